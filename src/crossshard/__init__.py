@@ -1,0 +1,40 @@
+"""Wrap any Optax optimizer, and every shard steps correctly."""
+
+from crossshard import errors
+from crossshard.collectives.exchange import all_to_all, collective_permute
+from crossshard.collectives.sums import cross_replica_sum
+from crossshard.errors import *  # noqa: F403
+from crossshard.gradients.incoming import Incoming
+from crossshard.gradients.local import grad, value_and_grad
+from crossshard.gradients.reduction import Reduction
+from crossshard.optimizer.cross_shard_optimizer import CrossShardOptimizer
+from crossshard.optimizer.optimizer import Optimizer
+from crossshard.shards.context import ShardContext, get_shard_context, shard_context
+from crossshard.shards.devices import cpu_devices
+from crossshard.shards.runners import batch_parallel, replicate, rewrite, shard
+from crossshard.shards.variables import is_per_shard, set_shared
+
+__version__ = "0.1.0"
+
+__all__ = [
+    *errors.__all__,
+    "CrossShardOptimizer",
+    "Incoming",
+    "Optimizer",
+    "Reduction",
+    "ShardContext",
+    "all_to_all",
+    "batch_parallel",
+    "collective_permute",
+    "cpu_devices",
+    "cross_replica_sum",
+    "get_shard_context",
+    "grad",
+    "is_per_shard",
+    "replicate",
+    "rewrite",
+    "set_shared",
+    "shard",
+    "shard_context",
+    "value_and_grad",
+]

@@ -1,0 +1,55 @@
+"""All that differs between JAX versions, or that JAX does not export; nothing else imports it."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+from jax import lax
+from jax._src import core as _core
+from jax._src import xla_bridge as _xla_bridge
+
+
+def bound_axes() -> dict[str, int]:
+    """The named axes that collectives can use here, outermost first, with their sizes."""
+    return dict(_core.get_axis_env().axis_sizes)
+
+
+def manual_axes() -> frozenset[str]:
+    """The bound axes that are mesh axes (of shard_map or pmap) rather than vmap's."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def _axis_type(x: Any, which: str) -> frozenset[str]:
+    aval = jax.typeof(x)
+    manual = getattr(aval, "manual_axis_type", None)
+    if manual is not None:
+        return frozenset(getattr(manual, which))
+    # Up to JAX 0.10.0 the varying axes stand on the aval itself.
+    return frozenset(getattr(aval, "vma", ())) if which == "varying" else frozenset()
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The axes over which the type of ``x`` says that it differs."""
+    return _axis_type(x, "varying")
+
+
+def unreduced_axes(x: Any) -> frozenset[str]:
+    """The axes over which the type of ``x`` says that a sum is still to be taken."""
+    return _axis_type(x, "unreduced")
+
+
+def tracks(axis: str) -> bool:
+    """Whether types say what varies over this axis (``shard_map`` with ``check_vma=True``)."""
+    return axis in varying_axes(lax.axis_index(axis))
+
+
+def as_varying(x: Any, axes: Iterable[str]) -> Any:
+    """``x`` typed as each shard's own over ``axes``, of which every one is tracked."""
+    known = varying_axes(x) | unreduced_axes(x)
+    missing = tuple(axis for axis in axes if axis not in known)
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def backend_is_running() -> bool:
+    """Whether JAX has started its devices, after which their number is fixed."""
+    return _xla_bridge.backends_are_initialized()

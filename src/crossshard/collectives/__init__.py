@@ -1,0 +1,1 @@
+"""Sums over the shards and exchanges between them."""

@@ -1,0 +1,169 @@
+"""Exchanges between shards: all_to_all and collective_permute, in every mode JAX has."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from crossshard.collectives.sums import check_numeric, gather_over_shards
+from crossshard.errors import ArgumentError, ArgumentTypeError, ShardContextError
+from crossshard.shards.axes import Shards, current_shards
+from crossshard.shards.context import check_axis_name
+from crossshard.shards.groups import GroupAssignment, check_group_assignment
+
+
+def all_to_all(
+    x: Any,
+    concat_dimension: int,
+    split_dimension: int,
+    split_count: int,
+    group_assignment: Any = None,
+    name: str | None = None,
+    *,
+    axis_name: str | tuple[str, ...] | None = None,
+) -> jax.Array:
+    """Split ``x``, send one block to each shard of the group, and join what arrives.
+
+    Args:
+      x: an array whose ``split_dimension`` is a multiple of ``split_count``.
+      concat_dimension: the dimension along which the blocks that arrive are joined.
+      split_dimension: the dimension along which ``x`` is split.
+      split_count: the number of blocks, which is the number of shards in a group.
+      group_assignment: a partition of the shards into groups of one size; all shards if ``None``.
+      name: a name to find the exchange by in profiles and HLO.
+      axis_name: the axes over which the shards lie, where they cannot be told.
+
+    Returns:
+      An array with ``split_dimension`` divided and ``concat_dimension`` multiplied by
+      ``split_count``: ``[8, 4]`` split 0, concat 1, count 4 gives ``[2, 16]``.
+
+    Raises:
+      ArgumentError: a dimension that ``x`` has not, or a count that does not fit.
+      GroupAssignmentError: the groups are no partition of the shards.
+
+    >>> import jax, jax.numpy as jnp
+    >>> exchange = lambda x: all_to_all(x, concat_dimension=1, split_dimension=0, split_count=4)
+    >>> jax.vmap(exchange, axis_name="shards")(jnp.zeros((4, 8, 4))).shape
+    (4, 2, 16)
+    """
+    shards = current_shards(check_axis_name(axis_name))
+    x = check_numeric(x, "all_to_all")
+    groups = check_group_assignment(group_assignment) or GroupAssignment(
+        (tuple(range(shards.number)),)
+    )
+    groups.check_covers(shards.number)
+    concat = _dimension(x, concat_dimension, "concat_dimension")
+    split = _dimension(x, split_dimension, "split_dimension")
+    if split_count != groups.size:
+        raise ArgumentError(
+            f"split_count must be the number of shards in a group, {groups.size}; "
+            f"got {split_count!r}."
+        )
+    if x.shape[split] % split_count:
+        raise ArgumentError(
+            f"split_dimension {split} of an array of shape {x.shape} has length "
+            f"{x.shape[split]}, which {split_count} shards cannot share evenly."
+        )
+    with jax.named_scope(name or "all_to_all"):
+        if groups.size == 1:
+            return x
+        _need_axes(shards, "all_to_all")
+        if shards.manual:
+            return lax.all_to_all(
+                shards.as_local(x),
+                shards.axes,
+                split,
+                concat,
+                axis_index_groups=groups.members.tolist(),
+                tiled=True,
+            )
+        me = shards.index()
+        senders = jnp.asarray(groups.members)[jnp.asarray(groups.group_of)[me]]
+        arrived = gather_over_shards(x, shards)[senders]
+        blocks = jnp.stack(jnp.split(arrived, split_count, axis=split + 1))
+        mine = blocks[jnp.asarray(groups.position_of)[me]]
+        return jnp.concatenate(list(mine), axis=concat)
+
+
+def collective_permute(
+    x: Any,
+    source_target_pairs: Sequence[Sequence[int]],
+    name: str | None = None,
+    *,
+    axis_name: str | tuple[str, ...] | None = None,
+) -> jax.Array:
+    """Send ``x`` from each source shard to its target; a shard that is no target gets zeros.
+
+    Args:
+      x: an array of any shape, the same on all shards.
+      source_target_pairs: ``[[source, target], …]``, no source and no target twice.
+      name: a name to find the exchange by in profiles and HLO.
+      axis_name: the axes over which the shards lie, where they cannot be told.
+
+    Returns:
+      An array of the shape and dtype of ``x``.
+
+    Raises:
+      ArgumentError: a shard that does not exist, or a source or target given twice.
+      ArgumentTypeError: the pairs are no pairs of integers.
+
+    >>> import jax, jax.numpy as jnp
+    >>> send = lambda x: collective_permute(x, [[0, 1], [1, 2]])
+    >>> jax.vmap(send, axis_name="shards")(jnp.array([5.0, 7.0, 9.0]))
+    Array([0., 5., 7.], dtype=float32)
+    """
+    shards = current_shards(check_axis_name(axis_name))
+    x = check_numeric(x, "collective_permute")
+    pairs = _check_pairs(source_target_pairs, shards.number)
+    with jax.named_scope(name or "collective_permute"):
+        if not shards.axes:
+            _need_axes(shards, "collective_permute")
+            return x if pairs else jnp.zeros_like(x)
+        if shards.manual:
+            return lax.ppermute(shards.as_local(x), shards.axes, pairs)
+        # vmap's ppermute takes whole permutations only, so the values are looked up instead.
+        source_of = np.full(shards.number, -1)
+        source_of[[target for _, target in pairs]] = [source for source, _ in pairs]
+        source = jnp.asarray(source_of)[shards.index()]
+        arrived = gather_over_shards(x, shards)[source]
+        return jnp.where(source >= 0, arrived, jnp.zeros_like(arrived))
+
+
+def _need_axes(shards: Shards, function: str) -> None:
+    if not shards.axes and shards.number > 1:
+        raise ShardContextError(
+            f"{function} is asked for {shards.number} shards, but no mesh axis is bound here. "
+            f"Run the step with crossshard.shard(num_shards={shards.number})."
+        )
+
+
+def _dimension(x: jax.Array, dimension: Any, name: str) -> int:
+    if isinstance(dimension, bool) or not isinstance(dimension, int | np.integer):
+        raise ArgumentTypeError(f"{name} must be an int; got {dimension!r}.")
+    if not -x.ndim <= dimension < x.ndim:
+        raise ArgumentError(f"{name} {dimension} does not exist in an array of shape {x.shape}.")
+    return int(dimension) % x.ndim
+
+
+def _check_pairs(pairs: Any, number: int) -> list[tuple[int, int]]:
+    try:
+        table = np.asarray(pairs) if len(pairs) else np.zeros((0, 2), int)
+    except (TypeError, ValueError):
+        table = np.zeros(0)
+    if table.ndim != 2 or table.shape[1] != 2 or not np.issubdtype(table.dtype, np.integer):
+        raise ArgumentTypeError(
+            f"source_target_pairs must be a list of [source, target] pairs of ints; got {pairs!r}."
+        )
+    for name, ids in (("source", table[:, 0]), ("target", table[:, 1])):
+        outside = [int(i) for i in ids if not 0 <= i < number]
+        if outside:
+            raise ArgumentError(
+                f"source_target_pairs names the {name} {outside[0]}, but the shards are 0 to "
+                f"{number - 1}: {pairs!r}."
+            )
+        if len(set(ids.tolist())) != len(ids):
+            raise ArgumentError(f"source_target_pairs names a {name} twice: {pairs!r}.")
+    return [(int(source), int(target)) for source, target in table]

@@ -1,0 +1,114 @@
+"""Sums over the shards: over all of them, or over each one's group, in every mode JAX has."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from crossshard import _jax
+from crossshard.errors import ArgumentTypeError, ShardContextError
+from crossshard.shards.axes import Shards, current_shards
+from crossshard.shards.context import check_axis_name
+from crossshard.shards.groups import GroupAssignment, check_group_assignment
+
+
+def sum_over_shards(x: Any, shards: Shards, groups: GroupAssignment | None = None) -> Any:
+    """The sum of ``x`` over the shards, or over the groups; the same shape and dtype.
+
+    Typed as equal on all shards where no group makes it differ.
+    """
+    if groups is not None:
+        groups.check_covers(shards.number)
+        if len(groups.groups) > 1:
+            return _sum_over_group(shards.as_local(x), shards, groups)
+    if not shards.axes:
+        _refuse_unbound(shards)
+        return x
+    # An unreduced value is a sum that waits to be taken, so it must not be made varying first.
+    waiting = tuple(axis for axis in shards.axes if axis in _jax.unreduced_axes(x))
+    x = lax.psum(x, waiting) if waiting else x
+    others = tuple(axis for axis in shards.axes if axis not in waiting)
+    return lax.psum(_jax.as_varying(x, others) if shards.tracked else x, others) if others else x
+
+
+def _sum_over_group(x: Any, shards: Shards, groups: GroupAssignment) -> Any:
+    if groups.size == 1 or jnp.size(x) == 0:
+        return x
+    _refuse_unbound(shards)
+    if not shards.manual:
+        parts = gather_over_shards(x, shards)[groups.members].sum(1)
+        return parts[jnp.asarray(groups.group_of)[shards.index()]]
+    # Scatter and gather take groups where psum does not (check_vma=True), and send no more.
+    flat = jnp.pad(jnp.ravel(x), (0, -jnp.size(x) % groups.size))
+    over = {"axis_name": shards.axes, "axis_index_groups": groups.members.tolist(), "tiled": True}
+    whole = lax.all_gather(lax.psum_scatter(flat, **over), **over)
+    return whole[: jnp.size(x)].reshape(jnp.shape(x))
+
+
+def gather_over_shards(x: Any, shards: Shards) -> jax.Array:
+    """``[shards, …]``: every shard's ``x``, in order."""
+    # One axis at a time: under vmap all_gather takes no tuple of axes.
+    for axis in reversed(shards.axes):
+        x = lax.all_gather(x, axis)
+    depth = len(shards.axes)
+    return x.reshape(math.prod(x.shape[:depth]), *x.shape[depth:])
+
+
+def _refuse_unbound(shards: Shards) -> None:
+    if shards.number > 1 and not shards.axes:
+        raise ShardContextError(
+            f"The shard context says {shards.number} shards, but no mesh axis is bound here, so "
+            f"nothing can be summed over them. Run the step with "
+            f"crossshard.shard(num_shards={shards.number}), or inside jax.shard_map."
+        )
+
+
+def cross_replica_sum(
+    x: Any,
+    group_assignment: Any = None,
+    name: str | None = None,
+    *,
+    axis_name: str | tuple[str, ...] | None = None,
+) -> jax.Array:
+    """The sum of ``x`` over all shards, or over this shard's group.
+
+    Its gradient is the ``cross_replica_sum`` of the incoming gradient over the same groups, in
+    every mode. For that the result is typed as each shard's own copy also under
+    ``check_vma=True``; where a value typed as equal is wanted, ``jax.lax.psum`` gives it.
+
+    Args:
+      x: a numeric array of any shape, the same on all shards.
+      group_assignment: a partition of the shards into groups of one size; all shards if ``None``.
+      name: a name to find the sum by in profiles and HLO.
+      axis_name: the axes over which the shards lie, where they cannot be told.
+
+    Returns:
+      An array of the shape and dtype of ``x``.
+
+    Raises:
+      ArgumentTypeError: ``x`` is no numeric array.
+      GroupAssignmentError: the groups are no partition of the shards.
+
+    >>> import jax, jax.numpy as jnp
+    >>> jax.vmap(cross_replica_sum, axis_name="shards")(jnp.arange(4.0))
+    Array([6., 6., 6., 6.], dtype=float32)
+    """
+    shards = current_shards(check_axis_name(axis_name))
+    groups = check_group_assignment(group_assignment)
+    x = check_numeric(x, "cross_replica_sum")
+    with jax.named_scope(name or "cross_replica_sum"):
+        return shards.as_local(sum_over_shards(shards.as_local(x), shards, groups))
+
+
+def check_numeric(x: Any, function: str) -> jax.Array:
+    """``x`` as an array of numbers, or an error that names the function that wants one."""
+    try:
+        array = jnp.asarray(x)
+    except (TypeError, ValueError):
+        array = None
+    if array is None or not jnp.issubdtype(array.dtype, jnp.number):
+        what = type(x).__name__ if array is None else f"an array of {array.dtype}"
+        raise ArgumentTypeError(f"{function} takes an array of numbers; got {what}.")
+    return array

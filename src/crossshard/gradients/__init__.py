@@ -1,0 +1,1 @@
+"""What happens to a gradient between autodiff and the update."""

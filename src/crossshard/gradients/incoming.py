@@ -1,0 +1,111 @@
+"""What an incoming gradient already is: read from its type, or said by the caller, never guessed."""
+
+import enum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from crossshard.errors import ArgumentError, DoubleReductionError, IncomingError
+from crossshard.gradients.reduction import Reduction
+from crossshard.shards.axes import Shards
+
+
+class Incoming(enum.StrEnum):
+    """What has been done to a gradient before the optimizer sees it.
+
+    LOCAL: nothing; it is the gradient of this shard's own loss.
+    SCALED: MEAN's division is done, the sum is not (what ``compute_gradients`` hands out).
+    SUMMED: autodiff has summed it over all shards, MEAN's division is not done.
+    REDUCED: all of it is done; the optimizer only steps.
+    """
+
+    LOCAL = "local"
+    SCALED = "scaled"
+    SUMMED = "summed"
+    REDUCED = "reduced"
+
+
+def check_incoming(incoming: object) -> Incoming | None:
+    """The checked word, or ``None`` where the caller has said nothing."""
+    if incoming is None:
+        return None
+    try:
+        return Incoming(incoming)  # type: ignore[arg-type]
+    except ValueError:
+        raise ArgumentError(
+            f"incoming must be one of {', '.join(repr(str(word)) for word in Incoming)}, or None; "
+            f"got {incoming!r}."
+        ) from None
+
+
+def read_incoming(
+    name: str,
+    gradient: Any,
+    shards: Shards,
+    said: Incoming | None,
+    *,
+    reduction: Reduction,
+    grouped: bool,
+) -> Incoming:
+    """What this gradient is, from its type where types tell and from what was said.
+
+    Raises:
+      DoubleReductionError: nothing was said, and the type says that it is equal on all shards.
+      IncomingError: it was said to be summed or reduced, and the type says that it differs.
+    """
+    if said is Incoming.SUMMED and grouped:
+        raise IncomingError(
+            f"{name} is said to be summed over all {shards.number} shards, but this optimizer "
+            f"reduces over groups, and a group's sum cannot be taken out of the whole. "
+            f"Differentiate with crossshard.value_and_grad."
+        )
+    if not shards.tracked:
+        return said or Incoming.LOCAL
+    if said in (Incoming.SUMMED, Incoming.REDUCED) and not grouped and shards.differs(gradient):
+        raise IncomingError(
+            f"{name} ({_type(gradient)}) is said to be {said}, but its type says that it still "
+            f"differs over {_axes(shards)}. Say incoming='local', or nothing."
+        )
+    if said is not None:
+        return said
+    if not shards.equal_axes(gradient):
+        return Incoming.LOCAL
+    if shards.number == 1:
+        return Incoming.REDUCED
+    raise DoubleReductionError(_double_reduction(name, gradient, shards, reduction))
+
+
+def _double_reduction(name: str, gradient: Any, shards: Shards, reduction: Reduction) -> str:
+    mistake = (
+        f"averaging again would do nothing and the step would be {shards.number} times too large"
+        if reduction is Reduction.MEAN
+        else f"summing again would make the step {shards.number} times too large"
+    )
+    return (
+        f"{name} ({_type(gradient)}) arrived at CrossShardOptimizer.update already invariant over "
+        f"{_axes(shards, shards.equal_axes(gradient))}: autodiff has summed it over "
+        f"{shards.number} shards, so {mistake}. Differentiate with crossshard.value_and_grad, or "
+        f'say incoming="summed" (or "reduced" if it has been averaged already, or "local" if it is '
+        f"each shard's own and happens to be equal)."
+    )
+
+
+def _axes(shards: Shards, axes: tuple[str, ...] | None = None) -> str:
+    names = shards.axes if axes is None else axes
+    return ("axis " if len(names) == 1 else "axes ") + ", ".join(map(repr, names))
+
+
+def _type(x: Any) -> str:
+    short = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i", "complex": "c"}
+    dtype = str(jnp.result_type(x))
+    for long, brief in short.items():
+        if dtype.startswith(long):
+            dtype = dtype.replace(long, brief)
+            break
+    return f"{dtype}[{','.join(map(str, jnp.shape(x)))}]"
+
+
+def leaf_name(path: tuple[Any, ...]) -> str:
+    """A leaf's path as its owner would write it: ``layers/0/kernel``."""
+    return f"`{jax.tree_util.keystr(path, simple=True, separator='/') or 'gradient'}`"

@@ -1,0 +1,1 @@
+"""CrossShardOptimizer, its two idioms and its slots."""

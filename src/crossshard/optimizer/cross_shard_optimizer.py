@@ -1,0 +1,216 @@
+"""CrossShardOptimizer: any Optax rule, on gradients reduced over the shards."""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+import optax
+from flax import nnx
+
+from crossshard.errors import IncomingError, NestedReductionError, ShardContextError
+from crossshard.gradients.incoming import Incoming, check_incoming
+from crossshard.gradients.pipeline import Pipeline
+from crossshard.gradients.reduction import Reduction, check_reduction
+from crossshard.optimizer.optimizer import (
+    GradientsAndVariables,
+    Optimizer,
+    check_name,
+    check_pairs,
+    describe_rule,
+)
+from crossshard.optimizer.transformation import check_transformation, cross_shard
+from crossshard.shards.axes import Shards
+from crossshard.shards.context import check_axis_name
+from crossshard.shards.groups import check_group_assignment
+from crossshard.shards.variables import current_trace, describe_variable, handed_in
+
+
+class CrossShardOptimizer(Optimizer):
+    """An optimizer that averages gradients across shards.
+
+    It is an Optax transformation (``init``, ``update``), for ``optax.chain``, ``nnx.Optimizer``,
+    Equinox or a loop of one's own inside ``shard_map``, ``pmap`` or ``vmap(axis_name=…)``; and it
+    steps NNX variables in place, as ``tf.compat.v1.tpu.CrossShardOptimizer`` does, inside the
+    runners. Both follow the same trajectory.
+
+    In ``update``, gradients are this shard's own unless ``incoming`` says otherwise: ``"summed"``
+    (by autodiff, over all shards), ``"reduced"`` (nothing is left to do), ``"scaled"`` (divided by
+    the number of shards and not summed). Under ``shard_map(check_vma=True)`` types tell, and a
+    gradient that autodiff has summed is refused unless the caller says what it is. The extra
+    argument ``value``, where a rule takes it, is this shard's loss and is reduced alike.
+
+    Args:
+      opt: an Optax transformation.
+      reduction: ``Reduction.MEAN`` or ``Reduction.SUM``, or ``"mean"`` or ``"sum"``.
+      name: a name to find its work by in profiles and HLO.
+      group_assignment: a partition of the shards into groups of one size, each of which reduces
+        for itself; all shards together if ``None``. Groups part ways: parameters differ.
+      axis_name: the mesh axes over which the shards lie; found where the step runs if ``None``.
+      incoming: what gradients are when a call of ``update`` does not say.
+
+    Raises:
+      ArgumentError: a reduction other than these; an empty name.
+      ArgumentTypeError: ``opt`` is no Optax transformation.
+      GroupAssignmentError: groups that are no partition into equal parts.
+      NestedReductionError: ``opt`` is a CrossShardOptimizer.
+
+    >>> import jax, jax.numpy as jnp, optax
+    >>> opt = CrossShardOptimizer(optax.sgd(1.0))
+    >>> step = lambda gradient: opt.update(gradient, opt.init(gradient))[0]
+    >>> jax.vmap(step, axis_name="shards")(jnp.array([1.0, 3.0]))
+    Array([-2., -2.], dtype=float32)
+    """
+
+    _pipeline: Pipeline
+    # What compute_gradients handed out and apply_gradients has not taken, by the variable's id.
+    _handed_out: dict[int, tuple[nnx.Variable, int, Any]]
+
+    def __new__(
+        cls,
+        opt: optax.GradientTransformation,
+        reduction: str = Reduction.MEAN,
+        name: str = "CrossShardOptimizer",
+        group_assignment: Any = None,
+        *,
+        axis_name: str | tuple[str, ...] | None = None,
+        incoming: str | None = None,
+    ) -> Self:
+        reduction = check_reduction(reduction)
+        inner = check_transformation(opt)
+        wrapped: Any = inner
+        while isinstance(wrapped, Optimizer):
+            if isinstance(wrapped, CrossShardOptimizer):
+                raise NestedReductionError(
+                    f"{opt!r} reduces over the shards already; wrapping it again would reduce "
+                    f"twice. Wrap its .inner."
+                )
+            wrapped = wrapped.inner
+        pipeline = Pipeline(
+            reduction,
+            check_group_assignment(group_assignment),
+            check_axis_name(axis_name),
+            check_incoming(incoming),
+        )
+        name = check_name(name)
+        self = cls._make_one(cross_shard(inner, pipeline, name), inner, name)
+        self._pipeline = pipeline
+        self._handed_out = {}
+        return self
+
+    @property
+    def reduction(self) -> Reduction:
+        """How gradients are reduced."""
+        return self._pipeline.reduction
+
+    @property
+    def group_assignment(self) -> list[list[int]] | None:
+        """Which shards reduce with which; ``None`` for all of them together."""
+        groups = self._pipeline.groups
+        return None if groups is None else [list(group) for group in groups.groups]
+
+    def describe(self) -> str:
+        """What happens to a gradient, stage by stage, in one line.
+
+        >>> import optax
+        >>> CrossShardOptimizer(optax.sgd(0.1), "sum").describe()
+        'local gradient → sum over all shards → update'
+        """
+        return self._pipeline.describe()
+
+    def __repr__(self) -> str:
+        return (
+            f"CrossShardOptimizer({describe_rule(self.inner)}, reduction={self.reduction.name}, "
+            f"group_assignment={self.group_assignment}, name={self.get_name()!r})"
+        )
+
+    def _construction(self) -> dict[str, Any]:
+        return {
+            **super()._construction(),
+            "reduction": self.reduction,
+            "group_assignment": self._pipeline.groups,
+            "axis_name": self._pipeline.axis_name or None,
+            "incoming": self._pipeline.incoming,
+        }
+
+    def _axis_name(self) -> tuple[str, ...]:
+        return self._pipeline.axis_name
+
+    def _differentiate(
+        self, loss: Callable[[], Any], var_list: Any, grad_loss: Any
+    ) -> tuple[jax.Array, list[tuple[jax.Array | None, nnx.Variable]]]:
+        """Under MEAN the gradients are those of the loss divided by the shards that reduce."""
+        shards = self._pipeline.shards()
+        value, pairs = self._gradients_of(
+            loss, var_list, grad_loss, self._pipeline.divisor(shards)
+        )
+        trace = current_trace()
+        for _, variable in pairs:
+            self._handed_out[id(variable)] = (variable, shards.number, trace)
+        return value, pairs
+
+    def apply_gradients(
+        self,
+        grads_and_vars: GradientsAndVariables,
+        global_step: nnx.Variable | None = None,
+        name: str | None = None,
+        *,
+        incoming: str | None = None,
+        **extra_args: Any,
+    ) -> None:
+        """Sum the gradients over the shards, or the groups, and step the variables.
+
+        Args:
+          grads_and_vars: ``(gradient, variable)`` pairs; pairs without a gradient are passed over.
+          global_step: an integer variable that is incremented by 1 after the update.
+          name: a name to find this step by in profiles and HLO.
+          incoming: what the gradients are, where they do not come from this optimizer's
+            ``compute_gradients``: ``"local"`` (ours divides under MEAN), ``"scaled"`` (divided
+            already), ``"summed"`` or ``"reduced"``.
+          **extra_args: what the wrapped rule takes besides, such as ``value=loss``.
+
+        Raises:
+          ArgumentError, ArgumentTypeError, VariableError: as for ``Optimizer``.
+          IncomingError: under MEAN, gradients that ``compute_gradients`` did not hand out in this
+            step, with nothing said of them.
+          ShardContextError: they were computed under another number of shards.
+        """
+        pairs = check_pairs(grads_and_vars)
+        shards = self._pipeline.shards(warn=False)
+        variables = [variable for gradient, variable in pairs if gradient is not None]
+        origin = self._origin(variables, shards, check_incoming(incoming))
+        super().apply_gradients(pairs, global_step, name, incoming=origin, **extra_args)
+        for variable in variables:
+            self._handed_out.pop(id(variable), None)
+
+    def _origin(
+        self, variables: list[nnx.Variable], shards: Shards, said: Incoming | None
+    ) -> Incoming | None:
+        if said is not None:
+            return said
+        trace = current_trace()
+        known = []
+        for variable in variables:
+            _, number, when = self._handed_out.get(id(variable), (None, None, None))
+            if number is not None and number != shards.number:
+                raise ShardContextError(
+                    f"The gradient of {describe_variable(variable)} was computed under {number} "
+                    f"shards and is applied under {shards.number}. Call compute_gradients and "
+                    f"apply_gradients in the same step."
+                )
+            known.append(number is not None and when == trace)
+        if all(known):
+            return Incoming.SCALED
+        if self._pipeline.incoming is not None or self._pipeline.divisor(shards) == 1:
+            return None
+        stranger = variables[known.index(False)]
+        raise IncomingError(
+            f"The gradient of {describe_variable(stranger)} does not come from this optimizer's "
+            f"compute_gradients in this step, so it is not known whether it is divided by "
+            f"{self._pipeline.divisor(shards)} already. Say incoming='local' if it is this "
+            f"shard's own (it will be divided), or incoming='scaled' if it is divided."
+        )
+
+    def _note_equal(self, written: list[nnx.Variable]) -> None:
+        handed = handed_in()
+        if handed is not None and self._pipeline.over_all_shards:
+            handed.note_equal(written, written)

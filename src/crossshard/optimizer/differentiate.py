@@ -1,0 +1,163 @@
+"""Gradients of a loss without arguments with respect to the variables that it reads."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
+from crossshard.shards.axes import Shards
+from crossshard.shards.variables import (
+    describe_variable,
+    handed_in,
+    reachable_roots,
+    rebound,
+    variables_in,
+)
+
+
+def check_loss(loss: Any) -> Callable[[], Any]:
+    """``loss`` if it can be called, or an error that shows how to give one."""
+    if not callable(loss):
+        raise ArgumentTypeError(
+            f"A loss must be a function without arguments, since a value that is computed already "
+            f"cannot be differentiated; got {type(loss).__name__}. Write lambda: loss_fn(model, x)."
+        )
+    return loss
+
+
+def named_variables(var_list: Any) -> dict[int, tuple[nnx.Variable, str]]:
+    """The variables of a module, a variable or a list of both, with a name for each, by id.
+
+    A module gives its ``nnx.Param``s, named by their paths; a variable of a list is named by its
+    place.
+
+    Raises:
+      ArgumentError: none is there.
+      ArgumentTypeError: what is no variable.
+      VariableError: a variable that is not floating, or is given twice.
+    """
+    items = list(var_list) if isinstance(var_list, list | tuple) else [var_list]
+    found: dict[int, tuple[nnx.Variable, str]] = {}
+    for place, item in enumerate(items):
+        prefix = f"{place}/" if len(items) > 1 else ""
+        if isinstance(item, nnx.Variable):
+            named = [(str(item.get_metadata("name", None) or place), item)]
+        elif isinstance(item, nnx.Pytree):
+            named = [
+                (prefix + "/".join(map(str, path)), leaf)
+                for path, leaf in nnx.iter_graph(item)
+                if isinstance(leaf, nnx.Param)
+            ]
+        else:
+            raise ArgumentTypeError(
+                f"var_list must be an nnx.Module or a list of nnx variables; item {place} is "
+                f"{type(item).__name__} ({item!r:.60})."
+            )
+        for name, variable in named:
+            if id(variable) in found and isinstance(item, nnx.Variable):
+                raise VariableError(f"{describe_variable(variable)} is in var_list twice.")
+            _check_floating(variable)
+            found[id(variable)] = (variable, name)
+    if not found:
+        raise ArgumentError("No variables to optimize.")
+    return found
+
+
+def trainable_variables(loss: Callable[[], Any]) -> list[nnx.Variable]:
+    """Every ``nnx.Param`` that the runner handed in or, outside of one, that the loss reaches."""
+    return [v for v in _around(loss, ()) if isinstance(v, nnx.Param)]
+
+
+def _around(loss: Callable[[], Any], wanted: Sequence[nnx.Variable]) -> list[nnx.Variable]:
+    handed = handed_in()
+    known = list(handed.variables) if handed else []
+    reached = variables_in(reachable_roots([loss, *wanted]))
+    return known + [v for v in reached if not any(v is other for other in known)]
+
+
+def _check_floating(variable: nnx.Variable) -> None:
+    dtype = getattr(variable.get_raw_value(), "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise VariableError(
+            f"{describe_variable(variable)} cannot be optimized: its dtype must be floating."
+        )
+
+
+def differentiate(
+    loss: Callable[[], Any],
+    variables: Sequence[nnx.Variable],
+    shards: Shards,
+    divisor: int,
+    grad_loss: Any = None,
+) -> tuple[jax.Array, list[jax.Array | None]]:
+    """The loss, and the gradient of ``loss / divisor * grad_loss`` per variable.
+
+    The gradients are this shard's own; a variable that the loss does not reach gets ``None``.
+    What the loss writes to other variables (batch statistics, counters) stays written.
+    """
+    wanted = {id(variable) for variable in variables}
+    others = [v for v in _around(loss, variables) if id(v) not in wanted]
+    reached: set[int] = set()
+    written: list[nnx.Variable] = []
+
+    def of_values(values: list[Any], rest: list[Any]) -> Any:
+        marked = [_mark(value, place, reached) for place, value in enumerate(values)]
+        with rebound([*variables, *others], [*marked, *rest]):
+            out = loss()
+            after = [other.get_raw_value() for other in others]
+        value = _check_scalar(out)
+        written[:] = [o for o, a, b in zip(others, after, rest, strict=True) if not _same(a, b)]
+        kept = [a for a, b in zip(after, rest, strict=True) if not _same(a, b)]
+        scaled = value / divisor if divisor > 1 else value
+        return shards.as_local(scaled), (value, kept)
+
+    values = [shards.as_local(variable.get_raw_value()) for variable in variables]
+    rest = [other.get_raw_value() for other in others]
+    gradients, (value, kept) = jax.grad(of_values, has_aux=True)(values, rest)
+    for other, after in zip(written, kept, strict=True):
+        other.set_raw_value(after)
+    if grad_loss is not None:
+        seed = _check_scalar(grad_loss, "grad_loss")
+        gradients = [gradient * seed.astype(gradient.dtype) for gradient in gradients]
+    return value, [g if place in reached else None for place, g in enumerate(gradients)]
+
+
+def _mark(value: jax.Array, place: int, reached: set[int]) -> jax.Array:
+    """``value``; notes its place when a gradient comes back to it."""
+
+    @jax.custom_vjp
+    def identity(x: jax.Array) -> jax.Array:
+        return x
+
+    def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+        # Autodiff calls this only where the loss depends on the value; else zeros stay symbolic.
+        reached.add(place)
+        return (gradient,)
+
+    identity.defvjp(lambda x: (x, None), backward)
+    return identity(value)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return jax.tree.structure(a) == jax.tree.structure(b) and all(
+        x is y for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+
+
+def _check_scalar(value: Any, name: str = "A loss") -> jax.Array:
+    value = value.get_value() if isinstance(value, nnx.Variable) else value
+    if not hasattr(value, "dtype") and not isinstance(value, int | float):
+        raise ArgumentTypeError(f"{name} must be a floating scalar; got {type(value).__name__}.")
+    array = jnp.asarray(value)
+    if array.shape != () or not jnp.issubdtype(array.dtype, jnp.floating):
+        # An int is a fine weight for a gradient, but no loss.
+        if array.shape == () and name != "A loss" and jnp.issubdtype(array.dtype, jnp.integer):
+            return array
+        raise ArgumentError(
+            f"{name} must be a floating scalar; got {array.dtype}{list(array.shape)}. Reduce it "
+            f"first, with jnp.mean for example."
+        )
+    return array

@@ -1,0 +1,100 @@
+"""The Optax idiom: a transformation that reduces over the shards and then updates."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import optax
+
+from crossshard.errors import ArgumentTypeError, NestedReductionError
+from crossshard.gradients.incoming import check_incoming
+from crossshard.gradients.pipeline import Pipeline
+
+_thread = threading.local()
+
+_ROOTS_OF_OTHERS = {"keras": "Keras", "tf_keras": "Keras", "tensorflow": "TensorFlow", "torch": "PyTorch"}
+_EQUIVALENTS = {
+    "adadelta": "adadelta", "adagrad": "adagrad", "adam": "adam", "adamax": "adamax",
+    "adamw": "adamw", "gradientdescent": "sgd", "lamb": "lamb", "lion": "lion",
+    "momentum": "sgd(lr, momentum)", "nadam": "nadam", "radam": "radam", "rmsprop": "rmsprop",
+    "rprop": "rprop", "sgd": "sgd", "adafactor": "adafactor", "lbfgs": "lbfgs",
+}  # fmt: skip
+
+
+def cross_shard(
+    inner: optax.GradientTransformation, pipeline: Pipeline, name: str
+) -> optax.GradientTransformationExtraArgs:
+    """``inner`` on reduced gradients; its state is the inner state and nothing else."""
+    inner = optax.with_extra_args_support(inner)
+
+    def update(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        *,
+        incoming: str | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        with jax.named_scope(name), _only_reduction():
+            said = check_incoming(incoming)
+            shards = pipeline.shards()
+            reduced = pipeline.reduce(updates, shards, said)
+            # Optax's names for the loss and the gradient that some rules ask for besides.
+            if extra_args.get("value") is not None:
+                loss = pipeline.reduce_loss(extra_args["value"], shards, said)
+                extra_args["value"] = loss
+            if extra_args.get("grad") is not None:
+                extra_args["grad"] = pipeline.reduce(extra_args["grad"], shards, said)
+            return inner.update(reduced, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+@contextmanager
+def _only_reduction() -> Iterator[None]:
+    if getattr(_thread, "reducing", False):
+        raise NestedReductionError(
+            "A CrossShardOptimizer was updated inside another one's update: the gradients would be "
+            "reduced twice. Keep the outer one and take the inner one's .inner."
+        )
+    _thread.reducing = True
+    try:
+        yield
+    finally:
+        _thread.reducing = False
+
+
+def check_transformation(opt: Any) -> optax.GradientTransformation:
+    """``opt`` if it is an Optax transformation; else an error that says what it is instead.
+
+    Raises:
+      ArgumentTypeError: not a transformation; names the missing method, or the Optax equivalent.
+    """
+    if isinstance(opt, optax.GradientTransformation):
+        return opt
+    for base in type(opt).__mro__:
+        library = _ROOTS_OF_OTHERS.get(base.__module__.split(".")[0])
+        if library:
+            stem = type(opt).__name__.lower().removesuffix("optimizer")
+            equivalent = _EQUIVALENTS.get(stem)
+            write = f"optax.{equivalent}" if equivalent else "an Optax optimizer"
+            raise ArgumentTypeError(
+                f"The optimizer must be an Optax transformation; got {library}'s "
+                f"{type(opt).__name__}. Write {write} instead."
+            )
+    missing = [method for method in ("init", "update") if not callable(getattr(opt, method, None))]
+    if not missing and not isinstance(opt, type):
+        return optax.GradientTransformation(opt.init, opt.update)
+    if callable(opt):
+        name = getattr(opt, "__name__", repr(opt))
+        raise ArgumentTypeError(
+            f"The optimizer must be an Optax transformation; got the function or class {name}, "
+            f"which makes one. Call it: {name}(learning_rate)."
+        )
+    tx = " Pass its .tx." if hasattr(opt, "tx") else ""
+    raise ArgumentTypeError(
+        f"The optimizer must be an Optax transformation, with init and update; got "
+        f"{type(opt).__name__} ({opt!r:.80}), which has no {' and no '.join(missing)}.{tx}"
+    )

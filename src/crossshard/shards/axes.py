@@ -1,0 +1,108 @@
+"""Where am I? The shards around this line of code, found from the context and the bound axes."""
+
+import dataclasses
+import math
+import warnings
+from typing import Any
+
+import jax
+from jax import lax
+
+from crossshard import _jax
+from crossshard.errors import AxisError, ShardContextError, ShardContextWarning
+from crossshard.shards.context import get_shard_context
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """The shards that run this line together.
+
+    Attributes:
+      number: how many there are.
+      axes: the bound axes over which they lie, slowest first; empty where none is bound.
+      manual: every axis is a mesh axis, of shard_map or pmap.
+      tracked: types say what varies over the axes (``check_vma=True``).
+    """
+
+    number: int
+    axes: tuple[str, ...] = ()
+    manual: bool = False
+    tracked: bool = False
+
+    def index(self) -> jax.Array:
+        """int32[]: which shard this is."""
+        return lax.axis_index(self.axes)
+
+    def as_local(self, x: Any) -> Any:
+        """``x`` typed as each shard's own; the same numbers."""
+        return _jax.as_varying(x, self.axes) if self.tracked else x
+
+    def differs(self, x: Any) -> bool:
+        """Whether the type of ``x`` says that it is not equal on all shards."""
+        return bool((_jax.varying_axes(x) | _jax.unreduced_axes(x)) & frozenset(self.axes))
+
+    def equal_axes(self, x: Any) -> tuple[str, ...]:
+        """The tracked axes over which the type of ``x`` says that it is equal everywhere."""
+        known = _jax.varying_axes(x) | _jax.unreduced_axes(x)
+        return tuple(axis for axis in self.axes if self.tracked and axis not in known)
+
+
+def current_shards(axis_name: tuple[str, ...] = (), *, warn: bool = True) -> Shards:
+    """The shards here: over the named axes, else the context's, else the only bound axis.
+
+    Where nothing is bound the number comes from the shard context; without one it is 1, with a
+    ``ShardContextWarning`` if ``warn``.
+
+    Raises:
+      AxisError: a named axis is not bound while others are, or several are and none was named.
+      ShardContextError: the context says another number of shards than the axes have.
+    """
+    bound = _jax.bound_axes()
+    context = get_shard_context()
+    axes = axis_name or (context.axis_name if context else ())
+    if not bound:
+        if context is None and warn:
+            warnings.warn(
+                "CrossShardOptimizer should be used within a shard context, but none is set and no "
+                "mesh axis is bound here: assuming 1 shard. Run the step with crossshard.shard, or "
+                "inside jax.shard_map.",
+                ShardContextWarning,
+                stacklevel=2,
+            )
+        return Shards(context.number_of_shards if context else 1)
+    if not axes and len(bound) > 1:
+        raise AxisError(
+            f"Several axes are bound here, {_listed(bound)}, and none was named as the one over "
+            f"which the shards lie. Say so: CrossShardOptimizer(..., axis_name={next(iter(bound))!r})."
+        )
+    axes = axes or tuple(bound)
+    missing = [axis for axis in axes if axis not in bound]
+    if missing:
+        raise AxisError(
+            f"The axis {missing[0]!r} is not bound here; bound are {_listed(bound)}. "
+            f"Name the axis over which the shards lie: axis_name={next(iter(bound))!r}."
+        )
+    number = math.prod(bound[axis] for axis in axes)
+    if context is not None and context.number_of_shards != number:
+        raise ShardContextError(
+            f"The shard context says {context.number_of_shards} shards, but the axes "
+            f"{_listed({axis: bound[axis] for axis in axes})} have {number}."
+        )
+    return _describe(number, axes)
+
+
+def _describe(number: int, axes: tuple[str, ...]) -> Shards:
+    mesh_axes = _jax.manual_axes()
+    tracked = [_jax.tracks(axis) for axis in axes]
+    if not all(tracked) and any(_jax.tracks(axis) for axis in mesh_axes):
+        # JAX has no collective over vmap's axes under check_vma=True: each fails an assertion.
+        loose = [axis for axis, known in zip(axes, tracked, strict=True) if not known]
+        raise AxisError(
+            f"The axis {loose[0]!r} is vmap's and lies inside shard_map(check_vma=True), where JAX "
+            f"cannot reduce over it. Pass check_vma=False to that shard_map."
+        )
+    return Shards(number, axes, manual=mesh_axes.issuperset(axes), tracked=all(tracked))
+
+
+def _listed(sizes: dict[str, int]) -> str:
+    return ", ".join(f"{axis!r} ({size})" for axis, size in sizes.items())

@@ -1,0 +1,93 @@
+"""The shard context: how many shards a step runs on, as the code inside the step may ask."""
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from crossshard.errors import ArgumentError, ArgumentTypeError, NestedContextError
+
+_thread = threading.local()
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardContext:
+    """What a step is told of its shards.
+
+    Attributes:
+      number_of_shards: how many shards run the step.
+      axis_name: the mesh axes over which they lie; empty where none was named.
+    """
+
+    number_of_shards: int
+    axis_name: tuple[str, ...] = ()
+
+
+def check_num_shards(num_shards: object) -> int:
+    """``num_shards`` as an int of at least 1, or an error that says what was given."""
+    if isinstance(num_shards, bool) or not hasattr(num_shards, "__index__"):
+        raise ArgumentTypeError(
+            f"num_shards must be an int of at least 1; got {num_shards!r} "
+            f"({type(num_shards).__name__})."
+        )
+    count = int(num_shards.__index__())
+    if count < 1:
+        raise ArgumentError(f"num_shards must be an int of at least 1; got {count}.")
+    return count
+
+
+def check_axis_name(axis_name: object) -> tuple[str, ...]:
+    """``axis_name`` as a tuple of distinct names; ``None`` gives the empty tuple."""
+    names = () if axis_name is None else axis_name
+    names = (names,) if isinstance(names, str) else names
+    if not isinstance(names, tuple | list) or not all(isinstance(n, str) and n for n in names):
+        raise ArgumentTypeError(
+            f"axis_name must be a mesh axis's name or a tuple of names; got {axis_name!r}."
+        )
+    if len(set(names)) != len(names):
+        raise ArgumentError(f"axis_name names an axis twice: {axis_name!r}.")
+    return tuple(names)
+
+
+@contextmanager
+def shard_context(
+    num_shards: int, *, axis_name: str | tuple[str, ...] | None = None
+) -> Iterator[ShardContext]:
+    """Say that the code inside runs on ``num_shards`` shards; thread-local.
+
+    The runners enter it for you. Like ``tpu_shard_context`` of the original.
+
+    Args:
+      num_shards: how many shards, at least 1.
+      axis_name: the mesh axes over which they lie, if the caller binds them.
+
+    Raises:
+      ArgumentError, ArgumentTypeError: ``num_shards`` is no int of at least 1.
+      NestedContextError: a context is in force already.
+
+    >>> with shard_context(8) as context:
+    ...     context.number_of_shards
+    8
+    """
+    context = ShardContext(check_num_shards(num_shards), check_axis_name(axis_name))
+    outer = get_shard_context()
+    if outer is not None:
+        raise NestedContextError(
+            f"A shard context of {context.number_of_shards} was entered inside one of "
+            f"{outer.number_of_shards}. Contexts do not nest: leave the outer one first, or pass "
+            f"group_assignment to reduce over a part of the shards."
+        )
+    _thread.context = context
+    try:
+        yield context
+    finally:
+        _thread.context = None
+
+
+def get_shard_context() -> ShardContext | None:
+    """The shard context in force on this thread, or ``None``.
+
+    >>> get_shard_context() is None
+    True
+    """
+    return getattr(_thread, "context", None)

@@ -1,0 +1,127 @@
+"""Group assignments: which shards reduce with which."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from crossshard.errors import GroupAssignmentError
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupAssignment:
+    """A partition of the shards 0 … N-1 into groups of one size.
+
+    Attributes:
+      groups: one tuple of shard ids per group, in the order given.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+
+    @property
+    def size(self) -> int:
+        """How many shards are in each group."""
+        return len(self.groups[0])
+
+    @property
+    def number_of_shards(self) -> int:
+        """How many shards all groups have together."""
+        return self.size * len(self.groups)
+
+    @property
+    def members(self) -> np.ndarray:
+        """int[groups, size]: the shards of each group."""
+        return np.array(self.groups)
+
+    @property
+    def group_of(self) -> np.ndarray:
+        """int[shards]: the group that each shard is in."""
+        return np.argsort(self.members.ravel()) // self.size
+
+    @property
+    def position_of(self) -> np.ndarray:
+        """int[shards]: each shard's place within its group."""
+        return np.argsort(self.members.ravel()) % self.size
+
+    def check_covers(self, number_of_shards: int) -> None:
+        """Raise unless the groups are a partition of exactly this many shards."""
+        if self.number_of_shards != number_of_shards:
+            raise GroupAssignmentError(
+                f"group_assignment {self} must be a permutation of range({number_of_shards}), "
+                f"one id for each of the {number_of_shards} shards here; "
+                f"it has the ids 0 to {self.number_of_shards - 1}."
+            )
+
+    def __str__(self) -> str:
+        return str([list(group) for group in self.groups])
+
+
+def _as_list(value: Any) -> list | None:
+    if isinstance(value, np.ndarray) or (hasattr(value, "__array__") and hasattr(value, "ndim")):
+        return list(np.asarray(value)) if value.ndim else None
+    return list(value) if isinstance(value, list | tuple) else None
+
+
+def _refuse(given: Any, why: str) -> GroupAssignmentError:
+    return GroupAssignmentError(
+        f"group_assignment must be a list of lists of shard ids, such as [[0, 1], [2, 3]]: {why}. "
+        f"Got {given!r}."
+    )
+
+
+def check_group_assignment(group_assignment: Any) -> GroupAssignment | None:
+    """The checked assignment; ``None`` and ``[]`` mean that all shards are one group.
+
+    Args:
+      group_assignment: a list, tuple or integer array of groups of shard ids.
+
+    Raises:
+      GroupAssignmentError: not a list of lists; ids that are no integers, are given twice or are
+        no permutation of ``range(N)``; groups of different sizes.
+    """
+    if group_assignment is None or isinstance(group_assignment, GroupAssignment):
+        return group_assignment
+    rows = _as_list(group_assignment)
+    if rows is None:
+        raise _refuse(group_assignment, f"{type(group_assignment).__name__} is no list")
+    if not rows:
+        return None
+    groups: list[tuple[int, ...]] = []
+    for row in rows:
+        ids = _as_list(row)
+        if ids is None:
+            raise _refuse(group_assignment, f"{row!r} is no list")
+        groups.append(tuple(_shard_id(i, group_assignment) for i in ids))
+    _check_permutation([i for group in groups for i in group], group_assignment)
+    if len({len(group) for group in groups}) > 1:
+        raise GroupAssignmentError(
+            f"group_assignment must have groups of equal sizes, because a mean over unequal "
+            f"groups would weigh their shards differently; got sizes "
+            f"{[len(group) for group in groups]} in {group_assignment!r}."
+        )
+    return GroupAssignment(tuple(groups))
+
+
+def _shard_id(value: Any, given: Any) -> int:
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not whole and not (
+        getattr(value, "shape", None) == () and np.issubdtype(value.dtype, np.integer)
+    ):
+        raise _refuse(given, f"the id {value!r} is no integer but {type(value).__name__}")
+    return int(value)
+
+
+def _check_permutation(ids: Iterable[int], given: Any) -> None:
+    ids = list(ids)
+    twice = sorted({i for i in ids if ids.count(i) > 1})
+    if twice:
+        raise GroupAssignmentError(
+            f"group_assignment must be a permutation of range(number of shards); "
+            f"it gives {twice} more than once: {given!r}."
+        )
+    if not ids or sorted(ids) != list(range(len(ids))):
+        raise GroupAssignmentError(
+            f"group_assignment must be a permutation of range(number of shards): its {len(ids)} "
+            f"ids must be 0 to {len(ids) - 1}; got {given!r}."
+        )

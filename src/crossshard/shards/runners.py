@@ -1,0 +1,276 @@
+"""The runners: a step function once per shard, its arrays split, its variables handed in and out."""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+
+from crossshard.errors import ArgumentError, ArgumentTypeError, NestedContextError
+from crossshard.shards.context import check_num_shards, get_shard_context
+from crossshard.shards.devices import shard_mesh, warn_of_deadlock
+from crossshard.shards.program import Program, program_key
+from crossshard.shards.split import REPLICAS, Outputs, is_whole, split_arguments
+from crossshard.shards.variables import reachable_roots, variables_in
+
+
+class ShardedFunction:
+    """A step function that runs once per shard; what ``shard`` and its kin return.
+
+    Compiled once for each structure of the variables and shapes of the arrays, like ``jax.jit``:
+    other Python values that the function reads are fixed at that time.
+    """
+
+    def __init__(
+        self,
+        computation: Callable[..., Any],
+        mesh: jax.sharding.Mesh,
+        input_shard_axes: tuple[int | None, ...] | str | None,
+        outputs: Outputs,
+    ):
+        functools.update_wrapper(self, computation)
+        self._computation = computation
+        self._mesh = mesh
+        self._input_shard_axes = input_shard_axes
+        self._outputs = outputs
+        self._programs: dict[Any, Program] = {}
+
+    @property
+    def number_of_shards(self) -> int:
+        """How many shards run the function."""
+        return self._mesh.size
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function on every shard; the outputs as the runner was told to join them."""
+        outer = get_shard_context()
+        if outer is not None:
+            raise NestedContextError(
+                f"A runner over {self._mesh.size} shards was called inside a shard context of "
+                f"{outer.number_of_shards}. Call it outside; inside a step, call the function "
+                f"itself."
+            )
+        arguments = split_arguments(args, kwargs, self._input_shard_axes, self._mesh)
+        roots = reachable_roots([self._computation, *arguments.whole])
+        key = program_key(roots, arguments)
+        program = self._programs.get(key)
+        if program is None:
+            program = Program(self._computation, self._mesh, self._outputs, roots, arguments)
+            # Tracing may have made slots or spread variables, and such a step never starts again.
+            self._programs[program_key(roots, arguments) if program.grew else key] = program
+        return program(variables_in(roots), arguments.leaves)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """As a method, its first input is the instance."""
+        return self if instance is None else types.MethodType(self, instance)
+
+
+@overload
+def shard(
+    computation: None = None,
+    inputs: None = None,
+    num_shards: int = 1,
+    input_shard_axes: Sequence[int | None] | None = None,
+    outputs_from_all_shards: bool | Sequence[bool] = True,
+    output_shard_axes: Sequence[int] | None = None,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+) -> Callable[[Callable[..., Any]], ShardedFunction]: ...
+
+
+@overload
+def shard(
+    computation: Callable[..., Any],
+    inputs: list[Any] | None = None,
+    num_shards: int = 1,
+    input_shard_axes: Sequence[int | None] | None = None,
+    outputs_from_all_shards: bool | Sequence[bool] = True,
+    output_shard_axes: Sequence[int] | None = None,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+) -> Any: ...
+
+
+def shard(
+    computation: Callable[..., Any] | None = None,
+    inputs: list[Any] | None = None,
+    num_shards: int = 1,
+    input_shard_axes: Sequence[int | None] | None = None,
+    outputs_from_all_shards: bool | Sequence[bool] = True,
+    output_shard_axes: Sequence[int] | None = None,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+) -> Any:
+    """Run a computation once per shard, on its part of the inputs, inside a shard context.
+
+    With a computation it runs at once on ``inputs``, like ``tf.compat.v1.tpu.shard``; without one
+    it is a decorator, and the function it returns takes the inputs as arguments. NNX modules,
+    variables and optimizers that the computation takes, closes over or names as globals are handed
+    in whole and, where they changed, handed out: replicated where the step leaves them equal on
+    all shards, as ``[shards, …]`` where it does not (see ``is_per_shard``).
+
+    Args:
+      computation: the function of one shard.
+      inputs: a list of its arguments: arrays or pytrees of arrays, which are split; modules,
+        variables, optimizers and whatever is no array, which are not.
+      num_shards: how many shards, each on a device of its own.
+      input_shard_axes: per positional input the axis to split, ``None`` to give every shard the
+        whole; axis 0 of all if not given.
+      outputs_from_all_shards: whether each output is joined over the shards, or taken from the
+        first; one bool or one per output.
+      output_shard_axes: per output the axis to join along; axis 0 of all if not given. Scalars
+        are stacked.
+      mesh: the mesh to run on, every axis of which counts shards; its size is the number of
+        shards.
+
+    Returns:
+      The outputs, in the structure in which the computation returned them.
+
+    Raises:
+      ArgumentError: a number of shards below 1 or above the number of devices; an axis that does
+        not divide evenly; lists of the wrong length.
+      ArgumentTypeError: ``inputs`` is no list.
+      NestedContextError: called inside a shard context.
+
+    >>> import jax.numpy as jnp
+    >>> shard(lambda x: x.sum(), [jnp.arange(4.0)], num_shards=1)
+    Array([6.], dtype=float32)
+    """
+    outputs = Outputs(_bools(outputs_from_all_shards), _axes(output_shard_axes, "output"))
+    axes = _axes(input_shard_axes, "input")
+    where = _check_mesh(mesh) if mesh is not None else shard_mesh(check_num_shards(num_shards))
+    if computation is None:
+        if inputs is not None:
+            raise ArgumentTypeError("shard was given inputs and no computation to run on them.")
+        return lambda function: ShardedFunction(_check_callable(function), where, axes, outputs)
+    if inputs is not None and not isinstance(inputs, list):
+        raise ArgumentTypeError(
+            f"inputs must be a list with one item per argument of the computation; got "
+            f"{type(inputs).__name__}."
+        )
+    return _sharded(_check_callable(computation), where, axes, outputs)(*(inputs or []))
+
+
+# Each call of the original's form names its computation anew; without this it would compile anew.
+_sharded = functools.lru_cache(maxsize=64)(ShardedFunction)
+
+
+def batch_parallel(
+    computation: Callable[..., Any] | None = None,
+    inputs: list[Any] | None = None,
+    num_shards: int = 1,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+) -> Any:
+    """``shard`` that splits every input, and joins every output, along axis 0.
+
+    >>> import jax.numpy as jnp
+    >>> batch_parallel(lambda x: 2 * x, [jnp.arange(3.0)], num_shards=1)
+    Array([0., 2., 4.], dtype=float32)
+    """
+    return shard(computation, inputs, num_shards, mesh=mesh)
+
+
+def replicate(
+    computation: Callable[..., Any],
+    inputs: list[list[Any]] | None = None,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+) -> list[Any]:
+    """Run a computation once per replica, each on a list of inputs of its own.
+
+    Args:
+      computation: the function of one replica.
+      inputs: one list of arguments per replica; the arrays of all have the same shapes, and what
+        is no array is the same object in all. ``None`` is one replica without arguments.
+      mesh: the mesh to run on; its size is the number of replicas.
+
+    Returns:
+      A list with each replica's outputs.
+
+    Raises:
+      ArgumentError: no replica, or lists that do not match.
+      ArgumentTypeError: ``inputs`` is no list of lists.
+
+    >>> import jax.numpy as jnp
+    >>> replicate(lambda x: x + 1, [[jnp.float32(1)]])
+    [Array(2., dtype=float32)]
+    """
+    lists: Any = [[]] if inputs is None else inputs
+    if not isinstance(lists, list) or not all(isinstance(one, list) for one in lists):
+        raise ArgumentTypeError(
+            f"inputs must be a list with one list of arguments per replica; got {inputs!r}."
+        )
+    if not lists or len({len(one) for one in lists}) != 1:
+        raise ArgumentError(
+            f"inputs must have one list per replica, all of one length; got lengths "
+            f"{[len(one) for one in lists]}."
+        )
+    where = _check_mesh(mesh) if mesh is not None else shard_mesh(len(lists))
+    if where.size != len(lists):
+        raise ArgumentError(f"The mesh has {where.size} devices for {len(lists)} replicas.")
+    outputs = Outputs((True,), None, stack=True)
+    runner = _sharded(_check_callable(computation), where, REPLICAS, outputs)
+    stacked = runner(*(_stack(place, values) for place, values in enumerate(zip(*lists, strict=True))))
+    return [jax.tree.map(lambda x, r=r: x[r], stacked) for r in range(len(lists))]
+
+
+def rewrite(computation: Callable[..., Any], inputs: list[Any] | None = None) -> Any:
+    """Run a computation as the only replica: one shard, with its context set.
+
+    >>> import jax.numpy as jnp
+    >>> rewrite(lambda x: x + 1, [jnp.float32(1)])
+    Array(2., dtype=float32)
+    """
+    if inputs is not None and not isinstance(inputs, list):
+        raise ArgumentTypeError(f"inputs must be a list; got {type(inputs).__name__}.")
+    return replicate(computation, [inputs or []])[0]
+
+
+def _stack(place: int, values: tuple[Any, ...]) -> Any:
+    first = values[0]
+    if is_whole(first):
+        if any(value is not first for value in values):
+            raise ArgumentError(
+                f"Argument {place} is no array, so all replicas must be given the same object."
+            )
+        return first
+    try:
+        return jax.tree.map(lambda *xs: jnp.stack(xs), *values)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(
+            f"Argument {place} must have the same structure and shapes on all replicas: {error}"
+        ) from None
+
+
+def _check_callable(computation: Any) -> Callable[..., Any]:
+    if not callable(computation) or inspect.isclass(computation):
+        raise ArgumentTypeError(f"The computation must be a function; got {computation!r}.")
+    return computation
+
+
+def _check_mesh(mesh: Any) -> jax.sharding.Mesh:
+    if not isinstance(mesh, jax.sharding.Mesh):
+        raise ArgumentTypeError(f"mesh must be a jax.sharding.Mesh; got {type(mesh).__name__}.")
+    warn_of_deadlock(mesh)
+    return mesh
+
+
+def _bools(value: Any) -> tuple[bool, ...]:
+    flags = value if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(flag, bool) for flag in flags):
+        raise ArgumentTypeError(f"outputs_from_all_shards must be bools; got {value!r}.")
+    return tuple(flags)
+
+
+def _axes(value: Any, which: str) -> tuple[int | None, ...] | None:
+    if value is None:
+        return None
+    allowed = int | None if which == "input" else int
+    if not isinstance(value, list | tuple) or not all(
+        isinstance(axis, allowed) and not isinstance(axis, bool) for axis in value
+    ):
+        raise ArgumentTypeError(f"{which}_shard_axes must be a list of ints; got {value!r}.")
+    return tuple(value)

@@ -1,0 +1,248 @@
+"""A runner's arguments and outputs: what is split over the shards, what is whole, how it is joined."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.shards.variables import is_stateful
+
+# ``replicate`` stacks the arrays of its replicas, so each shard drops the axis it was split along.
+REPLICAS = "replicas"
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """An argument that every shard is given as it is: a module, an optimizer, a Python value."""
+
+    value: Any
+
+    def key(self) -> Any:
+        """What tells a trace with this argument from one with another."""
+        if is_stateful(self.value):
+            return None
+        try:
+            hash(self.value)
+        except TypeError:
+            return Identity(self.value)
+        return (type(self.value), self.value)
+
+
+class Identity:
+    """Equal to itself alone, and keeps what it stands for alive, so that its id stays its own."""
+
+    def __init__(self, value: Any):
+        self._value = value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and self._value is other._value
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """The arguments of one call, taken apart.
+
+    Attributes:
+      leaves: the arrays, laid out over the mesh.
+      specs: how each lies.
+      items: per argument what it is: ``Whole``, or the tree of its arrays.
+      names: the names of the last arguments, which were given by keyword.
+      squeeze: whether each shard drops axis 0 of its arrays.
+    """
+
+    leaves: tuple[jax.Array, ...]
+    specs: tuple[PartitionSpec, ...]
+    items: tuple[Any, ...]
+    names: tuple[str, ...]
+    squeeze: bool = False
+
+    @property
+    def whole(self) -> list[Any]:
+        """The arguments that are not split."""
+        return [item.value for item in self.items if isinstance(item, Whole)]
+
+    def key(self) -> Any:
+        """What a compiled program depends on."""
+        items = tuple(item.key() if isinstance(item, Whole) else item for item in self.items)
+        types = tuple((leaf.shape, leaf.dtype) for leaf in self.leaves)
+        return items, self.names, self.specs, types, self.squeeze
+
+    def rebuild(self, leaves: tuple[Any, ...]) -> tuple[list[Any], dict[str, Any]]:
+        """The positional and keyword arguments, with these arrays in the places of the leaves."""
+        rest = [leaf[0] for leaf in leaves] if self.squeeze else list(leaves)
+        values = []
+        for item in self.items:
+            if isinstance(item, Whole):
+                values.append(item.value)
+            else:
+                values.append(item.unflatten(rest[: item.num_leaves]))
+                rest = rest[item.num_leaves :]
+        positional = len(values) - len(self.names)
+        return values[:positional], dict(zip(self.names, values[positional:], strict=True))
+
+
+def is_whole(value: Any) -> bool:
+    """Whether an argument is given to every shard as it is, rather than split.
+
+    Raises:
+      ArgumentError: it mixes arrays with modules, variables or optimizers.
+    """
+    leaves = jax.tree.leaves(value, is_leaf=is_stateful)
+    stateful = [leaf for leaf in leaves if is_stateful(leaf)]
+    arrays = [leaf for leaf in leaves if not is_stateful(leaf) and is_numeric(leaf)]
+    if stateful and arrays:
+        raise ArgumentError(
+            f"One argument holds arrays and a {type(stateful[0]).__name__}; arrays are split over "
+            f"the shards and a {type(stateful[0]).__name__} is not. Pass them as two arguments."
+        )
+    return not arrays
+
+
+def is_numeric(leaf: Any) -> bool:
+    """Whether a leaf is an array or a Python number."""
+    return hasattr(leaf, "dtype") or (
+        isinstance(leaf, int | float | complex) and not isinstance(leaf, bool)
+    )
+
+
+def split_arguments(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    axes: tuple[int | None, ...] | str | None,
+    mesh: jax.sharding.Mesh,
+) -> Arguments:
+    """Lay the arrays of a call out over the mesh.
+
+    Raises:
+      ArgumentError: an axis that an array has not or that does not divide by the number of shards;
+        a list of axes that does not match the arguments.
+    """
+    squeeze = axes == REPLICAS
+    per_argument = (0,) * len(args) if axes is None or squeeze else tuple(axes)
+    if len(per_argument) != len(args):
+        raise ArgumentError(
+            f"input_shard_axes has {len(per_argument)} entries for {len(args)} inputs; give one "
+            f"per input."
+        )
+    leaves: list[jax.Array] = []
+    specs: list[PartitionSpec] = []
+    items: list[Any] = []
+    named = [(f"input {place}", value) for place, value in enumerate(args)]
+    named += [(f"input {name!r}", value) for name, value in kwargs.items()]
+    for (name, value), axis in zip(named, per_argument + (0,) * len(kwargs), strict=True):
+        if is_whole(value):
+            items.append(Whole(value))
+            continue
+        paths, tree = jax.tree_util.tree_flatten_with_path(value)
+        items.append(tree)
+        for path, leaf in paths:
+            where = name + jax.tree_util.keystr(path)
+            spec = _spec(where, leaf, axis, mesh)
+            specs.append(spec)
+            leaves.append(jax.device_put(leaf, NamedSharding(mesh, spec)))
+    return Arguments(tuple(leaves), tuple(specs), tuple(items), tuple(kwargs), squeeze)
+
+
+def _spec(where: str, leaf: Any, axis: int | None, mesh: jax.sharding.Mesh) -> PartitionSpec:
+    if not is_numeric(leaf):
+        raise ArgumentTypeError(
+            f"{where} holds arrays and a {type(leaf).__name__}, which cannot be split over the "
+            f"shards. Pass it as an argument of its own."
+        )
+    shape = np.shape(leaf)
+    if axis is None:
+        return PartitionSpec()
+    if not shape:
+        raise ArgumentError(
+            f"{where} is a scalar, which {mesh.size} shards cannot share. Give every shard the "
+            f"whole of it with None in input_shard_axes."
+        )
+    if not -len(shape) <= axis < len(shape):
+        raise ArgumentError(f"{where} has shape {shape} and no axis {axis} to split along.")
+    axis %= len(shape)
+    if shape[axis] % mesh.size:
+        raise ArgumentError(
+            f"{where} has shape {shape}: axis {axis} has length {shape[axis]}, which does not "
+            f"divide evenly over {mesh.size} shards."
+        )
+    return PartitionSpec(*[None] * axis, mesh.axis_names)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+    """How the outputs of the shards become the outputs of the call.
+
+    Attributes:
+      from_all: per output whether it is joined over the shards, or the first shard's; one for all.
+      axes: per output the axis to join along; ``None`` for axis 0 of all.
+      stack: whether all outputs are stacked along a new axis 0 instead of joined.
+    """
+
+    from_all: tuple[bool, ...] = (True,)
+    axes: tuple[int | None, ...] | None = None
+    stack: bool = False
+
+    def plan(self, out: Any) -> tuple[list[tuple[bool, int]], Any]:
+        """For each leaf of the outputs whether it is from all shards and its axis, and the tree.
+
+        Raises:
+          ArgumentError: options for another number of outputs than there are.
+        """
+        several = isinstance(out, list | tuple) and not hasattr(out, "_fields")
+        tops = list(out) if several else [out]
+        flags = self.from_all * len(tops) if len(self.from_all) == 1 else self.from_all
+        axes = (0,) * len(tops) if self.axes is None else self.axes
+        for name, given in (("outputs_from_all_shards", flags), ("output_shard_axes", axes)):
+            if len(given) != len(tops):
+                raise ArgumentError(
+                    f"{name} has {len(given)} entries for {len(tops)} outputs; give one per output."
+                )
+        leaves = [
+            (flag, axis or 0)
+            for top, flag, axis in zip(tops, flags, axes, strict=True)
+            for _ in jax.tree.leaves(top)
+        ]
+        return leaves, jax.tree.structure(out)
+
+    def lay_out(self, x: Any, from_all: bool, axis: int) -> Any:
+        """One shard's output as it goes to the mesh."""
+        if self.stack or not from_all or x.ndim == 0:
+            return x[None]
+        if not -x.ndim <= axis < x.ndim:
+            raise ArgumentError(
+                f"output_shard_axes names axis {axis} of an output of shape {x.shape}."
+            )
+        return x
+
+    def spec(self, x: Any, from_all: bool, axis: int, names: tuple[str, ...]) -> PartitionSpec:
+        """How the output ``x`` of one shard lies on the mesh."""
+        if self.stack or not from_all or x.ndim == 0:
+            return PartitionSpec(names)
+        return PartitionSpec(*[None] * (axis % x.ndim), names)
+
+
+def as_output(value: Any) -> Any:
+    """A computation's outputs as arrays; variables give their values.
+
+    Raises:
+      ArgumentTypeError: an output that is no array.
+    """
+
+    def one(leaf: Any) -> Any:
+        leaf = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+        if not is_numeric(leaf) and not isinstance(leaf, bool):
+            raise ArgumentTypeError(
+                f"A step returned a {type(leaf).__name__}; outputs are arrays, numbers and pytrees "
+                f"of them. Modules and variables need not be returned: the runner hands them out."
+            )
+        return jnp.asarray(leaf)
+
+    return jax.tree.map(one, value, is_leaf=is_stateful)
