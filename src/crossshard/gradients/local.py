@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from crossshard.errors import ArgumentError
-from crossshard.shards.axes import Shards, current_shards
+from crossshard.shards.axes import Shards, shards_of_gradient
 from crossshard.shards.context import check_axis_name
 
 
@@ -35,7 +35,7 @@ def value_and_grad(
       has_aux: whether ``fun`` returns ``(loss, aux)``.
       holomorphic: as for ``jax.grad``.
       allow_int: as for ``jax.grad``.
-      axis_name: the axes over which the shards lie, where they cannot be told.
+      axis_name: the axes over which the gradient is to stay local; every bound one if ``None``.
 
     Returns:
       A function of the same arguments that returns ``(value, gradient)``.
@@ -53,7 +53,7 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def differentiate(*args: Any, **kwargs: Any) -> Any:
-        shards = current_shards(names, warn=False)
+        shards = shards_of_gradient(names)
         numbers = _check_argnums(argnums, len(args))
 
         def local_loss(*args: Any, **kwargs: Any) -> Any:

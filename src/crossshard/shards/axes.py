@@ -91,6 +91,13 @@ def current_shards(axis_name: tuple[str, ...] = (), *, warn: bool = True) -> Sha
     return _describe(number, axes)
 
 
+def shards_of_gradient(axis_name: tuple[str, ...] = ()) -> Shards:
+    """The shards over which a gradient is to stay local; every bound axis if none is named."""
+    context = get_shard_context()
+    named = axis_name or (context.axis_name if context else ())
+    return current_shards(named or tuple(_jax.bound_axes()), warn=False)
+
+
 def _describe(number: int, axes: tuple[str, ...]) -> Shards:
     mesh_axes = _jax.manual_axes()
     tracked = [_jax.tracks(axis) for axis in axes]
