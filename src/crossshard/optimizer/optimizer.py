@@ -1,7 +1,6 @@
 """The stateful idiom: an Optax rule as an object that writes to NNX variables."""
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
@@ -359,7 +358,8 @@ class Optimizer(optax.GradientTransformationExtraArgs):
         new = type(self)(**self._construction())
         known = {key: memo.get(id(v), v) for key, v in self._variables.items()}
         new.__setstate__({"variables": known, "built": self._built, "state": self._state})
-        new._state = copy.deepcopy(self._state, memo)
+        # copy.deepcopy of an nnx.Variable gives its array.
+        new._state = jax.tree.map(lambda v: v.copy(), self._state, is_leaf=_is_variable)
         memo[id(self)] = new
         return new
 

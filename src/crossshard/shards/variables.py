@@ -51,6 +51,8 @@ def variables_in(roots: Iterable[Any]) -> list[nnx.Variable]:
 
 def is_stateful(value: Any) -> bool:
     """Whether a runner hands this object in and out rather than splitting it over the shards."""
+    if isinstance(value, type):
+        return False
     return isinstance(value, nnx.Pytree | nnx.Variable | Holder)
 
 
