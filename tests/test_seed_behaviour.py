@@ -51,7 +51,14 @@ def test_row_01_mean_is_accepted(given: str):
 
 @pytest.mark.parametrize(
     "given",
-    [Reduction.NONE, Reduction.SUM_OVER_BATCH_SIZE, Reduction.SUM_BY_NONZERO_WEIGHTS, "avg", 1, None],
+    [
+        Reduction.NONE,
+        Reduction.SUM_OVER_BATCH_SIZE,
+        Reduction.SUM_BY_NONZERO_WEIGHTS,
+        "avg",
+        1,
+        None,
+    ],
 )
 def test_row_01_other_reductions_are_refused_before_the_optimizer_is_looked_at(given: Any):
     with pytest.raises(ValueError, match=r"weighted_sum.*weighted_mean.*received") as caught:
@@ -338,7 +345,7 @@ def test_row_16_sparse_gradients_are_refused_by_name():
     gradient = sparse.BCOO.fromdense(jnp.ones(3))
     with crossshard.shard_context(1), pytest.raises(TypeError, match="BCOO"):
         sgd().apply_gradients([(gradient, w)])
-    with crossshard.shard_context(1), pytest.raises(TypeError, match="`w`.*BCOO"):
+    with crossshard.shard_context(1), pytest.raises(TypeError, match=r"`w`.*BCOO"):
         sgd().update({"w": gradient}, sgd().init({"w": jnp.ones(3)}))
 
 
@@ -516,7 +523,11 @@ def train(opt: CrossShardOptimizer, model: nnx.Linear, steps: int) -> None:
 
 
 def same_weights(a: nnx.Linear, b: nnx.Linear) -> None:
-    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(a)), nnx.to_pure_dict(nnx.state(b)))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        nnx.to_pure_dict(nnx.state(a)),
+        nnx.to_pure_dict(nnx.state(b)),
+    )
 
 
 def test_row_26_the_whole_state_is_saved_and_restored(tmp_path: Any):

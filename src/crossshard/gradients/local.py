@@ -164,9 +164,9 @@ def _jax_grad(
             filled[number] = value
         return loss(*filled, **kwargs)
 
-    gradients, out = jax.grad(of_arrays, has_aux=True, holomorphic=holomorphic, allow_int=allow_int)(
-        [shards.as_local(leaves[place]) for place in places]
-    )
+    gradients, out = jax.grad(
+        of_arrays, has_aux=True, holomorphic=holomorphic, allow_int=allow_int
+    )([shards.as_local(leaves[place]) for place in places])
     whole: list[Any] = [None] * len(leaves)
     for place, gradient in zip(places, gradients, strict=True):
         whole[place] = gradient

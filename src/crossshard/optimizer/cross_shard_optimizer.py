@@ -140,9 +140,7 @@ class CrossShardOptimizer(Optimizer):
     ) -> tuple[jax.Array, list[tuple[jax.Array | None, nnx.Variable]]]:
         """Under MEAN the gradients are those of the loss divided by the shards that reduce."""
         shards = self._pipeline.shards()
-        value, pairs = self._gradients_of(
-            loss, var_list, grad_loss, self._pipeline.divisor(shards)
-        )
+        value, pairs = self._gradients_of(loss, var_list, grad_loss, self._pipeline.divisor(shards))
         trace = current_trace()
         for _, variable in pairs:
             self._handed_out[id(variable)] = (variable, shards.number, trace)

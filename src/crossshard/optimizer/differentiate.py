@@ -12,6 +12,7 @@ from crossshard.shards.axes import Shards
 from crossshard.shards.variables import (
     describe_variable,
     handed_in,
+    modules_in,
     reachable_roots,
     rebound,
     variables_in,
@@ -68,14 +69,16 @@ def named_variables(var_list: Any) -> dict[int, tuple[nnx.Variable, str]]:
 
 def trainable_variables(loss: Callable[[], Any]) -> list[nnx.Variable]:
     """Every ``nnx.Param`` that the runner handed in or, outside of one, that the loss reaches."""
-    return [v for v in _around(loss, ()) if isinstance(v, nnx.Param)]
+    return [v for v in _around([loss])[0] if isinstance(v, nnx.Param)]
 
 
-def _around(loss: Callable[[], Any], wanted: Sequence[nnx.Variable]) -> list[nnx.Variable]:
+def _around(reach: list[Any]) -> tuple[list[nnx.Variable], list[nnx.Pytree]]:
+    """The variables and modules that a loss may read or write."""
     handed = handed_in()
-    known = list(handed.variables) if handed else []
-    reached = variables_in(reachable_roots([loss, *wanted]))
-    return known + [v for v in reached if not any(v is other for other in known)]
+    roots = reachable_roots(reach)
+    if handed is not None:
+        roots = [*handed.variables, *handed.modules, *roots]
+    return variables_in(roots), modules_in(roots)
 
 
 def _check_floating(variable: nnx.Variable) -> None:
@@ -92,20 +95,24 @@ def differentiate(
     shards: Shards,
     divisor: int,
     grad_loss: Any = None,
+    reach: Any = None,
 ) -> tuple[jax.Array, list[jax.Array | None]]:
     """The loss, and the gradient of ``loss / divisor * grad_loss`` per variable.
+
+    ``reach`` leads to what the loss may write to besides what it closes over.
 
     The gradients are this shard's own; a variable that the loss does not reach gets ``None``.
     What the loss writes to other variables (batch statistics, counters) stays written.
     """
     wanted = {id(variable) for variable in variables}
-    others = [v for v in _around(loss, variables) if id(v) not in wanted]
+    around, modules = _around([loss, reach])
+    others = [v for v in around if id(v) not in wanted]
     reached: set[int] = set()
     written: list[nnx.Variable] = []
 
     def of_values(values: list[Any], rest: list[Any]) -> Any:
         marked = [_mark(value, place, reached) for place, value in enumerate(values)]
-        with rebound([*variables, *others], [*marked, *rest]):
+        with rebound([*variables, *others], [*marked, *rest], modules):
             out = loss()
             after = [other.get_raw_value() for other in others]
         value = _check_scalar(out)

@@ -157,7 +157,7 @@ class Optimizer(optax.GradientTransformationExtraArgs):
         self._hints.update(found)
         variables = [variable for variable, _ in found.values()]
         shards = current_shards(self._axis_name(), warn=False)
-        value, gradients = differentiate(loss, variables, shards, divisor, grad_loss)
+        value, gradients = differentiate(loss, variables, shards, divisor, grad_loss, var_list)
         return value, list(zip(gradients, variables, strict=True))
 
     def _axis_name(self) -> tuple[str, ...]:
@@ -458,7 +458,9 @@ def _check_pair(item: Any) -> None:
         raise ArgumentTypeError(f"{name} must be an array; got {type(gradient).__name__}.")
     check_gradient_dtype(name, gradient)
     if not jnp.issubdtype(jnp.result_type(gradient), jnp.floating):
-        raise ArgumentTypeError(f"{name} has dtype {jnp.result_type(gradient)}, not a floating one.")
+        raise ArgumentTypeError(
+            f"{name} has dtype {jnp.result_type(gradient)}, not a floating one."
+        )
     # A runner's per-shard variable holds one shard's value inside the step and all outside of it.
     if jnp.shape(gradient) != jnp.shape(variable.get_raw_value()):
         raise VariableError(f"{name} has shape {jnp.shape(gradient)}.")
@@ -492,6 +494,4 @@ def _check_gates(gate_gradients: Any, aggregation_method: Any, colocate: Any) ->
             f"aggregation_method must be None or an int; got {aggregation_method!r}."
         )
     if not isinstance(colocate, bool):
-        raise ArgumentTypeError(
-            f"colocate_gradients_with_ops must be a bool; got {colocate!r}."
-        )
+        raise ArgumentTypeError(f"colocate_gradients_with_ops must be a bool; got {colocate!r}.")

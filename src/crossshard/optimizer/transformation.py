@@ -14,7 +14,12 @@ from crossshard.gradients.pipeline import Pipeline
 
 _thread = threading.local()
 
-_ROOTS_OF_OTHERS = {"keras": "Keras", "tf_keras": "Keras", "tensorflow": "TensorFlow", "torch": "PyTorch"}
+_ROOTS_OF_OTHERS = {
+    "keras": "Keras",
+    "tf_keras": "Keras",
+    "tensorflow": "TensorFlow",
+    "torch": "PyTorch",
+}
 _EQUIVALENTS = {
     "adadelta": "adadelta", "adagrad": "adagrad", "adam": "adam", "adamax": "adamax",
     "adamw": "adamw", "gradientdescent": "sgd", "lamb": "lamb", "lion": "lion",

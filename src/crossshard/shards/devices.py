@@ -42,7 +42,9 @@ def cpu_devices(num_devices: int) -> None:
         return
     if _threads() < _THREADS_PER_DEVICE * num_devices:
         os.environ["NPROC"] = str(_THREADS_PER_DEVICE * num_devices)
-    forced = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    forced = re.search(
+        r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
+    )
     if forced is None:
         jax.config.update("jax_num_cpu_devices", num_devices)
     elif int(forced[1]) < num_devices:

@@ -21,6 +21,7 @@ from crossshard.shards.variables import (
     describe_variable,
     handing_in,
     is_per_shard,
+    modules_in,
     rebound,
     variables_in,
 )
@@ -167,12 +168,13 @@ class Program:
         ]
         handed = HandedIn(
             self._variables,
+            modules_in(self._roots),
             (id(v) for v, p in zip(self._variables, self._per_shard, strict=True) if p),
         )
         args, kwargs = self._arguments.rebuild(leaves)
         with (
             shard_context(self._mesh.size, axis_name=self._mesh.axis_names),
-            rebound(self._variables, before),
+            rebound(self._variables, before, handed.modules),
             handing_in(handed),
         ):
             outputs = as_output(self._computation(*args, **kwargs))
@@ -267,9 +269,7 @@ class Program:
         variable.set_metadata(PER_SHARD, size)
 
     def _numeric_variables(self, variables: Sequence[nnx.Variable]) -> list[nnx.Variable]:
-        numeric = [
-            v for v in variables if all(map(is_numeric, jax.tree.leaves(v.get_raw_value())))
-        ]
+        numeric = [v for v in variables if all(map(is_numeric, jax.tree.leaves(v.get_raw_value())))]
         for variable in numeric:
             shards = variable.get_metadata(PER_SHARD, None)
             if shards and shards != self._mesh.size:

@@ -1,10 +1,10 @@
-"""The runners: a step function once per shard, its arrays split, its variables handed in and out."""
+"""The runners: a step run once per shard, its arrays split, its variables handed in and out."""
 
 import functools
 import inspect
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,32 +65,6 @@ class ShardedFunction:
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """As a method, its first input is the instance."""
         return self if instance is None else types.MethodType(self, instance)
-
-
-@overload
-def shard(
-    computation: None = None,
-    inputs: None = None,
-    num_shards: int = 1,
-    input_shard_axes: Sequence[int | None] | None = None,
-    outputs_from_all_shards: bool | Sequence[bool] = True,
-    output_shard_axes: Sequence[int] | None = None,
-    *,
-    mesh: jax.sharding.Mesh | None = None,
-) -> Callable[[Callable[..., Any]], ShardedFunction]: ...
-
-
-@overload
-def shard(
-    computation: Callable[..., Any],
-    inputs: list[Any] | None = None,
-    num_shards: int = 1,
-    input_shard_axes: Sequence[int | None] | None = None,
-    outputs_from_all_shards: bool | Sequence[bool] = True,
-    output_shard_axes: Sequence[int] | None = None,
-    *,
-    mesh: jax.sharding.Mesh | None = None,
-) -> Any: ...
 
 
 def shard(
@@ -213,7 +187,9 @@ def replicate(
         raise ArgumentError(f"The mesh has {where.size} devices for {len(lists)} replicas.")
     outputs = Outputs((True,), None, stack=True)
     runner = _sharded(_check_callable(computation), where, REPLICAS, outputs)
-    stacked = runner(*(_stack(place, values) for place, values in enumerate(zip(*lists, strict=True))))
+    stacked = runner(
+        *(_stack(place, values) for place, values in enumerate(zip(*lists, strict=True)))
+    )
     return [jax.tree.map(lambda x, r=r: x[r], stacked) for r in range(len(lists))]
 
 

@@ -1,4 +1,4 @@
-"""A runner's arguments and outputs: what is split over the shards, what is whole, how it is joined."""
+"""A runner's arguments and outputs: what is split, what is whole, and how it is joined."""
 
 import dataclasses
 from typing import Any
@@ -126,7 +126,7 @@ def split_arguments(
         a list of axes that does not match the arguments.
     """
     squeeze = axes == REPLICAS
-    per_argument = (0,) * len(args) if axes is None or squeeze else tuple(axes)
+    per_argument = axes if isinstance(axes, tuple) else (0,) * len(args)
     if len(per_argument) != len(args):
         raise ArgumentError(
             f"input_shard_axes has {len(per_argument)} entries for {len(args)} inputs; give one "

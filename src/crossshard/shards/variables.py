@@ -1,7 +1,6 @@
 """NNX variables as the inputs and outputs of a traced function: found, rebound, restored."""
 
 import functools
-import inspect
 import sys
 import threading
 import types
@@ -104,8 +103,7 @@ def _named_by(function: types.FunctionType) -> Iterator[Any]:
             continue
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
-    if inspect.isfunction(getattr(function, "__wrapped__", None)):
-        yield function.__wrapped__
+    yield getattr(function, "__wrapped__", None)
     codes = [function.__code__]
     while codes:
         code = codes.pop()
@@ -113,17 +111,36 @@ def _named_by(function: types.FunctionType) -> Iterator[Any]:
         codes.extend(const for const in code.co_consts if isinstance(const, types.CodeType))
 
 
+def modules_in(roots: Iterable[Any]) -> list[nnx.Pytree]:
+    """Every NNX module below the roots, each once."""
+    nodes = (
+        node for root in roots if not isinstance(root, Holder) for _, node in nnx.iter_graph(root)
+    )
+    return list({id(node): node for node in nodes if isinstance(node, nnx.Pytree)}.values())
+
+
 @contextmanager
-def rebound(variables: Sequence[nnx.Variable], values: Sequence[Any]) -> Iterator[None]:
-    """Let the variables hold other values, of the trace in force, and restore them after."""
+def rebound(
+    variables: Sequence[nnx.Variable], values: Sequence[Any], modules: Sequence[nnx.Pytree] = ()
+) -> Iterator[None]:
+    """Let the variables hold other values, of the trace in force, and restore them after.
+
+    The modules belong to that trace too, so that ``nnx.grad`` and its like can take them.
+    """
     before = [(v.get_raw_value(), v._trace_state) for v in variables]
+    states = [(m._pytree__state, m._pytree__state._trace_state) for m in modules]
+    trace = TraceState()
     try:
         for variable, value in zip(variables, values, strict=True):
-            _rebind(variable, value, TraceState())
+            _rebind(variable, value, trace)
+        for state, _ in states:
+            state._trace_state = trace
         yield
     finally:
-        for variable, (value, trace) in zip(variables, before, strict=True):
-            _rebind(variable, value, trace)
+        for variable, (value, outer) in zip(variables, before, strict=True):
+            _rebind(variable, value, outer)
+        for state, outer in states:
+            state._trace_state = outer
 
 
 def _rebind(variable: nnx.Variable, value: Any, trace: TraceState) -> None:
@@ -137,12 +154,19 @@ class HandedIn:
 
     Attributes:
       variables: the variables that hold values of this trace.
+      modules: the modules that belong to it.
       differing: ids of those that enter it with a value of each shard's own.
       equal: ids of those that were written with a value that is the same on all shards.
     """
 
-    def __init__(self, variables: Sequence[nnx.Variable], differing: Iterable[int] = ()):
+    def __init__(
+        self,
+        variables: Sequence[nnx.Variable],
+        modules: Sequence[nnx.Pytree] = (),
+        differing: Iterable[int] = (),
+    ):
         self.variables = list(variables)
+        self.modules = list(modules)
         self.differing = set(differing)
         self.equal: set[int] = set()
 

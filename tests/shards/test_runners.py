@@ -1,0 +1,444 @@
+"""The runners: arrays split and joined, variables handed in and out, contexts set and left."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+
+import crossshard
+from crossshard import CrossShardOptimizer
+
+X = np.arange(48, dtype=np.float32).reshape(8, 6)
+
+
+def number_of_shards() -> int:
+    context = crossshard.get_shard_context()
+    assert context is not None
+    return context.number_of_shards
+
+
+# The original's form.
+
+
+def test_shard_splits_runs_and_joins():
+    seen = []
+
+    def computation(x: Any, y: Any) -> Any:
+        seen.append((x.shape, y.shape, number_of_shards()))
+        return x + 1, {"sum": y.sum(), "y": y}
+
+    a, rest = crossshard.shard(computation, [X, {"y": X[:, 0]}["y"]], num_shards=4)
+    assert set(seen) == {((2, 6), (2,), 4)}
+    np.testing.assert_array_equal(a, X + 1)
+    np.testing.assert_array_equal(rest["sum"], X[:, 0].reshape(4, 2).sum(1))
+    np.testing.assert_array_equal(rest["y"], X[:, 0])
+    assert crossshard.get_shard_context() is None
+
+
+def test_shard_along_other_axes():
+    out = crossshard.shard(
+        lambda x, whole: (x * whole, x.sum()),
+        [X, np.float32(2)],
+        num_shards=2,
+        input_shard_axes=[1, None],
+        output_shard_axes=[1, 0],
+    )
+    np.testing.assert_array_equal(out[0], X * 2)
+    np.testing.assert_array_equal(out[1], X.reshape(8, 2, 3).sum((0, 2)))
+
+
+def test_outputs_of_one_shard():
+    out = crossshard.shard(
+        lambda x: [x, x.sum()], [X], num_shards=4, outputs_from_all_shards=[False, True]
+    )
+    np.testing.assert_array_equal(out[0], X[:2])
+    assert out[1].shape == (4,)
+
+
+def test_no_inputs_and_no_outputs():
+    assert crossshard.shard(lambda: None, num_shards=2) is None
+    np.testing.assert_array_equal(crossshard.shard(number_of_shards, num_shards=2), [2, 2])
+
+
+def test_batch_parallel():
+    np.testing.assert_array_equal(crossshard.batch_parallel(jnp.square, [X], num_shards=8), X**2)
+
+
+def test_replicate_gives_each_replica_a_list_of_its_own():
+    def computation(x: Any, y: Any) -> Any:
+        return {"x": x + y, "n": jnp.float32(number_of_shards())}
+
+    out = crossshard.replicate(computation, [[X[i], np.float32(i)] for i in range(4)])
+    assert len(out) == 4
+    for i, one in enumerate(out):
+        np.testing.assert_array_equal(one["x"], X[i] + i)
+        assert one["n"] == 4
+
+
+def test_rewrite_is_one_replica():
+    np.testing.assert_array_equal(crossshard.rewrite(lambda x: x.T, [X]), X.T)
+    assert crossshard.rewrite(number_of_shards) == 1
+
+
+def test_a_mesh_of_several_axes():
+    mesh = jax.make_mesh((2, 4), ("slice", "shard"), axis_types=(AxisType.Auto,) * 2)
+    total = crossshard.shard(lambda x: crossshard.cross_replica_sum(x.sum()), [X], mesh=mesh)
+    np.testing.assert_allclose(total, np.full(8, X.sum()))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "names"),
+    [
+        (lambda f: crossshard.shard(f, [X], num_shards=0), ValueError, "got 0"),
+        (lambda f: crossshard.shard(f, [X], num_shards=64), ValueError, "cpu_devices"),
+        (lambda f: crossshard.shard(f, [X], num_shards=3), ValueError, "8.*3 shards"),
+        (lambda f: crossshard.shard(f, X, num_shards=2), TypeError, "list.*ndarray"),
+        (lambda f: crossshard.shard(f, [X], 2, [0, 0]), ValueError, "2 entries for 1"),
+        (lambda f: crossshard.shard(f, [X], 2, [2]), ValueError, "no axis 2"),
+        (lambda f: crossshard.shard(f, [X], 2, output_shard_axes=[0, 1]), ValueError, "2 entries"),
+        (lambda f: crossshard.shard(f, [1.0], 2), ValueError, "scalar.*None"),
+        (lambda f: crossshard.shard(lambda: "text", None, 2), TypeError, "returned a str"),
+        (lambda f: crossshard.shard(3, [X], 2), TypeError, "function"),
+        (lambda f: crossshard.shard(f, [[X, nnx.Param(X)]], 2), ValueError, "two arguments"),
+        (lambda f: crossshard.replicate(f, [[X], [X, X]]), ValueError, r"\[1, 2\]"),
+        (lambda f: crossshard.replicate(f, []), ValueError, "one list per replica"),
+        (lambda f: crossshard.replicate(f, [[X], [X[:2]]]), ValueError, "same structure"),
+        (lambda f: crossshard.replicate(f, X), TypeError, "list"),
+    ],
+)
+def test_bad_calls(call: Any, error: type, names: str):
+    with pytest.raises(error, match=names) as caught:
+        call(lambda x: x)
+    assert isinstance(caught.value, crossshard.CrossshardError)
+
+
+def test_runners_do_not_nest():
+    inner = crossshard.shard(num_shards=2)(lambda x: x)
+    with pytest.raises(NotImplementedError, match="inside a shard context of 4"):
+        crossshard.shard(inner, [X], num_shards=4)
+
+
+# Variables in and out.
+
+
+class Net(nnx.Module):
+    def __init__(self, seed: int = 0):
+        rngs = nnx.Rngs(seed)
+        self.inner = nnx.Linear(6, 5, rngs=rngs)
+        self.outer = nnx.Linear(5, 1, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.outer(jnp.tanh(self.inner(x)))[:, 0]
+
+
+def mse(model: Any, x: Any) -> Any:
+    return jnp.mean((model(x / 48) - x[:, 0]) ** 2)
+
+
+def expected_after(steps: int) -> Net:
+    """By plain Optax on one device."""
+    model = Net()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.01, 0.9), wrt=nnx.Param)
+    for _ in range(steps):
+        optimizer.update(model, nnx.grad(mse)(model, X))
+    return model
+
+
+def check(model: Net, steps: int = 3) -> None:
+    expected = nnx.to_pure_dict(nnx.state(expected_after(steps), nnx.Param))
+    ours = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), ours, expected
+    )
+
+
+def momentum() -> CrossShardOptimizer:
+    return CrossShardOptimizer(optax.sgd(0.01, 0.9))
+
+
+def test_module_and_optimizer_as_arguments():
+    @crossshard.shard(num_shards=8)
+    def step(model: Net, opt: CrossShardOptimizer, x: Any) -> Any:
+        return opt.minimize(lambda: mse(model, x), var_list=model)
+
+    model, opt = Net(), momentum()
+    for _ in range(3):
+        step(model, opt, X)
+    check(model)
+    # The same program serves another model of the same structure.
+    other, opt = Net(), momentum()
+    for _ in range(3):
+        step(other, opt, X)
+    check(other)
+
+
+def test_module_and_optimizer_closed_over_in_the_originals_form():
+    model, opt = Net(), momentum()
+
+    def step(x: Any) -> Any:
+        return opt.minimize(lambda: mse(model, x), var_list=model)
+
+    for _ in range(3):
+        losses = crossshard.shard(step, [X], num_shards=8)
+    assert losses.shape == (8,)
+    check(model)
+
+
+GLOBAL_MODEL, GLOBAL_OPTIMIZER = Net(), momentum()
+
+
+def global_loss(x: Any) -> Any:
+    return mse(GLOBAL_MODEL, x)
+
+
+def test_module_and_optimizer_named_as_globals():
+    @crossshard.shard(num_shards=4)
+    def step(x: Any) -> None:
+        GLOBAL_OPTIMIZER.minimize(lambda: global_loss(x), var_list=GLOBAL_MODEL)
+
+    for _ in range(3):
+        step(X)
+    check(GLOBAL_MODEL)
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.parts = {"model": Net(), "opt": [momentum()]}
+
+    @crossshard.shard(num_shards=2)
+    def step(self, x: Any) -> None:
+        model = self.parts["model"]
+        self.parts["opt"][0].minimize(lambda: mse(model, x), var_list=model)
+
+    def plain(self, x: Any) -> None:
+        Trainer.step.__wrapped__(self, x)
+
+
+def test_methods_partials_and_containers():
+    trainer = Trainer()
+    trainer.step(X)
+    crossshard.shard(trainer.plain, [X], num_shards=2)
+    crossshard.shard(functools.partial(trainer.plain), [X], num_shards=2)
+    check(trainer.parts["model"])
+
+
+def test_containers_as_arguments():
+    @crossshard.shard(num_shards=2)
+    def step(parts: dict[str, Any], x: Any) -> None:
+        parts["opt"].minimize(lambda: mse(parts["model"], x), var_list=parts["model"])
+
+    parts = {"model": Net(), "opt": momentum()}
+    for _ in range(3):
+        step(parts, X)
+    check(parts["model"])
+
+
+def test_variables_made_inside_a_step():
+    def step(x: Any) -> Any:
+        model, opt = Net(), momentum()
+        for _ in range(3):
+            opt.minimize(lambda: mse(model, x), var_list=model)
+        return model.inner.kernel, model.outer.kernel
+
+    inner, outer = crossshard.shard(step, [X], num_shards=4, outputs_from_all_shards=False)
+    expected = expected_after(3)
+    np.testing.assert_allclose(inner, expected.inner.kernel[...], rtol=2e-5)
+    np.testing.assert_allclose(outer, expected.outer.kernel[...], rtol=2e-5)
+
+
+def test_statistics_that_differ_are_held_per_shard_and_counters_are_not():
+    class Noisy(nnx.Module):
+        def __init__(self) -> None:
+            rngs = nnx.Rngs(0)
+            self.linear = nnx.Linear(6, 1, rngs=rngs)
+            self.norm = nnx.BatchNorm(6, rngs=rngs, momentum=0.0)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x: Any) -> Any:
+            return self.linear(self.dropout(self.norm(x)))[:, 0]
+
+    model, opt = Noisy(), momentum()
+
+    @crossshard.shard(num_shards=4)
+    def step(x: Any) -> Any:
+        return opt.minimize(lambda: mse(model, x), var_list=model)
+
+    for _ in range(2):
+        step(X)
+    assert crossshard.is_per_shard(model.norm.mean)
+    means = (X / 48).reshape(4, 2, 6).mean(1)
+    np.testing.assert_allclose(model.norm.mean.get_value(), means, rtol=1e-5)
+    counts = [v for _, v in nnx.iter_graph(model) if isinstance(v, nnx.RngCount)]
+    assert counts
+    assert not any(map(crossshard.is_per_shard, counts))
+    assert not crossshard.is_per_shard(model.linear.kernel)
+    crossshard.set_shared(model.norm.mean, means.mean(0))
+    crossshard.set_shared(model.norm.var, jnp.ones(6))
+    model.eval()
+    assert model(X).shape == (8,)
+
+
+def test_modes_of_a_module_are_part_of_what_a_program_is_compiled_for():
+    model = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    run = crossshard.shard(num_shards=2)(lambda model, x: model(x))
+    assert (np.asarray(run(model, np.ones((4, 8), np.float32))) == 0).any()
+    model.eval()
+    np.testing.assert_array_equal(run(model, np.ones((4, 8), np.float32)), 1)
+    model.train()
+    assert (np.asarray(run(model, np.ones((4, 8), np.float32))) == 0).any()
+
+
+class Recurrent(nnx.Module):
+    """Its scan starts from zeros, which are equal on all shards, and ends with what are not."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.cell = nnx.RNN(nnx.LSTMCell(2, 4, rngs=rngs))
+        self.head = nnx.Linear(4, 1, rngs=rngs)
+        self.seen = nnx.Variable(jnp.zeros(()))
+
+    def __call__(self, x: Any) -> Any:
+        self.seen[...] = self.seen[...] + x.sum()
+        return self.head(self.cell(x.reshape(-1, 3, 2))[:, -1])[:, 0]
+
+
+def test_a_loop_that_jax_cannot_type():
+    model, opt = Recurrent(), momentum()
+
+    @crossshard.shard(num_shards=4)
+    def step(x: Any) -> Any:
+        return opt.minimize(lambda: mse(model, x), var_list=model)
+
+    reference = Recurrent()
+    optimizer = nnx.Optimizer(reference, optax.sgd(0.01, 0.9), wrt=nnx.Param)
+    for _ in range(3):
+        step(X)
+        optimizer.update(reference, nnx.grad(mse)(reference, X))
+    kernel = model.cell.cell.hi.kernel
+    assert not crossshard.is_per_shard(kernel)
+    np.testing.assert_allclose(
+        kernel.get_value(), reference.cell.cell.hi.kernel[...], rtol=2e-5, atol=1e-6
+    )
+    # What cannot be proven equal is held per shard.
+    np.testing.assert_allclose(
+        model.seen.get_value(), 3 * (X / 48).reshape(4, -1).sum(1), rtol=1e-5
+    )
+
+
+def test_groups_under_a_loop_that_jax_cannot_type():
+    model, opt = (
+        Recurrent(),
+        CrossShardOptimizer(optax.sgd(0.01), group_assignment=[[0, 1], [2, 3]]),
+    )
+
+    @crossshard.shard(num_shards=4)
+    def step(x: Any) -> Any:
+        return opt.minimize(lambda: mse(model, x), var_list=model)
+
+    step(X)
+    kernel = np.asarray(model.head.kernel.get_value())
+    assert kernel.shape == (4, 4, 1)
+    np.testing.assert_array_equal(kernel[0], kernel[1])
+    assert (kernel[0] != kernel[2]).any()
+
+
+def test_two_optimizers_on_two_models():
+    generator, critic = Net(0), Net(1)
+    first, second = momentum(), CrossShardOptimizer(optax.adam(0.01))
+
+    @crossshard.shard(num_shards=4)
+    def step(x: Any) -> None:
+        first.minimize(lambda: mse(generator, x), var_list=generator)
+        second.minimize(lambda: mse(critic, x) + generator(x).mean(), var_list=critic)
+
+    for _ in range(3):
+        step(X)
+    check(generator)
+    assert first.get_slot_names() == ["trace"]
+    assert second.get_slot_names() == ["mu", "nu"]
+
+
+def test_a_gradient_that_comes_and_goes_leaves_its_slots_alone():
+    w, v = nnx.Param(jnp.zeros(())), nnx.Param(jnp.zeros(()))
+    opt = CrossShardOptimizer(optax.sgd(1.0, 0.5))
+
+    @crossshard.shard(num_shards=2)
+    def step(both: bool, x: Any) -> None:
+        loss = lambda: (w[...] * x[0] + v[...] * x[0]) if both else w[...] * x[0]
+        opt.minimize(loss, var_list=[w, v])
+
+    for both in (False, True, False, True):
+        step(both, np.ones(2, np.float32))
+    # trace: 1, 1.5, 1.75, 1.875 for w; 1, 1.5 for v.
+    np.testing.assert_allclose([w[...], v[...]], [-6.125, -2.5])
+
+
+def test_an_exception_in_a_step_leaves_everything_as_it_was():
+    model, opt = Net(), momentum()
+    before = nnx.to_pure_dict(nnx.state(model))
+
+    @crossshard.shard(num_shards=2)
+    def step(x: Any) -> None:
+        opt.minimize(lambda: mse(model, x), var_list=model)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        step(X)
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(model)), before)
+    assert crossshard.get_shard_context() is None
+    good = crossshard.shard(num_shards=2)(
+        lambda x: opt.minimize(lambda: mse(model, x), None, model)
+    )
+    for _ in range(3):
+        good(X)
+    check(model)
+
+
+def test_what_a_step_cannot_reach_is_refused():
+    hidden = {"deep": type("Box", (), {"box": type("Box", (), {"net": Net()})()})()}
+    opt = momentum()
+
+    @crossshard.shard(num_shards=2)
+    def step(x: Any) -> None:
+        model = hidden["deep"].box.net
+        opt.minimize(lambda: mse(model, x), var_list=model)
+
+    with pytest.raises(crossshard.VariableError, match="Pass its module to the step function"):
+        step(X)
+
+
+def test_per_shard_variables_on_another_number_of_shards():
+    w = nnx.Param(jnp.zeros(()))
+    opt = CrossShardOptimizer(optax.sgd(1.0), group_assignment=[[0], [1]])
+
+    def step(x: Any) -> None:
+        opt.minimize(lambda: w[...] * x.sum(), var_list=[w])
+
+    crossshard.shard(step, [X], num_shards=2)
+    with pytest.raises(crossshard.VariableError, match="differs between 2 shards"):
+        crossshard.shard(lambda x: w[...], [X], num_shards=4)
+
+
+def test_a_step_is_traced_no_more_than_it_must():
+    traces = []
+    model, opt = Net(), momentum()
+
+    @crossshard.shard(num_shards=2)
+    def step(x: Any) -> Any:
+        traces.append(1)
+        return opt.minimize(lambda: mse(model, x), var_list=model)
+
+    for _ in range(2):
+        step(X)
+    after_two = len(traces)
+    for _ in range(20):
+        step(X)
+    assert len(traces) == after_two
+    step(X[:4])
+    assert len(traces) > after_two

@@ -1,0 +1,425 @@
+"""One update, right in every way JAX runs shards; and a sum that is never taken twice."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import crossshard
+from crossshard import CrossShardOptimizer
+
+X = np.random.default_rng(0).normal(size=(8, 4, 3)).astype(np.float32)
+Y = np.random.default_rng(1).normal(size=(8, 4)).astype(np.float32)
+W = np.array([0.5, -1.0, 2.0], np.float32)
+GROUPS = [[0, 2, 5, 7], [1, 3, 4, 6]]
+
+
+def loss(w: Any, x: Any, y: Any) -> Any:
+    return jnp.mean((x @ w - y) ** 2)
+
+
+# In float64 by hand, so that nothing here compares JAX with itself.
+LOCAL = np.stack(
+    [2 * x.astype(float).T @ (x.astype(float) @ W - y) / len(y) for x, y in zip(X, Y, strict=True)]
+)
+MEAN = LOCAL.mean(0)
+
+
+def mesh(*axes: tuple[str, int]) -> jax.sharding.Mesh:
+    names, sizes = zip(*axes, strict=True)
+    return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def sgd(**kwargs: Any) -> CrossShardOptimizer:
+    return CrossShardOptimizer(optax.sgd(1.0), **kwargs)
+
+
+def step(opt: CrossShardOptimizer, w: Any, x: Any, y: Any, **kwargs: Any) -> Any:
+    gradient = crossshard.grad(loss)(w, x, y)
+    return opt.update(gradient, opt.init(w), w, **kwargs)[0]
+
+
+def in_shard_map(function: Any, axes: Any = (("shards", 8),), **kwargs: Any) -> Any:
+    """Runs it once per shard on (w, x[0], y[0]); the results as [shards, …]."""
+    where = mesh(*axes)
+    names = where.axis_names
+
+    def of_one(w: Any, x: Any, y: Any) -> Any:
+        return function(w, x[0], y[0])[None]
+
+    run = jax.shard_map(
+        of_one, mesh=where, in_specs=(P(), P(names), P(names)), out_specs=P(names), **kwargs
+    )
+    return np.asarray(jax.jit(run)(W, X, Y))
+
+
+def in_mode(mode: str, opt: CrossShardOptimizer) -> np.ndarray:
+    function = lambda w, x, y: step(opt, w, x, y)
+    if mode == "vmap":
+        return np.asarray(jax.vmap(function, (None, 0, 0), axis_name="i")(W, X, Y))
+    if mode == "vmap of vmap":
+        inner = jax.vmap(function, (None, 0, 0), axis_name="shard")
+        outer = jax.vmap(inner, (None, 0, 0), axis_name="slice")
+        split = lambda a: a.reshape(2, 4, *a.shape[1:])
+        return np.asarray(outer(W, split(X), split(Y))).reshape(8, 3)
+    if mode == "vmap in shard_map":
+        inner = jax.vmap(function, (None, 0, 0), axis_name="shard")
+        run = jax.shard_map(
+            inner, mesh=mesh(("slice", 2)), in_specs=(P(), P("slice"), P("slice")),
+            out_specs=P("slice"), check_vma=False,
+        )  # fmt: skip
+        return np.asarray(jax.jit(run)(W, X, Y))
+    if mode == "pmap":
+        return np.asarray(jax.pmap(function, "i", in_axes=(None, 0, 0))(W, X, Y))
+    if mode == "pmap without a name":
+        return np.asarray(jax.pmap(function, in_axes=(None, 0, 0))(W, X, Y))
+    if mode == "nnx.shard_map":
+        spec = P("shards")
+        run = nnx.shard_map(
+            lambda w, x, y: function(w, x[0], y[0])[None],
+            mesh=mesh(("shards", 8)), in_specs=(P(), spec, spec), out_specs=spec,
+        )  # fmt: skip
+        return np.asarray(nnx.jit(run)(W, X, Y))
+    axes = [("slice", 2), ("shard", 4)] if "two axes" in mode else [("shards", 8)]
+    return in_shard_map(function, axes, check_vma="no check_vma" not in mode)
+
+
+TWO_AXES = {"vmap of vmap", "vmap in shard_map", "two axes", "two axes, no check_vma"}
+MODES = ["check_vma", "no check_vma", "vmap", "pmap", "pmap without a name", "nnx.shard_map"]
+MODES += sorted(TWO_AXES)
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+def axes_of(mode: str) -> Any:
+    return ("slice", "shard") if mode in TWO_AXES else None
+
+
+@every_mode
+def test_mean_in_every_mode(mode: str):
+    updates = in_mode(mode, sgd(axis_name=axes_of(mode)))
+    np.testing.assert_allclose(updates, np.tile(-MEAN, (8, 1)), rtol=2e-6)
+
+
+@every_mode
+def test_sum_in_every_mode(mode: str):
+    updates = in_mode(mode, sgd(reduction="sum", axis_name=axes_of(mode)))
+    np.testing.assert_allclose(updates, np.tile(-8 * MEAN, (8, 1)), rtol=2e-6)
+
+
+@every_mode
+def test_groups_in_every_mode(mode: str):
+    updates = in_mode(mode, sgd(group_assignment=GROUPS, axis_name=axes_of(mode)))
+    for group in GROUPS:
+        np.testing.assert_allclose(
+            updates[group], np.tile(-LOCAL[group].mean(0), (4, 1)), rtol=2e-6, atol=1e-6
+        )
+
+
+def test_one_axis_of_two():
+    def function(w: Any, x: Any, y: Any) -> Any:
+        gradient = crossshard.grad(loss, axis_name="shard")(w, x, y)
+        opt = sgd(axis_name="shard")
+        return opt.update(gradient, opt.init(w), w)[0]
+
+    updates = in_shard_map(function, [("slice", 2), ("shard", 4)], check_vma=False)
+    expected = -LOCAL.reshape(2, 4, 3).mean(1).repeat(4, 0)
+    np.testing.assert_allclose(updates, expected, rtol=2e-6, atol=1e-6)
+
+
+def test_a_thousand_and_twenty_four_shards_on_one_device():
+    x = np.random.default_rng(2).normal(size=(1024, 4, 3)).astype(np.float32)
+    y = np.zeros((1024, 4), np.float32)
+    groups = np.random.default_rng(3).permutation(1024).reshape(32, 32)
+    local = np.asarray(jax.vmap(jax.grad(loss), (None, 0, 0))(W, x, y), float)
+    run = lambda opt: jax.vmap(lambda x, y: step(opt, W, x, y), axis_name="shards")(x, y)
+    np.testing.assert_allclose(run(sgd()), np.tile(-local.mean(0), (1024, 1)), rtol=1e-5)
+    updates = np.asarray(run(sgd(group_assignment=groups)))
+    expected = np.empty_like(local)
+    for group in groups:
+        expected[group] = -local[group].mean(0)
+    np.testing.assert_allclose(updates, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_result_is_typed_equal_so_it_can_leave_as_replicated():
+    def of_one(w: Any, x: Any, y: Any) -> Any:
+        return step(sgd(), w, x[0], y[0])
+
+    spec = P("shards")
+    run = jax.shard_map(of_one, mesh=mesh(("shards", 8)), in_specs=(P(), spec, spec), out_specs=P())
+    np.testing.assert_allclose(run(W, X, Y), -MEAN, rtol=2e-6)
+
+
+# The double-reduction trap.
+
+
+@pytest.mark.parametrize("rule", [optax.sgd, optax.adam])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_gradient_that_autodiff_summed_is_refused(rule: Any, reduction: str):
+    opt = CrossShardOptimizer(rule(1.0), reduction)
+
+    def function(w: Any, x: Any, y: Any) -> Any:
+        return opt.update(jax.grad(loss)(w, x, y), opt.init(w), w)[0]
+
+    with pytest.raises(crossshard.DoubleReductionError, match="axis 'shards'"):
+        in_shard_map(function)
+
+
+@pytest.mark.parametrize(
+    ("incoming", "reduction", "factor"),
+    [("summed", "mean", 1), ("summed", "sum", 8), ("reduced", "mean", 8), ("reduced", "sum", 8)],
+)
+@pytest.mark.parametrize("where", ["the call", "the constructor"])
+def test_a_gradient_that_autodiff_summed_is_taken_as_what_the_caller_says(
+    incoming: str, reduction: str, factor: int, where: str
+):
+    at_call = {"incoming": incoming} if where == "the call" else {}
+    opt = sgd(reduction=reduction, incoming=None if at_call else incoming)
+
+    def function(w: Any, x: Any, y: Any) -> Any:
+        return opt.update(jax.grad(loss)(w, x, y), opt.init(w), w, **at_call)[0]
+
+    np.testing.assert_allclose(in_shard_map(function), np.tile(-factor * MEAN, (8, 1)), rtol=2e-6)
+
+
+def test_local_means_each_shards_own_also_where_it_is_equal_everywhere():
+    opt = sgd(reduction="sum")
+    run = lambda w, x, y: opt.update(w, opt.init(w), w, incoming="local")[0]
+    np.testing.assert_allclose(in_shard_map(run), np.tile(-8 * W, (8, 1)))
+
+
+def test_the_callers_word_is_held_against_the_type():
+    opt = sgd()
+    run = lambda w, x, y: opt.update(x[0], opt.init(w), w, incoming="reduced")[0]
+    with pytest.raises(crossshard.IncomingError, match="still differs"):
+        in_shard_map(run)
+
+
+def test_summed_over_one_axis_of_two_is_refused_with_that_axis():
+    def function(w: Any, x: Any, y: Any) -> Any:
+        gradient = crossshard.grad(loss, axis_name="shard")(w, x, y)
+        opt = sgd(axis_name=("slice", "shard"))
+        return opt.update(gradient, opt.init(w), w)[0]
+
+    with pytest.raises(crossshard.DoubleReductionError, match="axis 'slice'"):
+        in_shard_map(function, [("slice", 2), ("shard", 4)])
+
+
+def test_a_group_cannot_be_taken_out_of_a_whole_sum():
+    opt = sgd(group_assignment=GROUPS)
+
+    def function(w: Any, x: Any, y: Any) -> Any:
+        return opt.update(jax.grad(loss)(w, x, y), opt.init(w), w, incoming="summed")[0]
+
+    with pytest.raises(crossshard.IncomingError, match="cannot be taken out of the whole"):
+        in_shard_map(function)
+
+
+def test_unreduced_gradients_take_their_one_sum():
+    def function(w: Any, x: Any, y: Any) -> Any:
+        w = jax.lax.pcast(w, "shards", to="reduced")
+        opt = sgd()
+        return opt.update(jax.grad(loss)(w, x, y), opt.init(w), w)[0]
+
+    np.testing.assert_allclose(in_shard_map(function), np.tile(-MEAN, (8, 1)), rtol=2e-6)
+
+
+# Local gradients.
+
+
+def test_value_and_grad_is_jaxs_own_outside_of_shards():
+    value, (gw, gx) = crossshard.value_and_grad(loss, argnums=(0, -2))(W, X[0], Y[0])
+    expected, (ew, ex) = jax.value_and_grad(loss, argnums=(0, 1))(W, X[0], Y[0])
+    np.testing.assert_array_equal(value, expected)
+    np.testing.assert_array_equal(gw, ew)
+    np.testing.assert_array_equal(gx, ex)
+
+
+def test_a_loss_that_is_equal_on_all_shards_is_each_shards_own_copy():
+    # Each shard's loss is the mean over all, so each gradient is an eighth of all shards' sum:
+    # what one shard's parameters do to all eight copies.
+    def function(w: Any, x: Any, y: Any) -> Any:
+        return crossshard.grad(lambda w: jax.lax.pmean(loss(w, x, y), "shards"))(w)
+
+    with_types = in_shard_map(function)
+    np.testing.assert_allclose(with_types, in_shard_map(function, check_vma=False), rtol=1e-6)
+    np.testing.assert_allclose(with_types, LOCAL, rtol=2e-6, atol=1e-6)
+
+
+def test_aux_and_unused_parameters():
+    def function(w: Any, x: Any, y: Any) -> Any:
+        both = lambda p: (loss(p["w"], x, y), x.sum())
+        (value, aux), gradients = crossshard.value_and_grad(both, has_aux=True)(
+            {"w": w, "unused": jnp.ones(3)}
+        )
+        updates, _ = sgd().update(gradients, sgd().init(gradients))
+        return jnp.concatenate([updates["w"], updates["unused"], value[None], aux[None]])
+
+    out = in_shard_map(function)
+    np.testing.assert_allclose(out[:, :3], np.tile(-MEAN, (8, 1)), rtol=2e-6)
+    np.testing.assert_array_equal(out[:, 3:6], 0)
+    np.testing.assert_allclose(out[:, 7], X.sum((1, 2)), rtol=1e-5)
+
+
+class Net(nnx.Module):
+    def __init__(self) -> None:
+        self.w = nnx.Param(jnp.asarray(W))
+        self.calls = nnx.Variable(jnp.array(0))
+
+    def __call__(self, x: Any) -> Any:
+        self.calls[...] += 1
+        return x @ self.w[...]
+
+
+def test_nnx_modules_and_nnx_optimizer():
+    model = Net()
+    optimizer = nnx.Optimizer(model, sgd(), wrt=nnx.Param)
+
+    def of_one(model: Net, optimizer: nnx.Optimizer, x: Any, y: Any) -> Any:
+        gradients = crossshard.grad(lambda m: jnp.mean((m(x[0]) - y[0]) ** 2))(model)
+        optimizer.update(model, gradients)
+
+    spec = P("shards")
+    run = nnx.shard_map(
+        of_one, mesh=mesh(("shards", 8)), in_specs=(P(), P(), spec, spec), out_specs=P()
+    )
+    nnx.jit(run)(model, optimizer, X, Y)
+    np.testing.assert_allclose(model.w[...], W - MEAN, rtol=2e-6)
+    assert model.calls[...] == 1
+    assert optimizer.step[...] == 1
+
+
+def test_nnx_grad_of_a_module_is_refused_where_autodiff_has_summed_it():
+    model = Net()
+    optimizer = nnx.Optimizer(model, sgd(), wrt=nnx.Param)
+
+    def of_one(model: Net, optimizer: nnx.Optimizer, x: Any, y: Any) -> Any:
+        gradients = nnx.grad(lambda m: jnp.mean((m(x[0]) - y[0]) ** 2))(model)
+        optimizer.update(model, gradients)
+
+    spec = P("shards")
+    run = nnx.shard_map(
+        of_one, mesh=mesh(("shards", 8)), in_specs=(P(), P(), spec, spec), out_specs=P()
+    )
+    with pytest.raises(crossshard.DoubleReductionError):
+        run(model, optimizer, X, Y)
+
+
+def test_nnx_optimizer_in_a_runner():
+    model = Net()
+    optimizer = nnx.Optimizer(model, sgd(), wrt=nnx.Param)
+
+    @crossshard.shard(num_shards=8)
+    def train(model: Net, optimizer: nnx.Optimizer, x: Any, y: Any) -> Any:
+        gradients = crossshard.grad(lambda m: jnp.mean((m(x[0]) - y[0]) ** 2))(model)
+        optimizer.update(model, gradients)
+
+    train(model, optimizer, X, Y)
+    np.testing.assert_allclose(model.w.get_value(), W - MEAN, rtol=2e-6)
+
+
+def test_equinox_modules():
+    model = eqx.nn.MLP(3, "scalar", 8, 2, key=jax.random.key(0))
+    opt = sgd()
+
+    def mse(model: Any, x: Any, y: Any) -> Any:
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+    def of_one(model: Any, x: Any, y: Any) -> Any:
+        gradients = crossshard.grad(mse)(model, x[0], y[0])
+        params = eqx.filter(model, eqx.is_inexact_array)
+        updates, _ = opt.update(gradients, opt.init(params), params)
+        return eqx.filter(eqx.apply_updates(model, updates), eqx.is_inexact_array)
+
+    spec = P("shards")
+    arrays, static = eqx.partition(model, eqx.is_inexact_array)
+    run = jax.shard_map(
+        lambda a, x, y: of_one(eqx.combine(a, static), x, y),
+        mesh=mesh(("shards", 8)), in_specs=(P(), spec, spec), out_specs=P(),
+    )  # fmt: skip
+    new = jax.jit(run)(arrays, X, Y)
+    whole = eqx.filter_grad(mse)(model, X.reshape(32, 3), Y.reshape(32))
+    expected = eqx.apply_updates(model, jax.tree.map(jnp.negative, whole))
+    for ours, theirs in zip(
+        jax.tree.leaves(new), jax.tree.leaves(eqx.filter(expected, eqx.is_array)), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+# As a part of other transformations.
+
+
+def test_extra_arguments_pass_through_a_chain_and_the_loss_is_reduced():
+    seen: dict[str, Any] = {}
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        seen.update(extra)
+        return updates * extra["value"], state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    opt = optax.chain(CrossShardOptimizer(inner), optax.scale(-1.0))
+
+    def function(w: Any, x: Any, y: Any) -> Any:
+        value, gradient = crossshard.value_and_grad(loss)(w, x, y)
+        return opt.update(gradient, opt.init(w), w, value=value, tag="mine")[0]
+
+    values = [float(loss(W, x, y)) for x, y in zip(X, Y, strict=True)]
+    for check_vma in (True, False):
+        updates = in_shard_map(function, check_vma=check_vma)
+        expected = -MEAN * np.mean(values)
+        np.testing.assert_allclose(updates, np.tile(expected, (8, 1)), rtol=1e-5)
+    assert seen["tag"] == "mine"
+
+
+def test_inside_inject_hyperparams_and_masked():
+    @optax.inject_hyperparams
+    def rule(learning_rate: float) -> Any:
+        return CrossShardOptimizer(optax.sgd(learning_rate))
+
+    def function(w: Any, x: Any, y: Any) -> Any:
+        gradient = crossshard.grad(loss)(w, x, y)
+        opt = rule(learning_rate=0.5)
+        updates, _ = opt.update(gradient, opt.init(w), w)
+        masked = optax.masked(sgd(), mask=True)
+        return updates + masked.update(gradient, masked.init(w), w)[0]
+
+    np.testing.assert_allclose(in_shard_map(function), np.tile(-1.5 * MEAN, (8, 1)), rtol=2e-6)
+
+
+# Where the axes cannot be told.
+
+
+def test_several_axes_and_none_named():
+    opt = sgd()
+    with pytest.raises(crossshard.AxisError, match=r"'slice' \(2\), 'shard' \(4\)"):
+        in_shard_map(lambda w, x, y: step(opt, w, x, y), [("slice", 2), ("shard", 4)])
+
+
+def test_an_axis_that_is_not_bound():
+    opt = sgd(axis_name="data")
+    with pytest.raises(crossshard.AxisError, match=r"'data' is not bound here; bound are 'shards'"):
+        in_shard_map(lambda w, x, y: step(opt, w, x, y))
+
+
+def test_an_axis_of_vmap_inside_types_is_refused():
+    opt = sgd(axis_name="lane")
+    run = lambda w, x, y: jax.vmap(
+        lambda x: opt.update(w * x.sum(), opt.init(w), w)[0], axis_name="lane"
+    )(x)
+    with pytest.raises(crossshard.AxisError, match="check_vma=False"):
+        in_shard_map(run)
+
+
+def test_a_context_that_contradicts_the_axis():
+    opt = sgd()
+    with (
+        crossshard.shard_context(4),
+        pytest.raises(crossshard.ShardContextError, match=r"4 shards.*have 8"),
+    ):
+        in_shard_map(lambda w, x, y: step(opt, w, x, y))
