@@ -1,4 +1,4 @@
-"""The errors and warnings of crossshard: each names what was given, why it is refused and what to write."""
+"""The errors and warnings: each says what was given, why it is refused and what to write."""
 
 __all__ = [
     "ArgumentError",

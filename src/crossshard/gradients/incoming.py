@@ -1,4 +1,4 @@
-"""What an incoming gradient already is: read from its type, or said by the caller, never guessed."""
+"""What an incoming gradient already is: read from its type or said by the caller, not guessed."""
 
 import enum
 from typing import Any

@@ -311,7 +311,7 @@ class Optimizer(optax.GradientTransformationExtraArgs):
 
     def variables(self) -> list[nnx.Variable]:
         """Every variable of the state: slots and what belongs to all, such as a step count."""
-        return [leaf for leaf in jax.tree.leaves(self._state, is_leaf=_is_variable)]
+        return list(jax.tree.leaves(self._state, is_leaf=_is_variable))
 
     def held_variables(self) -> list[nnx.Variable]:
         """What a runner hands in and out with the optimizer."""

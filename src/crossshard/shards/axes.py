@@ -73,7 +73,8 @@ def current_shards(axis_name: tuple[str, ...] = (), *, warn: bool = True) -> Sha
     if not axes and len(bound) > 1:
         raise AxisError(
             f"Several axes are bound here, {_listed(bound)}, and none was named as the one over "
-            f"which the shards lie. Say so: CrossShardOptimizer(..., axis_name={next(iter(bound))!r})."
+            f"which the shards lie. Name it: axis_name={next(iter(bound))!r}, or all of them: "
+            f"axis_name={tuple(bound)!r}."
         )
     axes = axes or tuple(bound)
     missing = [axis for axis in axes if axis not in bound]

@@ -1,0 +1,39 @@
+"""The public names are these and no others: a name that comes or goes shows here."""
+
+import inspect
+
+import crossshard
+
+PUBLIC = """
+    CrossShardOptimizer Incoming Optimizer Reduction ShardContext
+    all_to_all batch_parallel collective_permute cpu_devices cross_replica_sum
+    get_shard_context grad is_per_shard replicate rewrite set_shared shard shard_context
+    value_and_grad
+    ArgumentError ArgumentTypeError AxisError CrossshardError DataError DeadlockWarning
+    DoubleReductionError GroupAssignmentError IncomingError NestedContextError
+    NestedReductionError ShardContextError ShardContextWarning VariableError
+""".split()
+
+
+def test_the_public_names():
+    assert sorted(crossshard.__all__) == sorted(PUBLIC)
+    assert all(hasattr(crossshard, name) for name in PUBLIC)
+
+
+def test_every_public_name_says_what_it_is():
+    for name in PUBLIC:
+        thing = getattr(crossshard, name)
+        assert inspect.getdoc(thing), name
+        if inspect.isclass(thing) and not issubclass(thing, (Exception, str)):
+            for method, function in inspect.getmembers(thing, inspect.isfunction):
+                if not method.startswith("_"):
+                    assert inspect.getdoc(function), f"{name}.{method}"
+
+
+def test_every_function_and_class_has_an_example_that_runs():
+    for name in PUBLIC:
+        thing = getattr(crossshard, name)
+        if inspect.isclass(thing) and (issubclass(thing, Exception) or name == "Incoming"):
+            continue
+        if name != "ShardContext":
+            assert ">>>" in (thing.__doc__ or ""), name
