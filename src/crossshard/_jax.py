@@ -1,6 +1,7 @@
 """All that differs between JAX versions, or that JAX does not export; nothing else imports it."""
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -53,3 +54,10 @@ def as_varying(x: Any, axes: Iterable[str]) -> Any:
 def backend_is_running() -> bool:
     """Whether JAX has started its devices, after which their number is fixed."""
     return _xla_bridge.backends_are_initialized()
+
+
+def in_place_of_the_users_mesh(mesh: jax.sharding.Mesh) -> AbstractContextManager[object]:
+    """Put ``mesh`` in force if ``jax.set_mesh`` has set another, which shard_map would refuse."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return nullcontext()
+    return jax.set_mesh(mesh)

@@ -442,3 +442,29 @@ def test_a_step_is_traced_no_more_than_it_must():
     assert len(traces) == after_two
     step(X[:4])
     assert len(traces) > after_two
+
+
+@pytest.mark.parametrize("outlives", ["optimizer", "model"])
+def test_an_optimizer_and_its_variables_live_equally_long(outlives: str):
+    lasting_opt, lasting_model = momentum(), Net()
+
+    @crossshard.shard(num_shards=2)
+    def step(x: Any) -> None:
+        opt = lasting_opt if outlives == "optimizer" else momentum()
+        model = lasting_model if outlives == "model" else Net()
+        opt.minimize(lambda: mse(model, x), var_list=model)
+
+    with pytest.raises(crossshard.VariableError, match="either both"):
+        step(X)
+    assert lasting_opt.variables() == []
+
+
+def test_under_a_mesh_of_the_users_own():
+    model, opt = Net(), momentum()
+    step = crossshard.shard(num_shards=8)(
+        lambda x: opt.minimize(lambda: mse(model, x), None, model)
+    )
+    with jax.set_mesh(jax.make_mesh((8,), ("data",))):
+        for _ in range(3):
+            step(X)
+    check(model)

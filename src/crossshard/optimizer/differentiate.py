@@ -1,5 +1,6 @@
 """Gradients of a loss without arguments with respect to the variables that it reads."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from crossshard.shards.variables import (
     modules_in,
     reachable_roots,
     rebound,
+    same_arrays,
     variables_in,
 )
 
@@ -116,8 +118,9 @@ def differentiate(
             out = loss()
             after = [other.get_raw_value() for other in others]
         value = _check_scalar(out)
-        written[:] = [o for o, a, b in zip(others, after, rest, strict=True) if not _same(a, b)]
-        kept = [a for a, b in zip(after, rest, strict=True) if not _same(a, b)]
+        changed = [not same_arrays(a, b) for a, b in zip(after, rest, strict=True)]
+        written[:] = itertools.compress(others, changed)
+        kept = list(itertools.compress(after, changed))
         scaled = value / divisor if divisor > 1 else value
         return shards.as_local(scaled), (value, kept)
 
@@ -146,12 +149,6 @@ def _mark(value: jax.Array, place: int, reached: set[int]) -> jax.Array:
 
     identity.defvjp(lambda x: (x, None), backward)
     return identity(value)
-
-
-def _same(a: Any, b: Any) -> bool:
-    return jax.tree.structure(a) == jax.tree.structure(b) and all(
-        x is y for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    )
 
 
 def _check_scalar(value: Any, name: str = "A loss") -> jax.Array:

@@ -190,6 +190,8 @@ class Optimizer(optax.GradientTransformationExtraArgs):
         variables = [variable for _, variable in given]
         for variable in [*variables, *([] if global_step is None else [global_step])]:
             check_writable(variable)
+        for slot in self.variables():
+            check_writable(slot)
         keys = self._keys_of(variables, [variable for _, variable in pairs])
         self._want_slots(keys, variables)
 
@@ -279,8 +281,18 @@ class Optimizer(optax.GradientTransformationExtraArgs):
         if not missing:
             return
         handed = handed_in()
-        if handed is not None and any(variable in handed for variable in missing.values()):
-            raise VariablesWanted(self, lambda: self._make_slots(missing))
+        if handed is not None:
+            lasting = [variable in handed for variable in missing.values()]
+            lasting.append(any(self is holder for holder in handed.holders))
+            if all(lasting):
+                raise VariablesWanted(lambda: self._make_slots(missing))
+            if any(lasting):
+                raise VariableError(
+                    f"A step makes either both an optimizer and all of its variables, or neither: "
+                    f"{self!r} was {'' if lasting[-1] else 'not '}handed to the step, and "
+                    f"{describe_variable(next(iter(missing.values())))} was "
+                    f"{'' if lasting[0] else 'not '}. Pass both to it as arguments."
+                )
         self._make_slots(missing)
 
     def _make_slots(self, missing: dict[str, nnx.Variable]) -> None:

@@ -1,6 +1,7 @@
 """A step traced and compiled for the mesh, with its variables as inputs and outputs."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,8 +22,8 @@ from crossshard.shards.variables import (
     describe_variable,
     handing_in,
     is_per_shard,
-    modules_in,
     rebound,
+    same_arrays,
     variables_in,
 )
 
@@ -39,9 +40,48 @@ def program_key(roots: Sequence[Any], arguments: Arguments) -> Any:
     return nnx.graphdef(nodes), types, holders, arguments.key()
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """A variable, and whether it is stored as one value per shard while the program runs."""
+
+    variable: nnx.Variable
+    per_shard: bool
+
+    def spec(self, names: tuple[str, ...]) -> PartitionSpec:
+        """How its value lies on the mesh."""
+        return PartitionSpec(names) if self.per_shard else PartitionSpec()
+
+    def abstract(self, size: int) -> Any:
+        """The types of its value as it enters, ``[shards, …]`` where it is stored so."""
+        lead = (size,) if self.per_shard and not is_per_shard(self.variable) else ()
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((*lead, *jnp.shape(x)), jnp.asarray(x).dtype),
+            self.variable.get_raw_value(),
+        )
+
+    def own(self, value: Any) -> Any:
+        """What one shard sees of the value that enters."""
+        return jax.tree.map(lambda x: x[0], value) if self.per_shard else value
+
+    def stored(self, value: Any) -> Any:
+        """The reverse: one shard's part of the value that leaves."""
+        return jax.tree.map(lambda x: x[None], value) if self.per_shard else value
+
+    def spread(self, size: int) -> None:
+        """Store one value per shard, so far all alike, if that is how the program has it."""
+        if self.per_shard and not is_per_shard(self.variable):
+            self.variable.set_raw_value(
+                jax.tree.map(
+                    lambda x: jnp.broadcast_to(x, (size, *jnp.shape(x))),
+                    self.variable.get_raw_value(),
+                )
+            )
+            self.variable.set_metadata(PER_SHARD, size)
+
+
+@dataclasses.dataclass(frozen=True)
 class _Found:
-    """What one trace of the step tells of it."""
+    """What one trace of the step tells of it: of each variable, and of its outputs."""
 
     changed: list[bool]
     differs: list[bool]
@@ -78,28 +118,31 @@ class Program:
         # The first call's arrays need not be kept for as long as the program is.
         self._arguments = dataclasses.replace(arguments, leaves=())
         self._check_vma = True
-        self._variables = self._numeric_variables(variables_in(roots))
-        self._per_shard = [is_per_shard(variable) for variable in self._variables]
+        self._held = self._hold()
         self._found = self._settle(arguments.leaves)
-        for variable, per_shard in zip(self._variables, self._per_shard, strict=True):
-            if per_shard and not is_per_shard(variable):
-                self._spread(variable)
+        for held in self._held:
+            held.spread(mesh.size)
+        self._shardings = [NamedSharding(mesh, held.spec(mesh.axis_names)) for held in self._held]
         self._compiled = jax.jit(self._run)
 
     def __call__(self, variables: Sequence[nnx.Variable], leaves: tuple[jax.Array, ...]) -> Any:
         """Run the step on these arrays and hand its variables in and out."""
-        variables = self._numeric_variables(variables)
+        variables = _numeric(variables, self._mesh.size)
         values = [
             jax.tree.map(lambda x, sharding=sharding: _placed(x, sharding), v.get_raw_value())
-            for v, sharding in zip(variables, self._shardings(), strict=True)
+            for v, sharding in zip(variables, self._shardings, strict=True)
         ]
         outputs, after = self._compiled(values, leaves)
-        written = [v for v, c in zip(variables, self._found.changed, strict=True) if c]
+        written = itertools.compress(variables, self._found.changed)
         for variable, value in zip(written, after, strict=True):
             variable.set_raw_value(value)
         return self._found.output_tree.unflatten(outputs)
 
     # What follows settles how the variables lie.
+
+    def _hold(self) -> list[_Held]:
+        numeric = _numeric(variables_in(self._roots), self._mesh.size)
+        return [_Held(variable, is_per_shard(variable)) for variable in numeric]
 
     def _settle(self, leaves: tuple[jax.Array, ...]) -> _Found:
         """Trace until every variable that leaves with differing values also enters with them."""
@@ -107,7 +150,9 @@ class Program:
             try:
                 found = self._look(leaves)
             except VariablesWanted as wanted:
-                self._make(wanted)
+                wanted.make()
+                self.grew = True
+                self._held = self._hold()
                 continue
             except (TypeError, ValueError) as error:
                 if isinstance(error, CrossshardError) or not self._check_vma:
@@ -116,21 +161,13 @@ class Program:
                 # JAX refuses its types; without types, equality has to come from provenance.
                 self._check_vma = False
                 continue
-            if found.differs == self._per_shard:
+            if found.differs == [held.per_shard for held in self._held]:
                 return found
             self.grew = True
-            self._per_shard = found.differs
-
-    def _make(self, wanted: VariablesWanted) -> None:
-        if not any(wanted.holder is root for root in self._roots):
-            raise VariableError(
-                f"The step uses {wanted.holder!r} on variables that were handed to it, but the "
-                f"optimizer itself was not. Pass it to the step function as an argument."
-            )
-        wanted.make()
-        self.grew = True
-        self._variables = self._numeric_variables(variables_in(self._roots))
-        self._per_shard = [is_per_shard(variable) for variable in self._variables]
+            self._held = [
+                dataclasses.replace(held, per_shard=differs)
+                for held, differs in zip(self._held, found.differs, strict=True)
+            ]
 
     def _look(self, leaves: tuple[jax.Array, ...]) -> _Found:
         found: list[_Found] = []
@@ -140,65 +177,38 @@ class Program:
             found.append(finding)
             return jax.tree.map(lambda x: x[None], (outputs, after))
 
-        abstract = [
-            jax.tree.map(
-                lambda x, spread=spread: jax.ShapeDtypeStruct(
-                    (self._mesh.size, *x.shape) if spread else x.shape, x.dtype
-                ),
-                jax.tree.map(jnp.asarray, variable.get_raw_value()),
-            )
-            for variable, spread in zip(
-                self._variables,
-                (
-                    p and not is_per_shard(v)
-                    for v, p in zip(self._variables, self._per_shard, strict=True)
-                ),
-                strict=True,
-            )
-        ]
         everywhere = PartitionSpec(self._mesh.axis_names)
+        abstract = [held.abstract(self._mesh.size) for held in self._held]
         jax.eval_shape(self._over_mesh(of_one_shard, everywhere), abstract, leaves)
         return found[-1]
 
     def _step(self, values: Any, leaves: Any) -> tuple[list[Any], list[Any], _Found]:
         """One shard's step: its outputs, its variables after it, and what was found out."""
-        before = [
-            jax.tree.map(lambda x: x[0], value) if per_shard else value
-            for value, per_shard in zip(values, self._per_shard, strict=True)
-        ]
+        names = self._mesh.axis_names
+        variables = [held.variable for held in self._held]
+        before = [held.own(value) for held, value in zip(self._held, values, strict=True)]
         handed = HandedIn(
-            self._variables,
-            modules_in(self._roots),
-            (id(v) for v, p in zip(self._variables, self._per_shard, strict=True) if p),
+            variables, self._roots, [held.variable for held in self._held if held.per_shard]
         )
         args, kwargs = self._arguments.rebuild(leaves)
         with (
-            shard_context(self._mesh.size, axis_name=self._mesh.axis_names),
-            rebound(self._variables, before, handed.modules),
+            shard_context(self._mesh.size, axis_name=names),
+            rebound(variables, before, handed.modules),
             handing_in(handed),
         ):
             outputs = as_output(self._computation(*args, **kwargs))
-            after = [variable.get_raw_value() for variable in self._variables]
+            after = [variable.get_raw_value() for variable in variables]
             self._check_none_was_made()
-        changed = [
-            jax.tree.structure(a) != jax.tree.structure(b)
-            or any(x is not y for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
-            for a, b in zip(after, before, strict=True)
-        ]
+        changed = [not same_arrays(a, b) for a, b in zip(after, before, strict=True)]
         differs = [
-            per_shard or (is_changed and self._comes_to_differ(variable, value, handed))
-            for variable, value, per_shard, is_changed in zip(
-                self._variables, after, self._per_shard, changed, strict=True
-            )
+            held.per_shard or (is_changed and self._comes_to_differ(held.variable, value, handed))
+            for held, value, is_changed in zip(self._held, after, changed, strict=True)
         ]
-        plan, tree = self._outputs.plan(outputs)
-        flat = jax.tree.leaves(outputs)
-        specs = [
-            self._outputs.spec(x, *how, self._mesh.axis_names)
-            for x, how in zip(flat, plan, strict=True)
-        ]
-        laid = [self._outputs.lay_out(x, *how) for x, how in zip(flat, plan, strict=True)]
-        return laid, after, _Found(changed, differs, plan, specs, tree)
+        how, tree = self._outputs.plan(outputs)
+        flat = list(zip(jax.tree.leaves(outputs), how, strict=True))
+        specs = [self._outputs.spec(x, *each, names) for x, each in flat]
+        laid = [self._outputs.lay_out(x, *each) for x, each in flat]
+        return laid, after, _Found(changed, differs, how, specs, tree)
 
     def _comes_to_differ(self, variable: nnx.Variable, value: Any, handed: HandedIn) -> bool:
         if self._check_vma:
@@ -207,8 +217,8 @@ class Program:
         return id(variable) not in handed.equal and not isinstance(variable, nnx.RngState)
 
     def _check_none_was_made(self) -> None:
-        known = {id(variable) for variable in self._variables}
-        for variable in self._numeric_variables(variables_in(self._roots)):
+        known = {id(held.variable) for held in self._held}
+        for variable in _numeric(variables_in(self._roots), self._mesh.size):
             if id(variable) not in known:
                 raise VariableError(
                     f"The step made {describe_variable(variable)} in a module that was handed to "
@@ -218,24 +228,16 @@ class Program:
     # What follows runs the step.
 
     def _run(self, values: Any, leaves: Any) -> tuple[list[Any], list[Any]]:
+        written = list(itertools.compress(self._held, self._found.changed))
+
         def of_one_shard(values: Any, leaves: Any) -> Any:
             outputs, after, found = self._step(values, leaves)
-            kept = [
-                jax.tree.map(lambda x: x[None], value) if per_shard else value
-                for value, per_shard, changed in zip(
-                    after, self._per_shard, found.changed, strict=True
-                )
-                if changed
-            ]
-            return outputs, kept
+            kept = itertools.compress(after, found.changed)
+            return outputs, [held.stored(x) for held, x in zip(written, kept, strict=True)]
 
-        kept_specs = [
-            spec
-            for spec, changed in zip(self._variable_specs(), self._found.changed, strict=True)
-            if changed
-        ]
-        specs = (self._found.output_specs, kept_specs)
-        outputs, after = self._over_mesh(of_one_shard, specs)(values, leaves)
+        specs = [held.spec(self._mesh.axis_names) for held in written]
+        run = self._over_mesh(of_one_shard, (self._found.output_specs, specs))
+        outputs, after = run(values, leaves)
         joined = [
             x if from_all else x[0]
             for x, (from_all, _) in zip(outputs, self._found.outputs, strict=True)
@@ -243,42 +245,28 @@ class Program:
         return joined, after
 
     def _over_mesh(self, function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
+        variables = [held.spec(self._mesh.axis_names) for held in self._held]
         return jax.shard_map(
             function,
             mesh=self._mesh,
-            in_specs=(self._variable_specs(), self._arguments.specs),
+            in_specs=(variables, self._arguments.specs),
             out_specs=out_specs,
             check_vma=self._check_vma,
         )
 
-    def _variable_specs(self) -> list[PartitionSpec]:
-        own = PartitionSpec(self._mesh.axis_names)
-        return [own if per_shard else PartitionSpec() for per_shard in self._per_shard]
 
-    def _shardings(self) -> list[NamedSharding]:
-        return [NamedSharding(self._mesh, spec) for spec in self._variable_specs()]
-
-    def _spread(self, variable: nnx.Variable) -> None:
-        """Store one value per shard, so far all alike."""
-        size = self._mesh.size
-        variable.set_raw_value(
-            jax.tree.map(
-                lambda x: jnp.broadcast_to(x, (size, *jnp.shape(x))), variable.get_raw_value()
+def _numeric(variables: Sequence[nnx.Variable], size: int) -> list[nnx.Variable]:
+    """Those that hold arrays; raises if one holds a value per shard for other shards than ours."""
+    numeric = [v for v in variables if all(map(is_numeric, jax.tree.leaves(v.get_raw_value())))]
+    for variable in numeric:
+        shards = variable.get_metadata(PER_SHARD, None)
+        if shards and shards != size:
+            raise VariableError(
+                f"{describe_variable(variable)} differs between {shards} shards, and this step "
+                f"runs on {size}. Choose one shard's value, or a mean, and write it with "
+                f"crossshard.set_shared(variable, value)."
             )
-        )
-        variable.set_metadata(PER_SHARD, size)
-
-    def _numeric_variables(self, variables: Sequence[nnx.Variable]) -> list[nnx.Variable]:
-        numeric = [v for v in variables if all(map(is_numeric, jax.tree.leaves(v.get_raw_value())))]
-        for variable in numeric:
-            shards = variable.get_metadata(PER_SHARD, None)
-            if shards and shards != self._mesh.size:
-                raise VariableError(
-                    f"{describe_variable(variable)} differs between {shards} shards, and this "
-                    f"step runs on {self._mesh.size}. Choose one shard's value, or a mean, and "
-                    f"write it with crossshard.set_shared(variable, value)."
-                )
-        return numeric
+    return numeric
 
 
 def _placed(x: Any, sharding: NamedSharding) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from crossshard import _jax
 from crossshard.errors import ArgumentError, ArgumentTypeError, NestedContextError
 from crossshard.shards.context import check_num_shards, get_shard_context
 from crossshard.shards.devices import shard_mesh, warn_of_deadlock
@@ -52,6 +53,10 @@ class ShardedFunction:
                 f"{outer.number_of_shards}. Call it outside; inside a step, call the function "
                 f"itself."
             )
+        with _jax.in_place_of_the_users_mesh(self._mesh):
+            return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = split_arguments(args, kwargs, self._input_shard_axes, self._mesh)
         roots = reachable_roots([self._computation, *arguments.whole])
         key = program_key(roots, arguments)

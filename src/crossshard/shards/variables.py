@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
+import jax
 from flax import nnx
 from flax.nnx.tracers import TraceState
 
@@ -155,20 +156,21 @@ class HandedIn:
     Attributes:
       variables: the variables that hold values of this trace.
       modules: the modules that belong to it.
-      differing: ids of those that enter it with a value of each shard's own.
-      equal: ids of those that were written with a value that is the same on all shards.
+      holders: the objects that hold variables without being NNX nodes.
+      equal: ids of the variables that were written with a value that is the same on all shards.
     """
 
     def __init__(
         self,
         variables: Sequence[nnx.Variable],
-        modules: Sequence[nnx.Pytree] = (),
-        differing: Iterable[int] = (),
+        roots: Sequence[Any],
+        differing: Iterable[nnx.Variable],
     ):
         self.variables = list(variables)
-        self.modules = list(modules)
-        self.differing = set(differing)
+        self.modules = modules_in(roots)
+        self.holders = [root for root in roots if isinstance(root, Holder)]
         self.equal: set[int] = set()
+        self._differing = {id(variable) for variable in differing}
 
     def __contains__(self, variable: nnx.Variable) -> bool:
         return any(variable is known for known in self.variables)
@@ -177,7 +179,7 @@ class HandedIn:
         self, written: Iterable[nnx.Variable], computed_from: Iterable[nnx.Variable]
     ) -> None:
         """Say that variables were written alike on all shards, if what they came from was alike."""
-        if not self.differing & {id(variable) for variable in computed_from}:
+        if not self._differing & {id(variable) for variable in computed_from}:
             self.equal |= {id(variable) for variable in written}
 
 
@@ -188,9 +190,8 @@ class VariablesWanted(BaseException):
     ``make`` and traces the step again.
     """
 
-    def __init__(self, holder: Holder, make: Callable[[], None]):
+    def __init__(self, make: Callable[[], None]):
         super().__init__()
-        self.holder = holder
         self.make = make
 
 
@@ -207,6 +208,13 @@ def handing_in(handed: HandedIn) -> Iterator[None]:
 def handed_in() -> HandedIn | None:
     """What the runner around this line hands in; ``None`` outside of any."""
     return getattr(_thread, "handed", None)
+
+
+def same_arrays(a: Any, b: Any) -> bool:
+    """Whether two values are made of the very same arrays, not merely of equal ones."""
+    return jax.tree.structure(a) == jax.tree.structure(b) and all(
+        x is y for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
 
 
 def current_trace() -> TraceState:
