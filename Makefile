@@ -1,0 +1,44 @@
+# Every way to run this project; needs make and a Python that can make environments, nothing else.
+
+# Asked for only by the recipes that need it, since looking starts interpreters.
+PYTHON ?= $(shell sh tools/find-python.sh)
+VENV := .venv
+# Processes that share the tests. Each keeps eight virtual devices busy, so few cores are soon full.
+JOBS ?= 2
+# Appended to every pytest command line, such as PYTEST_ARGS="-k groups -x".
+PYTEST_ARGS ?=
+# Steps of each soak test.
+SOAK_STEPS ?= 20000
+
+.DEFAULT_GOAL := help
+.PHONY: help environment demo test check test-matrix soak constraints clean
+
+help:  ## say what there is
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
+
+environment:  ## build .venv, if it is not there or not up to date
+	@python="$(PYTHON)"; [ -n "$$python" ] && "$$python" tools/environment.py $(VENV)
+
+demo: environment  ## train a small model on eight virtual CPU devices
+	$(VENV)/bin/crossshard train
+
+test: environment  ## run the whole suite, except what is marked soak
+	$(VENV)/bin/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+
+check: environment  ## lint, formatting and types
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+
+test-matrix:  ## the suite on Python 3.11 to 3.13, with the oldest and the newest JAX
+	@python="$(PYTHON)"; [ -n "$$python" ] && "$$python" tools/matrix.py -n $(JOBS) $(PYTEST_ARGS)
+
+soak: environment  ## the long runs: make soak SOAK_STEPS=20000
+	SOAK_STEPS=$(SOAK_STEPS) $(VENV)/bin/python -m pytest -m soak $(PYTEST_ARGS)
+
+constraints:  ## resolve and rewrite constraints/ for every Python that is here
+	@python="$(PYTHON)"; [ -n "$$python" ] && "$$python" tools/constraints.py
+
+clean:  ## remove the environments and all that tools left behind
+	rm -rf $(VENV) .venvs build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

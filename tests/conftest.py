@@ -1,0 +1,56 @@
+"""Gives every test eight virtual CPU devices, and makes our own warnings errors."""
+
+import os
+import re
+import sys
+
+import hypothesis
+import pytest
+
+DEVICES = 8
+
+
+def _set_up_cpu_devices() -> None:
+    if "jax" in sys.modules:
+        raise RuntimeError(
+            "jax was imported before tests/conftest.py could set up its CPU devices. A pytest "
+            "plugin did it, or a -p or -W option that names a module: leave that out."
+        )
+    # In-process collectives deadlock once steps queue up, unless the backend finds at least two
+    # processors per device; 32 holds for eight devices whatever this machine has.
+    os.environ["NPROC"] = "32"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    # JAX refuses a count that is given in both ways, and xdist's workers inherit ours.
+    os.environ.pop("JAX_NUM_CPU_DEVICES", None)
+    count = "--xla_force_host_platform_device_count"
+    inherited = re.sub(rf"{count}=\S*", "", os.environ.get("XLA_FLAGS", ""))
+    os.environ["XLA_FLAGS"] = f"{inherited.strip()} {count}={DEVICES}".strip()
+
+
+_set_up_cpu_devices()
+
+# A compilation takes as long as it takes, so nothing is timed; and a failure on one machine must
+# be a failure on the next.
+hypothesis.settings.register_profile(
+    "crossshard",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("crossshard")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Makes every warning class of ours an error: a test that provokes one must expect it."""
+    # Here and not above: it imports jax.
+    from crossshard import errors
+
+    for name, thing in vars(errors).items():
+        if isinstance(thing, type) and issubclass(thing, Warning):
+            config.addinivalue_line("filterwarnings", f"error::{errors.__name__}.{name}")
+
+
+@pytest.fixture(scope="session")
+def soak_steps() -> int:
+    """How long a soak test runs: SOAK_STEPS, or enough to have met every deadlock we know of."""
+    return int(os.environ.get("SOAK_STEPS", "20000"))
