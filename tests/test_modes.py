@@ -324,6 +324,58 @@ def test_nnx_optimizer_in_a_runner():
     np.testing.assert_allclose(model.w.get_value(), W - MEAN, rtol=2e-6)
 
 
+class Table(eqx.Module):
+    w: jax.Array
+    rows: jax.Array
+    dropout: eqx.nn.Dropout
+    scale: float
+
+    def __call__(self) -> Any:
+        return self.scale * self.dropout(self.w[self.rows]).sum()
+
+
+def test_equinox_modules_with_leaves_that_jax_does_not_differentiate():
+    table = Table(jnp.ones(3), jnp.array([0, 0, 2]), eqx.nn.Dropout(0.5, inference=True), 2.0)
+    gradient = crossshard.grad(lambda table: table())(table)
+    expected = eqx.filter_grad(lambda table: table())(table)
+    assert jax.tree.structure(gradient) == jax.tree.structure(expected)
+    np.testing.assert_array_equal(gradient.w, expected.w)
+
+
+def test_an_array_beside_a_module_and_a_pure_state():
+    model = Net()
+    graph, state = nnx.split(model)
+
+    def beside(w: Any, x: Any, y: Any) -> Any:
+        loss = lambda m, v: jnp.mean((m(x) * v - y) ** 2)
+        return crossshard.grad(loss, argnums=(0, 1))(nnx.merge(graph, state, copy=True), w[0])[1]
+
+    def pure(w: Any, x: Any, y: Any) -> Any:
+        loss = lambda p: jnp.mean((nnx.merge(graph, p)(x) - y) ** 2)
+        return crossshard.grad(loss)(nnx.as_pure(state))["w"]
+
+    for function in (beside, pure):
+        np.testing.assert_allclose(
+            in_shard_map(function), in_shard_map(function, check_vma=False), rtol=1e-6
+        )
+
+
+def test_a_gradient_per_example_inside_types():
+    def function(w: Any, x: Any, y: Any) -> Any:
+        each = jax.vmap(lambda x, y: crossshard.grad(loss)(w, x[None], y[None]), axis_name="rows")
+        return each(x, y).mean(0)
+
+    np.testing.assert_allclose(in_shard_map(function), LOCAL, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_sixteen_bits_under_strict_promotion(dtype: str):
+    gradients = jnp.ones((4, 2), dtype)
+    with jax.numpy_dtype_promotion("strict"):
+        updates = jax.vmap(lambda g: sgd().update(g, sgd().init(g))[0], axis_name="i")(gradients)
+    assert updates.dtype == dtype
+
+
 def test_equinox_modules():
     model = eqx.nn.MLP(3, "scalar", 8, 2, key=jax.random.key(0))
     opt = sgd()

@@ -12,7 +12,7 @@ from crossshard.optimizer.optimizer import Optimizer
 from crossshard.shards.context import ShardContext, get_shard_context, shard_context
 from crossshard.shards.devices import cpu_devices
 from crossshard.shards.runners import batch_parallel, replicate, rewrite, shard
-from crossshard.shards.variables import is_per_shard, set_shared
+from crossshard.shards.variables import is_per_shard, set_per_shard, set_shared
 
 __version__ = "0.1.0"
 
@@ -33,6 +33,7 @@ __all__ = [
     "is_per_shard",
     "replicate",
     "rewrite",
+    "set_per_shard",
     "set_shared",
     "shard",
     "shard_context",

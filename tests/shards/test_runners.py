@@ -1,6 +1,8 @@
 """The runners: arrays split and joined, variables handed in and out, contexts set and left."""
 
+import contextvars
 import functools
+import types
 from typing import Any
 
 import jax
@@ -10,6 +12,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import crossshard
 from crossshard import CrossShardOptimizer
@@ -105,6 +108,9 @@ def test_a_mesh_of_several_axes():
         (lambda f: crossshard.shard(f, [1.0], 2), ValueError, "scalar.*None"),
         (lambda f: crossshard.shard(lambda: "text", None, 2), TypeError, "returned a str"),
         (lambda f: crossshard.shard(3, [X], 2), TypeError, "function"),
+        (lambda f: crossshard.shard(lambda x: Net(), [X], 2), TypeError, "returned a Net"),
+        (lambda f: crossshard.shard(f, [np.array(["a", "b"])], 2), TypeError, "<U1"),
+        (lambda f: crossshard.shard(f, [X], 3, mesh=jax.make_mesh((2,), "a")), ValueError, "3.*2"),
         (lambda f: crossshard.shard(f, [[X, nnx.Param(X)]], 2), ValueError, "two arguments"),
         (lambda f: crossshard.replicate(f, [[X], [X, X]]), ValueError, r"\[1, 2\]"),
         (lambda f: crossshard.replicate(f, []), ValueError, "one list per replica"),
@@ -401,12 +407,13 @@ def test_an_exception_in_a_step_leaves_everything_as_it_was():
 
 
 def test_what_a_step_cannot_reach_is_refused():
-    hidden = {"deep": type("Box", (), {"box": type("Box", (), {"net": Net()})()})()}
+    hidden = contextvars.ContextVar[Net]("hidden")
+    hidden.set(Net())
     opt = momentum()
 
     @crossshard.shard(num_shards=2)
     def step(x: Any) -> None:
-        model = hidden["deep"].box.net
+        model = hidden.get()
         opt.minimize(lambda: mse(model, x), var_list=model)
 
     with pytest.raises(crossshard.VariableError, match="Pass its module to the step function"):
@@ -457,6 +464,189 @@ def test_an_optimizer_and_its_variables_live_equally_long(outlives: str):
     with pytest.raises(crossshard.VariableError, match="either both"):
         step(X)
     assert lasting_opt.variables() == []
+
+
+def test_one_optimizer_on_two_models_of_one_structure():
+    def train(run: Any) -> Any:
+        opt, first, second = momentum(), Net(0), Net(1)
+        step = run(lambda model, opt, x: opt.minimize(lambda: mse(model, x), var_list=model))
+        for model in (first, first, second, second, first):
+            step(model, opt, X)
+        return nnx.to_pure_dict(nnx.state([first, second])), len(opt.variables())
+
+    (sharded, slots), (alone, expected) = train(crossshard.shard(num_shards=8)), train(one_shard)
+    assert slots == expected == 8
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), sharded, alone
+    )
+
+
+def one_shard(step: Any) -> Any:
+    def run(*args: Any) -> Any:
+        with crossshard.shard_context(1):
+            return step(*args)
+
+    return run
+
+
+def test_slots_made_in_a_trace_that_ends_are_refused():
+    model, opt = Net(), momentum()
+    step = nnx.jit(one_shard(lambda model, x: opt.minimize(lambda: mse(model, x), var_list=model)))
+    with pytest.raises(crossshard.VariableError, match="lost when it ends"):
+        step(model, X)
+    assert opt.variables() == []
+
+
+def test_random_streams_differ_between_shards_and_are_stored_once():
+    rngs = nnx.Rngs(0)
+    draw = crossshard.shard(num_shards=8)(lambda rngs: jax.random.uniform(rngs(), (4,)))
+    first, second = np.asarray(draw(rngs)).reshape(8, 4), np.asarray(draw(rngs)).reshape(8, 4)
+    assert len(np.unique(np.concatenate([first, second]), axis=0)) == 16
+    assert not any(map(crossshard.is_per_shard, nnx.state(rngs).flat_state().leaves))
+    alone = crossshard.shard(num_shards=1)(lambda rngs: jax.random.uniform(rngs(), (4,)))
+    np.testing.assert_array_equal(alone(nnx.Rngs(0)), jax.random.uniform(nnx.Rngs(0)(), (4,)))
+
+
+class Slotted:
+    __slots__ = ("w",)
+
+    def __init__(self, w: Any):
+        self.w = w
+
+
+class Holding:
+    def __init__(self, w: Any):
+        self.inner = Slotted(w)
+
+
+@pytest.mark.parametrize(
+    "reach",
+    [
+        lambda w: lambda x: x * Holding(w).inner.w[...],
+        lambda w: (lambda box: lambda x: x * box.inner.w[...])(Holding(w)),
+        lambda w: type("ByClass", (), {"w": w, "step": lambda self, x: x * self.w[...]})().step,
+        lambda w: lambda x, view=types.MappingProxyType({"w": w}): x * view["w"][...],
+        lambda w: functools.partial(lambda x, *, box: x * box[0].inner.w[...], box=[Holding(w)]),
+    ],
+)
+def test_variables_that_are_only_read_are_read_anew_at_each_call(reach: Any):
+    w = nnx.Variable(jnp.float32(1))
+    run = crossshard.shard(num_shards=2)(reach(w))
+    np.testing.assert_array_equal(run(X), X)
+    w.set_value(jnp.float32(10))
+    np.testing.assert_array_equal(run(X), 10 * X)
+
+
+def test_containers_written_anew_are_no_new_programs():
+    traces = []
+    model = Net()
+
+    @crossshard.shard(num_shards=2)
+    def run(parts: Any, config: Any, x: Any) -> Any:
+        traces.append(1)
+        return parts["model"](x)
+
+    run({"model": model}, {"mode": ["train"]}, X)
+    before = len(traces)
+    run({"model": model}, {"mode": ["train"]}, X)
+    assert len(traces) == before
+    run({"model": model}, {"mode": ["test"]}, X)
+    assert len(traces) > before
+
+
+def test_the_loss_goes_to_rules_that_take_it_and_to_no_others():
+    def update(updates: Any, state: Any, params: Any = None, *, scale: float = 2.0) -> Any:
+        return jax.tree.map(lambda g: -scale * g, updates), state
+
+    w = nnx.Param(jnp.float32(0))
+    rule = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    opt = CrossShardOptimizer(rule)
+    crossshard.shard(lambda x: opt.minimize(lambda: w[...] * x.sum(), None, [w]), [X[:2]], 2)
+    np.testing.assert_allclose(w.get_value(), -X[:2].sum())
+
+
+def test_what_is_said_to_be_reduced_is_proven_by_nobody_in_a_loop_that_jax_cannot_type():
+    w, opt = nnx.Param(jnp.float32(0)), CrossShardOptimizer(optax.sgd(1.0))
+
+    @crossshard.shard(num_shards=4)
+    def step(x: Any) -> None:
+        jax.lax.scan(lambda c, row: (c + row.mean(), None), jnp.float32(0), x)
+        opt.apply_gradients([(x.mean(), w)], incoming="reduced")
+
+    step(X)
+    np.testing.assert_allclose(w.get_value(), -X.reshape(4, -1).mean(1), rtol=1e-6)
+
+
+def test_a_grouped_model_is_restored_in_a_fresh_process():
+    groups = [[0, 1], [2, 3]]
+
+    def make() -> Any:
+        return Net(), CrossShardOptimizer(optax.adam(0.1), group_assignment=groups)
+
+    @crossshard.shard(num_shards=4)
+    def step(model: Net, opt: CrossShardOptimizer, x: Any) -> None:
+        opt.minimize(lambda: mse(model, x), var_list=model)
+
+    model, opt = make()
+    step(model, opt, X)
+    saved = [
+        np.asarray(v.get_value()) for v in jax.tree.leaves(nnx.state(model), is_leaf=is_variable)
+    ]
+    other, fresh = make()
+    for variable, value in zip(
+        jax.tree.leaves(nnx.state(other), is_leaf=is_variable), saved, strict=True
+    ):
+        crossshard.set_per_shard(variable, value)
+    fresh.build(other)
+    fresh.state = opt.state
+    step(model, opt, X)
+    step(other, fresh, X)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        nnx.to_pure_dict(nnx.state(model)),
+        nnx.to_pure_dict(nnx.state(other)),
+    )
+
+
+def is_variable(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Variable)
+
+
+def test_what_a_loss_sows_outside_of_a_runner_stays():
+    class Sowing(Net):
+        def __call__(self, x: Any) -> Any:
+            out = super().__call__(x)
+            self.sow(nnx.Intermediate, "out", out)
+            return out
+
+    model, opt = Sowing(), momentum()
+    with crossshard.shard_context(1):
+        for _ in range(2):
+            opt.minimize(lambda: mse(model, X), var_list=model)
+    assert [x.shape for x in model.out.get_value()] == [(8,), (8,)]
+
+
+@pytest.mark.parametrize(
+    "collective",
+    [
+        lambda x: jax.lax.psum(x, "shards", axis_index_groups=[[0, 1], [2, 3]]),
+        lambda x: jax.vmap(lambda row: jax.lax.pmean(row, "rows"), axis_name="rows")(x),
+    ],
+)
+def test_collectives_that_jax_cannot_type(collective: Any):
+    assert crossshard.shard(collective, [X], num_shards=4).shape == X.shape
+
+
+@pytest.mark.parametrize("where", ["shard_map", "vmap"])
+def test_runners_are_not_called_where_axes_are_bound(where: str):
+    run = crossshard.shard(num_shards=2)(lambda x: x)
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,))
+    over_rows = {
+        "vmap": jax.vmap(run, axis_name="rows"),
+        "shard_map": jax.shard_map(run, mesh=mesh, in_specs=P("rows"), out_specs=P("rows")),
+    }
+    with pytest.raises(NotImplementedError, match="axes rows are bound"):
+        over_rows[where](X)
 
 
 def test_under_a_mesh_of_the_users_own():

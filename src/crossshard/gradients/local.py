@@ -1,6 +1,7 @@
 """Local gradients: autodiff that never sums over the shards behind the caller's back."""
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,9 +9,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from crossshard.errors import ArgumentError
+from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.shards.axes import Shards, shards_of_gradient
 from crossshard.shards.context import check_axis_name
+from crossshard.shards.variables import rebound, variables_in
 
 
 def value_and_grad(
@@ -30,8 +32,9 @@ def value_and_grad(
 
     Args:
       fun: a function that returns this shard's scalar loss, or ``(loss, aux)``.
-      argnums: which positional arguments to differentiate: pytrees of arrays (leaves that are no
-        arrays, as Equinox modules have them, get the gradient ``None``) or NNX modules.
+      argnums: which positional arguments to differentiate: NNX modules, or pytrees. Of a pytree
+        with leaves that ``jax.grad`` would refuse, as Equinox modules have them, the floating
+        arrays; the other leaves get the gradient ``None``.
       has_aux: whether ``fun`` returns ``(loss, aux)``.
       holomorphic: as for ``jax.grad``.
       allow_int: as for ``jax.grad``.
@@ -50,6 +53,8 @@ def value_and_grad(
     (Array([2., 6.], dtype=float32), Array([1., 3.], dtype=float32))
     """
     names = check_axis_name(axis_name)
+    if not callable(fun):
+        raise ArgumentTypeError(f"A function is wanted to differentiate; got {fun!r:.60}.")
 
     @functools.wraps(fun)
     def differentiate(*args: Any, **kwargs: Any) -> Any:
@@ -57,13 +62,7 @@ def value_and_grad(
         numbers = _check_argnums(argnums, len(args))
 
         def local_loss(*args: Any, **kwargs: Any) -> Any:
-            out = fun(*args, **kwargs)
-            loss, aux = out if has_aux else (out, None)
-            if jnp.shape(loss) != ():
-                raise ArgumentError(
-                    f"A loss must be a scalar; this one has shape {jnp.shape(loss)}. Reduce it "
-                    f"first, with jnp.mean for example."
-                )
+            loss, aux = _check_loss(fun(*args, **kwargs), has_aux)
             # Each shard has its own copy of a loss that is equal on all, and differentiates that.
             return shards.as_local(loss), (loss, aux)
 
@@ -105,8 +104,27 @@ def grad(
     return differentiate
 
 
+def _check_loss(out: Any, has_aux: bool) -> tuple[Any, Any]:
+    if has_aux and not (isinstance(out, tuple | list) and len(out) == 2):
+        raise ArgumentTypeError(
+            f"With has_aux=True a function returns (loss, aux); this one returned "
+            f"{type(out).__name__}."
+        )
+    loss, aux = out if has_aux else (out, None)
+    if not _is_numeric(loss):
+        raise ArgumentTypeError(f"A loss must be a scalar; got {type(loss).__name__}.")
+    if jnp.shape(loss) != ():
+        raise ArgumentError(
+            f"A loss must be a scalar; this one has shape {jnp.shape(loss)}. Reduce it first, "
+            f"with jnp.mean for example."
+        )
+    return loss, aux
+
+
 def _check_argnums(argnums: int | Sequence[int], number: int) -> tuple[int, ...]:
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    if not all(isinstance(n, int) for n in numbers):
+        raise ArgumentTypeError(f"argnums must be an int or several; got {argnums!r}.")
     for n in numbers:
         if not -number <= n < number:
             raise ArgumentError(
@@ -116,7 +134,7 @@ def _check_argnums(argnums: int | Sequence[int], number: int) -> tuple[int, ...]
 
 
 def _is_nnx(tree: Any) -> bool:
-    return isinstance(tree, nnx.Pytree | nnx.Variable | nnx.State)
+    return isinstance(tree, nnx.Pytree | nnx.Variable)
 
 
 def _nnx_grad(
@@ -127,20 +145,15 @@ def _nnx_grad(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    parameters = {
-        id(leaf): leaf
-        for number in numbers
-        for _, leaf in nnx.iter_graph(args[number])
-        if isinstance(leaf, nnx.Param)
-    }
-    before = {key: leaf.get_value() for key, leaf in parameters.items()}
-    try:
-        for leaf in parameters.values():
-            leaf.set_value(jax.tree.map(shards.as_local, leaf.get_value()))
-        return nnx.grad(loss, argnums=argnums, has_aux=True)(*args, **kwargs)
-    finally:
-        for key, leaf in parameters.items():
-            leaf.set_value(before[key])
+    nodes = [args[number] for number in numbers if _is_nnx(args[number])]
+    parameters = [v for v in variables_in(nodes) if isinstance(v, nnx.Param)]
+    values = [jax.tree.map(shards.as_local, v.get_raw_value()) for v in parameters]
+    local = [
+        jax.tree.map(shards.as_local, arg) if place in numbers and not _is_nnx(arg) else arg
+        for place, arg in enumerate(args)
+    ]
+    with rebound(parameters, values):
+        return nnx.grad(loss, argnums=argnums, has_aux=True)(*local, **kwargs)
 
 
 def _jax_grad(
@@ -153,7 +166,10 @@ def _jax_grad(
     allow_int: bool,
 ) -> Any:
     leaves, tree = jax.tree.flatten(tuple(args[number] for number in numbers))
-    places = [place for place, leaf in enumerate(leaves) if _is_numeric(leaf)]
+    wanted = [
+        flag for number in numbers for flag in _differentiable(number, args[number], allow_int)
+    ]
+    places = list(itertools.compress(range(len(leaves)), wanted))
 
     def of_arrays(arrays: list[Any]) -> Any:
         whole = list(leaves)
@@ -173,5 +189,26 @@ def _jax_grad(
     return tree.unflatten(whole), out
 
 
+def _differentiable(number: int, arg: Any, allow_int: bool) -> list[bool]:
+    """Which leaves to differentiate: all, where ``jax.grad`` takes all, else floating arrays.
+
+    Raises:
+      ArgumentTypeError: the argument is one leaf, and not floating.
+    """
+    leaves = jax.tree.leaves(arg)
+    if all(_is_numeric(leaf) and (allow_int or _is_inexact(leaf)) for leaf in leaves):
+        return [True] * len(leaves)
+    if len(leaves) == 1 and leaves[0] is arg:
+        raise ArgumentTypeError(
+            f"Argument {number} cannot be differentiated: it is {arg!r:.60} "
+            f"({type(arg).__name__}). Give a floating array or a pytree of them."
+        )
+    return [hasattr(leaf, "dtype") and _is_inexact(leaf) for leaf in leaves]
+
+
 def _is_numeric(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex)
+
+
+def _is_inexact(leaf: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)

@@ -83,7 +83,7 @@ class Pipeline:
             return leaf
         # Sixteen bits overflow (f16) or round (bf16) in a sum over shards, so it is taken in f32.
         dtype = jnp.result_type(leaf)
-        wide = jnp.promote_types(dtype, jnp.float32)
+        wide = jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
         total = jnp.asarray(leaf, wide)
         if incoming is not Incoming.SUMMED:
             total = sum_over_shards(total, shards, self.groups)
@@ -107,7 +107,12 @@ def check_gradient_dtype(name: str, gradient: Any) -> None:
             f"{name} is a sparse array ({type(gradient).__name__}); gradients must be dense. "
             f"Write gradient.todense()."
         )
-    dtype = jnp.result_type(gradient)
+    try:
+        dtype = jnp.result_type(gradient)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"{name} must be an array; got {type(gradient).__name__}."
+        ) from None
     if not jnp.issubdtype(dtype, jnp.inexact) and dtype != jax.dtypes.float0:
         raise ArgumentTypeError(
             f"{name} has dtype {dtype}; a gradient must be floating, because a mean of {dtype} "

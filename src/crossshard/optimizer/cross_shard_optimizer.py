@@ -208,7 +208,11 @@ class CrossShardOptimizer(Optimizer):
             f"shard's own (it will be divided), or incoming='scaled' if it is divided."
         )
 
-    def _note_equal(self, written: list[nnx.Variable]) -> None:
+    def _note_equal(self, written: list[nnx.Variable], extra_args: dict[str, Any]) -> None:
         handed = handed_in()
-        if handed is not None and self._pipeline.over_all_shards:
+        said = extra_args.get("incoming") or self._pipeline.incoming
+        # Only what was reduced here is known to be equal, and only these arguments are.
+        reduced = said not in (Incoming.SUMMED, Incoming.REDUCED)
+        ours = extra_args.keys() <= {"incoming", "value", "grad"}
+        if handed is not None and self._pipeline.over_all_shards and reduced and ours:
             handed.note_equal(written, written)

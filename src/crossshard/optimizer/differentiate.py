@@ -11,6 +11,7 @@ from flax import nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
 from crossshard.shards.axes import Shards
 from crossshard.shards.variables import (
+    bring_out,
     describe_variable,
     handed_in,
     modules_in,
@@ -71,16 +72,14 @@ def named_variables(var_list: Any) -> dict[int, tuple[nnx.Variable, str]]:
 
 def trainable_variables(loss: Callable[[], Any]) -> list[nnx.Variable]:
     """Every ``nnx.Param`` that the runner handed in or, outside of one, that the loss reaches."""
-    return [v for v in _around([loss])[0] if isinstance(v, nnx.Param)]
+    return [v for v in variables_in(_roots_around([loss])) if isinstance(v, nnx.Param)]
 
 
-def _around(reach: list[Any]) -> tuple[list[nnx.Variable], list[nnx.Pytree]]:
-    """The variables and modules that a loss may read or write."""
+def _roots_around(reach: list[Any]) -> list[Any]:
+    """What a loss may read or write: all that was handed in, and what it reaches itself."""
     handed = handed_in()
-    roots = reachable_roots(reach)
-    if handed is not None:
-        roots = [*handed.variables, *handed.modules, *roots]
-    return variables_in(roots), modules_in(roots)
+    mine = [] if handed is None else [*handed.variables, *handed.modules]
+    return [*mine, *reachable_roots(reach)]
 
 
 def _check_floating(variable: nnx.Variable) -> None:
@@ -107,8 +106,10 @@ def differentiate(
     What the loss writes to other variables (batch statistics, counters) stays written.
     """
     wanted = {id(variable) for variable in variables}
-    around, modules = _around([loss, reach])
-    others = [v for v in around if id(v) not in wanted]
+    roots = _roots_around([loss, reach])
+    modules = modules_in(roots)
+    others = [v for v in variables_in(roots) if id(v) not in wanted]
+    known = wanted | {id(other) for other in others}
     reached: set[int] = set()
     written: list[nnx.Variable] = []
 
@@ -117,10 +118,11 @@ def differentiate(
         with rebound([*variables, *others], [*marked, *rest], modules):
             out = loss()
             after = [other.get_raw_value() for other in others]
+            made = [v for v in variables_in(roots) if id(v) not in known]
         value = _check_scalar(out)
         changed = [not same_arrays(a, b) for a, b in zip(after, rest, strict=True)]
-        written[:] = itertools.compress(others, changed)
-        kept = list(itertools.compress(after, changed))
+        written[:] = [*itertools.compress(others, changed), *made]
+        kept = [*itertools.compress(after, changed), *(v.get_raw_value() for v in made)]
         scaled = value / divisor if divisor > 1 else value
         return shards.as_local(scaled), (value, kept)
 
@@ -128,7 +130,7 @@ def differentiate(
     rest = [other.get_raw_value() for other in others]
     gradients, (value, kept) = jax.grad(of_values, has_aux=True)(values, rest)
     for other, after in zip(written, kept, strict=True):
-        other.set_raw_value(after)
+        bring_out(other, after)
     if grad_loss is not None:
         seed = _check_scalar(grad_loss, "grad_loss")
         gradients = [gradient * seed.astype(gradient.dtype) for gradient in gradients]

@@ -1,6 +1,7 @@
 """The stateful idiom: an Optax rule as an object that writes to NNX variables."""
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
@@ -21,20 +22,24 @@ from crossshard.optimizer.differentiate import (
 )
 from crossshard.optimizer.slots import Slots
 from crossshard.optimizer.transformation import check_transformation
-from crossshard.shards.axes import current_shards
+from crossshard.shards.axes import shards_of_gradient
 from crossshard.shards.variables import (
     PER_SHARD,
+    Holder,
     VariablesWanted,
     check_writable,
+    current_trace,
     describe_variable,
     handed_in,
     is_per_shard,
+    set_per_shard,
+    set_shared,
 )
 
 GradientsAndVariables = Sequence[tuple[jax.Array | None, nnx.Variable]]
 
 
-class Optimizer(optax.GradientTransformationExtraArgs):
+class Optimizer(optax.GradientTransformationExtraArgs, Holder):
     """An Optax transformation that can also be used as ``tf.compat.v1.train.Optimizer`` is.
 
     It is the transformation it wraps (``init``, ``update``), and beside that steps NNX variables
@@ -70,6 +75,7 @@ class Optimizer(optax.GradientTransformationExtraArgs):
     # The keys that have slots, and the Optax state over them with a variable at every leaf.
     _built: set[str]
     _state: Any
+    _made_in: Any
 
     def __init_subclass__(cls) -> None:
         # A tuple subclass would be taken apart by JAX and rebuilt from its two functions alone.
@@ -90,6 +96,7 @@ class Optimizer(optax.GradientTransformationExtraArgs):
         self._inner = inner
         self._name = name
         self._hints = {}
+        self._made_in = current_trace()
         self.__setstate__({"variables": {}, "built": (), "state": None})
         return self
 
@@ -156,7 +163,7 @@ class Optimizer(optax.GradientTransformationExtraArgs):
         found = named_variables(trainable_variables(loss) if var_list is None else var_list)
         self._hints.update(found)
         variables = [variable for variable, _ in found.values()]
-        shards = current_shards(self._axis_name(), warn=False)
+        shards = shards_of_gradient(self._axis_name())
         value, gradients = differentiate(loss, variables, shards, divisor, grad_loss, var_list)
         return value, list(zip(gradients, variables, strict=True))
 
@@ -186,6 +193,8 @@ class Optimizer(optax.GradientTransformationExtraArgs):
         """
         pairs = check_pairs(grads_and_vars)
         _check_global_step(global_step)
+        if name is not None:
+            check_name(name)
         given = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
         variables = [variable for _, variable in given]
         for variable in [*variables, *([] if global_step is None else [global_step])]:
@@ -205,14 +214,14 @@ class Optimizer(optax.GradientTransformationExtraArgs):
         for key, variable in zip(keys, variables, strict=True):
             variable.set_value(stepped[key])
         self._write_state(slots.merge(state, part))
-        self._note_equal([*variables, *self.variables()])
+        self._note_equal([*variables, *self.variables()], extra_args)
         if global_step is not None:
             global_step.set_value(global_step.get_value() + 1)
             handed = handed_in()
             if handed:
                 handed.note_equal([global_step], [global_step])
 
-    def _note_equal(self, written: list[nnx.Variable]) -> None:
+    def _note_equal(self, written: list[nnx.Variable], extra_args: dict[str, Any]) -> None:
         """Tell the runner what was written alike on all shards; without a reduction, nothing."""
 
     def minimize(
@@ -233,7 +242,8 @@ class Optimizer(optax.GradientTransformationExtraArgs):
         """
         _check_gates(gate_gradients, aggregation_method, colocate_gradients_with_ops)
         value, pairs = self._differentiate(loss, var_list, grad_loss)
-        self.apply_gradients(pairs, global_step, name, value=value)
+        extra_args = {"value": value} if _takes_value(self._inner) else {}
+        self.apply_gradients(pairs, global_step, name, **extra_args)
         return value
 
     # Slots.
@@ -303,6 +313,12 @@ class Optimizer(optax.GradientTransformationExtraArgs):
             made = jax.vmap(self._inner.init, in_axes=(axes,))(params)
         else:
             made = self._inner.init(params)
+        if jax.tree.leaves(made) and current_trace() != self._made_in:
+            raise VariableError(
+                f"The slots of {self!r} would be made inside a jax.jit, nnx.jit or other trace, "
+                f"and be lost when it ends. Run the step with crossshard.shard, which hands them "
+                f"out, or use the Optax idiom: nnx.Optimizer(model, optimizer, wrt=nnx.Param)."
+            )
         metadata = {PER_SHARD: sizes.pop()} if sizes else {}
         new = jax.tree.map(lambda x: nnx.OptState(jnp.asarray(x), **metadata), made)
         self._state = new if not self._built else slots.merge(self._state, new, keep_common=True)
@@ -329,6 +345,10 @@ class Optimizer(optax.GradientTransformationExtraArgs):
         """What a runner hands in and out with the optimizer."""
         return self.variables()
 
+    def known_variables(self) -> list[nnx.Variable | None]:
+        """The variables that have been stepped, in the order in which they were met."""
+        return list(self._variables.values())
+
     @property
     def state(self) -> Any:
         """The whole Optax state as a pytree of arrays, to save; ``None`` before there is one.
@@ -346,15 +366,16 @@ class Optimizer(optax.GradientTransformationExtraArgs):
                 f"The state must have the structure of this optimizer's own.{made} Expected "
                 f"{jax.tree.structure(have)}; got {jax.tree.structure(state)}."
             )
-        for (path, old), new in zip(
-            jax.tree_util.tree_flatten_with_path(have)[0], jax.tree.leaves(state), strict=True
-        ):
-            if jnp.shape(old) != jnp.shape(new):
-                raise ArgumentError(
-                    f"The state's {jax.tree_util.keystr(path)} must have shape {jnp.shape(old)}; "
-                    f"got {jnp.shape(new)}."
-                )
-        self._write_state(jax.tree.map(lambda x, old: jnp.asarray(x, old.dtype), state, have))
+        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(have)[0]]
+        variables, values = self.variables(), [jnp.asarray(x) for x in jax.tree.leaves(state)]
+        known = [v for v in self._variables.values() if v is not None]
+        sizes = {v.get_metadata(PER_SHARD) for v in known if is_per_shard(v)}
+        lie = [
+            _how_it_lies(path, variable, value, sizes)
+            for path, variable, value in zip(paths, variables, values, strict=True)
+        ]
+        for write, variable, value in zip(lie, variables, values, strict=True):
+            write(variable, value.astype(variable.get_raw_value().dtype))
 
     def _write_state(self, state: Any) -> None:
         for variable, value in zip(self.variables(), jax.tree.leaves(state), strict=True):
@@ -400,6 +421,27 @@ jax.tree_util.register_static(Optimizer)
 
 def _rebuild(cls: type[Optimizer], made: bytes) -> Optimizer:
     return cls(**cloudpickle.loads(made))
+
+
+def _how_it_lies(
+    path: Any, variable: nnx.Variable, value: jax.Array, sizes: set[int]
+) -> Callable[[nnx.Variable, Any], None]:
+    """How to write a saved value: what no shard has come to own is saved once for all."""
+    shape = jnp.shape(variable.get_raw_value())
+    shape = shape[1:] if is_per_shard(variable) else shape
+    if value.shape == shape:
+        return set_shared
+    if value.shape in [(size, *shape) for size in sizes]:
+        return set_per_shard
+    raise ArgumentError(
+        f"The state's {jax.tree_util.keystr(path)} must have shape {shape}, or [shards, …] of that "
+        f"where the variables differ between shards; got {value.shape}."
+    )
+
+
+def _takes_value(inner: optax.GradientTransformation) -> bool:
+    kinds = {p.name: p.kind for p in inspect.signature(inner.update).parameters.values()}
+    return "value" in kinds or inspect.Parameter.VAR_KEYWORD in kinds.values()
 
 
 def _is_variable(leaf: Any) -> bool:
@@ -486,17 +528,18 @@ def _check_global_step(global_step: Any) -> None:
     if global_step is None:
         return
     value = global_step.get_raw_value() if _is_variable(global_step) else None
-    dtype = getattr(value, "dtype", None)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.integer) or shape != ():
+        given = describe_variable(global_step) if _is_variable(global_step) else repr(global_step)
         raise ArgumentTypeError(
-            f"global_step must be an integer variable, because it is incremented in place; got "
-            f"{describe_variable(global_step) if _is_variable(global_step) else repr(global_step)}."
-            f" Write nnx.Variable(jnp.array(0))."
+            f"global_step must be a scalar integer variable, because it is incremented in place; "
+            f"got {given}. Write nnx.Variable(jnp.array(0))."
         )
 
 
 def _check_gates(gate_gradients: Any, aggregation_method: Any, colocate: Any) -> None:
-    if isinstance(gate_gradients, bool) or gate_gradients not in (0, 1, 2):
+    whole = isinstance(gate_gradients, int) and not isinstance(gate_gradients, bool)
+    if not whole or gate_gradients not in (0, 1, 2):
         raise ArgumentError(
             f"gate_gradients must be one of Optimizer.GATE_NONE (0), GATE_OP (1) and GATE_GRAPH "
             f"(2); got {gate_gradients!r}."

@@ -79,15 +79,16 @@ def check_transformation(opt: Any) -> optax.GradientTransformation:
     """
     if isinstance(opt, optax.GradientTransformation):
         return opt
-    for base in type(opt).__mro__:
+    given = opt if isinstance(opt, type) else type(opt)
+    for base in given.__mro__:
         library = _ROOTS_OF_OTHERS.get(base.__module__.split(".")[0])
         if library:
-            stem = type(opt).__name__.lower().removesuffix("optimizer")
+            stem = given.__name__.lower().removesuffix("optimizer")
             equivalent = _EQUIVALENTS.get(stem)
             write = f"optax.{equivalent}" if equivalent else "an Optax optimizer"
             raise ArgumentTypeError(
                 f"The optimizer must be an Optax transformation; got {library}'s "
-                f"{type(opt).__name__}. Write {write} instead."
+                f"{given.__name__}. Write {write} instead."
             )
     missing = [method for method in ("init", "update") if not callable(getattr(opt, method, None))]
     if not missing and not isinstance(opt, type):

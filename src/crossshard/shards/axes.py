@@ -77,12 +77,7 @@ def current_shards(axis_name: tuple[str, ...] = (), *, warn: bool = True) -> Sha
             f"axis_name={tuple(bound)!r}."
         )
     axes = axes or tuple(bound)
-    missing = [axis for axis in axes if axis not in bound]
-    if missing:
-        raise AxisError(
-            f"The axis {missing[0]!r} is not bound here; bound are {_listed(bound)}. "
-            f"Name the axis over which the shards lie: axis_name={next(iter(bound))!r}."
-        )
+    _check_bound(axes, bound)
     number = math.prod(bound[axis] for axis in axes)
     if context is not None and context.number_of_shards != number:
         raise ShardContextError(
@@ -93,10 +88,30 @@ def current_shards(axis_name: tuple[str, ...] = (), *, warn: bool = True) -> Sha
 
 
 def shards_of_gradient(axis_name: tuple[str, ...] = ()) -> Shards:
-    """The shards over which a gradient is to stay local; every bound axis if none is named."""
+    """The shards over which a gradient is to stay local; every bound axis if none is named.
+
+    Nothing is reduced over them, so axes without types may be left out.
+
+    Raises:
+      AxisError: a named axis is not bound while others are.
+    """
+    bound = _jax.bound_axes()
     context = get_shard_context()
-    named = axis_name or (context.axis_name if context else ())
-    return current_shards(named or tuple(_jax.bound_axes()), warn=False)
+    axes = axis_name or (context.axis_name if context else ()) or tuple(bound)
+    if not bound:
+        return Shards(1)
+    _check_bound(axes, bound)
+    tracked = tuple(axis for axis in axes if _jax.tracks(axis))
+    return Shards(math.prod(bound[axis] for axis in tracked), tracked, True, bool(tracked))
+
+
+def _check_bound(axes: tuple[str, ...], bound: dict[str, int]) -> None:
+    missing = [axis for axis in axes if axis not in bound]
+    if missing:
+        raise AxisError(
+            f"The axis {missing[0]!r} is not bound here; bound are {_listed(bound)}. "
+            f"Name the axis over which the shards lie: axis_name={next(iter(bound))!r}."
+        )
 
 
 def _describe(number: int, axes: tuple[str, ...]) -> Shards:

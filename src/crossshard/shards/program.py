@@ -2,18 +2,20 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard import _jax
 from crossshard.errors import CrossshardError, VariableError
 from crossshard.shards.context import shard_context
-from crossshard.shards.split import Arguments, Identity, Outputs, as_output, is_numeric
+from crossshard.shards.split import Arguments, Hashable, Outputs, as_output, is_numeric
 from crossshard.shards.variables import (
     PER_SHARD,
     HandedIn,
@@ -30,8 +32,14 @@ from crossshard.shards.variables import (
 
 def program_key(roots: Sequence[Any], arguments: Arguments) -> Any:
     """What a program depends on: the structure of what it reaches, and its arguments."""
-    holders = tuple(Identity(root) for root in roots if isinstance(root, Holder))
     nodes = [root.held_variables() if isinstance(root, Holder) else root for root in roots]
+    places = {id(variable): place for place, variable in enumerate(variables_in(roots))}
+    # An optimizer's slots belong to certain variables, which may be those of another model.
+    holders = tuple(
+        (Hashable(root), tuple(places.get(id(v)) for v in root.known_variables()))
+        for root in roots
+        if isinstance(root, Holder)
+    )
     types = tuple(
         (jnp.shape(leaf), getattr(leaf, "dtype", type(leaf)))
         for variable in variables_in(roots)
@@ -59,9 +67,13 @@ class _Held:
             self.variable.get_raw_value(),
         )
 
-    def own(self, value: Any) -> Any:
-        """What one shard sees of the value that enters."""
-        return jax.tree.map(lambda x: x[0], value) if self.per_shard else value
+    def own(self, value: Any, names: tuple[str, ...]) -> Any:
+        """What one shard sees of the value that enters; of a random stream, one of its own."""
+        if self.per_shard:
+            return jax.tree.map(lambda x: x[0], value)
+        if isinstance(self.variable, nnx.RngKey) and math.prod(map(lax.axis_size, names)) > 1:
+            return _folded(value, lax.axis_index(names))
+        return value
 
     def stored(self, value: Any) -> Any:
         """The reverse: one shard's part of the value that leaves."""
@@ -154,11 +166,12 @@ class Program:
                 self.grew = True
                 self._held = self._hold()
                 continue
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, NotImplementedError, AssertionError) as error:
                 if isinstance(error, CrossshardError) or not self._check_vma:
                     raise
                 # A loop whose carry starts equal on all shards and ends different is right, and
-                # JAX refuses its types; without types, equality has to come from provenance.
+                # JAX refuses its types, as it has none for some collectives. Without types,
+                # what is equal has to come from provenance.
                 self._check_vma = False
                 continue
             if found.differs == [held.per_shard for held in self._held]:
@@ -186,7 +199,7 @@ class Program:
         """One shard's step: its outputs, its variables after it, and what was found out."""
         names = self._mesh.axis_names
         variables = [held.variable for held in self._held]
-        before = [held.own(value) for held, value in zip(self._held, values, strict=True)]
+        before = [held.own(value, names) for held, value in zip(self._held, values, strict=True)]
         handed = HandedIn(
             variables, self._roots, [held.variable for held in self._held if held.per_shard]
         )
@@ -214,7 +227,7 @@ class Program:
         if self._check_vma:
             return any(_jax.varying_axes(leaf) for leaf in jax.tree.leaves(value))
         # Counters of random streams advance by what the code does, never by what the data says.
-        return id(variable) not in handed.equal and not isinstance(variable, nnx.RngState)
+        return id(variable) not in handed.equal and not isinstance(variable, nnx.RngCount)
 
     def _check_none_was_made(self) -> None:
         known = {id(held.variable) for held in self._held}
@@ -267,6 +280,14 @@ def _numeric(variables: Sequence[nnx.Variable], size: int) -> list[nnx.Variable]
                 f"crossshard.set_shared(variable, value)."
             )
     return numeric
+
+
+def _folded(key: jax.Array, index: jax.Array) -> jax.Array:
+    # The same key on every shard would drop the same units of every part of the batch.
+    fold = jax.random.fold_in
+    for _ in range(key.ndim):
+        fold = jax.vmap(fold, (0, None))
+    return fold(key, index)
 
 
 def _placed(x: Any, sharding: NamedSharding) -> Any:

@@ -14,7 +14,7 @@ from crossshard.errors import ArgumentError, ArgumentTypeError, NestedContextErr
 from crossshard.shards.context import check_num_shards, get_shard_context
 from crossshard.shards.devices import shard_mesh, warn_of_deadlock
 from crossshard.shards.program import Program, program_key
-from crossshard.shards.split import REPLICAS, Outputs, is_whole, split_arguments
+from crossshard.shards.split import REPLICAS, Hashable, Outputs, is_whole, split_arguments
 from crossshard.shards.variables import reachable_roots, variables_in
 
 
@@ -52,6 +52,12 @@ class ShardedFunction:
                 f"A runner over {self._mesh.size} shards was called inside a shard context of "
                 f"{outer.number_of_shards}. Call it outside; inside a step, call the function "
                 f"itself."
+            )
+        if _jax.bound_axes():
+            raise NestedContextError(
+                f"A runner over {self._mesh.size} shards was called where the axes "
+                f"{', '.join(_jax.bound_axes())} are bound, inside shard_map, pmap or vmap. Call "
+                f"it outside; inside, call the function itself."
             )
         with _jax.in_place_of_the_users_mesh(self._mesh):
             return self._run(args, kwargs)
@@ -119,7 +125,7 @@ def shard(
     """
     outputs = Outputs(_bools(outputs_from_all_shards), _axes(output_shard_axes, "output"))
     axes = _axes(input_shard_axes, "input")
-    where = _check_mesh(mesh) if mesh is not None else shard_mesh(check_num_shards(num_shards))
+    where = _mesh_for(check_num_shards(num_shards), mesh)
     if computation is None:
         if inputs is not None:
             raise ArgumentTypeError("shard was given inputs and no computation to run on them.")
@@ -129,11 +135,17 @@ def shard(
             f"inputs must be a list with one item per argument of the computation; got "
             f"{type(inputs).__name__}."
         )
-    return _sharded(_check_callable(computation), where, axes, outputs)(*(inputs or []))
+    return _sharded(computation, where, axes, outputs)(*(inputs or []))
 
 
-# Each call of the original's form names its computation anew; without this it would compile anew.
-_sharded = functools.lru_cache(maxsize=64)(ShardedFunction)
+def _sharded(computation: Callable[..., Any], *how: Any) -> ShardedFunction:
+    # Each call of the original's form names its computation anew; it need not compile anew.
+    return _remembered(Hashable(_check_callable(computation)), *how)
+
+
+@functools.lru_cache(maxsize=64)
+def _remembered(computation: Hashable, *how: Any) -> ShardedFunction:
+    return ShardedFunction(computation.value, *how)
 
 
 def batch_parallel(
@@ -187,11 +199,11 @@ def replicate(
             f"inputs must have one list per replica, all of one length; got lengths "
             f"{[len(one) for one in lists]}."
         )
-    where = _check_mesh(mesh) if mesh is not None else shard_mesh(len(lists))
+    where = _mesh_for(len(lists), mesh)
     if where.size != len(lists):
         raise ArgumentError(f"The mesh has {where.size} devices for {len(lists)} replicas.")
     outputs = Outputs((True,), None, stack=True)
-    runner = _sharded(_check_callable(computation), where, REPLICAS, outputs)
+    runner = _sharded(computation, where, REPLICAS, outputs)
     stacked = runner(
         *(_stack(place, values) for place, values in enumerate(zip(*lists, strict=True)))
     )
@@ -232,9 +244,15 @@ def _check_callable(computation: Any) -> Callable[..., Any]:
     return computation
 
 
-def _check_mesh(mesh: Any) -> jax.sharding.Mesh:
+def _mesh_for(num_shards: int, mesh: Any) -> jax.sharding.Mesh:
+    if mesh is None:
+        return shard_mesh(num_shards)
     if not isinstance(mesh, jax.sharding.Mesh):
         raise ArgumentTypeError(f"mesh must be a jax.sharding.Mesh; got {type(mesh).__name__}.")
+    if num_shards not in (1, mesh.size):
+        raise ArgumentError(
+            f"num_shards is {num_shards} and the mesh has {mesh.size} devices; give one of them."
+        )
     warn_of_deadlock(mesh)
     return mesh
 

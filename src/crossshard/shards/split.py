@@ -24,26 +24,29 @@ class Whole:
 
     def key(self) -> Any:
         """What tells a trace with this argument from one with another."""
-        if is_stateful(self.value):
-            return None
-        try:
-            hash(self.value)
-        except TypeError:
-            return Identity(self.value)
-        return (type(self.value), self.value)
+        leaves, tree = jax.tree.flatten(self.value, is_leaf=is_stateful)
+        return tree, tuple(None if is_stateful(leaf) else Hashable(leaf) for leaf in leaves)
 
 
-class Identity:
-    """Equal to itself alone, and keeps what it stands for alive, so that its id stays its own."""
+class Hashable:
+    """A value as a key: equal to equals of its type or, without a hash, to itself alone."""
 
     def __init__(self, value: Any):
-        self._value = value
+        self.value = value
+        try:
+            self._hash, self._by_identity = hash(value), False
+        except TypeError:
+            self._hash, self._by_identity = id(value), True
 
     def __hash__(self) -> int:
-        return id(self._value)
+        return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and self._value is other._value
+        if not isinstance(other, Hashable) or type(self.value) is not type(other.value):
+            return False
+        if self._by_identity or other._by_identity:
+            return self.value is other.value
+        return bool(self.value == other.value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +160,9 @@ def _spec(where: str, leaf: Any, axis: int | None, mesh: jax.sharding.Mesh) -> P
             f"{where} holds arrays and a {type(leaf).__name__}, which cannot be split over the "
             f"shards. Pass it as an argument of its own."
         )
+    dtype = getattr(leaf, "dtype", None)
+    if isinstance(dtype, np.dtype) and dtype.kind in "OSUMmV" and not hasattr(jnp, dtype.name):
+        raise ArgumentTypeError(f"{where} is an array of {dtype}, which JAX cannot hold.")
     shape = np.shape(leaf)
     if axis is None:
         return PartitionSpec()
@@ -238,7 +244,7 @@ def as_output(value: Any) -> Any:
 
     def one(leaf: Any) -> Any:
         leaf = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
-        if not is_numeric(leaf) and not isinstance(leaf, bool):
+        if is_stateful(leaf) or not (is_numeric(leaf) or isinstance(leaf, bool)):
             raise ArgumentTypeError(
                 f"A step returned a {type(leaf).__name__}; outputs are arrays, numbers and pytrees "
                 f"of them. Modules and variables need not be returned: the runner hands them out."

@@ -1,14 +1,17 @@
 """NNX variables as the inputs and outputs of a traced function: found, rebound, restored."""
 
+import collections
 import functools
+import itertools
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.tracers import TraceState
 
@@ -21,22 +24,26 @@ _LIBRARIES = {"jax", "jaxlib", "flax", "optax", "numpy", "equinox", "chex", "cro
 _LIBRARIES |= sys.stdlib_module_names
 
 
-@runtime_checkable
-class Holder(Protocol):
+class Holder:
     """An object, not itself an NNX node, whose variables a runner carries in and out."""
+
+    __slots__ = ()
 
     def held_variables(self) -> list[nnx.Variable]:
         """The variables that it holds now."""
+        raise NotImplementedError
+
+    def known_variables(self) -> list[nnx.Variable | None]:
+        """Variables of others that what it holds belongs to, in a fixed order."""
+        raise NotImplementedError
 
 
 def variables_in(roots: Iterable[Any]) -> list[nnx.Variable]:
     """Every variable below the roots, each once, in a fixed order."""
     found: dict[int, nnx.Variable] = {}
     for root in roots:
-        if isinstance(root, Holder):
-            leaves: Iterable[Any] = root.held_variables()
-        else:
-            leaves = (leaf for _, leaf in nnx.iter_graph(root))
+        held = isinstance(root, Holder)
+        leaves = root.held_variables() if held else (leaf for _, leaf in nnx.iter_graph(root))
         for leaf in leaves:
             if isinstance(leaf, nnx.Variable):
                 found.setdefault(id(leaf), leaf)
@@ -51,49 +58,71 @@ def variables_in(roots: Iterable[Any]) -> list[nnx.Variable]:
 
 def is_stateful(value: Any) -> bool:
     """Whether a runner hands this object in and out rather than splitting it over the shards."""
-    if isinstance(value, type):
-        return False
     return isinstance(value, nnx.Pytree | nnx.Variable | Holder)
 
 
-def reachable_roots(values: Iterable[Any]) -> list[Any]:
-    """The modules, variables and optimizers that functions and containers lead to.
+# A longer container holds data; looking at each item of it at every call would cost too much.
+_MANY = 1024
 
-    Functions are followed into their closures, defaults, the globals they name, what they are
-    bound to and the functions they name in turn; containers into their items; an object that a
-    function closes over or is bound to, into its attributes.
+
+def reachable_roots(values: Iterable[Any]) -> list[Any]:
+    """The modules, variables and optimizers that functions, containers and objects lead to.
+
+    Functions are followed into their closures, defaults, what they are bound to and the globals
+    they name; modules of Python into what the function may name of them; containers into their
+    items, up to a thousand or so; objects of the user's own classes into their attributes and
+    methods.
     """
     roots: dict[int, Any] = {}
     seen: dict[int, Any] = {}
-    queue = [(value, True) for value in values]
+    queue = collections.deque(values)
     while queue:
-        value, look_inside = queue.pop(0)
+        value = queue.popleft()
         if id(value) in seen:
             continue
         seen[id(value)] = value
         if is_stateful(value):
             roots[id(value)] = value
         else:
-            queue.extend(_below(value, look_inside))
+            queue.extend(_below(value))
     return list(roots.values())
 
 
-def _below(value: Any, look_inside: bool) -> Iterator[tuple[Any, bool]]:
+def _below(value: Any) -> Iterable[Any]:
     if isinstance(value, functools.partial):
-        yield from ((part, True) for part in (value.func, value.args, value.keywords))
-    elif isinstance(value, types.MethodType):
-        yield from ((part, True) for part in (value.__func__, value.__self__))
-    elif isinstance(value, types.FunctionType):
-        if (value.__module__ or "").split(".")[0] not in _LIBRARIES:
-            yield from ((part, True) for part in _named_by(value))
-    elif isinstance(value, dict):
-        yield from ((part, look_inside) for part in value.values())
-    elif isinstance(value, list | tuple | set | frozenset):
-        yield from ((part, look_inside) for part in value)
-    elif callable(getattr(value, "__wrapped__", None)):
-        yield (value.__wrapped__, True)
-    elif look_inside and not isinstance(value, type | types.ModuleType):
-        yield from ((part, False) for part in getattr(value, "__dict__", {}).values())
+        return (value.func, value.args, value.keywords)
+    if isinstance(value, types.MethodType):
+        return (value.__func__, value.__self__)
+    if isinstance(value, types.FunctionType):
+        return () if _is_librarys(value) else _named_by(value)
+    if isinstance(value, Mapping):
+        return itertools.islice(value.values(), _MANY)
+    if isinstance(value, list | tuple | set | frozenset):
+        return itertools.islice(value, _MANY)
+    if callable(getattr(value, "__wrapped__", None)):
+        return (value.__wrapped__,)
+    if isinstance(value, property | classmethod | staticmethod):
+        return (getattr(value, "fget", None), getattr(value, "__func__", None))
+    if isinstance(value, types.ModuleType):
+        return ()
+    owner = value if isinstance(value, type) else type(value)
+    return () if _is_librarys(owner) else _attributes(value)
+
+
+def _is_librarys(thing: Any) -> bool:
+    return (getattr(thing, "__module__", None) or "").split(".")[0] in _LIBRARIES
+
+
+def _attributes(value: Any) -> Iterator[Any]:
+    yield from dict(getattr(value, "__dict__", {})).values()
+    if isinstance(value, type):
+        return
+    for owner in type(value).__mro__:
+        if not _is_librarys(owner):
+            yield owner
+        slots = owner.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            yield getattr(value, name, None)
 
 
 def _named_by(function: types.FunctionType) -> Iterator[Any]:
@@ -108,8 +137,16 @@ def _named_by(function: types.FunctionType) -> Iterator[Any]:
     codes = [function.__code__]
     while codes:
         code = codes.pop()
-        yield from (function.__globals__[n] for n in code.co_names if n in function.__globals__)
+        for name in code.co_names:
+            named = function.__globals__.get(name)
+            yield named
+            if isinstance(named, types.ModuleType) and not _is_library_module(named):
+                yield from (vars(named)[other] for other in code.co_names if other in vars(named))
         codes.extend(const for const in code.co_consts if isinstance(const, types.CodeType))
+
+
+def _is_library_module(module: types.ModuleType) -> bool:
+    return module.__name__.split(".")[0] in _LIBRARIES
 
 
 def modules_in(roots: Iterable[Any]) -> list[nnx.Pytree]:
@@ -148,6 +185,11 @@ def _rebind(variable: nnx.Variable, value: Any, trace: TraceState) -> None:
     # NNX lets nobody but the owner of a trace write a variable; the one who hands it in is that.
     object.__setattr__(variable, "_raw_value", value)
     object.__setattr__(variable, "_trace_state", trace)
+
+
+def bring_out(variable: nnx.Variable, value: Any) -> None:
+    """Write to a variable, which may have been made in a trace that has ended, in this one."""
+    _rebind(variable, value, TraceState())
 
 
 class HandedIn:
@@ -245,21 +287,60 @@ def is_per_shard(variable: nnx.Variable) -> bool:
     >>> is_per_shard(nnx.Param(0.0))
     False
     """
+    if not isinstance(variable, nnx.Variable):
+        raise VariableError(f"An nnx variable is wanted; got {type(variable).__name__}.")
     return bool(variable.get_metadata(PER_SHARD, None))
 
 
 def set_shared(variable: nnx.Variable, value: Any) -> None:
     """Write one value for all shards to a variable, also where they differed until now.
 
+    Raises:
+      VariableError: not a variable, or a value that is no array.
+
     >>> from flax import nnx
     >>> variable = nnx.Param(0.0)
     >>> set_shared(variable, 1.0)
     >>> variable.get_value()
-    1.0
+    Array(1., dtype=float32, weak_type=True)
     """
+    value = _check_value(variable, value)
     if is_per_shard(variable):
         variable.del_metadata(PER_SHARD)
-    variable.set_raw_value(value)
+    variable.set_value(value)
+
+
+def set_per_shard(variable: nnx.Variable, values: Any) -> None:
+    """Write one value per shard to a variable, ``[shards, …]``, to restore what was saved so.
+
+    Raises:
+      VariableError: not a variable, or values that have no axis of shards.
+
+    >>> from flax import nnx
+    >>> variable = nnx.Param(0.0)
+    >>> set_per_shard(variable, [1.0, 2.0])
+    >>> is_per_shard(variable)
+    True
+    """
+    values = _check_value(variable, values)
+    if values.ndim == 0:
+        raise VariableError(
+            f"One value per shard of {describe_variable(variable)} has shape [shards, …]; got a "
+            f"scalar. Write it with crossshard.set_shared."
+        )
+    variable.set_metadata(PER_SHARD, values.shape[0])
+    variable.set_value(values)
+
+
+def _check_value(variable: Any, value: Any) -> jax.Array:
+    if not isinstance(variable, nnx.Variable):
+        raise VariableError(f"An nnx variable is wanted; got {type(variable).__name__}.")
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError):
+        raise VariableError(
+            f"{describe_variable(variable)} takes an array; got {value!r:.60}."
+        ) from None
 
 
 def describe_variable(variable: nnx.Variable) -> str:
