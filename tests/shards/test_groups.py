@@ -1,0 +1,111 @@
+"""Group assignments are checked before anything is traced: rows 4 and 7 of the original."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from crossshard import CrossShardOptimizer, GroupAssignmentError
+from crossshard.shards.groups import GroupAssignment, check_group_assignment
+
+# What is given, and what the message must say of it.
+BAD = {
+    "a number": (3, "int is no list"),
+    "a string": ("01", "str is no list"),
+    "a set": ({(0, 1)}, "set is no list"),
+    "a dictionary": ({0: [0, 1]}, "dict is no list"),
+    "a range": (range(2), "range is no list"),
+    "a generator": (iter([[0, 1]]), "is no list"),
+    "an array of no dimensions": (np.array(3), "ndarray is no list"),
+    "one flat list": ([0, 1], "0 is no list"),
+    "one flat array": (np.arange(4), "is no list"),
+    "a list of strings": (["01", "23"], "'01' is no list"),
+    "a list of sets": ([{0, 1}], "is no list"),
+    "lists and numbers": ([[0, 1], 2], "2 is no list"),
+    "three levels": ([[[0, 1], [2, 3]]], "no integer"),
+    "a bool": ([[0, True]], "the id True is no integer but bool"),
+    "floats": ([[0.0, 1.0]], "the id 0.0 is no integer but float"),
+    "a float array": (np.zeros((1, 2)), "no integer"),
+    "a bool array": (np.array([[False, True]]), "no integer"),
+    "strings": ([["0", "1"]], "the id '0' is no integer but str"),
+    "None": ([[0, None]], "no integer but NoneType"),
+    "twice in a group": ([[0, 0], [1, 1]], "gives [0, 1] more than once"),
+    "in two groups": ([[0, 1], [1, 2]], "gives [1] more than once"),
+    "the same group twice": ([[0, 1], [0, 1]], "gives [0, 1] more than once"),
+    "an id left out": ([[0, 1], [2, 4]], "permutation of range"),
+    "counted from one": ([[1, 2], [3, 4]], "permutation of range"),
+    "negative": ([[-1, 0]], "permutation of range"),
+    "one empty group": ([[]], "permutation of range"),
+    "some empty groups": ([[0, 1], []], "equal sizes"),
+    "unequal sizes": ([[0], [1, 2, 3]], "equal sizes"),
+    "ragged": ([[0, 1, 2], [3, 4, 5], [6, 7]], "sizes [3, 3, 2]"),
+}
+
+
+@pytest.mark.parametrize(("groups", "why"), BAD.values(), ids=BAD)
+def test_row_07_what_is_no_partition_into_equal_groups_is_a_value_error(groups: Any, why: str):
+    with pytest.raises(GroupAssignmentError) as caught:
+        check_group_assignment(groups)
+    assert isinstance(caught.value, ValueError)
+    assert why in str(caught.value)
+    assert "group_assignment must" in str(caught.value)
+
+
+@pytest.mark.parametrize("groups", [BAD[name][0] for name in ("a number", "in two groups")])
+def test_row_04_the_optimizer_looks_at_its_groups_at_construction(groups: Any):
+    with pytest.raises(GroupAssignmentError):
+        CrossShardOptimizer(optax.sgd(1.0), group_assignment=groups)
+
+
+def test_row_07_the_order_of_checks_is_the_originals():
+    # A flat list that also repeats itself is no list of lists; repeats come before sizes.
+    with pytest.raises(GroupAssignmentError, match="is no list"):
+        check_group_assignment([0, 0])
+    with pytest.raises(GroupAssignmentError, match="more than once"):
+        check_group_assignment([[0, 0], [1]])
+
+
+GOOD = [
+    [[0, 2], [1, 3]],
+    ((0, 2), (1, 3)),
+    [(0, 2), [1, 3]],
+    np.array([[0, 2], [1, 3]]),
+    np.array([[0, 2], [1, 3]], np.uint8),
+    [np.array([0, 2]), np.array([1, 3])],
+    [[np.int64(0), np.int32(2)], [1, 3]],
+    jnp.array([[0, 2], [1, 3]]),
+    [[jnp.array(0), 2], [1, 3]],
+]
+
+
+@pytest.mark.parametrize("groups", GOOD, ids=range(len(GOOD)))
+def test_row_07_lists_tuples_and_integer_arrays_are_one_assignment(groups: Any):
+    checked = check_group_assignment(groups)
+    assert checked == GroupAssignment(((0, 2), (1, 3)))
+    assert check_group_assignment(checked) is checked
+    assert str(checked) == "[[0, 2], [1, 3]]"
+
+
+@pytest.mark.parametrize("groups", [None, [], (), np.zeros((0, 2), int)])
+def test_row_07_no_groups_means_all_shards(groups: Any):
+    assert check_group_assignment(groups) is None
+
+
+@pytest.mark.parametrize("shards", [1, 3, 8])
+def test_row_04_coverage_is_checked_against_the_number_of_shards(shards: int):
+    groups = GroupAssignment(((0, 2), (1, 3)))
+    with pytest.raises(GroupAssignmentError, match=rf"permutation of range\({shards}\)"):
+        groups.check_covers(shards)
+    groups.check_covers(4)
+
+
+def test_who_is_in_which_group():
+    groups = GroupAssignment(((4, 0, 2), (1, 5, 3)))
+    assert (groups.size, groups.number_of_shards) == (3, 6)
+    np.testing.assert_array_equal(groups.members, [[4, 0, 2], [1, 5, 3]])
+    np.testing.assert_array_equal(groups.group_of, [0, 1, 0, 1, 0, 1])
+    np.testing.assert_array_equal(groups.position_of, [1, 0, 2, 2, 0, 1])
+    for shard in range(6):
+        assert groups.members[groups.group_of[shard], groups.position_of[shard]] == shard
