@@ -658,3 +658,67 @@ def test_under_a_mesh_of_the_users_own():
         for _ in range(3):
             step(X)
     check(model)
+
+
+def test_a_step_is_not_followed_into_installed_packages():
+    from crossshard.shards.variables import reachable_roots
+
+    class Greedy:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError(name)
+
+    greedy, model = Greedy(), Net()
+    step = lambda x: (greedy, optax.adam, model)
+    assert reachable_roots([step]) == [model]
+
+
+def test_in_a_step_a_variable_is_one_shards_own():
+    w, opt = (
+        nnx.Param(jnp.zeros(3)),
+        CrossShardOptimizer(optax.adam(0.1), group_assignment=[[0], [1]]),
+    )
+
+    @crossshard.shard(num_shards=2)
+    def step(x: Any) -> None:
+        opt.minimize(lambda: (w[...] * x[0, :3]).sum(), var_list=[w])
+        opt.state = opt.state
+        crossshard.set_shared(w, w[...] + 1)
+
+    for _ in range(2):
+        step(X[:2])
+    assert crossshard.is_per_shard(w)
+    assert w.get_value().shape == (2, 3)
+
+    def spread(x: Any) -> None:
+        crossshard.set_per_shard(w, w[...])
+
+    with pytest.raises(crossshard.VariableError, match="one shard's value"):
+        crossshard.shard(spread, [X[:2]], num_shards=2)
+
+
+def test_an_optimizer_of_nnx_and_an_average_beside_a_loop_that_jax_cannot_type():
+    model = Recurrent()
+    optimizer = nnx.Optimizer(model, CrossShardOptimizer(optax.sgd(0.01)), wrt=nnx.Param)
+    average = nnx.Variable(model.head.kernel[...])
+
+    @crossshard.shard(num_shards=4)
+    def step(model: Any, optimizer: Any, average: Any, x: Any) -> None:
+        optimizer.update(model, crossshard.grad(mse)(model, x))
+        average.set_value(0.9 * average[...] + 0.1 * model.head.kernel[...])
+
+    step(model, optimizer, average, X)
+    assert model.head.kernel.get_value().shape == average.get_value().shape == (4, 1)
+    assert not crossshard.is_per_shard(average)
+
+
+def test_what_a_step_makes_in_a_module_is_refused_and_gone():
+    class Sowing(Net):
+        def __call__(self, x: Any) -> Any:
+            self.sow(nnx.Intermediate, "out", x)
+            return super().__call__(x)
+
+    model, opt = Sowing(), momentum()
+    for _ in range(2):
+        with pytest.raises(crossshard.VariableError, match="The step made Intermediate"):
+            crossshard.shard(lambda x: opt.minimize(lambda: mse(model, x), None, model), [X], 2)
+    assert not hasattr(model, "out")

@@ -22,7 +22,7 @@ from crossshard.optimizer.transformation import check_transformation, cross_shar
 from crossshard.shards.axes import Shards
 from crossshard.shards.context import check_axis_name
 from crossshard.shards.groups import check_group_assignment
-from crossshard.shards.variables import current_trace, describe_variable, handed_in
+from crossshard.shards.variables import current_trace, describe_variable
 
 
 class CrossShardOptimizer(Optimizer):
@@ -207,12 +207,3 @@ class CrossShardOptimizer(Optimizer):
             f"{self._pipeline.divisor(shards)} already. Say incoming='local' if it is this "
             f"shard's own (it will be divided), or incoming='scaled' if it is divided."
         )
-
-    def _note_equal(self, written: list[nnx.Variable], extra_args: dict[str, Any]) -> None:
-        handed = handed_in()
-        said = extra_args.get("incoming") or self._pipeline.incoming
-        # Only what was reduced here is known to be equal, and only these arguments are.
-        reduced = said not in (Incoming.SUMMED, Incoming.REDUCED)
-        ours = extra_args.keys() <= {"incoming", "value", "grad"}
-        if handed is not None and self._pipeline.over_all_shards and reduced and ours:
-            handed.note_equal(written, written)

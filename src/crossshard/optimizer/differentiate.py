@@ -12,6 +12,7 @@ from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
 from crossshard.shards.axes import Shards
 from crossshard.shards.variables import (
     bring_out,
+    check_writable,
     describe_variable,
     handed_in,
     modules_in,
@@ -130,7 +131,11 @@ def differentiate(
     rest = [other.get_raw_value() for other in others]
     gradients, (value, kept) = jax.grad(of_values, has_aux=True)(values, rest)
     for other, after in zip(written, kept, strict=True):
-        bring_out(other, after)
+        if id(other) in known:
+            check_writable(other)
+            other.set_raw_value(after)
+        else:
+            bring_out(other, after)
     if grad_loss is not None:
         seed = _check_scalar(grad_loss, "grad_loss")
         gradients = [gradient * seed.astype(gradient.dtype) for gradient in gradients]

@@ -31,6 +31,7 @@ from crossshard.shards.variables import (
     current_trace,
     describe_variable,
     handed_in,
+    is_in_step,
     is_per_shard,
     set_per_shard,
     set_shared,
@@ -214,15 +215,8 @@ class Optimizer(optax.GradientTransformationExtraArgs, Holder):
         for key, variable in zip(keys, variables, strict=True):
             variable.set_value(stepped[key])
         self._write_state(slots.merge(state, part))
-        self._note_equal([*variables, *self.variables()], extra_args)
         if global_step is not None:
             global_step.set_value(global_step.get_value() + 1)
-            handed = handed_in()
-            if handed:
-                handed.note_equal([global_step], [global_step])
-
-    def _note_equal(self, written: list[nnx.Variable], extra_args: dict[str, Any]) -> None:
-        """Tell the runner what was written alike on all shards; without a reduction, nothing."""
 
     def minimize(
         self,
@@ -297,11 +291,12 @@ class Optimizer(optax.GradientTransformationExtraArgs, Holder):
             if all(lasting):
                 raise VariablesWanted(lambda: self._make_slots(missing))
             if any(lasting):
+                which = [describe_variable(v) for v in missing.values()]
+                known = ["handed to it" if lasts else "made in it" for lasts in lasting]
                 raise VariableError(
                     f"A step makes either both an optimizer and all of its variables, or neither: "
-                    f"{self!r} was {'' if lasting[-1] else 'not '}handed to the step, and "
-                    f"{describe_variable(next(iter(missing.values())))} was "
-                    f"{'' if lasting[0] else 'not '}. Pass both to it as arguments."
+                    f"here {self!r} was {known[-1]}, and {which[0]} was {known[0]}. Pass both to "
+                    f"it as arguments."
                 )
         self._make_slots(missing)
 
@@ -428,7 +423,7 @@ def _how_it_lies(
 ) -> Callable[[nnx.Variable, Any], None]:
     """How to write a saved value: what no shard has come to own is saved once for all."""
     shape = jnp.shape(variable.get_raw_value())
-    shape = shape[1:] if is_per_shard(variable) else shape
+    shape = shape[1:] if is_per_shard(variable) and not is_in_step(variable) else shape
     if value.shape == shape:
         return set_shared
     if value.shape in [(size, *shape) for size in sizes]:

@@ -12,9 +12,9 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from crossshard import _jax
-from crossshard.errors import CrossshardError, VariableError
+from crossshard.errors import VariableError
 from crossshard.shards.context import shard_context
+from crossshard.shards.equality import differing_axes
 from crossshard.shards.split import Arguments, Hashable, Outputs, as_output, is_numeric
 from crossshard.shards.variables import (
     PER_SHARD,
@@ -24,6 +24,7 @@ from crossshard.shards.variables import (
     describe_variable,
     handing_in,
     is_per_shard,
+    kept_attributes,
     rebound,
     same_arrays,
     variables_in,
@@ -96,7 +97,6 @@ class _Found:
     """What one trace of the step tells of it: of each variable, and of its outputs."""
 
     changed: list[bool]
-    differs: list[bool]
     outputs: list[tuple[bool, int]]
     output_specs: list[PartitionSpec]
     output_tree: Any
@@ -106,8 +106,7 @@ class Program:
     """One compiled step.
 
     It is traced once to see which variables the step leaves equal on all shards: these are stored
-    once, the others as ``[shards, …]``. Types tell (``check_vma=True``), or, for a step that JAX
-    cannot type, what the optimizer says that it wrote.
+    once, the others as ``[shards, …]``. Its jaxpr tells, see ``differing_axes``.
 
     Attributes:
       grew: whether tracing it changed what the step reaches: slots were made, or variables that
@@ -129,7 +128,6 @@ class Program:
         self._roots = roots
         # The first call's arrays need not be kept for as long as the program is.
         self._arguments = dataclasses.replace(arguments, leaves=())
-        self._check_vma = True
         self._held = self._hold()
         self._found = self._settle(arguments.leaves)
         for held in self._held:
@@ -160,52 +158,53 @@ class Program:
         """Trace until every variable that leaves with differing values also enters with them."""
         while True:
             try:
-                found = self._look(leaves)
+                found, differs = self._look(leaves)
             except VariablesWanted as wanted:
                 wanted.make()
                 self.grew = True
                 self._held = self._hold()
                 continue
-            except (TypeError, ValueError, NotImplementedError, AssertionError) as error:
-                if isinstance(error, CrossshardError) or not self._check_vma:
-                    raise
-                # A loop whose carry starts equal on all shards and ends different is right, and
-                # JAX refuses its types, as it has none for some collectives. Without types,
-                # what is equal has to come from provenance.
-                self._check_vma = False
-                continue
-            if found.differs == [held.per_shard for held in self._held]:
+            differs = [
+                held.per_shard or (changed and comes_to_differ)
+                for held, changed, comes_to_differ in zip(
+                    self._held, found.changed, differs, strict=True
+                )
+            ]
+            if differs == [held.per_shard for held in self._held]:
                 return found
             self.grew = True
             self._held = [
-                dataclasses.replace(held, per_shard=differs)
-                for held, differs in zip(self._held, found.differs, strict=True)
+                dataclasses.replace(held, per_shard=per_shard)
+                for held, per_shard in zip(self._held, differs, strict=True)
             ]
 
-    def _look(self, leaves: tuple[jax.Array, ...]) -> _Found:
+    def _look(self, leaves: tuple[jax.Array, ...]) -> tuple[_Found, list[bool]]:
+        """Trace the step: what is found, and which variables may differ after it."""
         found: list[_Found] = []
 
         def of_one_shard(values: Any, leaves: Any) -> Any:
-            outputs, after, finding = self._step(values, leaves)
+            _, after, finding = self._step(values, leaves)
             found.append(finding)
-            return jax.tree.map(lambda x: x[None], (outputs, after))
+            return jax.tree.map(lambda x: x[None], after)
 
         everywhere = PartitionSpec(self._mesh.axis_names)
         abstract = [held.abstract(self._mesh.size) for held in self._held]
-        jax.eval_shape(self._over_mesh(of_one_shard, everywhere), abstract, leaves)
-        return found[-1]
+        traced, after = jax.make_jaxpr(
+            self._over_mesh(of_one_shard, everywhere), return_shape=True
+        )(abstract, leaves)
+        axes = jax.tree.structure(after).unflatten(differing_axes(traced))
+        return found[-1], [any(jax.tree.leaves(value)) for value in axes]
 
     def _step(self, values: Any, leaves: Any) -> tuple[list[Any], list[Any], _Found]:
         """One shard's step: its outputs, its variables after it, and what was found out."""
         names = self._mesh.axis_names
         variables = [held.variable for held in self._held]
         before = [held.own(value, names) for held, value in zip(self._held, values, strict=True)]
-        handed = HandedIn(
-            variables, self._roots, [held.variable for held in self._held if held.per_shard]
-        )
+        handed = HandedIn(variables, self._roots)
         args, kwargs = self._arguments.rebuild(leaves)
         with (
             shard_context(self._mesh.size, axis_name=names),
+            kept_attributes(handed.modules),
             rebound(variables, before, handed.modules),
             handing_in(handed),
         ):
@@ -213,21 +212,11 @@ class Program:
             after = [variable.get_raw_value() for variable in variables]
             self._check_none_was_made()
         changed = [not same_arrays(a, b) for a, b in zip(after, before, strict=True)]
-        differs = [
-            held.per_shard or (is_changed and self._comes_to_differ(held.variable, value, handed))
-            for held, value, is_changed in zip(self._held, after, changed, strict=True)
-        ]
         how, tree = self._outputs.plan(outputs)
         flat = list(zip(jax.tree.leaves(outputs), how, strict=True))
         specs = [self._outputs.spec(x, *each, names) for x, each in flat]
         laid = [self._outputs.lay_out(x, *each) for x, each in flat]
-        return laid, after, _Found(changed, differs, how, specs, tree)
-
-    def _comes_to_differ(self, variable: nnx.Variable, value: Any, handed: HandedIn) -> bool:
-        if self._check_vma:
-            return any(_jax.varying_axes(leaf) for leaf in jax.tree.leaves(value))
-        # Counters of random streams advance by what the code does, never by what the data says.
-        return id(variable) not in handed.equal and not isinstance(variable, nnx.RngCount)
+        return laid, after, _Found(changed, how, specs, tree)
 
     def _check_none_was_made(self) -> None:
         known = {id(held.variable) for held in self._held}
@@ -264,7 +253,8 @@ class Program:
             mesh=self._mesh,
             in_specs=(variables, self._arguments.specs),
             out_specs=out_specs,
-            check_vma=self._check_vma,
+            # What differs is read from the jaxpr: JAX's types refuse steps that are right.
+            check_vma=False,
         )
 
 

@@ -4,9 +4,10 @@ import collections
 import functools
 import itertools
 import sys
+import sysconfig
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,9 +20,17 @@ from crossshard.errors import VariableError
 
 _thread = threading.local()
 
-# Functions of these are never walked: no user's variable hangs below a library's function.
-_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "numpy", "equinox", "chex", "crossshard"}
-_LIBRARIES |= sys.stdlib_module_names
+_PATHS = sysconfig.get_paths()
+_LIBRARY_FOLDERS = tuple({_PATHS[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+@functools.cache
+def _is_librarys(package: str) -> bool:
+    """Whether a top-level package is Python's, installed, or ours: no user's variable is in it."""
+    file = getattr(sys.modules.get(package), "__file__", None)
+    if package == "crossshard" or (file is None and package in sys.stdlib_module_names):
+        return True
+    return file is not None and file.startswith(_LIBRARY_FOLDERS)
 
 
 class Holder:
@@ -61,92 +70,116 @@ def is_stateful(value: Any) -> bool:
     return isinstance(value, nnx.Pytree | nnx.Variable | Holder)
 
 
+def _package(thing: Any) -> str:
+    name = thing.__name__ if isinstance(thing, types.ModuleType) else thing.__module__
+    return (name or "").split(".")[0]
+
+
 # A longer container holds data; looking at each item of it at every call would cost too much.
 _MANY = 1024
 
 
-def reachable_roots(values: Iterable[Any]) -> list[Any]:
+def reachable_roots(values: Sequence[Any]) -> list[Any]:
     """The modules, variables and optimizers that functions, containers and objects lead to.
 
     Functions are followed into their closures, defaults, what they are bound to and the globals
     they name; modules of Python into what the function may name of them; containers into their
     items, up to a thousand or so; objects of the user's own classes into their attributes and
-    methods.
+    methods. What belongs to installed packages is passed over, unless it is given here.
     """
-    roots: dict[int, Any] = {}
-    seen: dict[int, Any] = {}
-    queue = collections.deque(values)
-    while queue:
-        value = queue.popleft()
-        if id(value) in seen:
-            continue
-        seen[id(value)] = value
-        if is_stateful(value):
-            roots[id(value)] = value
-        else:
-            queue.extend(_below(value))
-    return list(roots.values())
+    return _Walk(values).roots()
 
 
-def _below(value: Any) -> Iterable[Any]:
-    if isinstance(value, functools.partial):
-        return (value.func, value.args, value.keywords)
-    if isinstance(value, types.MethodType):
-        return (value.__func__, value.__self__)
-    if isinstance(value, types.FunctionType):
-        return () if _is_librarys(value) else _named_by(value)
-    if isinstance(value, Mapping):
-        return itertools.islice(value.values(), _MANY)
-    if isinstance(value, list | tuple | set | frozenset):
-        return itertools.islice(value, _MANY)
-    if callable(getattr(value, "__wrapped__", None)):
-        return (value.__wrapped__,)
-    if isinstance(value, property | classmethod | staticmethod):
-        return (getattr(value, "fget", None), getattr(value, "__func__", None))
-    if isinstance(value, types.ModuleType):
-        return ()
-    owner = value if isinstance(value, type) else type(value)
-    return () if _is_librarys(owner) else _attributes(value)
+class _Walk:
+    """A walk from some values to the modules, variables and optimizers below them."""
+
+    def __init__(self, values: Sequence[Any]):
+        self._queue = collections.deque(values)
+        # A step that comes from an installed package makes that package the user's own.
+        self._home = {_package(_owner(value)) for value in values}
+
+    def roots(self) -> list[Any]:
+        """All of them, each once, the nearest first."""
+        roots: list[Any] = []
+        seen: dict[int, Any] = {}
+        while self._queue:
+            value = self._queue.popleft()
+            if id(value) in seen:
+                continue
+            seen[id(value)] = value
+            if is_stateful(value):
+                roots.append(value)
+            else:
+                self._queue.extend(self._below(value))
+        return roots
+
+    def _below(self, value: Any) -> Iterable[Any]:
+        if isinstance(value, functools.partial):
+            return (value.func, value.args, value.keywords)
+        if isinstance(value, types.MethodType):
+            return (value.__func__, value.__self__)
+        if isinstance(value, dict | types.MappingProxyType):
+            return itertools.islice(value.values(), _MANY)
+        if isinstance(value, list | tuple | set | frozenset):
+            return itertools.islice(value, _MANY)
+        if isinstance(value, property | classmethod | staticmethod):
+            return (getattr(value, "fget", None), getattr(value, "__func__", None))
+        # A decorator of any library may stand around a function of the user's.
+        wrapped = _own(value, "__wrapped__")
+        if wrapped is not None and not isinstance(value, types.FunctionType):
+            return (wrapped,)
+        if isinstance(value, types.ModuleType) or self._is_librarys(_owner(value)):
+            return ()
+        named = isinstance(value, types.FunctionType)
+        return self._named_by(value) if named else _attributes(value)
+
+    def _is_librarys(self, thing: Any) -> bool:
+        package = _package(thing)
+        return package not in self._home and _is_librarys(package)
+
+    def _named_by(self, function: types.FunctionType) -> Iterator[Any]:
+        for cell in function.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:  # a cell that its function has not filled yet
+                continue
+        yield from function.__defaults__ or ()
+        yield from (function.__kwdefaults__ or {}).values()
+        yield getattr(function, "__wrapped__", None)
+        codes = [function.__code__]
+        while codes:
+            code = codes.pop()
+            for name in code.co_names:
+                named = function.__globals__.get(name)
+                yield named
+                if isinstance(named, types.ModuleType) and not self._is_librarys(named):
+                    inside = vars(named)
+                    yield from (inside[other] for other in code.co_names if other in inside)
+            codes.extend(const for const in code.co_consts if isinstance(const, types.CodeType))
 
 
-def _is_librarys(thing: Any) -> bool:
-    return (getattr(thing, "__module__", None) or "").split(".")[0] in _LIBRARIES
+def _owner(value: Any) -> Any:
+    """What says in its ``__module__`` whose a value is: itself, or its class."""
+    return value if isinstance(value, type | types.FunctionType) else type(value)
+
+
+def _own(value: Any, name: str) -> Any:
+    # Asked of the object itself, for a class may answer any attribute with whatever it likes.
+    try:
+        return object.__getattribute__(value, name)
+    except AttributeError:
+        return None
 
 
 def _attributes(value: Any) -> Iterator[Any]:
-    yield from dict(getattr(value, "__dict__", {})).values()
+    yield from list((_own(value, "__dict__") or {}).values())
     if isinstance(value, type):
         return
     for owner in type(value).__mro__:
-        if not _is_librarys(owner):
-            yield owner
+        yield owner
         slots = owner.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             yield getattr(value, name, None)
-
-
-def _named_by(function: types.FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # a cell that its function has not filled yet
-            continue
-    yield from function.__defaults__ or ()
-    yield from (function.__kwdefaults__ or {}).values()
-    yield getattr(function, "__wrapped__", None)
-    codes = [function.__code__]
-    while codes:
-        code = codes.pop()
-        for name in code.co_names:
-            named = function.__globals__.get(name)
-            yield named
-            if isinstance(named, types.ModuleType) and not _is_library_module(named):
-                yield from (vars(named)[other] for other in code.co_names if other in vars(named))
-        codes.extend(const for const in code.co_consts if isinstance(const, types.CodeType))
-
-
-def _is_library_module(module: types.ModuleType) -> bool:
-    return module.__name__.split(".")[0] in _LIBRARIES
 
 
 def modules_in(roots: Iterable[Any]) -> list[nnx.Pytree]:
@@ -187,42 +220,39 @@ def _rebind(variable: nnx.Variable, value: Any, trace: TraceState) -> None:
     object.__setattr__(variable, "_trace_state", trace)
 
 
+@contextmanager
+def kept_attributes(modules: Sequence[nnx.Pytree]) -> Iterator[None]:
+    """Give the modules back the attributes that they had: a trace's own would outlive it."""
+    before = [dict(vars(module)) for module in modules]
+    try:
+        yield
+    finally:
+        for module, attributes in zip(modules, before, strict=True):
+            vars(module).clear()
+            vars(module).update(attributes)
+
+
 def bring_out(variable: nnx.Variable, value: Any) -> None:
     """Write to a variable, which may have been made in a trace that has ended, in this one."""
     _rebind(variable, value, TraceState())
 
 
 class HandedIn:
-    """What a runner hands in to one trace of its step, and what it is told there.
+    """What a runner hands in to one trace of its step.
 
     Attributes:
       variables: the variables that hold values of this trace.
       modules: the modules that belong to it.
       holders: the objects that hold variables without being NNX nodes.
-      equal: ids of the variables that were written with a value that is the same on all shards.
     """
 
-    def __init__(
-        self,
-        variables: Sequence[nnx.Variable],
-        roots: Sequence[Any],
-        differing: Iterable[nnx.Variable],
-    ):
+    def __init__(self, variables: Sequence[nnx.Variable], roots: Sequence[Any]):
         self.variables = list(variables)
         self.modules = modules_in(roots)
         self.holders = [root for root in roots if isinstance(root, Holder)]
-        self.equal: set[int] = set()
-        self._differing = {id(variable) for variable in differing}
 
     def __contains__(self, variable: nnx.Variable) -> bool:
         return any(variable is known for known in self.variables)
-
-    def note_equal(
-        self, written: Iterable[nnx.Variable], computed_from: Iterable[nnx.Variable]
-    ) -> None:
-        """Say that variables were written alike on all shards, if what they came from was alike."""
-        if not self._differing & {id(variable) for variable in computed_from}:
-            self.equal |= {id(variable) for variable in written}
 
 
 class VariablesWanted(BaseException):
@@ -305,7 +335,7 @@ def set_shared(variable: nnx.Variable, value: Any) -> None:
     Array(1., dtype=float32, weak_type=True)
     """
     value = _check_value(variable, value)
-    if is_per_shard(variable):
+    if is_per_shard(variable) and not is_in_step(variable):
         variable.del_metadata(PER_SHARD)
     variable.set_value(value)
 
@@ -314,7 +344,8 @@ def set_per_shard(variable: nnx.Variable, values: Any) -> None:
     """Write one value per shard to a variable, ``[shards, …]``, to restore what was saved so.
 
     Raises:
-      VariableError: not a variable, or values that have no axis of shards.
+      VariableError: not a variable, values that have no axis of shards, or called inside a step,
+        where a variable holds one shard's value.
 
     >>> from flax import nnx
     >>> variable = nnx.Param(0.0)
@@ -328,8 +359,19 @@ def set_per_shard(variable: nnx.Variable, values: Any) -> None:
             f"One value per shard of {describe_variable(variable)} has shape [shards, …]; got a "
             f"scalar. Write it with crossshard.set_shared."
         )
+    if is_in_step(variable):
+        raise VariableError(
+            f"Inside a step {describe_variable(variable)} holds one shard's value; write that to "
+            f"it, or call set_per_shard outside."
+        )
     variable.set_metadata(PER_SHARD, values.shape[0])
     variable.set_value(values)
+
+
+def is_in_step(variable: nnx.Variable) -> bool:
+    """Whether a runner has handed the variable in, so that it holds this shard's value alone."""
+    handed = handed_in()
+    return handed is not None and variable in handed
 
 
 def _check_value(variable: Any, value: Any) -> jax.Array:

@@ -1,0 +1,174 @@
+"""What differs between shards is read from the jaxpr: held against JAX's types, and beyond."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from crossshard.shards.equality import differing_axes
+
+MESH = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+
+@jax.custom_vjp
+def doubled(x: Any) -> Any:
+    return 2 * x
+
+
+doubled.defvjp(lambda x: (2 * x, None), lambda _, g: (2 * g,))
+
+# own: float32[3], each shard's own; same: float32[3], equal on all shards.
+CASES = {
+    "elementwise": (lambda own, same: (own + same, jnp.sin(same), own * 0), ["ab", "", "ab"]),
+    "sums": (
+        lambda own, same: (
+            lax.psum(own, ("a", "b")),
+            lax.pmean(own, "a"),
+            lax.psum(lax.psum(own, "a"), "b"),
+            lax.psum(same, "b"),
+        ),
+        ["", "b", "", ""],
+    ),
+    "extremes": (lambda own, same: (lax.pmax(own, ("a", "b")), lax.pmin(own, "b")), ["", "a"]),
+    "index": (lambda own, same: (same + lax.axis_index("a"), lax.axis_index("b")), ["a", "b"]),
+    "gather": (lambda own, same: (lax.all_gather(same + lax.axis_index("b"), "b"),), [""]),
+    "scatter": (lambda own, same: (lax.psum_scatter(own[:2], "a"),), ["ab"]),
+    "permute": (lambda own, same: (lax.ppermute(lax.pmean(own, "a"), "b", [(0, 1)]),), ["b"]),
+    "jit": (lambda own, same: jax.jit(lambda x, y: (y, lax.psum(x, "a")))(own, same), ["", "b"]),
+    "remat": (lambda own, same: tuple(map(jax.checkpoint(jnp.sin), (same, own))), ["", "ab"]),
+    "custom jvp": (lambda own, same: (jax.nn.relu(same), jax.nn.relu(own)), ["", "ab"]),
+    "custom vjp": (lambda own, same: (doubled(same), doubled(own)), ["", "ab"]),
+    "cond": (
+        lambda own, same: (
+            lax.cond(same[0] > 0, lambda: same, lambda: -same),
+            lax.cond(same[0] > 0, lambda: own, lambda: own),
+        ),
+        ["", "ab"],
+    ),
+    "scan": (
+        lambda own, same: lax.scan(lambda c, x: (c + x, c * x), same, jnp.stack([same, same])),
+        ["", ""],
+    ),
+    "while": (lambda own, same: (lax.while_loop(lambda c: c[0] < 9, lambda c: c + 1, same),), [""]),
+    "gradient": (lambda own, same: (jax.grad(lambda w: doubled(w).sum())(same),), [""]),
+}  # fmt: skip
+
+
+def differing(function: Any, check_vma: bool = False) -> Any:
+    def of_one(own: Any, same: Any) -> Any:
+        outputs = function(own, same)
+        return jax.tree.map(lambda x: x[None], tuple(jax.tree.leaves(outputs)))
+
+    over = jax.shard_map(
+        of_one,
+        mesh=MESH,
+        in_specs=(P(("a", "b")), P()),
+        out_specs=P(("a", "b")),
+        check_vma=check_vma,
+    )
+    return jax.make_jaxpr(over)(jnp.ones(24), jnp.ones(3))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_differs(name: str):
+    function, expected = CASES[name]
+    assert ["".join(sorted(axes)) for axes in differing_axes(differing(function))] == expected
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_jaxs_types_find_no_more(name: str):
+    function, _ = CASES[name]
+    seen: list[Any] = []
+
+    def typed(own: Any, same: Any) -> Any:
+        outputs = function(own, same)
+        seen.extend(map(_varying, jax.tree.leaves(outputs)))
+        return outputs
+
+    differing(typed, check_vma=True)
+    for types, ours in zip(seen, differing_axes(differing(function)), strict=True):
+        assert types <= ours or name == "gather"
+
+
+def _varying(x: Any) -> set[str]:
+    aval = jax.typeof(x)
+    manual = getattr(aval, "manual_axis_type", None)
+    return set(manual.varying if manual is not None else aval.vma)
+
+
+UNTYPED = {
+    "carry that comes to differ": (
+        lambda own, same: lax.scan(lambda c, x: (c + x, None), jnp.zeros(()), own)[0],
+        "ab",
+    ),
+    "carry that differs after two rounds": (
+        lambda own, same: lax.fori_loop(0, 2, lambda i, c: (c[1], own), (same, same))[0],
+        "ab",
+    ),
+    "loop that ends at different times": (
+        lambda own, same: lax.while_loop(lambda c: c[0] < own[0], lambda c: c + 1, same),
+        "ab",
+    ),
+    "branch that shards choose": (
+        lambda own, same: lax.cond(own[0] > 0, lambda: same, lambda: -same),
+        "ab",
+    ),
+    "sum over groups": (
+        lambda own, same: lax.psum(own, ("a", "b"), axis_index_groups=[[0, 1, 2, 3], [4, 5, 6, 7]]),
+        "ab",
+    ),
+    "sum over groups of what is equal": (
+        lambda own, same: lax.psum(same, "b", axis_index_groups=[[0, 1], [2, 3]]),
+        "b",
+    ),
+    "axis of vmap": (
+        lambda own, same: jax.vmap(lambda x: lax.psum(x, "rows"), axis_name="rows")(same),
+        "",
+    ),
+    "axis of vmap beside one of the mesh": (
+        lambda own, same: jax.vmap(lambda x: lax.psum(x, ("rows", "a")), axis_name="rows")(own),
+        "b",
+    ),
+    "index within a loop": (
+        lambda own, same: lax.fori_loop(0, 2, lambda i, c: c + lax.axis_index("a"), same),
+        "a",
+    ),
+    "a mutable array": (lambda own, same: _through_a_ref(own, same), "ab"),
+}  # fmt: skip
+
+
+def _through_a_ref(own: Any, same: Any) -> Any:
+    ref = jax.new_ref(same)
+    ref[...] += own
+    return ref[...]
+
+
+@pytest.mark.parametrize("name", UNTYPED)
+def test_what_jax_has_no_types_for(name: str):
+    function, expected = UNTYPED[name]
+    assert [frozenset(expected)] == differing_axes(differing(function))
+
+
+@pytest.mark.parametrize("name", {**CASES, **UNTYPED})
+def test_what_is_called_equal_is_equal(name: str):
+    function, _ = {**CASES, **UNTYPED}[name]
+
+    def of_one(own: Any, same: Any) -> Any:
+        return [x[None] for x in jax.tree.leaves(function(own, same))]
+
+    over = jax.shard_map(
+        of_one, mesh=MESH, in_specs=(P(("a", "b")), P()), out_specs=P(("a", "b")), check_vma=False
+    )
+    own = np.random.default_rng(0).normal(size=24).astype(np.float32)
+    outputs = jax.jit(over)(own, np.arange(3, dtype=np.float32))
+    for axes, value in zip(differing_axes(differing(function)), outputs, strict=True):
+        value = np.asarray(value).reshape(2, 4, *value.shape[1:])
+        for place, axis in enumerate("ab"):
+            if axis not in axes:
+                first = np.take(value, [0], axis=place)
+                np.testing.assert_array_equal(value, np.broadcast_to(first, value.shape))
