@@ -1,10 +1,12 @@
 """What an incoming gradient already is: read from its type or said by the caller, not guessed."""
 
 import enum
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from crossshard.errors import ArgumentError, DoubleReductionError, IncomingError
 from crossshard.gradients.reduction import Reduction
@@ -77,15 +79,16 @@ def read_incoming(
 
 
 def _double_reduction(name: str, gradient: Any, shards: Shards, reduction: Reduction) -> str:
+    number = math.prod(map(lax.axis_size, shards.equal_axes(gradient)))
     mistake = (
-        f"averaging again would do nothing and the step would be {shards.number} times too large"
+        f"averaging again would do nothing and the step would be {number} times too large"
         if reduction is Reduction.MEAN
-        else f"summing again would make the step {shards.number} times too large"
+        else f"summing again would make the step {number} times too large"
     )
     return (
         f"{name} ({_type(gradient)}) arrived at CrossShardOptimizer.update already invariant over "
         f"{_axes(shards, shards.equal_axes(gradient))}: autodiff has summed it over "
-        f"{shards.number} shards, so {mistake}. Differentiate with crossshard.value_and_grad, or "
+        f"{number} shards, so {mistake}. Differentiate with crossshard.value_and_grad, or "
         f'say incoming="summed" (or "reduced" if it has been averaged already, or "local" if it is '
         f"each shard's own and happens to be equal)."
     )
