@@ -5,6 +5,7 @@ carry starts equal and ends different, a sum over groups. Here a step is traced 
 each value is followed from the inputs to the outputs with the mesh axes over which it may differ.
 """
 
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ def differing_axes(sharded: ClosedJaxpr) -> list[Axes]:
 
 def _axes_of(names: Any) -> Axes:
     """The axis names in a spec or a parameter, however nested; positions are no names."""
-    if names is None or isinstance(names, int):
+    if names is None or isinstance(names, numbers.Integral):
         return _EQUAL
     if isinstance(names, str):
         return frozenset([names])
