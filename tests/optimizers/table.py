@@ -1,0 +1,349 @@
+"""Every update rule of optax and optax.contrib, set up so that it moves far in a few steps."""
+
+import dataclasses
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from optax import contrib
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One rule of the table.
+
+    Attributes:
+      make: makes the rule, plain.
+      covers: names of other factories that only make sense inside a composition such as this one.
+      value: whether the rule is given the loss as ``value``.
+      hessian: whether the rule is given the loss function as ``obj_fn``, to estimate the Hessian's
+        diagonal from. It has to be the loss of all shards, which the caller sees to; there is no
+        such function for a group that JAX could differentiate under ``check_vma=True``.
+      untyped_groups: why JAX cannot type the rule where shards differ, as they do under groups:
+        those run with ``check_vma=False`` then.
+      not_stateful: why the stateful idiom does not take the rule.
+    """
+
+    make: Callable[[], optax.GradientTransformation]
+    covers: tuple[str, ...] = ()
+    value: bool = False
+    hessian: bool = False
+    untyped_groups: str = ""
+    not_stateful: str = ""
+
+
+def _matrices(params: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+
+def _by_rank(params: Any) -> Any:
+    return jax.tree.map(lambda leaf: "matrix" if leaf.ndim > 1 else "vector", params)
+
+
+def _muon_shapes(updates: Any) -> Any:
+    return jax.tree.map(lambda _: contrib.MuonDimensionNumbers(), updates)
+
+
+def _then_step(*transforms: optax.GradientTransformation, rate: float = 0.1) -> Any:
+    return optax.chain(*transforms, optax.scale(-rate))
+
+
+def _square(updates: Any, params: Any = None) -> Any:
+    del params
+    return jax.tree.map(jnp.square, updates)
+
+
+def _every_second(step: Any, **_: Any) -> Any:
+    return step % 2 == 0
+
+
+def _norm_ema() -> optax.GradientTransformation:
+    return optax.measure_with_ema(optax.tree.norm, 0.9)
+
+
+_BIAS = {"bias": True, "kernel": False}
+_MASK_IS_A_TREE = "its mask is a tree of the user's own shape, and takes no function"
+_DECAY = optax.exponential_decay(0.2, 2, 0.5)
+_ADAM = optax.scale_by_adam
+
+# What people call an optimizer: used alone, it trains. A name is the factory's, with a note after
+# a space where it comes more than once; those of optax.contrib stand behind "contrib.".
+OPTIMIZERS: dict[str, Row] = {
+    "adabelief": Row(lambda: optax.adabelief(0.05)),
+    "adadelta": Row(lambda: optax.adadelta(1.0, eps=1e-2)),
+    "adafactor": Row(lambda: optax.adafactor(0.2, min_dim_size_to_factor=1)),
+    "adafactor (momentum, unfactored)": Row(
+        lambda: optax.adafactor(0.2, momentum=0.9, weight_decay_rate=1e-2)
+    ),
+    "adagrad": Row(lambda: optax.adagrad(0.2)),
+    "adam": Row(lambda: optax.adam(0.05)),
+    "adamax": Row(lambda: optax.adamax(0.05)),
+    "adamaxw": Row(lambda: optax.adamaxw(0.05, weight_decay=0.1)),
+    "adamw": Row(lambda: optax.adamw(_DECAY, weight_decay=0.1)),
+    "adamw (matrices decay)": Row(lambda: optax.adamw(0.05, weight_decay=0.1, mask=_matrices)),
+    "adan": Row(lambda: optax.adan(0.05, weight_decay=0.1)),
+    "amsgrad": Row(lambda: optax.amsgrad(0.05)),
+    "fromage": Row(lambda: optax.fromage(0.1)),
+    "lamb": Row(lambda: optax.lamb(0.1, weight_decay=0.1)),
+    "lars": Row(lambda: optax.lars(0.5, weight_decay=0.1, trust_coefficient=0.1)),
+    "lbfgs (no line search)": Row(lambda: optax.lbfgs(0.2, memory_size=3, linesearch=None)),
+    "lion": Row(lambda: optax.lion(0.02, weight_decay=0.1)),
+    "nadam": Row(lambda: optax.nadam(0.05)),
+    "nadamw": Row(lambda: optax.nadamw(0.05, weight_decay=0.1)),
+    # One key on every shard, so one noise; that is how the parameters stay replicas.
+    "noisy_sgd": Row(lambda: optax.noisy_sgd(0.1, eta=0.1, key=7)),
+    "novograd": Row(lambda: optax.novograd(0.2, weight_decay=0.1)),
+    "optimistic_adam": Row(lambda: optax.optimistic_adam(0.05)),
+    "optimistic_adam_v2": Row(lambda: optax.optimistic_adam_v2(0.05, alpha=0.5)),
+    "optimistic_gradient_descent": Row(lambda: optax.optimistic_gradient_descent(0.1)),
+    "polyak_sgd": Row(lambda: optax.polyak_sgd(0.5, f_min=0.1), value=True),
+    # b2 and threshold such that both of its ways of stepping are taken.
+    "radam": Row(lambda: optax.radam(0.05, b2=0.9, threshold=4.0)),
+    "rmsprop": Row(lambda: optax.rmsprop(0.05)),
+    "rmsprop (centered, momentum)": Row(
+        lambda: optax.rmsprop(0.05, centered=True, momentum=0.5, nesterov=True)
+    ),
+    "rprop": Row(lambda: optax.rprop(0.05)),
+    "sgd": Row(lambda: optax.sgd(0.1)),
+    "sgd (schedule, Nesterov)": Row(lambda: optax.sgd(_DECAY, momentum=0.9, nesterov=True)),
+    "sign_sgd": Row(lambda: optax.sign_sgd(0.05)),
+    "signum": Row(lambda: optax.signum(0.05)),
+    "sm3": Row(lambda: optax.sm3(0.2)),
+    "yogi": Row(lambda: optax.yogi(0.05)),
+    "contrib.acprop": Row(lambda: contrib.acprop(0.05)),
+    "contrib.ademamix": Row(lambda: contrib.ademamix(0.05, b3=0.99, weight_decay=0.1)),
+    "contrib.adopt": Row(lambda: contrib.adopt(0.05)),
+    "contrib.cocob": Row(lambda: contrib.cocob(alpha=2.0)),
+    "contrib.dadapt_adamw": Row(lambda: contrib.dadapt_adamw(estim_lr0=0.05)),
+    "contrib.dog": Row(lambda: contrib.dog(init_step=("distance", 0.1))),
+    "contrib.dog (learning rate first)": Row(
+        lambda: contrib.dog(init_step=("learning_rate", 0.2), weight_decay=0.1)
+    ),
+    "contrib.dowg": Row(lambda: contrib.dowg(init_estim_sq_dist=0.05)),
+    "contrib.galore": Row(lambda: contrib.galore(0.1, rank=2, update_proj_gap=2)),
+    "contrib.madgrad": Row(lambda: contrib.madgrad(0.05)),
+    "contrib.mechanize": Row(lambda: contrib.mechanize(optax.sgd(0.5), s_init=0.1)),
+    "contrib.momo": Row(lambda: contrib.momo(0.5), value=True),
+    "contrib.momo_adam": Row(lambda: contrib.momo_adam(0.1), value=True),
+    "contrib.momo_adam (adaptive bound)": Row(
+        lambda: contrib.momo_adam(0.1, adapt_lower_bound=True), value=True
+    ),
+    "contrib.muon": Row(lambda: contrib.muon(0.05, adam_learning_rate=0.05)),
+    "contrib.prodigy": Row(lambda: contrib.prodigy(estim_lr0=0.05)),
+    # Of two steps one is adversarial: both see the reduced gradient.
+    "contrib.sam": Row(
+        lambda: contrib.sam(optax.sgd(0.2), optax.chain(contrib.normalize(), optax.sgd(0.1)))
+    ),
+    "contrib.schedule_free": Row(lambda: contrib.schedule_free(optax.sgd(0.2), 0.2)),
+    "contrib.schedule_free_adamw": Row(lambda: contrib.schedule_free_adamw(0.1, 2)),
+    "contrib.schedule_free_sgd": Row(lambda: contrib.schedule_free_sgd(0.2, 2)),
+    "contrib.simplified_ademamix": Row(
+        lambda: contrib.simplified_ademamix(0.01, alpha=0.5, weight_decay=0.1)
+    ),
+    "contrib.sophia": Row(
+        lambda: contrib.sophia(0.05, update_interval=2),
+        covers=("contrib.hutchinson_estimator_diag_hessian",),
+        hessian=True,
+        not_stateful="obj_fn takes parameters, and the stateful idiom's losses take none",
+    ),
+    # The Hessian's diagonal from the squared gradient instead, which needs nothing but that.
+    "contrib.sophia (squared gradient)": Row(
+        lambda: contrib.sophia(
+            0.05, update_interval=2, hessian_diagonal_fn=optax.stateless(_square)
+        )
+    ),
+}
+
+# What optimizers are built of, each in the smallest composition that trains.
+TRANSFORMS: dict[str, Row] = {
+    "adaptive_grad_clip": Row(lambda: _then_step(optax.adaptive_grad_clip(0.5))),
+    "add_decayed_weights": Row(lambda: _then_step(optax.add_decayed_weights(0.5, _matrices))),
+    "add_noise": Row(lambda: _then_step(optax.add_noise(0.1, 0.5, key=7))),
+    "apply_every": Row(lambda: optax.chain(optax.apply_every(2), optax.sgd(0.1))),
+    "apply_if_finite": Row(lambda: optax.apply_if_finite(optax.adam(0.05), 2)),
+    "centralize": Row(lambda: _then_step(optax.centralize())),
+    "chain": Row(lambda: optax.chain(optax.clip_by_global_norm(0.2), optax.adamw(0.05))),
+    "clip": Row(lambda: _then_step(optax.clip(0.1))),
+    "clip_by_block_rms": Row(lambda: _then_step(optax.clip_by_block_rms(0.1))),
+    "clip_by_global_norm": Row(lambda: _then_step(optax.clip_by_global_norm(0.5))),
+    "conditionally_mask": Row(lambda: optax.conditionally_mask(optax.sgd(0.1), _every_second)),
+    "conditionally_transform": Row(
+        lambda: optax.chain(
+            optax.conditionally_transform(optax.clip(0.1), _every_second), optax.sgd(0.1)
+        )
+    ),
+    "ema": Row(lambda: _then_step(optax.ema(0.9))),
+    "flatten": Row(lambda: optax.flatten(optax.adam(0.05))),
+    "freeze": Row(
+        lambda: optax.chain(optax.sgd(0.1), optax.freeze(_BIAS)), not_stateful=_MASK_IS_A_TREE
+    ),
+    "identity": Row(lambda: optax.chain(optax.identity(), optax.sgd(0.1))),
+    "inject_hyperparams": Row(lambda: optax.inject_hyperparams(optax.adam)(_DECAY)),
+    "inject_stateful_hyperparams": Row(
+        lambda: optax.inject_stateful_hyperparams(optax.sgd)(optax.WrappedSchedule(_DECAY)),
+        covers=("WrappedSchedule",),
+    ),
+    "keep_params_nonnegative": Row(
+        lambda: optax.chain(optax.sgd(0.1), optax.keep_params_nonnegative())
+    ),
+    "lookahead": Row(
+        lambda: optax.lookahead(optax.sgd(0.2), 2, 0.5),
+        not_stateful="its parameters are a pair, fast and slow, and not variables",
+    ),
+    "masked": Row(lambda: optax.chain(optax.masked(_ADAM(), _matrices), optax.scale(-0.05))),
+    "monitor": Row(
+        lambda: optax.chain(
+            optax.monitor({"now": optax.tree.norm, "ema": _norm_ema()}), optax.sgd(0.1)
+        ),
+        covers=("measure_with_ema",),
+        not_stateful="its state has another structure after the first step than before",
+    ),
+    "MultiSteps": Row(lambda: optax.MultiSteps(optax.adam(0.1), 2)),
+    "multi_transform": Row(
+        lambda: optax.multi_transform(
+            {"matrix": optax.sgd(0.1), "vector": optax.set_to_zero()}, _by_rank
+        ),
+        covers=("set_to_zero",),
+    ),
+    "named_chain": Row(
+        lambda: optax.named_chain(("clip", optax.clip(0.1)), ("adam", optax.adam(0.05)))
+    ),
+    "normalize_by_update_norm": Row(lambda: _then_step(optax.normalize_by_update_norm())),
+    "partition": Row(
+        lambda: optax.partition({"matrix": optax.adam(0.05), "vector": optax.sgd(0.1)}, _by_rank)
+    ),
+    "scale": Row(lambda: optax.scale(-0.1)),
+    "scale_by_adadelta": Row(lambda: _then_step(optax.scale_by_adadelta(eps=1e-2), rate=1.0)),
+    "scale_by_adam": Row(lambda: _then_step(optax.scale_by_adam())),
+    "scale_by_adamax": Row(lambda: _then_step(optax.scale_by_adamax())),
+    "scale_by_adan": Row(lambda: _then_step(optax.scale_by_adan())),
+    "scale_by_amsgrad": Row(lambda: _then_step(optax.scale_by_amsgrad())),
+    "scale_by_belief": Row(lambda: _then_step(optax.scale_by_belief())),
+    "scale_by_distance_over_gradients": Row(
+        lambda: _then_step(optax.scale_by_distance_over_gradients(reps_rel=0.1), rate=1.0)
+    ),
+    "scale_by_factored_rms": Row(
+        lambda: _then_step(optax.scale_by_factored_rms(min_dim_size_to_factor=1))
+    ),
+    "scale_by_lbfgs": Row(lambda: _then_step(optax.scale_by_lbfgs(3), rate=0.2)),
+    "scale_by_learning_rate": Row(lambda: optax.scale_by_learning_rate(_DECAY)),
+    "scale_by_lion": Row(lambda: _then_step(optax.scale_by_lion(), rate=0.02)),
+    "scale_by_novograd": Row(lambda: _then_step(optax.scale_by_novograd())),
+    "scale_by_optimistic_gradient": Row(lambda: _then_step(optax.scale_by_optimistic_gradient())),
+    "scale_by_param_block_norm": Row(lambda: _then_step(optax.scale_by_param_block_norm())),
+    "scale_by_param_block_rms": Row(lambda: _then_step(optax.scale_by_param_block_rms())),
+    "scale_by_polyak": Row(
+        lambda: optax.chain(optax.scale_by_polyak(max_learning_rate=0.5), optax.scale(-1.0)),
+        value=True,
+    ),
+    "scale_by_radam": Row(lambda: _then_step(optax.scale_by_radam(b2=0.9, threshold=4.0))),
+    "scale_by_rms": Row(lambda: _then_step(optax.scale_by_rms(bias_correction=True))),
+    "scale_by_rprop": Row(lambda: optax.chain(optax.scale_by_rprop(0.05), optax.scale(-1.0))),
+    "scale_by_rss": Row(lambda: _then_step(optax.scale_by_rss())),
+    "scale_by_schedule": Row(lambda: optax.scale_by_schedule(lambda count: -0.2 / (1.0 + count))),
+    "scale_by_sign": Row(lambda: _then_step(optax.scale_by_sign(), rate=0.05)),
+    "scale_by_sm3": Row(lambda: _then_step(optax.scale_by_sm3())),
+    "scale_by_stddev": Row(lambda: _then_step(optax.scale_by_stddev(), rate=0.02)),
+    "scale_by_trust_ratio": Row(lambda: _then_step(optax.scale_by_trust_ratio())),
+    "scale_by_yogi": Row(lambda: _then_step(optax.scale_by_yogi())),
+    "selective_transform": Row(
+        lambda: optax.selective_transform(optax.adam(0.05), freeze_mask=_BIAS),
+        not_stateful=_MASK_IS_A_TREE,
+    ),
+    "snapshot": Row(
+        lambda: optax.chain(
+            optax.snapshot("norm", lambda updates, **_: optax.tree.norm(updates)), optax.sgd(0.1)
+        )
+    ),
+    "stateless": Row(
+        lambda: optax.stateless(lambda updates, _: jax.tree.map(lambda u: -0.1 * u, updates))
+    ),
+    "stateless_with_tree_map": Row(
+        lambda: optax.stateless_with_tree_map(lambda update, _: -0.1 * update)
+    ),
+    "trace": Row(lambda: _then_step(optax.trace(0.9, nesterov=True))),
+    "zero_nans": Row(lambda: optax.chain(optax.zero_nans(), optax.sgd(0.1))),
+    "contrib.normalize": Row(lambda: _then_step(contrib.normalize())),
+    "contrib.reduce_on_plateau": Row(
+        lambda: optax.chain(optax.sgd(0.2), contrib.reduce_on_plateau(0.5, patience=1, cooldown=1)),
+        value=True,
+        untyped_groups="one branch of its cond gives a constant, the other what it was given",
+    ),
+    "contrib.scale_by_acprop": Row(lambda: _then_step(contrib.scale_by_acprop())),
+    "contrib.scale_by_ademamix": Row(lambda: _then_step(contrib.scale_by_ademamix(b3=0.99))),
+    "contrib.scale_by_adopt": Row(lambda: _then_step(contrib.scale_by_adopt())),
+    "contrib.scale_by_cocob": Row(
+        lambda: optax.chain(contrib.scale_by_cocob(alpha=2.0), optax.scale(1.0))
+    ),
+    "contrib.scale_by_galore": Row(
+        lambda: _then_step(contrib.scale_by_galore(rank=2, update_proj_gap=2))
+    ),
+    "contrib.scale_by_madgrad": Row(lambda: contrib.scale_by_madgrad(0.05)),
+    "contrib.scale_by_muon": Row(
+        lambda: _then_step(
+            optax.masked(contrib.scale_by_muon(weight_dimension_numbers=_muon_shapes), _matrices),
+            rate=0.05,
+        )
+    ),
+    "contrib.scale_by_simplified_ademamix": Row(
+        lambda: _then_step(contrib.scale_by_simplified_ademamix(), rate=0.01)
+    ),
+    "contrib.split_real_and_imaginary": Row(
+        lambda: contrib.split_real_and_imaginary(optax.adam(0.05))
+    ),
+}
+
+_LINE_SEARCH = "a line search: it evaluates the loss itself, at points of its own choice"
+_PER_EXAMPLE = "per-example gradients: it clips each example's before any are averaged"
+
+# The public factories that are in neither table, each with the reason.
+LEFT_OUT: dict[str, str] = {
+    "GradientTransformation": "no rule: the type of all of them",
+    "GradientTransformationExtraArgs": "no rule: the type of all of them",
+    "with_extra_args_support": "no rule: it changes what a rule accepts, not what it does",
+    "scale_by_backtracking_linesearch": _LINE_SEARCH,
+    "scale_by_zoom_linesearch": _LINE_SEARCH,
+    "contrib.differentially_private_aggregate": _PER_EXAMPLE,
+    "contrib.dpsgd": _PER_EXAMPLE,
+}
+
+ROWS = OPTIMIZERS | TRANSFORMS
+
+
+def public_factories() -> list[str]:
+    """The names of everything public in optax and optax.contrib that makes a transformation."""
+    return [
+        prefix + name
+        for prefix, module in (("", optax), ("contrib.", contrib))
+        for name, thing in _public(module)
+        if _makes_transformation(thing)
+    ]
+
+
+def _public(module: types.ModuleType) -> Iterator[tuple[str, Any]]:
+    for name, thing in sorted(vars(module).items()):
+        if not name.startswith("_") and callable(thing) and not isinstance(thing, types.ModuleType):
+            yield name, thing
+
+
+def _makes_transformation(thing: Any) -> bool:
+    if inspect.isclass(thing):
+        return hasattr(thing, "init") and hasattr(thing, "update")
+    if not inspect.isroutine(thing) and not hasattr(thing, "func"):
+        return False  # a type alias
+    made = inspect.signature(thing).return_annotation
+    if made is not inspect.Signature.empty:
+        return inspect.isclass(made) and issubclass(made, optax.GradientTransformation)
+    # Some say nothing of what they return, so they are tried with what factories usually take.
+    return any(_returns_transformation(thing, args) for args in ((), (0.1,), (optax.sgd(0.1),)))
+
+
+def _returns_transformation(factory: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    try:
+        return isinstance(factory(*args), optax.GradientTransformation)
+    except Exception:  # whatever a function that is no factory thinks of such arguments
+        return False
