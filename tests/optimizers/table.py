@@ -66,7 +66,7 @@ def _norm_ema() -> optax.GradientTransformation:
 
 
 _BIAS = {"bias": True, "kernel": False}
-_MASK_IS_A_TREE = "its mask is a tree of the user's own shape, and takes no function"
+_MASK_IS_A_TREE = "its mask must be a tree like the parameters, and no function of them"
 _DECAY = optax.exponential_decay(0.2, 2, 0.5)
 _ADAM = optax.scale_by_adam
 

@@ -32,8 +32,10 @@ AXIS = "shards"
 SHARDS = 8
 STEPS = 6
 BATCH = 16
-NEIGHBOURS = [[0, 1, 2, 3], [4, 5, 6, 7]]
-INTERLEAVED = [[0, 2, 4, 6], [1, 3, 5, 7]]
+GROUPS = {
+    "neighbours": [[0, 1, 2, 3], [4, 5, 6, 7]],
+    "interleaved": [[0, 2, 4, 6], [1, 3, 5, 7]],
+}
 
 # The least that XLA can do to a program: it is the arithmetic that is compared, and there are a
 # thousand programs to compile.
@@ -54,9 +56,10 @@ def quickly() -> dict[str, Any]:
     return {option: value for option, value in _LEAST.items() if _knows(option)}
 
 
-# Of the seeds, one under which no rule magnifies rounding: a change of the start by one part in ten
-# million is never more than six after the last step (in float64), and no gradient has a component
-# so near zero that a rule that normalises it, or takes its sign, would see another one.
+# Of a thousand seeds, one under which rules do not magnify rounding: a change of the start by one
+# part in ten million is at most six in the end (in float64, for the 19 most sensitive of the rules),
+# and no gradient has a component so near zero that a rule that normalises it, or takes its sign,
+# would see another one.
 _rng = np.random.default_rng(425)
 # What each shard sees is shifted and stretched, so that no shard's gradient passes for the mean.
 _shift = np.linspace(-1.0, 1.0, BATCH)[:, None]
@@ -238,7 +241,11 @@ def test_every_public_factory_is_in_the_table_or_left_out_for_a_reason() -> None
 
 def test_the_shards_differ_so_much_that_none_passes_for_another() -> None:
     whole, _ = plain("sgd")
-    for part in [[s] for s in range(SHARDS)] + NEIGHBOURS + INTERLEAVED:
+    for part in [
+        *([shard] for shard in range(SHARDS)),
+        *GROUPS["neighbours"],
+        *GROUPS["interleaved"],
+    ]:
         assert max(errors(plain("sgd", tuple(part))[0], whole).values()) > 1e-2, part
 
 
@@ -258,14 +265,14 @@ def test_sum_equals_the_summed_gradient(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "groups", "reduction"),
-    [(name, INTERLEAVED, "sum") for name, row in ROWS.items() if not row.hessian]
-    + [(name, NEIGHBOURS, "mean") for name, row in OPTIMIZERS.items() if not row.hessian],
+    [(name, "interleaved", "sum") for name, row in ROWS.items() if not row.hessian]
+    + [(name, "neighbours", "mean") for name, row in OPTIMIZERS.items() if not row.hessian],
 )
 def test_each_group_equals_one_shard_on_its_own_rows(
-    name: str, groups: list[list[int]], reduction: str
+    name: str, groups: str, reduction: str
 ) -> None:
-    got = sharded(name, SHARDS, reduction, groups)
-    for group in groups:
+    got = sharded(name, SHARDS, reduction, GROUPS[groups])
+    for group in GROUPS[groups]:
         want = plain(name, tuple(group), 1.0 if reduction == "mean" else len(group))
         for shard in group:
             follows(jax.tree.map(lambda leaf, shard=shard: leaf[shard], got), want)
@@ -284,7 +291,11 @@ def test_the_stateful_idiom_equals_one_shard_on_the_whole_batch(name: str) -> No
     follows(stateful(name), plain(name))
 
 
-@pytest.mark.parametrize("wrap", [lambda opt: opt, optax.contrib.split_real_and_imaginary])
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda opt: opt, optax.contrib.split_real_and_imaginary],
+    ids=["whole", "split"],
+)
 @pytest.mark.parametrize("opt", [optax.sgd(0.1), optax.adam(0.05)], ids=["sgd", "adam"])
 def test_complex_parameters(opt: Any, wrap: Callable[[Any], Any]) -> None:
     opt = wrap(opt)
@@ -318,4 +329,4 @@ def test_complex_parameters(opt: Any, wrap: Callable[[Any], Any]) -> None:
             now = jax.jit(step, compiler_options=quickly())(*now, x, y)
         reached.append(jax.device_get(now))
     assert max(errors(reached[0][0], jax.device_get(params)).values()) > 1e-2
-    assert max(errors(reached[1], reached[0]).values()) <= 1e-5
+    assert all(error <= 1e-5 for error in errors(reached[1], reached[0]).values())

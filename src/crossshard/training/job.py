@@ -78,7 +78,9 @@ def prepare(options: TrainOptions) -> Job:
     groups = options.group_assignment()
     text = read_text(options.data, options.context + 1)
     shards = start_shards(options.shards, groups)
-    # Compiled as one, since op by op it takes twice as long to start.
+    rows = options.rows(shards)
+    rule = make_rule(options.optimizer, options.learning_rate)
+    # Last, for it takes longest. Compiled as one, since op by op it takes twice as long to start.
     model = nnx.jit(
         lambda: ByteTransformer(
             layers=options.layers, width=options.width, rngs=nnx.Rngs(options.seed)
@@ -90,9 +92,9 @@ def prepare(options: TrainOptions) -> Job:
         shards=shards,
         platform=jax.devices()[0].platform,
         groups=groups or GroupAssignment((tuple(range(shards)),)),
-        rows=options.rows(shards),
+        rows=rows,
         text=text,
-        rule=make_rule(options.optimizer, options.learning_rate),
+        rule=rule,
         first_model=model,
         gzip_bits_per_byte=gzip_bits_per_byte(text.held_out),
     )

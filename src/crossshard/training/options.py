@@ -44,7 +44,7 @@ class TrainOptions:
     shards: int | None = None
     """By default as many as the groups have, else 8 where there is only a CPU, else all devices."""
 
-    steps: int = 400
+    steps: int = 300
     """How many optimizer steps."""
 
     batch: int | None = None
