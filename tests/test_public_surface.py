@@ -7,8 +7,8 @@ import crossshard
 PUBLIC = """
     CrossShardOptimizer Incoming Optimizer Reduction ShardContext
     all_to_all batch_parallel collective_permute cpu_devices cross_replica_sum
-    get_shard_context grad is_per_shard replicate rewrite set_per_shard set_shared shard shard_context
-    value_and_grad
+    get_shard_context grad is_per_shard replicate rewrite set_per_shard set_shared shard
+    shard_context value_and_grad
     ArgumentError ArgumentTypeError AxisError CrossshardError DataError DeadlockWarning
     DoubleReductionError GroupAssignmentError IncomingError NestedContextError
     NestedReductionError ShardContextError ShardContextWarning VariableError

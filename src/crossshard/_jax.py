@@ -1,6 +1,6 @@
 """All that differs between JAX versions, or that JAX does not export; nothing else imports it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -37,6 +37,14 @@ def varying_axes(x: Any) -> frozenset[str]:
 def unreduced_axes(x: Any) -> frozenset[str]:
     """The axes over which the type of ``x`` says that a sum is still to be taken."""
     return _axis_type(x, "unreduced")
+
+
+def scan_parts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many of a scan's inputs are constants, and how many its carry has."""
+    if "ft_in" in params:  # from JAX 0.11 on: trees of what is constant, carried and scanned over
+        constants, carry, _ = params["ft_in"].unpack()
+        return len(list(constants)), len(list(carry))
+    return params["num_consts"], params["num_carry"]
 
 
 def tracks(axis: str) -> bool:

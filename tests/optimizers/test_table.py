@@ -57,7 +57,7 @@ def quickly() -> dict[str, Any]:
 
 
 # Of a thousand seeds, one under which rules do not magnify rounding: a change of the start by one
-# part in ten million is at most six in the end (in float64, for the 19 most sensitive of the rules),
+# part in ten million is at most six in the end (in float64, for the 19 most sensitive rules),
 # and no gradient has a component so near zero that a rule that normalises it, or takes its sign,
 # would see another one.
 _rng = np.random.default_rng(425)

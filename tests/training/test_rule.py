@@ -62,6 +62,10 @@ def test_every_optimizer_of_optax_that_takes_a_learning_rate_alone_can_be_named(
     assert len(made) > 40
 
 
+def test_steps_that_are_too_long_are_the_users_choice():
+    assert make_rule("optimistic_gradient_descent", 2.7).learning_rate == 2.7
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

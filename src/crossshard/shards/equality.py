@@ -11,6 +11,8 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, jaxprs_in_params
 
+from crossshard import _jax
+
 Axes = frozenset[str]
 
 _EQUAL: Axes = frozenset()
@@ -82,8 +84,9 @@ class _Follow:
         return [everything | over] * len(equation.outvars)
 
     def _of_scan(self, params: Any, inputs: list[Axes]) -> list[Axes]:
-        first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
-        constants, carry, rest = inputs[:first], inputs[first:last], inputs[last:]
+        first, carried = _jax.scan_parts(params)
+        constants, carry = inputs[:first], inputs[first : first + carried]
+        rest = inputs[first + carried :]
         while True:
             outputs = self.through(params["jaxpr"], [*constants, *carry, *rest])
             after = self._each([carry, outputs[: len(carry)]])

@@ -196,18 +196,19 @@ def _try(rule: optax.GradientTransformation, name: str) -> None:
     try:
         state = rule.init(params)
         step = jax.jit(step)
+        uphill = 0.0
+        # The first step that moves at all tells: later ones may turn back, as too long ones do.
         for _ in range(3):
-            params, state, uphill = step(params, state)
-            if uphill > 0:
-                raise ArgumentError(
-                    f"{name} is a part of an optimizer and no whole one: its updates point uphill. "
-                    f"Chain it with optax.scale_by_learning_rate in a function of your own, and "
-                    f"name that as package.module:function."
-                )
-    except ArgumentError:
-        raise
+            params, state, slope = step(params, state)
+            uphill = uphill or float(slope)
     except Exception as error:  # a rule of the user's may raise anything
         raise ArgumentError(f"{name} failed in a trial step: {_first_line(error)}.") from None
+    if uphill > 0:
+        raise ArgumentError(
+            f"{name} is a part of an optimizer and no whole one: its updates point uphill. Chain "
+            f"it with optax.scale_by_learning_rate in a function of your own, and name that as "
+            f"package.module:function."
+        )
 
 
 def _first_line(error: Exception) -> str:
