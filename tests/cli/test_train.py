@@ -52,7 +52,7 @@ def test_in_a_pipe_it_prints_lines_and_leaves_files(tmp_path):
     assert "\x1b" not in done.stdout
     for said in (
         r"8 virtual CPU devices: local gradient → mean over all shards",
-        r"adamw, learning rate 0\.001 \(default\)",
+        r"adamw, learning rate 0\.002 \(default\)",
         r"step +1/60 +loss 5\.\d+ +\d\.\d+ bits/byte",
         r"step 60/60 .* tokens/s +0:00 left",
         r"held-out +\d\.\d+ bits per byte; gzip -9 needs \d\.\d+ for the same",

@@ -13,9 +13,9 @@ from crossshard.training.rule import make_rule
 
 # Those whose learning rate we choose, or that choose it themselves, with what the outcome is.
 RATES = {
-    "adafactor": None,
-    "adadelta": 1.0,
-    "adamw": 1e-3,
+    "adafactor": 0.02,
+    "adadelta": 2.0,
+    "adamw": 2e-3,
     "cocob": 1.0,
     "dog": 1.0,
     "momo_adam": 0.01,
