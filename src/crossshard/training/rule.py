@@ -18,13 +18,13 @@ from crossshard.errors import ArgumentError
 # What factories call the learning rate.
 _LEARNING_RATES = ("learning_rate", "max_learning_rate", "lr", "step_size")
 
-# For rules that leave the choice to the caller: what did well in the first hundred steps of a
-# small model of this kind, out of rates that lie a factor of four apart.
+# For rules that leave the choice to the caller: what did well in the first 150 steps of a small
+# model of this kind, out of rates that lie a factor of four apart.
 _SUITABLE = {
-    "adadelta": 2.0, "adafactor": 0.02, "adagrad": 0.1, "fromage": 0.02, "galore": 4e-3,
-    "lamb": 0.02, "lars": 2.0, "lion": 1e-3, "muon": 0.03, "noisy_sgd": 0.3, "novograd": 0.02,
-    "optimistic_gradient_descent": 0.15, "radam": 4e-3, "rprop": 3e-4, "sgd": 0.3,
-    "sign_sgd": 1e-3, "signum": 1e-3, "simplified_ademamix": 5e-4, "sm3": 0.03,
+    "acprop": 1e-3, "adadelta": 2.0, "adafactor": 0.02, "adagrad": 0.1, "fromage": 0.02,
+    "galore": 4e-3, "lamb": 0.02, "lars": 2.0, "lion": 1e-3, "muon": 0.03, "noisy_sgd": 0.3,
+    "novograd": 0.02, "optimistic_gradient_descent": 0.15, "radam": 4e-3, "rprop": 3e-4,
+    "sgd": 0.3, "sign_sgd": 1e-3, "signum": 1e-3, "simplified_ademamix": 5e-4, "sm3": 0.03,
 }  # fmt: skip
 _OTHERWISE = 2e-3
 
