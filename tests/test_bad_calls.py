@@ -93,6 +93,13 @@ def apply(pairs: Callable[[World], Any], **kwargs: Any) -> Callable[[World], Any
     return alone(lambda world: world.opt.apply_gradients(pairs(world), **kwargs))
 
 
+def with_rule(rule: Any) -> Callable[[World], Any]:
+    """A whole step with another rule, which cannot have variables for slots."""
+    return alone(
+        lambda world: CrossShardOptimizer(rule()).minimize(world.loss, var_list=[world.w, world.v])
+    )
+
+
 def in_step(function: Callable[..., Any]) -> Callable[[World], Any]:
     """The call in a step of two shards that is handed the variables and the optimizer."""
 
@@ -394,6 +401,13 @@ APPLY = [
     bad("incoming='nonsense' in apply_gradients",
         apply(lambda world: [(ONES, world.w)], incoming="nonsense"), *VALUE, "'nonsense'",
         "'scaled'"),
+    bad("a mask that is no function", with_rule(lambda: optax.masked(optax.sgd(0.1), {"w": True})),
+        *VALUE, "masked cannot step variables", "as functions of the parameters"),
+    bad("a rule with parameters of its own form",
+        with_rule(lambda: optax.lookahead(optax.sgd(0.1), 5, 0.5)),
+        *VALUE, "lookahead cannot step variables", "'fast'", "Optax idiom"),
+    bad("a rule whose state changes", with_rule(lambda: optax.monitor({"n": optax.tree.norm})),
+        *VALUE, "monitor changed its structure", "Optax idiom"),
     bad("a gradient of unknown origin",
         in_step(lambda world, x: world.opt.apply_gradients([(x[0], world.w)])),
         IncomingError, ValueError, "'w' float32[3]", "divided by 2", "incoming='local'"),

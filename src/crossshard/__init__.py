@@ -9,10 +9,10 @@ from crossshard.gradients.local import grad, value_and_grad
 from crossshard.gradients.reduction import Reduction
 from crossshard.optimizer.cross_shard_optimizer import CrossShardOptimizer
 from crossshard.optimizer.optimizer import Optimizer
+from crossshard.runners.runners import batch_parallel, replicate, rewrite, shard
 from crossshard.shards.context import ShardContext, get_shard_context, shard_context
 from crossshard.shards.devices import cpu_devices
-from crossshard.shards.runners import batch_parallel, replicate, rewrite, shard
-from crossshard.shards.variables import is_per_shard, set_per_shard, set_shared
+from crossshard.variables.per_shard import is_per_shard, set_per_shard, set_shared
 
 __version__ = "0.1.0"
 

@@ -12,7 +12,8 @@ from flax import nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.shards.axes import Shards, shards_of_gradient
 from crossshard.shards.context import check_axis_name
-from crossshard.shards.variables import rebound, variables_in
+from crossshard.variables.handing import rebound
+from crossshard.variables.reach import variables_in
 
 
 def value_and_grad(

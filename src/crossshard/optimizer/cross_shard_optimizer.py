@@ -11,18 +11,18 @@ from crossshard.errors import IncomingError, NestedReductionError, ShardContextE
 from crossshard.gradients.incoming import Incoming, check_incoming
 from crossshard.gradients.pipeline import Pipeline
 from crossshard.gradients.reduction import Reduction, check_reduction
+from crossshard.optimizer.arguments import check_name, check_pairs
 from crossshard.optimizer.optimizer import (
     GradientsAndVariables,
     Optimizer,
-    check_name,
-    check_pairs,
     describe_rule,
 )
 from crossshard.optimizer.transformation import check_transformation, cross_shard
 from crossshard.shards.axes import Shards
 from crossshard.shards.context import check_axis_name
 from crossshard.shards.groups import check_group_assignment
-from crossshard.shards.variables import current_trace, describe_variable
+from crossshard.variables.describe import describe_variable
+from crossshard.variables.handing import current_trace
 
 
 class CrossShardOptimizer(Optimizer):

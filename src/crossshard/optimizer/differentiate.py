@@ -10,17 +10,9 @@ from flax import nnx
 
 from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
 from crossshard.shards.axes import Shards
-from crossshard.shards.variables import (
-    bring_out,
-    check_writable,
-    describe_variable,
-    handed_in,
-    modules_in,
-    reachable_roots,
-    rebound,
-    same_arrays,
-    variables_in,
-)
+from crossshard.variables.describe import describe_variable
+from crossshard.variables.handing import bring_out, check_writable, handed_in, rebound, same_arrays
+from crossshard.variables.reach import modules_in, reachable_roots, variables_in
 
 
 def check_loss(loss: Any) -> Callable[[], Any]:

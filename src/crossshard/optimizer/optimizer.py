@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import cloudpickle
@@ -11,31 +11,22 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
-from crossshard.gradients.pipeline import check_gradient_dtype
+from crossshard.errors import ArgumentError, VariableError
 from crossshard.optimizer import slots
+from crossshard.optimizer.arguments import check_gates, check_global_step, check_name, check_pairs
 from crossshard.optimizer.differentiate import (
     check_loss,
     differentiate,
     named_variables,
     trainable_variables,
 )
+from crossshard.optimizer.slot_variables import SlotVariables
 from crossshard.optimizer.slots import Slots
 from crossshard.optimizer.transformation import check_transformation
 from crossshard.shards.axes import shards_of_gradient
-from crossshard.shards.variables import (
-    PER_SHARD,
-    Holder,
-    VariablesWanted,
-    check_writable,
-    current_trace,
-    describe_variable,
-    handed_in,
-    is_in_step,
-    is_per_shard,
-    set_per_shard,
-    set_shared,
-)
+from crossshard.variables.describe import describe_variable
+from crossshard.variables.handing import VariablesWanted, check_writable, current_trace, handed_in
+from crossshard.variables.reach import Holder
 
 GradientsAndVariables = Sequence[tuple[jax.Array | None, nnx.Variable]]
 
@@ -68,14 +59,7 @@ class Optimizer(optax.GradientTransformationExtraArgs, Holder):
 
     _inner: optax.GradientTransformation
     _name: str
-    # Each variable by the key of its slots; a copy may not have met its own yet.
-    _variables: dict[str, nnx.Variable | None]
-    _waiting: set[str]
-    # What a variable would be called, by its id; it is kept with its name, so ids stay their own.
-    _hints: dict[int, tuple[nnx.Variable, str]]
-    # The keys that have slots, and the Optax state over them with a variable at every leaf.
-    _built: set[str]
-    _state: Any
+    _slots: SlotVariables
     _made_in: Any
 
     def __init_subclass__(cls) -> None:
@@ -96,9 +80,8 @@ class Optimizer(optax.GradientTransformationExtraArgs, Holder):
         self = super().__new__(cls, functions.init, functions.update)
         self._inner = inner
         self._name = name
-        self._hints = {}
+        self._slots = SlotVariables()
         self._made_in = current_trace()
-        self.__setstate__({"variables": {}, "built": (), "state": None})
         return self
 
     def __eq__(self, other: object) -> bool:
@@ -148,7 +131,7 @@ class Optimizer(optax.GradientTransformationExtraArgs, Holder):
           ArgumentError, ArgumentTypeError: a loss that is no function or no scalar; no variables.
           VariableError: a variable that is not floating, or is given twice.
         """
-        _check_gates(gate_gradients, aggregation_method, colocate_gradients_with_ops)
+        check_gates(gate_gradients, aggregation_method, colocate_gradients_with_ops)
         return self._differentiate(loss, var_list, grad_loss)[1]
 
     def _differentiate(
@@ -162,7 +145,7 @@ class Optimizer(optax.GradientTransformationExtraArgs, Holder):
     ) -> tuple[jax.Array, list[tuple[jax.Array | None, nnx.Variable]]]:
         loss = check_loss(loss)
         found = named_variables(trainable_variables(loss) if var_list is None else var_list)
-        self._hints.update(found)
+        self._slots.learn_names(found)
         variables = [variable for variable, _ in found.values()]
         shards = shards_of_gradient(self._axis_name())
         value, gradients = differentiate(loss, variables, shards, divisor, grad_loss, var_list)
@@ -189,11 +172,12 @@ class Optimizer(optax.GradientTransformationExtraArgs, Holder):
           **extra_args: what the wrapped rule takes besides, such as ``value=loss``.
 
         Raises:
-          ArgumentError, ArgumentTypeError: no pairs, no gradients, what is no pair.
+          ArgumentError, ArgumentTypeError: no pairs, no gradients, what is no pair; a rule that
+            cannot have variables for slots.
           VariableError: a variable twice, of another shape than its gradient, or out of reach.
         """
         pairs = check_pairs(grads_and_vars)
-        _check_global_step(global_step)
+        check_global_step(global_step)
         if name is not None:
             check_name(name)
         given = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
@@ -202,19 +186,30 @@ class Optimizer(optax.GradientTransformationExtraArgs, Holder):
             check_writable(variable)
         for slot in self.variables():
             check_writable(slot)
-        keys = self._keys_of(variables, [variable for _, variable in pairs])
+        keys = self._slots.keys(variables, [variable for _, variable in pairs])
         self._want_slots(keys, variables)
 
         state = self.state
-        part = slots.restrict(state, keys)
+        before = slots.restrict(state, keys)
         params = Slots(zip(keys, (v.get_value() for v in variables), strict=True))
         gradients = Slots(zip(keys, (jnp.asarray(g) for g, _ in given), strict=True))
-        with jax.named_scope(name) if name else contextlib.nullcontext():
-            updates, part = self.update(gradients, part, params, **extra_args)
-            stepped = optax.apply_updates(params, updates)
+        try:
+            with jax.named_scope(name) if name else contextlib.nullcontext():
+                updates, after = self.update(gradients, before, params, **extra_args)
+                stepped = optax.apply_updates(params, updates)
+        except AttributeError as error:
+            if isinstance(error.obj, Slots):
+                raise self._refusal(error) from error
+            raise
+        if jax.tree.structure(after) != jax.tree.structure(before):
+            raise ArgumentError(
+                f"The state of {describe_rule(self._inner)} changed its structure in a step, from "
+                f"{jax.tree.structure(before)} to {jax.tree.structure(after)}. Slots are variables "
+                f"that are made once; use the Optax idiom (init and update)."
+            )
         for key, variable in zip(keys, variables, strict=True):
             variable.set_value(stepped[key])
-        self._write_state(slots.merge(state, part))
+        self._slots.write(slots.merge(state, after))
         if global_step is not None:
             global_step.set_value(global_step.get_value() + 1)
 
@@ -234,7 +229,7 @@ class Optimizer(optax.GradientTransformationExtraArgs, Holder):
         The loss also goes to the wrapped rule, for those that take ``value=``. Arguments and
         errors are those of the two methods.
         """
-        _check_gates(gate_gradients, aggregation_method, colocate_gradients_with_ops)
+        check_gates(gate_gradients, aggregation_method, colocate_gradients_with_ops)
         value, pairs = self._differentiate(loss, var_list, grad_loss)
         extra_args = {"value": value} if _takes_value(self._inner) else {}
         self.apply_gradients(pairs, global_step, name, **extra_args)
@@ -249,39 +244,16 @@ class Optimizer(optax.GradientTransformationExtraArgs, Holder):
           var_list: an NNX module, or a list of variables.
 
         Raises:
-          ArgumentError, ArgumentTypeError, VariableError: as for ``compute_gradients``.
+          ArgumentError: the wrapped rule cannot make slots for variables.
+          ArgumentTypeError, VariableError: as for ``compute_gradients``.
         """
         found = named_variables(var_list)
-        self._hints.update(found)
+        self._slots.learn_names(found)
         variables = [variable for variable, _ in found.values()]
-        self._want_slots(self._keys_of(variables, variables), variables)
-
-    def _keys_of(
-        self, variables: Sequence[nnx.Variable], order: Sequence[nnx.Variable]
-    ) -> list[str]:
-        return [self._key_of(variable, order) for variable in variables]
-
-    def _key_of(self, variable: nnx.Variable, order: Sequence[nnx.Variable]) -> str:
-        known = self._known_key(variable)
-        if known is not None:
-            self._waiting.discard(known)
-            return known
-        place = next(i for i, other in enumerate(order) if other is variable)
-        _, hint = self._hints.get(id(variable), (variable, str(place)))
-        key, count = hint, 0
-        while key in self._variables and key not in self._waiting:
-            count += 1
-            key = f"{hint}#{count}"
-        self._waiting.discard(key)
-        self._variables[key] = variable
-        return key
-
-    def _known_key(self, variable: Any) -> str | None:
-        return next((key for key, known in self._variables.items() if known is variable), None)
+        self._want_slots(self._slots.keys(variables, variables), variables)
 
     def _want_slots(self, keys: Sequence[str], variables: Sequence[nnx.Variable]) -> None:
-        pairs = zip(keys, variables, strict=True)
-        missing = {key: variable for key, variable in pairs if key not in self._built}
+        missing = self._slots.missing(keys, variables)
         if not missing:
             return
         handed = handed_in()
@@ -301,23 +273,25 @@ class Optimizer(optax.GradientTransformationExtraArgs, Holder):
         self._make_slots(missing)
 
     def _make_slots(self, missing: dict[str, nnx.Variable]) -> None:
-        params = Slots({key: variable.get_value() for key, variable in missing.items()})
-        sizes = {v.get_metadata(PER_SHARD) for v in missing.values() if is_per_shard(v)}
-        if sizes:
-            axes = Slots({key: 0 if is_per_shard(v) else None for key, v in missing.items()})
-            made = jax.vmap(self._inner.init, in_axes=(axes,))(params)
-        else:
-            made = self._inner.init(params)
+        try:
+            made = self._slots.initial(self._inner.init, missing)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise self._refusal(error) from error
         if jax.tree.leaves(made) and current_trace() != self._made_in:
             raise VariableError(
                 f"The slots of {self!r} would be made inside a jax.jit, nnx.jit or other trace, "
                 f"and be lost when it ends. Run the step with crossshard.shard, which hands them "
                 f"out, or use the Optax idiom: nnx.Optimizer(model, optimizer, wrt=nnx.Param)."
             )
-        metadata = {PER_SHARD: sizes.pop()} if sizes else {}
-        new = jax.tree.map(lambda x: nnx.OptState(jnp.asarray(x), **metadata), made)
-        self._state = new if not self._built else slots.merge(self._state, new, keep_common=True)
-        self._built |= missing.keys()
+        self._slots.add(missing, made)
+
+    def _refusal(self, error: Exception) -> ArgumentError:
+        return ArgumentError(
+            f"{describe_rule(self._inner)} cannot step variables: here parameters are a dict from "
+            f"name to array, and on that it failed ({str(error).splitlines()[0]}). Give masks and "
+            f"labels as functions of the parameters; a rule that wants parameters of a form of its "
+            f"own, such as lookahead, takes the Optax idiom (init and update)."
+        )
 
     def get_slot(self, var: nnx.Variable, name: str) -> Any:
         """The slot of a variable, as a variable; ``None`` if there is none of this name.
@@ -325,16 +299,15 @@ class Optimizer(optax.GradientTransformationExtraArgs, Holder):
         Names are those of the fields of the Optax state (``mu``, ``nu``, ``trace``,
         ``sum_of_squares`` …) or TensorFlow's (``m``, ``v``, ``momentum``, ``accumulator`` …).
         """
-        key = self._known_key(var)
-        return None if key is None or key not in self._built else slots.find(self._state, key, name)
+        return self._slots.find(var, name)
 
     def get_slot_names(self) -> list[str]:
         """The names of the slots, in Optax's words; empty before the first step."""
-        return list(slots.by_name(self._state))
+        return self._slots.names()
 
     def variables(self) -> list[nnx.Variable]:
         """Every variable of the state: slots and what belongs to all, such as a step count."""
-        return list(jax.tree.leaves(self._state, is_leaf=_is_variable))
+        return self._slots.all()
 
     def held_variables(self) -> list[nnx.Variable]:
         """What a runner hands in and out with the optimizer."""
@@ -342,7 +315,7 @@ class Optimizer(optax.GradientTransformationExtraArgs, Holder):
 
     def known_variables(self) -> list[nnx.Variable | None]:
         """The variables that have been stepped, in the order in which they were met."""
-        return list(self._variables.values())
+        return self._slots.known_variables()
 
     @property
     def state(self) -> Any:
@@ -350,32 +323,11 @@ class Optimizer(optax.GradientTransformationExtraArgs, Holder):
 
         Assign a pytree of the same structure to restore it, after ``build`` or a first step.
         """
-        return jax.tree.map(lambda v: v.get_value(), self._state, is_leaf=_is_variable)
+        return self._slots.values()
 
     @state.setter
     def state(self, state: Any) -> None:
-        have = self.state
-        if jax.tree.structure(have) != jax.tree.structure(state):
-            made = "" if self._built else " It has none yet: call build(model) first."
-            raise ArgumentError(
-                f"The state must have the structure of this optimizer's own.{made} Expected "
-                f"{jax.tree.structure(have)}; got {jax.tree.structure(state)}."
-            )
-        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(have)[0]]
-        variables, values = self.variables(), [jnp.asarray(x) for x in jax.tree.leaves(state)]
-        known = [v for v in self._variables.values() if v is not None]
-        sizes = {v.get_metadata(PER_SHARD) for v in known if is_per_shard(v)}
-        lie = [
-            _how_it_lies(path, variable, value, sizes)
-            for path, variable, value in zip(paths, variables, values, strict=True)
-        ]
-        for write, variable, value in zip(lie, variables, values, strict=True):
-            write(variable, value.astype(variable.get_raw_value().dtype))
-
-    def _write_state(self, state: Any) -> None:
-        for variable, value in zip(self.variables(), jax.tree.leaves(state), strict=True):
-            if variable.get_raw_value() is not value:
-                variable.set_raw_value(value)
+        self._slots.restore(state)
 
     # Copies. A copy knows its variables by key until it meets them.
 
@@ -384,10 +336,7 @@ class Optimizer(optax.GradientTransformationExtraArgs, Holder):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         new = type(self)(**self._construction())
-        known = {key: memo.get(id(v), v) for key, v in self._variables.items()}
-        new.__setstate__({"variables": known, "built": self._built, "state": self._state})
-        # copy.deepcopy of an nnx.Variable gives its array.
-        new._state = jax.tree.map(lambda v: v.copy(), self._state, is_leaf=_is_variable)
+        new._slots = self._slots.copied(memo)
         memo[id(self)] = new
         return new
 
@@ -396,51 +345,21 @@ class Optimizer(optax.GradientTransformationExtraArgs, Holder):
 
     def __reduce__(self) -> Any:
         # Optax's rules are closures, which pickle refuses and cloudpickle takes.
-        made = cloudpickle.dumps(self._construction())
-        known = dict.fromkeys(self._variables)
-        return (
-            _rebuild,
-            (type(self), made),
-            {"variables": known, "built": self._built, "state": self._state},
-        )
-
-    def __setstate__(self, saved: dict[str, Any]) -> None:
-        self._variables = dict(saved["variables"])
-        self._waiting = set(saved["variables"])
-        self._built = set(saved["built"])
-        self._state = saved["state"]
+        return _rebuild, (type(self), cloudpickle.dumps(self._construction()), self._slots)
 
 
 jax.tree_util.register_static(Optimizer)
 
 
-def _rebuild(cls: type[Optimizer], made: bytes) -> Optimizer:
-    return cls(**cloudpickle.loads(made))
-
-
-def _how_it_lies(
-    path: Any, variable: nnx.Variable, value: jax.Array, sizes: set[int]
-) -> Callable[[nnx.Variable, Any], None]:
-    """How to write a saved value: what no shard has come to own is saved once for all."""
-    shape = jnp.shape(variable.get_raw_value())
-    shape = shape[1:] if is_per_shard(variable) and not is_in_step(variable) else shape
-    if value.shape == shape:
-        return set_shared
-    if value.shape in [(size, *shape) for size in sizes]:
-        return set_per_shard
-    raise ArgumentError(
-        f"The state's {jax.tree_util.keystr(path)} must have shape {shape}, or [shards, …] of that "
-        f"where the variables differ between shards; got {value.shape}."
-    )
+def _rebuild(cls: type[Optimizer], made: bytes, slot_variables: SlotVariables) -> Optimizer:
+    new = cls(**cloudpickle.loads(made))
+    new._slots = slot_variables
+    return new
 
 
 def _takes_value(inner: optax.GradientTransformation) -> bool:
     kinds = {p.name: p.kind for p in inspect.signature(inner.update).parameters.values()}
     return "value" in kinds or inspect.Parameter.VAR_KEYWORD in kinds.values()
-
-
-def _is_variable(leaf: Any) -> bool:
-    return isinstance(leaf, nnx.Variable)
 
 
 def describe_rule(inner: optax.GradientTransformation) -> str:
@@ -449,99 +368,3 @@ def describe_rule(inner: optax.GradientTransformation) -> str:
         return repr(inner)
     function = getattr(inner.update, "__qualname__", type(inner).__name__)
     return "optax " + function.split(".")[0]
-
-
-def check_name(name: Any) -> str:
-    """``name`` if it is a string that is not empty."""
-    if not isinstance(name, str):
-        raise ArgumentTypeError(f"name must be a string; got {name!r} ({type(name).__name__}).")
-    if not name:
-        raise ArgumentError("name must not be empty: it is how the optimizer is found in profiles.")
-    return name
-
-
-def check_pairs(grads_and_vars: Any) -> list[tuple[jax.Array | None, nnx.Variable]]:
-    """The pairs as a list, each checked.
-
-    Raises:
-      ArgumentTypeError: not iterable; a gradient that is no floating array.
-      ArgumentError: none at all, none with a gradient, or an item that is no pair.
-      VariableError: no variable, one given twice, or one of another shape than its gradient.
-    """
-    if not isinstance(grads_and_vars, Iterable):
-        raise ArgumentTypeError(
-            f"grads_and_vars must be a list of (gradient, variable) pairs; got "
-            f"{type(grads_and_vars).__name__}."
-        )
-    items = list(grads_and_vars)
-    if not items:
-        raise ArgumentError("No variables provided.")
-    for item in items:
-        _check_pair(item)
-    seen: set[int] = set()
-    for _, variable in items:
-        if id(variable) in seen:
-            raise VariableError(f"{describe_variable(variable)} is given twice.")
-        seen.add(id(variable))
-    if all(gradient is None for gradient, _ in items):
-        raise ArgumentError(
-            f"No gradients provided for any variable: "
-            f"{[describe_variable(variable) for _, variable in items]}."
-        )
-    return [(gradient, variable) for gradient, variable in items]
-
-
-def _check_pair(item: Any) -> None:
-    if not isinstance(item, tuple | list) or len(item) != 2:
-        raise ArgumentError(f"Each item must be a (gradient, variable) pair; got {item!r:.120}.")
-    gradient, variable = item
-    if not isinstance(variable, nnx.Variable):
-        swapped = " Gradient and variable are swapped." if _is_variable(gradient) else ""
-        raise VariableError(
-            f"Each pair must end with an nnx variable; got {type(variable).__name__}.{swapped}"
-        )
-    if gradient is None:
-        return
-    name = f"The gradient of {describe_variable(variable)}"
-    if _is_variable(gradient) or isinstance(gradient, str) or not _arraylike(gradient):
-        raise ArgumentTypeError(f"{name} must be an array; got {type(gradient).__name__}.")
-    check_gradient_dtype(name, gradient)
-    if not jnp.issubdtype(jnp.result_type(gradient), jnp.floating):
-        raise ArgumentTypeError(
-            f"{name} has dtype {jnp.result_type(gradient)}, not a floating one."
-        )
-    # A runner's per-shard variable holds one shard's value inside the step and all outside of it.
-    if jnp.shape(gradient) != jnp.shape(variable.get_raw_value()):
-        raise VariableError(f"{name} has shape {jnp.shape(gradient)}.")
-
-
-def _arraylike(gradient: Any) -> bool:
-    return hasattr(gradient, "dtype") or isinstance(gradient, float)
-
-
-def _check_global_step(global_step: Any) -> None:
-    if global_step is None:
-        return
-    value = global_step.get_raw_value() if _is_variable(global_step) else None
-    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.integer) or shape != ():
-        given = describe_variable(global_step) if _is_variable(global_step) else repr(global_step)
-        raise ArgumentTypeError(
-            f"global_step must be a scalar integer variable, because it is incremented in place; "
-            f"got {given}. Write nnx.Variable(jnp.array(0))."
-        )
-
-
-def _check_gates(gate_gradients: Any, aggregation_method: Any, colocate: Any) -> None:
-    whole = isinstance(gate_gradients, int) and not isinstance(gate_gradients, bool)
-    if not whole or gate_gradients not in (0, 1, 2):
-        raise ArgumentError(
-            f"gate_gradients must be one of Optimizer.GATE_NONE (0), GATE_OP (1) and GATE_GRAPH "
-            f"(2); got {gate_gradients!r}."
-        )
-    if aggregation_method is not None and not isinstance(aggregation_method, int):
-        raise ArgumentTypeError(
-            f"aggregation_method must be None or an int; got {aggregation_method!r}."
-        )
-    if not isinstance(colocate, bool):
-        raise ArgumentTypeError(f"colocate_gradients_with_ops must be a bool; got {colocate!r}.")

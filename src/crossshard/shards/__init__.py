@@ -1,1 +1,1 @@
-"""Where am I? Shard contexts, axes, groups, devices, and the runners."""
+"""Where am I? Shard contexts, axes, groups and devices."""

@@ -6,8 +6,8 @@ import math
 import jax
 import numpy as np
 
+from crossshard.runners.runners import shard
 from crossshard.shards.groups import GroupAssignment
-from crossshard.shards.runners import shard
 from crossshard.training.model import ByteTransformer, nats
 
 # Rows of all members of a group in one call; also the size of the sample taken during training.

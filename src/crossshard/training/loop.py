@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from crossshard.optimizer.cross_shard_optimizer import CrossShardOptimizer
-from crossshard.shards.runners import ShardedFunction, shard
+from crossshard.runners.runners import ShardedFunction, shard
 from crossshard.training.held_out import HeldOut
 from crossshard.training.job import Job
 from crossshard.training.model import ByteTransformer, loss

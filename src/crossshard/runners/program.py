@@ -13,22 +13,20 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard.errors import VariableError
+from crossshard.runners.equality import differing_axes
+from crossshard.runners.split import Arguments, Hashable, Outputs, as_output, is_numeric
 from crossshard.shards.context import shard_context
-from crossshard.shards.equality import differing_axes
-from crossshard.shards.split import Arguments, Hashable, Outputs, as_output, is_numeric
-from crossshard.shards.variables import (
-    PER_SHARD,
+from crossshard.variables.describe import describe_variable
+from crossshard.variables.handing import (
     HandedIn,
-    Holder,
     VariablesWanted,
-    describe_variable,
     handing_in,
-    is_per_shard,
     kept_attributes,
     rebound,
     same_arrays,
-    variables_in,
 )
+from crossshard.variables.per_shard import PER_SHARD, is_per_shard
+from crossshard.variables.reach import Holder, variables_in
 
 
 def program_key(roots: Sequence[Any], arguments: Arguments) -> Any:

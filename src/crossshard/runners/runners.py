@@ -11,11 +11,11 @@ import jax.numpy as jnp
 
 from crossshard import _jax
 from crossshard.errors import ArgumentError, ArgumentTypeError, NestedContextError
+from crossshard.runners.program import Program, program_key
+from crossshard.runners.split import REPLICAS, Hashable, Outputs, is_whole, split_arguments
 from crossshard.shards.context import check_num_shards, get_shard_context
 from crossshard.shards.devices import shard_mesh, warn_of_deadlock
-from crossshard.shards.program import Program, program_key
-from crossshard.shards.split import REPLICAS, Hashable, Outputs, is_whole, split_arguments
-from crossshard.shards.variables import reachable_roots, variables_in
+from crossshard.variables.reach import reachable_roots, variables_in
 
 
 class ShardedFunction:

@@ -1,0 +1,113 @@
+"""Checks of what compute_gradients, apply_gradients and minimize are given."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
+from crossshard.gradients.pipeline import check_gradient_dtype
+from crossshard.variables.describe import describe_variable
+
+
+def check_name(name: Any) -> str:
+    """``name`` if it is a string that is not empty."""
+    if not isinstance(name, str):
+        raise ArgumentTypeError(f"name must be a string; got {name!r} ({type(name).__name__}).")
+    if not name:
+        raise ArgumentError("name must not be empty: it is how the optimizer is found in profiles.")
+    return name
+
+
+def check_pairs(grads_and_vars: Any) -> list[tuple[jax.Array | None, nnx.Variable]]:
+    """The pairs as a list, each checked.
+
+    Raises:
+      ArgumentTypeError: not iterable; a gradient that is no floating array.
+      ArgumentError: none at all, none with a gradient, or an item that is no pair.
+      VariableError: no variable, one given twice, or one of another shape than its gradient.
+    """
+    if not isinstance(grads_and_vars, Iterable):
+        raise ArgumentTypeError(
+            f"grads_and_vars must be a list of (gradient, variable) pairs; got "
+            f"{type(grads_and_vars).__name__}."
+        )
+    items = list(grads_and_vars)
+    if not items:
+        raise ArgumentError("No variables provided.")
+    for item in items:
+        _check_pair(item)
+    seen: set[int] = set()
+    for _, variable in items:
+        if id(variable) in seen:
+            raise VariableError(f"{describe_variable(variable)} is given twice.")
+        seen.add(id(variable))
+    if all(gradient is None for gradient, _ in items):
+        raise ArgumentError(
+            f"No gradients provided for any variable: "
+            f"{[describe_variable(variable) for _, variable in items]}."
+        )
+    return [(gradient, variable) for gradient, variable in items]
+
+
+def _check_pair(item: Any) -> None:
+    if not isinstance(item, tuple | list) or len(item) != 2:
+        raise ArgumentError(f"Each item must be a (gradient, variable) pair; got {item!r:.120}.")
+    gradient, variable = item
+    if not isinstance(variable, nnx.Variable):
+        swapped = (
+            " Gradient and variable are swapped." if isinstance(gradient, nnx.Variable) else ""
+        )
+        raise VariableError(
+            f"Each pair must end with an nnx variable; got {type(variable).__name__}.{swapped}"
+        )
+    if gradient is None:
+        return
+    name = f"The gradient of {describe_variable(variable)}"
+    if isinstance(gradient, nnx.Variable | str) or not _arraylike(gradient):
+        raise ArgumentTypeError(f"{name} must be an array; got {type(gradient).__name__}.")
+    check_gradient_dtype(name, gradient)
+    if not jnp.issubdtype(jnp.result_type(gradient), jnp.floating):
+        raise ArgumentTypeError(
+            f"{name} has dtype {jnp.result_type(gradient)}, not a floating one."
+        )
+    # A runner's per-shard variable holds one shard's value inside the step and all outside of it.
+    if jnp.shape(gradient) != jnp.shape(variable.get_raw_value()):
+        raise VariableError(f"{name} has shape {jnp.shape(gradient)}.")
+
+
+def _arraylike(gradient: Any) -> bool:
+    return hasattr(gradient, "dtype") or isinstance(gradient, float)
+
+
+def check_global_step(global_step: Any) -> None:
+    """Raise ArgumentTypeError unless it is ``None`` or a variable that can count."""
+    if global_step is None:
+        return
+    variable = isinstance(global_step, nnx.Variable)
+    value = global_step.get_raw_value() if variable else None
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.integer) or shape != ():
+        raise ArgumentTypeError(
+            f"global_step must be a scalar integer variable, because it is incremented in place; "
+            f"got {describe_variable(global_step) if variable else repr(global_step)}. Write "
+            f"nnx.Variable(jnp.array(0))."
+        )
+
+
+def check_gates(gate_gradients: Any, aggregation_method: Any, colocate: Any) -> None:
+    """Raise unless these, which have no effect under XLA, are what TensorFlow takes."""
+    whole = isinstance(gate_gradients, int) and not isinstance(gate_gradients, bool)
+    if not whole or gate_gradients not in (0, 1, 2):
+        raise ArgumentError(
+            f"gate_gradients must be one of Optimizer.GATE_NONE (0), GATE_OP (1) and GATE_GRAPH "
+            f"(2); got {gate_gradients!r}."
+        )
+    if aggregation_method is not None and not isinstance(aggregation_method, int):
+        raise ArgumentTypeError(
+            f"aggregation_method must be None or an int; got {aggregation_method!r}."
+        )
+    if not isinstance(colocate, bool):
+        raise ArgumentTypeError(f"colocate_gradients_with_ops must be a bool; got {colocate!r}.")

@@ -1,0 +1,185 @@
+"""The modules, variables and optimizers that a function or an object leads to."""
+
+import collections
+import functools
+import itertools
+import sys
+import sysconfig
+import types
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from flax import nnx
+
+from crossshard.errors import VariableError
+from crossshard.variables.describe import describe_variable
+
+
+class Holder:
+    """An object, not itself an NNX node, whose variables a runner carries in and out."""
+
+    __slots__ = ()
+
+    def held_variables(self) -> list[nnx.Variable]:
+        """The variables that it holds now."""
+        raise NotImplementedError
+
+    def known_variables(self) -> list[nnx.Variable | None]:
+        """Variables of others that what it holds belongs to, in a fixed order."""
+        raise NotImplementedError
+
+
+def variables_in(roots: Iterable[Any]) -> list[nnx.Variable]:
+    """Every variable below the roots, each once, in a fixed order."""
+    found: dict[int, nnx.Variable] = {}
+    for root in roots:
+        held = isinstance(root, Holder)
+        leaves = root.held_variables() if held else (leaf for _, leaf in nnx.iter_graph(root))
+        for leaf in leaves:
+            if isinstance(leaf, nnx.Variable):
+                found.setdefault(id(leaf), leaf)
+    for variable in found.values():
+        if variable.hijax or variable.ref:
+            raise VariableError(
+                f"{describe_variable(variable)} is of NNX's experimental "
+                f"{'hijax' if variable.hijax else 'ref'} kind; use an ordinary variable."
+            )
+    return list(found.values())
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether a runner hands this object in and out rather than splitting it over the shards."""
+    return isinstance(value, nnx.Pytree | nnx.Variable | Holder)
+
+
+def modules_in(roots: Iterable[Any]) -> list[nnx.Pytree]:
+    """Every NNX module below the roots, each once."""
+    nodes = (
+        node for root in roots if not isinstance(root, Holder) for _, node in nnx.iter_graph(root)
+    )
+    return list({id(node): node for node in nodes if isinstance(node, nnx.Pytree)}.values())
+
+
+_PATHS = sysconfig.get_paths()
+_LIBRARY_FOLDERS = tuple({_PATHS[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+@functools.cache
+def _is_librarys(package: str) -> bool:
+    """Whether a top-level package is Python's, installed, or ours: no user's variable is in it."""
+    file = getattr(sys.modules.get(package), "__file__", None)
+    if package == "crossshard" or (file is None and package in sys.stdlib_module_names):
+        return True
+    return file is not None and file.startswith(_LIBRARY_FOLDERS)
+
+
+def _package(thing: Any) -> str:
+    name = thing.__name__ if isinstance(thing, types.ModuleType) else thing.__module__
+    return (name or "").split(".")[0]
+
+
+# A longer container holds data; looking at each item of it at every call would cost too much.
+_MANY = 1024
+
+
+def reachable_roots(values: Sequence[Any]) -> list[Any]:
+    """The modules, variables and optimizers that functions, containers and objects lead to.
+
+    Functions are followed into their closures, defaults, what they are bound to and the globals
+    they name; modules of Python into what the function may name of them; containers into their
+    items, up to a thousand or so; objects of the user's own classes into their attributes and
+    methods. What belongs to installed packages is passed over, unless it is given here.
+    """
+    return _Walk(values).roots()
+
+
+class _Walk:
+    """A walk from some values to the modules, variables and optimizers below them."""
+
+    def __init__(self, values: Sequence[Any]):
+        self._queue = collections.deque(values)
+        # A step that comes from an installed package makes that package the user's own.
+        self._home = {_package(_owner(value)) for value in values}
+
+    def roots(self) -> list[Any]:
+        """All of them, each once, the nearest first."""
+        roots: list[Any] = []
+        seen: dict[int, Any] = {}
+        while self._queue:
+            value = self._queue.popleft()
+            if id(value) in seen:
+                continue
+            seen[id(value)] = value
+            if is_stateful(value):
+                roots.append(value)
+            else:
+                self._queue.extend(self._below(value))
+        return roots
+
+    def _below(self, value: Any) -> Iterable[Any]:
+        if isinstance(value, functools.partial):
+            return (value.func, value.args, value.keywords)
+        if isinstance(value, types.MethodType):
+            return (value.__func__, value.__self__)
+        if isinstance(value, dict | types.MappingProxyType):
+            return itertools.islice(value.values(), _MANY)
+        if isinstance(value, list | tuple | set | frozenset):
+            return itertools.islice(value, _MANY)
+        if isinstance(value, property | classmethod | staticmethod):
+            return (getattr(value, "fget", None), getattr(value, "__func__", None))
+        # A decorator of any library may stand around a function of the user's.
+        wrapped = _own(value, "__wrapped__")
+        if wrapped is not None and not isinstance(value, types.FunctionType):
+            return (wrapped,)
+        if isinstance(value, types.ModuleType) or self._is_librarys(_owner(value)):
+            return ()
+        named = isinstance(value, types.FunctionType)
+        return self._named_by(value) if named else _attributes(value)
+
+    def _is_librarys(self, thing: Any) -> bool:
+        package = _package(thing)
+        return package not in self._home and _is_librarys(package)
+
+    def _named_by(self, function: types.FunctionType) -> Iterator[Any]:
+        for cell in function.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:  # a cell that its function has not filled yet
+                continue
+        yield from function.__defaults__ or ()
+        yield from (function.__kwdefaults__ or {}).values()
+        yield getattr(function, "__wrapped__", None)
+        codes = [function.__code__]
+        while codes:
+            code = codes.pop()
+            for name in code.co_names:
+                named = function.__globals__.get(name)
+                yield named
+                if isinstance(named, types.ModuleType) and not self._is_librarys(named):
+                    inside = vars(named)
+                    yield from (inside[other] for other in code.co_names if other in inside)
+            codes.extend(const for const in code.co_consts if isinstance(const, types.CodeType))
+
+
+def _owner(value: Any) -> Any:
+    """What says in its ``__module__`` whose a value is: itself, or its class."""
+    return value if isinstance(value, type | types.FunctionType) else type(value)
+
+
+def _own(value: Any, name: str) -> Any:
+    # Asked of the object itself, for a class may answer any attribute with whatever it likes.
+    try:
+        return object.__getattribute__(value, name)
+    except AttributeError:
+        return None
+
+
+def _attributes(value: Any) -> Iterator[Any]:
+    yield from list((_own(value, "__dict__") or {}).values())
+    if isinstance(value, type):
+        return
+    for owner in type(value).__mro__:
+        yield owner
+        slots = owner.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            yield getattr(value, name, None)
