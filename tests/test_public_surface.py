@@ -5,11 +5,12 @@ import inspect
 import crossshard
 
 PUBLIC = """
-    CrossShardOptimizer Incoming Optimizer Reduction ShardContext
+    CrossShardOptimizer Incoming Optimizer Reduction ShardContext TrainState TrainStep
     all_to_all batch_parallel collective_permute cpu_devices cross_replica_sum
-    get_shard_context grad is_per_shard replicate rewrite set_per_shard set_shared shard
-    shard_context value_and_grad
-    ArgumentError ArgumentTypeError AxisError CrossshardError DataError DeadlockWarning
+    get_shard_context grad inspect is_per_shard make_train_step replicate rewrite set_per_shard
+    set_shared shard shard_context value_and_grad
+    ArgumentError ArgumentTypeError AxisError CommunicationError CrossshardError DataError
+    DeadlockWarning WeightUpdateError
     DoubleReductionError GroupAssignmentError IncomingError NestedContextError
     NestedReductionError ShardContextError ShardContextWarning VariableError
 """.split()

@@ -7,11 +7,14 @@ from crossshard.errors import *  # noqa: F403
 from crossshard.gradients.incoming import Incoming
 from crossshard.gradients.local import grad, value_and_grad
 from crossshard.gradients.reduction import Reduction
+from crossshard.inspection.program import inspect
 from crossshard.optimizer.cross_shard_optimizer import CrossShardOptimizer
 from crossshard.optimizer.optimizer import Optimizer
 from crossshard.runners.runners import batch_parallel, replicate, rewrite, shard
 from crossshard.shards.context import ShardContext, get_shard_context, shard_context
 from crossshard.shards.devices import cpu_devices
+from crossshard.train_step.state import TrainState
+from crossshard.train_step.train_step import TrainStep, make_train_step
 from crossshard.variables.per_shard import is_per_shard, set_per_shard, set_shared
 
 __version__ = "0.1.0"
@@ -23,6 +26,8 @@ __all__ = [
     "Optimizer",
     "Reduction",
     "ShardContext",
+    "TrainState",
+    "TrainStep",
     "all_to_all",
     "batch_parallel",
     "collective_permute",
@@ -30,7 +35,9 @@ __all__ = [
     "cross_replica_sum",
     "get_shard_context",
     "grad",
+    "inspect",
     "is_per_shard",
+    "make_train_step",
     "replicate",
     "rewrite",
     "set_per_shard",

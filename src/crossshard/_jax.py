@@ -7,7 +7,9 @@ from typing import Any
 import jax
 from jax import lax
 from jax._src import core as _core
+from jax._src import source_info_util as _source_info_util
 from jax._src import xla_bridge as _xla_bridge
+from jax._src.lax import parallel as _parallel
 
 
 def bound_axes() -> dict[str, int]:
@@ -39,6 +41,30 @@ def unreduced_axes(x: Any) -> frozenset[str]:
     return _axis_type(x, "unreduced")
 
 
+def opened(jaxpr: Any) -> Any:
+    """A jaxpr without the constants that may be closed with it."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def constants(jaxpr: Any) -> list[Any]:
+    """The values of a jaxpr's constants, where it is closed."""
+    return list(getattr(jaxpr, "consts", ()))
+
+
+def called(equation: Any) -> Any:
+    """The jaxpr that an equation only calls, on its own inputs; ``None`` if it is no such call."""
+    inner = [equation.params[key] for key in ("jaxpr", "call_jaxpr") if key in equation.params]
+    if len(inner) == 1 and len(opened(inner[0]).invars) == len(equation.invars):
+        return inner[0]
+    return None
+
+
+def source_line(equation: Any) -> str:
+    """``optax/transforms/_clipping.py:81``, where the equation comes from; empty if unknown."""
+    frame = _source_info_util.user_frame(equation.source_info.traceback)
+    return "/".join(frame.file_name.split("/")[-3:]) + f":{frame.start_line}" if frame else ""
+
+
 def scan_parts(params: Mapping[str, Any]) -> tuple[int, int]:
     """How many of a scan's inputs are constants, and how many its carry has."""
     if "ft_in" in params:  # from JAX 0.11 on: trees of what is constant, carried and scanned over
@@ -59,6 +85,12 @@ def as_varying(x: Any, axes: Iterable[str]) -> Any:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
+def all_gather(x: Any, name: str, axis: int, *, tracked: bool) -> Any:
+    """The shards' ``x`` side by side along ``axis``; where types are tracked, typed as equal."""
+    gather = _parallel.all_gather_invariant if tracked else lax.all_gather
+    return gather(x, name, axis=axis, tiled=True)
+
+
 def backend_is_running() -> bool:
     """Whether JAX has started its devices, after which their number is fixed."""
     return _xla_bridge.backends_are_initialized()
@@ -69,3 +101,9 @@ def in_place_of_the_users_mesh(mesh: jax.sharding.Mesh) -> AbstractContextManage
     if jax.sharding.get_abstract_mesh().empty:
         return nullcontext()
     return jax.set_mesh(mesh)
+
+
+def with_automatic_axes(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
+    """The same devices and names, with axes over which XLA spreads what is not said."""
+    types = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
+    return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=types)

@@ -4,6 +4,7 @@ __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "AxisError",
+    "CommunicationError",
     "CrossshardError",
     "DataError",
     "DeadlockWarning",
@@ -15,6 +16,7 @@ __all__ = [
     "ShardContextError",
     "ShardContextWarning",
     "VariableError",
+    "WeightUpdateError",
 ]
 
 
@@ -97,6 +99,22 @@ class VariableError(ArgumentError):
 
     Mistake: a step that reaches a model through a dictionary the runner cannot see.
     Mend: pass the model to the step as an argument.
+    """
+
+
+class CommunicationError(CrossshardError, AssertionError):
+    """A step sends more than its test allows.
+
+    Mistake: two ``pmean`` of the same gradients, under ``assert_communication(step, *args)``.
+    Mend: one of them.
+    """
+
+
+class WeightUpdateError(ArgumentError):
+    """The weight update was to be sharded where its rule can only be run on whole arrays.
+
+    Mistake: ``CrossShardOptimizer(optax.lamb(1e-3), weight_update="sharded")`` in ``shard_map``.
+    Mend: ``make_train_step``, which shards it on global arrays; or an elementwise rule.
     """
 
 

@@ -29,7 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return DONE
     try:
         # Not at the top, since what they need is an extra that may not be there.
+        from crossshard.bench.options import BenchOptions
         from crossshard.cli.arguments import parse
+        from crossshard.cli.bench import bench_command
         from crossshard.cli.train import train_command
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "crossshard":
@@ -39,7 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f'{sys.executable} -m pip install "crossshard[train]"'
         )
     try:
-        return train_command(parse(words))
+        options = parse(words)
+        if isinstance(options, BenchOptions):
+            return bench_command(options)
+        return train_command(options)
     except CrossshardError as error:
         return _refuse(str(error))
     except KeyboardInterrupt:

@@ -5,24 +5,27 @@ import io
 import itertools
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from crossshard.bench.options import BenchOptions
 from crossshard.errors import ArgumentError
 from crossshard.training.options import TrainOptions
 
 AUTO = "auto"
 
+_COMMANDS: dict[str, Callable[..., Any]] = {"train": TrainOptions, "bench": BenchOptions}
+
 _DESCRIPTION = """Wrap any Optax optimizer, and every shard steps correctly.
 
-This trains a small model to show it: try `crossshard train`, and `crossshard train --help`.
-`crossshard --version` says which version this is."""
+`crossshard train` trains a small model to show it, `crossshard bench` measures it against others;
+each says more with --help. `crossshard --version` says which version this is."""
 
 
-def parse(words: Sequence[str]) -> TrainOptions:
+def parse(words: Sequence[str]) -> TrainOptions | BenchOptions:
     """The options that the words of a command line spell; prints help and exits if they ask for it.
 
     Raises:
@@ -34,7 +37,7 @@ def parse(words: Sequence[str]) -> TrainOptions:
     try:
         with contextlib.redirect_stderr(complaint):
             return tyro.extras.subcommand_cli_from_dict(
-                {"train": TrainOptions},
+                _COMMANDS,
                 prog="crossshard",
                 description=_DESCRIPTION,
                 args=words,
@@ -43,7 +46,8 @@ def parse(words: Sequence[str]) -> TrainOptions:
     except SystemExit as leaving:
         if not leaving.code:
             raise
-    raise ArgumentError(_sentence(complaint.getvalue()))
+    command = f" {words[0]}" if words and words[0] in _COMMANDS else ""
+    raise ArgumentError(f"{_sentence(complaint.getvalue())}. See crossshard{command} --help.")
 
 
 def _one_word_or_none(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
@@ -65,7 +69,7 @@ def _sentence(box: str) -> str:
     """What a box says between its title and its first rule, drawn in ASCII or better."""
     lines = itertools.dropwhile(_is_rule, box.splitlines()[1:])
     said = [line.strip("│ ") for line in itertools.takewhile(lambda x: not _is_rule(x), lines)]
-    return " ".join(said).rstrip(".") + ". See crossshard train --help."
+    return " ".join(said).rstrip(".")
 
 
 def _is_rule(line: str) -> bool:

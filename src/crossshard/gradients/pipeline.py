@@ -1,13 +1,15 @@
 """The way of a gradient: what is done to it between autodiff and the update, as plain data."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import JAXSparse
 
-from crossshard.collectives.sums import sum_over_shards
+from crossshard.collectives.parts import Cut
+from crossshard.collectives.together import sum_together
 from crossshard.errors import ArgumentTypeError
 from crossshard.gradients.incoming import Incoming, leaf_name, read_incoming
 from crossshard.gradients.reduction import Reduction
@@ -49,19 +51,55 @@ class Pipeline:
             return 1
         return shards.number if self.groups is None else self.groups.size
 
-    def reduce(self, gradients: Any, shards: Shards, incoming: Incoming | None = None) -> Any:
+    def reduce(
+        self,
+        gradients: Any,
+        shards: Shards,
+        incoming: Incoming | None = None,
+        *,
+        weight: jax.Array | None = None,
+        cuts: Sequence[Cut] | None = None,
+    ) -> Any:
         """The gradients reduced over the shards, leaf by leaf; the same structure and dtypes.
+
+        Args:
+          gradients: a pytree of this shard's arrays.
+          shards: the shards that reduce.
+          incoming: what the gradients are; ``None`` to go by the pipeline's own word or by types.
+          weight: float[], what this shard's gradients count in MEAN, which then divides by the sum
+            of the weights; a shard of weight 0 may hold anything, NaN too.
+          cuts: per leaf how it is cut between the shards, to get this shard's part of it alone;
+            every leaf whole if ``None``.
 
         Raises:
           DoubleReductionError, IncomingError: see ``read_incoming``.
           ArgumentTypeError: a leaf that is sparse, or neither real nor complex.
         """
         said = incoming or self.incoming
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: self._reduce_leaf(leaf_name(path), leaf, shards, said),
-            gradients,
-            is_leaf=lambda leaf: isinstance(leaf, JAXSparse),
+        paths, tree = jax.tree_util.tree_flatten_with_path(
+            gradients, is_leaf=lambda leaf: isinstance(leaf, JAXSparse)
         )
+        leaves = [leaf for _, leaf in paths]
+        words = [self._word(leaf_name(path), leaf, shards, said) for path, leaf in paths]
+        cuts = [Cut(jnp.shape(leaf), 1) for leaf in leaves] if cuts is None else cuts
+        places = [place for place, word in enumerate(words) if word in _TO_SUM]
+        wide = [_weighed(_widened(leaves[place]), weight) for place in places]
+        apart = [cuts[place] for place in places]
+        if weight is not None:
+            wide, apart = [*wide, weight], [*apart, Cut((), 1)]
+        sums = sum_together(wide, apart, shards, self.groups)
+        divisor = self.divisor(shards) if weight is None else sums.pop()
+        totals = dict(zip(places, sums, strict=True))
+        reduced = []
+        for place, (leaf, word) in enumerate(zip(leaves, words, strict=True)):
+            if word is None:
+                reduced.append(leaf)
+                continue
+            done = place not in totals
+            total = cuts[place].own(_widened(leaf), shards, self.groups) if done else totals[place]
+            total = _divided(total, divisor) if word in _TO_DIVIDE else total
+            reduced.append(total.astype(jnp.result_type(leaf)))
+        return tree.unflatten(reduced)
 
     def reduce_loss(self, loss: Any, shards: Shards, incoming: Incoming | None = None) -> Any:
         """A shard's own loss reduced as the gradients are; one typed as equal is left alone."""
@@ -69,35 +107,48 @@ class Pipeline:
         if said in (None, Incoming.SCALED):
             equal = shards.tracked and not shards.differs(loss)
             said = Incoming.REDUCED if equal else Incoming.LOCAL
-        return self._reduce_leaf("`value`", loss, shards, said)
+        return self.reduce({"value": loss}, shards, said)["value"]
 
-    def _reduce_leaf(self, name: str, leaf: Any, shards: Shards, said: Incoming | None) -> Any:
+    def _word(self, name: str, leaf: Any, shards: Shards, said: Incoming | None) -> Incoming | None:
+        """What a leaf is; ``None`` for one without numbers (float0)."""
         check_gradient_dtype(name, leaf)
         if jnp.result_type(leaf) == jax.dtypes.float0:
-            return leaf
-        incoming = read_incoming(
-            name, leaf, shards, said, reduction=self.reduction, grouped=not self.over_all_shards
-        )
-        divisor = self.divisor(shards)
-        if incoming is Incoming.REDUCED:
-            return leaf
-        # Sixteen bits overflow (f16) or round (bf16) in a sum over shards, so it is taken in f32.
-        dtype = jnp.result_type(leaf)
-        wide = jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
-        total = jnp.asarray(leaf, wide)
-        if incoming is not Incoming.SUMMED:
-            total = sum_over_shards(total, shards, self.groups)
-        if incoming is not Incoming.SCALED and divisor > 1:
-            total = total / divisor
-        return total.astype(dtype)
+            return None
+        grouped = not self.over_all_shards
+        return read_incoming(name, leaf, shards, said, reduction=self.reduction, grouped=grouped)
 
-    def describe(self) -> str:
+    def describe(self, *, weighed: bool = False, update: str = "update") -> str:
         """The stages in the order in which they run, one line."""
         what = "mean" if self.reduction is Reduction.MEAN else "sum"
         over = "all shards" if self.groups is None else f"groups {self.groups}"
         axes = f" on {', '.join(self.axis_name)}" if self.axis_name else ""
         said = f"{self.incoming} gradient" if self.incoming else "local gradient"
-        return f"{said} → {what} over {over}{axes} → update"
+        stages = [said, *(["weigh"] if weighed else []), f"{what} over {over}{axes}", update]
+        return " → ".join(stages)
+
+
+_TO_SUM = (Incoming.LOCAL, Incoming.SCALED)
+_TO_DIVIDE = (Incoming.LOCAL, Incoming.SUMMED)
+
+
+def _widened(leaf: Any) -> jax.Array:
+    # Sixteen bits overflow (f16) or round (bf16) in a sum over shards, so it is taken in f32.
+    dtype = jnp.result_type(leaf)
+    return jnp.asarray(leaf, jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype)
+
+
+def _weighed(leaf: jax.Array, weight: jax.Array | None) -> jax.Array:
+    if weight is None:
+        return leaf
+    # Not a product alone: 0 times the NaN of a shard without examples is NaN.
+    return jnp.where(weight > 0, leaf * weight.astype(leaf.dtype), 0)
+
+
+def _divided(total: jax.Array, divisor: Any) -> jax.Array:
+    if isinstance(divisor, int):
+        return total / divisor if divisor > 1 else total
+    # Where no shard has any weight there is no gradient.
+    return jnp.where(divisor > 0, total / divisor.astype(total.dtype), 0)
 
 
 def check_gradient_dtype(name: str, gradient: Any) -> None:

@@ -6,20 +6,30 @@ from typing import Any, Self
 import jax
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec
 
-from crossshard.errors import IncomingError, NestedReductionError, ShardContextError
+from crossshard.errors import (
+    ArgumentError,
+    IncomingError,
+    NestedReductionError,
+    ShardContextError,
+    WeightUpdateError,
+)
 from crossshard.gradients.incoming import Incoming, check_incoming
 from crossshard.gradients.pipeline import Pipeline
 from crossshard.gradients.reduction import Reduction, check_reduction
 from crossshard.optimizer.arguments import check_name, check_pairs
-from crossshard.optimizer.optimizer import (
-    GradientsAndVariables,
-    Optimizer,
-    describe_rule,
-)
+from crossshard.optimizer.optimizer import GradientsAndVariables, Optimizer, describe_rule
 from crossshard.optimizer.transformation import check_transformation, cross_shard
+from crossshard.optimizer.weight_update import (
+    WeightUpdate,
+    check_weight_update,
+    map_cuts,
+    plan_update,
+)
 from crossshard.shards.axes import Shards
-from crossshard.shards.context import check_axis_name
+from crossshard.shards.context import check_axis_name, check_num_shards
+from crossshard.shards.devices import AXIS
 from crossshard.shards.groups import check_group_assignment
 from crossshard.variables.describe import describe_variable
 from crossshard.variables.handing import current_trace
@@ -47,9 +57,12 @@ class CrossShardOptimizer(Optimizer):
         for itself; all shards together if ``None``. Groups part ways: parameters differ.
       axis_name: the mesh axes over which the shards lie; found where the step runs if ``None``.
       incoming: what gradients are when a call of ``update`` does not say.
+      weight_update: ``"replicated"``, or ``"sharded"``: in the Optax idiom each shard then has its
+        part of the state and updates its part of the parameters (ZeRO-1), which takes a rule that
+        is elementwise; ``state_specs`` says how the state lies. ``make_train_step`` shards any.
 
     Raises:
-      ArgumentError: a reduction other than these; an empty name.
+      ArgumentError: a reduction or weight update other than these; an empty name.
       ArgumentTypeError: ``opt`` is no Optax transformation.
       GroupAssignmentError: groups that are no partition into equal parts.
       NestedReductionError: ``opt`` is a CrossShardOptimizer.
@@ -62,6 +75,7 @@ class CrossShardOptimizer(Optimizer):
     """
 
     _pipeline: Pipeline
+    _weight_update: WeightUpdate
     # What compute_gradients handed out and apply_gradients has not taken, by the variable's id.
     _handed_out: dict[int, tuple[nnx.Variable, int, Any]]
 
@@ -74,6 +88,7 @@ class CrossShardOptimizer(Optimizer):
         *,
         axis_name: str | tuple[str, ...] | None = None,
         incoming: str | None = None,
+        weight_update: str = WeightUpdate.REPLICATED,
     ) -> Self:
         reduction = check_reduction(reduction)
         inner = check_transformation(opt)
@@ -91,9 +106,15 @@ class CrossShardOptimizer(Optimizer):
             check_axis_name(axis_name),
             check_incoming(incoming),
         )
-        name = check_name(name)
-        self = cls._make_one(cross_shard(inner, pipeline, name), inner, name)
+        name, wanted = check_name(name), check_weight_update(weight_update)
+        if wanted is WeightUpdate.AUTO:
+            raise ArgumentError(
+                "weight_update='auto' is for make_train_step, which lays out the state itself; an "
+                "optimizer is 'replicated' or 'sharded'."
+            )
+        self = cls._make_one(cross_shard(inner, pipeline, name, wanted), inner, name)
         self._pipeline = pipeline
+        self._weight_update = wanted
         self._handed_out = {}
         return self
 
@@ -107,6 +128,50 @@ class CrossShardOptimizer(Optimizer):
         """Which shards reduce with which; ``None`` for all of them together."""
         groups = self._pipeline.groups
         return None if groups is None else [list(group) for group in groups.groups]
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """What happens to a gradient, as data."""
+        return self._pipeline
+
+    @property
+    def weight_update(self) -> WeightUpdate:
+        """Whether each shard updates all weights, or its part of them."""
+        return self._weight_update
+
+    def state_specs(
+        self, params: Any, num_shards: int, axis_name: str | tuple[str, ...] | None = None
+    ) -> Any:
+        """How the state of a sharded weight update lies on a mesh.
+
+        Args:
+          params: the parameters, or their types.
+          num_shards: over how many shards.
+          axis_name: over which axes; the optimizer's own if ``None``, or ``"shards"``.
+
+        Returns:
+          A ``PartitionSpec`` per array of the state, for ``in_specs`` and ``out_specs`` of
+          ``jax.shard_map``.
+
+        Raises:
+          WeightUpdateError: the rule is not elementwise.
+
+        >>> import jax.numpy as jnp, optax
+        >>> opt = CrossShardOptimizer(optax.trace(0.9), weight_update="sharded")
+        >>> opt.state_specs(jnp.zeros((64, 32)), num_shards=8)
+        TraceState(trace=PartitionSpec('shards',))
+        """
+        axes = check_axis_name(axis_name) or self._pipeline.axis_name or (AXIS,)
+        number = check_num_shards(num_shards)
+        inner = optax.with_extra_args_support(self.inner)
+        state = jax.eval_shape(inner.init, params)
+        groups = self._pipeline.groups
+        if groups is not None:
+            # Each shard has its own part of its group's state, or a copy of what is not cut.
+            own = lambda x: PartitionSpec(axes) if x.shape else PartitionSpec()
+            return jax.tree.map(own, state)
+        plan = plan_update(inner, params, number, self._weight_update, only_parts=True)
+        return map_cuts(lambda cut, _: cut.spec(axes), plan.state, state)
 
     def describe(self) -> str:
         """What happens to a gradient, stage by stage, in one line.
@@ -130,6 +195,7 @@ class CrossShardOptimizer(Optimizer):
             "group_assignment": self._pipeline.groups,
             "axis_name": self._pipeline.axis_name or None,
             "incoming": self._pipeline.incoming,
+            "weight_update": self._weight_update,
         }
 
     def _axis_name(self) -> tuple[str, ...]:
@@ -172,6 +238,7 @@ class CrossShardOptimizer(Optimizer):
             step, with nothing said of them.
           ShardContextError: they were computed under another number of shards.
         """
+        self._refuse_parts()
         pairs = check_pairs(grads_and_vars)
         shards = self._pipeline.shards(warn=False)
         variables = [variable for gradient, variable in pairs if gradient is not None]
@@ -179,6 +246,18 @@ class CrossShardOptimizer(Optimizer):
         super().apply_gradients(pairs, global_step, name, incoming=origin, **extra_args)
         for variable in variables:
             self._handed_out.pop(id(variable), None)
+
+    def build(self, var_list: Any) -> None:
+        """Make the slots of these variables now, as for ``Optimizer``."""
+        self._refuse_parts()
+        super().build(var_list)
+
+    def _refuse_parts(self) -> None:
+        if self._weight_update is WeightUpdate.SHARDED:
+            raise WeightUpdateError(
+                "weight_update='sharded' is for the Optax idiom and make_train_step: slots are "
+                "variables of the shape of what they belong to, and not parts. Leave it out here."
+            )
 
     def _origin(
         self, variables: list[nnx.Variable], shards: Shards, said: Incoming | None

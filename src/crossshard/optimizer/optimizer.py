@@ -1,7 +1,6 @@
 """The stateful idiom: an Optax rule as an object that writes to NNX variables."""
 
 import contextlib
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -23,6 +22,7 @@ from crossshard.optimizer.differentiate import (
 from crossshard.optimizer.slot_variables import SlotVariables
 from crossshard.optimizer.slots import Slots
 from crossshard.optimizer.transformation import check_transformation
+from crossshard.optimizer.weight_update import takes_value
 from crossshard.shards.axes import shards_of_gradient
 from crossshard.variables.describe import describe_variable
 from crossshard.variables.handing import VariablesWanted, check_writable, current_trace, handed_in
@@ -231,7 +231,7 @@ class Optimizer(optax.GradientTransformationExtraArgs, Holder):
         """
         check_gates(gate_gradients, aggregation_method, colocate_gradients_with_ops)
         value, pairs = self._differentiate(loss, var_list, grad_loss)
-        extra_args = {"value": value} if _takes_value(self._inner) else {}
+        extra_args = {"value": value} if takes_value(self._inner) else {}
         self.apply_gradients(pairs, global_step, name, **extra_args)
         return value
 
@@ -355,11 +355,6 @@ def _rebuild(cls: type[Optimizer], made: bytes, slot_variables: SlotVariables) -
     new = cls(**cloudpickle.loads(made))
     new._slots = slot_variables
     return new
-
-
-def _takes_value(inner: optax.GradientTransformation) -> bool:
-    kinds = {p.name: p.kind for p in inspect.signature(inner.update).parameters.values()}
-    return "value" in kinds or inspect.Parameter.VAR_KEYWORD in kinds.values()
 
 
 def describe_rule(inner: optax.GradientTransformation) -> str:

@@ -8,9 +8,12 @@ from typing import Any
 import jax
 import optax
 
+from crossshard.collectives.together import gather_together
 from crossshard.errors import ArgumentTypeError, NestedReductionError
 from crossshard.gradients.incoming import check_incoming
 from crossshard.gradients.pipeline import Pipeline
+from crossshard.optimizer.weight_update import Plan, WeightUpdate, map_cuts, plan_update
+from crossshard.shards.axes import Shards
 
 _thread = threading.local()
 
@@ -29,10 +32,25 @@ _EQUIVALENTS = {
 
 
 def cross_shard(
-    inner: optax.GradientTransformation, pipeline: Pipeline, name: str
+    inner: optax.GradientTransformation, pipeline: Pipeline, name: str, wanted: WeightUpdate
 ) -> optax.GradientTransformationExtraArgs:
-    """``inner`` on reduced gradients; its state is the inner state and nothing else."""
+    """``inner`` on reduced gradients; its state is the inner state and nothing else.
+
+    Where the weight update is sharded, the state is this shard's part, and updates are gathered.
+    """
     inner = optax.with_extra_args_support(inner)
+
+    def planned(params: optax.Params, shards: Shards) -> Plan:
+        number = shards.number if pipeline.groups is None else pipeline.groups.size
+        return plan_update(inner, params, number, wanted, only_parts=True)
+
+    def init(params: optax.Params) -> optax.OptState:
+        state = inner.init(params)
+        if wanted is WeightUpdate.REPLICATED:
+            return state
+        shards = pipeline.shards()
+        cuts = planned(params, shards).state
+        return map_cuts(lambda cut, x: cut.own(x, shards, pipeline.groups), cuts, state)
 
     def update(
         updates: optax.Updates,
@@ -42,23 +60,31 @@ def cross_shard(
         incoming: str | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        with jax.named_scope(name), _only_reduction():
+        with jax.named_scope(name), only_reduction():
             said = check_incoming(incoming)
             shards = pipeline.shards()
-            reduced = pipeline.reduce(updates, shards, said)
+            cuts = None if wanted is WeightUpdate.REPLICATED else planned(updates, shards).params
+            reduced = pipeline.reduce(updates, shards, said, cuts=cuts)
             # Optax's names for the loss and the gradient that some rules ask for besides.
             if extra_args.get("value") is not None:
                 loss = pipeline.reduce_loss(extra_args["value"], shards, said)
                 extra_args["value"] = loss
             if extra_args.get("grad") is not None:
-                extra_args["grad"] = pipeline.reduce(extra_args["grad"], shards, said)
-            return inner.update(reduced, state, params, **extra_args)
+                extra_args["grad"] = pipeline.reduce(extra_args["grad"], shards, said, cuts=cuts)
+            if cuts is None:
+                return inner.update(reduced, state, params, **extra_args)
+            if params is not None:
+                params = map_cuts(lambda cut, x: cut.own(x, shards, pipeline.groups), cuts, params)
+            reduced, state = inner.update(reduced, state, params, **extra_args)
+            parts, tree = jax.tree.flatten(reduced)
+            return tree.unflatten(gather_together(parts, cuts, shards, pipeline.groups)), state
 
-    return optax.GradientTransformationExtraArgs(inner.init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 @contextmanager
-def _only_reduction() -> Iterator[None]:
+def only_reduction() -> Iterator[None]:
+    """Refuse another CrossShardOptimizer's update inside: it would reduce a second time."""
     if getattr(_thread, "reducing", False):
         raise NestedReductionError(
             "A CrossShardOptimizer was updated inside another one's update: the gradients would be "

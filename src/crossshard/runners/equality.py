@@ -50,7 +50,7 @@ class _Follow:
 
     def through(self, jaxpr: Any, inputs: Sequence[Axes]) -> list[Axes]:
         """The axes of a jaxpr's outputs, given those of its inputs."""
-        jaxpr = _opened(jaxpr)
+        jaxpr = _jax.opened(jaxpr)
         known = dict(zip(jaxpr.invars, inputs, strict=True))
 
         def axes(atom: Any) -> Axes:
@@ -71,9 +71,9 @@ class _Follow:
         if name == "cond":
             chosen = self._each([self.through(branch, inputs[1:]) for branch in params["branches"]])
             return [out | inputs[0] for out in chosen]
-        inner = [params[key] for key in ("jaxpr", "call_jaxpr") if key in params]
-        if len(inner) == 1 and len(_opened(inner[0]).invars) == len(inputs):
-            return self.through(inner[0], inputs)
+        inner = _jax.called(equation)
+        if inner is not None:
+            return self.through(inner, inputs)
         everything = _EQUAL.union(*inputs) | self._named_within(params)
         if any("Ref" in type(atom.aval).__name__ for atom in equation.invars):
             everything = self._mesh_axes
@@ -115,11 +115,7 @@ class _Follow:
         """The mesh axes that programs inside an equation not known here name anywhere."""
         found = _EQUAL
         for inner in jaxprs_in_params(params):
-            for equation in _opened(inner).eqns:
+            for equation in _jax.opened(inner).eqns:
                 names = equation.params.get("axes", ()), equation.params.get("axis_name", ())
                 found |= _axes_of(names) | self._named_within(equation.params)
         return found & self._mesh_axes
-
-
-def _opened(jaxpr: Any) -> Any:
-    return getattr(jaxpr, "jaxpr", jaxpr)

@@ -26,6 +26,7 @@ from crossshard.variables.handing import (
     same_arrays,
 )
 from crossshard.variables.per_shard import PER_SHARD, is_per_shard
+from crossshard.variables.random_streams import own_stream
 from crossshard.variables.reach import Holder, variables_in
 
 
@@ -71,7 +72,7 @@ class _Held:
         if self.per_shard:
             return jax.tree.map(lambda x: x[0], value)
         if isinstance(self.variable, nnx.RngKey) and math.prod(map(lax.axis_size, names)) > 1:
-            return _folded(value, lax.axis_index(names))
+            return own_stream(value, lax.axis_index(names))
         return value
 
     def stored(self, value: Any) -> Any:
@@ -268,14 +269,6 @@ def _numeric(variables: Sequence[nnx.Variable], size: int) -> list[nnx.Variable]
                 f"crossshard.set_shared(variable, value)."
             )
     return numeric
-
-
-def _folded(key: jax.Array, index: jax.Array) -> jax.Array:
-    # The same key on every shard would drop the same units of every part of the batch.
-    fold = jax.random.fold_in
-    for _ in range(key.ndim):
-        fold = jax.vmap(fold, (0, None))
-    return fold(key, index)
 
 
 def _placed(x: Any, sharding: NamedSharding) -> Any:

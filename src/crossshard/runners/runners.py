@@ -14,7 +14,7 @@ from crossshard.errors import ArgumentError, ArgumentTypeError, NestedContextErr
 from crossshard.runners.program import Program, program_key
 from crossshard.runners.split import REPLICAS, Hashable, Outputs, is_whole, split_arguments
 from crossshard.shards.context import check_num_shards, get_shard_context
-from crossshard.shards.devices import shard_mesh, warn_of_deadlock
+from crossshard.shards.devices import mesh_for
 from crossshard.variables.reach import reachable_roots, variables_in
 
 
@@ -125,7 +125,7 @@ def shard(
     """
     outputs = Outputs(_bools(outputs_from_all_shards), _axes(output_shard_axes, "output"))
     axes = _axes(input_shard_axes, "input")
-    where = _mesh_for(check_num_shards(num_shards), mesh)
+    where = mesh_for(check_num_shards(num_shards), mesh)
     if computation is None:
         if inputs is not None:
             raise ArgumentTypeError("shard was given inputs and no computation to run on them.")
@@ -199,7 +199,7 @@ def replicate(
             f"inputs must have one list per replica, all of one length; got lengths "
             f"{[len(one) for one in lists]}."
         )
-    where = _mesh_for(len(lists), mesh)
+    where = mesh_for(len(lists), mesh)
     if where.size != len(lists):
         raise ArgumentError(f"The mesh has {where.size} devices for {len(lists)} replicas.")
     outputs = Outputs((True,), None, stack=True)
@@ -242,19 +242,6 @@ def _check_callable(computation: Any) -> Callable[..., Any]:
     if not callable(computation) or inspect.isclass(computation):
         raise ArgumentTypeError(f"The computation must be a function; got {computation!r}.")
     return computation
-
-
-def _mesh_for(num_shards: int, mesh: Any) -> jax.sharding.Mesh:
-    if mesh is None:
-        return shard_mesh(num_shards)
-    if not isinstance(mesh, jax.sharding.Mesh):
-        raise ArgumentTypeError(f"mesh must be a jax.sharding.Mesh; got {type(mesh).__name__}.")
-    if num_shards not in (1, mesh.size):
-        raise ArgumentError(
-            f"num_shards is {num_shards} and the mesh has {mesh.size} devices; give one of them."
-        )
-    warn_of_deadlock(mesh)
-    return mesh
 
 
 def _bools(value: Any) -> tuple[bool, ...]:

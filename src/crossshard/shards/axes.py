@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 
 from crossshard import _jax
@@ -22,12 +23,27 @@ class Shards:
       axes: the bound axes over which they lie, slowest first; empty where none is bound.
       manual: every axis is a mesh axis, of shard_map or pmap.
       tracked: types say what varies over the axes (``check_vma=True``).
+      rings: sizes into which a single axis is split, for collectives that go in stages.
     """
 
     number: int
     axes: tuple[str, ...] = ()
     manual: bool = False
     tracked: bool = False
+    rings: tuple[int, ...] = ()
+
+    def stages(self) -> list[tuple[str, list[list[int]] | None]]:
+        """The rings to scatter over one after the other: an axis, and the groups on it if split.
+
+        What is scattered over all of them in this order lies in the order of the shards.
+        """
+        if not self.rings:
+            return [(axis, None) for axis in self.axes]
+        places = np.arange(self.number).reshape(self.rings)
+        return [
+            (self.axes[0], np.moveaxis(places, ring, -1).reshape(-1, size).tolist())
+            for ring, size in enumerate(self.rings)
+        ]
 
     def index(self) -> jax.Array:
         """int32[]: which shard this is."""

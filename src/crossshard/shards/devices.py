@@ -1,15 +1,17 @@
 """Devices for the shards: virtual CPU devices that do not deadlock, and the mesh of a runner."""
 
 import functools
+import math
 import os
 import re
 import warnings
+from typing import Any
 
 import jax
 import numpy as np
 
 from crossshard import _jax
-from crossshard.errors import ArgumentError, DeadlockWarning, ShardContextError
+from crossshard.errors import ArgumentError, ArgumentTypeError, DeadlockWarning, ShardContextError
 from crossshard.shards.context import check_num_shards
 
 AXIS = "shards"
@@ -81,6 +83,38 @@ def shard_mesh(num_shards: int) -> jax.sharding.Mesh:
     mesh = jax.sharding.Mesh(np.array(devices[:num_shards]), (AXIS,))
     warn_of_deadlock(mesh)
     return mesh
+
+
+def mesh_for(num_shards: int, mesh: Any) -> jax.sharding.Mesh:
+    """The mesh that was given, every axis of which counts shards, or one of so many shards.
+
+    Raises:
+      ArgumentError: the mesh has another number of devices; there are fewer devices.
+      ArgumentTypeError: it is no mesh.
+    """
+    if mesh is None:
+        return shard_mesh(num_shards)
+    if not isinstance(mesh, jax.sharding.Mesh):
+        raise ArgumentTypeError(f"mesh must be a jax.sharding.Mesh; got {type(mesh).__name__}.")
+    if num_shards not in (1, mesh.size):
+        raise ArgumentError(
+            f"num_shards is {num_shards} and the mesh has {mesh.size} devices; give one of them."
+        )
+    warn_of_deadlock(mesh)
+    return mesh
+
+
+def rings_of(mesh: jax.sharding.Mesh) -> tuple[int, ...]:
+    """The rings into which the only axis of a mesh is split, for collectives that go in stages.
+
+    XLA for TPUs makes a scatter over all chips an all-reduce and a slice, and scatters over one
+    ring after the other what they are: seen in the compiled programs of v5e, v6e and v5p slices.
+    """
+    if mesh.devices.flat[0].platform != "tpu" or len(mesh.axis_names) > 1:
+        return ()
+    size = mesh.size
+    second = max((d for d in range(2, math.isqrt(size) + 1) if size % d == 0), default=1)
+    return (size // second, second) if second > 1 else ()
 
 
 def warn_of_deadlock(mesh: jax.sharding.Mesh) -> None:

@@ -1,0 +1,1 @@
+"""Timing ours against others, in turn within one run. What `crossshard bench` runs."""

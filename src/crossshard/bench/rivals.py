@@ -1,0 +1,34 @@
+"""What takes part in a bench: anything that takes steps and says how long they took."""
+
+import dataclasses
+from typing import Protocol
+
+OURS_SHARDED = "ours, sharded"
+OURS_REPLICATED = "ours, replicated"
+HAND_WRITTEN = "hand-written pmean + Optax"
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """What a rival did when it was its turn.
+
+    Attributes:
+      seconds: for all steps of the turn, each waited for.
+      sample: some of its parameters afterwards, the same ones of every rival.
+    """
+
+    seconds: float
+    sample: list[float]
+
+
+class Rival(Protocol):
+    """Idle unless it is its turn."""
+
+    @property
+    def name(self) -> str:
+        """As it stands in tables."""
+        ...
+
+    def run(self, steps: int) -> Turn:
+        """Take so many steps on from where it stands."""
+        ...

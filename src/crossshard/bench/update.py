@@ -1,0 +1,99 @@
+"""The bench of the update alone: gradients given, AdamW, against all rivals and the floor."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+from crossshard.bench.floor import cores, least_bytes, measure_bandwidth
+from crossshard.bench.given_gradients import given_gradients, scales
+from crossshard.bench.jax_rivals import hand_written, ours
+from crossshard.bench.options import BenchOptions
+from crossshard.bench.peer import Peer, PeerError, PeerRival
+from crossshard.bench.problem import B1, B2, EPS, LEARNING_RATE, WEIGHT_DECAY
+from crossshard.bench.result import Result, Screen
+from crossshard.bench.rivals import Rival
+from crossshard.bench.turns import take_turns
+
+_MATRICES, _WIDTH = 32, 512
+_QUICK_WIDTH = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class _Framework:
+    """A peer: its name, its script, and its ways to take a step with their names in tables."""
+
+    name: str
+    folder: str
+    script: str
+    variants: dict[str, str]
+
+
+_FRAMEWORKS = (
+    _Framework(
+        "PyTorch",
+        "peer-torch",
+        "torch_peer.py",
+        {"all_reduce": "PyTorch gloo all-reduce + AdamW", "zero": "PyTorch gloo ZeRO + AdamW"},
+    ),
+    _Framework(
+        "TensorFlow",
+        "peer-tensorflow",
+        "tensorflow_peer.py",
+        {
+            "adamw": "MirroredStrategy, v1 Adam + decay",
+            "adam": "MirroredStrategy, v1 Adam (no decay: less work)",
+        },
+    ),
+)
+
+
+def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> Iterator[Result]:
+    """A result for every number of shards; the versions of peers are added as they answer."""
+    width = _QUICK_WIDTH if options.quick else _WIDTH
+    for shards in options.shards_for("update"):
+        problem = given_gradients(_MATRICES, width, shards)
+        told = f"update of {problem.parameters:,} parameters, {shards} shards"
+        screen.tell(f"{told}: starting all rivals")
+        rivals: list[Rival] = [
+            ours(problem, shards, "sharded"),
+            ours(problem, shards, "replicated"),
+            hand_written(problem, shards),
+        ]
+        with contextlib.ExitStack() as running:
+            for framework in _FRAMEWORKS:
+                try:
+                    peer = _start(framework, options.peers, width, shards)
+                    running.enter_context(peer)
+                    versions |= peer.versions()
+                except PeerError as why:
+                    screen.note(str(why))
+                    continue
+                rivals += [PeerRival(name, peer, way) for way, name in framework.variants.items()]
+            bandwidth = measure_bandwidth()
+            screen.tell(told)
+            timing, differences = take_turns(rivals, options.rounds, screen.round)
+        yield Result(
+            problem=f"update of {_MATRICES} matrices of {width} × {width}",
+            parameters=problem.parameters,
+            shards=shards,
+            timing=timing,
+            differences=differences,
+            floor_bytes=least_bytes(problem.parameters, shards),
+            bandwidth=max(bandwidth, measure_bandwidth()),
+        )
+
+
+def _start(framework: _Framework, peers: Path, width: int, shards: int) -> Peer:
+    problem = {
+        "shapes": [(width, width)] * _MATRICES,
+        "scales": scales(_MATRICES, shards),
+        "learning_rate": LEARNING_RATE,
+        "b1": B1,
+        "b2": B2,
+        "eps": EPS,
+        "weight_decay": WEIGHT_DECAY,
+        "cores": cores(),
+    }
+    python = peers / framework.folder / "bin" / "python"
+    return Peer(framework.name, python, framework.script, problem)

@@ -1,0 +1,118 @@
+"""Which devices a collective joins, in each of the forms in which XLA writes it."""
+
+import itertools
+import math
+import re
+
+import numpy as np
+
+from crossshard.errors import ArgumentError
+from crossshard.inspection.hlo import Instruction, Module
+
+Groups = tuple[tuple[int, ...], ...]
+
+_IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"mesh\[([^\]]*)\]\s*\{(.*)\}")
+_MESH_AXIS = re.compile(r"'?([^',=]+)'?=(\d+)")
+_USED_AXIS = re.compile(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?")
+
+# What the ids of a collective number without use_global_device_ids: replicas where it has no
+# channel; where it has one, partitions for these and for all others replicas, whole.
+_IDS_ARE_PARTITIONS = {
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+}
+
+
+def parse_groups(text: str) -> Groups:
+    """Read the value of ``replica_groups``.
+
+    Args:
+      text: explicit groups, ``{{0,1},{2,3}}``; the rows of a transposed iota,
+        ``[4,2]<=[2,4]T(1,0)``; or axes of a mesh, ``mesh['a'=2,'b'=4] {'b'}``.
+
+    Returns:
+      The groups; none at all where the text is ``{}``, which means that all are one group.
+
+    Raises:
+      ArgumentError: the text has none of these forms.
+
+    >>> parse_groups("{{0,1},{2,3}}")
+    ((0, 1), (2, 3))
+    >>> parse_groups("[4,2]<=[2,4]T(1,0)")
+    ((0, 4), (1, 5), (2, 6), (3, 7))
+    >>> parse_groups("mesh['a'=2,'b'=2] {'a'}")
+    ((0, 2), (1, 3))
+    """
+    if iota := _IOTA.fullmatch(text):
+        rows, dimensions, order = (
+            [int(n) for n in part.split(",")] if part else [] for part in iota.groups()
+        )
+        ids = np.arange(np.prod(dimensions)).reshape(dimensions)
+        return _rows(ids.transpose(order or None).reshape(rows))
+    if mesh := _MESH.fullmatch(text):
+        return _over_axes(mesh[1], mesh[2])
+    if text.startswith("{"):
+        inner = re.findall(r"\{([\d,\s]*)\}", text[1:-1])
+        return tuple(tuple(int(i) for i in re.findall(r"\d+", group)) for group in inner)
+    raise ArgumentError(
+        f"The program's text has replica groups of an unknown form: {text[:120]!r}."
+    )
+
+
+def _rows(table: np.ndarray) -> Groups:
+    return tuple(tuple(row) for row in table.reshape(-1, table.shape[-1]).tolist())
+
+
+def _over_axes(mesh: str, used: str) -> Groups:
+    sizes = {name: int(size) for name, size in _MESH_AXIS.findall(mesh)}
+    # A part of an axis, 'a':(2)4, cuts it in three: the 2 before it, its 4, and the rest.
+    parts = [
+        (name, int(before or 1), int(before or 1) * int(size or sizes[name]))
+        for name, before, size in _USED_AXIS.findall(used)
+    ]
+    factors: list[int] = []
+    starts: list[tuple[str, int]] = []
+    for axis, length in sizes.items():
+        edges = {1, length}.union(*(part[1:] for part in parts if part[0] == axis))
+        for low, high in itertools.pairwise(sorted(edges)):
+            factors.append(high // low)
+            starts.append((axis, low))
+    chosen = [
+        i
+        for name, low, high in parts
+        for i, (axis, start) in enumerate(starts)
+        if axis == name and low <= start < high
+    ]
+    others = [i for i in range(len(factors)) if i not in chosen]
+    ids = np.arange(math.prod(factors)).reshape(factors).transpose([*others, *chosen])
+    return _rows(ids.reshape(-1, math.prod(factors[i] for i in chosen)))
+
+
+def groups_of(collective: Instruction, kind: str, module: Module) -> Groups:
+    """The groups of devices that a collective joins, each device by its place in the program.
+
+    Args:
+      collective: the instruction.
+      kind: its opcode without ``-start``.
+      module: the program, for the numbers of replicas and partitions.
+
+    Returns:
+      The groups; of a collective-permute, its pairs of source and target.
+    """
+    attributes = collective.attributes
+    form = "source_target_pairs" if kind == "collective-permute" else "replica_groups"
+    given = [list(group) for group in parse_groups(attributes.get(form, "{}"))]
+    devices = np.arange(module.replicas * module.partitions)
+    table = devices.reshape(module.replicas, module.partitions)
+    if attributes.get("use_global_device_ids") == "true":
+        rows = [devices[group] for group in given or [list(range(devices.size))]]
+    elif "channel_id" not in attributes:
+        rows = [column[group] for column in table.T for group in given or [[*range(len(column))]]]
+    elif kind in _IDS_ARE_PARTITIONS:
+        rows = [row[group] for row in table for group in given or [[*range(len(row))]]]
+    else:
+        rows = [table[group].ravel() for group in given or [[*range(len(table))]]]
+    return tuple(tuple(row.tolist()) for row in rows)

@@ -1,0 +1,174 @@
+"""Batches laid out over the shards: split along axis 0, padded where weights allow it."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from crossshard.errors import ArgumentError, ArgumentTypeError
+
+Weight = Callable[[Any], Any]
+
+
+def check_weight(weight: Any) -> Weight | None:
+    """A function from a shard's part of the batch to its weight, from what the user gave.
+
+    Raises:
+      ArgumentTypeError: neither a function nor the name of an entry.
+    """
+    if weight is None or callable(weight):
+        return weight
+    if isinstance(weight, str):
+        return _SumOf(weight)
+    raise ArgumentTypeError(
+        f"weight must be the name of the batch's entry that counts examples or tokens, or a "
+        f"function from a shard's batch to its weight; got {weight!r} ({type(weight).__name__})."
+    )
+
+
+class _SumOf:
+    """The sum of one entry of the batch, such as a mask."""
+
+    def __init__(self, key: str):
+        self._key = key
+
+    def __call__(self, batch: Any) -> Any:
+        if not isinstance(batch, dict) or self._key not in batch:
+            known = list(batch) if isinstance(batch, dict) else type(batch).__name__
+            raise ArgumentError(
+                f"weight={self._key!r} names an entry of the batch, which has {known}."
+            )
+        return jnp.sum(jnp.asarray(batch[self._key], jnp.float32))
+
+
+def weight_of(weight: Weight, batch: Any) -> jax.Array:
+    """float32[]: the weight of one shard's part of the batch.
+
+    Raises:
+      ArgumentError: it is no scalar.
+    """
+    value = jnp.asarray(weight(batch), jnp.float32)
+    if value.shape != ():
+        raise ArgumentError(
+            f"A shard's weight is one number; weight gave an array of shape {value.shape}. Sum it."
+        )
+    return value
+
+
+class Layout:
+    """How host batches go to the devices of a mesh: rows split over the shards in order."""
+
+    def __init__(self, mesh: Mesh, weight: Weight | None):
+        process = jax.process_index()
+        # The parts that this process gives of a batch.
+        self._parts = sum(device.process_index == process for device in mesh.devices.flat)
+        self._weight = weight
+        self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        self._padding_weighs_nothing: set[Any] = set()
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """How every leaf of a batch lies."""
+        return self._sharding.spec
+
+    def abstract(self, batch: Any) -> Any:
+        """The types of a batch as it will lie."""
+
+        def one(leaf: Any) -> jax.ShapeDtypeStruct:
+            dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+            return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=self._sharding)
+
+        return jax.tree.map(one, batch)
+
+    def __call__(self, batch: Any) -> Any:
+        """The batch on the devices; what lies there already is left alone.
+
+        A process gives its own part of the batch where there are several.
+
+        Raises:
+          ArgumentError: an array without rows, or whose rows do not divide and may not be padded.
+          ArgumentTypeError: a leaf that is no array.
+        """
+        leaves = jax.tree.leaves(batch)
+        if leaves and all(map(self._lies, leaves)):
+            return batch
+        return self._laid_out(batch)
+
+    def _lies(self, leaf: Any) -> bool:
+        if isinstance(leaf, jax.core.Tracer):
+            return leaf.ndim > 0 and leaf.shape[0] % self._sharding.num_devices == 0
+        return isinstance(leaf, jax.Array) and leaf.sharding == self._sharding
+
+    def _laid_out(self, batch: Any) -> Any:
+        paths, tree = jax.tree_util.tree_flatten_with_path(batch)
+        if not paths:
+            raise ArgumentError("The batch is empty: it has no array.")
+        for path, leaf in paths:
+            _check_rows(path, leaf)
+        leaves = [leaf for _, leaf in paths]
+        parts = self._parts
+        missing = [-leaf.shape[0] % parts for leaf in leaves]
+        if any(missing):
+            self._check_padding(paths, parts, tree)
+            leaves = [_padded(leaf, rows) for leaf, rows in zip(leaves, missing, strict=True)]
+        return tree.unflatten([self._put(leaf) for leaf in leaves])
+
+    def _put(self, leaf: Any) -> jax.Array:
+        if jax.process_count() > 1 and getattr(leaf, "is_fully_addressable", True):
+            return jax.make_array_from_process_local_data(self._sharding, np.asarray(leaf))
+        return jax.device_put(leaf, self._sharding)
+
+    def _check_padding(self, paths: list[Any], parts: int, tree: Any) -> None:
+        path, leaf = next((path, leaf) for path, leaf in paths if leaf.shape[0] % parts)
+        if self._weight is None:
+            raise ArgumentError(
+                f"batch{jax.tree_util.keystr(path)} has {leaf.shape[0]} rows, which do not divide "
+                f"evenly over {parts} shards: {leaf.shape[0] % parts} are left over. Give "
+                f"{leaf.shape[0] - leaf.shape[0] % parts} or "
+                f"{leaf.shape[0] + -leaf.shape[0] % parts}, or say weight=, the batch's entry that "
+                f"counts examples: then the rest is padded with zeros, which weigh nothing."
+            )
+        rows = {leaf.shape[0] for _, leaf in paths}
+        if len(rows) > 1:
+            raise ArgumentError(
+                f"A batch that is padded has arrays of one number of rows; got {sorted(rows)}."
+            )
+        key = tree, tuple((leaf.shape, str(leaf.dtype)) for _, leaf in paths)
+        if key in self._padding_weighs_nothing:
+            return
+        # Else every padded batch would be a wrong mean, and nobody would be told.
+        each = math.ceil(leaf.shape[0] / parts)
+        nothing = tree.unflatten([np.zeros((each, *x.shape[1:]), x.dtype) for _, x in paths])
+        weight = float(weight_of(self._weight, nothing))
+        if weight != 0:
+            raise ArgumentError(
+                f"A batch of {leaf.shape[0]} rows is padded with rows of zeros to divide over "
+                f"{parts} shards, and these must weigh nothing, but weight gives {weight:g} to "
+                f"{each} of them. Let the batch have a mask, and weight be its sum."
+            )
+        self._padding_weighs_nothing.add(key)
+
+
+def _check_rows(path: Any, leaf: Any) -> None:
+    where = f"batch{jax.tree_util.keystr(path)}"
+    if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+        raise ArgumentTypeError(
+            f"{where} must be an array; got {leaf!r:.60} ({type(leaf).__name__})."
+        )
+    kind = getattr(leaf.dtype, "kind", "")
+    if kind in "OSUMm" and kind:
+        raise ArgumentTypeError(f"{where} is an array of {leaf.dtype}, which JAX cannot hold.")
+    if not leaf.shape:
+        raise ArgumentError(
+            f"{where} is a scalar, which has no rows to split over the shards. Give one value per "
+            f"row, or let the loss close over it."
+        )
+
+
+def _padded(leaf: Any, rows: int) -> Any:
+    pad = jnp.pad if isinstance(leaf, jax.Array) else np.pad
+    return pad(leaf, [(0, rows), *[(0, 0)] * (leaf.ndim - 1)])

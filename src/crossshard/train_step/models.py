@@ -1,0 +1,131 @@
+"""What a loss takes, apart and together: parameters, what else changes, and what never does."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
+
+
+@dataclasses.dataclass(frozen=True)
+class Skeleton:
+    """All of a model that is no array; hashable, so that a step compiles once for each.
+
+    Attributes:
+      tree: of a pytree, its structure; of an NNX module, its graph.
+      fixed: of a pytree, per leaf what it is if it is no array, and ``None`` if it is one.
+    """
+
+    tree: Any
+    fixed: tuple[Any, ...] | None = None
+
+    @property
+    def is_nnx(self) -> bool:
+        """Whether the model is an NNX module, whose other state a loss may write to."""
+        return self.fixed is None
+
+
+def take_apart(model: Any) -> tuple[Skeleton, Any, Any]:
+    """The skeleton, the parameters and the other arrays of a pytree or an NNX module.
+
+    Of a module the parameters are its ``nnx.Param``s; of a pytree, its floating arrays. The others,
+    such as integer arrays, are carried along unchanged.
+
+    Raises:
+      ArgumentError: there are no parameters.
+      ArgumentTypeError: a leaf that is neither an array nor hashable.
+    """
+    if isinstance(model, nnx.Variable):
+        raise ArgumentTypeError(
+            "Parameters are a pytree of arrays or a module; got an nnx variable. Put it into one."
+        )
+    apart = _module_apart(model) if isinstance(model, nnx.Pytree) else _pytree_apart(model)
+    if not jax.tree.leaves(apart[1]):
+        raise ArgumentError(
+            f"There is nothing to train: {type(model).__name__} has no floating array."
+        )
+    return apart
+
+
+def put_together(skeleton: Skeleton, params: Any, others: Any) -> Any:
+    """The reverse of ``take_apart``."""
+    if skeleton.fixed is None:
+        # Variables made anew belong to the trace in force, so that the loss may write to them.
+        return nnx.merge(skeleton.tree, *jax.tree.map(lambda x: x, (params, others)))
+    leaves = zip(
+        skeleton.fixed,
+        skeleton.tree.flatten_up_to(params),
+        skeleton.tree.flatten_up_to(others),
+        strict=True,
+    )
+    filled = [
+        fixed.value if fixed is not None else other if param is None else param
+        for fixed, param, other in leaves
+    ]
+    return skeleton.tree.unflatten(filled)
+
+
+def others_after(skeleton: Skeleton, model: Any, before: Any) -> Any:
+    """The arrays besides the parameters that a module has after its loss.
+
+    Raises:
+      VariableError: it has others than before.
+    """
+    if not skeleton.is_nnx:
+        return before
+    _, _, after = nnx.split(model, _is_param, ...)  # type: ignore[misc]
+    if jax.tree.structure(after) != jax.tree.structure(before):
+        raise VariableError(
+            "The loss made or removed variables of the module that was handed to it; a step "
+            "carries those that it had. Make them before, or pop them in the loss."
+        )
+    return after
+
+
+def _is_param(path: Any, value: Any) -> bool:
+    del path
+    return isinstance(value, nnx.Param) and _is_floating(value.get_raw_value())
+
+
+def _module_apart(module: Any) -> tuple[Skeleton, Any, Any]:
+    graph, params, others = nnx.split(module, _is_param, ...)  # type: ignore[misc]
+    return Skeleton(graph), params, others
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fixed:
+    value: Any
+
+
+def _pytree_apart(model: Any) -> tuple[Skeleton, Any, Any]:
+    leaves, tree = jax.tree.flatten(model)
+    # Plain containers hold numbers to train; a module's own fields of that kind are settings.
+    plain = isinstance(model, dict | list | tuple)
+    leaves = [jnp.asarray(x) if plain and isinstance(x, float) else x for x in leaves]
+    fixed = tuple(None if _is_array(leaf) else _Fixed(_check_fixed(leaf)) for leaf in leaves)
+    params = [leaf if _is_array(leaf) and _is_floating(leaf) else None for leaf in leaves]
+    others = [leaf if _is_array(leaf) and not _is_floating(leaf) else None for leaf in leaves]
+    return Skeleton(tree, fixed), tree.unflatten(params), tree.unflatten(others)
+
+
+def _check_fixed(leaf: Any) -> Any:
+    try:
+        hash(leaf)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"A leaf of the parameters is neither an array nor hashable: {leaf!r:.60} "
+            f"({type(leaf).__name__})."
+        ) from None
+    return leaf
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+def _is_floating(leaf: Any) -> bool:
+    return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))

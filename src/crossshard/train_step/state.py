@@ -1,0 +1,35 @@
+"""TrainState: all that a step carries from one batch to the next."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from crossshard.train_step.models import Skeleton
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Parameters, optimizer state, step count and random key: a pytree of arrays on the mesh.
+
+    A step takes it and returns the next; the buffers of the one taken are used again, so it must
+    not be read afterwards.
+
+    Attributes:
+      step: int32[], how many steps were taken.
+      params: the parameters, whole on every shard; ``[shards, …]`` under groups.
+      opt_state: the Optax state; in parts over the shards where the weight update is sharded, and
+        ``[shards, …]`` under groups.
+      others: the arrays of the model besides its parameters. Of an NNX module ``[shards, …]``,
+        since each shard keeps statistics and random streams of its own.
+      rng: the key from which each step and shard draws its own.
+      skeleton: what of the model is no array.
+    """
+
+    step: Any
+    params: Any
+    opt_state: Any
+    others: Any
+    rng: Any
+    skeleton: Skeleton = dataclasses.field(metadata={"static": True})

@@ -1,0 +1,333 @@
+"""make_train_step: from a loss and an optimizer to the compiled step of all shards."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from crossshard import _jax
+from crossshard.collectives.parts import ANY, TPU
+from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.gradients.incoming import Incoming
+from crossshard.gradients.pipeline import Pipeline
+from crossshard.gradients.reduction import Reduction
+from crossshard.optimizer.cross_shard_optimizer import CrossShardOptimizer
+from crossshard.optimizer.weight_update import WeightUpdate, check_weight_update, plan_update
+from crossshard.shards.context import check_num_shards
+from crossshard.shards.devices import mesh_for
+from crossshard.train_step.batches import Layout, check_weight
+from crossshard.train_step.computation import Computation
+from crossshard.train_step.description import describe
+from crossshard.train_step.models import put_together, take_apart
+from crossshard.train_step.placing import Placing, check_key, replicated
+from crossshard.train_step.state import TrainState
+
+
+def make_train_step(
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    *,
+    mesh: Mesh | None = None,
+    num_shards: int | None = None,
+    weight_update: str = WeightUpdate.AUTO,
+    weight: str | Callable[[Any], Any] | None = None,
+    has_aux: bool = False,
+) -> "TrainStep":
+    """Build the whole training step of all shards: loss, gradients, reduction, weight update.
+
+    ``state = step.init(params)`` gives the state, ``state, metrics = step(state, batch)`` takes a
+    step and uses the buffers of the state again. The parameters are those that one device would
+    have on the whole batch, however the update is split.
+
+    Args:
+      loss_fn: ``loss_fn(params, batch)``, or ``loss_fn(params, batch, rng)``, the mean loss of one
+        shard's part of the batch, float[]. ``params`` is what ``init`` was given: a pytree, an
+        Equinox module, or an NNX module, which it may write to. ``rng`` is a key of this step and
+        shard.
+      optimizer: an Optax transformation, whose gradients are averaged over the shards; or a
+        CrossShardOptimizer, which says how they are reduced and in which groups.
+      mesh: the mesh to run on, every axis of which counts shards; one over ``num_shards`` devices
+        if ``None``.
+      num_shards: how many shards; all devices if ``None``.
+      weight_update: ``"sharded"``: each shard updates its part of the parameters and has its part
+        of the optimizer state (ZeRO-1, Xu et al. 2020, arXiv 2004.13336). ``"replicated"``: each
+        updates all. ``"auto"``: sharded where the rule is proven elementwise and it pays.
+      weight: what a shard counts in the mean, its examples or tokens: the name of the batch's
+        entry whose sum they are, such as a mask, or a function from a shard's batch to float[].
+        The mean is then sum(w · g) / sum(w), and a batch whose rows do not divide is padded with
+        zeros.
+      has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
+
+    Returns:
+      A TrainStep.
+
+    Raises:
+      ArgumentError: an unknown word, an impossible number of shards, a weight under SUM.
+      ArgumentTypeError: what is no function, no optimizer, no mesh.
+
+    >>> import jax.numpy as jnp, optax
+    >>> loss_fn = lambda w, batch: ((batch["x"] * w - batch["y"]) ** 2).mean()
+    >>> train_step = make_train_step(loss_fn, optax.sgd(0.1), num_shards=1)
+    >>> state = train_step.init(jnp.float32(0))
+    >>> state, metrics = train_step(state, {"x": jnp.ones(4), "y": jnp.ones(4)})
+    >>> float(state.params), float(metrics["loss"])
+    (0.20000000298023224, 1.0)
+    """
+    if not callable(loss_fn):
+        raise ArgumentTypeError(f"loss_fn must be a function; got {loss_fn!r:.60}.")
+    if not isinstance(optimizer, CrossShardOptimizer):
+        optimizer = CrossShardOptimizer(optimizer)
+    if num_shards is None:
+        num_shards = len(jax.devices()) if mesh is None else 1
+    where = _jax.with_automatic_axes(mesh_for(check_num_shards(num_shards), mesh))
+    computation = Computation(
+        loss_fn,
+        _takes_rng(loss_fn),
+        has_aux,
+        check_weight(weight),
+        _check_pipeline(optimizer.pipeline, where, weight),
+        optax.with_extra_args_support(optimizer.inner),
+        optimizer.get_name(),
+    )
+    wanted = check_weight_update(weight_update)
+    if wanted is WeightUpdate.AUTO and optimizer.weight_update is WeightUpdate.SHARDED:
+        wanted = WeightUpdate.SHARDED
+    return TrainStep(computation, where, wanted)
+
+
+def _check_pipeline(pipeline: Pipeline, mesh: Mesh, weight: Any) -> Pipeline:
+    """The optimizer's way of a gradient, if it can be gone on this mesh."""
+    if weight is not None and pipeline.reduction is Reduction.SUM:
+        raise ArgumentError(
+            "weight says what a shard counts in a mean, and the optimizer's reduction is SUM. Use "
+            "MEAN, or leave weight out and weigh the loss."
+        )
+    if pipeline.groups is not None:
+        pipeline.groups.check_covers(mesh.size)
+    if pipeline.axis_name and set(pipeline.axis_name) != set(mesh.axis_names):
+        raise ArgumentError(
+            f"The optimizer reduces over the axes {list(pipeline.axis_name)}, and the mesh has "
+            f"{list(mesh.axis_names)}, every one of which counts shards here. Leave axis_name out."
+        )
+    if pipeline.incoming not in (None, Incoming.LOCAL):
+        raise ArgumentError(
+            f"The optimizer says incoming={str(pipeline.incoming)!r}, but a step differentiates "
+            f"itself, and its gradients are each shard's own. Leave incoming out."
+        )
+    return pipeline
+
+
+class TrainStep:
+    """A training step of all shards; what ``make_train_step`` returns."""
+
+    def __init__(self, computation: Computation, mesh: Mesh, weight_update: WeightUpdate):
+        self._computation = computation
+        self._mesh = mesh
+        self._weight_update = weight_update
+        self._layout = Layout(mesh, computation.weight)
+        self._placings: dict[Any, Placing] = {}
+        self._latest: tuple[Placing, TrainState] | None = None
+        self._compiled = jax.jit(self._run, donate_argnums=0)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that the step runs on."""
+        return self._mesh
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        """Take one step.
+
+        Args:
+          state: what ``init`` or the last step returned; its buffers are used again.
+          batch: a pytree of arrays, split over the shards along axis 0; where there are several
+            processes, each gives its own part.
+
+        Returns:
+          The next state, and the metrics: ``"loss"``, float[], reduced as the gradients are
+          (``[shards]`` under groups); ``"aux"``, if there is any, ``[shards, …]``, each shard's.
+
+        Raises:
+          ArgumentError, ArgumentTypeError: a batch that cannot be split; no state of this step.
+        """
+        _check_state(state)
+        with _jax.in_place_of_the_users_mesh(self._mesh):
+            return self._compiled(state, self._layout(batch))
+
+    def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
+        """The step, lowered and not run, for arrays or for their types (``abstract_init``)."""
+        _check_state(state)
+        with _jax.in_place_of_the_users_mesh(self._mesh):
+            return self._compiled.lower(state, self._layout.abstract(batch))
+
+    def _run(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        placing = self._placing_of(state)
+        placing.check(state)
+        return self._computation(placing, state, batch)
+
+    # The state.
+
+    def init(self, params: Any, rng: Any = 0) -> TrainState:
+        """The state before the first step, on the devices of the mesh.
+
+        Args:
+          params: what the loss takes: a pytree of arrays, an Equinox module or an NNX module. It
+            is copied.
+          rng: a key, or a seed, from which each step and shard draws its own.
+
+        Raises:
+          ArgumentError: there is nothing to train.
+          ArgumentTypeError: a leaf that is neither an array nor hashable; no key.
+        """
+        key = check_key(rng)
+        make, model, _ = self._initial(params)
+        model, key = jax.tree.map(lambda x: replicated(self._mesh, x), (model, key))
+        with _jax.in_place_of_the_users_mesh(self._mesh):
+            return make(model, key)
+
+    def abstract_init(self, params: Any) -> TrainState:
+        """The types of ``init``'s state and where they lie, to ``lower`` without any devices."""
+        _, _, abstract = self._initial(params)
+        return abstract
+
+    def _initial(self, params: Any) -> tuple[Any, Any, TrainState]:
+        """A compiled function of arrays and key, the arrays, and the types of what it makes."""
+        skeleton, *model = take_apart(params)
+        placing = self._placing(model[0])
+
+        def make(model: Any, key: Any) -> TrainState:
+            return placing.initial(self._computation.inner, skeleton, model, key)
+
+        types = jax.eval_shape(make, model, jax.eval_shape(lambda: jax.random.key(0)))
+        shardings = placing.shardings(types)
+        abstract = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            types,
+            shardings,
+        )
+        self._latest = placing, abstract
+        return jax.jit(make, out_shardings=shardings), model, abstract
+
+    def unshard(self, state: TrainState) -> TrainState:
+        """The state whole on every device, the optimizer's arrays in the shapes its rule gave them.
+
+        For saving, looking at, and going on with another number of shards. The state that is given
+        stays good.
+        """
+        _check_state(state)
+        placing = self._placing_of(state)
+        everywhere = NamedSharding(self._mesh, PartitionSpec())
+        return self._relaid(placing.whole, state, jax.tree.map(lambda _: everywhere, state))
+
+    def reshard(self, state: TrainState) -> TrainState:
+        """The reverse of ``unshard``, whichever step and number of shards the state came from."""
+        _check_state(state)
+        placing = self._placing_of(state)
+        state = jax.tree.map(lambda x: replicated(self._mesh, x), state)
+        return self._relaid(placing.laid_out, state, placing.shardings(state))
+
+    def _relaid(self, how: Callable[[Any], Any], state: TrainState, to: TrainState) -> TrainState:
+        with _jax.in_place_of_the_users_mesh(self._mesh):
+            return jax.jit(lambda state: how(jax.tree.map(jnp.copy, state)), out_shardings=to)(
+                state
+            )
+
+    def model(self, state: TrainState, shard: int | None = None) -> Any:
+        """What the loss takes, with the parameters of a state: to evaluate, or to export.
+
+        Args:
+          state: a state of this step.
+          shard: whose. If ``None``, what all shards have; of what differs between them in an NNX
+            module, the mean where it is floating (statistics), else the first shard's.
+
+        Raises:
+          ArgumentError: parameters differ between groups, and no shard was named.
+        """
+        _check_state(state)
+        params, others = state.params, state.others
+        if self._grouped and shard is None:
+            raise ArgumentError(
+                f"Under group_assignment {self._computation.pipeline.groups} the parameters differ "
+                f"between shards. Say whose: model(state, shard=0)."
+            )
+        if self._grouped:
+            params = jax.tree.map(lambda x: x[shard], params)
+        if state.skeleton.is_nnx:
+            others = jax.tree.map(lambda x: _for_all(x) if shard is None else x[shard], others)
+        return put_together(state.skeleton, jax.tree.map(jnp.copy, params), others)
+
+    # What will happen.
+
+    def describe(self) -> str:
+        """What happens to a gradient, how the weights are updated and why, and what lies where.
+
+        Raises:
+          ArgumentError: ``init`` or ``abstract_init`` has not told the parameters yet.
+        """
+        if self._latest is None:
+            raise ArgumentError(
+                "How the weights are updated depends on the parameters: call init(params), or "
+                "abstract_init(params), first."
+            )
+        return describe(self._computation, *self._latest)
+
+    def _placing_of(self, state: TrainState) -> Placing:
+        return self._placing(_of_one(state.params) if self._grouped else state.params)
+
+    def _placing(self, params: Any) -> Placing:
+        leaves, tree = jax.tree.flatten(params)
+        key = tree, tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
+        if key not in self._placings:
+            groups = self._computation.pipeline.groups if self._grouped else None
+            number = self._mesh.size if groups is None else groups.size
+            plan = plan_update(
+                self._computation.inner,
+                params,
+                number,
+                self._weight_update,
+                only_parts=groups is not None,
+                limits=TPU if self._mesh.devices.flat[0].platform == "tpu" else ANY,
+            )
+            self._placings[key] = Placing(self._mesh, plan, groups)
+        return self._placings[key]
+
+    @property
+    def _grouped(self) -> bool:
+        return not self._computation.pipeline.over_all_shards
+
+
+def _of_one(params: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
+
+
+def _for_all(x: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x[0]
+    # Not the mean of equal numbers, which rounds.
+    return jnp.where((x == x[0]).all(0), x[0], x.mean(0))
+
+
+def _takes_rng(loss_fn: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(loss_fn).parameters.values()
+    except ValueError:
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p for p in parameters if p.kind in positional and p.default is p.empty]
+    if len(needed) not in (2, 3) and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        raise ArgumentTypeError(
+            f"loss_fn takes (params, batch) or (params, batch, rng); this one takes "
+            f"{[p.name for p in needed]}."
+        )
+    return len(needed) == 3
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, TrainState):
+        raise ArgumentTypeError(
+            f"A step takes the state that init(params) returned, and then the one of the step "
+            f"before; got {type(state).__name__}."
+        )

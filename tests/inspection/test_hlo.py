@@ -1,0 +1,274 @@
+"""The text of a program, read: shapes, groups in every form, loops, source lines."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crossshard import ArgumentError
+from crossshard.inspection.collectives import bytes_sent, collectives
+from crossshard.inspection.execution import executions
+from crossshard.inspection.groups import parse_groups
+from crossshard.inspection.hlo import Array, leaves, parse
+
+# As XLA writes for GPUs: pairs of start and done, a wrapped reduce-scatter, nested loops.
+ASYNCHRONOUS = """HloModule jit_step, is_scheduled=true, replica_count=1, num_partitions=4
+
+FileNames
+1 "train.py"
+2 "other.py"
+
+FunctionNames
+1 "step"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=12 end_line=12 column=3 end_column=9}
+2 {file_name_id=2 function_name_id=1 line=7 end_line=8 column=3 end_column=9}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=1}
+
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b), metadata={op_name="add" stack_frame_id=2}
+}
+
+%scattered (s: f32[8]) -> f32[2] {
+  %s = f32[8]{0} parameter(0)
+  ROOT %reduce-scatter.1 = f32[2]{0} reduce-scatter(%s), channel_id=4, replica_groups=[1,4]<=[4], use_global_device_ids=true, dimensions={0}, to_apply=%add
+}
+
+%inner_body (i: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %i = (s32[], f32[8]{0}) parameter(0)
+  %n = s32[] get-tuple-element(%i), index=0
+  %v = f32[8]{0} get-tuple-element(%i), index=1
+  %permute = f32[8]{0} collective-permute(%v), channel_id=5, source_target_pairs={{0,1},{1,0}}
+  ROOT %out = (s32[], f32[8]{0}) tuple(%n, %permute)
+}
+
+%condition (c: (s32[], f32[8])) -> pred[] {
+  %c = (s32[], f32[8]{0}) parameter(0)
+  ROOT %yes = pred[] constant(true)
+}
+
+%outer_body (o: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %o = (s32[], f32[8]{0}) parameter(0)
+  ROOT %inner = (s32[], f32[8]{0}) while(%o), condition=%condition, body=%inner_body, backend_config={"known_trip_count":{"n":"3"}}
+}
+
+ENTRY %main (p: f32[8], q: bf16[4,4]) -> (f32[8], bf16[4,4], f32[2], f32[32]) {
+  %p = f32[8]{0} parameter(0), sharding={replicated}
+  %q = bf16[4,4]{1,0} parameter(1)
+  %text = s32[] constant(0), metadata={op_name="a %b, (c" source_file="old.py" source_line=3}
+  %reduce-start = (f32[8]{0}, bf16[4,4]{1,0}) all-reduce-start(%p, %q), channel_id=1, replica_groups={{0,1},{2,3}}, use_global_device_ids=true, to_apply=%add, metadata={op_name="psum" source_file="old.py" source_line=31}
+  %reduce-done = (f32[8]{0}, bf16[4,4]{1,0}) all-reduce-done(%reduce-start)
+  %gather-start = (f32[8]{0}, f32[32]{0}) all-gather-start(%p), channel_id=2, replica_groups={}, dimensions={0}, metadata={stack_frame_id=1}
+  %gather-done = f32[32]{0} all-gather-done(%gather-start)
+  %scatter-start = ((f32[8]{0}), f32[2]{0}, s32[]) async-start(%p), calls=%scattered
+  %scatter-done = f32[2]{0} async-done(%scatter-start), calls=%scattered
+  %state = (s32[], f32[8]{0}) tuple(%text, /*index=1*/%p)
+  %loop = (s32[], f32[8]{0}) while(%state), condition=%condition, body=%outer_body, backend_config={"known_trip_count":{"n":"5"}}
+  %r = f32[8]{0} get-tuple-element(%reduce-done), index=0
+  %t = bf16[4,4]{1,0} get-tuple-element(%reduce-done), index=1
+  ROOT %results = (f32[8]{0}, bf16[4,4]{1,0}, f32[2]{0}, f32[32]{0}) tuple(%r, %t, %scatter-done, %gather-done)
+}
+"""  # noqa: E501
+
+
+def test_a_module_is_read():
+    module = parse(ASYNCHRONOUS)
+    assert (module.partitions, module.replicas, module.entry.name) == (4, 1, "main")
+    assert [each.name for each in module.entry.parameters] == ["p", "q"]
+    assert [str(each) for each in leaves(module.entry.root.shape)] == [
+        "f32[8]",
+        "bf16[4,4]",
+        "f32[2]",
+        "f32[32]",
+    ]
+    assert module.entry.instructions["state"].operands == ("text", "p")
+    assert module.entry.instructions["text"].operands == ()
+    assert "sharding" in module.entry.instructions["p"].attributes
+
+
+def test_asynchronous_collectives_count_once():
+    found = {each.name: each for each in collectives(parse(ASYNCHRONOUS))}
+    assert [each.kind for each in found.values()] == [
+        "all-reduce",
+        "all-gather",
+        "reduce-scatter",
+        "collective-permute",
+    ]
+    reduced = found["reduce-start"]
+    assert reduced.dtypes == ("f32", "bf16")
+    assert reduced.groups == ((0, 1), (2, 3))
+    assert reduced.bytes_sent == 32 + 32
+    assert found["reduce-scatter.1"].bytes_sent == 24
+    assert found["reduce-scatter.1"].groups == ((0, 1, 2, 3),)
+
+
+def test_a_loop_within_a_loop_multiplies():
+    permute = collectives(parse(ASYNCHRONOUS))[-1]
+    assert permute.in_loop
+    assert permute.times == 15
+    assert permute.bytes_sent == 15 * 32
+
+
+def test_a_loop_of_unknown_length_counts_once():
+    text = ASYNCHRONOUS.replace(', backend_config={"known_trip_count":{"n":"5"}}', "")
+    permute = collectives(parse(text))[-1]
+    assert permute.in_loop
+    assert permute.times is None
+    assert permute.bytes_sent == 32
+
+
+def test_source_lines_in_both_forms_and_of_what_has_none():
+    found = {each.name: each.source for each in collectives(parse(ASYNCHRONOUS))}
+    assert found["reduce-start"] == "old.py:31"
+    assert found["gather-start"] == "train.py:12"
+    # Its own reducer is what still has a line.
+    assert found["reduce-scatter.1"] == "other.py:7"
+    assert found["permute"] is None
+
+
+def test_everything_is_run_from_the_entry():
+    names = [run.instruction.name for run in executions(parse(ASYNCHRONOUS))]
+    assert names.count("reduce-scatter.1") == 1
+    assert names.index("p") < names.index("reduce-scatter.1") < names.index("results")
+
+
+@pytest.mark.parametrize("text", ["", "module {}", "HloModule x\n"])
+def test_what_is_no_module_is_refused(text: str):
+    with pytest.raises(ArgumentError, match="program's text"):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    ("array", "expected"),
+    [
+        (Array("f32", (3, 4)), 48),
+        (Array("bf16", (3,)), 6),
+        (Array("pred", (3,)), 3),
+        (Array("s4", (3,)), 2),
+        (Array("f8e4m3fn", (5,)), 5),
+        (Array("c64", ()), 8),
+        (Array("token", ()), 0),
+    ],
+    ids=str,
+)
+def test_bytes_of_an_array(array: Array, expected: int):
+    assert array.bytes == expected
+
+
+GROUPS = {
+    "{}": (),
+    "{{0,1},{2,3}}": ((0, 1), (2, 3)),
+    "{{0}, {1}}": ((0,), (1,)),
+    "[2,4]<=[8]": ((0, 1, 2, 3), (4, 5, 6, 7)),
+    "[4,2]<=[2,4]T(1,0)": ((0, 4), (1, 5), (2, 6), (3, 7)),
+    "mesh['s'=4] {'s'}": ((0, 1, 2, 3),),
+    "mesh['a'=2,'b'=4] {'a'}": ((0, 4), (1, 5), (2, 6), (3, 7)),
+    "mesh['a'=2,'b'=4] {'b'}": ((0, 1, 2, 3), (4, 5, 6, 7)),
+    # As explicit groups of the same program of an older JAX.
+    "mesh['a'=2,'b'=4] {'b','a'}": ((0, 4, 1, 5, 2, 6, 3, 7),),
+    "mesh['a'=2,'b'=2,'c'=2] {'b','a'}": ((0, 4, 2, 6), (1, 5, 3, 7)),
+    "mesh['a'=1,'b'=2] {'a'}": ((0,), (1,)),
+    "mesh['a'=8] {'a':(1)2}": ((0, 4), (1, 5), (2, 6), (3, 7)),
+    "mesh['a'=8] {'a':(2)2}": ((0, 2), (1, 3), (4, 6), (5, 7)),
+    "mesh['a'=8] {'a':(2)4}": ((0, 1, 2, 3), (4, 5, 6, 7)),
+}
+
+
+@pytest.mark.parametrize("text", GROUPS)
+def test_groups_in_every_form(text: str):
+    assert parse_groups(text) == GROUPS[text]
+
+
+@pytest.mark.parametrize("text", ["", "all", "mesh['a'=2], device_ids=(1,0) {'a'}"])
+def test_unknown_forms_of_groups_are_refused(text: str):
+    with pytest.raises(ArgumentError, match="unknown form"):
+        parse_groups(text)
+
+
+@given(st.data())
+def test_iota_groups_are_numpys(data: st.DataObject):
+    dimensions = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    order = data.draw(st.permutations(range(len(dimensions))))
+    ids = np.arange(np.prod(dimensions))
+    size = data.draw(st.sampled_from([n for n in range(1, len(ids) + 1) if len(ids) % n == 0]))
+    shown = [",".join(map(str, part)) for part in (dimensions, order)]
+    text = f"[{len(ids) // size},{size}]<=[{shown[0]}]T({shown[1]})"
+    expected = ids.reshape(dimensions).transpose(order).reshape(-1, size)
+    np.testing.assert_array_equal(parse_groups(text), expected)
+
+
+PROGRAM = """HloModule jit_step, replica_count=2, num_partitions=3
+
+ENTRY %main (p: f32[6]) -> f32[6] {{
+  %p = f32[6]{{0}} parameter(0)
+  ROOT %c = f32[6]{{0}} {}
+}}
+"""
+
+# As CollectiveOpGroupMode has it: device = replica × partitions + partition.
+NUMBERED = {
+    "all-reduce(%p), replica_groups={{0,1}}": ((0, 3), (1, 4), (2, 5)),
+    "all-reduce(%p), replica_groups={}": ((0, 3), (1, 4), (2, 5)),
+    "all-reduce(%p), channel_id=1, replica_groups={{0},{1}}": ((0, 1, 2), (3, 4, 5)),
+    "all-reduce(%p), channel_id=1, replica_groups={}": ((0, 1, 2, 3, 4, 5),),
+    "all-reduce(%p), channel_id=1, replica_groups={{0,5,1},{4,2,3}}, use_global_device_ids=true":
+        ((0, 5, 1), (4, 2, 3)),
+    "all-to-all(%p), channel_id=1, replica_groups={{0,2},{1}}": ((0, 2), (1,), (3, 5), (4,)),
+    "all-to-all(%p), channel_id=1, replica_groups={}": ((0, 1, 2), (3, 4, 5)),
+    "collective-permute(%p), channel_id=1, source_target_pairs={{0,1}}": ((0, 1), (3, 4)),
+    "collective-permute(%p), source_target_pairs={{0,1}}": ((0, 3), (1, 4), (2, 5)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("instruction", NUMBERED)
+def test_which_devices_ids_mean(instruction: str):
+    (found,) = collectives(parse(PROGRAM.format(instruction)))
+    assert found.groups == NUMBERED[instruction]
+
+
+BYTES = {
+    ("all-reduce", 4, 64): 96,
+    ("reduce-scatter", 4, 64): 48,
+    ("all-gather", 4, 16): 48,
+    ("all-to-all", 4, 64): 48,
+    ("ragged-all-to-all", 4, 64): 48,
+    ("collective-permute", 2, 64): 64,
+    ("collective-broadcast", 4, 64): 64,
+    ("all-reduce", 1, 64): 0,
+    ("all-gather", 1, 64): 0,
+    ("collective-permute", 1, 64): 0,
+}
+
+
+@pytest.mark.parametrize(("kind", "size", "operand"), BYTES)
+def test_bytes_by_hand(kind: str, size: int, operand: int):
+    assert bytes_sent(kind, size, operand) == BYTES[kind, size, operand]
+
+
+def test_a_permute_that_moves_nothing_sends_nothing():
+    (found,) = collectives(
+        parse(PROGRAM.format("collective-permute(%p), source_target_pairs={{0,0},{1,1}}"))
+    )
+    assert (found.group_size, found.bytes_sent) == (1, 0)
+
+
+def test_a_ragged_exchange_sends_its_input_only():
+    text = PROGRAM.format(
+        "ragged-all-to-all(%p, %p, %p, %p, %p, %p), channel_id=1, replica_groups={{0,1,2}}"
+    )
+    (found,) = collectives(parse(text))
+    assert found.operands == (Array("f32", (6,)),)
+    assert found.bytes_sent == 16
+
+
+def test_an_exchange_in_tuple_form_sums_its_parts():
+    text = PROGRAM.format("all-to-all(%p, %p, %p), channel_id=1, replica_groups={{0,1,2}}")
+    (found,) = collectives(parse(text))
+    assert found.bytes_sent == 3 * 24 * 2 / 3

@@ -1,0 +1,164 @@
+"""assert_communication: what it catches, what its message shows, what it lets pass."""
+
+import inspect as python
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from crossshard import ArgumentError, ArgumentTypeError, CrossshardError
+from crossshard.errors import CommunicationError
+from crossshard.testing import assert_communication
+
+MESH = jax.make_mesh((8,), ("shards",), axis_types=(AxisType.Auto,))
+W = jnp.ones((16, 32))
+X = jnp.ones((64, 16))
+
+
+def grad(w: Any, x: Any) -> Any:
+    return jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+
+
+def over(step: Any) -> Any:
+    return jax.shard_map(
+        step, mesh=MESH, in_specs=(P(), P("shards")), out_specs=P(), check_vma=False
+    )
+
+
+@over
+def once(w: Any, x: Any) -> Any:
+    return w - lax.pmean(grad(w, x), "shards")
+
+
+def twice_on_a_shard(w: Any, x: Any) -> Any:
+    g = lax.pmean(grad(w, x), "shards")
+    g = lax.pmean(jnp.tanh(g), "shards")  # the planted one
+    return w - g
+
+
+twice = over(twice_on_a_shard)
+
+
+@over
+def in_a_loop(w: Any, x: Any) -> Any:
+    def one(total: Any, part: Any) -> Any:
+        return total + lax.pmean(grad(w, part), "shards"), None
+
+    return w - lax.scan(one, jnp.zeros_like(w), x.reshape(4, 2, 16))[0]
+
+
+@over
+def after_a_loop(w: Any, x: Any) -> Any:
+    def one(total: Any, part: Any) -> Any:
+        return total + grad(w, part), lax.pmean(jnp.mean(part), "shards")
+
+    total, losses = lax.scan(one, jnp.zeros_like(w), x.reshape(4, 2, 16))
+    return w - lax.pmean(total, "shards") + losses.sum()
+
+
+def test_the_least_passes_and_is_reported():
+    assert assert_communication(jax.jit(once), W, X).ratio == 1.0
+
+
+@pytest.mark.parametrize("stage", ["function", "jitted", "traced", "lowered", "compiled"])
+def test_a_step_in_every_stage(stage: str):
+    jitted = jax.jit(twice)
+    traced = jitted.trace(W, X)
+    lowered = traced.lower()
+    step, args = {
+        "function": (twice, (W, X)),
+        "jitted": (jitted, (W, X)),
+        "traced": (traced, ()),
+        "lowered": (lowered, ()),
+        "compiled": (lowered.compile(), ()),
+    }[stage]
+    with pytest.raises(CommunicationError):
+        assert_communication(step, *args)
+
+
+def test_keyword_arguments_reach_the_step():
+    assert assert_communication(lambda *, w, x: once(w, x), w=W, x=X).ratio == 1.0
+
+
+def test_a_planted_second_reduction_is_caught_and_shown():
+    with pytest.raises(CommunicationError) as caught:
+        assert_communication(twice, W, X)
+    message = str(caught.value)
+    lines, start = python.getsourcelines(twice_on_a_shard)
+    planted = start + next(i for i, line in enumerate(lines) if "planted" in line)
+    assert "sends 2.000 times the lower bound, and 1 is allowed" in message
+    assert f"{__file__}:{planted}" in message
+    assert f"{__file__}:{planted - 1}" in message
+    assert message.count("all-reduce") == 2
+    assert assert_communication(twice, W, X, max_bytes_ratio=2).ratio == 2.0
+
+
+def test_a_reduction_inside_a_loop_is_caught_and_shown():
+    with pytest.raises(CommunicationError) as caught:
+        assert_communication(in_a_loop, W, X, max_bytes_ratio=4)
+    assert "within a loop" in str(caught.value)
+    assert "4 times" in str(caught.value)
+    assert __file__ in str(caught.value)
+    assert assert_communication(in_a_loop, W, X, max_bytes_ratio=4, in_loop=True).ratio == 4.0
+
+
+def test_scalars_are_free_in_a_loop_too():
+    report = assert_communication(after_a_loop, W, X, forbid=["all-gather"])
+    assert any(each.in_loop for each in report.collectives)
+
+
+def test_a_forbidden_kind_is_caught_and_shown():
+    with pytest.raises(CommunicationError, match="forbidden, all-reduce") as caught:
+        assert_communication(once, W, X, forbid=("all-gather", "all-reduce"))
+    assert __file__ in str(caught.value)
+    assert_communication(once, W, X, forbid="all-gather")
+
+
+def test_all_faults_are_told_at_once():
+    with pytest.raises(CommunicationError) as caught:
+        assert_communication(in_a_loop, W, X, forbid=["all-reduce"])
+    for part in ("forbidden", "within a loop", "4.000 times the lower bound"):
+        assert part in str(caught.value)
+
+
+def test_an_unknown_bound_does_not_pass_in_silence():
+    @over
+    def given(w: Any, g: Any) -> Any:
+        return w - lax.pmean(g[0], "shards")
+
+    gradients = jnp.ones((8, 16, 32))
+    with pytest.raises(CommunicationError, match=r"Give parameters="):
+        assert_communication(given, W, gradients)
+    assert assert_communication(given, W, gradients, parameters=W).ratio == 1.0
+    assert_communication(given, W, gradients, max_bytes_ratio=float("inf"))
+
+
+def test_a_failure_is_an_assertion_and_one_of_ours():
+    with pytest.raises(AssertionError) as caught:
+        assert_communication(twice, W, X)
+    assert isinstance(caught.value, CrossshardError)
+
+
+def test_an_unknown_kind_is_refused_with_the_list():
+    with pytest.raises(ArgumentError, match=r"all-reduce, reduce-scatter.*got 'allreduce'"):
+        assert_communication(once, W, X, forbid=["allreduce"])
+
+
+@pytest.mark.parametrize("ratio", [-1, float("nan"), "1", None])
+def test_a_ratio_that_is_none_is_refused(ratio: Any):
+    with pytest.raises(ArgumentError, match="max_bytes_ratio"):
+        assert_communication(once, W, X, max_bytes_ratio=ratio)
+
+
+def test_arguments_for_a_program_are_refused():
+    with pytest.raises(ArgumentTypeError, match="leave out the 2 given"):
+        assert_communication(jax.jit(once).lower(W, X), W, X)
+
+
+def test_what_is_no_step_is_refused():
+    with pytest.raises(ArgumentTypeError, match="got int"):
+        assert_communication(3)

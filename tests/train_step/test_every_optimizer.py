@@ -1,0 +1,115 @@
+"""Every rule of the table: a sharded weight update follows the replicated one."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import crossshard
+from tests.optimizers.table import ROWS
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:inject_stateful_hyperparams:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*use `optimistic_adam_v2`:DeprecationWarning"),
+]
+
+SHARDS = 8
+STEPS = 20
+BATCH = 16
+
+_rng = np.random.default_rng(425)
+_shift = np.linspace(-1.0, 1.0, BATCH)[:, None]
+# So far from the start that no gradient passes zero, where a rule that normalises it, or takes its
+# sign, would see what rounding left of it.
+_far = np.where(_rng.normal(size=1025) > 0, 2.0, -2.0)
+BATCHES = [
+    {
+        "x": np.float32(_rng.normal(size=(BATCH, 48)) / 8 * (1.5 + _shift) + _shift),
+        "y": np.float32(_rng.normal(size=(BATCH, 2)) + 2 * _shift),
+        "t": np.float32(_far + _rng.normal(size=(BATCH, 1025)) / 4 + _shift / 4),
+    }
+    for _ in range(STEPS)
+]
+READOUT = np.float32(_rng.normal(size=(33, 2)) / 16)
+# One that is cut in rows, and one whose size nothing divides.
+START = {
+    "bias": np.float32(_rng.normal(size=1025) / 32),
+    "kernel": np.float32(_rng.normal(size=(48, 33)) / 40),
+}
+# What is known of rules from their papers, to hold the analysis against.
+ELEMENTWISE = """
+    adabelief adadelta adagrad adam adamax adamaxw adamw adan amsgrad lion nadam nadamw
+    optimistic_adam optimistic_adam_v2 radam rmsprop rprop sgd sign_sgd yogi contrib.acprop
+    contrib.ademamix contrib.adopt contrib.cocob contrib.madgrad contrib.schedule_free clip ema
+    inject_hyperparams
+""".split()
+NOT_ELEMENTWISE = """
+    adafactor sm3 lars lamb fromage novograd noisy_sgd contrib.muon contrib.galore
+    clip_by_block_rms adaptive_grad_clip scale_by_trust_ratio centralize clip_by_global_norm
+    normalize_by_update_norm contrib.dog contrib.dowg contrib.prodigy contrib.dadapt_adamw
+    contrib.mechanize contrib.momo polyak_sgd contrib.sam add_noise
+""".split()
+LEFT_OUT = {
+    "lookahead": "it wants parameters of a form of its own",
+    "monitor": "its state changes its structure at the first step",
+}
+RULES = [name for name, row in ROWS.items() if not row.hessian and name not in LEFT_OUT]
+
+
+def loss_fn(params: Any, batch: Any) -> jax.Array:
+    seen = batch["x"] @ params["kernel"] @ READOUT - batch["y"]
+    return (seen**2).mean() + 0.05 * ((params["bias"] - batch["t"]) ** 2).sum(-1).mean()
+
+
+@functools.cache
+def trained(name: str, weight_update: str) -> tuple[Any, Any, str]:
+    """The parameters after all steps, the optimizer state, and what the step says of itself."""
+    step = crossshard.make_train_step(
+        loss_fn, ROWS[name].make(), num_shards=SHARDS, weight_update=weight_update
+    )
+    state = step.init(START)
+    for batch in BATCHES:
+        state, _ = step(state, batch)
+    whole = step.unshard(state)
+    return jax.device_get(whole.params), jax.device_get(whole.opt_state), step.describe()
+
+
+def assert_close(got: Any, expected: Any, tolerance: float) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
+            one, other = jax.random.key_data(one), jax.random.key_data(other)
+        scale = np.max(np.abs(other), initial=1e-3)
+        np.testing.assert_allclose(one / scale, other / scale, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_sharded_follows_replicated(name: str):
+    params, state, described = trained(name, "sharded")
+    expected, expected_state, _ = trained(name, "replicated")
+    moved = [np.abs(expected[key] - START[key]).max() for key in START]
+    assert np.isfinite(moved).all()
+    assert name == "freeze" or max(moved) > 1e-3
+    # A rule that looks at norms magnifies what rounding does to them.
+    tolerance = 1e-5 if "weight update in parts" in described else 1e-4
+    assert_close(params, expected, tolerance)
+    assert_close(state, expected_state, 10 * tolerance)
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_an_elementwise_rule_is_found_to_be_one(name: str):
+    assert "weight update in parts: the update is elementwise" in trained(name, "sharded")[2]
+
+
+@pytest.mark.parametrize("name", NOT_ELEMENTWISE)
+def test_another_rule_is_not_taken_for_one(name: str):
+    described = trained(name, "sharded")[2]
+    assert "weight update on sharded global arrays: the update is not elementwise" in described
+
+
+def test_the_rules_left_out_are_in_the_table():
+    assert ROWS.keys() >= LEFT_OUT.keys()
+    assert len(RULES) > 120
