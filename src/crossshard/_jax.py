@@ -96,11 +96,14 @@ def backend_is_running() -> bool:
     return _xla_bridge.backends_are_initialized()
 
 
+def user_has_set_a_mesh() -> bool:
+    """Whether ``jax.set_mesh`` is in force, whose mesh shard_map would refuse to leave."""
+    return not jax.sharding.get_abstract_mesh().empty
+
+
 def in_place_of_the_users_mesh(mesh: jax.sharding.Mesh) -> AbstractContextManager[object]:
-    """Put ``mesh`` in force if ``jax.set_mesh`` has set another, which shard_map would refuse."""
-    if jax.sharding.get_abstract_mesh().empty:
-        return nullcontext()
-    return jax.set_mesh(mesh)
+    """Put ``mesh`` in force if ``jax.set_mesh`` has set another."""
+    return jax.set_mesh(mesh) if user_has_set_a_mesh() else nullcontext()
 
 
 def with_automatic_axes(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:

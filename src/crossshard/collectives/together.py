@@ -81,7 +81,7 @@ def _by_bucket(
 ) -> list[jax.Array]:
     """Each array moved, the small ones of one dtype together; in their order."""
     # Under vmap nothing is sent, and types may forbid a bucket of values that differ in them.
-    together = shards.manual and not shards.tracked
+    together = shards.manual and not shards.tracked and shards.number > 1
     places: dict[object, list[int]] = {}
     for place, (x, cut) in enumerate(zip(xs, cuts, strict=True)):
         key = (x.dtype, cut.number) if cut.is_small and together else place

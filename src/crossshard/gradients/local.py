@@ -63,7 +63,7 @@ def value_and_grad(
         numbers = _check_argnums(argnums, len(args))
 
         def local_loss(*args: Any, **kwargs: Any) -> Any:
-            loss, aux = _check_loss(fun(*args, **kwargs), has_aux)
+            loss, aux = split_loss(fun(*args, **kwargs), has_aux)
             # Each shard has its own copy of a loss that is equal on all, and differentiates that.
             return shards.as_local(loss), (loss, aux)
 
@@ -105,7 +105,13 @@ def grad(
     return differentiate
 
 
-def _check_loss(out: Any, has_aux: bool) -> tuple[Any, Any]:
+def split_loss(out: Any, has_aux: bool) -> tuple[Any, Any]:
+    """The loss and ``aux`` of what a loss function returned.
+
+    Raises:
+      ArgumentError: the loss is no scalar.
+      ArgumentTypeError: it is no number, or there is no pair where one is wanted.
+    """
     if has_aux and not (isinstance(out, tuple | list) and len(out) == 2):
         raise ArgumentTypeError(
             f"With has_aux=True a function returns (loss, aux); this one returned "

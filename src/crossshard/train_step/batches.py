@@ -93,15 +93,12 @@ class Layout:
           ArgumentError: an array without rows, or whose rows do not divide and may not be padded.
           ArgumentTypeError: a leaf that is no array.
         """
+        sharding = self._sharding
         leaves = jax.tree.leaves(batch)
-        if leaves and all(map(self._lies, leaves)):
+        # At every step, so nothing more is asked; a traced array has no such attribute.
+        if leaves and all(getattr(leaf, "sharding", None) == sharding for leaf in leaves):
             return batch
         return self._laid_out(batch)
-
-    def _lies(self, leaf: Any) -> bool:
-        if isinstance(leaf, jax.core.Tracer):
-            return leaf.ndim > 0 and leaf.shape[0] % self._sharding.num_devices == 0
-        return isinstance(leaf, jax.Array) and leaf.sharding == self._sharding
 
     def _laid_out(self, batch: Any) -> Any:
         paths, tree = jax.tree_util.tree_flatten_with_path(batch)
@@ -118,6 +115,8 @@ class Layout:
         return tree.unflatten([self._put(leaf) for leaf in leaves])
 
     def _put(self, leaf: Any) -> jax.Array:
+        if isinstance(leaf, jax.core.Tracer):
+            return jax.lax.with_sharding_constraint(leaf, self._sharding)
         if jax.process_count() > 1 and getattr(leaf, "is_fully_addressable", True):
             return jax.make_array_from_process_local_data(self._sharding, np.asarray(leaf))
         return jax.device_put(leaf, self._sharding)

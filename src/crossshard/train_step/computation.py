@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from crossshard.collectives.parts import Cut
 from crossshard.collectives.together import gather_together
 from crossshard.gradients.incoming import Incoming
-from crossshard.gradients.local import value_and_grad
+from crossshard.gradients.local import split_loss, value_and_grad
 from crossshard.gradients.pipeline import Pipeline
 from crossshard.optimizer.transformation import only_reduction
 from crossshard.optimizer.weight_update import Path, map_cuts, step
@@ -101,13 +101,13 @@ class Computation:
         """This shard's loss and gradients, its other arrays after the loss, and ``aux``."""
         keys: tuple[jax.Array, ...] = ()
         if self.takes_rng:
-            of_step = jax.random.fold_in(state.rng, state.step)
+            key = jax.random.wrap_key_data(state.rng, impl=state.rng_impl)
+            of_step = jax.random.fold_in(key, state.step)
             keys = (jax.random.fold_in(of_step, lax.axis_index(shards.axes)),)
 
         def loss_of(params: Any) -> tuple[Any, Any]:
             model = put_together(state.skeleton, params, state.others)
-            out = self.loss_fn(model, batch, *keys)
-            loss, aux = out if self.has_aux else (out, None)
+            loss, aux = split_loss(self.loss_fn(model, batch, *keys), self.has_aux)
             return loss, (others_after(state.skeleton, model, state.others), aux)
 
         with shard_context(shards.number, axis_name=shards.axes):

@@ -93,7 +93,12 @@ class Placing:
         return state
 
     def initial(
-        self, inner: optax.GradientTransformation, skeleton: Skeleton, model: Any, rng: Any
+        self,
+        inner: optax.GradientTransformation,
+        skeleton: Skeleton,
+        rng_impl: Any,
+        model: Any,
+        rng: Any,
     ) -> TrainState:
         """The state before the first step, from arrays that all shards have."""
         # Copied, since a step uses the buffers of its state again, and two must not be one.
@@ -103,8 +108,9 @@ class Placing:
             params, opt_state = jax.tree.map(self._on_each, (params, opt_state))
         if skeleton.is_nnx:
             others = jax.tree.map(self._own_streams, others, is_leaf=_is_variable)
-        state = TrainState(jnp.int32(0), params, opt_state, others, jnp.copy(rng), skeleton)
-        return self.laid_out(state)
+        return self.laid_out(
+            TrainState(jnp.int32(0), params, opt_state, others, jnp.copy(rng), skeleton, rng_impl)
+        )
 
     def laid_out(self, state: TrainState) -> TrainState:
         """A state whose arrays have the shapes that the parameters have, as it is stored."""
@@ -149,29 +155,26 @@ def replicated(mesh: Mesh, x: Any) -> jax.Array:
     sharding = NamedSharding(mesh, PartitionSpec())
     if jax.process_count() == 1 or not getattr(x, "is_fully_addressable", True):
         return jax.device_put(x, sharding)
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data = replicated(mesh, jax.random.key_data(x))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     return jax.make_array_from_process_local_data(sharding, np.asarray(x))
 
 
-def check_key(rng: Any) -> Any:
-    """A key, from a key or a seed.
+def check_key(rng: Any) -> tuple[Any, jax.Array]:
+    """What kind of key it is, and its data, of a key or a seed.
 
     Raises:
       ArgumentTypeError: it is neither.
     """
-    if isinstance(rng, int | np.integer) and not isinstance(rng, bool):
-        return jax.random.key(rng)
     dtype = getattr(rng, "dtype", None)
-    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and rng.shape == ():
-        return rng
-    if dtype == jnp.uint32 and rng.ndim == 1:  # a raw key, as jax.random.PRNGKey makes
-        return jax.random.wrap_key_data(jnp.asarray(rng))
-    raise ArgumentTypeError(
-        f"rng must be a seed or a key such as jax.random.key(0); got {rng!r:.60} "
-        f"({type(rng).__name__})."
-    )
+    if isinstance(rng, int | np.integer) and not isinstance(rng, bool):
+        rng = jax.random.key(rng)
+    elif dtype == jnp.uint32 and rng.ndim == 1:  # as jax.random.PRNGKey makes them
+        rng = jax.random.wrap_key_data(jnp.asarray(rng))
+    elif dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key) or rng.shape != ():
+        raise ArgumentTypeError(
+            f"rng must be a seed or a key such as jax.random.key(0); got {rng!r:.60} "
+            f"({type(rng).__name__})."
+        )
+    return jax.random.key_impl(rng), jax.random.key_data(rng)
 
 
 def _is_variable(leaf: Any) -> bool:

@@ -23,8 +23,10 @@ class TrainState:
         ``[shards, …]`` under groups.
       others: the arrays of the model besides its parameters. Of an NNX module ``[shards, …]``,
         since each shard keeps statistics and random streams of its own.
-      rng: the key from which each step and shard draws its own.
+      rng: uint32[…], the data of the key from which each step and shard draws its own: raw, since
+        typed keys slow down every call.
       skeleton: what of the model is no array.
+      rng_impl: what kind of key it is.
     """
 
     step: Any
@@ -33,3 +35,4 @@ class TrainState:
     others: Any
     rng: Any
     skeleton: Skeleton = dataclasses.field(metadata={"static": True})
+    rng_impl: Any = dataclasses.field(metadata={"static": True})

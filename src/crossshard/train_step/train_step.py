@@ -154,8 +154,10 @@ class TrainStep:
           ArgumentError, ArgumentTypeError: a batch that cannot be split; no state of this step.
         """
         _check_state(state)
-        with _jax.in_place_of_the_users_mesh(self._mesh):
-            return self._compiled(state, self._layout(batch))
+        if _jax.user_has_set_a_mesh():
+            with jax.set_mesh(self._mesh):
+                return self._compiled(state, self._layout(batch))
+        return self._compiled(state, self._layout(batch))
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """The step, lowered and not run, for arrays or for their types (``abstract_init``)."""
@@ -182,26 +184,26 @@ class TrainStep:
           ArgumentError: there is nothing to train.
           ArgumentTypeError: a leaf that is neither an array nor hashable; no key.
         """
-        key = check_key(rng)
-        make, model, _ = self._initial(params)
+        impl, key = check_key(rng)
+        make, model, _ = self._initial(params, impl, key)
         model, key = jax.tree.map(lambda x: replicated(self._mesh, x), (model, key))
         with _jax.in_place_of_the_users_mesh(self._mesh):
             return make(model, key)
 
     def abstract_init(self, params: Any) -> TrainState:
         """The types of ``init``'s state and where they lie, to ``lower`` without any devices."""
-        _, _, abstract = self._initial(params)
+        _, _, abstract = self._initial(params, *check_key(0))
         return abstract
 
-    def _initial(self, params: Any) -> tuple[Any, Any, TrainState]:
+    def _initial(self, params: Any, impl: Any, key: jax.Array) -> tuple[Any, Any, TrainState]:
         """A compiled function of arrays and key, the arrays, and the types of what it makes."""
         skeleton, *model = take_apart(params)
         placing = self._placing(model[0])
 
         def make(model: Any, key: Any) -> TrainState:
-            return placing.initial(self._computation.inner, skeleton, model, key)
+            return placing.initial(self._computation.inner, skeleton, impl, model, key)
 
-        types = jax.eval_shape(make, model, jax.eval_shape(lambda: jax.random.key(0)))
+        types = jax.eval_shape(make, model, key)
         shardings = placing.shardings(types)
         abstract = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),

@@ -1,0 +1,119 @@
+"""A step over real processes of jax.distributed, each of which gives its own part of the batch."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from crossshard import make_train_step
+
+PROCESSES = 2
+DEVICES = 2
+STEPS = 3
+ROWS = 10  # 5 in each process, which 2 devices can only share by padding
+
+_rng = np.random.default_rng(5)
+START = {
+    "kernel": np.float32(_rng.normal(size=(64, 33)) / 8),
+    "odd": np.float32(_rng.normal(size=(41, 29)) / 8),
+}
+XS = np.float32(_rng.normal(size=(STEPS, ROWS, 64)) + np.linspace(-1, 1, ROWS)[:, None])
+MASKS = np.float32(_rng.integers(0, 2, size=(STEPS, ROWS)))
+
+
+def loss_fn(params: Any, batch: Any, rng: jax.Array) -> jax.Array:
+    del rng
+    error = ((batch["x"] @ params["kernel"] - 1) ** 2).mean(-1) + (params["odd"] ** 2).sum()
+    return (error * batch["mask"]).sum() / batch["mask"].sum()
+
+
+RULES = {
+    "sgd": lambda: optax.sgd(0.1, momentum=0.9),
+    "clip + adam": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.01, eps=1e-4)),
+}
+
+
+def train(rule: str, weight_update: str, rows: slice, shards: int) -> Any:
+    step = make_train_step(
+        loss_fn, RULES[rule](), num_shards=shards, weight_update=weight_update, weight="mask"
+    )
+    state = step.init(START, 3)
+    for x, mask in zip(XS, MASKS, strict=True):
+        state, metrics = step(state, {"x": x[rows], "mask": mask[rows]})
+    whole = step.unshard(state)
+    return {
+        "loss": float(metrics["loss"]),
+        "params": [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(whole.params)],
+        "state": [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(whole.opt_state)],
+    }
+
+
+def main(process: int, port: int, out: str) -> None:
+    """One process: train its part and write down what came of it."""
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    jax.distributed.initialize(
+        f"127.0.0.1:{port}", PROCESSES, process, coordinator_bind_address=f"127.0.0.1:{port}"
+    )
+    each = ROWS // PROCESSES
+    rows = slice(process * each, (process + 1) * each)
+    found = {
+        f"{rule} {word}": train(rule, word, rows, PROCESSES * DEVICES)
+        for rule in RULES
+        for word in ("replicated", "sharded")
+    }
+    Path(out).write_text(json.dumps(found))
+    jax.distributed.shutdown()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What each process found."""
+    folder = tmp_path_factory.mktemp("processes")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
+    root = str(Path(__file__).parents[2])
+    environment["PYTHONPATH"] = os.pathsep.join([root, environment.get("PYTHONPATH", "")])
+    environment["NPROC"] = "16"
+    code = "import sys; from tests.train_step.test_processes import main; "
+    code += "main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])"
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(process), str(port), str(folder / f"{process}.json")],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(PROCESSES)
+    ]
+    try:
+        said = [process.communicate(timeout=300)[1] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    for process, errors in zip(running, said, strict=True):
+        assert process.returncode == 0, errors[-3000:]
+    return [json.loads((folder / f"{process}.json").read_text()) for process in range(PROCESSES)]
+
+
+@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
+@pytest.mark.parametrize("rule", RULES)
+def test_processes_step_as_one_device_on_the_whole_batch(
+    found: list[Any], rule: str, weight_update: str
+):
+    expected = train(rule, "replicated", slice(None), 1)
+    for each in found:
+        got = each[f"{rule} {weight_update}"]
+        assert got["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        for key in ("params", "state"):
+            for one, other in zip(got[key], expected[key], strict=True):
+                np.testing.assert_allclose(one, other, atol=5e-6)
