@@ -7,11 +7,13 @@ VENV := .venv
 JOBS ?= 2
 # Appended to every pytest command line, such as PYTEST_ARGS="-k groups -x".
 PYTEST_ARGS ?=
+# What to bench, such as BENCH="update --rounds 30"; everything if empty.
+BENCH ?=
 # Steps of each soak test.
 SOAK_STEPS ?= 20000
 
 .DEFAULT_GOAL := help
-.PHONY: help environment demo test check test-matrix soak constraints clean
+.PHONY: help environment demo test check test-matrix soak bench bench-peers bench-pods constraints clean
 
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -35,6 +37,16 @@ test-matrix:  ## the suite on Python 3.11 to 3.13, with the oldest and the newes
 
 soak: environment  ## the long runs: make soak SOAK_STEPS=20000
 	SOAK_STEPS=$(SOAK_STEPS) $(VENV)/bin/python -m pytest -m soak $(PYTEST_ARGS)
+
+bench: environment  ## measure against rivals written by hand, and against peers that are there
+	$(VENV)/bin/crossshard bench $(BENCH)
+
+bench-peers:  ## build the environments of PyTorch and TensorFlow for the bench
+	@python="$(PYTHON)"; [ -n "$$python" ] && "$$python" tools/bench_peers.py
+
+bench-pods: environment  ## compile steps for TPU pods, and write down what they send
+	$(VENV)/bin/python -m pip -qq --disable-pip-version-check install "jax[tpu]"
+	$(VENV)/bin/python -m crossshard.bench.pods
 
 constraints:  ## resolve and rewrite constraints/ for every Python that is here
 	@python="$(PYTHON)"; [ -n "$$python" ] && "$$python" tools/constraints.py

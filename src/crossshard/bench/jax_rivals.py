@@ -12,10 +12,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import crossshard
 from crossshard.bench.problem import Problem, adamw
-from crossshard.bench.rivals import HAND_WRITTEN, OURS_REPLICATED, OURS_SHARDED, Turn
+from crossshard.bench.rivals import (
+    HAND_WRITTEN,
+    OURS_AUTO,
+    OURS_REPLICATED,
+    OURS_SHARDED,
+    Turn,
+)
 from crossshard.shards.devices import AXIS, shard_mesh
 
-_NAMES = {"sharded": OURS_SHARDED, "replicated": OURS_REPLICATED}
+_NAMES = {"auto": OURS_AUTO, "sharded": OURS_SHARDED, "replicated": OURS_REPLICATED}
 
 
 class JaxRival:
@@ -56,7 +62,7 @@ class JaxRival:
 
 
 def ours(
-    problem: Problem, num_shards: int, weight_update: Literal["sharded", "replicated"]
+    problem: Problem, num_shards: int, weight_update: Literal["auto", "sharded", "replicated"]
 ) -> JaxRival:
     """The step of ``crossshard.make_train_step``."""
     step = crossshard.make_train_step(

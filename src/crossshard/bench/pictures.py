@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter
 from crossshard.bench.options import Bench
 from crossshard.bench.overhead import BARE, CALLED
 from crossshard.bench.result import Result
-from crossshard.bench.rivals import HAND_WRITTEN, OURS_REPLICATED, OURS_SHARDED
+from crossshard.bench.rivals import HAND_WRITTEN, OURS_AUTO, OURS_SHARDED
 from crossshard.bench.step import TRANSFORMER
 
 _OURS, _OTHERS, _FLOOR, _INK, _GRID = "#4477aa", "#b8bcc2", "#cc3311", "#222222", "#e4e4e4"
@@ -68,7 +68,7 @@ def _draw_steps(figure: Figure, results: Sequence[Result]) -> None:
     shards = sorted({result.shards for result in results})
     colors = dict(zip(shards, _shades(len(shards)), strict=True))
     top = 1.0
-    for axes, name in zip(both, (OURS_SHARDED, OURS_REPLICATED), strict=True):
+    for axes, name in zip(both, (OURS_AUTO, OURS_SHARDED), strict=True):
         for count in shards:
             of_count = [result for result in results if result.shards == count]
             mlps = [result for result in of_count if result.problem != TRANSFORMER]

@@ -76,7 +76,7 @@ last number of every matrix being compared.
 The floor: with P parameters on N shards, every shard's gradients are read (N·P), parameters and \
 two moments are read once (3·P), the moments are written once (2·P) and the new parameters into \
 every shard's copy (N·P). That is (2·N + 5)·P·4 bytes, over the bandwidth of the best of some \
-large copies on all cores before and after the rounds, bytes read and bytes written both counted.""",
+large copies on all cores before and after the rounds, bytes read and written both counted.""",
     "step": """\
 The MLPs have four layers of one width; the transformer is that of `crossshard train` with its \
 default sizes. Both rivals run in one process and donate parameters and state.""",

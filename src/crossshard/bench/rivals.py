@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Protocol
 
+OURS_AUTO = "ours, auto"
 OURS_SHARDED = "ours, sharded"
 OURS_REPLICATED = "ours, replicated"
 HAND_WRITTEN = "hand-written pmean + Optax"

@@ -33,6 +33,7 @@ def measure(options: BenchOptions, screen: Screen) -> Iterator[Result]:
                 continue
             screen.tell(f"{told}: compiling")
             rivals = [
+                ours(problem, shards, "auto"),
                 ours(problem, shards, "sharded"),
                 ours(problem, shards, "replicated"),
                 hand_written(problem, shards),
@@ -53,6 +54,6 @@ def _problems(quick: bool) -> Iterator[tuple[str, Callable[[int], Problem]]]:
 
 
 def _needed_bytes(parameters: int, shards: int) -> int:
-    """Parameters and moments of all three rivals, gradients and updates of the one that runs."""
+    """Parameters and moments of all four rivals, gradients and updates of the one that runs."""
     replicated, sharded = 3 * shards, shards + 2
-    return (2 * replicated + sharded + 2 * shards) * parameters * 4
+    return (2 * replicated + 2 * sharded + 2 * shards) * parameters * 4

@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from crossshard.bench.options import Bench
 from crossshard.bench.overhead import BARE, CALLED
 from crossshard.bench.result import Result
-from crossshard.bench.rivals import HAND_WRITTEN, OURS_REPLICATED, OURS_SHARDED
+from crossshard.bench.rivals import HAND_WRITTEN, OURS_AUTO, OURS_REPLICATED, OURS_SHARDED
 from crossshard.bench.timing import Spread
+
+_OURS = (OURS_AUTO, OURS_SHARDED, OURS_REPLICATED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,13 +86,11 @@ def _of_steps(results: Sequence[Result]) -> Table:
         timing = result.timing
         row = [result.problem, f"{result.parameters:,}", f"{result.shards}"]
         row += [_number(1000 * timing.spread(HAND_WRITTEN).median)]
-        for name in (OURS_SHARDED, OURS_REPLICATED):
-            row += [
-                *_ratio(timing.ratio(name, HAND_WRITTEN)),
-                f"{timing.ratio_of_minimums(name, HAND_WRITTEN):.2f}",
-            ]
+        for name in _OURS:
+            median, quartiles, _ = _ratio(timing.ratio(name, HAND_WRITTEN))
+            row += [median, quartiles, f"{timing.ratio_of_minimums(name, HAND_WRITTEN):.2f}"]
         rows.append(row)
-    spread = ["quartiles", "minimum", "of minimums"]
+    spread = ["quartiles", "of minimums"]
     return Table(
         "A step of ours over one written by hand",
         [
@@ -98,10 +98,7 @@ def _of_steps(results: Sequence[Result]) -> Table:
             "parameters",
             "shards",
             "by hand, ms",
-            "sharded ÷ by hand",
-            *spread,
-            "replicated ÷ by hand",
-            *spread,
+            *(head for name in _OURS for head in (f"{name} ÷ by hand", *spread)),
         ],
         rows,
     )

@@ -11,8 +11,9 @@ from crossshard.bench.timing import Timing
 
 # The first compiles or allocates; the second shows that a state is carried on.
 _WARM_UP = 2
-# A turn of the fastest lasts about this long: far above the clock's grain and a context switch.
-_TURN_SECONDS = 0.1
+# A turn of the fastest lasts about this long: far above what the turn before leaves behind, such as
+# memory that is being given back.
+_TURN_SECONDS = 0.25
 _MOST_STEPS = 500
 
 
