@@ -538,6 +538,20 @@ def test_it_is_lowered_for_types_as_for_arrays():
     assert step.lower(abstract, types).as_text() == step.lower(state, batch).as_text()
 
 
+def test_it_is_lowered_for_the_batch_as_it_will_be_padded():
+    step = make_train_step(_masked_loss, optax.sgd(0.1), num_shards=8, weight="mask")
+    types = {
+        "x": jax.ShapeDtypeStruct((10, 40), jnp.float32),
+        "y": jax.ShapeDtypeStruct((10, 33), jnp.float32),
+        "mask": jax.ShapeDtypeStruct((10,), jnp.float32),
+    }
+    lowered = step.lower(step.abstract_init(np.ones((40, 33), np.float32)), types)
+    assert lowered.in_avals[0][1]["x"].shape == (16, 40)
+    del types["mask"]
+    with pytest.raises(crossshard.ArgumentError, match="names an entry"):
+        step.lower(step.abstract_init(np.ones((40, 33), np.float32)), types)
+
+
 def test_a_step_may_be_scanned():
     step = make_train_step(loss_fn, optax.adam(0.1), num_shards=8, weight_update="sharded")
     state = step.init(START)

@@ -24,9 +24,6 @@ import crossshard
 from crossshard.bench.problem import adamw
 from crossshard.inspection.report import Communication
 
-# Where libtpu looks for a machine of its own unless it is told that there is none.
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-
 TOPOLOGIES = ("v5e:4x4", "v5e:16x16", "v6e:8x8", "v5p:4x4x4")
 _AXIS = "shards"
 _ROWS = 8  # of the batch, for each shard
@@ -150,6 +147,8 @@ _HEADS = ("slice", "step", "collectives", "MB sent by a chip", "÷ lower bound",
 
 def main(out: Path = Path("docs/benchmarks/pods.md")) -> None:
     """Print the table, and write it down."""
+    # Else libtpu looks for a machine of its own.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     console = Console(highlight=False)
     console.print(" | ".join(_HEADS), soft_wrap=True)
     found = []

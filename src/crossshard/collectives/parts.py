@@ -17,7 +17,7 @@ from crossshard.shards.groups import GroupAssignment
 # Fewer elements are kept whole on every shard: their parts would save less than they cost.
 _FEW = 1024
 # Fewer travel in a bucket: a collective costs more to start than they cost to copy.
-_SMALL = 1 << 14
+_SMALL = 1 << 15
 
 
 @dataclasses.dataclass(frozen=True)

@@ -70,7 +70,7 @@ class Plan:
 
 
 # Below this the two collectives of a sharded update cost more than the split saves.
-_WORTH_BYTES = 1 << 20
+_WORTH_BYTES = 1 << 19
 
 
 def plan_update(

@@ -70,19 +70,16 @@ class Layout:
         self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self._padding_weighs_nothing: set[Any] = set()
 
-    @property
-    def spec(self) -> PartitionSpec:
-        """How every leaf of a batch lies."""
-        return self._sharding.spec
-
     def abstract(self, batch: Any) -> Any:
-        """The types of a batch as it will lie."""
+        """The types of a batch as it will lie; errors as for the batch itself."""
 
-        def one(leaf: Any) -> jax.ShapeDtypeStruct:
+        def one(leaf: Any, rows: int) -> jax.ShapeDtypeStruct:
             dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
-            return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=self._sharding)
+            shape = (leaf.shape[0] + rows, *leaf.shape[1:])
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding)
 
-        return jax.tree.map(one, batch)
+        leaves, missing, tree = self._checked(batch, self._sharding.num_devices)
+        return tree.unflatten(map(one, leaves, missing))
 
     def __call__(self, batch: Any) -> Any:
         """The batch on the devices; what lies there already is left alone.
@@ -101,18 +98,23 @@ class Layout:
         return self._laid_out(batch)
 
     def _laid_out(self, batch: Any) -> Any:
+        leaves, missing, tree = self._checked(batch, self._parts)
+        if any(missing):
+            leaves = [_padded(leaf, rows) for leaf, rows in zip(leaves, missing, strict=True)]
+        return tree.unflatten([self._put(leaf) for leaf in leaves])
+
+    def _checked(self, batch: Any, parts: int) -> tuple[list[Any], list[int], Any]:
+        """The leaves of a batch, how many rows each is short of dividing, and its structure."""
         paths, tree = jax.tree_util.tree_flatten_with_path(batch)
         if not paths:
             raise ArgumentError("The batch is empty: it has no array.")
         for path, leaf in paths:
             _check_rows(path, leaf)
         leaves = [leaf for _, leaf in paths]
-        parts = self._parts
         missing = [-leaf.shape[0] % parts for leaf in leaves]
         if any(missing):
             self._check_padding(paths, parts, tree)
-            leaves = [_padded(leaf, rows) for leaf, rows in zip(leaves, missing, strict=True)]
-        return tree.unflatten([self._put(leaf) for leaf in leaves])
+        return leaves, missing, tree
 
     def _put(self, leaf: Any) -> jax.Array:
         if isinstance(leaf, jax.core.Tracer):

@@ -27,6 +27,13 @@ class TrainState:
         typed keys slow down every call.
       skeleton: what of the model is no array.
       rng_impl: what kind of key it is.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from crossshard import make_train_step
+    >>> step = make_train_step(lambda w, x: (w * x).mean(), optax.sgd(0.1), num_shards=1)
+    >>> state = step.init(jnp.float32(3))
+    >>> int(state.step), float(state.params)
+    (0, 3.0)
     """
 
     step: Any

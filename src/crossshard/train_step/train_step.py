@@ -122,7 +122,14 @@ def _check_pipeline(pipeline: Pipeline, mesh: Mesh, weight: Any) -> Pipeline:
 
 
 class TrainStep:
-    """A training step of all shards; what ``make_train_step`` returns."""
+    """A training step of all shards; what ``make_train_step`` returns.
+
+    >>> import jax.numpy as jnp, optax
+    >>> step = make_train_step(lambda w, x: (w * x).mean(), optax.sgd(0.1), num_shards=1)
+    >>> _ = step.init(jnp.float32(3))
+    >>> print(step.describe().splitlines()[0])
+    local gradient → mean over all shards → update on every shard
+    """
 
     def __init__(self, computation: Computation, mesh: Mesh, weight_update: WeightUpdate):
         self._computation = computation
