@@ -1,5 +1,8 @@
 """All that differs between JAX versions, or that JAX does not export; nothing else imports it."""
 
+import os
+import re
+import traceback
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -10,6 +13,8 @@ from jax._src import core as _core
 from jax._src import source_info_util as _source_info_util
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.lax import parallel as _parallel
+
+_OURS, _JAX = (os.path.dirname(file) for file in (__file__, jax.__file__))
 
 
 def bound_axes() -> dict[str, int]:
@@ -59,10 +64,29 @@ def called(equation: Any) -> Any:
     return None
 
 
-def source_line(equation: Any) -> str:
-    """``optax/transforms/_clipping.py:81``, where the equation comes from; empty if unknown."""
-    frame = _source_info_util.user_frame(equation.source_info.traceback)
-    return "/".join(frame.file_name.split("/")[-3:]) + f":{frame.start_line}" if frame else ""
+def source_of(equation: Any) -> str:
+    """``clip_by_global_norm, optax/_src/x.py:81``: the rule and the line, where they are known."""
+    frames = _source_info_util.user_frames(equation.source_info.traceback)
+    return _source([(f.file_name, f.start_line, f.function_name) for f in frames])
+
+
+def source_of_error(error: Exception) -> str:
+    """The same of an exception."""
+    frames = reversed(list(traceback.walk_tb(error.__traceback__)))
+    codes = [(frame.f_code, line) for frame, line in frames]
+    found = [(code.co_filename, line, code.co_qualname) for code, line in codes]
+    return _source([each for each in found if not each[0].startswith(_JAX)])
+
+
+def _source(frames: list[tuple[str, int, str]]) -> str:
+    """Of frames, innermost first; a rule is named by the function that made its update."""
+    frames = [frame for frame in frames if not frame[0].startswith(_OURS)]
+    if not frames:
+        return ""
+    makers = (re.match(r"(\w+)\.<locals>\.update", function) for _, _, function in frames)
+    maker = next((f"{found[1]}, " for found in makers if found), "")
+    file, line, _ = frames[0]
+    return f"{maker}{'/'.join(file.split('/')[-3:])}:{line}"
 
 
 def scan_parts(params: Mapping[str, Any]) -> tuple[int, int]:

@@ -37,9 +37,18 @@ class _Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class _Mixed:
-    """A value whose elements depend on those of other places, or on the places."""
+    """A value whose elements depend on those of other places, or on the places.
+
+    Attributes:
+      reason: what mixes them.
+      source: the line it comes from; empty if that is not known.
+    """
 
     reason: str
+    source: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.reason} ({self.source})" if self.source else self.reason
 
 
 Kind = _Kind | _Mixed
@@ -69,8 +78,7 @@ def obstacle_to_parts(
     except _Unlike as unlike:
         return str(unlike)
     except (TypeError, ValueError) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        return f"it cannot be run on parts ({first})"
+        return str(_Mixed("it cannot be run on parts", _jax.source_of_error(error)))
 
 
 def _obstacle(whole: Any, part: Any, expected: Sequence[Any]) -> str | None:
@@ -83,7 +91,7 @@ def _obstacle(whole: Any, part: Any, expected: Sequence[Any]) -> str | None:
         return "its state changes its structure"
     for kind, before, own, was in zip(outputs, expected, part.jaxpr.outvars, inputs, strict=False):
         if isinstance(kind, _Mixed):
-            return kind.reason
+            return str(kind)
         if own.aval.shape != before.shape or (kind is _Kind.SAME) != (was is _Kind.SAME):
             return "what comes out lies otherwise than what goes in"
     return None
@@ -105,17 +113,18 @@ def _follow(whole: Any, part: Any, inputs: Sequence[Kind]) -> list[Kind]:
         known[variable] = _Kind.SAME if same else _Mixed("a constant of the size of a parameter")
     known.update(zip(whole.invars, inputs, strict=True))
 
-    def kind_of(atom: Any, own: Any) -> Kind:
+    def kind_of(atom: Any, own: Any, source: str = "") -> Kind:
         if not hasattr(atom, "val"):
             return known[atom]
         if not hasattr(own, "val") or not np.array_equal(atom.val, own.val, equal_nan=True):
-            raise _Unlike("it computes with the shape of a parameter")
+            raise _Unlike(str(_Mixed("it computes with the shape of a parameter", source)))
         return _Kind.SAME
 
     for equation, own in _pairs(whole.eqns, part.eqns):
         if equation.primitive is not own.primitive:
-            raise _Unlike(f"it does something else on parts{_where(equation)}")
-        kinds = [kind_of(*pair) for pair in _pairs(equation.invars, own.invars)]
+            raise _Unlike(str(_Mixed("it does something else on parts", _jax.source_of(equation))))
+        source = _jax.source_of(equation)
+        kinds = [kind_of(*pair, source) for pair in _pairs(equation.invars, own.invars)]
         outputs = _of_equation(equation, own, kinds)
         known.update(zip(equation.outvars, outputs, strict=True))
     return [kind_of(*pair) for pair in _pairs(whole.outvars, part.outvars)]
@@ -133,7 +142,7 @@ def _of_equation(equation: Any, own: Any, kinds: list[Kind]) -> list[Kind]:
         return kinds
     inner = _jax.called(equation), _jax.called(own)
     if None not in inner:
-        return _follow(*inner, kinds)
+        return [_placed(kind, equation) for kind in _follow(*inner, kinds)]
     mixed = [kind for kind in kinds if isinstance(kind, _Mixed)]
     if mixed:
         return [mixed[0]] * len(equation.outvars)
@@ -147,7 +156,9 @@ def _of_equation(equation: Any, own: Any, kinds: list[Kind]) -> list[Kind]:
             return [_Kind.SAME] * len(equation.outvars)
         if name == "broadcast_in_dim" and equation.invars[0].aval.shape == ():
             return [_Kind.UNIFORM]
-        return [_Mixed(f"{name} makes an array of the size of a parameter{_where(equation)}")]
+        return [
+            _Mixed(f"{name} makes an array of the size of a parameter", _jax.source_of(equation))
+        ]
     in_place = all(
         atom.aval.shape == out or (kind is _Kind.SAME and atom.aval.shape == ())
         for atom, kind in zip(equation.invars, kinds, strict=True)
@@ -155,13 +166,13 @@ def _of_equation(equation: Any, own: Any, kinds: list[Kind]) -> list[Kind]:
     moves_nothing = name in ("broadcast_in_dim", "reshape") and len(kinds) == 1
     if ((name in _ELEMENTWISE and alike) or moves_nothing) and in_place:
         return [_Kind.PART if _Kind.PART in kinds else _Kind.UNIFORM] * len(equation.outvars)
-    mixes = _Mixed(f"{name} over a whole parameter{_where(equation)}")
+    mixes = _Mixed(f"{name} over a whole parameter", _jax.source_of(equation))
     return [mixes] * len(equation.outvars)
 
 
 def _of_cond(equation: Any, own: Any, kinds: list[Kind]) -> list[Kind]:
     if kinds[0] is not _Kind.SAME:
-        return [_Mixed(f"a branch on a part{_where(equation)}")] * len(equation.outvars)
+        return [_Mixed("a branch on a part", _jax.source_of(equation))] * len(equation.outvars)
     branches = _pairs(equation.params["branches"], own.params["branches"])
     return _joined([_follow(*pair, kinds[1:]) for pair in branches])
 
@@ -173,7 +184,7 @@ def _of_while(equation: Any, own: Any, kinds: list[Kind]) -> list[Kind]:
         pair = equation.params["cond_jaxpr"], own.params["cond_jaxpr"]
         (going_on,) = _follow(*pair, [*of_test, *carry])
         if going_on is not _Kind.SAME:
-            return [_Mixed(f"a loop that ends by a part{_where(equation)}")] * len(carry)
+            return [_Mixed("a loop that ends by a part", _jax.source_of(equation))] * len(carry)
         pair = equation.params["body_jaxpr"], own.params["body_jaxpr"]
         after = _joined([carry, _follow(*pair, [*of_body, *carry])])
         if after == carry:
@@ -184,7 +195,7 @@ def _of_while(equation: Any, own: Any, kinds: list[Kind]) -> list[Kind]:
 def _of_scan(equation: Any, own: Any, kinds: list[Kind]) -> list[Kind]:
     constants, carried = _jax.scan_parts(equation.params)
     carry, scanned = kinds[constants : constants + carried], kinds[constants + carried :]
-    over_parts = _Mixed(f"a scan over a part{_where(equation)}")
+    over_parts = _Mixed("a scan over a part", _jax.source_of(equation))
     rows = [kind if kind is _Kind.SAME else over_parts for kind in scanned]
     while True:
         pair = equation.params["jaxpr"], own.params["jaxpr"]
@@ -219,6 +230,8 @@ def _alike(whole: dict[str, Any], part: dict[str, Any]) -> bool:
     )
 
 
-def _where(equation: Any) -> str:
-    source = _jax.source_line(equation)
-    return f" at {source}" if source else ""
+def _placed(kind: Kind, equation: Any) -> Kind:
+    """A value that comes out of a call; what has no line of its own comes from the call's."""
+    if isinstance(kind, _Mixed) and not kind.source:
+        return _Mixed(kind.reason, _jax.source_of(equation))
+    return kind
