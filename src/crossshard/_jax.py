@@ -56,8 +56,16 @@ def constants(jaxpr: Any) -> list[Any]:
     return list(getattr(jaxpr, "consts", ()))
 
 
+_CALLS = frozenset(
+    "jit pjit closed_call core_call checkpoint remat remat2 custom_jvp_call custom_vjp_call "
+    "custom_vjp_call_jaxpr".split()
+)
+
+
 def called(equation: Any) -> Any:
     """The jaxpr that an equation only calls, on its own inputs; ``None`` if it is no such call."""
+    if equation.primitive.name not in _CALLS:
+        return None
     inner = [equation.params[key] for key in ("jaxpr", "call_jaxpr") if key in equation.params]
     if len(inner) == 1 and len(opened(inner[0]).invars) == len(equation.invars):
         return inner[0]
@@ -120,14 +128,19 @@ def backend_is_running() -> bool:
     return _xla_bridge.backends_are_initialized()
 
 
-def user_has_set_a_mesh() -> bool:
-    """Whether ``jax.set_mesh`` is in force, whose mesh shard_map would refuse to leave."""
-    return not jax.sharding.get_abstract_mesh().empty
+def another_mesh_is_set(mesh: jax.sharding.Mesh) -> bool:
+    """Whether ``jax.set_mesh`` has put another mesh in force, which shard_map would refuse."""
+    in_force = jax.sharding.get_abstract_mesh()
+    return not in_force.empty and in_force != mesh.abstract_mesh
 
 
 def in_place_of_the_users_mesh(mesh: jax.sharding.Mesh) -> AbstractContextManager[object]:
     """Put ``mesh`` in force if ``jax.set_mesh`` has set another."""
-    return jax.set_mesh(mesh) if user_has_set_a_mesh() else nullcontext()
+    if not another_mesh_is_set(mesh):
+        return nullcontext()
+    if _core.trace_ctx.is_top_level():
+        return jax.set_mesh(mesh)
+    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
 def with_automatic_axes(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:

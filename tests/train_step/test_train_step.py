@@ -18,8 +18,7 @@ from crossshard import Reduction, make_train_step
 
 STEPS = 5
 ROWS = 24
-SHARDS = (1, 2, 4, 8)
-PATHS = ("replicated", "sharded", "auto")
+WAYS = [(1, "auto"), (2, "sharded"), (4, "sharded"), (8, "replicated"), (8, "sharded"), (8, "auto")]
 
 _rng = np.random.default_rng(7)
 _shift = np.linspace(-1, 1, ROWS)[:, None]
@@ -93,8 +92,7 @@ def assert_close(got: Any, expected: Any, tolerance: float = 2e-6) -> None:
     )
 
 
-@pytest.mark.parametrize("weight_update", PATHS)
-@pytest.mark.parametrize("number", SHARDS)
+@pytest.mark.parametrize(("number", "weight_update"), WAYS)
 @pytest.mark.parametrize("rule", RULES)
 def test_shards_step_as_one_device_on_the_whole_batch(rule: str, number: int, weight_update: str):
     step = make_train_step(loss_fn, RULES[rule](), num_shards=number, weight_update=weight_update)
@@ -173,9 +171,7 @@ def _mesh(*sizes: int, kind: AxisType = AxisType.Auto) -> Mesh:
     return Mesh(devices, names, axis_types=(kind,) * len(sizes))
 
 
-@pytest.mark.parametrize(
-    "mesh", [_mesh(2, 4), _mesh(4, 2), _mesh(2, 2, 2), _mesh(8, kind=AxisType.Explicit)]
-)
+@pytest.mark.parametrize("mesh", [_mesh(2, 4), _mesh(2, 2, 2), _mesh(8, kind=AxisType.Explicit)])
 @pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
 @pytest.mark.parametrize("rule", ["sgd", "clip + adam"])
 def test_every_axis_of_a_mesh_counts_shards(rule: str, weight_update: str, mesh: Mesh):
@@ -234,7 +230,7 @@ def test_a_rule_that_keeps_the_parameters_has_a_copy():
     train(step, batches())
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ["momentum", "clip + adam"])
 @pytest.mark.parametrize(("first", "then"), [(8, 3), (3, 8), (2, 4), (1, 8)])
 def test_a_state_goes_on_with_another_number_of_shards(rule: str, first: int, then: int):
     one, other = (
@@ -311,8 +307,9 @@ ZOO_RULES = {
 }
 
 
-@pytest.mark.parametrize("number", [3, 8])
-@pytest.mark.parametrize("rule", ZOO_RULES)
+@pytest.mark.parametrize(
+    ("rule", "number"), [*((rule, 8) for rule in ZOO_RULES), ("adam", 3), ("global norm", 3)]
+)
 def test_leaves_of_every_kind(rule: str, number: int):
     batch = np.ones(24, np.float32)
     results = []
@@ -359,7 +356,7 @@ def _masked_loss(params: Any, batch: Any) -> jax.Array:
 
 
 @pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
-@pytest.mark.parametrize("rows", [24, 23, 17, 5, 1])
+@pytest.mark.parametrize("rows", [24, 17, 1])
 @pytest.mark.parametrize("rule", ["sgd", "adamw"])
 def test_a_weighted_mean_over_uneven_shards(rule: str, rows: int, weight_update: str):
     """Of 17 rows over 8 shards some get 3, one 2 and some none, whose loss is 0/0."""
@@ -374,13 +371,13 @@ def test_a_weighted_mean_over_uneven_shards(rule: str, rows: int, weight_update:
     )
     expected = optax.apply_updates(w, updates)
     batch = {"x": x, "y": y, "mask": mask}
-    for weight in ("mask", lambda batch: batch["mask"].sum()):
-        step = make_train_step(
-            _masked_loss, opt, num_shards=8, weight_update=weight_update, weight=weight
-        )
-        state, metrics = step(step.init(w), batch)
-        np.testing.assert_allclose(state.params, expected, atol=2e-6)
-        np.testing.assert_allclose(metrics["loss"], _masked_loss(w, batch), rtol=1e-5)
+    weight = "mask" if rows == 24 else lambda batch: batch["mask"].sum()
+    step = make_train_step(
+        _masked_loss, opt, num_shards=8, weight_update=weight_update, weight=weight
+    )
+    state, metrics = step(step.init(w), batch)
+    np.testing.assert_allclose(state.params, expected, atol=2e-6)
+    np.testing.assert_allclose(metrics["loss"], _masked_loss(w, batch), rtol=1e-5)
 
 
 def test_a_batch_that_weighs_nothing_moves_nothing():

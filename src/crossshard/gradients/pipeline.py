@@ -141,14 +141,14 @@ def _weighed(leaf: jax.Array, weight: jax.Array | None) -> jax.Array:
     if weight is None:
         return leaf
     # Not a product alone: 0 times the NaN of a shard without examples is NaN.
-    return jnp.where(weight > 0, leaf * weight.astype(leaf.dtype), 0)
+    return jnp.where(weight != 0, leaf * weight.astype(leaf.dtype), 0)
 
 
 def _divided(total: jax.Array, divisor: Any) -> jax.Array:
     if isinstance(divisor, int):
         return total / divisor if divisor > 1 else total
     # Where no shard has any weight there is no gradient.
-    return jnp.where(divisor > 0, total / divisor.astype(total.dtype), 0)
+    return jnp.where(divisor != 0, total / divisor.astype(total.dtype), 0)
 
 
 def check_gradient_dtype(name: str, gradient: Any) -> None:

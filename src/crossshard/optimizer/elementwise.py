@@ -71,14 +71,15 @@ def obstacle_to_parts(
     Returns:
       A reason in a few words, with the line of source it comes from.
     """
+    whole = jax.make_jaxpr(update)(*wholes)
     try:
-        whole = jax.make_jaxpr(update)(*wholes)
         part = jax.make_jaxpr(update)(*parts)
+    except Exception as error:  # a rule may refuse what is no whole in any way
+        return str(_Mixed("it cannot be run on parts", _jax.source_of_error(error)))
+    try:
         return _obstacle(whole, part, jax.tree.leaves(parts[:2]))
     except _Unlike as unlike:
         return str(unlike)
-    except (TypeError, ValueError) as error:
-        return str(_Mixed("it cannot be run on parts", _jax.source_of_error(error)))
 
 
 def _obstacle(whole: Any, part: Any, expected: Sequence[Any]) -> str | None:
@@ -146,6 +147,8 @@ def _of_equation(equation: Any, own: Any, kinds: list[Kind]) -> list[Kind]:
     mixed = [kind for kind in kinds if isinstance(kind, _Mixed)]
     if mixed:
         return [mixed[0]] * len(equation.outvars)
+    if not equation.outvars:  # such as a print
+        return []
     out, alike = equation.outvars[0].aval.shape, _alike(equation.params, own.params)
     shapes_agree = all(
         one.aval.shape == other.aval.shape
@@ -163,7 +166,8 @@ def _of_equation(equation: Any, own: Any, kinds: list[Kind]) -> list[Kind]:
         atom.aval.shape == out or (kind is _Kind.SAME and atom.aval.shape == ())
         for atom, kind in zip(equation.invars, kinds, strict=True)
     )
-    moves_nothing = name in ("broadcast_in_dim", "reshape") and len(kinds) == 1
+    reorders = equation.params.get("dimensions") is not None
+    moves_nothing = name in ("broadcast_in_dim", "reshape") and len(kinds) == 1 and not reorders
     if ((name in _ELEMENTWISE and alike) or moves_nothing) and in_place:
         return [_Kind.PART if _Kind.PART in kinds else _Kind.UNIFORM] * len(equation.outvars)
     mixes = _Mixed(f"{name} over a whole parameter", _jax.source_of(equation))
@@ -196,6 +200,8 @@ def _of_scan(equation: Any, own: Any, kinds: list[Kind]) -> list[Kind]:
     constants, carried = _jax.scan_parts(equation.params)
     carry, scanned = kinds[constants : constants + carried], kinds[constants + carried :]
     over_parts = _Mixed("a scan over a part", _jax.source_of(equation))
+    if any(equation.params[key] != own.params[key] for key in ("length", "reverse")):
+        return [over_parts] * len(equation.outvars)
     rows = [kind if kind is _Kind.SAME else over_parts for kind in scanned]
     while True:
         pair = equation.params["jaxpr"], own.params["jaxpr"]

@@ -1,21 +1,17 @@
 """The Optax idiom: a transformation that reduces over the shards and then updates."""
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import jax
 import optax
 
 from crossshard.collectives.together import gather_together
-from crossshard.errors import ArgumentTypeError, NestedReductionError
+from crossshard.errors import ArgumentTypeError
 from crossshard.gradients.incoming import check_incoming
+from crossshard.gradients.once import only_reduction
 from crossshard.gradients.pipeline import Pipeline
 from crossshard.optimizer.weight_update import Plan, WeightUpdate, map_cuts, plan_update
 from crossshard.shards.axes import Shards
-
-_thread = threading.local()
 
 _ROOTS_OF_OTHERS = {
     "keras": "Keras",
@@ -49,7 +45,8 @@ def cross_shard(
         if wanted is WeightUpdate.REPLICATED:
             return state
         shards = pipeline.shards()
-        cuts = planned(params, shards).state
+        with only_reduction():
+            cuts = planned(params, shards).state
         return map_cuts(lambda cut, x: cut.own(x, shards, pipeline.groups), cuts, state)
 
     def update(
@@ -80,21 +77,6 @@ def cross_shard(
             return tree.unflatten(gather_together(parts, cuts, shards, pipeline.groups)), state
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-@contextmanager
-def only_reduction() -> Iterator[None]:
-    """Refuse another CrossShardOptimizer's update inside: it would reduce a second time."""
-    if getattr(_thread, "reducing", False):
-        raise NestedReductionError(
-            "A CrossShardOptimizer was updated inside another one's update: the gradients would be "
-            "reduced twice. Keep the outer one and take the inner one's .inner."
-        )
-    _thread.reducing = True
-    try:
-        yield
-    finally:
-        _thread.reducing = False
 
 
 def check_transformation(opt: Any) -> optax.GradientTransformation:

@@ -6,6 +6,7 @@ Xu et al. 2020, "Automatic Cross-Replica Sharding of Weight Update in Data-Paral
 
 import dataclasses
 import enum
+import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -61,12 +62,14 @@ class Plan:
       why: the reason, in a few words.
       params: per parameter how it is cut.
       state: per array of the optimizer state how it is cut.
+      structure: of the optimizer state.
     """
 
     path: Path
     why: str
     params: tuple[Cut, ...]
     state: tuple[Cut, ...]
+    structure: Any
 
 
 # Below this the two collectives of a sharded update cost more than the split saves.
@@ -93,14 +96,17 @@ def plan_update(
       limits: what the platform asks of parts.
 
     Raises:
+      ArgumentError: the rule's state changes its structure, or the rule asks for what a step does
+        not have.
       WeightUpdateError: parts are what was asked for and all there is, and the rule mixes them.
     """
     params = jax.tree.map(_abstract, params)
     state = jax.eval_shape(inner.init, params)
-    leaves = jax.tree.leaves(params)
+    leaves, structure = jax.tree.leaves(params), jax.tree.structure(state)
+    _check_state_stays(inner, params, state)
 
     def whole(why: str) -> Plan:
-        return Plan(Path.WHOLE, why, _uncut(params), _uncut(state))
+        return Plan(Path.WHOLE, why, _uncut(params), _uncut(state), structure)
 
     if wanted is WeightUpdate.REPLICATED:
         return whole("as asked")
@@ -122,6 +128,7 @@ def plan_update(
         "the update is elementwise",
         cuts,
         tuple(of_shape.get(x.shape, Cut(x.shape)) for x in jax.tree.leaves(state)),
+        structure,
     )
     obstacle = _obstacle(inner, params, state, parts)
     if obstacle is None:
@@ -139,7 +146,32 @@ def plan_update(
         f"the update is not elementwise: {obstacle}",
         tuple(cut_along_axis(leaf.shape, number, limits) for leaf in leaves),
         tuple(cut_along_axis(leaf.shape, number, limits) for leaf in jax.tree.leaves(state)),
+        structure,
     )
+
+
+def _check_state_stays(
+    inner: optax.GradientTransformationExtraArgs, params: Any, state: Any
+) -> None:
+    value = jax.ShapeDtypeStruct((), "float32")
+    try:
+        _, after = jax.eval_shape(functools.partial(step, inner), params, state, params, value)
+    except TypeError as error:
+        if "required keyword-only argument" not in str(error):
+            raise
+        raise ArgumentError(
+            f"The rule asks for more than gradients and the loss, which is all that a step has: "
+            f"{str(error).splitlines()[0]}. Rules with a line search are such."
+        ) from error
+    was, now = (
+        (jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)])
+        for tree in (state, after)
+    )
+    if was != now:
+        raise ArgumentError(
+            f"The rule's state changes its structure or types in a step, and a step is compiled "
+            f"for one of them: from {was} to {now}."
+        )
 
 
 def _uncut(tree: Any) -> tuple[Cut, ...]:

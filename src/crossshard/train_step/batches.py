@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.runners.split import is_numeric
 
 Weight = Callable[[Any], Any]
 
@@ -50,8 +51,14 @@ def weight_of(weight: Weight, batch: Any) -> jax.Array:
 
     Raises:
       ArgumentError: it is no scalar.
+      ArgumentTypeError: it is no number.
     """
-    value = jnp.asarray(weight(batch), jnp.float32)
+    given = weight(batch)
+    if not is_numeric(given) and not isinstance(given, bool):
+        raise ArgumentTypeError(
+            f"A shard's weight is one number; weight gave {given!r:.40} ({type(given).__name__})."
+        )
+    value = jnp.asarray(given, jnp.float32)
     if value.shape != ():
         raise ArgumentError(
             f"A shard's weight is one number; weight gave an array of shape {value.shape}. Sum it."
@@ -143,7 +150,7 @@ class Layout:
             return
         # Else every padded batch would be a wrong mean, and nobody would be told.
         each = math.ceil(leaf.shape[0] / parts)
-        nothing = tree.unflatten([np.zeros((each, *x.shape[1:]), x.dtype) for _, x in paths])
+        nothing = tree.unflatten([_padding(x, each) for _, x in paths])
         weight = float(weight_of(self._weight, nothing))
         if weight != 0:
             raise ArgumentError(
@@ -170,6 +177,13 @@ def _check_rows(path: Any, leaf: Any) -> None:
         )
 
 
+def _padding(leaf: Any, rows: int) -> Any:
+    """Rows of zeros; of keys, which know no zero, the first of them."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return jnp.broadcast_to(leaf[:1], (rows, *leaf.shape[1:]))
+    return np.zeros((rows, *leaf.shape[1:]), leaf.dtype)
+
+
 def _padded(leaf: Any, rows: int) -> Any:
-    pad = jnp.pad if isinstance(leaf, jax.Array) else np.pad
-    return pad(leaf, [(0, rows), *[(0, 0)] * (leaf.ndim - 1)])
+    together = jnp.concatenate if isinstance(leaf, jax.Array) else np.concatenate
+    return together([leaf, _padding(leaf, rows)])

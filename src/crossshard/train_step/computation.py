@@ -1,6 +1,7 @@
 """What a step computes: each shard's loss and gradients, their reduction, and the weight update."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +13,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard.collectives.parts import Cut
 from crossshard.collectives.together import gather_together
+from crossshard.errors import ArgumentTypeError
 from crossshard.gradients.incoming import Incoming
 from crossshard.gradients.local import split_loss, value_and_grad
+from crossshard.gradients.once import only_reduction
 from crossshard.gradients.pipeline import Pipeline
-from crossshard.optimizer.transformation import only_reduction
 from crossshard.optimizer.weight_update import Path, map_cuts, step
+from crossshard.runners.split import is_numeric
 from crossshard.shards.axes import Shards
 from crossshard.shards.context import shard_context
 from crossshard.shards.devices import rings_of
@@ -62,6 +65,9 @@ class Computation:
             own = placing.of_one_shard(state)
             loss, gradients, others, aux = self._gradients(own, batch, shards)
             weight = None if self.weight is None else weight_of(self.weight, batch)
+            if weight is not None:
+                keep = functools.partial(_unless_weightless, weight)
+                others = jax.tree.map(keep, others, own.others)
             with jax.named_scope(self.name):
                 loss, gradients = self.pipeline.reduce(
                     (loss, gradients),
@@ -108,7 +114,9 @@ class Computation:
         def loss_of(params: Any) -> tuple[Any, Any]:
             model = put_together(state.skeleton, params, state.others)
             loss, aux = split_loss(self.loss_fn(model, batch, *keys), self.has_aux)
-            return loss, (others_after(state.skeleton, model, state.others), aux)
+            _check_floating(loss)
+            _check_aux(aux)
+            return loss, (others_after(state.skeleton, model, params, state.others), aux)
 
         with shard_context(shards.number, axis_name=shards.axes):
             (loss, (others, aux)), gradients = value_and_grad(loss_of, has_aux=True)(state.params)
@@ -135,23 +143,45 @@ class Computation:
             names = placing.mesh.axis_names
             return map_cuts(lambda cut, x: _lie(placing.mesh, cut.spec(names), x), cuts, tree)
 
-        cuts = placing.plan
-        params = as_cut(cuts.params, state.params)
+        plan = placing.plan
+        params = as_cut(plan.params, state.params)
         with only_reduction():
             params, opt_state = step(
-                self.inner, as_cut(cuts.params, gradients), state.opt_state, params, loss
+                self.inner, as_cut(plan.params, gradients), state.opt_state, params, loss
             )
-        parts, tree = jax.tree.flatten(as_cut(cuts.params, params))
+        parts, tree = jax.tree.flatten(as_cut(plan.params, params))
         # By hand, since XLA for TPUs makes an all-reduce of a gathering over all chips.
         gather = jax.shard_map(
-            lambda parts: gather_together(parts, cuts.params, shards),
+            lambda parts: gather_together(parts, plan.params, shards),
             mesh=placing.mesh,
-            in_specs=([cut.spec(shards.axes) for cut in cuts.params],),
+            in_specs=([cut.spec(shards.axes) for cut in plan.params],),
             out_specs=PartitionSpec(),
             check_vma=False,
         )
-        params, opt_state = tree.unflatten(gather(parts)), as_cut(cuts.state, opt_state)
+        params, opt_state = tree.unflatten(gather(parts)), as_cut(plan.state, opt_state)
         return dataclasses.replace(state, params=params, opt_state=opt_state)
+
+
+def _unless_weightless(weight: jax.Array, after: Any, before: Any) -> Any:
+    """What a module's array is after the loss; statistics of padding alone are not taken up."""
+    floating = jnp.issubdtype(after.dtype, jnp.inexact)
+    return jnp.where(weight != 0, after, before) if floating else after
+
+
+def _check_floating(loss: Any) -> None:
+    if not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        raise ArgumentTypeError(
+            f"A loss must be a floating scalar; this one has dtype {jnp.result_type(loss)}."
+        )
+
+
+def _check_aux(aux: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
+        if not is_numeric(leaf) and not isinstance(leaf, bool):
+            raise ArgumentTypeError(
+                f"aux{jax.tree_util.keystr(path)} is {leaf!r:.40} ({type(leaf).__name__}); what a "
+                f"step returns are arrays and numbers."
+            )
 
 
 def _lie(mesh: Mesh, spec: PartitionSpec, x: Any) -> jax.Array:

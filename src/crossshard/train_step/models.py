@@ -39,9 +39,13 @@ def take_apart(model: Any) -> tuple[Skeleton, Any, Any]:
       ArgumentError: there are no parameters.
       ArgumentTypeError: a leaf that is neither an array nor hashable.
     """
-    if isinstance(model, nnx.Variable):
+    is_nnx = lambda x: isinstance(x, nnx.Pytree | nnx.Variable)
+    inside = [leaf for leaf in jax.tree.leaves(model, is_leaf=is_nnx) if is_nnx(leaf)]
+    if inside and not isinstance(model, nnx.Pytree):
         raise ArgumentTypeError(
-            "Parameters are a pytree of arrays or a module; got an nnx variable. Put it into one."
+            f"Parameters are a pytree of arrays, or one module; got {type(model).__name__} with an "
+            f"nnx {type(inside[0]).__name__} in it, whose statistics would be taken for "
+            f"parameters. Put all of it into one nnx.Module, or into nnx.Dict or nnx.List."
         )
     apart = _module_apart(model) if isinstance(model, nnx.Pytree) else _pytree_apart(model)
     if not jax.tree.leaves(apart[1]):
@@ -69,26 +73,33 @@ def put_together(skeleton: Skeleton, params: Any, others: Any) -> Any:
     return skeleton.tree.unflatten(filled)
 
 
-def others_after(skeleton: Skeleton, model: Any, before: Any) -> Any:
+def others_after(skeleton: Skeleton, model: Any, params: Any, before: Any) -> Any:
     """The arrays besides the parameters that a module has after its loss.
 
     Raises:
-      VariableError: it has others than before.
+      VariableError: it has others than before, or its parameters were written to.
     """
     if not skeleton.is_nnx:
         return before
-    _, _, after = nnx.split(model, _is_param, ...)  # type: ignore[misc]
-    if jax.tree.structure(after) != jax.tree.structure(before):
+    _, written, after = nnx.split(model, _is_param, ...)  # type: ignore[misc]
+    if jax.tree.structure((written, after)) != jax.tree.structure((params, before)):
         raise VariableError(
             "The loss made or removed variables of the module that was handed to it; a step "
             "carries those that it had. Make them before, or pop them in the loss."
+        )
+    if any(a is not b for a, b in zip(*map(jax.tree.leaves, (written, params)), strict=True)):
+        raise VariableError(
+            "The loss wrote to an nnx.Param of its module, which the optimizer steps: what was "
+            "written would be lost. Let the optimizer do it, with optax.keep_params_nonnegative "
+            "for example, or make it an nnx.Variable of another kind."
         )
     return after
 
 
 def _is_param(path: Any, value: Any) -> bool:
     del path
-    return isinstance(value, nnx.Param) and _is_floating(value.get_raw_value())
+    leaves = jax.tree.leaves(value.get_raw_value()) if isinstance(value, nnx.Param) else []
+    return bool(leaves) and all(map(_is_floating, leaves))
 
 
 def _module_apart(module: Any) -> tuple[Skeleton, Any, Any]:
@@ -99,17 +110,25 @@ def _module_apart(module: Any) -> tuple[Skeleton, Any, Any]:
 @dataclasses.dataclass(frozen=True)
 class _Fixed:
     value: Any
+    # 1, 1.0 and True are equal, and no program of one does for another.
+    kind: type
 
 
 def _pytree_apart(model: Any) -> tuple[Skeleton, Any, Any]:
-    leaves, tree = jax.tree.flatten(model)
-    # Plain containers hold numbers to train; a module's own fields of that kind are settings.
-    plain = isinstance(model, dict | list | tuple)
-    leaves = [jnp.asarray(x) if plain and isinstance(x, float) else x for x in leaves]
-    fixed = tuple(None if _is_array(leaf) else _Fixed(_check_fixed(leaf)) for leaf in leaves)
+    paths, tree = jax.tree_util.tree_flatten_with_path(model)
+    leaves = [jnp.asarray(x) if _is_number_to_train(path, x) else x for path, x in paths]
+    fixed = tuple(
+        None if _is_array(leaf) else _Fixed(_check_fixed(leaf), type(leaf)) for leaf in leaves
+    )
     params = [leaf if _is_array(leaf) and _is_floating(leaf) else None for leaf in leaves]
     others = [leaf if _is_array(leaf) and not _is_floating(leaf) else None for leaf in leaves]
     return Skeleton(tree, fixed), tree.unflatten(params), tree.unflatten(others)
+
+
+def _is_number_to_train(path: tuple[Any, ...], leaf: Any) -> bool:
+    # What a dict or list holds is a parameter; a number in a module's own field is a setting.
+    of_container = jax.tree_util.DictKey | jax.tree_util.SequenceKey
+    return isinstance(leaf, float) and (not path or isinstance(path[-1], of_container))
 
 
 def _check_fixed(leaf: Any) -> Any:
@@ -128,4 +147,4 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _is_floating(leaf: Any) -> bool:
-    return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
+    return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))

@@ -58,21 +58,49 @@ class Placing:
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs(state))
 
     def check(self, state: TrainState) -> None:
-        """Raise unless the arrays of the optimizer state have the shapes that they are stored in.
+        """Raise unless a state is one of this step.
 
         Raises:
-          ArgumentError: it is the state of another step.
+          ArgumentError: its optimizer state is another rule's or laid out otherwise, or what is
+            stored as ``[shards, …]`` is of other shards.
         """
+        self.check_rule(state)
         lead = () if self.groups is None else (self.mesh.size,)
-        expected = [
+        opt_state = [
             (*lead, *(cut.stored_shape if self.groups is None else cut.part_shape))
             for cut in self.plan.state
         ]
-        given = [leaf.shape for leaf in jax.tree.leaves(state.opt_state)]
+        self._check_shapes("The optimizer state", state.opt_state, opt_state)
+        for what, tree, each in (
+            ("The state's parameters", state.params, self.groups is not None),
+            ("What the module has besides parameters", state.others, state.skeleton.is_nnx),
+        ):
+            if each:
+                shapes = [(self.mesh.size, *leaf.shape[1:]) for leaf in jax.tree.leaves(tree)]
+                self._check_shapes(what, tree, shapes)
+
+    def check_rule(self, state: TrainState) -> None:
+        """Raise unless a state is of this step's rule, and grouped if this step is."""
+        if state.grouped != (self.groups is not None):
+            raise ArgumentError(
+                f"The state is of a step {'with' if state.grouped else 'without'} groups that part "
+                f"ways, and this step is one {'without' if state.grouped else 'with'} them. Choose "
+                f"parameters with other.model(state) and init with them."
+            )
+        structure = jax.tree.structure(state.opt_state)
+        if structure != self.plan.structure:
+            raise ArgumentError(
+                f"The optimizer state is another rule's: expected {self.plan.structure}, got "
+                f"{structure}."
+            )
+
+    @staticmethod
+    def _check_shapes(what: str, tree: Any, expected: list[tuple[int, ...]]) -> None:
+        given = [leaf.shape for leaf in jax.tree.leaves(tree)]
         if given != expected:
             raise ArgumentError(
-                f"The optimizer state was laid out by another step: its arrays have shapes "
-                f"{given}, and here they have {expected}. Write step.reshard(other.unshard(state))."
+                f"{what} was laid out by another step: the arrays have shapes {given}, and here "
+                f"they have {expected}. Write step.reshard(other.unshard(state))."
             )
 
     def of_one_shard(self, state: TrainState) -> TrainState:
@@ -102,14 +130,23 @@ class Placing:
     ) -> TrainState:
         """The state before the first step, from arrays that all shards have."""
         # Copied, since a step uses the buffers of its state again, and two must not be one.
-        params, others = jax.tree.map(jnp.copy, model)
-        opt_state = jax.tree.map(jnp.copy, inner.init(params))
+        params, others = jax.tree.map(strong_copy, model)
+        opt_state = jax.tree.map(strong_copy, inner.init(params))
         if self.groups is not None:
             params, opt_state = jax.tree.map(self._on_each, (params, opt_state))
         if skeleton.is_nnx:
-            others = jax.tree.map(self._own_streams, others, is_leaf=_is_variable)
+            others = self.spread(others)
         return self.laid_out(
-            TrainState(jnp.int32(0), params, opt_state, others, jnp.copy(rng), skeleton, rng_impl)
+            TrainState(
+                jnp.int32(0),
+                params,
+                opt_state,
+                others,
+                jnp.copy(rng),
+                skeleton,
+                rng_impl,
+                self.groups is not None,
+            )
         )
 
     def laid_out(self, state: TrainState) -> TrainState:
@@ -143,11 +180,34 @@ class Placing:
     def _on_each(self, x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(x, (self.mesh.size, *x.shape))
 
-    def _own_streams(self, variable: nnx.Variable) -> nnx.Variable:
-        value = self._on_each(variable.get_raw_value())
-        if isinstance(variable, nnx.RngKey) and self.mesh.size > 1:
-            value = jax.vmap(own_stream)(value, jnp.arange(self.mesh.size))
-        return variable.replace(value)
+    def spread(self, others: Any) -> Any:
+        """What all shards have of a module besides its parameters, as ``[shards, …]``.
+
+        Each shard gets random streams of its own.
+        """
+
+        def one(leaf: Any) -> Any:
+            if not isinstance(leaf, nnx.RngKey) or self.mesh.size == 1:
+                return jax.tree.map(self._on_each, leaf)
+            keys = self._on_each(leaf.get_raw_value())
+            return leaf.replace(jax.vmap(own_stream)(keys, jnp.arange(self.mesh.size)))
+
+        return jax.tree.map(one, others, is_leaf=_is_variable)
+
+
+def of_all(x: jax.Array) -> jax.Array:
+    """What stands for all shards of what each has: the mean of statistics, else the first's."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x[0]
+    # Not the mean of equal numbers, which rounds.
+    return jnp.where((x == x[0]).all(0), x[0], x.mean(0))
+
+
+def strong_copy(x: Any) -> jax.Array:
+    """A copy with a type of its own: weak ones would be compiled for, and then strong ones."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return jnp.copy(x)
+    return jnp.copy(jnp.asarray(x, x.dtype))
 
 
 def replicated(mesh: Mesh, x: Any) -> jax.Array:

@@ -27,6 +27,7 @@ class TrainState:
         typed keys slow down every call.
       skeleton: what of the model is no array.
       rng_impl: what kind of key it is.
+      grouped: whether groups have parameters of their own.
 
     >>> import jax.numpy as jnp, optax
     >>> from crossshard import make_train_step
@@ -43,3 +44,4 @@ class TrainState:
     rng: Any
     skeleton: Skeleton = dataclasses.field(metadata={"static": True})
     rng_impl: Any = dataclasses.field(metadata={"static": True})
+    grouped: bool = dataclasses.field(metadata={"static": True})

@@ -1,5 +1,6 @@
 """make_train_step: from a loss and an optimizer to the compiled step of all shards."""
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from crossshard import _jax
 from crossshard.collectives.parts import ANY, TPU
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.incoming import Incoming
+from crossshard.gradients.once import only_reduction
 from crossshard.gradients.pipeline import Pipeline
 from crossshard.gradients.reduction import Reduction
 from crossshard.optimizer.cross_shard_optimizer import CrossShardOptimizer
@@ -23,7 +25,7 @@ from crossshard.train_step.batches import Layout, check_weight
 from crossshard.train_step.computation import Computation
 from crossshard.train_step.description import describe
 from crossshard.train_step.models import put_together, take_apart
-from crossshard.train_step.placing import Placing, check_key, replicated
+from crossshard.train_step.placing import Placing, check_key, of_all, replicated
 from crossshard.train_step.state import TrainState
 
 
@@ -108,6 +110,9 @@ def _check_pipeline(pipeline: Pipeline, mesh: Mesh, weight: Any) -> Pipeline:
         )
     if pipeline.groups is not None:
         pipeline.groups.check_covers(mesh.size)
+    if pipeline.over_all_shards:
+        # One group of all is no group, in whatever order it names them.
+        pipeline = dataclasses.replace(pipeline, groups=None)
     if pipeline.axis_name and set(pipeline.axis_name) != set(mesh.axis_names):
         raise ArgumentError(
             f"The optimizer reduces over the axes {list(pipeline.axis_name)}, and the mesh has "
@@ -161,9 +166,10 @@ class TrainStep:
           ArgumentError, ArgumentTypeError: a batch that cannot be split; no state of this step.
         """
         _check_state(state)
-        if _jax.user_has_set_a_mesh():
-            with jax.set_mesh(self._mesh):
+        if _jax.another_mesh_is_set(self._mesh):
+            with _jax.in_place_of_the_users_mesh(self._mesh):
                 return self._compiled(state, self._layout(batch))
+        # Without a context, which would cost a microsecond at every step.
         return self._compiled(state, self._layout(batch))
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
@@ -232,10 +238,28 @@ class TrainStep:
         return self._relaid(placing.whole, state, jax.tree.map(lambda _: everywhere, state))
 
     def reshard(self, state: TrainState) -> TrainState:
-        """The reverse of ``unshard``, whichever step and number of shards the state came from."""
+        """The reverse of ``unshard``, whichever step and number of shards the state came from.
+
+        On another number of shards, statistics of an NNX module go on from their mean, and random
+        streams from new keys.
+
+        Raises:
+          ArgumentError: the state is another rule's, or its groups cannot be those of this step.
+        """
         _check_state(state)
         placing = self._placing_of(state)
+        placing.check_rule(state)
         state = jax.tree.map(lambda x: replicated(self._mesh, x), state)
+        per_shard = state.params if self._grouped else state.others if state.skeleton.is_nnx else ()
+        others_fit = all(leaf.shape[0] == self._mesh.size for leaf in jax.tree.leaves(per_shard))
+        if self._grouped and not others_fit:
+            raise ArgumentError(
+                f"The state is of groups of other shards than these {self._mesh.size}. Choose one "
+                f"shard's parameters with other.model(state, shard=0) and init with them."
+            )
+        if not others_fit:
+            others = placing.spread(jax.tree.map(of_all, state.others))
+            state = dataclasses.replace(state, others=others)
         return self._relaid(placing.laid_out, state, placing.shardings(state))
 
     def _relaid(self, how: Callable[[Any], Any], state: TrainState, to: TrainState) -> TrainState:
@@ -265,8 +289,9 @@ class TrainStep:
         if self._grouped:
             params = jax.tree.map(lambda x: x[shard], params)
         if state.skeleton.is_nnx:
-            others = jax.tree.map(lambda x: _for_all(x) if shard is None else x[shard], others)
-        return put_together(state.skeleton, jax.tree.map(jnp.copy, params), others)
+            others = jax.tree.map(lambda x: of_all(x) if shard is None else x[shard], others)
+        # Copied, since the next step uses the buffers of the state again.
+        return put_together(state.skeleton, *jax.tree.map(jnp.copy, (params, others)))
 
     # What will happen.
 
@@ -292,14 +317,15 @@ class TrainStep:
         if key not in self._placings:
             groups = self._computation.pipeline.groups if self._grouped else None
             number = self._mesh.size if groups is None else groups.size
-            plan = plan_update(
-                self._computation.inner,
-                params,
-                number,
-                self._weight_update,
-                only_parts=groups is not None,
-                limits=TPU if self._mesh.devices.flat[0].platform == "tpu" else ANY,
-            )
+            with only_reduction():
+                plan = plan_update(
+                    self._computation.inner,
+                    params,
+                    number,
+                    self._weight_update,
+                    only_parts=groups is not None,
+                    limits=TPU if self._mesh.devices.flat[0].platform == "tpu" else ANY,
+                )
             self._placings[key] = Placing(self._mesh, plan, groups)
         return self._placings[key]
 
@@ -312,26 +338,22 @@ def _of_one(params: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
 
 
-def _for_all(x: jax.Array) -> jax.Array:
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return x[0]
-    # Not the mean of equal numbers, which rounds.
-    return jnp.where((x == x[0]).all(0), x[0], x.mean(0))
-
-
 def _takes_rng(loss_fn: Callable[..., Any]) -> bool:
     try:
         parameters = inspect.signature(loss_fn).parameters.values()
     except ValueError:
         return False
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [p for p in parameters if p.kind in positional and p.default is p.empty]
-    if len(needed) not in (2, 3) and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+    needed = [p for p in parameters if p.default is p.empty]
+    takes = [p for p in needed if p.kind in positional]
+    if not any(p.kind is p.VAR_POSITIONAL for p in needed) and (
+        len(takes) not in (2, 3) or any(p.kind is p.KEYWORD_ONLY for p in needed)
+    ):
         raise ArgumentTypeError(
             f"loss_fn takes (params, batch) or (params, batch, rng); this one takes "
             f"{[p.name for p in needed]}."
         )
-    return len(needed) == 3
+    return len(takes) == 3
 
 
 def _check_state(state: Any) -> None:
@@ -339,4 +361,12 @@ def _check_state(state: Any) -> None:
         raise ArgumentTypeError(
             f"A step takes the state that init(params) returned, and then the one of the step "
             f"before; got {type(state).__name__}."
+        )
+    # Types and traced values have no buffers.
+    count = state.step
+    has_buffer = isinstance(count, jax.Array) and not isinstance(count, jax.core.Tracer)
+    if has_buffer and count.is_deleted():
+        raise ArgumentError(
+            "This state has been used: its buffers became those of the step after it. Go on with "
+            "what that step returned: state, metrics = step(state, batch)."
         )
