@@ -14,6 +14,9 @@ from jax._src import source_info_util as _source_info_util
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.lax import parallel as _parallel
 
+# From JAX 0.11 on its name has an underscore.
+_NAMES = ("all_gather_invariant", "_all_gather_invariant")
+_gather_equal = next(getattr(_parallel, name) for name in _NAMES if hasattr(_parallel, name))
 _OURS, _JAX = (os.path.dirname(file) for file in (__file__, jax.__file__))
 
 
@@ -119,7 +122,7 @@ def as_varying(x: Any, axes: Iterable[str]) -> Any:
 
 def all_gather(x: Any, name: str, axis: int, *, tracked: bool) -> Any:
     """The shards' ``x`` side by side along ``axis``; where types are tracked, typed as equal."""
-    gather = _parallel.all_gather_invariant if tracked else lax.all_gather
+    gather = _gather_equal if tracked else lax.all_gather
     return gather(x, name, axis=axis, tiled=True)
 
 
