@@ -473,8 +473,8 @@ def test_an_nnx_module_without_randomness_steps_as_one_device():
 
     loss = lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean()
     model = Plain()
-    reference = nnx.Optimizer(model, optax.adam(0.01), wrt=nnx.Param)
-    step = make_train_step(loss, optax.adam(0.01), num_shards=8, weight_update="sharded")
+    reference = nnx.Optimizer(model, optax.adam(0.01, eps=1e-4), wrt=nnx.Param)
+    step = make_train_step(loss, optax.adam(0.01, eps=1e-4), num_shards=8, weight_update="sharded")
     state = train(step, batches(), model)
     for batch in batches():
         gradients = nnx.grad(loss)(model, batch)
@@ -485,9 +485,9 @@ def test_an_nnx_module_without_randomness_steps_as_one_device():
 def test_an_equinox_module_steps_as_one_device():
     mlp = eqx.nn.MLP(40, 3, 48, 2, key=jax.random.key(0))
     loss = lambda model, batch: ((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2).mean()
-    step = make_train_step(loss, optax.adam(0.01), num_shards=8, weight_update="sharded")
+    step = make_train_step(loss, optax.adam(0.01, eps=1e-4), num_shards=8, weight_update="sharded")
     trained = step.model(train(step, batches(), mlp))
-    opt = optax.adam(0.01)
+    opt = optax.adam(0.01, eps=1e-4)
     opt_state = opt.init(eqx.filter(mlp, eqx.is_inexact_array))
     for batch in batches():
         gradients = eqx.filter_grad(loss)(mlp, batch)
