@@ -1,6 +1,8 @@
 """The public names are these and no others: a name that comes or goes shows here."""
 
 import inspect
+import subprocess
+import sys
 
 import crossshard
 
@@ -38,3 +40,16 @@ def test_every_function_and_class_has_an_example_that_runs():
             continue
         if name != "ShardContext":
             assert ">>>" in (thing.__doc__ or ""), name
+
+
+def test_importing_brings_in_nothing_that_jax_optax_and_flax_do_not():
+    # In an interpreter of its own: here the tests have imported much already.
+    script = """
+import sys
+import jax, optax, flax.nnx
+before = set(sys.modules)
+import crossshard
+print(sorted({name for name in set(sys.modules) - before if name.split(".")[0] != "crossshard"}))
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"

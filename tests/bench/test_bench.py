@@ -20,7 +20,7 @@ from crossshard.cli import main
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.mark.parametrize("bench", ["update", "step", "overhead"])
+@pytest.mark.parametrize("bench", ["update", "step", "overhead", "import"])
 def test_a_bench_leaves_a_page_a_plot_and_its_times(
     bench: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

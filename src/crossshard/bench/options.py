@@ -8,7 +8,7 @@ import tyro
 
 from crossshard.errors import ArgumentError
 
-Bench = Literal["update", "step", "overhead"]
+Bench = Literal["update", "step", "overhead", "import"]
 
 # Virtual CPU devices beyond this measure only how threads queue.
 MOST_SHARDS = 64
@@ -26,14 +26,18 @@ class BenchOptions:
 
     overhead: what calling our step costs in Python beyond calling its compiled program.
 
+    import: what importing crossshard costs beyond importing JAX, Optax and Flax.
+
     PyTorch and TensorFlow take part where `make bench-peers` has made their environments. Each
     bench writes a table, a plot and its raw times to the output folder.
     """
 
     benches: Annotated[
         tyro.conf.Positional[tuple[Bench, ...]],
-        tyro.conf.arg(metavar="[update] [step] [overhead]", help_behavior_hint="(default: all)"),
-    ] = ("update", "step", "overhead")
+        tyro.conf.arg(
+            metavar="[update] [step] [overhead] [import]", help_behavior_hint="(default: all)"
+        ),
+    ] = ("update", "step", "overhead", "import")
     """Which to run."""
 
     shards: Annotated[
@@ -60,7 +64,9 @@ class BenchOptions:
     def check(self) -> None:
         """Raise an ``ArgumentError`` for a number that cannot be, or if no bench is named."""
         if not self.benches:
-            raise ArgumentError("Name at least one of update, step and overhead, or none for all.")
+            raise ArgumentError(
+                "Name at least one of update, step, overhead and import, or none for all."
+            )
         if self.rounds < 2:
             raise ArgumentError(
                 f"--rounds must be at least 2, since a spread is taken; got {self.rounds}."
@@ -78,4 +84,6 @@ _SHARDS: dict[Bench, tuple[int, ...]] = {
     "update": (8, 2),
     "step": (1, 2, 4, 8),
     "overhead": (1, 8),
+    # Nothing steps.
+    "import": (),
 }

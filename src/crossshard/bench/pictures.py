@@ -9,6 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from crossshard.bench.imports import WITH, WITHOUT
 from crossshard.bench.options import Bench
 from crossshard.bench.overhead import BARE, CALLED
 from crossshard.bench.result import Result
@@ -26,7 +27,16 @@ def draw(bench: Bench, results: Sequence[Result], path: Path) -> None:
         return
     figure = Figure(dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    {"update": _draw_updates, "step": _draw_steps, "overhead": _draw_calls}[bench](figure, results)
+    if bench == "update":
+        _draw_updates(figure, results)
+    elif bench == "step":
+        _draw_steps(figure, results)
+    elif bench == "overhead":
+        title = "What a call of our step costs beyond its compiled program"
+        _draw_differences(figure, results, CALLED, BARE, (1e6, "microseconds a call"), title)
+    else:
+        title = "What importing crossshard costs beyond JAX, Optax and Flax"
+        _draw_differences(figure, results, WITH, WITHOUT, (1e3, "milliseconds"), title)
     figure.savefig(path)
 
 
@@ -65,7 +75,7 @@ def _draw_updates(figure: Figure, results: Sequence[Result]) -> None:
 def _draw_steps(figure: Figure, results: Sequence[Result]) -> None:
     figure.set_size_inches(10, 4.8)
     both = figure.subplots(1, 2, sharey=True)
-    shards = sorted({result.shards for result in results})
+    shards = sorted({result.shards for result in results if result.shards})
     colors = dict(zip(shards, _shades(len(shards)), strict=True))
     top = 1.0
     for axes, name in zip(both, (OURS_AUTO, OURS_SHARDED), strict=True):
@@ -106,11 +116,18 @@ def _draw_ratios(
     )
 
 
-def _draw_calls(figure: Figure, results: Sequence[Result]) -> None:
+def _draw_differences(
+    figure: Figure,
+    results: Sequence[Result],
+    ours: str,
+    bare: str,
+    unit: tuple[float, str],
+    title: str,
+) -> None:
     figure.set_size_inches(9, 1.3 + 0.5 * len(results))
     axes = figure.subplots()
     names = [result.title() for result in results]
-    spreads = [result.timing.difference(CALLED, BARE).times(1e6) for result in results]
+    spreads = [result.timing.difference(ours, bare).times(unit[0]) for result in results]
     axes.barh(
         names,
         [spread.median for spread in spreads],
@@ -124,12 +141,7 @@ def _draw_calls(figure: Figure, results: Sequence[Result]) -> None:
     axes.axvline(0, color=_INK, linewidth=0.8)
     axes.invert_yaxis()
     axes.margins(x=0.12)
-    _frame(
-        axes,
-        "What a call of our step costs beyond its compiled program",
-        x="microseconds a call: median and quartiles",
-        y="",
-    )
+    _frame(axes, title, x=f"{unit[1]}: median and quartiles", y="")
 
 
 def _column(figure: Figure, rows: int) -> list[Axes]:

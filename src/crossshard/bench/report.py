@@ -55,6 +55,10 @@ _HEADS: dict[Bench, tuple[str, str]] = {
         "What calling our step costs beyond calling the compiled program within it, both waited "
         "for, on problems that compute next to nothing.",
     ),
+    "import": (
+        "The import",
+        "What importing crossshard costs beyond importing JAX, Optax and Flax, which it needs.",
+    ),
 }
 
 _METHOD = """\
@@ -81,6 +85,9 @@ large copies on all cores before and after the rounds, bytes read and written bo
 The MLPs have four layers of one width; the transformer is that of `crossshard train` with its \
 default sizes. Both rivals run in one process and donate parameters and state.""",
     "overhead": "",
+    "import": """\
+A step here is a fresh interpreter, from its start to its end, its files being in the system's \
+cache.""",
 }
 
 

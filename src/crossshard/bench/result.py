@@ -13,7 +13,7 @@ class Result:
     Attributes:
       problem: what was solved, in a few words.
       parameters: how many numbers are learnt.
-      shards: how many shards stepped together.
+      shards: how many shards stepped together; ``None`` where none step.
       timing: of every rival.
       differences: by how much a parameter of each rival differs at most from the first rival's
         after the same few steps.
@@ -23,7 +23,7 @@ class Result:
 
     problem: str
     parameters: int
-    shards: int
+    shards: int | None
     timing: Timing
     differences: dict[str, float]
     floor_bytes: int | None = None
@@ -38,6 +38,8 @@ class Result:
 
     def title(self) -> str:
         """What was solved on how many shards."""
+        if self.shards is None:
+            return self.problem
         return f"{self.problem}, {self.shards} shard{'s' * (self.shards > 1)}"
 
 

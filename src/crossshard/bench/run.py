@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import jax
 
-from crossshard.bench import overhead, step, update
+from crossshard.bench import imports, overhead, step, update
 from crossshard.bench.machine import this_machine
 from crossshard.bench.options import Bench, BenchOptions
 from crossshard.bench.report import Report, make_folder, write
@@ -38,7 +38,8 @@ def run(options: BenchOptions, screen: Screen) -> Iterator[Report]:
     make_folder(options.out)
     # The peers run on the CPU, and so do all others beside them.
     jax.config.update("jax_platforms", "cpu")
-    cpu_devices(max(n for bench in options.benches for n in options.shards_for(bench)))
+    shards = [n for bench in options.benches for n in options.shards_for(bench)]
+    cpu_devices(max(shards, default=1))
     for bench in dict.fromkeys(options.benches):
         notes, machine = _Notes(screen), this_machine()
         results = list(_results(bench, options, notes, machine.versions))
@@ -52,4 +53,4 @@ def _results(
 ) -> Iterator[Result]:
     if bench == "update":
         return update.measure(options, screen, versions)
-    return (step if bench == "step" else overhead).measure(options, screen)
+    return {"step": step, "overhead": overhead, "import": imports}[bench].measure(options, screen)

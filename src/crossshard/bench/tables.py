@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from crossshard.bench.imports import WITH, WITHOUT
 from crossshard.bench.options import Bench
 from crossshard.bench.overhead import BARE, CALLED
 from crossshard.bench.result import Result
@@ -39,7 +40,11 @@ def make_tables(bench: Bench, results: Sequence[Result]) -> list[Table]:
         return [_of_update(result) for result in results]
     if not results:
         return []
-    return [_of_steps(results) if bench == "step" else _of_calls(results)]
+    if bench == "step":
+        return [_of_steps(results)]
+    if bench == "overhead":
+        return [_of_differences("Microseconds a call", results, CALLED, BARE, 1e6)]
+    return [_of_differences("Milliseconds from start to end", results, WITH, WITHOUT, 1e3)]
 
 
 def _of_update(result: Result) -> Table:
@@ -104,31 +109,31 @@ def _of_steps(results: Sequence[Result]) -> Table:
     )
 
 
-def _of_calls(results: Sequence[Result]) -> Table:
+def _of_differences(
+    title: str, results: Sequence[Result], ours: str, bare: str, unit: float
+) -> Table:
     rows = []
     for result in results:
         timing = result.timing
-        more = timing.difference(CALLED, BARE).times(1e6)
+        more = timing.difference(ours, bare).times(unit)
         rows.append(
             [
-                result.problem,
-                f"{result.shards}",
-                f"{timing.spread(BARE).times(1e6).median:.0f}",
-                f"{timing.spread(CALLED).times(1e6).median:.0f}",
+                result.title(),
+                f"{timing.spread(bare).times(unit).median:.0f}",
+                f"{timing.spread(ours).times(unit).median:.0f}",
                 f"{more.median:.0f}",
                 f"{more.low:.0f} to {more.high:.0f}",
                 f"{more.least:.0f}",
-                f"{1e6 * timing.difference_of_minimums(CALLED, BARE):.0f}",
+                f"{unit * timing.difference_of_minimums(ours, bare):.0f}",
             ]
         )
     return Table(
-        "Microseconds a call",
+        title,
         [
-            "problem",
-            "shards",
-            BARE,
-            CALLED,
-            "overhead",
+            "of what",
+            bare,
+            ours,
+            "difference",
             "quartiles",
             "minimum",
             "of minimums",

@@ -1,12 +1,12 @@
 """The way of a gradient: what is done to it between autodiff and the update, as plain data."""
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.sparse import JAXSparse
 
 from crossshard.collectives.parts import Cut
 from crossshard.collectives.together import sum_together
@@ -76,9 +76,7 @@ class Pipeline:
           ArgumentTypeError: a leaf that is sparse, or neither real nor complex.
         """
         said = incoming or self.incoming
-        paths, tree = jax.tree_util.tree_flatten_with_path(
-            gradients, is_leaf=lambda leaf: isinstance(leaf, JAXSparse)
-        )
+        paths, tree = jax.tree_util.tree_flatten_with_path(gradients, is_leaf=_is_sparse)
         leaves = [leaf for _, leaf in paths]
         words = [self._word(leaf_name(path), leaf, shards, said) for path, leaf in paths]
         cuts = [Cut(jnp.shape(leaf), 1) for leaf in leaves] if cuts is None else cuts
@@ -151,9 +149,15 @@ def _divided(total: jax.Array, divisor: Any) -> jax.Array:
     return jnp.where(divisor != 0, total / divisor.astype(total.dtype), 0)
 
 
+def _is_sparse(leaf: Any) -> bool:
+    # Whoever has a sparse array has imported this already; importing it here would bring in SciPy.
+    sparse = sys.modules.get("jax.experimental.sparse")
+    return sparse is not None and isinstance(leaf, sparse.JAXSparse)
+
+
 def check_gradient_dtype(name: str, gradient: Any) -> None:
     """Raise unless the gradient is a dense array of real or complex numbers (or float0)."""
-    if isinstance(gradient, JAXSparse):
+    if _is_sparse(gradient):
         raise ArgumentTypeError(
             f"{name} is a sparse array ({type(gradient).__name__}); gradients must be dense. "
             f"Write gradient.todense()."
