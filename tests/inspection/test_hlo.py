@@ -178,6 +178,10 @@ GROUPS = {
     "mesh['a'=8] {'a':(1)2}": ((0, 4), (1, 5), (2, 6), (3, 7)),
     "mesh['a'=8] {'a':(2)2}": ((0, 2), (1, 3), (4, 6), (5, 7)),
     "mesh['a'=8] {'a':(2)4}": ((0, 1, 2, 3), (4, 5, 6, 7)),
+    "mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}": ((0, 4), (1, 5), (2, 6), (3, 7)),
+    "mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}": ((0, 1, 2, 3), (4, 5, 6, 7)),
+    "mesh['a'=2,'b'=2], device_ids=([4]) {'b'}": ((0, 1), (2, 3)),
+    "mesh['a'=2,'b'=2], device_ids=(3,1,2,0) {'b'}": ((3, 1), (2, 0)),
 }
 
 
@@ -186,7 +190,7 @@ def test_groups_in_every_form(text: str):
     assert parse_groups(text) == GROUPS[text]
 
 
-@pytest.mark.parametrize("text", ["", "all", "mesh['a'=2], device_ids=(1,0) {'a'}"])
+@pytest.mark.parametrize("text", ["", "all", "mesh['a'=2], order=(1,0) {'a'}"])
 def test_unknown_forms_of_groups_are_refused(text: str):
     with pytest.raises(ArgumentError, match="unknown form"):
         parse_groups(text)
@@ -224,6 +228,9 @@ NUMBERED = {
     "all-to-all(%p), channel_id=1, replica_groups={}": ((0, 1, 2), (3, 4, 5)),
     "collective-permute(%p), channel_id=1, source_target_pairs={{0,1}}": ((0, 1), (3, 4)),
     "collective-permute(%p), source_target_pairs={{0,1}}": ((0, 3), (1, 4), (2, 5)),
+    "collective-permute(%p), source_target_pairs={}": (),
+    "all-reduce(%p), channel_id=1, use_global_device_ids=true, replica_groups="
+    "mesh['a'=3,'b'=2], device_ids=([2,3]T(1,0)) {'b'}": ((0, 3), (1, 4), (2, 5)),
 }  # fmt: skip
 
 
@@ -252,10 +259,10 @@ def test_bytes_by_hand(kind: str, size: int, operand: int):
     assert bytes_sent(kind, size, operand) == BYTES[kind, size, operand]
 
 
-def test_a_permute_that_moves_nothing_sends_nothing():
-    (found,) = collectives(
-        parse(PROGRAM.format("collective-permute(%p), source_target_pairs={{0,0},{1,1}}"))
-    )
+@pytest.mark.parametrize("pairs", ["{{0,0},{1,1}}", "{}"])
+def test_a_permute_that_moves_nothing_sends_nothing(pairs: str):
+    text = PROGRAM.format(f"collective-permute(%p), source_target_pairs={pairs}")
+    (found,) = collectives(parse(text))
     assert (found.group_size, found.bytes_sent) == (1, 0)
 
 
@@ -272,3 +279,81 @@ def test_an_exchange_in_tuple_form_sums_its_parts():
     text = PROGRAM.format("all-to-all(%p, %p, %p), channel_id=1, replica_groups={{0,1,2}}")
     (found,) = collectives(parse(text))
     assert found.bytes_sent == 3 * 24 * 2 / 3
+
+
+def test_an_exchange_of_single_elements_is_no_scalar():
+    text = PROGRAM.format("all-to-all(%p, %p, %p), channel_id=1, replica_groups={{0,1,2}}")
+    (found,) = collectives(parse(text.replace("f32[6]", "f32[1]")))
+    assert (found.bytes_sent, found.scalar_bytes_sent) == (8, 0)
+
+
+# As XLA leaves a loop for TPUs: its length stands in its counter alone.
+COUNTED = """HloModule jit_step, num_partitions=2
+
+%condition (c: (s32[], f32[8], s32[])) -> pred[] {
+  %c = (s32[], f32[8]{0}, s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %limit = s32[] LIMIT
+  ROOT %test = pred[] compare(%i, %limit), direction=LT
+}
+
+%body (b: (s32[], f32[8], s32[])) -> (s32[], f32[8], s32[]) {
+  %b = (s32[], f32[8]{0}, s32[]) parameter(0)
+  %j = s32[] get-tuple-element(%b), index=0
+  %v = f32[8]{0} get-tuple-element(%b), index=1
+  %k = s32[] get-tuple-element(%b), index=2
+  %same = s32[] copy(%k)
+  %one = s32[] constant(STEP)
+  %next = s32[] add(%one, %j)
+  %permute = f32[8]{0} collective-permute(%v), channel_id=5, source_target_pairs={{0,1},{1,0}}
+  ROOT %out = (s32[], f32[8]{0}, s32[]) tuple(%next, %permute, KEPT)
+}
+
+ENTRY %main (p: f32[8], n: s32[]) -> (s32[], f32[8], s32[]) {
+  %p = f32[8]{0} parameter(0)
+  %n = s32[] parameter(1)
+  %start = s32[] constant(START)
+  %ten = s32[] constant(10)
+  %begin = s32[] copy(%start)
+  %carry = (s32[], f32[8]{0}, s32[]) tuple(%begin, %p, CARRIED)
+  ROOT %loop = (s32[], f32[8]{0}, s32[]) while(%carry), condition=%condition, body=%body
+}
+"""
+
+COUNTS = {
+    # limit, start, step, what is carried as the limit and handed on: how often
+    ("constant(4)", "0", "1", "%ten", "%same"): 4,
+    ("constant(4)", "1", "1", "%ten", "%same"): 3,
+    ("constant(5)", "0", "2", "%ten", "%same"): 3,
+    ("constant(4)", "6", "1", "%ten", "%same"): 0,
+    ("get-tuple-element(%c), index=2", "0", "1", "%ten", "%same"): 10,
+    # It changes within the loop, or is given from outside, or the counter stands still.
+    ("get-tuple-element(%c), index=2", "0", "1", "%ten", "%next"): None,
+    ("get-tuple-element(%c), index=2", "0", "1", "%n", "%same"): None,
+    ("constant(4)", "0", "0", "%ten", "%same"): None,
+}
+
+
+@pytest.mark.parametrize("given", COUNTS)
+def test_a_loop_is_counted_by_its_counter(given: tuple[str, ...]):
+    text = COUNTED
+    names = ("LIMIT", "START", "STEP", "CARRIED", "KEPT")
+    for name, value in zip(names, given, strict=True):
+        text = text.replace(name, value)
+    (permute,) = collectives(parse(text))
+    assert permute.in_loop
+    assert permute.times == COUNTS[given]
+
+
+def test_a_name_that_looks_like_metadata_is_no_source():
+    text = ASYNCHRONOUS.replace(
+        "metadata={stack_frame_id=1}", 'metadata={op_name="stack_frame_id=2" stack_frame_id=1}'
+    )
+    found = {each.name: each.source for each in collectives(parse(text))}
+    assert found["gather-start"] == "train.py:12"
+
+
+def test_a_path_with_quotes_is_read_as_it_is():
+    text = ASYNCHRONOUS.replace('source_file="old.py"', r'source_file="my \"old\".py"')
+    found = {each.name: each.source for each in collectives(parse(text))}
+    assert found["reduce-start"] == 'my "old".py:31'

@@ -5,12 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from crossshard import ArgumentError, ArgumentTypeError, CrossshardError
+from crossshard import ArgumentError, ArgumentTypeError, CrossshardError, make_train_step
 from crossshard.errors import CommunicationError
 from crossshard.testing import assert_communication
 
@@ -137,6 +139,33 @@ def test_an_unknown_bound_does_not_pass_in_silence():
     assert_communication(given, W, gradients, max_bytes_ratio=float("inf"))
 
 
+def test_a_loop_of_unknown_length_does_not_pass_in_silence():
+    @over
+    def dynamic(w: Any, x: Any) -> Any:
+        rounds = jnp.int32(x[0, 0])
+        return lax.fori_loop(0, rounds, lambda _, w: w - lax.pmean(grad(w, x), "shards"), w)
+
+    with pytest.raises(
+        CommunicationError, match="whose length its program does not tell"
+    ) as caught:
+        assert_communication(dynamic, W, X, in_loop=True)
+    assert "? times" in str(caught.value)
+    report = assert_communication(dynamic, W, X, in_loop=True, max_bytes_ratio=float("inf"))
+    assert "at least" in report.table()
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (10, 3)])
+@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
+def test_a_loss_in_a_small_bucket_is_free(shape: tuple[int, int], weight_update: Any):
+    def loss_fn(params: Any, x: Any) -> Any:
+        return jnp.mean(jnp.tanh(x @ params["w"] + params["b"]) ** 2)
+
+    params = {"w": jnp.ones(shape), "b": jnp.zeros(shape[1])}
+    step = make_train_step(loss_fn, optax.sgd(0.1), num_shards=8, weight_update=weight_update)
+    report = assert_communication(step, step.init(params), jnp.ones((16, shape[0])))
+    assert report.parameter_bytes == 4 * (shape[0] + 1) * shape[1]
+
+
 def test_a_failure_is_an_assertion_and_one_of_ours():
     with pytest.raises(AssertionError) as caught:
         assert_communication(twice, W, X)
@@ -148,10 +177,32 @@ def test_an_unknown_kind_is_refused_with_the_list():
         assert_communication(once, W, X, forbid=["allreduce"])
 
 
-@pytest.mark.parametrize("ratio", [-1, float("nan"), "1", None])
+@pytest.mark.parametrize("ratio", [-1, float("nan"), "1", None, True])
 def test_a_ratio_that_is_none_is_refused(ratio: Any):
     with pytest.raises(ArgumentError, match="max_bytes_ratio"):
         assert_communication(once, W, X, max_bytes_ratio=ratio)
+
+
+def test_numbers_of_numpy_are_numbers():
+    bytes_ = np.int64(W.nbytes)
+    assert_communication(once, W, X, max_bytes_ratio=np.float32(1), parameters=bytes_)
+
+
+@pytest.mark.parametrize("parameters", [0, -1, {}, jnp.ones(1)])
+def test_parameters_without_bytes_are_refused(parameters: Any):
+    with pytest.raises(ArgumentError, match="parameters must be arrays, not all of one element"):
+        assert_communication(once, W, X, parameters=parameters)
+
+
+@pytest.mark.parametrize("forbid", [5, None])
+def test_what_names_no_kinds_is_refused(forbid: Any):
+    with pytest.raises(ArgumentTypeError, match="forbid must be kinds"):
+        assert_communication(once, W, X, forbid=forbid)
+
+
+def test_in_loop_is_true_or_false():
+    with pytest.raises(ArgumentTypeError, match="in_loop must be True or False; got 'no'"):
+        assert_communication(once, W, X, in_loop="no")
 
 
 def test_arguments_for_a_program_are_refused():
@@ -162,3 +213,6 @@ def test_arguments_for_a_program_are_refused():
 def test_what_is_no_step_is_refused():
     with pytest.raises(ArgumentTypeError, match="got int"):
         assert_communication(3)
+    # A string has a method lower, too.
+    with pytest.raises(ArgumentTypeError, match="got str"):
+        assert_communication("step", W)

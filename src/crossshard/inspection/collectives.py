@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 from crossshard.inspection.execution import Execution, executions
 from crossshard.inspection.groups import Groups, groups_of
-from crossshard.inspection.hlo import Array, Instruction, Module, leaves
+from crossshard.inspection.hlo import Array, Instruction, Module, Shape, leaves
 
 # What a shard in a group of n sends for an operand of so many bytes, by the best algorithm there
 # is. It is not the rule for the result: an all-gather's operand is one n-th of what it gives.
@@ -55,8 +55,9 @@ class Collective:
       source: the ``file:line`` that it comes from, where the program says it.
       op_name: the name that JAX gave the operation.
       in_loop: whether it is run within a loop.
-      times: how often it is run; none where the length of a loop is not known, and then the bytes
-        are those of one run.
+      in_branch: whether it is run in one branch of a conditional only.
+      times: how often it is run, where its branch is taken; none where the length of a loop is not
+        known, and then the bytes are those of one run.
       name: what XLA calls the instruction.
     """
 
@@ -69,6 +70,7 @@ class Collective:
     source: str | None
     op_name: str | None
     in_loop: bool
+    in_branch: bool
     times: int | None
     name: str
 
@@ -114,12 +116,11 @@ def _starts_chain(run: Execution) -> bool:
     )
 
 
-def operands_of(run: Execution, kind: str) -> list[Array]:
-    """The arrays that a shard puts in."""
+def operand_shapes(run: Execution, kind: str) -> list[Shape]:
+    """The shapes of what a shard puts in, one for each operand."""
     shapes = [run.computation.instructions[name].shape for name in run.instruction.operands]
     # After its input come its output, to be written in place, and offsets and sizes.
-    taken = shapes[:1] if kind == "ragged-all-to-all" else shapes
-    return [array for shape in taken for array in leaves(shape)]
+    return shapes[:1] if kind == "ragged-all-to-all" else shapes
 
 
 def _kind(run: Execution) -> str | None:
@@ -148,31 +149,31 @@ def _is_fused_scatter(run: Execution) -> bool:
 
 def _read(run: Execution, kind: str, module: Module) -> Collective:
     instruction = run.instruction
-    operands = operands_of(run, kind)
+    operands = [array for shape in operand_shapes(run, kind) for array in leaves(shape)]
     groups = groups_of(instruction, kind, module)
     if kind == "collective-permute":
         moving = any(len(set(pair)) > 1 for pair in groups)
         size = 2 if moving else 1
     else:
         size = max(map(len, groups), default=1)
-    sent = {
-        scalar: sum(
-            bytes_sent(kind, size, each.bytes) for each in operands if is_scalar(each) is scalar
-        )
-        * (1 if run.times is None else run.times)
-        for scalar in (False, True)
-    }
+    # The operands of an exchange are one array, cut into what is for each shard.
+    whole = kind == "all-to-all" and len(operands) > 1
+    sent = {False: 0.0, True: 0.0}
+    for each in operands:
+        sent[is_scalar(each) and not whole] += bytes_sent(kind, size, each.bytes)
+    times = 1 if run.times is None else run.times
     origin = _origin(run, module)
     return Collective(
         kind=kind,
         operands=tuple(operands),
         groups=groups,
         group_size=size,
-        bytes_sent=sent[False],
-        scalar_bytes_sent=sent[True],
+        bytes_sent=times * sent[False],
+        scalar_bytes_sent=times * sent[True],
         source=module.source(origin),
         op_name=origin.quoted("metadata", "op_name"),
         in_loop=run.in_loop,
+        in_branch=run.in_branch,
         times=run.times,
         name=instruction.name,
     )

@@ -1,17 +1,21 @@
 """What the values of a program depend on: which of its inputs, which of its collectives.
 
 A set is one number with a bit for each member. A tuple has a set for each of its parts, so that a
-gradient and a moment that share a fusion or a loop are not taken for one.
+gradient and a moment that share a fusion or a loop are not taken for one. An input is two members:
+itself, and itself as far as it is reached without passing a reduction.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
 from operator import or_
 
 from crossshard.inspection.hlo import Computation, Instruction, Module, Shape
 
 _BY_PART = {"all-reduce", "all-reduce-start", "reduce-scatter", "all-gather"}
+
+# What gives its only operand, all parts of it.
+_WHOLE = {"copy", "opt-barrier", "all-reduce-done"}
 
 # The set of one value, or of each part of a tuple.
 Depends = int | tuple["Depends", ...]
@@ -22,31 +26,39 @@ class Dependence:
     """What a program's outputs and chosen instructions depend on.
 
     Attributes:
-      outputs: per output, a set of inputs and of chosen instructions.
+      outputs: per output, the set of what it depends on.
       operands: per chosen instruction, such a set for each of its operands.
-      members: the chosen instructions as members of these sets; an input is the bit of its number.
+      inputs: per input, its member in these sets.
+      directly: per input, its member in these sets where no reduction lies between.
+      members: per chosen instruction, its member in these sets.
     """
 
     outputs: tuple[int, ...]
     operands: Mapping[str, tuple[int, ...]]
+    inputs: tuple[int, ...]
+    directly: tuple[int, ...]
     members: Mapping[str, int]
 
 
-def dependence(module: Module, chosen: Sequence[str]) -> Dependence:
+def dependence(module: Module, chosen: Sequence[str], reductions: Collection[str]) -> Dependence:
     """Follow a program's inputs, and the values of chosen instructions, to its outputs.
 
     Args:
       module: the program.
       chosen: the names of the instructions.
+      reductions: those of them behind which an input is no longer reached directly.
     """
-    inputs = module.entry.parameters
-    members = {name: 1 << len(inputs) + number for number, name in enumerate(chosen)}
-    follow = _Follow(module, members)
-    given = [_spread(each.shape, 1 << number) for number, each in enumerate(inputs)]
+    parameters = module.entry.parameters
+    number = len(parameters)
+    inputs = tuple(1 << i for i in range(number))
+    directly = tuple(1 << number + i for i in range(number))
+    members = {name: 1 << 2 * number + i for i, name in enumerate(chosen)}
+    follow = _Follow(module, members, frozenset(reductions), sum(directly))
+    given = [_spread(each.shape, inputs[i] | directly[i]) for i, each in enumerate(parameters)]
     outputs = follow.through(module.entry, given)
     parts = outputs if isinstance(outputs, tuple) else (outputs,)
     operands = {name: tuple(sets) for name, sets in follow.operands.items()}
-    return Dependence(tuple(map(_all, parts)), operands, members)
+    return Dependence(tuple(map(_all, parts)), operands, inputs, directly, members)
 
 
 def _all(depends: Depends) -> int:
@@ -64,10 +76,14 @@ def _join(one: Depends, other: Depends) -> Depends:
 
 
 class _Follow:
-    def __init__(self, module: Module, members: Mapping[str, int]):
+    def __init__(
+        self, module: Module, members: Mapping[str, int], reductions: Collection[str], directly: int
+    ):
         self.operands: dict[str, list[int]] = {}
         self._module = module
         self._members = members
+        self._reductions = reductions
+        self._directly = directly
 
     def through(self, computation: Computation, given: Sequence[Depends]) -> Depends:
         """What a computation gives depends on, given what its parameters depend on."""
@@ -101,13 +117,17 @@ class _Follow:
             return self._of_loop(each, taken[0])
         if each.opcode == "conditional":
             return self._of_branches(each, taken)
-        if each.opcode in ("copy", "opt-barrier") and len(taken) == 1:
+        if each.opcode in _WHOLE and len(taken) == 1:
             return taken[0]
-        itself = self._members.get(each.name, 0)
         # Collectives that XLA has combined work part by part; an all-to-all mixes its parts.
         if isinstance(each.shape, tuple) and each.opcode in _BY_PART:
-            return tuple(_all(part) | itself for part in taken)
-        return _spread(each.shape, reduce(or_, map(_all, taken), itself))
+            return tuple(self._passed(each, _all(part)) for part in taken)
+        return _spread(each.shape, self._passed(each, reduce(or_, map(_all, taken), 0)))
+
+    def _passed(self, each: Instruction, taken: int) -> int:
+        if each.name in self._reductions:
+            taken &= ~self._directly
+        return taken | self._members.get(each.name, 0)
 
     def _of_loop(self, each: Instruction, carry: Depends) -> Depends:
         (body,) = each.called("body")

@@ -1,14 +1,15 @@
 """Which instructions a program runs, from its entry on, and how often: what loops do."""
 
 import dataclasses
-import re
 from collections.abc import Iterator
 
 from crossshard.inspection.hlo import Computation, Instruction, Module
+from crossshard.inspection.loops import trip_count
 
-# The attributes through which an instruction runs a computation; the reducer in to_apply is
-# XLA's own, but call has its computation there.
-_CALLS = ("calls", "to_apply", "branch_computations", "true_computation", "false_computation")
+# The attributes through which an instruction runs a computation. In to_apply a call has it;
+# reducers stand there, too, which communicate nothing.
+_CALLS = ("calls", "to_apply")
+_BRANCHES = ("branch_computations", "true_computation", "false_computation")
 _LOOP = ("condition", "body")
 
 
@@ -21,6 +22,7 @@ class Execution:
       computation: where it stands.
       caller: the instruction that runs this computation; none in the entry.
       in_loop: whether that happens within a loop.
+      in_branch: whether it happens in one branch of a conditional only.
       times: how often in one call of the program; none where a loop's length is not known.
     """
 
@@ -28,6 +30,7 @@ class Execution:
     computation: Computation
     caller: Instruction | None = None
     in_loop: bool = False
+    in_branch: bool = False
     times: int | None = 1
 
 
@@ -43,29 +46,22 @@ def _through(module: Module, at: Execution) -> Iterator[Execution]:
         # The end of an asynchronous computation names it again.
         if instruction.opcode.endswith(("-update", "-done")):
             continue
-        for name in _called(instruction, _CALLS):
-            inner = dataclasses.replace(run, computation=module.computations[name])
-            yield from _through(module, dataclasses.replace(inner, caller=instruction))
-        for name in _called(instruction, _LOOP):
-            trips = trip_count(instruction)
-            yield from _through(
-                module,
-                Execution(
-                    instruction,
-                    module.computations[name],
-                    caller=instruction,
-                    in_loop=True,
-                    times=None if trips is None or at.times is None else at.times * trips,
-                ),
-            )
+        inner = dataclasses.replace(run, caller=instruction)
+        for computation in _called(module, instruction, _CALLS):
+            yield from _through(module, dataclasses.replace(inner, computation=computation))
+        inner = dataclasses.replace(inner, in_branch=True)
+        for computation in _called(module, instruction, _BRANCHES):
+            yield from _through(module, dataclasses.replace(inner, computation=computation))
+        if instruction.opcode == "while":
+            trips = trip_count(module, at.computation, instruction)
+            times = None if trips is None or at.times is None else at.times * trips
+            inner = dataclasses.replace(inner, in_branch=at.in_branch, in_loop=True, times=times)
+            for computation in _called(module, instruction, _LOOP):
+                yield from _through(module, dataclasses.replace(inner, computation=computation))
 
 
-def _called(instruction: Instruction, attributes: tuple[str, ...]) -> list[str]:
-    return [name for attribute in attributes for name in instruction.called(attribute)]
-
-
-def trip_count(loop: Instruction) -> int | None:
-    """How often a ``while`` runs its body, where XLA has found out."""
-    config = loop.attributes.get("backend_config", "")
-    known = re.search(r'"known_trip_count":\{"n":"(\d+)"', config)
-    return int(known[1]) if known else None
+def _called(
+    module: Module, instruction: Instruction, attributes: tuple[str, ...]
+) -> list[Computation]:
+    names = [name for attribute in attributes for name in instruction.called(attribute)]
+    return [module.computations[name] for name in names]

@@ -12,7 +12,8 @@ from crossshard.inspection.hlo import Instruction, Module
 Groups = tuple[tuple[int, ...], ...]
 
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_MESH = re.compile(r"mesh\[([^\]]*)\]\s*\{(.*)\}")
+_MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((.*)\))? \{(.*)\}")
+_MESH_DEVICES = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH_AXIS = re.compile(r"'?([^',=]+)'?=(\d+)")
 _USED_AXIS = re.compile(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?")
 
@@ -31,7 +32,8 @@ def parse_groups(text: str) -> Groups:
 
     Args:
       text: explicit groups, ``{{0,1},{2,3}}``; the rows of a transposed iota,
-        ``[4,2]<=[2,4]T(1,0)``; or axes of a mesh, ``mesh['a'=2,'b'=4] {'b'}``.
+        ``[4,2]<=[2,4]T(1,0)``; or axes of a mesh, ``mesh['a'=2,'b'=4] {'b'}``, whose devices may
+        stand in another order, ``mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}``.
 
     Returns:
       The groups; none at all where the text is ``{}``, which means that all are one group.
@@ -47,13 +49,9 @@ def parse_groups(text: str) -> Groups:
     ((0, 2), (1, 3))
     """
     if iota := _IOTA.fullmatch(text):
-        rows, dimensions, order = (
-            [int(n) for n in part.split(",")] if part else [] for part in iota.groups()
-        )
-        ids = np.arange(np.prod(dimensions)).reshape(dimensions)
-        return _rows(ids.transpose(order or None).reshape(rows))
+        return _rows(_transposed(iota[2], iota[3]).reshape(_numbers(iota[1])))
     if mesh := _MESH.fullmatch(text):
-        return _over_axes(mesh[1], mesh[2])
+        return _over_axes(mesh[1], mesh[2], mesh[3])
     if text.startswith("{"):
         inner = re.findall(r"\{([\d,\s]*)\}", text[1:-1])
         return tuple(tuple(int(i) for i in re.findall(r"\d+", group)) for group in inner)
@@ -62,11 +60,30 @@ def parse_groups(text: str) -> Groups:
     )
 
 
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
+
+
+def _transposed(dimensions: str, order: str | None) -> np.ndarray:
+    """Ids from zero on in these dimensions, and those in this order."""
+    lengths = _numbers(dimensions)
+    ids = np.arange(math.prod(lengths)).reshape(lengths)
+    return ids.transpose(_numbers(order)) if order else ids
+
+
+def _mesh_devices(text: str | None, number: int) -> np.ndarray:
+    """The devices of a mesh in its order: all from zero on, an iota, or a list."""
+    if text is None:
+        return np.arange(number)
+    iota = _MESH_DEVICES.fullmatch(text)
+    return _transposed(iota[1], iota[2]).ravel() if iota else np.array(_numbers(text))
+
+
 def _rows(table: np.ndarray) -> Groups:
     return tuple(tuple(row) for row in table.reshape(-1, table.shape[-1]).tolist())
 
 
-def _over_axes(mesh: str, used: str) -> Groups:
+def _over_axes(mesh: str, devices: str | None, used: str) -> Groups:
     sizes = {name: int(size) for name, size in _MESH_AXIS.findall(mesh)}
     # A part of an axis, 'a':(2)4, cuts it in three: the 2 before it, its 4, and the rest.
     parts = [
@@ -87,7 +104,8 @@ def _over_axes(mesh: str, used: str) -> Groups:
         if axis == name and low <= start < high
     ]
     others = [i for i in range(len(factors)) if i not in chosen]
-    ids = np.arange(math.prod(factors)).reshape(factors).transpose([*others, *chosen])
+    ids = _mesh_devices(devices, math.prod(factors)).reshape(factors)
+    ids = ids.transpose([*others, *chosen])
     return _rows(ids.reshape(-1, math.prod(factors[i] for i in chosen)))
 
 
@@ -103,8 +121,14 @@ def groups_of(collective: Instruction, kind: str, module: Module) -> Groups:
       The groups; of a collective-permute, its pairs of source and target.
     """
     attributes = collective.attributes
-    form = "source_target_pairs" if kind == "collective-permute" else "replica_groups"
-    given = [list(group) for group in parse_groups(attributes.get(form, "{}"))]
+    pairs = kind == "collective-permute"
+    text = attributes.get("source_target_pairs" if pairs else "replica_groups", "{}")
+    if text.startswith("mesh") and "device_ids" in attributes:
+        # They stand after a comma, where another attribute would begin.
+        text = f"{text}, device_ids={attributes['device_ids']}"
+    given = [list(group) for group in parse_groups(text)]
+    if pairs and not given:
+        return ()
     devices = np.arange(module.replicas * module.partitions)
     table = devices.reshape(module.replicas, module.partitions)
     if attributes.get("use_global_device_ids") == "true":

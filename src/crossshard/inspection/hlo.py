@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from crossshard.errors import ArgumentError
 
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]')
 _COMMENT = re.compile(r"/\*.*?\*/")
 _NAME = re.compile(r"%([\w.\-]+)")
@@ -20,6 +21,13 @@ _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r" ([\w\-]+)\(")
 _ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
 _BITS = re.compile(r"[a-z]+(\d+)")
+
+
+def width(dtype: str) -> int:
+    """The bits of one element of a dtype by XLA's name."""
+    bits = _BITS.match(dtype)
+    # Only pred is counted in bytes without saying so; tokens and opaque values hold nothing.
+    return int(bits[1]) if bits else 8 if dtype == "pred" else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,15 +50,12 @@ class Array:
     @property
     def bytes(self) -> int:
         """The bytes it holds, padding of its layout left out."""
-        bits = _BITS.match(self.dtype)
-        # Only pred is counted in bytes without saying so; tokens and opaque values hold nothing.
-        width = int(bits[1]) if bits else 8 if self.dtype == "pred" else 0
-        return math.ceil(self.size * width / 8)
+        return math.ceil(self.size * width(self.dtype) / 8)
 
     @property
-    def is_floating(self) -> bool:
-        """Whether it is of real floating-point numbers."""
-        return self.dtype.startswith(("f", "bf"))
+    def is_inexact(self) -> bool:
+        """Whether it is of floating-point numbers, real or complex."""
+        return self.dtype.startswith(("f", "bf", "c"))
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dimensions))}]"
@@ -100,7 +105,7 @@ class Instruction:
         """What ``key="…"``, or ``"key":"…"`` in JSON, says within an attribute."""
         text = self.attributes.get(attribute, "")
         found = re.search(rf'\b{key}"?[=:]"((?:[^"\\]|\\.)*)"', text)
-        return found[1] if found else None
+        return re.sub(r"\\(.)", r"\1", found[1]) if found else None
 
     def called(self, attribute: str) -> tuple[str, ...]:
         """The names of the computations that an attribute holds."""
@@ -150,7 +155,8 @@ class Module:
 
     def source(self, instruction: Instruction) -> str | None:
         """The ``file:line`` that an instruction comes from, if the program says it."""
-        metadata = instruction.attributes.get("metadata", "")
+        # Names may hold anything, also what looks like an attribute.
+        metadata = _QUOTED.sub('""', instruction.attributes.get("metadata", ""))
         # Up to 2025 the line stood in the metadata itself, now in a table at the top.
         file = instruction.quoted("metadata", "source_file")
         line = re.search(r"\bsource_line=(\d+)", metadata)

@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable
 
 from crossshard.inspection.collectives import Collective
+from crossshard.inspection.hlo import width
 
-_HEAD = ("collective", "operands", "sent per shard", "groups", "loop", "source")
+_HEAD = ("collective", "operands", "sent per shard", "groups", "when", "source")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +40,11 @@ class Communication:
     Attributes:
       collectives: in the order in which they run.
       devices: how many devices the program runs on.
-      shards: over how many of them the parameters are kept the same: those that collectives join.
+      shards: over how many of them the parameters are kept the same: those that are joined by
+        collectives between a parameter and its new value, or by any where no parameter is told.
       parameter_bytes: the bytes of one whole copy of the parameters; none where the program does
         not tell them and the caller did not either.
+      parameter_dtypes: XLA's names of the dtypes of those that the program tells.
       memory: the compiler's own numbers; none where it gives none.
     """
 
@@ -48,6 +52,7 @@ class Communication:
     devices: int
     shards: int
     parameter_bytes: int | None
+    parameter_dtypes: tuple[str, ...]
     memory: Memory | None
 
     @property
@@ -62,7 +67,7 @@ class Communication:
 
     @property
     def lower_bound(self) -> float | None:
-        """2(N−1)/N · P: what one shard must send for N shards to take a step together."""
+        """2(N−1)/N · P: what one shard sends at least for N shards to average P bytes."""
         if self.parameter_bytes is None:
             return None
         return 2 * (self.shards - 1) * self.parameter_bytes / self.shards
@@ -76,6 +81,13 @@ class Communication:
     def uncounted_loops(self) -> tuple[Collective, ...]:
         """The collectives in loops of unknown length, of which one run is counted."""
         return tuple(each for each in self.collectives if each.times is None)
+
+    @property
+    def widened(self) -> tuple[str, ...]:
+        """The dtypes that are sent and are wider than all of the parameters."""
+        widest = max((width(dtype) for dtype in self.parameter_dtypes), default=math.inf)
+        sent = (dtype for each in self.collectives if each.bytes_sent for dtype in each.dtypes)
+        return tuple(dict.fromkeys(dtype for dtype in sent if width(dtype) > widest))
 
     def to_json(self, indent: int | None = None) -> str:
         """All of it as JSON: the attributes of this class, and of each collective, by name."""
@@ -93,16 +105,21 @@ class Communication:
 
     def _totals(self) -> list[str]:
         aside = f", and {_bytes(self.scalar_bytes_sent)} for scalars" * bool(self.scalar_bytes_sent)
-        lines = [f"each of {self.devices} shards sends {_bytes(self.bytes_sent)}{aside}"]
+        least = "at least " * bool(self.uncounted_loops)
+        lines = [f"each of {self.devices} devices sends {least}{_bytes(self.bytes_sent)}{aside}"]
         if self.uncounted_loops:
-            names = ", ".join(each.name for each in self.uncounted_loops)
-            lines.append(f"once per run of a loop of unknown length, counted once: {names}")
+            lines.append("how often a loop runs (?) is not told, so one run of it is counted")
+        if any(each.in_branch for each in self.collectives):
+            lines.append("all branches of a conditional are counted, though one of them is taken")
         if self.lower_bound is None:
             lines.append("the parameters cannot be told from the program, so no bound is known")
         else:
             bound = f"{_bytes(self.lower_bound)} for {_bytes(self.parameter_bytes)} of parameters"
-            ratio = "" if self.ratio is None else f"; ratio {self.ratio:.3f}"
+            ratio = "" if self.ratio is None else f"; ratio {least}{self.ratio:.3f}"
             lines.append(f"{self.shards} shards need 2(N−1)/N · P = {bound}{ratio}")
+        if self.widened:
+            sent, own = ", ".join(self.widened), ", ".join(self.parameter_dtypes)
+            lines.append(f"sent as {sent}, the parameters being {own}; XLA for CPUs widens these")
         if self.memory is not None:
             parts = dataclasses.asdict(self.memory).items()
             lines.append("memory per device: " + ", ".join(f"{k} {_bytes(n)}" for k, n in parts))
@@ -124,13 +141,17 @@ def _row(each: Collective) -> tuple[str, ...]:
     more = len(each.operands) - len(shown)
     if more:
         shown.append(f"and {more} more")
-    loop = f"{'?' if each.times is None else each.times} times" if each.in_loop else ""
+    when = [f"{'?' if each.times is None else each.times} times"] * each.in_loop
+    when += ["in a branch"] * each.in_branch
+    among = f"{len(each.groups)} of {each.group_size}"
+    if each.kind == "collective-permute":
+        among = f"{len(each.groups)} pairs"
     return (
         each.kind,
         ", ".join(shown),
         _bytes(each.bytes_sent + each.scalar_bytes_sent),
-        f"{len(each.groups)} of {each.group_size}",
-        loop,
+        among,
+        ", ".join(when),
         each.source or each.op_name or each.name,
     )
 
