@@ -354,6 +354,9 @@ def test_a_name_that_looks_like_metadata_is_no_source():
 
 
 def test_a_path_with_quotes_is_read_as_it_is():
-    text = ASYNCHRONOUS.replace('source_file="old.py"', r'source_file="my \"old\".py"')
+    text = ASYNCHRONOUS.replace('"old.py"', r'"my \"old\".py"').replace(
+        '"train.py"', r'"my \"train\".py"'
+    )
     found = {each.name: each.source for each in collectives(parse(text))}
     assert found["reduce-start"] == 'my "old".py:31'
+    assert found["gather-start"] == 'my "train".py:12'

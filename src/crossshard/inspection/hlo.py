@@ -105,7 +105,7 @@ class Instruction:
         """What ``key="…"``, or ``"key":"…"`` in JSON, says within an attribute."""
         text = self.attributes.get(attribute, "")
         found = re.search(rf'\b{key}"?[=:]"((?:[^"\\]|\\.)*)"', text)
-        return re.sub(r"\\(.)", r"\1", found[1]) if found else None
+        return _unescaped(found[1]) if found else None
 
     def called(self, attribute: str) -> tuple[str, ...]:
         """The names of the computations that an attribute holds."""
@@ -284,9 +284,14 @@ def _shape(text: str) -> Shape:
     return Array(array[1], tuple(int(n) for n in re.findall(r"\d+", array[2])))
 
 
+def _unescaped(text: str) -> str:
+    return re.sub(r"\\(.)", r"\1", text)
+
+
 def _stack_frames(text: str) -> dict[int, str]:
     """The tables above the computations: per stack frame, its own file and line."""
-    files = {m[1]: m[2] for m in re.finditer(r'^(\d+) "(.*)"$', _section(text, "FileNames"), re.M)}
+    names = re.finditer(r'^(\d+) "(.*)"$', _section(text, "FileNames"), re.M)
+    files = {m[1]: _unescaped(m[2]) for m in names}
     location = r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)"
     lines = {
         m[1]: f"{files.get(m[2], '?')}:{m[3]}"
