@@ -137,6 +137,19 @@ def test_features_that_are_gathered_as_well_do_not_change_the_parameters():
     assert report.bytes_sent == report.lower_bound + features
 
 
+def test_features_gathered_over_more_shards_than_the_parameters_lie_on():
+    def step(w: Any, x: Any) -> Any:
+        def contrast(w: Any) -> Any:
+            own = jnp.tanh(x @ w)
+            return jnp.mean((own @ lax.all_gather(own, ("a", "b"), tiled=True).T) ** 2)
+
+        g = jax.grad(contrast)(gather(w, "b"))
+        return w - lax.pmean(scatter(g, "b"), "a") / 4
+
+    report = inspect(lowered(step, (P("b"), BOTH), P("b"), W, X, mesh=GRID))
+    assert (report.shards, report.parameter_bytes) == (8, BYTES)
+
+
 def test_parts_over_one_axis_only_that_the_compiler_gathers():
     def step(w: Any, x: Any) -> Any:
         return w - jax.grad(loss)(w, x)
