@@ -2,7 +2,9 @@
 
 import json
 import re
+import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +13,14 @@ import pytest
 
 from crossshard.bench.floor import least_bytes, measure_bandwidth
 from crossshard.bench.given_gradients import given_gradients
+from crossshard.bench.imports import WITH, WITHOUT
 from crossshard.bench.jax_rivals import hand_written, ours
 from crossshard.bench.models import mlp, transformer
+from crossshard.bench.overhead import BARE, CALLED
+from crossshard.bench.peer import Peer, PeerError
+from crossshard.bench.result import Result
+from crossshard.bench.rivals import HAND_WRITTEN, OURS_AUTO, OURS_REPLICATED, OURS_SHARDED
+from crossshard.bench.tables import make_tables
 from crossshard.bench.timing import Timing
 from crossshard.bench.turns import take_turns
 from crossshard.cli import main
@@ -37,7 +45,9 @@ def test_a_bench_leaves_a_page_a_plot_and_its_times(
         assert all(len(seconds) == 2 for seconds in result["timing"]["seconds"].values())
     printed = capsys.readouterr()
     assert str(out) in printed.out
-    left_out = re.findall(r"is left out", printed.out + printed.err + page)
+    left_out = re.findall(
+        r"Left out: (?:PyTorch|TensorFlow), since", printed.out + printed.err + page
+    )
     # A peer that is not there is said to be missing, and has no row.
     assert bool(left_out) == (bench == "update")
     assert "gloo" not in page.split("## How it was measured")[0] or bench != "update"
@@ -105,3 +115,58 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureF
     file.write_text("")
     assert main(["bench", "overhead", "--out", str(file / "below")]) == 2
     assert "file" in capsys.readouterr().err
+
+
+def _result(seconds: dict[str, list[float]], **more: Any) -> Result:
+    differences = dict.fromkeys(seconds, 0.0)
+    return Result("a problem", 1000, 8, Timing(1, seconds), differences, **more)
+
+
+def test_the_update_is_compared_with_each_rival_and_with_the_floor():
+    seconds = {OURS_SHARDED: [0.010, 0.020, 0.030], "theirs": [0.050, 0.040, 0.060]}
+    (table,) = make_tables("update", [_result(seconds, floor_bytes=10**7, bandwidth=2e9)])
+    assert "floor 5.00 ms at 2.0 GB/s" in table.title
+    ours_, theirs = (dict(zip(table.columns, row, strict=True)) for row in table.rows)
+    assert (ours_["ms a step"], ours_["× floor"], ours_["minimum × floor"]) == (
+        "20.0",
+        "4.0",
+        "2.0",
+    )
+    assert (theirs["ms a step"], theirs["× floor"]) == ("50.0", "10.0")
+    # Round by round 1/5, 1/2, 1/2; of the best rounds 10/40.
+    assert (theirs["ours ÷ this"], theirs["least"], theirs["of minimums"]) == (
+        "0.50",
+        "0.20",
+        "0.25",
+    )
+
+
+def test_a_step_is_compared_with_the_one_written_by_hand():
+    seconds = {name: [0.001, 0.002] for name in (OURS_AUTO, OURS_SHARDED, OURS_REPLICATED)}
+    seconds[HAND_WRITTEN] = [0.002, 0.008]
+    (table,) = make_tables("step", [_result(seconds)])
+    row = dict(zip(table.columns, table.rows[0], strict=True))
+    assert row["by hand, ms"] == "5.00"
+    assert row[f"{OURS_AUTO} ÷ by hand"] == "0.38"
+
+
+@pytest.mark.parametrize(
+    ("bench", "more", "less", "unit"),
+    [("overhead", CALLED, BARE, 1e-6), ("import", WITH, WITHOUT, 1e-3)],
+)
+def test_what_ours_costs_beyond_is_ours_less_the_other(
+    bench: Any, more: str, less: str, unit: float
+):
+    seconds = {more: [30 * unit, 50 * unit], less: [20 * unit, 30 * unit]}
+    (table,) = make_tables(bench, [_result(seconds)])
+    row = dict(zip(table.columns, table.rows[0], strict=True))
+    assert (row[less], row[more], row["difference"], row["of minimums"]) == ("25", "40", "15", "10")
+
+
+def test_a_peer_that_ends_is_named_with_its_last_words():
+    # Our own interpreter has no torch.
+    with (
+        Peer("Theirs", Path(sys.executable), "torch_peer.py", {"scales": []}) as peer,
+        pytest.raises(PeerError, match=r"Theirs, which ended too early: .*torch"),
+    ):
+        peer.versions()

@@ -42,7 +42,7 @@ class Peer:
     def __init__(self, name: str, python: Path, script: str, problem: Mapping[str, Any]) -> None:
         self._name = name
         if not python.exists():
-            raise PeerError(f"{name} is left out: no {python}. Run make bench-peers to have it.")
+            raise PeerError(f"{name}, since there is no {python}. Run make bench-peers to have it.")
         # A file and not a pipe: nobody reads along, and a full pipe would stop the peer.
         self._said = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - closed on exit
         self._process = subprocess.Popen(
@@ -93,7 +93,7 @@ class Peer:
         except BrokenPipeError:
             line = ""
         if not line:
-            raise PeerError(f"{self._name} is left out: {self._last_words()}")
+            raise PeerError(f"{self._name}, which ended too early: {self._last_words()}")
         return json.loads(line)
 
     def _last_words(self) -> str:

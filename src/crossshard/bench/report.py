@@ -65,7 +65,7 @@ _METHOD = """\
 In every round each rival takes the same few steps while all the others idle, one rival after the \
 other, waiting for each step. Ratios and differences are taken within a round, so that what else \
 the machine does meets all rivals alike; given are their median over the rounds, their quartiles \
-and their minimum, and beside them what the best round of each gives."""
+and the least of them, and, *of minimums*, what the best round of each gives."""
 
 _METHODS: dict[Bench, str] = {
     "update": """\
