@@ -8,6 +8,7 @@ lines it sleeps; at the end of its input it leaves.
 
 import json
 import os
+import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from crossshard.errors import CrossshardError
 
 _SCRIPTS = Path(__file__).parent / "peers"
 _SECONDS_TO_LEAVE = 20
+_SECONDS_TO_LEAVE_IN_HASTE = 2
 
 
 class PeerError(CrossshardError):
@@ -68,9 +70,10 @@ class Peer:
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            self._process.wait(_SECONDS_TO_LEAVE)
+            self._process.wait(_SECONDS_TO_LEAVE if kind is None else _SECONDS_TO_LEAVE_IN_HASTE)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            # With the ranks that it has started: it leads a session of its own.
+            os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         self._said.close()
 
