@@ -44,20 +44,20 @@ class JaxRival:
         params_of: Callable[[Any], Any],
     ) -> None:
         self.name = name
+        self.state = state
         self._step = step
-        self._state = state
         self._batch = batch
         self._params_of = params_of
 
     def run(self, steps: int) -> Turn:
         """Take so many steps, waiting for each."""
-        state, step, batch = self._state, self._step, self._batch
+        state, step, batch = self.state, self._step, self._batch
         began = time.perf_counter()
         for _ in range(steps):
             state, rest = step(state, batch)
             jax.block_until_ready((state, rest))
         seconds = time.perf_counter() - began
-        self._state = state
+        self.state = state
         return Turn(seconds, _sample(self._params_of(state)))
 
 

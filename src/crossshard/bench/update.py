@@ -4,6 +4,9 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import jax
 
 from crossshard.bench.floor import cores, least_bytes, measure_bandwidth
 from crossshard.bench.given_gradients import given_gradients, scales
@@ -55,8 +58,9 @@ def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> 
         problem = given_gradients(_MATRICES, width, shards)
         told = f"update of {problem.parameters:,} parameters, {shards} shards"
         screen.tell(f"{told}: starting all rivals")
+        sharded = ours(problem, shards, "sharded")
         rivals: list[Rival] = [
-            ours(problem, shards, "sharded"),
+            sharded,
             ours(problem, shards, "replicated"),
             hand_written(problem, shards),
         ]
@@ -76,6 +80,7 @@ def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> 
             bandwidth = measure_bandwidth()
             screen.tell(told)
             timing, differences = take_turns(rivals, options.rounds, screen.round)
+        screen.note(f"With {shards} shards, {_share(sharded.state.opt_state)}")
         yield Result(
             problem=f"update of {_MATRICES} matrices of {width} × {width}",
             parameters=problem.parameters,
@@ -85,6 +90,18 @@ def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> 
             floor_bytes=least_bytes(problem.parameters, shards),
             bandwidth=max(bandwidth, measure_bandwidth()),
         )
+
+
+def _share(state: Any) -> str:
+    """What one shard holds of the optimizer state, told by the arrays themselves."""
+    arrays = jax.tree.leaves(state)
+    whole = sum(array.nbytes for array in arrays)
+    first = [array.addressable_shards[0].data for array in arrays]
+    held = sum(part.nbytes for part in first)
+    return (
+        f"one shard of ours, sharded, holds {held:,} of the {whole:,} bytes of the optimizer's "
+        f"state: {held / whole:.4f} of it."
+    )
 
 
 def _start(framework: _Framework, peers: Path, width: int, shards: int) -> Peer:
