@@ -125,12 +125,12 @@ class Placing:
         inner: optax.GradientTransformation,
         skeleton: Skeleton,
         rng_impl: Any,
-        model: Any,
+        arrays: Any,
         rng: Any,
     ) -> TrainState:
-        """The state before the first step, from arrays that all shards have."""
+        """The state before the first step, from parameters and others that all shards have."""
         # Copied, since a step uses the buffers of its state again, and two must not be one.
-        params, others = jax.tree.map(strong_copy, model)
+        params, others = jax.tree.map(strong_copy, arrays)
         opt_state = jax.tree.map(strong_copy, inner.init(params))
         if self.groups is not None:
             params, opt_state = jax.tree.map(self._on_each, (params, opt_state))

@@ -198,10 +198,10 @@ class TrainStep:
           ArgumentTypeError: a leaf that is neither an array nor hashable; no key.
         """
         impl, key = check_key(rng)
-        make, model, _ = self._initial(params, impl, key)
-        model, key = jax.tree.map(lambda x: replicated(self._mesh, x), (model, key))
+        make, arrays, _ = self._initial(params, impl, key)
+        arrays, key = jax.tree.map(lambda x: replicated(self._mesh, x), (arrays, key))
         with _jax.in_place_of_the_users_mesh(self._mesh):
-            return make(model, key)
+            return make(arrays, key)
 
     def abstract_init(self, params: Any) -> TrainState:
         """The types of ``init``'s state and where they lie, to ``lower`` without any devices."""
@@ -210,13 +210,13 @@ class TrainStep:
 
     def _initial(self, params: Any, impl: Any, key: jax.Array) -> tuple[Any, Any, TrainState]:
         """A compiled function of arrays and key, the arrays, and the types of what it makes."""
-        skeleton, *model = take_apart(params)
-        placing = self._placing(model[0])
+        skeleton, *arrays = take_apart(params)
+        placing = self._placing(arrays[0])
 
-        def make(model: Any, key: Any) -> TrainState:
-            return placing.initial(self._computation.inner, skeleton, impl, model, key)
+        def make(arrays: Any, key: Any) -> TrainState:
+            return placing.initial(self._computation.inner, skeleton, impl, arrays, key)
 
-        types = jax.eval_shape(make, model, key)
+        types = jax.eval_shape(make, arrays, key)
         shardings = placing.shardings(types)
         abstract = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
@@ -224,7 +224,7 @@ class TrainStep:
             shardings,
         )
         self._latest = placing, abstract
-        return jax.jit(make, out_shardings=shardings), model, abstract
+        return jax.jit(make, out_shardings=shardings), arrays, abstract
 
     def unshard(self, state: TrainState) -> TrainState:
         """The state whole on every device, the optimizer's arrays in the shapes its rule gave them.
