@@ -63,9 +63,10 @@ _HEADS: dict[Bench, tuple[str, str]] = {
 
 _METHOD = """\
 In every round each rival takes one step that is not timed and then the same few that are, while \
-all the others idle, one rival after the other, waiting for each step. Ratios and differences are taken within a round, so that what else \
-the machine does meets all rivals alike; given are their median over the rounds, their quartiles \
-and the least of them, and, *of minimums*, what the best round of each gives."""
+all the others idle, one rival after the other, waiting for each step. Ratios and differences are \
+taken within a round, so that what else the machine does meets all rivals alike; given are their \
+median over the rounds, their quartiles and the least of them, and, *of minimums*, what the best \
+round of each gives."""
 
 _METHODS: dict[Bench, str] = {
     "update": """\
