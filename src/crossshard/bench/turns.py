@@ -11,8 +11,8 @@ from crossshard.bench.timing import Timing
 
 # The first compiles or allocates; the second shows that a state is carried on.
 _WARM_UP = 2
-# Before the timed steps of a turn. The turn before leaves caches full of its own, and memory that it
-# gave back has to be had anew: the first step pays for what another did.
+# Before the timed steps of a turn. The turn before leaves caches full of its own, and memory that
+# it gave back has to be had anew: the first step pays for what another did.
 _LEAD_IN = 1
 # A turn of the fastest lasts about this long.
 _TURN_SECONDS = 0.25
