@@ -87,8 +87,8 @@ The MLPs have four layers of one width; the transformer is that of `crossshard t
 default sizes. Both rivals run in one process and donate parameters and state.""",
     "overhead": "",
     "import": """\
-A step here is a fresh interpreter, from its start to its end, its files being in the system's \
-cache.""",
+A step here is a fresh interpreter, from its start to its end, all modules being compiled to \
+bytecode and in the system's cache.""",
 }
 
 
