@@ -1,6 +1,7 @@
 """The bench of whole steps, with forward and backward: ours against the step written by hand."""
 
 import functools
+import gc
 from collections.abc import Callable, Iterator
 
 from crossshard.bench.jax_rivals import hand_written, ours
@@ -40,8 +41,10 @@ def measure(options: BenchOptions, screen: Screen) -> Iterator[Result]:
             ]
             screen.tell(told)
             timing, differences = take_turns(rivals, options.rounds, screen.round)
-            # Before the next ones are made: the largest fill the memory.
+            # Before the next ones are made, since the largest fill the memory. Only a collection
+            # frees what stands in cycles, as compiled functions and what they close over do.
             del rivals
+            gc.collect()
             yield Result(name, problem.parameters, shards, timing, differences)
 
 
