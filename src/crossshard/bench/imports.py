@@ -3,37 +3,43 @@
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 from crossshard.bench.options import BenchOptions
 from crossshard.bench.result import Result, Screen
-from crossshard.bench.rivals import Turn
-from crossshard.bench.turns import take_turns
+from crossshard.bench.timing import Timing
 
-_WITHOUT = "jax, optax, flax.nnx"
-WITH, WITHOUT = f"{_WITHOUT}, crossshard", _WITHOUT
+WITHOUT = "jax, optax, flax.nnx"
+WITH = f"{WITHOUT}, crossshard"
 
-
-class _Interpreter:
-    """A fresh interpreter each time, which imports what its name says and ends."""
-
-    def __init__(self, modules: str) -> None:
-        self.name = modules
-
-    def run(self, steps: int) -> Turn:
-        """Start so many, one after the other."""
-        # Else our modules may be compiled again each time, unlike those that pip has installed.
-        caching = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-        began = time.perf_counter()
-        for _ in range(steps):
-            subprocess.run([sys.executable, "-c", f"import {self.name}"], check=True, env=caching)
-        return Turn(time.perf_counter() - began, sample=[])
+_SCRIPT = f"""
+import time
+began = time.perf_counter()
+import {WITHOUT}
+needed = time.perf_counter()
+import crossshard
+print(needed - began, time.perf_counter() - began)
+"""
 
 
 def measure(options: BenchOptions, screen: Screen) -> Iterator[Result]:
-    """One result: interpreters that import crossshard as well, and such that do not."""
+    """One result: in each round a fresh interpreter imports what we need, and then us."""
     screen.tell("imports in fresh interpreters")
-    rivals = [_Interpreter(WITH), _Interpreter(WITHOUT)]
-    timing, differences = take_turns(rivals, options.rounds, screen.round)
-    yield Result("import", 0, None, timing, differences)
+    # Not timed: it reads files from the disk, and compiles modules that were never imported.
+    _import()
+    seconds: dict[str, list[float]] = {WITHOUT: [], WITH: []}
+    for number in range(1, options.rounds + 1):
+        for name, taken in zip(seconds, _import(), strict=True):
+            seconds[name].append(taken)
+        screen.round(number)
+    yield Result("import", 0, None, Timing(1, seconds), differences={})
+
+
+def _import() -> list[float]:
+    """The seconds until what we need is imported, and until we are, too."""
+    # Else our modules may be compiled again each time, unlike those that pip has installed.
+    caching = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    ran = subprocess.run(
+        [sys.executable, "-c", _SCRIPT], stdout=subprocess.PIPE, text=True, check=True, env=caching
+    )
+    return [float(taken) for taken in ran.stdout.split()]

@@ -61,7 +61,7 @@ _HEADS: dict[Bench, tuple[str, str]] = {
     ),
 }
 
-_METHOD = """\
+_IN_TURN = """\
 In every round each rival takes one step that is not timed and then the same few that are, while \
 all the others idle, one rival after the other, waiting for each step. Ratios and differences are \
 taken within a round, so that what else the machine does meets all rivals alike; given are their \
@@ -69,7 +69,9 @@ median over the rounds, their quartiles and the least of them, and, *of minimums
 round of each gives."""
 
 _METHODS: dict[Bench, str] = {
-    "update": """\
+    "update": f"""\
+{_IN_TURN}
+
 Our rivals in JAX run in one process and donate parameters and state; those of PyTorch and \
 TensorFlow run in processes of their own, which sleep when it is not their turn. PyTorch's \
 gradients lie in buckets of 25 MiB that are reduced without a copy, its AdamW is the fused one. \
@@ -82,13 +84,17 @@ The floor: with P parameters on N shards, every shard's gradients are read (N·P
 two moments are read once (3·P), the moments are written once (2·P) and the new parameters into \
 every shard's copy (N·P). That is (2·N + 5)·P·4 bytes, over the bandwidth of the best of some \
 large copies on all cores before and after the rounds, bytes read and written both counted.""",
-    "step": """\
+    "step": f"""\
+{_IN_TURN}
+
 The MLPs have four layers of one width; the transformer is that of `crossshard train` with its \
 default sizes. Both rivals run in one process and donate parameters and state.""",
-    "overhead": "",
+    "overhead": _IN_TURN,
     "import": """\
-A step here is a fresh interpreter, from its start to its end, all modules being compiled to \
-bytecode and in the system's cache.""",
+In every round a fresh interpreter imports what is needed, and then crossshard: the difference is \
+the time of that alone. All modules are compiled to bytecode and in the system's cache. Given are \
+medians over the rounds, quartiles and the least, and, *of minimums*, the least until the end of \
+both less the least without ours.""",
 }
 
 
@@ -132,9 +138,7 @@ def _page(report: Report, plot: str, times: str) -> str:
     for table in report.tables():
         paragraphs += [f"## {table.title}", _markdown(table)]
     paragraphs += [f"- {note}" for note in report.notes]
-    paragraphs += ["## How it was measured", _METHOD]
-    if _METHODS[report.bench]:
-        paragraphs.append(_METHODS[report.bench])
+    paragraphs += ["## How it was measured", _METHODS[report.bench]]
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
     paragraphs.append(
         f"{machine.cpu}, {machine.cores} cores, {machine.memory_gib:g} GiB, {machine.system}; load "

@@ -15,7 +15,7 @@ class Turn:
 
     Attributes:
       seconds: for all steps of the turn, each waited for.
-      sample: some of its parameters afterwards, if it has any; the same ones of every rival.
+      sample: some of its parameters afterwards, the same ones of every rival.
     """
 
     seconds: float

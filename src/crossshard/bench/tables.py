@@ -44,7 +44,7 @@ def make_tables(bench: Bench, results: Sequence[Result]) -> list[Table]:
         return [_of_steps(results)]
     if bench == "overhead":
         return [_of_differences("Microseconds a call", results, CALLED, BARE, 1e6)]
-    return [_of_differences("Milliseconds from start to end", results, WITH, WITHOUT, 1e3)]
+    return [_of_differences("Milliseconds until imported", results, WITH, WITHOUT, 1e3)]
 
 
 def _of_update(result: Result) -> Table:

@@ -36,7 +36,7 @@ def take_turns(
     samples = {rival.name: rival.run(_WARM_UP).sample for rival in rivals}
     first = next(iter(samples.values()))
     differences = {
-        name: max((abs(a - b) for a, b in zip(first, sample, strict=True)), default=0.0)
+        name: max(abs(one - other) for one, other in zip(first, sample, strict=True))
         for name, sample in samples.items()
     }
     fastest = min(rival.run(_WARM_UP).seconds / _WARM_UP for rival in rivals)
