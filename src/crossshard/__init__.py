@@ -1,8 +1,8 @@
 """Wrap any Optax optimizer, and every shard steps correctly."""
 
 from crossshard import errors
+from crossshard.collectives.all_reduce import cross_replica_sum
 from crossshard.collectives.exchange import all_to_all, collective_permute
-from crossshard.collectives.sums import cross_replica_sum
 from crossshard.errors import *  # noqa: F403
 from crossshard.gradients.incoming import Incoming
 from crossshard.gradients.local import grad, value_and_grad
@@ -10,9 +10,12 @@ from crossshard.gradients.reduction import Reduction
 from crossshard.inspection.program import inspect
 from crossshard.optimizer.cross_shard_optimizer import CrossShardOptimizer
 from crossshard.optimizer.optimizer import Optimizer
+from crossshard.pipeline.stage import Environment, Gradients, Stage
+from crossshard.pipeline.state import CrossShardState
 from crossshard.runners.runners import batch_parallel, replicate, rewrite, shard
 from crossshard.shards.context import ShardContext, get_shard_context, shard_context
 from crossshard.shards.devices import cpu_devices
+from crossshard.shards.placement import PER_SHARD, REPLICATED, Placement
 from crossshard.train_step.state import TrainState
 from crossshard.train_step.train_step import TrainStep, make_train_step
 from crossshard.variables.per_shard import is_per_shard, set_per_shard, set_shared
@@ -21,11 +24,18 @@ __version__ = "0.1.0"
 
 __all__ = [
     *errors.__all__,
+    "PER_SHARD",
+    "REPLICATED",
     "CrossShardOptimizer",
+    "CrossShardState",
+    "Environment",
+    "Gradients",
     "Incoming",
     "Optimizer",
+    "Placement",
     "Reduction",
     "ShardContext",
+    "Stage",
     "TrainState",
     "TrainStep",
     "all_to_all",

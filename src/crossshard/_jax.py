@@ -131,6 +131,11 @@ def backend_is_running() -> bool:
     return _xla_bridge.backends_are_initialized()
 
 
+def at_top_level() -> bool:
+    """Whether no function is being traced here."""
+    return _core.trace_ctx.is_top_level()
+
+
 def another_mesh_is_set(mesh: jax.sharding.Mesh) -> bool:
     """Whether ``jax.set_mesh`` has put another mesh in force, which shard_map would refuse."""
     in_force = jax.sharding.get_abstract_mesh()
@@ -141,7 +146,7 @@ def in_place_of_the_users_mesh(mesh: jax.sharding.Mesh) -> AbstractContextManage
     """Put ``mesh`` in force if ``jax.set_mesh`` has set another."""
     if not another_mesh_is_set(mesh):
         return nullcontext()
-    if _core.trace_ctx.is_top_level():
+    if at_top_level():
         return jax.set_mesh(mesh)
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 

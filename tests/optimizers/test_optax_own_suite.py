@@ -104,7 +104,7 @@ def every_optimizer_wrapped(counts: dict[str, int]) -> Iterator[None]:
     from optax._src import alias
 
     import crossshard
-    from crossshard.gradients.pipeline import Pipeline
+    from crossshard.pipeline.pipeline import Pipeline
 
     making: list[str] = []
 

@@ -661,7 +661,7 @@ def test_under_a_mesh_of_the_users_own():
 
 
 def test_a_step_is_not_followed_into_installed_packages():
-    from crossshard.variables.reach import reachable_roots
+    from crossshard.variables.discovery import reachable_roots
 
     class Greedy:
         def __getattr__(self, name: str) -> Any:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from crossshard.collectives.sums import check_numeric, gather_over_shards
+from crossshard.collectives.all_reduce import check_numeric, gather_over_shards
 from crossshard.errors import ArgumentError, ArgumentTypeError, ShardContextError
 from crossshard.shards.axes import Shards, current_shards
 from crossshard.shards.context import check_axis_name
@@ -73,7 +73,7 @@ def all_to_all(
         _need_axes(shards, "all_to_all")
         if shards.manual:
             return lax.all_to_all(
-                shards.as_local(x),
+                shards.as_varying(x),
                 shards.axes,
                 split,
                 concat,
@@ -123,7 +123,7 @@ def collective_permute(
             _need_axes(shards, "collective_permute")
             return x if pairs else jnp.zeros_like(x)
         if shards.manual:
-            return lax.ppermute(shards.as_local(x), shards.axes, pairs)
+            return lax.ppermute(shards.as_varying(x), shards.axes, pairs)
         # vmap's ppermute takes whole permutations only, so the values are looked up instead.
         source_of = np.full(shards.number, -1)
         source_of[[target for _, target in pairs]] = [source for source, _ in pairs]

@@ -62,16 +62,16 @@ def read_incoming(
             f"reduces over groups, and a group's sum cannot be taken out of the whole. "
             f"Differentiate with crossshard.value_and_grad."
         )
-    if not shards.tracked:
+    if not shards.has_vma:
         return said or Incoming.LOCAL
-    if said in (Incoming.SUMMED, Incoming.REDUCED) and not grouped and shards.differs(gradient):
+    if said in (Incoming.SUMMED, Incoming.REDUCED) and not grouped and shards.is_varying(gradient):
         raise IncomingError(
             f"{name} ({_type(gradient)}) is said to be {said}, but its type says that it still "
             f"differs over {_axes(shards)}. Say incoming='local', or nothing."
         )
     if said is not None:
         return said
-    if not shards.equal_axes(gradient):
+    if not shards.invariant_axes(gradient):
         return Incoming.LOCAL
     if shards.number == 1:
         return Incoming.REDUCED
@@ -79,7 +79,7 @@ def read_incoming(
 
 
 def _double_reduction(name: str, gradient: Any, shards: Shards, reduction: Reduction) -> str:
-    number = math.prod(map(lax.axis_size, shards.equal_axes(gradient)))
+    number = math.prod(map(lax.axis_size, shards.invariant_axes(gradient)))
     mistake = (
         f"averaging again would do nothing and the step would be {number} times too large"
         if reduction is Reduction.MEAN
@@ -87,7 +87,7 @@ def _double_reduction(name: str, gradient: Any, shards: Shards, reduction: Reduc
     )
     return (
         f"{name} ({_type(gradient)}) arrived at CrossShardOptimizer.update already invariant over "
-        f"{_axes(shards, shards.equal_axes(gradient))}: autodiff has summed it over "
+        f"{_axes(shards, shards.invariant_axes(gradient))}: autodiff has summed it over "
         f"{number} shards, so {mistake}. Differentiate with crossshard.value_and_grad, or "
         f'say incoming="summed" (or "reduced" if it has been averaged already, or "local" if it is '
         f"each shard's own and happens to be equal)."

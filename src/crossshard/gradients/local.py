@@ -12,8 +12,8 @@ from flax import nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.shards.axes import Shards, shards_of_gradient
 from crossshard.shards.context import check_axis_name
-from crossshard.variables.handing import rebound
-from crossshard.variables.reach import variables_in
+from crossshard.variables.binding import rebound
+from crossshard.variables.discovery import variables_in
 
 
 def value_and_grad(
@@ -65,7 +65,7 @@ def value_and_grad(
         def local_loss(*args: Any, **kwargs: Any) -> Any:
             loss, aux = split_loss(fun(*args, **kwargs), has_aux)
             # Each shard has its own copy of a loss that is equal on all, and differentiates that.
-            return shards.as_local(loss), (loss, aux)
+            return shards.as_varying(loss), (loss, aux)
 
         if any(_is_nnx(args[number]) for number in numbers):
             grads, (loss, aux) = _nnx_grad(local_loss, argnums, numbers, shards, args, kwargs)
@@ -154,9 +154,9 @@ def _nnx_grad(
 ) -> Any:
     nodes = [args[number] for number in numbers if _is_nnx(args[number])]
     parameters = [v for v in variables_in(nodes) if isinstance(v, nnx.Param)]
-    values = [jax.tree.map(shards.as_local, v.get_raw_value()) for v in parameters]
+    values = [jax.tree.map(shards.as_varying, v.get_raw_value()) for v in parameters]
     local = [
-        jax.tree.map(shards.as_local, arg) if place in numbers and not _is_nnx(arg) else arg
+        jax.tree.map(shards.as_varying, arg) if place in numbers and not _is_nnx(arg) else arg
         for place, arg in enumerate(args)
     ]
     with rebound(parameters, values):
@@ -189,7 +189,7 @@ def _jax_grad(
 
     gradients, out = jax.grad(
         of_arrays, has_aux=True, holomorphic=holomorphic, allow_int=allow_int
-    )([shards.as_local(leaves[place]) for place in places])
+    )([shards.as_varying(leaves[place]) for place in places])
     whole: list[Any] = [None] * len(leaves)
     for place, gradient in zip(places, gradients, strict=True):
         whole[place] = gradient

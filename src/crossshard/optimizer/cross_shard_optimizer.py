@@ -1,12 +1,11 @@
-"""CrossShardOptimizer: any Optax rule, on gradients reduced over the shards."""
+"""CrossShardOptimizer: any Optax optimizer, on gradients reduced over the shards."""
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import jax
 import optax
 from flax import nnx
-from jax.sharding import PartitionSpec
 
 from crossshard.errors import (
     ArgumentError,
@@ -16,24 +15,22 @@ from crossshard.errors import (
     WeightUpdateError,
 )
 from crossshard.gradients.incoming import Incoming, check_incoming
-from crossshard.gradients.once import only_reduction
-from crossshard.gradients.pipeline import Pipeline
 from crossshard.gradients.reduction import Reduction, check_reduction
 from crossshard.optimizer.arguments import check_name, check_pairs
-from crossshard.optimizer.optimizer import GradientsAndVariables, Optimizer, describe_rule
-from crossshard.optimizer.transformation import check_transformation, cross_shard
-from crossshard.optimizer.weight_update import (
-    WeightUpdate,
-    check_weight_update,
-    map_cuts,
-    plan_update,
+from crossshard.optimizer.optimizer import GradientsAndVariables, Optimizer, describe_optimizer
+from crossshard.optimizer.transformation import (
+    Transformation,
+    check_preprocess,
+    check_transformation,
 )
+from crossshard.pipeline.pipeline import Pipeline
+from crossshard.pipeline.plan import UpdateStrategy, WeightUpdate, check_weight_update
 from crossshard.shards.axes import Shards
 from crossshard.shards.context import check_axis_name, check_num_shards
 from crossshard.shards.devices import AXIS
 from crossshard.shards.groups import check_group_assignment
+from crossshard.variables.binding import current_trace
 from crossshard.variables.describe import describe_variable
-from crossshard.variables.handing import current_trace
 
 
 class CrossShardOptimizer(Optimizer):
@@ -48,7 +45,7 @@ class CrossShardOptimizer(Optimizer):
     (by autodiff, over all shards), ``"reduced"`` (nothing is left to do), ``"scaled"`` (divided by
     the number of shards and not summed). Under ``shard_map(check_vma=True)`` types tell, and a
     gradient that autodiff has summed is refused unless the caller says what it is. The extra
-    argument ``value``, where a rule takes it, is this shard's loss and is reduced alike.
+    argument ``value``, where an optimizer takes it, is this shard's loss and is reduced alike.
 
     Args:
       opt: an Optax transformation.
@@ -56,16 +53,20 @@ class CrossShardOptimizer(Optimizer):
       name: a name to find its work by in profiles and HLO.
       group_assignment: a partition of the shards into groups of one size, each of which reduces
         for itself; all shards together if ``None``. Groups part ways: parameters differ.
+      preprocess: an Optax transformation, or a ``Stage``, that is applied to each shard's own
+        gradient before it is reduced, such as ``optax.clip_by_global_norm(1.0)`` for clipping per
+        shard. Its state is one per shard; ``state_specs`` says how it lies.
       axis_name: the mesh axes over which the shards lie; found where the step runs if ``None``.
       incoming: what gradients are when a call of ``update`` does not say.
       weight_update: ``"replicated"``, or ``"sharded"``: in the Optax idiom each shard then has its
-        part of the state and updates its part of the parameters (ZeRO-1), which takes a rule that
-        is elementwise; ``state_specs`` says how the state lies. ``make_train_step`` shards any.
+        part of the state and updates its part of the parameters (ZeRO-1), which takes an
+        elementwise optimizer; ``state_specs`` says how the state lies. ``make_train_step`` shards
+        any.
 
     Raises:
       ArgumentError: a reduction or weight update other than these; an empty name.
-      ArgumentTypeError: ``opt`` is no Optax transformation.
-      GroupAssignmentError: groups that are no partition into equal parts.
+      ArgumentTypeError: ``opt`` or ``preprocess`` is not an Optax transformation.
+      GroupAssignmentError: groups that are not a partition into equal parts.
       NestedReductionError: ``opt`` is a CrossShardOptimizer.
 
     >>> import jax, jax.numpy as jnp, optax
@@ -75,49 +76,47 @@ class CrossShardOptimizer(Optimizer):
     Array([-2., -2.], dtype=float32)
     """
 
-    _pipeline: Pipeline
-    _weight_update: WeightUpdate
-    # What compute_gradients handed out and apply_gradients has not taken, by the variable's id.
-    _handed_out: dict[int, tuple[nnx.Variable, int, Any]]
+    _transformation: Transformation
+    # What compute_gradients handed out in the trace in force.
+    _handed_out: "_HandedOut"
+    _of_one_object = ("_handed_out",)
 
-    def __new__(
-        cls,
+    def __init__(
+        self,
         opt: optax.GradientTransformation,
         reduction: str = Reduction.MEAN,
         name: str = "CrossShardOptimizer",
         group_assignment: Any = None,
         *,
+        preprocess: Any = None,
         axis_name: str | tuple[str, ...] | None = None,
         incoming: str | None = None,
         weight_update: str = WeightUpdate.REPLICATED,
-    ) -> Self:
+    ):
         reduction = check_reduction(reduction)
         inner = check_transformation(opt)
-        wrapped: Any = inner
-        while isinstance(wrapped, Optimizer):
-            if isinstance(wrapped, CrossShardOptimizer):
-                raise NestedReductionError(
-                    f"{opt!r} reduces over the shards already; wrapping it again would reduce "
-                    f"twice. Wrap its .inner."
-                )
-            wrapped = wrapped.inner
+        _refuse_nested(inner)
+        _refuse_nested(preprocess)
         pipeline = Pipeline(
+            optax.with_extra_args_support(inner),
             reduction,
             check_group_assignment(group_assignment),
             check_axis_name(axis_name),
             check_incoming(incoming),
+            check_preprocess(preprocess),
         )
-        name, wanted = check_name(name), check_weight_update(weight_update)
+        wanted = check_weight_update(weight_update)
         if wanted is WeightUpdate.AUTO:
             raise ArgumentError(
                 "weight_update='auto' is for make_train_step, which lays out the state itself; an "
                 "optimizer is 'replicated' or 'sharded'."
             )
-        self = cls._make_one(cross_shard(inner, pipeline, name, wanted), inner, name)
-        self._pipeline = pipeline
-        self._weight_update = wanted
-        self._handed_out = {}
-        return self
+        self._transformation = Transformation(pipeline, wanted, check_name(name))
+        self._construct(self._transformation, inner, name)
+
+    @property
+    def _pipeline(self) -> Pipeline:
+        return self._transformation.pipeline
 
     @property
     def reduction(self) -> Reduction:
@@ -131,19 +130,14 @@ class CrossShardOptimizer(Optimizer):
         return None if groups is None else [list(group) for group in groups.groups]
 
     @property
-    def pipeline(self) -> Pipeline:
-        """What happens to a gradient, as data."""
-        return self._pipeline
-
-    @property
-    def weight_update(self) -> WeightUpdate:
-        """Whether each shard updates all weights, or its part of them."""
-        return self._weight_update
+    def weight_update(self) -> str:
+        """``"replicated"`` or ``"sharded"``: whether each shard updates all weights or its part."""
+        return self._transformation.weight_update
 
     def state_specs(
         self, params: Any, num_shards: int, axis_name: str | tuple[str, ...] | None = None
     ) -> Any:
-        """How the state of a sharded weight update lies on a mesh.
+        """How the state lies on a mesh, for ``in_specs`` and ``out_specs`` of ``jax.shard_map``.
 
         Args:
           params: the parameters, or their types.
@@ -151,29 +145,21 @@ class CrossShardOptimizer(Optimizer):
           axis_name: over which axes; the optimizer's own if ``None``, or ``"shards"``.
 
         Returns:
-          A ``PartitionSpec`` per array of the state, for ``in_specs`` and ``out_specs`` of
-          ``jax.shard_map``.
+          A ``PartitionSpec`` per array of the state.
 
         Raises:
-          WeightUpdateError: the rule is not elementwise.
+          WeightUpdateError: the weight update is to be sharded, and the optimizer is not
+            elementwise.
 
         >>> import jax.numpy as jnp, optax
+        >>> from jax.sharding import PartitionSpec
         >>> opt = CrossShardOptimizer(optax.trace(0.9), weight_update="sharded")
-        >>> opt.state_specs(jnp.zeros((64, 32)), num_shards=8).trace == PartitionSpec("shards")
+        >>> specs = opt.state_specs(jnp.zeros((64, 32)), num_shards=8)
+        >>> specs.inner_state.trace == PartitionSpec("shards")
         True
         """
         axes = check_axis_name(axis_name) or self._pipeline.axis_name or (AXIS,)
-        number = check_num_shards(num_shards)
-        inner = optax.with_extra_args_support(self.inner)
-        state = jax.eval_shape(inner.init, params)
-        groups = self._pipeline.groups
-        if groups is not None:
-            # Each shard has its own part of its group's state, or a copy of what is not cut.
-            own = lambda x: PartitionSpec(axes) if x.shape else PartitionSpec()
-            return jax.tree.map(own, state)
-        with only_reduction():
-            plan = plan_update(inner, params, number, self._weight_update, only_parts=True)
-        return map_cuts(lambda cut, _: cut.spec(axes), plan.state, state)
+        return self._transformation.specs(params, check_num_shards(num_shards), axes)
 
     def describe(self) -> str:
         """What happens to a gradient, stage by stage, in one line.
@@ -182,23 +168,21 @@ class CrossShardOptimizer(Optimizer):
         >>> CrossShardOptimizer(optax.sgd(0.1), "sum").describe()
         'local gradient → sum over all shards → update'
         """
-        return self._pipeline.describe()
+        sharded = self._transformation.weight_update is WeightUpdate.SHARDED
+        return self._pipeline.describe(UpdateStrategy.PARTS if sharded else None)
 
     def __repr__(self) -> str:
         return (
-            f"CrossShardOptimizer({describe_rule(self.inner)}, reduction={self.reduction.name}, "
-            f"group_assignment={self.group_assignment}, name={self.get_name()!r})"
+            f"CrossShardOptimizer({describe_optimizer(self.inner)}, "
+            f"reduction={self.reduction.name}, group_assignment={self.group_assignment}, "
+            f"name={self.get_name()!r})"
         )
 
-    def _construction(self) -> dict[str, Any]:
-        return {
-            **super()._construction(),
-            "reduction": self.reduction,
-            "group_assignment": self._pipeline.groups,
-            "axis_name": self._pipeline.axis_name or None,
-            "incoming": self._pipeline.incoming,
-            "weight_update": self._weight_update,
-        }
+    def _initial(self, params: Any) -> Any:
+        return self._pipeline.init(params)
+
+    def _step(self, gradients: Any, state: Any, params: Any, extra_args: Any) -> tuple[Any, Any]:
+        return self._transformation.update_local(gradients, state, params, **extra_args)
 
     def _axis_name(self) -> tuple[str, ...]:
         return self._pipeline.axis_name
@@ -208,11 +192,17 @@ class CrossShardOptimizer(Optimizer):
     ) -> tuple[jax.Array, list[tuple[jax.Array | None, nnx.Variable]]]:
         """Under MEAN the gradients are those of the loss divided by the shards that reduce."""
         shards = self._pipeline.shards()
-        value, pairs = self._gradients_of(loss, var_list, grad_loss, self._pipeline.divisor(shards))
-        trace = current_trace()
-        for _, variable in pairs:
-            self._handed_out[id(variable)] = (variable, shards.number, trace)
+        divisor = self._pipeline.divisor(shards.number)
+        value, pairs = self._gradients_of(loss, var_list, grad_loss, divisor)
+        self._provenance.add([variable for _, variable in pairs], shards.number)
         return value, pairs
+
+    @property
+    def _provenance(self) -> "_HandedOut":
+        known = vars(self).get("_handed_out")
+        if known is None or not known.is_current():
+            self._handed_out = known = _HandedOut()
+        return known
 
     def apply_gradients(
         self,
@@ -246,8 +236,6 @@ class CrossShardOptimizer(Optimizer):
         variables = [variable for gradient, variable in pairs if gradient is not None]
         origin = self._origin(variables, shards, check_incoming(incoming))
         super().apply_gradients(pairs, global_step, name, incoming=origin, **extra_args)
-        for variable in variables:
-            self._handed_out.pop(id(variable), None)
 
     def build(self, var_list: Any) -> None:
         """Make the slots of these variables now, as for ``Optimizer``."""
@@ -255,7 +243,7 @@ class CrossShardOptimizer(Optimizer):
         super().build(var_list)
 
     def _refuse_parts(self) -> None:
-        if self._weight_update is WeightUpdate.SHARDED:
+        if self._transformation.weight_update is WeightUpdate.SHARDED:
             raise WeightUpdateError(
                 "weight_update='sharded' is for the Optax idiom and make_train_step: slots are "
                 "variables of the shape of what they belong to, and not parts. Leave it out here."
@@ -266,25 +254,62 @@ class CrossShardOptimizer(Optimizer):
     ) -> Incoming | None:
         if said is not None:
             return said
-        trace = current_trace()
-        known = []
+        handed_out, known = self._provenance, []
         for variable in variables:
-            _, number, when = self._handed_out.get(id(variable), (None, None, None))
-            if number is not None and number != shards.number:
+            number = handed_out.number_of_shards(variable)
+            if number not in (None, shards.number):
                 raise ShardContextError(
                     f"The gradient of {describe_variable(variable)} was computed under {number} "
                     f"shards and is applied under {shards.number}. Call compute_gradients and "
                     f"apply_gradients in the same step."
                 )
-            known.append(number is not None and when == trace)
+            known.append(number is not None)
         if all(known):
             return Incoming.SCALED
-        if self._pipeline.incoming is not None or self._pipeline.divisor(shards) == 1:
+        if self._pipeline.incoming is not None or self._pipeline.divisor(shards.number) == 1:
             return None
         stranger = variables[known.index(False)]
         raise IncomingError(
             f"The gradient of {describe_variable(stranger)} does not come from this optimizer's "
             f"compute_gradients in this step, so it is not known whether it is divided by "
-            f"{self._pipeline.divisor(shards)} already. Say incoming='local' if it is this "
+            f"{self._pipeline.divisor(shards.number)} already. Say incoming='local' if it is this "
             f"shard's own (it will be divided), or incoming='scaled' if it is divided."
         )
+
+
+def pipeline_of(optimizer: CrossShardOptimizer) -> Pipeline:
+    """The way of a gradient through an optimizer."""
+    return optimizer._pipeline
+
+
+class _HandedOut:
+    """The variables whose gradients ``compute_gradients`` handed out in one trace."""
+
+    def __init__(self) -> None:
+        self._trace = current_trace()
+        self._shards: dict[int, tuple[nnx.Variable, int]] = {}
+
+    def is_current(self) -> bool:
+        """Whether its trace is the one in force."""
+        return bool(self._trace == current_trace())
+
+    def add(self, variables: list[nnx.Variable], number_of_shards: int) -> None:
+        """Note that their gradients were handed out under this many shards."""
+        # Kept with its variable, an id stays its own.
+        self._shards.update({id(v): (v, number_of_shards) for v in variables})
+
+    def number_of_shards(self, variable: nnx.Variable) -> int | None:
+        """Under how many shards its gradient was handed out; ``None`` if it was not."""
+        return self._shards.get(id(variable), (None, None))[1]
+
+
+def _refuse_nested(inner: Any) -> None:
+    """Raise NestedReductionError if an optimizer is, or wraps, a CrossShardOptimizer."""
+    wrapped = inner
+    while isinstance(wrapped, Optimizer):
+        if isinstance(wrapped, CrossShardOptimizer):
+            raise NestedReductionError(
+                f"{inner!r} reduces over the shards already; wrapping it again would reduce "
+                f"twice. Wrap its .inner."
+            )
+        wrapped = wrapped.inner

@@ -10,9 +10,9 @@ from flax import nnx
 
 from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
 from crossshard.shards.axes import Shards
+from crossshard.variables.binding import bound, bring_out, check_writable, rebound, same_arrays
 from crossshard.variables.describe import describe_variable
-from crossshard.variables.handing import bring_out, check_writable, handed_in, rebound, same_arrays
-from crossshard.variables.reach import modules_in, reachable_roots, variables_in
+from crossshard.variables.discovery import modules_in, reachable_roots, variables_in
 
 
 def check_loss(loss: Any) -> Callable[[], Any]:
@@ -70,8 +70,8 @@ def trainable_variables(loss: Callable[[], Any]) -> list[nnx.Variable]:
 
 def _roots_around(reach: list[Any]) -> list[Any]:
     """What a loss may read or write: all that was handed in, and what it reaches itself."""
-    handed = handed_in()
-    mine = [] if handed is None else [*handed.variables, *handed.modules]
+    around = bound()
+    mine = [] if around is None else [*around.variables, *around.modules]
     return [*mine, *reachable_roots(reach)]
 
 
@@ -117,9 +117,9 @@ def differentiate(
         written[:] = [*itertools.compress(others, changed), *made]
         kept = [*itertools.compress(after, changed), *(v.get_raw_value() for v in made)]
         scaled = value / divisor if divisor > 1 else value
-        return shards.as_local(scaled), (value, kept)
+        return shards.as_varying(scaled), (value, kept)
 
-    values = [shards.as_local(variable.get_raw_value()) for variable in variables]
+    values = [shards.as_varying(variable.get_raw_value()) for variable in variables]
     rest = [other.get_raw_value() for other in others]
     gradients, (value, kept) = jax.grad(of_values, has_aux=True)(values, rest)
     for other, after in zip(written, kept, strict=True):

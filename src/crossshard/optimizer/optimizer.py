@@ -1,7 +1,8 @@
-"""The stateful idiom: an Optax rule as an object that writes to NNX variables."""
+"""The stateful idiom: an Optax transformation as an object that steps NNX variables in place."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import cloudpickle
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from crossshard import _jax
 from crossshard.errors import ArgumentError, VariableError
 from crossshard.optimizer import slots
 from crossshard.optimizer.arguments import check_gates, check_global_step, check_name, check_pairs
@@ -22,16 +24,16 @@ from crossshard.optimizer.differentiate import (
 from crossshard.optimizer.slot_variables import SlotVariables
 from crossshard.optimizer.slots import Slots
 from crossshard.optimizer.transformation import check_transformation
-from crossshard.optimizer.weight_update import takes_value
+from crossshard.pipeline.optimize import takes_value
 from crossshard.shards.axes import shards_of_gradient
+from crossshard.variables.binding import RetraceNeeded, bound, check_writable, current_trace
 from crossshard.variables.describe import describe_variable
-from crossshard.variables.handing import VariablesWanted, check_writable, current_trace, handed_in
-from crossshard.variables.reach import Holder
+from crossshard.variables.discovery import VariableContainer
 
 GradientsAndVariables = Sequence[tuple[jax.Array | None, nnx.Variable]]
 
 
-class Optimizer(optax.GradientTransformationExtraArgs, Holder):
+class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
     """An Optax transformation that can also be used as ``tf.compat.v1.train.Optimizer`` is.
 
     It is the transformation it wraps (``init``, ``update``), and beside that steps NNX variables
@@ -60,29 +62,32 @@ class Optimizer(optax.GradientTransformationExtraArgs, Holder):
     _inner: optax.GradientTransformation
     _name: str
     _slots: SlotVariables
+    # The trace in which it was made; None if NNX or JAX rebuilt it from its parts.
     _made_in: Any
 
     def __init_subclass__(cls) -> None:
-        # A tuple subclass would be taken apart by JAX and rebuilt from its two functions alone.
-        jax.tree_util.register_static(cls)
+        _register(cls)
 
-    def __new__(cls, opt: optax.GradientTransformation, name: str = "Optimizer") -> Self:
-        inner = check_transformation(opt)
-        return cls._make_one(optax.with_extra_args_support(inner), inner, check_name(name))
-
-    @classmethod
-    def _make_one(
-        cls,
-        functions: optax.GradientTransformation,
-        inner: optax.GradientTransformation,
-        name: str,
-    ) -> Self:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        # A subclass may take other arguments and call __init__ with ours, so the two functions of
+        # the tuple are made before it is known what they do.
+        del args, kwargs
+        functions = _Functions()
         self = super().__new__(cls, functions.init, functions.update)
+        self._functions = functions
+        return self
+
+    def __init__(self, opt: optax.GradientTransformation, name: str = "Optimizer"):
+        inner = check_transformation(opt)
+        self._construct(optax.with_extra_args_support(inner), inner, name)
+
+    def _construct(self, functions: Any, inner: optax.GradientTransformation, name: str) -> None:
+        """Take up what ``init`` and ``update`` do, and what they wrap."""
+        self._name = check_name(name)
         self._inner = inner
-        self._name = name
+        self._functions.become(functions)
         self._slots = SlotVariables()
         self._made_in = current_trace()
-        return self
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -100,7 +105,7 @@ class Optimizer(optax.GradientTransformationExtraArgs, Holder):
         return self._name
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({describe_rule(self._inner)}, name={self._name!r})"
+        return f"{type(self).__name__}({describe_optimizer(self._inner)}, name={self._name!r})"
 
     # Compute.
 
@@ -195,7 +200,7 @@ class Optimizer(optax.GradientTransformationExtraArgs, Holder):
         gradients = Slots(zip(keys, (jnp.asarray(g) for g, _ in given), strict=True))
         try:
             with jax.named_scope(name) if name else contextlib.nullcontext():
-                updates, after = self.update(gradients, before, params, **extra_args)
+                updates, after = self._step(gradients, before, params, extra_args)
                 stepped = optax.apply_updates(params, updates)
         except AttributeError as error:
             if isinstance(error.obj, Slots):
@@ -203,7 +208,7 @@ class Optimizer(optax.GradientTransformationExtraArgs, Holder):
             raise
         if jax.tree.structure(after) != jax.tree.structure(before):
             raise ArgumentError(
-                f"The state of {describe_rule(self._inner)} changed its structure in a step, from "
+                f"The state of {describe_optimizer(self._inner)} changed its structure in a step, from "
                 f"{jax.tree.structure(before)} to {jax.tree.structure(after)}. Slots are variables "
                 f"that are made once; use the Optax idiom (init and update)."
             )
@@ -256,12 +261,12 @@ class Optimizer(optax.GradientTransformationExtraArgs, Holder):
         missing = self._slots.missing(keys, variables)
         if not missing:
             return
-        handed = handed_in()
-        if handed is not None:
-            lasting = [variable in handed for variable in missing.values()]
-            lasting.append(any(self is holder for holder in handed.holders))
+        around = bound()
+        if around is not None:
+            lasting = [variable in around for variable in missing.values()]
+            lasting.append(any(self is container for container in around.containers))
             if all(lasting):
-                raise VariablesWanted(lambda: self._make_slots(missing))
+                raise RetraceNeeded(lambda: self._make_slots(missing))
             if any(lasting):
                 which = [describe_variable(v) for v in missing.values()]
                 known = ["handed to it" if lasts else "made in it" for lasts in lasting]
@@ -274,20 +279,30 @@ class Optimizer(optax.GradientTransformationExtraArgs, Holder):
 
     def _make_slots(self, missing: dict[str, nnx.Variable]) -> None:
         try:
-            made = self._slots.initial(self._inner.init, missing)
+            made = self._slots.initial(self._initial, missing)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise self._refusal(error) from error
-        if jax.tree.leaves(made) and current_trace() != self._made_in:
+        lasts = _jax.at_top_level() if self._made_in is None else current_trace() == self._made_in
+        if jax.tree.leaves(made) and not lasts:
             raise VariableError(
-                f"The slots of {self!r} would be made inside a jax.jit, nnx.jit or other trace, "
-                f"and be lost when it ends. Run the step with crossshard.shard, which hands them "
-                f"out, or use the Optax idiom: nnx.Optimizer(model, optimizer, wrt=nnx.Param)."
+                f"The slots of {self!r} would be made inside a trace, of jax.jit, nnx.jit, nnx.cond "
+                f"or the like, and be lost when it ends. Make them before, with "
+                f"optimizer.build(model), or run the step with crossshard.shard, which hands them "
+                f"out."
             )
         self._slots.add(missing, made)
 
+    def _step(self, gradients: Any, state: Any, params: Any, extra_args: Any) -> tuple[Any, Any]:
+        """The updates, and the next state as one shard has it."""
+        return self.update(gradients, state, params, **extra_args)
+
+    def _initial(self, params: Any) -> Any:
+        """The state over parameters, as one shard has it."""
+        return self._inner.init(params)
+
     def _refusal(self, error: Exception) -> ArgumentError:
         return ArgumentError(
-            f"{describe_rule(self._inner)} cannot step variables: here parameters are a dict from "
+            f"{describe_optimizer(self._inner)} cannot step variables: here parameters are a dict from "
             f"name to array, and on that it failed ({str(error).splitlines()[0]}). Give masks and "
             f"labels as functions of the parameters; a rule that wants parameters of a form of its "
             f"own, such as lookahead, takes the Optax idiom (init and update)."
@@ -309,10 +324,6 @@ class Optimizer(optax.GradientTransformationExtraArgs, Holder):
         """Every variable of the state: slots and what belongs to all, such as a step count."""
         return self._slots.all()
 
-    def held_variables(self) -> list[nnx.Variable]:
-        """What a runner hands in and out with the optimizer."""
-        return self.variables()
-
     def known_variables(self) -> list[nnx.Variable | None]:
         """The variables that have been stepped, in the order in which they were met."""
         return self._slots.known_variables()
@@ -329,14 +340,26 @@ class Optimizer(optax.GradientTransformationExtraArgs, Holder):
     def state(self, state: Any) -> None:
         self._slots.restore(state)
 
-    # Copies. A copy knows its variables by key until it meets them.
+    # Copies, and what JAX and NNX rebuild. Each knows its variables by key until it meets them.
 
-    def _construction(self) -> dict[str, Any]:
-        return {"opt": self._inner, "name": self._name}
+    def _attributes(self) -> dict[str, Any]:
+        own = ("_slots", "_made_in", "_functions", *self._of_one_object)
+        return {name: value for name, value in vars(self).items() if name not in own}
+
+    # The attributes of a subclass that belong to one object and not to its copies.
+    _of_one_object: tuple[str, ...] = ()
+
+    @classmethod
+    def _rebuilt(cls, functions: Any, attributes: Mapping[str, Any], slots: SlotVariables) -> Self:
+        new = cls.__new__(cls)
+        vars(new).update(attributes)
+        new._functions.become(functions)
+        new._slots = slots
+        new._made_in = None
+        return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        new = type(self)(**self._construction())
-        new._slots = self._slots.copied(memo)
+        new = self._rebuilt(self._functions.given, self._attributes(), self._slots.copied(memo))
         memo[id(self)] = new
         return new
 
@@ -344,21 +367,76 @@ class Optimizer(optax.GradientTransformationExtraArgs, Holder):
         return self.__deepcopy__({})
 
     def __reduce__(self) -> Any:
-        # Optax's rules are closures, which pickle refuses and cloudpickle takes.
-        return _rebuild, (type(self), cloudpickle.dumps(self._construction()), self._slots)
+        # Optax's transformations are closures, which pickle refuses and cloudpickle takes.
+        made = cloudpickle.dumps((self._functions.given, self._attributes()))
+        return _unpickled, (type(self), made, self._slots)
 
 
-jax.tree_util.register_static(Optimizer)
+class _Functions:
+    """The functions of an optimizer, which become what its ``__init__`` says they are."""
+
+    given: Any = None
+
+    def become(self, given: Any) -> None:
+        self.given = given
+
+    def init(self, params: Any) -> Any:
+        return self.given.init(params)
+
+    def update(self, updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        return self.given.update(updates, state, params, **extra_args)
 
 
-def _rebuild(cls: type[Optimizer], made: bytes, slot_variables: SlotVariables) -> Optimizer:
-    new = cls(**cloudpickle.loads(made))
-    new._slots = slot_variables
-    return new
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """All of an optimizer but its slot variables; equal for an optimizer and its rebuilt copies."""
+
+    functions: Any
+    attributes: Mapping[str, Any] = dataclasses.field(compare=False)
+    keys: tuple[str, ...]
+    built: frozenset[str]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Static) or self.functions is not other.functions:
+            return False
+        return (self.keys, self.built) == (other.keys, other.built)
+
+    def __hash__(self) -> int:
+        return hash((id(self.functions), self.keys, self.built))
 
 
-def describe_rule(inner: optax.GradientTransformation) -> str:
-    """What to call a wrapped rule: its own repr, or the function that made it."""
+def _flatten(optimizer: Optimizer) -> tuple[Any, _Static]:
+    slots = optimizer._slots
+    static = _Static(
+        optimizer._functions.given, optimizer._attributes(), slots.known_keys(), slots.built
+    )
+    return ((jax.tree_util.GetAttrKey("state"), slots.tree),), static
+
+
+def _register(cls: type[Optimizer]) -> None:
+    """Make a class of optimizers a node of JAX's trees and of NNX's graphs.
+
+    Its children are its slot variables, so that NNX finds, splits, traces and saves them as it does
+    those of ``nnx.Optimizer``.
+    """
+
+    def unflatten(static: _Static, children: Any) -> Optimizer:
+        slots = SlotVariables(dict.fromkeys(static.keys), static.built, *children)
+        return cls._rebuilt(static.functions, static.attributes, slots)
+
+    jax.tree_util.register_pytree_with_keys(cls, _flatten, unflatten)
+    nnx.register_data_type(cls)
+
+
+_register(Optimizer)
+
+
+def _unpickled(cls: type[Optimizer], made: bytes, slots: SlotVariables) -> Optimizer:
+    return cls._rebuilt(*cloudpickle.loads(made), slots)
+
+
+def describe_optimizer(inner: optax.GradientTransformation) -> str:
+    """What to call a wrapped optimizer: its own repr, or the function that made it."""
     if isinstance(inner, Optimizer):
         return repr(inner)
     function = getattr(inner.update, "__qualname__", type(inner).__name__)

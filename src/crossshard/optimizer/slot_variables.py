@@ -68,6 +68,20 @@ class SlotVariables:
     def _known_key(self, variable: Any) -> str | None:
         return next((key for key, known in self._variables.items() if known is variable), None)
 
+    def known_keys(self) -> tuple[str, ...]:
+        """The keys of these variables."""
+        return tuple(self._variables)
+
+    @property
+    def built(self) -> frozenset[str]:
+        """The keys that have slots."""
+        return frozenset(self._built)
+
+    @property
+    def tree(self) -> Any:
+        """The state with a variable at every leaf; ``None`` before there is one."""
+        return self._state
+
     def known_variables(self) -> list[nnx.Variable | None]:
         """The variables that have a key, in the order in which they were met."""
         return list(self._variables.values())
@@ -97,11 +111,6 @@ class SlotVariables:
         new = jax.tree.map(lambda x: nnx.OptState(jnp.asarray(x), **metadata), made)
         self._state = new if not self._built else slots.merge(self._state, new, keep_common=True)
         self._built |= missing.keys()
-
-    @property
-    def are_made(self) -> bool:
-        """Whether any variable has slots."""
-        return bool(self._built)
 
     # Reading and writing.
 

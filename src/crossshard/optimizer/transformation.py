@@ -1,17 +1,173 @@
-"""The Optax idiom: a transformation that reduces over the shards and then updates."""
+"""The Optax idiom: a pipeline as an Optax transformation, for code inside shard_map and its like."""
 
+import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from crossshard.collectives.together import gather_together
-from crossshard.errors import ArgumentTypeError
+from crossshard.errors import ArgumentError, ArgumentTypeError, ShardContextError
 from crossshard.gradients.incoming import check_incoming
-from crossshard.gradients.once import only_reduction
-from crossshard.gradients.pipeline import Pipeline
-from crossshard.optimizer.weight_update import Plan, WeightUpdate, map_cuts, plan_update
+from crossshard.pipeline.arrays import Arrays, LocalParts, WholeArrays
+from crossshard.pipeline.pipeline import Pipeline, check_shapes
+from crossshard.pipeline.plan import UpdatePlan, WeightUpdate, plan_update
+from crossshard.pipeline.preprocess import Preprocess
+from crossshard.pipeline.stage import Environment, Stage
+from crossshard.pipeline.state import CrossShardState
 from crossshard.shards.axes import Shards
+from crossshard.shards.context import get_shard_context
+from crossshard.shards.partition import Partition, map_partitions
+from crossshard.shards.placement import Placement
+
+
+@dataclasses.dataclass(frozen=True)
+class Transformation:
+    """A pipeline where the caller's code runs once per shard.
+
+    A state that is one per shard has a leading axis of 1 inside that code, so that ``P("shards")``
+    lays the shards' own side by side: ``[shards, …]``.
+
+    Attributes:
+      pipeline: the way of a gradient.
+      weight_update: whether each shard updates all weights, or its part of them.
+      name: a name to find its work by in profiles and HLO.
+    """
+
+    pipeline: Pipeline
+    weight_update: WeightUpdate
+    name: str
+
+    def init(self, params: optax.Params) -> CrossShardState:
+        """The state before the first step, as this shard has it."""
+        state = self.pipeline.init(params)
+        if self.weight_update is WeightUpdate.SHARDED:
+            shards, groups = self.pipeline.shards(), self.pipeline.groups
+            plan = self._plan(params, shards.number)
+            local = lambda partition, x: partition.local_slice(x, shards, groups)
+            state = state._replace(inner_state=map_partitions(local, plan.state, state.inner_state))
+        return state._replace(preprocess=self._one_per_shard(state.preprocess))
+
+    def update(
+        self,
+        updates: optax.Updates,
+        state: CrossShardState,
+        params: optax.Params | None = None,
+        *,
+        incoming: str | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, CrossShardState]:
+        """The updates, equal on all shards of a group, and the next state of this shard."""
+        placement = self._placement
+        preprocess = _each(placement.local, _checked(state.preprocess, placement))
+        updates, state = self.update_local(
+            updates,
+            state._replace(preprocess=preprocess),
+            params,
+            incoming=incoming,
+            **extra_args,
+        )
+        return updates, state._replace(preprocess=_each(placement.stored, state.preprocess))
+
+    def update_local(
+        self,
+        updates: optax.Updates,
+        state: CrossShardState,
+        params: optax.Params | None = None,
+        *,
+        incoming: str | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, CrossShardState]:
+        """``update`` on a state without the axis that counts shards."""
+        with jax.named_scope(self.name):
+            shards = self.pipeline.shards()
+            # Optax's names for the loss and the gradient that some optimizers ask for besides.
+            beside = {
+                name: extra_args[name]
+                for name in ("value", "grad")
+                if extra_args.get(name) is not None
+            }
+            gradients = self.pipeline.arriving(updates, shards, check_incoming(incoming), beside)
+            check_shapes(updates, params)
+            environment = Environment(
+                shards,
+                self.pipeline.groups,
+                params,
+                extra_args,
+                self._arrays(updates, shards),
+                self.pipeline.divisor(shards.number),
+            )
+            updates, state, _ = self.pipeline.update(gradients, state, environment)
+            return updates, state
+
+    def specs(self, params: Any, number_of_shards: int, axes: tuple[str, ...]) -> CrossShardState:
+        """How the state lies on a mesh whose ``axes`` count shards: a ``PartitionSpec`` per array."""
+        state = jax.eval_shape(self.pipeline.init, params)
+        placements = state._replace(
+            preprocess=_each(lambda _: self._placement, state.preprocess),
+            inner_state=self._placements(params, number_of_shards, state.inner_state),
+        )
+        return jax.tree.map(lambda placement: placement.spec(axes), placements)
+
+    @property
+    def _placement(self) -> Placement:
+        """How the state of the preprocessor lies."""
+        return (self.pipeline.preprocess or Stage()).placement
+
+    def _plan(self, params: Any, number_of_shards: int) -> UpdatePlan:
+        return plan_update(
+            self.pipeline.optimizer,
+            params,
+            self.pipeline.shards_per_group(number_of_shards),
+            self.weight_update,
+            only_parts=True,
+        )
+
+    def _arrays(self, params: Any, shards: Shards) -> Arrays:
+        if self.weight_update is WeightUpdate.REPLICATED:
+            return WholeArrays()
+        return LocalParts(self._plan(params, shards.number).params, shards, self.pipeline.groups)
+
+    def _placements(self, params: Any, number_of_shards: int, state: Any) -> Any:
+        if self.pipeline.groups is not None:
+            # Each shard has its own part of its group's state. Along axis 0, since a part has as
+            # many dimensions as the whole; a scalar, such as a count, is the same on all shards.
+            own = Placement(Partition((), number_of_shards))
+            return jax.tree.map(lambda x: own if x.shape else Placement(), state)
+        plan = self._plan(params, number_of_shards)
+        return map_partitions(lambda partition, _: Placement(partition), plan.state, state)
+
+    def _one_per_shard(self, state: Any) -> Any:
+        """A state that is equal on all shards so far, with the axis that counts them."""
+        if not self._placement.per_shard or not jax.tree.leaves(state):
+            return state
+        shards = self.pipeline.shards(warn=False)
+        if not shards.axes and get_shard_context() is None:
+            raise ShardContextError(
+                "The state of preprocess is one per shard, and how many shards there are is not "
+                "known here. Call init inside shard_map, with out_specs=opt.state_specs(params, "
+                "num_shards), or within crossshard.shard_context(num_shards)."
+            )
+        number = 1 if shards.axes else shards.number
+        spread = lambda x: jnp.broadcast_to(shards.as_varying(x), (number, *jnp.shape(x)))
+        return jax.tree.map(spread, state)
+
+
+def _each(function: Any, tree: Any) -> Any:
+    return jax.tree.map(function, tree)
+
+
+def _checked(state: Any, placement: Placement) -> Any:
+    """The state of a preprocessor, if this shard sees one of its own."""
+    for leaf in jax.tree.leaves(state) if placement.per_shard else ():
+        if jnp.shape(leaf)[:1] != (1,):
+            raise ArgumentError(
+                f"The state of preprocess is one per shard, and a shard sees [1, …] of it; this "
+                f"one sees shape {jnp.shape(leaf)}. Pass the state to shard_map with "
+                f"in_specs=opt.state_specs(params, num_shards), and out_specs alike."
+            )
+    return state
+
 
 _ROOTS_OF_OTHERS = {
     "keras": "Keras",
@@ -27,59 +183,7 @@ _EQUIVALENTS = {
 }  # fmt: skip
 
 
-def cross_shard(
-    inner: optax.GradientTransformation, pipeline: Pipeline, name: str, wanted: WeightUpdate
-) -> optax.GradientTransformationExtraArgs:
-    """``inner`` on reduced gradients; its state is the inner state and nothing else.
-
-    Where the weight update is sharded, the state is this shard's part, and updates are gathered.
-    """
-    inner = optax.with_extra_args_support(inner)
-
-    def planned(params: optax.Params, shards: Shards) -> Plan:
-        number = shards.number if pipeline.groups is None else pipeline.groups.size
-        return plan_update(inner, params, number, wanted, only_parts=True)
-
-    def init(params: optax.Params) -> optax.OptState:
-        state = inner.init(params)
-        if wanted is WeightUpdate.REPLICATED:
-            return state
-        shards = pipeline.shards()
-        with only_reduction():
-            cuts = planned(params, shards).state
-        return map_cuts(lambda cut, x: cut.own(x, shards, pipeline.groups), cuts, state)
-
-    def update(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        *,
-        incoming: str | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, optax.OptState]:
-        with jax.named_scope(name), only_reduction():
-            said = check_incoming(incoming)
-            shards = pipeline.shards()
-            cuts = None if wanted is WeightUpdate.REPLICATED else planned(updates, shards).params
-            reduced = pipeline.reduce(updates, shards, said, cuts=cuts)
-            # Optax's names for the loss and the gradient that some rules ask for besides.
-            if extra_args.get("value") is not None:
-                loss = pipeline.reduce_loss(extra_args["value"], shards, said)
-                extra_args["value"] = loss
-            if extra_args.get("grad") is not None:
-                extra_args["grad"] = pipeline.reduce(extra_args["grad"], shards, said, cuts=cuts)
-            if cuts is None:
-                return inner.update(reduced, state, params, **extra_args)
-            if params is not None:
-                params = map_cuts(lambda cut, x: cut.own(x, shards, pipeline.groups), cuts, params)
-            reduced, state = inner.update(reduced, state, params, **extra_args)
-            parts, tree = jax.tree.flatten(reduced)
-            return tree.unflatten(gather_together(parts, cuts, shards, pipeline.groups)), state
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def check_transformation(opt: Any) -> optax.GradientTransformation:
+def check_transformation(opt: Any, what: str = "The optimizer") -> optax.GradientTransformation:
     """``opt`` if it is an Optax transformation; else an error that says what it is instead.
 
     Raises:
@@ -95,7 +199,7 @@ def check_transformation(opt: Any) -> optax.GradientTransformation:
             equivalent = _EQUIVALENTS.get(stem)
             write = f"optax.{equivalent}" if equivalent else "an Optax optimizer"
             raise ArgumentTypeError(
-                f"The optimizer must be an Optax transformation; got {library}'s "
+                f"{what} must be an Optax transformation; got {library}'s "
                 f"{given.__name__}. Write {write} instead."
             )
     missing = [method for method in ("init", "update") if not callable(getattr(opt, method, None))]
@@ -104,11 +208,29 @@ def check_transformation(opt: Any) -> optax.GradientTransformation:
     if callable(opt):
         name = getattr(opt, "__name__", repr(opt))
         raise ArgumentTypeError(
-            f"The optimizer must be an Optax transformation; got the function or class {name}, "
+            f"{what} must be an Optax transformation; got the function or class {name}, "
             f"which makes one. Call it: {name}(learning_rate)."
         )
     tx = " Pass its .tx." if hasattr(opt, "tx") else ""
     raise ArgumentTypeError(
-        f"The optimizer must be an Optax transformation, with init and update; got "
+        f"{what} must be an Optax transformation, with init and update; got "
         f"{type(opt).__name__} ({opt!r:.80}), which has no {' and no '.join(missing)}.{tx}"
     )
+
+
+def check_preprocess(preprocess: Any) -> Stage | None:
+    """The stage that a preprocessor is; ``None`` if there is none.
+
+    Raises:
+      ArgumentTypeError: neither an Optax transformation nor a stage.
+      NestedReductionError: it reduces over the shards itself.
+    """
+    if preprocess is None or isinstance(preprocess, Stage):
+        return preprocess
+    if isinstance(preprocess, type) and issubclass(preprocess, Stage):
+        raise ArgumentTypeError(
+            f"preprocess must be a stage; got the class {preprocess.__name__}. Call it."
+        )
+    transformation = check_transformation(preprocess, "preprocess")
+    name = getattr(transformation.update, "__qualname__", type(transformation).__name__)
+    return Preprocess(optax.with_extra_args_support(transformation), name.split(".")[0])

@@ -14,38 +14,36 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard.errors import VariableError
 from crossshard.runners.equality import differing_axes
-from crossshard.runners.split import Arguments, Hashable, Outputs, as_output, is_numeric
+from crossshard.runners.split import Arguments, Outputs, as_output, is_numeric
 from crossshard.shards.context import shard_context
-from crossshard.variables.describe import describe_variable
-from crossshard.variables.handing import (
-    HandedIn,
-    VariablesWanted,
-    handing_in,
+from crossshard.shards.random_streams import own_stream
+from crossshard.variables.binding import (
+    Bound,
+    RetraceNeeded,
+    binding,
     kept_attributes,
     rebound,
     same_arrays,
 )
+from crossshard.variables.describe import describe_variable
+from crossshard.variables.discovery import containers_in, variables_in
 from crossshard.variables.per_shard import PER_SHARD, is_per_shard
-from crossshard.variables.random_streams import own_stream
-from crossshard.variables.reach import Holder, variables_in
 
 
 def program_key(roots: Sequence[Any], arguments: Arguments) -> Any:
     """What a program depends on: the structure of what it reaches, and its arguments."""
-    nodes = [root.held_variables() if isinstance(root, Holder) else root for root in roots]
     places = {id(variable): place for place, variable in enumerate(variables_in(roots))}
     # An optimizer's slots belong to certain variables, which may be those of another model.
-    holders = tuple(
-        (Hashable(root), tuple(places.get(id(v)) for v in root.known_variables()))
-        for root in roots
-        if isinstance(root, Holder)
+    slots_of = tuple(
+        tuple(places.get(id(v)) for v in container.known_variables())
+        for container in containers_in(roots)
     )
     types = tuple(
         (jnp.shape(leaf), getattr(leaf, "dtype", type(leaf)))
         for variable in variables_in(roots)
         for leaf in jax.tree.leaves(variable.get_raw_value())
     )
-    return nnx.graphdef(nodes), types, holders, arguments.key()
+    return nnx.graphdef(list(roots)), types, slots_of, arguments.key()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,8 +156,8 @@ class Program:
         while True:
             try:
                 found, differs = self._look(leaves)
-            except VariablesWanted as wanted:
-                wanted.make()
+            except RetraceNeeded as needed:
+                needed.make()
                 self.grew = True
                 self._held = self._hold()
                 continue
@@ -199,13 +197,13 @@ class Program:
         names = self._mesh.axis_names
         variables = [held.variable for held in self._held]
         before = [held.own(value, names) for held, value in zip(self._held, values, strict=True)]
-        handed = HandedIn(variables, self._roots)
+        bound = Bound(variables, self._roots)
         args, kwargs = self._arguments.rebuild(leaves)
         with (
             shard_context(self._mesh.size, axis_name=names),
-            kept_attributes(handed.modules),
-            rebound(variables, before, handed.modules),
-            handing_in(handed),
+            kept_attributes(bound.modules),
+            rebound(variables, before, bound.modules),
+            binding(bound),
         ):
             outputs = as_output(self._computation(*args, **kwargs))
             after = [variable.get_raw_value() for variable in variables]

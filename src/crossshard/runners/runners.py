@@ -15,7 +15,7 @@ from crossshard.runners.program import Program, program_key
 from crossshard.runners.split import REPLICAS, Hashable, Outputs, is_whole, split_arguments
 from crossshard.shards.context import check_num_shards, get_shard_context
 from crossshard.shards.devices import mesh_for
-from crossshard.variables.reach import reachable_roots, variables_in
+from crossshard.variables.discovery import reachable_roots, variables_in
 
 
 class ShardedFunction:

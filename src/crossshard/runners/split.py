@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.variables.reach import is_stateful
+from crossshard.variables.discovery import is_stateful
 
 # ``replicate`` stacks the arrays of its replicas, so each shard drops the axis it was split along.
 REPLICAS = "replicas"

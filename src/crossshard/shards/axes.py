@@ -22,45 +22,46 @@ class Shards:
       number: how many there are.
       axes: the bound axes over which they lie, slowest first; empty where none is bound.
       manual: every axis is a mesh axis, of shard_map or pmap.
-      tracked: types say what varies over the axes (``check_vma=True``).
-      rings: sizes into which a single axis is split, for collectives that go in stages.
+      has_vma: types say what varies over the axes (``check_vma=True``).
+      torus_factors: sizes into which a single axis is factored, for collectives that go over one
+        factor after the other.
     """
 
     number: int
     axes: tuple[str, ...] = ()
     manual: bool = False
-    tracked: bool = False
-    rings: tuple[int, ...] = ()
+    has_vma: bool = False
+    torus_factors: tuple[int, ...] = ()
 
-    def stages(self) -> list[tuple[str, list[list[int]] | None]]:
-        """The rings to scatter over one after the other: an axis, and the groups on it if split.
+    def scatter_schedule(self) -> list[tuple[str, list[list[int]] | None]]:
+        """What to scatter over, one after the other: an axis, and the groups on it if factored.
 
-        What is scattered over all of them in this order lies in the order of the shards.
+        After a scatter over all of them in this order, the parts lie in the order of the shards.
         """
-        if not self.rings:
+        if not self.torus_factors:
             return [(axis, None) for axis in self.axes]
-        places = np.arange(self.number).reshape(self.rings)
+        places = np.arange(self.number).reshape(self.torus_factors)
         return [
-            (self.axes[0], np.moveaxis(places, ring, -1).reshape(-1, size).tolist())
-            for ring, size in enumerate(self.rings)
+            (self.axes[0], np.moveaxis(places, factor, -1).reshape(-1, size).tolist())
+            for factor, size in enumerate(self.torus_factors)
         ]
 
     def index(self) -> jax.Array:
         """int32[]: which shard this is."""
         return lax.axis_index(self.axes)
 
-    def as_local(self, x: Any) -> Any:
+    def as_varying(self, x: Any) -> Any:
         """``x`` typed as each shard's own; the same numbers."""
-        return _jax.as_varying(x, self.axes) if self.tracked else x
+        return _jax.as_varying(x, self.axes) if self.has_vma else x
 
-    def differs(self, x: Any) -> bool:
-        """Whether the type of ``x`` says that it is not equal on all shards."""
+    def is_varying(self, x: Any) -> bool:
+        """Whether the type of ``x`` says that it differs between shards."""
         return bool((_jax.varying_axes(x) | _jax.unreduced_axes(x)) & frozenset(self.axes))
 
-    def equal_axes(self, x: Any) -> tuple[str, ...]:
-        """The tracked axes over which the type of ``x`` says that it is equal everywhere."""
+    def invariant_axes(self, x: Any) -> tuple[str, ...]:
+        """The axes over which the type of ``x`` says that it is equal on all shards."""
         known = _jax.varying_axes(x) | _jax.unreduced_axes(x)
-        return tuple(axis for axis in self.axes if self.tracked and axis not in known)
+        return tuple(axis for axis in self.axes if self.has_vma and axis not in known)
 
 
 def current_shards(axis_name: tuple[str, ...] = (), *, warn: bool = True) -> Shards:
@@ -140,7 +141,7 @@ def _describe(number: int, axes: tuple[str, ...]) -> Shards:
             f"The axis {loose[0]!r} is vmap's and lies inside shard_map(check_vma=True), where JAX "
             f"cannot reduce over it. Pass check_vma=False to that shard_map."
         )
-    return Shards(number, axes, manual=mesh_axes.issuperset(axes), tracked=all(tracked))
+    return Shards(number, axes, manual=mesh_axes.issuperset(axes), has_vma=all(tracked))
 
 
 def _listed(sizes: dict[str, int]) -> str:

@@ -104,11 +104,11 @@ def mesh_for(num_shards: int, mesh: Any) -> jax.sharding.Mesh:
     return mesh
 
 
-def rings_of(mesh: jax.sharding.Mesh) -> tuple[int, ...]:
-    """The rings into which the only axis of a mesh is split, for collectives that go in stages.
+def torus_factors(mesh: jax.sharding.Mesh) -> tuple[int, ...]:
+    """The sizes into which to factor the only axis of a mesh, for collectives on a torus.
 
-    XLA for TPUs makes a scatter over all chips an all-reduce and a slice, and scatters over one
-    ring after the other what they are: seen in the compiled programs of v5e, v6e and v5p slices.
+    XLA for TPUs turns a scatter over all chips into an all-reduce and a slice, and leaves scatters
+    over one factor after the other as they are: seen in the compiled programs of v5e, v6e and v5p.
     """
     if mesh.devices.flat[0].platform != "tpu" or len(mesh.axis_names) > 1:
         return ()

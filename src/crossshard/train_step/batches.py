@@ -1,4 +1,4 @@
-"""Batches laid out over the shards: split along axis 0, padded where weights allow it."""
+"""Batches placed on the shards: split along axis 0, padded where weights allow it."""
 
 import math
 from collections.abc import Callable
@@ -66,8 +66,8 @@ def weight_of(weight: Weight, batch: Any) -> jax.Array:
     return value
 
 
-class Layout:
-    """How host batches go to the devices of a mesh: rows split over the shards in order."""
+class BatchPlacer:
+    """Puts batches on the devices of a mesh, rows split over the shards in order."""
 
     def __init__(self, mesh: Mesh, weight: Weight | None):
         process = jax.process_index()
@@ -102,9 +102,9 @@ class Layout:
         # At every step, so nothing more is asked; a traced array has no such attribute.
         if leaves and all(getattr(leaf, "sharding", None) == sharding for leaf in leaves):
             return batch
-        return self._laid_out(batch)
+        return self._place(batch)
 
-    def _laid_out(self, batch: Any) -> Any:
+    def _place(self, batch: Any) -> Any:
         leaves, missing, tree = self._checked(batch, self._parts)
         if any(missing):
             leaves = [_padded(leaf, rows) for leaf, rows in zip(leaves, missing, strict=True)]

@@ -1,4 +1,4 @@
-"""What a loss takes, apart and together: parameters, what else changes, and what never does."""
+"""What a loss takes, partitioned and combined: parameters, model state, and what never changes."""
 
 import dataclasses
 from typing import Any
@@ -13,11 +13,11 @@ from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
 
 @dataclasses.dataclass(frozen=True)
 class Skeleton:
-    """All of a model that is no array; hashable, so that a step compiles once for each.
+    """All of a model that is not an array; hashable, so that a step compiles once for each.
 
     Attributes:
       tree: of a pytree, its structure; of an NNX module, its graph.
-      fixed: of a pytree, per leaf what it is if it is no array, and ``None`` if it is one.
+      fixed: of a pytree, per leaf its value if it is not an array, and ``None`` if it is one.
     """
 
     tree: Any
@@ -29,11 +29,11 @@ class Skeleton:
         return self.fixed is None
 
 
-def take_apart(model: Any) -> tuple[Skeleton, Any, Any]:
-    """The skeleton, the parameters and the other arrays of a pytree or an NNX module.
+def partition(model: Any) -> tuple[Skeleton, Any, Any]:
+    """The skeleton, the parameters and the model state of a pytree or an NNX module.
 
-    Of a module the parameters are its ``nnx.Param``s; of a pytree, its floating arrays. The others,
-    such as integer arrays, are carried along unchanged.
+    Of a module the parameters are its ``nnx.Param``s; of a pytree, its floating arrays. The other
+    arrays are model state; those of a pytree, such as integers, are carried along unchanged.
 
     Raises:
       ArgumentError: there are no parameters.
@@ -47,23 +47,23 @@ def take_apart(model: Any) -> tuple[Skeleton, Any, Any]:
             f"nnx {type(inside[0]).__name__} in it, whose statistics would be taken for "
             f"parameters. Put all of it into one nnx.Module, or into nnx.Dict or nnx.List."
         )
-    apart = _module_apart(model) if isinstance(model, nnx.Pytree) else _pytree_apart(model)
-    if not jax.tree.leaves(apart[1]):
+    parts = _partition_module(model) if isinstance(model, nnx.Pytree) else _partition_pytree(model)
+    if not jax.tree.leaves(parts[1]):
         raise ArgumentError(
             f"There is nothing to train: {type(model).__name__} has no floating array."
         )
-    return apart
+    return parts
 
 
-def put_together(skeleton: Skeleton, params: Any, others: Any) -> Any:
-    """The reverse of ``take_apart``."""
+def combine(skeleton: Skeleton, params: Any, model_state: Any) -> Any:
+    """The inverse of ``partition``."""
     if skeleton.fixed is None:
         # Variables made anew belong to the trace in force, so that the loss may write to them.
-        return nnx.merge(skeleton.tree, *jax.tree.map(lambda x: x, (params, others)))
+        return nnx.merge(skeleton.tree, *jax.tree.map(lambda x: x, (params, model_state)))
     leaves = zip(
         skeleton.fixed,
         skeleton.tree.flatten_up_to(params),
-        skeleton.tree.flatten_up_to(others),
+        skeleton.tree.flatten_up_to(model_state),
         strict=True,
     )
     filled = [
@@ -73,8 +73,8 @@ def put_together(skeleton: Skeleton, params: Any, others: Any) -> Any:
     return skeleton.tree.unflatten(filled)
 
 
-def others_after(skeleton: Skeleton, model: Any, params: Any, before: Any) -> Any:
-    """The arrays besides the parameters that a module has after its loss.
+def model_state_after(skeleton: Skeleton, model: Any, params: Any, before: Any) -> Any:
+    """The model state after the loss.
 
     Raises:
       VariableError: it has others than before, or its parameters were written to.
@@ -102,9 +102,9 @@ def _is_param(path: Any, value: Any) -> bool:
     return bool(leaves) and all(map(_is_floating, leaves))
 
 
-def _module_apart(module: Any) -> tuple[Skeleton, Any, Any]:
-    graph, params, others = nnx.split(module, _is_param, ...)  # type: ignore[misc]
-    return Skeleton(graph), params, others
+def _partition_module(module: Any) -> tuple[Skeleton, Any, Any]:
+    graph, params, model_state = nnx.split(module, _is_param, ...)  # type: ignore[misc]
+    return Skeleton(graph), params, model_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,15 +114,15 @@ class _Fixed:
     kind: type
 
 
-def _pytree_apart(model: Any) -> tuple[Skeleton, Any, Any]:
+def _partition_pytree(model: Any) -> tuple[Skeleton, Any, Any]:
     paths, tree = jax.tree_util.tree_flatten_with_path(model)
     leaves = [jnp.asarray(x) if _is_number_to_train(path, x) else x for path, x in paths]
     fixed = tuple(
         None if _is_array(leaf) else _Fixed(_check_fixed(leaf), type(leaf)) for leaf in leaves
     )
     params = [leaf if _is_array(leaf) and _is_floating(leaf) else None for leaf in leaves]
-    others = [leaf if _is_array(leaf) and not _is_floating(leaf) else None for leaf in leaves]
-    return Skeleton(tree, fixed), tree.unflatten(params), tree.unflatten(others)
+    rest = [leaf if _is_array(leaf) and not _is_floating(leaf) else None for leaf in leaves]
+    return Skeleton(tree, fixed), tree.unflatten(params), tree.unflatten(rest)
 
 
 def _is_number_to_train(path: tuple[Any, ...], leaf: Any) -> bool:

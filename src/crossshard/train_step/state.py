@@ -19,13 +19,14 @@ class TrainState:
     Attributes:
       step: int32[], how many steps were taken.
       params: the parameters, whole on every shard; ``[shards, …]`` under groups.
-      opt_state: the Optax state; in parts over the shards where the weight update is sharded, and
+      opt_state: a ``CrossShardState``: the states of the stages and, as ``inner_state``, that of
+        the wrapped optimizer; in parts over the shards where the weight update is sharded, and
         ``[shards, …]`` under groups.
-      others: the arrays of the model besides its parameters. Of an NNX module ``[shards, …]``,
+      model_state: the arrays of the model besides its parameters. Of an NNX module ``[shards, …]``,
         since each shard keeps statistics and random streams of its own.
       rng: uint32[…], the data of the key from which each step and shard draws its own: raw, since
         typed keys slow down every call.
-      skeleton: what of the model is no array.
+      skeleton: what of the model is not an array.
       rng_impl: what kind of key it is.
       grouped: whether groups have parameters of their own.
 
@@ -40,7 +41,7 @@ class TrainState:
     step: Any
     params: Any
     opt_state: Any
-    others: Any
+    model_state: Any
     rng: Any
     skeleton: Skeleton = dataclasses.field(metadata={"static": True})
     rng_impl: Any = dataclasses.field(metadata={"static": True})

@@ -11,22 +11,22 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard import _jax
-from crossshard.collectives.parts import ANY, TPU
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.incoming import Incoming
-from crossshard.gradients.once import only_reduction
-from crossshard.gradients.pipeline import Pipeline
 from crossshard.gradients.reduction import Reduction
-from crossshard.optimizer.cross_shard_optimizer import CrossShardOptimizer
-from crossshard.optimizer.weight_update import WeightUpdate, check_weight_update, plan_update
+from crossshard.optimizer.cross_shard_optimizer import CrossShardOptimizer, pipeline_of
+from crossshard.pipeline.pipeline import Pipeline
+from crossshard.pipeline.plan import WeightUpdate, check_weight_update, plan_update
+from crossshard.pipeline.weigh import Weigh
 from crossshard.shards.context import check_num_shards
 from crossshard.shards.devices import mesh_for
-from crossshard.train_step.batches import Layout, check_weight
-from crossshard.train_step.computation import Computation
+from crossshard.shards.partition import ANY, TPU
+from crossshard.train_step.batches import BatchPlacer, check_weight
 from crossshard.train_step.description import describe
-from crossshard.train_step.models import put_together, take_apart
-from crossshard.train_step.placing import Placing, check_key, of_all, replicated
+from crossshard.train_step.layout import StateLayout, check_key, of_all, replicated
+from crossshard.train_step.models import combine, partition
 from crossshard.train_step.state import TrainState
+from crossshard.train_step.step_function import StepFunction
 
 
 def make_train_step(
@@ -86,23 +86,22 @@ def make_train_step(
     if num_shards is None:
         num_shards = len(jax.devices()) if mesh is None else 1
     where = _jax.with_automatic_axes(mesh_for(check_num_shards(num_shards), mesh))
-    computation = Computation(
+    function = StepFunction(
         loss_fn,
         _takes_rng(loss_fn),
         has_aux,
         check_weight(weight),
-        _check_pipeline(optimizer.pipeline, where, weight),
-        optax.with_extra_args_support(optimizer.inner),
+        _check_pipeline(pipeline_of(optimizer), where, weight),
         optimizer.get_name(),
     )
     wanted = check_weight_update(weight_update)
     if wanted is WeightUpdate.AUTO and optimizer.weight_update is WeightUpdate.SHARDED:
         wanted = WeightUpdate.SHARDED
-    return TrainStep(computation, where, wanted)
+    return TrainStep(function, where, wanted)
 
 
 def _check_pipeline(pipeline: Pipeline, mesh: Mesh, weight: Any) -> Pipeline:
-    """The optimizer's way of a gradient, if it can be gone on this mesh."""
+    """The optimizer's pipeline for a step on this mesh, or an error if it does not fit."""
     if weight is not None and pipeline.reduction is Reduction.SUM:
         raise ArgumentError(
             "weight says what a shard counts in a mean, and the optimizer's reduction is SUM. Use "
@@ -123,7 +122,7 @@ def _check_pipeline(pipeline: Pipeline, mesh: Mesh, weight: Any) -> Pipeline:
             f"The optimizer says incoming={str(pipeline.incoming)!r}, but a step differentiates "
             f"itself, and its gradients are each shard's own. Leave incoming out."
         )
-    return pipeline
+    return dataclasses.replace(pipeline, weigh=None if weight is None else Weigh())
 
 
 class TrainStep:
@@ -136,13 +135,13 @@ class TrainStep:
     local gradient → mean over all shards → update on every shard
     """
 
-    def __init__(self, computation: Computation, mesh: Mesh, weight_update: WeightUpdate):
-        self._computation = computation
+    def __init__(self, function: StepFunction, mesh: Mesh, weight_update: WeightUpdate):
+        self._function = function
         self._mesh = mesh
         self._weight_update = weight_update
-        self._layout = Layout(mesh, computation.weight)
-        self._placings: dict[Any, Placing] = {}
-        self._latest: tuple[Placing, TrainState] | None = None
+        self._place = BatchPlacer(mesh, function.weight)
+        self._layouts: dict[Any, StateLayout] = {}
+        self._latest: tuple[StateLayout, TrainState] | None = None
         self._compiled = jax.jit(self._run, donate_argnums=0)
 
     @property
@@ -168,20 +167,20 @@ class TrainStep:
         _check_state(state)
         if _jax.another_mesh_is_set(self._mesh):
             with _jax.in_place_of_the_users_mesh(self._mesh):
-                return self._compiled(state, self._layout(batch))
+                return self._compiled(state, self._place(batch))
         # Without a context, which would cost a microsecond at every step.
-        return self._compiled(state, self._layout(batch))
+        return self._compiled(state, self._place(batch))
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """The step, lowered and not run, for arrays or for their types (``abstract_init``)."""
         _check_state(state)
         with _jax.in_place_of_the_users_mesh(self._mesh):
-            return self._compiled.lower(state, self._layout.abstract(batch))
+            return self._compiled.lower(state, self._place.abstract(batch))
 
     def _run(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        placing = self._placing_of(state)
-        placing.check(state)
-        return self._computation(placing, state, batch)
+        layout = self._layout_of(state)
+        layout.check(state)
+        return self._function(layout, state, batch)
 
     # The state.
 
@@ -210,57 +209,54 @@ class TrainStep:
 
     def _initial(self, params: Any, impl: Any, key: jax.Array) -> tuple[Any, Any, TrainState]:
         """A compiled function of arrays and key, the arrays, and the types of what it makes."""
-        skeleton, *arrays = take_apart(params)
-        placing = self._placing(arrays[0])
+        skeleton, *arrays = partition(params)
+        layout = self._layout(arrays[0])
 
         def make(arrays: Any, key: Any) -> TrainState:
-            return placing.initial(self._computation.inner, skeleton, impl, arrays, key)
+            return layout.initial(self._function.pipeline, skeleton, impl, arrays, key)
 
         types = jax.eval_shape(make, arrays, key)
-        shardings = placing.shardings(types)
+        shardings = layout.shardings(types)
         abstract = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             types,
             shardings,
         )
-        self._latest = placing, abstract
+        self._latest = layout, abstract
         return jax.jit(make, out_shardings=shardings), arrays, abstract
 
     def unshard(self, state: TrainState) -> TrainState:
-        """The state whole on every device, the optimizer's arrays in the shapes its rule gave them.
+        """The state whole on every device, its arrays in the shapes that the optimizer gave them.
 
         For saving, looking at, and going on with another number of shards. The state that is given
         stays good.
         """
         _check_state(state)
-        placing = self._placing_of(state)
+        layout = self._layout_of(state)
         everywhere = NamedSharding(self._mesh, PartitionSpec())
-        return self._relaid(placing.whole, state, jax.tree.map(lambda _: everywhere, state))
+        return self._relaid(layout.unpack, state, jax.tree.map(lambda _: everywhere, state))
 
     def reshard(self, state: TrainState) -> TrainState:
-        """The reverse of ``unshard``, whichever step and number of shards the state came from.
+        """The inverse of ``unshard``, whichever step and number of shards the state came from.
 
-        On another number of shards, statistics of an NNX module go on from their mean, and random
-        streams from new keys.
+        On another number of shards, statistics of an NNX module and the state of the preprocessor
+        go on from their mean, and random streams from new keys.
 
         Raises:
-          ArgumentError: the state is another rule's, or its groups cannot be those of this step.
+          ArgumentError: the state is another optimizer's, or its groups cannot be those of this step.
         """
         _check_state(state)
-        placing = self._placing_of(state)
-        placing.check_rule(state)
+        layout = self._layout_of(state)
+        layout.check_optimizer(state)
         state = jax.tree.map(lambda x: replicated(self._mesh, x), state)
-        per_shard = state.params if self._grouped else state.others if state.skeleton.is_nnx else ()
-        others_fit = all(leaf.shape[0] == self._mesh.size for leaf in jax.tree.leaves(per_shard))
-        if self._grouped and not others_fit:
-            raise ArgumentError(
-                f"The state is of groups of other shards than these {self._mesh.size}. Choose one "
-                f"shard's parameters with other.model(state, shard=0) and init with them."
-            )
-        if not others_fit:
-            others = placing.spread(jax.tree.map(of_all, state.others))
-            state = dataclasses.replace(state, others=others)
-        return self._relaid(placing.laid_out, state, placing.shardings(state))
+        if not layout.has_number_of_shards(state):
+            if self._grouped:
+                raise ArgumentError(
+                    f"The state is of groups of other shards than these {self._mesh.size}. Choose "
+                    f"one shard's parameters with other.model(state, shard=0) and init with them."
+                )
+            state = layout.on_other_shards(state)
+        return self._relaid(layout.pack, state, layout.shardings(state))
 
     def _relaid(self, how: Callable[[Any], Any], state: TrainState, to: TrainState) -> TrainState:
         with _jax.in_place_of_the_users_mesh(self._mesh):
@@ -280,18 +276,19 @@ class TrainStep:
           ArgumentError: parameters differ between groups, and no shard was named.
         """
         _check_state(state)
-        params, others = state.params, state.others
+        params, model_state = state.params, state.model_state
         if self._grouped and shard is None:
             raise ArgumentError(
-                f"Under group_assignment {self._computation.pipeline.groups} the parameters differ "
+                f"Under group_assignment {self._function.pipeline.groups} the parameters differ "
                 f"between shards. Say whose: model(state, shard=0)."
             )
         if self._grouped:
             params = jax.tree.map(lambda x: x[shard], params)
         if state.skeleton.is_nnx:
-            others = jax.tree.map(lambda x: of_all(x) if shard is None else x[shard], others)
+            of_shard = lambda x: of_all(x) if shard is None else x[shard]
+            model_state = jax.tree.map(of_shard, model_state)
         # Copied, since the next step uses the buffers of the state again.
-        return put_together(state.skeleton, *jax.tree.map(jnp.copy, (params, others)))
+        return combine(state.skeleton, *jax.tree.map(jnp.copy, (params, model_state)))
 
     # What will happen.
 
@@ -306,32 +303,32 @@ class TrainStep:
                 "How the weights are updated depends on the parameters: call init(params), or "
                 "abstract_init(params), first."
             )
-        return describe(self._computation, *self._latest)
+        return describe(self._function, *self._latest)
 
-    def _placing_of(self, state: TrainState) -> Placing:
-        return self._placing(_of_one(state.params) if self._grouped else state.params)
+    def _layout_of(self, state: TrainState) -> StateLayout:
+        return self._layout(_of_one(state.params) if self._grouped else state.params)
 
-    def _placing(self, params: Any) -> Placing:
+    def _layout(self, params: Any) -> StateLayout:
         leaves, tree = jax.tree.flatten(params)
         key = tree, tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
-        if key not in self._placings:
-            groups = self._computation.pipeline.groups if self._grouped else None
+        if key not in self._layouts:
+            groups = self._function.pipeline.groups if self._grouped else None
             number = self._mesh.size if groups is None else groups.size
-            with only_reduction():
-                plan = plan_update(
-                    self._computation.inner,
-                    params,
-                    number,
-                    self._weight_update,
-                    only_parts=groups is not None,
-                    limits=TPU if self._mesh.devices.flat[0].platform == "tpu" else ANY,
-                )
-            self._placings[key] = Placing(self._mesh, plan, groups)
-        return self._placings[key]
+            pipeline = self._function.pipeline
+            plan = plan_update(
+                pipeline.optimizer,
+                params,
+                number,
+                self._weight_update,
+                only_parts=groups is not None,
+                tile=TPU if self._mesh.devices.flat[0].platform == "tpu" else ANY,
+            )
+            self._layouts[key] = StateLayout(self._mesh, plan, groups, pipeline.preprocess)
+        return self._layouts[key]
 
     @property
     def _grouped(self) -> bool:
-        return not self._computation.pipeline.over_all_shards
+        return not self._function.pipeline.over_all_shards
 
 
 def _of_one(params: Any) -> Any:

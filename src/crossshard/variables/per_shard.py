@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from crossshard.errors import VariableError
+from crossshard.variables.binding import bound
 from crossshard.variables.describe import describe_variable
-from crossshard.variables.handing import handed_in
 
 PER_SHARD = "per_shard"
 
@@ -76,8 +76,8 @@ def set_per_shard(variable: nnx.Variable, values: Any) -> None:
 
 def is_in_step(variable: nnx.Variable) -> bool:
     """Whether a runner has handed the variable in, so that it holds this shard's value alone."""
-    handed = handed_in()
-    return handed is not None and variable in handed
+    around = bound()
+    return around is not None and variable in around
 
 
 def _check_value(variable: Any, value: Any) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Variables as the inputs and outputs of a traced function: rebound, handed in, restored."""
+"""Variables as the inputs and outputs of a traced function: bound to its values, then restored."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,7 @@ from flax.nnx.tracers import TraceState
 
 from crossshard.errors import VariableError
 from crossshard.variables.describe import describe_variable
-from crossshard.variables.reach import Holder, modules_in
+from crossshard.variables.discovery import containers_in, modules_in
 
 _thread = threading.local()
 
@@ -63,29 +63,29 @@ def bring_out(variable: nnx.Variable, value: Any) -> None:
     _rebind(variable, value, TraceState())
 
 
-class HandedIn:
-    """What a runner hands in to one trace of its step.
+class Bound:
+    """What a runner binds while it traces its step.
 
     Attributes:
       variables: the variables that hold values of this trace.
       modules: the modules that belong to it.
-      holders: the objects that hold variables without being NNX nodes.
+      containers: the optimizers that it reaches.
     """
 
     def __init__(self, variables: Sequence[nnx.Variable], roots: Sequence[Any]):
         self.variables = list(variables)
         self.modules = modules_in(roots)
-        self.holders = [root for root in roots if isinstance(root, Holder)]
+        self.containers = containers_in(roots)
 
     def __contains__(self, variable: nnx.Variable) -> bool:
         return any(variable is known for known in self.variables)
 
 
-class VariablesWanted(BaseException):
-    """Raised inside a step by a holder that needs variables which must be made outside of it.
+class RetraceNeeded(BaseException):
+    """Raised inside a step by an optimizer whose variables must be made outside of it.
 
-    No ``Exception``, so that a step's own handlers let it through to the runner, which calls
-    ``make`` and traces the step again.
+    It is not an ``Exception``, so that a step's own handlers let it through to the runner, which
+    calls ``make`` and traces the step again.
     """
 
     def __init__(self, make: Callable[[], None]):
@@ -94,18 +94,18 @@ class VariablesWanted(BaseException):
 
 
 @contextmanager
-def handing_in(handed: HandedIn) -> Iterator[None]:
-    """Let the code inside see what the runner around it hands in."""
-    _thread.handed = handed
+def binding(bound: Bound) -> Iterator[None]:
+    """Let the code inside see what the runner around it binds."""
+    _thread.bound = bound
     try:
         yield
     finally:
-        _thread.handed = None
+        _thread.bound = None
 
 
-def handed_in() -> HandedIn | None:
-    """What the runner around this line hands in; ``None`` outside of any."""
-    return getattr(_thread, "handed", None)
+def bound() -> Bound | None:
+    """What the runner around this line binds; ``None`` outside of any."""
+    return getattr(_thread, "bound", None)
 
 
 def same_arrays(a: Any, b: Any) -> bool:

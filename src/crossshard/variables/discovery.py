@@ -15,29 +15,19 @@ from crossshard.errors import VariableError
 from crossshard.variables.describe import describe_variable
 
 
-class Holder:
-    """An object, not itself an NNX node, whose variables a runner carries in and out."""
+class VariableContainer:
+    """An optimizer: a node of NNX's graph whose variables belong to those of other nodes."""
 
     __slots__ = ()
 
-    def held_variables(self) -> list[nnx.Variable]:
-        """The variables that it holds now."""
-        raise NotImplementedError
-
     def known_variables(self) -> list[nnx.Variable | None]:
-        """Variables of others that what it holds belongs to, in a fixed order."""
+        """The variables that its own belong to, in a fixed order."""
         raise NotImplementedError
 
 
 def variables_in(roots: Iterable[Any]) -> list[nnx.Variable]:
     """Every variable below the roots, each once, in a fixed order."""
-    found: dict[int, nnx.Variable] = {}
-    for root in roots:
-        held = isinstance(root, Holder)
-        leaves = root.held_variables() if held else (leaf for _, leaf in nnx.iter_graph(root))
-        for leaf in leaves:
-            if isinstance(leaf, nnx.Variable):
-                found.setdefault(id(leaf), leaf)
+    found = {id(leaf): leaf for leaf in _graph(roots) if isinstance(leaf, nnx.Variable)}
     for variable in found.values():
         if variable.hijax or variable.ref:
             raise VariableError(
@@ -47,17 +37,24 @@ def variables_in(roots: Iterable[Any]) -> list[nnx.Variable]:
     return list(found.values())
 
 
-def is_stateful(value: Any) -> bool:
-    """Whether a runner hands this object in and out rather than splitting it over the shards."""
-    return isinstance(value, nnx.Pytree | nnx.Variable | Holder)
-
-
 def modules_in(roots: Iterable[Any]) -> list[nnx.Pytree]:
     """Every NNX module below the roots, each once."""
-    nodes = (
-        node for root in roots if not isinstance(root, Holder) for _, node in nnx.iter_graph(root)
-    )
-    return list({id(node): node for node in nodes if isinstance(node, nnx.Pytree)}.values())
+    return list({id(node): node for node in _graph(roots) if isinstance(node, nnx.Pytree)}.values())
+
+
+def containers_in(roots: Iterable[Any]) -> list[VariableContainer]:
+    """Every optimizer below the roots, each once."""
+    found = (node for node in _graph(roots) if isinstance(node, VariableContainer))
+    return list({id(node): node for node in found}.values())
+
+
+def _graph(roots: Iterable[Any]) -> Iterator[Any]:
+    return (node for root in roots for _, node in nnx.iter_graph(root))
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether a runner hands this object in and out rather than splitting it over the shards."""
+    return isinstance(value, nnx.Pytree | nnx.Variable | VariableContainer)
 
 
 _PATHS = sysconfig.get_paths()

@@ -1,4 +1,4 @@
-"""Weight-update sharding: which shard updates which part of the parameters, and how (ZeRO-1).
+"""Plan: how the weight update is computed, and which shard has which part (ZeRO-1).
 
 Xu et al. 2020, "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training"
 (arXiv 2004.13336).
@@ -7,17 +7,25 @@ Xu et al. 2020, "Automatic Cross-Replica Sharding of Weight Update in Data-Paral
 import dataclasses
 import enum
 import functools
-import inspect
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
 
-from crossshard.collectives.parts import ANY, Cut, Limits, cut_along_axis, cut_for
 from crossshard.errors import ArgumentError, WeightUpdateError
+from crossshard.gradients.nesting import inside_optimizer
 from crossshard.optimizer.elementwise import obstacle_to_parts
+from crossshard.pipeline.arrays import WholeArrays
+from crossshard.pipeline.optimize import apply_optimizer
+from crossshard.shards.partition import (
+    ANY,
+    Partition,
+    TileShape,
+    map_partitions,
+    partition_along_axis,
+    partition_for,
+)
 
 
 class WeightUpdate(enum.StrEnum):
@@ -25,7 +33,7 @@ class WeightUpdate(enum.StrEnum):
 
     REPLICATED: every shard all of them, with the whole optimizer state.
     SHARDED: every shard its part of them, with its part of the optimizer state.
-    AUTO: sharded where the rule is proven elementwise and there is enough to split, else
+    AUTO: sharded where the optimizer is proven elementwise and there is enough to split, else
       replicated.
     """
 
@@ -45,7 +53,7 @@ def check_weight_update(weight_update: object) -> WeightUpdate:
         ) from None
 
 
-class Path(enum.StrEnum):
+class UpdateStrategy(enum.StrEnum):
     """How an update is computed."""
 
     WHOLE = "whole on every shard"
@@ -54,21 +62,21 @@ class Path(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """How the parameters and the optimizer state of one update lie, and why.
+class UpdatePlan:
+    """How the parameters and the optimizer state of one update are split, and why.
 
     Attributes:
-      path: how the update is computed.
+      strategy: how the update is computed.
       why: the reason, in a few words.
-      params: per parameter how it is cut.
-      state: per array of the optimizer state how it is cut.
-      structure: of the optimizer state.
+      params: per parameter how it is split.
+      state: per array of the optimizer state how it is split.
+      structure: the tree structure of the optimizer state.
     """
 
-    path: Path
+    strategy: UpdateStrategy
     why: str
-    params: tuple[Cut, ...]
-    state: tuple[Cut, ...]
+    params: tuple[Partition, ...]
+    state: tuple[Partition, ...]
     structure: Any
 
 
@@ -83,51 +91,52 @@ def plan_update(
     wanted: WeightUpdate = WeightUpdate.AUTO,
     *,
     only_parts: bool = False,
-    limits: Limits = ANY,
-) -> Plan:
+    tile: TileShape = ANY,
+) -> UpdatePlan:
     """How to update these parameters on so many shards.
 
     Args:
-      inner: the update rule.
+      inner: the wrapped optimizer.
       params: a pytree with shapes and dtypes.
       number: how many shards share one set of parameters.
       wanted: what was asked for.
       only_parts: whether global arrays are out of reach, as inside a manual region.
-      limits: what the platform asks of parts.
+      tile: the smallest part that the platform's collectives scatter well.
 
     Raises:
-      ArgumentError: the rule's state changes its structure, or the rule asks for what a step does
-        not have.
-      WeightUpdateError: parts are what was asked for and all there is, and the rule mixes them.
+      ArgumentError: the optimizer's state changes its structure, or the optimizer asks for what a
+        step does not have.
+      WeightUpdateError: the update must be in parts, and the optimizer is not elementwise.
     """
     params = jax.tree.map(_abstract, params)
-    state = jax.eval_shape(inner.init, params)
+    with inside_optimizer():
+        state = jax.eval_shape(inner.init, params)
     leaves, structure = jax.tree.leaves(params), jax.tree.structure(state)
     _check_state_stays(inner, params, state)
 
-    def whole(why: str) -> Plan:
-        return Plan(Path.WHOLE, why, _uncut(params), _uncut(state), structure)
+    def whole(why: str) -> UpdatePlan:
+        return UpdatePlan(UpdateStrategy.WHOLE, why, _unsplit(params), _unsplit(state), structure)
 
     if wanted is WeightUpdate.REPLICATED:
         return whole("as asked")
     if number == 1:
         return whole("there is one shard")
-    cuts = tuple(cut_for(leaf.shape, number, limits) for leaf in leaves)
+    partitions = tuple(partition_for(leaf.shape, number, tile) for leaf in leaves)
     to_split = [
         math.prod(leaf.shape) * leaf.dtype.itemsize
-        for leaf, cut in zip(leaves, cuts, strict=True)
-        if cut.number > 1
+        for leaf, partition in zip(leaves, partitions, strict=True)
+        if partition.number > 1
     ]
     if not to_split:
         return whole("every parameter is tiny")
     if wanted is WeightUpdate.AUTO and sum(to_split) < _WORTH_BYTES:
         return whole("there is less to split than it would cost")
-    of_shape = {cut.shape: cut for cut in cuts}
-    parts = Plan(
-        Path.PARTS,
+    of_shape = {partition.shape: partition for partition in partitions}
+    parts = UpdatePlan(
+        UpdateStrategy.PARTS,
         "the update is elementwise",
-        cuts,
-        tuple(of_shape.get(x.shape, Cut(x.shape)) for x in jax.tree.leaves(state)),
+        partitions,
+        tuple(of_shape.get(x.shape, Partition(x.shape)) for x in jax.tree.leaves(state)),
         structure,
     )
     obstacle = _obstacle(inner, params, state, parts)
@@ -141,11 +150,11 @@ def plan_update(
         )
     if wanted is WeightUpdate.AUTO:
         return whole(f"the update is not elementwise: {obstacle}")
-    return Plan(
-        Path.GLOBAL,
+    return UpdatePlan(
+        UpdateStrategy.GLOBAL,
         f"the update is not elementwise: {obstacle}",
-        tuple(cut_along_axis(leaf.shape, number, limits) for leaf in leaves),
-        tuple(cut_along_axis(leaf.shape, number, limits) for leaf in jax.tree.leaves(state)),
+        tuple(partition_along_axis(leaf.shape, number, tile) for leaf in leaves),
+        tuple(partition_along_axis(leaf.shape, number, tile) for leaf in jax.tree.leaves(state)),
         structure,
     )
 
@@ -155,13 +164,14 @@ def _check_state_stays(
 ) -> None:
     value = jax.ShapeDtypeStruct((), "float32")
     try:
-        _, after = jax.eval_shape(functools.partial(step, inner), params, state, params, value)
+        _, after = jax.eval_shape(functools.partial(_update, inner), params, state, params, value)
     except TypeError as error:
         if "required keyword-only argument" not in str(error):
             raise
         raise ArgumentError(
-            f"The rule asks for more than gradients and the loss, which is all that a step has: "
-            f"{str(error).splitlines()[0]}. Rules with a line search are such."
+            f"The optimizer asks for more than gradients and the loss, which is all that a step "
+            f"has: {str(error).splitlines()[0]}. Optimizers with a line search ask for the loss "
+            f"function; call them in a loop of your own."
         ) from error
     was, now = (
         (jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)])
@@ -169,55 +179,43 @@ def _check_state_stays(
     )
     if was != now:
         raise ArgumentError(
-            f"The rule's state changes its structure or types in a step, and a step is compiled "
-            f"for one of them: from {was} to {now}."
+            f"The optimizer's state changes its structure or types in a step, and a step is "
+            f"compiled for one of them: from {was} to {now}."
         )
 
 
-def _uncut(tree: Any) -> tuple[Cut, ...]:
-    return tuple(Cut(leaf.shape) for leaf in jax.tree.leaves(tree))
+def _unsplit(tree: Any) -> tuple[Partition, ...]:
+    return tuple(Partition(leaf.shape) for leaf in jax.tree.leaves(tree))
 
 
 def _obstacle(
-    inner: optax.GradientTransformationExtraArgs, params: Any, state: Any, plan: Plan
+    inner: optax.GradientTransformationExtraArgs, params: Any, state: Any, plan: UpdatePlan
 ) -> str | None:
     def update(params: Any, state: Any, gradients: Any, value: Any) -> tuple[Any, Any]:
-        return step(inner, gradients, state, params, value)
+        return _update(inner, gradients, state, params, value)
 
-    own = in_parts(params, plan.params), in_parts(state, plan.state)
+    own = _in_parts(params, plan.params), _in_parts(state, plan.state)
     value = jax.ShapeDtypeStruct((), "float32")
     return obstacle_to_parts(update, (params, state, params, value), (*own, own[0], value))
 
 
-def step(
+def _update(
     inner: optax.GradientTransformationExtraArgs,
     gradients: Any,
     state: Any,
     params: Any,
     value: Any,
 ) -> tuple[Any, Any]:
-    """The parameters and the state after one update; ``value`` is the loss, for rules that ask."""
-    extra_args = {"value": value} if takes_value(inner) else {}
-    updates, state = inner.update(gradients, state, params, **extra_args)
-    return optax.apply_updates(params, updates), state
+    return apply_optimizer(
+        inner, gradients, state, params, {"value": value}, WholeArrays(), to_params=True
+    )
 
 
-def map_cuts(function: Callable[[Cut, Any], Any], cuts: tuple[Cut, ...], tree: Any) -> Any:
-    """A pytree of what a function makes of each leaf and how it is cut."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten([function(*pair) for pair in zip(cuts, leaves, strict=True)])
-
-
-def in_parts(tree: Any, cuts: tuple[Cut, ...]) -> Any:
+def _in_parts(tree: Any, partitions: tuple[Partition, ...]) -> Any:
     """The types of one shard's parts of arrays."""
-    return map_cuts(lambda cut, x: jax.ShapeDtypeStruct(cut.part_shape, x.dtype), cuts, tree)
+    local = lambda partition, x: jax.ShapeDtypeStruct(partition.local_shape, x.dtype)
+    return map_partitions(local, partitions, tree)
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-
-
-def takes_value(opt: optax.GradientTransformation) -> bool:
-    """Whether a rule's update accepts the loss as ``value``."""
-    kinds = {p.name: p.kind for p in inspect.signature(opt.update).parameters.values()}
-    return "value" in kinds or inspect.Parameter.VAR_KEYWORD in kinds.values()

@@ -22,7 +22,7 @@ def sum_over_shards(x: Any, shards: Shards, groups: GroupAssignment | None = Non
     if groups is not None:
         groups.check_covers(shards.number)
         if len(groups.groups) > 1:
-            return _sum_over_group(shards.as_local(x), shards, groups)
+            return _sum_over_group(shards.as_varying(x), shards, groups)
     if not shards.axes:
         _refuse_unbound(shards)
         return x
@@ -30,7 +30,7 @@ def sum_over_shards(x: Any, shards: Shards, groups: GroupAssignment | None = Non
     waiting = tuple(axis for axis in shards.axes if axis in _jax.unreduced_axes(x))
     x = lax.psum(x, waiting) if waiting else x
     others = tuple(axis for axis in shards.axes if axis not in waiting)
-    return lax.psum(_jax.as_varying(x, others) if shards.tracked else x, others) if others else x
+    return lax.psum(_jax.as_varying(x, others) if shards.has_vma else x, others) if others else x
 
 
 def _sum_over_group(x: Any, shards: Shards, groups: GroupAssignment) -> Any:
@@ -45,6 +45,12 @@ def _sum_over_group(x: Any, shards: Shards, groups: GroupAssignment) -> Any:
     over = {"axis_name": shards.axes, "axis_index_groups": groups.members.tolist(), "tiled": True}
     whole = lax.all_gather(lax.psum_scatter(flat, **over), **over)
     return whole[: jnp.size(x)].reshape(jnp.shape(x))
+
+
+def widen(x: Any) -> jax.Array:
+    """``x`` in the dtype in which it is summed: 16 bits overflow (f16) or round (bf16) in a sum."""
+    dtype = jnp.result_type(x)
+    return jnp.asarray(x, jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype)
 
 
 def gather_over_shards(x: Any, shards: Shards) -> jax.Array:
@@ -99,7 +105,7 @@ def cross_replica_sum(
     groups = check_group_assignment(group_assignment)
     x = check_numeric(x, "cross_replica_sum")
     with jax.named_scope(name or "cross_replica_sum"):
-        return shards.as_local(sum_over_shards(shards.as_local(x), shards, groups))
+        return shards.as_varying(sum_over_shards(shards.as_varying(x), shards, groups))
 
 
 def check_numeric(x: Any, function: str) -> jax.Array:

@@ -1,0 +1,39 @@
+"""Sums scattered over the shards in parts, and parts gathered to whole arrays."""
+
+from typing import Any
+
+import jax
+from jax import lax
+
+from crossshard import _jax
+from crossshard.shards.axes import Shards
+from crossshard.shards.groups import GroupAssignment
+
+
+def scatter_sum(
+    x: jax.Array, axis: int, shards: Shards, groups: GroupAssignment | None = None
+) -> jax.Array:
+    """This shard's part, along an axis, of the sum over the shards or over its group."""
+    for name, members in _schedule(shards, groups):
+        over: Any = {"axis_index_groups": members, "tiled": True}
+        x = lax.psum_scatter(x, name, scatter_dimension=axis, **over)
+    return x
+
+
+def gather_parts(
+    x: jax.Array, axis: int, shards: Shards, groups: GroupAssignment | None = None
+) -> jax.Array:
+    """The parts of all shards, or of the group, side by side along an axis.
+
+    Typed as invariant over the shards if there are no groups.
+    """
+    for name, members in reversed(_schedule(shards, groups)):
+        if members is None:
+            x = _jax.all_gather(x, name, axis, tracked=shards.has_vma)
+        else:
+            x = lax.all_gather(x, name, axis=axis, axis_index_groups=members, tiled=True)
+    return x
+
+
+def _schedule(shards: Shards, groups: GroupAssignment | None) -> list[Any]:
+    return shards.scatter_schedule() if groups is None else [(shards.axes, groups.members.tolist())]

@@ -1,0 +1,99 @@
+"""Aggregate: the gradients of the shards become one, their mean or their sum."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from crossshard.collectives.all_reduce import widen
+from crossshard.collectives.bucketing import bucketed_sum
+from crossshard.gradients.incoming import Incoming
+from crossshard.pipeline.stage import Environment, Gradients, Stage
+from crossshard.shards.groups import GroupAssignment
+from crossshard.shards.partition import Partition
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum(Stage):
+    """The sum over the shards, or over the group."""
+
+    word = "sum"
+
+    def divisor(self, number_of_shards: int, groups: GroupAssignment | None) -> int:
+        """What the sum is divided by: nothing."""
+        del number_of_shards, groups
+        return 1
+
+    def describe(self) -> str:
+        """``sum`` or ``mean``."""
+        return self.word
+
+    def update(
+        self, gradients: Gradients, state: Any, environment: Environment
+    ) -> tuple[Gradients, Any]:
+        """The reduced gradients: whole, or this shard's part of each where arrays are split."""
+        shards, groups = environment.shards, environment.groups
+        beside, values = dict(gradients.beside), gradients.values
+        leaves, tree = jax.tree.flatten((beside, values))
+        status = (*gradients.beside_status, *gradients.status)
+        partitions = _partitions(beside, values, environment)
+        places = [place for place, each in enumerate(status) if each in _TO_SUM]
+        summands = [widen(leaves[place]) for place in places]
+        split = [partitions[place] for place in places]
+        weight = gradients.weight
+        if weight is not None:
+            summands, split = [*summands, weight], [*split, Partition(())]
+        sums = bucketed_sum(summands, split, shards, groups)
+        total_weight = None if weight is None else sums.pop()
+        totals = dict(zip(places, sums, strict=True))
+        reduced = []
+        for place, (leaf, each) in enumerate(zip(leaves, status, strict=True)):
+            if each is None:
+                reduced.append(leaf)
+                continue
+            total = totals.get(place)
+            if total is None:
+                total = partitions[place].local_slice(widen(leaf), shards, groups)
+            if each in _TO_DIVIDE:
+                total = self._divide(total, environment.divisor, total_weight)
+            reduced.append(total)
+        beside, values = tree.unflatten(reduced)
+        return gradients.replace(values=values, beside=beside, weight=total_weight), state
+
+    @staticmethod
+    def _divide(total: jax.Array, divisor: int, weight: jax.Array | None) -> jax.Array:
+        if weight is None:
+            return total / divisor if divisor > 1 else total
+        # Where no shard counts there is no gradient.
+        return jnp.where(weight != 0, total / weight.astype(total.dtype), 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mean(Sum):
+    """The mean over the shards, or over the group; by weight, ``sum(w · g) / sum(w)``."""
+
+    word = "mean"
+
+    def divisor(self, number_of_shards: int, groups: GroupAssignment | None) -> int:
+        """The number of shards that reduce together."""
+        return number_of_shards if groups is None else groups.size
+
+
+_TO_SUM = (Incoming.LOCAL, Incoming.SCALED)
+_TO_DIVIDE = (Incoming.LOCAL, Incoming.SUMMED)
+
+
+def _partitions(beside: dict[str, Any], values: Any, environment: Environment) -> list[Partition]:
+    """How each leaf is split once it is reduced: gradients as the parameters, a loss not at all."""
+    split = environment.arrays.partitions
+    trees = [*((beside[name], name == "grad") for name in sorted(beside)), (values, True)]
+    return [
+        partition
+        for tree, is_gradient in trees
+        for partition in (
+            split
+            if is_gradient and split is not None
+            else [Partition(jnp.shape(leaf)) for leaf in jax.tree.leaves(tree)]
+        )
+    ]

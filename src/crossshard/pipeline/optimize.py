@@ -1,0 +1,55 @@
+"""Optimize: the wrapped optimizer's update, on whole arrays, in parts or on global arrays."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from crossshard.gradients.nesting import inside_optimizer
+from crossshard.pipeline.arrays import Arrays
+
+
+def apply_optimizer(
+    optimizer: optax.GradientTransformationExtraArgs,
+    gradients: Any,
+    state: Any,
+    params: Any,
+    extra_args: Mapping[str, Any],
+    arrays: Arrays,
+    *,
+    to_params: bool,
+    nothing: jax.Array | None = None,
+) -> tuple[Any, Any]:
+    """Whole updates, or whole updated parameters, and the optimizer's next state.
+
+    Args:
+      optimizer: the wrapped optimizer.
+      gradients: the reduced gradients, split as ``arrays`` says.
+      state: the optimizer's state, split likewise.
+      params: the parameters, whole.
+      extra_args: what the optimizer takes besides.
+      arrays: how arrays are split.
+      to_params: whether updated parameters are handed back, rather than updates. Gathering them is
+        cheaper than gathering updates and applying them on every shard.
+      nothing: bool[], whether there is nothing to learn from, so that all stays as it was.
+    """
+    own = None if params is None else arrays.split(params)
+    with inside_optimizer():
+        result, after = optimizer.update(gradients, state, own, **extra_args)
+    if to_params:
+        result = optax.apply_updates(own, result)
+    if nothing is not None:
+        before = own if to_params else jax.tree.map(jnp.zeros_like, result)
+        result, after = jax.tree.map(
+            lambda old, new: jnp.where(nothing, old, new), (before, state), (result, after)
+        )
+    return arrays.gather(result), arrays.keep(after)
+
+
+def takes_value(optimizer: optax.GradientTransformation) -> bool:
+    """Whether an optimizer's update accepts the loss as ``value``."""
+    kinds = {p.name: p.kind for p in inspect.signature(optimizer.update).parameters.values()}
+    return "value" in kinds or inspect.Parameter.VAR_KEYWORD in kinds.values()

@@ -1,0 +1,83 @@
+"""Preprocess: an Optax transformation on each shard's own gradient, before it is reduced."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from crossshard.errors import IncomingError
+from crossshard.gradients.incoming import Incoming
+from crossshard.gradients.nesting import inside_optimizer
+from crossshard.pipeline.stage import Environment, Gradients, Stage
+from crossshard.shards.axes import Shards
+from crossshard.shards.placement import PER_SHARD
+from crossshard.shards.random_streams import own_stream
+
+
+@dataclasses.dataclass(frozen=True)
+class Preprocess(Stage):
+    """An Optax transformation as a stage; its state is one per shard.
+
+    Attributes:
+      transformation: what is applied.
+      name: what it is called in ``describe``.
+    """
+
+    transformation: optax.GradientTransformationExtraArgs
+    name: str
+
+    placement = PER_SHARD
+
+    def init(self, params: Any) -> Any:
+        """The transformation's own state."""
+        with inside_optimizer():
+            return self.transformation.init(params)
+
+    def update(
+        self, gradients: Gradients, state: Any, environment: Environment
+    ) -> tuple[Gradients, Any]:
+        """The gradients as the transformation leaves them."""
+        shards = environment.shards
+        state = jax.tree.map(lambda x: _own_key(shards.as_varying(x), shards), state)
+        params = jax.tree.map(shards.as_varying, environment.params)
+        with inside_optimizer():
+            values, state = self.transformation.update(
+                gradients.values, state, params, **environment.extra_args
+            )
+        return gradients.replace(values=values), state
+
+    def describe(self) -> str:
+        """The name of the transformation."""
+        return f"preprocess ({self.name})"
+
+
+def as_local(gradients: Gradients, environment: Environment) -> Gradients:
+    """The gradients as those of each shard's own loss, which is what a preprocessor takes.
+
+    Raises:
+      IncomingError: they have been summed already.
+    """
+    summed = {Incoming.SUMMED, Incoming.REDUCED}.intersection(gradients.status)
+    if summed and environment.shards.number > 1:
+        raise IncomingError(
+            f"preprocess is applied to each shard's own gradient before it is reduced, and these "
+            f"gradients are {summed.pop()} already. Differentiate with crossshard.value_and_grad, "
+            f"or leave preprocess out."
+        )
+    leaves, tree = jax.tree.flatten(gradients.values)
+    scale = {Incoming.SCALED: environment.divisor}
+    own = [
+        leaf if scale.get(status, 1) == 1 else leaf * environment.divisor
+        for leaf, status in zip(leaves, gradients.status, strict=True)
+    ]
+    status = tuple(status and Incoming.LOCAL for status in gradients.status)
+    return gradients.replace(values=tree.unflatten(own), status=status)
+
+
+def _own_key(x: Any, shards: Shards) -> Any:
+    # With the same key, every shard would draw the same.
+    if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or not shards.axes:
+        return x
+    return own_stream(x, shards.index())

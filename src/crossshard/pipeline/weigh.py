@@ -1,0 +1,34 @@
+"""Weigh: each shard's gradient times what the shard counts in the mean."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from crossshard.collectives.all_reduce import widen
+from crossshard.pipeline.stage import Environment, Gradients, Stage
+
+
+@dataclasses.dataclass(frozen=True)
+class Weigh(Stage):
+    """Multiplies by the shard's weight; a shard of weight 0 may hold anything, NaN too."""
+
+    def update(
+        self, gradients: Gradients, state: Any, environment: Environment
+    ) -> tuple[Gradients, Any]:
+        """The gradients, and what goes with them, times the weight."""
+        del environment
+        weight = gradients.weight
+
+        def weigh(leaf: Any) -> jax.Array:
+            wide = widen(leaf)
+            # Not a product alone: 0 times NaN is NaN.
+            return jnp.where(weight != 0, wide * weight.astype(wide.dtype), 0)
+
+        beside, values = jax.tree.map(weigh, (dict(gradients.beside), gradients.values))
+        return gradients.replace(values=values, beside=beside), state
+
+    def describe(self) -> str:
+        """``weigh``."""
+        return "weigh"

@@ -1,0 +1,81 @@
+"""Placement: how one array lies on the mesh."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from crossshard.shards.groups import GroupAssignment
+from crossshard.shards.partition import Partition
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """How one array lies on the mesh: replicated, partitioned over the shards, or one per shard.
+
+    Attributes:
+      partition: how it is split over the shards; ``None`` if every shard has all of it.
+      per_shard: whether each shard has an array of its own, stored as ``[shards, …]``.
+      groups: with both, the groups within which the array is split: each shard has its part of its
+        group's array.
+      other_axes: how it is split over mesh axes that do not count shards, one entry a dimension.
+    """
+
+    partition: Partition | None = None
+    per_shard: bool = False
+    groups: GroupAssignment | None = None
+    other_axes: PartitionSpec = PartitionSpec()
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a shard has only a part of the array."""
+        return self.partition is not None and self.partition.number > 1
+
+    def spec(self, axes: tuple[str, ...]) -> PartitionSpec:
+        """How the stored array lies on a mesh, given the axes that count shards."""
+        if self.per_shard:
+            return PartitionSpec(axes, *self.other_axes)
+        if self.partition is not None and self.is_split:
+            return self.partition.spec(axes)
+        return self.other_axes
+
+    def local(self, stored: Any) -> Any:
+        """What one shard computes with, given what it sees of the stored array."""
+        return stored[0] if self.per_shard else stored
+
+    def stored(self, local: Any) -> Any:
+        """The inverse of ``local``."""
+        return local[None] if self.per_shard else local
+
+    def stored_shape(self, shape: tuple[int, ...], number_of_shards: int) -> tuple[int, ...]:
+        """The shape of the stored array, for one of this shape."""
+        if not self.per_shard:
+            return self.partition.packed_shape if self.partition is not None else shape
+        own = self.partition.local_shape if self.partition is not None else shape
+        return (number_of_shards, *own)
+
+    def pack(self, array: Any) -> jax.Array:
+        """The stored array, from the array, or from ``[shards, …]`` arrays if there is one each."""
+        if self.partition is None or not self.is_split:
+            return jnp.asarray(array)
+        if self.groups is None:
+            return self.partition.pack(array)
+        number, shape = self.partition.number, self.partition.local_shape
+        parts = jax.vmap(self.partition.pack)(array).reshape(array.shape[0], number, *shape)
+        return parts[np.arange(array.shape[0]), self.groups.position_of]
+
+    def unpack(self, stored: Any) -> jax.Array:
+        """The inverse of ``pack``."""
+        if self.partition is None or not self.is_split:
+            return jnp.asarray(stored)
+        if self.groups is None:
+            return self.partition.unpack(stored)
+        of_groups = stored[self.groups.members].reshape(-1, *self.partition.packed_shape)
+        return jax.vmap(self.partition.unpack)(of_groups)[self.groups.group_of]
+
+
+REPLICATED = Placement()
+PER_SHARD = Placement(per_shard=True)

@@ -1,0 +1,260 @@
+"""StateLayout: where each array of a step's state lies on the mesh."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.pipeline.pipeline import Pipeline
+from crossshard.pipeline.plan import UpdatePlan
+from crossshard.pipeline.stage import Stage
+from crossshard.shards.groups import GroupAssignment
+from crossshard.shards.partition import map_partitions
+from crossshard.shards.placement import PER_SHARD, REPLICATED, Placement
+from crossshard.shards.random_streams import own_stream
+from crossshard.train_step.models import Skeleton
+from crossshard.train_step.state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class StateLayout:
+    """Where a state lies on the mesh.
+
+    Attributes:
+      mesh: the mesh, every axis of which counts shards.
+      plan: how parameters and optimizer state are split.
+      groups: the groups whose parameters differ; ``None`` where all shards have the same.
+      preprocess: the stage whose state is laid out besides; ``None`` without one.
+    """
+
+    mesh: Mesh
+    plan: UpdatePlan
+    groups: GroupAssignment | None
+    preprocess: Stage | None
+
+    def placements(self, state: TrainState) -> TrainState:
+        """The placement of every array of a state."""
+        params = REPLICATED if self.groups is None else PER_SHARD
+        model_state = PER_SHARD if state.skeleton.is_nnx else REPLICATED
+        preprocess = (self.preprocess or Stage()).placement
+        opt_state = state.opt_state
+        return dataclasses.replace(
+            state,
+            step=REPLICATED,
+            params=_all(params, state.params),
+            opt_state=opt_state._replace(
+                preprocess=_all(preprocess, opt_state.preprocess),
+                aggregate=_all(REPLICATED, opt_state.aggregate),
+                inner_state=map_partitions(
+                    lambda partition, _: Placement(
+                        partition, per_shard=self.groups is not None, groups=self.groups
+                    ),
+                    self.plan.state,
+                    opt_state.inner_state,
+                ),
+            ),
+            model_state=_all(model_state, state.model_state),
+            rng=REPLICATED,
+        )
+
+    def specs(self, state: TrainState) -> TrainState:
+        """The spec of every array of a state."""
+        return self._map(lambda placement, _: placement.spec(self.mesh.axis_names), state)
+
+    def shardings(self, state: TrainState) -> TrainState:
+        """The sharding of every array of a state."""
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs(state))
+
+    def local(self, state: TrainState) -> TrainState:
+        """What one shard computes with, inside a map over the mesh."""
+        return self._map(lambda placement, x: placement.local(x), state)
+
+    def stored(self, state: TrainState) -> TrainState:
+        """The inverse of ``local``."""
+        return self._map(lambda placement, x: placement.stored(x), state)
+
+    def pack(self, state: TrainState) -> TrainState:
+        """The state as it is stored, from arrays in the shapes that the optimizer gave them."""
+        return self._map(lambda placement, x: placement.pack(x), state)
+
+    def unpack(self, state: TrainState) -> TrainState:
+        """The inverse of ``pack``."""
+        return self._map(lambda placement, x: placement.unpack(x), state)
+
+    def _map(self, function: Callable[[Placement, Any], Any], state: TrainState) -> TrainState:
+        return jax.tree.map(function, self.placements(state), state)
+
+    def initial(
+        self, pipeline: Pipeline, skeleton: Skeleton, rng_impl: Any, arrays: Any, rng: Any
+    ) -> TrainState:
+        """The state before the first step, from parameters and model state that all shards have."""
+        # Copied, since a step uses the buffers of its state again, and two must not be one.
+        params, model_state = jax.tree.map(strong_copy, arrays)
+        opt_state = jax.tree.map(strong_copy, pipeline.init(params))
+        if self.groups is not None:
+            params, inner_state = jax.tree.map(self._on_each, (params, opt_state.inner_state))
+            opt_state = opt_state._replace(inner_state=inner_state)
+        if (self.preprocess or Stage()).placement.per_shard:
+            preprocess = jax.tree.map(self._on_each, opt_state.preprocess)
+            opt_state = opt_state._replace(preprocess=preprocess)
+        if skeleton.is_nnx:
+            model_state = self.spread(model_state)
+        return self.pack(
+            TrainState(
+                jnp.int32(0),
+                params,
+                opt_state,
+                model_state,
+                jnp.copy(rng),
+                skeleton,
+                rng_impl,
+                self.groups is not None,
+            )
+        )
+
+    def _on_each(self, x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(x, (self.mesh.size, *x.shape))
+
+    def spread(self, model_state: Any) -> Any:
+        """What all shards have of an NNX module besides its parameters, as ``[shards, …]``.
+
+        Each shard gets random streams of its own.
+        """
+
+        def one(leaf: Any) -> Any:
+            if not isinstance(leaf, nnx.RngKey) or self.mesh.size == 1:
+                return jax.tree.map(self._on_each, leaf)
+            keys = self._on_each(leaf.get_raw_value())
+            return leaf.replace(jax.vmap(own_stream)(keys, jnp.arange(self.mesh.size)))
+
+        return jax.tree.map(one, model_state, is_leaf=_is_variable)
+
+    def has_number_of_shards(self, state: TrainState) -> bool:
+        """Whether what is stored as ``[shards, …]`` has as many as this mesh."""
+        fits = lambda placement, x: not placement.per_shard or x.shape[0] == self.mesh.size
+        return all(jax.tree.leaves(self._map(fits, state)))
+
+    def on_other_shards(self, state: TrainState) -> TrainState:
+        """A state without groups, taken from another number of shards to this one."""
+        opt_state = state.opt_state
+        if (self.preprocess or Stage()).placement.per_shard:
+            go_on = lambda x: self._on_each(of_all(x))
+            preprocess = jax.tree.map(go_on, opt_state.preprocess)
+            opt_state = opt_state._replace(preprocess=preprocess)
+        model_state = state.model_state
+        if state.skeleton.is_nnx:
+            model_state = self.spread(jax.tree.map(of_all, model_state))
+        return dataclasses.replace(state, opt_state=opt_state, model_state=model_state)
+
+    # Is a state one of this step?
+
+    def check(self, state: TrainState) -> None:
+        """Raise unless a state is one of this step.
+
+        Raises:
+          ArgumentError: its optimizer state is another optimizer's or laid out otherwise, or what
+            is stored as ``[shards, …]`` is of other shards.
+        """
+        self.check_optimizer(state)
+        placements = self.placements(state)
+        inner = [
+            placement.stored_shape(partition.shape, self.mesh.size)
+            for placement, partition in zip(
+                jax.tree.leaves(placements.opt_state.inner_state), self.plan.state, strict=True
+            )
+        ]
+        _check_shapes("The optimizer state", state.opt_state.inner_state, inner)
+        for what, tree, where in (
+            (
+                "The state of preprocess",
+                state.opt_state.preprocess,
+                placements.opt_state.preprocess,
+            ),
+            ("The state's parameters", state.params, placements.params),
+            ("The model state", state.model_state, placements.model_state),
+        ):
+            shapes = [
+                placement.stored_shape(leaf.shape[placement.per_shard :], self.mesh.size)
+                for placement, leaf in zip(*map(jax.tree.leaves, (where, tree)), strict=True)
+            ]
+            _check_shapes(what, tree, shapes)
+
+    def check_optimizer(self, state: TrainState) -> None:
+        """Raise unless a state is of this step's optimizer, and grouped if this step is."""
+        if state.grouped != (self.groups is not None):
+            raise ArgumentError(
+                f"The state is of a step {'with' if state.grouped else 'without'} groups that part "
+                f"ways, and this step is one {'without' if state.grouped else 'with'} them. Choose "
+                f"parameters with other.model(state) and init with them."
+            )
+        structure = jax.tree.structure(state.opt_state.inner_state)
+        if structure != self.plan.structure:
+            raise ArgumentError(
+                f"The optimizer state is another optimizer's: expected {self.plan.structure}, got "
+                f"{structure}."
+            )
+
+
+def _all(placement: Placement, tree: Any) -> Any:
+    return jax.tree.map(lambda _: placement, tree)
+
+
+def _check_shapes(what: str, tree: Any, expected: list[tuple[int, ...]]) -> None:
+    given = [leaf.shape for leaf in jax.tree.leaves(tree)]
+    if given != expected:
+        raise ArgumentError(
+            f"{what} was laid out by another step: the arrays have shapes {given}, and here "
+            f"they have {expected}. Write step.reshard(other.unshard(state))."
+        )
+
+
+def of_all(x: jax.Array) -> jax.Array:
+    """What stands for all shards of what each has: the mean of statistics, else the first's."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x[0]
+    # Not the mean of equal numbers, which rounds.
+    return jnp.where((x == x[0]).all(0), x[0], x.mean(0))
+
+
+def strong_copy(x: Any) -> jax.Array:
+    """A copy with a type of its own: weak ones would be compiled for, and then strong ones."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return jnp.copy(x)
+    return jnp.copy(jnp.asarray(x, x.dtype))
+
+
+def replicated(mesh: Mesh, x: Any) -> jax.Array:
+    """An array that every process has, whole on every device of the mesh."""
+    sharding = NamedSharding(mesh, PartitionSpec())
+    if jax.process_count() == 1 or not getattr(x, "is_fully_addressable", True):
+        return jax.device_put(x, sharding)
+    return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+
+
+def check_key(rng: Any) -> tuple[Any, jax.Array]:
+    """What kind of key it is, and its data, of a key or a seed.
+
+    Raises:
+      ArgumentTypeError: it is neither.
+    """
+    dtype = getattr(rng, "dtype", None)
+    if isinstance(rng, int | np.integer) and not isinstance(rng, bool):
+        rng = jax.random.key(rng)
+    elif dtype == jnp.uint32 and rng.ndim == 1:  # as jax.random.PRNGKey makes them
+        rng = jax.random.wrap_key_data(jnp.asarray(rng))
+    elif dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key) or rng.shape != ():
+        raise ArgumentTypeError(
+            f"rng must be a seed or a key such as jax.random.key(0); got {rng!r:.60} "
+            f"({type(rng).__name__})."
+        )
+    return jax.random.key_impl(rng), jax.random.key_data(rng)
+
+
+def _is_variable(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Variable)

@@ -1,0 +1,170 @@
+"""StepFunction: what a step computes, each shard's loss and gradients, and their way to an update."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from crossshard.errors import ArgumentTypeError
+from crossshard.gradients.incoming import Incoming
+from crossshard.gradients.local import split_loss, value_and_grad
+from crossshard.pipeline.arrays import Arrays, GlobalArrays, LocalParts, WholeArrays
+from crossshard.pipeline.pipeline import Pipeline
+from crossshard.pipeline.plan import UpdateStrategy
+from crossshard.pipeline.stage import Environment, Gradients
+from crossshard.runners.split import is_numeric
+from crossshard.shards.axes import Shards
+from crossshard.shards.context import shard_context
+from crossshard.shards.devices import torus_factors
+from crossshard.shards.partition import map_partitions
+from crossshard.train_step.batches import Weight, weight_of
+from crossshard.train_step.layout import StateLayout
+from crossshard.train_step.models import combine, model_state_after
+from crossshard.train_step.state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class StepFunction:
+    """The step as a pure function of the state and the batch.
+
+    Attributes:
+      loss_fn: the loss of one shard's part of the batch.
+      takes_rng: whether it takes a key as well.
+      has_aux: whether it returns ``(loss, aux)``.
+      weight: what a shard counts in the mean; ``None`` for all alike.
+      pipeline: the way of a gradient.
+      name: a name to find the work of the pipeline by in profiles and HLO.
+    """
+
+    loss_fn: Callable[..., Any]
+    takes_rng: bool
+    has_aux: bool
+    weight: Weight | None
+    pipeline: Pipeline
+    name: str
+
+    def __call__(
+        self, layout: StateLayout, state: TrainState, batch: Any
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """The next state and the metrics."""
+        mesh, specs, plan = layout.mesh, layout.specs(state), layout.plan
+        names = mesh.axis_names
+        each = PartitionSpec(names)
+        grouped = layout.groups is not None
+        is_global = plan.strategy is UpdateStrategy.GLOBAL
+        shards = Shards(mesh.size, names, manual=True, torus_factors=torus_factors(mesh))
+        environment = Environment(
+            shards,
+            layout.groups,
+            arrays=_arrays(layout, shards),
+            divisor=self.pipeline.divisor(shards.number),
+        )
+
+        def of_one_shard(state: TrainState, batch: Any) -> Any:
+            own = layout.local(state)
+            gradients, model_state, aux = self._gradients(own, batch, shards)
+            here = dataclasses.replace(environment, params=own.params)
+            with jax.named_scope(self.name):
+                gradients, opt_state = self.pipeline.reduce(gradients, own.opt_state, here)
+                params = own.params
+                if not is_global:
+                    params, opt_state = self.pipeline.optimize(
+                        gradients, opt_state, here, to_params=True
+                    )
+            own = dataclasses.replace(
+                own, step=own.step + 1, params=params, opt_state=opt_state, model_state=model_state
+            )
+            loss = gradients.beside["value"]
+            metrics = {"loss": loss[None] if grouped else loss}
+            if self.has_aux:
+                metrics["aux"] = jax.tree.map(lambda x: jnp.asarray(x)[None], aux)
+            reduced = gradients.values, gradients.beside, gradients.weight
+            return layout.stored(own), metrics, reduced if is_global else None
+
+        metric_specs: dict[str, Any] = {"loss": each if grouped else PartitionSpec()}
+        if self.has_aux:
+            metric_specs["aux"] = each
+        whole = PartitionSpec()
+        split = map_partitions(lambda each, _: each.spec(names), plan.params, state.params)
+        run = jax.shard_map(
+            of_one_shard,
+            mesh=mesh,
+            in_specs=(specs, each),
+            out_specs=(specs, metric_specs, (split, whole, whole) if is_global else None),
+            # The gradients are local by construction, and parts that are gathered are equal.
+            check_vma=False,
+        )
+        state, metrics, reduced = run(state, batch)
+        if is_global:
+            here = dataclasses.replace(environment, params=state.params)
+            with jax.named_scope(self.name):
+                params, opt_state = self.pipeline.optimize(
+                    Gradients(*reduced), state.opt_state, here, to_params=True
+                )
+            state = dataclasses.replace(state, params=params, opt_state=opt_state)
+        return state, metrics
+
+    def _gradients(
+        self, state: TrainState, batch: Any, shards: Shards
+    ) -> tuple[Gradients, Any, Any]:
+        """This shard's gradients and loss, its model state after the loss, and ``aux``."""
+        keys: tuple[jax.Array, ...] = ()
+        if self.takes_rng:
+            key = jax.random.wrap_key_data(state.rng, impl=state.rng_impl)
+            of_step = jax.random.fold_in(key, state.step)
+            keys = (jax.random.fold_in(of_step, lax.axis_index(shards.axes)),)
+
+        def loss_of(params: Any) -> tuple[Any, Any]:
+            model = combine(state.skeleton, params, state.model_state)
+            loss, aux = split_loss(self.loss_fn(model, batch, *keys), self.has_aux)
+            _check_floating(loss)
+            _check_aux(aux)
+            after = model_state_after(state.skeleton, model, params, state.model_state)
+            return loss, (after, aux)
+
+        with shard_context(shards.number, axis_name=shards.axes):
+            (loss, (after, aux)), gradients = value_and_grad(loss_of, has_aux=True)(state.params)
+        weight = None if self.weight is None else weight_of(self.weight, batch)
+        if weight is not None:
+            keep = functools.partial(_unless_weightless, weight)
+            after = jax.tree.map(keep, after, state.model_state)
+        gradients = self.pipeline.arriving(
+            gradients, shards, Incoming.LOCAL, {"value": jnp.asarray(loss)}, weight
+        )
+        return gradients, after, aux
+
+
+def _arrays(layout: StateLayout, shards: Shards) -> Arrays:
+    plan = layout.plan
+    if plan.strategy is UpdateStrategy.WHOLE:
+        return WholeArrays()
+    if plan.strategy is UpdateStrategy.PARTS:
+        return LocalParts(plan.params, shards, layout.groups)
+    return GlobalArrays(plan.params, plan.state, shards, layout.mesh)
+
+
+def _unless_weightless(weight: jax.Array, after: Any, before: Any) -> Any:
+    """A module's array after the loss; statistics of padding alone are not taken up."""
+    floating = jnp.issubdtype(after.dtype, jnp.inexact)
+    return jnp.where(weight != 0, after, before) if floating else after
+
+
+def _check_floating(loss: Any) -> None:
+    if not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        raise ArgumentTypeError(
+            f"A loss must be a floating scalar; this one has dtype {jnp.result_type(loss)}."
+        )
+
+
+def _check_aux(aux: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
+        if not is_numeric(leaf) and not isinstance(leaf, bool):
+            raise ArgumentTypeError(
+                f"aux{jax.tree_util.keystr(path)} is {leaf!r:.40} ({type(leaf).__name__}); what a "
+                f"step returns are arrays and numbers."
+            )
