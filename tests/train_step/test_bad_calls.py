@@ -112,7 +112,7 @@ TABLE = [
     bad("several keys", init(PARAMS, jax.random.split(jax.random.key(0), 2)), ArgumentTypeError,
         "jax.random.key"),
     bad("no state", lambda: make()()(PARAMS, ROWS), ArgumentTypeError, "init(params)", "dict"),
-    bad("the state of another rule", state_of_another_step, ArgumentError, "another rule"),
+    bad("the state of another rule", state_of_another_step, ArgumentError, "another optimizer"),
     bad("the state of another number of shards", state_of_another_number_of_shards, ArgumentError,
         "another step", "reshard"),
     bad("rows that do not divide", step_on(np.ones((10, 3), np.float32)), ArgumentError,

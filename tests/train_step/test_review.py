@@ -243,9 +243,9 @@ def test_the_state_of_another_rule_is_refused():
     adam, adamw = (
         make_train_step(loss_fn, rule, num_shards=4) for rule in (optax.adam(0.1), optax.adamw(0.1))
     )
-    with pytest.raises(ArgumentError, match="another rule's"):
+    with pytest.raises(ArgumentError, match="another optimizer's"):
         adamw(adam.init(START), X)
-    with pytest.raises(ArgumentError, match="another rule's"):
+    with pytest.raises(ArgumentError, match="another optimizer's"):
         adamw.reshard(adam.unshard(adam.init(START)))
 
 

@@ -99,7 +99,7 @@ def test_shards_step_as_one_device_on_the_whole_batch(rule: str, number: int, we
     state = step.unshard(train(step, batches()))
     params, opt_state = plain(rule)
     assert_close(state.params, params)
-    assert_close(state.opt_state, opt_state)
+    assert_close(state.opt_state.inner_state, opt_state)
     assert int(state.step) == STEPS
 
 
@@ -143,7 +143,7 @@ def test_each_group_steps_as_it_would_alone(rule: str, weight_update: str, group
     for group in groups:
         rows = tuple(of_shard[group].ravel().tolist())
         for shard in group:
-            own = jax.tree.map(lambda x, shard=shard: x[shard], (state.params, state.opt_state))
+            own = jax.tree.map(lambda x, shard=shard: x[shard], (state.params, state.opt_state.inner_state))
             assert_close(own, plain(rule, rows))
             assert_close(step.model(state, shard=shard), own[0], 0)
 
@@ -179,7 +179,7 @@ def test_every_axis_of_a_mesh_counts_shards(rule: str, weight_update: str, mesh:
     state = step.unshard(train(step, batches()))
     params, opt_state = plain(rule)
     assert_close(state.params, params)
-    assert_close(state.opt_state, opt_state)
+    assert_close(state.opt_state.inner_state, opt_state)
 
 
 def test_a_mesh_that_the_user_has_set_is_left_alone():
@@ -245,7 +245,7 @@ def test_a_state_goes_on_with_another_number_of_shards(rule: str, first: int, th
     for batch in given[2:]:
         state, _ = other(state, batch)
     state = other.unshard(state)
-    assert_close((state.params, state.opt_state), plain(rule))
+    assert_close((state.params, state.opt_state.inner_state), plain(rule))
     assert int(state.step) == STEPS
 
 
@@ -343,8 +343,8 @@ def test_sixteen_bit_parameters_keep_a_state_of_their_rule():
     )
     state = train(step, [np.ones(8, np.float32)] * 2, params)
     assert state.params["w"].dtype == jnp.bfloat16
-    assert state.opt_state[0].mu["w"].dtype == jnp.float32
-    assert state.opt_state[0].nu["w"].dtype == opt.init(params)[0].nu["w"].dtype
+    assert state.opt_state.inner_state[0].mu["w"].dtype == jnp.float32
+    assert state.opt_state.inner_state[0].nu["w"].dtype == opt.init(params)[0].nu["w"].dtype
 
 
 # Weights.

@@ -51,7 +51,7 @@ def bucketed_gather(
     shards: Shards,
     groups: GroupAssignment | None = None,
 ) -> list[jax.Array]:
-    """The whole of each array, from every shard's part of it; an array in one part stays as it is."""
+    """Each array whole, from every shard's part of it; an array in one part stays as it is."""
 
     def gather(x: jax.Array, axis: int) -> jax.Array:
         return gather_parts(x, axis, shards, groups)
@@ -108,11 +108,9 @@ def _alone(
 
 def _split_bucket(flat: jax.Array, bucket: Bucket) -> list[jax.Array]:
     """What a bucket's arrays, or this shard's parts of them, became on their way."""
-    widths = [math.prod(partition.local_shape) for _, partition in bucket]
-    pieces = zip(_between(widths), bucket, strict=True)
-    return [
-        flat[start:end].reshape(partition.local_shape) for (start, end), (_, partition) in pieces
-    ]
+    shapes = [partition.local_shape for _, partition in bucket]
+    pieces = zip(_between(map(math.prod, shapes)), shapes, strict=True)
+    return [flat[start:end].reshape(shape) for (start, end), shape in pieces]
 
 
 def _between(widths: Iterable[int]) -> Iterable[tuple[int, int]]:

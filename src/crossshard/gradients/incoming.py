@@ -2,13 +2,14 @@
 
 import enum
 import math
+import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from crossshard.errors import ArgumentError, DoubleReductionError, IncomingError
+from crossshard.errors import ArgumentError, ArgumentTypeError, DoubleReductionError, IncomingError
 from crossshard.gradients.reduction import Reduction
 from crossshard.shards.axes import Shards
 
@@ -112,3 +113,30 @@ def _type(x: Any) -> str:
 def leaf_name(path: tuple[Any, ...]) -> str:
     """A leaf's path as its owner would write it: ``layers/0/kernel``."""
     return f"`{jax.tree_util.keystr(path, simple=True, separator='/') or 'gradient'}`"
+
+
+def is_sparse(leaf: Any) -> bool:
+    """Whether a leaf is one of JAX's sparse arrays."""
+    # Whoever has a sparse array has imported this already; importing it here would bring in SciPy.
+    sparse = sys.modules.get("jax.experimental.sparse")
+    return sparse is not None and isinstance(leaf, sparse.JAXSparse)
+
+
+def check_gradient_dtype(name: str, gradient: Any) -> None:
+    """Raise unless the gradient is a dense array of real or complex numbers (or float0)."""
+    if is_sparse(gradient):
+        raise ArgumentTypeError(
+            f"{name} is a sparse array ({type(gradient).__name__}); gradients must be dense. "
+            f"Write gradient.todense()."
+        )
+    try:
+        dtype = jnp.result_type(gradient)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"{name} must be an array; got {type(gradient).__name__}."
+        ) from None
+    if not jnp.issubdtype(dtype, jnp.inexact) and dtype != jax.dtypes.float0:
+        raise ArgumentTypeError(
+            f"{name} has dtype {dtype}; a gradient must be floating, because a mean of {dtype} "
+            f"would be rounded."
+        )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
-from crossshard.pipeline.pipeline import check_gradient_dtype
+from crossshard.gradients.incoming import check_gradient_dtype
 from crossshard.variables.describe import describe_variable
 
 

@@ -236,6 +236,7 @@ class CrossShardOptimizer(Optimizer):
         variables = [variable for gradient, variable in pairs if gradient is not None]
         origin = self._origin(variables, shards, check_incoming(incoming))
         super().apply_gradients(pairs, global_step, name, incoming=origin, **extra_args)
+        self._provenance.note_applied(variables)
 
     def build(self, var_list: Any) -> None:
         """Make the slots of these variables now, as for ``Optimizer``."""
@@ -255,6 +256,13 @@ class CrossShardOptimizer(Optimizer):
         if said is not None:
             return said
         handed_out, known = self._provenance, []
+        again = handed_out.first_applied(variables)
+        if again is not None and self._pipeline.divisor(shards.number) > 1:
+            raise IncomingError(
+                f"The gradient of {describe_variable(again)} has been applied already in this "
+                f"step. Call compute_gradients again, or say incoming='scaled' to apply the same "
+                f"gradients twice."
+            )
         for variable in variables:
             number = handed_out.number_of_shards(variable)
             if number not in (None, shards.number):
@@ -288,6 +296,7 @@ class _HandedOut:
     def __init__(self) -> None:
         self._trace = current_trace()
         self._shards: dict[int, tuple[nnx.Variable, int]] = {}
+        self._applied: set[int] = set()
 
     def is_current(self) -> bool:
         """Whether its trace is the one in force."""
@@ -297,6 +306,15 @@ class _HandedOut:
         """Note that their gradients were handed out under this many shards."""
         # Kept with its variable, an id stays its own.
         self._shards.update({id(v): (v, number_of_shards) for v in variables})
+        self._applied.difference_update(map(id, variables))
+
+    def note_applied(self, variables: list[nnx.Variable]) -> None:
+        """Note that their gradients have been applied."""
+        self._applied.update(id(v) for v in variables if id(v) in self._shards)
+
+    def first_applied(self, variables: list[nnx.Variable]) -> nnx.Variable | None:
+        """The first of the variables whose gradient has been applied; ``None`` if none has."""
+        return next((v for v in variables if id(v) in self._applied), None)
 
     def number_of_shards(self, variable: nnx.Variable) -> int | None:
         """Under how many shards its gradient was handed out; ``None`` if it was not."""

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from crossshard.collectives.all_reduce import widen
 from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
 from crossshard.shards.axes import Shards
 from crossshard.variables.binding import bound, bring_out, check_writable, rebound, same_arrays
@@ -95,7 +96,8 @@ def differentiate(
 
     ``reach`` leads to what the loss may write to besides what it closes over.
 
-    The gradients are this shard's own; a variable that the loss does not reach gets ``None``.
+    The gradients are this shard's own; a variable that the loss does not reach gets ``None``. Those
+    of 16-bit variables have 32 bits if they are divided.
     What the loss writes to other variables (batch statistics, counters) stays written.
     """
     wanted = {id(variable) for variable in variables}
@@ -116,12 +118,16 @@ def differentiate(
         changed = [not same_arrays(a, b) for a, b in zip(after, rest, strict=True)]
         written[:] = [*itertools.compress(others, changed), *made]
         kept = [*itertools.compress(after, changed), *(v.get_raw_value() for v in made)]
-        scaled = value / divisor if divisor > 1 else value
+        scaled = value if divisor == 1 or divide_after else value / divisor
         return shards.as_varying(scaled), (value, kept)
 
     values = [shards.as_varying(variable.get_raw_value()) for variable in variables]
+    # Divided in 16 bits, a small gradient would be nothing before it is summed.
+    divide_after = divisor > 1 and any(jnp.finfo(value.dtype).bits < 32 for value in values)
     rest = [other.get_raw_value() for other in others]
     gradients, (value, kept) = jax.grad(of_values, has_aux=True)(values, rest)
+    if divide_after:
+        gradients = [widen(gradient) / divisor for gradient in gradients]
     for other, after in zip(written, kept, strict=True):
         if id(other) in known:
             check_writable(other)

@@ -208,9 +208,9 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
             raise
         if jax.tree.structure(after) != jax.tree.structure(before):
             raise ArgumentError(
-                f"The state of {describe_optimizer(self._inner)} changed its structure in a step, from "
-                f"{jax.tree.structure(before)} to {jax.tree.structure(after)}. Slots are variables "
-                f"that are made once; use the Optax idiom (init and update)."
+                f"The state of {describe_optimizer(self._inner)} changed its structure in a step, "
+                f"from {jax.tree.structure(before)} to {jax.tree.structure(after)}. Slots are "
+                f"variables that are made once; use the Optax idiom (init and update)."
             )
         for key, variable in zip(keys, variables, strict=True):
             variable.set_value(stepped[key])
@@ -285,10 +285,9 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
         lasts = _jax.at_top_level() if self._made_in is None else current_trace() == self._made_in
         if jax.tree.leaves(made) and not lasts:
             raise VariableError(
-                f"The slots of {self!r} would be made inside a trace, of jax.jit, nnx.jit, nnx.cond "
-                f"or the like, and be lost when it ends. Make them before, with "
-                f"optimizer.build(model), or run the step with crossshard.shard, which hands them "
-                f"out."
+                f"The slots of {self!r} would be made inside a trace, of jax.jit, nnx.jit, "
+                f"nnx.cond or the like, and be lost when it ends. Make them before, with "
+                f"optimizer.build(model), or run the step with crossshard.shard."
             )
         self._slots.add(missing, made)
 
@@ -302,10 +301,10 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
 
     def _refusal(self, error: Exception) -> ArgumentError:
         return ArgumentError(
-            f"{describe_optimizer(self._inner)} cannot step variables: here parameters are a dict from "
-            f"name to array, and on that it failed ({str(error).splitlines()[0]}). Give masks and "
-            f"labels as functions of the parameters; a rule that wants parameters of a form of its "
-            f"own, such as lookahead, takes the Optax idiom (init and update)."
+            f"{describe_optimizer(self._inner)} cannot step variables: here parameters are a dict "
+            f"from name to array, and on that it failed ({str(error).splitlines()[0]}). Give masks "
+            f"and labels as functions of the parameters; an optimizer that wants parameters of a "
+            f"form of its own, such as lookahead, takes the Optax idiom (init and update)."
         )
 
     def get_slot(self, var: nnx.Variable, name: str) -> Any:
@@ -352,7 +351,7 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
     @classmethod
     def _rebuilt(cls, functions: Any, attributes: Mapping[str, Any], slots: SlotVariables) -> Self:
         new = cls.__new__(cls)
-        vars(new).update(attributes)
+        new.__dict__.update(attributes)
         new._functions.become(functions)
         new._slots = slots
         new._made_in = None
@@ -432,7 +431,8 @@ _register(Optimizer)
 
 
 def _unpickled(cls: type[Optimizer], made: bytes, slots: SlotVariables) -> Optimizer:
-    return cls._rebuilt(*cloudpickle.loads(made), slots)
+    functions, attributes = cloudpickle.loads(made)
+    return cls._rebuilt(functions, attributes, slots)
 
 
 def describe_optimizer(inner: optax.GradientTransformation) -> str:

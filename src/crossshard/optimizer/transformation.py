@@ -1,4 +1,4 @@
-"""The Optax idiom: a pipeline as an Optax transformation, for code inside shard_map and its like."""
+"""The Optax idiom: a pipeline as an Optax transformation, for code that runs once per shard."""
 
 import dataclasses
 from typing import Any
@@ -9,8 +9,10 @@ import optax
 
 from crossshard.errors import ArgumentError, ArgumentTypeError, ShardContextError
 from crossshard.gradients.incoming import check_incoming
+from crossshard.gradients.nesting import refuse_nesting
 from crossshard.pipeline.arrays import Arrays, LocalParts, WholeArrays
-from crossshard.pipeline.pipeline import Pipeline, check_shapes
+from crossshard.pipeline.arrive import arrive, check_shapes
+from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.plan import UpdatePlan, WeightUpdate, plan_update
 from crossshard.pipeline.preprocess import Preprocess
 from crossshard.pipeline.stage import Environment, Stage
@@ -40,6 +42,7 @@ class Transformation:
 
     def init(self, params: optax.Params) -> CrossShardState:
         """The state before the first step, as this shard has it."""
+        refuse_nesting()
         state = self.pipeline.init(params)
         if self.weight_update is WeightUpdate.SHARDED:
             shards, groups = self.pipeline.shards(), self.pipeline.groups
@@ -58,8 +61,14 @@ class Transformation:
         **extra_args: Any,
     ) -> tuple[optax.Updates, CrossShardState]:
         """The updates, equal on all shards of a group, and the next state of this shard."""
-        placement = self._placement
-        preprocess = _each(placement.local, _checked(state.preprocess, placement))
+        refuse_nesting()
+        if not isinstance(state, CrossShardState):
+            raise ArgumentTypeError(
+                f"The state must be the CrossShardState that init returned; got "
+                f"{type(state).__name__}. A state of the wrapped optimizer alone is its inner_state."
+            )
+        placement = self.pipeline.placement_of_preprocess
+        preprocess = jax.tree.map(placement.local, _checked(state.preprocess, placement))
         updates, state = self.update_local(
             updates,
             state._replace(preprocess=preprocess),
@@ -67,7 +76,7 @@ class Transformation:
             incoming=incoming,
             **extra_args,
         )
-        return updates, state._replace(preprocess=_each(placement.stored, state.preprocess))
+        return updates, state._replace(preprocess=jax.tree.map(placement.stored, state.preprocess))
 
     def update_local(
         self,
@@ -87,7 +96,9 @@ class Transformation:
                 for name in ("value", "grad")
                 if extra_args.get(name) is not None
             }
-            gradients = self.pipeline.arriving(updates, shards, check_incoming(incoming), beside)
+            gradients = arrive(
+                self.pipeline, updates, shards, declared=check_incoming(incoming), beside=beside
+            )
             check_shapes(updates, params)
             environment = Environment(
                 shards,
@@ -101,18 +112,11 @@ class Transformation:
             return updates, state
 
     def specs(self, params: Any, number_of_shards: int, axes: tuple[str, ...]) -> CrossShardState:
-        """How the state lies on a mesh whose ``axes`` count shards: a ``PartitionSpec`` per array."""
+        """How the state lies on a mesh whose ``axes`` count shards; a spec per array."""
         state = jax.eval_shape(self.pipeline.init, params)
-        placements = state._replace(
-            preprocess=_each(lambda _: self._placement, state.preprocess),
-            inner_state=self._placements(params, number_of_shards, state.inner_state),
-        )
+        inner = self._placements(params, number_of_shards, state.inner_state)
+        placements = self.pipeline.placements(state, inner)
         return jax.tree.map(lambda placement: placement.spec(axes), placements)
-
-    @property
-    def _placement(self) -> Placement:
-        """How the state of the preprocessor lies."""
-        return (self.pipeline.preprocess or Stage()).placement
 
     def _plan(self, params: Any, number_of_shards: int) -> UpdatePlan:
         return plan_update(
@@ -139,7 +143,7 @@ class Transformation:
 
     def _one_per_shard(self, state: Any) -> Any:
         """A state that is equal on all shards so far, with the axis that counts them."""
-        if not self._placement.per_shard or not jax.tree.leaves(state):
+        if not self.pipeline.placement_of_preprocess.per_shard or not jax.tree.leaves(state):
             return state
         shards = self.pipeline.shards(warn=False)
         if not shards.axes and get_shard_context() is None:
@@ -151,10 +155,6 @@ class Transformation:
         number = 1 if shards.axes else shards.number
         spread = lambda x: jnp.broadcast_to(shards.as_varying(x), (number, *jnp.shape(x)))
         return jax.tree.map(spread, state)
-
-
-def _each(function: Any, tree: Any) -> Any:
-    return jax.tree.map(function, tree)
 
 
 def _checked(state: Any, placement: Placement) -> Any:

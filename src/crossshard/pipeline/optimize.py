@@ -20,7 +20,7 @@ def apply_optimizer(
     extra_args: Mapping[str, Any],
     arrays: Arrays,
     *,
-    to_params: bool,
+    apply_updates: bool,
     nothing: jax.Array | None = None,
 ) -> tuple[Any, Any]:
     """Whole updates, or whole updated parameters, and the optimizer's next state.
@@ -32,17 +32,17 @@ def apply_optimizer(
       params: the parameters, whole.
       extra_args: what the optimizer takes besides.
       arrays: how arrays are split.
-      to_params: whether updated parameters are handed back, rather than updates. Gathering them is
-        cheaper than gathering updates and applying them on every shard.
+      apply_updates: whether updates are applied, and updated parameters handed back. To gather
+        these is cheaper than to gather updates and apply them on every shard.
       nothing: bool[], whether there is nothing to learn from, so that all stays as it was.
     """
     own = None if params is None else arrays.split(params)
     with inside_optimizer():
         result, after = optimizer.update(gradients, state, own, **extra_args)
-    if to_params:
+    if apply_updates:
         result = optax.apply_updates(own, result)
     if nothing is not None:
-        before = own if to_params else jax.tree.map(jnp.zeros_like, result)
+        before = own if apply_updates else jax.tree.map(jnp.zeros_like, result)
         result, after = jax.tree.map(
             lambda old, new: jnp.where(nothing, old, new), (before, state), (result, after)
         )

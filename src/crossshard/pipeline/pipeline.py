@@ -5,15 +5,13 @@ and call its ``update``.
 """
 
 import dataclasses
-import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.gradients.incoming import Incoming, leaf_name, read_incoming
+from crossshard.gradients.incoming import Incoming
 from crossshard.gradients.nesting import refuse_nesting
 from crossshard.gradients.reduction import Reduction
 from crossshard.pipeline.aggregate import Mean, Sum
@@ -24,6 +22,7 @@ from crossshard.pipeline.stage import Environment, Gradients, Stage
 from crossshard.pipeline.state import CrossShardState
 from crossshard.shards.axes import Shards, current_shards
 from crossshard.shards.groups import GroupAssignment
+from crossshard.shards.placement import REPLICATED, Placement
 
 _AGGREGATORS = {Reduction.MEAN: Mean(), Reduction.SUM: Sum()}
 _UPDATES = {
@@ -74,11 +73,11 @@ class Pipeline:
         state: CrossShardState,
         environment: Environment,
         *,
-        to_params: bool = False,
+        apply_updates: bool = False,
     ) -> tuple[Any, CrossShardState, Gradients]:
         """Whole updates, or updated parameters; the next state; and the reduced gradients."""
         gradients, state = self.reduce(gradients, state, environment)
-        result, state = self.optimize(gradients, state, environment, to_params=to_params)
+        result, state = self.optimize(gradients, state, environment, apply_updates=apply_updates)
         return result, state, gradients
 
     def reduce(
@@ -104,7 +103,7 @@ class Pipeline:
         state: CrossShardState,
         environment: Environment,
         *,
-        to_params: bool = False,
+        apply_updates: bool = False,
     ) -> tuple[Any, CrossShardState]:
         """The stages after the aggregate, which may run on each shard or on global arrays."""
         result, after = apply_optimizer(
@@ -114,7 +113,7 @@ class Pipeline:
             environment.params,
             {**environment.extra_args, **gradients.beside},
             environment.arrays,
-            to_params=to_params,
+            apply_updates=apply_updates,
             # Where no shard counts there is nothing to learn from, and weights must not decay.
             nothing=None if gradients.weight is None else gradients.weight == 0,
         )
@@ -133,6 +132,19 @@ class Pipeline:
         return " → ".join(stages)
 
     # What the ways in ask before they call it.
+
+    @property
+    def placement_of_preprocess(self) -> Placement:
+        """How the state of the preprocessor lies."""
+        return REPLICATED if self.preprocess is None else self.preprocess.placement
+
+    def placements(self, state: CrossShardState, inner: Any) -> CrossShardState:
+        """How each array of a state lies, given how those of the wrapped optimizer do."""
+        return CrossShardState(
+            preprocess=jax.tree.map(lambda _: self.placement_of_preprocess, state.preprocess),
+            aggregate=jax.tree.map(lambda _: self.aggregate.placement, state.aggregate),
+            inner_state=inner,
+        )
 
     def shards(self, *, warn: bool = True) -> Shards:
         """The shards around this line, with the groups checked against their number."""
@@ -154,59 +166,6 @@ class Pipeline:
         """How many shards have the same parameters."""
         return number_of_shards if self.groups is None else self.groups.size
 
-    def arriving(
-        self,
-        values: Any,
-        shards: Shards,
-        declared: Incoming | None = None,
-        beside: dict[str, Any] | None = None,
-        weight: jax.Array | None = None,
-    ) -> Gradients:
-        """Gradients with what is known of each.
-
-        Args:
-          values: a pytree of this shard's arrays.
-          shards: the shards that reduce.
-          declared: what the caller says they are; ``None`` to go by the pipeline or by types.
-          beside: what is reduced with them.
-          weight: float[], what this shard counts.
-
-        Raises:
-          DoubleReductionError, IncomingError: see ``read_incoming``.
-          ArgumentTypeError: a leaf that is sparse, or neither real nor complex.
-        """
-        declared = declared or self.incoming
-        beside = beside or {}
-
-        def status(name: str, leaf: Any, declared: Incoming | None) -> Incoming | None:
-            check_gradient_dtype(name, leaf)
-            if jnp.result_type(leaf) == jax.dtypes.float0:
-                return None
-            grouped = not self.over_all_shards
-            return read_incoming(
-                name, leaf, shards, declared, reduction=self.reduction, grouped=grouped
-            )
-
-        def of_tree(tree: Any, declared: Incoming | None) -> list[Incoming | None]:
-            paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_sparse)
-            return [status(leaf_name(path), leaf, declared) for path, leaf in paths]
-
-        beside_status: list[Incoming | None] = []
-        for name in sorted(beside):
-            said = self._of_loss(beside[name], shards, declared) if name == "value" else declared
-            beside_status += of_tree({name: beside[name]}, said)
-        return Gradients(
-            values, beside, weight, tuple(of_tree(values, declared)), tuple(beside_status)
-        )
-
-    @staticmethod
-    def _of_loss(loss: Any, shards: Shards, declared: Incoming | None) -> Incoming | None:
-        """What a loss is: each shard's own, unless its type says that it is equal on all."""
-        if declared not in (None, Incoming.SCALED):
-            return declared
-        equal = shards.has_vma and not shards.is_varying(loss)
-        return Incoming.REDUCED if equal else Incoming.LOCAL
-
 
 def _dtypes(gradients: Gradients, params: Any) -> Any:
     """The dtypes that the gradients, and what goes with them, have once they are reduced."""
@@ -223,53 +182,3 @@ def _dtypes(gradients: Gradients, params: Any) -> Any:
 
 def _cast(leaf: Any, dtype: Any) -> Any:
     return leaf if dtype == jax.dtypes.float0 else leaf.astype(dtype)
-
-
-def _is_sparse(leaf: Any) -> bool:
-    # Whoever has a sparse array has imported this already; importing it here would bring in SciPy.
-    sparse = sys.modules.get("jax.experimental.sparse")
-    return sparse is not None and isinstance(leaf, sparse.JAXSparse)
-
-
-def check_gradient_dtype(name: str, gradient: Any) -> None:
-    """Raise unless the gradient is a dense array of real or complex numbers (or float0)."""
-    if _is_sparse(gradient):
-        raise ArgumentTypeError(
-            f"{name} is a sparse array ({type(gradient).__name__}); gradients must be dense. "
-            f"Write gradient.todense()."
-        )
-    try:
-        dtype = jnp.result_type(gradient)
-    except TypeError:
-        raise ArgumentTypeError(
-            f"{name} must be an array; got {type(gradient).__name__}."
-        ) from None
-    if not jnp.issubdtype(dtype, jnp.inexact) and dtype != jax.dtypes.float0:
-        raise ArgumentTypeError(
-            f"{name} has dtype {dtype}; a gradient must be floating, because a mean of {dtype} "
-            f"would be rounded."
-        )
-
-
-def check_shapes(gradients: Any, params: Any) -> None:
-    """Raise unless gradients have the shapes of the parameters.
-
-    Raises:
-      ArgumentError: they have not, as per-example gradients.
-    """
-    if params is None:
-        return
-    given, wanted = (
-        jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_sparse)
-        for tree in (gradients, params)
-    )
-    if len(given) != len(wanted):
-        return
-    for (path, gradient), (_, param) in zip(given, wanted, strict=True):
-        if jnp.shape(gradient) != jnp.shape(param):
-            raise ArgumentError(
-                f"{leaf_name(path)} has shape {jnp.shape(gradient)} and its parameter "
-                f"{jnp.shape(param)}. Gradients are averaged over the shards one by one, so "
-                f"per-example gradients, as optax.contrib.dpsgd takes them, cannot be reduced: "
-                f"aggregate them on each shard first."
-            )

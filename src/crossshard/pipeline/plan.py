@@ -17,7 +17,7 @@ from crossshard.errors import ArgumentError, WeightUpdateError
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.optimizer.elementwise import obstacle_to_parts
 from crossshard.pipeline.arrays import WholeArrays
-from crossshard.pipeline.optimize import apply_optimizer
+from crossshard.pipeline.optimize import apply_optimizer, takes_value
 from crossshard.shards.partition import (
     ANY,
     Partition,
@@ -206,8 +206,9 @@ def _update(
     params: Any,
     value: Any,
 ) -> tuple[Any, Any]:
+    extra_args = {"value": value} if takes_value(inner) else {}
     return apply_optimizer(
-        inner, gradients, state, params, {"value": value}, WholeArrays(), to_params=True
+        inner, gradients, state, params, extra_args, WholeArrays(), apply_updates=True
     )
 
 

@@ -67,9 +67,8 @@ def as_local(gradients: Gradients, environment: Environment) -> Gradients:
             f"or leave preprocess out."
         )
     leaves, tree = jax.tree.flatten(gradients.values)
-    scale = {Incoming.SCALED: environment.divisor}
     own = [
-        leaf if scale.get(status, 1) == 1 else leaf * environment.divisor
+        leaf * environment.divisor if status is Incoming.SCALED else leaf
         for leaf, status in zip(leaves, gradients.status, strict=True)
     ]
     status = tuple(status and Incoming.LOCAL for status in gradients.status)

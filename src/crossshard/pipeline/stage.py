@@ -1,5 +1,6 @@
 """Stage: what happens to gradients between autodiff and the optimizer, one thing at a time."""
 
+import abc
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, Self
@@ -56,11 +57,11 @@ class Environment:
     groups: GroupAssignment | None = None
     params: Any = None
     extra_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    arrays: Arrays = WholeArrays()
+    arrays: Arrays = dataclasses.field(default_factory=WholeArrays)
     divisor: int = 1
 
 
-class Stage:
+class Stage(abc.ABC):
     """One stage of the way of a gradient: an ``init``/``update`` pair, as in Optax.
 
     A stage is immutable, and its state is a pytree of arrays. ``update`` runs once per shard.
@@ -72,7 +73,8 @@ class Stage:
     >>> from crossshard import CrossShardOptimizer, Stage
     >>> class Halve(Stage):
     ...     def update(self, gradients, state, environment):
-    ...         return gradients.replace(values=jax.tree.map(lambda g: g / 2, gradients.values)), state
+    ...         half = jax.tree.map(lambda g: g / 2, gradients.values)
+    ...         return gradients.replace(values=half), state
     >>> opt = CrossShardOptimizer(optax.sgd(1.0), preprocess=Halve())
     >>> step = lambda gradient: opt.update(gradient, opt.init(gradient))[0]
     >>> jax.vmap(step, axis_name="shards")(jnp.array([1.0, 3.0]))
@@ -86,11 +88,11 @@ class Stage:
         del params
         return ()
 
+    @abc.abstractmethod
     def update(
         self, gradients: Gradients, state: Any, environment: Environment
     ) -> tuple[Gradients, Any]:
         """The gradients that this stage hands on, and its next state."""
-        raise NotImplementedError
 
     def describe(self) -> str:
         """What it does, in a few words."""

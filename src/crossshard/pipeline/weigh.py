@@ -20,6 +20,7 @@ class Weigh(Stage):
         """The gradients, and what goes with them, times the weight."""
         del environment
         weight = gradients.weight
+        assert weight is not None
 
         def weigh(leaf: Any) -> jax.Array:
             wide = widen(leaf)

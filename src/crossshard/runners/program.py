@@ -3,7 +3,8 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -16,6 +17,8 @@ from crossshard.errors import VariableError
 from crossshard.runners.equality import differing_axes
 from crossshard.runners.split import Arguments, Outputs, as_output, is_numeric
 from crossshard.shards.context import shard_context
+from crossshard.shards.placement import PER_SHARD as PER_SHARD_PLACEMENT
+from crossshard.shards.placement import REPLICATED, Placement
 from crossshard.shards.random_streams import own_stream
 from crossshard.variables.binding import (
     Bound,
@@ -48,44 +51,36 @@ def program_key(roots: Sequence[Any], arguments: Arguments) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Held:
-    """A variable, and whether it is stored as one value per shard while the program runs."""
+    """A variable, and how its value lies while the program runs."""
 
     variable: nnx.Variable
-    per_shard: bool
-
-    def spec(self, names: tuple[str, ...]) -> PartitionSpec:
-        """How its value lies on the mesh."""
-        return PartitionSpec(names) if self.per_shard else PartitionSpec()
+    placement: Placement
 
     def abstract(self, size: int) -> Any:
-        """The types of its value as it enters, ``[shards, …]`` where it is stored so."""
-        lead = (size,) if self.per_shard and not is_per_shard(self.variable) else ()
+        """The types of its value as it enters, ``[shards, …]`` where there is one per shard."""
+        lead = (size,) if self.placement.per_shard and not is_per_shard(self.variable) else ()
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((*lead, *jnp.shape(x)), jnp.asarray(x).dtype),
             self.variable.get_raw_value(),
         )
 
-    def own(self, value: Any, names: tuple[str, ...]) -> Any:
+    def local(self, value: Any, names: tuple[str, ...]) -> Any:
         """What one shard sees of the value that enters; of a random stream, one of its own."""
-        if self.per_shard:
-            return jax.tree.map(lambda x: x[0], value)
-        if isinstance(self.variable, nnx.RngKey) and math.prod(map(lax.axis_size, names)) > 1:
+        several = math.prod(map(lax.axis_size, names)) > 1
+        if isinstance(self.variable, nnx.RngKey) and not self.placement.per_shard and several:
             return own_stream(value, lax.axis_index(names))
-        return value
+        return jax.tree.map(self.placement.local, value)
 
     def stored(self, value: Any) -> Any:
-        """The reverse: one shard's part of the value that leaves."""
-        return jax.tree.map(lambda x: x[None], value) if self.per_shard else value
+        """The inverse: one shard's part of the value that leaves."""
+        return jax.tree.map(self.placement.stored, value)
 
     def spread(self, size: int) -> None:
         """Store one value per shard, so far all alike, if that is how the program has it."""
-        if self.per_shard and not is_per_shard(self.variable):
-            self.variable.set_raw_value(
-                jax.tree.map(
-                    lambda x: jnp.broadcast_to(x, (size, *jnp.shape(x))),
-                    self.variable.get_raw_value(),
-                )
-            )
+        if self.placement.per_shard and not is_per_shard(self.variable):
+            on_each = lambda x: jnp.broadcast_to(x, (size, *jnp.shape(x)))
+            value = jax.tree.map(on_each, self.variable.get_raw_value())
+            self.variable.set_raw_value(value)
             self.variable.set_metadata(PER_SHARD, size)
 
 
@@ -97,6 +92,16 @@ class _Found:
     outputs: list[tuple[bool, int]]
     output_specs: list[PartitionSpec]
     output_tree: Any
+
+
+@dataclasses.dataclass
+class _Call:
+    """What one call of a program reaches: its roots, arguments, variables and arrays."""
+
+    roots: Sequence[Any]
+    arguments: Arguments
+    held: list[_Held]
+    leaves: tuple[jax.Array, ...]
 
 
 class Program:
@@ -122,58 +127,73 @@ class Program:
         self._computation = computation
         self._mesh = mesh
         self._outputs = outputs
-        self._roots = roots
-        # The first call's arrays need not be kept for as long as the program is.
-        self._arguments = dataclasses.replace(arguments, leaves=())
-        self._held = self._hold()
-        self._found = self._settle(arguments.leaves)
-        for held in self._held:
-            held.spread(mesh.size)
-        self._shardings = [NamedSharding(mesh, held.spec(mesh.axis_names)) for held in self._held]
+        self._call: _Call | None = None
+        with self._calling(roots, arguments, _placements(roots, mesh.size)):
+            self._found = self._settle()
+            held = self._now.held
+            for each in held:
+                each.spread(mesh.size)
+        self._placements = [each.placement for each in held]
+        names = mesh.axis_names
+        self._shardings = [NamedSharding(mesh, each.spec(names)) for each in self._placements]
         self._compiled = jax.jit(self._run)
 
-    def __call__(self, variables: Sequence[nnx.Variable], leaves: tuple[jax.Array, ...]) -> Any:
+    def __call__(self, roots: Sequence[Any], arguments: Arguments) -> Any:
         """Run the step on these arrays and hand its variables in and out."""
-        variables = _numeric(variables, self._mesh.size)
-        values = [
-            jax.tree.map(lambda x, sharding=sharding: _placed(x, sharding), v.get_raw_value())
-            for v, sharding in zip(variables, self._shardings, strict=True)
-        ]
-        outputs, after = self._compiled(values, leaves)
+        with self._calling(roots, arguments, self._placements):
+            variables = [held.variable for held in self._now.held]
+            values = [
+                jax.tree.map(lambda x, sharding=sharding: _placed(x, sharding), v.get_raw_value())
+                for v, sharding in zip(variables, self._shardings, strict=True)
+            ]
+            outputs, after = self._compiled(values, arguments.leaves)
         written = itertools.compress(variables, self._found.changed)
         for variable, value in zip(written, after, strict=True):
             variable.set_raw_value(value)
         return self._found.output_tree.unflatten(outputs)
 
+    @contextmanager
+    def _calling(
+        self, roots: Sequence[Any], arguments: Arguments, placements: Sequence[Placement]
+    ) -> Iterator[None]:
+        """Know what a call reaches for as long as it runs, so that no model outlives its owner."""
+        self._call = _Call(roots, dataclasses.replace(arguments, leaves=()), [], arguments.leaves)
+        self._hold(placements)
+        try:
+            yield
+        finally:
+            self._call = None
+
+    @property
+    def _now(self) -> "_Call":
+        assert self._call is not None
+        return self._call
+
     # What follows settles how the variables lie.
 
-    def _hold(self) -> list[_Held]:
-        numeric = _numeric(variables_in(self._roots), self._mesh.size)
-        return [_Held(variable, is_per_shard(variable)) for variable in numeric]
+    def _hold(self, placements: Sequence[Placement]) -> None:
+        numeric = _numeric(variables_in(self._now.roots), self._mesh.size)
+        self._now.held = [_Held(*pair) for pair in zip(numeric, placements, strict=True)]
 
-    def _settle(self, leaves: tuple[jax.Array, ...]) -> _Found:
+    def _settle(self) -> _Found:
         """Trace until every variable that leaves with differing values also enters with them."""
         while True:
             try:
-                found, differs = self._look(leaves)
+                found, differs = self._look(self._now.leaves)
             except RetraceNeeded as needed:
                 needed.make()
                 self.grew = True
-                self._held = self._hold()
+                self._hold(_placements(self._now.roots, self._mesh.size))
                 continue
-            differs = [
-                held.per_shard or (changed and comes_to_differ)
-                for held, changed, comes_to_differ in zip(
-                    self._held, found.changed, differs, strict=True
-                )
+            held = self._now.held
+            settled = [
+                PER_SHARD_PLACEMENT if changed and comes_to_differ else each.placement
+                for each, changed, comes_to_differ in zip(held, found.changed, differs, strict=True)
             ]
-            if differs == [held.per_shard for held in self._held]:
+            if settled == [each.placement for each in held]:
                 return found
             self.grew = True
-            self._held = [
-                dataclasses.replace(held, per_shard=per_shard)
-                for held, per_shard in zip(self._held, differs, strict=True)
-            ]
+            self._hold(settled)
 
     def _look(self, leaves: tuple[jax.Array, ...]) -> tuple[_Found, list[bool]]:
         """Trace the step: what is found, and which variables may differ after it."""
@@ -185,7 +205,7 @@ class Program:
             return jax.tree.map(lambda x: x[None], after)
 
         everywhere = PartitionSpec(self._mesh.axis_names)
-        abstract = [held.abstract(self._mesh.size) for held in self._held]
+        abstract = [held.abstract(self._mesh.size) for held in self._now.held]
         traced, after = jax.make_jaxpr(
             self._over_mesh(of_one_shard, everywhere), return_shape=True
         )(abstract, leaves)
@@ -195,10 +215,11 @@ class Program:
     def _step(self, values: Any, leaves: Any) -> tuple[list[Any], list[Any], _Found]:
         """One shard's step: its outputs, its variables after it, and what was found out."""
         names = self._mesh.axis_names
-        variables = [held.variable for held in self._held]
-        before = [held.own(value, names) for held, value in zip(self._held, values, strict=True)]
-        bound = Bound(variables, self._roots)
-        args, kwargs = self._arguments.rebuild(leaves)
+        held = self._now.held
+        variables = [each.variable for each in held]
+        before = [each.local(value, names) for each, value in zip(held, values, strict=True)]
+        bound = Bound(variables, self._now.roots)
+        args, kwargs = self._now.arguments.rebuild(leaves)
         with (
             shard_context(self._mesh.size, axis_name=names),
             kept_attributes(bound.modules),
@@ -216,8 +237,8 @@ class Program:
         return laid, after, _Found(changed, how, specs, tree)
 
     def _check_none_was_made(self) -> None:
-        known = {id(held.variable) for held in self._held}
-        for variable in _numeric(variables_in(self._roots), self._mesh.size):
+        known = {id(held.variable) for held in self._now.held}
+        for variable in _numeric(variables_in(self._now.roots), self._mesh.size):
             if id(variable) not in known:
                 raise VariableError(
                     f"The step made {describe_variable(variable)} in a module that was handed to "
@@ -227,14 +248,14 @@ class Program:
     # What follows runs the step.
 
     def _run(self, values: Any, leaves: Any) -> tuple[list[Any], list[Any]]:
-        written = list(itertools.compress(self._held, self._found.changed))
+        written = list(itertools.compress(self._now.held, self._found.changed))
 
         def of_one_shard(values: Any, leaves: Any) -> Any:
             outputs, after, found = self._step(values, leaves)
             kept = itertools.compress(after, found.changed)
             return outputs, [held.stored(x) for held, x in zip(written, kept, strict=True)]
 
-        specs = [held.spec(self._mesh.axis_names) for held in written]
+        specs = [held.placement.spec(self._mesh.axis_names) for held in written]
         run = self._over_mesh(of_one_shard, (self._found.output_specs, specs))
         outputs, after = run(values, leaves)
         joined = [
@@ -244,15 +265,24 @@ class Program:
         return joined, after
 
     def _over_mesh(self, function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
-        variables = [held.spec(self._mesh.axis_names) for held in self._held]
+        names = self._mesh.axis_names
+        variables = [held.placement.spec(names) for held in self._now.held]
         return jax.shard_map(
             function,
             mesh=self._mesh,
-            in_specs=(variables, self._arguments.specs),
+            in_specs=(variables, self._now.arguments.specs),
             out_specs=out_specs,
             # What differs is read from the jaxpr: JAX's types refuse steps that are right.
             check_vma=False,
         )
+
+
+def _placements(roots: Sequence[Any], size: int) -> list[Placement]:
+    """How the variables below some roots lie now."""
+    return [
+        PER_SHARD_PLACEMENT if is_per_shard(variable) else REPLICATED
+        for variable in _numeric(variables_in(roots), size)
+    ]
 
 
 def _numeric(variables: Sequence[nnx.Variable], size: int) -> list[nnx.Variable]:

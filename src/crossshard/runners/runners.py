@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import threading
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,9 @@ from crossshard.runners.program import Program, program_key
 from crossshard.runners.split import REPLICAS, Hashable, Outputs, is_whole, split_arguments
 from crossshard.shards.context import check_num_shards, get_shard_context
 from crossshard.shards.devices import mesh_for
-from crossshard.variables.discovery import reachable_roots, variables_in
+from crossshard.variables.discovery import reachable_roots
+
+_TRACING = threading.RLock()
 
 
 class ShardedFunction:
@@ -59,7 +62,8 @@ class ShardedFunction:
                 f"{', '.join(_jax.bound_axes())} are bound, inside shard_map, pmap or vmap. Call "
                 f"it outside; inside, call the function itself."
             )
-        with _jax.in_place_of_the_users_mesh(self._mesh):
+        # While one thread traces, the variables hold values of its trace.
+        with _TRACING, _jax.in_place_of_the_users_mesh(self._mesh):
             return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -71,7 +75,7 @@ class ShardedFunction:
             program = Program(self._computation, self._mesh, self._outputs, roots, arguments)
             # Tracing may have made slots or spread variables, and such a step never starts again.
             self._programs[program_key(roots, arguments) if program.grew else key] = program
-        return program(variables_in(roots), arguments.leaves)
+        return program(roots, arguments)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """As a method, its first input is the instance."""
@@ -139,11 +143,19 @@ def shard(
 
 
 def _sharded(computation: Callable[..., Any], *how: Any) -> ShardedFunction:
-    # Each call of the original's form names its computation anew; it need not compile anew.
-    return _remembered(Hashable(_check_callable(computation)), *how)
+    """A runner of a computation, the same one for the same function."""
+    _check_callable(computation)
+    # Each call of the original's form names its computation anew, and it need not compile anew.
+    if not isinstance(computation, types.FunctionType):
+        return _remembered(Hashable(computation), *how)
+    # Kept on the function itself, the runners end with it.
+    known = vars(computation).setdefault("__crossshard_runners__", {})
+    if how not in known:
+        known[how] = ShardedFunction(computation, *how)
+    return known[how]
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=8)
 def _remembered(computation: Hashable, *how: Any) -> ShardedFunction:
     return ShardedFunction(computation.value, *how)
 

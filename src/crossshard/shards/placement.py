@@ -27,7 +27,7 @@ class Placement:
     partition: Partition | None = None
     per_shard: bool = False
     groups: GroupAssignment | None = None
-    other_axes: PartitionSpec = PartitionSpec()
+    other_axes: tuple[Any, ...] = ()
 
     @property
     def is_split(self) -> bool:
@@ -40,7 +40,7 @@ class Placement:
             return PartitionSpec(axes, *self.other_axes)
         if self.partition is not None and self.is_split:
             return self.partition.spec(axes)
-        return self.other_axes
+        return PartitionSpec(*self.other_axes)
 
     def local(self, stored: Any) -> Any:
         """What one shard computes with, given what it sees of the stored array."""

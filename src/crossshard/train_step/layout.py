@@ -13,7 +13,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.plan import UpdatePlan
-from crossshard.pipeline.stage import Stage
 from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.partition import map_partitions
 from crossshard.shards.placement import PER_SHARD, REPLICATED, Placement
@@ -30,35 +29,28 @@ class StateLayout:
       mesh: the mesh, every axis of which counts shards.
       plan: how parameters and optimizer state are split.
       groups: the groups whose parameters differ; ``None`` where all shards have the same.
-      preprocess: the stage whose state is laid out besides; ``None`` without one.
+      pipeline: the way of a gradient, whose stages have states.
     """
 
     mesh: Mesh
     plan: UpdatePlan
     groups: GroupAssignment | None
-    preprocess: Stage | None
+    pipeline: Pipeline
 
     def placements(self, state: TrainState) -> TrainState:
         """The placement of every array of a state."""
         params = REPLICATED if self.groups is None else PER_SHARD
         model_state = PER_SHARD if state.skeleton.is_nnx else REPLICATED
-        preprocess = (self.preprocess or Stage()).placement
-        opt_state = state.opt_state
+        inner = map_partitions(
+            lambda partition, _: Placement(partition, self.groups is not None, self.groups),
+            self.plan.state,
+            state.opt_state.inner_state,
+        )
         return dataclasses.replace(
             state,
             step=REPLICATED,
             params=_all(params, state.params),
-            opt_state=opt_state._replace(
-                preprocess=_all(preprocess, opt_state.preprocess),
-                aggregate=_all(REPLICATED, opt_state.aggregate),
-                inner_state=map_partitions(
-                    lambda partition, _: Placement(
-                        partition, per_shard=self.groups is not None, groups=self.groups
-                    ),
-                    self.plan.state,
-                    opt_state.inner_state,
-                ),
-            ),
+            opt_state=self.pipeline.placements(state.opt_state, inner),
             model_state=_all(model_state, state.model_state),
             rng=REPLICATED,
         )
@@ -90,50 +82,44 @@ class StateLayout:
     def _map(self, function: Callable[[Placement, Any], Any], state: TrainState) -> TrainState:
         return jax.tree.map(function, self.placements(state), state)
 
-    def initial(
-        self, pipeline: Pipeline, skeleton: Skeleton, rng_impl: Any, arrays: Any, rng: Any
-    ) -> TrainState:
+    def initial(self, skeleton: Skeleton, rng_impl: Any, arrays: Any, rng: Any) -> TrainState:
         """The state before the first step, from parameters and model state that all shards have."""
         # Copied, since a step uses the buffers of its state again, and two must not be one.
         params, model_state = jax.tree.map(strong_copy, arrays)
-        opt_state = jax.tree.map(strong_copy, pipeline.init(params))
-        if self.groups is not None:
-            params, inner_state = jax.tree.map(self._on_each, (params, opt_state.inner_state))
-            opt_state = opt_state._replace(inner_state=inner_state)
-        if (self.preprocess or Stage()).placement.per_shard:
-            preprocess = jax.tree.map(self._on_each, opt_state.preprocess)
-            opt_state = opt_state._replace(preprocess=preprocess)
-        if skeleton.is_nnx:
-            model_state = self.spread(model_state)
-        return self.pack(
-            TrainState(
-                jnp.int32(0),
-                params,
-                opt_state,
-                model_state,
-                jnp.copy(rng),
-                skeleton,
-                rng_impl,
-                self.groups is not None,
-            )
+        opt_state = jax.tree.map(strong_copy, self.pipeline.init(params))
+        state = TrainState(
+            jnp.int32(0),
+            params,
+            opt_state,
+            model_state,
+            jnp.copy(rng),
+            skeleton,
+            rng_impl,
+            self.groups is not None,
         )
+        return self.pack(self._spread(state))
 
-    def _on_each(self, x: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(x, (self.mesh.size, *x.shape))
-
-    def spread(self, model_state: Any) -> Any:
-        """What all shards have of an NNX module besides its parameters, as ``[shards, …]``.
+    def _spread(self, state: TrainState) -> TrainState:
+        """A state that all shards have in common, ``[shards, …]`` where there is one per shard.
 
         Each shard gets random streams of its own.
         """
 
-        def one(leaf: Any) -> Any:
+        def streams(leaf: Any) -> Any:
             if not isinstance(leaf, nnx.RngKey) or self.mesh.size == 1:
                 return jax.tree.map(self._on_each, leaf)
             keys = self._on_each(leaf.get_raw_value())
             return leaf.replace(jax.vmap(own_stream)(keys, jnp.arange(self.mesh.size)))
 
-        return jax.tree.map(one, model_state, is_leaf=_is_variable)
+        on_each = lambda placement, x: self._on_each(x) if placement.per_shard else x
+        spread = self._map(on_each, state)
+        if not state.skeleton.is_nnx:
+            return spread
+        model_state = jax.tree.map(streams, state.model_state, is_leaf=_is_variable)
+        return dataclasses.replace(spread, model_state=model_state)
+
+    def _on_each(self, x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(x, (self.mesh.size, *x.shape))
 
     def has_number_of_shards(self, state: TrainState) -> bool:
         """Whether what is stored as ``[shards, …]`` has as many as this mesh."""
@@ -142,15 +128,8 @@ class StateLayout:
 
     def on_other_shards(self, state: TrainState) -> TrainState:
         """A state without groups, taken from another number of shards to this one."""
-        opt_state = state.opt_state
-        if (self.preprocess or Stage()).placement.per_shard:
-            go_on = lambda x: self._on_each(of_all(x))
-            preprocess = jax.tree.map(go_on, opt_state.preprocess)
-            opt_state = opt_state._replace(preprocess=preprocess)
-        model_state = state.model_state
-        if state.skeleton.is_nnx:
-            model_state = self.spread(jax.tree.map(of_all, model_state))
-        return dataclasses.replace(state, opt_state=opt_state, model_state=model_state)
+        common = lambda placement, x: of_all(x) if placement.per_shard else x
+        return self._spread(self._map(common, state))
 
     # Is a state one of this step?
 
@@ -171,11 +150,7 @@ class StateLayout:
         ]
         _check_shapes("The optimizer state", state.opt_state.inner_state, inner)
         for what, tree, where in (
-            (
-                "The state of preprocess",
-                state.opt_state.preprocess,
-                placements.opt_state.preprocess,
-            ),
+            ("The stages' state", state.opt_state[:-1], placements.opt_state[:-1]),
             ("The state's parameters", state.params, placements.params),
             ("The model state", state.model_state, placements.model_state),
         ):

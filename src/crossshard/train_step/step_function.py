@@ -1,4 +1,4 @@
-"""StepFunction: what a step computes, each shard's loss and gradients, and their way to an update."""
+"""StepFunction: what a step computes, from each shard's loss and gradients to the update."""
 
 import dataclasses
 import functools
@@ -14,6 +14,8 @@ from crossshard.errors import ArgumentTypeError
 from crossshard.gradients.incoming import Incoming
 from crossshard.gradients.local import split_loss, value_and_grad
 from crossshard.pipeline.arrays import Arrays, GlobalArrays, LocalParts, WholeArrays
+from crossshard.pipeline.arrive import arrive
+from crossshard.pipeline.optimize import takes_value
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.plan import UpdateStrategy
 from crossshard.pipeline.stage import Environment, Gradients
@@ -73,9 +75,7 @@ class StepFunction:
                 gradients, opt_state = self.pipeline.reduce(gradients, own.opt_state, here)
                 params = own.params
                 if not is_global:
-                    params, opt_state = self.pipeline.optimize(
-                        gradients, opt_state, here, to_params=True
-                    )
+                    params, opt_state = self._optimize(gradients, opt_state, here)
             own = dataclasses.replace(
                 own, step=own.step + 1, params=params, opt_state=opt_state, model_state=model_state
             )
@@ -103,11 +103,16 @@ class StepFunction:
         if is_global:
             here = dataclasses.replace(environment, params=state.params)
             with jax.named_scope(self.name):
-                params, opt_state = self.pipeline.optimize(
-                    Gradients(*reduced), state.opt_state, here, to_params=True
-                )
+                params, opt_state = self._optimize(Gradients(*reduced), state.opt_state, here)
             state = dataclasses.replace(state, params=params, opt_state=opt_state)
         return state, metrics
+
+    def _optimize(
+        self, gradients: Gradients, opt_state: Any, environment: Environment
+    ) -> tuple[Any, Any]:
+        if not takes_value(self.pipeline.optimizer):
+            gradients = gradients.replace(beside={})
+        return self.pipeline.optimize(gradients, opt_state, environment, apply_updates=True)
 
     def _gradients(
         self, state: TrainState, batch: Any, shards: Shards
@@ -133,8 +138,13 @@ class StepFunction:
         if weight is not None:
             keep = functools.partial(_unless_weightless, weight)
             after = jax.tree.map(keep, after, state.model_state)
-        gradients = self.pipeline.arriving(
-            gradients, shards, Incoming.LOCAL, {"value": jnp.asarray(loss)}, weight
+        gradients = arrive(
+            self.pipeline,
+            gradients,
+            shards,
+            declared=Incoming.LOCAL,
+            beside={"value": jnp.asarray(loss)},
+            weight=weight,
         )
         return gradients, after, aux
 

@@ -213,7 +213,7 @@ class TrainStep:
         layout = self._layout(arrays[0])
 
         def make(arrays: Any, key: Any) -> TrainState:
-            return layout.initial(self._function.pipeline, skeleton, impl, arrays, key)
+            return layout.initial(skeleton, impl, arrays, key)
 
         types = jax.eval_shape(make, arrays, key)
         shardings = layout.shardings(types)
@@ -243,7 +243,7 @@ class TrainStep:
         go on from their mean, and random streams from new keys.
 
         Raises:
-          ArgumentError: the state is another optimizer's, or its groups cannot be those of this step.
+          ArgumentError: the state is another optimizer's, or its groups are not of this step.
         """
         _check_state(state)
         layout = self._layout_of(state)
@@ -323,7 +323,7 @@ class TrainStep:
                 only_parts=groups is not None,
                 tile=TPU if self._mesh.devices.flat[0].platform == "tpu" else ANY,
             )
-            self._layouts[key] = StateLayout(self._mesh, plan, groups, pipeline.preprocess)
+            self._layouts[key] = StateLayout(self._mesh, plan, groups, pipeline)
         return self._layouts[key]
 
     @property
