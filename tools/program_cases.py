@@ -340,7 +340,11 @@ def idiom(
     **kwargs: Any,
 ) -> Callable[[], Any]:
     """A step of the Optax idiom; `kwargs` are for `update_of`, `opt` for the optimizer."""
-    opt = {"axis_name": ("slice", "shard") if "two axes" in mode else None} | (opt or {})
+    opt = opt or {}
+    if "two axes" in mode:
+        axes: Any = {"axis_name": ("slice", "shard")}
+        opt = axes | opt
+        kwargs = {"value_and_grad": functools.partial(crossshard.value_and_grad, **axes)} | kwargs
     made: Any = wrapped(optimizer, **opt)
     if chain:
         made = optax.chain(optax.clip(1.0), made)
