@@ -367,7 +367,7 @@ def idiom(
         update = lambda p, s, x: _of_all(alone(_own(p), _own(s), x))
     lie = each if apart else P()
     if opt.get("weight_update") == "sharded":
-        specs = made.state_specs(PARAMS, shards, mesh.axis_names)
+        specs = made.state_specs(params, shards, mesh.axis_names)
         state = jax.jit(shard_map(made.init, in_specs=P(), out_specs=specs))(params)
         if apart:
             update = lambda p, s, x: _of_all_but_state(alone(_own(p), s, x))
