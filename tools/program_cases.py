@@ -1,0 +1,618 @@
+"""The training steps whose compiled programs programs.py compares: one function call each.
+
+Only public names are used, and every state is taken as it comes, so that the same file runs on
+both sides of a change.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from optax import contrib
+
+import crossshard
+
+# A case's setup, which returns the step as a function without arguments.
+Case = Callable[[], Callable[[], Any]]
+CASES: dict[str, Case] = {}
+
+SHARDS = 8
+TWO_GROUPS = [[0, 2, 5, 7], [1, 3, 4, 6]]
+FOUR_GROUPS = [[5, 0], [1, 7], [2, 3], [6, 4]]
+ROWS, INPUTS = 16, 257
+
+
+def _normal(shape: tuple[int, ...]) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
+# Of all the sizes that are sent in ways of their own: alone and in buckets, in rows and padded,
+# whole on every shard.
+SHAPES = {
+    "embed": (INPUTS, 130),  # above 32,768 elements, whose rows do not divide by 8
+    "kernel": (130, 64),
+    "wide": (64, 520),  # above 32,768 elements, whose rows divide by 8
+    "square": (64, 64),
+    "odd": (37, 41),
+    "bias": (64,),
+    "scale": (),
+}
+PARAMS = {name: _normal(shape) / 16 for name, shape in SHAPES.items()}
+# Enough for weight_update="auto" to split it.
+LARGE = {**PARAMS, "large": _normal((520, 300)) / 16}
+BATCH = {
+    "x": _normal((ROWS, INPUTS)),
+    "mask": (np.arange(ROWS) % 3 > 0).astype(np.float32),
+}
+UNEVEN = {"x": BATCH["x"][:13], "mask": np.ones(13, np.float32)}
+
+
+def loss_fn(params: Any, batch: Any) -> jax.Array:
+    """A small network; leaves besides it are only decayed."""
+    hidden = jnp.tanh(batch["x"] @ params["embed"]) @ params["kernel"] + params["bias"]
+    hidden = jnp.tanh(hidden @ params["square"] * params["scale"]) @ params["wide"]
+    if "large" in params:
+        hidden = jnp.tanh(hidden) @ params["large"]
+    return ((hidden - 1) ** 2).mean() + (params["odd"] ** 2).mean()
+
+
+def weighted_loss(params: Any, batch: Any) -> jax.Array:
+    """The mean over the rows of the mask."""
+    hidden = jnp.tanh(batch["x"] @ params["embed"]) @ params["kernel"] + params["bias"]
+    per_row = ((hidden @ params["square"] @ params["wide"]) ** 2).mean(1) * params["scale"]
+    decay = (params["odd"] ** 2).mean()
+    return (per_row * batch["mask"]).sum() / jnp.maximum(batch["mask"].sum(), 1) + decay
+
+
+def loss_with_aux(params: Any, batch: Any) -> tuple[jax.Array, Any]:
+    """What it returns besides differs between shards."""
+    return loss_fn(params, batch), {"mean": batch["x"].mean(), "first": batch["x"][:, 0]}
+
+
+def loss_with_rng(params: Any, batch: Any, rng: jax.Array) -> jax.Array:
+    """With dropout on the inputs."""
+    kept = jax.random.bernoulli(rng, 0.9, batch["x"].shape)
+    return loss_fn(params, {"x": jnp.where(kept, batch["x"], 0)})
+
+
+def cast(params: Any, dtype: Any, only: Iterable[str] = tuple(SHAPES)) -> Any:
+    """The parameters, some of them in another dtype."""
+    return {k: jnp.asarray(v, dtype) if k in only else jnp.asarray(v) for k, v in params.items()}
+
+
+# With a mask by rank, so that whatever flattens a parameter shows.
+def _matrices(params: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+
+OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "sgd": lambda: optax.sgd(0.1),
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+    "adamw": lambda: optax.adamw(1e-3),
+    "lion": lambda: optax.lion(1e-3),
+    "schedule": lambda: optax.adam(optax.cosine_decay_schedule(1e-3, 100)),
+    "hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(1e-3),
+    "masked": lambda: optax.adamw(1e-3, mask=_matrices),
+    "lamb": lambda: optax.lamb(1e-3),
+    "clip": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+    "adafactor": lambda: optax.adafactor(1e-3, min_dim_size_to_factor=32),
+    "polyak": lambda: optax.polyak_sgd(),
+    "momo": lambda: contrib.momo(0.1),
+    "finite": lambda: optax.apply_if_finite(optax.adamw(1e-3), 3),
+    "multi": lambda: optax.MultiSteps(optax.adamw(1e-3), 2).gradient_transformation(),
+}  # fmt: skip
+
+
+def wrapped(optimizer: str, **kwargs: Any) -> crossshard.CrossShardOptimizer:
+    """One of the optimizers, wrapped."""
+    return crossshard.CrossShardOptimizer(OPTIMIZERS[optimizer](), **kwargs)
+
+
+def mesh_of(**axes: int) -> Mesh:
+    """A mesh over the first devices."""
+    number = int(np.prod(list(axes.values())))
+    types = (AxisType.Auto,) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), types, devices=jax.devices()[:number])
+
+
+def add(name: str, make: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Adds a case; what it is given besides the name is for `make`."""
+    if name in CASES:
+        raise ValueError(f"There are two cases with the name {name}.")
+    CASES[name] = functools.partial(make, *args, **kwargs)
+
+
+# The whole step: make_train_step.
+
+
+def whole(
+    optimizer: str,
+    weight_update: str = "auto",
+    *,
+    loss: Callable[..., Any] = loss_fn,
+    params: Any = PARAMS,
+    batch: Any = BATCH,
+    shards: int = SHARDS,
+    axes: dict[str, int] | None = None,
+    opt: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> Callable[[], Any]:
+    """A step of make_train_step; `opt` is for the CrossShardOptimizer, bare without it."""
+    where = {"num_shards": shards} if axes is None else {"mesh": mesh_of(**axes)}
+    rule = OPTIMIZERS[optimizer]() if opt is None else wrapped(optimizer, **opt)
+    step = crossshard.make_train_step(loss, rule, weight_update=weight_update, **where, **kwargs)
+    state = step.init(params() if callable(params) else params)
+
+    def call() -> None:
+        nonlocal state
+        state, _ = step(state, batch)
+
+    return call
+
+
+for _optimizer in ("sgd", "adamw", "clip", "masked"):
+    add(f"whole-replicated-{_optimizer}", whole, _optimizer, "replicated")
+for _optimizer in (
+    *("sgd", "momentum", "adamw", "lion", "schedule", "hyperparams", "masked"),  # in parts
+    *("lamb", "clip", "adafactor", "finite"),  # on global arrays
+):
+    add(f"whole-sharded-{_optimizer}", whole, _optimizer, "sharded")
+add("whole-auto-adamw-small", whole, "adamw")
+add("whole-auto-adamw-large", whole, "adamw", params=LARGE)
+add("whole-auto-lamb-large", whole, "lamb", params=LARGE)
+add("whole-replicated-multi", whole, "multi", "replicated")
+for _number in (1, 2):
+    add(f"whole-replicated-adamw-{_number}", whole, "adamw", "replicated", shards=_number)
+    add(f"whole-sharded-momentum-{_number}", whole, "momentum", "sharded", shards=_number)
+    add(f"whole-sharded-clip-{_number}", whole, "clip", "sharded", shards=_number)
+for _way, _optimizer in (("replicated", "adamw"), ("sharded", "adamw"), ("sharded", "clip")):
+    _axes = {"slice": 2, "shard": 4}
+    add(f"whole-two-axes-{_way}-{_optimizer}", whole, _optimizer, _way, axes=_axes)
+
+_two, _four = {"group_assignment": TWO_GROUPS}, {"group_assignment": FOUR_GROUPS}
+add("whole-groups-replicated-sgd", whole, "sgd", "replicated", opt=_two)
+add("whole-groups-replicated-clip", whole, "clip", "replicated", opt=_four)
+add("whole-groups-sharded-momentum", whole, "momentum", "sharded", opt=_two)
+add("whole-groups-sharded-adamw", whole, "adamw", "sharded", opt=_four)
+add("whole-groups-of-one", whole, "adamw", shards=2, opt={"group_assignment": [[0], [1]]})
+add("whole-one-group", whole, "adamw", "sharded", opt={"group_assignment": [[*range(SHARDS)]]})
+add("whole-sum-replicated-sgd", whole, "sgd", "replicated", opt={"reduction": "sum"})
+add("whole-sum-sharded-adamw", whole, "adamw", "sharded", opt={"reduction": "sum"})
+add("whole-sum-groups", whole, "adamw", "sharded", opt={"reduction": "sum", **_two})
+add("whole-named", whole, "adamw", opt={"name": "a_name", "weight_update": "sharded"})
+
+
+def _count(batch: Any) -> jax.Array:
+    return batch["mask"].sum()
+
+
+_mask = {"loss": weighted_loss, "weight": "mask"}
+add("whole-weight-replicated-sgd", whole, "sgd", "replicated", **_mask)
+add("whole-weight-sharded-adamw", whole, "adamw", "sharded", **_mask)
+add("whole-weight-sharded-clip", whole, "clip", "sharded", **_mask)
+add("whole-weight-padded", whole, "adamw", "sharded", batch=UNEVEN, **_mask)
+add("whole-weight-padded-2", whole, "adamw", "replicated", batch=UNEVEN, shards=2, **_mask)
+add("whole-weight-1", whole, "adamw", shards=1, **_mask)
+add("whole-weight-groups", whole, "adamw", "sharded", opt=_two, **_mask)
+add("whole-weight-function", whole, "sgd", "replicated", loss=weighted_loss, weight=_count)
+
+_aux = {"loss": loss_with_aux, "has_aux": True}
+add("whole-aux-replicated-sgd", whole, "sgd", "replicated", **_aux)
+add("whole-aux-sharded-clip", whole, "clip", "sharded", **_aux)
+add("whole-aux-groups", whole, "adamw", "sharded", opt=_two, **_aux)
+add("whole-rng-replicated-adamw", whole, "adamw", "replicated", loss=loss_with_rng)
+add("whole-rng-sharded-adamw", whole, "adamw", "sharded", loss=loss_with_rng)
+add("whole-rng-1", whole, "sgd", loss=loss_with_rng, shards=1)
+add("whole-value-replicated-polyak", whole, "polyak", "replicated")
+add("whole-value-replicated-momo", whole, "momo", "replicated")
+add("whole-value-sharded-momo", whole, "momo", "sharded")
+
+_bf16 = functools.partial(cast, PARAMS, jnp.bfloat16)
+_f16 = functools.partial(cast, PARAMS, jnp.float16)
+_mixed = functools.partial(cast, PARAMS, jnp.bfloat16, ("embed", "odd", "square"))
+add("whole-bf16-replicated-sgd", whole, "sgd", "replicated", params=_bf16)
+add("whole-bf16-sharded-adamw", whole, "adamw", "sharded", params=_bf16)
+add("whole-bf16-sharded-clip", whole, "clip", "sharded", params=_bf16)
+add("whole-bf16-sum", whole, "sgd", "replicated", params=_bf16, opt={"reduction": "sum"})
+add("whole-f16-replicated-sgd", whole, "sgd", "replicated", params=_f16)
+add("whole-f16-sharded-momentum", whole, "momentum", "sharded", params=_f16)
+add("whole-f16-groups", whole, "momentum", "sharded", params=_f16, opt=_two)
+add("whole-mixed-sharded-adamw", whole, "adamw", "sharded", params=_mixed)
+add("whole-mixed-replicated-adamw", whole, "adamw", "replicated", params=_mixed)
+
+
+# Modules.
+
+
+class Net(nnx.Module):
+    """With all that a module has besides parameters: statistics, random streams, a count."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.first = nnx.Linear(INPUTS, 130, rngs=rngs)
+        self.norm = nnx.BatchNorm(130, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.last = nnx.Linear(130, 24, rngs=rngs)
+        self.calls = nnx.Variable(jnp.array(0))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.calls[...] += 1
+        return self.last(self.dropout(jax.nn.relu(self.norm(self.first(x)))))
+
+
+def net_loss(net: Any, batch: Any) -> jax.Array:
+    """The mean over the rows."""
+    return ((net(batch["x"]) - 1) ** 2).mean()
+
+
+def weighted_net_loss(net: Any, batch: Any) -> jax.Array:
+    """The mean over the rows of the mask."""
+    per_row = ((net(batch["x"]) - 1) ** 2).mean(1)
+    return (per_row * batch["mask"]).sum() / jnp.maximum(batch["mask"].sum(), 1)
+
+
+class Layers(eqx.Module):
+    """With leaves that are not trained: integers, a setting, a function."""
+
+    embed: jax.Array
+    order: jax.Array
+    mlp: eqx.nn.MLP
+    scale: float
+
+    def __init__(self) -> None:
+        key = jax.random.key(0)
+        self.embed = jax.random.normal(key, (INPUTS, 136)) / 16
+        self.order = jnp.arange(136)[::-1]
+        self.mlp = eqx.nn.MLP(136, 3, 64, 2, key=key)
+        self.scale = 0.5
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.scale * jax.vmap(self.mlp)((x @ self.embed)[:, self.order])
+
+
+_net: dict[str, Any] = {"loss": net_loss, "params": Net}
+add("whole-nnx-replicated-sgd", whole, "sgd", "replicated", **_net)
+add("whole-nnx-sharded-adamw", whole, "adamw", "sharded", **_net)
+add("whole-nnx-sharded-clip", whole, "clip", "sharded", **_net)
+add("whole-nnx-groups", whole, "adamw", "sharded", opt=_two, **_net)
+add("whole-nnx-1", whole, "adamw", shards=1, **_net)
+add("whole-nnx-2", whole, "adamw", "sharded", shards=2, **_net)
+add("whole-nnx-weight", whole, "adamw", "sharded", **_mask | _net | {"loss": weighted_net_loss})
+_layers: dict[str, Any] = {"loss": net_loss, "params": Layers}
+add("whole-equinox-replicated-sgd", whole, "sgd", "replicated", **_layers)
+add("whole-equinox-sharded-adamw", whole, "adamw", "sharded", **_layers)
+add("whole-equinox-sharded-lamb", whole, "lamb", "sharded", **_layers)
+
+
+# The Optax idiom, in the modes of JAX.
+
+
+def _stacked(tree: Any, number: int) -> Any:
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (number, *jnp.shape(x))), tree)
+
+
+def _own(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def _of_all(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x[None], tree)
+
+
+def _over(mode: str, shards: int) -> Mesh:
+    return mesh_of(slice=2, shard=shards // 2) if "two axes" in mode else mesh_of(shards=shards)
+
+
+def update_of(
+    opt: Any,
+    value_and_grad: Callable[..., Any] = crossshard.value_and_grad,
+    value: bool = False,
+    **kwargs: Any,
+) -> Callable[..., Any]:
+    """The step of one shard, as users of Optax write it."""
+
+    def update(params: Any, state: Any, x: jax.Array) -> Any:
+        loss, grads = value_and_grad(loss_fn)(params, {"x": x})
+        extra = {"value": loss} if value else {}
+        updates, state = opt.update(grads, state, params, **extra, **kwargs)
+        return optax.apply_updates(params, updates), state
+
+    return update
+
+
+def idiom(
+    mode: str,
+    optimizer: str = "adamw",
+    *,
+    params: Any = PARAMS,
+    shards: int = SHARDS,
+    chain: bool = False,
+    opt: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> Callable[[], Any]:
+    """A step of the Optax idiom; `kwargs` are for `update_of`, `opt` for the optimizer."""
+    opt = opt or {}
+    if "two axes" in mode:
+        axes: Any = {"axis_name": ("slice", "shard")}
+        opt = axes | opt
+        kwargs = {"value_and_grad": functools.partial(crossshard.value_and_grad, **axes)} | kwargs
+    made: Any = wrapped(optimizer, **opt)
+    if chain:
+        made = optax.chain(optax.clip(1.0), made)
+    params = jax.tree.map(jnp.asarray, params() if callable(params) else params)
+    update = update_of(made, **kwargs)
+    of_shards = lambda: (_stacked(params, shards), _stacked(made.init(params), shards))
+    if mode in ("vmap", "pmap"):
+        x = BATCH["x"].reshape(shards, -1, INPUTS)
+        run = jax.pmap(update, "shards")
+        if mode == "vmap":
+            run = jax.jit(jax.vmap(update, axis_name="shards"))
+        return functools.partial(run, *of_shards(), x)
+    mesh = _over(mode, shards)
+    each, check_vma = P(mesh.axis_names), "unchecked" not in mode
+    shard_map = functools.partial(jax.shard_map, mesh=mesh, check_vma=check_vma)
+    placed = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))
+    apart = "group_assignment" in opt
+    if apart:
+        alone = update
+        update = lambda p, s, x: _of_all(alone(_own(p), _own(s), x))
+    lie = each if apart else P()
+    if opt.get("weight_update") == "sharded":
+        specs = made.state_specs(params, shards, mesh.axis_names)
+        state = jax.jit(shard_map(made.init, in_specs=P(), out_specs=specs))(params)
+        if apart:
+            update = lambda p, s, x: _of_all_but_state(alone(_own(p), s, x))
+            params = _stacked(params, shards)
+    else:
+        specs = lie
+        params, state = of_shards() if apart else (params, made.init(params))
+        state = placed(state, lie)
+    run = shard_map(update, in_specs=(lie, specs, each), out_specs=(lie, specs))
+    return functools.partial(jax.jit(run), placed(params, lie), state, placed(BATCH["x"], each))
+
+
+def _of_all_but_state(both: tuple[Any, Any]) -> tuple[Any, Any]:
+    return _of_all(both[0]), both[1]
+
+
+MODES = {
+    "checked": "shard_map, check_vma=True",
+    "unchecked": "shard_map, check_vma=False",
+    "vmap": "vmap(axis_name)",
+    "pmap": "pmap",
+    "two axes": "shard_map over a mesh of two axes",
+}
+for _mode in MODES:
+    _name = f"optax-{_mode.replace(' ', '-')}"
+    add(f"{_name}-mean-sgd", idiom, _mode, "sgd")
+    add(f"{_name}-mean-adamw", idiom, _mode)
+    add(f"{_name}-sum-momentum", idiom, _mode, "momentum", opt={"reduction": "sum"})
+    add(f"{_name}-groups", idiom, _mode, opt=_two)
+    add(f"{_name}-value-momo", idiom, _mode, "momo", value=True)
+    add(f"{_name}-bf16", idiom, _mode, params=_bf16)
+add("optax-checked-clip", idiom, "checked", "clip")
+add("optax-checked-chain", idiom, "checked", chain=True)
+add("optax-checked-f16", idiom, "checked", "momentum", params=_f16)
+add("optax-unchecked-groups-clip", idiom, "unchecked", "clip", opt=_four)
+add("optax-unchecked-two-axes", idiom, "two axes, unchecked")
+add("optax-checked-groups-sum", idiom, "checked", "sgd", opt={"reduction": "sum", **_four})
+for _number in (1, 2):
+    add(f"optax-checked-mean-{_number}", idiom, "checked", shards=_number)
+    add(f"optax-unchecked-mean-{_number}", idiom, "unchecked", shards=_number)
+_jax = {"value_and_grad": jax.value_and_grad}
+for _mode in ("checked", "two axes"):
+    _name = f"optax-{_mode.replace(' ', '-')}"
+    add(f"{_name}-summed-mean", idiom, _mode, **_jax, incoming="summed")
+    add(f"{_name}-summed-sum", idiom, _mode, opt={"reduction": "sum"}, **_jax, incoming="summed")
+    add(f"{_name}-reduced", idiom, _mode, opt={"incoming": "reduced"}, **_jax)
+add("optax-unchecked-scaled", idiom, "unchecked", incoming="scaled")
+add("optax-unchecked-local", idiom, "unchecked", **_jax, opt={"incoming": "local"})
+_parts = {"weight_update": "sharded"}
+for _mode in ("checked", "unchecked", "two axes"):
+    _name = f"optax-{_mode.replace(' ', '-')}-sharded"
+    add(f"{_name}-momentum", idiom, _mode, "momentum", opt=_parts)
+    add(f"{_name}-adamw", idiom, _mode, opt=_parts)
+add("optax-unchecked-sharded-groups", idiom, "unchecked", opt=_parts | _two)
+add(
+    "optax-unchecked-sharded-sum-2", idiom, "unchecked", shards=2, opt=_parts | {"reduction": "sum"}
+)
+add("optax-unchecked-sharded-bf16", idiom, "unchecked", params=_bf16, opt=_parts)
+
+
+def nnx_optimizer(optimizer: str, runner: bool = False) -> Callable[[], Any]:
+    """nnx.Optimizer around ours, under nnx.shard_map or in a runner."""
+    net = Net()
+    opt = nnx.Optimizer(net, wrapped(optimizer), wrt=nnx.Param)
+
+    def step(net: Net, opt: nnx.Optimizer, x: jax.Array) -> None:
+        opt.update(net, crossshard.grad(lambda net: net_loss(net, {"x": x}))(net))
+
+    if runner:
+        return functools.partial(crossshard.shard(num_shards=SHARDS)(step), net, opt, BATCH["x"])
+    # Statistics differ between shards, which this mode cannot hand out; evaluation leaves them.
+    net.eval()
+    specs = (P(), P(), P("shards"))
+    run = nnx.shard_map(step, mesh=mesh_of(shards=SHARDS), in_specs=specs, out_specs=P())
+    return functools.partial(nnx.jit(run), net, opt, jnp.asarray(BATCH["x"]))
+
+
+add("optax-nnx-optimizer", nnx_optimizer, "adamw")
+add("optax-nnx-optimizer-in-a-runner", nnx_optimizer, "adamw", runner=True)
+
+
+def equinox_idiom(check_vma: bool) -> Callable[[], Any]:
+    """A module of Equinox under shard_map."""
+    opt, mesh = wrapped("momentum"), mesh_of(shards=SHARDS)
+    arrays, static = eqx.partition(Layers(), eqx.is_inexact_array)
+
+    def update(arrays: Any, state: Any, x: jax.Array) -> Any:
+        loss = lambda module: net_loss(module, {"x": x})
+        grads = crossshard.grad(loss)(eqx.combine(arrays, static))
+        updates, state = opt.update(grads, state, arrays)
+        return eqx.apply_updates(arrays, updates), state
+
+    specs = (P(), P(), P("shards"))
+    run = jax.shard_map(
+        update, mesh=mesh, in_specs=specs, out_specs=(P(), P()), check_vma=check_vma
+    )
+    given = jax.device_put((arrays, opt.init(arrays)), NamedSharding(mesh, P()))
+    return functools.partial(jax.jit(run), *given, BATCH["x"])
+
+
+add("optax-equinox-checked", equinox_idiom, True)
+add("optax-equinox-unchecked", equinox_idiom, False)
+
+
+# The stateful idiom, in the runners.
+
+
+class Params(nnx.Module):
+    """PARAMS as variables."""
+
+    def __init__(self, dtype: Any = jnp.float32) -> None:
+        for name, value in PARAMS.items():
+            setattr(self, name, nnx.Param(jnp.asarray(value, dtype)))
+
+    def loss(self, x: jax.Array) -> jax.Array:
+        """`loss_fn` of them."""
+        return loss_fn({name: getattr(self, name)[...] for name in PARAMS}, {"x": x})
+
+
+def minimized(model: Any, opt: Any, step: Any, x: jax.Array) -> Any:
+    """The shortest."""
+    del step
+    return opt.minimize(lambda: model.loss(x), var_list=model)
+
+
+def counted(model: Any, opt: Any, step: Any, x: jax.Array) -> Any:
+    """With a count of steps, and names."""
+    return opt.minimize(lambda: model.loss(x), step, model, name="a_name")
+
+
+def clipped(model: Any, opt: Any, step: Any, x: jax.Array) -> Any:
+    """In two calls, with each shard's gradient clipped between them."""
+    del step
+    pairs = opt.compute_gradients(lambda: model.loss(x), var_list=model)
+    norm = optax.global_norm([gradient for gradient, _ in pairs])
+    opt.apply_gradients([(g / jnp.maximum(norm, 1), v) for g, v in pairs])
+
+
+def listed(model: Any, opt: Any, step: Any, x: jax.Array) -> Any:
+    """Some of the variables, and a scaled loss."""
+    del step
+    chosen = [model.kernel, model.embed, model.bias]
+    opt.minimize(lambda: model.loss(x), var_list=chosen, grad_loss=jnp.float32(2))
+
+
+def given(model: Any, opt: Any, step: Any, x: jax.Array) -> Any:
+    """With gradients from elsewhere."""
+    del step
+    gradients = crossshard.grad(lambda embed: (jnp.tanh(x @ embed) ** 2).mean())(model.embed[...])
+    opt.apply_gradients([(gradients, model.embed)], incoming="local")
+
+
+def trained(model: Any, opt: Any, step: Any, x: jax.Array) -> Any:
+    """A module with statistics and random streams, and a metric of all shards."""
+    loss = opt.minimize(lambda: net_loss(model, {"x": x}), step, model)
+    return crossshard.cross_replica_sum(loss) / SHARDS
+
+
+def stateful(
+    optimizer: str,
+    body: Callable[..., Any] = minimized,
+    *,
+    model: Callable[[], Any] = Params,
+    shards: int = SHARDS,
+    axes: dict[str, int] | None = None,
+    runner: Callable[..., Any] = crossshard.shard,
+    build: bool = False,
+    **kwargs: Any,
+) -> Callable[[], Any]:
+    """A step of the stateful idiom; `kwargs` are for the optimizer."""
+    module, opt, step = model(), wrapped(optimizer, **kwargs), nnx.Variable(jnp.array(0))
+    if build:
+        opt.build(module)
+    where: Any = {"num_shards": shards} if axes is None else {"mesh": mesh_of(**axes)}
+    return functools.partial(runner(**where)(body), module, opt, step, BATCH["x"])
+
+
+for _optimizer in ("sgd", "momentum", "adamw", "clip", "lamb", "masked", "momo"):
+    add(f"stateful-{_optimizer}", stateful, _optimizer)
+for _number in (1, 2):
+    add(f"stateful-adamw-{_number}", stateful, "adamw", shards=_number)
+add("stateful-built", stateful, "adamw", build=True)
+add("stateful-sum", stateful, "momentum", reduction="sum")
+add("stateful-global-step", stateful, "adamw", counted)
+add("stateful-clipped", stateful, "adamw", clipped)
+add("stateful-clipped-2", stateful, "sgd", clipped, shards=2)
+add("stateful-clipped-sum", stateful, "sgd", clipped, reduction="sum")
+add("stateful-some-variables", stateful, "adamw", listed)
+add("stateful-gradients-from-elsewhere", stateful, "momentum", given)
+add("stateful-groups", stateful, "adamw", group_assignment=TWO_GROUPS)
+add("stateful-groups-clipped", stateful, "sgd", clipped, group_assignment=FOUR_GROUPS)
+add("stateful-two-axes", stateful, "adamw", axes={"slice": 2, "shard": 4})
+add("stateful-batch-parallel", stateful, "adamw", runner=crossshard.batch_parallel)
+add("stateful-bf16", stateful, "adamw", model=functools.partial(Params, jnp.bfloat16))
+add("stateful-f16", stateful, "sgd", model=functools.partial(Params, jnp.float16))
+add("stateful-nnx", stateful, "adamw", trained, model=Net)
+add("stateful-nnx-groups", stateful, "sgd", trained, model=Net, group_assignment=TWO_GROUPS)
+add("stateful-nnx-1", stateful, "sgd", trained, model=Net, shards=1)
+
+
+# Collectives by themselves.
+
+
+def summed(mode: str, groups: Any = None, gradient: bool = False) -> Callable[[], Any]:
+    """cross_replica_sum, or its gradient."""
+
+    axis_name = ("slice", "shard") if "two axes" in mode else None
+
+    def total(x: jax.Array) -> jax.Array:
+        return crossshard.cross_replica_sum(jnp.sin(x) + 1, groups, axis_name=axis_name)
+
+    function = jax.grad(lambda x: (total(x) ** 2).sum()) if gradient else total
+    x = BATCH["x"]
+    if mode == "runner":
+        return functools.partial(crossshard.shard(num_shards=SHARDS)(function), x)
+    if mode in ("vmap", "pmap"):
+        by_vmap = jax.jit(jax.vmap(function, axis_name="shards"))
+        run = by_vmap if mode == "vmap" else jax.pmap(function, "shards")
+        return functools.partial(run, x.reshape(SHARDS, -1, INPUTS))
+    mesh = _over(mode, SHARDS)
+    spec, check_vma = P(mesh.axis_names), "unchecked" not in mode
+    run = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
+    return functools.partial(jax.jit(run), x)
+
+
+for _mode in (*MODES, "runner"):
+    _name = f"sum-{_mode.replace(' ', '-')}"
+    add(_name, summed, _mode)
+    add(f"{_name}-groups", summed, _mode, FOUR_GROUPS)
+    add(f"{_name}-gradient", summed, _mode, TWO_GROUPS, gradient=True)
+
+
+def exchanged() -> Callable[[], Any]:
+    """Values sent between shards, beside a sum."""
+
+    def exchange(x: jax.Array) -> Any:
+        ring = [[shard, (shard + 1) % SHARDS] for shard in range(SHARDS)]
+        moved = crossshard.collective_permute(jnp.sin(x), ring)
+        return (
+            moved,
+            crossshard.all_to_all(jnp.cos(x.T[:256]), 1, 0, SHARDS),
+            lax.axis_index("shards"),
+        )
+
+    return functools.partial(crossshard.shard(num_shards=SHARDS)(exchange), BATCH["x"])
+
+
+add("exchange", exchanged)
