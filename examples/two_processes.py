@@ -17,7 +17,7 @@ import optax
 
 import crossshard
 
-PROCESSES, STEPS = 2, 100
+PROCESSES, STEPS = 2, 40
 
 
 def data():

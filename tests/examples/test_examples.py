@@ -148,7 +148,7 @@ def two_processes(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
         return ((dense(p, batch["x"]) - batch["y"]) ** 2).mean()
 
     start = {"kernel": np.zeros(3), "bias": np.zeros(1)}
-    expected = train(jax.grad(loss), start, optimizer, [module.data()] * 100)
+    expected = train(jax.grad(loss), start, optimizer, [module.data()] * 40)
     # An optimizer cannot be sent to another process, so this example takes its name.
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("XLA_FLAGS")
