@@ -46,7 +46,7 @@ bench-peers:  ## build the environments of PyTorch and TensorFlow for the bench
 
 bench-pods: environment  ## compile steps for TPU pods, and write down what they send
 	$(VENV)/bin/python -m pip -qq --disable-pip-version-check install "jax[tpu]"
-	$(VENV)/bin/python -m crossshard.bench.pods
+	$(VENV)/bin/python -m benchmarks.pods
 
 constraints:  ## resolve and rewrite constraints/ for every Python that is here
 	@python="$(PYTHON)"; [ -n "$$python" ] && "$$python" tools/constraints.py
