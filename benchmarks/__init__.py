@@ -1,1 +1,1 @@
-"""Timing ours against others, in turn within one run. What `crossshard bench` runs."""
+"""Timing ours against others, in turn within one run: `python -m benchmarks --help`."""

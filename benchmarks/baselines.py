@@ -11,18 +11,18 @@ HAND_WRITTEN = "hand-written pmean + Optax"
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """What a rival did when it was its turn.
+    """What a candidate did when it was its turn.
 
     Attributes:
       seconds: for all steps of the turn, each waited for.
-      sample: some of its parameters afterwards, the same ones of every rival.
+      sample: some of its parameters afterwards, the same ones of every candidate.
     """
 
     seconds: float
     sample: list[float]
 
 
-class Rival(Protocol):
+class Candidate(Protocol):
     """Idle unless it is its turn."""
 
     @property

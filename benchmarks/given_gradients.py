@@ -15,8 +15,8 @@ from benchmarks.problem import Problem
 def scales(matrices: int, shards: int) -> list[list[float]]:
     """For each shard and matrix what to multiply the ramp by to get the gradient there.
 
-    Normal, so that the mean over the shards is unlike any one of them: a rival that leaves out the
-    reduction steps the other way somewhere.
+    Normal, so that the mean over the shards is unlike any one of them: a candidate that leaves
+    out the reduction steps the other way somewhere.
     """
     return np.random.default_rng(0).normal(size=(shards, matrices)).tolist()
 

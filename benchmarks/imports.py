@@ -6,7 +6,8 @@ import sys
 from collections.abc import Iterator
 
 from benchmarks.options import BenchOptions
-from benchmarks.result import Result, Screen
+from benchmarks.progress import Screen
+from benchmarks.result import Result
 from benchmarks.timing import Timing
 
 WITHOUT = "jax, optax, flax.nnx"

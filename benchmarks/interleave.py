@@ -1,12 +1,12 @@
-"""Rivals in turn: in every round each takes a few steps while all the others idle.
+"""Candidates in turn: in every round each takes a few steps while all the others idle.
 
 What else the machine does comes and goes over seconds. Whatever it does to a round it does to all
-rivals in it, so ratios are taken within rounds, and times of different runs never meet.
+candidates in it, so ratios are taken within rounds, and times of different runs never meet.
 """
 
 from collections.abc import Callable, Sequence
 
-from benchmarks.baselines import Rival
+from benchmarks.baselines import Candidate
 from benchmarks.timing import Timing
 
 # The first compiles or allocates; the second shows that a state is carried on.
@@ -19,32 +19,32 @@ _TURN_SECONDS = 0.25
 _MOST_STEPS = 500
 
 
-def take_turns(
-    rivals: Sequence[Rival], rounds: int, show: Callable[[int], None]
+def interleave(
+    candidates: Sequence[Candidate], rounds: int, show: Callable[[int], None]
 ) -> tuple[Timing, dict[str, float]]:
-    """Time the rivals over so many rounds, after a warm-up that is not timed.
+    """Time the candidates over so many rounds, after a warm-up that is not timed.
 
     Args:
-      rivals: in the order in which they take turns; the first one's parameters are the measure.
+      candidates: in the order in which they take turns; the first one's parameters are the measure.
       rounds: how many.
       show: is given the number of every round that is over.
 
     Returns:
-      The times, and by how much the parameters of each rival differ from the first one's after the
-      same few steps from the same start with the same gradients.
+      The times, and by how much the parameters of each candidate differ from the first one's after
+      the same few steps from the same start with the same gradients.
     """
-    samples = {rival.name: rival.run(_WARM_UP).sample for rival in rivals}
+    samples = {candidate.name: candidate.run(_WARM_UP).sample for candidate in candidates}
     first = next(iter(samples.values()))
     differences = {
         name: max(abs(one - other) for one, other in zip(first, sample, strict=True))
         for name, sample in samples.items()
     }
-    fastest = min(rival.run(_WARM_UP).seconds / _WARM_UP for rival in rivals)
+    fastest = min(candidate.run(_WARM_UP).seconds / _WARM_UP for candidate in candidates)
     steps = min(_MOST_STEPS, max(1, round(_TURN_SECONDS / fastest)))
-    seconds: dict[str, list[float]] = {rival.name: [] for rival in rivals}
+    seconds: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
     for number in range(1, rounds + 1):
-        for rival in rivals:
-            rival.run(_LEAD_IN)
-            seconds[rival.name].append(rival.run(steps).seconds / steps)
+        for candidate in candidates:
+            candidate.run(_LEAD_IN)
+            seconds[candidate.name].append(candidate.run(steps).seconds / steps)
         show(number)
     return Timing(steps, seconds), differences

@@ -1,4 +1,4 @@
-"""The rivals that JAX runs, in this process: ours, and the same step written by hand."""
+"""The candidates that JAX runs, in this process: ours, and the same step written by hand."""
 
 import time
 from collections.abc import Callable
@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import crossshard
-from benchmarks.problem import Problem, adamw
 from benchmarks.baselines import (
     HAND_WRITTEN,
     OURS_AUTO,
@@ -19,12 +18,13 @@ from benchmarks.baselines import (
     OURS_SHARDED,
     Turn,
 )
-from crossshard.shards.devices import AXIS, shard_mesh
+from benchmarks.problem import Problem, adamw
 
+AXIS = "shards"
 _NAMES = {"auto": OURS_AUTO, "sharded": OURS_SHARDED, "replicated": OURS_REPLICATED}
 
 
-class JaxRival:
+class JaxCandidate:
     """A program that takes a state and a batch and hands on the next state, donating the old one.
 
     Args:
@@ -63,19 +63,19 @@ class JaxRival:
 
 def ours(
     problem: Problem, num_shards: int, weight_update: Literal["auto", "sharded", "replicated"]
-) -> JaxRival:
+) -> JaxCandidate:
     """The step of ``crossshard.make_train_step``."""
     step = crossshard.make_train_step(
         problem.loss_fn, adamw(), num_shards=num_shards, weight_update=weight_update
     )
     state = step.init(problem.model)
     batch = on_shards(problem.batch, num_shards)
-    return JaxRival(_NAMES[weight_update], step, state, batch, lambda state: state.params)
+    return JaxCandidate(_NAMES[weight_update], step, state, batch, lambda state: state.params)
 
 
-def hand_written(problem: Problem, num_shards: int) -> JaxRival:
+def hand_written(problem: Problem, num_shards: int) -> JaxCandidate:
     """What one writes without us: ``shard_map``, ``pmean`` and Optax."""
-    mesh, optimizer = shard_mesh(num_shards), adamw()
+    mesh, optimizer = _mesh(num_shards), adamw()
 
     def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
         loss, grads = problem.value_and_grad(params, batch)
@@ -99,16 +99,20 @@ def hand_written(problem: Problem, num_shards: int) -> JaxRival:
         params, optimizer_state, loss = compiled(*state, batch)
         return (params, optimizer_state), loss
 
-    # Copied, since the first step donates them and the problem's own serve other rivals.
+    # Copied, since the first step donates them and the problem's own serve other candidates.
     params = jax.device_put(jax.tree.map(jnp.array, problem.params), NamedSharding(mesh, shared))
     state = params, jax.device_put(optimizer.init(params), NamedSharding(mesh, shared))
     batch = on_shards(problem.batch, num_shards)
-    return JaxRival(HAND_WRITTEN, next_state, state, batch, lambda state: state[0])
+    return JaxCandidate(HAND_WRITTEN, next_state, state, batch, lambda state: state[0])
 
 
 def on_shards(batch: Any, num_shards: int) -> Any:
     """A batch with each shard's part on its device."""
-    return jax.device_put(batch, NamedSharding(shard_mesh(num_shards), PartitionSpec(AXIS)))
+    return jax.device_put(batch, NamedSharding(_mesh(num_shards), PartitionSpec(AXIS)))
+
+
+def _mesh(num_shards: int) -> Mesh:
+    return Mesh(jax.devices()[:num_shards], (AXIS,))
 
 
 def _sample(params: Any) -> list[float]:

@@ -43,7 +43,7 @@ def _mlp_loss(params: Any, batch: Any) -> jax.Array:
 
 
 def transformer(shards: int, *, layers: int = 3, width: int = 160) -> Problem:
-    """The model of `crossshard train`, an NNX module, with that command's default sizes."""
+    """The model of `examples/byte_lm`, an NNX module, with that example's default sizes."""
     model = nnx.jit(lambda: ByteTransformer(layers=layers, width=width, rngs=nnx.Rngs(0)))()
     rows = _divisible(_ROWS, shards)
     text = np.random.default_rng(0).integers(VOCABULARY, size=(rows, _CONTEXT + 1), dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""What a bench is asked to do; the options of `crossshard bench`, with their meaning."""
+"""What a bench is asked to do; the options of `python -m benchmarks`, with their meaning."""
 
 import dataclasses
 from pathlib import Path
@@ -50,10 +50,10 @@ class BenchOptions:
     """Numbers of shards to run each bench with."""
 
     rounds: int = 15
-    """In every round each rival takes some steps, one rival after the other."""
+    """In every round each candidate takes some steps, one candidate after the other."""
 
     quick: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Small sizes, to see that it runs; what is written says so and is no measurement."""
+    """Small sizes, to see that it runs; what is written says so and is not a measurement."""
 
     peers: Path = Path(".venvs")
     """The folder that holds the environments peer-torch and peer-tensorflow."""

@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterator
 
 import crossshard
 from benchmarks.given_gradients import given_gradients
-from benchmarks.jax_baselines import JaxRival, on_shards
+from benchmarks.interleave import interleave
+from benchmarks.jax_baselines import JaxCandidate, on_shards
 from benchmarks.models import linear_layers
 from benchmarks.options import BenchOptions
 from benchmarks.problem import Problem, adamw
-from benchmarks.result import Result, Screen
-from benchmarks.interleave import take_turns
+from benchmarks.progress import Screen
+from benchmarks.result import Result
 
 CALLED, BARE = "step(state, batch)", "its compiled program"
 
@@ -27,17 +28,19 @@ def measure(options: BenchOptions, screen: Screen) -> Iterator[Result]:
             problem = make(shards)
             told = f"calls of a step of {name}, {shards} shard{'s' * (shards > 1)}"
             screen.tell(told)
-            timing, differences = take_turns(_rivals(problem, shards), options.rounds, screen.round)
+            timing, differences = interleave(
+                _candidates(problem, shards), options.rounds, screen.round
+            )
             yield Result(name, problem.parameters, shards, timing, differences)
 
 
-def _rivals(problem: Problem, shards: int) -> list[JaxRival]:
+def _candidates(problem: Problem, shards: int) -> list[JaxCandidate]:
     step = crossshard.make_train_step(
         problem.loss_fn, adamw(), num_shards=shards, weight_update="sharded"
     )
     batch = on_shards(problem.batch, shards)
     compiled = step.lower(step.init(problem.model), batch).compile()
     return [
-        JaxRival(name, call, step.init(problem.model), batch, lambda state: state.params)
+        JaxCandidate(name, call, step.init(problem.model), batch, lambda state: state.params)
         for name, call in ((CALLED, step), (BARE, compiled))
     ]

@@ -1,4 +1,4 @@
-"""Rivals of another framework: a process in an environment of its own, told by lines when to step.
+"""Candidates of another framework: a process in an environment of its own, told when to step.
 
 Its script stands in `peers/` and imports nothing of ours. It is started with one argument, JSON of
 what to solve, and answers the first line with its versions. From then on every line is one turn:
@@ -105,7 +105,7 @@ class Peer:
         return next((line.strip() for line in reversed(lines) if line.strip()), "it just ended.")
 
 
-class PeerRival:
+class PeerCandidate:
     """One of a peer's ways to take a step."""
 
     def __init__(self, name: str, peer: Peer, variant: str) -> None:

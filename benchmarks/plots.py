@@ -1,19 +1,23 @@
 """The plots of the benches."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
+# Only files are drawn, so it does not matter which backend the user's windows need: an unknown one
+# would end the import.
+os.environ["MPLBACKEND"] = "agg"
+
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from benchmarks.baselines import HAND_WRITTEN, OURS_AUTO, OURS_SHARDED
 from benchmarks.imports import WITH, WITHOUT
 from benchmarks.options import Bench
 from benchmarks.overhead import BARE, CALLED
 from benchmarks.result import Result
-from benchmarks.baselines import HAND_WRITTEN, OURS_AUTO, OURS_SHARDED
 from benchmarks.step import TRANSFORMER
 
 _OURS, _OTHERS, _FLOOR, _INK, _GRID = "#4477aa", "#b8bcc2", "#cc3311", "#222222", "#e4e4e4"
@@ -26,7 +30,6 @@ def draw(bench: Bench, results: Sequence[Result], path: Path) -> None:
     if not results:
         return
     figure = Figure(dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
     if bench == "update":
         _draw_updates(figure, results)
     elif bench == "step":
@@ -41,8 +44,8 @@ def draw(bench: Bench, results: Sequence[Result], path: Path) -> None:
 
 
 def _draw_updates(figure: Figure, results: Sequence[Result]) -> None:
-    rivals = max(len(result.timing.seconds) for result in results)
-    figure.set_size_inches(9, len(results) * (1.2 + 0.36 * rivals))
+    candidates = max(len(result.timing.seconds) for result in results)
+    figure.set_size_inches(9, len(results) * (1.2 + 0.36 * candidates))
     for axes, result in zip(_column(figure, len(results)), results, strict=True):
         names = list(result.timing.seconds)
         spreads = [result.timing.spread(name).times(1000) for name in names]

@@ -22,7 +22,6 @@ from rich.console import Console
 
 import crossshard
 from benchmarks.problem import adamw
-from crossshard.inspection.report import Communication
 
 TOPOLOGIES = ("v5e:4x4", "v5e:16x16", "v6e:8x8", "v5p:4x4x4")
 _AXIS = "shards"
@@ -68,14 +67,14 @@ class Row(NamedTuple):
     seconds: str
 
 
-def _lowered_ours(mesh: Mesh, rule: optax.GradientTransformation) -> Any:
-    step = crossshard.make_train_step(loss_fn, rule, mesh=mesh, weight_update="sharded")
+def _lowered_ours(mesh: Mesh, optimizer: optax.GradientTransformation) -> Any:
+    step = crossshard.make_train_step(loss_fn, optimizer, mesh=mesh, weight_update="sharded")
     return step.lower(step.abstract_init(PARAMS), _type(_ROWS * mesh.size, _WIDTH))
 
 
 def _lowered_naive(mesh: Mesh) -> Any:
     """What one writes first: scatter the gradients over the shards, gather the parameters."""
-    rule, number = adamw(), mesh.size
+    optimizer, number = adamw(), mesh.size
 
     def rows(x: Any) -> Any:
         flat = jnp.ravel(x)
@@ -91,7 +90,7 @@ def _lowered_naive(mesh: Mesh) -> Any:
             lambda g: lax.psum_scatter(rows(g), _AXIS, tiled=True) / number, gradients
         )
         own = jax.tree.map(part, params)
-        updates, state = rule.update(scattered, state, own)
+        updates, state = optimizer.update(scattered, state, own)
         own = optax.apply_updates(own, updates)
         whole = jax.tree.map(
             lambda x, p: lax.all_gather(x, _AXIS, tiled=True)[: p.size].reshape(p.shape),
@@ -102,7 +101,7 @@ def _lowered_naive(mesh: Mesh) -> Any:
 
     whole, each = PartitionSpec(), PartitionSpec(_AXIS)
     padded = jax.tree.map(lambda p: jax.eval_shape(rows, p), PARAMS)
-    state = jax.eval_shape(rule.init, padded)
+    state = jax.eval_shape(optimizer.init, padded)
     specs = jax.tree.map(lambda x: each if x.ndim else whole, state)
     run = jax.shard_map(
         step, mesh=mesh, in_specs=(whole, specs, each), out_specs=(whole, specs), check_vma=False
@@ -130,7 +129,7 @@ def rows() -> Iterator[Row]:
             yield _row(name, step, report, time.perf_counter() - began)
 
 
-def _row(topology: str, step: str, report: Communication, seconds: float) -> Row:
+def _row(topology: str, step: str, report: Any, seconds: float) -> Row:
     kinds = collections.Counter(each.kind for each in report.collectives if each.bytes_sent)
     return Row(
         topology,

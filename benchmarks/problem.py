@@ -1,4 +1,4 @@
-"""What the rivals solve: parameters, batch and loss, as ours takes them and as others do."""
+"""What the candidates solve: parameters, batch and loss, as ours takes them and as others do."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,7 +11,7 @@ LEARNING_RATE, B1, B2, EPS, WEIGHT_DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.1
 
 
 def adamw() -> optax.GradientTransformation:
-    """The rule that every rival follows, with the numbers that every rival is given."""
+    """The optimizer of every candidate, with the numbers that every candidate is given."""
     return optax.adamw(LEARNING_RATE, B1, B2, EPS, weight_decay=WEIGHT_DECAY)
 
 

@@ -11,7 +11,7 @@ from benchmarks.options import Bench
 from benchmarks.plots import draw
 from benchmarks.result import Result
 from benchmarks.tables import Table, make_tables
-from examples.byte_lm.output import cannot_write
+from crossshard.errors import ArgumentError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,17 +62,17 @@ _HEADS: dict[Bench, tuple[str, str]] = {
 }
 
 _IN_TURN = """\
-In every round each rival takes one step that is not timed and then the same few that are, while \
-all the others idle, one rival after the other, waiting for each step. Ratios and differences are \
-taken within a round, so that what else the machine does meets all rivals alike; given are their \
-median over the rounds, their quartiles and the least of them, and, *of minimums*, what the best \
-round of each gives."""
+In every round each candidate takes one step that is not timed and then the same few that are, \
+while all the others idle, one candidate after the other, waiting for each step. Ratios and \
+differences are taken within a round, so that what else the machine does meets all candidates \
+alike; given are their median over the rounds, their quartiles and the least of them, and, *of \
+minimums*, what the best round of each gives."""
 
 _METHODS: dict[Bench, str] = {
     "update": f"""\
 {_IN_TURN}
 
-Our rivals in JAX run in one process and donate parameters and state; those of PyTorch and \
+Our candidates in JAX run in one process and donate parameters and state; those of PyTorch and \
 TensorFlow run in processes of their own, which sleep when it is not their turn. PyTorch's \
 gradients lie in buckets of 25 MiB that are reduced without a copy, its AdamW is the fused one. \
 TensorFlow's MirroredStrategy reduces to one device, its fastest way on CPUs, and updates with the \
@@ -87,8 +87,8 @@ large copies on all cores before and after the rounds, bytes read and written bo
     "step": f"""\
 {_IN_TURN}
 
-The MLPs have four layers of one width; the transformer is that of `crossshard train` with its \
-default sizes. Both rivals run in one process and donate parameters and state.""",
+The MLPs have four layers of one width; the transformer is that of `examples/byte_lm` with its \
+default sizes. Both candidates run in one process and donate parameters and state.""",
     "overhead": _IN_TURN,
     "import": """\
 In every round a fresh interpreter imports what is needed, and then crossshard: the difference is \
@@ -102,7 +102,7 @@ def write(report: Report, out: Path) -> list[Path]:
     """Write the page, the plot and the raw times; their paths.
 
     Raises:
-      DataError: one of them cannot be written.
+      ArgumentError: one of them cannot be written.
     """
     page, times, plot = (out / f"{report.bench}{suffix}" for suffix in (".md", ".json", ".png"))
     try:
@@ -110,7 +110,7 @@ def write(report: Report, out: Path) -> list[Path]:
         page.write_text(_page(report, plot.name, times.name), encoding="utf-8")
         draw(report.bench, report.results, plot)
     except OSError as error:
-        raise cannot_write(out, error) from None
+        raise _cannot_write(out, error) from None
     return [page, times, plot]
 
 
@@ -118,14 +118,20 @@ def make_folder(out: Path) -> None:
     """Make the folder to write to, before anything is measured.
 
     Raises:
-      DataError: it cannot be made, or not be written to.
+      ArgumentError: it cannot be made, or not be written to.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
         if not os.access(out, os.W_OK | os.X_OK):
             raise PermissionError(0, "no permission")
     except OSError as error:
-        raise cannot_write(out, error) from None
+        raise _cannot_write(out, error) from None
+
+
+def _cannot_write(out: Path, error: OSError) -> ArgumentError:
+    return ArgumentError(
+        f"Cannot write to {out}: {error.strerror}. Name another folder with --out."
+    )
 
 
 def _page(report: Report, plot: str, times: str) -> str:
@@ -143,7 +149,7 @@ def _page(report: Report, plot: str, times: str) -> str:
     paragraphs.append(
         f"{machine.cpu}, {machine.cores} cores, {machine.memory_gib:g} GiB, {machine.system}; load "
         f"{machine.load:g} before it began; {machine.date}. {versions}. {report.rounds} rounds; "
-        f"each round's times are in [{times}]({times}). `crossshard bench {report.bench}` "
+        f"each round's times are in [{times}]({times}). `python -m benchmarks {report.bench}` "
         f"measures it again."
     )
     return "\n\n".join(paragraphs) + "\n"

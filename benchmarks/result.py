@@ -1,7 +1,6 @@
 """What a bench came to, one result for each problem and number of shards."""
 
 import dataclasses
-from typing import Protocol
 
 from benchmarks.timing import Timing
 
@@ -14,9 +13,9 @@ class Result:
       problem: what was solved, in a few words.
       parameters: how many numbers are learnt.
       shards: how many shards stepped together; ``None`` where none step.
-      timing: of every rival.
-      differences: by how much a parameter of each rival differs at most from the first rival's
-        after the same few steps.
+      timing: of every candidate.
+      differences: by how much a parameter of each candidate differs at most from the first
+        one's after the same few steps.
       floor_bytes: that must move in a step at least; ``None`` where that is not asked.
       bandwidth: bytes a second, measured beside; ``None`` likewise.
     """
@@ -41,19 +40,3 @@ class Result:
         if self.shards is None:
             return self.problem
         return f"{self.problem}, {self.shards} shard{'s' * (self.shards > 1)}"
-
-
-class Screen(Protocol):
-    """Where a bench is shown while it runs."""
-
-    def tell(self, what: str) -> None:
-        """Say what is being done while there is no round to count."""
-        ...
-
-    def round(self, number: int) -> None:
-        """A round is over."""
-        ...
-
-    def note(self, line: str) -> None:
-        """Say something that stays, and that belongs to what is written, too."""
-        ...

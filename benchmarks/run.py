@@ -1,49 +1,33 @@
-"""A whole run of `crossshard bench`: devices, the benches one after the other, what they leave."""
+"""A whole run: devices, the benchmarks one after the other, and what each of them leaves."""
 
 from collections.abc import Iterator
 
 import jax
 
+import crossshard
 from benchmarks import imports, overhead, step, update
 from benchmarks.machine import this_machine
 from benchmarks.options import Bench, BenchOptions
-from benchmarks.report import Report, make_folder, write
-from benchmarks.result import Result, Screen
-from crossshard.shards.devices import cpu_devices
-
-
-class _Notes:
-    """A screen that also keeps what is noted."""
-
-    def __init__(self, screen: Screen) -> None:
-        self.tell = screen.tell
-        self.round = screen.round
-        self._screen = screen
-        self.lines: list[str] = []
-
-    def note(self, line: str) -> None:
-        """Show it once, however often it is said."""
-        if line not in self.lines:
-            self.lines.append(line)
-            self._screen.note(line)
+from benchmarks.progress import Screen
+from benchmarks.report import Report, write
+from benchmarks.result import Result
 
 
 def run(options: BenchOptions, screen: Screen) -> Iterator[Report]:
-    """Run the benches; each report is written when it is handed out.
+    """Run the benchmarks; each report is written when it is handed out.
 
     Raises:
-      CrossshardError: something that was asked for cannot be done.
+      CrossshardError: something that was asked for cannot be done, or a report not be written.
     """
-    options.check()
-    make_folder(options.out)
     # The peers run on the CPU, and so do all others beside them.
     jax.config.update("jax_platforms", "cpu")
     shards = [n for bench in options.benches for n in options.shards_for(bench)]
-    cpu_devices(max(shards, default=1))
+    crossshard.cpu_devices(max(shards, default=1))
     for bench in dict.fromkeys(options.benches):
-        notes, machine = _Notes(screen), this_machine()
-        results = list(_results(bench, options, notes, machine.versions))
-        report = Report(bench, machine, options.rounds, options.quick, notes.lines, results)
+        screen.notes.clear()
+        machine = this_machine()
+        results = list(_results(bench, options, screen, machine.versions))
+        report = Report(bench, machine, options.rounds, options.quick, [*screen.notes], results)
         write(report, options.out)
         yield report
 

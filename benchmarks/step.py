@@ -4,13 +4,14 @@ import functools
 import gc
 from collections.abc import Callable, Iterator
 
+from benchmarks.interleave import interleave
 from benchmarks.jax_baselines import hand_written, ours
 from benchmarks.machine import free_memory
 from benchmarks.models import mlp, transformer
 from benchmarks.options import BenchOptions
 from benchmarks.problem import Problem
-from benchmarks.result import Result, Screen
-from benchmarks.interleave import take_turns
+from benchmarks.progress import Screen
+from benchmarks.result import Result
 
 TRANSFORMER = "the demo's transformer"
 
@@ -33,17 +34,17 @@ def measure(options: BenchOptions, screen: Screen) -> Iterator[Result]:
                 )
                 continue
             screen.tell(f"{told}: compiling")
-            rivals = [
+            candidates = [
                 ours(problem, shards, "auto"),
                 ours(problem, shards, "sharded"),
                 ours(problem, shards, "replicated"),
                 hand_written(problem, shards),
             ]
             screen.tell(told)
-            timing, differences = take_turns(rivals, options.rounds, screen.round)
+            timing, differences = interleave(candidates, options.rounds, screen.round)
             # Before the next ones are made, since the largest fill the memory. Only a collection
             # frees what stands in cycles, as compiled functions and what they close over do.
-            del rivals
+            del candidates
             gc.collect()
             yield Result(name, problem.parameters, shards, timing, differences)
 
@@ -57,6 +58,6 @@ def _problems(quick: bool) -> Iterator[tuple[str, Callable[[int], Problem]]]:
 
 
 def _needed_bytes(parameters: int, shards: int) -> int:
-    """Parameters and moments of all four rivals, gradients and updates of the one that runs."""
+    """Parameters and moments of all four candidates, gradients and updates of the one that runs."""
     replicated, sharded = 3 * shards, shards + 2
     return (2 * replicated + 2 * sharded + 2 * shards) * parameters * 4

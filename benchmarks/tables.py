@@ -3,11 +3,11 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from benchmarks.baselines import HAND_WRITTEN, OURS_AUTO, OURS_REPLICATED, OURS_SHARDED
 from benchmarks.imports import WITH, WITHOUT
 from benchmarks.options import Bench
 from benchmarks.overhead import BARE, CALLED
 from benchmarks.result import Result
-from benchmarks.baselines import HAND_WRITTEN, OURS_AUTO, OURS_REPLICATED, OURS_SHARDED
 from benchmarks.timing import Spread
 
 _OURS = (OURS_AUTO, OURS_SHARDED, OURS_REPLICATED)
@@ -69,7 +69,7 @@ def _of_update(result: Result) -> Table:
     return Table(
         f"{result.title()}: floor {_number(1000 * floor)} ms at {result.bandwidth / 1e9:.1f} GB/s",
         [
-            "rival",
+            "candidate",
             "ms a step",
             "quartiles",
             "minimum",

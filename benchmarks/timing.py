@@ -28,7 +28,7 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """How long each rival took.
+    """How long each candidate took.
 
     Attributes:
       steps: how many each took in a turn.
@@ -39,11 +39,11 @@ class Timing:
     seconds: dict[str, list[float]]
 
     def spread(self, name: str) -> Spread:
-        """Of one rival's seconds a step."""
+        """Of one candidate's seconds a step."""
         return _spread(np.array(self.seconds[name]))
 
     def ratio(self, name: str, other: str) -> Spread:
-        """Of the quotients of two rivals, one per round; below 1 where the first is faster."""
+        """Of the quotients of two candidates, one per round; below 1 where the first is faster."""
         return _spread(np.array(self.seconds[name]) / np.array(self.seconds[other]))
 
     def difference(self, name: str, other: str) -> Spread:

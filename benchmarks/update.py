@@ -1,4 +1,4 @@
-"""The bench of the update alone: gradients given, AdamW, against all rivals and the floor."""
+"""The bench of the update alone: gradients given, AdamW, against all candidates and the floor."""
 
 import contextlib
 import dataclasses
@@ -8,15 +8,16 @@ from typing import Any
 
 import jax
 
+from benchmarks.baselines import Candidate
 from benchmarks.floor import cores, least_bytes, measure_bandwidth
 from benchmarks.given_gradients import given_gradients, scales
+from benchmarks.interleave import interleave
 from benchmarks.jax_baselines import hand_written, ours
 from benchmarks.options import BenchOptions
-from benchmarks.peer import Peer, PeerError, PeerRival
+from benchmarks.peer import Peer, PeerCandidate, PeerError
 from benchmarks.problem import B1, B2, EPS, LEARNING_RATE, WEIGHT_DECAY
-from benchmarks.result import Result, Screen
-from benchmarks.baselines import Rival
-from benchmarks.interleave import take_turns
+from benchmarks.progress import Screen
+from benchmarks.result import Result
 
 _MATRICES, _WIDTH = 32, 512
 _QUICK_WIDTH = 64
@@ -57,9 +58,9 @@ def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> 
     for shards in options.shards_for("update"):
         problem = given_gradients(_MATRICES, width, shards)
         told = f"update of {problem.parameters:,} parameters, {shards} shards"
-        screen.tell(f"{told}: starting all rivals")
+        screen.tell(f"{told}: starting all candidates")
         sharded = ours(problem, shards, "sharded")
-        rivals: list[Rival] = [
+        candidates: list[Candidate] = [
             sharded,
             ours(problem, shards, "replicated"),
             hand_written(problem, shards),
@@ -76,10 +77,12 @@ def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> 
                 except PeerError as why:
                     screen.note(f"Left out: {why}")
                     continue
-                rivals += [PeerRival(name, peer, way) for way, name in framework.variants.items()]
+                candidates += [
+                    PeerCandidate(name, peer, way) for way, name in framework.variants.items()
+                ]
             bandwidth = measure_bandwidth()
             screen.tell(told)
-            timing, differences = take_turns(rivals, options.rounds, screen.round)
+            timing, differences = interleave(candidates, options.rounds, screen.round)
         screen.note(f"With {shards} shards, {_share(sharded.state.opt_state)}")
         yield Result(
             problem=f"update of {_MATRICES} matrices of {width} × {width}",

@@ -1,4 +1,4 @@
-"""TensorFlow's part in `crossshard bench`: MirroredStrategy over logical CPU devices.
+"""TensorFlow's part in the benchmarks: MirroredStrategy over logical CPU devices.
 
 Run by an interpreter that has tensorflow, so it imports nothing of crossshard; what is said to it
 and what it answers is told in ../peer.py. The optimizer is that of tf.compat.v1, whose update is
@@ -33,18 +33,18 @@ class Replicas:
     """Mirrored variables, gradients for each replica, and the compiled step over them.
 
     Args:
-      problem: shapes, scales of the gradients and numbers of the rule.
+      problem: shapes, scales of the gradients and numbers of the optimizer.
       strategy: over as many devices as there are scales.
       decays: whether weights decay.
     """
 
     def __init__(self, problem: dict, strategy: Any, decays: bool) -> None:
         self._strategy = strategy
-        rule = (problem["learning_rate"], problem["b1"], problem["b2"], problem["eps"])
+        numbers = (problem["learning_rate"], problem["b1"], problem["b2"], problem["eps"])
         with strategy.scope():
             self._variables = [tf.Variable(tf.ones(shape)) for shape in problem["shapes"]]
             decay = problem["learning_rate"] * problem["weight_decay"]
-            optimizer = _AdamW(decay, *rule) if decays else _Adam(*rule)
+            optimizer = _AdamW(decay, *numbers) if decays else _Adam(*numbers)
         self._gradients = strategy.experimental_distribute_values_from_function(
             lambda context: _gradients(problem, context.replica_id_in_sync_group)
         )

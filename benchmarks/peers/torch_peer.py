@@ -1,4 +1,4 @@
-"""PyTorch's part in `crossshard bench`: AdamW over gloo ranks on this machine, each a process.
+"""PyTorch's part in the benchmarks: AdamW over gloo ranks on this machine, each a process.
 
 Run by an interpreter that has torch, so it imports nothing of crossshard; what is said to it and
 what it answers is told in ../peer.py. The gradients of each rank are given, laid out as in a
@@ -28,7 +28,7 @@ class Replica:
     """One rank's parameters and gradients, with an optimizer that is stepped after an all-reduce.
 
     Args:
-      problem: shapes, scales of the gradients and numbers of the rule.
+      problem: shapes, scales of the gradients and numbers of the optimizer.
       rank: whose gradients to take.
       sharded: whether each rank updates a part of the parameters and broadcasts it.
     """
@@ -39,7 +39,7 @@ class Replica:
         self._buckets = _buckets(self._params)
         for param, scale in zip(self._params, problem["scales"][rank], strict=True):
             param.grad.copy_(scale * torch.linspace(-1, 1, param.numel()).view(param.shape))
-        rule = {
+        numbers = {
             "lr": problem["learning_rate"],
             "betas": (problem["b1"], problem["b2"]),
             "eps": problem["eps"],
@@ -48,10 +48,10 @@ class Replica:
         }
         if sharded:
             self._optimizer = ZeroRedundancyOptimizer(
-                self._params, torch.optim.AdamW, parameters_as_bucket_view=True, **rule
+                self._params, torch.optim.AdamW, parameters_as_bucket_view=True, **numbers
             )
         else:
-            self._optimizer = torch.optim.AdamW(self._params, **rule)
+            self._optimizer = torch.optim.AdamW(self._params, **numbers)
 
     def step(self) -> None:
         """Reduce and update. The mean stays in the buckets, so the next one is of equal parts."""
