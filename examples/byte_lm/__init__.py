@@ -1,1 +1,1 @@
-"""Training end to end: text, model, loop, records and the proof. What `crossshard train` runs."""
+"""A small language model over bytes, trained over shards: `python -m examples.byte_lm --help`."""

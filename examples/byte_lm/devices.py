@@ -2,15 +2,14 @@
 
 import jax
 
+from crossshard import cpu_devices
 from crossshard.errors import ArgumentError
-from crossshard.shards.devices import cpu_devices
-from crossshard.shards.groups import GroupAssignment
-from examples.byte_lm.options import MOST_SHARDS
+from examples.byte_lm.groups import MOST_SHARDS, Groups
 
 CPU_SHARDS = 8
 
 
-def start_shards(asked: int | None, groups: GroupAssignment | None) -> int:
+def start_shards(asked: int | None, groups: Groups | None) -> int:
     """Start JAX's devices and say how many shards there will be.
 
     Args:
@@ -19,10 +18,9 @@ def start_shards(asked: int | None, groups: GroupAssignment | None) -> int:
 
     Raises:
       ArgumentError: more than there can be.
-      GroupAssignmentError: the groups are those of another number of shards.
     """
     if asked is None and groups is not None:
-        asked = groups.number_of_shards
+        asked = groups.shards
     if asked is not None and asked > MOST_SHARDS:
         raise ArgumentError(
             f"{asked} shards are more than one process can serve; ask for at most {MOST_SHARDS}."
@@ -38,6 +36,4 @@ def start_shards(asked: int | None, groups: GroupAssignment | None) -> int:
             f"{shards} shards need {shards} devices, and there are {len(devices)} ({platform}). "
             f"Ask for at most {len(devices)}, or set JAX_PLATFORMS=cpu for virtual ones."
         )
-    if groups is not None:
-        groups.check_covers(shards)
     return shards

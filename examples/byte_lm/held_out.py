@@ -6,8 +6,8 @@ import math
 import jax
 import numpy as np
 
-from crossshard.runners.runners import shard
-from crossshard.shards.groups import GroupAssignment
+from crossshard import shard
+from examples.byte_lm.groups import Groups
 from examples.byte_lm.model import ByteTransformer, nats
 
 # Rows of all members of a group in one call; also the size of the sample taken during training.
@@ -26,7 +26,7 @@ class HeldOut:
       groups: which shards reduce with which; one group if all do.
     """
 
-    def __init__(self, held_out: np.ndarray, context: int, groups: GroupAssignment) -> None:
+    def __init__(self, held_out: np.ndarray, context: int, groups: Groups) -> None:
         self._groups = groups
         rows = math.ceil(len(held_out) / context)
         padding = rows * context - len(held_out)
@@ -38,7 +38,7 @@ class HeldOut:
         self._counts[-1, context - padding :] = 0
         self._sample = np.arange(0, rows, math.ceil(rows / ROWS))
         self._per_member = math.ceil(len(self._sample) / groups.size)
-        self._cost = shard(num_shards=groups.number_of_shards)(_cost)
+        self._cost = shard(num_shards=groups.shards)(_cost)
 
     def bits_per_byte(self, model: ByteTransformer, *, sample: bool = False) -> list[float]:
         """What the model of each group needs, one number per group.

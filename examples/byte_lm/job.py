@@ -6,14 +6,14 @@ from pathlib import Path
 import jax
 from flax import nnx
 
-from crossshard.optimizer.cross_shard_optimizer import CrossShardOptimizer
-from crossshard.shards.groups import GroupAssignment
+from crossshard import CrossShardOptimizer
 from examples.byte_lm.devices import start_shards
+from examples.byte_lm.groups import Groups
 from examples.byte_lm.held_out import HeldOut, gzip_bits_per_byte
 from examples.byte_lm.model import ByteTransformer
+from examples.byte_lm.optimizers import InnerOptimizer, make_optimizer
 from examples.byte_lm.options import TrainOptions
 from examples.byte_lm.output import check_free
-from examples.byte_lm.optimizers import Rule, make_rule
 from examples.byte_lm.text import Text, read_text
 
 
@@ -29,7 +29,7 @@ class Job:
       groups: which shards reduce with which; all in one group where none were asked for.
       rows: of the global batch.
       text: what to train on and to be judged by.
-      rule: the user's optimizer, not wrapped.
+      inner: the user's optimizer, not wrapped.
       first_model: as it is before the first step; not to be trained itself, see ``new_model``.
       gzip_bits_per_byte: what gzip needs for the held-out bytes.
     """
@@ -38,10 +38,10 @@ class Job:
     out: Path
     shards: int
     platform: str
-    groups: GroupAssignment
+    groups: Groups
     rows: int
     text: Text
-    rule: Rule
+    inner: InnerOptimizer
     first_model: ByteTransformer
     gzip_bits_per_byte: float
 
@@ -54,12 +54,12 @@ class Job:
         """A copy of the model as it is before the first step."""
         return nnx.clone(self.first_model)
 
-    def new_optimizer(self, rule: Rule) -> CrossShardOptimizer:
-        """A rule wrapped for these shards, with no state yet."""
+    def new_optimizer(self, inner: InnerOptimizer) -> CrossShardOptimizer:
+        """An optimizer wrapped for these shards, with no state yet."""
         return CrossShardOptimizer(
-            rule.transformation,
+            inner.transformation,
             reduction=self.options.reduction,
-            group_assignment=None if self.options.groups is None else self.groups,
+            group_assignment=self.groups.members if self.options.groups else None,
         )
 
     def new_held_out(self) -> HeldOut:
@@ -75,11 +75,11 @@ def prepare(options: TrainOptions) -> Job:
     """
     options.check()
     out = check_free(options.out)
-    groups = options.group_assignment()
+    groups = options.parsed_groups()
     text = read_text(options.data, options.context + 1)
     shards = start_shards(options.shards, groups)
     rows = options.rows(shards)
-    rule = make_rule(options.optimizer, options.learning_rate)
+    inner = make_optimizer(options.optimizer, options.learning_rate)
     # Last, for it takes longest. Compiled as one, since op by op it takes twice as long to start.
     model = nnx.jit(
         lambda: ByteTransformer(
@@ -91,10 +91,10 @@ def prepare(options: TrainOptions) -> Job:
         out=out,
         shards=shards,
         platform=jax.devices()[0].platform,
-        groups=groups or GroupAssignment((tuple(range(shards)),)),
+        groups=groups or Groups((tuple(range(shards)),)),
         rows=rows,
         text=text,
-        rule=rule,
+        inner=inner,
         first_model=model,
         gzip_bits_per_byte=gzip_bits_per_byte(text.held_out),
     )

@@ -3,13 +3,12 @@
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
 
-from crossshard.optimizer.cross_shard_optimizer import CrossShardOptimizer
-from crossshard.runners.runners import ShardedFunction, shard
+from crossshard import CrossShardOptimizer, shard
 from examples.byte_lm.held_out import HeldOut
 from examples.byte_lm.job import Job
 from examples.byte_lm.model import ByteTransformer, loss
@@ -73,7 +72,7 @@ def train(
             return
 
 
-def train_step(shards: int) -> ShardedFunction:
+def train_step(shards: int) -> Callable[..., jax.Array]:
     """The step of one shard, compiled for all: float32[shards], each shard's own loss."""
 
     @shard(num_shards=shards)

@@ -21,7 +21,7 @@ def print_job(console: Console, job: Job) -> None:
     _print_rows(
         console,
         [
-            ("shards", f"{_devices(job)}: {job.new_optimizer(job.rule).describe()}"),
+            ("shards", f"{_devices(job)}: {job.new_optimizer(job.inner).describe()}"),
             (
                 "text",
                 f"{text.name}: {_plural(text.files, 'file')}, {len(text.training):,} bytes to "
@@ -32,7 +32,7 @@ def print_job(console: Console, job: Job) -> None:
                 f"{job.parameters:,} parameters: {_plural(options.layers, 'layer')}, width "
                 f"{options.width}, context {options.context}",
             ),
-            ("optimizer", f"{job.rule.name}, {_learning_rate(job)}"),
+            ("optimizer", f"{job.inner.name}, {_learning_rate(job)}"),
             ("batch", f"{job.rows} rows of {options.context} bytes, {options.steps} steps"),
             ("output", str(job.out)),
         ],
@@ -81,7 +81,7 @@ def _proof(job: Job, summary: Summary) -> Iterable[Row]:
     if not summary.proof:
         yield "proof", "not run, since the training did not finish"
         return
-    unit = "each group's rows" if len(job.groups.groups) > 1 else "the same batches"
+    unit = "each group's rows" if len(job.groups.members) > 1 else "the same batches"
     yield (
         "proof",
         f"the first {_plural(summary.proof[0].steps, 'step')} again on one shard with {unit}, by "
@@ -89,7 +89,7 @@ def _proof(job: Job, summary: Summary) -> Iterable[Row]:
     )
     for one in summary.proof:
         yield (
-            f"  {one.rule}",
+            f"  {one.optimizer}",
             f"no parameter differs by more than {one.largest_difference:.1e}, where training "
             f"moved them by up to {one.largest_change:.1e}",
         )
@@ -100,7 +100,7 @@ def verdict(job: Job, proof: list[Comparison]) -> str:
     """What the proof means, in a sentence or two."""
     if all(one.same for one in proof):
         who = f"{_plural(job.shards, 'shard')} trained as one does"
-        if len(job.groups.groups) > 1:
+        if len(job.groups.members) > 1:
             who = f"each group of {job.groups.size} trained as one shard with its rows does"
         return (
             f"So {who}, but for rounding. A gradient that was not shared would differ by as much "
@@ -108,7 +108,7 @@ def verdict(job: Job, proof: list[Comparison]) -> str:
         )
     worst = max(proof, key=lambda one: one.relative)
     return (
-        f"THESE ARE NOT THE SAME: with {worst.rule} the parameters differ by "
+        f"THESE ARE NOT THE SAME: with {worst.optimizer} the parameters differ by "
         f"{worst.relative:.1%} of what training moved them, most of all in {worst.where}."
     )
 
@@ -119,7 +119,7 @@ def _devices(job: Job) -> str:
 
 
 def _learning_rate(job: Job) -> str:
-    rate = job.rule.learning_rate
+    rate = job.inner.learning_rate
     if rate is None:
         return "which sets its learning rate itself"
     chosen = " (default)" if job.options.learning_rate is None else ""

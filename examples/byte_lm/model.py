@@ -1,4 +1,4 @@
-"""The model that `crossshard train` trains: a small causal transformer over bytes, in Flax NNX."""
+"""The model: a small causal transformer over bytes, in Flax NNX."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ class ByteTransformer(nnx.Module):
       rngs: where the first parameters come from.
 
     Raises:
-      ArgumentError: no layer, or a width that is no multiple of 32.
+      ArgumentError: no layer, or a width that is not a multiple of 32.
     """
 
     def __init__(self, *, layers: int, width: int, rngs: nnx.Rngs) -> None:

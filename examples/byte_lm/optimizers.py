@@ -1,10 +1,9 @@
-"""The update rule that a name on the command line means, tried once before it is used."""
+"""The optimizer that a name on the command line means, tried once before it is used."""
 
 import dataclasses
 import difflib
 import importlib
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +17,8 @@ from crossshard.errors import ArgumentError
 # What factories call the learning rate.
 _LEARNING_RATES = ("learning_rate", "max_learning_rate", "lr", "step_size")
 
-# For rules that leave the choice to the caller: what did well in the first 150 steps of a small
-# model of this kind, out of rates that lie a factor of four apart.
+# For optimizers that leave the choice to the caller: what did well in the first 150 steps of a
+# small model of this kind, out of rates that lie a factor of four apart.
 _SUITABLE = {
     "acprop": 1e-3, "adadelta": 2.0, "adafactor": 0.02, "adagrad": 0.1, "fromage": 0.02,
     "galore": 4e-3, "lamb": 0.02, "lars": 2.0, "lion": 1e-3, "muon": 0.03, "noisy_sgd": 0.3,
@@ -43,7 +42,7 @@ _BEYOND_GRADIENTS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class InnerOptimizer:
     """An Optax transformation, with what to call it.
 
     Attributes:
@@ -57,7 +56,7 @@ class Rule:
     learning_rate: float | None
 
 
-def make_rule(name: str, learning_rate: float | None) -> Rule:
+def make_optimizer(name: str, learning_rate: float | None) -> InnerOptimizer:
     """The optimizer of this name, with this learning rate or one that suits it.
 
     Args:
@@ -77,11 +76,11 @@ def make_rule(name: str, learning_rate: float | None) -> Rule:
         raise ArgumentError(f"{name} could not be made: {_first_line(error)}.") from None
     if not callable(getattr(made, "init", None)) or not callable(getattr(made, "update", None)):
         raise ArgumentError(
-            f"{name} is no optimizer: it returns {type(made).__name__}, and not an Optax "
+            f"{name} is not an optimizer: it returns {type(made).__name__}, and not an Optax "
             f"transformation."
         )
     _try(made, name)
-    return Rule(name, made, rate)
+    return InnerOptimizer(name, made, rate)
 
 
 def _of_optax(name: str) -> Callable[..., Any]:
@@ -92,13 +91,13 @@ def _of_optax(name: str) -> Callable[..., Any]:
             f"gradients only, such as adamw."
         )
     for module in (optax, optax.contrib):
-        if _makes_a_rule(getattr(module, short, None)):
+        if _makes_an_optimizer(getattr(module, short, None)):
             return getattr(module, short)
     known = sorted(
         name
         for module in (optax, optax.contrib)
         for name, value in vars(module).items()
-        if _makes_a_rule(value) and _learning_rate_of(value)
+        if _makes_an_optimizer(value) and _learning_rate_of(value)
     )
     near = difflib.get_close_matches(short, known, n=3)
     hint = f"Did you mean {' or '.join(near)}?" if near else "Name one like adamw, sgd or muon."
@@ -108,7 +107,7 @@ def _of_optax(name: str) -> Callable[..., Any]:
     )
 
 
-def _makes_a_rule(value: Any) -> bool:
+def _makes_an_optimizer(value: Any) -> bool:
     if not inspect.isfunction(value):
         return False
     returns = str(inspect.signature(value).return_annotation)
@@ -123,10 +122,6 @@ def _learning_rate_of(factory: Callable[..., Any]) -> str | None:
 
 def _imported(name: str) -> Callable[..., Any]:
     module_name, _, attribute = name.partition(":")
-    # A script's own folder is on the path, and the folder of an installed command is not; what
-    # the user means is the folder they are in.
-    if "" not in sys.path:
-        sys.path.insert(0, "")
     try:
         found: Any = importlib.import_module(module_name)
     except Exception as error:  # a module of the user's may raise anything
@@ -183,32 +178,32 @@ def _check_nothing_missing(factory: Callable[..., Any], name: str, taken: dict[s
         )
 
 
-def _try(rule: optax.GradientTransformation, name: str) -> None:
+def _try(inner: optax.GradientTransformation, name: str) -> None:
     """Take a few steps on a bowl, to find here what would fail, or climb, in the run."""
-    rule = optax.with_extra_args_support(rule)
+    inner = optax.with_extra_args_support(inner)
     params = {"matrix": jnp.ones((4, 4)), "vector": jnp.ones(4)}
 
     def step(params: Any, state: Any) -> tuple[Any, Any, jax.Array]:
         # The gradient of half the sum of squares, which is that loss's value.
         value = 0.5 * optax.tree.norm(params, squared=True)
-        updates, state = rule.update(params, state, params, value=value)
+        updates, state = inner.update(params, state, params, value=value)
         return optax.apply_updates(params, updates), state, optax.tree.vdot(params, updates)
 
     try:
-        state = rule.init(params)
+        state = inner.init(params)
         step = jax.jit(step)
         uphill = 0.0
         # The first step that moves at all tells: later ones may turn back, as too long ones do.
         for _ in range(3):
             params, state, slope = step(params, state)
             uphill = uphill or float(slope)
-    except Exception as error:  # a rule of the user's may raise anything
+    except Exception as error:  # an optimizer of the user's may raise anything
         raise ArgumentError(f"{name} failed in a trial step: {_first_line(error)}.") from None
     if uphill > 0:
         raise ArgumentError(
-            f"{name} is a part of an optimizer and no whole one: its updates point uphill. Chain "
-            f"it with optax.scale_by_learning_rate in a function of your own, and name that as "
-            f"package.module:function."
+            f"{name} is a part of an optimizer and not a whole one: its updates point uphill. "
+            f"Chain it with optax.scale_by_learning_rate in a function of your own, and name that "
+            f"as package.module:function."
         )
 
 

@@ -1,18 +1,14 @@
-"""What a training run is asked to do; the options of `crossshard train`, with their meaning."""
+"""What a training run is asked to do; the options of the command, with their meaning."""
 
 import dataclasses
-import json
 import math
-import re
 from pathlib import Path
 from typing import Literal
 
 from crossshard.errors import ArgumentError, GroupAssignmentError
-from crossshard.shards.groups import GroupAssignment, check_group_assignment
+from examples.byte_lm.groups import Groups, parse_groups
 
 DEFAULT_BATCH = 16
-# Virtual CPU devices are threads and buffers; beyond this a machine is busy with nothing else.
-MOST_SHARDS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,17 +73,19 @@ class TrainOptions:
         if rate is not None and not (math.isfinite(rate) and rate > 0):
             raise ArgumentError(f"--learning-rate must be a number above 0; got {rate}.")
 
-    def group_assignment(self) -> GroupAssignment | None:
+    def parsed_groups(self) -> Groups | None:
         """The groups that ``groups`` names, ``None`` for all shards together.
 
         Raises:
-          GroupAssignmentError: neither form, no partition into equal groups, or not of ``shards``.
+          GroupAssignmentError: neither form, not a partition into equal groups, or one of other
+            shards than ``shards``.
         """
-        if self.groups is None:
-            return None
-        groups = parse_groups(self.groups)
-        if groups is not None and self.shards is not None:
-            groups.check_covers(self.shards)
+        groups = None if self.groups is None else parse_groups(self.groups)
+        if groups is not None and self.shards not in (None, groups.shards):
+            raise GroupAssignmentError(
+                f"--groups {self.groups} are groups of {groups.shards} shards, and --shards is "
+                f"{self.shards}. Leave --shards out, or name groups of {self.shards}."
+            )
         return groups
 
     def rows(self, shards: int) -> int:
@@ -106,29 +104,3 @@ class TrainOptions:
                 f"Say --batch {near}."
             )
         return self.batch
-
-
-def parse_groups(text: str) -> GroupAssignment | None:
-    """The groups in ``2x4`` (two groups of four neighbours) or in a JSON list of lists.
-
-    Raises:
-      GroupAssignmentError: neither of these, or no partition into groups of one size.
-    """
-    product = re.fullmatch(r"(\d{1,5})x(\d{1,5})", text.strip())
-    if product:
-        number, size = int(product[1]), int(product[2])
-        if not 0 < number * size <= MOST_SHARDS:
-            raise GroupAssignmentError(
-                f"--groups {text} makes {number * size} shards; 1 to {MOST_SHARDS} are possible."
-            )
-        return check_group_assignment(
-            [list(range(first, first + size)) for first in range(0, number * size, size)]
-        )
-    try:
-        listed = json.loads(text)
-    except ValueError:
-        raise GroupAssignmentError(
-            f"--groups must be like 2x4 (two groups of four) or JSON like [[0,1],[2,3]]; "
-            f"got {text!r}."
-        ) from None
-    return check_group_assignment(listed)

@@ -4,7 +4,7 @@ import datetime
 import os
 from pathlib import Path
 
-from crossshard.errors import DataError
+from crossshard.errors import ArgumentError
 
 
 def check_free(asked: Path | None) -> Path:
@@ -14,15 +14,15 @@ def check_free(asked: Path | None) -> Path:
       asked: the folder; ``None`` for a fresh one under ``runs/``, named after the time.
 
     Raises:
-      DataError: it holds something, is no folder, or cannot be made or written to.
+      ArgumentError: it holds something, is not a folder, or cannot be made or written to.
     """
     out = _fresh(Path("runs")) if asked is None else asked
     try:
         if out.exists():
             if not out.is_dir():
-                raise DataError(f"{out} is no folder. Name a new --out folder.")
+                raise ArgumentError(f"{out} is not a folder. Name a new --out folder.")
             if any(out.iterdir()):
-                raise DataError(
+                raise ArgumentError(
                     f"{out} holds files already, and nothing is overwritten. Name a new --out "
                     f"folder."
                 )
@@ -30,9 +30,9 @@ def check_free(asked: Path | None) -> Path:
     except OSError as error:
         raise cannot_write(out, error) from None
     if not there.is_dir():
-        raise DataError(f"Cannot write to {out}: {there} is no folder.")
+        raise ArgumentError(f"Cannot write to {out}: {there} is not a folder.")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise DataError(f"Cannot write to {out}: no permission to write in {there}.")
+        raise ArgumentError(f"Cannot write to {out}: no permission to write in {there}.")
     return out
 
 
@@ -42,6 +42,6 @@ def _fresh(parent: Path) -> Path:
     return next(parent / name for name in names if not (parent / name).exists())
 
 
-def cannot_write(path: Path, error: OSError) -> DataError:
+def cannot_write(path: Path, error: OSError) -> ArgumentError:
     """What to raise for an error of the operating system."""
-    return DataError(f"Cannot write to {path}: {error.strerror}.")
+    return ArgumentError(f"Cannot write to {path}: {error.strerror}.")

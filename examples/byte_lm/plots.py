@@ -23,7 +23,7 @@ def draw_curves(job: Job, steps: list[Step], summary: Summary, path: Path) -> No
     """Draw bits per byte over steps to a PNG file.
 
     Raises:
-      DataError: the file cannot be written.
+      ArgumentError: the file cannot be written.
     """
     figure = Figure(figsize=(9, 5.2), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
@@ -90,7 +90,7 @@ def _held_out_label(finals: tuple[float, ...]) -> str:
 
 def _frame(axes: Axes, job: Job, steps: list[Step]) -> None:
     axes.set_title(
-        f"{job.rule.name} on {job.shards} shard{'s' * (job.shards > 1)}, {job.text.name}",
+        f"{job.inner.name} on {job.shards} shard{'s' * (job.shards > 1)}, {job.text.name}",
         loc="left",
         color=_INK,
         fontsize=12,

@@ -10,11 +10,10 @@ import numpy as np
 import optax
 from flax import nnx
 
-from crossshard.gradients.reduction import Reduction, check_reduction
 from examples.byte_lm.job import Job
 from examples.byte_lm.loop import train_step
 from examples.byte_lm.model import ByteTransformer, loss
-from examples.byte_lm.optimizers import Rule
+from examples.byte_lm.optimizers import InnerOptimizer
 
 STEPS = 5
 
@@ -34,7 +33,7 @@ class Comparison:
     """How far apart many shards and one ended.
 
     Attributes:
-      rule: which optimizer stepped.
+      optimizer: which one stepped.
       steps: how often.
       largest_difference: of any parameter, absolute.
       where: the parameter that it is in.
@@ -43,7 +42,7 @@ class Comparison:
       same: whether rounding explains it.
     """
 
-    rule: str
+    optimizer: str
     steps: int
     largest_difference: float
     where: str
@@ -65,33 +64,32 @@ class Proof:
         self._drawn = drawn
         self._definition, self._first = nnx.split(job.new_model(), nnx.Param)
         # SUM adds up the members' losses, each a mean over an equal part of the rows.
-        summed = check_reduction(job.options.reduction) is Reduction.SUM
-        self._factor = job.groups.size if summed else 1
+        self._factor = job.groups.size if job.options.reduction == "sum" else 1
         self._gradients = jax.jit(jax.value_and_grad(self._loss))
 
     def of_run(self, after: Values) -> Comparison:
         """Compare with the parameters that the first steps of the run left, see ``values_of``."""
-        return self._compare(self._job.rule, after, _ROUNDING)
+        return self._compare(self._job.inner, after, _ROUNDING)
 
     def of_sgd(self) -> Comparison:
         """Train with plain SGD both ways, since it hides no factor, and compare."""
-        rule = Rule("sgd", optax.sgd(0.1), 0.1)
-        model, optimizer = self._job.new_model(), self._job.new_optimizer(rule)
+        inner = InnerOptimizer("sgd", optax.sgd(0.1), 0.1)
+        model, optimizer = self._job.new_model(), self._job.new_optimizer(inner)
         step = train_step(self._job.shards)
         for read, wanted in self._drawn:
             jax.block_until_ready(step(model, optimizer, read, wanted))
-        return self._compare(rule, values_of(model), _ROUNDING_OF_SGD)
+        return self._compare(inner, values_of(model), _ROUNDING_OF_SGD)
 
-    def _compare(self, rule: Rule, after: Values, rounding: float) -> Comparison:
+    def _compare(self, inner: InnerOptimizer, after: Values, rounding: float) -> Comparison:
         before = _values(self._first)
         largest, where, change = -1.0, "", 0.0
         differences = changes = 0.0
         for members in self._job.groups.members:
-            alone = self._alone(rule, members)
+            alone = self._alone(inner, np.array(members))
             for path, start in before.items():
                 many = after[path]
                 # [shards, …] under groups: all members are looked at, since they must agree.
-                found = many[members] if many.ndim > start.ndim else many[None]
+                found = many[list(members)] if many.ndim > start.ndim else many[None]
                 apart = found.astype(np.float64) - alone[path]
                 moved = alone[path].astype(np.float64) - start
                 if np.abs(apart).max() > largest:
@@ -101,7 +99,7 @@ class Proof:
                 changes += float(np.square(moved).sum())
         relative = math.sqrt(differences / changes) if changes else float(differences > 0)
         return Comparison(
-            rule=rule.name,
+            optimizer=inner.name,
             steps=len(self._drawn),
             largest_difference=largest,
             where=where,
@@ -110,9 +108,9 @@ class Proof:
             same=relative < rounding,
         )
 
-    def _alone(self, rule: Rule, members: np.ndarray) -> Values:
+    def _alone(self, inner: InnerOptimizer, members: np.ndarray) -> Values:
         """The parameters after training on one shard with the rows of these."""
-        transformation = optax.with_extra_args_support(rule.transformation)
+        transformation = optax.with_extra_args_support(inner.transformation)
 
         @jax.jit
         def update(gradients: Any, state: Any, params: Any, value: jax.Array) -> tuple[Any, Any]:

@@ -21,7 +21,7 @@ class Record:
       out: the folder; made if it is not there.
 
     Raises:
-      DataError: it cannot be made or written to, now or later.
+      ArgumentError: it cannot be made or written to, now or later.
     """
 
     def __init__(self, out: Path) -> None:

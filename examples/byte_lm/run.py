@@ -35,7 +35,7 @@ def run(
       stopped: asked after every step, and within the proof, whether the user has had enough.
 
     Raises:
-      DataError: the folder cannot be written to.
+      ArgumentError: the folder cannot be written to.
     """
     began = time.perf_counter()
     record.write("options.json", job.options)
@@ -53,7 +53,7 @@ def run(
         steps=len(record.steps),
         ended="stopped" if stopped() else "finished" if finite else "not finite",
         shards=job.shards,
-        learning_rate=job.rule.learning_rate,
+        learning_rate=job.inner.learning_rate,
         parameters=job.parameters,
         bits_per_byte=record.steps[-1].bits_per_byte,
         held_out_bits_per_byte=bits,
@@ -87,7 +87,7 @@ def _train(
 ) -> Values:
     """Train the model in place; its parameters after the steps that the proof repeats."""
     early: Values = {}
-    for step in train(job, model, job.new_optimizer(job.rule), held_out):
+    for step in train(job, model, job.new_optimizer(job.inner), held_out):
         record.add(step, job.rows * job.options.context)
         show(step)
         if step.number == min(STEPS, job.options.steps):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from crossshard.errors import DataError
+from crossshard.errors import ArgumentError
 
 HELD_OUT_FRACTION = 10
 # Compared with gzip and evaluated at the end: more would tell little, and take long on a CPU.
@@ -50,7 +50,7 @@ def read_text(path: Path | None, least: int) -> Text:
       least: the number of bytes that the training part must have.
 
     Raises:
-      DataError: nothing is there, it cannot be read, or it is too small or too large.
+      ArgumentError: nothing is there, it cannot be read, or it is too small or too large.
     """
     if path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -60,13 +60,13 @@ def read_text(path: Path | None, least: int) -> Text:
         root, name = path, str(path)
         files = [p for p in _walk(root) if p == root or _looks_like_text(p)]
     if not files:
-        raise DataError(f"There is no text file in {root}. Name another with --data.")
+        raise ArgumentError(f"There is no text file in {root}. Name another with --data.")
     _check_size(files, root)
     files.sort(key=lambda p: hashlib.sha256(p.relative_to(root).as_posix().encode()).digest())
     everything = np.frombuffer(b"".join(map(_read, files)), np.uint8)
     cut = len(everything) - len(everything) // HELD_OUT_FRACTION
     if cut < least or cut == len(everything):
-        raise DataError(
+        raise ArgumentError(
             f"{root} holds {len(everything)} bytes of text, and at least "
             f"{-(-least * HELD_OUT_FRACTION // (HELD_OUT_FRACTION - 1))} are needed to train with "
             f"this context and hold a tenth out. Name more text, or take a shorter --context."
@@ -105,7 +105,7 @@ def _walk(root: Path) -> list[Path]:
     if stat.S_ISREG(mode):
         return [root]
     if not stat.S_ISDIR(mode):
-        raise DataError(f"{root} is neither a file nor a folder.")
+        raise ArgumentError(f"{root} is neither a file nor a folder.")
     found = []
     for folder, folders, names in os.walk(root, onerror=_refuse):
         folders[:] = sorted(f for f in folders if not f.startswith(".") and f != "__pycache__")
@@ -125,7 +125,7 @@ def _looks_like_text(path: Path) -> bool:
 def _check_size(files: list[Path], root: Path) -> None:
     size = sum(p.stat().st_size for p in files)
     if size > MOST_BYTES:
-        raise DataError(
+        raise ArgumentError(
             f"{root} holds {size / 2**30:.1f} GiB of text, and at most {MOST_BYTES >> 30} GiB fit: "
             f"all of it is kept in memory. Name a part of it with --data."
         )
@@ -143,5 +143,5 @@ def _refuse(error: OSError) -> None:
     raise _cannot_read(error.filename, error) from None
 
 
-def _cannot_read(path: Path, error: OSError) -> DataError:
-    return DataError(f"Cannot read {path}: {error.strerror}.")
+def _cannot_read(path: Path, error: OSError) -> ArgumentError:
+    return ArgumentError(f"Cannot read {path}: {error.strerror}.")

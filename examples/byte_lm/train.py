@@ -1,17 +1,17 @@
-"""`crossshard train`: prepare, run, and say how it went."""
+"""The command: prepare, run, and say how it went."""
 
 import sys
 
 from rich.console import Console
 
 from examples.byte_lm.exit_codes import DONE, FAILED, INTERRUPTED
-from examples.byte_lm.progress import make_screen
-from examples.byte_lm.stopping import Stopping
-from examples.byte_lm.messages import print_job, print_summary
 from examples.byte_lm.job import prepare
+from examples.byte_lm.messages import print_job, print_summary
 from examples.byte_lm.options import TrainOptions
+from examples.byte_lm.progress import make_screen
 from examples.byte_lm.record import Record
 from examples.byte_lm.run import run
+from examples.byte_lm.stopping import Stopping
 
 
 def train_command(options: TrainOptions) -> int:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from crossshard.shards.groups import GroupAssignment
+from examples.byte_lm.groups import Groups
 from examples.byte_lm.held_out import HeldOut, gzip_bits_per_byte
 from examples.byte_lm.model import ByteTransformer, nats
 
@@ -35,13 +35,13 @@ def test_every_group_predicts_every_byte_once(groups):
     # Sharper than at the start, so that a byte left out would show.
     model.head.kernel.set_value(model.head.kernel.get_value() * 50)
     text = TEXT[:997]
-    found = HeldOut(text, 10, GroupAssignment(groups)).bits_per_byte(model)
+    found = HeldOut(text, 10, Groups(groups)).bits_per_byte(model)
     assert found == pytest.approx([by_hand(model, text, 10)] * len(groups), rel=1e-5)
 
 
 def test_the_sample_is_spread_over_the_text():
     model = ByteTransformer(layers=1, width=32, rngs=nnx.Rngs(0))
-    held_out = HeldOut(TEXT, 4, GroupAssignment(((0, 1),)))
+    held_out = HeldOut(TEXT, 4, Groups(((0, 1),)))
     (whole,), (sample,) = held_out.bits_per_byte(model), held_out.bits_per_byte(model, sample=True)
     assert sample != whole
     assert sample == pytest.approx(whole, rel=0.05)

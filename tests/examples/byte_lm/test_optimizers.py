@@ -1,7 +1,6 @@
 """Optimizers by name: found, given their learning rate, and refused for a reason."""
 
 import inspect
-import sys
 
 import jax.numpy as jnp
 import optax
@@ -9,7 +8,7 @@ import optax.contrib
 import pytest
 
 from crossshard import ArgumentError
-from examples.byte_lm.optimizers import make_rule
+from examples.byte_lm.optimizers import make_optimizer
 
 # Those whose learning rate we choose, or that choose it themselves, with what the outcome is.
 RATES = {
@@ -26,18 +25,18 @@ RATES = {
 
 
 @pytest.mark.parametrize(("name", "rate"), RATES.items())
-def test_the_learning_rate_is_the_rules_own_or_one_that_suits_it(name, rate):
-    assert make_rule(name, None).learning_rate == rate
+def test_the_learning_rate_is_the_optimizers_own_or_one_that_suits_it(name, rate):
+    assert make_optimizer(name, None).learning_rate == rate
 
 
 @pytest.mark.parametrize("name", ["sgd", "optax.sgd", "polyak_sgd", "contrib.muon", "dowg"])
-def test_a_given_learning_rate_reaches_the_rule(name):
+def test_a_given_learning_rate_reaches_the_optimizer(name):
     params = {"w": jnp.full((3, 3), 2.0)}
 
     def first_update(rate: float) -> float:
-        rule = make_rule(name, rate)
-        assert rule.learning_rate == rate
-        transformation = optax.with_extra_args_support(rule.transformation)
+        inner = make_optimizer(name, rate)
+        assert inner.learning_rate == rate
+        transformation = optax.with_extra_args_support(inner.transformation)
         state = transformation.init(params)
         updates, _ = transformation.update(params, state, params, value=jnp.float32(18.0))
         return float(jnp.abs(updates["w"]).max())
@@ -57,13 +56,13 @@ def test_every_optimizer_of_optax_that_takes_a_learning_rate_alone_can_be_named(
             needed = {p.name for p in parameters if p.default is p.empty}
             takes = {"learning_rate", "max_learning_rate"} & {p.name for p in parameters}
             if takes and needed <= takes and name not in skipped:
-                assert make_rule(name, 0.01).learning_rate == 0.01
+                assert make_optimizer(name, 0.01).learning_rate == 0.01
                 made.append(name)
     assert len(made) > 40
 
 
 def test_steps_that_are_too_long_are_the_users_choice():
-    assert make_rule("optimistic_gradient_descent", 2.7).learning_rate == 2.7
+    assert make_optimizer("optimistic_gradient_descent", 2.7).learning_rate == 2.7
 
 
 @pytest.mark.parametrize(
@@ -85,30 +84,29 @@ def test_steps_that_are_too_long_are_the_users_choice():
         ("optax:__version__", "must be a function"),
         ("sgd:", "Cannot import 'sgd'"),
         (":sgd", "Cannot import ''"),
-        ("json:JSONDecoder", "no optimizer"),
+        ("json:JSONDecoder", "not an optimizer"),
     ],
 )
-def test_what_is_no_usable_optimizer_is_refused_with_the_reason(name, reason):
+def test_what_is_not_a_usable_optimizer_is_refused_with_the_reason(name, reason):
     with pytest.raises(ArgumentError, match=reason):
-        make_rule(name, None)
+        make_optimizer(name, None)
 
 
-def test_a_factory_of_ones_own_is_found_in_the_folder_one_is_in(tmp_path, monkeypatch):
-    (tmp_path / "my_rules_here.py").write_text(
+def test_a_factory_of_ones_own_is_found_on_the_path(tmp_path, monkeypatch):
+    (tmp_path / "my_optimizers_here.py").write_text(
         "import optax\n"
         "def clipped(lr=0.02): return optax.chain(optax.clip(1.0), optax.sgd(lr))\n"
         "def rateless(): return optax.sgd(0.1)\n"
         "def broken(lr): raise RuntimeError('this factory\\nis broken')\n"
         "def needy(lr): return optax.lbfgs()\n"
     )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    assert make_rule("my_rules_here:clipped", None).learning_rate == 0.02
-    assert make_rule("my_rules_here:clipped", 0.5).learning_rate == 0.5
-    assert make_rule("my_rules_here:rateless", None).learning_rate is None
+    monkeypatch.syspath_prepend(tmp_path)
+    assert make_optimizer("my_optimizers_here:clipped", None).learning_rate == 0.02
+    assert make_optimizer("my_optimizers_here:clipped", 0.5).learning_rate == 0.5
+    assert make_optimizer("my_optimizers_here:rateless", None).learning_rate is None
     with pytest.raises(ArgumentError, match="takes no learning rate"):
-        make_rule("my_rules_here:rateless", 0.5)
+        make_optimizer("my_optimizers_here:rateless", 0.5)
     with pytest.raises(ArgumentError, match=r"could not be made: RuntimeError: this factory\.$"):
-        make_rule("my_rules_here:broken", 0.5)
+        make_optimizer("my_optimizers_here:broken", 0.5)
     with pytest.raises(ArgumentError, match=r"failed in a trial step: TypeError: .*value_fn"):
-        make_rule("my_rules_here:needy", 0.5)
+        make_optimizer("my_optimizers_here:needy", 0.5)

@@ -5,7 +5,8 @@ import math
 import pytest
 
 from crossshard import ArgumentError, GroupAssignmentError
-from examples.byte_lm.options import TrainOptions, parse_groups
+from examples.byte_lm.groups import parse_groups
+from examples.byte_lm.options import TrainOptions
 
 
 @pytest.mark.parametrize(
@@ -18,12 +19,12 @@ from examples.byte_lm.options import TrainOptions, parse_groups
     ],
 )
 def test_groups_are_read(text, groups):
-    assert parse_groups(text).groups == groups
+    assert parse_groups(text).members == groups
 
 
 def test_no_groups_are_one_group_of_all():
     assert parse_groups("[]") is None
-    assert TrainOptions().group_assignment() is None
+    assert TrainOptions().parsed_groups() is None
 
 
 @pytest.mark.parametrize(
@@ -42,14 +43,14 @@ def test_no_groups_are_one_group_of_all():
         ("null and void", "2x4"),
     ],
 )
-def test_what_is_no_partition_is_refused(text, names):
+def test_what_is_not_a_partition_is_refused(text, names):
     with pytest.raises(GroupAssignmentError, match=names):
         parse_groups(text)
 
 
 def test_groups_of_other_shards_are_refused():
-    with pytest.raises(GroupAssignmentError, match=r"range\(4\)"):
-        TrainOptions(groups="2x4", shards=4).group_assignment()
+    with pytest.raises(GroupAssignmentError, match=r"8 shards.*--shards is 4"):
+        TrainOptions(groups="2x4", shards=4).parsed_groups()
 
 
 @pytest.mark.parametrize(

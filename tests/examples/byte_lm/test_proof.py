@@ -10,11 +10,11 @@ import pytest
 
 import crossshard
 from examples.byte_lm import job as jobs
+from examples.byte_lm.groups import parse_groups
 from examples.byte_lm.job import Job, prepare
 from examples.byte_lm.loop import train_step
-from examples.byte_lm.options import parse_groups
+from examples.byte_lm.optimizers import make_optimizer
 from examples.byte_lm.proof import Batch, Comparison, Proof, values_of
-from examples.byte_lm.optimizers import make_rule
 from examples.byte_lm.text import batches
 from tests.examples.byte_lm.small import small_options
 
@@ -31,7 +31,7 @@ def change(job: Job, optimizer: str, groups: str, reduction: str) -> Job:
         job,
         options=options,
         groups=parse_groups(groups),
-        rule=make_rule(optimizer, None),
+        inner=make_optimizer(optimizer, None),
     )
 
 
@@ -42,7 +42,7 @@ def batches_of(job: Job) -> list[Batch]:
 
 def of_run(job: Job) -> Comparison:
     """The comparison that a run of three steps ends with."""
-    model, optimizer, step = job.new_model(), job.new_optimizer(job.rule), train_step(job.shards)
+    model, optimizer, step = job.new_model(), job.new_optimizer(job.inner), train_step(job.shards)
     for read, wanted in batches_of(job):
         jax.block_until_ready(step(model, optimizer, read, wanted))
     return Proof(job, batches_of(job)).of_run(values_of(model))
@@ -63,22 +63,22 @@ def test_shards_train_as_one_does(job, optimizer, groups, reduction, relative):
     assert one.largest_difference < relative * one.largest_change * 10
     assert one.largest_change > 1e-3
     assert one.where
-    assert (one.rule, one.steps) == (optimizer, 3)
+    assert (one.optimizer, one.steps) == (optimizer, 3)
 
 
 def test_sgd_is_compared_beside_any_optimizer(job):
     one = Proof(job, batches_of(job)).of_sgd()
     assert one.same
-    assert one.rule == "sgd"
+    assert one.optimizer == "sgd"
     assert one.relative < 1e-5
 
 
-def unreduced(rule: optax.GradientTransformation, **options: Any) -> crossshard.Optimizer:
-    return crossshard.Optimizer(rule)
+def unreduced(inner: optax.GradientTransformation, **options: Any) -> crossshard.Optimizer:
+    return crossshard.Optimizer(inner)
 
 
-def summed(rule: optax.GradientTransformation, **options: Any) -> crossshard.Optimizer:
-    return crossshard.CrossShardOptimizer(rule, reduction="sum")
+def summed(inner: optax.GradientTransformation, **options: Any) -> crossshard.Optimizer:
+    return crossshard.CrossShardOptimizer(inner, reduction="sum")
 
 
 def test_gradients_that_are_not_reduced_are_found(job, monkeypatch):

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from crossshard import DataError
+from crossshard import ArgumentError
 from examples.byte_lm.text import HELD_OUT_BYTES, MOST_BYTES, batches, read_text
 
 
@@ -128,7 +128,7 @@ def make_pipe(folder: Path) -> Path:
     ],
 )
 def test_what_cannot_be_trained_on_is_refused_by_name(tmp_path, make, names):
-    with pytest.raises(DataError) as refusal:
+    with pytest.raises(ArgumentError) as refusal:
         read_text(make(tmp_path), 50)
     for name in names:
         assert name in str(refusal.value)
@@ -137,7 +137,7 @@ def test_what_cannot_be_trained_on_is_refused_by_name(tmp_path, make, names):
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs Linux")
 def test_a_file_that_fails_while_it_is_read_is_named():
     # Even root cannot read this one from its beginning.
-    with pytest.raises(DataError, match=r"/proc/self/mem: Input/output error"):
+    with pytest.raises(ArgumentError, match=r"/proc/self/mem: Input/output error"):
         read_text(Path("/proc/self/mem"), 50)
 
 
@@ -145,5 +145,5 @@ def test_a_file_that_fails_while_it_is_read_is_named():
 def test_a_file_without_permission_is_named(tmp_path):
     (tmp_path / "secret.txt").write_text("s" * 1000)
     (tmp_path / "secret.txt").chmod(0)
-    with pytest.raises(DataError, match=r"secret.txt: Permission denied"):
+    with pytest.raises(ArgumentError, match=r"secret.txt: Permission denied"):
         read_text(tmp_path, 50)

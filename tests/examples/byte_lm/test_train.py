@@ -1,4 +1,4 @@
-"""`crossshard train` as a process with nothing set: in a pipe, in a terminal, interrupted."""
+"""The command as a process with nothing set: in a pipe, in a terminal, interrupted."""
 
 import json
 import os
@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from crossshard.cli import main
+from examples.byte_lm.__main__ import main
 from tests.examples.byte_lm.small import small_text
 
-COMMAND = [sys.executable, "-m", "crossshard.cli"]
+ROOT = Path(__file__).parents[3]
+COMMAND = [sys.executable, "-m", "examples.byte_lm"]
 SMALL = ["--layers", "1", "--width", "32", "--context", "16"]
 # For a machine on which everything else happens, too.
 PATIENCE = 240
@@ -24,7 +25,14 @@ PATIENCE = 240
 def bare_environment() -> dict[str, str]:
     """Ours without what the tests' configuration sets for themselves, but the kind of device."""
     ours = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "NPROC"))}
-    return {**ours, "JAX_PLATFORMS": "cpu", "TERM": "xterm-256color", "COLUMNS": "100"}
+    path = os.pathsep.join([str(ROOT), ours.get("PYTHONPATH", "")])
+    return {
+        **ours,
+        "PYTHONPATH": path,
+        "JAX_PLATFORMS": "cpu",
+        "TERM": "xterm-256color",
+        "COLUMNS": "100",
+    }
 
 
 def read_metrics(out: Path) -> list[dict]:
@@ -40,7 +48,7 @@ def check_picture(path: Path) -> None:
 def test_in_a_pipe_it_prints_lines_and_leaves_files(tmp_path):
     data = small_text(tmp_path)
     done = subprocess.run(
-        [*COMMAND, "train", "--data", data, *SMALL, "--steps", "60"],
+        [*COMMAND, "--data", data, *SMALL, "--steps", "60"],
         cwd=tmp_path,
         env=bare_environment(),
         capture_output=True,
@@ -73,7 +81,7 @@ def test_in_a_pipe_it_prints_lines_and_leaves_files(tmp_path):
     assert len(looks) >= 10
     summary = json.loads((out / "summary.json").read_text())
     assert summary["ended"] == "finished"
-    assert [one["rule"] for one in summary["proof"]] == ["adamw", "sgd"]
+    assert [one["optimizer"] for one in summary["proof"]] == ["adamw", "sgd"]
     assert json.loads((out / "options.json").read_text())["steps"] == 60
     check_picture(out / "curves.png")
 
@@ -83,7 +91,7 @@ def test_in_a_terminal_a_bar_moves_until_ctrl_c_and_everything_is_written(tmp_pa
     ours, theirs = pty.openpty()
     # Only the terminal that controls a process turns a typed Ctrl-C into a signal for it.
     controlled = "import os, sys; os.login_tty(0); os.execv(sys.argv[1], sys.argv[1:])"
-    words = [*COMMAND, "train", "--data", data, *SMALL, "--steps", "1000000", "--out", out]
+    words = [*COMMAND, "--data", data, *SMALL, "--steps", "1000000", "--out", out]
     process = subprocess.Popen(
         [sys.executable, "-c", controlled, *words], stdin=theirs, env=bare_environment()
     )
@@ -136,7 +144,7 @@ def steps_drawn(shown: str) -> list[int]:
 )
 def test_bad_input_is_one_line_and_two(tmp_path, words, names):
     done = subprocess.run(
-        [*COMMAND, "train", *words],
+        [*COMMAND, *words],
         cwd=tmp_path,
         env=bare_environment(),
         capture_output=True,
@@ -145,7 +153,7 @@ def test_bad_input_is_one_line_and_two(tmp_path, words, names):
     )
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr.startswith("crossshard: ")
+    assert done.stderr.startswith("byte_lm: ")
     assert done.stderr.count("\n") == 1
     assert names in done.stderr
     assert list(tmp_path.iterdir()) == []
@@ -154,7 +162,7 @@ def test_bad_input_is_one_line_and_two(tmp_path, words, names):
 def test_groups_are_judged_and_proven_apart(tmp_path, capsys):
     words = ["--data", str(small_text(tmp_path)), "--out", str(tmp_path / "out"), *SMALL]
     words += ["--groups", "[[0,3],[1,2]]", "--reduction", "sum", "--optimizer", "sgd"]
-    assert main(["train", *words, "--learning-rate", "0.05", "--steps", "12"]) == 0
+    assert main([*words, "--learning-rate", "0.05", "--steps", "12"]) == 0
     said = capsys.readouterr().out
     assert "4 virtual CPU devices: local gradient → sum over groups [[0, 3], [1, 2]]" in said
     assert re.search(r"held-out .* \(\d\.\d+, \d\.\d+ in the groups\)", said)
@@ -168,7 +176,7 @@ def test_groups_are_judged_and_proven_apart(tmp_path, capsys):
 def test_a_run_that_diverges_ends_there_and_says_so(tmp_path, capsys):
     out = tmp_path / "out"
     words = ["--data", str(small_text(tmp_path)), "--out", str(out), *SMALL, "--shards", "2"]
-    assert main(["train", *words, "--optimizer", "sgd", "--learning-rate", "1e30"]) == 1
+    assert main([*words, "--optimizer", "sgd", "--learning-rate", "1e30"]) == 1
     assert "is not finite: the run diverged" in capsys.readouterr().out
     metrics = read_metrics(out)
     assert len(metrics) < 10
@@ -181,7 +189,7 @@ def test_a_run_that_diverges_ends_there_and_says_so(tmp_path, capsys):
 def test_a_long_run_on_virtual_devices_ends_with_nothing_set(tmp_path, soak_steps):
     data = small_text(tmp_path)
     done = subprocess.run(
-        [*COMMAND, "train", "--data", data, *SMALL, "--steps", str(soak_steps), "--out", "out"],
+        [*COMMAND, "--data", data, *SMALL, "--steps", str(soak_steps), "--out", "out"],
         cwd=tmp_path,
         env=bare_environment(),
         capture_output=True,
