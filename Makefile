@@ -22,7 +22,7 @@ environment:  ## build .venv, if it is not there or not up to date
 	@python="$(PYTHON)"; [ -n "$$python" ] && "$$python" tools/environment.py $(VENV)
 
 demo: environment  ## train a small model on eight virtual CPU devices
-	$(VENV)/bin/crossshard train
+	$(VENV)/bin/python -m examples.byte_lm
 
 test: environment  ## run the whole suite, except what is marked soak
 	$(VENV)/bin/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
@@ -38,15 +38,15 @@ test-matrix:  ## the suite on Python 3.11 to 3.13, with the oldest and the newes
 soak: environment  ## the long runs: make soak SOAK_STEPS=20000
 	SOAK_STEPS=$(SOAK_STEPS) $(VENV)/bin/python -m pytest -m soak $(PYTEST_ARGS)
 
-bench: environment  ## measure against rivals written by hand, and against peers that are there
-	$(VENV)/bin/crossshard bench $(BENCH)
+bench: environment  ## measure against baselines written by hand, and against peers that are there
+	$(VENV)/bin/python -m benchmarks $(BENCH)
 
 bench-peers:  ## build the environments of PyTorch and TensorFlow for the bench
 	@python="$(PYTHON)"; [ -n "$$python" ] && "$$python" tools/bench_peers.py
 
 bench-pods: environment  ## compile steps for TPU pods, and write down what they send
 	$(VENV)/bin/python -m pip -qq --disable-pip-version-check install "jax[tpu]"
-	$(VENV)/bin/python -m crossshard.bench.pods
+	$(VENV)/bin/python -m benchmarks.pods
 
 constraints:  ## resolve and rewrite constraints/ for every Python that is here
 	@python="$(PYTHON)"; [ -n "$$python" ] && "$$python" tools/constraints.py

@@ -1,0 +1,1 @@
+"""Timing ours against others, in turn within one run: `python -m benchmarks --help`."""

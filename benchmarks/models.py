@@ -1,0 +1,83 @@
+"""The problems with a forward and a backward: MLPs, the demo's transformer, and tiny layers."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from benchmarks.problem import Problem, of_tree
+from examples.byte_lm.model import VOCABULARY, ByteTransformer, loss
+
+_MLP_LAYERS = 4
+# Over all shards, so that what is computed is the same for most numbers of them.
+_MLP_ROWS = 32
+_ROWS, _CONTEXT = 16, 64
+
+
+def mlp(parameters: int, shards: int) -> Problem:
+    """Four dense layers of one width, as a tree of arrays, with about so many parameters."""
+    # A multiple of eight, which every kernel likes.
+    width = 8 * max(1, round(math.sqrt(parameters / _MLP_LAYERS) / 8))
+    random = np.random.default_rng(0)
+    params = [
+        {
+            "kernel": random.normal(0, math.sqrt(2 / width), (width, width)).astype(np.float32),
+            "bias": np.zeros(width, np.float32),
+        }
+        for _ in range(_MLP_LAYERS)
+    ]
+    rows = _divisible(_MLP_ROWS, shards)
+    x, y = random.normal(size=(2, rows, width)).astype(np.float32)
+    return of_tree(params, _mlp_loss, {"x": x, "y": y})
+
+
+def _mlp_loss(params: Any, batch: Any) -> jax.Array:
+    x = batch["x"]
+    for layer in params[:-1]:
+        x = jax.nn.relu(x @ layer["kernel"] + layer["bias"])
+    return jnp.mean((x @ params[-1]["kernel"] + params[-1]["bias"] - batch["y"]) ** 2)
+
+
+def transformer(shards: int, *, layers: int = 3, width: int = 160) -> Problem:
+    """The model of `examples/byte_lm`, an NNX module, with that example's default sizes."""
+    model = nnx.jit(lambda: ByteTransformer(layers=layers, width=width, rngs=nnx.Rngs(0)))()
+    rows = _divisible(_ROWS, shards)
+    text = np.random.default_rng(0).integers(VOCABULARY, size=(rows, _CONTEXT + 1), dtype=np.uint8)
+
+    def loss_fn(model: ByteTransformer, batch: Any) -> jax.Array:
+        return loss(model, batch["read"], batch["wanted"])
+
+    return _of_module(model, loss_fn, {"read": text[:, :-1], "wanted": text[:, 1:]})
+
+
+def linear_layers(shards: int, *, layers: int, width: int = 8) -> Problem:
+    """An NNX module of so many small layers, which computes next to nothing."""
+    model = nnx.List([nnx.Linear(width, width, rngs=nnx.Rngs(0)) for _ in range(layers)])
+
+    def loss_fn(model: Any, x: jax.Array) -> jax.Array:
+        for layer in model:
+            x = layer(x)
+        return jnp.mean(x**2)
+
+    return _of_module(model, loss_fn, np.ones((shards, width), np.float32))
+
+
+def _of_module(module: Any, loss_fn: Callable[[Any, Any], jax.Array], batch: Any) -> Problem:
+    graph, params = nnx.split(module, nnx.Param)
+    return Problem(
+        model=module,
+        loss_fn=loss_fn,
+        params=params,
+        value_and_grad=jax.value_and_grad(
+            lambda params, batch: loss_fn(nnx.merge(graph, params), batch)
+        ),
+        batch=batch,
+    )
+
+
+def _divisible(rows: int, shards: int) -> int:
+    return math.ceil(rows / shards) * shards

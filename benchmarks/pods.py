@@ -1,0 +1,175 @@
+"""What steps send on TPU pods, compiled for them on a machine that has none: ours and a naive one.
+
+Run it with libtpu installed, as `make bench-pods` does.
+"""
+
+import collections
+import datetime
+import os
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.experimental import topologies
+from jax.sharding import Mesh, PartitionSpec
+from rich.console import Console
+
+import crossshard
+from benchmarks.problem import adamw
+
+TOPOLOGIES = ("v5e:4x4", "v5e:16x16", "v6e:8x8", "v5p:4x4x4")
+_AXIS = "shards"
+_ROWS = 8  # of the batch, for each shard
+
+
+def _type(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+# Matrices that divide and one that does not, an embedding, and vectors: 60 million parameters.
+_WIDTH, _HIDDEN, _WORDS = 1024, 4096, 32000
+PARAMS = {
+    "layers": [
+        {"up": _type(_WIDTH, _HIDDEN), "down": _type(_HIDDEN, _WIDTH), "scale": _type(_WIDTH)}
+        for _ in range(3)
+    ],
+    "odd": _type(_WIDTH, 1001),
+    "back": _type(1001, _WIDTH),
+    "words": _type(_WORDS, _WIDTH),
+    "bias": _type(_WORDS),
+}
+
+
+def loss_fn(params: Any, batch: Any) -> jax.Array:
+    """A network with all of these in it."""
+    hidden = batch
+    for layer in params["layers"]:
+        hidden += jnp.tanh((hidden * layer["scale"]) @ layer["up"]) @ layer["down"]
+    hidden += jnp.tanh(hidden @ params["odd"]) @ params["back"]
+    scores = hidden @ params["words"].T + params["bias"]
+    return jax.nn.logsumexp(scores, axis=-1).mean() - scores[:, 0].mean()
+
+
+class Row(NamedTuple):
+    """What one compiled step sends, in words."""
+
+    topology: str
+    step: str
+    collectives: str
+    sent: str
+    ratio: str
+    seconds: str
+
+
+def _lowered_ours(mesh: Mesh, optimizer: optax.GradientTransformation) -> Any:
+    step = crossshard.make_train_step(loss_fn, optimizer, mesh=mesh, weight_update="sharded")
+    return step.lower(step.abstract_init(PARAMS), _type(_ROWS * mesh.size, _WIDTH))
+
+
+def _lowered_naive(mesh: Mesh) -> Any:
+    """What one writes first: scatter the gradients over the shards, gather the parameters."""
+    optimizer, number = adamw(), mesh.size
+
+    def rows(x: Any) -> Any:
+        flat = jnp.ravel(x)
+        return jnp.pad(flat, (0, -flat.size % number))
+
+    def part(x: Any) -> Any:
+        own = rows(x).size // number
+        return lax.dynamic_slice_in_dim(rows(x), lax.axis_index(_AXIS) * own, own)
+
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        gradients = jax.grad(loss_fn)(params, batch)
+        scattered = jax.tree.map(
+            lambda g: lax.psum_scatter(rows(g), _AXIS, tiled=True) / number, gradients
+        )
+        own = jax.tree.map(part, params)
+        updates, state = optimizer.update(scattered, state, own)
+        own = optax.apply_updates(own, updates)
+        whole = jax.tree.map(
+            lambda x, p: lax.all_gather(x, _AXIS, tiled=True)[: p.size].reshape(p.shape),
+            own,
+            params,
+        )
+        return whole, state
+
+    whole, each = PartitionSpec(), PartitionSpec(_AXIS)
+    padded = jax.tree.map(lambda p: jax.eval_shape(rows, p), PARAMS)
+    state = jax.eval_shape(optimizer.init, padded)
+    specs = jax.tree.map(lambda x: each if x.ndim else whole, state)
+    run = jax.shard_map(
+        step, mesh=mesh, in_specs=(whole, specs, each), out_specs=(whole, specs), check_vma=False
+    )
+    return jax.jit(run, donate_argnums=(0, 1)).lower(
+        PARAMS, state, _type(_ROWS * mesh.size, _WIDTH)
+    )
+
+
+STEPS: dict[str, Callable[[Mesh], Any]] = {
+    "ours, sharded: adamw, in parts": lambda mesh: _lowered_ours(mesh, adamw()),
+    "ours, sharded: lamb, on global arrays": lambda mesh: _lowered_ours(mesh, optax.lamb(1e-3)),
+    "by hand: flat psum_scatter, all_gather": _lowered_naive,
+}
+
+
+def rows() -> Iterator[Row]:
+    """Every step compiled for every topology."""
+    for name in TOPOLOGIES:
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=name)
+        mesh = topologies.make_mesh(topology, (len(topology.devices),), (_AXIS,))
+        for step, lowered in STEPS.items():
+            began = time.perf_counter()
+            report = crossshard.inspect(lowered(mesh), parameters=PARAMS)
+            yield _row(name, step, report, time.perf_counter() - began)
+
+
+def _row(topology: str, step: str, report: Any, seconds: float) -> Row:
+    kinds = collections.Counter(each.kind for each in report.collectives if each.bytes_sent)
+    return Row(
+        topology,
+        step,
+        ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items())),
+        f"{report.bytes_sent / 1e6:.1f}",
+        f"{report.ratio:.3f}",
+        f"{seconds:.0f}",
+    )
+
+
+_HEADS = ("slice", "step", "collectives", "MB sent by a chip", "÷ lower bound", "s to compile")
+
+
+def main(out: Path = Path("docs/benchmarks/pods.md")) -> None:
+    """Print the table, and write it down."""
+    # Else libtpu looks for a machine of its own.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    console = Console(highlight=False)
+    console.print(" | ".join(_HEADS), soft_wrap=True)
+    found = []
+    for row in rows():
+        console.print(" | ".join(row), soft_wrap=True)
+        found.append(row)
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(PARAMS))
+    lines = [
+        "# TPU pods",
+        f"A whole step of {parameters:,} float32 parameters, compiled for slices of TPUs on a "
+        f"machine without any, and what its compiled program sends. The mesh is of one axis over "
+        f"all chips; ours splits it into rings by itself. The lower bound is 2(N−1)/N · P. Bytes "
+        f"are not seconds: nothing of this has run on a TPU.",
+        "\n".join(
+            "| " + " | ".join(row) + " |" for row in (_HEADS, ("---",) * 3 + ("---:",) * 3, *found)
+        ),
+        f"JAX {jax.__version__}, libtpu {version('libtpu')}, "
+        f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}. `make bench-pods` compiles it again.",
+    ]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

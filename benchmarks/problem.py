@@ -1,0 +1,44 @@
+"""What the candidates solve: parameters, batch and loss, as ours takes them and as others do."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+LEARNING_RATE, B1, B2, EPS, WEIGHT_DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.1
+
+
+def adamw() -> optax.GradientTransformation:
+    """The optimizer of every candidate, with the numbers that every candidate is given."""
+    return optax.adamw(LEARNING_RATE, B1, B2, EPS, weight_decay=WEIGHT_DECAY)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A step to be taken again and again.
+
+    Attributes:
+      model: what ours starts from: a tree of arrays, or an NNX module.
+      loss_fn: of the model and one shard's batch, as ours takes it.
+      params: the same start as a tree of arrays, for the step written by hand.
+      value_and_grad: of such a tree and one shard's batch: the loss and its gradients.
+      batch: a tree of arrays, all shards' parts one after the other.
+    """
+
+    model: Any
+    loss_fn: Callable[[Any, Any], jax.Array]
+    params: Any
+    value_and_grad: Callable[[Any, Any], tuple[jax.Array, Any]]
+    batch: Any
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers are learnt."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.params))
+
+
+def of_tree(params: Any, loss_fn: Callable[[Any, Any], jax.Array], batch: Any) -> Problem:
+    """A problem whose parameters are a tree of arrays, differentiated by JAX."""
+    return Problem(params, loss_fn, params, jax.value_and_grad(loss_fn), batch)

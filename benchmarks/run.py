@@ -1,0 +1,40 @@
+"""A whole run: devices, the benchmarks one after the other, and what each of them leaves."""
+
+from collections.abc import Iterator
+
+import jax
+
+import crossshard
+from benchmarks import imports, overhead, step, update
+from benchmarks.machine import this_machine
+from benchmarks.options import Bench, BenchOptions
+from benchmarks.progress import Screen
+from benchmarks.report import Report, write
+from benchmarks.result import Result
+
+
+def run(options: BenchOptions, screen: Screen) -> Iterator[Report]:
+    """Run the benchmarks; each report is written when it is handed out.
+
+    Raises:
+      CrossshardError: something that was asked for cannot be done, or a report not be written.
+    """
+    # The peers run on the CPU, and so do all others beside them.
+    jax.config.update("jax_platforms", "cpu")
+    shards = [n for bench in options.benches for n in options.shards_for(bench)]
+    crossshard.cpu_devices(max(shards, default=1))
+    for bench in dict.fromkeys(options.benches):
+        screen.notes.clear()
+        machine = this_machine()
+        results = list(_results(bench, options, screen, machine.versions))
+        report = Report(bench, machine, options.rounds, options.quick, [*screen.notes], results)
+        write(report, options.out)
+        yield report
+
+
+def _results(
+    bench: Bench, options: BenchOptions, screen: Screen, versions: dict[str, str]
+) -> Iterator[Result]:
+    if bench == "update":
+        return update.measure(options, screen, versions)
+    return {"step": step, "overhead": overhead, "import": imports}[bench].measure(options, screen)

@@ -1,0 +1,161 @@
+"""Results as tables of words, for the screen and for the page alike."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from benchmarks.baselines import HAND_WRITTEN, OURS_AUTO, OURS_REPLICATED, OURS_SHARDED
+from benchmarks.imports import WITH, WITHOUT
+from benchmarks.options import Bench
+from benchmarks.overhead import BARE, CALLED
+from benchmarks.result import Result
+from benchmarks.timing import Spread
+
+_OURS = (OURS_AUTO, OURS_SHARDED, OURS_REPLICATED)
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Words in rows.
+
+    Attributes:
+      title: what it shows.
+      columns: the heads.
+      rows: as many words each as there are columns.
+      labels: how many columns, from the left, hold names rather than numbers.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    labels: int = 1
+
+    def left(self) -> list[bool]:
+        """Which columns stand to the left."""
+        return [index < self.labels for index in range(len(self.columns))]
+
+
+def make_tables(bench: Bench, results: Sequence[Result]) -> list[Table]:
+    """The tables of a bench; none without results."""
+    if bench == "update":
+        return [_of_update(result) for result in results]
+    if not results:
+        return []
+    if bench == "step":
+        return [_of_steps(results)]
+    if bench == "overhead":
+        return [_of_differences("Microseconds a call", results, CALLED, BARE, 1e6)]
+    return [_of_differences("Milliseconds until imported", results, WITH, WITHOUT, 1e3)]
+
+
+def _of_update(result: Result) -> Table:
+    timing, floor = result.timing, result.floor_seconds
+    assert floor is not None
+    assert result.bandwidth is not None
+    rows = []
+    for name in timing.seconds:
+        spread = timing.spread(name)
+        ratio = timing.ratio(OURS_SHARDED, name)
+        rows.append(
+            [
+                name,
+                *_milliseconds(spread),
+                f"{spread.median / floor:.1f}",
+                f"{spread.least / floor:.1f}",
+                *_ratio(ratio),
+                f"{timing.ratio_of_minimums(OURS_SHARDED, name):.2f}",
+                f"{result.differences[name]:.0e}",
+            ]
+        )
+    return Table(
+        f"{result.title()}: floor {_number(1000 * floor)} ms at {result.bandwidth / 1e9:.1f} GB/s",
+        [
+            "candidate",
+            "ms a step",
+            "quartiles",
+            "minimum",
+            "× floor",
+            "minimum × floor",
+            "ours ÷ this",
+            "quartiles",
+            "least",
+            "of minimums",
+            "differs by",
+        ],
+        rows,
+    )
+
+
+def _of_steps(results: Sequence[Result]) -> Table:
+    rows = []
+    for result in results:
+        timing = result.timing
+        row = [result.problem, f"{result.parameters:,}", f"{result.shards}"]
+        row += [_number(1000 * timing.spread(HAND_WRITTEN).median)]
+        for name in _OURS:
+            median, quartiles, _ = _ratio(timing.ratio(name, HAND_WRITTEN))
+            row += [median, quartiles, f"{timing.ratio_of_minimums(name, HAND_WRITTEN):.2f}"]
+        rows.append(row)
+    spread = ["quartiles", "of minimums"]
+    return Table(
+        "A step of ours over one written by hand",
+        [
+            "problem",
+            "parameters",
+            "shards",
+            "by hand, ms",
+            *(head for name in _OURS for head in (f"{name} ÷ by hand", *spread)),
+        ],
+        rows,
+    )
+
+
+def _of_differences(
+    title: str, results: Sequence[Result], ours: str, bare: str, unit: float
+) -> Table:
+    rows = []
+    for result in results:
+        timing = result.timing
+        more = timing.difference(ours, bare).times(unit)
+        rows.append(
+            [
+                result.title(),
+                f"{timing.spread(bare).times(unit).median:.0f}",
+                f"{timing.spread(ours).times(unit).median:.0f}",
+                f"{more.median:.0f}",
+                f"{more.low:.0f} to {more.high:.0f}",
+                f"{more.least:.0f}",
+                f"{unit * timing.difference_of_minimums(ours, bare):.0f}",
+            ]
+        )
+    return Table(
+        title,
+        [
+            "of what",
+            bare,
+            ours,
+            "difference",
+            "quartiles",
+            "least",
+            "of minimums",
+        ],
+        rows,
+    )
+
+
+def _milliseconds(spread: Spread) -> Iterator[str]:
+    spread = spread.times(1000)
+    yield _number(spread.median)
+    yield f"{_number(spread.low)} to {_number(spread.high)}"
+    yield _number(spread.least)
+
+
+def _ratio(spread: Spread) -> Iterator[str]:
+    yield f"{spread.median:.2f}"
+    yield f"{spread.low:.2f} to {spread.high:.2f}"
+    yield f"{spread.least:.2f}"
+
+
+def _number(number: float) -> str:
+    """With three digits that count, or all before the point."""
+    decimals = 0 if number >= 100 else 1 if number >= 10 else 2 if number >= 1 else 3
+    return f"{number:,.{decimals}f}"

@@ -1,0 +1,122 @@
+"""The bench of the update alone: gradients given, AdamW, against all candidates and the floor."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.baselines import Candidate
+from benchmarks.floor import cores, least_bytes, measure_bandwidth
+from benchmarks.given_gradients import given_gradients, scales
+from benchmarks.interleave import interleave
+from benchmarks.jax_baselines import hand_written, ours
+from benchmarks.options import BenchOptions
+from benchmarks.peer import Peer, PeerCandidate, PeerError
+from benchmarks.problem import B1, B2, EPS, LEARNING_RATE, WEIGHT_DECAY
+from benchmarks.progress import Screen
+from benchmarks.result import Result
+
+_MATRICES, _WIDTH = 32, 512
+_QUICK_WIDTH = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class _Framework:
+    """A peer: its name, its script, and its ways to take a step with their names in tables."""
+
+    name: str
+    folder: str
+    script: str
+    variants: dict[str, str]
+
+
+_FRAMEWORKS = (
+    _Framework(
+        "PyTorch",
+        "peer-torch",
+        "torch_peer.py",
+        {"all_reduce": "PyTorch gloo all-reduce + AdamW", "zero": "PyTorch gloo ZeRO + AdamW"},
+    ),
+    _Framework(
+        "TensorFlow",
+        "peer-tensorflow",
+        "tensorflow_peer.py",
+        {
+            "adamw": "MirroredStrategy, v1 Adam + decay",
+            "adam": "MirroredStrategy, v1 Adam (no decay: less work)",
+        },
+    ),
+)
+
+
+def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> Iterator[Result]:
+    """A result for every number of shards; the versions of peers are added as they answer."""
+    width = _QUICK_WIDTH if options.quick else _WIDTH
+    for shards in options.shards_for("update"):
+        problem = given_gradients(_MATRICES, width, shards)
+        told = f"update of {problem.parameters:,} parameters, {shards} shards"
+        screen.tell(f"{told}: starting all candidates")
+        sharded = ours(problem, shards, "sharded")
+        candidates: list[Candidate] = [
+            sharded,
+            ours(problem, shards, "replicated"),
+            hand_written(problem, shards),
+        ]
+        with contextlib.ExitStack() as running:
+            for framework in _FRAMEWORKS:
+                try:
+                    peer = _start(framework, options.peers, width, shards)
+                    running.enter_context(peer)
+                    versions |= peer.versions()
+                    for way in framework.variants:
+                        # Made now: what fails here costs this peer only, and later the bench.
+                        peer.run(way, steps=0)
+                except PeerError as why:
+                    screen.note(f"Left out: {why}")
+                    continue
+                candidates += [
+                    PeerCandidate(name, peer, way) for way, name in framework.variants.items()
+                ]
+            bandwidth = measure_bandwidth()
+            screen.tell(told)
+            timing, differences = interleave(candidates, options.rounds, screen.round)
+        screen.note(f"With {shards} shards, {_share(sharded.state.opt_state)}")
+        yield Result(
+            problem=f"update of {_MATRICES} matrices of {width} × {width}",
+            parameters=problem.parameters,
+            shards=shards,
+            timing=timing,
+            differences=differences,
+            floor_bytes=least_bytes(problem.parameters, shards),
+            bandwidth=max(bandwidth, measure_bandwidth()),
+        )
+
+
+def _share(state: Any) -> str:
+    """What one shard holds of the optimizer state, told by the arrays themselves."""
+    arrays = jax.tree.leaves(state)
+    whole = sum(array.nbytes for array in arrays)
+    first = [array.addressable_shards[0].data for array in arrays]
+    held = sum(part.nbytes for part in first)
+    return (
+        f"one shard of ours, sharded, holds {held:,} of the {whole:,} bytes of the optimizer's "
+        f"state: {held / whole:.4f} of it."
+    )
+
+
+def _start(framework: _Framework, peers: Path, width: int, shards: int) -> Peer:
+    problem = {
+        "shapes": [(width, width)] * _MATRICES,
+        "scales": scales(_MATRICES, shards),
+        "learning_rate": LEARNING_RATE,
+        "b1": B1,
+        "b2": B2,
+        "eps": EPS,
+        "weight_decay": WEIGHT_DECAY,
+        "cores": cores(),
+    }
+    python = peers / framework.folder / "bin" / "python"
+    return Peer(framework.name, python, framework.script, problem)

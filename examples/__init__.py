@@ -1,0 +1,1 @@
+"""Programs that use crossshard as its users do: by its public names."""

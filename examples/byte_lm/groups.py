@@ -1,0 +1,71 @@
+"""Which shards reduce with which, as it is written on the command line."""
+
+import dataclasses
+import json
+import re
+
+import numpy as np
+import optax
+
+from crossshard import CrossShardOptimizer
+from crossshard.errors import GroupAssignmentError
+
+# Virtual CPU devices are threads and buffers; beyond this a machine is busy with nothing else.
+MOST_SHARDS = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """A partition of the shards into groups of one size.
+
+    Attributes:
+      members: the shards of each group.
+    """
+
+    members: tuple[tuple[int, ...], ...]
+
+    @property
+    def size(self) -> int:
+        """How many shards are in each group."""
+        return len(self.members[0])
+
+    @property
+    def shards(self) -> int:
+        """How many shards all groups have together."""
+        return self.size * len(self.members)
+
+    @property
+    def group_of(self) -> np.ndarray:
+        """int[shards]: the group that each shard is in."""
+        return np.argsort(np.ravel(self.members)) // self.size
+
+    @property
+    def position_of(self) -> np.ndarray:
+        """int[shards]: each shard's place within its group."""
+        return np.argsort(np.ravel(self.members)) % self.size
+
+
+def parse_groups(text: str) -> Groups | None:
+    """The groups in ``2x4`` (two groups of four neighbours) or in a JSON list of lists.
+
+    Raises:
+      GroupAssignmentError: neither of these, or not a partition into groups of one size.
+    """
+    product = re.fullmatch(r"(\d{1,5})x(\d{1,5})", text.strip())
+    if product:
+        number, size = int(product[1]), int(product[2])
+        if not 0 < number * size <= MOST_SHARDS:
+            raise GroupAssignmentError(
+                f"--groups {text} makes {number * size} shards; 1 to {MOST_SHARDS} are possible."
+            )
+        return Groups(tuple(tuple(range(g * size, (g + 1) * size)) for g in range(number)))
+    try:
+        listed = json.loads(text)
+    except ValueError:
+        raise GroupAssignmentError(
+            f"--groups must be like 2x4 (two groups of four) or JSON like [[0,1],[2,3]]; "
+            f"got {text!r}."
+        ) from None
+    # It refuses what is not a partition into groups of one size, and says why.
+    CrossShardOptimizer(optax.identity(), group_assignment=listed)
+    return Groups(tuple(map(tuple, listed))) if listed else None

@@ -1,0 +1,100 @@
+"""A training run with everything checked and made, but nothing yet trained or written."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+from flax import nnx
+
+from crossshard import CrossShardOptimizer
+from examples.byte_lm.devices import start_shards
+from examples.byte_lm.groups import Groups
+from examples.byte_lm.held_out import HeldOut, gzip_bits_per_byte
+from examples.byte_lm.model import ByteTransformer
+from examples.byte_lm.optimizers import InnerOptimizer, make_optimizer
+from examples.byte_lm.options import TrainOptions
+from examples.byte_lm.output import check_free
+from examples.byte_lm.text import Text, read_text
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What a run needs.
+
+    Attributes:
+      options: what was asked for.
+      out: the folder to make and write to.
+      shards: how many shards step together.
+      platform: what the devices are, such as ``"cpu"``.
+      groups: which shards reduce with which; all in one group where none were asked for.
+      rows: of the global batch.
+      text: what to train on and to be judged by.
+      inner: the user's optimizer, not wrapped.
+      first_model: as it is before the first step; not to be trained itself, see ``new_model``.
+      gzip_bits_per_byte: what gzip needs for the held-out bytes.
+    """
+
+    options: TrainOptions
+    out: Path
+    shards: int
+    platform: str
+    groups: Groups
+    rows: int
+    text: Text
+    inner: InnerOptimizer
+    first_model: ByteTransformer
+    gzip_bits_per_byte: float
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the model learns."""
+        return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(self.first_model, nnx.Param)))
+
+    def new_model(self) -> ByteTransformer:
+        """A copy of the model as it is before the first step."""
+        return nnx.clone(self.first_model)
+
+    def new_optimizer(self, inner: InnerOptimizer) -> CrossShardOptimizer:
+        """An optimizer wrapped for these shards, with no state yet."""
+        return CrossShardOptimizer(
+            inner.transformation,
+            reduction=self.options.reduction,
+            group_assignment=self.groups.members if self.options.groups else None,
+        )
+
+    def new_held_out(self) -> HeldOut:
+        """The held-out bytes, laid out for these shards."""
+        return HeldOut(self.text.held_out, self.options.context, self.groups)
+
+
+def prepare(options: TrainOptions) -> Job:
+    """Check all that can be checked before training, starting JAX's devices on the way.
+
+    Raises:
+      CrossshardError: something that was asked for cannot be done; nothing has been written.
+    """
+    options.check()
+    out = check_free(options.out)
+    groups = options.parsed_groups()
+    text = read_text(options.data, options.context + 1)
+    shards = start_shards(options.shards, groups)
+    rows = options.rows(shards)
+    inner = make_optimizer(options.optimizer, options.learning_rate)
+    # Last, for it takes longest. Compiled as one, since op by op it takes twice as long to start.
+    model = nnx.jit(
+        lambda: ByteTransformer(
+            layers=options.layers, width=options.width, rngs=nnx.Rngs(options.seed)
+        )
+    )()
+    return Job(
+        options=options,
+        out=out,
+        shards=shards,
+        platform=jax.devices()[0].platform,
+        groups=groups or Groups((tuple(range(shards)),)),
+        rows=rows,
+        text=text,
+        inner=inner,
+        first_model=model,
+        gzip_bits_per_byte=gzip_bits_per_byte(text.held_out),
+    )

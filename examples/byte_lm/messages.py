@@ -1,0 +1,143 @@
+"""What is said before a run and after it."""
+
+import textwrap
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.text import Text
+
+import crossshard
+from examples.byte_lm.job import Job
+from examples.byte_lm.proof import Comparison
+from examples.byte_lm.summary import Summary
+
+Row = tuple[str, str]
+
+
+def print_job(console: Console, job: Job) -> None:
+    """Say what is about to be trained, and on what."""
+    options, text = job.options, job.text
+    console.print(f"[bold]crossshard[/] {crossshard.__version__}", highlight=False)
+    _print_rows(
+        console,
+        [
+            ("shards", f"{_devices(job)}: {job.new_optimizer(job.inner).describe()}"),
+            (
+                "text",
+                f"{text.name}: {_plural(text.files, 'file')}, {len(text.training):,} bytes to "
+                f"train on, {len(text.held_out):,} held out",
+            ),
+            (
+                "model",
+                f"{job.parameters:,} parameters: {_plural(options.layers, 'layer')}, width "
+                f"{options.width}, context {options.context}",
+            ),
+            ("optimizer", f"{job.inner.name}, {_learning_rate(job)}"),
+            ("batch", f"{job.rows} rows of {options.context} bytes, {options.steps} steps"),
+            ("output", str(job.out)),
+        ],
+    )
+
+
+def print_summary(console: Console, job: Job, summary: Summary) -> None:
+    """Say what came of it."""
+    rows = []
+    if summary.ended == "stopped":
+        rows.append(("stopped", f"after {_plural(summary.steps, 'step')}, as you asked"))
+    if summary.ended == "not finite":
+        rows.append(
+            (
+                "stopped",
+                f"the loss of step {summary.steps} is not finite: the run diverged. "
+                f"Try a smaller --learning-rate.",
+            )
+        )
+    rows += [*_held_out(summary), *_speed(summary), *_proof(job, summary)]
+    rows.append(("written", f"metrics.jsonl, curves.png and summary.json in {job.out}"))
+    _print_rows(console, rows)
+
+
+def _held_out(summary: Summary) -> Iterable[Row]:
+    bits = summary.held_out_bits_per_byte
+    if bits:
+        groups = ", ".join(f"{b:.3f}" for b in bits)
+        each = f" ({groups} in the groups)" if len(bits) > 1 else ""
+        yield (
+            "held-out",
+            f"{sum(bits) / len(bits):.3f} bits per byte{each}; gzip -9 needs "
+            f"{summary.gzip_bits_per_byte:.3f} for the same {summary.held_out_bytes:,} bytes",
+        )
+
+
+def _speed(summary: Summary) -> Iterable[Row]:
+    if summary.tokens_per_second is not None:
+        yield (
+            "speed",
+            f"{summary.tokens_per_second:,.0f} tokens/s; {summary.seconds:.0f} s in all",
+        )
+
+
+def _proof(job: Job, summary: Summary) -> Iterable[Row]:
+    if not summary.proof:
+        yield "proof", "not run, since the training did not finish"
+        return
+    unit = "each group's rows" if len(job.groups.members) > 1 else "the same batches"
+    yield (
+        "proof",
+        f"the first {_plural(summary.proof[0].steps, 'step')} again on one shard with {unit}, by "
+        f"JAX and Optax alone:",
+    )
+    for one in summary.proof:
+        yield (
+            f"  {one.optimizer}",
+            f"no parameter differs by more than {one.largest_difference:.1e}, where training "
+            f"moved them by up to {one.largest_change:.1e}",
+        )
+    yield "", verdict(job, summary.proof)
+
+
+def verdict(job: Job, proof: list[Comparison]) -> str:
+    """What the proof means, in a sentence or two."""
+    if all(one.same for one in proof):
+        who = f"{_plural(job.shards, 'shard')} trained as one does"
+        if len(job.groups.members) > 1:
+            who = f"each group of {job.groups.size} trained as one shard with its rows does"
+        return (
+            f"So {who}, but for rounding. A gradient that was not shared would differ by as much "
+            f"as training moves, one that was summed twice by far more."
+        )
+    worst = max(proof, key=lambda one: one.relative)
+    return (
+        f"THESE ARE NOT THE SAME: with {worst.optimizer} the parameters differ by "
+        f"{worst.relative:.1%} of what training moved them, most of all in {worst.where}."
+    )
+
+
+def _devices(job: Job) -> str:
+    kind = "virtual CPU device" if job.platform == "cpu" else f"{job.platform.upper()} device"
+    return _plural(job.shards, kind)
+
+
+def _learning_rate(job: Job) -> str:
+    rate = job.inner.learning_rate
+    if rate is None:
+        return "which sets its learning rate itself"
+    chosen = " (default)" if job.options.learning_rate is None else ""
+    return f"learning rate {rate:g}{chosen}"
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + "s" * (number != 1)
+
+
+def _print_rows(console: Console, rows: Iterable[Row]) -> None:
+    rows = list(rows)
+    indent = max(len(label) for label, _ in rows) + 4
+    console.print()
+    for label, value in rows:
+        # Beside the labels, not below them.
+        first, *more = textwrap.wrap(value, console.width - indent, break_long_words=False)
+        console.print(Text.assemble((f"  {label}".ljust(indent), "cyan"), first), soft_wrap=True)
+        for line in more:
+            console.print(Text(" " * indent + line), soft_wrap=True)
+    console.print()

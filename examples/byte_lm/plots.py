@@ -1,0 +1,111 @@
+"""The picture of a run: training and held-out curves in bits per byte, beside gzip."""
+
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from examples.byte_lm.job import Job
+from examples.byte_lm.loop import Step
+from examples.byte_lm.output import cannot_write
+from examples.byte_lm.summary import Summary
+
+_TRAIN, _HELD_OUT, _GZIP, _INK, _GRID = "#4477aa", "#cc3311", "#666666", "#222222", "#e4e4e4"
+
+# Evenly likely bytes need eight bits. What needs far more has diverged, and would flatten the rest.
+_TOP = 10
+
+
+def draw_curves(job: Job, steps: list[Step], summary: Summary, path: Path) -> None:
+    """Draw bits per byte over steps to a PNG file.
+
+    Raises:
+      ArgumentError: the file cannot be written.
+    """
+    figure = Figure(figsize=(9, 5.2), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    _draw_training(axes, steps)
+    _draw_held_out(axes, steps, summary)
+    axes.axhline(
+        summary.gzip_bits_per_byte,
+        color=_GZIP,
+        linestyle=(0, (5, 3)),
+        linewidth=1.3,
+        label=f"gzip -9 on the same held-out bytes: {summary.gzip_bits_per_byte:.2f}",
+    )
+    _frame(axes, job, steps)
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise cannot_write(path, error) from None
+
+
+def _draw_training(axes: Axes, steps: list[Step]) -> None:
+    numbers = np.array([step.number for step in steps])
+    bits = np.array([step.bits_per_byte for step in steps])
+    axes.plot(numbers, bits, color=_TRAIN, linewidth=0.8, alpha=0.3)
+    window = max(1, len(bits) // 25)
+    smooth = np.convolve(bits, np.full(window, 1 / window), mode="valid")
+    middles = numbers[: len(smooth)] + (window - 1) / 2
+    axes.plot(
+        middles,
+        smooth,
+        color=_TRAIN,
+        linewidth=1.8,
+        label=f"training, mean of {window} steps: {smooth[-1]:.2f}",
+    )
+
+
+def _draw_held_out(axes: Axes, steps: list[Step], summary: Summary) -> None:
+    points = {step.number: step.held_out for step in steps if step.held_out}
+    if summary.held_out_bits_per_byte:
+        # Of all held-out bytes, where those before are of a sample of them.
+        points[summary.steps] = tuple(summary.held_out_bits_per_byte)
+    if not points:
+        return
+    finals = points[max(points)]
+    for group in range(len(finals)):
+        axes.plot(
+            list(points),
+            [bits[group] for bits in points.values()],
+            color=_HELD_OUT,
+            linewidth=1.6,
+            alpha=1 - 0.7 * group / len(finals),
+            marker="o",
+            markersize=4.5,
+            markeredgecolor="white",
+            label=_held_out_label(finals) if group == 0 else None,
+        )
+
+
+def _held_out_label(finals: tuple[float, ...]) -> str:
+    if len(finals) == 1:
+        return f"held-out: {finals[0]:.2f}"
+    return f"held-out, {len(finals)} groups: {min(finals):.2f} to {max(finals):.2f}"
+
+
+def _frame(axes: Axes, job: Job, steps: list[Step]) -> None:
+    axes.set_title(
+        f"{job.inner.name} on {job.shards} shard{'s' * (job.shards > 1)}, {job.text.name}",
+        loc="left",
+        color=_INK,
+        fontsize=12,
+        pad=12,
+    )
+    axes.set_xlabel("step", color=_INK)
+    axes.set_ylabel("bits per byte", color=_INK)
+    axes.set_xlim(0, max(2, len(steps)) * 1.01)
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(max(0, bottom), min(top, _TOP))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    axes.grid(color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=_INK, length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(_GRID)
+    axes.legend(frameon=False, loc="upper right", labelcolor=_INK)

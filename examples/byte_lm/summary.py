@@ -1,0 +1,46 @@
+"""What a run came to, as numbers: written to summary.json and told at the end."""
+
+import dataclasses
+
+from examples.byte_lm.job import Job
+from examples.byte_lm.loop import Step
+from examples.byte_lm.proof import Comparison
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """What a run came to.
+
+    Attributes:
+      steps: how many were taken.
+      ended: ``"finished"``, ``"stopped"`` (by the user) or ``"not finite"`` (the loss).
+      shards: how many stepped together.
+      learning_rate: of the optimizer, as far as it is known.
+      parameters: how many numbers the model has.
+      bits_per_byte: of the last training batch; ``None`` if there was no step.
+      held_out_bits_per_byte: of all held-out bytes, one number per group; empty if not taken.
+      gzip_bits_per_byte: what gzip needs for the same bytes.
+      held_out_bytes: how many these are.
+      tokens_per_second: in training, the first step and looks at held-out text left out.
+      seconds: in all, from the first step to the summary.
+      proof: for the optimizer itself, and for SGD; empty where it was not run.
+    """
+
+    steps: int
+    ended: str
+    shards: int
+    learning_rate: float | None
+    parameters: int
+    bits_per_byte: float | None
+    held_out_bits_per_byte: list[float]
+    gzip_bits_per_byte: float
+    held_out_bytes: int
+    tokens_per_second: float | None
+    seconds: float
+    proof: list[Comparison]
+
+
+def tokens_per_second(job: Job, steps: list[Step]) -> float | None:
+    """How many tokens a second of training took in; the first step, which compiles, left out."""
+    timed = [step.seconds for step in steps[1:]]
+    return job.rows * job.options.context * len(timed) / sum(timed) if timed else None

@@ -1,1 +1,0 @@
-"""Timing ours against others, in turn within one run. What `crossshard bench` runs."""

@@ -1,1 +1,0 @@
-"""Training end to end: text, model, loop, records and the proof. What `crossshard train` runs."""

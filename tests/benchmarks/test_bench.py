@@ -1,0 +1,198 @@
+"""The bench runs, at sizes that measure nothing, and leaves what it says it leaves."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.baselines import HAND_WRITTEN, OURS_AUTO, OURS_REPLICATED, OURS_SHARDED
+from benchmarks.floor import least_bytes, measure_bandwidth
+from benchmarks.given_gradients import given_gradients
+from benchmarks.imports import WITH, WITHOUT
+from benchmarks.interleave import interleave
+from benchmarks.jax_baselines import hand_written, ours
+from benchmarks.models import mlp, transformer
+from benchmarks.overhead import BARE, CALLED
+from benchmarks.peer import Peer, PeerError
+from benchmarks.result import Result
+from benchmarks.tables import make_tables
+from benchmarks.timing import Timing
+
+ROOT = Path(__file__).parents[2]
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize("bench", ["update", "step", "overhead", "import"])
+def test_a_bench_leaves_a_page_a_plot_and_its_times(
+    bench: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / "new" / "folder"
+    words = [bench, "--quick", "--rounds", "2", "--shards", "2", "--out", str(out)]
+    assert main([*words, "--peers", str(tmp_path)]) == 0
+    page = (out / f"{bench}.md").read_text(encoding="utf-8")
+    assert "Run with `--quick`" in page
+    assert f"![The same as a plot]({bench}.png)" in page
+    assert f"JAX {jax.__version__}" in page or jax.__version__ in page
+    assert (out / f"{bench}.png").read_bytes().startswith(PNG)
+    times = json.loads((out / f"{bench}.json").read_text(encoding="utf-8"))
+    for result in times["results"]:
+        assert all(len(seconds) == 2 for seconds in result["timing"]["seconds"].values())
+    printed = capsys.readouterr()
+    assert str(out) in printed.out
+    left_out = re.findall(
+        r"Left out: (?:PyTorch|TensorFlow), since", printed.out + printed.err + page
+    )
+    # A peer that is not there is said to be missing, and has no row.
+    assert bool(left_out) == (bench == "update")
+    assert "gloo" not in page.split("## How it was measured")[0] or bench != "update"
+
+
+@pytest.mark.parametrize("shards", [1, 8])
+def test_candidates_solve_the_same(shards: int):
+    for problem in (
+        given_gradients(3, 64, shards),
+        mlp(20_000, shards),
+        transformer(shards, layers=1, width=32),
+    ):
+        candidates = [
+            ours(problem, shards, "sharded"),
+            ours(problem, shards, "replicated"),
+            ours(problem, shards, "auto"),
+            hand_written(problem, shards),
+        ]
+        timing, differences = interleave(candidates, 2, lambda _: None)
+        assert set(timing.seconds) == {candidate.name for candidate in candidates}
+        assert max(differences.values()) < 1e-5
+
+
+def test_ratios_are_taken_within_rounds():
+    timing = Timing(1, {"ours": [1.0, 10.0, 3.0], "theirs": [2.0, 20.0, 6.0]})
+    ratio = timing.ratio("ours", "theirs")
+    assert (ratio.median, ratio.low, ratio.high) == (0.5, 0.5, 0.5)
+
+
+def test_the_floor_counts_each_byte_that_must_move():
+    # Eight gradients read, eight copies written; parameters and moments read, moments written.
+    assert least_bytes(1000, 8) == (8 + 8 + 3 + 2) * 1000 * 4
+    assert measure_bandwidth() > 1e8
+
+
+def test_given_gradients_are_the_batch():
+    problem = given_gradients(2, 4, 2)
+    params = [jnp.ones((4, 4))] * 2
+    part = [jnp.asarray(x[:4]) for x in problem.batch]
+    gradients = jax.grad(problem.loss_fn)(params, part)
+    for gradient, given in zip(gradients, part, strict=True):
+        np.testing.assert_array_equal(gradient, given)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--rounds", "1"], "--rounds must be at least 2"),
+        (["--shards", "0"], "--shards must be from 1 to 64"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(words) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert len(printed.err.strip().splitlines()) == 1
+    assert "Traceback" not in printed.err + printed.out
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "file"
+    file.write_text("")
+    assert main(["overhead", "--out", str(file / "below")]) == 2
+    assert "file" in capsys.readouterr().err
+
+
+def _result(seconds: dict[str, list[float]], **more: Any) -> Result:
+    differences = dict.fromkeys(seconds, 0.0)
+    return Result("a problem", 1000, 8, Timing(1, seconds), differences, **more)
+
+
+def test_the_update_is_compared_with_each_candidate_and_with_the_floor():
+    seconds = {OURS_SHARDED: [0.010, 0.020, 0.030], "theirs": [0.050, 0.040, 0.060]}
+    (table,) = make_tables("update", [_result(seconds, floor_bytes=10**7, bandwidth=2e9)])
+    assert "floor 5.00 ms at 2.0 GB/s" in table.title
+    ours_, theirs = (dict(zip(table.columns, row, strict=True)) for row in table.rows)
+    assert (ours_["ms a step"], ours_["× floor"], ours_["minimum × floor"]) == (
+        "20.0",
+        "4.0",
+        "2.0",
+    )
+    assert (theirs["ms a step"], theirs["× floor"]) == ("50.0", "10.0")
+    # Round by round 1/5, 1/2, 1/2; of the best rounds 10/40.
+    assert (theirs["ours ÷ this"], theirs["least"], theirs["of minimums"]) == (
+        "0.50",
+        "0.20",
+        "0.25",
+    )
+
+
+def test_a_step_is_compared_with_the_one_written_by_hand():
+    seconds = {name: [0.001, 0.002] for name in (OURS_AUTO, OURS_SHARDED, OURS_REPLICATED)}
+    seconds[HAND_WRITTEN] = [0.002, 0.008]
+    (table,) = make_tables("step", [_result(seconds)])
+    row = dict(zip(table.columns, table.rows[0], strict=True))
+    assert row["by hand, ms"] == "5.00"
+    assert row[f"{OURS_AUTO} ÷ by hand"] == "0.38"
+
+
+@pytest.mark.parametrize(
+    ("bench", "more", "less", "unit"),
+    [("overhead", CALLED, BARE, 1e-6), ("import", WITH, WITHOUT, 1e-3)],
+)
+def test_what_ours_costs_beyond_is_ours_less_the_other(
+    bench: Any, more: str, less: str, unit: float
+):
+    seconds = {more: [30 * unit, 50 * unit], less: [20 * unit, 30 * unit]}
+    (table,) = make_tables(bench, [_result(seconds)])
+    row = dict(zip(table.columns, table.rows[0], strict=True))
+    assert (row[less], row[more], row["difference"], row["of minimums"]) == ("25", "40", "15", "10")
+
+
+def test_a_peer_that_ends_is_named_with_its_last_words():
+    # Our own interpreter has no torch.
+    with (
+        Peer("Theirs", Path(sys.executable), "torch_peer.py", {"scales": []}) as peer,
+        pytest.raises(PeerError, match=r"Theirs, which ended too early: .*torch"),
+    ):
+        peer.versions()
+
+
+def test_a_bench_that_there_is_not_is_refused_by_its_name(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as leaving:
+        main(["nothing"])
+    assert leaving.value.code == 2
+    printed = capsys.readouterr()
+    assert "nothing" in printed.err
+    assert printed.out == ""
+
+
+def test_a_page_that_cannot_be_written_after_the_measuring_is_exit_code_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    # A folder where the file has to go.
+    (tmp_path / "import.json").mkdir()
+    assert main(["import", "--rounds", "2", "--out", str(tmp_path)]) == 1
+    assert f"Cannot write to {tmp_path}: Is a directory" in capsys.readouterr().err
+
+
+def test_an_unknown_backend_of_matplotlib_does_no_harm():
+    unknown = {**os.environ, "MPLBACKEND": "no_such_backend"}
+    ran = subprocess.run([sys.executable, "-c", "import benchmarks.plots"], env=unknown, cwd=ROOT)
+    assert ran.returncode == 0

@@ -1,0 +1,112 @@
+"""Optimizers by name: found, given their learning rate, and refused for a reason."""
+
+import inspect
+
+import jax.numpy as jnp
+import optax
+import optax.contrib
+import pytest
+
+from crossshard import ArgumentError
+from examples.byte_lm.optimizers import make_optimizer
+
+# Those whose learning rate we choose, or that choose it themselves, with what the outcome is.
+RATES = {
+    "adafactor": 0.02,
+    "adadelta": 2.0,
+    "adamw": 2e-3,
+    "cocob": 1.0,
+    "dog": 1.0,
+    "momo_adam": 0.01,
+    "polyak_sgd": 1.0,
+    "schedule_free_adamw": 0.0025,
+    "sgd": 0.3,
+}
+
+
+@pytest.mark.parametrize(("name", "rate"), RATES.items())
+def test_the_learning_rate_is_the_optimizers_own_or_one_that_suits_it(name, rate):
+    assert make_optimizer(name, None).learning_rate == rate
+
+
+@pytest.mark.parametrize("name", ["sgd", "optax.sgd", "polyak_sgd", "contrib.muon", "dowg"])
+def test_a_given_learning_rate_reaches_the_optimizer(name):
+    params = {"w": jnp.full((3, 3), 2.0)}
+
+    def first_update(rate: float) -> float:
+        inner = make_optimizer(name, rate)
+        assert inner.learning_rate == rate
+        transformation = optax.with_extra_args_support(inner.transformation)
+        state = transformation.init(params)
+        updates, _ = transformation.update(params, state, params, value=jnp.float32(18.0))
+        return float(jnp.abs(updates["w"]).max())
+
+    assert first_update(0.02) == pytest.approx(2 * first_update(0.01), rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*(deprecated|Specifying a key)")
+def test_every_optimizer_of_optax_that_takes_a_learning_rate_alone_can_be_named():
+    skipped = {"lbfgs", "sophia"}
+    made = []
+    for module in (optax, optax.contrib):
+        for name, factory in vars(module).items():
+            if not inspect.isfunction(factory) or name.startswith(("_", "scale_by")):
+                continue
+            parameters = inspect.signature(factory).parameters.values()
+            needed = {p.name for p in parameters if p.default is p.empty}
+            takes = {"learning_rate", "max_learning_rate"} & {p.name for p in parameters}
+            if takes and needed <= takes and name not in skipped:
+                assert make_optimizer(name, 0.01).learning_rate == 0.01
+                made.append(name)
+    assert len(made) > 40
+
+
+def test_steps_that_are_too_long_are_the_users_choice():
+    assert make_optimizer("optimistic_gradient_descent", 2.7).learning_rate == 2.7
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("adamm", "no optimizer 'adamm'.*Did you mean adam"),
+        ("", "no optimizer ''"),
+        ("l2_loss", "no optimizer 'l2_loss'"),
+        ("lbfgs", "line search"),
+        ("optax.lbfgs", "line search"),
+        ("dpsgd", "every example"),
+        ("contrib.sophia", "Hessian"),
+        ("sam", "needs `optimizer`, `adv_optimizer`"),
+        ("mechanize", "needs `base_optimizer`"),
+        ("scale_by_adam", "uphill"),
+        ("identity", "uphill"),
+        ("no_such_module:sgd", "Cannot import 'no_such_module'"),
+        ("optax:no_such_factory", "has no 'no_such_factory'"),
+        ("optax:__version__", "must be a function"),
+        ("sgd:", "Cannot import 'sgd'"),
+        (":sgd", "Cannot import ''"),
+        ("json:JSONDecoder", "not an optimizer"),
+    ],
+)
+def test_what_is_not_a_usable_optimizer_is_refused_with_the_reason(name, reason):
+    with pytest.raises(ArgumentError, match=reason):
+        make_optimizer(name, None)
+
+
+def test_a_factory_of_ones_own_is_found_on_the_path(tmp_path, monkeypatch):
+    (tmp_path / "my_optimizers_here.py").write_text(
+        "import optax\n"
+        "def clipped(lr=0.02): return optax.chain(optax.clip(1.0), optax.sgd(lr))\n"
+        "def rateless(): return optax.sgd(0.1)\n"
+        "def broken(lr): raise RuntimeError('this factory\\nis broken')\n"
+        "def needy(lr): return optax.lbfgs()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert make_optimizer("my_optimizers_here:clipped", None).learning_rate == 0.02
+    assert make_optimizer("my_optimizers_here:clipped", 0.5).learning_rate == 0.5
+    assert make_optimizer("my_optimizers_here:rateless", None).learning_rate is None
+    with pytest.raises(ArgumentError, match="takes no learning rate"):
+        make_optimizer("my_optimizers_here:rateless", 0.5)
+    with pytest.raises(ArgumentError, match=r"could not be made: RuntimeError: this factory\.$"):
+        make_optimizer("my_optimizers_here:broken", 0.5)
+    with pytest.raises(ArgumentError, match=r"failed in a trial step: TypeError: .*value_fn"):
+        make_optimizer("my_optimizers_here:needy", 0.5)

@@ -1,0 +1,149 @@
+"""Text: read alike everywhere, a tenth kept apart, batches that no number of shards changes."""
+
+import itertools
+import os
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from crossshard import ArgumentError
+from examples.byte_lm.text import HELD_OUT_BYTES, MOST_BYTES, batches, read_text
+
+
+def test_a_file_is_split_into_nine_tenths_and_its_end(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(bytes(range(200)))
+    text = read_text(path, 10)
+    assert text.files == 1
+    assert text.training.tolist() == list(range(180))
+    assert text.held_out.tolist() == list(range(180, 200))
+
+
+def test_a_folder_is_read_below_and_without_what_is_no_text(tmp_path):
+    (tmp_path / "b" / "c").mkdir(parents=True)
+    (tmp_path / "b" / "c" / "deep.md").write_text("d" * 300)
+    (tmp_path / "top.txt").write_text("t" * 200)
+    (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0" + b"p" * 300)
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_text("g" * 300)
+    (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
+    text = read_text(tmp_path, 10)
+    assert text.files == 2
+    everything = np.concatenate([text.training, text.held_out]).tobytes()
+    assert sorted(set(everything)) == [ord("d"), ord("t")]
+    assert len(everything) == 500
+
+
+def test_the_order_of_files_depends_on_their_names_alone(tmp_path):
+    for folder, names in (("one", "abcdefgh"), ("two", "hgfedcba")):
+        (tmp_path / folder).mkdir()
+        for name in names:
+            (tmp_path / folder / name).write_text(name * 50)
+    one, two = (read_text(tmp_path / folder, 10) for folder in ("one", "two"))
+    assert one.training.tobytes() == two.training.tobytes()
+    assert one.held_out.tobytes() == two.held_out.tobytes()
+    assert one.training.tobytes() != b"".join(bytes([n] * 50) for n in b"abcdefgh")[:360]
+
+
+def test_by_default_it_is_the_standard_library_without_its_tests():
+    text = read_text(None, 10)
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    assert "standard library" in text.name
+    assert text.files > 300
+    assert len(text.held_out) == HELD_OUT_BYTES
+    everything = text.training.tobytes()
+    assert (stdlib / "argparse.py").read_bytes()[:2000] in everything
+    own = next((stdlib / "test").glob("test_a*.py"), None)
+    assert own is None or own.read_bytes() not in everything
+
+
+def test_batches_are_windows_of_the_text_and_depend_on_the_seed_alone():
+    text = np.arange(250, dtype=np.uint8)
+    first = list(itertools.islice(batches(text, 6, 9, 3), 4))
+    again = list(itertools.islice(batches(text, 6, 9, 3), 4))
+    other = list(itertools.islice(batches(text, 6, 9, 4), 4))
+    for (read, wanted), (same_read, same_wanted) in zip(first, again, strict=True):
+        assert read.shape == wanted.shape == (6, 9)
+        assert read.dtype == np.uint8
+        np.testing.assert_array_equal(read, same_read)
+        np.testing.assert_array_equal(wanted, same_wanted)
+        np.testing.assert_array_equal(wanted, read + 1)
+    assert any((a[0] != b[0]).any() for a, b in zip(first, other, strict=True))
+
+
+def test_every_window_can_be_drawn_even_if_there_is_only_one():
+    read, wanted = next(batches(np.arange(5, dtype=np.uint8), 3, 4, 0))
+    assert read.tolist() == [[0, 1, 2, 3]] * 3
+    assert wanted.tolist() == [[1, 2, 3, 4]] * 3
+
+
+def make_missing(folder: Path) -> Path:
+    return folder / "missing.txt"
+
+
+def make_empty_folder(folder: Path) -> Path:
+    (folder / "empty").mkdir()
+    return folder / "empty"
+
+
+def make_empty_file(folder: Path) -> Path:
+    (folder / "empty.txt").touch()
+    return folder / "empty.txt"
+
+
+def make_short(folder: Path) -> Path:
+    (folder / "short.txt").write_text("too short")
+    return folder / "short.txt"
+
+
+def make_binaries(folder: Path) -> Path:
+    (folder / "binaries").mkdir()
+    (folder / "binaries" / "a.bin").write_bytes(bytes(1000))
+    return folder / "binaries"
+
+
+def make_huge(folder: Path) -> Path:
+    with (folder / "huge.txt").open("wb") as file:
+        file.truncate(MOST_BYTES + 1)
+    return folder / "huge.txt"
+
+
+def make_pipe(folder: Path) -> Path:
+    os.mkfifo(folder / "pipe")
+    return folder / "pipe"
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (make_missing, ["missing.txt", "No such file"]),
+        (make_empty_folder, ["empty", "no text file"]),
+        (make_empty_file, ["empty.txt", "0 bytes"]),
+        (make_short, ["short.txt", "9 bytes", "56"]),
+        (make_binaries, ["binaries", "no text file"]),
+        (make_huge, ["huge.txt", "2.0 GiB"]),
+        (make_pipe, ["pipe", "neither a file nor a folder"]),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused_by_name(tmp_path, make, names):
+    with pytest.raises(ArgumentError) as refusal:
+        read_text(make(tmp_path), 50)
+    for name in names:
+        assert name in str(refusal.value)
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs Linux")
+def test_a_file_that_fails_while_it_is_read_is_named():
+    # Even root cannot read this one from its beginning.
+    with pytest.raises(ArgumentError, match=r"/proc/self/mem: Input/output error"):
+        read_text(Path("/proc/self/mem"), 50)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_without_permission_is_named(tmp_path):
+    (tmp_path / "secret.txt").write_text("s" * 1000)
+    (tmp_path / "secret.txt").chmod(0)
+    with pytest.raises(ArgumentError, match=r"secret.txt: Permission denied"):
+        read_text(tmp_path, 50)

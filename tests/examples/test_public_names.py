@@ -1,0 +1,58 @@
+"""The examples and the benchmarks use crossshard as its users do: by its public names alone."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import crossshard
+import crossshard.testing
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted(f for folder in ("examples", "benchmarks") for f in (ROOT / folder).rglob("*.py"))
+PUBLIC = {
+    "crossshard": {*crossshard.__all__, "__version__", "errors", "testing"},
+    "crossshard.errors": set(crossshard.errors.__all__),
+    "crossshard.testing": set(crossshard.testing.__all__),
+}
+
+
+def used(code: str) -> Iterator[str]:
+    """What of crossshard the code names, dotted."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+        elif isinstance(node, ast.Attribute):
+            yield ast.unparse(node)
+
+
+def is_public(name: str) -> bool:
+    # Of an attribute of a class, or a further one, only the beginning is a name of the package.
+    parts = name.split(".")
+    if parts[0] != "crossshard" or len(parts) == 1:
+        return True
+    if len(parts) > 2 and ".".join(parts[:2]) in PUBLIC:
+        return parts[2] in PUBLIC[".".join(parts[:2])]
+    return parts[1] in PUBLIC["crossshard"]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_only_public_names_are_used(file: Path):
+    assert [name for name in used(file.read_text()) if not is_public(name)] == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from crossshard.shards.devices import cpu_devices",
+        "import crossshard.shards",
+        "from crossshard import _jax",
+        "from crossshard.errors import _hidden",
+        "import crossshard; crossshard.shards.devices",
+    ],
+)
+def test_internal_names_are_found(code: str):
+    assert not all(map(is_public, used(code)))

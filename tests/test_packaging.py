@@ -1,0 +1,73 @@
+"""The wheel holds what users import, the source distribution what its own pages link to."""
+
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TARGETS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
+PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+
+
+def linked() -> list[Path]:
+    """What the pages link to and the Makefile names, within the repository."""
+    found = []
+    for page in PAGES:
+        targets = re.findall(r"\]\(([^)#\s]+)|src=\"([^\"]+)", page.read_text())
+        found += [page.parent / "".join(target) for target in targets if "://" not in str(target)]
+    words = re.findall(r"[\w.-]+(?:/[\w.-]+)+/?", (ROOT / "Makefile").read_text())
+    found += [ROOT / word for word in words if (ROOT / word.split("/")[0]).exists()]
+    modules = re.findall(r"python -m (benchmarks|examples)", (ROOT / "Makefile").read_text())
+    return [*found, *(ROOT / module for module in modules)]
+
+
+def test_there_are_links():
+    assert {"docs", "tools", "benchmarks", "examples"} <= {
+        path.resolve().relative_to(ROOT).parts[0] for path in linked() if path.exists()
+    }
+
+
+@pytest.mark.parametrize("path", linked(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_is_linked_to_is_here_and_in_the_source_distribution(path: Path):
+    if path.name not in {".venv", ".venvs"}:
+        assert path.exists()
+        top = path.resolve().relative_to(ROOT).parts[0]
+        assert f"/{top}" in TARGETS["sdist"]["include"] or top in {"LICENSE", "README.md"}
+
+
+def test_the_wheel_is_made_of_the_package_alone():
+    assert TARGETS["wheel"] == {"packages": ["src/crossshard"]}
+    assert not {"bench", "benchmarks", "examples", "training"} & {
+        folder.name for folder in (ROOT / "src" / "crossshard").iterdir()
+    }
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with both distributions, where the build backend is installed."""
+    pytest.importorskip("hatchling")
+    out = tmp_path_factory.mktemp("dist")
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-d", out], cwd=ROOT, check=True)
+    return out
+
+
+def test_a_built_wheel_has_neither_benchmarks_nor_examples(built: Path):
+    (wheel,) = built.glob("*.whl")
+    tops = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    assert "crossshard" in tops
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"crossshard"}
+
+
+def test_a_built_source_distribution_has_what_is_linked_to(built: Path):
+    (archive,) = built.glob("*.tar.gz")
+    with tarfile.open(archive) as names:
+        held = {Path(*Path(name).parts[1:]) for name in names.getnames()}
+    held |= {parent for path in held for parent in path.parents}
+    wanted = {path.resolve().relative_to(ROOT) for path in linked() if path.exists()}
+    assert {path for path in wanted if path.parts[0] not in {".venv", ".venvs"}} <= held
