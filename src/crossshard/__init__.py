@@ -7,7 +7,7 @@ from crossshard.errors import *  # noqa: F403
 from crossshard.gradients.incoming import Incoming
 from crossshard.gradients.local import grad, value_and_grad
 from crossshard.gradients.reduction import Reduction
-from crossshard.inspection.program import inspect
+from crossshard.inspection import Collective, Communication, inspect
 from crossshard.optimizer.cross_shard_optimizer import CrossShardOptimizer
 from crossshard.optimizer.optimizer import Optimizer
 from crossshard.runners.runners import batch_parallel, replicate, rewrite, shard
@@ -21,6 +21,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     *errors.__all__,
+    "Collective",
+    "Communication",
     "CrossShardOptimizer",
     "Incoming",
     "Optimizer",
