@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from crossshard.inspection.execution import Execution, executions
 from crossshard.inspection.groups import Groups, groups_of
 from crossshard.inspection.hlo import Array, Module, Shape, leaves
-from crossshard.inspection.source import users_line
+from crossshard.inspection.source import source_of
 
 # What a shard in a group of n sends for an operand of so many bytes, by the best algorithm there
 # is. It is not the rule for the result: an all-gather's operand is one n-th of what it gives.
@@ -54,7 +54,8 @@ class Collective:
       bytes_sent: what one shard sends for the arrays, in one call of the program.
       scalar_bytes_sent: what it sends beside for operands of one element: losses and metrics.
       source: the ``file:line`` that it comes from, where the program says it: the first that is
-        the user's, and not a library's. XLA keeps that of one where it has combined several.
+        the user's, or else another library's, and never ours. Where XLA has combined several, it
+        has kept the line of one.
       op_name: the name that JAX gave the operation.
       in_loop: whether it is run within a loop.
       in_branch: whether it is run in one branch of a conditional only.
@@ -186,8 +187,8 @@ def _read(run: Execution, kind: str, module: Module) -> Collective:
     reducers = [module.computations[name] for name in instruction.called("to_apply")]
     # Where XLA's combined and fused ones have no metadata, their reducers still have.
     origins = [instruction, *filter(None, [run.caller]), *(each.root for each in reducers)]
-    lines = [module.lines(each) for each in origins]
-    origin = next((each for each, found in zip(origins, lines, strict=True) if found), instruction)
+    origin = next((each for each in origins if module.lines(each)), instruction)
+    lines = [line for each in origins for line in module.lines(each)]
     return Collective(
         kind=kind,
         operands=tuple(operands),
@@ -195,7 +196,7 @@ def _read(run: Execution, kind: str, module: Module) -> Collective:
         group_size=size,
         bytes_sent=times * sent[False],
         scalar_bytes_sent=times * sent[True],
-        source=users_line(lines),
+        source=source_of(lines),
         op_name=origin.quoted("metadata", "op_name"),
         in_loop=bool(run.loops),
         in_branch=run.in_branch,

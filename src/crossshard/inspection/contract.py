@@ -118,8 +118,8 @@ def _too_much(
         return [
             Fault(
                 "The step communicates, and which of its inputs are parameters cannot be told "
-                "from its program. Give parameters=, as arrays or a number of bytes, or "
-                'max_bytes_ratio=float("inf")',
+                "from its program. Give parameters=, as arrays or a number of bytes "
+                '(--parameters on the command line), or max_bytes_ratio=float("inf")',
                 report.table(),
             )
         ]

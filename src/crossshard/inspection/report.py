@@ -152,8 +152,7 @@ class Communication:
 
     def _bound(self, least: str) -> list[str]:
         if self.lower_bound is None:
-            told = "the parameters cannot be told from the program, so no bound is known"
-            return [f"{told}; give parameters=, as arrays or bytes"]
+            return ["the parameters cannot be told from the program, so no bound is known"]
         ratio = "" if self.ratio is None else f"; ratio {least}{self.ratio:.3f}"
         alike = {(each.shards, each.updates) for each in self.parameters}
         bounds = [

@@ -1,31 +1,42 @@
-"""Which line of a program's own authors an instruction comes from."""
+"""Which line of the user's own a collective, or an error, comes from."""
 
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 _OURS = f"{Path(__file__).parents[1]}/"
+# What our command lowers is called by nothing of the user's.
+_COMMAND = f"{_OURS}cli/"
 
-# What a training script calls, and the standard library in between: lines that are not its own.
+# What a training script calls, and the standard library in between.
 _LIBRARIES = re.compile(
-    r"/(site|dist)-packages/(crossshard|equinox|flax|jax|optax)/"
+    r"/(site|dist)-packages/(equinox|flax|jax|optax)/"
     r"|/lib/python3[^/]*/(?!site-packages/|dist-packages/)"
+    r"|^<frozen "
 )
 
 
-def users_line(candidates: Sequence[Sequence[str]]) -> str | None:
-    """The first line that is the user's; where there is none, the innermost of all.
+def users_line(lines: Iterable[str]) -> str | None:
+    """The first line that is the user's, and not ours or another library's.
 
     Args:
-      candidates: per instruction that may say it, its lines as ``file:line``, innermost first.
+      lines: as ``file:line``, innermost first.
 
-    >>> flax, own = "/lib/python3.11/site-packages/flax/nnx/norm.py:9", "train.py:12"
-    >>> users_line([[], [flax, own, "main.py:3"]])
+    >>> users_line(["/lib/python3.11/site-packages/flax/nnx/norm.py:9", "train.py:12", "main.py:3"])
     'train.py:12'
     """
-    lines = [line for each in candidates for line in each]
-    return next((line for line in lines if not _is_library(line)), next(iter(lines), None))
+    return next((line for line in lines if not (_is_ours(line) or _LIBRARIES.search(line))), None)
 
 
-def _is_library(line: str) -> bool:
-    return line.startswith(_OURS) or _LIBRARIES.search(line) is not None
+def source_of(lines: Iterable[str]) -> str | None:
+    """The user's line, or where there is none, the first that is not ours.
+
+    Of a step of ours that our command has lowered all lines are ours, and tell nobody anything.
+    """
+    called = list(itertools.takewhile(lambda line: not line.startswith(_COMMAND), lines))
+    return users_line(called) or next((line for line in called if not _is_ours(line)), None)
+
+
+def _is_ours(line: str) -> bool:
+    return line.startswith(_OURS) or "-packages/crossshard/" in line
