@@ -7,7 +7,8 @@ import sys
 import crossshard
 
 PUBLIC = """
-    CrossShardOptimizer Incoming Optimizer Reduction ShardContext TrainState TrainStep
+    Collective Communication CrossShardOptimizer Incoming Optimizer Reduction ShardContext
+    TrainState TrainStep
     all_to_all batch_parallel collective_permute cpu_devices cross_replica_sum
     get_shard_context grad inspect is_per_shard make_train_step replicate rewrite set_per_shard
     set_shared shard shard_context value_and_grad

@@ -7,7 +7,7 @@ from crossshard.errors import *  # noqa: F403
 from crossshard.gradients.incoming import Incoming
 from crossshard.gradients.local import grad, value_and_grad
 from crossshard.gradients.reduction import Reduction
-from crossshard.inspection.program import inspect
+from crossshard.inspection import Collective, Communication, inspect
 from crossshard.optimizer.cross_shard_optimizer import CrossShardOptimizer
 from crossshard.optimizer.optimizer import Optimizer
 from crossshard.pipeline.stage import Environment, Gradients, Stage
@@ -26,6 +26,8 @@ __all__ = [
     *errors.__all__,
     "PER_SHARD",
     "REPLICATED",
+    "Collective",
+    "Communication",
     "CrossShardOptimizer",
     "CrossShardState",
     "Environment",

@@ -140,7 +140,7 @@ def test_everything_is_run_from_the_entry():
 
 
 @pytest.mark.parametrize("text", ["", "module {}", "HloModule x\n"])
-def test_what_is_no_module_is_refused(text: str):
+def test_what_is_not_a_module_is_refused(text: str):
     with pytest.raises(ArgumentError, match="program's text"):
         parse(text)
 
@@ -281,7 +281,7 @@ def test_an_exchange_in_tuple_form_sums_its_parts():
     assert found.bytes_sent == 3 * 24 * 2 / 3
 
 
-def test_an_exchange_of_single_elements_is_no_scalar():
+def test_an_exchange_of_single_elements_is_not_a_scalar():
     text = PROGRAM.format("all-to-all(%p, %p, %p), channel_id=1, replica_groups={{0,1,2}}")
     (found,) = collectives(parse(text.replace("f32[6]", "f32[1]")))
     assert (found.bytes_sent, found.scalar_bytes_sent) == (8, 0)
@@ -345,7 +345,7 @@ def test_a_loop_is_counted_by_its_counter(given: tuple[str, ...]):
     assert permute.times == COUNTS[given]
 
 
-def test_a_name_that_looks_like_metadata_is_no_source():
+def test_a_name_that_looks_like_metadata_is_not_a_source():
     text = ASYNCHRONOUS.replace(
         "metadata={stack_frame_id=1}", 'metadata={op_name="stack_frame_id=2" stack_frame_id=1}'
     )

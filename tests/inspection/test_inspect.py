@@ -12,8 +12,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from crossshard import ArgumentError, ArgumentTypeError
-from crossshard.inspection.program import inspect
+from crossshard import ArgumentError, ArgumentTypeError, inspect
 
 MESH = jax.make_mesh((8,), ("shards",), axis_types=(AxisType.Auto,))
 PARAMS = {"a": jnp.ones((16, 32)), "b": jnp.ones((32, 8)), "c": jnp.ones(32)}
@@ -126,7 +125,7 @@ def test_a_step_that_the_compiler_parts():
     assert report.ratio == 1.0
 
 
-def test_moments_are_no_parameters_for_feeding_a_metric():
+def test_moments_that_feed_a_metric_are_not_parameters():
     def step(params: Any, state: Any, x: Any, y: Any) -> Any:
         grads = mean(jax.grad(loss)(params, x, y))
         updates, state = OPTIMIZER.update(grads, state, params)
@@ -138,7 +137,7 @@ def test_moments_are_no_parameters_for_feeding_a_metric():
     assert report.ratio == 1.0
 
 
-def test_a_batch_with_the_shape_of_a_moment_is_no_parameter():
+def test_a_batch_with_the_shape_of_a_moment_is_not_a_parameter():
     # [8, 4] on each shard: the batch, its weight's moment, and the weight's own part.
     weight, x = jnp.ones((64, 4)), jnp.ones((64, 4))
 
@@ -250,6 +249,7 @@ def test_json_has_all_of_it():
     read = json.loads(report.to_json(indent=2))
     assert (read["ratio"], read["bytes_sent"]) == (report.ratio, report.bytes_sent)
     assert read["memory"]["argument"] == report.memory.argument
+    assert read["parameters"] == [{"dtype": "f32", "bytes": BYTES, "shards": 8, "updates": 1}]
     for one, each in zip(read["collectives"], report.collectives, strict=True):
         assert one["kind"] == each.kind
         assert one["groups"] == [list(group) for group in each.groups]
@@ -267,14 +267,14 @@ def test_the_table_names_the_line():
         assert part in table
 
 
-def test_what_is_no_program_is_refused_by_name():
+def test_what_is_not_a_program_is_refused_by_name():
     with pytest.raises(ArgumentTypeError, match=r"jax\.jit\(replicated\)\.lower\(\*args\)"):
         inspect(replicated)
     with pytest.raises(ArgumentTypeError, match="got dict"):
         inspect({})
 
 
-def test_what_are_no_parameters_is_refused_by_name():
+def test_what_are_not_parameters_is_refused_by_name():
     lowered = REPLICATED.lower(PARAMS, STATE, *BATCH)
     with pytest.raises(ArgumentTypeError, match=r"got str at \['a'\]"):
         inspect(lowered, {"a": "b"})

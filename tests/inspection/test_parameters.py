@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from crossshard.inspection.program import inspect
+from crossshard import inspect
 
 MESH = jax.make_mesh((8,), ("s",), axis_types=(AxisType.Auto,))
 GRID = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
@@ -46,7 +46,7 @@ def lowered(step: Callable, in_specs: Any, out_specs: Any, *args: Any, mesh: Mes
     return jax.jit(over).lower(*args)
 
 
-def test_a_frozen_weight_of_the_same_shape_is_no_parameter():
+def test_a_frozen_weight_of_the_same_shape_is_not_a_parameter():
     rule = optax.adam(1e-3)
     state = rule.init(W)
 
@@ -59,7 +59,7 @@ def test_a_frozen_weight_of_the_same_shape_is_no_parameter():
     assert (report.parameter_bytes, report.ratio) == (BYTES, 2.0)
 
 
-def test_a_batch_that_all_shards_share_is_no_parameter():
+def test_a_batch_that_all_shards_share_is_not_a_parameter():
     def step(w: Any, x: Any, own: Any) -> Any:
         return w - mean(jax.grad(loss)(w, x + own.mean()))
 

@@ -12,7 +12,13 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from crossshard import ArgumentError, ArgumentTypeError, CrossshardError, make_train_step
+from crossshard import (
+    ArgumentError,
+    ArgumentTypeError,
+    CrossshardError,
+    inspect,
+    make_train_step,
+)
 from crossshard.errors import CommunicationError
 from crossshard.testing import assert_communication
 
@@ -166,6 +172,80 @@ def test_a_loss_in_a_small_bucket_is_free(shape: tuple[int, int], weight_update:
     assert report.parameter_bytes == 4 * (shape[0] + 1) * shape[1]
 
 
+NARROW = {"w": jnp.ones((64, 256), jnp.bfloat16), "v": jnp.ones((256, 4), jnp.bfloat16)}
+NARROW_BYTES = 2 * (64 * 256 + 256 * 4)
+
+
+def narrow_loss(params: Any, x: Any) -> Any:
+    return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"]).astype(jnp.float32) ** 2)
+
+
+@pytest.mark.parametrize("rule", [optax.sgd(0.1), optax.adam(1e-3)], ids=["sgd", "adam"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
+def test_gradients_of_16_bits_are_summed_in_32(weight_update: Any, dtype: Any, rule: Any):
+    params = jax.tree.map(lambda w: w.astype(dtype), NARROW)
+    step = make_train_step(narrow_loss, rule, num_shards=8, weight_update=weight_update)
+    x = jnp.ones((32, 64), dtype)
+    report = assert_communication(step, step.abstract_init(params), x)
+    assert report.parameter_bytes == NARROW_BYTES
+    # XLA for CPUs gathers f16 as it is, and bf16 in 32 bits, too.
+    gathered_as_it_is = weight_update == "sharded" and dtype == jnp.float16
+    assert report.ratio == pytest.approx(1.5 if gathered_as_it_is else 2, abs=0.01)
+    with pytest.raises(CommunicationError, match=r"sends 1\.0\d\d times .* and 0\.9 is allowed"):
+        assert_communication(step, step.abstract_init(params), x, max_bytes_ratio=0.9)
+
+
+def test_some_parameters_of_16_bits_beside_others_of_32():
+    params = NARROW | {"scale": jnp.ones((64, 64))}
+
+    def loss_fn(params: Any, x: Any) -> Any:
+        scaled = jnp.tanh(x.astype(jnp.float32) @ params["scale"]).astype(jnp.bfloat16)
+        return narrow_loss(params, scaled)
+
+    step = make_train_step(loss_fn, optax.sgd(0.1), num_shards=8, weight_update="replicated")
+    report = assert_communication(step, step.abstract_init(params), jnp.ones((32, 64)))
+    assert report.parameter_bytes == NARROW_BYTES + 4 * 64 * 64
+    assert report.parameter_dtypes == ("bf16", "f32")
+
+
+def narrow_step(times: int) -> Any:
+    def step(params: Any, x: Any) -> Any:
+        grads = jax.grad(narrow_loss)(params, x)
+        for _ in range(times):
+            grads = jax.tree.map(lambda g: jnp.tanh(lax.pmean(g, "shards")), grads)
+        return jax.tree.map(jnp.subtract, params, grads)
+
+    return over(step)
+
+
+def test_16_bits_that_xla_widens_are_free_once():
+    x = jnp.ones((32, 64), jnp.bfloat16)
+    assert assert_communication(narrow_step(1), NARROW, x).ratio == 2.0
+    with pytest.raises(CommunicationError, match=r"sends 3\.000 times"):
+        assert_communication(narrow_step(2), NARROW, x)
+
+
+def test_a_report_says_who_has_widened():
+    x = jnp.ones((32, 64), jnp.bfloat16)
+    said = "sent as f32, the parameters being bf16; widened: all-reduce by"
+    table = inspect(jax.jit(narrow_step(1)).lower(NARROW, x)).table()
+    assert f"{said} XLA, as it does for CPUs" in table
+
+    @over
+    def by_itself(params: Any, x: Any) -> Any:
+        wide = jax.tree.map(lambda g: g.astype(jnp.float32), jax.grad(narrow_loss)(params, x))
+        mean = lax.pmean(wide, "shards")
+        return jax.tree.map(lambda w, g: w - g.astype(w.dtype), params, mean)
+
+    table = inspect(jax.jit(by_itself).lower(NARROW, x)).table()
+    assert f"{said} the step itself" in table
+
+    step = make_train_step(narrow_loss, optax.sgd(0.1), num_shards=8, weight_update="replicated")
+    table = inspect(step.lower(step.abstract_init(NARROW), x)).table()
+    assert f"{said} the step itself" in table
+
+
 def test_a_failure_is_an_assertion_and_one_of_ours():
     with pytest.raises(AssertionError) as caught:
         assert_communication(twice, W, X)
@@ -178,7 +258,7 @@ def test_an_unknown_kind_is_refused_with_the_list():
 
 
 @pytest.mark.parametrize("ratio", [-1, float("nan"), "1", None, True])
-def test_a_ratio_that_is_none_is_refused(ratio: Any):
+def test_a_ratio_that_is_not_a_number_from_0_on_is_refused(ratio: Any):
     with pytest.raises(ArgumentError, match="max_bytes_ratio"):
         assert_communication(once, W, X, max_bytes_ratio=ratio)
 
@@ -210,7 +290,7 @@ def test_arguments_for_a_program_are_refused():
         assert_communication(jax.jit(once).lower(W, X), W, X)
 
 
-def test_what_is_no_step_is_refused():
+def test_what_is_not_a_step_is_refused():
     with pytest.raises(ArgumentTypeError, match="got int"):
         assert_communication(3)
     # A string has a method lower, too.

@@ -17,9 +17,10 @@ MEBIBYTE = 2**20
 def report(name: str) -> Communication:
     module = parse((DATA / f"{name}.hlo").read_text())
     # In: two weights, two moments, a batch, its targets; out: weights, moments, loss.
-    moments = 1 if "replicated" in name else module.partitions
-    inputs = [1, 1, moments, moments, module.partitions, module.partitions]
-    return report_on(module, inputs, [parts == 1 for parts in [*inputs[:4], 1]])
+    whole, split = (0,) * module.partitions, tuple(range(module.partitions))
+    moments = whole if "replicated" in name else split
+    inputs = [whole, whole, moments, moments, split, split]
+    return report_on(module, inputs, [lies == whole for lies in [*inputs[:4], whole]])
 
 
 def kinds(name: str) -> list[str]:

@@ -1,19 +1,68 @@
-"""The command line, `crossshard`."""
+"""The command line, `crossshard`: its commands, and how they end."""
 
+import argparse
+import io
+import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import crossshard
+from crossshard.cli import inspect_command
+from crossshard.cli.exit_codes import INTERRUPTED, NOT_READ, REFUSED
+from crossshard.errors import ArgumentError, CrossshardError
+
+_DESCRIPTION = "Wrap any Optax optimizer, and every shard steps correctly."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Say which version this is; the exit code, 2 if anything else was asked.
+    """Run a command; the exit code.
 
     Args:
       arguments: the words after ``crossshard``; those of this process if ``None``.
     """
-    if list(sys.argv[1:] if arguments is None else arguments) == ["--version"]:
-        print(f"crossshard {crossshard.__version__}")
-        return 0
-    print("crossshard: the only option is --version.", file=sys.stderr)
-    return 2
+    if sys.stdout is None:
+        return _refuse("There is no stdout to write to; leave it open.")
+    for stream in (sys.stdout, sys.stderr):
+        # Better a question mark than no sentence, where an old encoding lacks a sign.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    try:
+        options = _parser().parse_args(arguments)
+        code: int = options.run(options)
+        sys.stdout.flush()
+    except CrossshardError as error:
+        return _refuse(str(error))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        _drop_output()
+        return NOT_READ
+    except OSError as error:
+        _drop_output()
+        return _refuse(f"The report cannot be written: {error.strerror or error}.")
+    return code
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ArgumentError(f"{message}. See {self.prog} --help.")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="crossshard", description=_DESCRIPTION, allow_abbrev=False)
+    version = f"crossshard {crossshard.__version__}"
+    parser.add_argument("--version", action="version", version=version)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    inspect_command.add_to(commands)
+    return parser
+
+
+def _refuse(why: str) -> int:
+    print("crossshard: " + " ".join(why.split()), file=sys.stderr)
+    return REFUSED
+
+
+def _drop_output() -> None:
+    # Python would try to write what is left once more, and complain, when it ends.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 
 from crossshard.inspection.execution import Execution, executions
 from crossshard.inspection.groups import Groups, groups_of
-from crossshard.inspection.hlo import Array, Instruction, Module, Shape, leaves
+from crossshard.inspection.hlo import Array, Module, Shape, leaves
+from crossshard.inspection.source import source_of
 
 # What a shard in a group of n sends for an operand of so many bytes, by the best algorithm there
 # is. It is not the rule for the result: an all-gather's operand is one n-th of what it gives.
@@ -52,13 +53,27 @@ class Collective:
       group_size: how many devices the largest group has, and 1 where nothing moves.
       bytes_sent: what one shard sends for the arrays, in one call of the program.
       scalar_bytes_sent: what it sends beside for operands of one element: losses and metrics.
-      source: the ``file:line`` that it comes from, where the program says it.
+      source: the ``file:line`` that it comes from, where the program says it: the first that is
+        the user's, or else another library's, and never ours. Where XLA has combined several, it
+        has kept the line of one.
       op_name: the name that JAX gave the operation.
       in_loop: whether it is run within a loop.
       in_branch: whether it is run in one branch of a conditional only.
       times: how often it is run, where its branch is taken; none where the length of a loop is not
         known, and then the bytes are those of one run.
+      widened: whether the compiler sums in more bits than it was told to, as XLA for CPUs does
+        with 16.
       name: what XLA calls the instruction.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import crossshard
+    >>> mesh = jax.make_mesh((1,), ("shards",))
+    >>> spec = jax.sharding.PartitionSpec()
+    >>> step = jax.shard_map(lambda w: jax.lax.psum(w, "shards"), mesh=mesh, in_specs=spec,
+    ...                      out_specs=spec, check_vma=False)
+    >>> for each in crossshard.inspect(jax.jit(step).lower(jnp.ones(3))).collectives:
+    ...     print(each.kind, *each.operands, each.bytes_sent)
+    all-reduce f32[3] 0.0
     """
 
     kind: str
@@ -72,7 +87,14 @@ class Collective:
     in_loop: bool
     in_branch: bool
     times: int | None
+    widened: bool
     name: str
+
+    @property
+    def combined(self) -> int:
+        """How many collectives XLA has made this one of, at most: those of one call count, too."""
+        # The operands of an exchange are parts of one array.
+        return 1 if "to-all" in self.kind else len(self.operands)
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -162,7 +184,11 @@ def _read(run: Execution, kind: str, module: Module) -> Collective:
     for each in operands:
         sent[is_scalar(each) and not whole] += bytes_sent(kind, size, each.bytes)
     times = 1 if run.times is None else run.times
-    origin = _origin(run, module)
+    reducers = [module.computations[name] for name in instruction.called("to_apply")]
+    # Where XLA's combined and fused ones have no metadata, their reducers still have.
+    origins = [instruction, *filter(None, [run.caller]), *(each.root for each in reducers)]
+    origin = next((each for each in origins if module.lines(each)), instruction)
+    lines = [line for each in origins for line in module.lines(each)]
     return Collective(
         kind=kind,
         operands=tuple(operands),
@@ -170,20 +196,12 @@ def _read(run: Execution, kind: str, module: Module) -> Collective:
         group_size=size,
         bytes_sent=times * sent[False],
         scalar_bytes_sent=times * sent[True],
-        source=module.source(origin),
+        source=source_of(lines),
         op_name=origin.quoted("metadata", "op_name"),
-        in_loop=run.in_loop,
+        in_loop=bool(run.loops),
         in_branch=run.in_branch,
         times=run.times,
+        # So XLA names the sum that it has put in place of one of fewer bits.
+        widened=any("promoted" in each.name for each in reducers),
         name=instruction.name,
     )
-
-
-def _origin(run: Execution, module: Module) -> Instruction:
-    """The instruction that says where a collective comes from.
-
-    XLA's combined and fused ones have no metadata of their own, their reducers still have.
-    """
-    reducers = [module.computations[name].root for name in run.instruction.called("to_apply")]
-    candidates = [run.instruction, *filter(None, [run.caller]), *reducers]
-    return next((each for each in candidates if module.source(each)), run.instruction)

@@ -1,8 +1,11 @@
 """What the values of a program depend on: which of its inputs, which of its collectives.
 
-A set is one number with a bit for each member. A tuple has a set for each of its parts, so that a
-gradient and a moment that share a fusion or a loop are not taken for one. An input is two members:
-itself, and itself as far as it is reached without passing a reduction.
+A set is one number with a bit for each member. A tuple has sets for each of its parts, so that a
+gradient and a moment that share a fusion or a loop are kept apart. So are arrays that travel side
+by side in a bucket: an array has one set for each of the arrays that it is concatenated from, and
+each of its elements depends on what one of them says.
+
+An input is two members: itself, and itself as far as it is reached without passing a reduction.
 """
 
 import dataclasses
@@ -17,8 +20,19 @@ _BY_PART = {"all-reduce", "all-reduce-start", "reduce-scatter", "all-gather"}
 # What gives its only operand, all parts of it.
 _WHOLE = {"copy", "opt-barrier", "all-reduce-done"}
 
-# The set of one value, or of each part of a tuple.
-Depends = int | tuple["Depends", ...]
+# What moves elements of its first operand, or changes them one by one. Arithmetic on two buckets is
+# not among them: their sets could be combined in too many ways.
+_MOVING = _WHOLE | {
+    *("all-gather", "bitcast", "broadcast", "convert", "dynamic-slice"),
+    *("reshape", "reverse", "slice", "transpose"),
+}
+
+_DEVICE = {"partition-id", "replica-id"}
+
+Sets = frozenset[int]
+
+# The sets of one array, or of each part of a tuple.
+Depends = Sets | tuple["Depends", ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,18 +40,24 @@ class Dependence:
     """What a program's outputs and chosen instructions depend on.
 
     Attributes:
-      outputs: per output, the set of what it depends on.
-      operands: per chosen instruction, such a set for each of its operands.
+      outputs: per output, its sets.
+      operands: per chosen instruction, what each of its operands depends on, in one set.
       inputs: per input, its member in these sets.
       directly: per input, its member in these sets where no reduction lies between.
+      device: the member of what tells one device from another.
       members: per chosen instruction, its member in these sets.
+      trained: what loops train: the member of each such part of a loop's carry, which it is reached
+        by where no reduction lies between, with the loop's name and what the part depends on when
+        the loop begins.
     """
 
-    outputs: tuple[int, ...]
+    outputs: tuple[Sets, ...]
     operands: Mapping[str, tuple[int, ...]]
     inputs: tuple[int, ...]
     directly: tuple[int, ...]
+    device: int
     members: Mapping[str, int]
+    trained: Mapping[int, tuple[str, int]]
 
 
 def dependence(module: Module, chosen: Sequence[str], reductions: Collection[str]) -> Dependence:
@@ -49,41 +69,77 @@ def dependence(module: Module, chosen: Sequence[str], reductions: Collection[str
       reductions: those of them behind which an input is no longer reached directly.
     """
     parameters = module.entry.parameters
-    number = len(parameters)
-    inputs = tuple(1 << i for i in range(number))
-    directly = tuple(1 << number + i for i in range(number))
-    members = {name: 1 << 2 * number + i for i, name in enumerate(chosen)}
-    follow = _Follow(module, members, frozenset(reductions), sum(directly))
+    follow = _Follow(module)
+    inputs = tuple(follow.new_member() for _ in parameters)
+    directly = tuple(follow.new_member() for _ in parameters)
+    follow.device = follow.new_member()
+    follow.members = {name: follow.new_member() for name in chosen}
+    follow.reductions = frozenset(reductions)
+    follow.directly = sum(directly)
     given = [_spread(each.shape, inputs[i] | directly[i]) for i, each in enumerate(parameters)]
     outputs = follow.through(module.entry, given)
-    parts = outputs if isinstance(outputs, tuple) else (outputs,)
-    operands = {name: tuple(sets) for name, sets in follow.operands.items()}
-    return Dependence(tuple(map(_all, parts)), operands, inputs, directly, members)
+    return Dependence(
+        tuple(_leaves(outputs)),
+        {name: tuple(sets) for name, sets in follow.operands.items()},
+        inputs,
+        directly,
+        follow.device,
+        follow.members,
+        follow.trained,
+    )
 
 
-def _all(depends: Depends) -> int:
-    return depends if isinstance(depends, int) else reduce(or_, map(_all, depends), 0)
+def union(depends: Depends) -> int:
+    """All that a value depends on, in one set."""
+    return reduce(or_, depends if isinstance(depends, frozenset) else map(union, depends), 0)
+
+
+def _leaves(depends: Depends) -> list[Sets]:
+    parts = (depends,) if isinstance(depends, frozenset) else depends
+    return [part if isinstance(part, frozenset) else frozenset({union(part)}) for part in parts]
 
 
 def _spread(shape: Shape, members: int) -> Depends:
-    return tuple(_spread(part, members) for part in shape) if isinstance(shape, tuple) else members
+    if isinstance(shape, tuple):
+        return tuple(_spread(part, members) for part in shape)
+    return frozenset({members})
 
 
 def _join(one: Depends, other: Depends) -> Depends:
     if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
         return tuple(map(_join, one, other))
-    return _all(one) | _all(other)
+    return frozenset({union(one) | union(other)})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """A part of a loop's carry.
+
+    Attributes:
+      is_state: whether it depends on itself one round before.
+      is_trained: whether it does so through a reduction, too.
+    """
+
+    is_state: bool
+    is_trained: bool
 
 
 class _Follow:
-    def __init__(
-        self, module: Module, members: Mapping[str, int], reductions: Collection[str], directly: int
-    ):
+    def __init__(self, module: Module):
         self.operands: dict[str, list[int]] = {}
+        self.trained: dict[int, tuple[str, int]] = {}
+        self.members: Mapping[str, int] = {}
+        self.reductions: Collection[str] = ()
+        self.directly = 0
+        self.device = 0
         self._module = module
-        self._members = members
-        self._reductions = reductions
-        self._directly = directly
+        self._number = 0
+        self._parts: dict[str, tuple[_Part, ...]] = {}
+        self._trained_members: dict[tuple[str, int], int] = {}
+
+    def new_member(self) -> int:
+        self._number += 1
+        return 1 << self._number - 1
 
     def through(self, computation: Computation, given: Sequence[Depends]) -> Depends:
         """What a computation gives depends on, given what its parameters depend on."""
@@ -93,7 +149,7 @@ class _Follow:
                 known[each.name] = given[int(each.argument)]
             else:
                 taken = [known[name] for name in each.operands]
-                if each.name in self._members:
+                if each.name in self.members:
                     self._note(each, taken)
                 known[each.name] = self._of(each, taken)
         return known[computation.root.name]
@@ -101,7 +157,7 @@ class _Follow:
     def _note(self, each: Instruction, taken: list[Depends]) -> None:
         sets = self.operands.setdefault(each.name, [0] * len(taken))
         for number, depends in enumerate(taken):
-            sets[number] |= _all(depends)
+            sets[number] |= union(depends)
 
     def _of(self, each: Instruction, taken: list[Depends]) -> Depends:
         if each.opcode == "tuple":
@@ -112,32 +168,95 @@ class _Follow:
             (name,) = each.called("calls") or each.called("to_apply")
             inner = self.through(self._module.computations[name], taken)
             # What starts such a computation gives its operands and a context beside its value.
-            return _spread(each.shape, _all(inner)) if each.opcode.endswith("-start") else inner
+            return _spread(each.shape, union(inner)) if each.opcode.endswith("-start") else inner
         if each.opcode == "while":
             return self._of_loop(each, taken[0])
         if each.opcode == "conditional":
             return self._of_branches(each, taken)
         if each.opcode in _WHOLE and len(taken) == 1:
             return taken[0]
+        if each.opcode in _DEVICE:
+            return frozenset({self.device})
         # Collectives that XLA has combined work part by part; an all-to-all mixes its parts.
         if isinstance(each.shape, tuple) and each.opcode in _BY_PART:
-            return tuple(self._passed(each, _all(part)) for part in taken)
-        return _spread(each.shape, self._passed(each, reduce(or_, map(_all, taken), 0)))
+            return tuple(frozenset({self._passed(each, union(part))}) for part in taken)
+        if each.opcode == "concatenate":
+            return frozenset[int]().union(*_leaves(tuple(taken)))
+        if each.opcode in _MOVING and isinstance(taken[0], frozenset):
+            beside = union(tuple(taken[1:]))
+            return frozenset(self._passed(each, one | beside) for one in taken[0])
+        return _spread(each.shape, self._passed(each, union(tuple(taken))))
 
     def _passed(self, each: Instruction, taken: int) -> int:
-        if each.name in self._reductions:
-            taken &= ~self._directly
-        return taken | self._members.get(each.name, 0)
+        if each.name in self.reductions:
+            taken &= ~self.directly
+        return taken | self.members.get(each.name, 0)
 
     def _of_loop(self, each: Instruction, carry: Depends) -> Depends:
-        (body,) = each.called("body")
-        (condition,) = each.called("condition")
+        """What a loop gives, whose rounds are steps of a training if they look like it.
+
+        From a part's own earlier value nothing else is learned: the second step's moments depend
+        on all that the first one's did, and its gradient depends on the moments only in that they
+        made its parameters. So a round is given such a part as it was at the beginning.
+        """
+        (body,) = (self._module.computations[name] for name in each.called("body"))
+        (condition,) = (self._module.computations[name] for name in each.called("condition"))
+        parts = self._parts_of(each, body)
+        given = carry
         while True:
-            self.through(self._module.computations[condition], [carry])
-            after = _join(carry, self.through(self._module.computations[body], [carry]))
-            if after == carry:
-                return carry
-            carry = after
+            self.through(condition, [given])
+            after = self.through(body, [given])
+            joined = _join(given, after)
+            if isinstance(joined, tuple) and isinstance(carry, tuple):
+                begins = zip(carry, joined, parts, strict=True)
+                joined = tuple(old if part.is_state else new for old, new, part in begins)
+            if joined == given:
+                break
+            given = joined
+        results = _join(carry, after)
+        if not isinstance(results, tuple) or not isinstance(carry, tuple):
+            return results
+        return tuple(
+            frozenset({union(result) | self._trained(each, number, union(carry[number]))})
+            if parts[number].is_trained
+            else result
+            for number, result in enumerate(results)
+        )
+
+    def _trained(self, loop: Instruction, number: int, begins: int) -> int:
+        key = (loop.name, number)
+        member = self._trained_members.get(key) or self.new_member()
+        self._trained_members[key] = member
+        self.directly |= member
+        before = self.trained.get(member, (loop.name, 0))[1]
+        self.trained[member] = (loop.name, before | begins)
+        return member
+
+    def _parts_of(self, loop: Instruction, body: Computation) -> tuple[_Part, ...]:
+        """What each part of the carry is, seen in one round of the loop."""
+        if loop.name in self._parts:
+            return self._parts[loop.name]
+        shapes = body.parameters[0].shape
+        if not isinstance(shapes, tuple):
+            return ()
+        members = [self.new_member() for _ in shapes]
+        noted, self.operands = self.operands, {}
+        after = self.through(body, [tuple(map(_spread, shapes, members))])
+        reducing = [
+            (self.members[name], reduce(or_, sets, 0))
+            for name, sets in self.operands.items()
+            if name in self.reductions
+        ]
+        self.operands = noted
+        parts = [union(part) for part in after] if isinstance(after, tuple) else [0] * len(shapes)
+        self._parts[loop.name] = tuple(
+            _Part(
+                is_state=bool(part & own),
+                is_trained=any(part & itself and own & sets for itself, sets in reducing),
+            )
+            for own, part in zip(members, parts, strict=True)
+        )
+        return self._parts[loop.name]
 
     def _of_branches(self, each: Instruction, taken: list[Depends]) -> Depends:
         names = each.called("branch_computations") or (
@@ -149,4 +268,4 @@ class _Follow:
             self.through(computation, [given])
             for computation, given in zip(computations, taken[1:], strict=True)
         ]
-        return _join(_spread(each.shape, _all(taken[0])), reduce(_join, branches))
+        return _join(_spread(each.shape, union(taken[0])), reduce(_join, branches))

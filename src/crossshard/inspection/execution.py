@@ -21,7 +21,7 @@ class Execution:
       instruction: what is run.
       computation: where it stands.
       caller: the instruction that runs this computation; none in the entry.
-      in_loop: whether that happens within a loop.
+      loops: the names of the loops that this happens in, outermost first.
       in_branch: whether it happens in one branch of a conditional only.
       times: how often in one call of the program; none where a loop's length is not known.
     """
@@ -29,7 +29,7 @@ class Execution:
     instruction: Instruction
     computation: Computation
     caller: Instruction | None = None
-    in_loop: bool = False
+    loops: tuple[str, ...] = ()
     in_branch: bool = False
     times: int | None = 1
 
@@ -55,7 +55,8 @@ def _through(module: Module, at: Execution) -> Iterator[Execution]:
         if instruction.opcode == "while":
             trips = trip_count(module, at.computation, instruction)
             times = None if trips is None or at.times is None else at.times * trips
-            inner = dataclasses.replace(inner, in_branch=at.in_branch, in_loop=True, times=times)
+            loops = (*at.loops, instruction.name)
+            inner = dataclasses.replace(inner, in_branch=at.in_branch, loops=loops, times=times)
             for computation in _called(module, instruction, _LOOP):
                 yield from _through(module, dataclasses.replace(inner, computation=computation))
 

@@ -151,19 +151,27 @@ class Module:
     entry: Computation
     partitions: int
     replicas: int
-    _frames: Mapping[int, str]
+    _frames: Mapping[int, tuple[str, int]]
 
-    def source(self, instruction: Instruction) -> str | None:
-        """The ``file:line`` that an instruction comes from, if the program says it."""
+    def lines(self, instruction: Instruction) -> tuple[str, ...]:
+        """The ``file:line`` that an instruction comes from and those that call it, innermost first.
+
+        Empty where the program does not say.
+        """
         # Names may hold anything, also what looks like an attribute.
         metadata = _QUOTED.sub('""', instruction.attributes.get("metadata", ""))
         # Up to 2025 the line stood in the metadata itself, now in a table at the top.
         file = instruction.quoted("metadata", "source_file")
         line = re.search(r"\bsource_line=(\d+)", metadata)
         if file and line:
-            return f"{file}:{line[1]}"
+            return (f"{file}:{line[1]}",)
+        found: list[str] = []
         frame = re.search(r"\bstack_frame_id=(\d+)", metadata)
-        return self._frames.get(int(frame[1])) if frame else None
+        number = int(frame[1]) if frame else 0
+        while number in self._frames:
+            line_of_frame, number = self._frames[number]
+            found.append(line_of_frame)
+        return tuple(found)
 
 
 def parse(text: str) -> Module:
@@ -173,7 +181,7 @@ def parse(text: str) -> Module:
       text: what ``compiled.as_text()`` gives.
 
     Raises:
-      ArgumentError: the text is no HLO module.
+      ArgumentError: the text is not an HLO module.
 
     >>> module = parse('''HloModule tiny, num_partitions=2
     ...
@@ -183,8 +191,8 @@ def parse(text: str) -> Module:
     ... }''')
     >>> module.partitions, module.entry.root.opcode, module.entry.root.operands
     (2, 'add', ('p', 'p'))
-    >>> module.source(module.entry.root)
-    'step.py:7'
+    >>> module.lines(module.entry.root)
+    ('step.py:7',)
     """
     header, _, _ = text.partition("\n")
     if not header.startswith("HloModule"):
@@ -257,7 +265,7 @@ def end_of_bracket(text: str, opening: int) -> int:
 
 
 def _split(text: str) -> list[str]:
-    """The parts between the commas that stand in no bracket and no quotation."""
+    """The parts between the commas that stand outside of brackets and quotations."""
     parts, depth, start = [], 0, 0
     for token in _TOKEN.finditer(text):
         if token[0] == "," and depth == 0:
@@ -288,8 +296,8 @@ def _unescaped(text: str) -> str:
     return re.sub(r"\\(.)", r"\1", text)
 
 
-def _stack_frames(text: str) -> dict[int, str]:
-    """The tables above the computations: per stack frame, its own file and line."""
+def _stack_frames(text: str) -> dict[int, tuple[str, int]]:
+    """The tables above the computations: per stack frame, its line and the frame that calls it."""
     names = re.finditer(r'^(\d+) "(.*)"$', _section(text, "FileNames"), re.M)
     files = {m[1]: _unescaped(m[2]) for m in names}
     location = r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)"
@@ -297,9 +305,16 @@ def _stack_frames(text: str) -> dict[int, str]:
         m[1]: f"{files.get(m[2], '?')}:{m[3]}"
         for m in re.finditer(location, _section(text, "FileLocations"), re.M)
     }
-    frame = r"^(\d+) \{file_location_id=(\d+)"
-    frames = re.finditer(frame, _section(text, "StackFrames"), re.M)
-    return {int(m[1]): lines[m[2]] for m in frames if m[2] in lines}
+    frame = r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
+    frames = re.findall(frame, _section(text, "StackFrames"), re.M)
+    # XLA writes one more than the caller's number, so that the outermost frame, which has none,
+    # calls itself. Were the numbers right, no frame would.
+    offset = int(any(number == parent for number, _, parent in frames))
+    return {
+        int(number): (lines[where], int(parent or 0) - offset)
+        for number, where, parent in frames
+        if where in lines
+    }
 
 
 def _section(text: str, title: str) -> str:

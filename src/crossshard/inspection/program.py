@@ -1,7 +1,7 @@
 """``inspect``: from what JAX calls a lowered or compiled step to a report on it."""
 
-import math
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,8 +9,11 @@ import jax
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.inspection.collectives import collectives
 from crossshard.inspection.hlo import Module, parse
-from crossshard.inspection.parameters import find_trained, joined_devices, parameter_bytes
+from crossshard.inspection.layout import Layout, input_layouts
+from crossshard.inspection.parameters import Parameters, named_bytes
+from crossshard.inspection.replicas import joined_devices
 from crossshard.inspection.report import Communication, Memory
+from crossshard.inspection.trained import find_trained
 
 
 def inspect(program: Any, parameters: Any = None) -> Communication:
@@ -20,15 +23,21 @@ def inspect(program: Any, parameters: Any = None) -> Communication:
     shards that average gradients of P bytes of parameters each send at least 2(N−1)/N · P, which
     an all-reduce of the gradients sends, and a reduce-scatter of them with an all-gather of the
     new parameters does too; parameters that are stored in parts are gathered first, at the same
-    price. P is counted in the parameters' own dtype: sending them wider shows in the ratio. XLA for
-    CPUs does so by itself with parameters of 16 bits and fewer.
+    price. P is counted in the parameters' own dtype: sending them wider shows in the ratio, and
+    the report says whether the step widens them or XLA, which for CPUs does with 16 bits.
 
     Which inputs are the parameters is told by what becomes of them: a reduction depends on them,
     and an output of their shape, dtype and layout depends on that reduction, and on them directly
     as well. Where that does not hold, as in a step that is given its gradients or whose loss is
-    linear in a parameter, or where it says too much, as of a target network that is in the loss
-    and follows the parameters, name them. N is how many devices the collectives between a
-    parameter and its new value join, so where layers are split over devices, too, it counts these.
+    linear in a parameter, or where it says too much, name them: as of a target network that is in
+    the loss and follows the parameters, or of several steps written out in one program, whose
+    moments are counted with the parameters. Several steps in a loop are told apart, and the bound
+    counts each of them.
+
+    N is how many devices keep a parameter the same and see different data, as far as that is among
+    the program's inputs. Where layers are split over some devices, these are one shard, and P is
+    one device's part. Experts that lie on fewer devices than the layers around them have a bound of
+    their own, and all are added up.
 
     Both branches of a conditional are counted, and a loop of unknown length as one run of it.
 
@@ -43,8 +52,8 @@ def inspect(program: Any, parameters: Any = None) -> Communication:
       The report: print it, read its attributes, or take ``to_json()``.
 
     Raises:
-      ArgumentTypeError: what is given is no program, or the parameters are no arrays.
-      ArgumentError: the program has no text to read, or text that is no HLO.
+      ArgumentTypeError: what is given is not a program, or the parameters are not arrays.
+      ArgumentError: the program has no text to read, or text that is not HLO.
 
     >>> import jax, jax.numpy as jnp
     >>> report = inspect(jax.jit(lambda w: w - 0.1 * w).lower(jnp.zeros(3)))
@@ -57,48 +66,94 @@ def inspect(program: Any, parameters: Any = None) -> Communication:
         raise ArgumentError("The compiled program gives no text to read; compile it afresh.")
     return report_on(
         parse(text),
-        _parts(compiled),
-        _replicated(compiled.output_shardings),
-        None if parameters is None else parameter_bytes(parameters),
+        input_layouts(compiled),
+        [each.is_fully_replicated for each in jax.tree.leaves(compiled.output_shardings)],
+        None if parameters is None else named_bytes(parameters),
         _memory(compiled),
     )
 
 
 def report_on(
     module: Module,
-    inputs: Sequence[int],
+    inputs: Sequence[Layout],
     outputs: Sequence[bool],
-    parameters: int | None = None,
+    parameters: Mapping[str | None, int] | None = None,
     memory: Memory | None = None,
 ) -> Communication:
     """The report on a program that has been read.
 
     Args:
       module: the program.
-      inputs: per input, into how many different parts it is cut over the devices.
+      inputs: per input, which piece each device holds.
       outputs: per output, whether all devices hold the same of it.
-      parameters: their bytes, where they are not to be told from the program.
+      parameters: their bytes by dtype, where they are not to be told from the program.
       memory: the compiler's own numbers.
     """
     found = collectives(module)
     devices = module.partitions * module.replicas
     trained = find_trained(module, inputs, outputs)
-    if parameters is None and trained is not None:
-        parameters = trained.bytes
-    sending = (each.groups for each in found if each.bytes_sent)
+    if trained:
+        most = max(trained, key=lambda each: each.bytes)
+    else:
+        sending = (each.groups for each in found if each.bytes_sent)
+        most = Parameters(None, 0, joined_devices(sending, devices))
+    if parameters is not None:
+        trained = tuple(
+            dataclasses.replace(most, dtype=dtype or most.dtype, bytes=total)
+            for dtype, total in parameters.items()
+        )
     return Communication(
         collectives=found,
         devices=devices,
-        shards=trained.shards if trained else joined_devices(sending, devices),
-        parameter_bytes=parameters,
-        parameter_dtypes=trained.dtypes if trained else (),
+        shards=most.shards,
+        parameters=trained,
         memory=memory,
     )
 
 
-def _compiled(program: Any) -> jax.stages.Compiled:
+def is_program(step: Any) -> bool:
+    """Whether this is a program that JAX, or Flax around it, has traced, lowered or compiled."""
+    stages = jax.stages.Lowered | jax.stages.Compiled | jax.stages.Traced
+    return isinstance(_unwrapped(step), stages)
+
+
+def program_of(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A step lowered for its arguments, or the program that it is already.
+
+    Args:
+      step: a function, with ``jax.jit`` or without, or anything that has ``lower``; or a program,
+        without arguments.
+      args: what to lower the step for, as arrays or ``jax.ShapeDtypeStruct``.
+      kwargs: what else.
+
+    Raises:
+      ArgumentTypeError: the step is not a step, or a program is given arguments.
+    """
+    if is_program(step):
+        if args or kwargs:
+            raise ArgumentTypeError(
+                f"A step takes arguments; {type(step).__name__} is a program that has its own "
+                f"already, so leave out the {len(args) + len(kwargs)} given."
+            )
+        return step
+    # A string has a method lower, too.
+    if hasattr(step, "lower") and not isinstance(step, str):
+        return step.lower(*args, **kwargs)
+    if not callable(step):
+        raise ArgumentTypeError(
+            "A step is a function, anything with a method lower, or a lowered or compiled program; "
+            f"got {type(step).__name__}."
+        )
+    return jax.jit(step).lower(*args, **kwargs)
+
+
+def _unwrapped(program: Any) -> Any:
     # Flax wraps what JAX lowers and compiles.
-    inner = getattr(program, "compiled", getattr(program, "lowered", program))
+    return getattr(program, "compiled", getattr(program, "lowered", program))
+
+
+def _compiled(program: Any) -> jax.stages.Compiled:
+    inner = _unwrapped(program)
     if isinstance(inner, jax.stages.Traced):
         inner = inner.lower()
     if isinstance(inner, jax.stages.Lowered):
@@ -111,22 +166,6 @@ def _compiled(program: Any) -> jax.stages.Compiled:
             f"{f' {name}' if name else ''}."
         )
     return inner
-
-
-def _parts(compiled: jax.stages.Compiled) -> list[int]:
-    """Per input that the program uses, into how many different parts the devices hold it."""
-    infos, tree = jax.tree.flatten(compiled.args_info)
-    shardings = tree.flatten_up_to(compiled.input_shardings)
-    return [
-        math.prod(info.shape) // max(1, math.prod(sharding.shard_shape(info.shape)))
-        for info, sharding in zip(infos, shardings, strict=True)
-        # JAX has None for an argument that the program does not use.
-        if sharding is not None
-    ]
-
-
-def _replicated(shardings: Any) -> list[bool]:
-    return [each.is_fully_replicated for each in jax.tree.leaves(shardings)]
 
 
 def _memory(compiled: jax.stages.Compiled) -> Memory | None:

@@ -1,0 +1,8 @@
+"""The exit codes of the command."""
+
+FINE = 0
+BROKEN = 1
+REFUSED = 2
+# 128 and the number of the signal, as shells count.
+INTERRUPTED = 130
+NOT_READ = 141

@@ -1,0 +1,82 @@
+"""The step that a factory of the user's makes, as a program."""
+
+import contextlib
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from crossshard.cli.failures import in_one_sentence
+from crossshard.errors import ArgumentError
+from crossshard.inspection.program import is_program, program_of
+
+
+def make_program(name: str) -> Any:
+    """The program of the step that a factory returns, lowered for its arguments.
+
+    What the factory prints goes to stderr.
+
+    Args:
+      name: ``package.module:factory``; the current directory is on the path.
+
+    Raises:
+      ArgumentError: there is no such factory, it fails, or what it returns is not a step.
+    """
+    with contextlib.redirect_stdout(sys.stderr):
+        factory = _load(name)
+        with in_one_sentence(f"{name} raised"):
+            made = factory()
+        if is_program(made):
+            return made
+        if not isinstance(made, tuple) or not made:
+            raise ArgumentError(
+                f"{name} returned {_described(made)}; it must return (step, args…), or a program "
+                "that is lowered or compiled."
+            )
+        step, *args = made
+        with in_one_sentence(f"The step of {name} cannot be lowered"):
+            return program_of(step, args, {})
+
+
+def _load(name: str) -> Callable[[], Any]:
+    module_name, _, attribute = name.partition(":")
+    is_module = all(part.isidentifier() for part in module_name.split("."))
+    if not attribute or not is_module or module_name.endswith(".py"):
+        raise ArgumentError(
+            f"Name the factory as package.module:factory, as train:make for make in train.py; got "
+            f"{name!r}."
+        )
+    if not sys.flags.safe_path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        with in_one_sentence(f"{module_name} cannot be imported"):
+            found: Any = importlib.import_module(module_name)
+    except ArgumentError as error:
+        missing = error.__cause__
+        if isinstance(missing, ModuleNotFoundError) and _is_part(missing.name, module_name):
+            raise ArgumentError(
+                f"There is no module {missing.name} in {os.getcwd()} or on the rest of the path."
+            ) from missing
+        raise
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            close = difflib.get_close_matches(part, dir(found), 1)
+            hint = f"; did you mean {close[0]}?" if close else "."
+            raise ArgumentError(f"{module_name} has no {attribute}{hint}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ArgumentError(
+            f"{name} must be a function without arguments; got {_described(found)}."
+        )
+    return found
+
+
+def _is_part(missing: str | None, module_name: str) -> bool:
+    return missing is not None and f"{module_name}.".startswith(f"{missing}.")
+
+
+def _described(value: Any) -> str:
+    name = getattr(value, "__name__", None)
+    return f"{type(value).__name__} {name}" if name else type(value).__name__

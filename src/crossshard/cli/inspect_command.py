@@ -1,0 +1,145 @@
+"""`crossshard inspect`: what a step of the user's sends, as a table or as JSON."""
+
+import argparse
+import importlib.util
+import math
+import os
+import sys
+from typing import Any
+
+import jax
+
+import crossshard
+from crossshard.cli.exit_codes import BROKEN, FINE
+from crossshard.cli.factory import make_program
+from crossshard.cli.failures import in_one_sentence
+from crossshard.errors import ArgumentError
+from crossshard.inspection import Communication
+from crossshard.inspection.collectives import KINDS
+from crossshard.inspection.contract import Contract
+from crossshard.inspection.parameters import named_bytes
+from crossshard.inspection.report import HEAD, row
+
+_DESCRIPTION = """\
+Every collective of a step: what each shard sends for it, among which devices, and from which of
+your lines; the bytes in all against the least that N shards must send to average P bytes of
+parameters, 2(N-1)/N * P; and memory. The step is compiled and not run, so it may be one for
+devices that you do not have."""
+
+_EPILOG = f"""\
+The factory is called without arguments and returns (step, args...): a function, with jax.jit or
+without, a TrainStep, or anything else that has a method lower, and what to lower it for, as arrays
+or jax.ShapeDtypeStruct. Or it returns a program that is lowered or compiled already. The current
+directory is on the path, as with python -m. What the factory prints goes to stderr.
+
+    # train.py
+    def make():
+        step = crossshard.make_train_step(loss_fn, optax.adamw(1e-3), num_shards=8)
+        return step, step.abstract_init(params), batch
+
+    crossshard inspect train:make --devices 8
+
+Kinds of collectives: {", ".join(KINDS)}.
+
+Keys of the JSON: collectives (a list of: kind, operands (each: dtype, dimensions), groups,
+group_size, bytes_sent, scalar_bytes_sent, source, op_name, in_loop, in_branch, times, widened,
+name), devices, shards, parameters (a list of: dtype, bytes, shards, updates), memory (argument,
+output, temp, alias, peak), bytes_sent, scalar_bytes_sent, parameter_bytes, parameter_dtypes,
+lower_bound, ratio. Bytes are those that one shard sends in one call of the step. What is not known
+is null.
+
+Exit codes: 0 fine; 1 the step sends more than --max-bytes-ratio or --forbid allow, told on stderr;
+2 what is asked cannot be done, told in one line on stderr."""
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the others."""
+    parser = commands.add_parser(
+        "inspect",
+        help="show what a step of yours sends between its devices",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=_run)
+    parser.add_argument("factory", metavar="package.module:factory", help="what makes the step")
+    parser.add_argument("--json", action="store_true", help="JSON instead of a table")
+    parser.add_argument(
+        "--devices",
+        type=int,
+        metavar="N",
+        help="make N virtual CPU devices before JAX starts, as crossshard.cpu_devices does",
+    )
+    parser.add_argument(
+        "--parameters",
+        type=int,
+        metavar="BYTES",
+        help="the bytes of the parameters, P, where the program does not tell them",
+    )
+    parser.add_argument(
+        "--max-bytes-ratio",
+        type=float,
+        metavar="R",
+        help="fail if a shard sends more than R times the lower bound",
+    )
+    parser.add_argument(
+        "--forbid",
+        action="append",
+        default=[],
+        metavar="KIND",
+        help="fail if a shard sends by this kind of collective; may be given again",
+    )
+
+
+def _run(options: argparse.Namespace) -> int:
+    if not options.json and importlib.util.find_spec("rich") is None:
+        raise ArgumentError(
+            "rich is not installed, which the table needs. Give --json, or run: "
+            f'{sys.executable} -m pip install "crossshard[cli]"'
+        )
+    # Only what is asked for: a loop is not a fault by itself.
+    ratio = math.inf if options.max_bytes_ratio is None else options.max_bytes_ratio
+    contract = Contract(ratio, options.forbid, in_loop=True)
+    if options.parameters is not None:
+        named_bytes(options.parameters)
+    if options.devices is not None:
+        _make_devices(options.devices)
+    program = make_program(options.factory)
+    with in_one_sentence(f"The step of {options.factory} cannot be inspected"):
+        report = crossshard.inspect(program, options.parameters)
+    if options.json:
+        print(report.to_json(indent=2))
+    else:
+        _print_table(report)
+    faults = contract.faults(report)
+    for fault in faults:
+        print(f"crossshard: {fault.sentence}.", file=sys.stderr)
+    return BROKEN if faults else FINE
+
+
+def _print_table(report: Communication) -> None:
+    # They come with an extra, and are not needed for JSON.
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    # A file or pipe has no width that lines would have to be broken for.
+    console = Console(width=None if sys.stdout.isatty() else 10_000, highlight=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold cyan")
+    for head in HEAD:
+        table.add_column(head, overflow="fold")
+    for each in report.collectives:
+        table.add_row(*map(Text, row(each)))
+    with console.capture() as captured:
+        console.print(table)
+    lines = captured.get().splitlines() if report.collectives else []
+    for line in [*lines, *report.totals()]:
+        print(line.rstrip())
+
+
+def _make_devices(number: int) -> None:
+    crossshard.cpu_devices(number)
+    if not os.environ.get("JAX_PLATFORMS"):
+        # Or a machine's accelerators would come before them.
+        jax.config.update("jax_platforms", "cpu")

@@ -1,0 +1,163 @@
+"""What a step may send: the most of it, and which kinds of collectives."""
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Iterable
+from typing import Any
+
+from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.inspection.collectives import KINDS, Collective, bytes_sent
+from crossshard.inspection.hlo import width
+from crossshard.inspection.report import Communication, collective_table
+
+# Padding to whole shards sends this much more than the parameters' own bytes.
+_PADDING = 0.005
+# Losses and metrics may travel in the same bucket as small gradients: so many numbers of 32 bits.
+_NUMBERS = 16
+# In which gradients of fewer bits are summed.
+_SUMMED_IN = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """Something that a contract does not allow.
+
+    Attributes:
+      sentence: what it is, and what to do about it.
+      shown: a table of the collectives at fault.
+    """
+
+    sentence: str
+    shown: str
+
+    def __str__(self) -> str:
+        return f"{self.sentence}:\n{self.shown}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Contract:
+    """What a step may send.
+
+    Attributes:
+      max_bytes_ratio: how many times the lower bound.
+      forbid: kinds of collectives that must not be there.
+      in_loop: whether collectives may stand in a loop.
+
+    Raises:
+      ArgumentError: a kind that does not exist, or a ratio that is not a number from 0 on.
+      ArgumentTypeError: ``forbid`` or ``in_loop`` is of another type.
+    """
+
+    max_bytes_ratio: float = 1.0
+    forbid: Iterable[str] = ()
+    in_loop: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "forbid", _checked_kinds(self.forbid))
+        object.__setattr__(self, "max_bytes_ratio", _checked_ratio(self.max_bytes_ratio))
+        if not isinstance(self.in_loop, bool):
+            raise ArgumentTypeError(f"in_loop must be True or False; got {self.in_loop!r}.")
+
+    def faults(self, report: Communication) -> list[Fault]:
+        """What a step does that it may not; operands of one element are free everywhere."""
+        sending = [each for each in report.collectives if each.bytes_sent]
+        return [
+            *self._forbidden(sending),
+            *([] if self.in_loop else _looping(sending)),
+            *_too_much(sending, report, self.max_bytes_ratio),
+        ]
+
+    def _forbidden(self, sending: list[Collective]) -> list[Fault]:
+        found = [each for each in sending if each.kind in self.forbid]
+        kinds = ", ".join(kind for kind in self.forbid if kind in {each.kind for each in found})
+        table = collective_table(found)
+        return [Fault(f"The step has what is forbidden, {kinds}", table)] if found else []
+
+
+def _checked_kinds(forbid: Any) -> tuple[str, ...]:
+    if not isinstance(forbid, Iterable):
+        raise ArgumentTypeError(
+            f'forbid must be kinds of collectives, as ("all-reduce",); got {forbid!r}.'
+        )
+    kinds = (forbid,) if isinstance(forbid, str) else tuple(forbid)
+    unknown = [kind for kind in kinds if kind not in KINDS]
+    if unknown:
+        raise ArgumentError(
+            f"forbid names kinds of collectives, of {', '.join(KINDS)}; got {unknown[0]!r}."
+        )
+    return kinds
+
+
+def _checked_ratio(ratio: Any) -> float:
+    if not isinstance(ratio, numbers.Real) or isinstance(ratio, bool) or not float(ratio) >= 0:
+        raise ArgumentError(f"max_bytes_ratio must be a number of at least 0; got {ratio!r}.")
+    return float(ratio)
+
+
+def _looping(sending: list[Collective]) -> list[Fault]:
+    found = [each for each in sending if each.in_loop]
+    if not found:
+        return []
+    return [
+        Fault(
+            "The step communicates within a loop; reduce gradients once after it, or say "
+            "in_loop=True where that is meant, as with layers that are gathered one by one, or "
+            "with a loop over steps",
+            collective_table(found),
+        )
+    ]
+
+
+def _too_much(
+    sending: list[Collective], report: Communication, max_bytes_ratio: float
+) -> list[Fault]:
+    if not sending or math.isinf(max_bytes_ratio):
+        return []
+    if not report.lower_bound:
+        return [
+            Fault(
+                "The step communicates, and which of its inputs are parameters cannot be told "
+                "from its program. Give parameters=, as arrays or a number of bytes "
+                '(--parameters on the command line), or max_bytes_ratio=float("inf")',
+                report.table(),
+            )
+        ]
+    if report.uncounted_loops:
+        return [
+            Fault(
+                "The step communicates in a loop whose length its program does not tell, so what "
+                "it sends cannot be counted. Give the loop a fixed length, or "
+                'max_bytes_ratio=float("inf")',
+                collective_table(report.uncounted_loops),
+            )
+        ]
+    beside = bytes_sent("all-reduce", report.shards, _NUMBERS * 4)
+    sent = report.bytes_sent - _widening(sending, report)
+    if sent <= max_bytes_ratio * report.lower_bound * (1 + _PADDING) + beside:
+        return []
+    return [
+        Fault(
+            f"The step sends {sent / report.lower_bound:.3f} times the lower bound, and "
+            f"{max_bytes_ratio:g} is allowed",
+            report.table(),
+        )
+    ]
+
+
+def _widening(sending: list[Collective], report: Communication) -> float:
+    """How much less would be sent in the dtypes of the parameters, up to 32 bits instead of fewer.
+
+    At most once: what is sent again in 32 bits is sent again.
+    """
+    narrow = [each for each in report.parameters if each.dtype and width(each.dtype) < _SUMMED_IN]
+    if not narrow:
+        return 0
+    own = min(width(each.dtype or "") for each in narrow)
+    wide = sum(
+        each.bytes_sent * (1 - own / _SUMMED_IN)
+        for each in sending
+        if {width(dtype) for dtype in each.dtypes} == {_SUMMED_IN}
+    )
+    once = sum(each.lower_bound * (_SUMMED_IN / width(each.dtype or "") - 1) for each in narrow)
+    return min(wide, once)

@@ -1,0 +1,42 @@
+"""Which line of the user's own a collective, or an error, comes from."""
+
+import itertools
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+_OURS = f"{Path(__file__).parents[1]}/"
+# What our command lowers is called by nothing of the user's.
+_COMMAND = f"{_OURS}cli/"
+
+# What a training script calls, and the standard library in between.
+_LIBRARIES = re.compile(
+    r"/(site|dist)-packages/(equinox|flax|jax|optax)/"
+    r"|/lib/python3[^/]*/(?!site-packages/|dist-packages/)"
+    r"|^<frozen "
+)
+
+
+def users_line(lines: Iterable[str]) -> str | None:
+    """The first line that is the user's, and not ours or another library's.
+
+    Args:
+      lines: as ``file:line``, innermost first.
+
+    >>> users_line(["/lib/python3.11/site-packages/flax/nnx/norm.py:9", "train.py:12", "main.py:3"])
+    'train.py:12'
+    """
+    return next((line for line in lines if not (_is_ours(line) or _LIBRARIES.search(line))), None)
+
+
+def source_of(lines: Iterable[str]) -> str | None:
+    """The user's line, or where there is none, the first that is not ours.
+
+    Of a step of ours that our command has lowered all lines are ours, and tell nobody anything.
+    """
+    called = list(itertools.takewhile(lambda line: not line.startswith(_COMMAND), lines))
+    return users_line(called) or next((line for line in called if not _is_ours(line)), None)
+
+
+def _is_ours(line: str) -> bool:
+    return line.startswith(_OURS) or "-packages/crossshard/" in line

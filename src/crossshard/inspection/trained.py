@@ -1,0 +1,275 @@
+"""What a step trains, told from its program: how many bytes, over how many shards, how often.
+
+A program does not say which of its inputs are parameters, but what becomes of each: a gradient
+depends on the parameters and is reduced, and each parameter has an output of its own shape, dtype
+and layout that depends on that same reduction, and directly on the parameter as well. Moments have
+such outputs too, but the reduction does not depend on them. A frozen weight feeds the reduction,
+but it reaches no output except through it, or as it was.
+
+Nor does it say which devices are shards of the data, but what each of them is given: devices that
+are given the same data, and different pieces of the layers, work together as one shard.
+"""
+
+import dataclasses
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
+from operator import or_
+
+from crossshard.inspection.collectives import is_scalar, operand_shapes, runs_of_collectives
+from crossshard.inspection.dependence import Dependence, Sets, dependence, union
+from crossshard.inspection.execution import Execution, executions
+from crossshard.inspection.groups import Groups, groups_of
+from crossshard.inspection.hlo import Array, Module, Shape, leaves
+from crossshard.inspection.layout import Layout, is_whole
+from crossshard.inspection.loops import trip_count
+from crossshard.inspection.parameters import Parameters
+from crossshard.inspection.replicas import joined_devices, shards
+
+# A hand-written step may gather its moments as well, so feeding these tells nothing.
+_COPYING = {"all-gather", "collective-broadcast"}
+
+
+def find_trained(
+    module: Module, inputs: Sequence[Layout] | None, outputs: Sequence[bool] | None
+) -> tuple[Parameters, ...]:
+    """The parameters by dtype and shards, most bytes first; empty where none can be told.
+
+    Args:
+      module: the program.
+      inputs: per input, which piece each device holds; none if that is not known.
+      outputs: per output, whether all devices hold the same of it; none likewise.
+    """
+    devices = module.partitions * module.replicas
+    shapes = _arrays(each.shape for each in module.entry.parameters)
+    results = _arrays([module.entry.root.shape])
+    known = inputs and len(inputs) == len(shapes) and {*map(len, inputs)} == {devices}
+    layouts = inputs if inputs and known else [(0,) * devices] * len(shapes)
+    same = outputs if outputs and len(outputs) == len(results) else [True] * len(results)
+    given = [_Value(array, is_whole(lies)) for array, lies in zip(shapes, layouts, strict=True)]
+    uses = _uses(module)
+    updates = _updates(given, list(map(_Value, results, same)), uses)
+    shards_of = _Shards(layouts, uses, updates)
+    kept = {n: found for n in updates if (found := shards_of(n)) > 1}
+    if not kept:
+        # As under groups, where each device stores parameters of its own, as it does its batch.
+        kept = {n: found for n in updates if (found := shards_of(n, stored_apart=True)) > 1}
+    copies: dict[_Value, list[tuple[int, int, int]]] = defaultdict(list)
+    outputs_of: dict[_Value, set[int]] = defaultdict(set)
+    for number, count in kept.items():
+        pieces = len(set(layouts[number]))
+        gathered = joined_devices(uses.gathers[number], devices)
+        often = _updates_in_loops(module, uses.depends, number, updates[number])
+        copies[given[number]].append((min(gathered, pieces), count, often))
+        outputs_of[given[number]] |= updates[number]
+    bytes_of: Counter[tuple[str, int, int]] = Counter()
+    for value, inputs_alike in copies.items():
+        # Two inputs that share one updated output cannot both be what is updated.
+        apart = sorted(inputs_alike, reverse=True)[: len(outputs_of[value])]
+        for gathered, count, often in apart:
+            bytes_of[value.array.dtype, count, often] += gathered * value.array.bytes
+    return tuple(
+        Parameters(dtype, total, count, often)
+        for (dtype, count, often), total in bytes_of.most_common()
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Value:
+    """An input or output; equal ones may be one parameter before and after the step."""
+
+    array: Array
+    replicated: bool
+
+
+def _arrays(shapes: Iterable[Shape]) -> list[Array]:
+    return [array for shape in shapes for array in leaves(shape)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Uses:
+    """What becomes of a program's inputs.
+
+    Attributes:
+      depends: what the outputs depend on.
+      groups: per collective, as a member of the sets, the groups that it joins; equal ones are one
+        object.
+      fed: per input, the collectives that depend on it.
+      reduced: per input, those of them that reduce.
+      gathers: per input, the groups of the gatherings that it reaches before any reduction.
+      told_apart: the collectives to which devices give different values by themselves.
+    """
+
+    depends: Dependence
+    groups: Mapping[int, Groups]
+    fed: Sequence[int]
+    reduced: Sequence[int]
+    gathers: Sequence[Sequence[Groups]]
+    told_apart: int
+
+    def on_the_way(self, number: int, outputs: Iterable[int]) -> int:
+        """The collectives that lie on a way from an input to some outputs."""
+        return self.fed[number] & reduce(or_, (union(self.depends.outputs[i]) for i in outputs), 0)
+
+
+def _uses(module: Module) -> _Uses:
+    runs = list(runs_of_collectives(module))
+    names = [run.instruction.name for run, _ in runs]
+    reducing = {run.instruction.name for run, kind in runs if kind not in _COPYING}
+    depends = dependence(module, names, reducing)
+    reductions = sum(depends.members[name] for name in reducing)
+    fed = [0] * len(depends.inputs)
+    gathers: list[list[Groups]] = [[] for _ in depends.inputs]
+    groups: dict[int, Groups] = {}
+    alike: dict[Groups, Groups] = {}
+    told_apart = 0
+    for run, kind in runs:
+        itself = depends.members[run.instruction.name]
+        joined = groups_of(run.instruction, kind, module)
+        groups[itself] = alike.setdefault(joined, joined)
+        for members in _sent(run, kind, depends):
+            told_apart |= itself * bool(members & depends.device)
+            for number, member in enumerate(depends.inputs):
+                if members & member:
+                    fed[number] |= itself
+                    if kind in _COPYING and not members & reductions:
+                        gathers[number].append(groups[itself])
+    reduced = [each & reductions for each in fed]
+    return _Uses(depends, groups, fed, reduced, gathers, told_apart)
+
+
+def _sent(run: Execution, kind: str, depends: Dependence) -> list[int]:
+    """What the operands of a collective depend on, scalars left out."""
+    # Of a ragged exchange only the first operand is sent.
+    sent = zip(operand_shapes(run, kind), depends.operands[run.instruction.name], strict=False)
+    return [members for shape, members in sent if not all(map(is_scalar, leaves(shape)))]
+
+
+def _updates(
+    given: Sequence[_Value], results: Sequence[_Value], uses: _Uses
+) -> dict[int, set[int]]:
+    """Per input that may be a parameter, the outputs that may be its new value."""
+    depends = uses.depends
+    directly, trained = _reached_and_trained(uses)
+    alike: dict[_Value, list[int]] = defaultdict(list)
+    for number, value in enumerate(given):
+        if value.array.is_inexact and not is_scalar(value.array):
+            alike[value].append(number)
+    updates: dict[int, set[int]] = {}
+    for value, equals in alike.items():
+        outputs = [i for i, result in enumerate(results) if result == value]
+        # What no input of its kind reaches directly, such as the mean of the parameters themselves
+        # or a copy in fewer bits, has no other former value than one that it was reduced from.
+        own = reduce(or_, (depends.inputs[n] for n in equals))
+        untaken = {i for i in outputs if not directly[i] & own}
+        for number in equals:
+            found = {i for i in outputs if trained[i] & depends.inputs[number]}
+            reduced = {i for i in untaken if uses.reduced[number] & union(depends.outputs[i])}
+            if found or reduced:
+                updates[number] = found or reduced
+    return updates
+
+
+def _reached_and_trained(uses: _Uses) -> tuple[list[int], list[int]]:
+    """Per output, the inputs that reach it directly, and those that it is trained from.
+
+    These are inputs that reach the same elements of it directly and through a reduction.
+    """
+    depends = uses.depends
+
+    @functools.cache
+    def inputs_of(sets: Sets) -> tuple[int, int]:
+        reached = trained = 0
+        for members in sets:
+            for number in _members_of(members, depends.directly):
+                reached |= depends.inputs[number]
+                if members & uses.reduced[number]:
+                    trained |= depends.inputs[number]
+        return reached, trained
+
+    found = [inputs_of(sets) for sets in depends.outputs]
+    return [reached for reached, _ in found], [trained for _, trained in found]
+
+
+def _members_of(members: int, of: Sequence[int]) -> Iterator[int]:
+    """The places in a run of members of those that a set has."""
+    first = of[0].bit_length() - 1 if of else 0
+    left = members >> first & (1 << len(of)) - 1
+    while left:
+        place = left.bit_length() - 1
+        yield place
+        left ^= 1 << place
+
+
+class _Shards:
+    """Over how many shards an input that may be a parameter is kept the same."""
+
+    def __init__(
+        self, layouts: Sequence[Layout], uses: _Uses, updates: Mapping[int, set[int]]
+    ) -> None:
+        self._layouts = layouts
+        self._uses = uses
+        self._updates = updates
+        self._counted: dict[tuple[object, ...], int] = {}
+        split = [number for number, lies in enumerate(layouts) if not is_whole(lies)]
+        self._data = [n for n in split if n not in updates and uses.fed[n]]
+        # The pieces of layers that are split over devices and gathered nowhere.
+        self._layers = {layouts[n] for n in split if n in updates and not uses.gathers[n]}
+
+    def __call__(self, number: int, *, stored_apart: bool = False) -> int:
+        """The number of shards.
+
+        Args:
+          number: the input.
+          stored_apart: whether what each device holds is a parameter of its own, and no piece.
+        """
+        uses, pieces = self._uses, self._layouts[number]
+        way = uses.on_the_way(number, self._updates[number])
+        if stored_apart:
+            pieces = (0,) * len(pieces)
+        data = tuple(dict.fromkeys(self._layouts[n] for n in self._data if uses.fed[n] & way))
+        joining = {id(found): found for member, found in uses.groups.items() if member & way}
+        gathering = {id(found): found for found in uses.gathers[number]}
+        by_itself = bool(way & uses.told_apart)
+        key = (pieces, frozenset(joining), frozenset(gathering), data, by_itself)
+        if key not in self._counted:
+            seen = self._seen(data, by_itself, len(pieces))
+            self._counted[key] = shards(pieces, joining.values(), gathering.values(), seen)
+        return self._counted[key]
+
+    def _seen(self, data: Sequence[Layout], by_itself: bool, devices: int) -> list[object]:
+        """Per device, what it sees: its pieces of what the program is given, layers left out."""
+        beside = [
+            lies for lies in data if not any(_tells(layer, lies) for layer in self._layers)
+        ] or data
+        if not beside and by_itself:
+            return list(range(devices))
+        return [tuple(lies[device] for lies in beside) for device in range(devices)]
+
+
+def _tells(one: Layout, other: Layout) -> bool:
+    """Whether which piece of one a device holds tells which of the other it holds."""
+    return len(set(zip(one, other, strict=True))) == len(set(one))
+
+
+def _updates_in_loops(
+    module: Module, depends: Dependence, number: int, outputs: Iterable[int]
+) -> int:
+    """How often a call updates an input, going by the loops that have it in their carry."""
+    reached = reduce(or_, (union(depends.outputs[i]) for i in outputs), 0)
+    names = {
+        name
+        for member, (name, begins) in depends.trained.items()
+        if member & reached and begins & depends.directly[number]
+    }
+    if not names:
+        return 1
+    loops = [run for run in executions(module) if run.instruction.name in names]
+    outer = {name for run in loops for name in run.loops}
+    return sum(_rounds(module, run) for run in loops if run.instruction.name not in outer)
+
+
+def _rounds(module: Module, run: Execution) -> int:
+    trips = trip_count(module, run.computation, run.instruction)
+    return 1 if trips is None or run.times is None else run.times * trips
