@@ -27,10 +27,11 @@ demo: environment  ## train a small model on eight virtual CPU devices
 test: environment  ## run the whole suite, except what is marked soak
 	$(VENV)/bin/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
 
-check: environment  ## lint, formatting and types
+check: environment  ## lint, formatting, types, and which folder may import which
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
 
 test-matrix:  ## the suite on Python 3.11 to 3.13, with the oldest and the newest JAX
 	@python="$(PYTHON)"; [ -n "$$python" ] && "$$python" tools/matrix.py -n $(JOBS) $(PYTEST_ARGS)

@@ -27,6 +27,9 @@ class Gradients:
       status: per leaf of ``values`` what has been done to it already; ``None`` for a leaf without
         numbers (float0).
       beside_status: the same of ``beside``.
+
+    >>> Gradients({"w": 1.0}).replace(values={"w": 0.5}).values
+    {'w': 0.5}
     """
 
     values: Any
@@ -51,6 +54,12 @@ class Environment:
       extra_args: what the caller gave besides.
       arrays: how the optimizer's arrays are split.
       divisor: what a mean over the shards, or the group, divides by; 1 under SUM.
+
+    >>> from crossshard.shards.axes import current_shards
+    >>> import jax, jax.numpy as jnp
+    >>> place = lambda x: Environment(current_shards()).shards.index()
+    >>> jax.vmap(place, axis_name="shards")(jnp.zeros(3))
+    Array([0, 1, 2], dtype=int32)
     """
 
     shards: Shards
