@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -48,7 +49,7 @@ class Shards:
 
     def index(self) -> jax.Array:
         """int32[]: which shard this is."""
-        return lax.axis_index(self.axes)
+        return lax.axis_index(self.axes) if self.axes else jnp.int32(0)
 
     def as_varying(self, x: Any) -> Any:
         """``x`` typed as each shard's own; the same numbers."""
