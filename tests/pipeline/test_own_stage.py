@@ -1,4 +1,4 @@
-"""The worked example of CONTRIBUTING.md: a stage written outside of the package, in all three ways."""
+"""The worked example of CONTRIBUTING.md: a stage written outside of the package."""
 
 from pathlib import Path
 

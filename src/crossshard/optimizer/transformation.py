@@ -65,7 +65,7 @@ class Transformation:
         if not isinstance(state, CrossShardState):
             raise ArgumentTypeError(
                 f"The state must be the CrossShardState that init returned; got "
-                f"{type(state).__name__}. A state of the wrapped optimizer alone is its inner_state."
+                f"{type(state).__name__}. That of the wrapped optimizer alone is its inner_state."
             )
         placement = self.pipeline.placement_of_preprocess
         preprocess = jax.tree.map(placement.local, _checked(state.preprocess, placement))

@@ -24,6 +24,8 @@ class Gradients:
         the loss, and ``"grad"``.
       weight: float[], what this shard counts in the mean, and after the aggregate what all of them
         count; ``None`` where all count alike.
+      skip: bool[], after the aggregate: whether the step is to leave everything as it was; ``None``
+        for never.
       status: per leaf of ``values`` what has been done to it already; ``None`` for a leaf without
         numbers (float0).
       beside_status: the same of ``beside``.
@@ -35,6 +37,7 @@ class Gradients:
     values: Any
     beside: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     weight: jax.Array | None = None
+    skip: jax.Array | None = None
     status: tuple[Incoming | None, ...] = ()
     beside_status: tuple[Incoming | None, ...] = ()
 

@@ -83,7 +83,7 @@ class StepFunction:
             metrics = {"loss": loss[None] if grouped else loss}
             if self.has_aux:
                 metrics["aux"] = jax.tree.map(lambda x: jnp.asarray(x)[None], aux)
-            reduced = gradients.values, gradients.weight
+            reduced = gradients.values, gradients.skip
             return layout.stored(own), metrics, reduced if is_global else None
 
         metric_specs: dict[str, Any] = {"loss": each if grouped else PartitionSpec()}
@@ -101,8 +101,8 @@ class StepFunction:
         )
         state, metrics, reduced = run(state, batch)
         if reduced is not None:
-            values, weight = reduced
-            gradients = Gradients(values, {"value": metrics["loss"]}, weight)
+            values, skip = reduced
+            gradients = Gradients(values, {"value": metrics["loss"]}, skip=skip)
             here = dataclasses.replace(environment, params=state.params)
             with jax.named_scope(self.name):
                 params, opt_state = self._optimize(gradients, state.opt_state, here)
