@@ -108,21 +108,21 @@ def scan_parts(params: Mapping[str, Any]) -> tuple[int, int]:
     return params["num_consts"], params["num_carry"]
 
 
-def tracks(axis: str) -> bool:
+def has_vma(axis: str) -> bool:
     """Whether types say what varies over this axis (``shard_map`` with ``check_vma=True``)."""
     return axis in varying_axes(lax.axis_index(axis))
 
 
 def as_varying(x: Any, axes: Iterable[str]) -> Any:
-    """``x`` typed as each shard's own over ``axes``, of which every one is tracked."""
+    """``x`` typed as varying over ``axes``, over each of which types tell."""
     known = varying_axes(x) | unreduced_axes(x)
     missing = tuple(axis for axis in axes if axis not in known)
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def all_gather(x: Any, name: str, axis: int, *, tracked: bool) -> Any:
-    """The shards' ``x`` side by side along ``axis``; where types are tracked, typed as equal."""
-    gather = _gather_equal if tracked else lax.all_gather
+def all_gather(x: Any, name: str, axis: int, *, has_vma: bool) -> Any:
+    """The shards' ``x`` side by side along ``axis``; typed as invariant where types tell."""
+    gather = _gather_equal if has_vma else lax.all_gather
     return gather(x, name, axis=axis, tiled=True)
 
 

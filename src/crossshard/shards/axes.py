@@ -119,7 +119,7 @@ def shards_of_gradient(axis_name: tuple[str, ...] = ()) -> Shards:
     if not bound:
         return Shards(1)
     _check_bound(axes, bound)
-    tracked = tuple(axis for axis in axes if _jax.tracks(axis))
+    tracked = tuple(axis for axis in axes if _jax.has_vma(axis))
     return Shards(math.prod(bound[axis] for axis in tracked), tracked, True, bool(tracked))
 
 
@@ -134,8 +134,8 @@ def _check_bound(axes: tuple[str, ...], bound: dict[str, int]) -> None:
 
 def _describe(number: int, axes: tuple[str, ...]) -> Shards:
     mesh_axes = _jax.manual_axes()
-    tracked = [_jax.tracks(axis) for axis in axes]
-    if not all(tracked) and any(_jax.tracks(axis) for axis in mesh_axes):
+    tracked = [_jax.has_vma(axis) for axis in axes]
+    if not all(tracked) and any(_jax.has_vma(axis) for axis in mesh_axes):
         # JAX has no collective over vmap's axes under check_vma=True: each fails an assertion.
         loose = [axis for axis, known in zip(axes, tracked, strict=True) if not known]
         raise AxisError(
