@@ -17,7 +17,7 @@ import optax
 
 from crossshard.collectives.parts import ANY, Cut, Limits, cut_along_axis, cut_for
 from crossshard.errors import ArgumentError, WeightUpdateError
-from crossshard.optimizer.elementwise import obstacle_to_parts
+from crossshard.jaxprs.elementwise import why_not_elementwise
 
 
 class WeightUpdate(enum.StrEnum):
@@ -186,7 +186,7 @@ def _obstacle(
 
     own = in_parts(params, plan.params), in_parts(state, plan.state)
     value = jax.ShapeDtypeStruct((), "float32")
-    return obstacle_to_parts(update, (params, state, params, value), (*own, own[0], value))
+    return why_not_elementwise(update, (params, state, params, value), (*own, own[0], value))
 
 
 def step(
