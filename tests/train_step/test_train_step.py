@@ -143,7 +143,9 @@ def test_each_group_steps_as_it_would_alone(rule: str, weight_update: str, group
     for group in groups:
         rows = tuple(of_shard[group].ravel().tolist())
         for shard in group:
-            own = jax.tree.map(lambda x, shard=shard: x[shard], (state.params, state.opt_state.inner_state))
+            own = jax.tree.map(
+                lambda x, shard=shard: x[shard], (state.params, state.opt_state.inner_state)
+            )
             assert_close(own, plain(rule, rows))
             assert_close(step.model(state, shard=shard), own[0], 0)
 
