@@ -2,40 +2,54 @@
 
 import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
-from crossshard.errors import CrossshardError
-from examples.byte_lm.arguments import parse
-from examples.byte_lm.exit_codes import FAILED, INTERRUPTED, REFUSED
-from examples.byte_lm.train import train_command
+from examples.byte_lm.exit_codes import REFUSED
+from examples.byte_lm.stopping import Stopping
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train as the words say; the exit code.
 
-    0 if it did what was asked, 1 if it ran and failed, 2 with one line on stderr if what was asked
-    cannot be done, 130 if the user stopped it.
+    0 if it did what was asked, 1 if it ran and failed, 2 with a complaint on stderr if what was
+    asked cannot be done, 128 and the number of the signal, such as 130, if one stopped it.
 
     Args:
       arguments: the words after ``python -m examples.byte_lm``; those of this process if ``None``.
     """
-    for stream in (sys.stdout, sys.stderr):
+    _open_streams()
+    with Stopping() as stopping:
+        try:
+            # Not at the top: this takes seconds, in which a signal has to find its handler.
+            from examples.byte_lm.arguments import parse
+            from examples.byte_lm.train import train
+        except ModuleNotFoundError as error:
+            missing = str(error.name).partition(".")[0]
+            print(
+                f"byte_lm: {missing} is not installed. Run, where you cloned crossshard: "
+                f'{sys.executable} -m pip install -e ".[examples]"',
+                file=sys.stderr,
+            )
+            return REFUSED
+        return train(parse(arguments), stopping)
+
+
+def _open_streams() -> None:
+    """Make it safe to write to stdout and stderr, whatever they are."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            # It was closed. Else the next file that is opened takes its place, and gets its text.
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for as long as we run
+        stream = getattr(sys, name)
         # Better a question mark than no sentence, where an old encoding lacks an arrow.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    try:
-        return train_command(parse(arguments))
-    except CrossshardError as error:
-        print("byte_lm: " + " ".join(str(error).split()), file=sys.stderr)
-        return REFUSED
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read our output has left; Python would complain once more when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    # All is written: from here on Ctrl-C may end the process without a word.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.exit(code)

@@ -1,5 +1,8 @@
 """Which devices a training run uses: virtual ones of the CPU, or all that an accelerator has."""
 
+import os
+import re
+
 import jax
 
 from crossshard import cpu_devices
@@ -7,6 +10,8 @@ from crossshard.errors import ArgumentError
 from examples.byte_lm.groups import MOST_SHARDS, Groups
 
 CPU_SHARDS = 8
+# What as many shards as there can be are served by.
+_MOST_THREADS = 4 * MOST_SHARDS
 
 
 def start_shards(asked: int | None, groups: Groups | None) -> int:
@@ -25,10 +30,18 @@ def start_shards(asked: int | None, groups: Groups | None) -> int:
         raise ArgumentError(
             f"{asked} shards are more than one process can serve; ask for at most {MOST_SHARDS}."
         )
+    _check_threads()
     # Whether there is an accelerator shows only once JAX runs, and then it is too late to make
     # CPU devices. Where there is one these stay idle.
     cpu_devices(asked or CPU_SHARDS)
-    devices = jax.devices()
+    try:
+        devices = jax.devices()
+    except Exception as error:  # JAX lets through what its plugins raise
+        wanted = os.environ.get("JAX_PLATFORMS", "")
+        raise ArgumentError(
+            f"JAX cannot start on the devices that JAX_PLATFORMS={wanted} asks for "
+            f"({type(error).__name__} {error}). Set JAX_PLATFORMS=cpu, or leave it out."
+        ) from None
     platform = devices[0].platform
     shards = asked or (CPU_SHARDS if platform == "cpu" else len(devices))
     if shards > len(devices):
@@ -37,3 +50,15 @@ def start_shards(asked: int | None, groups: Groups | None) -> int:
             f"Ask for at most {len(devices)}, or set JAX_PLATFORMS=cpu for virtual ones."
         )
     return shards
+
+
+def _check_threads() -> None:
+    """Raise if NPROC, which XLA takes for the number of processors, is not one."""
+    given = os.environ.get("NPROC", "")
+    # Not isdigit, for which ² is a digit.
+    number = int(given) if re.fullmatch("[0-9]{1,9}", given) else 0
+    if given and not 1 <= number <= _MOST_THREADS:
+        raise ArgumentError(
+            f"NPROC, from which XLA takes its number of threads, must be from 1 to "
+            f"{_MOST_THREADS}; it is {given!r}. Leave it out."
+        )

@@ -1,7 +1,6 @@
-"""The exit codes of the command line."""
+"""The exit codes of the command, besides 128 and the number of the signal that stopped it."""
 
 DONE = 0
 FAILED = 1
 REFUSED = 2
-# 128 and the number of SIGINT, as shells count.
-INTERRUPTED = 130
+STOPPED = 128

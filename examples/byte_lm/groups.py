@@ -12,6 +12,7 @@ from crossshard.errors import GroupAssignmentError
 
 # Virtual CPU devices are threads and buffers; beyond this a machine is busy with nothing else.
 MOST_SHARDS = 1024
+_LONGEST = 20_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +60,18 @@ def parse_groups(text: str) -> Groups | None:
                 f"--groups {text} makes {number * size} shards; 1 to {MOST_SHARDS} are possible."
             )
         return Groups(tuple(tuple(range(g * size, (g + 1) * size)) for g in range(number)))
+    if len(text) > _LONGEST:
+        raise GroupAssignmentError(
+            f"--groups has {len(text):,} characters; groups of up to {MOST_SHARDS} shards need "
+            f"fewer than {_LONGEST:,}."
+        )
     try:
         listed = json.loads(text)
-    except ValueError:
+        # It refuses what is not a partition into groups of one size, and says why.
+        CrossShardOptimizer(optax.identity(), group_assignment=listed)
+    except (json.JSONDecodeError, RecursionError):
         raise GroupAssignmentError(
             f"--groups must be like 2x4 (two groups of four) or JSON like [[0,1],[2,3]]; "
-            f"got {text!r}."
+            f"got {text if len(text) < 80 else f'{text[:80]}…'!r}."
         ) from None
-    # It refuses what is not a partition into groups of one size, and says why.
-    CrossShardOptimizer(optax.identity(), group_assignment=listed)
     return Groups(tuple(map(tuple, listed))) if listed else None

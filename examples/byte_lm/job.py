@@ -1,19 +1,18 @@
 """A training run with everything checked and made, but nothing yet trained or written."""
 
 import dataclasses
-from pathlib import Path
 
 import jax
 from flax import nnx
 
 from crossshard import CrossShardOptimizer
 from examples.byte_lm.devices import start_shards
+from examples.byte_lm.folder import check_free
 from examples.byte_lm.groups import Groups
 from examples.byte_lm.held_out import HeldOut, gzip_bits_per_byte
 from examples.byte_lm.model import ByteTransformer
-from examples.byte_lm.optimizers import InnerOptimizer, make_optimizer
+from examples.byte_lm.optimizers import InnerOptimizer, check_fits, make_optimizer
 from examples.byte_lm.options import TrainOptions
-from examples.byte_lm.output import check_free
 from examples.byte_lm.text import Text, read_text
 
 
@@ -23,7 +22,6 @@ class Job:
 
     Attributes:
       options: what was asked for.
-      out: the folder to make and write to.
       shards: how many shards step together.
       platform: what the devices are, such as ``"cpu"``.
       groups: which shards reduce with which; all in one group where none were asked for.
@@ -35,7 +33,6 @@ class Job:
     """
 
     options: TrainOptions
-    out: Path
     shards: int
     platform: str
     groups: Groups
@@ -74,7 +71,7 @@ def prepare(options: TrainOptions) -> Job:
       CrossshardError: something that was asked for cannot be done; nothing has been written.
     """
     options.check()
-    out = check_free(options.out)
+    check_free(options.out)
     groups = options.parsed_groups()
     text = read_text(options.data, options.context + 1)
     shards = start_shards(options.shards, groups)
@@ -86,9 +83,9 @@ def prepare(options: TrainOptions) -> Job:
             layers=options.layers, width=options.width, rngs=nnx.Rngs(options.seed)
         )
     )()
+    check_fits(inner, model)
     return Job(
         options=options,
-        out=out,
         shards=shards,
         platform=jax.devices()[0].platform,
         groups=groups or Groups((tuple(range(shards)),)),

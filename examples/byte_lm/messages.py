@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Iterable
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -9,13 +10,15 @@ from rich.text import Text
 import crossshard
 from examples.byte_lm.job import Job
 from examples.byte_lm.proof import Comparison
+from examples.byte_lm.record import Record
 from examples.byte_lm.summary import Summary
+from examples.byte_lm.text import printable
 
 Row = tuple[str, str]
 
 
-def print_job(console: Console, job: Job) -> None:
-    """Say what is about to be trained, and on what."""
+def print_job(console: Console, job: Job, folder: Path) -> None:
+    """Say what is about to be trained, on what, and where to."""
     options, text = job.options, job.text
     console.print(f"[bold]crossshard[/] {crossshard.__version__}", highlight=False)
     _print_rows(
@@ -34,16 +37,18 @@ def print_job(console: Console, job: Job) -> None:
             ),
             ("optimizer", f"{job.inner.name}, {_learning_rate(job)}"),
             ("batch", f"{job.rows} rows of {options.context} bytes, {options.steps} steps"),
-            ("output", str(job.out)),
+            ("output", printable(folder)),
         ],
     )
 
 
-def print_summary(console: Console, job: Job, summary: Summary) -> None:
+def print_summary(
+    console: Console, job: Job, summary: Summary, record: Record, why_stopped: str
+) -> None:
     """Say what came of it."""
     rows = []
     if summary.ended == "stopped":
-        rows.append(("stopped", f"after {_plural(summary.steps, 'step')}, as you asked"))
+        rows.append(("stopped", f"after {_plural(summary.steps, 'step')}{why_stopped}"))
     if summary.ended == "not finite":
         rows.append(
             (
@@ -53,7 +58,7 @@ def print_summary(console: Console, job: Job, summary: Summary) -> None:
             )
         )
     rows += [*_held_out(summary), *_speed(summary), *_proof(job, summary)]
-    rows.append(("written", f"metrics.jsonl, curves.png and summary.json in {job.out}"))
+    rows.append(("written", f"{', '.join(record.written)} in {printable(record.folder)}"))
     _print_rows(console, rows)
 
 
@@ -93,7 +98,10 @@ def _proof(job: Job, summary: Summary) -> Iterable[Row]:
             f"no parameter differs by more than {one.largest_difference:.1e}, where training "
             f"moved them by up to {one.largest_change:.1e}",
         )
-    yield "", verdict(job, summary.proof)
+    if len(summary.proof) > 1:
+        yield "", verdict(job, summary.proof)
+    else:
+        yield "", "Not shown: with plain SGD, which hides no factor, it was not run."
 
 
 def verdict(job: Job, proof: list[Comparison]) -> str:

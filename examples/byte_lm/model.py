@@ -74,6 +74,15 @@ class Block(nnx.Module):
         return x_btd + self.dense_out(nnx.gelu(self.dense_in(self.dense_norm(x_btd))))
 
 
+def params_of(model: nnx.Module) -> dict[str, jax.Array]:
+    """The parameters by name, ``"blocks/0/qkv/kernel"``, as an optimizer of the model gets them.
+
+    They are ``float32[…]``, or ``[shards, …]`` where shards differ.
+    """
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    return {"/".join(map(str, path)): leaf.get_raw_value() for path, leaf in flat}
+
+
 def rotate(x_bthd: jax.Array) -> jax.Array:
     """Rotary positions (arXiv 2104.09864) on float32[batch, time, heads, head_width]."""
     time, half = x_bthd.shape[1], x_bthd.shape[-1] // 2

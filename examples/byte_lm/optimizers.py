@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
+from flax import nnx
 
 from crossshard.errors import ArgumentError
+from examples.byte_lm.model import params_of
 
 # What factories call the learning rate.
 _LEARNING_RATES = ("learning_rate", "max_learning_rate", "lr", "step_size")
@@ -79,8 +81,28 @@ def make_optimizer(name: str, learning_rate: float | None) -> InnerOptimizer:
             f"{name} is not an optimizer: it returns {type(made).__name__}, and not an Optax "
             f"transformation."
         )
-    _try(made, name)
+    _check_downhill(made, name)
     return InnerOptimizer(name, made, rate)
+
+
+def check_fits(inner: InnerOptimizer, model: nnx.Module) -> None:
+    """Trace a step on the parameters of a model, to find here what would fail in the run.
+
+    Raises:
+      ArgumentError: the optimizer fails on parameters of these names and shapes.
+    """
+    transformation = optax.with_extra_args_support(inner.transformation)
+
+    def step(params: dict[str, jax.Array]) -> Any:
+        value = jnp.zeros(())
+        return transformation.update(params, transformation.init(params), params, value=value)
+
+    try:
+        jax.eval_shape(step, params_of(model))
+    except Exception as error:  # an optimizer of the user's may raise anything
+        raise ArgumentError(
+            f"{inner.name} failed in a trial step on this model: {_first_line(error)}."
+        ) from None
 
 
 def _of_optax(name: str) -> Callable[..., Any]:
@@ -178,7 +200,7 @@ def _check_nothing_missing(factory: Callable[..., Any], name: str, taken: dict[s
         )
 
 
-def _try(inner: optax.GradientTransformation, name: str) -> None:
+def _check_downhill(inner: optax.GradientTransformation, name: str) -> None:
     """Take a few steps on a bowl, to find here what would fail, or climb, in the run."""
     inner = optax.with_extra_args_support(inner)
     params = {"matrix": jnp.ones((4, 4)), "vector": jnp.ones(4)}

@@ -19,7 +19,11 @@ class TrainOptions:
     of the batch, CrossShardOptimizer reduces them, and the Optax optimizer of your choice steps.
     At the end the first steps are repeated on one shard, to prove that both trained alike.
 
-    Ctrl-C stops after the current step, with everything so far written to the output folder.
+    Ctrl-C stops after the current step, with everything so far written to the output folder; a
+    second one skips what is then being computed, a third one ends at once.
+
+    The exit code is 0 if all went well; 1 if the training diverged, the proof failed or something
+    could not be written; 2 if what was asked cannot be done; 130 after Ctrl-C.
     """
 
     data: Path | None = None

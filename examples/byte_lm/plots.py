@@ -1,16 +1,20 @@
 """The picture of a run: training and held-out curves in bits per byte, beside gzip."""
 
-from pathlib import Path
+import io
+import os
+import warnings
+
+# Only a file is drawn, so it does not matter which backend the user's windows need: an unknown one
+# would end the import.
+os.environ["MPLBACKEND"] = "agg"
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from examples.byte_lm.job import Job
 from examples.byte_lm.loop import Step
-from examples.byte_lm.output import cannot_write
 from examples.byte_lm.summary import Summary
 
 _TRAIN, _HELD_OUT, _GZIP, _INK, _GRID = "#4477aa", "#cc3311", "#666666", "#222222", "#e4e4e4"
@@ -18,15 +22,13 @@ _TRAIN, _HELD_OUT, _GZIP, _INK, _GRID = "#4477aa", "#cc3311", "#666666", "#22222
 # Evenly likely bytes need eight bits. What needs far more has diverged, and would flatten the rest.
 _TOP = 10
 
+# Letters, of each of the two in the title.
+_WIDEST_NAME = 40
 
-def draw_curves(job: Job, steps: list[Step], summary: Summary, path: Path) -> None:
-    """Draw bits per byte over steps to a PNG file.
 
-    Raises:
-      ArgumentError: the file cannot be written.
-    """
+def draw_curves(job: Job, steps: list[Step], summary: Summary) -> bytes:
+    """Bits per byte over steps, as a PNG file."""
     figure = Figure(figsize=(9, 5.2), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     _draw_training(axes, steps)
     _draw_held_out(axes, steps, summary)
@@ -38,10 +40,12 @@ def draw_curves(job: Job, steps: list[Step], summary: Summary, path: Path) -> No
         label=f"gzip -9 on the same held-out bytes: {summary.gzip_bits_per_byte:.2f}",
     )
     _frame(axes, job, steps)
-    try:
-        figure.savefig(path)
-    except OSError as error:
-        raise cannot_write(path, error) from None
+    png = io.BytesIO()
+    with warnings.catch_warnings():
+        # A name may have signs that the font lacks; it is drawn with boxes for them.
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
+        figure.savefig(png, format="png")
+    return png.getvalue()
 
 
 def _draw_training(axes: Axes, steps: list[Step]) -> None:
@@ -88,13 +92,21 @@ def _held_out_label(finals: tuple[float, ...]) -> str:
     return f"held-out, {len(finals)} groups: {min(finals):.2f} to {max(finals):.2f}"
 
 
+def _short(name: str) -> str:
+    """Its end, if it is long: a title as wide as the picture would squeeze it."""
+    return name if len(name) <= _WIDEST_NAME else f"…{name[1 - _WIDEST_NAME :]}"
+
+
 def _frame(axes: Axes, job: Job, steps: list[Step]) -> None:
     axes.set_title(
-        f"{job.inner.name} on {job.shards} shard{'s' * (job.shards > 1)}, {job.text.name}",
+        f"{_short(job.inner.name)} on {job.shards} shard{'s' * (job.shards > 1)}, "
+        f"{_short(job.text.name)}",
         loc="left",
         color=_INK,
         fontsize=12,
         pad=12,
+        # A dollar in a name does not begin a formula.
+        parse_math=False,
     )
     axes.set_xlabel("step", color=_INK)
     axes.set_ylabel("bits per byte", color=_INK)

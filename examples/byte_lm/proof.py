@@ -12,7 +12,7 @@ from flax import nnx
 
 from examples.byte_lm.job import Job
 from examples.byte_lm.loop import train_step
-from examples.byte_lm.model import ByteTransformer, loss
+from examples.byte_lm.model import ByteTransformer, loss, params_of
 from examples.byte_lm.optimizers import InnerOptimizer
 
 STEPS = 5
@@ -62,7 +62,10 @@ class Proof:
     def __init__(self, job: Job, drawn: Sequence[Batch]) -> None:
         self._job = job
         self._drawn = drawn
-        self._definition, self._first = nnx.split(job.new_model(), nnx.Param)
+        model = job.new_model()
+        self._first = params_of(model)
+        self._definition, state = nnx.split(model, nnx.Param)
+        self._variables = nnx.to_flat_state(state)
         # SUM adds up the members' losses, each a mean over an equal part of the rows.
         self._factor = job.groups.size if job.options.reduction == "sum" else 1
         self._gradients = jax.jit(jax.value_and_grad(self._loss))
@@ -81,7 +84,7 @@ class Proof:
         return self._compare(inner, values_of(model), _ROUNDING_OF_SGD)
 
     def _compare(self, inner: InnerOptimizer, after: Values, rounding: float) -> Comparison:
-        before = _values(self._first)
+        before = _copies(self._first)
         largest, where, change = -1.0, "", 0.0
         differences = changes = 0.0
         for members in self._job.groups.members:
@@ -123,22 +126,23 @@ class Proof:
                 params, self._rows_of(members, read), self._rows_of(members, wanted)
             )
             params, state = update(gradients, state, params, value)
-        return _values(params)
+        return _copies(params)
 
     def _rows_of(self, members: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """What of a global batch these shards are given."""
         per_shard = rows.reshape(self._job.shards, -1, rows.shape[-1])
         return per_shard[members].reshape(-1, rows.shape[-1])
 
-    def _loss(self, params: Any, read: jax.Array, wanted: jax.Array) -> jax.Array:
-        return self._factor * loss(nnx.merge(self._definition, params), read, wanted)
+    def _loss(self, params: dict[str, jax.Array], read: Any, wanted: Any) -> jax.Array:
+        values = zip(self._variables, params.values(), strict=True)
+        state = nnx.from_flat_state([(path, old.replace(new)) for (path, old), new in values])
+        return self._factor * loss(nnx.merge(self._definition, state), read, wanted)
 
 
 def values_of(model: ByteTransformer) -> Values:
-    """Copies of all parameters by path, ``float32[…]``, or ``[shards, …]`` where shards differ."""
-    return _values(nnx.state(model, nnx.Param))
+    """Copies of what ``params_of`` gives."""
+    return _copies(params_of(model))
 
 
-def _values(state: Any) -> Values:
-    flat = nnx.to_flat_state(state)
-    return {"/".join(map(str, path)): np.array(leaf.get_raw_value()) for path, leaf in flat}
+def _copies(params: dict[str, jax.Array]) -> Values:
+    return {name: np.array(value) for name, value in params.items()}

@@ -1,61 +1,53 @@
 """A whole training run: steps, records, picture, judgement on held-out text, and the proof."""
 
-import contextlib
 import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable
 
 from examples.byte_lm.held_out import HeldOut
 from examples.byte_lm.job import Job
-from examples.byte_lm.loop import Step, train
+from examples.byte_lm.loop import train
 from examples.byte_lm.model import ByteTransformer
 from examples.byte_lm.plots import draw_curves
+from examples.byte_lm.progress import Screen
 from examples.byte_lm.proof import STEPS, Comparison, Proof, Values, values_of
 from examples.byte_lm.record import Record
+from examples.byte_lm.stopping import Stopping
 from examples.byte_lm.summary import Summary, tokens_per_second
 from examples.byte_lm.text import batches
 
 
-def run(
-    job: Job,
-    record: Record,
-    show: Callable[[Step], None],
-    tell: Callable[[str], None],
-    stopped: Callable[[], bool],
-) -> Summary:
+def run(job: Job, record: Record, screen: Screen, stopping: Stopping) -> Summary:
     """Train as the job says, and write all that comes of it.
 
     Args:
       job: what ``prepare`` made.
       record: of the folder to write to.
-      show: is given every step once it is recorded.
-      tell: is given a few words on what is being done besides.
-      stopped: asked after every step, and within the proof, whether the user has had enough.
-
-    Raises:
-      ArgumentError: the folder cannot be written to.
+      screen: is shown every step once it is recorded, and told what is being done besides.
+      stopping: asked after every step, and within the proof, whether to stop.
     """
     began = time.perf_counter()
-    record.write("options.json", job.options)
-    tell("compiling the step")
-    model = job.new_model()
-    held_out = job.new_held_out()
-    early = _train(job, model, held_out, record, show, stopped)
-    finite = all(math.isfinite(step.loss) for step in record.steps)
-    tell("judging by the held-out text")
+    record.write_json("options.json", job.options)
+    model, held_out = job.new_model(), job.new_held_out()
+    early: Values = {}
     bits: list[float] = []
-    # Who insists on stopping goes without this, but not without the rest.
-    with contextlib.suppress(KeyboardInterrupt):
-        bits = held_out.bits_per_byte(model) if finite else []
+    with stopping.skippable():
+        if not stopping.asked:
+            screen.tell("compiling the step")
+            early = _train(job, model, held_out, record, screen, stopping)
+    finite = all(math.isfinite(step.loss) for step in record.steps)
+    with stopping.skippable():
+        if record.steps and finite and not stopping.skipped:
+            screen.tell("judging by the held-out text")
+            bits = held_out.bits_per_byte(model)
     summary = Summary(
         steps=len(record.steps),
-        ended="stopped" if stopped() else "finished" if finite else "not finite",
+        ended="stopped" if stopping.asked else "finished" if finite else "not finite",
         shards=job.shards,
         learning_rate=job.inner.learning_rate,
         parameters=job.parameters,
-        bits_per_byte=record.steps[-1].bits_per_byte,
+        bits_per_byte=record.steps[-1].bits_per_byte if record.steps else None,
         held_out_bits_per_byte=bits,
         gzip_bits_per_byte=job.gzip_bits_per_byte,
         held_out_bytes=len(job.text.held_out),
@@ -63,17 +55,21 @@ def run(
         seconds=time.perf_counter() - began,
         proof=[],
     )
-    record.write("summary.json", summary)
-    draw_curves(job, record.steps, summary, record.out / "curves.png")
-    if finite and early and not stopped():
-        tell("repeating the first steps on one shard")
+    record.write_json("summary.json", summary)
+    if record.steps:
+        record.write("curves.png", draw_curves(job, record.steps, summary))
+    if summary.ended == "finished" and early:
+        proof: list[Comparison] = []
+        with stopping.skippable():
+            screen.tell("repeating the first steps on one shard")
+            proof = _prove(job, early, stopping)
         summary = dataclasses.replace(
             summary,
-            proof=_prove(job, early, stopped),
-            ended="stopped" if stopped() else "finished",
+            proof=proof,
+            ended="stopped" if stopping.asked else "finished",
             seconds=time.perf_counter() - began,
         )
-        record.write("summary.json", summary)
+        record.write_json("summary.json", summary)
     return summary
 
 
@@ -82,24 +78,24 @@ def _train(
     model: ByteTransformer,
     held_out: HeldOut,
     record: Record,
-    show: Callable[[Step], None],
-    stopped: Callable[[], bool],
+    screen: Screen,
+    stopping: Stopping,
 ) -> Values:
     """Train the model in place; its parameters after the steps that the proof repeats."""
     early: Values = {}
     for step in train(job, model, job.new_optimizer(job.inner), held_out):
         record.add(step, job.rows * job.options.context)
-        show(step)
+        screen.show(step)
         if step.number == min(STEPS, job.options.steps):
             early = values_of(model)
-        if stopped():
+        if stopping.asked:
             break
     return early
 
 
-def _prove(job: Job, early: Values, stopped: Callable[[], bool]) -> list[Comparison]:
-    """Both comparisons, or the first alone if the user has had enough by then."""
+def _prove(job: Job, early: Values, stopping: Stopping) -> list[Comparison]:
+    """Both comparisons, or the first alone if it is time to stop by then."""
     drawn = batches(job.text.training, job.rows, job.options.context, job.options.seed)
     proof = Proof(job, list(itertools.islice(drawn, min(STEPS, job.options.steps))))
     of_run = proof.of_run(early)
-    return [of_run] if stopped() else [of_run, proof.of_sgd()]
+    return [of_run] if stopping.asked else [of_run, proof.of_sgd()]

@@ -1,33 +1,95 @@
-"""Ctrl-C as a wish to stop after the current step; a second one insists."""
+"""What ends a run early: a signal, or a file or a screen that cannot be written to."""
 
+import contextlib
+import os
 import signal
-from types import FrameType, TracebackType
+import sys
+from collections.abc import Iterator
+from types import FrameType
 from typing import Self
+
+# This file imports nothing else, so that signals find their handler before JAX is imported.
+from examples.byte_lm.exit_codes import STOPPED
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Stopping:
-    """While entered, the first SIGINT is remembered, and the second raises KeyboardInterrupt."""
+    """While entered, a signal is a wish to stop.
+
+    Before ``begin`` the process ends at once, for nothing has been written. From then on the first
+    signal is remembered, for the run to stop after the current step; the second one skips what is
+    being computed, and leaves what is written; the third ends the process at once.
+
+    Attributes:
+      signal: the first one that came; ``None`` before.
+      failure: what could not be written, in a sentence; ``None`` while all could.
+      skipped: whether a second signal has cut something short.
+    """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.signal: int | None = None
+        self.failure: str | None = None
+        self.skipped = False
+        self._begun = False
+        self._skippable = False
+        self._came = 0
 
-    def __call__(self) -> bool:
-        """Whether the user has asked to stop."""
-        return self.asked
+    @property
+    def asked(self) -> bool:
+        """Whether to stop."""
+        return self.signal is not None or self.failure is not None
+
+    def begin(self) -> None:
+        """From now on a signal lets the current step finish."""
+        self._begun = True
+
+    def fail(self, why: str) -> None:
+        """Stop because something cannot be written; the first reason is kept."""
+        self.failure = self.failure or why
+
+    @contextlib.contextmanager
+    def skippable(self) -> Iterator[None]:
+        """What is within can be left by a second signal."""
+        self._skippable = True
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.skipped = True
+        finally:
+            self._skippable = False
 
     def __enter__(self) -> Self:
-        self._before = signal.signal(signal.SIGINT, self._remember)
+        self._before = {
+            number: signal.signal(number, self._remember)
+            for number in _SIGNALS
+            # nohup, and a shell that starts a job in the background, have them ignored.
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        signal.signal(signal.SIGINT, self._before)
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if not self._begun:
+            _leave(number, "stopped before training began; nothing was written.")
+        self._came += 1
+        if self._came > 2:
+            _leave(number, "stopped at once; metrics.jsonl has every step that was taken.")
+        self.signal = self.signal or number
+        if self._came == 2 and self._skippable:
             raise KeyboardInterrupt
-        self.asked = True
+
+
+def _leave(number: int, why: str) -> None:
+    """End the process here and now: an exception may be swallowed, or meet threads at exit."""
+    with contextlib.suppress(Exception):  # the signal may have come in the middle of a write
+        sys.stdout.flush()
+        if sys.stdout.isatty():
+            os.write(sys.stdout.fileno(), _SHOW_CURSOR)
+    with contextlib.suppress(OSError):
+        os.write(2, f"\nbyte_lm: {why}\n".encode())
+    os._exit(STOPPED + number)

@@ -57,7 +57,7 @@ def read_text(path: Path | None, least: int) -> Text:
         name = f"the standard library of Python {platform.python_version()}"
         files = [p for p in _walk(root) if p.suffix == ".py" and _is_source(p.relative_to(root))]
     else:
-        root, name = path, str(path)
+        root, name = path, printable(path)
         files = [p for p in _walk(root) if p == root or _looks_like_text(p)]
     if not files:
         raise ArgumentError(f"There is no text file in {root}. Name another with --data.")
@@ -72,6 +72,12 @@ def read_text(path: Path | None, least: int) -> Text:
             f"this context and hold a tenth out. Name more text, or take a shorter --context."
         )
     return Text(name, len(files), everything[:cut], everything[cut : cut + HELD_OUT_BYTES])
+
+
+def printable(path: Path) -> str:
+    """A path as a terminal and a picture can show it, whatever bytes it is made of."""
+    text = os.fsencode(path).decode(errors="replace")
+    return "".join(sign if sign.isprintable() else "\N{REPLACEMENT CHARACTER}" for sign in text)
 
 
 def batches(

@@ -1,34 +1,54 @@
 """The command: prepare, run, and say how it went."""
 
+import signal
 import sys
 
-from rich.console import Console
-
-from examples.byte_lm.exit_codes import DONE, FAILED, INTERRUPTED
+from crossshard.errors import CrossshardError
+from examples.byte_lm.console import make_console
+from examples.byte_lm.exit_codes import DONE, FAILED, REFUSED, STOPPED
 from examples.byte_lm.job import prepare
 from examples.byte_lm.messages import print_job, print_summary
 from examples.byte_lm.options import TrainOptions
-from examples.byte_lm.progress import make_screen
+from examples.byte_lm.progress import Screen
 from examples.byte_lm.record import Record
 from examples.byte_lm.run import run
 from examples.byte_lm.stopping import Stopping
 
 
-def train_command(options: TrainOptions) -> int:
-    """Train as the options say; the exit code.
-
-    Raises:
-      CrossshardError: what they ask for cannot be done, or the output cannot be written.
-    """
-    job = prepare(options)
-    # A file or pipe has no width that lines would have to be broken for.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 1000)
-    with Record(job.out) as record, Stopping() as stopping:
-        print_job(console, job)
-        with make_screen(console, options.steps, job.rows * options.context) as screen:
-            summary = run(job, record, screen.show, screen.tell, stopping)
-        print_summary(console, job, summary)
-    if summary.ended == "stopped":
-        return INTERRUPTED
+def train(options: TrainOptions, stopping: Stopping) -> int:
+    """Train as the options say; the exit code."""
+    console = make_console(stopping.fail)
+    try:
+        job = prepare(options)
+        stopping.begin()
+        record = Record(options.out, stopping.fail)
+    except CrossshardError as error:
+        return _complain(str(error), REFUSED)
+    try:
+        with record:
+            print_job(console, job, record.folder)
+            with Screen(console, options.steps, job.rows * options.context) as screen:
+                summary = run(job, record, screen, stopping)
+            print_summary(console, job, summary, record, _why(stopping))
+    except CrossshardError as error:
+        return _complain(str(error), FAILED)
+    if stopping.failure:
+        where = f"{', '.join(record.written)} in {record.folder}"
+        _complain(f"{stopping.failure} Ended after step {summary.steps}, with {where}.", FAILED)
+    if stopping.signal is not None:
+        return STOPPED + stopping.signal
     proven = all(one.same for one in summary.proof)
-    return DONE if summary.ended == "finished" and proven else FAILED
+    return DONE if summary.ended == "finished" and proven and not stopping.failure else FAILED
+
+
+def _why(stopping: Stopping) -> str:
+    if stopping.signal is None:
+        return f": {stopping.failure}"
+    if stopping.signal == signal.SIGINT:
+        return ", as you asked"
+    return f", by {signal.Signals(stopping.signal).name}"
+
+
+def _complain(why: str, code: int) -> int:
+    print("byte_lm: " + " ".join(why.split()), file=sys.stderr)
+    return code

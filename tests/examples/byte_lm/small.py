@@ -1,8 +1,17 @@
 """A small run to test with: a text that is quickly learnt, a model that compiles in a second."""
 
+import json
+import os
+import sys
 from pathlib import Path
 
 from examples.byte_lm.options import TrainOptions
+
+ROOT = Path(__file__).parents[3]
+COMMAND = [sys.executable, "-m", "examples.byte_lm"]
+SMALL = ["--layers", "1", "--width", "32", "--context", "16"]
+# For a machine on which everything else happens, too.
+PATIENCE = 240
 
 
 def small_text(folder: Path) -> Path:
@@ -25,3 +34,28 @@ def small_options(folder: Path, **changes: object) -> TrainOptions:
         **changes,
     }
     return TrainOptions(**given)  # type: ignore[arg-type]
+
+
+def bare_environment() -> dict[str, str]:
+    """Ours without what the tests' configuration sets for themselves, but the kind of device."""
+    ours = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "NPROC"))}
+    path = os.pathsep.join([str(ROOT), ours.get("PYTHONPATH", "")])
+    return {
+        **ours,
+        "PYTHONPATH": path,
+        "JAX_PLATFORMS": "cpu",
+        "TERM": "xterm-256color",
+        "COLUMNS": "100",
+    }
+
+
+def read_metrics(out: Path) -> list[dict]:
+    """What a run wrote down, step by step."""
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def check_picture(path: Path) -> None:
+    """That it is one, and not an empty one."""
+    picture = path.read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) > 10_000

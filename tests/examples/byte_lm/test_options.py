@@ -39,11 +39,26 @@ def test_no_groups_are_one_group_of_all():
         ("[[0],[1,2]]", "equal sizes"),
         ("[[0,1],[2,9]]", "0 to 3"),
         ('{"a": 1}', "dict"),
-        ("[[0.5]]", "no integer"),
+        ("[[0.5]]", "integer"),
         ("null and void", "2x4"),
     ],
 )
 def test_what_is_not_a_partition_is_refused(text, names):
+    with pytest.raises(GroupAssignmentError, match=names):
+        parse_groups(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("[" * 100_000, "100,000 characters"),
+        ("[" * 15_000, "2x4"),
+        ("[" * 700 + "]" * 700, "integer|2x4"),
+        (f"[{list(range(30_000))}]", "characters"),
+    ],
+    ids=["brackets", "fewer brackets", "nested lists", "many shards"],
+)
+def test_what_is_too_long_or_too_deep_is_refused(text, names):
     with pytest.raises(GroupAssignmentError, match=names):
         parse_groups(text)
 

@@ -1,0 +1,51 @@
+"""Standard output as a console that a run outlives: once it cannot be written to it is silent."""
+
+import io
+import os
+import sys
+from collections.abc import Callable
+from typing import IO, cast
+
+from rich.console import Console
+
+
+def make_console(fail: Callable[[str], None]) -> Console:
+    """A console on stdout.
+
+    Args:
+      fail: is told once, in a sentence, that stdout cannot be written to any more.
+    """
+    # A file or pipe has no width that lines would have to be broken for.
+    width = None if sys.stdout.isatty() else 1000
+    return Console(file=cast(IO[str], _Output(fail)), highlight=False, width=width)
+
+
+class _Output(io.TextIOBase):
+    def __init__(self, fail: Callable[[str], None]) -> None:
+        self._stream = sys.stdout
+        self._fail = fail
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def write(self, text: str) -> int:
+        try:
+            self._stream.write(text)
+        except OSError as error:
+            self._lose(error)
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        self._fail(f"Cannot write to standard output: {error.strerror}.")
+        # What is still in the buffer must go somewhere when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
