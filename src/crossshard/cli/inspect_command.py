@@ -1,19 +1,20 @@
 """`crossshard inspect`: what a step of the user's sends, as a table or as JSON."""
 
 import argparse
-import importlib.util
 import math
 import os
 import sys
 from typing import Any
 
 import jax
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 import crossshard
 from crossshard.cli.exit_codes import BROKEN, FINE
 from crossshard.cli.factory import make_program
 from crossshard.cli.failures import in_one_sentence
-from crossshard.errors import ArgumentError
 from crossshard.inspection import Communication
 from crossshard.inspection.collectives import KINDS
 from crossshard.inspection.contract import Contract
@@ -93,11 +94,6 @@ def add_to(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    if not options.json and importlib.util.find_spec("rich") is None:
-        raise ArgumentError(
-            "rich is not installed, which the table needs. Give --json, or run: "
-            f'{sys.executable} -m pip install "crossshard[cli]"'
-        )
     # Only what is asked for: a loop is not a fault by itself.
     ratio = math.inf if options.max_bytes_ratio is None else options.max_bytes_ratio
     contract = Contract(ratio, options.forbid, in_loop=True)
@@ -119,11 +115,6 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _print_table(report: Communication) -> None:
-    # They come with an extra, and are not needed for JSON.
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     # A file or pipe has no width that lines would have to be broken for.
     console = Console(width=None if sys.stdout.isatty() else 10_000, highlight=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold cyan")

@@ -1,0 +1,350 @@
+"""`crossshard inspect` as a process: tables, JSON, contracts, one line for what is wrong."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import crossshard
+
+DOCS = Path(__file__).parents[2] / "docs" / "inspect.md"
+# For a machine on which everything else happens, too.
+PATIENCE = 240
+
+# What pip writes for the command; the folder it lies in is first on the path, not the current one.
+COMMAND = "import sys\nfrom crossshard.cli import main\nsys.exit(main())\n"
+
+TRAIN = """
+import crossshard
+import jax, jax.numpy as jnp, optax
+from jax.sharding import PartitionSpec as P
+
+W, X = jnp.ones((16, 32)), jnp.ones((64, 16))
+
+
+def grad(w, x):
+    return jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+
+
+def over(step, x=P("s")):
+    mesh = jax.make_mesh((8,), ("s",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.shard_map(step, mesh=mesh, in_specs=(P(), x), out_specs=P(), check_vma=False)
+
+
+def function():
+    print("this is not part of the report")
+    return over(lambda w, x: w - jax.lax.pmean(grad(w, x), "s")), W, X
+
+
+def jitted():
+    step, *args = function()
+    return jax.jit(step), *args
+
+
+def lowered():
+    step, *args = jitted()
+    return step.lower(*args)
+
+
+def compiled():
+    return lowered().compile()
+
+
+def train_step():
+    loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
+    step = crossshard.make_train_step(loss, optax.sgd(0.1), num_shards=8)
+    return step, step.abstract_init(W), X
+
+
+def twice():
+    mean = lambda g: jax.lax.pmean(g, "s")
+    return over(lambda w, x: w - mean(jnp.tanh(mean(grad(w, x))))), W, X
+
+
+def given():
+    return over(lambda w, g: w - jax.lax.pmean(g[0], "s")), W, jnp.ones((8, 16, 32))
+
+
+class Steps:
+    make = staticmethod(function)
+
+
+def raises():
+    raise ValueError("the data\\nis gone")
+
+
+def leaves():
+    raise SystemExit(3)
+
+
+def stops():
+    raise KeyboardInterrupt
+
+
+def returns_nothing():
+    pass
+
+
+def returns_no_step():
+    return 3, W
+
+
+def fails_in_the_step():
+    return (lambda w: w.nothing), W
+
+
+def needs_more(size):
+    return function()
+
+
+number = 3
+"""
+
+BYTES = 4 * 16 * 32
+SENT = 2 * 7 / 8 * BYTES
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a package of the user's, and beside it the command."""
+    folder = tmp_path_factory.mktemp("inspect")
+    (folder / "bin").mkdir()
+    (folder / "bin" / "crossshard").write_text(COMMAND)
+    here = folder / "here"
+    (here / "mine").mkdir(parents=True)
+    (here / "mine" / "__init__.py").touch()
+    (here / "mine" / "train.py").write_text(TRAIN)
+    (here / "mine" / "broken.py").write_text("import numpy\nimport not_installed\n")
+    (here / "mine" / "misspelt.py").write_text("def make(:\n")
+    return here
+
+
+def bare_environment() -> dict[str, str]:
+    """Ours without what the tests' configuration sets for themselves, but the kind of device."""
+    ours = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "NPROC"))}
+    return {**ours, "JAX_PLATFORMS": "cpu", "TERM": "xterm-256color"}
+
+
+def run(folder: Path, *words: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, folder.parent / "bin" / "crossshard", *words],
+        cwd=folder,
+        env=bare_environment(),
+        text=True,
+        timeout=PATIENCE,
+        **{"capture_output": True, **kwargs},
+    )
+
+
+def inspected(folder: Path, name: str, *options: str) -> subprocess.CompletedProcess[str]:
+    return run(folder, "inspect", f"mine.train:{name}", "--devices", "8", *options)
+
+
+def test_a_table(folder):
+    done = inspected(folder, "function")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "this is not part of the report\n"
+    line = TRAIN.splitlines().index(next(x for x in TRAIN.splitlines() if "w - jax.lax.pmean" in x))
+    head, only, *totals = done.stdout.splitlines()
+    columns = ["collective", "operands", "sent per shard", "groups", "when", "source"]
+    assert re.split("  +", head) == columns
+    assert re.split("  +", only) == [
+        "all-reduce", "f32[16,32]", f"{SENT:,.0f} B", "1 of 8",
+        f"{folder}/mine/train.py:{line + 1}",
+    ]  # fmt: skip
+    assert totals[0] == f"each of 8 devices sends {SENT:,.0f} B"
+    assert totals[1].endswith(f"= {SENT:,.0f} B for {BYTES:,} B of parameters; ratio 1.000")
+    assert totals[2].startswith("memory per device: argument ")
+    assert "\x1b" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    "name", ["jitted", "lowered", "compiled", "train_step", "Steps.make"]
+)  # and "function", above
+def test_all_that_a_factory_may_return(folder, name):
+    done = inspected(folder, name, "--json")
+    assert done.returncode == 0, done.stderr
+    read = json.loads(done.stdout)
+    assert (read["devices"], read["shards"], read["parameter_bytes"]) == (8, 8, BYTES)
+    assert read["ratio"] == pytest.approx(1, abs=0.01)
+
+
+def keys_of(value: Any) -> set[str]:
+    if isinstance(value, dict):
+        return set(value).union(*map(keys_of, value.values()))
+    return set().union(*map(keys_of, value)) if isinstance(value, list) else set()
+
+
+def test_the_keys_of_the_json_are_those_that_are_documented(folder):
+    read = json.loads(inspected(folder, "function", "--json").stdout)
+    keys = keys_of(read)
+    assert (read["bytes_sent"], read["lower_bound"]) == (SENT, SENT)
+    assert read["parameters"] == [{"dtype": "f32", "bytes": BYTES, "shards": 8, "updates": 1}]
+    rows = DOCS.read_text().partition("## JSON")[2]
+    (table,) = re.findall(r"^\| key .*\Z", rows, re.DOTALL | re.MULTILINE)
+    first, said = zip(*(row.split("|")[1:3] for row in table.splitlines()[2:]), strict=True)
+    documented = {*re.findall("`([a-z_]+)`", "".join(first))}
+    inner = {"dtype", "dimensions", "bytes", "updates", "argument", "output"}
+    inner |= {"temp", "alias", "peak"}
+    assert inner <= {*re.findall("`([a-z_]+)`", "".join(said))}
+    assert keys == documented | inner
+    text = run(folder, "inspect", "--help").stdout
+    assert keys <= {*re.findall("[a-z_]+", text.partition("Keys of the JSON")[2])}
+
+
+def test_help_says_how_it_is_used_and_how_it_ends(folder):
+    done = run(folder, "inspect", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    for part in ("(step, args...)", "Exit codes: 0 fine; 1 ", "all-reduce, reduce-scatter"):
+        assert part in done.stdout
+    options = re.findall("^  (?:-., )?(--[a-z-]+)", done.stdout, re.MULTILINE)
+    assert options == [
+        "--help", "--json", "--devices", "--parameters", "--max-bytes-ratio", "--forbid"
+    ]  # fmt: skip
+    assert all(f"`{option}" in DOCS.read_text() for option in options[1:])
+    assert "inspect" in run(folder, "--help").stdout
+    assert run(folder, "--version").stdout == f"crossshard {crossshard.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "code", "said"),
+    [
+        ("jitted", "--max-bytes-ratio 1", 0, ""),
+        ("twice", "--max-bytes-ratio 2 --forbid all-gather", 0, ""),
+        ("twice", "--max-bytes-ratio 1", 1, "sends 2.000 times the lower bound, and 1 is allowed."),
+        ("jitted", "--forbid all-gather --forbid all-reduce", 1, "is forbidden, all-reduce."),
+        ("given", "--max-bytes-ratio 1", 1, "cannot be told"),
+        ("given", f"--max-bytes-ratio 1 --parameters {BYTES}", 0, ""),
+    ],
+)
+def test_contracts(folder, name, options, code, said):
+    done = inspected(folder, name, *options.split())
+    assert done.returncode == code, done.stderr
+    assert "each of 8 devices sends" in done.stdout
+    faults = [line for line in done.stderr.splitlines() if line.startswith("crossshard: ")]
+    assert len(faults) == code
+    assert said in "".join(faults)
+
+
+BAD = {
+    "": "COMMAND",
+    "inspekt": "'inspekt'.*inspect",
+    "inspect": "package.module:factory",
+    "inspect mine.train": "package.module:factory.*got 'mine.train'",
+    "inspect mine/train.py:jitted": "package.module:factory.*got 'mine/train.py:jitted'",
+    "inspect train.py:jitted": "package.module:factory.*got 'train.py:jitted'",
+    "inspect mine.train:jitted --jsn": "--jsn",
+    "inspect mine.train:jitted --devices many": "--devices.*'many'",
+    "inspect mine.train:jitted --devices 0": "0",
+    "inspect mine.train:jitted --parameters 1.5": "--parameters.*'1.5'",
+    "inspect mine.train:jitted --parameters 0": "0 bytes",
+    "inspect mine.train:jitted --max-bytes-ratio -1": "max_bytes_ratio.*-1",
+    "inspect mine.train:jitted --max-bytes-ratio nan": "max_bytes_ratio.*nan",
+    "inspect mine.train:jitted --forbid allreduce": "all-reduce, .*got 'allreduce'",
+    "inspect nothing.here:make": r"no module nothing in /.*here or on the rest of the path",
+    "inspect mine.nothing:make": r"no module mine\.nothing ",
+    "inspect mine.broken:make": r"mine\.broken.*No module named 'not_installed' .*broken\.py:2\)",
+    "inspect mine.misspelt:make": r"mine\.misspelt cannot be imported: SyntaxError.*line 1",
+    "inspect mine.train:jited": r"mine\.train has no jited; did you mean jitted\?",
+    "inspect mine.train:Steps.take": r"mine\.train has no Steps\.take",
+    "inspect mine.train:number": "must be a function without arguments; got int",
+    "inspect mine.train:raises": r"ValueError: the data is gone \(/.*/mine/train\.py:\d+\)",
+    "inspect mine.train:leaves": r"mine\.train:leaves raised: SystemExit: 3",
+    "inspect mine.train:needs_more": r"raised: TypeError: needs_more\(\).*'size'",
+    "inspect mine.train:returns_nothing": r"returned NoneType; it must return \(step, args…\)",
+    "inspect mine.train:returns_no_step": "A step is a function.*got int",
+    "inspect mine.train:fails_in_the_step": r"cannot be lowered: .*nothing \(/.*train\.py:\d+\)",
+    "inspect mine.train:jitted": r"raised: .*8.*\(/.*train\.py:\d+\)",
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_what_cannot_be_done_is_one_line_and_two(folder, words):
+    done = run(folder, *words.split())
+    said = done.stderr.replace("this is not part of the report\n", "")
+    assert (done.returncode, done.stdout) == (2, ""), said
+    assert said.startswith("crossshard: ")
+    assert said.count("\n") == 1
+    assert re.search(BAD[words], said), said
+
+
+def test_a_narrow_terminal_folds_cells_and_loses_nothing(folder):
+    ours, theirs = pty.openpty()
+    words = [sys.executable, folder.parent / "bin" / "crossshard", "inspect", "mine.train:jitted"]
+    process = subprocess.Popen(
+        [*words, "--devices", "8"],
+        cwd=folder,
+        env={**bare_environment(), "COLUMNS": "60"},
+        stdout=theirs,
+        stderr=subprocess.DEVNULL,
+    )
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            more = os.read(ours, 65536)
+        except OSError:  # how Linux says that the other end has closed
+            break
+        if not more:
+            break
+        shown += more
+    os.close(ours)
+    assert process.wait(PATIENCE) == 0
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode()).replace("\r", "")
+    table, _, totals = plain.partition("each of 8 devices")
+    assert max(map(len, table.splitlines())) <= 60
+    assert "mine/train.py" in "".join(line[-25:].strip() for line in table.splitlines())
+    assert "ratio 1.000" in totals
+
+
+def test_ctrl_c_ends_it_quietly(folder):
+    done = inspected(folder, "stops")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_output_that_nobody_reads_or_that_has_no_room(folder):
+    full = Path("/dev/full")
+    if full.exists():
+        with full.open("w") as stdout:
+            done = run(
+                folder, "inspect", "mine.train:jitted", "--devices", "8",
+                capture_output=False, stdout=stdout, stderr=subprocess.PIPE,
+            )  # fmt: skip
+        assert done.returncode == 2
+        assert done.stderr.splitlines()[-1].endswith("No space left on device.")
+        assert "Traceback" not in done.stderr
+    read, written = os.pipe()
+    os.close(read)
+    done = run(
+        folder, "inspect", "mine.train:jitted", "--devices", "8", "--json",
+        capture_output=False, stdout=written, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    os.close(written)
+    assert done.returncode == 141
+    assert "Traceback" not in done.stderr
+
+
+def test_the_page_about_it_runs(folder):
+    page = DOCS.read_text()
+    example, factory = re.findall("^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    exec(compile(example, DOCS.name, "exec"), {"__name__": "page"})
+    (folder / "train.py").write_text(example + factory)
+    (shown,) = re.findall(r"^\$ (crossshard inspect .*?)^```", page, re.DOTALL | re.MULTILINE)
+    command, _, output = shown.partition("\n")
+    done = run(folder, *command.split()[1:])
+    assert done.returncode == 0, done.stderr
+    totals = [line for line in output.splitlines() if line.startswith(("each of", "8 shards"))]
+    assert len(totals) == 2
+    assert set(totals) <= set(done.stdout.splitlines())
+
+
+def test_it_is_a_module_too(folder):
+    words = [sys.executable, "-m", "crossshard.cli", "--version"]
+    done = subprocess.run(words, cwd=folder, env=bare_environment(), capture_output=True, text=True)
+    assert done.stdout == f"crossshard {crossshard.__version__}\n"
