@@ -15,7 +15,7 @@ from crossshard.gradients.incoming import Incoming
 from crossshard.gradients.nesting import refuse_nesting
 from crossshard.gradients.reduction import Reduction
 from crossshard.pipeline.aggregate import Mean, Sum
-from crossshard.pipeline.optimize import apply_optimizer
+from crossshard.pipeline.optimize import apply_optimizer, takes_value
 from crossshard.pipeline.plan import UpdateStrategy
 from crossshard.pipeline.preprocess import as_local
 from crossshard.pipeline.stage import Environment, Gradients, Stage
@@ -108,12 +108,15 @@ class Pipeline:
         apply_updates: bool = False,
     ) -> tuple[Any, CrossShardState]:
         """The stages after the aggregate, which may run on each shard or on global arrays."""
+        # The loss of a whole step is for optimizers that take it; what the caller gave is for all.
+        given, takes_loss = environment.extra_args, takes_value(self.optimizer)
+        beside = {k: x for k, x in gradients.beside.items() if k in given or takes_loss}
         result, after = apply_optimizer(
             self.optimizer,
             gradients.values,
             state.inner_state,
             environment.params,
-            {**environment.extra_args, **gradients.beside},
+            {**given, **beside},
             environment.arrays,
             apply_updates=apply_updates,
             skip=gradients.skip,

@@ -15,7 +15,6 @@ from crossshard.gradients.incoming import Incoming
 from crossshard.gradients.local import split_loss, value_and_grad
 from crossshard.pipeline.arrays import Arrays, GlobalArrays, LocalParts, WholeArrays
 from crossshard.pipeline.arrive import arrive
-from crossshard.pipeline.optimize import takes_value
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.plan import UpdateStrategy
 from crossshard.pipeline.stage import Environment, Gradients
@@ -72,10 +71,13 @@ class StepFunction:
             gradients, model_state, aux = self._gradients(own, batch, shards)
             here = dataclasses.replace(environment, params=own.params)
             with jax.named_scope(self.name):
-                gradients, opt_state = self.pipeline.reduce(gradients, own.opt_state, here)
-                params = own.params
-                if not is_global:
-                    params, opt_state = self._optimize(gradients, opt_state, here)
+                if is_global:
+                    params = own.params
+                    gradients, opt_state = self.pipeline.reduce(gradients, own.opt_state, here)
+                else:
+                    params, opt_state, gradients = self.pipeline.update(
+                        gradients, own.opt_state, here, apply_updates=True
+                    )
             own = dataclasses.replace(
                 own, step=own.step + 1, params=params, opt_state=opt_state, model_state=model_state
             )
@@ -105,16 +107,11 @@ class StepFunction:
             gradients = Gradients(values, {"value": metrics["loss"]}, skip=skip)
             here = dataclasses.replace(environment, params=state.params)
             with jax.named_scope(self.name):
-                params, opt_state = self._optimize(gradients, state.opt_state, here)
+                params, opt_state = self.pipeline.optimize(
+                    gradients, state.opt_state, here, apply_updates=True
+                )
             state = dataclasses.replace(state, params=params, opt_state=opt_state)
         return state, metrics
-
-    def _optimize(
-        self, gradients: Gradients, opt_state: Any, environment: Environment
-    ) -> tuple[Any, Any]:
-        if not takes_value(self.pipeline.optimizer):
-            gradients = gradients.replace(beside={})
-        return self.pipeline.optimize(gradients, opt_state, environment, apply_updates=True)
 
     def _gradients(
         self, state: TrainState, batch: Any, shards: Shards
