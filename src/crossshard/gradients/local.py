@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.shards.axes import Shards, shards_of_gradient
+from crossshard.shards.axes import Shards, check_one_way, shards_of_gradient
 from crossshard.shards.context import check_axis_name
 from crossshard.variables.binding import rebound
 from crossshard.variables.discovery import variables_in
@@ -39,13 +39,17 @@ def value_and_grad(
       has_aux: whether ``fun`` returns ``(loss, aux)``.
       holomorphic: as for ``jax.grad``.
       allow_int: as for ``jax.grad``.
-      axis_name: the axes over which the gradient is to stay local; every bound one if ``None``.
+      axis_name: the axes over which the gradient is to stay local. If ``None``, the only bound one,
+        or, of several, those over which no parameter is split by its type. Where types do not tell
+        (``check_vma=False``), JAX's own gradient through a ``psum`` over another axis is as many
+        times too large as that axis is long.
 
     Returns:
       A function of the same arguments that returns ``(value, gradient)``.
 
     Raises:
-      ArgumentError: ``argnums`` has no such argument; the loss is no scalar.
+      ArgumentError: ``argnums`` has no such argument; the loss is not a scalar.
+      AxisError: several axes are bound, none is named, and the loss is reduced over some of them.
 
     >>> import jax, jax.numpy as jnp
     >>> loss = lambda w, x: w * x
@@ -59,11 +63,12 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def differentiate(*args: Any, **kwargs: Any) -> Any:
-        shards = shards_of_gradient(names)
         numbers = _check_argnums(argnums, len(args))
+        shards = shards_of_gradient(names, _arrays(args[number] for number in numbers))
 
         def local_loss(*args: Any, **kwargs: Any) -> Any:
             loss, aux = split_loss(fun(*args, **kwargs), has_aux)
+            check_one_way(loss, shards, names)
             # Each shard has its own copy of a loss that is equal on all, and differentiates that.
             return shards.as_varying(loss), (loss, aux)
 
@@ -142,6 +147,13 @@ def _check_argnums(argnums: int | Sequence[int], number: int) -> tuple[int, ...]
 
 def _is_nnx(tree: Any) -> bool:
     return isinstance(tree, nnx.Pytree | nnx.Variable)
+
+
+def _arrays(args: Iterable[Any]) -> Iterator[Any]:
+    """The arrays of some arguments."""
+    for arg in args:
+        values = [v.get_raw_value() for v in variables_in([arg])] if _is_nnx(arg) else arg
+        yield from (leaf for leaf in jax.tree.leaves(values) if hasattr(leaf, "dtype"))
 
 
 def _nnx_grad(
