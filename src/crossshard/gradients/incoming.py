@@ -140,3 +140,25 @@ def check_gradient_dtype(name: str, gradient: Any) -> None:
             f"{name} has dtype {dtype}; a gradient must be floating, because a mean of {dtype} "
             f"would be rounded."
         )
+
+
+def check_shapes(gradients: Any, like: Any, what: str = "its parameter") -> None:
+    """Raise unless gradients have the shapes of their parameters, or of their updates.
+
+    Raises:
+      ArgumentError: they have not, as per-example gradients.
+    """
+    given, wanted = (
+        jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse) for tree in (gradients, like)
+    )
+    if len(given) != len(wanted):
+        return
+    for (path, gradient), (_, other) in zip(given, wanted, strict=True):
+        if jnp.shape(gradient) != jnp.shape(other):
+            raise ArgumentError(
+                f"{leaf_name(path)} has shape {jnp.shape(gradient)} and {what} "
+                f"{jnp.shape(other)}. Gradients are averaged over the shards one by one, so "
+                f"per-example gradients, as optax.contrib.dpsgd takes them, cannot be reduced. "
+                f"Aggregate them on each shard first, with preprocess="
+                f"optax.contrib.differentially_private_aggregate(...) for example."
+            )

@@ -11,7 +11,7 @@ from crossshard.errors import ArgumentError, ArgumentTypeError, ShardContextErro
 from crossshard.gradients.incoming import check_incoming
 from crossshard.gradients.nesting import refuse_nesting
 from crossshard.pipeline.arrays import Arrays, LocalParts, WholeArrays
-from crossshard.pipeline.arrive import arrive, check_shapes
+from crossshard.pipeline.arrive import arrive
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.plan import UpdatePlan, WeightUpdate, plan_update
 from crossshard.pipeline.preprocess import Preprocess
@@ -65,7 +65,7 @@ class Transformation:
         if not isinstance(state, CrossShardState):
             raise ArgumentTypeError(
                 f"The state must be the CrossShardState that init returned; got "
-                f"{type(state).__name__}. A state of the wrapped optimizer alone is its inner_state."
+                f"{type(state).__name__}. That of the wrapped optimizer alone is its inner_state."
             )
         placement = self.pipeline.placement_of_preprocess
         preprocess = jax.tree.map(placement.local, _checked(state.preprocess, placement))
@@ -99,7 +99,6 @@ class Transformation:
             gradients = arrive(
                 self.pipeline, updates, shards, declared=check_incoming(incoming), beside=beside
             )
-            check_shapes(updates, params)
             environment = Environment(
                 shards,
                 self.pipeline.groups,
