@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.gradients.scalars import check_scalar, is_inexact, is_number
 from crossshard.shards.axes import Shards, check_one_way, shards_of_gradient
 from crossshard.shards.context import check_axis_name
 from crossshard.variables.binding import rebound
@@ -67,7 +68,7 @@ def value_and_grad(
         shards = shards_of_gradient(names, _arrays(args[number] for number in numbers))
 
         def local_loss(*args: Any, **kwargs: Any) -> Any:
-            loss, aux = split_loss(fun(*args, **kwargs), has_aux)
+            loss, aux = split_loss(fun(*args, **kwargs), has_aux, (jnp.inexact,))
             check_one_way(loss, shards, names)
             # Each shard has its own copy of a loss that is equal on all, and differentiates that.
             return shards.as_varying(loss), (loss, aux)
@@ -110,12 +111,13 @@ def grad(
     return differentiate
 
 
-def split_loss(out: Any, has_aux: bool) -> tuple[Any, Any]:
-    """The loss and ``aux`` of what a loss function returned.
+def split_loss(
+    out: Any, has_aux: bool, kinds: tuple[Any, ...] = (jnp.floating,)
+) -> tuple[Any, Any]:
+    """The loss, of one of these kinds of dtype, and ``aux`` of what a loss function returned.
 
     Raises:
-      ArgumentError: the loss is no scalar.
-      ArgumentTypeError: it is no number, or there is no pair where one is wanted.
+      ArgumentError, ArgumentTypeError: as ``check_scalar``; there is no pair where one is wanted.
     """
     if has_aux and not (isinstance(out, tuple | list) and len(out) == 2):
         raise ArgumentTypeError(
@@ -123,14 +125,7 @@ def split_loss(out: Any, has_aux: bool) -> tuple[Any, Any]:
             f"{type(out).__name__}."
         )
     loss, aux = out if has_aux else (out, None)
-    if not _is_numeric(loss):
-        raise ArgumentTypeError(f"A loss must be a scalar; got {type(loss).__name__}.")
-    if jnp.shape(loss) != ():
-        raise ArgumentError(
-            f"A loss must be a scalar; this one has shape {jnp.shape(loss)}. Reduce it first, "
-            f"with jnp.mean for example."
-        )
-    return loss, aux
+    return check_scalar(loss, kinds=kinds), aux
 
 
 def _check_argnums(argnums: int | Sequence[int], number: int) -> tuple[int, ...]:
@@ -215,19 +210,11 @@ def _differentiable(number: int, arg: Any, allow_int: bool) -> list[bool]:
       ArgumentTypeError: the argument is one leaf, and not floating.
     """
     leaves = jax.tree.leaves(arg)
-    if all(_is_numeric(leaf) and (allow_int or _is_inexact(leaf)) for leaf in leaves):
+    if all(is_number(leaf) and (allow_int or is_inexact(leaf)) for leaf in leaves):
         return [True] * len(leaves)
     if len(leaves) == 1 and leaves[0] is arg:
         raise ArgumentTypeError(
             f"Argument {number} cannot be differentiated: it is {arg!r:.60} "
             f"({type(arg).__name__}). Give a floating array or a pytree of them."
         )
-    return [hasattr(leaf, "dtype") and _is_inexact(leaf) for leaf in leaves]
-
-
-def _is_numeric(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex)
-
-
-def _is_inexact(leaf: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+    return [hasattr(leaf, "dtype") and is_inexact(leaf) for leaf in leaves]

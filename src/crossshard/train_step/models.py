@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
+from crossshard.gradients.scalars import is_inexact
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +100,7 @@ def model_state_after(skeleton: Skeleton, model: Any, params: Any, before: Any) 
 def _is_param(path: Any, value: Any) -> bool:
     del path
     leaves = jax.tree.leaves(value.get_raw_value()) if isinstance(value, nnx.Param) else []
-    return bool(leaves) and all(map(_is_floating, leaves))
+    return bool(leaves) and all(map(is_inexact, leaves))
 
 
 def _partition_module(module: Any) -> tuple[Skeleton, Any, Any]:
@@ -120,8 +121,8 @@ def _partition_pytree(model: Any) -> tuple[Skeleton, Any, Any]:
     fixed = tuple(
         None if _is_array(leaf) else _Fixed(_check_fixed(leaf), type(leaf)) for leaf in leaves
     )
-    params = [leaf if _is_array(leaf) and _is_floating(leaf) else None for leaf in leaves]
-    rest = [leaf if _is_array(leaf) and not _is_floating(leaf) else None for leaf in leaves]
+    params = [leaf if _is_array(leaf) and is_inexact(leaf) else None for leaf in leaves]
+    rest = [leaf if _is_array(leaf) and not is_inexact(leaf) else None for leaf in leaves]
     return Skeleton(tree, fixed), tree.unflatten(params), tree.unflatten(rest)
 
 
@@ -144,7 +145,3 @@ def _check_fixed(leaf: Any) -> Any:
 
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
-
-
-def _is_floating(leaf: Any) -> bool:
-    return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
