@@ -3,9 +3,9 @@
 import os
 import re
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -55,8 +55,54 @@ def opened(jaxpr: Any) -> Any:
 
 
 def constants(jaxpr: Any) -> list[Any]:
-    """The values of a jaxpr's constants, where it is closed."""
-    return list(getattr(jaxpr, "consts", ()))
+    """The values of a jaxpr's constants; where it is open, objects that equal nothing else."""
+    return list(getattr(jaxpr, "consts", ())) or [object() for _ in opened(jaxpr).constvars]
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether an input of an equation is a number written into it, rather than a variable."""
+    return isinstance(atom, _core.Literal)
+
+
+def is_ref(atom: Any) -> bool:
+    """Whether an input of an equation is a mutable array."""
+    return "Ref" in type(atom.aval).__name__
+
+
+class Call(NamedTuple):
+    """An equation that only calls a jaxpr, on its own inputs."""
+
+    jaxpr: Any
+
+
+class Cond(NamedTuple):
+    """A branch: its first input chooses the jaxpr that is called on the others."""
+
+    branches: Sequence[Any]
+
+
+class While(NamedTuple):
+    """A loop, and how many of its inputs only the condition or only the body reads.
+
+    Its inputs are those of the condition, those of the body, and the carry, which both read.
+    """
+
+    cond: Any
+    cond_constants: int
+    body: Any
+    body_constants: int
+
+
+class Scan(NamedTuple):
+    """A scan: its inputs are constants, the carry, and the arrays that it takes apart.
+
+    ``steps`` is how many there are, and whether they go backwards.
+    """
+
+    body: Any
+    constants: int
+    carried: int
+    steps: tuple[int, bool]
 
 
 _CALLS = frozenset(
@@ -65,14 +111,65 @@ _CALLS = frozenset(
 )
 
 
-def called(equation: Any) -> Any:
-    """The jaxpr that an equation only calls, on its own inputs; ``None`` if it is no such call."""
-    if equation.primitive.name not in _CALLS:
-        return None
-    inner = [equation.params[key] for key in ("jaxpr", "call_jaxpr") if key in equation.params]
-    if len(inner) == 1 and len(opened(inner[0]).invars) == len(equation.invars):
-        return inner[0]
+def control_flow(equation: Any) -> Call | Cond | While | Scan | None:
+    """What jaxprs an equation runs, and how; ``None`` if it runs none, or none known here."""
+    name, params = equation.primitive.name, equation.params
+    if name == "cond":
+        return Cond(params["branches"])
+    if name == "while":
+        cond, body = params["cond_jaxpr"], params["body_jaxpr"]
+        return While(cond, params["cond_nconsts"], body, params["body_nconsts"])
+    if name == "scan":
+        steps = params["length"], params["reverse"]
+        if "ft_in" in params:  # from JAX 0.11 on: trees of what is constant, carried, taken apart
+            constant, carry, _ = params["ft_in"].unpack()
+            return Scan(params["jaxpr"], len(list(constant)), len(list(carry)), steps)
+        return Scan(params["jaxpr"], params["num_consts"], params["num_carry"], steps)
+    if name in _CALLS:
+        inner = [params[key] for key in ("jaxpr", "call_jaxpr") if key in params]
+        if len(inner) == 1 and len(opened(inner[0]).invars) == len(equation.invars):
+            return Call(inner[0])
     return None
+
+
+def shard_map_parts(equation: Any) -> tuple[frozenset[str], Sequence[Any], Any]:
+    """Of a traced ``shard_map``: the axes of its mesh, the specs of its inputs, its jaxpr."""
+    params = equation.params
+    return frozenset(params["mesh"].axis_names), params["in_specs"], params["jaxpr"]
+
+
+# After these every shard along their axes has the same; after any other collective it may not.
+_EQUALIZING = frozenset({"psum", "pmax", "pmin", "all_gather"})
+
+
+def equalizes(equation: Any) -> bool:
+    """Whether an equation is a collective after which all shards along its axes have the same."""
+    ungrouped = equation.params.get("axis_index_groups") is None
+    return equation.primitive.name in _EQUALIZING and ungrouped
+
+
+def named_axes(equation: Any) -> tuple[Any, ...]:
+    """The axes that a collective names, in whatever nesting; positions of a vmap among them."""
+    return equation.params.get("axes", ()), equation.params.get("axis_name", ())
+
+
+# Parameters that say how large an array is or where it lies, not what is computed.
+_OF_SHAPE = frozenset({"shape", "sharding", "broadcast_dimensions", "out_sharding"})
+
+
+def same_but_for_shapes(one: Any, other: Any) -> bool:
+    """Whether two equations of one primitive compute the same, but for the shapes of arrays."""
+    ours, theirs = one.params, other.params
+    # Both come from one function, so what they hold besides shapes compares by value.
+    return all(
+        key in _OF_SHAPE or ours[key] is theirs[key] or ours[key] == theirs[key] for key in ours
+    )
+
+
+def keeps_order(equation: Any) -> bool:
+    """Whether an equation only reshapes or broadcasts, and leaves the elements in their order."""
+    reshapes = equation.primitive.name in ("broadcast_in_dim", "reshape")
+    return reshapes and equation.params.get("dimensions") is None
 
 
 def source_of(equation: Any) -> str:
@@ -100,29 +197,21 @@ def _source(frames: list[tuple[str, int, str]]) -> str:
     return f"{maker}{'/'.join(file.split('/')[-3:])}:{line}"
 
 
-def scan_parts(params: Mapping[str, Any]) -> tuple[int, int]:
-    """How many of a scan's inputs are constants, and how many its carry has."""
-    if "ft_in" in params:  # from JAX 0.11 on: trees of what is constant, carried and scanned over
-        constants, carry, _ = params["ft_in"].unpack()
-        return len(list(constants)), len(list(carry))
-    return params["num_consts"], params["num_carry"]
-
-
-def tracks(axis: str) -> bool:
+def has_vma(axis: str) -> bool:
     """Whether types say what varies over this axis (``shard_map`` with ``check_vma=True``)."""
     return axis in varying_axes(lax.axis_index(axis))
 
 
 def as_varying(x: Any, axes: Iterable[str]) -> Any:
-    """``x`` typed as each shard's own over ``axes``, of which every one is tracked."""
+    """``x`` typed as varying over ``axes``, over each of which types tell."""
     known = varying_axes(x) | unreduced_axes(x)
     missing = tuple(axis for axis in axes if axis not in known)
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def all_gather(x: Any, name: str, axis: int, *, tracked: bool) -> Any:
-    """The shards' ``x`` side by side along ``axis``; where types are tracked, typed as equal."""
-    gather = _gather_equal if tracked else lax.all_gather
+def all_gather(x: Any, name: str, axis: int, *, has_vma: bool) -> Any:
+    """The shards' ``x`` side by side along ``axis``; typed as invariant where types tell."""
+    gather = _gather_equal if has_vma else lax.all_gather
     return gather(x, name, axis=axis, tiled=True)
 
 

@@ -133,7 +133,7 @@ def test_shards_that_vmap_simulates():
         (optax.lamb(0.1), "scale_by_trust_ratio"),
         (
             optax.adafactor(0.1, min_dim_size_to_factor=8),
-            "cannot be run on parts .scale_by_factored_rms",
+            "cannot be traced on slices of the parameters .scale_by_factored_rms",
         ),
         (optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), "clip_by_global_norm"),
         (optax.noisy_sgd(0.1, key=1), "random_bits.*add_noise"),

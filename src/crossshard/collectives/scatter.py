@@ -29,7 +29,7 @@ def gather_parts(
     """
     for name, members in reversed(_schedule(shards, groups)):
         if members is None:
-            x = _jax.all_gather(x, name, axis, tracked=shards.has_vma)
+            x = _jax.all_gather(x, name, axis, has_vma=shards.has_vma)
         else:
             x = lax.all_gather(x, name, axis=axis, axis_index_groups=members, tiled=True)
     return x

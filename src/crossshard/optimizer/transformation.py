@@ -1,13 +1,20 @@
 """The Optax idiom: a pipeline as an Optax transformation, for code that runs once per shard."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
-from crossshard.errors import ArgumentError, ArgumentTypeError, ShardContextError
+from crossshard.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ShardContextError,
+    WeightUpdateError,
+)
 from crossshard.gradients.incoming import check_incoming
 from crossshard.gradients.nesting import refuse_nesting
 from crossshard.pipeline.arrays import Arrays, LocalParts, WholeArrays
@@ -111,10 +118,27 @@ class Transformation:
             return updates, state
 
     def specs(self, params: Any, number_of_shards: int, axes: tuple[str, ...]) -> CrossShardState:
-        """How the state lies on a mesh whose ``axes`` count shards; a spec per array."""
+        """How the state lies on a mesh whose ``axes`` count shards; a spec per array.
+
+        A parameter that lies split over other axes of the mesh keeps that split, and its state too.
+        """
+        other_axes = jax.tree.map(functools.partial(_other_axes, axes=axes), params)
+        split = any(jax.tree.leaves(other_axes, is_leaf=_is_spec))
+        if split and self.weight_update is WeightUpdate.SHARDED:
+            raise WeightUpdateError(
+                f"weight_update='sharded' splits parameters over {', '.join(axes)}, and these lie "
+                f"split over other axes of the mesh already. Say weight_update='replicated'."
+            )
         state = jax.eval_shape(self.pipeline.init, params)
         inner = self._placements(params, number_of_shards, state.inner_state)
         placements = self.pipeline.placements(state, inner)
+        if split:
+            placements = optax.tree.map_params(
+                self.pipeline,
+                lambda placement, axes: dataclasses.replace(placement, other_axes=axes),
+                placements,
+                other_axes,
+            )
         return jax.tree.map(lambda placement: placement.spec(axes), placements)
 
     def _plan(self, params: Any, number_of_shards: int) -> UpdatePlan:
@@ -154,6 +178,22 @@ class Transformation:
         number = 1 if shards.axes else shards.number
         spread = lambda x: jnp.broadcast_to(shards.as_varying(x), (number, *jnp.shape(x)))
         return jax.tree.map(spread, state)
+
+
+def _other_axes(param: Any, axes: tuple[str, ...]) -> PartitionSpec:
+    """How a parameter lies split over mesh axes that do not count shards."""
+    spec = getattr(getattr(param, "sharding", None), "spec", PartitionSpec())
+    named = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+    if set(axes).intersection(name for names in named for name in names):
+        raise ArgumentError(
+            f"A parameter lies split over the axes that count shards, {', '.join(axes)}: {spec}. "
+            f"Every shard must have all of it."
+        )
+    return spec if any(entry is not None for entry in spec) else PartitionSpec()
+
+
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, PartitionSpec)
 
 
 def _checked(state: Any, placement: Placement) -> Any:

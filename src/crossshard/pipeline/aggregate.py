@@ -47,19 +47,22 @@ class Sum(Stage):
         sums = bucketed_sum(summands, split, shards, groups)
         total_weight = None if weight is None else sums.pop()
         totals = dict(zip(places, sums, strict=True))
-        reduced = []
+        leaves_after = []
         for place, (leaf, each) in enumerate(zip(leaves, status, strict=True)):
             if each is None:
-                reduced.append(leaf)
+                leaves_after.append(leaf)
                 continue
             total = totals.get(place)
             if total is None:
                 total = partitions[place].local_slice(widen(leaf), shards, groups)
             if each in _TO_DIVIDE:
                 total = self._divide(total, environment.divisor, total_weight)
-            reduced.append(total)
-        beside, values = tree.unflatten(reduced)
-        return gradients.replace(values=values, beside=beside, weight=total_weight), state
+            leaves_after.append(total)
+        beside, values = tree.unflatten(leaves_after)
+        # Where no shard counts there is nothing to learn from, and weights must not decay either.
+        skip = None if total_weight is None else total_weight == 0
+        reduced = gradients.replace(values=values, beside=beside, weight=total_weight, skip=skip)
+        return reduced, state
 
     @staticmethod
     def _divide(total: jax.Array, divisor: int, weight: jax.Array | None) -> jax.Array:

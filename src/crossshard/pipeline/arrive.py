@@ -65,7 +65,13 @@ def arrive(
     for name in sorted(beside):
         known = _of_loss(beside[name], shards, declared) if name == "value" else declared
         beside_status += of_tree({name: beside[name]}, known)
-    return Gradients(values, beside, weight, of_tree(values, declared), beside_status)
+    return Gradients(
+        values,
+        beside,
+        weight,
+        status=of_tree(values, declared),
+        beside_status=beside_status,
+    )
 
 
 def _of_loss(loss: Any, shards: Shards, declared: Incoming | None) -> Incoming | None:

@@ -22,7 +22,7 @@ def apply_optimizer(
     arrays: Arrays,
     *,
     apply_updates: bool,
-    nothing: jax.Array | None = None,
+    skip: jax.Array | None = None,
 ) -> tuple[Any, Any]:
     """Whole updates, or whole updated parameters, and the optimizer's next state.
 
@@ -35,7 +35,7 @@ def apply_optimizer(
       arrays: how arrays are split.
       apply_updates: whether updates are applied, and updated parameters handed back. To gather
         these is cheaper than to gather updates and apply them on every shard.
-      nothing: bool[], whether there is nothing to learn from, so that all stays as it was.
+      skip: bool[], whether all is to stay as it was; ``None`` for never.
     """
     own = None if params is None else arrays.split(params)
     with inside_optimizer():
@@ -44,10 +44,10 @@ def apply_optimizer(
         check_shapes(gradients, result, "its update")
     if apply_updates:
         result = optax.apply_updates(own, result)
-    if nothing is not None:
+    if skip is not None:
         before = own if apply_updates else jax.tree.map(jnp.zeros_like, result)
         result, after = jax.tree.map(
-            lambda old, new: jnp.where(nothing, old, new), (before, state), (result, after)
+            lambda old, new: jnp.where(skip, old, new), (before, state), (result, after)
         )
     return arrays.gather(result), arrays.keep(after)
 

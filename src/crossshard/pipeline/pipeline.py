@@ -34,7 +34,7 @@ _UPDATES = {
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """Local gradient → preprocess → weigh → aggregate → guard → optimizer → gather.
+    """Local gradient → preprocess → weigh → aggregate → optimizer → gather.
 
     Attributes:
       optimizer: the wrapped optimizer.
@@ -89,7 +89,9 @@ class Pipeline:
         if self.preprocess is not None:
             gradients = as_local(gradients, environment)
             gradients, after = self.preprocess.update(gradients, state.preprocess, environment)
-            state = state._replace(preprocess=after)
+            state = state._replace(
+                preprocess=_unless_weightless(gradients, after, state.preprocess)
+            )
         if environment.params is not None:
             check_shapes(gradients.values, environment.params)
         if self.weigh is not None:
@@ -116,8 +118,7 @@ class Pipeline:
             {**environment.extra_args, **gradients.beside},
             environment.arrays,
             apply_updates=apply_updates,
-            # Where no shard counts there is nothing to learn from, and weights must not decay.
-            nothing=None if gradients.weight is None else gradients.weight == 0,
+            skip=gradients.skip,
         )
         return result, state._replace(inner_state=after)
 
@@ -167,6 +168,14 @@ class Pipeline:
     def shards_per_group(self, number_of_shards: int) -> int:
         """How many shards have the same parameters."""
         return number_of_shards if self.groups is None else self.groups.size
+
+
+def _unless_weightless(gradients: Gradients, after: Any, before: Any) -> Any:
+    """A stage's next state; a shard of weight 0 may hold anything, and nothing is kept of it."""
+    weight = gradients.weight
+    if weight is None:
+        return after
+    return jax.tree.map(lambda new, old: jnp.where(weight != 0, new, old), after, before)
 
 
 def _dtypes(gradients: Gradients, params: Any) -> Any:

@@ -15,7 +15,7 @@ import optax
 
 from crossshard.errors import ArgumentError, WeightUpdateError
 from crossshard.gradients.nesting import inside_optimizer
-from crossshard.optimizer.elementwise import obstacle_to_parts
+from crossshard.jaxprs.elementwise import why_not_elementwise
 from crossshard.pipeline.arrays import WholeArrays
 from crossshard.pipeline.optimize import apply_optimizer, takes_value
 from crossshard.shards.partition import (
@@ -196,7 +196,7 @@ def _obstacle(
 
     own = _in_parts(params, plan.params), _in_parts(state, plan.state)
     value = jax.ShapeDtypeStruct((), "float32")
-    return obstacle_to_parts(update, (params, state, params, value), (*own, own[0], value))
+    return why_not_elementwise(update, (params, state, params, value), (*own, own[0], value))
 
 
 def _update(

@@ -24,14 +24,20 @@ class Gradients:
         the loss, and ``"grad"``.
       weight: float[], what this shard counts in the mean, and after the aggregate what all of them
         count; ``None`` where all count alike.
+      skip: bool[], after the aggregate: whether the step is to leave everything as it was; ``None``
+        for never.
       status: per leaf of ``values`` what has been done to it already; ``None`` for a leaf without
         numbers (float0).
       beside_status: the same of ``beside``.
+
+    >>> Gradients({"w": 1.0}).replace(values={"w": 0.5}).values
+    {'w': 0.5}
     """
 
     values: Any
     beside: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     weight: jax.Array | None = None
+    skip: jax.Array | None = None
     status: tuple[Incoming | None, ...] = ()
     beside_status: tuple[Incoming | None, ...] = ()
 
@@ -51,6 +57,12 @@ class Environment:
       extra_args: what the caller gave besides.
       arrays: how the optimizer's arrays are split.
       divisor: what a mean over the shards, or the group, divides by; 1 under SUM.
+
+    >>> from crossshard.shards.axes import current_shards
+    >>> import jax, jax.numpy as jnp
+    >>> place = lambda x: Environment(current_shards()).shards.index()
+    >>> jax.vmap(place, axis_name="shards")(jnp.zeros(3))
+    Array([0, 1, 2], dtype=int32)
     """
 
     shards: Shards

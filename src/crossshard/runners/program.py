@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard.errors import VariableError
-from crossshard.runners.equality import differing_axes
+from crossshard.jaxprs.invariance import varying_axes_of_outputs
 from crossshard.runners.split import Arguments, Outputs, as_output, is_numeric
 from crossshard.shards.context import shard_context
 from crossshard.shards.placement import PER_SHARD as PER_SHARD_PLACEMENT
@@ -108,7 +108,7 @@ class Program:
     """One compiled step.
 
     It is traced once to see which variables the step leaves equal on all shards: these are stored
-    once, the others as ``[shards, …]``. Its jaxpr tells, see ``differing_axes``.
+    once, the others as ``[shards, …]``. Its jaxpr tells, see ``varying_axes_of_outputs``.
 
     Attributes:
       grew: whether tracing it changed what the step reaches: slots were made, or variables that
@@ -209,7 +209,7 @@ class Program:
         traced, after = jax.make_jaxpr(
             self._over_mesh(of_one_shard, everywhere), return_shape=True
         )(abstract, leaves)
-        axes = jax.tree.structure(after).unflatten(differing_axes(traced))
+        axes = jax.tree.structure(after).unflatten(varying_axes_of_outputs(traced))
         return found[-1], [any(jax.tree.leaves(value)) for value in axes]
 
     def _step(self, values: Any, leaves: Any) -> tuple[list[Any], list[Any], _Found]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -49,7 +50,7 @@ class Shards:
 
     def index(self) -> jax.Array:
         """int32[]: which shard this is."""
-        return lax.axis_index(self.axes)
+        return lax.axis_index(self.axes) if self.axes else jnp.int32(0)
 
     def as_varying(self, x: Any) -> Any:
         """``x`` typed as each shard's own; the same numbers."""
@@ -127,7 +128,7 @@ def shards_of_gradient(axis_name: tuple[str, ...] = (), params: Iterable[Any] = 
     if not bound:
         return Shards(1)
     _check_bound(axes, bound)
-    tracked = tuple(axis for axis in axes if _jax.tracks(axis))
+    tracked = tuple(axis for axis in axes if _jax.has_vma(axis))
     return Shards(math.prod(bound[axis] for axis in tracked), tracked, True, bool(tracked))
 
 
@@ -161,8 +162,8 @@ def _check_bound(axes: tuple[str, ...], bound: dict[str, int]) -> None:
 
 def _describe(number: int, axes: tuple[str, ...]) -> Shards:
     mesh_axes = _jax.manual_axes()
-    tracked = [_jax.tracks(axis) for axis in axes]
-    if not all(tracked) and any(_jax.tracks(axis) for axis in mesh_axes):
+    tracked = [_jax.has_vma(axis) for axis in axes]
+    if not all(tracked) and any(_jax.has_vma(axis) for axis in mesh_axes):
         # JAX has no collective over vmap's axes under check_vma=True: each fails an assertion.
         loose = [axis for axis, known in zip(axes, tracked, strict=True) if not known]
         raise AxisError(

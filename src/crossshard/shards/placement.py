@@ -22,6 +22,9 @@ class Placement:
       groups: with both, the groups within which the array is split: each shard has its part of its
         group's array.
       other_axes: how it is split over mesh axes that do not count shards, one entry a dimension.
+
+    >>> Placement(per_shard=True).spec(("shards",))
+    PartitionSpec(('shards',),)
     """
 
     partition: Partition | None = None
@@ -77,5 +80,6 @@ class Placement:
         return jax.vmap(self.partition.unpack)(of_groups)[self.groups.group_of]
 
 
+# The placements of a stage's state.
 REPLICATED = Placement()
 PER_SHARD = Placement(per_shard=True)

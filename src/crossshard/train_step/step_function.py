@@ -83,7 +83,7 @@ class StepFunction:
             metrics = {"loss": loss[None] if grouped else loss}
             if self.has_aux:
                 metrics["aux"] = jax.tree.map(lambda x: jnp.asarray(x)[None], aux)
-            reduced = gradients.values, gradients.beside, gradients.weight
+            reduced = gradients.values, gradients.skip
             return layout.stored(own), metrics, reduced if is_global else None
 
         metric_specs: dict[str, Any] = {"loss": each if grouped else PartitionSpec()}
@@ -95,15 +95,17 @@ class StepFunction:
             of_one_shard,
             mesh=mesh,
             in_specs=(specs, each),
-            out_specs=(specs, metric_specs, (split, whole, whole) if is_global else None),
+            out_specs=(specs, metric_specs, (split, whole) if is_global else None),
             # The gradients are local by construction, and parts that are gathered are equal.
             check_vma=False,
         )
         state, metrics, reduced = run(state, batch)
-        if is_global:
+        if reduced is not None:
+            values, skip = reduced
+            gradients = Gradients(values, {"value": metrics["loss"]}, skip=skip)
             here = dataclasses.replace(environment, params=state.params)
             with jax.named_scope(self.name):
-                params, opt_state = self._optimize(Gradients(*reduced), state.opt_state, here)
+                params, opt_state = self._optimize(gradients, state.opt_state, here)
             state = dataclasses.replace(state, params=params, opt_state=opt_state)
         return state, metrics
 

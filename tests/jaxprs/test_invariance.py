@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from crossshard.runners.equality import differing_axes
+from crossshard.jaxprs.invariance import varying_axes_of_outputs
 
 MESH = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 
@@ -77,7 +77,8 @@ def differing(function: Any, check_vma: bool = False) -> Any:
 @pytest.mark.parametrize("name", CASES)
 def test_what_differs(name: str):
     function, expected = CASES[name]
-    assert ["".join(sorted(axes)) for axes in differing_axes(differing(function))] == expected
+    found = varying_axes_of_outputs(differing(function))
+    assert ["".join(sorted(axes)) for axes in found] == expected
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -91,7 +92,7 @@ def test_jaxs_types_find_no_more(name: str):
         return outputs
 
     differing(typed, check_vma=True)
-    for types, ours in zip(seen, differing_axes(differing(function)), strict=True):
+    for types, ours in zip(seen, varying_axes_of_outputs(differing(function)), strict=True):
         assert types <= ours or name == "gather"
 
 
@@ -151,7 +152,7 @@ def _through_a_ref(own: Any, same: Any) -> Any:
 @pytest.mark.parametrize("name", UNTYPED)
 def test_what_jax_has_no_types_for(name: str):
     function, expected = UNTYPED[name]
-    assert [frozenset(expected)] == differing_axes(differing(function))
+    assert [frozenset(expected)] == varying_axes_of_outputs(differing(function))
 
 
 @pytest.mark.parametrize("name", {**CASES, **UNTYPED})
@@ -166,7 +167,7 @@ def test_what_is_called_equal_is_equal(name: str):
     )
     own = np.random.default_rng(0).normal(size=24).astype(np.float32)
     outputs = jax.jit(over)(own, np.arange(3, dtype=np.float32))
-    for axes, value in zip(differing_axes(differing(function)), outputs, strict=True):
+    for axes, value in zip(varying_axes_of_outputs(differing(function)), outputs, strict=True):
         value = np.asarray(value).reshape(2, 4, *value.shape[1:])
         for place, axis in enumerate("ab"):
             if axis not in axes:

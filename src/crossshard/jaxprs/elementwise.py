@@ -1,0 +1,190 @@
+"""Whether an update is elementwise, read from its own trace: then each shard can do its part alone.
+
+The update is traced twice, on whole arrays and on one shard's slices of them, and both traces are
+walked side by side. It is elementwise if both do the same, and if every element that comes out
+depends on elements at the same place, and on what all shards have in common.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from crossshard import _jax
+from crossshard.jaxprs.walk import Analysis, Equations, Mismatch, follow
+
+# One element out for one element in at the same place; operands may also be scalars.
+_ELEMENTWISE = frozenset(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil "
+    "clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv "
+    "erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le lgamma log log1p "
+    "logistic lt max min mul ne neg nextafter not or polygamma population_count pow real "
+    "reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left "
+    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan "
+    "tanh xor".split()
+)
+
+
+class _Kind(enum.Enum):
+    SAME = "the same on all shards"
+    UNIFORM = "one number at every place"
+    SLICE = "a slice on each shard, each element computed from elements at its place"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mixed:
+    """A value whose elements depend on those of other places, or on the places.
+
+    Attributes:
+      reason: what mixes them.
+      source: the line it comes from; empty if that is not known.
+    """
+
+    reason: str
+    source: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.reason} ({self.source})" if self.source else self.reason
+
+
+Kind = _Kind | _Mixed
+
+
+class _DependsOnShape(Exception):
+    """A number differs between the two traces, so that whatever is computed from it may."""
+
+
+def why_not_elementwise(
+    update: Callable[..., tuple[Any, Any]], wholes: tuple[Any, ...], slices: tuple[Any, ...]
+) -> str | None:
+    """Why an update cannot be run on slices of its arrays; ``None`` if it can.
+
+    Args:
+      update: from ``(params, state, …)`` to the new ``(params, state)``.
+      wholes: its arguments, pytrees with shapes and dtypes.
+      slices: the same as one shard would have them; leaves of equal shape are whole on all shards.
+
+    Returns:
+      A reason in a few words, with the line of source it comes from.
+    """
+    whole = jax.make_jaxpr(update)(*wholes)
+    try:
+        part = jax.make_jaxpr(update)(*slices)
+    except Exception as error:  # an optimizer may refuse such shapes in any way
+        return str(_Mixed(_FAILS, _jax.source_of_error(error)))
+    try:
+        return _obstacle(whole, part, jax.tree.leaves(slices[:2]))
+    except Mismatch as mismatch:
+        source = "" if mismatch.equation is None else _jax.source_of(mismatch.equation)
+        return str(_Mixed(_DIFFERS, source))
+    except _DependsOnShape as found:
+        return str(found)
+
+
+_FAILS = "it cannot be traced on slices of the parameters"
+_DIFFERS = "it computes something else on slices of the parameters"
+
+
+def _obstacle(whole: Any, part: Any, expected: Sequence[Any]) -> str | None:
+    inputs = [
+        _Kind.SAME if one.shape == other.shape else _Kind.SLICE
+        for one, other in zip(whole.in_avals, part.in_avals, strict=True)
+    ]
+    outputs = follow(_Elementwise(), (whole, part), inputs)
+    if len(outputs) != len(expected):
+        return "its state changes its structure"
+    for kind, before, after, was in zip(outputs, expected, part.out_avals, inputs, strict=False):
+        if isinstance(kind, _Mixed):
+            return str(kind)
+        if after.shape != before.shape or (kind is _Kind.SAME) != (was is _Kind.SAME):
+            return "a new parameter or state array is not sliced as the old one is"
+    return None
+
+
+class _Elementwise(Analysis[Kind]):
+    """The kinds of values in the trace on whole arrays, beside the one on slices."""
+
+    def constant(self, values: Sequence[Any]) -> Kind:
+        whole, part = values
+        same = np.shape(whole) == np.shape(part) and bool(np.all(np.asarray(whole) == part))
+        return _Kind.SAME if same else _Mixed("a constant of the size of a parameter")
+
+    def literal(self, values: Sequence[Any], equation: Any) -> Kind:
+        whole, part = values
+        if not np.array_equal(whole, part, equal_nan=True):
+            source = "" if equation is None else _jax.source_of(equation)
+            raise _DependsOnShape(_Mixed("it computes with the shape of a parameter", source))
+        return _Kind.SAME
+
+    def join(self, facts: Sequence[Kind]) -> Kind:
+        mixed = [kind for kind in facts if isinstance(kind, _Mixed)]
+        if mixed:
+            return mixed[0]
+        if all(kind is facts[0] for kind in facts):
+            return facts[0]
+        if _Kind.SAME in facts:
+            return _Mixed("an array that is whole on one path and a slice on another")
+        return _Kind.SLICE
+
+    def is_top(self, fact: Kind) -> bool:
+        return isinstance(fact, _Mixed)
+
+    def control(self, equations: Equations, decides: Kind) -> Kind | None:
+        if decides is _Kind.SAME:
+            return None
+        whole = equations[0]
+        return _Mixed(_CONTROL[whole.primitive.name], _jax.source_of(whole))
+
+    def element(self, equations: Equations, fact: Kind) -> Kind:
+        if fact is _Kind.SAME:
+            return fact
+        return _Mixed(_CONTROL["scan"], _jax.source_of(equations[0]))
+
+    def returned(self, equations: Equations, fact: Kind) -> Kind:
+        # What has no line of its own comes from that of the call.
+        if isinstance(fact, _Mixed) and not fact.source:
+            return _Mixed(fact.reason, _jax.source_of(equations[0]))
+        return fact
+
+    def transfer(self, equations: Equations, inputs: Sequence[Kind]) -> Sequence[Kind]:
+        whole, part = equations
+        name, count = whole.primitive.name, len(whole.outvars)
+        if name == "optimization_barrier":
+            return inputs
+        mixed = [kind for kind in inputs if isinstance(kind, _Mixed)]
+        if mixed or not count:  # none come out of a print
+            return mixed[:1] * count
+        if all(kind is _Kind.SAME for kind in inputs):
+            return [self._of_same(whole, part)] * count
+        out, alike = whole.outvars[0].aval.shape, _jax.same_but_for_shapes(whole, part)
+        in_place = all(
+            atom.aval.shape == out or (kind is _Kind.SAME and atom.aval.shape == ())
+            for atom, kind in zip(whole.invars, inputs, strict=True)
+        )
+        moves_nothing = len(inputs) == 1 and _jax.keeps_order(whole)
+        if in_place and ((name in _ELEMENTWISE and alike) or moves_nothing):
+            return [_Kind.SLICE if _Kind.SLICE in inputs else _Kind.UNIFORM] * count
+        return [_Mixed(f"{name} over a whole parameter", _jax.source_of(whole))] * count
+
+    @staticmethod
+    def _of_same(whole: Any, part: Any) -> Kind:
+        shapes_agree = all(
+            one.aval.shape == other.aval.shape
+            for one, other in zip(whole.outvars, part.outvars, strict=True)
+        )
+        if shapes_agree and _jax.same_but_for_shapes(whole, part):
+            return _Kind.SAME
+        name = whole.primitive.name
+        if name == "broadcast_in_dim" and whole.invars[0].aval.shape == ():
+            return _Kind.UNIFORM
+        return _Mixed(f"{name} makes an array of the size of a parameter", _jax.source_of(whole))
+
+
+_CONTROL = {
+    "cond": "a branch that depends on the elements of a parameter",
+    "while": "a loop whose length depends on the elements of a parameter",
+    "scan": "a scan along an axis of a parameter",
+}

@@ -1,0 +1,80 @@
+"""Over which mesh axes a step's outputs vary, read from its jaxpr.
+
+JAX's own types (``check_vma=True``) say it too, but refuse steps that are right: a loop whose
+carry starts invariant and ends varying, a sum over groups. Here a step is traced without types, and
+each value is followed from the inputs to the outputs with the axes over which it may vary.
+"""
+
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, jaxprs_in_params
+
+from crossshard import _jax
+from crossshard.jaxprs.walk import Analysis, Equations, follow
+
+Axes = frozenset[str]
+
+_INVARIANT: Axes = frozenset()
+
+
+def varying_axes_of_outputs(sharded: ClosedJaxpr) -> Sequence[Axes]:
+    """Per output of a traced ``shard_map``, the mesh axes over which it may vary.
+
+    Args:
+      sharded: what ``jax.make_jaxpr`` gives for a function that is a shard_map and nothing else.
+    """
+    (equation,) = sharded.jaxpr.eqns
+    mesh_axes, in_specs, jaxpr = _jax.shard_map_parts(equation)
+    inputs = [_names_in(spec) & mesh_axes for spec in in_specs]
+    return follow(_Variance(mesh_axes), [jaxpr], inputs)
+
+
+def _names_in(names: Any) -> Axes:
+    """The axis names in a spec or a parameter, however nested; positions are not names."""
+    if names is None or isinstance(names, numbers.Integral):
+        return _INVARIANT
+    if isinstance(names, str):
+        return frozenset([names])
+    return _INVARIANT.union(*map(_names_in, names))
+
+
+class _Variance(Analysis[Axes]):
+    """The mesh axes over which values may vary; errs on the side of more."""
+
+    def __init__(self, mesh_axes: Axes):
+        self._mesh_axes = mesh_axes
+
+    def constant(self, values: Sequence[Any]) -> Axes:
+        del values
+        return _INVARIANT
+
+    def join(self, facts: Sequence[Axes]) -> Axes:
+        return _INVARIANT.union(*facts)
+
+    def control(self, equations: Equations, decides: Axes) -> Axes:
+        # Shards that branch differently, or leave a loop at different times, differ afterwards.
+        del equations
+        return decides
+
+    def transfer(self, equations: Equations, inputs: Sequence[Axes]) -> Sequence[Axes]:
+        (equation,) = equations
+        if any(map(_jax.is_ref, equation.invars)):
+            varies = self._mesh_axes
+        else:
+            varies = self.join([*inputs, self._named_within(equation)])
+        over = self._named_by(equation)
+        out = varies - over if _jax.equalizes(equation) else varies | over
+        return [out] * len(equation.outvars)
+
+    def _named_by(self, equation: Any) -> Axes:
+        return _names_in(_jax.named_axes(equation)) & self._mesh_axes
+
+    def _named_within(self, equation: Any) -> Axes:
+        """The mesh axes that programs inside an equation not known here name anywhere."""
+        found = _INVARIANT
+        for inner in jaxprs_in_params(equation.params):
+            for each in _jax.opened(inner).eqns:
+                found |= self._named_by(each) | self._named_within(each)
+        return found

@@ -1,0 +1,237 @@
+"""Whether an update is elementwise, held against the update itself, run whole and in slices."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+from crossshard.jaxprs.elementwise import why_not_elementwise
+from tests.optimizers.table import ROWS, Row
+from tests.optimizers.test_table import quickly
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:inject_stateful_hyperparams:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*use `optimistic_adam_v2`:DeprecationWarning"),
+]
+
+SHARDS = 4
+STEPS = 4
+_rng = np.random.default_rng(7)
+START = {
+    "bias": np.float32(_rng.normal(size=12)),
+    "kernel": np.float32(_rng.normal(size=(6, 8))),
+    "whole": np.float32(_rng.normal(size=3)),
+}
+GOALS = [jax.tree.map(lambda x: np.float32(_rng.normal(size=x.shape)), START) for _ in range(STEPS)]
+LOSS = np.float32(1.5)
+
+
+def sliced(tree: Any, shard: int) -> Any:
+    """One shard's slice along the last axis of what has the shape of a parameter, but the last."""
+
+    def one(x: Any) -> Any:
+        if x.shape not in ((12,), (6, 8)):
+            return x
+        width = x.shape[-1] // SHARDS
+        return x[..., shard * width : (shard + 1) * width]
+
+    return jax.tree.map(one, tree)
+
+
+def update_of(row: Row) -> Callable[..., Any]:
+    inner = row.make()
+
+    def update(params: Any, state: Any, gradients: Any, value: Any) -> Any:
+        extra_args = {"value": value} if row.value else {}
+        updates, state = inner.update(gradients, state, params, **extra_args)
+        return optax.apply_updates(params, updates), state
+
+    return update
+
+
+def trained(row: Row, of: Callable[[Any], Any]) -> Any:
+    """The parameters and the state after all steps, on ``of`` of every array."""
+    params, state = of(START), of(row.make().init(jax.tree.map(jnp.asarray, START)))
+    update = jax.jit(update_of(row), compiler_options=quickly())
+    for goal in GOALS:
+        # Of the parameters, since some updates are elementwise until they meet their own results.
+        gradients = jax.tree.map(lambda p, g: p - g, params, of(goal))
+        params, state = update(params, state, gradients, LOSS)
+    return jax.device_get((params, state))
+
+
+def slices_agree(row: Row) -> bool:
+    """Whether every shard reaches on its slices what one reaches on whole arrays."""
+    whole = trained(row, lambda tree: tree)
+    for shard in range(SHARDS):
+        try:
+            own = trained(row, functools.partial(sliced, shard=shard))
+        except Exception:  # an optimizer may refuse such shapes in any way
+            return False
+        ours, theirs = (jax.tree.leaves(tree) for tree in (own, sliced(whole, shard)))
+        if [x.shape for x in ours] != [x.shape for x in theirs]:
+            return False
+        if not all(_close(*pair) for pair in zip(ours, theirs, strict=True)):
+            return False
+    return True
+
+
+def _close(got: Any, expected: Any) -> bool:
+    if jnp.issubdtype(got.dtype, jax.dtypes.prng_key):
+        got, expected = jax.random.key_data(got), jax.random.key_data(expected)
+    got, expected = np.float64(got), np.float64(expected)
+    scale = np.max(np.abs(expected), initial=1e-6)
+    return bool(np.max(np.abs(got - expected), initial=0) <= 1e-5 * scale)
+
+
+def answer(row: Row) -> str | None:
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), START)
+    whole = params, jax.eval_shape(row.make().init, params)
+    slices = jax.eval_shape(functools.partial(sliced, shard=0), whole)
+    value = jax.ShapeDtypeStruct((), np.float32)
+    return why_not_elementwise(update_of(row), (*whole, params, value), (*slices, slices[0], value))
+
+
+# Refused, though slices agree: what two of them ask of the whole gradient is true of every slice
+# here, and a stack has an axis in front of those that are sliced.
+CAUTIOUS = {"apply_if_finite", "zero_nans", "a scan that stacks"}
+LEFT_OUT = {
+    "lookahead": "its parameters are a pair, fast and slow",
+    "monitor": "its state has another structure after the first step than before",
+    "freeze": "its mask names other parameters",
+    "selective_transform": "its mask names other parameters",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, row in ROWS.items() if not row.hessian and name not in LEFT_OUT]
+)
+def test_the_answer_is_what_slices_do(name: str):
+    row = ROWS[name]
+    assert (answer(row) is None) == (slices_agree(row) and name not in CAUTIOUS)
+
+
+def leafwise(function: Callable[[Any], Any]) -> Row:
+    return Row(lambda: optax.stateless_with_tree_map(lambda g, _: function(g)))
+
+
+def _in_a_loop(g: Any, n: int, factor: Any) -> Any:
+    return lax.fori_loop(0, n, lambda i, c: c * factor(i, c), -g)
+
+
+FUNCTIONS: dict[str, tuple[Callable[[Any], Any], str | None]] = {
+    "a call": (jax.jit(lambda g: -jnp.sin(g)), None),
+    "a checkpoint": (jax.checkpoint(lambda g: -jnp.sin(g)), None),
+    "a custom derivative": (jax.nn.relu, None),
+    "a constant everywhere": (lambda g: g - jnp.ones_like(g), None),
+    "an optimization barrier": (lambda g: -lax.optimization_barrier(g), None),
+    "a loop": (lambda g: _in_a_loop(g, 3, lambda i, c: 0.5 + i), None),
+    "a scan over constants": (
+        lambda g: lax.scan(lambda c, x: (c * x, None), g, jnp.arange(1.0, 4.0))[0],
+        None,
+    ),
+    "a branch by a constant": (lambda g: lax.cond(jnp.int32(1) > 0, lambda: -g, lambda: g), None),
+    "a branch by a norm": (
+        lambda g: lax.cond((g * g).sum() > 4, lambda: -g, lambda: g),
+        "a branch that depends on the elements of a parameter",
+    ),
+    "a branch that mixes": (
+        lambda g: lax.switch(jnp.int32(1), [lambda: g, lambda: g - jnp.max(g), lambda: -g]),
+        "reduce_max over a whole parameter",
+    ),
+    "a loop that ends by a norm": (
+        lambda g: lax.while_loop(lambda c: (c * c).sum() > 1, lambda c: c / 2, g),
+        "a loop whose length depends on the elements of a parameter",
+    ),
+    "a loop that mixes": (
+        lambda g: _in_a_loop(g, 3, lambda i, c: jnp.max(c)),
+        "reduce_max over a whole parameter",
+    ),
+    "a loop that mixes in its second round": (
+        lambda g: lax.fori_loop(0, 2, lambda i, c: (c[0] * c[1], jnp.max(g)), (g, 1.0))[0],
+        "reduce_max over a whole parameter",
+    ),
+    "a loop as long as an axis": (
+        lambda g: _in_a_loop(g, g.shape[-1], lambda i, c: 0.9),
+        "a scan along an axis of a parameter",
+    ),
+    "a scan along an axis": (
+        lambda g: lax.scan(lambda c, x: (c * 0.9, c * x), np.float32(2), g)[1],
+        "a scan along an axis of a parameter",
+    ),
+    "a scan that stacks": (
+        lambda g: lax.scan(lambda c, x: (c, g * x), 0, jnp.arange(3.0))[1].sum(0),
+        "a scan along an axis of a parameter",
+    ),
+    "a call that mixes": (jax.jit(lambda g: g - jnp.max(g)), "reduce_max over a whole parameter"),
+    "a sort": (lambda g: -jnp.sort(g), "sort over a whole parameter"),
+    "a constant for each place": (
+        lambda g: g * np.linspace(0, 1, g.size, dtype=np.float32).reshape(g.shape),
+        "a constant of the size of a parameter",
+    ),
+    "the number of elements": (
+        lambda g: g / g.size,
+        "it computes with the shape of a parameter",
+    ),
+    "a program for large arrays": (
+        lambda g: jnp.sin(g) if g.size > 13 else jnp.cos(g),
+        "it computes something else on slices of the parameters",
+    ),
+    "a longer program for large arrays": (
+        lambda g: -jnp.sin(g) if g.size > 13 else jnp.sin(g),
+        "it computes something else on slices of the parameters",
+    ),
+    "a refusal of small arrays": (
+        lambda g: g / (1 if g.shape in ((12,), (6, 8), (3,)) else [][1]),
+        "it cannot be traced on slices of the parameters",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_of_each_gradient(name: str):
+    function, reason = FUNCTIONS[name]
+    row = leafwise(function)
+    said = answer(row)
+    assert slices_agree(row) == (reason is None or name in CAUTIOUS)
+    assert said is None if reason is None else said is not None and said.startswith(reason)
+
+
+def test_a_value_taken_from_elsewhere_on_slices_is_found():
+    # The same equations in both traces, between other values.
+    def chosen(g: Any, p: Any) -> Any:
+        return -0.1 * (g + (p if g.size > 13 else g))
+
+    row = Row(lambda: optax.stateless_with_tree_map(chosen))
+    said = answer(row)
+    assert said is not None
+    assert said.startswith("it computes something else on slices")
+    assert not slices_agree(row)
+
+
+def test_state_that_comes_out_whole_is_refused():
+    def update(g: Any, state: Any, params: Any = None) -> Any:
+        del params
+        return g, jax.tree.map(jnp.zeros_like, state)
+
+    row = Row(lambda: optax.GradientTransformation(lambda params: jnp.ones((6, 8)), update))
+    assert answer(row) is None
+
+    def shrunk(g: Any, state: Any, params: Any = None) -> Any:
+        del params, state
+        return g, jnp.zeros((6, 2))
+
+    row = Row(lambda: optax.GradientTransformation(lambda params: jnp.ones((6, 8)), shrunk))
+    assert answer(row) == "a new parameter or state array is not sliced as the old one is"
+
+
+def test_a_reason_names_the_line_of_the_optimizer():
+    said = answer(ROWS["clip_by_global_norm"])
+    assert said is not None
+    assert said.startswith("reduce_sum over a whole parameter (clip_by_global_norm, optax/")
