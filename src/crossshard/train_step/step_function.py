@@ -26,7 +26,7 @@ from crossshard.shards.devices import torus_factors
 from crossshard.shards.partition import map_partitions
 from crossshard.train_step.batches import Weight, weight_of
 from crossshard.train_step.layout import StateLayout
-from crossshard.train_step.models import combine, model_state_after
+from crossshard.train_step.models import after_loss, check_not_written, combine
 from crossshard.train_step.state import TrainState
 
 
@@ -126,11 +126,15 @@ class StepFunction:
             of_step = jax.random.fold_in(key, state.step)
             keys = (jax.random.fold_in(of_step, lax.axis_index(shards.axes)),)
 
-        def loss_of(params: Any) -> tuple[Any, Any]:
+        def run(params: Any) -> tuple[Any, Any, Any, Any]:
             model = combine(state.skeleton, params, state.model_state)
             loss, aux = split_loss(self.loss_fn(model, batch, *keys), self.has_aux)
+            return loss, aux, *after_loss(state.skeleton, model, params, state.model_state)
+
+        def loss_of(params: Any) -> tuple[Any, Any]:
+            loss, aux, written, after = run(params)
             _check_aux(aux)
-            after = model_state_after(state.skeleton, model, params, state.model_state)
+            check_not_written(written, params, lambda params: run(params)[2])
             return loss, (after, aux)
 
         with shard_context(shards.number, axis_name=shards.axes):
