@@ -340,7 +340,7 @@ COMPUTE = [
         "function without arguments", "lambda:"),
     bad("a loss that is no scalar", compute(lambda world: lambda: world.w[...]), *VALUE,
         "float32[3]", "jnp.mean"),
-    bad("a loss that is an int", compute(lambda world: lambda: jnp.array(3)), *VALUE,
+    bad("a loss that is an int", compute(lambda world: lambda: jnp.array(3)), *TYPE,
         "floating scalar", "int32[]"),
     bad("a loss that returns nothing", compute(lambda world: lambda: None), *TYPE, "NoneType"),
     bad("a loss with aux", compute(lambda world: lambda: (world.loss(), 1)), *TYPE, "tuple"),

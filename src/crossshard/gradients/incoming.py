@@ -11,6 +11,7 @@ from jax import lax
 
 from crossshard.errors import ArgumentError, ArgumentTypeError, DoubleReductionError, IncomingError
 from crossshard.gradients.reduction import Reduction
+from crossshard.gradients.scalars import describe_type
 from crossshard.shards.axes import Shards
 
 
@@ -67,8 +68,8 @@ def read_incoming(
         return said or Incoming.LOCAL
     if said in (Incoming.SUMMED, Incoming.REDUCED) and not grouped and shards.is_varying(gradient):
         raise IncomingError(
-            f"{name} ({_type(gradient)}) is said to be {said}, but its type says that it still "
-            f"differs over {_axes(shards)}. Say incoming='local', or nothing."
+            f"{name} ({describe_type(gradient)}) is said to be {said}, but its type says that it "
+            f"still differs over {_axes(shards)}. Say incoming='local', or nothing."
         )
     if said is not None:
         return said
@@ -87,9 +88,9 @@ def _double_reduction(name: str, gradient: Any, shards: Shards, reduction: Reduc
         else f"summing again would make the step {number} times too large"
     )
     return (
-        f"{name} ({_type(gradient)}) arrived at CrossShardOptimizer.update already invariant over "
-        f"{_axes(shards, shards.invariant_axes(gradient))}: autodiff has summed it over "
-        f"{number} shards, so {mistake}. Differentiate with crossshard.value_and_grad, or "
+        f"{name} ({describe_type(gradient)}) arrived at CrossShardOptimizer.update already "
+        f"invariant over {_axes(shards, shards.invariant_axes(gradient))}: autodiff has summed it "
+        f"over {number} shards, so {mistake}. Differentiate with crossshard.value_and_grad, or "
         f'say incoming="summed" (or "reduced" if it has been averaged already, or "local" if it is '
         f"each shard's own and happens to be equal)."
     )
@@ -98,16 +99,6 @@ def _double_reduction(name: str, gradient: Any, shards: Shards, reduction: Reduc
 def _axes(shards: Shards, axes: tuple[str, ...] | None = None) -> str:
     names = shards.axes if axes is None else axes
     return ("axis " if len(names) == 1 else "axes ") + ", ".join(map(repr, names))
-
-
-def _type(x: Any) -> str:
-    short = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i", "complex": "c"}
-    dtype = str(jnp.result_type(x))
-    for long, brief in short.items():
-        if dtype.startswith(long):
-            dtype = dtype.replace(long, brief)
-            break
-    return f"{dtype}[{','.join(map(str, jnp.shape(x)))}]"
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:
@@ -140,3 +131,25 @@ def check_gradient_dtype(name: str, gradient: Any) -> None:
             f"{name} has dtype {dtype}; a gradient must be floating, because a mean of {dtype} "
             f"would be rounded."
         )
+
+
+def check_shapes(gradients: Any, like: Any, what: str = "its parameter") -> None:
+    """Raise unless gradients have the shapes of their parameters, or of their updates.
+
+    Raises:
+      ArgumentError: they have not, as per-example gradients.
+    """
+    given, wanted = (
+        jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse) for tree in (gradients, like)
+    )
+    if len(given) != len(wanted):
+        return
+    for (path, gradient), (_, other) in zip(given, wanted, strict=True):
+        if jnp.shape(gradient) != jnp.shape(other):
+            raise ArgumentError(
+                f"{leaf_name(path)} has shape {jnp.shape(gradient)} and {what} "
+                f"{jnp.shape(other)}. Gradients are averaged over the shards one by one, so "
+                f"per-example gradients, as optax.contrib.dpsgd takes them, cannot be reduced. "
+                f"Aggregate them on each shard first, with preprocess="
+                f"optax.contrib.differentially_private_aggregate(...) for example."
+            )

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.shards.axes import Shards, shards_of_gradient
+from crossshard.gradients.scalars import check_scalar, is_inexact, is_number
+from crossshard.shards.axes import Shards, check_one_way, shards_of_gradient
 from crossshard.shards.context import check_axis_name
 from crossshard.variables.binding import rebound
 from crossshard.variables.discovery import variables_in
@@ -39,13 +40,17 @@ def value_and_grad(
       has_aux: whether ``fun`` returns ``(loss, aux)``.
       holomorphic: as for ``jax.grad``.
       allow_int: as for ``jax.grad``.
-      axis_name: the axes over which the gradient is to stay local; every bound one if ``None``.
+      axis_name: the axes over which the gradient is to stay local. If ``None``, the only bound one,
+        or, of several, those over which no parameter is split by its type. Where types do not tell
+        (``check_vma=False``), JAX's own gradient through a ``psum`` over another axis is as many
+        times too large as that axis is long.
 
     Returns:
       A function of the same arguments that returns ``(value, gradient)``.
 
     Raises:
-      ArgumentError: ``argnums`` has no such argument; the loss is no scalar.
+      ArgumentError: ``argnums`` has no such argument; the loss is not a scalar.
+      AxisError: several axes are bound, none is named, and the loss is reduced over some of them.
 
     >>> import jax, jax.numpy as jnp
     >>> loss = lambda w, x: w * x
@@ -59,11 +64,12 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def differentiate(*args: Any, **kwargs: Any) -> Any:
-        shards = shards_of_gradient(names)
         numbers = _check_argnums(argnums, len(args))
+        shards = shards_of_gradient(names, _arrays(args[number] for number in numbers))
 
         def local_loss(*args: Any, **kwargs: Any) -> Any:
-            loss, aux = split_loss(fun(*args, **kwargs), has_aux)
+            loss, aux = split_loss(fun(*args, **kwargs), has_aux, (jnp.inexact,))
+            check_one_way(loss, shards, names)
             # Each shard has its own copy of a loss that is equal on all, and differentiates that.
             return shards.as_varying(loss), (loss, aux)
 
@@ -105,12 +111,13 @@ def grad(
     return differentiate
 
 
-def split_loss(out: Any, has_aux: bool) -> tuple[Any, Any]:
-    """The loss and ``aux`` of what a loss function returned.
+def split_loss(
+    out: Any, has_aux: bool, kinds: tuple[Any, ...] = (jnp.floating,)
+) -> tuple[Any, Any]:
+    """The loss, of one of these kinds of dtype, and ``aux`` of what a loss function returned.
 
     Raises:
-      ArgumentError: the loss is no scalar.
-      ArgumentTypeError: it is no number, or there is no pair where one is wanted.
+      ArgumentError, ArgumentTypeError: as ``check_scalar``; there is no pair where one is wanted.
     """
     if has_aux and not (isinstance(out, tuple | list) and len(out) == 2):
         raise ArgumentTypeError(
@@ -118,14 +125,7 @@ def split_loss(out: Any, has_aux: bool) -> tuple[Any, Any]:
             f"{type(out).__name__}."
         )
     loss, aux = out if has_aux else (out, None)
-    if not _is_numeric(loss):
-        raise ArgumentTypeError(f"A loss must be a scalar; got {type(loss).__name__}.")
-    if jnp.shape(loss) != ():
-        raise ArgumentError(
-            f"A loss must be a scalar; this one has shape {jnp.shape(loss)}. Reduce it first, "
-            f"with jnp.mean for example."
-        )
-    return loss, aux
+    return check_scalar(loss, kinds=kinds), aux
 
 
 def _check_argnums(argnums: int | Sequence[int], number: int) -> tuple[int, ...]:
@@ -142,6 +142,13 @@ def _check_argnums(argnums: int | Sequence[int], number: int) -> tuple[int, ...]
 
 def _is_nnx(tree: Any) -> bool:
     return isinstance(tree, nnx.Pytree | nnx.Variable)
+
+
+def _arrays(args: Iterable[Any]) -> Iterator[Any]:
+    """The arrays of some arguments."""
+    for arg in args:
+        values = [v.get_raw_value() for v in variables_in([arg])] if _is_nnx(arg) else arg
+        yield from (leaf for leaf in jax.tree.leaves(values) if hasattr(leaf, "dtype"))
 
 
 def _nnx_grad(
@@ -203,19 +210,11 @@ def _differentiable(number: int, arg: Any, allow_int: bool) -> list[bool]:
       ArgumentTypeError: the argument is one leaf, and not floating.
     """
     leaves = jax.tree.leaves(arg)
-    if all(_is_numeric(leaf) and (allow_int or _is_inexact(leaf)) for leaf in leaves):
+    if all(is_number(leaf) and (allow_int or is_inexact(leaf)) for leaf in leaves):
         return [True] * len(leaves)
     if len(leaves) == 1 and leaves[0] is arg:
         raise ArgumentTypeError(
             f"Argument {number} cannot be differentiated: it is {arg!r:.60} "
             f"({type(arg).__name__}). Give a floating array or a pytree of them."
         )
-    return [hasattr(leaf, "dtype") and _is_inexact(leaf) for leaf in leaves]
-
-
-def _is_numeric(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex)
-
-
-def _is_inexact(leaf: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+    return [hasattr(leaf, "dtype") and is_inexact(leaf) for leaf in leaves]

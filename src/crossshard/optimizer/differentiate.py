@@ -10,6 +10,7 @@ from flax import nnx
 
 from crossshard.collectives.all_reduce import widen
 from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
+from crossshard.gradients.scalars import check_scalar
 from crossshard.shards.axes import Shards
 from crossshard.variables.binding import bound, bring_out, check_writable, rebound, same_arrays
 from crossshard.variables.describe import describe_variable
@@ -114,7 +115,7 @@ def differentiate(
             out = loss()
             after = [other.get_raw_value() for other in others]
             made = [v for v in variables_in(roots) if id(v) not in known]
-        value = _check_scalar(out)
+        value = jnp.asarray(check_scalar(out))
         changed = [not same_arrays(a, b) for a, b in zip(after, rest, strict=True)]
         written[:] = [*itertools.compress(others, changed), *made]
         kept = [*itertools.compress(after, changed), *(v.get_raw_value() for v in made)]
@@ -135,7 +136,8 @@ def differentiate(
         else:
             bring_out(other, after)
     if grad_loss is not None:
-        seed = _check_scalar(grad_loss, "grad_loss")
+        # An int is a fine weight for a gradient, but not a loss.
+        seed = jnp.asarray(check_scalar(grad_loss, "grad_loss", (jnp.floating, jnp.integer)))
         gradients = [gradient * seed.astype(gradient.dtype) for gradient in gradients]
     return value, [g if place in reached else None for place, g in enumerate(gradients)]
 
@@ -154,19 +156,3 @@ def _mark(value: jax.Array, place: int, reached: set[int]) -> jax.Array:
 
     identity.defvjp(lambda x: (x, None), backward)
     return identity(value)
-
-
-def _check_scalar(value: Any, name: str = "A loss") -> jax.Array:
-    value = value.get_value() if isinstance(value, nnx.Variable) else value
-    if not hasattr(value, "dtype") and not isinstance(value, int | float):
-        raise ArgumentTypeError(f"{name} must be a floating scalar; got {type(value).__name__}.")
-    array = jnp.asarray(value)
-    if array.shape != () or not jnp.issubdtype(array.dtype, jnp.floating):
-        # An int is a fine weight for a gradient, but no loss.
-        if array.shape == () and name != "A loss" and jnp.issubdtype(array.dtype, jnp.integer):
-            return array
-        raise ArgumentError(
-            f"{name} must be a floating scalar; got {array.dtype}{list(array.shape)}. Reduce it "
-            f"first, with jnp.mean for example."
-        )
-    return array

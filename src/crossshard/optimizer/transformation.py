@@ -18,7 +18,7 @@ from crossshard.errors import (
 from crossshard.gradients.incoming import check_incoming
 from crossshard.gradients.nesting import refuse_nesting
 from crossshard.pipeline.arrays import Arrays, LocalParts, WholeArrays
-from crossshard.pipeline.arrive import arrive, check_shapes
+from crossshard.pipeline.arrive import arrive
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.plan import UpdatePlan, WeightUpdate, plan_update
 from crossshard.pipeline.preprocess import Preprocess
@@ -106,7 +106,6 @@ class Transformation:
             gradients = arrive(
                 self.pipeline, updates, shards, declared=check_incoming(incoming), beside=beside
             )
-            check_shapes(updates, params)
             environment = Environment(
                 shards,
                 self.pipeline.groups,

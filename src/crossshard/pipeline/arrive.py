@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from crossshard.errors import ArgumentError
 from crossshard.gradients.incoming import (
     Incoming,
     check_gradient_dtype,
@@ -81,26 +80,3 @@ def _of_loss(loss: Any, shards: Shards, declared: Incoming | None) -> Incoming |
         return declared
     equal = shards.has_vma and not shards.is_varying(loss)
     return Incoming.REDUCED if equal else Incoming.LOCAL
-
-
-def check_shapes(gradients: Any, params: Any) -> None:
-    """Raise unless gradients have the shapes of the parameters.
-
-    Raises:
-      ArgumentError: they have not, as per-example gradients.
-    """
-    if params is None:
-        return
-    given, wanted = (
-        jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse) for tree in (gradients, params)
-    )
-    if len(given) != len(wanted):
-        return
-    for (path, gradient), (_, param) in zip(given, wanted, strict=True):
-        if jnp.shape(gradient) != jnp.shape(param):
-            raise ArgumentError(
-                f"{leaf_name(path)} has shape {jnp.shape(gradient)} and its parameter "
-                f"{jnp.shape(param)}. Gradients are averaged over the shards one by one, so "
-                f"per-example gradients, as optax.contrib.dpsgd takes them, cannot be reduced: "
-                f"aggregate them on each shard first."
-            )

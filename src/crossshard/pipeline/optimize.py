@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from crossshard.gradients.incoming import check_shapes
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.pipeline.arrays import Arrays
 
@@ -39,6 +40,8 @@ def apply_optimizer(
     own = None if params is None else arrays.split(params)
     with inside_optimizer():
         result, after = optimizer.update(gradients, state, own, **extra_args)
+    if params is None:
+        check_shapes(gradients, result, "its update")
     if apply_updates:
         result = optax.apply_updates(own, result)
     if skip is not None:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from crossshard.gradients.incoming import Incoming
+from crossshard.gradients.incoming import Incoming, check_shapes
 from crossshard.gradients.nesting import refuse_nesting
 from crossshard.gradients.reduction import Reduction
 from crossshard.pipeline.aggregate import Mean, Sum
@@ -92,6 +92,8 @@ class Pipeline:
             state = state._replace(
                 preprocess=_unless_weightless(gradients, after, state.preprocess)
             )
+        if environment.params is not None:
+            check_shapes(gradients.values, environment.params)
         if self.weigh is not None:
             gradients, _ = self.weigh.update(gradients, (), environment)
         gradients, after = self.aggregate.update(gradients, state.aggregate, environment)

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.gradients.scalars import is_number
 from crossshard.variables.discovery import is_stateful
 
 # ``replicate`` stacks the arrays of its replicas, so each shard drops the axis it was split along.
@@ -110,10 +111,8 @@ def is_whole(value: Any) -> bool:
 
 
 def is_numeric(leaf: Any) -> bool:
-    """Whether a leaf is an array or a Python number."""
-    return hasattr(leaf, "dtype") or (
-        isinstance(leaf, int | float | complex) and not isinstance(leaf, bool)
-    )
+    """Whether a leaf is split over the shards: a bool of Python's is a setting."""
+    return is_number(leaf) and not isinstance(leaf, bool)
 
 
 def split_arguments(
@@ -244,7 +243,7 @@ def as_output(value: Any) -> Any:
 
     def one(leaf: Any) -> Any:
         leaf = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
-        if is_stateful(leaf) or not (is_numeric(leaf) or isinstance(leaf, bool)):
+        if is_stateful(leaf) or not is_number(leaf):
             raise ArgumentTypeError(
                 f"A step returned a {type(leaf).__name__}; outputs are arrays, numbers and pytrees "
                 f"of them. Modules and variables need not be returned: the runner hands them out."

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -91,8 +92,9 @@ def current_shards(axis_name: tuple[str, ...] = (), *, warn: bool = True) -> Sha
     if not axes and len(bound) > 1:
         raise AxisError(
             f"Several axes are bound here, {_listed(bound)}, and none was named as the one over "
-            f"which the shards lie. Name it: axis_name={next(iter(bound))!r}, or all of them: "
-            f"axis_name={tuple(bound)!r}."
+            f"which the shards lie. Name the axis over which the batch is split, or a tuple of "
+            f"them: axis_name={next(iter(bound))!r}. An axis over which parameters are split is "
+            f"not one of them."
         )
     axes = axes or tuple(bound)
     _check_bound(axes, bound)
@@ -105,22 +107,48 @@ def current_shards(axis_name: tuple[str, ...] = (), *, warn: bool = True) -> Sha
     return _describe(number, axes)
 
 
-def shards_of_gradient(axis_name: tuple[str, ...] = ()) -> Shards:
-    """The shards over which a gradient is to stay local; every bound axis if none is named.
+def shards_of_gradient(axis_name: tuple[str, ...] = (), params: Iterable[Any] = ()) -> Shards:
+    """The shards over which a gradient is to stay local.
 
-    Nothing is reduced over them, so axes without types may be left out.
+    They lie over the named axes, else the context's, else the only bound axis, else every bound
+    axis over which no parameter is split by its type. Nothing is reduced over them, so axes without
+    types may be left out.
 
     Raises:
       AxisError: a named axis is not bound while others are.
     """
     bound = _jax.bound_axes()
     context = get_shard_context()
-    axes = axis_name or (context.axis_name if context else ()) or tuple(bound)
+    axes = axis_name or (context.axis_name if context else ())
+    if not axes:
+        # An axis over which parameters are split has parts of one model, not of the batch.
+        several = len(bound) > 1
+        split = frozenset[str]().union(*map(_jax.varying_axes, params if several else ()))
+        axes = tuple(axis for axis in bound if axis not in split)
     if not bound:
         return Shards(1)
     _check_bound(axes, bound)
     tracked = tuple(axis for axis in axes if _jax.has_vma(axis))
     return Shards(math.prod(bound[axis] for axis in tracked), tracked, True, bool(tracked))
+
+
+def check_one_way(loss: Any, shards: Shards, axis_name: tuple[str, ...]) -> None:
+    """Raise where it cannot be told which axes have parts of the batch.
+
+    Raises:
+      AxisError: none is named, and the loss is reduced over some of several axes already.
+    """
+    reduced = shards.invariant_axes(loss)
+    rest = tuple(axis for axis in shards.axes if axis not in reduced)
+    if not reduced or not rest or axis_name or get_shard_context():
+        return
+    name = rest if len(rest) > 1 else rest[0]
+    raise AxisError(
+        f"Several axes are bound here, {_listed(_jax.bound_axes())}, none was named as the one "
+        f"over which the shards lie, and the loss is reduced over {', '.join(map(repr, reduced))} "
+        f"already. Name the axis, or a tuple of them, that the optimizer reduces over: "
+        f"axis_name={name!r}."
+    )
 
 
 def _check_bound(axes: tuple[str, ...], bound: dict[str, int]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.runners.split import is_numeric
+from crossshard.gradients.scalars import is_number
 
 Weight = Callable[[Any], Any]
 
@@ -54,7 +54,7 @@ def weight_of(weight: Weight, batch: Any) -> jax.Array:
       ArgumentTypeError: it is no number.
     """
     given = weight(batch)
-    if not is_numeric(given) and not isinstance(given, bool):
+    if not is_number(given):
         raise ArgumentTypeError(
             f"A shard's weight is one number; weight gave {given!r:.40} ({type(given).__name__})."
         )

@@ -1,6 +1,7 @@
 """What a loss takes, partitioned and combined: parameters, model state, and what never changes."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,6 +10,8 @@ import numpy as np
 from flax import nnx
 
 from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
+from crossshard.gradients.scalars import is_inexact
+from crossshard.jaxprs.dependence import hands_on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,33 +76,49 @@ def combine(skeleton: Skeleton, params: Any, model_state: Any) -> Any:
     return skeleton.tree.unflatten(filled)
 
 
-def model_state_after(skeleton: Skeleton, model: Any, params: Any, before: Any) -> Any:
-    """The model state after the loss.
+def after_loss(skeleton: Skeleton, model: Any, params: Any, before: Any) -> tuple[Any, Any]:
+    """The parameters and the model state after the loss.
 
     Raises:
-      VariableError: it has others than before, or its parameters were written to.
+      VariableError: the model has other variables than before.
     """
     if not skeleton.is_nnx:
-        return before
+        return params, before
     _, written, after = nnx.split(model, _is_param, ...)  # type: ignore[misc]
     if jax.tree.structure((written, after)) != jax.tree.structure((params, before)):
         raise VariableError(
             "The loss made or removed variables of the module that was handed to it; a step "
             "carries those that it had. Make them before, or pop them in the loss."
         )
-    if any(a is not b for a, b in zip(*map(jax.tree.leaves, (written, params)), strict=True)):
+    return written, after
+
+
+def check_not_written(after: Any, params: Any, run: Callable[[Any], Any]) -> None:
+    """Raise if the loss wrote to the parameters.
+
+    Args:
+      after: the parameters after the loss.
+      params: those before it.
+      run: the loss, from parameters before to parameters after.
+
+    Raises:
+      VariableError: it did.
+    """
+    if all(a is b for a, b in zip(*map(jax.tree.leaves, (after, params)), strict=True)):
+        return
+    # nnx.remat, nnx.jit and their like hand every variable out anew, with the value that it had.
+    if not hands_on(run, params):
         raise VariableError(
             "The loss wrote to an nnx.Param of its module, which the optimizer steps: what was "
             "written would be lost. Let the optimizer do it, with optax.keep_params_nonnegative "
             "for example, or make it an nnx.Variable of another kind."
         )
-    return after
 
 
 def _is_param(path: Any, value: Any) -> bool:
     del path
     leaves = jax.tree.leaves(value.get_raw_value()) if isinstance(value, nnx.Param) else []
-    return bool(leaves) and all(map(_is_floating, leaves))
+    return bool(leaves) and all(map(is_inexact, leaves))
 
 
 def _partition_module(module: Any) -> tuple[Skeleton, Any, Any]:
@@ -120,8 +139,8 @@ def _partition_pytree(model: Any) -> tuple[Skeleton, Any, Any]:
     fixed = tuple(
         None if _is_array(leaf) else _Fixed(_check_fixed(leaf), type(leaf)) for leaf in leaves
     )
-    params = [leaf if _is_array(leaf) and _is_floating(leaf) else None for leaf in leaves]
-    rest = [leaf if _is_array(leaf) and not _is_floating(leaf) else None for leaf in leaves]
+    params = [leaf if _is_array(leaf) and is_inexact(leaf) else None for leaf in leaves]
+    rest = [leaf if _is_array(leaf) and not is_inexact(leaf) else None for leaf in leaves]
     return Skeleton(tree, fixed), tree.unflatten(params), tree.unflatten(rest)
 
 
@@ -144,7 +163,3 @@ def _check_fixed(leaf: Any) -> Any:
 
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
-
-
-def _is_floating(leaf: Any) -> bool:
-    return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))

@@ -13,19 +13,19 @@ from jax.sharding import PartitionSpec
 from crossshard.errors import ArgumentTypeError
 from crossshard.gradients.incoming import Incoming
 from crossshard.gradients.local import split_loss, value_and_grad
+from crossshard.gradients.scalars import is_number
 from crossshard.pipeline.arrays import Arrays, GlobalArrays, LocalParts, WholeArrays
 from crossshard.pipeline.arrive import arrive
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.plan import UpdateStrategy
 from crossshard.pipeline.stage import Environment, Gradients
-from crossshard.runners.split import is_numeric
 from crossshard.shards.axes import Shards
 from crossshard.shards.context import shard_context
 from crossshard.shards.devices import torus_factors
 from crossshard.shards.partition import map_partitions
 from crossshard.train_step.batches import Weight, weight_of
 from crossshard.train_step.layout import StateLayout
-from crossshard.train_step.models import combine, model_state_after
+from crossshard.train_step.models import after_loss, check_not_written, combine
 from crossshard.train_step.state import TrainState
 
 
@@ -123,12 +123,15 @@ class StepFunction:
             of_step = jax.random.fold_in(key, state.step)
             keys = (jax.random.fold_in(of_step, lax.axis_index(shards.axes)),)
 
-        def loss_of(params: Any) -> tuple[Any, Any]:
+        def run(params: Any) -> tuple[Any, Any, Any, Any]:
             model = combine(state.skeleton, params, state.model_state)
             loss, aux = split_loss(self.loss_fn(model, batch, *keys), self.has_aux)
-            _check_floating(loss)
+            return loss, aux, *after_loss(state.skeleton, model, params, state.model_state)
+
+        def loss_of(params: Any) -> tuple[Any, Any]:
+            loss, aux, written, after = run(params)
             _check_aux(aux)
-            after = model_state_after(state.skeleton, model, params, state.model_state)
+            check_not_written(written, params, lambda params: run(params)[2])
             return loss, (after, aux)
 
         with shard_context(shards.number, axis_name=shards.axes):
@@ -163,16 +166,9 @@ def _unless_weightless(weight: jax.Array, after: Any, before: Any) -> Any:
     return jnp.where(weight != 0, after, before) if floating else after
 
 
-def _check_floating(loss: Any) -> None:
-    if not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-        raise ArgumentTypeError(
-            f"A loss must be a floating scalar; this one has dtype {jnp.result_type(loss)}."
-        )
-
-
 def _check_aux(aux: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
-        if not is_numeric(leaf) and not isinstance(leaf, bool):
+        if not is_number(leaf):
             raise ArgumentTypeError(
                 f"aux{jax.tree_util.keystr(path)} is {leaf!r:.40} ({type(leaf).__name__}); what a "
                 f"step returns are arrays and numbers."
