@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -64,7 +65,10 @@ def test_in_a_pipe_it_prints_lines_and_leaves_files(tmp_path):
     check_picture(out / "curves.png")
 
 
-def test_in_a_terminal_a_bar_moves_until_ctrl_c_and_everything_is_written(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "why"), [(signal.SIGINT, "as you asked"), (signal.SIGTERM, "by SIGTERM")]
+)
+def test_in_a_terminal_a_bar_moves_until_a_signal_and_everything_is_written(tmp_path, number, why):
     data, out = small_text(tmp_path), tmp_path / "out"
     ours, theirs = pty.openpty()
     # Only the terminal that controls a process turns a typed Ctrl-C into a signal for it.
@@ -79,16 +83,21 @@ def test_in_a_terminal_a_bar_moves_until_ctrl_c_and_everything_is_written(tmp_pa
     while (more := read_terminal(ours, until)) is not None:
         shown += more
         if not typed and len(set(steps_drawn(shown))) > 3:
-            os.write(ours, b"\x03")
+            if number == signal.SIGINT:
+                os.write(ours, b"\x03")
+            else:
+                process.send_signal(number)
             typed = True
     os.close(ours)
-    assert process.wait(PATIENCE) == 130, shown
+    assert process.wait(PATIENCE) == 128 + number, shown
+    # The cursor is there again.
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
     plain = without_escapes(shown)
     assert max(steps_drawn(shown)) > 3
     metrics = read_metrics(out)
     bar = r"\d+/1000000 [━╸╺]+ loss \d\.\d{3}  \d\.\d{3} bits/byte \S+ tokens/s \S+ left"
     assert re.search(bar, plain), plain
-    assert re.search(rf"stopped +after {len(metrics):,} steps, as you asked", plain)
+    assert re.search(rf"stopped +after {len(metrics):,} steps, {why}", plain)
     assert "not run, since the training did not finish" in plain
     summary = json.loads((out / "summary.json").read_text())
     assert summary["ended"] == "stopped"
