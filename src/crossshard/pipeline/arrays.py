@@ -30,6 +30,10 @@ class WholeArrays:
         """Whole arrays from what the optimizer gave back."""
         return updated
 
+    def lay(self, gradients: Any) -> Any:
+        """The reduced gradients as the optimizer gets them."""
+        return gradients
+
     def keep(self, state: Any) -> Any:
         """The optimizer's state as it is carried on."""
         return state
@@ -102,6 +106,10 @@ class GlobalArrays(WholeArrays):
             check_vma=False,
         )
         return tree.unflatten(gather(parts))
+
+    def lay(self, gradients: Any) -> Any:
+        """The gradients, split over the mesh."""
+        return self._constrain(self.params, gradients)
 
     def keep(self, state: Any) -> Any:
         """The state, split over the mesh."""

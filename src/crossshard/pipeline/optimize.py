@@ -39,7 +39,7 @@ def apply_optimizer(
     """
     own = None if params is None else arrays.split(params)
     with inside_optimizer():
-        result, after = optimizer.update(gradients, state, own, **extra_args)
+        result, after = optimizer.update(arrays.lay(gradients), state, own, **extra_args)
     if params is None:
         check_shapes(gradients, result, "its update")
     if apply_updates:
