@@ -5,15 +5,18 @@ gradient and a moment that share a fusion or a loop are kept apart. So are array
 by side in a bucket: an array has one set for each of the arrays that it is concatenated from, and
 each of its elements depends on what one of them says.
 
-An input is two members: itself, and itself as far as it is reached without passing a reduction.
+An input is two members: itself, and itself as far as it is reached without passing a reduction. So
+is a reduction: the second says that what it gave arrives as an array, and not as a number such as a
+norm, without passing another one.
 """
 
 import dataclasses
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
 from operator import or_
 
-from crossshard.inspection.hlo import Computation, Instruction, Module, Shape
+from crossshard.inspection.hlo import Array, Computation, Instruction, Module, Shape
 
 _BY_PART = {"all-reduce", "all-reduce-start", "reduce-scatter", "all-gather"}
 
@@ -46,6 +49,7 @@ class Dependence:
       directly: per input, its member in these sets where no reduction lies between.
       device: the member of what tells one device from another.
       members: per chosen instruction, its member in these sets.
+      arriving: per reduction, its member where no other one lies between, and no single number.
       trained: what loops train: the member of each such part of a loop's carry, which it is reached
         by where no reduction lies between, with the loop's name and what the part depends on when
         the loop begins.
@@ -57,6 +61,7 @@ class Dependence:
     directly: tuple[int, ...]
     device: int
     members: Mapping[str, int]
+    arriving: Mapping[str, int]
     trained: Mapping[int, tuple[str, int]]
 
 
@@ -74,8 +79,8 @@ def dependence(module: Module, chosen: Sequence[str], reductions: Collection[str
     directly = tuple(follow.new_member() for _ in parameters)
     follow.device = follow.new_member()
     follow.members = {name: follow.new_member() for name in chosen}
-    follow.reductions = frozenset(reductions)
-    follow.directly = sum(directly)
+    follow.arriving = {name: follow.new_member() for name in chosen if name in reductions}
+    follow.directly = sum(directly) + sum(follow.arriving.values())
     given = [_spread(each.shape, inputs[i] | directly[i]) for i, each in enumerate(parameters)]
     outputs = follow.through(module.entry, given)
     return Dependence(
@@ -85,6 +90,7 @@ def dependence(module: Module, chosen: Sequence[str], reductions: Collection[str
         directly,
         follow.device,
         follow.members,
+        follow.arriving,
         follow.trained,
     )
 
@@ -129,7 +135,7 @@ class _Follow:
         self.operands: dict[str, list[int]] = {}
         self.trained: dict[int, tuple[str, int]] = {}
         self.members: Mapping[str, int] = {}
-        self.reductions: Collection[str] = ()
+        self.arriving: Mapping[str, int] = {}
         self.directly = 0
         self.device = 0
         self._module = module
@@ -151,13 +157,26 @@ class _Follow:
                 taken = [known[name] for name in each.operands]
                 if each.name in self.members:
                     self._note(each, taken)
-                known[each.name] = self._of(each, taken)
+                known[each.name] = self._as_array(each.shape, self._of(each, taken))
         return known[computation.root.name]
 
     def _note(self, each: Instruction, taken: list[Depends]) -> None:
         sets = self.operands.setdefault(each.name, [0] * len(taken))
         for number, depends in enumerate(taken):
             sets[number] |= union(depends)
+
+    def _as_array(self, shape: Shape, depends: Depends) -> Depends:
+        if (
+            not isinstance(shape, Array)
+            or shape.size > 1
+            or not self._all_arriving & union(depends)
+        ):
+            return depends
+        return frozenset({union(depends) & ~self._all_arriving})
+
+    @functools.cached_property
+    def _all_arriving(self) -> int:
+        return sum(self.arriving.values())
 
     def _of(self, each: Instruction, taken: list[Depends]) -> Depends:
         if each.opcode == "tuple":
@@ -188,9 +207,9 @@ class _Follow:
         return _spread(each.shape, self._passed(each, union(tuple(taken))))
 
     def _passed(self, each: Instruction, taken: int) -> int:
-        if each.name in self.reductions:
+        if each.name in self.arriving:
             taken &= ~self.directly
-        return taken | self.members.get(each.name, 0)
+        return taken | self.members.get(each.name, 0) | self.arriving.get(each.name, 0)
 
     def _of_loop(self, each: Instruction, carry: Depends) -> Depends:
         """What a loop gives, whose rounds are steps of a training if they look like it.
@@ -245,7 +264,7 @@ class _Follow:
         reducing = [
             (self.members[name], reduce(or_, sets, 0))
             for name, sets in self.operands.items()
-            if name in self.reductions
+            if name in self.arriving
         ]
         self.operands = noted
         parts = [union(part) for part in after] if isinstance(after, tuple) else [0] * len(shapes)

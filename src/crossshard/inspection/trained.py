@@ -60,7 +60,8 @@ def find_trained(
     for number, count in kept.items():
         pieces = len(set(layouts[number]))
         gathered = joined_devices(uses.gathers[number], devices)
-        often = _updates_in_loops(module, uses.depends, number, updates[number])
+        often = _in_loops(module, uses.depends, number, updates[number])
+        often *= uses.in_a_row(number, updates[number])
         copies[given[number]].append((min(gathered, pieces), count, often))
         outputs_of[given[number]] |= updates[number]
     bytes_of: Counter[tuple[str, int, int]] = Counter()
@@ -98,7 +99,7 @@ class _Uses:
       fed: per input, the collectives that depend on it.
       reduced: per input, those of them that reduce.
       gathers: per input, the groups of the gatherings that it reaches before any reduction.
-      told_apart: the collectives to which devices give different values by themselves.
+      given: per collective, as a member of the sets, what the arrays that it sends depend on.
     """
 
     depends: Dependence
@@ -106,11 +107,36 @@ class _Uses:
     fed: Sequence[int]
     reduced: Sequence[int]
     gathers: Sequence[Sequence[Groups]]
-    told_apart: int
+    given: Mapping[int, int]
 
     def on_the_way(self, number: int, outputs: Iterable[int]) -> int:
         """The collectives that lie on a way from an input to some outputs."""
-        return self.fed[number] & reduce(or_, (union(self.depends.outputs[i]) for i in outputs), 0)
+        return self.fed[number] & self._all(outputs)
+
+    def arriving(self, outputs: Iterable[int]) -> int:
+        """The reductions whose arrays arrive in some outputs."""
+        arrived = self._all(outputs)
+        return sum(
+            self.depends.members[name]
+            for name, member in self.depends.arriving.items()
+            if arrived & member
+        )
+
+    def in_a_row(self, number: int, outputs: Iterable[int]) -> int:
+        """How many steps are written out one after the other.
+
+        These are reductions that arrive in the new value, each of what the one before has made of
+        the parameter.
+        """
+        arriving = self.arriving(outputs)
+        rows: dict[int, int] = {}
+        for member, given in self.given.items():
+            if member & arriving and given & self.depends.directly[number]:
+                rows[member] = 1 + max((rows[each] for each in rows if each & given), default=0)
+        return max(rows.values(), default=1)
+
+    def _all(self, outputs: Iterable[int]) -> int:
+        return reduce(or_, (union(self.depends.outputs[i]) for i in outputs), 0)
 
 
 def _uses(module: Module) -> _Uses:
@@ -123,20 +149,20 @@ def _uses(module: Module) -> _Uses:
     gathers: list[list[Groups]] = [[] for _ in depends.inputs]
     groups: dict[int, Groups] = {}
     alike: dict[Groups, Groups] = {}
-    told_apart = 0
+    given: dict[int, int] = {}
     for run, kind in runs:
         itself = depends.members[run.instruction.name]
         joined = groups_of(run.instruction, kind, module)
         groups[itself] = alike.setdefault(joined, joined)
         for members in _sent(run, kind, depends):
-            told_apart |= itself * bool(members & depends.device)
+            given[itself] = given.get(itself, 0) | members
             for number, member in enumerate(depends.inputs):
                 if members & member:
                     fed[number] |= itself
                     if kind in _COPYING and not members & reductions:
                         gathers[number].append(groups[itself])
     reduced = [each & reductions for each in fed]
-    return _Uses(depends, groups, fed, reduced, gathers, told_apart)
+    return _Uses(depends, groups, fed, reduced, gathers, given)
 
 
 def _sent(run: Execution, kind: str, depends: Dependence) -> list[int]:
@@ -168,7 +194,17 @@ def _updates(
             reduced = {i for i in untaken if uses.reduced[number] & union(depends.outputs[i])}
             if found or reduced:
                 updates[number] = found or reduced
-    return updates
+    return {n: found for n, found in updates.items() if not _is_state(n, updates, uses)}
+
+
+def _is_state(number: int, updates: Mapping[int, set[int]], uses: _Uses) -> bool:
+    """Whether an input is the state of steps that are written out one after the other.
+
+    A moment feeds the second step's reduction, having made its parameter, but not the first one's,
+    which arrives in its new value as well.
+    """
+    strange = uses.arriving(updates[number]) & ~uses.fed[number]
+    return any(strange & uses.fed[n] and not uses.fed[number] & ~uses.fed[n] for n in updates)
 
 
 def _reached_and_trained(uses: _Uses) -> tuple[list[int], list[int]]:
@@ -231,7 +267,8 @@ class _Shards:
         data = tuple(dict.fromkeys(self._layouts[n] for n in self._data if uses.fed[n] & way))
         joining = {id(found): found for member, found in uses.groups.items() if member & way}
         gathering = {id(found): found for found in uses.gathers[number]}
-        by_itself = bool(way & uses.told_apart)
+        apart = (given for member, given in uses.given.items() if member & way)
+        by_itself = any(given & uses.depends.device for given in apart)
         key = (pieces, frozenset(joining), frozenset(gathering), data, by_itself)
         if key not in self._counted:
             seen = self._seen(data, by_itself, len(pieces))
@@ -253,10 +290,8 @@ def _tells(one: Layout, other: Layout) -> bool:
     return len(set(zip(one, other, strict=True))) == len(set(one))
 
 
-def _updates_in_loops(
-    module: Module, depends: Dependence, number: int, outputs: Iterable[int]
-) -> int:
-    """How often a call updates an input, going by the loops that have it in their carry."""
+def _in_loops(module: Module, depends: Dependence, number: int, outputs: Iterable[int]) -> int:
+    """How often the loops that have an input in their carry update it in one call."""
     reached = reduce(or_, (union(depends.outputs[i]) for i in outputs), 0)
     names = {
         name
