@@ -372,6 +372,20 @@ def test_reductions_of_a_reduced_gradient_are_one_step():
     assert (report.parameter_bytes, report.ratio) == (W.nbytes, 4.0)
 
 
+def test_sums_within_the_update_of_a_whole_step_are_one_step():
+    # Muon on parts sums while it orthogonalises; XLA combines that with the bias's gradient.
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.mean((jnp.tanh(x @ params["a"] + params["b"]) @ params["c"]) ** 2)
+
+    params = {"a": jnp.ones((64, 128)), "b": jnp.ones(128), "c": jnp.ones((128, 16))}
+    step = crossshard.make_train_step(
+        loss, optax.contrib.muon(1e-3), num_shards=8, weight_update="sharded"
+    )
+    report = crossshard.inspect(step.lower(step.abstract_init(params), ROWS))
+    assert {each.updates for each in report.parameters} == {1}
+    assert report.lower_bound == least(8, FLOAT * (64 * 128 + 128 + 128 * 16))
+
+
 def test_two_towers_under_one_norm_are_both_trained():
     rule = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
 

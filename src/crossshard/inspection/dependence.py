@@ -7,7 +7,8 @@ each of its elements depends on what one of them says.
 
 An input is two members: itself, and itself as far as it is reached without passing a reduction. So
 is a reduction: the second says that what it gave arrives as an array, and not as a number such as a
-norm, without passing another one.
+norm, without passing another one. A collective is as many members as it has operands, since XLA
+combines what belongs to different parameters.
 """
 
 import dataclasses
@@ -48,8 +49,8 @@ class Dependence:
       inputs: per input, its member in these sets.
       directly: per input, its member in these sets where no reduction lies between.
       device: the member of what tells one device from another.
-      members: per chosen instruction, its member in these sets.
-      arriving: per reduction, its member where no other one lies between, and no single number.
+      members: per chosen instruction, the member in these sets of each of its operands.
+      arriving: per reduction, likewise, where no other one lies between, and no single number.
       trained: what loops train: the member of each such part of a loop's carry, which it is reached
         by where no reduction lies between, with the loop's name and what the part depends on when
         the loop begins.
@@ -60,27 +61,31 @@ class Dependence:
     inputs: tuple[int, ...]
     directly: tuple[int, ...]
     device: int
-    members: Mapping[str, int]
-    arriving: Mapping[str, int]
+    members: Mapping[str, tuple[int, ...]]
+    arriving: Mapping[str, tuple[int, ...]]
     trained: Mapping[int, tuple[str, int]]
 
 
-def dependence(module: Module, chosen: Sequence[str], reductions: Collection[str]) -> Dependence:
+def dependence(
+    module: Module, chosen: Sequence[Instruction], reductions: Collection[str]
+) -> Dependence:
     """Follow a program's inputs, and the values of chosen instructions, to its outputs.
 
     Args:
       module: the program.
-      chosen: the names of the instructions.
-      reductions: those of them behind which an input is no longer reached directly.
+      chosen: the instructions.
+      reductions: the names of those of them behind which an input is no longer reached directly.
     """
     parameters = module.entry.parameters
     follow = _Follow(module)
     inputs = tuple(follow.new_member() for _ in parameters)
     directly = tuple(follow.new_member() for _ in parameters)
     follow.device = follow.new_member()
-    follow.members = {name: follow.new_member() for name in chosen}
-    follow.arriving = {name: follow.new_member() for name in chosen if name in reductions}
-    follow.directly = sum(directly) + sum(follow.arriving.values())
+    for each in chosen:
+        follow.members[each.name] = tuple(follow.new_member() for _ in each.operands)
+        if each.name in reductions:
+            follow.arriving[each.name] = tuple(follow.new_member() for _ in each.operands)
+    follow.directly = sum(directly) + sum(map(sum, follow.arriving.values()))
     given = [_spread(each.shape, inputs[i] | directly[i]) for i, each in enumerate(parameters)]
     outputs = follow.through(module.entry, given)
     return Dependence(
@@ -134,8 +139,8 @@ class _Follow:
     def __init__(self, module: Module):
         self.operands: dict[str, list[int]] = {}
         self.trained: dict[int, tuple[str, int]] = {}
-        self.members: Mapping[str, int] = {}
-        self.arriving: Mapping[str, int] = {}
+        self.members: dict[str, tuple[int, ...]] = {}
+        self.arriving: dict[str, tuple[int, ...]] = {}
         self.directly = 0
         self.device = 0
         self._module = module
@@ -176,7 +181,7 @@ class _Follow:
 
     @functools.cached_property
     def _all_arriving(self) -> int:
-        return sum(self.arriving.values())
+        return sum(map(sum, self.arriving.values()))
 
     def _of(self, each: Instruction, taken: list[Depends]) -> Depends:
         if each.opcode == "tuple":
@@ -198,7 +203,10 @@ class _Follow:
             return frozenset({self.device})
         # Collectives that XLA has combined work part by part; an all-to-all mixes its parts.
         if isinstance(each.shape, tuple) and each.opcode in _BY_PART:
-            return tuple(frozenset({self._passed(each, union(part))}) for part in taken)
+            return tuple(
+                frozenset({self._passed(each, union(part), slice(i, i + 1))})
+                for i, part in enumerate(taken)
+            )
         if each.opcode == "concatenate":
             return frozenset[int]().union(*_leaves(tuple(taken)))
         if each.opcode in _MOVING and isinstance(taken[0], frozenset):
@@ -206,10 +214,12 @@ class _Follow:
             return frozenset(self._passed(each, one | beside) for one in taken[0])
         return _spread(each.shape, self._passed(each, union(tuple(taken))))
 
-    def _passed(self, each: Instruction, taken: int) -> int:
+    def _passed(self, each: Instruction, taken: int, operands: slice = slice(None)) -> int:
         if each.name in self.arriving:
             taken &= ~self.directly
-        return taken | self.members.get(each.name, 0) | self.arriving.get(each.name, 0)
+        for members in (self.members, self.arriving):
+            taken |= sum(members.get(each.name, ())[operands])
+        return taken
 
     def _of_loop(self, each: Instruction, carry: Depends) -> Depends:
         """What a loop gives, whose rounds are steps of a training if they look like it.
@@ -262,9 +272,10 @@ class _Follow:
         noted, self.operands = self.operands, {}
         after = self.through(body, [tuple(map(_spread, shapes, members))])
         reducing = [
-            (self.members[name], reduce(or_, sets, 0))
+            (itself, given)
             for name, sets in self.operands.items()
             if name in self.arriving
+            for itself, given in zip(self.members[name], sets, strict=True)
         ]
         self.operands = noted
         parts = [union(part) for part in after] if isinstance(after, tuple) else [0] * len(shapes)

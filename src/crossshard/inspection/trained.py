@@ -94,12 +94,12 @@ class _Uses:
 
     Attributes:
       depends: what the outputs depend on.
-      groups: per collective, as a member of the sets, the groups that it joins; equal ones are one
-        object.
-      fed: per input, the collectives that depend on it.
-      reduced: per input, those of them that reduce.
+      groups: per operand of a collective, as a member of the sets, the groups that it is sent in;
+        equal ones are one object. Scalars are left out, here and below.
+      fed: per input, the operands that depend on it.
+      reduced: per input, those of them that are reduced.
       gathers: per input, the groups of the gatherings that it reaches before any reduction.
-      given: per collective, as a member of the sets, what the arrays that it sends depend on.
+      given: per operand, what it depends on.
     """
 
     depends: Dependence
@@ -110,15 +110,16 @@ class _Uses:
     given: Mapping[int, int]
 
     def on_the_way(self, number: int, outputs: Iterable[int]) -> int:
-        """The collectives that lie on a way from an input to some outputs."""
+        """The operands of collectives that lie on a way from an input to some outputs."""
         return self.fed[number] & self._all(outputs)
 
     def arriving(self, outputs: Iterable[int]) -> int:
-        """The reductions whose arrays arrive in some outputs."""
+        """The operands of reductions that arrive as arrays in some outputs."""
         arrived = self._all(outputs)
         return sum(
-            self.depends.members[name]
-            for name, member in self.depends.arriving.items()
+            itself
+            for name, members in self.depends.arriving.items()
+            for itself, member in zip(self.depends.members[name], members, strict=True)
             if arrived & member
         )
 
@@ -141,35 +142,38 @@ class _Uses:
 
 def _uses(module: Module) -> _Uses:
     runs = list(runs_of_collectives(module))
-    names = [run.instruction.name for run, _ in runs]
     reducing = {run.instruction.name for run, kind in runs if kind not in _COPYING}
-    depends = dependence(module, names, reducing)
-    reductions = sum(depends.members[name] for name in reducing)
+    depends = dependence(module, [run.instruction for run, _ in runs], reducing)
+    reductions = sum(sum(depends.members[name]) for name in reducing)
     fed = [0] * len(depends.inputs)
     gathers: list[list[Groups]] = [[] for _ in depends.inputs]
     groups: dict[int, Groups] = {}
     alike: dict[Groups, Groups] = {}
     given: dict[int, int] = {}
     for run, kind in runs:
-        itself = depends.members[run.instruction.name]
         joined = groups_of(run.instruction, kind, module)
-        groups[itself] = alike.setdefault(joined, joined)
-        for members in _sent(run, kind, depends):
+        joined = alike.setdefault(joined, joined)
+        for itself, members in _sent(run, kind, depends):
+            groups[itself] = joined
             given[itself] = given.get(itself, 0) | members
             for number, member in enumerate(depends.inputs):
                 if members & member:
                     fed[number] |= itself
                     if kind in _COPYING and not members & reductions:
-                        gathers[number].append(groups[itself])
+                        gathers[number].append(joined)
     reduced = [each & reductions for each in fed]
     return _Uses(depends, groups, fed, reduced, gathers, given)
 
 
-def _sent(run: Execution, kind: str, depends: Dependence) -> list[int]:
-    """What the operands of a collective depend on, scalars left out."""
+def _sent(run: Execution, kind: str, depends: Dependence) -> Iterator[tuple[int, int]]:
+    """Each operand that a collective sends, and what it depends on, scalars left out."""
+    name = run.instruction.name
     # Of a ragged exchange only the first operand is sent.
-    sent = zip(operand_shapes(run, kind), depends.operands[run.instruction.name], strict=False)
-    return [members for shape, members in sent if not all(map(is_scalar, leaves(shape)))]
+    shapes = operand_shapes(run, kind)
+    each = zip(shapes, depends.members[name], depends.operands[name], strict=False)
+    for shape, itself, members in each:
+        if not all(map(is_scalar, leaves(shape))):
+            yield itself, members
 
 
 def _updates(
