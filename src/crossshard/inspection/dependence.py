@@ -162,7 +162,7 @@ class _Follow:
                 taken = [known[name] for name in each.operands]
                 if each.name in self.members:
                     self._note(each, taken)
-                known[each.name] = self._as_array(each.shape, self._of(each, taken))
+                known[each.name] = self._as_it_arrives(each.shape, self._of(each, taken))
         return known[computation.root.name]
 
     def _note(self, each: Instruction, taken: list[Depends]) -> None:
@@ -170,12 +170,9 @@ class _Follow:
         for number, depends in enumerate(taken):
             sets[number] |= union(depends)
 
-    def _as_array(self, shape: Shape, depends: Depends) -> Depends:
-        if (
-            not isinstance(shape, Array)
-            or shape.size > 1
-            or not self._all_arriving & union(depends)
-        ):
+    def _as_it_arrives(self, shape: Shape, depends: Depends) -> Depends:
+        """What a value depends on, where a single number has taken in arrays that were reduced."""
+        if not isinstance(shape, Array) or shape.size > 1:
             return depends
         return frozenset({union(depends) & ~self._all_arriving})
 

@@ -262,7 +262,7 @@ class _Shards:
 
         Args:
           number: the input.
-          stored_apart: whether what each device holds is a parameter of its own, and no piece.
+          stored_apart: whether what each device holds is a parameter of its own, and not a piece.
         """
         uses, pieces = self._uses, self._layouts[number]
         way = uses.on_the_way(number, self._updates[number])
