@@ -322,6 +322,88 @@ def test_a_scan_over_steps(rule: Any, steps: int):
 
 
 @each_rule
+def test_steps_that_are_written_out(rule: Any):
+    def run(w: Any, state: Any, xs: Any) -> Any:
+        carry = (w, state)
+        for x in xs:
+            carry, _ = step_of(rule)(carry, x)
+        return carry
+
+    xs = jnp.ones((3, 64, 16))
+    specs = (WHOLE, WHOLE, P(None, "s"))
+    report = inspected(run, specs, WHOLE, W, rule.init(W), xs, mesh=SHARDS)
+    (parameters,) = report.parameters
+    assert (parameters.bytes, parameters.updates) == (W.nbytes, 3)
+    assert report.bytes_sent == report.lower_bound == 3 * least(8, W.nbytes)
+
+
+@each_rule
+def test_a_scan_with_several_steps_in_each_round(rule: Any):
+    def run(w: Any, state: Any, xs: Any) -> Any:
+        return lax.scan(step_of(rule), (w, state), xs, unroll=2)
+
+    xs = jnp.ones((6, 64, 16))
+    specs = (WHOLE, WHOLE, P(None, "s"))
+    report = inspected(run, specs, WHOLE, W, rule.init(W), xs, mesh=SHARDS)
+    assert report.parameter_bytes == W.nbytes
+    assert report.bytes_sent == report.lower_bound == 6 * least(8, W.nbytes)
+
+
+def test_two_reductions_side_by_side_are_one_step():
+    def step(w: Any, x: Any) -> Any:
+        loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
+        one, other = jax.grad(loss)(w, x), jax.grad(loss)(w, 2 * x)
+        return w - lax.pmean(one, "s") - lax.pmean(jnp.tanh(other), "s")
+
+    report = inspected(step, (WHOLE, P("s")), WHOLE, W, jnp.ones((64, 16)), mesh=SHARDS)
+    assert (report.parameter_bytes, report.ratio) == (W.nbytes, 2.0)
+
+
+def test_reductions_of_a_reduced_gradient_are_one_step():
+    # As in an orthogonalisation on parts: no sum but the first is of what the parameter has become.
+    def step(w: Any, x: Any) -> Any:
+        update = lax.pmean(jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w), "s")
+        for _ in range(3):
+            own = update * (lax.axis_index("s") + 1)
+            update = 1.5 * update - lax.pmean(own @ update.T @ own, "s")
+        return w - update
+
+    report = inspected(step, (WHOLE, P("s")), WHOLE, W, jnp.ones((64, 16)), mesh=SHARDS)
+    assert (report.parameter_bytes, report.ratio) == (W.nbytes, 4.0)
+
+
+def test_sums_within_the_update_of_a_whole_step_are_one_step():
+    # Muon on parts sums while it orthogonalises; XLA combines that with the bias's gradient.
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.mean((jnp.tanh(x @ params["a"] + params["b"]) @ params["c"]) ** 2)
+
+    params = {"a": jnp.ones((64, 128)), "b": jnp.ones(128), "c": jnp.ones((128, 16))}
+    step = crossshard.make_train_step(
+        loss, optax.contrib.muon(1e-3), num_shards=8, weight_update="sharded"
+    )
+    report = crossshard.inspect(step.lower(step.abstract_init(params), ROWS))
+    assert {each.updates for each in report.parameters} == {1}
+    assert report.lower_bound == least(8, FLOAT * (64 * 128 + 128 + 128 * 16))
+
+
+def test_two_towers_under_one_norm_are_both_trained():
+    rule = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+
+    def step(towers: Any, state: Any, x: Any) -> Any:
+        def loss(towers: Any) -> Any:
+            return sum(jnp.mean(jnp.tanh(x @ w) ** 2) for w in towers)
+
+        grads = [lax.pmean(grad, "s") for grad in jax.grad(loss)(towers)]
+        return updated(rule, towers, state, grads)
+
+    towers = [W, W]
+    specs = (WHOLE, WHOLE, P("s"))
+    x = jnp.ones((64, 16))
+    report = inspected(step, specs, WHOLE, towers, rule.init(towers), x, mesh=SHARDS)
+    assert (report.parameter_bytes, report.ratio) == (2 * W.nbytes, 1.0)
+
+
+@each_rule
 def test_a_scan_over_epochs_of_steps(rule: Any):
     def run(w: Any, state: Any, xs: Any) -> Any:
         epoch = lambda carry, _: lax.scan(step_of(rule), carry, xs)

@@ -5,15 +5,19 @@ gradient and a moment that share a fusion or a loop are kept apart. So are array
 by side in a bucket: an array has one set for each of the arrays that it is concatenated from, and
 each of its elements depends on what one of them says.
 
-An input is two members: itself, and itself as far as it is reached without passing a reduction.
+An input is two members: itself, and itself as far as it is reached without passing a reduction. So
+is a reduction: the second says that what it gave arrives as an array, and not as a number such as a
+norm, without passing another one. A collective is as many members as it has operands, since XLA
+combines what belongs to different parameters.
 """
 
 import dataclasses
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
 from operator import or_
 
-from crossshard.inspection.hlo import Computation, Instruction, Module, Shape
+from crossshard.inspection.hlo import Array, Computation, Instruction, Module, Shape
 
 _BY_PART = {"all-reduce", "all-reduce-start", "reduce-scatter", "all-gather"}
 
@@ -45,7 +49,8 @@ class Dependence:
       inputs: per input, its member in these sets.
       directly: per input, its member in these sets where no reduction lies between.
       device: the member of what tells one device from another.
-      members: per chosen instruction, its member in these sets.
+      members: per chosen instruction, the member in these sets of each of its operands.
+      arriving: per reduction, likewise, where no other one lies between, and no single number.
       trained: what loops train: the member of each such part of a loop's carry, which it is reached
         by where no reduction lies between, with the loop's name and what the part depends on when
         the loop begins.
@@ -56,26 +61,31 @@ class Dependence:
     inputs: tuple[int, ...]
     directly: tuple[int, ...]
     device: int
-    members: Mapping[str, int]
+    members: Mapping[str, tuple[int, ...]]
+    arriving: Mapping[str, tuple[int, ...]]
     trained: Mapping[int, tuple[str, int]]
 
 
-def dependence(module: Module, chosen: Sequence[str], reductions: Collection[str]) -> Dependence:
+def dependence(
+    module: Module, chosen: Sequence[Instruction], reductions: Collection[str]
+) -> Dependence:
     """Follow a program's inputs, and the values of chosen instructions, to its outputs.
 
     Args:
       module: the program.
-      chosen: the names of the instructions.
-      reductions: those of them behind which an input is no longer reached directly.
+      chosen: the instructions.
+      reductions: the names of those of them behind which an input is no longer reached directly.
     """
     parameters = module.entry.parameters
     follow = _Follow(module)
     inputs = tuple(follow.new_member() for _ in parameters)
     directly = tuple(follow.new_member() for _ in parameters)
     follow.device = follow.new_member()
-    follow.members = {name: follow.new_member() for name in chosen}
-    follow.reductions = frozenset(reductions)
-    follow.directly = sum(directly)
+    for each in chosen:
+        follow.members[each.name] = tuple(follow.new_member() for _ in each.operands)
+        if each.name in reductions:
+            follow.arriving[each.name] = tuple(follow.new_member() for _ in each.operands)
+    follow.directly = sum(directly) + sum(map(sum, follow.arriving.values()))
     given = [_spread(each.shape, inputs[i] | directly[i]) for i, each in enumerate(parameters)]
     outputs = follow.through(module.entry, given)
     return Dependence(
@@ -85,6 +95,7 @@ def dependence(module: Module, chosen: Sequence[str], reductions: Collection[str
         directly,
         follow.device,
         follow.members,
+        follow.arriving,
         follow.trained,
     )
 
@@ -128,8 +139,8 @@ class _Follow:
     def __init__(self, module: Module):
         self.operands: dict[str, list[int]] = {}
         self.trained: dict[int, tuple[str, int]] = {}
-        self.members: Mapping[str, int] = {}
-        self.reductions: Collection[str] = ()
+        self.members: dict[str, tuple[int, ...]] = {}
+        self.arriving: dict[str, tuple[int, ...]] = {}
         self.directly = 0
         self.device = 0
         self._module = module
@@ -151,13 +162,23 @@ class _Follow:
                 taken = [known[name] for name in each.operands]
                 if each.name in self.members:
                     self._note(each, taken)
-                known[each.name] = self._of(each, taken)
+                known[each.name] = self._as_it_arrives(each.shape, self._of(each, taken))
         return known[computation.root.name]
 
     def _note(self, each: Instruction, taken: list[Depends]) -> None:
         sets = self.operands.setdefault(each.name, [0] * len(taken))
         for number, depends in enumerate(taken):
             sets[number] |= union(depends)
+
+    def _as_it_arrives(self, shape: Shape, depends: Depends) -> Depends:
+        """What a value depends on, where a single number has taken in arrays that were reduced."""
+        if not isinstance(shape, Array) or shape.size > 1:
+            return depends
+        return frozenset({union(depends) & ~self._all_arriving})
+
+    @functools.cached_property
+    def _all_arriving(self) -> int:
+        return sum(map(sum, self.arriving.values()))
 
     def _of(self, each: Instruction, taken: list[Depends]) -> Depends:
         if each.opcode == "tuple":
@@ -179,7 +200,10 @@ class _Follow:
             return frozenset({self.device})
         # Collectives that XLA has combined work part by part; an all-to-all mixes its parts.
         if isinstance(each.shape, tuple) and each.opcode in _BY_PART:
-            return tuple(frozenset({self._passed(each, union(part))}) for part in taken)
+            return tuple(
+                frozenset({self._passed(each, union(part), slice(i, i + 1))})
+                for i, part in enumerate(taken)
+            )
         if each.opcode == "concatenate":
             return frozenset[int]().union(*_leaves(tuple(taken)))
         if each.opcode in _MOVING and isinstance(taken[0], frozenset):
@@ -187,10 +211,12 @@ class _Follow:
             return frozenset(self._passed(each, one | beside) for one in taken[0])
         return _spread(each.shape, self._passed(each, union(tuple(taken))))
 
-    def _passed(self, each: Instruction, taken: int) -> int:
-        if each.name in self.reductions:
+    def _passed(self, each: Instruction, taken: int, operands: slice = slice(None)) -> int:
+        if each.name in self.arriving:
             taken &= ~self.directly
-        return taken | self.members.get(each.name, 0)
+        for members in (self.members, self.arriving):
+            taken |= sum(members.get(each.name, ())[operands])
+        return taken
 
     def _of_loop(self, each: Instruction, carry: Depends) -> Depends:
         """What a loop gives, whose rounds are steps of a training if they look like it.
@@ -243,9 +269,10 @@ class _Follow:
         noted, self.operands = self.operands, {}
         after = self.through(body, [tuple(map(_spread, shapes, members))])
         reducing = [
-            (self.members[name], reduce(or_, sets, 0))
+            (itself, given)
             for name, sets in self.operands.items()
-            if name in self.reductions
+            if name in self.arriving
+            for itself, given in zip(self.members[name], sets, strict=True)
         ]
         self.operands = noted
         parts = [union(part) for part in after] if isinstance(after, tuple) else [0] * len(shapes)

@@ -29,10 +29,9 @@ def inspect(program: Any, parameters: Any = None) -> Communication:
     Which inputs are the parameters is told by what becomes of them: a reduction depends on them,
     and an output of their shape, dtype and layout depends on that reduction, and on them directly
     as well. Where that does not hold, as in a step that is given its gradients or whose loss is
-    linear in a parameter, or where it says too much, name them: as of a target network that is in
-    the loss and follows the parameters, or of several steps written out in one program, whose
-    moments are counted with the parameters. Several steps in a loop are told apart, and the bound
-    counts each of them.
+    linear in a parameter, or where it says too much, as of a target network that is in the loss
+    and follows the parameters, name them. Of several steps in one program, in a loop or written
+    out, the bound counts each.
 
     N is how many devices keep a parameter the same and see different data, as far as that is among
     the program's inputs. Where layers are split over some devices, these are one shard, and P is

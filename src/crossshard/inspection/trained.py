@@ -60,7 +60,8 @@ def find_trained(
     for number, count in kept.items():
         pieces = len(set(layouts[number]))
         gathered = joined_devices(uses.gathers[number], devices)
-        often = _updates_in_loops(module, uses.depends, number, updates[number])
+        often = _in_loops(module, uses.depends, number, updates[number])
+        often *= uses.in_a_row(number, updates[number])
         copies[given[number]].append((min(gathered, pieces), count, often))
         outputs_of[given[number]] |= updates[number]
     bytes_of: Counter[tuple[str, int, int]] = Counter()
@@ -93,12 +94,12 @@ class _Uses:
 
     Attributes:
       depends: what the outputs depend on.
-      groups: per collective, as a member of the sets, the groups that it joins; equal ones are one
-        object.
-      fed: per input, the collectives that depend on it.
-      reduced: per input, those of them that reduce.
+      groups: per operand of a collective, as a member of the sets, the groups that it is sent in;
+        equal ones are one object. Scalars are left out, here and below.
+      fed: per input, the operands that depend on it.
+      reduced: per input, those of them that are reduced.
       gathers: per input, the groups of the gatherings that it reaches before any reduction.
-      told_apart: the collectives to which devices give different values by themselves.
+      given: per operand, what it depends on.
     """
 
     depends: Dependence
@@ -106,44 +107,73 @@ class _Uses:
     fed: Sequence[int]
     reduced: Sequence[int]
     gathers: Sequence[Sequence[Groups]]
-    told_apart: int
+    given: Mapping[int, int]
 
     def on_the_way(self, number: int, outputs: Iterable[int]) -> int:
-        """The collectives that lie on a way from an input to some outputs."""
-        return self.fed[number] & reduce(or_, (union(self.depends.outputs[i]) for i in outputs), 0)
+        """The operands of collectives that lie on a way from an input to some outputs."""
+        return self.fed[number] & self._all(outputs)
+
+    def arriving(self, outputs: Iterable[int]) -> int:
+        """The operands of reductions that arrive as arrays in some outputs."""
+        arrived = self._all(outputs)
+        return sum(
+            itself
+            for name, members in self.depends.arriving.items()
+            for itself, member in zip(self.depends.members[name], members, strict=True)
+            if arrived & member
+        )
+
+    def in_a_row(self, number: int, outputs: Iterable[int]) -> int:
+        """How many steps are written out one after the other.
+
+        These are reductions that arrive in the new value, each of what the one before has made of
+        the parameter.
+        """
+        arriving = self.arriving(outputs)
+        rows: dict[int, int] = {}
+        for member, given in self.given.items():
+            if member & arriving and given & self.depends.directly[number]:
+                rows[member] = 1 + max((rows[each] for each in rows if each & given), default=0)
+        return max(rows.values(), default=1)
+
+    def _all(self, outputs: Iterable[int]) -> int:
+        return reduce(or_, (union(self.depends.outputs[i]) for i in outputs), 0)
 
 
 def _uses(module: Module) -> _Uses:
     runs = list(runs_of_collectives(module))
-    names = [run.instruction.name for run, _ in runs]
     reducing = {run.instruction.name for run, kind in runs if kind not in _COPYING}
-    depends = dependence(module, names, reducing)
-    reductions = sum(depends.members[name] for name in reducing)
+    depends = dependence(module, [run.instruction for run, _ in runs], reducing)
+    reductions = sum(sum(depends.members[name]) for name in reducing)
     fed = [0] * len(depends.inputs)
     gathers: list[list[Groups]] = [[] for _ in depends.inputs]
     groups: dict[int, Groups] = {}
     alike: dict[Groups, Groups] = {}
-    told_apart = 0
+    given: dict[int, int] = {}
     for run, kind in runs:
-        itself = depends.members[run.instruction.name]
         joined = groups_of(run.instruction, kind, module)
-        groups[itself] = alike.setdefault(joined, joined)
-        for members in _sent(run, kind, depends):
-            told_apart |= itself * bool(members & depends.device)
+        joined = alike.setdefault(joined, joined)
+        for itself, members in _sent(run, kind, depends):
+            groups[itself] = joined
+            given[itself] = given.get(itself, 0) | members
             for number, member in enumerate(depends.inputs):
                 if members & member:
                     fed[number] |= itself
                     if kind in _COPYING and not members & reductions:
-                        gathers[number].append(groups[itself])
+                        gathers[number].append(joined)
     reduced = [each & reductions for each in fed]
-    return _Uses(depends, groups, fed, reduced, gathers, told_apart)
+    return _Uses(depends, groups, fed, reduced, gathers, given)
 
 
-def _sent(run: Execution, kind: str, depends: Dependence) -> list[int]:
-    """What the operands of a collective depend on, scalars left out."""
+def _sent(run: Execution, kind: str, depends: Dependence) -> Iterator[tuple[int, int]]:
+    """Each operand that a collective sends, and what it depends on, scalars left out."""
+    name = run.instruction.name
     # Of a ragged exchange only the first operand is sent.
-    sent = zip(operand_shapes(run, kind), depends.operands[run.instruction.name], strict=False)
-    return [members for shape, members in sent if not all(map(is_scalar, leaves(shape)))]
+    shapes = operand_shapes(run, kind)
+    each = zip(shapes, depends.members[name], depends.operands[name], strict=False)
+    for shape, itself, members in each:
+        if not all(map(is_scalar, leaves(shape))):
+            yield itself, members
 
 
 def _updates(
@@ -168,7 +198,17 @@ def _updates(
             reduced = {i for i in untaken if uses.reduced[number] & union(depends.outputs[i])}
             if found or reduced:
                 updates[number] = found or reduced
-    return updates
+    return {n: found for n, found in updates.items() if not _is_state(n, updates, uses)}
+
+
+def _is_state(number: int, updates: Mapping[int, set[int]], uses: _Uses) -> bool:
+    """Whether an input is the state of steps that are written out one after the other.
+
+    A moment feeds the second step's reduction, having made its parameter, but not the first one's,
+    which arrives in its new value as well.
+    """
+    strange = uses.arriving(updates[number]) & ~uses.fed[number]
+    return any(strange & uses.fed[n] and not uses.fed[number] & ~uses.fed[n] for n in updates)
 
 
 def _reached_and_trained(uses: _Uses) -> tuple[list[int], list[int]]:
@@ -222,7 +262,7 @@ class _Shards:
 
         Args:
           number: the input.
-          stored_apart: whether what each device holds is a parameter of its own, and no piece.
+          stored_apart: whether what each device holds is a parameter of its own, and not a piece.
         """
         uses, pieces = self._uses, self._layouts[number]
         way = uses.on_the_way(number, self._updates[number])
@@ -231,7 +271,8 @@ class _Shards:
         data = tuple(dict.fromkeys(self._layouts[n] for n in self._data if uses.fed[n] & way))
         joining = {id(found): found for member, found in uses.groups.items() if member & way}
         gathering = {id(found): found for found in uses.gathers[number]}
-        by_itself = bool(way & uses.told_apart)
+        apart = (given for member, given in uses.given.items() if member & way)
+        by_itself = any(given & uses.depends.device for given in apart)
         key = (pieces, frozenset(joining), frozenset(gathering), data, by_itself)
         if key not in self._counted:
             seen = self._seen(data, by_itself, len(pieces))
@@ -253,10 +294,8 @@ def _tells(one: Layout, other: Layout) -> bool:
     return len(set(zip(one, other, strict=True))) == len(set(one))
 
 
-def _updates_in_loops(
-    module: Module, depends: Dependence, number: int, outputs: Iterable[int]
-) -> int:
-    """How often a call updates an input, going by the loops that have it in their carry."""
+def _in_loops(module: Module, depends: Dependence, number: int, outputs: Iterable[int]) -> int:
+    """How often the loops that have an input in their carry update it in one call."""
     reached = reduce(or_, (union(depends.outputs[i]) for i in outputs), 0)
     names = {
         name
