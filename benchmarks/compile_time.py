@@ -1,0 +1,159 @@
+"""How long a step of many small arrays takes to build: ours against the step written by hand.
+
+Run it as `python -m benchmarks.compile_time --leaves 500`. Each step is built in an interpreter of
+its own, since JAX remembers what it has traced and compiled.
+"""
+
+import argparse
+import collections
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+SHARDS = 8
+STEPS = ("hand-written", "replicated", "sharded")
+# What XLA logs of each pass, and of what comes after all of them.
+_LOG = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "hlo_pass_pipeline=1,cpu_compiler=1"}
+_PASS = re.compile(r"HLO pass: (\S+) time: ([\d.]+) (us|ms|s|min)\b")
+_COMPILING = re.compile(r"Compiling \[\S+\] for CPU using JIT time: ([\d.]+) (us|ms|s|min)\b")
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
+
+
+def main() -> None:
+    """Builds every step and prints a table of seconds."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--leaves", type=int, default=500, help="arrays of parameters")
+    parser.add_argument("--width", type=int, default=64, help="columns of a matrix")
+    parser.add_argument("--passes", action="store_true", help="say which passes of XLA are slow")
+    parser.add_argument("--step", choices=STEPS, help="only this one")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(_build(options.step, options.leaves, options.width)))
+        return
+    print(
+        f"{options.leaves} arrays, {SHARDS} shards on virtual CPU devices, AdamW. Seconds of "
+        f"processor time, and by the clock in brackets.\n\n"
+        f"| step | init | trace and lower | compile | all |\n|---|--:|--:|--:|--:|"
+    )
+    slow = {}
+    for name in [options.step] if options.step else STEPS:
+        row, log = _in_a_process(name, options)
+        cells = [f"{row[phase][0]:.1f} ({row[phase][1]:.1f})" for phase in ("init", "lower")]
+        cells.append(f"{row['compile'][0]:.1f} ({row['compile'][1]:.1f})")
+        cells.append("{:.1f} ({:.1f})".format(*map(sum, zip(*row.values(), strict=True))))
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+        slow[name] = _slow_passes(log)
+    if options.passes:
+        for name, passes in slow.items():
+            print(f"\n{name}: " + ", ".join(f"{each} {taken:.1f}" for each, taken in passes))
+
+
+def _in_a_process(name: str, options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    arguments = ["--child", "--step", name, "--leaves", options.leaves, "--width", options.width]
+    environment = {
+        **os.environ,
+        **(_LOG if options.passes else {}),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={SHARDS}",
+        # Threads enough that collectives of virtual devices never lock.
+        "NPROC": str(4 * SHARDS),
+    }
+    ran = subprocess.run(
+        [sys.executable, "-m", "benchmarks.compile_time", *map(str, arguments)],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    if ran.returncode:
+        raise SystemExit(ran.stderr)
+    return json.loads(ran.stdout.splitlines()[-1]), ran.stderr
+
+
+def _slow_passes(log: str) -> list[tuple[str, float]]:
+    """The passes of all compilations that took longest, and the generation of code after them."""
+    passes: dict[str, float] = collections.defaultdict(float)
+    for name, number, unit in _PASS.findall(log):
+        passes[name] += float(number) * _SECONDS[unit]
+    passes["code generation"] = sum(
+        float(number) * _SECONDS[unit] for number, unit in _COMPILING.findall(log)
+    )
+    return sorted(passes.items(), key=lambda each: -each[1])[:6]
+
+
+def _build(name: str, leaves: int, width: int) -> dict[str, tuple[float, float]]:
+    """By phase the seconds of processor time and of the clock."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    taken: dict[str, tuple[float, float]] = {}
+
+    def timed(phase: str, function: Callable[[], Any]) -> Any:
+        processor, clock = time.process_time(), time.perf_counter()
+        result = function()
+        taken[phase] = time.process_time() - processor, time.perf_counter() - clock
+        return result
+
+    params = [
+        {"kernel": np.eye(width, dtype=np.float32), "bias": np.zeros(width, np.float32)}
+        for _ in range(leaves // 2)
+    ]
+    batch = np.ones((2 * SHARDS, width), np.float32)
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        for layer in params:
+            batch = batch @ layer["kernel"] + layer["bias"]
+        return jnp.mean(batch**2)
+
+    jax.block_until_ready(jax.jit(jnp.negative)(np.ones(3)))  # starts the devices
+    if name == "hand-written":
+        init, step = _hand_written(loss_fn, optax.adamw(1e-3))
+        state = timed("init", lambda: jax.block_until_ready(init(params)))
+        lowered = timed("lower", lambda: step.lower(*state, batch))
+    else:
+        import crossshard
+
+        ours = crossshard.make_train_step(
+            loss_fn, optax.adamw(1e-3), num_shards=SHARDS, weight_update=name
+        )
+        state = timed("init", lambda: jax.block_until_ready(ours.init(params)))
+        lowered = timed("lower", lambda: ours.lower(state, batch))
+    timed("compile", lowered.compile)
+    return taken
+
+
+def _hand_written(loss_fn: Callable[..., Any], optimizer: Any) -> tuple[Any, Any]:
+    """What one writes without us: ``shard_map``, ``pmean`` and Optax, the buffers donated."""
+    import jax
+    import optax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    mesh = jax.make_mesh((SHARDS,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    shared, split = PartitionSpec(), PartitionSpec("data")
+    everywhere = NamedSharding(mesh, shared)
+
+    def init(params: Any) -> Any:
+        params = jax.device_put(params, everywhere)
+        return params, jax.jit(optimizer.init, out_shardings=everywhere)(params)
+
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        loss, gradients = jax.value_and_grad(loss_fn)(params, batch)
+        loss, gradients = jax.lax.pmean((loss, gradients), "data")
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    over_shards = jax.shard_map(
+        step, mesh=mesh, in_specs=(shared, shared, split), out_specs=shared, check_vma=False
+    )
+    return init, jax.jit(over_shards, donate_argnums=(0, 1))
+
+
+if __name__ == "__main__":
+    main()
