@@ -215,6 +215,11 @@ def all_gather(x: Any, name: str, axis: int, *, has_vma: bool) -> Any:
     return gather(x, name, axis=axis, tiled=True)
 
 
+def is_of_manual_axes(error: ValueError) -> bool:
+    """Whether JAX says that an array cannot be laid out over axes inside of a shard_map."""
+    return re.search("manual|not found in mesh", str(error), re.IGNORECASE) is not None
+
+
 def backend_is_running() -> bool:
     """Whether JAX has started its devices, after which their number is fixed."""
     return _xla_bridge.backends_are_initialized()

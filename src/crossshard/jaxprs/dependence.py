@@ -21,8 +21,8 @@ def depends(function: Callable[..., Any], read: Any, *others: Any) -> bool:
     jaxpr = jax.make_jaxpr(function)(read, *others)
     number = len(jax.tree.leaves(read))
     inputs = [place < number for place in range(len(jaxpr.in_avals))]
-    reads: Sequence[bool] = follow(_Reads(), [jaxpr], inputs)
-    return any(reads)
+    outputs = follow(_Reads(), [jaxpr], inputs)
+    return any(outputs)
 
 
 def hands_on(function: Callable[[Any], Any], given: Any) -> bool:

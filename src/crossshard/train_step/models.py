@@ -1,17 +1,20 @@
 """What a loss takes, partitioned and combined: parameters, model state, and what never changes."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
 from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
+from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.scalars import is_inexact
-from crossshard.jaxprs.dependence import hands_on
+from crossshard.jaxprs.dependence import depends, hands_on
+from crossshard.pipeline.optimize import takes_value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +45,16 @@ def partition(model: Any) -> tuple[Skeleton, Any, Any]:
       ArgumentError: there are no parameters.
       ArgumentTypeError: a leaf that is neither an array nor hashable.
     """
-    is_nnx = lambda x: isinstance(x, nnx.Pytree | nnx.Variable)
-    inside = [leaf for leaf in jax.tree.leaves(model, is_leaf=is_nnx) if is_nnx(leaf)]
-    if inside and not isinstance(model, nnx.Pytree):
+    inside = [leaf for leaf in jax.tree.leaves(model, is_leaf=_is_nnx) if _is_nnx(leaf)]
+    if isinstance(model, nnx.State):
+        others = [leaf for leaf in inside if not isinstance(leaf, nnx.Param)]
+        if others:
+            raise ArgumentTypeError(
+                f"An nnx.State that is trained has nnx.Param alone; this one has an nnx "
+                f"{type(others[0]).__name__} too. Split it off: graphdef, params, rest = "
+                f"nnx.split(model, nnx.Param, ...)."
+            )
+    elif inside and not isinstance(model, nnx.Pytree):
         raise ArgumentTypeError(
             f"Parameters are a pytree of arrays, or one module; got {type(model).__name__} with an "
             f"nnx {type(inside[0]).__name__} in it, whose statistics would be taken for "
@@ -56,6 +66,72 @@ def partition(model: Any) -> tuple[Skeleton, Any, Any]:
             f"There is nothing to train: {type(model).__name__} has no floating array."
         )
     return parts
+
+
+def check_params(model: Any, params: Any, optimizer: optax.GradientTransformationExtraArgs) -> None:
+    """Raise where a step would train what is not meant to be, or lay out otherwise what is split.
+
+    Args:
+      model: what ``init`` was given.
+      params: its parameters.
+      optimizer: the wrapped optimizer.
+
+    Raises:
+      ArgumentError: parameters that lie split over devices; Linen's other collections, or the base
+        of a model with LoRA, that the optimizer would move.
+    """
+    paths = jax.tree_util.tree_leaves_with_path(params)
+    for path, leaf in paths:
+        sharding = getattr(leaf, "sharding", None)
+        if sharding is not None and not sharding.is_fully_replicated:
+            raise ArgumentError(
+                f"{_name(path)} lies split over devices ({getattr(sharding, 'spec', sharding)}), "
+                f"and in a step every shard has all of every parameter. Give it whole, with "
+                f"jax.device_put(params, NamedSharding(mesh, PartitionSpec())). A model that is "
+                f"split over an axis takes a CrossShardOptimizer in a jax.shard_map of your own."
+            )
+    if isinstance(model, Mapping) and "params" in model:
+        of_params = jax.tree_util.DictKey("params")
+        others = [place for place, (path, _) in enumerate(paths) if path[0] != of_params]
+        if others and _moves(optimizer, params, others):
+            raise ArgumentError(
+                f"The parameters are a dict with 'params' in it, as Linen's variables, and the "
+                f"optimizer would train {sorted(set(model) - {'params'})} too. Give "
+                f"init(variables['params']) and let the loss close over what does not change; "
+                f"statistics that do are kept of an NNX module, as nnx.bridge.ToNNX makes them. To "
+                f"train all of it, choose another name than 'params'."
+            )
+    if isinstance(model, nnx.Pytree):
+        variables = jax.tree.leaves(params, is_leaf=_is_nnx)
+        others = [p for p, v in enumerate(variables) if not isinstance(v, nnx.LoRAParam)]
+        if len(others) < len(variables) and others and _moves(optimizer, params, others):
+            name = _name(paths[others[0]][0])
+            raise ArgumentError(
+                f"The model has nnx.LoRAParam, and the optimizer would train the other parameters "
+                f"too, such as {name}. To train the first alone, write graphdef, lora, rest = "
+                f"nnx.split(model, nnx.LoRAParam, ...), then init(lora), and in the loss model = "
+                f"nnx.merge(graphdef, lora, rest); to train all of them, split off nnx.Param."
+            )
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    # The arrays of NNX's variables are found as `.value`.
+    return "params" + jax.tree_util.keystr(path).removesuffix(".value")
+
+
+def _moves(
+    optimizer: optax.GradientTransformationExtraArgs, params: Any, places: list[int]
+) -> bool:
+    """Whether an optimizer moves the leaves at these places, as ``set_to_zero`` does not."""
+
+    def updates(gradients: Any, params: Any) -> list[Any]:
+        extra_args = {"value": 0.0} if takes_value(optimizer) else {}
+        with inside_optimizer():
+            made, _ = optimizer.update(gradients, optimizer.init(params), params, **extra_args)
+        leaves = jax.tree.leaves(made)
+        return [leaves[place] for place in places]
+
+    return depends(updates, params, params)
 
 
 def combine(skeleton: Skeleton, params: Any, model_state: Any) -> Any:
@@ -113,6 +189,10 @@ def check_not_written(after: Any, params: Any, run: Callable[[Any], Any]) -> Non
             "written would be lost. Let the optimizer do it, with optax.keep_params_nonnegative "
             "for example, or make it an nnx.Variable of another kind."
         )
+
+
+def _is_nnx(x: Any) -> bool:
+    return isinstance(x, nnx.Pytree | nnx.Variable)
 
 
 def _is_param(path: Any, value: Any) -> bool:

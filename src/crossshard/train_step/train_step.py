@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard import _jax
-from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.errors import ArgumentError, ArgumentTypeError, CrossshardError
 from crossshard.gradients.incoming import Incoming
 from crossshard.gradients.reduction import Reduction
 from crossshard.optimizer.cross_shard_optimizer import CrossShardOptimizer, pipeline_of
@@ -24,7 +24,7 @@ from crossshard.shards.partition import ANY, TPU
 from crossshard.train_step.batches import BatchPlacer, check_weight
 from crossshard.train_step.description import describe
 from crossshard.train_step.layout import StateLayout, check_key, of_all, replicated
-from crossshard.train_step.models import combine, partition
+from crossshard.train_step.models import check_params, combine, partition
 from crossshard.train_step.state import TrainState
 from crossshard.train_step.step_function import StepFunction
 
@@ -115,7 +115,9 @@ def _check_pipeline(pipeline: Pipeline, mesh: Mesh, weight: Any) -> Pipeline:
     if pipeline.axis_name and set(pipeline.axis_name) != set(mesh.axis_names):
         raise ArgumentError(
             f"The optimizer reduces over the axes {list(pipeline.axis_name)}, and the mesh has "
-            f"{list(mesh.axis_names)}, every one of which counts shards here. Leave axis_name out."
+            f"{list(mesh.axis_names)}, every one of which counts shards here. Leave axis_name out, "
+            f"or give a mesh of those axes alone; a model that is split over another axis takes "
+            f"the optimizer in a jax.shard_map of your own."
         )
     if pipeline.incoming not in (None, Incoming.LOCAL):
         raise ArgumentError(
@@ -167,15 +169,22 @@ class TrainStep:
         _check_state(state)
         if _jax.another_mesh_is_set(self._mesh):
             with _jax.in_place_of_the_users_mesh(self._mesh):
-                return self._compiled(state, self._place(batch))
+                return self._explained(self._compiled, state, self._place(batch))
         # Without a context, which would cost a microsecond at every step.
-        return self._compiled(state, self._place(batch))
+        return self._explained(self._compiled, state, self._place(batch))
+
+    def _explained(self, compiled: Callable[..., Any], state: Any, batch: Any) -> Any:
+        try:
+            return compiled(state, batch)
+        except ValueError as error:
+            _check_not_of_mesh(error)
+            raise
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """The step, lowered and not run, for arrays or for their types (``abstract_init``)."""
         _check_state(state)
         with _jax.in_place_of_the_users_mesh(self._mesh):
-            return self._compiled.lower(state, self._place.abstract(batch))
+            return self._explained(self._compiled.lower, state, self._place.abstract(batch))
 
     def _run(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         layout = self._layout_of(state)
@@ -211,6 +220,7 @@ class TrainStep:
         """A compiled function of arrays and key, the arrays, and the types of what it makes."""
         skeleton, *arrays = partition(params)
         layout = self._layout(arrays[0])
+        check_params(params, arrays[0], self._function.pipeline.optimizer)
 
         def make(arrays: Any, key: Any) -> TrainState:
             return layout.initial(skeleton, impl, arrays, key)
@@ -351,6 +361,20 @@ def _takes_rng(loss_fn: Callable[..., Any]) -> bool:
             f"{[p.name for p in needed]}."
         )
     return len(takes) == 3
+
+
+def _check_not_of_mesh(error: ValueError) -> None:
+    """Raise an error of ours if JAX refused a loss that lays arrays out over the mesh."""
+    if isinstance(error, CrossshardError) or not _jax.is_of_manual_axes(error):
+        return
+    raise ArgumentError(
+        f"The loss lays an array out over the mesh, which JAX refuses "
+        f"({str(error).splitlines()[0]:.80}…): inside of a step every axis of the mesh counts "
+        f"shards, and each shard runs the loss by itself, on all of every parameter. Leave out "
+        f"with_sharding_constraint and shard_map, and give flax.linen.unbox(params) of Linen's "
+        f"Partitioned boxes. A model that is split over an axis takes a CrossShardOptimizer in a "
+        f"jax.shard_map of your own."
+    ) from error
 
 
 def _check_state(state: Any) -> None:
