@@ -7,6 +7,7 @@ import jax
 import optax
 from flax import nnx
 
+from crossshard import _flax
 from crossshard.errors import (
     ArgumentError,
     IncomingError,
@@ -29,7 +30,6 @@ from crossshard.shards.axes import Shards
 from crossshard.shards.context import check_axis_name, check_num_shards
 from crossshard.shards.devices import AXIS
 from crossshard.shards.groups import check_group_assignment
-from crossshard.variables.binding import current_trace
 from crossshard.variables.describe import describe_variable
 
 
@@ -184,6 +184,10 @@ class CrossShardOptimizer(Optimizer):
     def _step(self, gradients: Any, state: Any, params: Any, extra_args: Any) -> tuple[Any, Any]:
         return self._transformation.update_local(gradients, state, params, **extra_args)
 
+    def _may_differ(self, path: Any) -> bool:
+        of_preprocess = path[:1] == (jax.tree_util.GetAttrKey("preprocess"),)
+        return of_preprocess and self._pipeline.placement_of_preprocess.per_shard
+
     def _axis_name(self) -> tuple[str, ...]:
         return self._pipeline.axis_name
 
@@ -294,13 +298,13 @@ class _HandedOut:
     """The variables whose gradients ``compute_gradients`` handed out in one trace."""
 
     def __init__(self) -> None:
-        self._trace = current_trace()
+        self._trace = _flax.current_trace()
         self._shards: dict[int, tuple[nnx.Variable, int]] = {}
         self._applied: set[int] = set()
 
     def is_current(self) -> bool:
         """Whether its trace is the one in force."""
-        return bool(self._trace == current_trace())
+        return bool(self._trace == _flax.current_trace())
 
     def add(self, variables: list[nnx.Variable], number_of_shards: int) -> None:
         """Note that their gradients were handed out under this many shards."""

@@ -23,10 +23,11 @@ from crossshard.shards.devices import mesh_for
 from crossshard.shards.partition import ANY, TPU
 from crossshard.train_step.batches import BatchPlacer, check_weight
 from crossshard.train_step.description import describe
-from crossshard.train_step.layout import StateLayout, check_key, of_all, replicated
+from crossshard.train_step.layout import StateLayout, check_key, replicated
 from crossshard.train_step.models import combine, partition
 from crossshard.train_step.state import TrainState
 from crossshard.train_step.step_function import StepFunction
+from crossshard.variables.per_shard import of_all
 
 
 def make_train_step(
