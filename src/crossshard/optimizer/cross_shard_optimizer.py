@@ -13,6 +13,7 @@ from crossshard.errors import (
     IncomingError,
     NestedReductionError,
     ShardContextError,
+    VariableError,
     WeightUpdateError,
 )
 from crossshard.gradients.incoming import Incoming, check_incoming
@@ -31,6 +32,7 @@ from crossshard.shards.context import check_axis_name, check_num_shards
 from crossshard.shards.devices import AXIS
 from crossshard.shards.groups import check_group_assignment
 from crossshard.variables.describe import describe_variable
+from crossshard.variables.discovery import variables_behind
 
 
 class CrossShardOptimizer(Optimizer):
@@ -292,6 +294,21 @@ class CrossShardOptimizer(Optimizer):
 def pipeline_of(optimizer: CrossShardOptimizer) -> Pipeline:
     """The way of a gradient through an optimizer."""
     return optimizer._pipeline
+
+
+def refuse_variables_behind(optimizer: CrossShardOptimizer) -> None:
+    """Raise if an optimizer closes over variables, which a step without them cannot follow.
+
+    Raises:
+      VariableError: it does.
+    """
+    for variable in variables_behind(optimizer):
+        raise VariableError(
+            f"The optimizer reads {describe_variable(variable)}, which it closes over: a compiled "
+            f"step would go on with the value that it has now. Let a schedule read the count that "
+            f"Optax gives it, or keep what changes in the optimizer's state, with "
+            f"optax.inject_hyperparams."
+        )
 
 
 class _HandedOut:

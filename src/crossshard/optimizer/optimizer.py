@@ -26,9 +26,9 @@ from crossshard.optimizer.slots import Slots
 from crossshard.optimizer.transformation import check_transformation
 from crossshard.pipeline.optimize import takes_value
 from crossshard.shards.axes import shards_of_gradient
-from crossshard.variables.binding import RetraceNeeded, bound, check_writable
+from crossshard.variables.binding import RetraceNeeded, bound, check_followed, check_writable
 from crossshard.variables.describe import describe_variable
-from crossshard.variables.discovery import VariableContainer
+from crossshard.variables.discovery import VariableContainer, variables_behind
 
 GradientsAndVariables = Sequence[tuple[jax.Array | None, nnx.Variable]]
 
@@ -191,6 +191,8 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
             check_writable(variable)
         for slot in self.variables():
             check_writable(slot)
+        for read in [] if _jax.at_top_level() else variables_behind(self):
+            check_followed(read)
         keys = self._slots.keys(variables, [variable for _, variable in pairs])
         self._want_slots(keys, variables)
 
@@ -330,6 +332,10 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
     def known_variables(self) -> list[nnx.Variable | None]:
         """The variables that have been stepped, in the order in which they were met."""
         return self._slots.known_variables()
+
+    def computes_with(self) -> tuple[Any, ...]:
+        """What does the work, which may close over variables."""
+        return (self._functions.given,)
 
     @property
     def state(self) -> Any:

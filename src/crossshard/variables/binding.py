@@ -126,3 +126,16 @@ def check_writable(variable: nnx.Variable) -> None:
         f"not handed to it. Pass its module to the step function as an argument, and run that "
         f"with crossshard.shard."
     )
+
+
+def check_followed(variable: nnx.Variable) -> None:
+    """Raise if the trace in force would take a variable that an optimizer reads for a constant."""
+    held = jax.tree.leaves(variable.get_raw_value())
+    if _flax.is_writable(variable) or any(isinstance(leaf, jax.core.Tracer) for leaf in held):
+        return
+    raise VariableError(
+        f"The optimizer reads {describe_variable(variable)}, which it closes over: what is "
+        f"compiled here would go on with the value that it has now. Run the step with "
+        f"crossshard.shard, which hands it in; or keep it in the optimizer's state, with "
+        f"optax.inject_hyperparams."
+    )
