@@ -12,6 +12,7 @@ PUBLIC = """
     all_to_all batch_parallel collective_permute cpu_devices cross_replica_sum
     get_shard_context grad inspect is_per_shard make_train_step replicate rewrite set_per_shard
     set_shared shard shard_context value_and_grad
+    PerShardArray ShardedFunction merge_shards
     ArgumentError ArgumentTypeError AxisError CommunicationError CrossshardError DataError
     DeadlockWarning WeightUpdateError
     DoubleReductionError GroupAssignmentError IncomingError NestedContextError

@@ -12,13 +12,25 @@ from crossshard.optimizer.cross_shard_optimizer import CrossShardOptimizer
 from crossshard.optimizer.optimizer import Optimizer
 from crossshard.pipeline.stage import Environment, Gradients, Stage
 from crossshard.pipeline.state import CrossShardState
-from crossshard.runners.runners import batch_parallel, replicate, rewrite, shard
+from crossshard.runners.runners import (
+    ShardedFunction,
+    batch_parallel,
+    replicate,
+    rewrite,
+    shard,
+)
 from crossshard.shards.context import ShardContext, get_shard_context, shard_context
 from crossshard.shards.devices import cpu_devices
 from crossshard.shards.placement import PER_SHARD, REPLICATED, Placement
 from crossshard.train_step.state import TrainState
 from crossshard.train_step.train_step import TrainStep, make_train_step
-from crossshard.variables.per_shard import is_per_shard, set_per_shard, set_shared
+from crossshard.variables.per_shard import (
+    PerShardArray,
+    is_per_shard,
+    merge_shards,
+    set_per_shard,
+    set_shared,
+)
 
 __version__ = "0.1.0"
 
@@ -34,9 +46,11 @@ __all__ = [
     "Gradients",
     "Incoming",
     "Optimizer",
+    "PerShardArray",
     "Placement",
     "Reduction",
     "ShardContext",
+    "ShardedFunction",
     "Stage",
     "TrainState",
     "TrainStep",
@@ -50,6 +64,7 @@ __all__ = [
     "inspect",
     "is_per_shard",
     "make_train_step",
+    "merge_shards",
     "replicate",
     "rewrite",
     "set_per_shard",

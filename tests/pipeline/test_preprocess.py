@@ -201,8 +201,8 @@ def by_variables(opt):
 
     for x, y in zip(X, Y, strict=True):
         step(model, opt, x.reshape(-1, 40), y.reshape(-1, 32))
-    each = lambda v: v if crossshard.is_per_shard(v) else jnp.broadcast_to(v[...], (N, *v.shape))
-    return {"kernel": jnp.asarray(each(model.kernel)), "bias": jnp.asarray(each(model.bias))}
+    each = lambda v: v[...].array if crossshard.is_per_shard(v) else np.stack([v[...]] * N)
+    return {"kernel": each(model.kernel), "bias": each(model.bias)}
 
 
 WAYS = {

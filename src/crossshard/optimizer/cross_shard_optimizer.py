@@ -7,11 +7,13 @@ import jax
 import optax
 from flax import nnx
 
+from crossshard import _flax
 from crossshard.errors import (
     ArgumentError,
     IncomingError,
     NestedReductionError,
     ShardContextError,
+    VariableError,
     WeightUpdateError,
 )
 from crossshard.gradients.incoming import Incoming, check_incoming
@@ -29,8 +31,8 @@ from crossshard.shards.axes import Shards
 from crossshard.shards.context import check_axis_name, check_num_shards
 from crossshard.shards.devices import AXIS
 from crossshard.shards.groups import check_group_assignment
-from crossshard.variables.binding import current_trace
 from crossshard.variables.describe import describe_variable
+from crossshard.variables.discovery import variables_behind
 
 
 class CrossShardOptimizer(Optimizer):
@@ -184,6 +186,10 @@ class CrossShardOptimizer(Optimizer):
     def _step(self, gradients: Any, state: Any, params: Any, extra_args: Any) -> tuple[Any, Any]:
         return self._transformation.update_local(gradients, state, params, **extra_args)
 
+    def _may_differ(self, path: Any) -> bool:
+        of_preprocess = path[:1] == (jax.tree_util.GetAttrKey("preprocess"),)
+        return of_preprocess and self._pipeline.placement_of_preprocess.per_shard
+
     def _axis_name(self) -> tuple[str, ...]:
         return self._pipeline.axis_name
 
@@ -290,17 +296,32 @@ def pipeline_of(optimizer: CrossShardOptimizer) -> Pipeline:
     return optimizer._pipeline
 
 
+def refuse_variables_behind(optimizer: CrossShardOptimizer) -> None:
+    """Raise if an optimizer closes over variables, which a step without them cannot follow.
+
+    Raises:
+      VariableError: it does.
+    """
+    for variable in variables_behind(optimizer):
+        raise VariableError(
+            f"The optimizer reads {describe_variable(variable)}, which it closes over: a compiled "
+            f"step would go on with the value that it has now. Let a schedule read the count that "
+            f"Optax gives it, or keep what changes in the optimizer's state, with "
+            f"optax.inject_hyperparams."
+        )
+
+
 class _HandedOut:
     """The variables whose gradients ``compute_gradients`` handed out in one trace."""
 
     def __init__(self) -> None:
-        self._trace = current_trace()
+        self._trace = _flax.current_trace()
         self._shards: dict[int, tuple[nnx.Variable, int]] = {}
         self._applied: set[int] = set()
 
     def is_current(self) -> bool:
         """Whether its trace is the one in force."""
-        return bool(self._trace == current_trace())
+        return bool(self._trace == _flax.current_trace())
 
     def add(self, variables: list[nnx.Variable], number_of_shards: int) -> None:
         """Note that their gradients were handed out under this many shards."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from crossshard import _jax
+from crossshard import _flax, _jax
 from crossshard.errors import ArgumentError, VariableError
 from crossshard.optimizer import slots
 from crossshard.optimizer.arguments import check_gates, check_global_step, check_name, check_pairs
@@ -26,9 +26,9 @@ from crossshard.optimizer.slots import Slots
 from crossshard.optimizer.transformation import check_transformation
 from crossshard.pipeline.optimize import takes_value
 from crossshard.shards.axes import shards_of_gradient
-from crossshard.variables.binding import RetraceNeeded, bound, check_writable, current_trace
+from crossshard.variables.binding import RetraceNeeded, bound, check_followed, check_writable
 from crossshard.variables.describe import describe_variable
-from crossshard.variables.discovery import VariableContainer
+from crossshard.variables.discovery import VariableContainer, variables_behind
 
 GradientsAndVariables = Sequence[tuple[jax.Array | None, nnx.Variable]]
 
@@ -85,9 +85,9 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
         """Take up what ``init`` and ``update`` do, and what they wrap."""
         self._name = check_name(name)
         self._inner = inner
-        self._functions.become(functions)
+        self._functions.become(functions, Optimizer.__repr__(self))
         self._slots = SlotVariables()
-        self._made_in = current_trace()
+        self._made_in = _flax.current_trace()
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -191,6 +191,8 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
             check_writable(variable)
         for slot in self.variables():
             check_writable(slot)
+        for read in [] if _jax.at_top_level() else variables_behind(self):
+            check_followed(read)
         keys = self._slots.keys(variables, [variable for _, variable in pairs])
         self._want_slots(keys, variables)
 
@@ -282,12 +284,16 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
             made = self._slots.initial(self._initial, missing)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise self._refusal(error) from error
-        lasts = _jax.at_top_level() if self._made_in is None else current_trace() == self._made_in
+        lasts = (
+            _jax.at_top_level() if self._made_in is None else _flax.current_trace() == self._made_in
+        )
         if jax.tree.leaves(made) and not lasts:
+            self._slots.check_all_met(missing)
             raise VariableError(
                 f"The slots of {self!r} would be made inside a trace, of jax.jit, nnx.jit, "
-                f"nnx.cond or the like, and be lost when it ends. Make them before, with "
-                f"optimizer.build(model), or run the step with crossshard.shard."
+                f"nnx.cond, nnx.scan or the like, and be lost when it ends. Make them before it, "
+                f"with optimizer.build(model); the first line of a step under crossshard.shard "
+                f"is a place for that."
             )
         self._slots.add(missing, made)
 
@@ -327,6 +333,10 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
         """The variables that have been stepped, in the order in which they were met."""
         return self._slots.known_variables()
 
+    def computes_with(self) -> tuple[Any, ...]:
+        """What does the work, which may close over variables."""
+        return (self._functions.given,)
+
     @property
     def state(self) -> Any:
         """The whole Optax state as a pytree of arrays, to save; ``None`` before there is one.
@@ -337,7 +347,12 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
 
     @state.setter
     def state(self, state: Any) -> None:
-        self._slots.restore(state)
+        self._slots.restore(state, self._may_differ)
+
+    def _may_differ(self, path: Any) -> bool:
+        """Whether the state at a path may differ between shards whose parameters do not."""
+        del path
+        return False
 
     # Copies, and what JAX and NNX rebuild. Each knows its variables by key until it meets them.
 
@@ -352,7 +367,7 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
     def _rebuilt(cls, functions: Any, attributes: Mapping[str, Any], slots: SlotVariables) -> Self:
         new = cls.__new__(cls)
         new.__dict__.update(attributes)
-        new._functions.become(functions)
+        new._functions.become(functions, Optimizer.__repr__(new))
         new._slots = slots
         new._made_in = None
         return new
@@ -375,9 +390,15 @@ class _Functions:
     """The functions of an optimizer, which become what its ``__init__`` says they are."""
 
     given: Any = None
+    text = "Optimizer"
 
-    def become(self, given: Any) -> None:
+    def become(self, given: Any, text: str) -> None:
         self.given = given
+        self.text = text
+
+    def __repr__(self) -> str:
+        # NNX prints an optimizer, which is a tuple, as its two functions.
+        return self.text
 
     def init(self, params: Any) -> Any:
         return self.given.init(params)
@@ -386,7 +407,7 @@ class _Functions:
         return self.given.update(updates, state, params, **extra_args)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class _Static:
     """All of an optimizer but its slot variables; equal for an optimizer and its rebuilt copies."""
 
@@ -402,6 +423,9 @@ class _Static:
 
     def __hash__(self) -> int:
         return hash((id(self.functions), self.keys, self.built))
+
+    def __repr__(self) -> str:
+        return f"slots of {', '.join(self.keys) or 'nothing'}"
 
 
 def _flatten(optimizer: Optimizer) -> tuple[Any, _Static]:

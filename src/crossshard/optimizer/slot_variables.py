@@ -7,15 +7,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from crossshard.errors import ArgumentError
+from crossshard.errors import ArgumentError, VariableError
 from crossshard.optimizer import slots
 from crossshard.optimizer.slots import Slots
+from crossshard.variables.describe import describe_variable
 from crossshard.variables.per_shard import (
-    PER_SHARD,
-    is_in_step,
+    PerShardArray,
     is_per_shard,
+    is_per_shard_array,
+    number_of_shards,
+    per_shard,
     set_per_shard,
     set_shared,
+    stacked,
 )
 
 
@@ -95,20 +99,33 @@ class SlotVariables:
         pairs = zip(keys, variables, strict=True)
         return {key: variable for key, variable in pairs if key not in self._built}
 
+    def check_all_met(self, missing: Mapping[str, nnx.Variable]) -> None:
+        """Raise if the variables without slots may be those of slots that wait for theirs.
+
+        Raises:
+          VariableError: they may; a loop or branch made them anew, and none was told by its name.
+        """
+        if self._waiting:
+            which = [describe_variable(variable) for variable in missing.values()]
+            raise VariableError(
+                f"Which slots belong to {', '.join(which)} is not known here: there are slots of "
+                f"{', '.join(sorted(self._waiting))}, and inside of nnx.cond, nnx.scan or the like "
+                f"variables are made anew. Write optimizer.build(model) first, in there: it makes "
+                f"nothing, and tells which variable is which."
+            )
+
     @staticmethod
     def initial(init: Callable[[Any], Any], missing: Mapping[str, nnx.Variable]) -> Any:
         """The Optax state over these variables, ``[shards, …]`` where they differ."""
-        params = Slots({key: variable.get_value() for key, variable in missing.items()})
+        params = Slots({key: stacked(v.get_value()) for key, v in missing.items()})
         if not any(map(is_per_shard, missing.values())):
             return init(params)
         axes = Slots({key: 0 if is_per_shard(v) else None for key, v in missing.items()})
-        return jax.vmap(init, in_axes=(axes,))(params)
+        return per_shard(jax.vmap(init, in_axes=(axes,))(params))
 
     def add(self, missing: Mapping[str, nnx.Variable], made: Any) -> None:
         """Take up an initial state of variables that had none."""
-        sizes = _numbers_of_shards(missing.values())
-        metadata: dict[str, Any] = {PER_SHARD: sizes.pop()} if sizes else {}
-        new = jax.tree.map(lambda x: nnx.OptState(jnp.asarray(x), **metadata), made)
+        new = jax.tree.map(_as_variable, made, is_leaf=is_per_shard_array)
         self._state = new if not self._built else slots.merge(self._state, new, keep_common=True)
         self._built |= missing.keys()
 
@@ -129,7 +146,7 @@ class SlotVariables:
 
     def values(self) -> Any:
         """The state as a pytree of arrays; ``None`` before there is one."""
-        return jax.tree.map(lambda v: v.get_value(), self._state, is_leaf=_is_variable)
+        return jax.tree.map(lambda v: stacked(v.get_value()), self._state, is_leaf=_is_variable)
 
     def write(self, state: Any) -> None:
         """Write what a step made of the state."""
@@ -137,8 +154,12 @@ class SlotVariables:
             if variable.get_raw_value() is not value:
                 variable.set_raw_value(value)
 
-    def restore(self, state: Any) -> None:
+    def restore(self, state: Any, may_differ: Callable[[Any], bool]) -> None:
         """Write a saved state, shared or per shard as it was saved.
+
+        Args:
+          state: the state, of this structure.
+          may_differ: whether what lies at a path may differ between shards whose parameters do not.
 
         Raises:
           ArgumentError: it has another structure, or a leaf another shape.
@@ -152,10 +173,10 @@ class SlotVariables:
             )
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(have)[0]]
         variables, values = self.all(), [jnp.asarray(x) for x in jax.tree.leaves(state)]
-        sizes = _numbers_of_shards(self._variables.values())
+        sizes = _numbers_of_shards([*self._variables.values(), *variables])
         # Every leaf is checked before the first is written.
         writes = [
-            _how_it_lies(path, variable, value, sizes)
+            _how_it_lies(path, variable, value, sizes, may_differ(path))
             for path, variable, value in zip(paths, variables, values, strict=True)
         ]
         for write, variable, value in zip(writes, variables, values, strict=True):
@@ -175,23 +196,36 @@ class SlotVariables:
 
 
 def _numbers_of_shards(variables: Iterable[nnx.Variable | None]) -> set[int]:
-    return {v.get_metadata(PER_SHARD) for v in variables if v is not None and is_per_shard(v)}
+    numbers = (number_of_shards(v) for v in variables if v is not None)
+    return {number for number in numbers if number is not None}
 
 
 def _how_it_lies(
-    path: Any, variable: nnx.Variable, value: jax.Array, sizes: set[int]
+    path: Any, variable: nnx.Variable, value: jax.Array, sizes: set[int], may_differ: bool
 ) -> Callable[[nnx.Variable, Any], None]:
     """How to write a saved value: what no shard has come to own is saved once for all."""
     shape = jnp.shape(variable.get_raw_value())
-    shape = shape[1:] if is_per_shard(variable) and not is_in_step(variable) else shape
+    shape = shape[1:] if is_per_shard(variable) else shape
     if value.shape == shape:
         return set_shared
-    if value.shape in [(size, *shape) for size in sizes]:
+    one_each = value.shape[1:] == shape and value.ndim == len(shape) + 1
+    if one_each and (may_differ or value.shape[0] in sizes):
         return set_per_shard
+    where = f"The state's {jax.tree_util.keystr(path)}"
+    if one_each:
+        raise ArgumentError(
+            f"{where} is of parameters that differ between {value.shape[0]} shards, and this "
+            f"optimizer's do not yet. Restore them before it, with "
+            f"crossshard.set_per_shard(variable, values)."
+        )
     raise ArgumentError(
-        f"The state's {jax.tree_util.keystr(path)} must have shape {shape}, or [shards, …] of that "
-        f"where the variables differ between shards; got {value.shape}."
+        f"{where} must have shape {shape}, or [shards, …] of that where the variables differ "
+        f"between shards; got {value.shape}."
     )
+
+
+def _as_variable(value: Any) -> nnx.Variable:
+    return nnx.OptState(value if isinstance(value, PerShardArray) else jnp.asarray(value))
 
 
 def _is_variable(leaf: Any) -> bool:

@@ -30,7 +30,7 @@ from crossshard.variables.binding import (
 )
 from crossshard.variables.describe import describe_variable
 from crossshard.variables.discovery import containers_in, variables_in
-from crossshard.variables.per_shard import PER_SHARD, is_per_shard
+from crossshard.variables.per_shard import is_per_shard, number_of_shards, per_shard, stacked
 
 
 def program_key(roots: Sequence[Any], arguments: Arguments) -> Any:
@@ -41,17 +41,17 @@ def program_key(roots: Sequence[Any], arguments: Arguments) -> Any:
         tuple(places.get(id(v)) for v in container.known_variables())
         for container in containers_in(roots)
     )
+    values = [jax.tree.flatten(variable.get_raw_value()) for variable in variables_in(roots)]
     types = tuple(
-        (jnp.shape(leaf), getattr(leaf, "dtype", type(leaf)))
-        for variable in variables_in(roots)
-        for leaf in jax.tree.leaves(variable.get_raw_value())
+        (tree, tuple((jnp.shape(leaf), getattr(leaf, "dtype", type(leaf))) for leaf in leaves))
+        for leaves, tree in values
     )
     return nnx.graphdef(list(roots)), types, slots_of, arguments.key()
 
 
 @dataclasses.dataclass(frozen=True)
 class _Held:
-    """A variable, and how its value lies while the program runs."""
+    """A variable, and how its value lies as the program has it."""
 
     variable: nnx.Variable
     placement: Placement
@@ -61,8 +61,13 @@ class _Held:
         lead = (size,) if self.placement.per_shard and not is_per_shard(self.variable) else ()
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((*lead, *jnp.shape(x)), jnp.asarray(x).dtype),
-            self.variable.get_raw_value(),
+            stacked(self.variable.get_raw_value()),
         )
+
+    def value(self, sharding: NamedSharding) -> Any:
+        """Its value as it enters, on the devices."""
+        value = stacked(self.variable.get_raw_value())
+        return jax.tree.map(lambda x: _placed(x, sharding), value)
 
     def local(self, value: Any, names: tuple[str, ...]) -> Any:
         """What one shard sees of the value that enters; of a random stream, one of its own."""
@@ -75,13 +80,17 @@ class _Held:
         """The inverse: one shard's part of the value that leaves."""
         return jax.tree.map(self.placement.stored, value)
 
-    def spread(self, size: int) -> None:
-        """Store one value per shard, so far all alike, if that is how the program has it."""
-        if self.placement.per_shard and not is_per_shard(self.variable):
-            on_each = lambda x: jnp.broadcast_to(x, (size, *jnp.shape(x)))
-            value = jax.tree.map(on_each, self.variable.get_raw_value())
-            self.variable.set_raw_value(value)
-            self.variable.set_metadata(PER_SHARD, size)
+    def write(self, value: Any) -> None:
+        """Take up the value that left."""
+        self.variable.set_raw_value(per_shard(value) if self.placement.per_shard else value)
+
+    def spread(self, size: int) -> bool:
+        """Hold one value per shard, so far all alike, if that is how the program has it."""
+        if not self.placement.per_shard or is_per_shard(self.variable):
+            return False
+        on_each = lambda x: jnp.broadcast_to(x, (size, *jnp.shape(x)))
+        self.write(jax.tree.map(on_each, self.variable.get_raw_value()))
+        return True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +120,7 @@ class Program:
     once, the others as ``[shards, …]``. Its jaxpr tells, see ``varying_axes_of_outputs``.
 
     Attributes:
-      grew: whether tracing it changed what the step reaches: slots were made, or variables that
-        were equal on all shards came to differ.
+      made_slots: whether tracing it made slots, so that the step now reaches more.
     """
 
     def __init__(
@@ -123,34 +131,47 @@ class Program:
         roots: Sequence[Any],
         arguments: Arguments,
     ):
-        self.grew = False
+        self.made_slots = False
         self._computation = computation
         self._mesh = mesh
         self._outputs = outputs
         self._call: _Call | None = None
         with self._calling(roots, arguments, _placements(roots, mesh.size)):
-            self._found = self._settle()
-            held = self._now.held
-            for each in held:
-                each.spread(mesh.size)
-        self._placements = [each.placement for each in held]
+            self._found, differs = self._settle()
+            self._entering = [each.placement for each in self._now.held]
+        self._leaving = [
+            PER_SHARD_PLACEMENT if stays else REPLICATED
+            for stays in itertools.compress(differs, self._found.changed)
+        ]
         names = mesh.axis_names
-        self._shardings = [NamedSharding(mesh, each.spec(names)) for each in self._placements]
+        self._shardings = [NamedSharding(mesh, each.spec(names)) for each in self._entering]
         self._compiled = jax.jit(self._run)
+
+    def spread(self, roots: Sequence[Any]) -> bool:
+        """Give each shard a value of what comes to differ; whether there was any such variable."""
+        held = _hold(roots, self._entering, self._mesh.size)
+        return bool(sum(each.spread(self._mesh.size) for each in held))
 
     def __call__(self, roots: Sequence[Any], arguments: Arguments) -> Any:
         """Run the step on these arrays and hand its variables in and out."""
-        with self._calling(roots, arguments, self._placements):
-            variables = [held.variable for held in self._now.held]
-            values = [
-                jax.tree.map(lambda x, sharding=sharding: _placed(x, sharding), v.get_raw_value())
-                for v, sharding in zip(variables, self._shardings, strict=True)
-            ]
+        with self._calling(roots, arguments, self._entering):
+            held = self._now.held
+            for each in held:
+                each.spread(self._mesh.size)
+            values = [each.value(how) for each, how in zip(held, self._shardings, strict=True)]
             outputs, after = self._compiled(values, arguments.leaves)
-        written = itertools.compress(variables, self._found.changed)
-        for variable, value in zip(written, after, strict=True):
-            variable.set_raw_value(value)
+            written = self._written()
+        for each, value in zip(written, after, strict=True):
+            each.write(value)
         return self._found.output_tree.unflatten(outputs)
+
+    def _written(self) -> list[_Held]:
+        """The variables that the step writes, as they lie when they leave."""
+        written = itertools.compress(self._now.held, self._found.changed)
+        return [
+            dataclasses.replace(each, placement=placement)
+            for each, placement in zip(written, self._leaving, strict=True)
+        ]
 
     @contextmanager
     def _calling(
@@ -158,7 +179,7 @@ class Program:
     ) -> Iterator[None]:
         """Know what a call reaches for as long as it runs, so that no model outlives its owner."""
         self._call = _Call(roots, dataclasses.replace(arguments, leaves=()), [], arguments.leaves)
-        self._hold(placements)
+        self._now.held = _hold(roots, placements, self._mesh.size)
         try:
             yield
         finally:
@@ -171,19 +192,19 @@ class Program:
 
     # What follows settles how the variables lie.
 
-    def _hold(self, placements: Sequence[Placement]) -> None:
-        numeric = _numeric(variables_in(self._now.roots), self._mesh.size)
-        self._now.held = [_Held(*pair) for pair in zip(numeric, placements, strict=True)]
+    def _settle(self) -> tuple[_Found, list[bool]]:
+        """Trace until every variable that leaves with differing values also enters with them.
 
-    def _settle(self) -> _Found:
-        """Trace until every variable that leaves with differing values also enters with them."""
+        Returns what was found, and which variables may differ after the step.
+        """
         while True:
+            roots, size = self._now.roots, self._mesh.size
             try:
                 found, differs = self._look(self._now.leaves)
             except RetraceNeeded as needed:
                 needed.make()
-                self.grew = True
-                self._hold(_placements(self._now.roots, self._mesh.size))
+                self.made_slots = True
+                self._now.held = _hold(roots, _placements(roots, size), size)
                 continue
             held = self._now.held
             settled = [
@@ -191,9 +212,8 @@ class Program:
                 for each, changed, comes_to_differ in zip(held, found.changed, differs, strict=True)
             ]
             if settled == [each.placement for each in held]:
-                return found
-            self.grew = True
-            self._hold(settled)
+                return found, differs
+            self._now.held = _hold(roots, settled, size)
 
     def _look(self, leaves: tuple[jax.Array, ...]) -> tuple[_Found, list[bool]]:
         """Trace the step: what is found, and which variables may differ after it."""
@@ -248,7 +268,7 @@ class Program:
     # What follows runs the step.
 
     def _run(self, values: Any, leaves: Any) -> tuple[list[Any], list[Any]]:
-        written = list(itertools.compress(self._now.held, self._found.changed))
+        written = self._written()
 
         def of_one_shard(values: Any, leaves: Any) -> Any:
             outputs, after, found = self._step(values, leaves)
@@ -277,6 +297,13 @@ class Program:
         )
 
 
+def _hold(roots: Sequence[Any], placements: Sequence[Placement], size: int) -> list[_Held]:
+    """The variables below some roots, as a program has them."""
+    return [
+        _Held(*pair) for pair in zip(_numeric(variables_in(roots), size), placements, strict=True)
+    ]
+
+
 def _placements(roots: Sequence[Any], size: int) -> list[Placement]:
     """How the variables below some roots lie now."""
     return [
@@ -289,12 +316,12 @@ def _numeric(variables: Sequence[nnx.Variable], size: int) -> list[nnx.Variable]
     """Those that hold arrays; raises if one holds a value per shard for other shards than ours."""
     numeric = [v for v in variables if all(map(is_numeric, jax.tree.leaves(v.get_raw_value())))]
     for variable in numeric:
-        shards = variable.get_metadata(PER_SHARD, None)
-        if shards and shards != size:
+        shards = number_of_shards(variable)
+        if shards not in (None, size):
             raise VariableError(
                 f"{describe_variable(variable)} differs between {shards} shards, and this step "
-                f"runs on {size}. Choose one shard's value, or a mean, and write it with "
-                f"crossshard.set_shared(variable, value)."
+                f"runs on {size}. Go on with crossshard.merge_shards(model), where all shards' "
+                f"values are one, or write one with crossshard.set_shared(variable, value)."
             )
     return numeric
 

@@ -73,8 +73,11 @@ class ShardedFunction:
         program = self._programs.get(key)
         if program is None:
             program = Program(self._computation, self._mesh, self._outputs, roots, arguments)
-            # Tracing may have made slots or spread variables, and such a step never starts again.
-            self._programs[program_key(roots, arguments) if program.grew else key] = program
+            # A step that was to make slots never starts again.
+            key = program_key(roots, arguments) if program.made_slots else key
+            self._programs[key] = program
+            if program.spread(roots):
+                self._programs[program_key(roots, arguments)] = program
         return program(roots, arguments)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:

@@ -19,6 +19,7 @@ from crossshard.shards.placement import PER_SHARD, REPLICATED, Placement
 from crossshard.shards.random_streams import own_stream
 from crossshard.train_step.models import Skeleton
 from crossshard.train_step.state import TrainState
+from crossshard.variables.per_shard import of_all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,14 +188,6 @@ def _check_shapes(what: str, tree: Any, expected: list[tuple[int, ...]]) -> None
             f"{what} was laid out by another step: the arrays have shapes {given}, and here "
             f"they have {expected}. Write step.reshard(other.unshard(state))."
         )
-
-
-def of_all(x: jax.Array) -> jax.Array:
-    """What stands for all shards of what each has: the mean of statistics, else the first's."""
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return x[0]
-    # Not the mean of equal numbers, which rounds.
-    return jnp.where((x == x[0]).all(0), x[0], x.mean(0))
 
 
 def strong_copy(x: Any) -> jax.Array:

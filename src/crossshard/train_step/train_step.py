@@ -14,7 +14,11 @@ from crossshard import _jax
 from crossshard.errors import ArgumentError, ArgumentTypeError, CrossshardError
 from crossshard.gradients.incoming import Incoming
 from crossshard.gradients.reduction import Reduction
-from crossshard.optimizer.cross_shard_optimizer import CrossShardOptimizer, pipeline_of
+from crossshard.optimizer.cross_shard_optimizer import (
+    CrossShardOptimizer,
+    pipeline_of,
+    refuse_variables_behind,
+)
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.plan import WeightUpdate, check_weight_update, plan_update
 from crossshard.pipeline.weigh import Weigh
@@ -23,10 +27,11 @@ from crossshard.shards.devices import mesh_for
 from crossshard.shards.partition import ANY, TPU
 from crossshard.train_step.batches import BatchPlacer, check_weight
 from crossshard.train_step.description import describe
-from crossshard.train_step.layout import StateLayout, check_key, of_all, replicated
+from crossshard.train_step.layout import StateLayout, check_key, replicated
 from crossshard.train_step.models import check_params, combine, partition
 from crossshard.train_step.state import TrainState
 from crossshard.train_step.step_function import StepFunction
+from crossshard.variables.per_shard import of_all
 
 
 def make_train_step(
@@ -70,6 +75,7 @@ def make_train_step(
     Raises:
       ArgumentError: an unknown word, an impossible number of shards, a weight under SUM.
       ArgumentTypeError: what is no function, no optimizer, no mesh.
+      VariableError: the optimizer closes over an NNX variable, as a schedule may.
 
     >>> import jax.numpy as jnp, optax
     >>> loss_fn = lambda w, batch: ((batch["x"] * w - batch["y"]) ** 2).mean()
@@ -83,6 +89,7 @@ def make_train_step(
         raise ArgumentTypeError(f"loss_fn must be a function; got {loss_fn!r:.60}.")
     if not isinstance(optimizer, CrossShardOptimizer):
         optimizer = CrossShardOptimizer(optimizer)
+    refuse_variables_behind(optimizer)
     if num_shards is None:
         num_shards = len(jax.devices()) if mesh is None else 1
     where = _jax.with_automatic_axes(mesh_for(check_num_shards(num_shards), mesh))

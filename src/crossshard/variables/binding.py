@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 from flax import nnx
-from flax.nnx.tracers import TraceState
 
+from crossshard import _flax
 from crossshard.errors import VariableError
 from crossshard.variables.describe import describe_variable
 from crossshard.variables.discovery import containers_in, modules_in
@@ -24,26 +24,20 @@ def rebound(
 
     The modules belong to that trace too, so that ``nnx.grad`` and its like can take them.
     """
-    before = [(v.get_raw_value(), v._trace_state) for v in variables]
-    states = [(m._pytree__state, m._pytree__state._trace_state) for m in modules]
-    trace = TraceState()
+    before = [_flax.variable_state(variable) for variable in variables]
+    outer = [_flax.module_trace(module) for module in modules]
+    trace = _flax.current_trace()
     try:
         for variable, value in zip(variables, values, strict=True):
-            _rebind(variable, value, trace)
-        for state, _ in states:
-            state._trace_state = trace
+            _flax.set_variable_state(variable, value, trace)
+        for module in modules:
+            _flax.set_module_trace(module, trace)
         yield
     finally:
-        for variable, (value, outer) in zip(variables, before, strict=True):
-            _rebind(variable, value, outer)
-        for state, outer in states:
-            state._trace_state = outer
-
-
-def _rebind(variable: nnx.Variable, value: Any, trace: TraceState) -> None:
-    # NNX lets nobody but the owner of a trace write a variable; the one who hands it in is that.
-    object.__setattr__(variable, "_raw_value", value)
-    object.__setattr__(variable, "_trace_state", trace)
+        for variable, state in zip(variables, before, strict=True):
+            _flax.set_variable_state(variable, *state)
+        for module, its in zip(modules, outer, strict=True):
+            _flax.set_module_trace(module, its)
 
 
 @contextmanager
@@ -60,7 +54,7 @@ def kept_attributes(modules: Sequence[nnx.Pytree]) -> Iterator[None]:
 
 def bring_out(variable: nnx.Variable, value: Any) -> None:
     """Write to a variable, which may have been made in a trace that has ended, in this one."""
-    _rebind(variable, value, TraceState())
+    _flax.set_variable_state(variable, value, _flax.current_trace())
 
 
 class Bound:
@@ -115,16 +109,33 @@ def same_arrays(a: Any, b: Any) -> bool:
     )
 
 
-def current_trace() -> TraceState:
-    """The trace in force; equal to another of itself alone."""
-    return TraceState()
-
-
 def check_writable(variable: nnx.Variable) -> None:
     """Raise unless a value of the trace in force may be written to the variable."""
-    if not variable._can_update:
+    if _flax.is_writable(variable):
+        return
+    around = bound()
+    if around is not None and variable in around:
         raise VariableError(
-            f"{describe_variable(variable)} was made outside of the step that writes it and was "
-            f"not handed to it. Pass its module to the step function as an argument, and run that "
-            f"with crossshard.shard."
+            f"{describe_variable(variable)} belongs to the step, and would be written inside of "
+            f"jax.lax.cond, jax.lax.scan, jax.jit or the like, which NNX cannot see into. Use "
+            f"nnx.cond, nnx.scan, nnx.fori_loop or nnx.jit, and give them the module and the "
+            f"optimizer as arguments."
         )
+    raise VariableError(
+        f"{describe_variable(variable)} was made outside of the step that writes it and was "
+        f"not handed to it. Pass its module to the step function as an argument, and run that "
+        f"with crossshard.shard."
+    )
+
+
+def check_followed(variable: nnx.Variable) -> None:
+    """Raise if the trace in force would take a variable that an optimizer reads for a constant."""
+    held = jax.tree.leaves(variable.get_raw_value())
+    if _flax.is_writable(variable) or any(isinstance(leaf, jax.core.Tracer) for leaf in held):
+        return
+    raise VariableError(
+        f"The optimizer reads {describe_variable(variable)}, which it closes over: what is "
+        f"compiled here would go on with the value that it has now. Run the step with "
+        f"crossshard.shard, which hands it in; or keep it in the optimizer's state, with "
+        f"optax.inject_hyperparams."
+    )

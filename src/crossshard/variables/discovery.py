@@ -24,6 +24,10 @@ class VariableContainer:
         """The variables that its own belong to, in a fixed order."""
         raise NotImplementedError
 
+    def computes_with(self) -> Iterable[Any]:
+        """The functions that it runs, which may close over variables, as a schedule may."""
+        raise NotImplementedError
+
 
 def variables_in(roots: Iterable[Any]) -> list[nnx.Variable]:
     """Every variable below the roots, each once, in a fixed order."""
@@ -85,35 +89,54 @@ def reachable_roots(values: Sequence[Any]) -> list[Any]:
     Functions are followed into their closures, defaults, what they are bound to and the globals
     they name; modules of Python into what the function may name of them; containers into their
     items, up to a thousand or so; objects of the user's own classes into their attributes and
-    methods. What belongs to installed packages is passed over, unless it is given here.
+    methods. What belongs to installed packages is passed over, unless it is given here, or an
+    optimizer computes with it: a schedule is found behind Optax's functions.
     """
     return _Walk(values).roots()
+
+
+def variables_behind(container: VariableContainer) -> list[nnx.Variable]:
+    """Every variable that an optimizer's functions close over."""
+    walk = _Walk(())
+    walk.follow(container)
+    return variables_in(walk.roots())
 
 
 class _Walk:
     """A walk from some values to the modules, variables and optimizers below them."""
 
     def __init__(self, values: Sequence[Any]):
-        self._queue = collections.deque(values)
+        # What an optimizer computes with is marked, since there libraries are followed too.
+        self._queue = collections.deque((value, False) for value in values)
         # A step that comes from an installed package makes that package the user's own.
         self._home = {_package(_owner(value)) for value in values}
+
+    def follow(self, container: VariableContainer) -> None:
+        """Go on with what an optimizer computes with."""
+        self._queue.extend((value, True) for value in container.computes_with())
 
     def roots(self) -> list[Any]:
         """All of them, each once, the nearest first."""
         roots: list[Any] = []
-        seen: dict[int, Any] = {}
+        seen: dict[tuple[int, bool], Any] = {}
+        followed = 0
         while self._queue:
-            value = self._queue.popleft()
-            if id(value) in seen:
-                continue
-            seen[id(value)] = value
-            if is_stateful(value):
-                roots.append(value)
-            else:
-                self._queue.extend(self._below(value))
+            value, of_optimizer = self._queue.popleft()
+            if (id(value), of_optimizer) not in seen:
+                seen[id(value), of_optimizer] = value
+                if not is_stateful(value):
+                    below = self._below(value, of_optimizer)
+                    self._queue.extend((each, of_optimizer) for each in below)
+                elif not any(value is root for root in roots):
+                    roots.append(value)
+            if not self._queue:
+                containers = containers_in(roots)
+                for container in containers[followed:]:
+                    self.follow(container)
+                followed = len(containers)
         return roots
 
-    def _below(self, value: Any) -> Iterable[Any]:
+    def _below(self, value: Any, of_optimizer: bool) -> Iterable[Any]:
         if isinstance(value, functools.partial):
             return (value.func, value.args, value.keywords)
         if isinstance(value, types.MethodType):
@@ -128,24 +151,21 @@ class _Walk:
         wrapped = _own(value, "__wrapped__")
         if wrapped is not None and not isinstance(value, types.FunctionType):
             return (wrapped,)
+        is_function = isinstance(value, types.FunctionType)
         if isinstance(value, types.ModuleType) or self._is_librarys(_owner(value)):
-            return ()
-        named = isinstance(value, types.FunctionType)
-        return self._named_by(value) if named else _attributes(value)
+            if not of_optimizer or isinstance(value, type | types.ModuleType):
+                return ()
+            if _package(_owner(value)) in _WITHOUT_VARIABLES:
+                return ()
+            return _closed_over(value) if is_function else _attributes_of_one(value)
+        return self._named_by(value) if is_function else _attributes(value)
 
     def _is_librarys(self, thing: Any) -> bool:
         package = _package(thing)
         return package not in self._home and _is_librarys(package)
 
     def _named_by(self, function: types.FunctionType) -> Iterator[Any]:
-        for cell in function.__closure__ or ():
-            try:
-                yield cell.cell_contents
-            except ValueError:  # a cell that its function has not filled yet
-                continue
-        yield from function.__defaults__ or ()
-        yield from (function.__kwdefaults__ or {}).values()
-        yield getattr(function, "__wrapped__", None)
+        yield from _closed_over(function)
         codes = [function.__code__]
         while codes:
             code = codes.pop()
@@ -156,6 +176,21 @@ class _Walk:
                     inside = vars(named)
                     yield from (inside[other] for other in code.co_names if other in inside)
             codes.extend(const for const in code.co_consts if isinstance(const, types.CodeType))
+
+
+# Objects of these hold none, and may hold very much else.
+_WITHOUT_VARIABLES = frozenset({"builtins", "jax", "jaxlib", "numpy"})
+
+
+def _closed_over(function: types.FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # a cell that its function has not filled yet
+            continue
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    yield getattr(function, "__wrapped__", None)
 
 
 def _owner(value: Any) -> Any:
@@ -172,11 +207,16 @@ def _own(value: Any, name: str) -> Any:
 
 
 def _attributes(value: Any) -> Iterator[Any]:
+    yield from _attributes_of_one(value)
+    if not isinstance(value, type):
+        yield from type(value).__mro__
+
+
+def _attributes_of_one(value: Any) -> Iterator[Any]:
     yield from list((_own(value, "__dict__") or {}).values())
     if isinstance(value, type):
         return
     for owner in type(value).__mro__:
-        yield owner
         slots = owner.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             yield getattr(value, name, None)

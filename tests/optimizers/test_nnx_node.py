@@ -1,0 +1,436 @@
+"""The stateful optimizer as a node of NNX's graph: state, copies, transforms, checkpoints."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import crossshard
+from crossshard import CrossShardOptimizer
+
+SHARDS = 8
+X = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
+Y = X @ np.array([1.0, -2.0, 0.5], np.float32)
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.1),
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+    "adam": lambda: optax.adam(0.1),
+}
+of_each = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+def linear(seed: int = 0) -> nnx.Linear:
+    return nnx.Linear(3, 1, rngs=nnx.Rngs(seed))
+
+
+def mse(model: Any, x: Any, y: Any) -> Any:
+    return ((model(x)[:, 0] - y) ** 2).mean()
+
+
+def minimize(model: Any, opt: CrossShardOptimizer, x: Any, y: Any) -> Any:
+    return opt.minimize(lambda: mse(model, x, y), var_list=model)
+
+
+step = crossshard.shard(num_shards=SHARDS)(minimize)
+
+
+def on_one_device(name: str, steps: int) -> nnx.Linear:
+    """Flax's own optimizer on the whole batch."""
+    model = linear()
+    optimizer = nnx.Optimizer(model, OPTIMIZERS[name](), wrt=nnx.Param)
+    for _ in range(steps):
+        optimizer.update(model, nnx.grad(mse)(model, X, Y))
+    return model
+
+
+def assert_close(model: Any, expected: Any) -> None:
+    for ours, theirs in zip(*map(jax.tree.leaves, map(nnx.state, (model, expected))), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
+
+
+def made(name: str, **kwargs: Any) -> tuple[nnx.Linear, CrossShardOptimizer]:
+    return linear(), CrossShardOptimizer(OPTIMIZERS[name](), **kwargs)
+
+
+# State and copies.
+
+
+def test_its_state_is_its_slots():
+    model, opt = made("adam")
+    step(model, opt, X, Y)
+    state = nnx.to_pure_dict(nnx.state({"model": model, "opt": opt}))
+    adam = state["opt"]["state"]["inner_state"][0]
+    assert int(adam["count"]) == 1
+    gradient = nnx.grad(mse)(linear(), X, Y)
+    np.testing.assert_allclose(adam["mu"]["kernel"], 0.1 * gradient["kernel"][...], rtol=1e-5)
+    assert state["model"].keys() == {"kernel", "bias"}
+
+
+def split_and_merged(pair: Any) -> Any:
+    graph, state = nnx.split(pair)
+    return nnx.merge(graph, jax.tree.map(jnp.copy, state))
+
+
+@of_each
+@pytest.mark.parametrize("copied", [nnx.clone, split_and_merged])
+def test_copies_go_their_own_way(name: str, copied: Callable[..., Any]):
+    model, opt = made(name)
+    step(model, opt, X, Y)
+    other_model, other = copied((model, opt))
+    for _ in range(2):
+        step(other_model, other, X, Y)
+    assert_close(model, on_one_device(name, 1))
+    assert_close(other_model, on_one_device(name, 3))
+    step(model, opt, X, Y)
+    assert_close(model, on_one_device(name, 2))
+
+
+def test_update_writes_in_place():
+    model, opt = made("adam")
+    step(model, opt, X, Y)
+    before = nnx.clone(nnx.state((model, opt)))
+    slots = opt.variables()
+    step(model, opt, X, Y)
+    nnx.update((model, opt), before)
+    assert all(a is b for a, b in zip(opt.variables(), slots, strict=True))
+    step(model, opt, X, Y)
+    assert_close(model, on_one_device("adam", 2))
+
+
+# Transforms.
+
+
+def in_a_runner(function: Callable[..., Any]) -> Callable[..., Any]:
+    return crossshard.shard(num_shards=SHARDS)(function)
+
+
+def in_jit(function: Callable[..., Any]) -> Callable[..., Any]:
+    return nnx.jit(function)
+
+
+AROUND = pytest.mark.parametrize("around", [in_a_runner, in_jit])
+
+
+def looped(model: Any, opt: Any, x: Any, y: Any) -> None:
+    def body(_: Any, carry: Any) -> Any:
+        minimize(*carry)
+        return carry
+
+    nnx.fori_loop(0, 3, body, (model, opt, x, y))
+
+
+def scanned(model: Any, opt: Any, x: Any, y: Any) -> None:
+    @nnx.scan(in_axes=(nnx.Carry, None, None, 0), out_axes=(nnx.Carry, 0))
+    def body(pair: Any, x: Any, y: Any, _: Any) -> Any:
+        return pair, minimize(*pair, x, y)
+
+    body((model, opt), x, y, jnp.arange(3))
+
+
+def while_looped(model: Any, opt: Any, x: Any, y: Any) -> None:
+    def body(carry: Any) -> Any:
+        model, opt, x, y, count = carry
+        minimize(model, opt, x, y)
+        return model, opt, x, y, count + 1
+
+    nnx.while_loop(lambda carry: carry[-1] < 3, body, (model, opt, x, y, jnp.array(0)))
+
+
+def branched(model: Any, opt: Any, x: Any, y: Any) -> None:
+    none = lambda model, opt, x, y: jnp.zeros(())
+    for taken in (True, False, True, True):
+        nnx.cond(jnp.array(taken), minimize, none, model, opt, x, y)
+
+
+def applied_in_a_branch(model: Any, opt: Any, x: Any, y: Any) -> None:
+    def apply(model: Any, opt: Any, gradients: Any) -> None:
+        opt.build(model)
+        pairs = [(gradients["kernel"], model.kernel), (gradients["bias"], model.bias)]
+        opt.apply_gradients(pairs, incoming="scaled")
+
+    for taken in (True, False, True, True):
+        pairs = opt.compute_gradients(lambda: mse(model, x, y), var_list=model)
+        names = {id(model.kernel): "kernel", id(model.bias): "bias"}
+        gradients = {names[id(variable)]: gradient for gradient, variable in pairs}
+        nnx.cond(jnp.array(taken), apply, lambda *_: None, model, opt, gradients)
+
+
+def jitted(model: Any, opt: Any, x: Any, y: Any) -> None:
+    inner = nnx.jit(minimize)
+    for _ in range(3):
+        inner(model, opt, x, y)
+
+
+BODIES = [looped, scanned, while_looped, branched, applied_in_a_branch, jitted]
+
+
+@of_each
+@AROUND
+@pytest.mark.parametrize("body", BODIES)
+def test_inside_control_flow(name: str, around: Callable[..., Any], body: Callable[..., Any]):
+    model, opt = made(name)
+    opt.build(model)
+    run = around(body)
+    with crossshard.shard_context(1) if around is in_jit else contextlib.nullcontext():
+        for _ in range(2):
+            run(model, opt, X, Y)
+    assert_close(model, on_one_device(name, 6))
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_slots_that_the_step_made_before_the_control_flow(body: Callable[..., Any]):
+    model, opt = made("adam")
+
+    @in_a_runner
+    def run(model: Any, opt: Any, x: Any, y: Any) -> None:
+        minimize(model, opt, x, y)
+        body(model, opt, x, y)
+
+    run(model, opt, X, Y)
+    run(model, opt, X, Y)
+    assert_close(model, on_one_device("adam", 8))
+
+
+@pytest.mark.parametrize("body", [looped, scanned, branched])
+@AROUND
+def test_slots_are_not_made_inside_control_flow(
+    body: Callable[..., Any], around: Callable[..., Any]
+):
+    model, opt = made("adam")
+    around_it = crossshard.shard_context(1) if around is in_jit else contextlib.nullcontext()
+    with around_it, pytest.raises(crossshard.VariableError, match=r"build\(model\)"):
+        around(body)(model, opt, X, Y)
+    assert opt.variables() == []
+    step(model, opt, X, Y)
+    assert_close(model, on_one_device("adam", 1))
+
+
+def test_which_slots_are_a_variables_is_asked_where_it_cannot_be_known():
+    model, opt = made("momentum")
+    opt.build(model)
+
+    @in_a_runner
+    def run(model: Any, opt: Any, x: Any, y: Any) -> None:
+        apply = lambda kernel, opt, g: opt.apply_gradients([(g, kernel)], incoming="scaled")
+        gradient = jnp.ones((3, 1))
+        nnx.cond(jnp.array(True), apply, lambda *_: None, model.kernel, opt, gradient)
+
+    with pytest.raises(crossshard.VariableError, match=r"bias, kernel.*build\(model\)"):
+        run(model, opt, X, Y)
+
+
+@pytest.mark.parametrize("cond", [jax.lax.cond, nnx.cond], ids=["jax", "nnx"])
+def test_what_control_flow_cannot_see_is_told(cond: Callable[..., Any]):
+    model, opt = made("sgd")
+
+    @in_a_runner
+    def run(model: Any, opt: Any, x: Any, y: Any) -> None:
+        none = lambda: jnp.zeros(())
+        cond(jnp.array(True), lambda: minimize(model, opt, x, y), none)
+
+    with pytest.raises(crossshard.VariableError, match=r"nnx\.cond.*as arguments"):
+        run(model, opt, X, Y)
+
+
+# Modules, other libraries' wrappers, printing.
+
+
+class Trainer(nnx.Module):
+    def __init__(self, name: str):
+        self.model, self.opt = made(name)
+
+    def step(self, x: Any, y: Any) -> Any:
+        return minimize(self.model, self.opt, x, y)
+
+
+@of_each
+@AROUND
+def test_a_module_that_holds_it(name: str, around: Callable[..., Any]):
+    trainer = Trainer(name)
+    if around is in_jit:
+        trainer.opt.build(trainer.model)
+    run = around(lambda trainer, x, y: trainer.step(x, y))
+    with crossshard.shard_context(1) if around is in_jit else contextlib.nullcontext():
+        for _ in range(3):
+            run(trainer, X, Y)
+    assert_close(trainer.model, on_one_device(name, 3))
+    copied = nnx.clone(trainer)
+    run = crossshard.shard(num_shards=SHARDS)(lambda trainer, x, y: trainer.step(x, y))
+    run(copied, X, Y)
+    assert_close(copied.model, on_one_device(name, 4))
+    assert_close(trainer.model, on_one_device(name, 3))
+
+
+@of_each
+def test_the_optimizer_of_nnx(name: str):
+    model, opt = made(name)
+    optimizer = nnx.Optimizer(model, opt, wrt=nnx.Param)
+
+    @in_a_runner
+    def run(model: Any, optimizer: Any, x: Any, y: Any) -> None:
+        optimizer.update(model, nnx.grad(mse)(model, x, y))
+
+    for _ in range(3):
+        run(model, optimizer, X, Y)
+    assert_close(model, on_one_device(name, 3))
+
+
+def test_a_chain_of_optax():
+    opt = optax.chain(CrossShardOptimizer(optax.adam(0.1)), optax.scale(2.0))
+
+    def update(x: Any) -> Any:
+        return opt.update(x, opt.init(x), x)[0]
+
+    got = jax.vmap(update, axis_name="shards")(jnp.array([1.0, 3.0]))
+    adam = optax.adam(0.1)
+    expected = adam.update(jnp.float32(2), adam.init(jnp.float32(2)))[0]
+    np.testing.assert_allclose(got, np.full(2, 2 * expected), rtol=1e-6)
+
+
+def test_it_prints_what_it_is(capsys: pytest.CaptureFixture[str]):
+    trainer = Trainer("adam")
+    trainer.opt.build(trainer.model)
+    nnx.display(trainer)
+    nnx.display(trainer.opt)
+    nnx.display(nnx.graphdef(trainer))
+    printed = capsys.readouterr().out
+    assert "CrossShardOptimizer(optax" in printed
+    assert "slots of bias, kernel" in printed
+    assert "object at 0x" not in printed.replace("<function", "")
+
+
+# Checkpoints.
+
+
+def saved_and_restored(tmp_path: Any, from_: Any, to: Any) -> None:
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", nnx.state(from_))
+        checkpointer.wait_until_finished()
+        nnx.update(to, checkpointer.restore(tmp_path / "state", nnx.state(to)))
+
+
+def assert_same_state(one: Any, other: Any) -> None:
+    ours, theirs = (jax.tree_util.tree_leaves_with_path(nnx.state(each)) for each in (one, other))
+    assert [path for path, _ in ours] == [path for path, _ in theirs]
+    for (_, a), (_, b) in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@of_each
+def test_a_checkpoint_goes_into_fresh_ones(name: str, tmp_path: Any):
+    model, opt = made(name)
+    for _ in range(2):
+        step(model, opt, X, Y)
+    other_model, other = linear(7), CrossShardOptimizer(OPTIMIZERS[name]())
+    other.build(other_model)
+    old, fresh = {"model": model, "opt": opt}, {"model": other_model, "opt": other}
+    saved_and_restored(tmp_path, old, fresh)
+    assert_same_state(old, fresh)
+    for _ in range(2):
+        step(model, opt, X, Y)
+        step(other_model, other, X, Y)
+    assert_same_state(old, fresh)
+    assert_close(other_model, on_one_device(name, 4))
+
+
+class Normed(nnx.Module):
+    """A model whose statistics each shard keeps of its own rows."""
+
+    def __init__(self, seed: int = 0):
+        self.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0), momentum=0.5)
+        self.linear = linear(seed)
+
+    def __call__(self, x: Any) -> Any:
+        return self.linear(self.norm(x))
+
+
+PER_SHARD = {
+    "statistics": lambda seed: (Normed(seed), CrossShardOptimizer(optax.adam(0.1))),
+    "groups": lambda seed: (
+        linear(seed),
+        CrossShardOptimizer(optax.adam(0.1), group_assignment=[[0, 1, 2, 3], [4, 5, 6, 7]]),
+    ),
+    "preprocess": lambda seed: (
+        linear(seed),
+        CrossShardOptimizer(optax.sgd(0.1), preprocess=optax.trace(0.9)),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PER_SHARD)
+def test_what_differs_between_shards_survives_a_checkpoint(case: str, tmp_path: Any):
+    model, opt = PER_SHARD[case](0)
+    for _ in range(2):
+        step(model, opt, X, Y)
+    old = {"model": model, "opt": opt}
+    per_shard = [crossshard.is_per_shard(v) for v in variables(old)]
+    assert any(per_shard)
+    other_model, other = PER_SHARD[case](7)
+    # A step gives the fresh ones their form, one value per shard where the saved ones have that.
+    step(other_model, other, X, Y)
+    fresh = {"model": other_model, "opt": other}
+    saved_and_restored(tmp_path, old, fresh)
+    assert [crossshard.is_per_shard(v) for v in variables(fresh)] == per_shard
+    step(model, opt, X, Y)
+    step(other_model, other, X, Y)
+    assert_same_state(old, fresh)
+
+
+@pytest.mark.parametrize("case", PER_SHARD)
+def test_what_differs_between_shards_does_not_go_into_ones_that_do_not(case: str, tmp_path: Any):
+    model, opt = PER_SHARD[case](0)
+    step(model, opt, X, Y)
+    other_model, other = PER_SHARD[case](7)
+    other.build(other_model)
+    with pytest.raises(ValueError, match=r"do not match:\n.*value:\n.*ArrayImpl.*\n.*dict"):
+        saved_and_restored(
+            tmp_path, {"model": model, "opt": opt}, {"model": other_model, "opt": other}
+        )
+
+
+@pytest.mark.parametrize("case", PER_SHARD)
+def test_arrays_of_a_pure_dict_say_that_they_are_one_per_shard(case: str):
+    model, opt = PER_SHARD[case](0)
+    step(model, opt, X, Y)
+    pure = nnx.to_pure_dict(nnx.state({"model": model, "opt": opt}))
+    pure = jax.tree.map(np.asarray, pure)  # as a file would have them
+    other_model, other = PER_SHARD[case](7)
+    other.build(other_model)
+    fresh = {"model": other_model, "opt": other}
+    state = nnx.state(fresh)
+    nnx.replace_by_pure_dict(state, pure)
+    nnx.update(fresh, state)
+    step(model, opt, X, Y)
+    step(other_model, other, X, Y)
+    assert_same_state({"model": model, "opt": opt}, fresh)
+
+
+@pytest.mark.parametrize("case", PER_SHARD)
+def test_the_optimizers_own_state_goes_into_a_fresh_one(case: str):
+    model, opt = PER_SHARD[case](0)
+    step(model, opt, X, Y)
+    fresh = CrossShardOptimizer(
+        opt.inner, group_assignment=opt.group_assignment, preprocess=preprocess_of(case)
+    )
+    other_model = nnx.clone(model)
+    fresh.build(other_model)
+    fresh.state = jax.tree.map(np.asarray, opt.state)
+    step(model, opt, X, Y)
+    step(other_model, fresh, X, Y)
+    assert_same_state({"model": model, "opt": opt}, {"model": other_model, "opt": fresh})
+
+
+def preprocess_of(case: str) -> Any:
+    return optax.trace(0.9) if case == "preprocess" else None
+
+
+def variables(node: Any) -> list[nnx.Variable]:
+    return [leaf for _, leaf in nnx.iter_graph(node) if isinstance(leaf, nnx.Variable)]

@@ -1,0 +1,118 @@
+"""What an optimizer closes over, as a schedule may: it is followed, or refused by a sentence."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import crossshard
+from crossshard import CrossShardOptimizer
+
+X = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
+
+
+class Rate:
+    """A schedule as an object of the user's."""
+
+    def __init__(self, rate: nnx.Variable):
+        self.rate = rate
+
+    def __call__(self, count: Any) -> Any:
+        return self.rate[...]
+
+
+def of(rule: Callable[..., Any]) -> Callable[[nnx.Variable], Any]:
+    return lambda rate: rule(lambda _: rate[...])
+
+
+CLOSED_OVER = {
+    "sgd": of(optax.sgd),
+    "adam": of(optax.adam),
+    "an object": lambda rate: optax.sgd(Rate(rate)),
+    "a partial": lambda rate: optax.sgd(functools.partial(lambda r, _: r[...], rate)),
+    "a chain": lambda rate: optax.chain(optax.clip(1e9), optax.sgd(lambda _: rate[...])),
+    "MultiSteps": lambda rate: optax.MultiSteps(optax.sgd(lambda _: rate[...]), 1),
+    "masked": lambda rate: optax.masked(optax.sgd(lambda _: rate[...]), lambda p: True),
+    "a partition": lambda rate: optax.partition(
+        {"all": optax.sgd(lambda _: rate[...])}, lambda p: jax.tree.map(lambda _: "all", p)
+    ),
+    "inject_hyperparams": lambda rate: optax.inject_hyperparams(optax.sgd)(lambda _: rate[...]),
+}
+of_each = pytest.mark.parametrize("name", CLOSED_OVER)
+
+
+def train(model: Any, opt: Any, x: Any) -> Any:
+    return opt.minimize(lambda: (model(x) ** 2).mean(), var_list=model)
+
+
+def made(name: str) -> tuple[nnx.Variable, nnx.Linear, CrossShardOptimizer]:
+    rate = nnx.Variable(jnp.array(0.1))
+    opt = CrossShardOptimizer(CLOSED_OVER[name](rate))
+    return rate, nnx.Linear(3, 1, rngs=nnx.Rngs(0)), opt
+
+
+@of_each
+@pytest.mark.parametrize("held", [False, True])
+def test_a_runner_follows_it(name: str, held: bool):
+    rate, model, opt = made(name)
+    holder = nnx.Dict(model=model, opt=opt)
+    step = crossshard.shard(num_shards=8)(
+        (lambda holder, x: train(holder.model, holder.opt, x)) if held else train
+    )
+    run = functools.partial(step, *([holder] if held else [model, opt]), X)
+    before = np.asarray(model.kernel[...])
+    run()
+    after = np.asarray(model.kernel[...])
+    assert np.abs(after - before).max() > 1e-3
+    rate[...] = jnp.array(0.0)
+    run()
+    np.testing.assert_array_equal(model.kernel[...], after)
+    rate[...] = jnp.array(0.1)
+    run()
+    assert np.abs(model.kernel[...] - after).max() > 1e-3
+
+
+def test_a_global_step_that_only_the_schedule_reads():
+    global_step = nnx.Variable(jnp.array(0))
+    w = nnx.Param(jnp.zeros(()))
+    opt = CrossShardOptimizer(optax.sgd(lambda _: 10.0 ** -global_step[...]))
+
+    @crossshard.shard(num_shards=8)
+    def step(x: Any) -> None:
+        opt.minimize(lambda: w[...] * x.mean(), var_list=[w])
+
+    for value in range(3):
+        global_step[...] = jnp.array(value)
+        step(np.ones(8, np.float32))
+    np.testing.assert_allclose(w[...], -1.11, rtol=1e-6)
+
+
+@of_each
+def test_where_it_cannot_be_followed_it_is_refused(name: str):
+    _, model, opt = made(name)
+    opt.build(model)
+    message = r"reads Variable float32\[\].*closes over.*inject_hyperparams"
+    with crossshard.shard_context(1), pytest.raises(crossshard.VariableError, match=message):
+        nnx.jit(train)(model, opt, X)
+    with pytest.raises(crossshard.VariableError, match=message):
+        crossshard.make_train_step(lambda p, x: (x * p).mean(), opt)
+
+
+def test_outside_of_any_trace_it_is_read_as_it_is():
+    rate, model, opt = made("sgd")
+    before = np.asarray(model.kernel[...])
+    rate[...] = jnp.array(0.0)
+    with crossshard.shard_context(1):
+        train(model, opt, X)
+    np.testing.assert_array_equal(model.kernel[...], before)
+
+
+def test_an_optimizer_that_closes_over_none_is_refused_nowhere():
+    for rule in (optax.sgd(0.1), optax.adam(optax.cosine_decay_schedule(0.1, 10)), optax.lamb(0.1)):
+        crossshard.make_train_step(lambda p, x: (x * p).mean(), CrossShardOptimizer(rule))
