@@ -352,3 +352,17 @@ def test_describe_names_it():
     assert opt.describe() == (
         "local gradient → preprocess (clip_by_global_norm) → mean over all shards → update"
     )
+
+
+def test_a_shard_without_weight_leaves_no_trace_in_its_state():
+    opt = CrossShardOptimizer(optax.sgd(0.1), preprocess=optax.trace(0.9))
+    loss = lambda w, batch: (w * batch["x"]).mean()
+    step = make_train_step(loss, opt, num_shards=2, weight=lambda b: b["mask"].sum())
+    state = step.init(np.float32(1.0))
+    padded = {"x": np.float32([1, 3, np.nan, np.nan]), "mask": np.float32([1, 1, 0, 0])}
+    state, _ = step(state, padded)
+    np.testing.assert_allclose(state.opt_state.preprocess.trace, [2.0, 0.0])
+    whole = {"x": np.float32([1, 3, 5, 7]), "mask": np.ones(4, np.float32)}
+    state, _ = step(state, whole)
+    # Momenta 0.9 · 2 + 2 and 6; their mean by weight is 4.9, after a step of 2 by the first alone.
+    np.testing.assert_allclose(state.params, 1 - 0.1 * 2 - 0.1 * 4.9, rtol=1e-6)
