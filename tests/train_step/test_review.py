@@ -198,7 +198,10 @@ def test_padding_does_not_enter_statistics():
 
 def test_a_weight_that_is_nan_shows():
     step = make_train_step(
-        lambda p, b: (p * b["x"]).mean(), optax.sgd(0.1), num_shards=4, weight="mask"
+        lambda p, b: (p * b["x"]).mean(),
+        optax.sgd(0.1),
+        num_shards=4,
+        weight=lambda b: b["mask"].sum(),
     )
     batch = {"x": np.ones(4, np.float32), "mask": np.array([1, np.nan, 1, 1], np.float32)}
     state, metrics = step(step.init(jnp.float32(1)), batch)

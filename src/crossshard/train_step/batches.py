@@ -1,5 +1,6 @@
 """Batches placed on the shards: split along axis 0, padded where weights allow it."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.scalars import is_number
+from crossshard.jaxprs.dependence import depends
 
 Weight = Callable[[Any], Any]
 
@@ -24,30 +26,55 @@ def check_weight(weight: Any) -> Weight | None:
     if weight is None or callable(weight):
         return weight
     if isinstance(weight, str):
-        return _SumOf(weight)
+        return SumOf(weight)
     raise ArgumentTypeError(
         f"weight must be the name of the batch's entry that counts examples or tokens, or a "
         f"function from a shard's batch to its weight; got {weight!r} ({type(weight).__name__})."
     )
 
 
-class _SumOf:
+@dataclasses.dataclass(frozen=True)
+class SumOf:
     """The sum of one entry of the batch, such as a mask."""
 
-    def __init__(self, key: str):
-        self._key = key
+    key: str
 
     def __call__(self, batch: Any) -> Any:
-        if not isinstance(batch, dict) or self._key not in batch:
+        if not isinstance(batch, dict) or self.key not in batch:
             known = list(batch) if isinstance(batch, dict) else type(batch).__name__
             raise ArgumentError(
-                f"weight={self._key!r} names an entry of the batch, which has {known}."
+                f"weight={self.key!r} names an entry of the batch, which has {known}."
             )
-        return jnp.sum(jnp.asarray(batch[self._key], jnp.float32))
+        return jnp.sum(jnp.asarray(batch[self.key], float))
+
+
+def check_weight_is_read(weight: Weight, batch: Any, loss: Callable[[Any], Any]) -> None:
+    """Raise if a loss does not read the entry of the batch that counts its rows.
+
+    Args:
+      weight: what a shard counts.
+      batch: a shard's part of the batch.
+      loss: the loss as a function of it.
+
+    Raises:
+      ArgumentError: it does not, so that rows that weigh nothing count in it.
+    """
+    if not isinstance(weight, SumOf):
+        return
+    key = weight.key
+    # For its error, where there is no such entry.
+    jax.eval_shape(weight, batch)
+    if not depends(lambda entry: loss({**batch, key: entry}), batch[key]):
+        raise ArgumentError(
+            f"weight={key!r} says that batch[{key!r}] counts rows, but the loss does not read it, "
+            f"so that rows of weight 0, as a batch is padded with, count in its mean. Write "
+            f"(loss_of_rows * batch[{key!r}]).sum() / batch[{key!r}].sum(). If the loss leaves "
+            f"such rows out by itself, say weight=lambda batch: batch[{key!r}].sum()."
+        )
 
 
 def weight_of(weight: Weight, batch: Any) -> jax.Array:
-    """float32[]: the weight of one shard's part of the batch.
+    """float[]: the weight of one shard's part of the batch, in JAX's default precision.
 
     Raises:
       ArgumentError: it is no scalar.
@@ -58,7 +85,7 @@ def weight_of(weight: Weight, batch: Any) -> jax.Array:
         raise ArgumentTypeError(
             f"A shard's weight is one number; weight gave {given!r:.40} ({type(given).__name__})."
         )
-    value = jnp.asarray(given, jnp.float32)
+    value = jnp.asarray(given, float)
     if value.shape != ():
         raise ArgumentError(
             f"A shard's weight is one number; weight gave an array of shape {value.shape}. Sum it."

@@ -23,7 +23,7 @@ from crossshard.shards.axes import Shards
 from crossshard.shards.context import shard_context
 from crossshard.shards.devices import torus_factors
 from crossshard.shards.partition import map_partitions
-from crossshard.train_step.batches import Weight, weight_of
+from crossshard.train_step.batches import Weight, check_weight_is_read, weight_of
 from crossshard.train_step.layout import StateLayout
 from crossshard.train_step.models import after_loss, check_not_written, combine
 from crossshard.train_step.state import TrainState
@@ -83,12 +83,17 @@ class StepFunction:
             )
             loss = gradients.beside["value"]
             metrics = {"loss": loss[None] if grouped else loss}
+            if gradients.weight is not None:
+                metrics["weight"] = gradients.weight[None] if grouped else gradients.weight
             if self.has_aux:
                 metrics["aux"] = jax.tree.map(lambda x: jnp.asarray(x)[None], aux)
             reduced = gradients.values, gradients.skip
             return layout.stored(own), metrics, reduced if is_global else None
 
-        metric_specs: dict[str, Any] = {"loss": each if grouped else PartitionSpec()}
+        of_group = each if grouped else PartitionSpec()
+        metric_specs: dict[str, Any] = {"loss": of_group}
+        if self.weight is not None:
+            metric_specs["weight"] = of_group
         if self.has_aux:
             metric_specs["aux"] = each
         whole = PartitionSpec()
@@ -123,7 +128,7 @@ class StepFunction:
             of_step = jax.random.fold_in(key, state.step)
             keys = (jax.random.fold_in(of_step, lax.axis_index(shards.axes)),)
 
-        def run(params: Any) -> tuple[Any, Any, Any, Any]:
+        def run(params: Any, batch: Any = batch) -> tuple[Any, Any, Any, Any]:
             model = combine(state.skeleton, params, state.model_state)
             loss, aux = split_loss(self.loss_fn(model, batch, *keys), self.has_aux)
             return loss, aux, *after_loss(state.skeleton, model, params, state.model_state)
@@ -135,6 +140,9 @@ class StepFunction:
             return loss, (after, aux)
 
         with shard_context(shards.number, axis_name=shards.axes):
+            if self.weight is not None:
+                of_batch = lambda batch: run(state.params, batch)[0]
+                check_weight_is_read(self.weight, batch, of_batch)
             (loss, (after, aux)), gradients = value_and_grad(loss_of, has_aux=True)(state.params)
         weight = None if self.weight is None else weight_of(self.weight, batch)
         if weight is not None:

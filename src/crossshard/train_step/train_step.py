@@ -168,7 +168,10 @@ class TrainStep:
 
         Returns:
           The next state, and the metrics: ``"loss"``, float[], reduced as the gradients are
-          (``[shards]`` under groups); ``"aux"``, if there is any, ``[shards, …]``, each shard's.
+          (``[shards]`` under groups); with ``weight``, ``"weight"``, float[], what all shards, or
+          those of the group, count together: where it is 0 nothing was learned, and parameters and
+          optimizer state are as they were; ``"aux"``, if there is any, ``[shards, …]``, each
+          shard's.
 
         Raises:
           ArgumentError, ArgumentTypeError: a batch that cannot be split; no state of this step.
