@@ -63,7 +63,7 @@ def _draw_updates(figure: Figure, results: Sequence[Result]) -> None:
         if floor is not None:
             axes.axvline(1000 * floor, color=_FLOOR, linewidth=1.3, linestyle=(0, (5, 3)))
             axes.annotate(
-                f" floor: {1000 * floor:.3g}",
+                f" lower bound: {1000 * floor:.3g}",
                 (1000 * floor, 1),
                 xycoords=("data", "axes fraction"),
                 va="bottom",
@@ -72,7 +72,7 @@ def _draw_updates(figure: Figure, results: Sequence[Result]) -> None:
             )
         axes.invert_yaxis()
         axes.set_xlim(0, 1.12 * max(spread.high for spread in spreads))
-        _frame(axes, result.title(), x="milliseconds a step: median and quartiles", y="")
+        _frame(axes, result.title(), x="milliseconds per step: median and quartiles", y="")
 
 
 def _draw_steps(figure: Figure, results: Sequence[Result]) -> None:

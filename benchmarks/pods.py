@@ -157,15 +157,15 @@ def main(out: Path = Path("docs/benchmarks/pods.md")) -> None:
     parameters = sum(leaf.size for leaf in jax.tree.leaves(PARAMS))
     lines = [
         "# TPU pods",
-        f"A whole step of {parameters:,} float32 parameters, compiled for slices of TPUs on a "
-        f"machine without any, and what its compiled program sends. The mesh is of one axis over "
-        f"all chips; ours splits it into rings by itself. The lower bound is 2(N−1)/N · P. Bytes "
-        f"are not seconds: nothing of this has run on a TPU.",
+        f"A training step with {parameters:,} float32 parameters, compiled for TPU slices on a "
+        f"machine without TPUs, and the bytes that each chip sends. The mesh has one axis over all "
+        f"chips; crossshard splits it into rings. The lower bound is 2(N−1)/N · P. These are bytes "
+        f"and not times: nothing here has run on a TPU.",
         "\n".join(
             "| " + " | ".join(row) + " |" for row in (_HEADS, ("---",) * 3 + ("---:",) * 3, *found)
         ),
         f"JAX {jax.__version__}, libtpu {version('libtpu')}, "
-        f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}. `make bench-pods` compiles it again.",
+        f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}. To repeat: `make bench-pods`.",
     ]
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text("\n\n".join(lines) + "\n", encoding="utf-8")

@@ -41,60 +41,57 @@ class Report:
 
 _HEADS: dict[Bench, tuple[str, str]] = {
     "update": (
-        "The update alone",
-        "AdamW in float32, every shard's gradients given: reduce them, update, and have the new "
+        "Reduction and update",
+        "AdamW in float32 with gradients that are given: reduce them, update, and get the new "
         "parameters on every shard.",
     ),
     "step": (
         "The whole step",
-        "Forward, backward, reduction and AdamW in float32, the batch over all shards being the "
-        "same for any number of them.",
+        "Forward pass, backward pass, reduction and AdamW in float32. The global batch is the same "
+        "for every number of shards.",
     ),
     "overhead": (
-        "The call",
-        "What calling our step costs beyond calling the compiled program within it, both waited "
-        "for, on problems that compute next to nothing.",
+        "Call overhead",
+        "What calling a step costs in Python, beyond calling its compiled program directly, on "
+        "steps that compute almost nothing. Both calls are waited for.",
     ),
     "import": (
-        "The import",
-        "What importing crossshard costs beyond importing JAX, Optax and Flax, which it needs.",
+        "Import time",
+        "The time that importing crossshard takes after JAX, Optax and Flax, which it depends on.",
     ),
 }
 
 _IN_TURN = """\
-In every round each candidate takes one step that is not timed and then the same few that are, \
-while all the others idle, one candidate after the other, waiting for each step. Ratios and \
-differences are taken within a round, so that what else the machine does meets all candidates \
-alike; given are their median over the rounds, their quartiles and the least of them, and, *of \
-minimums*, what the best round of each gives."""
+In each round every candidate in turn takes one step that is not timed and then a few that are, \
+each waited for, while the others are idle. Ratios and differences are taken within a round, so \
+that other load on the machine affects all candidates alike. The tables show the median, the \
+quartiles and the minimum over the rounds, and the ratio or difference of the two minima."""
 
 _METHODS: dict[Bench, str] = {
     "update": f"""\
 {_IN_TURN}
 
-Our candidates in JAX run in one process and donate parameters and state; those of PyTorch and \
-TensorFlow run in processes of their own, which sleep when it is not their turn. PyTorch's \
-gradients lie in buckets of 25 MiB that are reduced without a copy, its AdamW is the fused one. \
-TensorFlow's MirroredStrategy reduces to one device, its fastest way on CPUs, and updates with the \
-fused Adam of `tf.compat.v1`; once without weight decay, which is less work than all others do. \
-*Differs by*: how far a parameter is at most from ours, sharded, after the same first steps, the \
-last number of every matrix being compared.
+The JAX candidates share one process and donate parameters and state. PyTorch and TensorFlow run \
+in processes of their own, which sleep between turns. PyTorch's gradients lie in buckets of 25 MiB \
+that are reduced without a copy, and its AdamW is the fused one. TensorFlow's MirroredStrategy \
+reduces to one device, its fastest way on CPUs, and updates with the fused Adam of `tf.compat.v1`; \
+once without weight decay, which is less work. *Differs by*: the largest difference from "ours, \
+sharded" after the same steps, over the last element of every matrix.
 
-The floor: with P parameters on N shards, every shard's gradients are read (N·P), parameters and \
-two moments are read once (3·P), the moments are written once (2·P) and the new parameters into \
-every shard's copy (N·P). That is (2·N + 5)·P·4 bytes, over the bandwidth of the best of some \
-large copies on all cores before and after the rounds, bytes read and written both counted.""",
+The lower bound: with P parameters on N shards, every shard's gradients are read (N·P), parameters \
+and two moments are read once (3·P), the moments are written once (2·P) and the new parameters \
+into every shard's copy (N·P). That is (2·N + 5)·P·4 bytes, divided by the measured memory \
+bandwidth: the best of several large copies on all cores, reads and writes both counted.""",
     "step": f"""\
 {_IN_TURN}
 
 The MLPs have four layers of one width; the transformer is that of `examples/byte_lm` with its \
-default sizes. Both candidates run in one process and donate parameters and state.""",
+default sizes. All candidates run in one process and donate parameters and state.""",
     "overhead": _IN_TURN,
     "import": """\
-In every round a fresh interpreter imports what is needed, and then crossshard: the difference is \
-the time of that alone. All modules are compiled to bytecode and in the system's cache. Given are \
-medians over the rounds, quartiles and the least, and, *of minimums*, the least until the end of \
-both less the least without ours.""",
+Each round starts a new interpreter, imports the dependencies and then crossshard, and times both. \
+Bytecode and file caches are warm. The table shows the median, the quartiles and the minimum over \
+the rounds; the last column is the difference of the two minima.""",
 }
 
 
@@ -140,7 +137,7 @@ def _page(report: Report, plot: str, times: str) -> str:
     paragraphs = [f"# {title}", what]
     if report.quick:
         paragraphs.append("**Run with `--quick`: sizes that only show that it runs.**")
-    paragraphs.append(f"![The same as a plot]({plot})")
+    paragraphs.append(f"![Plot of the tables below]({plot})")
     for table in report.tables():
         paragraphs += [f"## {table.title}", _markdown(table)]
     paragraphs += [f"- {note}" for note in report.notes]
@@ -149,8 +146,8 @@ def _page(report: Report, plot: str, times: str) -> str:
     paragraphs.append(
         f"{machine.cpu}, {machine.cores} cores, {machine.memory_gib:g} GiB, {machine.system}; load "
         f"{machine.load:g} before it began; {machine.date}. {versions}. {report.rounds} rounds; "
-        f"each round's times are in [{times}]({times}). `python -m benchmarks {report.bench}` "
-        f"measures it again."
+        f"each round's times are in [{times}]({times}). To repeat: "
+        f"`python -m benchmarks {report.bench}`."
     )
     return "\n\n".join(paragraphs) + "\n"
 

@@ -43,7 +43,7 @@ def make_tables(bench: Bench, results: Sequence[Result]) -> list[Table]:
     if bench == "step":
         return [_of_steps(results)]
     if bench == "overhead":
-        return [_of_differences("Microseconds a call", results, CALLED, BARE, 1e6)]
+        return [_of_differences("Microseconds per call", results, CALLED, BARE, 1e6)]
     return [_of_differences("Milliseconds until imported", results, WITH, WITHOUT, 1e3)]
 
 
@@ -67,18 +67,19 @@ def _of_update(result: Result) -> Table:
             ]
         )
     return Table(
-        f"{result.title()}: floor {_number(1000 * floor)} ms at {result.bandwidth / 1e9:.1f} GB/s",
+        f"{result.title()}: lower bound {_number(1000 * floor)} ms "
+        f"at {result.bandwidth / 1e9:.1f} GB/s",
         [
             "candidate",
-            "ms a step",
+            "ms per step",
             "quartiles",
             "minimum",
-            "× floor",
-            "minimum × floor",
+            "÷ lower bound",
+            "minimum ÷ lower bound",
             "ours ÷ this",
             "quartiles",
-            "least",
-            "of minimums",
+            "minimum",
+            "ratio of the minima",
             "differs by",
         ],
         rows,
@@ -95,9 +96,9 @@ def _of_steps(results: Sequence[Result]) -> Table:
             median, quartiles, _ = _ratio(timing.ratio(name, HAND_WRITTEN))
             row += [median, quartiles, f"{timing.ratio_of_minimums(name, HAND_WRITTEN):.2f}"]
         rows.append(row)
-    spread = ["quartiles", "of minimums"]
+    spread = ["quartiles", "ratio of the minima"]
     return Table(
-        "A step of ours over one written by hand",
+        "Time of a step, relative to one written by hand",
         [
             "problem",
             "parameters",
@@ -130,13 +131,13 @@ def _of_differences(
     return Table(
         title,
         [
-            "of what",
+            "problem",
             bare,
             ours,
             "difference",
             "quartiles",
-            "least",
-            "of minimums",
+            "minimum",
+            "difference of the minima",
         ],
         rows,
     )

@@ -1,22 +1,59 @@
-"""What the documentation shows is run: the docstrings' examples, and the README's."""
+"""What the documentation says is checked: its code runs, and its links, commands and lists hold."""
 
+import ast
 import doctest
 import importlib
 import pkgutil
 import re
+import struct
 import textwrap
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import crossshard
+from crossshard import errors
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+GUIDE = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [
+    README,
+    CONTRIBUTING,
+    ROOT / "CHANGELOG.md",
+    *(ROOT / ".github").rglob("*.md"),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
+    *sorted((ROOT / "tests").rglob("*.md")),
+]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 MODULES = [
     module.name
     for module in pkgutil.walk_packages(crossshard.__path__, "crossshard.")
     if not module.name.endswith("__main__")
 ]
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The code of a page, each block on the lines that it has there."""
+    text = page.read_text()
+    found = re.finditer(rf"^( *)```{language}\n(.*?)^\1```", text, re.DOTALL | re.MULTILINE)
+    above = lambda match: "\n" * (text[: match.start()].count("\n") + 1)
+    return [above(match) + textwrap.dedent(match[2]) for match in found]
+
+
+def run(page: Path, code: str, names: dict[str, Any]) -> None:
+    exec(compile(code, name_of(page), "exec"), names)
+
+
+# Code.
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -25,18 +62,134 @@ def test_examples_in_docstrings(name: str):
     assert failed == 0
 
 
-def blocks(language: str) -> list[str]:
-    found = re.findall(rf"^( *)```{language}\n(.*?)^\1```", README, re.DOTALL | re.MULTILINE)
-    return [textwrap.dedent(text) for _, text in found]
+@pytest.mark.parametrize("code", blocks(README, "python"), ids=lambda code: code.split("\n# ")[0])
+def test_each_example_of_the_readme_runs_alone(code: str):
+    run(README, code, {"__name__": "readme"})
 
 
-@pytest.mark.parametrize("code", blocks("python"), ids=lambda code: code.split("\n", 1)[0][2:])
-def test_examples_in_the_readme(code: str):
-    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+def test_the_readme_needs_only_what_pip_installs_with_crossshard():
+    needed = {re.split(r"\W", line)[0] for line in PROJECT["project"]["dependencies"]}
+    imported = {
+        (each.name if isinstance(node, ast.Import) else node.module or "").split(".")[0]
+        for code in blocks(README, "python")
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for each in node.names
+    }
+    assert {"crossshard", "jax"} <= imported
+    assert imported <= {"crossshard", *needed}
 
 
-def test_the_readme_shows_both_idioms_and_both_commands():
-    assert len(blocks("python")) >= 2
-    first_screen = "\n".join(README.splitlines()[:40])
-    assert "make demo" in first_screen
-    assert "make test" in first_screen
+@pytest.mark.parametrize("page", [*GUIDE, CONTRIBUTING], ids=name_of)
+def test_a_page_runs_from_top_to_bottom_and_prints_what_it_shows(
+    page: Path, capsys: pytest.CaptureFixture[str]
+):
+    names: dict[str, Any] = {"__name__": "page"}
+    for code in blocks(page, "python"):
+        run(page, code, names)
+    printed = " ".join(capsys.readouterr().out.split())
+    for shown in blocks(page, "text"):
+        parts = (re.escape(" ".join(part.split())) for part in shown.split("…"))
+        assert re.search(".*".join(parts), printed), shown
+
+
+# What a reader follows.
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as code hosts make them."""
+    headings = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path):
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(#[^)\s]+)?\)", page.read_text()):
+        if "://" in target:
+            continue
+        there = page.parent / target if target else page
+        assert there.exists(), target
+        if anchor:
+            assert anchor[1:] in anchors(there), target + anchor
+
+
+def test_the_readme_leads_to_every_page():
+    text = README.read_text()
+    for page in [*GUIDE, CONTRIBUTING, ROOT / "CHANGELOG.md", ROOT / "examples" / "README.md"]:
+        assert f"]({name_of(page)})" in text or f"]({name_of(page.parent)})" in text
+
+
+# The changelog names what is gone.
+NOW = [page for page in PAGES if page.name != "CHANGELOG.md"]
+
+
+@pytest.mark.parametrize("page", NOW, ids=name_of)
+def test_commands_exist(page: Path):
+    text = page.read_text()
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)) <= targets
+    for module in re.findall(r"python -m ((?:benchmarks|examples|crossshard)[\w.]*)", text):
+        path = ROOT / ("src" if module.startswith("crossshard") else "") / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+    for script in re.findall(r"python ((?:tools|examples|benchmarks)/\S+\.py)", text):
+        assert (ROOT / script).exists(), script
+    extras = re.findall(r"crossshard\[([\w,]+)\]", text)
+    assert {e for each in extras for e in each.split(",")} <= set(
+        PROJECT["project"]["optional-dependencies"]
+    )
+
+
+@pytest.mark.parametrize("page", NOW, ids=name_of)
+def test_names_exist(page: Path):
+    for name in re.findall(r"\bcrossshard\.(\w+)", page.read_text()):
+        assert hasattr(crossshard, name) or f"crossshard.{name}" in MODULES, name
+
+
+def test_the_first_screen_shows_what_it_is_how_it_is_installed_and_what_it_looks_like():
+    screen = "\n".join(README.read_text().splitlines()[:40])
+    for part in ("pip install crossshard", "make demo", "make test", "```python", "!["):
+        assert part in screen
+    first = blocks(README, "python")[0].split("\n\n")[-1]
+    assert len(first.strip().splitlines()) <= 6
+
+
+# Lists and copies.
+
+
+def test_every_error_has_its_row():
+    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(set(errors.__all__) - {"CrossshardError"})
+
+
+def test_the_floor_plan_is_the_one_that_is_enforced():
+    (contract,) = PROJECT["tool"]["importlinter"]["contracts"]
+    floors = [re.split(r" \| ", floor) for floor in contract["layers"]]
+    (section,) = re.findall(r"^## The floor plan\n(.*?)^## ", CONTRIBUTING.read_text(), re.M | re.S)
+    rows = re.findall(r"^\| (`[^|]+) \|", section, re.MULTILINE)
+    assert [re.findall(r"`(\w+)`", row) for row in rows] == floors
+
+
+def test_the_stage_that_contributing_shows_is_the_one_that_is_tested():
+    source = (ROOT / "examples" / "gradient_noise.py").read_text()
+    assert source in [code.lstrip("\n") for code in blocks(CONTRIBUTING, "python")]
+
+
+def test_the_picture_shows_what_was_recorded():
+    from benchmarks.picture import PICTURE, figures
+
+    text = figures().in_words()
+    assert f"![{text}]({name_of(PICTURE)})" in README.read_text()
+    assert description_of(PICTURE) == text
+
+
+def description_of(png: Path) -> str:
+    """What a PNG file says of itself."""
+    data, place = png.read_bytes(), 8
+    while place < len(data):
+        (length,), kind = struct.unpack(">I", data[place : place + 4]), data[place + 4 : place + 8]
+        body = data[place + 8 : place + 8 + length]
+        if kind == b"tEXt" and body.startswith(b"Description\0"):
+            return body.split(b"\0", 1)[1].decode("latin-1")
+        place += 12 + length
+    raise AssertionError(f"{png} has no description")

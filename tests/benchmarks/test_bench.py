@@ -40,7 +40,7 @@ def test_a_bench_leaves_a_page_a_plot_and_its_times(
     assert main([*words, "--peers", str(tmp_path)]) == 0
     page = (out / f"{bench}.md").read_text(encoding="utf-8")
     assert "Run with `--quick`" in page
-    assert f"![The same as a plot]({bench}.png)" in page
+    assert f"![Plot of the tables below]({bench}.png)" in page
     assert f"JAX {jax.__version__}" in page or jax.__version__ in page
     assert (out / f"{bench}.png").read_bytes().startswith(PNG)
     times = json.loads((out / f"{bench}.json").read_text(encoding="utf-8"))
@@ -127,16 +127,16 @@ def _result(seconds: dict[str, list[float]], **more: Any) -> Result:
 def test_the_update_is_compared_with_each_candidate_and_with_the_floor():
     seconds = {OURS_SHARDED: [0.010, 0.020, 0.030], "theirs": [0.050, 0.040, 0.060]}
     (table,) = make_tables("update", [_result(seconds, floor_bytes=10**7, bandwidth=2e9)])
-    assert "floor 5.00 ms at 2.0 GB/s" in table.title
+    assert "lower bound 5.00 ms at 2.0 GB/s" in table.title
     ours_, theirs = (dict(zip(table.columns, row, strict=True)) for row in table.rows)
-    assert (ours_["ms a step"], ours_["× floor"], ours_["minimum × floor"]) == (
+    assert (ours_["ms per step"], ours_["÷ lower bound"], ours_["minimum ÷ lower bound"]) == (
         "20.0",
         "4.0",
         "2.0",
     )
-    assert (theirs["ms a step"], theirs["× floor"]) == ("50.0", "10.0")
+    assert (theirs["ms per step"], theirs["÷ lower bound"]) == ("50.0", "10.0")
     # Round by round 1/5, 1/2, 1/2; of the best rounds 10/40.
-    assert (theirs["ours ÷ this"], theirs["least"], theirs["of minimums"]) == (
+    assert (theirs["ours ÷ this"], theirs["minimum"], theirs["ratio of the minima"]) == (
         "0.50",
         "0.20",
         "0.25",
@@ -162,7 +162,12 @@ def test_what_ours_costs_beyond_is_ours_less_the_other(
     seconds = {more: [30 * unit, 50 * unit], less: [20 * unit, 30 * unit]}
     (table,) = make_tables(bench, [_result(seconds)])
     row = dict(zip(table.columns, table.rows[0], strict=True))
-    assert (row[less], row[more], row["difference"], row["of minimums"]) == ("25", "40", "15", "10")
+    assert (row[less], row[more], row["difference"], row["difference of the minima"]) == (
+        "25",
+        "40",
+        "15",
+        "10",
+    )
 
 
 def test_a_peer_that_ends_is_named_with_its_last_words():

@@ -23,8 +23,8 @@ class Placement:
         group's array.
       other_axes: how it is split over mesh axes that do not count shards, one entry a dimension.
 
-    >>> Placement(per_shard=True).spec(("shards",))
-    PartitionSpec(('shards',),)
+    >>> Placement(per_shard=True).stored_shape((3,), number_of_shards=8)
+    (8, 3)
     """
 
     partition: Partition | None = None
