@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import optax
 
-from crossshard.errors import ArgumentError, WeightUpdateError
+from crossshard.errors import ArgumentError, CrossshardError, WeightUpdateError
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.jaxprs.elementwise import why_not_elementwise
 from crossshard.pipeline.arrays import WholeArrays
@@ -165,9 +165,16 @@ def _check_state_stays(
     value = jax.ShapeDtypeStruct((), "float32")
     try:
         _, after = jax.eval_shape(functools.partial(_update, inner), params, state, params, value)
-    except TypeError as error:
+    except CrossshardError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         if "required keyword-only argument" not in str(error):
-            raise
+            raise ArgumentError(
+                f"The optimizer cannot update these parameters: {type(error).__name__}, "
+                f"{str(error).splitlines()[0]}. One that takes parameters of a form of its own, as "
+                f"optax.lookahead does, is for the Optax idiom: init and update, in a loop of your "
+                f"own."
+            ) from error
         raise ArgumentError(
             f"The optimizer asks for more than gradients and the loss, which is all that a step "
             f"has: {str(error).splitlines()[0]}. Optimizers with a line search ask for the loss "

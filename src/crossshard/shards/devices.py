@@ -96,12 +96,22 @@ def mesh_for(num_shards: int, mesh: Any) -> jax.sharding.Mesh:
         return shard_mesh(num_shards)
     if not isinstance(mesh, jax.sharding.Mesh):
         raise ArgumentTypeError(f"mesh must be a jax.sharding.Mesh; got {type(mesh).__name__}.")
-    if num_shards not in (1, mesh.size):
+    if num_shards != 1:
+        check_number_of_devices(num_shards, mesh)
+    warn_of_deadlock(mesh)
+    return mesh
+
+
+def check_number_of_devices(num_shards: int, mesh: jax.sharding.Mesh) -> None:
+    """Raise unless the mesh has as many devices as there are to be shards.
+
+    Raises:
+      ArgumentError: it has not.
+    """
+    if num_shards != mesh.size:
         raise ArgumentError(
             f"num_shards is {num_shards} and the mesh has {mesh.size} devices; give one of them."
         )
-    warn_of_deadlock(mesh)
-    return mesh
 
 
 def torus_factors(mesh: jax.sharding.Mesh) -> tuple[int, ...]:

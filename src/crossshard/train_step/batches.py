@@ -160,12 +160,13 @@ class BatchPlacer:
     def _check_padding(self, paths: list[Any], parts: int, tree: Any) -> None:
         path, leaf = next((path, leaf) for path, leaf in paths if leaf.shape[0] % parts)
         if self._weight is None:
+            rows, rest = leaf.shape[0], leaf.shape[0] % parts
+            fewer = f"{rows - rest} or " if rows > parts else ""
             raise ArgumentError(
-                f"batch{jax.tree_util.keystr(path)} has {leaf.shape[0]} rows, which do not divide "
-                f"evenly over {parts} shards: {leaf.shape[0] % parts} are left over. Give "
-                f"{leaf.shape[0] - leaf.shape[0] % parts} or "
-                f"{leaf.shape[0] + -leaf.shape[0] % parts}, or say weight=, the batch's entry that "
-                f"counts examples: then the rest is padded with zeros, which weigh nothing."
+                f"batch{jax.tree_util.keystr(path)} has {rows} rows, which do not divide evenly "
+                f"over {parts} shards: {rest} are left over. Give {fewer}{rows - rest + parts}, or "
+                f"say weight=, the batch's entry that counts examples: then the rest is padded "
+                f"with zeros, which weigh nothing."
             )
         rows = {leaf.shape[0] for _, leaf in paths}
         if len(rows) > 1:
@@ -190,6 +191,12 @@ class BatchPlacer:
 
 def _check_rows(path: Any, leaf: Any) -> None:
     where = f"batch{jax.tree_util.keystr(path)}"
+    if is_number(leaf) and not np.shape(leaf):
+        raise ArgumentError(
+            f"{where} is a scalar, which has no rows to split over the shards. Give one value per "
+            f"row, as np.full(rows, value), and let the loss take the first. A loss that closed "
+            f"over a number would keep the one that it had when it was compiled."
+        )
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
         raise ArgumentTypeError(
             f"{where} must be an array; got {leaf!r:.60} ({type(leaf).__name__})."
@@ -197,11 +204,8 @@ def _check_rows(path: Any, leaf: Any) -> None:
     kind = getattr(leaf.dtype, "kind", "")
     if kind in "OSUMm" and kind:
         raise ArgumentTypeError(f"{where} is an array of {leaf.dtype}, which JAX cannot hold.")
-    if not leaf.shape:
-        raise ArgumentError(
-            f"{where} is a scalar, which has no rows to split over the shards. Give one value per "
-            f"row, or let the loss close over it."
-        )
+    if not leaf.shape[0]:
+        raise ArgumentError(f"{where} has 0 rows, which have no mean. Leave such a batch out.")
 
 
 def _padding(leaf: Any, rows: int) -> Any:

@@ -209,10 +209,13 @@ def check_key(rng: Any) -> tuple[Any, jax.Array]:
     """What kind of key it is, and its data, of a key or a seed.
 
     Raises:
+      ArgumentError: the seed is too large.
       ArgumentTypeError: it is neither.
     """
     dtype = getattr(rng, "dtype", None)
     if isinstance(rng, int | np.integer) and not isinstance(rng, bool):
+        if not -(1 << 63) <= rng < 1 << 63:
+            raise ArgumentError(f"rng is a seed of at most 64 bits, with its sign; got {rng}.")
         rng = jax.random.key(rng)
     elif dtype == jnp.uint32 and rng.ndim == 1:  # as jax.random.PRNGKey makes them
         rng = jax.random.wrap_key_data(jnp.asarray(rng))

@@ -179,5 +179,6 @@ def _check_aux(aux: Any) -> None:
         if not is_number(leaf):
             raise ArgumentTypeError(
                 f"aux{jax.tree_util.keystr(path)} is {leaf!r:.40} ({type(leaf).__name__}); what a "
-                f"step returns are arrays and numbers."
+                f"step returns are arrays and numbers. What never changes is known outside: leave "
+                f"it out of aux."
             )

@@ -1,8 +1,9 @@
 """make_train_step: from a loss and an optimizer to the compiled step of all shards."""
 
 import dataclasses
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.plan import WeightUpdate, check_weight_update, plan_update
 from crossshard.pipeline.weigh import Weigh
 from crossshard.shards.context import check_num_shards
-from crossshard.shards.devices import mesh_for
+from crossshard.shards.devices import check_number_of_devices, mesh_for
 from crossshard.shards.partition import ANY, TPU
 from crossshard.train_step.batches import BatchPlacer, check_weight
 from crossshard.train_step.description import describe
@@ -54,7 +55,8 @@ def make_train_step(
       loss_fn: ``loss_fn(params, batch)``, or ``loss_fn(params, batch, rng)``, the mean loss of one
         shard's part of the batch, float[]. ``params`` is what ``init`` was given: a pytree, an
         Equinox module, or an NNX module, which it may write to. ``rng`` is a key of this step and
-        shard.
+        shard; it is given, too, where it may be left out (``rng=None``, or a name that ends in
+        ``rng`` or ``key``).
       optimizer: an Optax transformation, whose gradients are averaged over the shards; or a
         CrossShardOptimizer, which says how they are reduced and in which groups.
       mesh: the mesh to run on, every axis of which counts shards; one over ``num_shards`` devices
@@ -90,12 +92,11 @@ def make_train_step(
     if not isinstance(optimizer, CrossShardOptimizer):
         optimizer = CrossShardOptimizer(optimizer)
     refuse_variables_behind(optimizer)
-    if num_shards is None:
-        num_shards = len(jax.devices()) if mesh is None else 1
-    where = _jax.with_automatic_axes(mesh_for(check_num_shards(num_shards), mesh))
+    where = _jax.with_automatic_axes(_mesh_for(num_shards, mesh))
+    loss_fn, takes_rng = _with_rng(loss_fn)
     function = StepFunction(
         loss_fn,
-        _takes_rng(loss_fn),
+        takes_rng,
         has_aux,
         check_weight(weight),
         _check_pipeline(pipeline_of(optimizer), where, weight),
@@ -105,6 +106,20 @@ def make_train_step(
     if wanted is WeightUpdate.AUTO and optimizer.weight_update is WeightUpdate.SHARDED:
         wanted = WeightUpdate.SHARDED
     return TrainStep(function, where, wanted)
+
+
+def _mesh_for(num_shards: int | None, mesh: Mesh | None) -> Mesh:
+    """The mesh of so many shards, if their number is given.
+
+    Raises:
+      ArgumentError: the mesh has another number of devices; there are fewer devices.
+      ArgumentTypeError: not a mesh, or not a number.
+    """
+    if num_shards is None:
+        return mesh_for(len(jax.devices()) if mesh is None else 1, mesh)
+    found = mesh_for(check_num_shards(num_shards), mesh)
+    check_number_of_devices(num_shards, found)
+    return found
 
 
 def _check_pipeline(pipeline: Pipeline, mesh: Mesh, weight: Any) -> Pipeline:
@@ -144,6 +159,14 @@ class TrainStep:
     local gradient → mean over all shards → update on every shard
     """
 
+    def __repr__(self) -> str:
+        loss = getattr(
+            self._function.loss_fn, "__qualname__", type(self._function.loss_fn).__name__
+        )
+        axes = ", ".join(f"{name}: {size}" for name, size in self._mesh.shape.items())
+        strategy = None if self._latest is None else self._latest[0].plan.strategy
+        return f"TrainStep({loss} on {axes}; {self._function.pipeline.describe(strategy)})"
+
     def __init__(self, function: StepFunction, mesh: Mesh, weight_update: WeightUpdate):
         self._function = function
         self._mesh = mesh
@@ -152,6 +175,7 @@ class TrainStep:
         self._layouts: dict[Any, StateLayout] = {}
         self._latest: tuple[StateLayout, TrainState] | None = None
         self._compiled = jax.jit(self._run, donate_argnums=0)
+        self._traced = jax.jit(self._run)
 
     @property
     def mesh(self) -> Mesh:
@@ -177,11 +201,13 @@ class TrainStep:
           ArgumentError, ArgumentTypeError: a batch that cannot be split; no state of this step.
         """
         _check_state(state)
+        # Under jax.grad the backward pass needs the buffers of the state once more.
+        run = self._compiled if _jax.at_top_level() else self._traced
         if _jax.another_mesh_is_set(self._mesh):
             with _jax.in_place_of_the_users_mesh(self._mesh):
-                return self._explained(self._compiled, state, self._place(batch))
+                return self._explained(run, state, self._place(batch))
         # Without a context, which would cost a microsecond at every step.
-        return self._explained(self._compiled, state, self._place(batch))
+        return self._explained(run, state, self._place(batch))
 
     def _explained(self, compiled: Callable[..., Any], state: Any, batch: Any) -> Any:
         try:
@@ -355,11 +381,53 @@ def _of_one(params: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
 
 
-def _takes_rng(loss_fn: Callable[..., Any]) -> bool:
+def _with_rng(loss_fn: Callable[..., Any]) -> tuple[Callable[..., Any], bool]:
+    """The loss as a function of parameters, batch and, if it takes one, a key; and whether it does.
+
+    Raises:
+      ArgumentTypeError: it takes something else.
+    """
     try:
-        parameters = inspect.signature(loss_fn).parameters.values()
+        parameters = inspect.signature(loss_fn).parameters
     except ValueError:
-        return False
+        return loss_fn, False
+    if _needs_rng(parameters.values()):
+        return loss_fn, True
+    given = loss_fn.keywords if isinstance(loss_fn, functools.partial) else {}
+    # A key that may be left out is wanted all the same: without it, dropout would be off.
+    optional = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is None
+        and name not in given
+        and name.split("_")[-1].removesuffix("s") in _KEYS
+    ]
+    if not optional:
+        return loss_fn, False
+    (name, *others) = optional
+    if others or name.endswith("s") or parameters[name].kind is inspect.Parameter.POSITIONAL_ONLY:
+        raise ArgumentTypeError(
+            f"loss_fn may be given {optional}, and a step has one key for each call. Write "
+            f"loss_fn(params, batch, rng), and make of rng what is needed inside."
+        )
+
+    @functools.wraps(loss_fn)
+    def with_rng(params: Any, batch: Any, rng: jax.Array) -> Any:
+        return loss_fn(params, batch, **{name: rng})
+
+    return with_rng, True
+
+
+# The last word of the name of a parameter that takes a key.
+_KEYS = ("key", "prng", "rng")
+
+
+def _needs_rng(parameters: Iterable[inspect.Parameter]) -> bool:
+    """Whether a loss has three parameters that must be given, rather than two.
+
+    Raises:
+      ArgumentTypeError: it has neither.
+    """
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     needed = [p for p in parameters if p.default is p.empty]
     takes = [p for p in needed if p.kind in positional]

@@ -1,0 +1,183 @@
+"""What strangers tried with make_train_step that was silently wrong, or failed without a word."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+
+from crossshard import ArgumentError, ArgumentTypeError, CrossShardOptimizer, make_train_step
+
+RNG = np.random.default_rng(0)
+W = RNG.normal(size=(5, 3)).astype(np.float32)
+X = RNG.normal(size=(8, 5)).astype(np.float32)
+
+
+def loss_fn(w: Any, batch: Any) -> jax.Array:
+    return (jnp.tanh(batch @ w) ** 2).mean()
+
+
+# The key of a loss that may be left out.
+
+
+def noisy(w: Any, batch: Any, rng: Any) -> jax.Array:
+    noise = 0.0 if rng is None else jax.random.normal(rng, ())
+    return (batch @ w).mean() + noise
+
+
+def _by_position(w: Any, batch: Any, rng: Any = None) -> jax.Array:
+    return noisy(w, batch, rng)
+
+
+def _by_keyword(w: Any, batch: Any, *, dropout_rng: Any = None) -> jax.Array:
+    return noisy(w, batch, dropout_rng)
+
+
+def _after_a_setting(w: Any, batch: Any, train: bool = True, key: Any = None) -> jax.Array:
+    return noisy(w, batch, key if train else None)
+
+
+def loss_of(loss: Any) -> float:
+    step = make_train_step(loss, optax.sgd(0.1), num_shards=2)
+    return float(step(step.init(W, 7), X)[1]["loss"])
+
+
+@pytest.mark.parametrize("loss", [_by_position, _by_keyword, _after_a_setting])
+def test_a_key_that_may_be_left_out_is_given(loss: Any):
+    assert loss_of(loss) == loss_of(noisy) != loss_of(lambda w, batch: noisy(w, batch, None))
+
+
+def test_a_key_that_was_bound_is_left_alone():
+    for bound in (functools.partial(_by_position, rng=None), lambda w, batch: (batch @ w).mean()):
+        np.testing.assert_allclose(loss_of(bound), (X @ W).mean(), rtol=1e-5)
+
+
+def test_a_setting_is_not_taken_for_a_key():
+    def loss(w: Any, batch: Any, mask: Any = None, entry_key: str = "x") -> jax.Array:
+        assert mask is None
+        assert entry_key == "x"
+        return (batch @ w).mean()
+
+    np.testing.assert_allclose(loss_of(loss), (X @ W).mean(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [lambda w, b, rngs=None: w.sum(), lambda w, b, key=None, rng=None: w.sum()],
+    ids=["several in one", "two"],
+)
+def test_several_keys_are_refused(loss: Any):
+    with pytest.raises(ArgumentTypeError, match=r"one key.*loss_fn\(params, batch, rng\)"):
+        make_train_step(loss, optax.sgd(0.1))
+
+
+# Numbers.
+
+
+@pytest.mark.parametrize("number", [1, 4])
+def test_another_number_of_shards_than_the_mesh_has(number: int):
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    with pytest.raises(ArgumentError, match=f"num_shards is {number} and the mesh has 8 devices"):
+        make_train_step(loss_fn, optax.sgd(0.1), num_shards=number, mesh=mesh)
+    assert make_train_step(loss_fn, optax.sgd(0.1), num_shards=8, mesh=mesh).mesh.size == 8
+
+
+@pytest.mark.parametrize("seed", [2**70, -(2**70), 2**63])
+def test_a_seed_that_is_too_large(seed: int):
+    step = make_train_step(loss_fn, optax.sgd(0.1), num_shards=2)
+    with pytest.raises(ArgumentError, match=f"64 bits.*{seed}"):
+        step.init(W, seed)
+
+
+@pytest.mark.parametrize(("rows", "advice"), [(3, "Give 8,"), (11, "Give 8 or 16,")])
+def test_the_numbers_of_rows_that_are_advised_have_rows(rows: int, advice: str):
+    step = make_train_step(loss_fn, optax.sgd(0.1), num_shards=8)
+    with pytest.raises(ArgumentError, match=advice):
+        step(step.init(W), np.ones((rows, 5), np.float32))
+
+
+def test_a_batch_without_rows():
+    step = make_train_step(loss_fn, optax.sgd(0.1), num_shards=8)
+    with pytest.raises(ArgumentError, match="has 0 rows"):
+        step(step.init(W), np.ones((0, 5), np.float32))
+
+
+@pytest.mark.parametrize("scalar", [0.5, 3, np.float32(0.5), jnp.float32(0.5)])
+def test_a_scalar_in_the_batch_goes_along_with_every_row(scalar: Any):
+    loss = lambda w, batch: loss_fn(w, batch["x"]) * batch["rate"][0]
+    step = make_train_step(loss, optax.sgd(0.1), num_shards=8)
+    state = step.init(W)
+    with pytest.raises(
+        ArgumentError, match=r"batch\['rate'\] is a scalar.*np\.full\(rows, value\)"
+    ):
+        step(state, {"x": X, "rate": scalar})
+    for value in (1.0, 2.0, 3.0):
+        expected = loss_fn(state.params, X) * value
+        state, metrics = step(state, {"x": X, "rate": np.full(8, value, np.float32)})
+        np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+
+
+# What a step is, and what can be done with it.
+
+
+def test_repr_says_what_it_is():
+    opt = CrossShardOptimizer(optax.sgd(0.1), "sum")
+    step = make_train_step(loss_fn, opt, num_shards=8)
+    assert repr(step) == (
+        "TrainStep(loss_fn on shards: 8; local gradient → sum over all shards → update)"
+    )
+    step.init(W)
+    assert "→ update on every shard)" in repr(step)
+
+
+def _descend(w: Any, x: Any, steps: int = 2) -> jax.Array:
+    for _ in range(steps):
+        w = w - 0.1 * jax.grad(loss_fn)(w, x)
+    return loss_fn(w, x)
+
+
+@pytest.mark.parametrize("opt", [optax.sgd(0.1), optax.sgd(0.1, momentum=0.0)])
+@pytest.mark.parametrize("outer", [lambda f: f, jax.jit], ids=["grad", "jit(grad)"])
+def test_a_step_can_be_differentiated(outer: Any, opt: Any):
+    step = make_train_step(loss_fn, opt, num_shards=8)
+    start = step.init(W)
+
+    def through(w: Any, scale: Any) -> jax.Array:
+        state = dataclasses.replace(start, params=w)
+        for _ in range(3):
+            state, metrics = step(state, scale * X)
+        return metrics["loss"]
+
+    got = outer(jax.grad(through, argnums=(0, 1)))(W, 1.0)
+    expected = jax.grad(lambda w, scale: _descend(w, scale * X), argnums=(0, 1))(W, 1.0)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, expected)
+
+
+def test_a_batch_can_be_differentiated_from_a_state_that_lies_there():
+    step = make_train_step(loss_fn, optax.adam(0.1), num_shards=8)
+    start = step.init(W)
+    got = jax.grad(lambda scale: step(start, scale * X)[1]["loss"])(1.0)
+    np.testing.assert_allclose(got, jax.grad(lambda s: loss_fn(W, s * X))(1.0), rtol=1e-5)
+    # It was not used up: a step outside of grad takes it.
+    step(start, X)
+
+
+@pytest.mark.parametrize("params", [W, optax.LookaheadParams.init_synced(W)])
+def test_an_optimizer_with_parameters_of_its_own_form_is_refused(params: Any):
+    opt = optax.lookahead(optax.sgd(0.1), 3, 0.5)
+    step = make_train_step(loss_fn, opt, num_shards=2)
+    with pytest.raises(ArgumentError, match=r"cannot update these parameters.*the Optax idiom"):
+        step.init(params)
+
+
+def test_words_in_aux_are_told_where_they_belong():
+    step = make_train_step(
+        lambda w, b: (loss_fn(w, b), {"name": "x"}), optax.sgd(0.1), num_shards=2, has_aux=True
+    )
+    with pytest.raises(ArgumentTypeError, match=r"aux\['name'\] is 'x'.*leave it out of aux"):
+        step(step.init(W), X)
