@@ -16,9 +16,12 @@ _OURSELVES = "crossshard"
 
 
 def floors() -> list[str]:
-    """The lower bound of every runtime dependency, as a pin: that is what "oldest" means."""
+    """The lower bound of all that users install, as a pin: that is what "oldest" means."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return [re.sub(r">=([\w.]+).*", r"==\1", wanted) for wanted in project["dependencies"]]
+    extras = project["optional-dependencies"]
+    listed = [*project["dependencies"], *extras["cli"], *extras["examples"]]
+    wanted = [line for line in listed if not line.startswith(_OURSELVES)]
+    return [re.sub(r">=([\w.]+).*", r"==\1", line) for line in wanted]
 
 
 def resolve(python: Path, pins: list[str]) -> list[str]:

@@ -1,10 +1,10 @@
-"""Standard output as a console that a run outlives: once it cannot be written to it is silent."""
+"""Standard output and error, which a run outlives: what cannot be written to is silent."""
 
 import io
 import os
 import sys
 from collections.abc import Callable
-from typing import IO, cast
+from typing import IO, TextIO, cast
 
 from rich.console import Console
 
@@ -18,6 +18,19 @@ def make_console(fail: Callable[[str], None]) -> Console:
     # A file or pipe has no width that lines would have to be broken for.
     width = None if sys.stdout.isatty() else 1000
     return Console(file=cast(IO[str], _Output(fail)), highlight=False, width=width)
+
+
+def complain(why: str) -> None:
+    """Say on stderr, in one line, why this did not go well."""
+    try:
+        print("byte_lm: " + " ".join(why.split()), file=sys.stderr, flush=True)
+    except OSError:
+        _discard(sys.stderr)
+
+
+def _discard(stream: TextIO) -> None:
+    """What is still in its buffer must go somewhere when Python ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class _Output(io.TextIOBase):
@@ -47,5 +60,4 @@ class _Output(io.TextIOBase):
 
     def _lose(self, error: OSError) -> None:
         self._fail(f"Cannot write to standard output: {error.strerror}.")
-        # What is still in the buffer must go somewhere when Python ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+        _discard(self._stream)

@@ -1,10 +1,9 @@
 """The command: prepare, run, and say how it went."""
 
 import signal
-import sys
 
 from crossshard.errors import CrossshardError
-from examples.byte_lm.console import make_console
+from examples.byte_lm.console import complain, make_console
 from examples.byte_lm.exit_codes import DONE, FAILED, REFUSED, STOPPED
 from examples.byte_lm.job import prepare
 from examples.byte_lm.messages import print_job, print_summary
@@ -23,7 +22,8 @@ def train(options: TrainOptions, stopping: Stopping) -> int:
         stopping.begin()
         record = Record(options.out, stopping.fail)
     except CrossshardError as error:
-        return _complain(str(error), REFUSED)
+        complain(str(error))
+        return REFUSED
     try:
         with record:
             print_job(console, job, record.folder)
@@ -31,10 +31,11 @@ def train(options: TrainOptions, stopping: Stopping) -> int:
                 summary = run(job, record, screen, stopping)
             print_summary(console, job, summary, record, _why(stopping))
     except CrossshardError as error:
-        return _complain(str(error), FAILED)
+        complain(str(error))
+        return FAILED
     if stopping.failure:
         where = f"{', '.join(record.written)} in {record.folder}"
-        _complain(f"{stopping.failure} Ended after step {summary.steps}, with {where}.", FAILED)
+        complain(f"{stopping.failure} Ended after step {summary.steps}, with {where}.")
     if stopping.signal is not None:
         return STOPPED + stopping.signal
     proven = all(one.same for one in summary.proof)
@@ -47,8 +48,3 @@ def _why(stopping: Stopping) -> str:
     if stopping.signal == signal.SIGINT:
         return ", as you asked"
     return f", by {signal.Signals(stopping.signal).name}"
-
-
-def _complain(why: str, code: int) -> int:
-    print("byte_lm: " + " ".join(why.split()), file=sys.stderr)
-    return code

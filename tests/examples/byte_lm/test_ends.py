@@ -109,6 +109,16 @@ sys.meta_path.insert(0, Interrupting())
     assert not (tmp_path / "out").exists()
 
 
+def test_ctrl_c_reaches_tee_of_both_streams_too(tmp_path):
+    process = start(tmp_path, *ENDLESS, stderr=subprocess.STDOUT)
+    wait_for_steps(process, tmp_path / "out")
+    assert process.stdout is not None
+    process.stdout.close()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(PATIENCE) == 130
+    check_all_is_written(tmp_path / "out")
+
+
 def test_ctrl_c_reaches_tee_too_and_everything_is_still_written(tmp_path):
     process = start(tmp_path, *ENDLESS)
     wait_for_steps(process, tmp_path / "out")
@@ -223,7 +233,7 @@ datetime.datetime = Stopped
 
 
 @pytest.mark.parametrize(
-    "name", ["$a_{ " + "字" * 60, b"not \xff utf-8\n.txt"], ids=["signs", "bytes"]
+    "name", ["字" * 60 + " $a_{ $b.txt", b"not \xff utf-8\n.txt"], ids=["signs", "bytes"]
 )
 def test_any_name_of_a_file_can_be_trained_on(tmp_path, capfd, name):
     path = os.path.join(os.fsencode(tmp_path), os.fsencode(name))
