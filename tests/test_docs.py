@@ -62,7 +62,9 @@ def test_examples_in_docstrings(name: str):
     assert failed == 0
 
 
-@pytest.mark.parametrize("code", blocks(README, "python"), ids=lambda code: code.split("\n# ")[0])
+@pytest.mark.parametrize(
+    "code", blocks(README, "python"), ids=lambda code: code.strip().split("\n")[0][2:]
+)
 def test_each_example_of_the_readme_runs_alone(code: str):
     run(README, code, {"__name__": "readme"})
 
