@@ -13,7 +13,7 @@ PUBLIC = """
     get_shard_context grad inspect is_per_shard make_train_step replicate rewrite set_per_shard
     set_shared shard shard_context value_and_grad
     PerShardArray ShardedFunction merge_shards
-    ArgumentError ArgumentTypeError AxisError CommunicationError CrossshardError DataError
+    ArgumentError ArgumentTypeError AxisError CommunicationError CrossshardError
     DeadlockWarning WeightUpdateError
     DoubleReductionError GroupAssignmentError IncomingError NestedContextError
     NestedReductionError ShardContextError ShardContextWarning VariableError

@@ -6,7 +6,6 @@ __all__ = [
     "AxisError",
     "CommunicationError",
     "CrossshardError",
-    "DataError",
     "DeadlockWarning",
     "DoubleReductionError",
     "GroupAssignmentError",
@@ -115,13 +114,6 @@ class WeightUpdateError(ArgumentError):
 
     Mistake: ``CrossShardOptimizer(optax.lamb(1e-3), weight_update="sharded")`` in ``shard_map``.
     Mend: ``make_train_step``, which shards it on global arrays; or an elementwise rule.
-    """
-
-
-class DataError(ArgumentError):
-    """A file or folder cannot be read or written, or holds too little.
-
-    Mistake: ``crossshard train --data missing.txt``.  Mend: name a file that exists.
     """
 
 
