@@ -223,19 +223,22 @@ def is_of_manual_axes(error: ValueError) -> bool:
 
 def has_coordinator() -> bool:
     """Whether the processes of this job can tell each other something without their devices."""
-    return _distributed.global_state.client is not None
+    return _coordinator() is not None
+
+
+def _coordinator() -> Any:
+    return _distributed.global_state.client
 
 
 def tell_processes(key: str, value: str) -> None:
     """Write down a value that every process of the job can read, once."""
-    _distributed.global_state.client.key_value_set(key, value)
+    _coordinator().key_value_set(key, value)
 
 
 def told_by_processes(key: str, seconds: float) -> str | None:
     """What a process wrote down; ``None`` if nobody has in so many seconds."""
     try:
-        client = _distributed.global_state.client
-        return str(client.blocking_key_value_get(key, int(1000 * seconds)))
+        return str(_coordinator().blocking_key_value_get(key, int(1000 * seconds)))
     except jax.errors.JaxRuntimeError as error:
         if "DEADLINE_EXCEEDED" not in str(error):
             raise

@@ -44,36 +44,45 @@ def check_agreement(
     _comparisons[processes] += 1
     key = f"crossshard/{_checksum(repr(processes).encode())}/{_comparisons[processes]}"
     if own == processes[0]:
-        verdict = _verdict(key, call, given(), processes)
+        verdict = _verdict(key, call, given(), processes, mend)
         _jax.tell_processes(f"{key}/verdict", verdict)
     else:
         _jax.tell_processes(f"{key}/{own}", json.dumps([call, dict(given())]))
         told = _jax.told_by_processes(f"{key}/verdict", 2 * _SECONDS)
-        missing = f"Process {processes[0]} has not come to {call} in {2 * _SECONDS} seconds."
-        verdict = missing if told is None else told
+        verdict = _missing(processes[0], call, 2 * _SECONDS) if told is None else told
     if verdict:
-        raise ArgumentError(f"{verdict} {mend}")
+        raise ArgumentError(verdict)
 
 
-def _verdict(key: str, call: str, given: Mapping[str, str], processes: tuple[int, ...]) -> str:
+def _verdict(
+    key: str, call: str, given: Mapping[str, str], processes: tuple[int, ...], mend: str
+) -> str:
     """What differs between the first process and another; empty if nothing does."""
     first, *others = processes
     for process in others:
         told = _jax.told_by_processes(f"{key}/{process}", _SECONDS)
         if told is None:
-            return (
-                f"Process {process} has not come to {call} in {_SECONDS} seconds, as {first} has."
-            )
+            return _missing(process, call, _SECONDS)
         its_call, its_own = json.loads(told)
         if its_call != call:
-            return f"Process {process} is at {its_call}, and process {first} at {call}."
+            return (
+                f"Process {process} is at {its_call}, and process {first} at {call}. {_SAME_CALLS}"
+            )
         for name in sorted({*given, *its_own}):
             one, other = given.get(name, "nothing"), its_own.get(name, "nothing")
             if one != other:
                 return (
-                    f"To {call}, process {process} gave {name} {other}, and process {first} {one}."
+                    f"To {call}, process {process} gave {name} {other}, and process {first} {one}. "
+                    f"{mend}"
                 )
     return ""
+
+
+def _missing(process: int, call: str, seconds: float) -> str:
+    return f"Process {process} has not come to {call} in {seconds} seconds. {_SAME_CALLS}"
+
+
+_SAME_CALLS = "Every process of a mesh must make the same calls, in the same order."
 
 
 def checksum(tree: Any) -> str:
