@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 from jax._src import core as _core
+from jax._src import distributed as _distributed
 from jax._src import source_info_util as _source_info_util
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.lax import parallel as _parallel
@@ -218,6 +219,30 @@ def all_gather(x: Any, name: str, axis: int, *, has_vma: bool) -> Any:
 def is_of_manual_axes(error: ValueError) -> bool:
     """Whether JAX says that an array cannot be laid out over axes inside of a shard_map."""
     return re.search("manual|not found in mesh", str(error), re.IGNORECASE) is not None
+
+
+def has_coordinator() -> bool:
+    """Whether the processes of this job can tell each other something without their devices."""
+    return _coordinator() is not None
+
+
+def _coordinator() -> Any:
+    return _distributed.global_state.client
+
+
+def tell_processes(key: str, value: str) -> None:
+    """Write down a value that every process of the job can read, once."""
+    _coordinator().key_value_set(key, value)
+
+
+def told_by_processes(key: str, seconds: float) -> str | None:
+    """What a process wrote down; ``None`` if nobody has in so many seconds."""
+    try:
+        return str(_coordinator().blocking_key_value_get(key, int(1000 * seconds)))
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+        return None
 
 
 def backend_is_running() -> bool:

@@ -56,12 +56,17 @@ def train(rule: str, weight_update: str, rows: slice, shards: int) -> Any:
     }
 
 
-def main(process: int, port: int, out: str) -> None:
-    """One process: train its part and write down what came of it."""
+def join(process: int, port: int) -> None:
+    """Make this interpreter one process of the job."""
     jax.config.update("jax_num_cpu_devices", DEVICES)
     jax.distributed.initialize(
         f"127.0.0.1:{port}", PROCESSES, process, coordinator_bind_address=f"127.0.0.1:{port}"
     )
+
+
+def main(process: int, port: int, out: str) -> None:
+    """One process: train its part and write down what came of it."""
+    join(process, port)
     each = ROWS // PROCESSES
     rows = slice(process * each, (process + 1) * each)
     found = {
@@ -76,7 +81,11 @@ def main(process: int, port: int, out: str) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What each process found."""
-    folder = tmp_path_factory.mktemp("processes")
+    return run_processes("test_processes", tmp_path_factory.mktemp("processes"))
+
+
+def run_processes(module: str, folder: Path) -> list[Any]:
+    """What the ``main`` of a test file beside this one wrote down, in each process of a job."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -84,7 +93,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     root = str(Path(__file__).parents[2])
     environment["PYTHONPATH"] = os.pathsep.join([root, environment.get("PYTHONPATH", "")])
     environment["NPROC"] = "16"
-    code = "import sys; from tests.train_step.test_processes import main; "
+    code = f"import sys; from tests.train_step.{module} import main; "
     code += "main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])"
     running = [
         subprocess.Popen(

@@ -13,6 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.scalars import is_number
 from crossshard.jaxprs.dependence import depends
+from crossshard.train_step.agreement import check_agreement
+from crossshard.train_step.layout import put
 
 Weight = Callable[[Any], Any]
 
@@ -97,22 +99,26 @@ class BatchPlacer:
     """Puts batches on the devices of a mesh, rows split over the shards in order."""
 
     def __init__(self, mesh: Mesh, weight: Weight | None):
-        process = jax.process_index()
-        # The parts that this process gives of a batch.
-        self._parts = sum(device.process_index == process for device in mesh.devices.flat)
+        own = [each.process_index == jax.process_index() for each in mesh.devices.flat]
+        # The parts that this process gives of a batch. A mesh to compile for, without its devices,
+        # has a process all the same.
+        self._parts = sum(own) if jax.process_count() > 1 else mesh.size
+        self._mesh = mesh
         self._weight = weight
         self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self._padding_weighs_nothing: set[Any] = set()
+        self._agreed: set[Any] = set()
 
     def abstract(self, batch: Any) -> Any:
         """The types of a batch as it will lie; errors as for the batch itself."""
 
         def one(leaf: Any, rows: int) -> jax.ShapeDtypeStruct:
             dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
-            shape = (leaf.shape[0] + rows, *leaf.shape[1:])
+            of_all = (leaf.shape[0] + rows) * self._mesh.size // self._parts
+            shape = leaf.shape if self._lies_there(leaf) else (of_all, *leaf.shape[1:])
             return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding)
 
-        leaves, missing, tree = self._checked(batch, self._sharding.num_devices)
+        leaves, missing, tree = self._checked(batch)
         return tree.unflatten(map(one, leaves, missing))
 
     def __call__(self, batch: Any) -> Any:
@@ -124,20 +130,43 @@ class BatchPlacer:
           ArgumentError: an array without rows, or whose rows do not divide and may not be padded.
           ArgumentTypeError: a leaf that is no array.
         """
-        sharding = self._sharding
         leaves = jax.tree.leaves(batch)
-        # At every step, so nothing more is asked; a traced array has no such attribute.
-        if leaves and all(getattr(leaf, "sharding", None) == sharding for leaf in leaves):
+        # At every step, so nothing more is asked.
+        if leaves and all(map(self._lies_there, leaves)):
             return batch
         return self._place(batch)
 
+    def _lies_there(self, leaf: Any) -> bool:
+        # A traced array has no such attribute.
+        return getattr(leaf, "sharding", None) == self._sharding
+
     def _place(self, batch: Any) -> Any:
-        leaves, missing, tree = self._checked(batch, self._parts)
+        leaves, missing, tree = self._checked(batch)
+        if self._parts < self._mesh.size and self._weight is None:
+            self._check_agreement(batch)
         if any(missing):
             leaves = [_padded(leaf, rows) for leaf, rows in zip(leaves, missing, strict=True)]
         return tree.unflatten([self._put(leaf) for leaf in leaves])
 
-    def _checked(self, batch: Any, parts: int) -> tuple[list[Any], list[int], Any]:
+    def _check_agreement(self, batch: Any) -> None:
+        """Raise unless every process gives as many rows."""
+        given = {
+            f"batch{jax.tree_util.keystr(path)}": f"{leaf.dtype}{list(leaf.shape)}"
+            for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+        }
+        key = tuple(given.items())
+        if key in self._agreed:
+            return
+        check_agreement(
+            "step",
+            lambda: given,
+            self._mesh,
+            "The mean over the shards is that over all rows only if every process gives as many. "
+            "Give as many, or say weight=, the batch's entry that counts rows.",
+        )
+        self._agreed.add(key)
+
+    def _checked(self, batch: Any) -> tuple[list[Any], list[int], Any]:
         """The leaves of a batch, how many rows each is short of dividing, and its structure."""
         paths, tree = jax.tree_util.tree_flatten_with_path(batch)
         if not paths:
@@ -145,17 +174,15 @@ class BatchPlacer:
         for path, leaf in paths:
             _check_rows(path, leaf)
         leaves = [leaf for _, leaf in paths]
-        missing = [-leaf.shape[0] % parts for leaf in leaves]
+        missing = [-leaf.shape[0] % self._parts for leaf in leaves]
         if any(missing):
-            self._check_padding(paths, parts, tree)
+            self._check_padding(paths, self._parts, tree)
         return leaves, missing, tree
 
     def _put(self, leaf: Any) -> jax.Array:
         if isinstance(leaf, jax.core.Tracer):
             return jax.lax.with_sharding_constraint(leaf, self._sharding)
-        if jax.process_count() > 1 and getattr(leaf, "is_fully_addressable", True):
-            return jax.make_array_from_process_local_data(self._sharding, np.asarray(leaf))
-        return jax.device_put(leaf, self._sharding)
+        return put(leaf, self._sharding)
 
     def _check_padding(self, paths: list[Any], parts: int, tree: Any) -> None:
         path, leaf = next((path, leaf) for path, leaf in paths if leaf.shape[0] % parts)

@@ -199,9 +199,16 @@ def strong_copy(x: Any) -> jax.Array:
 
 def replicated(mesh: Mesh, x: Any) -> jax.Array:
     """An array that every process has, whole on every device of the mesh."""
-    sharding = NamedSharding(mesh, PartitionSpec())
+    return put(x, NamedSharding(mesh, PartitionSpec()))
+
+
+def put(x: Any, sharding: NamedSharding) -> jax.Array:
+    """An array, of which each process has its own part, on the devices of a mesh."""
     if jax.process_count() == 1 or not getattr(x, "is_fully_addressable", True):
         return jax.device_put(x, sharding)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = put(jax.random.key_data(x), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     return jax.make_array_from_process_local_data(sharding, np.asarray(x))
 
 

@@ -26,6 +26,7 @@ from crossshard.pipeline.weigh import Weigh
 from crossshard.shards.context import check_num_shards
 from crossshard.shards.devices import check_number_of_devices, mesh_for
 from crossshard.shards.partition import ANY, TPU
+from crossshard.train_step.agreement import check_agreement, checksum
 from crossshard.train_step.batches import BatchPlacer, check_weight
 from crossshard.train_step.description import describe
 from crossshard.train_step.layout import StateLayout, check_key, replicated
@@ -217,7 +218,10 @@ class TrainStep:
             raise
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
-        """The step, lowered and not run, for arrays or for their types (``abstract_init``)."""
+        """The step, lowered and not run, for arrays or for their types (``abstract_init``).
+
+        The batch is as for a call: where there are several processes, this one's own part.
+        """
         _check_state(state)
         with _jax.in_place_of_the_users_mesh(self._mesh):
             return self._explained(self._compiled.lower, state, self._place.abstract(batch))
@@ -238,14 +242,33 @@ class TrainStep:
           rng: a key, or a seed, from which each step and shard draws its own.
 
         Raises:
-          ArgumentError: there is nothing to train.
+          ArgumentError: there is nothing to train, or the optimizer would train what is not meant
+            to be; parameters that lie split; another process was given something else.
           ArgumentTypeError: a leaf that is neither an array nor hashable; no key.
         """
         impl, key = check_key(rng)
-        make, arrays, _ = self._initial(params, impl, key)
+        make, arrays, abstract = self._initial(params, impl, key)
+        self._check_agreement(
+            "init",
+            {
+                "parameters": arrays[0],
+                "the model's other state": arrays[1],
+                "rng": key,
+                "optimizer": abstract.opt_state,
+            },
+        )
         arrays, key = jax.tree.map(lambda x: replicated(self._mesh, x), (arrays, key))
         with _jax.in_place_of_the_users_mesh(self._mesh):
             return make(arrays, key)
+
+    def _check_agreement(self, call: str, given: dict[str, Any]) -> None:
+        check_agreement(
+            call,
+            lambda: {name: checksum(tree) for name, tree in given.items()},
+            self._mesh,
+            "What is replicated must be the same in every process: make it from the same seed, or "
+            "load the same checkpoint.",
+        )
 
     def abstract_init(self, params: Any) -> TrainState:
         """The types of ``init``'s state and where they lie, to ``lower`` without any devices."""
@@ -294,6 +317,7 @@ class TrainStep:
         _check_state(state)
         layout = self._layout_of(state)
         layout.check_optimizer(state)
+        self._check_agreement("reshard", {"a state": state})
         state = jax.tree.map(lambda x: replicated(self._mesh, x), state)
         if not layout.has_number_of_shards(state):
             if self._grouped:

@@ -1,0 +1,115 @@
+"""Agreement: whether all processes of a mesh gave the same, asked through their coordinator."""
+
+import collections
+import json
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from crossshard import _jax
+from crossshard.errors import ArgumentError
+
+# A process may load its data, or compile, for minutes before it comes to the same line.
+_SECONDS = 600
+
+# How often each set of processes has compared; the same in all of them.
+_comparisons: collections.Counter[tuple[int, ...]] = collections.Counter()
+
+
+def check_agreement(
+    call: str, given: Callable[[], Mapping[str, str]], mesh: Mesh, mend: str
+) -> None:
+    """Raise, in every process of the mesh, unless all of them gave the same.
+
+    Nothing is sent where the devices of the mesh are of one process.
+
+    Args:
+      call: the call that every process is at.
+      given: what says, by name, what was given to it; not called where there is one process.
+      mesh: the mesh.
+      mend: what to write instead, in a sentence.
+
+    Raises:
+      ArgumentError: one gave something else, or has not come to this call; says which.
+    """
+    processes = tuple(sorted({device.process_index for device in mesh.devices.flat}))
+    own = jax.process_index()
+    if len(processes) == 1 or own not in processes or not _jax.has_coordinator():
+        return
+    _comparisons[processes] += 1
+    key = f"crossshard/{_checksum(repr(processes).encode())}/{_comparisons[processes]}"
+    if own == processes[0]:
+        verdict = _verdict(key, call, given(), processes, mend)
+        _jax.tell_processes(f"{key}/verdict", verdict)
+    else:
+        _jax.tell_processes(f"{key}/{own}", json.dumps([call, dict(given())]))
+        told = _jax.told_by_processes(f"{key}/verdict", 2 * _SECONDS)
+        verdict = _missing(processes[0], call, 2 * _SECONDS) if told is None else told
+    if verdict:
+        raise ArgumentError(verdict)
+
+
+def _verdict(
+    key: str, call: str, given: Mapping[str, str], processes: tuple[int, ...], mend: str
+) -> str:
+    """What differs between the first process and another; empty if nothing does."""
+    first, *others = processes
+    for process in others:
+        told = _jax.told_by_processes(f"{key}/{process}", _SECONDS)
+        if told is None:
+            return _missing(process, call, _SECONDS)
+        its_call, its_own = json.loads(told)
+        if its_call != call:
+            return (
+                f"Process {process} is at {its_call}, and process {first} at {call}. {_SAME_CALLS}"
+            )
+        for name in sorted({*given, *its_own}):
+            one, other = given.get(name, "nothing"), its_own.get(name, "nothing")
+            if one != other:
+                return (
+                    f"To {call}, process {process} gave {name} {other}, and process {first} {one}. "
+                    f"{mend}"
+                )
+    return ""
+
+
+def _missing(process: int, call: str, seconds: float) -> str:
+    return f"Process {process} has not come to {call} in {seconds} seconds. {_SAME_CALLS}"
+
+
+_SAME_CALLS = "Every process of a mesh must make the same calls, in the same order."
+
+
+def checksum(tree: Any) -> str:
+    """``checksum 1a2b3c4d`` of the arrays of a pytree, or of types: names, shapes, dtypes, numbers.
+
+    >>> import jax.numpy as jnp
+    >>> checksum({"w": jnp.ones(3)}) == checksum({"w": np.ones(3, np.float32)})
+    True
+    """
+    found = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+        name = f"{jax.tree_util.keystr(path)} {dtype} {leaf.shape}"
+        found = zlib.crc32(name.encode(), found)
+        if not isinstance(leaf, jax.ShapeDtypeStruct):
+            found = zlib.crc32(_numbers(leaf).reshape(-1).view(np.uint8).data, found)
+    return f"checksum {found:08x}"
+
+
+def _numbers(x: Any) -> np.ndarray:
+    """The numbers of an array that this process has whole, in JAX's dtype; of keys, their data."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    if not getattr(x, "is_fully_addressable", True):
+        x = x.addressable_data(0)
+    return np.ascontiguousarray(x, jax.dtypes.canonicalize_dtype(x.dtype))
+
+
+def _checksum(data: bytes) -> str:
+    return f"{zlib.crc32(data):08x}"
