@@ -28,6 +28,10 @@ class VariableContainer:
         """The functions that it runs, which may close over variables, as a schedule may."""
         raise NotImplementedError
 
+    def forget_trace(self) -> None:
+        """Let go of what it knows of a trace that ends."""
+        raise NotImplementedError
+
 
 def variables_in(roots: Iterable[Any]) -> list[nnx.Variable]:
     """Every variable below the roots, each once, in a fixed order."""
