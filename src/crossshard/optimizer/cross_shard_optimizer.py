@@ -77,6 +77,7 @@ class CrossShardOptimizer(Optimizer):
     Array([-2., -2.], dtype=float32)
     """
 
+    _own_keywords = ("incoming",)
     _transformation: Transformation
 
     def __init__(
@@ -217,7 +218,7 @@ class CrossShardOptimizer(Optimizer):
           incoming: what the gradients are, where they do not come from this optimizer's
             ``compute_gradients``: ``"local"`` (ours divides under MEAN), ``"scaled"`` (divided
             already), ``"summed"`` or ``"reduced"``.
-          **extra_args: what the wrapped rule takes besides, such as ``value=loss``.
+          **extra_args: what the wrapped optimizer takes besides, such as ``value=loss``.
 
         Raises:
           ArgumentError, ArgumentTypeError, VariableError: as for ``Optimizer``.

@@ -14,7 +14,13 @@ from flax import nnx
 from crossshard import _flax, _jax
 from crossshard.errors import ArgumentError, CrossshardError, VariableError
 from crossshard.optimizer import slots
-from crossshard.optimizer.arguments import check_gates, check_global_step, check_name, check_pairs
+from crossshard.optimizer.arguments import (
+    check_gates,
+    check_global_step,
+    check_keywords,
+    check_name,
+    check_pairs,
+)
 from crossshard.optimizer.differentiate import (
     check_loss,
     differentiate,
@@ -28,7 +34,11 @@ from crossshard.pipeline.optimize import takes_value
 from crossshard.shards.axes import shards_of_gradient
 from crossshard.variables.binding import RetraceNeeded, bound, check_followed, check_writable
 from crossshard.variables.describe import describe_variable
-from crossshard.variables.discovery import VariableContainer, variables_behind
+from crossshard.variables.discovery import (
+    VariableContainer,
+    functions_behind,
+    variables_behind,
+)
 
 GradientsAndVariables = Sequence[tuple[jax.Array | None, nnx.Variable]]
 
@@ -58,6 +68,9 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
     GATE_NONE = 0
     GATE_OP = 1
     GATE_GRAPH = 2
+
+    # What apply_gradients takes for itself of the keywords that it hands on.
+    _own_keywords: tuple[str, ...] = ()
 
     _inner: optax.GradientTransformation
     _name: str
@@ -188,17 +201,20 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
           grads_and_vars: ``(gradient, variable)`` pairs; pairs without a gradient are passed over.
           global_step: an integer variable that is incremented by 1 after the update.
           name: a name to find this step by in profiles and HLO; the optimizer's if ``None``.
-          **extra_args: what the wrapped rule takes besides, such as ``value=loss``.
+          **extra_args: what the wrapped optimizer takes besides, such as ``value=loss``.
 
         Raises:
-          ArgumentError, ArgumentTypeError: no pairs, no gradients, what is no pair; a rule that
-            cannot have variables for slots.
+          ArgumentError, ArgumentTypeError: no pairs, no gradients, what is no pair; an optimizer
+            that cannot have variables for slots; a keyword that nothing takes.
           VariableError: a variable twice, of another shape than its gradient, or out of reach.
         """
         pairs = check_pairs(grads_and_vars)
         check_global_step(global_step)
         if name is not None:
             check_name(name)
+        others = [keyword for keyword in extra_args if keyword not in self._own_keywords]
+        if others:
+            check_keywords(others, self._own_keywords, functions_behind(self))
         given = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
         variables = [variable for _, variable in given]
         for variable in [*variables, *([] if global_step is None else [global_step])]:
