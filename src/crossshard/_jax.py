@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +20,7 @@ from jax._src.lax import parallel as _parallel
 _NAMES = ("all_gather_invariant", "_all_gather_invariant")
 _gather_equal = next(getattr(_parallel, name) for name in _NAMES if hasattr(_parallel, name))
 _OURS, _JAX = (os.path.dirname(file) for file in (__file__, jax.__file__))
+_TREES = os.path.join(_JAX, "_src", "tree_util.py")
 
 
 def bound_axes() -> dict[str, int]:
@@ -185,6 +187,15 @@ def source_of_error(error: Exception) -> str:
     codes = [(frame.f_code, line) for frame, line in frames]
     found = [(code.co_filename, line, code.co_qualname) for code, line in codes]
     return _source([each for each in found if not each[0].startswith(_JAX)])
+
+
+def asked_by_jax() -> bool:
+    """Whether JAX asks the caller for a text, for a message of its own, and nobody through it."""
+    frame = sys._getframe(1)
+    # A key's path is made into a text by functions of JAX that anyone may call.
+    while frame.f_back and frame.f_code.co_filename.startswith((_OURS, _TREES)):
+        frame = frame.f_back
+    return frame.f_code.co_filename.startswith(_JAX)
 
 
 def _source(frames: list[tuple[str, int, str]]) -> str:

@@ -20,9 +20,14 @@ def inside_optimizer() -> Iterator[None]:
         _thread.inside = outer
 
 
+def is_inside_optimizer() -> bool:
+    """Whether the code here belongs to an optimizer that a CrossShardOptimizer wraps."""
+    return getattr(_thread, "inside", False)
+
+
 def refuse_nesting() -> None:
     """Raise NestedReductionError inside of an optimizer that a CrossShardOptimizer wraps."""
-    if getattr(_thread, "inside", False):
+    if is_inside_optimizer():
         raise NestedReductionError(
             "A CrossShardOptimizer was updated inside another one's update: the gradients would be "
             "reduced twice. Keep the outer one and take the inner one's .inner."

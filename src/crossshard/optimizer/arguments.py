@@ -1,6 +1,8 @@
 """Checks of what compute_gradients, apply_gradients and minimize are given."""
 
-from collections.abc import Iterable
+import difflib
+import inspect
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +12,7 @@ from flax import nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
 from crossshard.gradients.incoming import check_gradient_dtype
 from crossshard.variables.describe import describe_variable
+from crossshard.variables.discovery import package
 
 
 def check_name(name: Any) -> str:
@@ -111,3 +114,39 @@ def check_gates(gate_gradients: Any, aggregation_method: Any, colocate: Any) -> 
         )
     if not isinstance(colocate, bool):
         raise ArgumentTypeError(f"colocate_gradients_with_ops must be a bool; got {colocate!r}.")
+
+
+def check_keywords(given: Iterable[str], ours: Sequence[str], functions: Sequence[Any]) -> None:
+    """Raise unless every keyword is one of ours, or one that an optimizer's functions may take.
+
+    A chain hands on what it is given, and what none of its parts takes goes nowhere: so the
+    functions of all parts are asked.
+
+    Raises:
+      ArgumentTypeError: a keyword is neither.
+    """
+    for name in given:
+        if name in _FOR_ANY_OPTIMIZER or any(_may_take(function, name) for function in functions):
+            continue
+        known = ["grads_and_vars", "global_step", "name", *ours]
+        close = difflib.get_close_matches(name, known, 1)
+        meant = f" Did you mean {close[0]!r}?" if close else ""
+        raise ArgumentTypeError(
+            f"apply_gradients was given {name!r}, which neither it nor the wrapped optimizer "
+            f"takes.{meant} What an optimizer is to change with, such as a learning rate, is given "
+            f"where it is made, or is kept in its state with optax.inject_hyperparams."
+        )
+
+
+# Optax's names for the loss and its gradient: what does not take them passes them over.
+_FOR_ANY_OPTIMIZER = ("value", "grad")
+
+
+def _may_take(function: Any, name: str) -> bool:
+    of_optax = package(function) == "optax"
+    if of_optax and "<locals>" not in function.__qualname__ and "." not in function.__qualname__:
+        return False  # it makes an optimizer, and is not part of one
+    code = function.__code__
+    named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    takes_any = bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    return name in named or name in code.co_consts or (takes_any and not of_optax)

@@ -7,7 +7,6 @@ import jax
 import optax
 from flax import nnx
 
-from crossshard import _flax
 from crossshard.errors import (
     ArgumentError,
     IncomingError,
@@ -78,10 +77,8 @@ class CrossShardOptimizer(Optimizer):
     Array([-2., -2.], dtype=float32)
     """
 
+    _own_keywords = ("incoming",)
     _transformation: Transformation
-    # What compute_gradients handed out in the trace in force.
-    _handed_out: "_HandedOut"
-    _of_one_object = ("_handed_out",)
 
     def __init__(
         self,
@@ -203,13 +200,6 @@ class CrossShardOptimizer(Optimizer):
         self._provenance.add([variable for _, variable in pairs], shards.number)
         return value, pairs
 
-    @property
-    def _provenance(self) -> "_HandedOut":
-        known = vars(self).get("_handed_out")
-        if known is None or not known.is_current():
-            self._handed_out = known = _HandedOut()
-        return known
-
     def apply_gradients(
         self,
         grads_and_vars: GradientsAndVariables,
@@ -228,7 +218,7 @@ class CrossShardOptimizer(Optimizer):
           incoming: what the gradients are, where they do not come from this optimizer's
             ``compute_gradients``: ``"local"`` (ours divides under MEAN), ``"scaled"`` (divided
             already), ``"summed"`` or ``"reduced"``.
-          **extra_args: what the wrapped rule takes besides, such as ``value=loss``.
+          **extra_args: what the wrapped optimizer takes besides, such as ``value=loss``.
 
         Raises:
           ArgumentError, ArgumentTypeError, VariableError: as for ``Optimizer``.
@@ -309,37 +299,6 @@ def refuse_variables_behind(optimizer: CrossShardOptimizer) -> None:
             f"Optax gives it, or keep what changes in the optimizer's state, with "
             f"optax.inject_hyperparams."
         )
-
-
-class _HandedOut:
-    """The variables whose gradients ``compute_gradients`` handed out in one trace."""
-
-    def __init__(self) -> None:
-        self._trace = _flax.current_trace()
-        self._shards: dict[int, tuple[nnx.Variable, int]] = {}
-        self._applied: set[int] = set()
-
-    def is_current(self) -> bool:
-        """Whether its trace is the one in force."""
-        return bool(self._trace == _flax.current_trace())
-
-    def add(self, variables: list[nnx.Variable], number_of_shards: int) -> None:
-        """Note that their gradients were handed out under this many shards."""
-        # Kept with its variable, an id stays its own.
-        self._shards.update({id(v): (v, number_of_shards) for v in variables})
-        self._applied.difference_update(map(id, variables))
-
-    def note_applied(self, variables: list[nnx.Variable]) -> None:
-        """Note that their gradients have been applied."""
-        self._applied.update(id(v) for v in variables if id(v) in self._shards)
-
-    def first_applied(self, variables: list[nnx.Variable]) -> nnx.Variable | None:
-        """The first of the variables whose gradient has been applied; ``None`` if none has."""
-        return next((v for v in variables if id(v) in self._applied), None)
-
-    def number_of_shards(self, variable: nnx.Variable) -> int | None:
-        """Under how many shards its gradient was handed out; ``None`` if it was not."""
-        return self._shards.get(id(variable), (None, None))[1]
 
 
 def _refuse_nested(inner: Any) -> None:

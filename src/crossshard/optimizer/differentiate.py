@@ -9,11 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from crossshard.collectives.all_reduce import widen
-from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
+from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.scalars import check_scalar
 from crossshard.shards.axes import Shards
 from crossshard.variables.binding import bound, bring_out, check_writable, rebound, same_arrays
-from crossshard.variables.describe import describe_variable
 from crossshard.variables.discovery import modules_in, reachable_roots, variables_in
 
 
@@ -27,44 +26,6 @@ def check_loss(loss: Any) -> Callable[[], Any]:
     return loss
 
 
-def named_variables(var_list: Any) -> dict[int, tuple[nnx.Variable, str]]:
-    """The variables of a module, a variable or a list of both, with a name for each, by id.
-
-    A module gives its ``nnx.Param``s, named by their paths; a variable of a list is named by its
-    place.
-
-    Raises:
-      ArgumentError: none is there.
-      ArgumentTypeError: what is no variable.
-      VariableError: a variable that is not floating, or is given twice.
-    """
-    items = list(var_list) if isinstance(var_list, list | tuple) else [var_list]
-    found: dict[int, tuple[nnx.Variable, str]] = {}
-    for place, item in enumerate(items):
-        prefix = f"{place}/" if len(items) > 1 else ""
-        if isinstance(item, nnx.Variable):
-            named = [(str(item.get_metadata("name", None) or place), item)]
-        elif isinstance(item, nnx.Pytree):
-            named = [
-                (prefix + "/".join(map(str, path)), leaf)
-                for path, leaf in nnx.iter_graph(item)
-                if isinstance(leaf, nnx.Param)
-            ]
-        else:
-            raise ArgumentTypeError(
-                f"var_list must be an nnx.Module or a list of nnx variables; item {place} is "
-                f"{type(item).__name__} ({item!r:.60})."
-            )
-        for name, variable in named:
-            if id(variable) in found and isinstance(item, nnx.Variable):
-                raise VariableError(f"{describe_variable(variable)} is in var_list twice.")
-            _check_floating(variable)
-            found[id(variable)] = (variable, name)
-    if not found:
-        raise ArgumentError("No variables to optimize.")
-    return found
-
-
 def trainable_variables(loss: Callable[[], Any]) -> list[nnx.Variable]:
     """Every ``nnx.Param`` that the runner handed in or, outside of one, that the loss reaches."""
     return [v for v in variables_in(_roots_around([loss])) if isinstance(v, nnx.Param)]
@@ -75,14 +36,6 @@ def _roots_around(reach: list[Any]) -> list[Any]:
     around = bound()
     mine = [] if around is None else [*around.variables, *around.modules]
     return [*mine, *reachable_roots(reach)]
-
-
-def _check_floating(variable: nnx.Variable) -> None:
-    dtype = getattr(variable.get_raw_value(), "dtype", None)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        raise VariableError(
-            f"{describe_variable(variable)} cannot be optimized: its dtype must be floating."
-        )
 
 
 def differentiate(

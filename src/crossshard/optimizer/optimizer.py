@@ -12,23 +12,33 @@ import optax
 from flax import nnx
 
 from crossshard import _flax, _jax
-from crossshard.errors import ArgumentError, VariableError
+from crossshard.errors import ArgumentError, CrossshardError, VariableError
 from crossshard.optimizer import slots
-from crossshard.optimizer.arguments import check_gates, check_global_step, check_name, check_pairs
+from crossshard.optimizer.arguments import (
+    check_gates,
+    check_global_step,
+    check_keywords,
+    check_name,
+    check_pairs,
+)
 from crossshard.optimizer.differentiate import (
     check_loss,
     differentiate,
-    named_variables,
     trainable_variables,
 )
+from crossshard.optimizer.names import named_variables, names_in_reach, seen_by_optimizer
+from crossshard.optimizer.provenance import Provenance
 from crossshard.optimizer.slot_variables import SlotVariables
-from crossshard.optimizer.slots import Slots
 from crossshard.optimizer.transformation import check_transformation
 from crossshard.pipeline.optimize import takes_value
 from crossshard.shards.axes import shards_of_gradient
 from crossshard.variables.binding import RetraceNeeded, bound, check_followed, check_writable
 from crossshard.variables.describe import describe_variable
-from crossshard.variables.discovery import VariableContainer, variables_behind
+from crossshard.variables.discovery import (
+    VariableContainer,
+    functions_behind,
+    variables_behind,
+)
 
 GradientsAndVariables = Sequence[tuple[jax.Array | None, nnx.Variable]]
 
@@ -59,9 +69,13 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
     GATE_OP = 1
     GATE_GRAPH = 2
 
+    # What apply_gradients takes for itself of the keywords that it hands on.
+    _own_keywords: tuple[str, ...] = ()
+
     _inner: optax.GradientTransformation
     _name: str
     _slots: SlotVariables
+    _handed_out: Provenance
     # The trace in which it was made; None if NNX or JAX rebuilt it from its parts.
     _made_in: Any
 
@@ -149,8 +163,9 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
         self, loss: Callable[[], Any], var_list: Any, grad_loss: Any, divisor: int
     ) -> tuple[jax.Array, list[tuple[jax.Array | None, nnx.Variable]]]:
         loss = check_loss(loss)
-        found = named_variables(trainable_variables(loss) if var_list is None else var_list)
-        self._slots.learn_names(found)
+        var_list_or_all = trainable_variables(loss) if var_list is None else var_list
+        found = named_variables(var_list_or_all, loss)
+        self._provenance.names.update(found)
         variables = [variable for variable, _ in found.values()]
         shards = shards_of_gradient(self._axis_name())
         value, gradients = differentiate(loss, variables, shards, divisor, grad_loss, var_list)
@@ -158,6 +173,18 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
 
     def _axis_name(self) -> tuple[str, ...]:
         return ()
+
+    @property
+    def _provenance(self) -> Provenance:
+        """What ``compute_gradients`` handed out in the trace in force."""
+        known = vars(self).get("_handed_out")
+        if known is None or not known.is_current():
+            self._handed_out = known = Provenance()
+        return known
+
+    def forget_trace(self) -> None:
+        """Let go of the variables whose gradients were handed out in a trace that ends."""
+        self.__dict__.pop("_handed_out", None)
 
     # Apply.
 
@@ -174,17 +201,20 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
           grads_and_vars: ``(gradient, variable)`` pairs; pairs without a gradient are passed over.
           global_step: an integer variable that is incremented by 1 after the update.
           name: a name to find this step by in profiles and HLO; the optimizer's if ``None``.
-          **extra_args: what the wrapped rule takes besides, such as ``value=loss``.
+          **extra_args: what the wrapped optimizer takes besides, such as ``value=loss``.
 
         Raises:
-          ArgumentError, ArgumentTypeError: no pairs, no gradients, what is no pair; a rule that
-            cannot have variables for slots.
+          ArgumentError, ArgumentTypeError: no pairs, no gradients, what is no pair; an optimizer
+            that cannot have variables for slots; a keyword that nothing takes.
           VariableError: a variable twice, of another shape than its gradient, or out of reach.
         """
         pairs = check_pairs(grads_and_vars)
         check_global_step(global_step)
         if name is not None:
             check_name(name)
+        others = [keyword for keyword in extra_args if keyword not in self._own_keywords]
+        if others:
+            check_keywords(others, self._own_keywords, functions_behind(self))
         given = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
         variables = [variable for _, variable in given]
         for variable in [*variables, *([] if global_step is None else [global_step])]:
@@ -193,19 +223,21 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
             check_writable(slot)
         for read in [] if _jax.at_top_level() else variables_behind(self):
             check_followed(read)
-        keys = self._slots.keys(variables, [variable for _, variable in pairs])
+        keys = self._keys(variables, [variable for _, variable in pairs])
         self._want_slots(keys, variables)
 
-        state = self.state
-        before = slots.restrict(state, keys)
-        params = Slots(zip(keys, (v.get_value() for v in variables), strict=True))
-        gradients = Slots(zip(keys, (jnp.asarray(g) for g, _ in given), strict=True))
+        names = {key: name for key, name in self._slots.names.items() if key in keys}
+        stored = slots.restrict(self._slots.values(), keys)
+        before = slots.as_seen(stored, names)
+        seen = [names[key] for key in keys]
+        params = dict(zip(seen, (v.get_value() for v in variables), strict=True))
+        gradients = dict(zip(seen, (jnp.asarray(g) for g, _ in given), strict=True))
         try:
             with jax.named_scope(name) if name else contextlib.nullcontext():
                 updates, after = self._step(gradients, before, params, extra_args)
                 stepped = optax.apply_updates(params, updates)
         except AttributeError as error:
-            if isinstance(error.obj, Slots):
+            if type(error.obj) is dict:
                 raise self._refusal(error) from error
             raise
         if jax.tree.structure(after) != jax.tree.structure(before):
@@ -214,9 +246,10 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
                 f"from {jax.tree.structure(before)} to {jax.tree.structure(after)}. Slots are "
                 f"variables that are made once; use the Optax idiom (init and update)."
             )
-        for key, variable in zip(keys, variables, strict=True):
+        for key, variable in zip(seen, variables, strict=True):
             variable.set_value(stepped[key])
-        self._slots.write(slots.merge(state, after))
+        after = slots.as_stored(after, stored, names)
+        self._slots.write(slots.merge(self._slots.values(), after))
         if global_step is not None:
             global_step.set_value(global_step.get_value() + 1)
 
@@ -255,12 +288,20 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
           ArgumentTypeError, VariableError: as for ``compute_gradients``.
         """
         found = named_variables(var_list)
-        self._slots.learn_names(found)
+        self._provenance.names.update(found)
         variables = [variable for variable, _ in found.values()]
-        self._want_slots(self._slots.keys(variables, variables), variables)
+        self._want_slots(self._keys(variables, variables), variables)
+
+    def _keys(self, variables: Sequence[nnx.Variable], order: Sequence[nnx.Variable]) -> list[str]:
+        names = self._provenance.names
+        met = [v for v in variables if id(v) not in names and not self._slots.knows(v)]
+        names.update(names_in_reach(met))
+        return self._slots.keys(variables, order, names)
 
     def _want_slots(self, keys: Sequence[str], variables: Sequence[nnx.Variable]) -> None:
-        missing = self._slots.missing(keys, variables)
+        keyed = dict(zip(keys, variables, strict=True))
+        missing = self._slots.missing(keyed)
+        self._slots.meet({key: v for key, v in keyed.items() if key not in missing})
         if not missing:
             return
         around = bound()
@@ -281,7 +322,10 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
 
     def _make_slots(self, missing: dict[str, nnx.Variable]) -> None:
         try:
-            made = self._slots.initial(self._initial, missing)
+            with seen_by_optimizer():
+                made = self._slots.initial(self._initial, missing)
+        except CrossshardError:
+            raise
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise self._refusal(error) from error
         lasts = (
@@ -299,22 +343,27 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
 
     def _step(self, gradients: Any, state: Any, params: Any, extra_args: Any) -> tuple[Any, Any]:
         """The updates, and the next state as one shard has it."""
-        return self.update(gradients, state, params, **extra_args)
+        with seen_by_optimizer():
+            return self.update(gradients, state, params, **extra_args)
 
     def _initial(self, params: Any) -> Any:
         """The state over parameters, as one shard has it."""
         return self._inner.init(params)
 
     def _refusal(self, error: Exception) -> ArgumentError:
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
         return ArgumentError(
             f"{describe_optimizer(self._inner)} cannot step variables: here parameters are a dict "
-            f"from name to array, and on that it failed ({str(error).splitlines()[0]}). Give masks "
-            f"and labels as functions of the parameters; an optimizer that wants parameters of a "
-            f"form of its own, such as lookahead, takes the Optax idiom (init and update)."
+            f"from name to array, such as 'dense/kernel', and on that it failed ({said}). Give "
+            f"masks and labels as functions of the parameters; an optimizer that wants parameters "
+            f"of a form of its own, such as lookahead, takes the Optax idiom (init and update)."
         )
 
-    def get_slot(self, var: nnx.Variable, name: str) -> Any:
+    def get_slot(self, var: nnx.Variable | str, name: str) -> Any:
         """The slot of a variable, as a variable; ``None`` if there is none of this name.
+
+        The variable is given itself, or by the name that ``state`` has for it: its path in the
+        module, as in ``get_slot("dense/kernel", "m")``.
 
         Names are those of the fields of the Optax state (``mu``, ``nu``, ``trace``,
         ``sum_of_squares`` …) or TensorFlow's (``m``, ``v``, ``momentum``, ``accumulator`` …).
@@ -323,7 +372,7 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
 
     def get_slot_names(self) -> list[str]:
         """The names of the slots, in Optax's words; empty before the first step."""
-        return self._slots.names()
+        return self._slots.slot_names()
 
     def variables(self) -> list[nnx.Variable]:
         """Every variable of the state: slots and what belongs to all, such as a step count."""
@@ -341,9 +390,11 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
     def state(self) -> Any:
         """The whole Optax state as a pytree of arrays, to save; ``None`` before there is one.
 
-        Assign a pytree of the same structure to restore it, after ``build`` or a first step.
+        Assign a pytree of the same structure to restore it, after ``build`` or a first step. What
+        is written to a dict in it is written to the optimizer, as in
+        ``opt.state.inner_state.hyperparams["learning_rate"] = 0.01``.
         """
-        return self._slots.values()
+        return self._slots.written_through(self._may_differ)
 
     @state.setter
     def state(self, state: Any) -> None:
@@ -357,11 +408,8 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
     # Copies, and what JAX and NNX rebuild. Each knows its variables by key until it meets them.
 
     def _attributes(self) -> dict[str, Any]:
-        own = ("_slots", "_made_in", "_functions", *self._of_one_object)
+        own = ("_slots", "_made_in", "_functions", "_handed_out")
         return {name: value for name, value in vars(self).items() if name not in own}
-
-    # The attributes of a subclass that belong to one object and not to its copies.
-    _of_one_object: tuple[str, ...] = ()
 
     @classmethod
     def _rebuilt(cls, functions: Any, attributes: Mapping[str, Any], slots: SlotVariables) -> Self:

@@ -64,10 +64,12 @@ class Bound:
       variables: the variables that hold values of this trace.
       modules: the modules that belong to it.
       containers: the optimizers that it reaches.
+      roots: what all of these were found in.
     """
 
     def __init__(self, variables: Sequence[nnx.Variable], roots: Sequence[Any]):
         self.variables = list(variables)
+        self.roots = list(roots)
         self.modules = modules_in(roots)
         self.containers = containers_in(roots)
 
@@ -95,6 +97,8 @@ def binding(bound: Bound) -> Iterator[None]:
         yield
     finally:
         _thread.bound = None
+        for container in bound.containers:
+            container.forget_trace()
 
 
 def bound() -> Bound | None:

@@ -28,6 +28,10 @@ class VariableContainer:
         """The functions that it runs, which may close over variables, as a schedule may."""
         raise NotImplementedError
 
+    def forget_trace(self) -> None:
+        """Let go of what it knows of a trace that ends."""
+        raise NotImplementedError
+
 
 def variables_in(roots: Iterable[Any]) -> list[nnx.Variable]:
     """Every variable below the roots, each once, in a fixed order."""
@@ -66,15 +70,16 @@ _LIBRARY_FOLDERS = tuple({_PATHS[key] for key in ("stdlib", "platstdlib", "purel
 
 
 @functools.cache
-def _is_librarys(package: str) -> bool:
+def _is_librarys(name: str) -> bool:
     """Whether a top-level package is Python's, installed, or ours: no user's variable is in it."""
-    file = getattr(sys.modules.get(package), "__file__", None)
-    if package == "crossshard" or (file is None and package in sys.stdlib_module_names):
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if name == "crossshard" or (file is None and name in sys.stdlib_module_names):
         return True
     return file is not None and file.startswith(_LIBRARY_FOLDERS)
 
 
-def _package(thing: Any) -> str:
+def package(thing: Any) -> str:
+    """The top-level package that a module, function or class belongs to."""
     name = thing.__name__ if isinstance(thing, types.ModuleType) else thing.__module__
     return (name or "").split(".")[0]
 
@@ -102,6 +107,14 @@ def variables_behind(container: VariableContainer) -> list[nnx.Variable]:
     return variables_in(walk.roots())
 
 
+def functions_behind(container: VariableContainer) -> list[types.FunctionType]:
+    """Every function that an optimizer computes with, as far as they can be followed."""
+    walk = _Walk(())
+    walk.follow(container)
+    walk.roots()
+    return [value for value in walk.seen if isinstance(value, types.FunctionType)]
+
+
 class _Walk:
     """A walk from some values to the modules, variables and optimizers below them."""
 
@@ -109,7 +122,13 @@ class _Walk:
         # What an optimizer computes with is marked, since there libraries are followed too.
         self._queue = collections.deque((value, False) for value in values)
         # A step that comes from an installed package makes that package the user's own.
-        self._home = {_package(_owner(value)) for value in values}
+        self._home = {package(_owner(value)) for value in values}
+        self._seen: dict[tuple[int, bool], Any] = {}
+
+    @property
+    def seen(self) -> list[Any]:
+        """All that was come by."""
+        return list(self._seen.values())
 
     def follow(self, container: VariableContainer) -> None:
         """Go on with what an optimizer computes with."""
@@ -118,7 +137,7 @@ class _Walk:
     def roots(self) -> list[Any]:
         """All of them, each once, the nearest first."""
         roots: list[Any] = []
-        seen: dict[tuple[int, bool], Any] = {}
+        seen = self._seen
         followed = 0
         while self._queue:
             value, of_optimizer = self._queue.popleft()
@@ -155,14 +174,14 @@ class _Walk:
         if isinstance(value, types.ModuleType) or self._is_librarys(_owner(value)):
             if not of_optimizer or isinstance(value, type | types.ModuleType):
                 return ()
-            if _package(_owner(value)) in _WITHOUT_VARIABLES:
+            if package(_owner(value)) in _WITHOUT_VARIABLES:
                 return ()
             return _closed_over(value) if is_function else _attributes_of_one(value)
         return self._named_by(value) if is_function else _attributes(value)
 
     def _is_librarys(self, thing: Any) -> bool:
-        package = _package(thing)
-        return package not in self._home and _is_librarys(package)
+        owner = package(thing)
+        return owner not in self._home and _is_librarys(owner)
 
     def _named_by(self, function: types.FunctionType) -> Iterator[Any]:
         yield from _closed_over(function)

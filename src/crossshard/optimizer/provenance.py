@@ -1,0 +1,44 @@
+"""What compute_gradients handed out in one trace, and what has become of it."""
+
+from collections.abc import Sequence
+
+from flax import nnx
+
+from crossshard import _flax
+from crossshard.optimizer.names import Named
+
+
+class Provenance:
+    """The variables whose gradients ``compute_gradients`` handed out in one trace.
+
+    Attributes:
+      names: what they are called.
+    """
+
+    def __init__(self) -> None:
+        self.names: Named = {}
+        self._trace = _flax.current_trace()
+        self._shards: dict[int, tuple[nnx.Variable, int]] = {}
+        self._applied: set[int] = set()
+
+    def is_current(self) -> bool:
+        """Whether its trace is the one in force."""
+        return bool(self._trace == _flax.current_trace())
+
+    def add(self, variables: Sequence[nnx.Variable], number_of_shards: int) -> None:
+        """Note that their gradients were handed out under this many shards."""
+        # Kept with its variable, an id stays its own.
+        self._shards.update({id(v): (v, number_of_shards) for v in variables})
+        self._applied.difference_update(map(id, variables))
+
+    def note_applied(self, variables: Sequence[nnx.Variable]) -> None:
+        """Note that their gradients have been applied."""
+        self._applied.update(id(v) for v in variables if id(v) in self._shards)
+
+    def first_applied(self, variables: Sequence[nnx.Variable]) -> nnx.Variable | None:
+        """The first of the variables whose gradient has been applied; ``None`` if none has."""
+        return next((v for v in variables if id(v) in self._applied), None)
+
+    def number_of_shards(self, variable: nnx.Variable) -> int | None:
+        """Under how many shards its gradient was handed out; ``None`` if it was not."""
+        return self._shards.get(id(variable), (None, None))[1]
