@@ -455,7 +455,9 @@ def test_several_axes_and_none_named():
 
 def test_an_axis_that_is_not_bound():
     opt = sgd(axis_name="data")
-    with pytest.raises(crossshard.AxisError, match=r"'data' is not bound here; bound are 'shards'"):
+    with pytest.raises(
+        crossshard.AxisError, match=r"'data' is not bound here; the bound axes are 'shards'"
+    ):
         in_shard_map(lambda w, x, y: step(opt, w, x, y))
 
 

@@ -143,7 +143,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Any], Any], str | None]] = {
     ),
     "a branch that mixes": (
         lambda g: lax.switch(jnp.int32(1), [lambda: g, lambda: g - jnp.max(g), lambda: -g]),
-        "reduce_max over a whole parameter",
+        "reduce_max over a full parameter",
     ),
     "a loop that ends by a norm": (
         lambda g: lax.while_loop(lambda c: (c * c).sum() > 1, lambda c: c / 2, g),
@@ -151,11 +151,11 @@ FUNCTIONS: dict[str, tuple[Callable[[Any], Any], str | None]] = {
     ),
     "a loop that mixes": (
         lambda g: _in_a_loop(g, 3, lambda i, c: jnp.max(c)),
-        "reduce_max over a whole parameter",
+        "reduce_max over a full parameter",
     ),
     "a loop that mixes in its second round": (
         lambda g: lax.fori_loop(0, 2, lambda i, c: (c[0] * c[1], jnp.max(g)), (g, 1.0))[0],
-        "reduce_max over a whole parameter",
+        "reduce_max over a full parameter",
     ),
     "a loop as long as an axis": (
         lambda g: _in_a_loop(g, g.shape[-1], lambda i, c: 0.9),
@@ -169,11 +169,11 @@ FUNCTIONS: dict[str, tuple[Callable[[Any], Any], str | None]] = {
         lambda g: lax.scan(lambda c, x: (c, g * x), 0, jnp.arange(3.0))[1].sum(0),
         "a scan along an axis of a parameter",
     ),
-    "a call that mixes": (jax.jit(lambda g: g - jnp.max(g)), "reduce_max over a whole parameter"),
-    "a sort": (lambda g: -jnp.sort(g), "sort over a whole parameter"),
+    "a call that mixes": (jax.jit(lambda g: g - jnp.max(g)), "reduce_max over a full parameter"),
+    "a sort": (lambda g: -jnp.sort(g), "sort over a full parameter"),
     "a constant for each place": (
         lambda g: g * np.linspace(0, 1, g.size, dtype=np.float32).reshape(g.shape),
-        "a constant of the size of a parameter",
+        "a constant with the shape of a parameter",
     ),
     "the number of elements": (
         lambda g: g / g.size,
@@ -181,11 +181,11 @@ FUNCTIONS: dict[str, tuple[Callable[[Any], Any], str | None]] = {
     ),
     "a program for large arrays": (
         lambda g: jnp.sin(g) if g.size > 13 else jnp.cos(g),
-        "it computes something else on slices of the parameters",
+        "it computes something different on slices of the parameters",
     ),
     "a longer program for large arrays": (
         lambda g: -jnp.sin(g) if g.size > 13 else jnp.sin(g),
-        "it computes something else on slices of the parameters",
+        "it computes something different on slices of the parameters",
     ),
     "a refusal of small arrays": (
         lambda g: g / (1 if g.shape in ((12,), (6, 8), (3,)) else [][1]),
@@ -211,7 +211,7 @@ def test_a_value_taken_from_elsewhere_on_slices_is_found():
     row = Row(lambda: optax.stateless_with_tree_map(chosen))
     said = answer(row)
     assert said is not None
-    assert said.startswith("it computes something else on slices")
+    assert said.startswith("it computes something different on slices")
     assert not slices_agree(row)
 
 
@@ -228,10 +228,10 @@ def test_state_that_comes_out_whole_is_refused():
         return g, jnp.zeros((6, 2))
 
     row = Row(lambda: optax.GradientTransformation(lambda params: jnp.ones((6, 8)), shrunk))
-    assert answer(row) == "a new parameter or state array is not sliced as the old one is"
+    assert answer(row) == "a new parameter or state array is sliced differently from the old one"
 
 
 def test_a_reason_names_the_line_of_the_optimizer():
     said = answer(ROWS["clip_by_global_norm"])
     assert said is not None
-    assert said.startswith("reduce_sum over a whole parameter (clip_by_global_norm, optax/")
+    assert said.startswith("reduce_sum over a full parameter (clip_by_global_norm, optax/")

@@ -12,28 +12,28 @@ from crossshard.shards.groups import GroupAssignment, check_group_assignment
 
 # What is given, and what the message must say of it.
 BAD = {
-    "a number": (3, "int is no list"),
-    "a string": ("01", "str is no list"),
-    "a set": ({(0, 1)}, "set is no list"),
-    "a dictionary": ({0: [0, 1]}, "dict is no list"),
-    "a range": (range(2), "range is no list"),
-    "a generator": (iter([[0, 1]]), "is no list"),
-    "an array of no dimensions": (np.array(3), "ndarray is no list"),
-    "one flat list": ([0, 1], "0 is no list"),
-    "one flat array": (np.arange(4), "is no list"),
-    "a list of strings": (["01", "23"], "'01' is no list"),
-    "a list of sets": ([{0, 1}], "is no list"),
-    "lists and numbers": ([[0, 1], 2], "2 is no list"),
-    "three levels": ([[[0, 1], [2, 3]]], "no integer"),
-    "a bool": ([[0, True]], "the id True is no integer but bool"),
-    "floats": ([[0.0, 1.0]], "the id 0.0 is no integer but float"),
-    "a float array": (np.zeros((1, 2)), "no integer"),
-    "a bool array": (np.array([[False, True]]), "no integer"),
-    "strings": ([["0", "1"]], "the id '0' is no integer but str"),
-    "None": ([[0, None]], "no integer but NoneType"),
-    "twice in a group": ([[0, 0], [1, 1]], "gives [0, 1] more than once"),
-    "in two groups": ([[0, 1], [1, 2]], "gives [1] more than once"),
-    "the same group twice": ([[0, 1], [0, 1]], "gives [0, 1] more than once"),
+    "a number": (3, "int is not a list"),
+    "a string": ("01", "str is not a list"),
+    "a set": ({(0, 1)}, "set is not a list"),
+    "a dictionary": ({0: [0, 1]}, "dict is not a list"),
+    "a range": (range(2), "range is not a list"),
+    "a generator": (iter([[0, 1]]), "is not a list"),
+    "an array of no dimensions": (np.array(3), "ndarray is not a list"),
+    "one flat list": ([0, 1], "0 is not a list"),
+    "one flat array": (np.arange(4), "is not a list"),
+    "a list of strings": (["01", "23"], "'01' is not a list"),
+    "a list of sets": ([{0, 1}], "is not a list"),
+    "lists and numbers": ([[0, 1], 2], "2 is not a list"),
+    "three levels": ([[[0, 1], [2, 3]]], "not an integer"),
+    "a bool": ([[0, True]], "the id True is bool, not an integer"),
+    "floats": ([[0.0, 1.0]], "the id 0.0 is float, not an integer"),
+    "a float array": (np.zeros((1, 2)), "not an integer"),
+    "a bool array": (np.array([[False, True]]), "not an integer"),
+    "strings": ([["0", "1"]], "the id '0' is str, not an integer"),
+    "None": ([[0, None]], "NoneType, not an integer"),
+    "twice in a group": ([[0, 0], [1, 1]], "has [0, 1] more than once"),
+    "in two groups": ([[0, 1], [1, 2]], "has [1] more than once"),
+    "the same group twice": ([[0, 1], [0, 1]], "has [0, 1] more than once"),
     "an id left out": ([[0, 1], [2, 4]], "permutation of range"),
     "counted from one": ([[1, 2], [3, 4]], "permutation of range"),
     "negative": ([[-1, 0]], "permutation of range"),
@@ -61,7 +61,7 @@ def test_row_04_the_optimizer_looks_at_its_groups_at_construction(groups: Any):
 
 def test_row_07_the_order_of_checks_is_the_originals():
     # A flat list that also repeats itself is no list of lists; repeats come before sizes.
-    with pytest.raises(GroupAssignmentError, match="is no list"):
+    with pytest.raises(GroupAssignmentError, match="is not a list"):
         check_group_assignment([0, 0])
     with pytest.raises(GroupAssignmentError, match="more than once"):
         check_group_assignment([[0, 0], [1]])

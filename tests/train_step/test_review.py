@@ -255,7 +255,7 @@ def test_the_state_of_another_rule_is_refused():
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
-        (optax.lbfgs, "asks for more than gradients"),
+        (optax.lbfgs, "needs more than gradients"),
         (functools.partial(optax.monitor, {"n": optax.tree.norm}), "state changes"),
     ],
 )

@@ -567,5 +567,5 @@ def test_describe():
     step.init(START)
     said = step.describe()
     assert "local gradient → weigh → mean over all shards → update on sharded global arrays" in said
-    assert "reduce_sum over a whole parameter (clip_by_global_norm, optax/" in said
+    assert "reduce_sum over a full parameter (clip_by_global_norm, optax/" in said
     assert "on each shard" in said

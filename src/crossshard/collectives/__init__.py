@@ -1,1 +1,1 @@
-"""Sums over the shards and exchanges between them."""
+"""Collectives over the shards: sums, all_to_all and collective_permute."""

@@ -1,4 +1,4 @@
-"""Sums over the shards: over all of them, or over each one's group, in every mode JAX has."""
+"""All-reduce: sums over all shards or over groups, under shard_map, pmap and vmap."""
 
 import math
 from typing import Any
@@ -17,7 +17,7 @@ from crossshard.shards.groups import GroupAssignment, check_group_assignment
 def sum_over_shards(x: Any, shards: Shards, groups: GroupAssignment | None = None) -> Any:
     """The sum of ``x`` over the shards, or over the groups; the same shape and dtype.
 
-    Typed as equal on all shards where no group makes it differ.
+    The result is invariant unless there are several groups.
     """
     if groups is not None:
         groups.check_covers(shards.number)
@@ -26,11 +26,11 @@ def sum_over_shards(x: Any, shards: Shards, groups: GroupAssignment | None = Non
     if not shards.axes:
         _refuse_unbound(shards)
         return x
-    # An unreduced value is a sum that waits to be taken, so it must not be made varying first.
-    waiting = tuple(axis for axis in shards.axes if axis in _jax.unreduced_axes(x))
-    x = lax.psum(x, waiting) if waiting else x
-    others = tuple(axis for axis in shards.axes if axis not in waiting)
-    return lax.psum(_jax.as_varying(x, others) if shards.has_vma else x, others) if others else x
+    # An unreduced value is a pending sum, so it must not be cast to varying first.
+    unreduced = tuple(axis for axis in shards.axes if axis in _jax.unreduced_axes(x))
+    x = lax.psum(x, unreduced) if unreduced else x
+    rest = tuple(axis for axis in shards.axes if axis not in unreduced)
+    return lax.psum(_jax.as_varying(x, rest) if shards.has_vma else x, rest) if rest else x
 
 
 def _sum_over_group(x: Any, shards: Shards, groups: GroupAssignment) -> Any:
@@ -40,22 +40,22 @@ def _sum_over_group(x: Any, shards: Shards, groups: GroupAssignment) -> Any:
     if not shards.manual:
         parts = gather_over_shards(x, shards)[groups.members].sum(1)
         return parts[jnp.asarray(groups.group_of)[shards.index()]]
-    # Scatter and gather take groups where psum does not (check_vma=True), and send no more.
+    # psum rejects groups under check_vma=True. These two accept them, and send the same bytes.
     flat = jnp.pad(jnp.ravel(x), (0, -jnp.size(x) % groups.size))
     over = {"axis_name": shards.axes, "axis_index_groups": groups.members.tolist(), "tiled": True}
-    whole = lax.all_gather(lax.psum_scatter(flat, **over), **over)
-    return whole[: jnp.size(x)].reshape(jnp.shape(x))
+    total = lax.all_gather(lax.psum_scatter(flat, **over), **over)
+    return total[: jnp.size(x)].reshape(jnp.shape(x))
 
 
 def widen(x: Any) -> jax.Array:
-    """``x`` in the dtype in which it is summed: 16 bits overflow (f16) or round (bf16) in a sum."""
+    """``x`` in the dtype in which it is summed: float32 for 16 bits, which overflow or round."""
     dtype = jnp.result_type(x)
     return jnp.asarray(x, jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype)
 
 
 def gather_over_shards(x: Any, shards: Shards) -> jax.Array:
-    """``[shards, …]``: every shard's ``x``, in order."""
-    # One axis at a time: under vmap all_gather takes no tuple of axes.
+    """``[shards, …]``: the ``x`` of every shard, in order."""
+    # One axis at a time: under vmap, all_gather does not accept a tuple of axes.
     for axis in reversed(shards.axes):
         x = lax.all_gather(x, axis)
     depth = len(shards.axes)
@@ -65,7 +65,7 @@ def gather_over_shards(x: Any, shards: Shards) -> jax.Array:
 def _refuse_unbound(shards: Shards) -> None:
     if shards.number > 1 and not shards.axes:
         raise ShardContextError(
-            f"The shard context says {shards.number} shards, but no mesh axis is bound here, so "
+            f"The shard context has {shards.number} shards, but no mesh axis is bound here, so "
             f"nothing can be summed over them. Run the step with "
             f"crossshard.shard(num_shards={shards.number}), or inside jax.shard_map."
         )
@@ -81,21 +81,21 @@ def cross_replica_sum(
     """The sum of ``x`` over all shards, or over this shard's group.
 
     Its gradient is the ``cross_replica_sum`` of the incoming gradient over the same groups, in
-    every mode. For that the result is typed as each shard's own copy also under
-    ``check_vma=True``; where a value typed as equal is wanted, ``jax.lax.psum`` gives it.
+    every mode. The result is therefore varying under ``check_vma=True``; use ``jax.lax.psum`` if
+    you need an invariant one.
 
     Args:
-      x: a numeric array of any shape, the same on all shards.
-      group_assignment: a partition of the shards into groups of one size; all shards if ``None``.
-      name: a name to find the sum by in profiles and HLO.
-      axis_name: the axes over which the shards lie, where they cannot be told.
+      x: a numeric array, of the same shape on all shards.
+      group_assignment: a partition of the shards into groups of equal size; all shards if ``None``.
+      name: the name of its scope in profiles and HLO.
+      axis_name: the mesh axes of the shards, if they cannot be inferred.
 
     Returns:
       An array of the shape and dtype of ``x``.
 
     Raises:
-      ArgumentTypeError: ``x`` is no numeric array.
-      GroupAssignmentError: the groups are no partition of the shards.
+      ArgumentTypeError: ``x`` is not a numeric array.
+      GroupAssignmentError: the groups are not a partition of the shards.
 
     >>> import jax, jax.numpy as jnp
     >>> jax.vmap(cross_replica_sum, axis_name="shards")(jnp.arange(4.0))
@@ -109,7 +109,7 @@ def cross_replica_sum(
 
 
 def check_numeric(x: Any, function: str) -> jax.Array:
-    """``x`` as an array of numbers, or an error that names the function that wants one."""
+    """``x`` as a numeric array, or an error that names ``function``."""
     try:
         array = jnp.asarray(x)
     except (TypeError, ValueError):

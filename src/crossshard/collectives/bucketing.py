@@ -1,4 +1,4 @@
-"""Many arrays summed, scattered or gathered at once: small arrays travel in one bucket."""
+"""Bucketing: small arrays of one dtype share a collective."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ def bucketed_sum(
     shards: Shards,
     groups: GroupAssignment | None = None,
 ) -> list[jax.Array]:
-    """The sum of each array over the shards, or the groups: this shard's part of it."""
+    """This shard's slice of the sum of each array over the shards, or the groups."""
 
     def scatter(x: jax.Array, axis: int) -> jax.Array:
         return scatter_sum(x, axis, shards, groups)
@@ -51,7 +51,7 @@ def bucketed_gather(
     shards: Shards,
     groups: GroupAssignment | None = None,
 ) -> list[jax.Array]:
-    """Each array whole, from every shard's part of it; an array in one part stays as it is."""
+    """Each array in full, all-gathered from its slices; replicated arrays are unchanged."""
 
     def gather(x: jax.Array, axis: int) -> jax.Array:
         return gather_parts(x, axis, shards, groups)
@@ -80,18 +80,18 @@ def _by_bucket(
     shards: Shards,
     move: Callable[[Bucket], list[jax.Array]],
 ) -> list[jax.Array]:
-    """Each array moved, the small ones of one dtype together; in their order."""
-    # Under vmap nothing is sent, and types may forbid a bucket of values that differ in them.
-    together = shards.manual and not shards.has_vma and shards.number > 1
-    places: dict[object, list[int]] = {}
-    for place, (x, partition) in enumerate(zip(xs, partitions, strict=True)):
-        key = (x.dtype, partition.number) if partition.is_small and together else place
-        places.setdefault(key, []).append(place)
-    after: dict[int, jax.Array] = {}
-    for members in places.values():
-        bucket = [(xs[place], partitions[place]) for place in members]
-        after.update(zip(members, move(bucket), strict=True))
-    return [after[place] for place in range(len(xs))]
+    """``move`` applied to each array, small ones of one dtype in one bucket; in their order."""
+    # vmap does not communicate, and arrays that vary over different axes cannot share a bucket.
+    buckets_pay = shards.manual and not shards.has_vma and shards.number > 1
+    members_of: dict[object, list[int]] = {}
+    for index, (x, partition) in enumerate(zip(xs, partitions, strict=True)):
+        key = (x.dtype, partition.number) if partition.is_small and buckets_pay else index
+        members_of.setdefault(key, []).append(index)
+    moved: dict[int, jax.Array] = {}
+    for members in members_of.values():
+        bucket = [(xs[index], partitions[index]) for index in members]
+        moved.update(zip(members, move(bucket), strict=True))
+    return [moved[index] for index in range(len(xs))]
 
 
 def _alone(
@@ -100,14 +100,14 @@ def _alone(
     shape: tuple[int, ...],
     move: Callable[[jax.Array, int], jax.Array],
 ) -> jax.Array:
-    """An array moved by itself; in rows, if its flattened elements are split."""
+    """``move`` applied to one array; in rows, if its flattened elements are split."""
     if partition.axis is None:
         return move(x.reshape(-1, partition.tile.lanes), 0).reshape(shape)
     return move(x, partition.axis)
 
 
 def _split_bucket(flat: jax.Array, bucket: Bucket) -> list[jax.Array]:
-    """What a bucket's arrays, or this shard's parts of them, became on their way."""
+    """The arrays of a reduced or gathered bucket."""
     shapes = [partition.local_shape for _, partition in bucket]
     pieces = zip(_between(map(math.prod, shapes)), shapes, strict=True)
     return [flat[start:end].reshape(shape) for (start, end), shape in pieces]

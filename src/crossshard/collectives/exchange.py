@@ -1,4 +1,4 @@
-"""Exchanges between shards: all_to_all and collective_permute, in every mode JAX has."""
+"""Exchanges between shards: all_to_all and collective_permute, in shard_map, pmap and vmap."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,24 +25,25 @@ def all_to_all(
     *,
     axis_name: str | tuple[str, ...] | None = None,
 ) -> jax.Array:
-    """Split ``x``, send one block to each shard of the group, and join what arrives.
+    """Split ``x``, send one block to each shard of the group, and concatenate those received.
 
     Args:
       x: an array whose ``split_dimension`` is a multiple of ``split_count``.
-      concat_dimension: the dimension along which the blocks that arrive are joined.
+      concat_dimension: the dimension along which the received blocks are concatenated.
       split_dimension: the dimension along which ``x`` is split.
       split_count: the number of blocks, which is the number of shards in a group.
-      group_assignment: a partition of the shards into groups of one size; all shards if ``None``.
-      name: a name to find the exchange by in profiles and HLO.
-      axis_name: the axes over which the shards lie, where they cannot be told.
+      group_assignment: a partition of the shards into groups of equal size; all shards if ``None``.
+      name: the name of its scope in profiles and HLO.
+      axis_name: the mesh axes of the shards, if they cannot be inferred.
 
     Returns:
       An array with ``split_dimension`` divided and ``concat_dimension`` multiplied by
-      ``split_count``: ``[8, 4]`` split 0, concat 1, count 4 gives ``[2, 16]``.
+      ``split_count``: ``[8, 4]`` with split 0, concat 1, count 4 becomes ``[2, 16]``.
 
     Raises:
-      ArgumentError: a dimension that ``x`` has not, or a count that does not fit.
-      GroupAssignmentError: the groups are no partition of the shards.
+      ArgumentError: a dimension that ``x`` does not have, or a ``split_count`` other than the
+        group size.
+      GroupAssignmentError: the groups are not a partition of the shards.
 
     >>> import jax, jax.numpy as jnp
     >>> exchange = lambda x: all_to_all(x, concat_dimension=1, split_dimension=0, split_count=4)
@@ -65,7 +66,7 @@ def all_to_all(
     if x.shape[split] % split_count:
         raise ArgumentError(
             f"split_dimension {split} of an array of shape {x.shape} has length "
-            f"{x.shape[split]}, which {split_count} shards cannot share evenly."
+            f"{x.shape[split]}, which is not divisible by {split_count} shards."
         )
     with jax.named_scope(name or "all_to_all"):
         if groups.size == 1:
@@ -80,12 +81,12 @@ def all_to_all(
                 axis_index_groups=groups.members.tolist(),
                 tiled=True,
             )
-        me = shards.index()
-        senders = jnp.asarray(groups.members)[jnp.asarray(groups.group_of)[me]]
-        arrived = gather_over_shards(x, shards)[senders]
-        blocks = jnp.stack(jnp.split(arrived, split_count, axis=split + 1))
-        mine = blocks[jnp.asarray(groups.position_of)[me]]
-        return jnp.concatenate(list(mine), axis=concat)
+        index = shards.index()
+        sources = jnp.asarray(groups.members)[jnp.asarray(groups.group_of)[index]]
+        gathered = gather_over_shards(x, shards)[sources]
+        blocks = jnp.stack(jnp.split(gathered, split_count, axis=split + 1))
+        received = blocks[jnp.asarray(groups.position_of)[index]]
+        return jnp.concatenate(list(received), axis=concat)
 
 
 def collective_permute(
@@ -95,20 +96,20 @@ def collective_permute(
     *,
     axis_name: str | tuple[str, ...] | None = None,
 ) -> jax.Array:
-    """Send ``x`` from each source shard to its target; a shard that is no target gets zeros.
+    """Send ``x`` from each source shard to its target; shards that are not a target get zeros.
 
     Args:
-      x: an array of any shape, the same on all shards.
-      source_target_pairs: ``[[source, target], …]``, no source and no target twice.
-      name: a name to find the exchange by in profiles and HLO.
-      axis_name: the axes over which the shards lie, where they cannot be told.
+      x: an array, of the same shape on all shards.
+      source_target_pairs: ``[[source, target], …]``, each source and each target at most once.
+      name: the name of its scope in profiles and HLO.
+      axis_name: the mesh axes of the shards, if they cannot be inferred.
 
     Returns:
       An array of the shape and dtype of ``x``.
 
     Raises:
-      ArgumentError: a shard that does not exist, or a source or target given twice.
-      ArgumentTypeError: the pairs are no pairs of integers.
+      ArgumentError: a shard that does not exist, or a source or target that is given twice.
+      ArgumentTypeError: the pairs are not pairs of integers.
 
     >>> import jax, jax.numpy as jnp
     >>> send = lambda x: collective_permute(x, [[0, 1], [1, 2]])
@@ -124,18 +125,18 @@ def collective_permute(
             return x if pairs else jnp.zeros_like(x)
         if shards.manual:
             return lax.ppermute(shards.as_varying(x), shards.axes, pairs)
-        # vmap's ppermute takes whole permutations only, so the values are looked up instead.
+        # Under vmap, ppermute needs a full permutation, so gather and index instead.
         source_of = np.full(shards.number, -1)
         source_of[[target for _, target in pairs]] = [source for source, _ in pairs]
         source = jnp.asarray(source_of)[shards.index()]
-        arrived = gather_over_shards(x, shards)[source]
-        return jnp.where(source >= 0, arrived, jnp.zeros_like(arrived))
+        received = gather_over_shards(x, shards)[source]
+        return jnp.where(source >= 0, received, jnp.zeros_like(received))
 
 
 def _need_axes(shards: Shards, function: str) -> None:
     if not shards.axes and shards.number > 1:
         raise ShardContextError(
-            f"{function} is asked for {shards.number} shards, but no mesh axis is bound here. "
+            f"{function} is called on {shards.number} shards, but no mesh axis is bound here. "
             f"Run the step with crossshard.shard(num_shards={shards.number})."
         )
 

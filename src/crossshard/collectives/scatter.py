@@ -1,4 +1,4 @@
-"""Sums scattered over the shards in parts, and parts gathered to whole arrays."""
+"""Reduce-scatter and all-gather over the shards, or over groups."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from crossshard.shards.groups import GroupAssignment
 def scatter_sum(
     x: jax.Array, axis: int, shards: Shards, groups: GroupAssignment | None = None
 ) -> jax.Array:
-    """This shard's part, along an axis, of the sum over the shards or over its group."""
+    """This shard's slice along ``axis`` of the sum over the shards or over its group."""
     for name, members in _schedule(shards, groups):
         over: Any = {"axis_index_groups": members, "tiled": True}
         x = lax.psum_scatter(x, name, scatter_dimension=axis, **over)
@@ -23,9 +23,9 @@ def scatter_sum(
 def gather_parts(
     x: jax.Array, axis: int, shards: Shards, groups: GroupAssignment | None = None
 ) -> jax.Array:
-    """The parts of all shards, or of the group, side by side along an axis.
+    """The slices of all shards, or of the group, concatenated along ``axis``.
 
-    Typed as invariant over the shards if there are no groups.
+    The result is invariant unless there are groups.
     """
     for name, members in reversed(_schedule(shards, groups)):
         if members is None:

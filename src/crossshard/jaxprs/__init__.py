@@ -1,1 +1,1 @@
-"""Jaxprs read for what holds of their values: one walker, and the analyses that use it."""
+"""Analyses of jaxprs, and the abstract interpreter that they share."""

@@ -1,4 +1,4 @@
-"""What a function's outputs depend on, and which of its inputs it hands on as they are."""
+"""Dependence analysis of functions: which inputs the outputs depend on, or are."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from crossshard.jaxprs.walk import Analysis, Equations, follow
 def depends(function: Callable[..., Any], read: Any, *others: Any) -> bool:
     """Whether any output of ``function(read, *others)`` depends on a value in ``read``.
 
-    Shapes and dtypes are not values. An output that is read through a Ref counts as dependent.
+    Shapes and dtypes are not values. An output read through a Ref counts as dependent.
 
     >>> import jax.numpy as jnp
     >>> depends(lambda x, y: x.size * y, jnp.ones(2), jnp.ones(2))
@@ -20,13 +20,13 @@ def depends(function: Callable[..., Any], read: Any, *others: Any) -> bool:
     """
     jaxpr = jax.make_jaxpr(function)(read, *others)
     number = len(jax.tree.leaves(read))
-    inputs = [place < number for place in range(len(jaxpr.in_avals))]
+    inputs = [index < number for index in range(len(jaxpr.in_avals))]
     outputs = follow(_Reads(), [jaxpr], inputs)
     return any(outputs)
 
 
 def hands_on(function: Callable[[Any], Any], given: Any) -> bool:
-    """Whether ``function(given)`` returns ``given``, whatever calls and loops it goes through.
+    """Whether ``function(given)`` returns ``given`` unchanged, through calls and loops.
 
     >>> import jax, jax.numpy as jnp
     >>> hands_on(jax.checkpoint(lambda xs: xs), [jnp.ones(2), jnp.ones(2)])
@@ -35,14 +35,14 @@ def hands_on(function: Callable[[Any], Any], given: Any) -> bool:
     False
     """
     jaxpr = jax.make_jaxpr(function)(given)
-    places = range(len(jaxpr.in_avals))
-    outputs = follow(_Origin(), [jaxpr], list(places))
-    # A scan stacks an array that it hands on, so that one of another shape is not the same.
-    return list(outputs) == list(places) and jaxpr.in_avals == jaxpr.out_avals
+    indices = range(len(jaxpr.in_avals))
+    outputs = follow(_Origin(), [jaxpr], list(indices))
+    # A scan stacks what its body returns unchanged, so the shapes must be equal too.
+    return list(outputs) == list(indices) and jaxpr.in_avals == jaxpr.out_avals
 
 
 class _Reads(Analysis[bool]):
-    """Whether values depend on those of some inputs; errs on the side of yes."""
+    """Whether a value may depend on the tracked inputs."""
 
     def constant(self, values: Sequence[Any]) -> bool:
         del values
@@ -60,12 +60,12 @@ class _Reads(Analysis[bool]):
 
     def transfer(self, equations: Equations, inputs: Sequence[bool]) -> Sequence[bool]:
         (equation,) = equations
-        # What was written to a Ref is not followed.
+        # Values written to a Ref are not tracked.
         return [any(inputs) or any(map(_jax.is_ref, equation.invars))] * len(equation.outvars)
 
 
 class _Origin(Analysis[int | None]):
-    """Which input a value is, unchanged; ``None`` if it is not one."""
+    """The index of the input that a value equals, or ``None``."""
 
     def constant(self, values: Sequence[Any]) -> None:
         del values
@@ -77,7 +77,7 @@ class _Origin(Analysis[int | None]):
         return fact is None
 
     def control(self, equations: Equations, decides: int | None) -> None:
-        """Nothing: both branches may hand on the same."""
+        """Nothing: both branches may return the same input."""
         del equations, decides
 
     def transfer(self, equations: Equations, inputs: Sequence[int | None]) -> Sequence[int | None]:

@@ -1,8 +1,8 @@
-"""Whether an update is elementwise, read from its own trace: then each shard can do its part alone.
+"""Checks whether an update is elementwise, so that each shard can update its slice alone.
 
-The update is traced twice, on whole arrays and on one shard's slices of them, and both traces are
-walked side by side. It is elementwise if both do the same, and if every element that comes out
-depends on elements at the same place, and on what all shards have in common.
+The update is traced on full arrays and on one shard's slices, and the two jaxprs are compared. It
+is elementwise if they match, and if every output element depends only on input elements at the
+same position and on replicated values.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import numpy as np
 from crossshard import _jax
 from crossshard.jaxprs.walk import Analysis, Equations, Mismatch, follow
 
-# One element out for one element in at the same place; operands may also be scalars.
+# Elementwise primitives; operands may also be scalars.
 _ELEMENTWISE = frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil "
     "clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv "
@@ -30,17 +30,17 @@ _ELEMENTWISE = frozenset(
 
 class _Kind(enum.Enum):
     SAME = "the same on all shards"
-    UNIFORM = "one number at every place"
-    SLICE = "a slice on each shard, each element computed from elements at its place"
+    UNIFORM = "one number at every position"
+    SLICE = "a slice on each shard, each element computed from elements at its position"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Mixed:
-    """A value whose elements depend on those of other places, or on the places.
+    """A value whose elements depend on other positions, or on their own position.
 
     Attributes:
-      reason: what mixes them.
-      source: the line it comes from; empty if that is not known.
+      reason: the operation that mixes them.
+      source: its source line; empty if unknown.
     """
 
     reason: str
@@ -54,26 +54,26 @@ Kind = _Kind | _Mixed
 
 
 class _DependsOnShape(Exception):
-    """A number differs between the two traces, so that whatever is computed from it may."""
+    """A literal differs between the two jaxprs, because it is computed from a shape."""
 
 
 def why_not_elementwise(
     update: Callable[..., tuple[Any, Any]], wholes: tuple[Any, ...], slices: tuple[Any, ...]
 ) -> str | None:
-    """Why an update cannot be run on slices of its arrays; ``None`` if it can.
+    """The reason why an update cannot run on slices of its arrays, or ``None``.
 
     Args:
       update: from ``(params, state, …)`` to the new ``(params, state)``.
-      wholes: its arguments, pytrees with shapes and dtypes.
-      slices: the same as one shard would have them; leaves of equal shape are whole on all shards.
+      wholes: its full arguments, pytrees with shapes and dtypes.
+      slices: one shard's arguments; leaves of the full shape are replicated.
 
     Returns:
-      A reason in a few words, with the line of source it comes from.
+      A short reason with its source line.
     """
     whole = jax.make_jaxpr(update)(*wholes)
     try:
         part = jax.make_jaxpr(update)(*slices)
-    except Exception as error:  # an optimizer may refuse such shapes in any way
+    except Exception as error:  # an optimizer may raise anything on slices
         return str(_Mixed(_FAILS, _jax.source_of_error(error)))
     try:
         return _obstacle(whole, part, jax.tree.leaves(slices[:2]))
@@ -85,7 +85,7 @@ def why_not_elementwise(
 
 
 _FAILS = "it cannot be traced on slices of the parameters"
-_DIFFERS = "it computes something else on slices of the parameters"
+_DIFFERS = "it computes something different on slices of the parameters"
 
 
 def _obstacle(whole: Any, part: Any, expected: Sequence[Any]) -> str | None:
@@ -100,17 +100,17 @@ def _obstacle(whole: Any, part: Any, expected: Sequence[Any]) -> str | None:
         if isinstance(kind, _Mixed):
             return str(kind)
         if after.shape != before.shape or (kind is _Kind.SAME) != (was is _Kind.SAME):
-            return "a new parameter or state array is not sliced as the old one is"
+            return "a new parameter or state array is sliced differently from the old one"
     return None
 
 
 class _Elementwise(Analysis[Kind]):
-    """The kinds of values in the trace on whole arrays, beside the one on slices."""
+    """The kinds of values in the jaxpr on full arrays, compared with the one on slices."""
 
     def constant(self, values: Sequence[Any]) -> Kind:
         whole, part = values
         same = np.shape(whole) == np.shape(part) and bool(np.all(np.asarray(whole) == part))
-        return _Kind.SAME if same else _Mixed("a constant of the size of a parameter")
+        return _Kind.SAME if same else _Mixed("a constant with the shape of a parameter")
 
     def literal(self, values: Sequence[Any], equation: Any) -> Kind:
         whole, part = values
@@ -126,7 +126,7 @@ class _Elementwise(Analysis[Kind]):
         if all(kind is facts[0] for kind in facts):
             return facts[0]
         if _Kind.SAME in facts:
-            return _Mixed("an array that is whole on one path and a slice on another")
+            return _Mixed("an array that is full on one path and a slice on another")
         return _Kind.SLICE
 
     def is_top(self, fact: Kind) -> bool:
@@ -144,7 +144,7 @@ class _Elementwise(Analysis[Kind]):
         return _Mixed(_CONTROL["scan"], _jax.source_of(equations[0]))
 
     def returned(self, equations: Equations, fact: Kind) -> Kind:
-        # What has no line of its own comes from that of the call.
+        # A value without a source line takes that of the call.
         if isinstance(fact, _Mixed) and not fact.source:
             return _Mixed(fact.reason, _jax.source_of(equations[0]))
         return fact
@@ -155,7 +155,7 @@ class _Elementwise(Analysis[Kind]):
         if name == "optimization_barrier":
             return inputs
         mixed = [kind for kind in inputs if isinstance(kind, _Mixed)]
-        if mixed or not count:  # none come out of a print
+        if mixed or not count:  # a debug print has no outputs
             return mixed[:1] * count
         if all(kind is _Kind.SAME for kind in inputs):
             return [self._of_same(whole, part)] * count
@@ -167,7 +167,7 @@ class _Elementwise(Analysis[Kind]):
         moves_nothing = len(inputs) == 1 and _jax.keeps_order(whole)
         if in_place and ((name in _ELEMENTWISE and alike) or moves_nothing):
             return [_Kind.SLICE if _Kind.SLICE in inputs else _Kind.UNIFORM] * count
-        return [_Mixed(f"{name} over a whole parameter", _jax.source_of(whole))] * count
+        return [_Mixed(f"{name} over a full parameter", _jax.source_of(whole))] * count
 
     @staticmethod
     def _of_same(whole: Any, part: Any) -> Kind:
@@ -180,7 +180,7 @@ class _Elementwise(Analysis[Kind]):
         name = whole.primitive.name
         if name == "broadcast_in_dim" and whole.invars[0].aval.shape == ():
             return _Kind.UNIFORM
-        return _Mixed(f"{name} makes an array of the size of a parameter", _jax.source_of(whole))
+        return _Mixed(f"{name} creates an array of a parameter's shape", _jax.source_of(whole))
 
 
 _CONTROL = {

@@ -1,8 +1,8 @@
-"""Over which mesh axes a step's outputs vary, read from its jaxpr.
+"""Finds the mesh axes over which a step's outputs vary, from its jaxpr.
 
-JAX's own types (``check_vma=True``) say it too, but refuse steps that are right: a loop whose
-carry starts invariant and ends varying, a sum over groups. Here a step is traced without types, and
-each value is followed from the inputs to the outputs with the axes over which it may vary.
+JAX's types (``check_vma=True``) also show them, but reject correct steps: a loop whose carry starts
+invariant and ends varying, a sum over groups. Here a step is traced without types, and the axes
+over which a value may vary are propagated from the inputs to the outputs.
 """
 
 import numbers
@@ -20,10 +20,10 @@ _INVARIANT: Axes = frozenset()
 
 
 def varying_axes_of_outputs(sharded: ClosedJaxpr) -> Sequence[Axes]:
-    """Per output of a traced ``shard_map``, the mesh axes over which it may vary.
+    """For each output of a traced ``shard_map``, the mesh axes over which it may vary.
 
     Args:
-      sharded: what ``jax.make_jaxpr`` gives for a function that is a shard_map and nothing else.
+      sharded: the jaxpr of a function that is a single ``shard_map``.
     """
     (equation,) = sharded.jaxpr.eqns
     mesh_axes, in_specs, jaxpr = _jax.shard_map_parts(equation)
@@ -32,7 +32,7 @@ def varying_axes_of_outputs(sharded: ClosedJaxpr) -> Sequence[Axes]:
 
 
 def _names_in(names: Any) -> Axes:
-    """The axis names in a spec or a parameter, however nested; positions are not names."""
+    """The axis names in a nested spec or parameter; positions are not names."""
     if names is None or isinstance(names, numbers.Integral):
         return _INVARIANT
     if isinstance(names, str):
@@ -41,7 +41,7 @@ def _names_in(names: Any) -> Axes:
 
 
 class _Variance(Analysis[Axes]):
-    """The mesh axes over which values may vary; errs on the side of more."""
+    """The mesh axes over which a value may vary."""
 
     def __init__(self, mesh_axes: Axes):
         self._mesh_axes = mesh_axes
@@ -54,7 +54,7 @@ class _Variance(Analysis[Axes]):
         return _INVARIANT.union(*facts)
 
     def control(self, equations: Equations, decides: Axes) -> Axes:
-        # Shards that branch differently, or leave a loop at different times, differ afterwards.
+        # Shards that take different branches or leave a loop at different times diverge.
         del equations
         return decides
 
@@ -72,7 +72,7 @@ class _Variance(Analysis[Axes]):
         return _names_in(_jax.named_axes(equation)) & self._mesh_axes
 
     def _named_within(self, equation: Any) -> Axes:
-        """The mesh axes that programs inside an equation not known here name anywhere."""
+        """The mesh axes named anywhere in the jaxprs of an unknown equation."""
         found = _INVARIANT
         for inner in jaxprs_in_params(equation.params):
             for each in _jax.opened(inner).eqns:

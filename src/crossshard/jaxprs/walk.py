@@ -1,8 +1,7 @@
-"""Follows facts about values through jaxprs: calls, branches and loops, to a fixed point.
+"""Abstract interpretation of jaxprs, through calls, branches and loops, to a fixed point.
 
-This is abstract interpretation. An analysis says which facts there are, what an equation makes of
-them and how they join where paths meet; the walk does the rest. Several jaxprs that are expected
-to do the same, such as two traces of one function, are walked side by side.
+An analysis defines the facts, how an equation transforms them, and how they join where paths meet.
+Several jaxprs that should match, such as two traces of one function, are walked side by side.
 """
 
 import abc
@@ -12,15 +11,15 @@ from typing import Any, Generic, TypeVar
 from crossshard import _jax
 
 Fact = TypeVar("Fact")
-# One of each jaxpr.
+# The corresponding equations, one of each jaxpr.
 Equations = tuple[Any, ...]
 
 
 class Mismatch(Exception):
-    """Jaxprs that are walked side by side do not do the same.
+    """Jaxprs that are walked side by side do not match.
 
     Attributes:
-      equation: the first equation that differs; ``None`` if that cannot be told.
+      equation: the first equation that differs; ``None`` if unknown.
     """
 
     def __init__(self, equation: Any = None):
@@ -29,46 +28,46 @@ class Mismatch(Exception):
 
 
 class Analysis(abc.ABC, Generic[Fact]):
-    """What is followed: facts with an order, finitely many above each, and what becomes of them."""
+    """The facts of an analysis, a join-semilattice of finite height, and their transfer."""
 
     @abc.abstractmethod
     def constant(self, values: Sequence[Any]) -> Fact:
-        """What is known of a constant, given its value in each jaxpr."""
+        """The fact of a constant, given its value in each jaxpr."""
 
     def literal(self, values: Sequence[Any], equation: Any) -> Fact:
-        """The same of a literal, and the equation that it stands in; ``None`` for an output."""
+        """The fact of a literal in an equation, or in an output if ``equation`` is ``None``."""
         del equation
         return self.constant(values)
 
     @abc.abstractmethod
     def transfer(self, equations: Equations, inputs: Sequence[Fact]) -> Sequence[Fact]:
-        """What an equation that is neither a call nor control flow makes of its inputs' facts."""
+        """The facts of the outputs of an equation that is neither a call nor control flow."""
 
     @abc.abstractmethod
     def join(self, facts: Sequence[Fact]) -> Fact:
-        """What is known of a value that comes from any of several places."""
+        """The fact of a value that may come from any of several paths."""
 
     @abc.abstractmethod
     def control(self, equations: Equations, decides: Fact) -> Fact | None:
-        """What a branch or a loop adds to the facts of its outputs; ``None`` for nothing.
+        """The fact that a branch or a loop adds to its outputs, or ``None``.
 
         Args:
           equations: the branch or loop.
-          decides: what is known of the value that chooses the branch or ends the loop.
+          decides: the fact of the value that chooses the branch or ends the loop.
         """
 
     def is_top(self, fact: Fact) -> bool:
-        """Whether joining this fact with any other gives it again."""
+        """Whether joining this fact with any other returns it."""
         del fact
         return False
 
     def element(self, equations: Equations, fact: Fact) -> Fact:
-        """What is known of the slices of an array that a scan takes apart or stacks up."""
+        """The fact of one slice of an array that a scan iterates over or stacks."""
         del equations
         return fact
 
     def returned(self, equations: Equations, fact: Fact) -> Fact:
-        """What is known of a value after the call that returns it."""
+        """The fact of a value after the call that returns it."""
         del equations
         return fact
 
@@ -76,10 +75,10 @@ class Analysis(abc.ABC, Generic[Fact]):
 def follow(
     analysis: Analysis[Fact], jaxprs: Sequence[Any], inputs: Sequence[Fact]
 ) -> Sequence[Fact]:
-    """The facts of the outputs of jaxprs side by side, given those of their inputs.
+    """The facts of the outputs of corresponding jaxprs, given those of their inputs.
 
     Raises:
-      Mismatch: the jaxprs do not do the same.
+      Mismatch: the jaxprs do not match.
     """
     opened = [_jax.opened(jaxpr) for jaxpr in jaxprs]
     constants = [analysis.constant(values) for values in _aligned(map(_jax.constants, jaxprs))]
@@ -90,7 +89,7 @@ def follow(
         literals = [atom for atom in atoms if _jax.is_literal(atom)]
         if len(literals) == len(atoms):
             return analysis.literal([literal.val for literal in literals], equation)
-        # Variables that never stood side by side are different values.
+        # Variables that were never paired are different values.
         if literals or atoms not in known:
             raise Mismatch(equation)
         return known[atoms]
@@ -153,8 +152,8 @@ def _through_while(
     conds, bodies = [each.cond for each in loops], [each.body for each in loops]
     of_cond, of_body, carry = _split(inputs, loops[0].cond_constants, loops[0].body_constants)
     while True:
-        (goes_on,) = follow(analysis, conds, [*of_cond, *carry])
-        added = analysis.control(equations, goes_on)
+        (continues,) = follow(analysis, conds, [*of_cond, *carry])
+        added = analysis.control(equations, continues)
         if added is not None and analysis.is_top(added):
             return [added] * len(carry)
         after = follow(analysis, bodies, [*of_body, *carry])
@@ -186,13 +185,13 @@ def _through_scan(
 
 
 def _split(inputs: Sequence[Fact], first: int, second: int) -> tuple[Sequence[Fact], ...]:
-    """So many, so many, and the rest."""
+    """The first inputs, the second ones, and the rest."""
     return inputs[:first], inputs[first : first + second], list(inputs[first + second :])
 
 
 def _joined(
     analysis: Analysis[Fact], alternatives: Sequence[Sequence[Fact]], added: Fact | None
 ) -> list[Fact]:
-    """Per value, what is known if it may come from any of the alternatives."""
+    """For each value, the join over the alternatives."""
     more = [] if added is None else [added]
     return [analysis.join([*facts, *more]) for facts in zip(*alternatives, strict=True)]

@@ -1,1 +1,1 @@
-"""The way of a gradient: every stage, and the order in which they run."""
+"""The gradient pipeline: the stages between autodiff and the optimizer, and their order."""

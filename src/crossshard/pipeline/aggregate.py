@@ -1,4 +1,4 @@
-"""Aggregate: the gradients of the shards become one, their mean or their sum."""
+"""Aggregate: the mean or the sum of the shards' gradients."""
 
 import dataclasses
 from typing import Any
@@ -21,7 +21,7 @@ class Sum(Stage):
     word = "sum"
 
     def divisor(self, number_of_shards: int, groups: GroupAssignment | None) -> int:
-        """What the sum is divided by: nothing."""
+        """1: a sum is not divided."""
         del number_of_shards, groups
         return 1
 
@@ -32,7 +32,7 @@ class Sum(Stage):
     def update(
         self, gradients: Gradients, state: Any, environment: Environment
     ) -> tuple[Gradients, Any]:
-        """The reduced gradients: whole, or this shard's part of each where arrays are split."""
+        """The reduced gradients: in full, or this shard's slice of each if arrays are split."""
         shards, groups = environment.shards, environment.groups
         beside, values = dict(gradients.beside), gradients.values
         leaves, tree = jax.tree.flatten((beside, values))
@@ -59,7 +59,7 @@ class Sum(Stage):
                 total = self._divide(total, environment.divisor, total_weight)
             leaves_after.append(total)
         beside, values = tree.unflatten(leaves_after)
-        # Where no shard counts there is nothing to learn from, and weights must not decay either.
+        # If all weights are zero there is no gradient, and weights must not decay either.
         skip = None if total_weight is None else total_weight == 0
         reduced = gradients.replace(values=values, beside=beside, weight=total_weight, skip=skip)
         return reduced, state
@@ -68,13 +68,13 @@ class Sum(Stage):
     def _divide(total: jax.Array, divisor: int, weight: jax.Array | None) -> jax.Array:
         if weight is None:
             return total / divisor if divisor > 1 else total
-        # Where no shard counts there is no gradient.
+        # Zero gradients if all weights are zero.
         return jnp.where(weight != 0, total / weight.astype(total.dtype), 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Mean(Sum):
-    """The mean over the shards, or over the group; by weight, ``sum(w · g) / sum(w)``."""
+    """The mean over the shards, or over the group; with weights, ``sum(w · g) / sum(w)``."""
 
     word = "mean"
 
@@ -88,7 +88,7 @@ _TO_DIVIDE = (Incoming.LOCAL, Incoming.SUMMED)
 
 
 def _partitions(beside: dict[str, Any], values: Any, environment: Environment) -> list[Partition]:
-    """How each leaf is split once it is reduced: gradients as the parameters, a loss not at all."""
+    """The partition of each reduced leaf: gradients as the parameters, a loss replicated."""
     split = environment.arrays.partitions
     trees = [*((beside[name], name == "grad") for name in sorted(beside)), (values, True)]
     return [

@@ -1,4 +1,4 @@
-"""What the wrapped optimizer computes on: whole arrays, this shard's parts, or global arrays."""
+"""The arrays of the inner optimizer: full arrays, this shard's slices, or global arrays."""
 
 import dataclasses
 from typing import Any
@@ -15,38 +15,38 @@ from crossshard.shards.partition import Partition, map_partitions
 
 @dataclasses.dataclass(frozen=True)
 class WholeArrays:
-    """Every shard updates all of every array."""
+    """Every shard updates every array in full."""
 
     @property
     def partitions(self) -> tuple[Partition, ...] | None:
-        """Per parameter how it is split; ``None`` if none is."""
+        """The partition of each parameter; ``None`` if none is split."""
         return None
 
     def split(self, params: Any) -> Any:
-        """What the optimizer gets of whole arrays."""
+        """The parameters as the optimizer takes them."""
         return params
 
     def gather(self, updated: Any) -> Any:
-        """Whole arrays from what the optimizer gave back."""
+        """Full arrays from those that the optimizer returned."""
         return updated
 
     def lay(self, gradients: Any) -> Any:
-        """The reduced gradients as the optimizer gets them."""
+        """The reduced gradients as the optimizer takes them."""
         return gradients
 
     def keep(self, state: Any) -> Any:
-        """The optimizer's state as it is carried on."""
+        """The optimizer's state as the next step takes it."""
         return state
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalParts(WholeArrays):
-    """Each shard updates its part of each array, and the parts are gathered.
+    """Each shard updates its slice of each array, and the slices are all-gathered.
 
     Attributes:
-      params: per parameter how it is split.
-      shards: the shards that have the parts.
-      groups: the groups within which arrays are split; ``None`` for all shards together.
+      params: the partition of each parameter.
+      shards: the shards that have the slices.
+      groups: the groups within which arrays are split; ``None`` for all shards.
     """
 
     params: tuple[Partition, ...]
@@ -55,29 +55,29 @@ class LocalParts(WholeArrays):
 
     @property
     def partitions(self) -> tuple[Partition, ...]:
-        """Per parameter how it is split."""
+        """The partition of each parameter."""
         return self.params
 
     def split(self, params: Any) -> Any:
-        """This shard's parts."""
+        """This shard's slices."""
         local = lambda partition, x: partition.local_slice(x, self.shards, self.groups)
         return map_partitions(local, self.params, params)
 
     def gather(self, updated: Any) -> Any:
-        """Whole arrays from the parts of all shards."""
+        """Full arrays from the slices of all shards."""
         parts, tree = jax.tree.flatten(updated)
         return tree.unflatten(bucketed_gather(parts, self.params, self.shards, self.groups))
 
 
 @dataclasses.dataclass(frozen=True)
 class GlobalArrays(WholeArrays):
-    """The update runs once, on global arrays that lie split; XLA sends what it needs.
+    """The update runs once, on sharded global arrays; XLA inserts the communication.
 
     Attributes:
-      params: per parameter how it is split.
-      state: per array of the optimizer's state how it is split.
-      shards: the shards that have the parts.
-      mesh: the mesh they lie on.
+      params: the partition of each parameter.
+      state: the partition of each array of the optimizer's state.
+      shards: the shards that have the slices.
+      mesh: their mesh.
     """
 
     params: tuple[Partition, ...]
@@ -87,17 +87,17 @@ class GlobalArrays(WholeArrays):
 
     @property
     def partitions(self) -> tuple[Partition, ...]:
-        """Per parameter how it is split."""
+        """The partition of each parameter."""
         return self.params
 
     def split(self, params: Any) -> Any:
-        """The same arrays, split over the mesh."""
+        """The same arrays, sharded over the mesh."""
         return self._constrain(self.params, params)
 
     def gather(self, updated: Any) -> Any:
-        """The same arrays, whole on every device."""
+        """The same arrays, replicated on every device."""
         parts, tree = jax.tree.flatten(self._constrain(self.params, updated))
-        # By hand, since XLA for TPUs turns a gather over all chips into an all-reduce.
+        # Explicit, since XLA for TPUs turns an all-gather over all chips into an all-reduce.
         gather = jax.shard_map(
             lambda parts: bucketed_gather(parts, self.params, self.shards),
             mesh=self.mesh,
@@ -108,11 +108,11 @@ class GlobalArrays(WholeArrays):
         return tree.unflatten(gather(parts))
 
     def lay(self, gradients: Any) -> Any:
-        """The gradients, split over the mesh."""
+        """The gradients, sharded over the mesh."""
         return self._constrain(self.params, gradients)
 
     def keep(self, state: Any) -> Any:
-        """The state, split over the mesh."""
+        """The state, sharded over the mesh."""
         return self._constrain(self.state, state)
 
     def _constrain(self, partitions: tuple[Partition, ...], tree: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Arrive: what the gradients of a step already are, before any stage has run."""
+"""Arrive: the gradients of a step with the status of each, before the first stage."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,15 +27,15 @@ def arrive(
     beside: Mapping[str, Any] | None = None,
     weight: jax.Array | None = None,
 ) -> Gradients:
-    """Gradients with what is known of each.
+    """The gradients with the status of each leaf.
 
     Args:
-      pipeline: the way that they will go.
+      pipeline: the pipeline that will reduce them.
       values: a pytree of this shard's arrays.
       shards: the shards that reduce.
-      declared: what the caller says they are; ``None`` to go by the pipeline or by their types.
-      beside: what is reduced with them.
-      weight: float[], what this shard counts.
+      declared: their declared status; ``None`` for the pipeline's, or to read it from their types.
+      beside: further values to reduce with them.
+      weight: float[], the weight of this shard.
 
     Raises:
       DoubleReductionError, IncomingError: see ``read_incoming``.
@@ -75,8 +75,8 @@ def arrive(
 
 
 def _of_loss(loss: Any, shards: Shards, declared: Incoming | None) -> Incoming | None:
-    """What a loss is: each shard's own, unless its type says that it is equal on all."""
+    """The status of a loss: local, unless it is invariant."""
     if declared not in (None, Incoming.SCALED):
         return declared
-    equal = shards.has_vma and not shards.is_varying(loss)
-    return Incoming.REDUCED if equal else Incoming.LOCAL
+    invariant = shards.has_vma and not shards.is_varying(loss)
+    return Incoming.REDUCED if invariant else Incoming.LOCAL

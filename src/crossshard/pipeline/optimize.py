@@ -1,4 +1,4 @@
-"""Optimize: the wrapped optimizer's update, on whole arrays, in parts or on global arrays."""
+"""Optimize: the inner optimizer's update, on full arrays, slices or global arrays."""
 
 import inspect
 from collections.abc import Mapping
@@ -24,28 +24,28 @@ def apply_optimizer(
     apply_updates: bool,
     skip: jax.Array | None = None,
 ) -> tuple[Any, Any]:
-    """Whole updates, or whole updated parameters, and the optimizer's next state.
+    """Full updates, or full updated parameters, and the optimizer's next state.
 
     Args:
-      optimizer: the wrapped optimizer.
-      gradients: the reduced gradients, split as ``arrays`` says.
-      state: the optimizer's state, split likewise.
-      params: the parameters, whole.
-      extra_args: what the optimizer takes besides.
+      optimizer: the inner optimizer.
+      gradients: the reduced gradients, split as in ``arrays``.
+      state: the optimizer's state, split as in ``arrays``.
+      params: the full parameters.
+      extra_args: the extra arguments of the optimizer.
       arrays: how arrays are split.
-      apply_updates: whether updates are applied, and updated parameters handed back. To gather
-        these is cheaper than to gather updates and apply them on every shard.
-      skip: bool[], whether all is to stay as it was; ``None`` for never.
+      apply_updates: whether to apply the updates and return updated parameters. Gathering these is
+        cheaper than gathering updates and applying them on every shard.
+      skip: bool[], whether everything stays unchanged; ``None`` for never.
     """
-    own = None if params is None else arrays.split(params)
+    local = None if params is None else arrays.split(params)
     with inside_optimizer():
-        result, after = optimizer.update(arrays.lay(gradients), state, own, **extra_args)
+        result, after = optimizer.update(arrays.lay(gradients), state, local, **extra_args)
     if params is None:
         check_shapes(gradients, result, "its update")
     if apply_updates:
-        result = optax.apply_updates(own, result)
+        result = optax.apply_updates(local, result)
     if skip is not None:
-        before = own if apply_updates else jax.tree.map(jnp.zeros_like, result)
+        before = local if apply_updates else jax.tree.map(jnp.zeros_like, result)
         result, after = jax.tree.map(
             lambda old, new: jnp.where(skip, old, new), (before, state), (result, after)
         )

@@ -1,7 +1,7 @@
-"""Pipeline: the way of a gradient, every stage in its order.
+"""Pipeline: the stages from a local gradient to the update, in their order.
 
-All three ways in, an Optax transformation, a stateful optimizer and a whole step, build this value
-and call its ``update``.
+The Optax transformation, the stateful optimizer and the whole step all build this value and call
+its ``update``.
 """
 
 import dataclasses
@@ -37,13 +37,13 @@ class Pipeline:
     """Local gradient → preprocess → weigh → aggregate → optimizer → gather.
 
     Attributes:
-      optimizer: the wrapped optimizer.
-      reduction: MEAN or SUM, which is what the aggregate takes.
-      groups: the groups that reduce for themselves; ``None`` for all shards together.
-      axis_name: the axes over which the shards lie; empty to find them where the step runs.
-      incoming: what gradients are when they arrive; ``None`` to read it from their types.
-      preprocess: what is done to each shard's own gradient; ``None`` for nothing.
-      weigh: what multiplies gradients by the shard's weight; ``None`` if all shards count alike.
+      optimizer: the inner optimizer.
+      reduction: MEAN or SUM, the reduction of the aggregate.
+      groups: the groups that reduce independently; ``None`` for all shards.
+      axis_name: the mesh axes of the shards; empty to infer them at trace time.
+      incoming: the status of incoming gradients; ``None`` to read it from their types.
+      preprocess: the stage on local gradients; ``None`` without one.
+      weigh: the stage that applies the shard's weight; ``None`` if all weights are equal.
     """
 
     optimizer: optax.GradientTransformationExtraArgs
@@ -56,11 +56,11 @@ class Pipeline:
 
     @property
     def aggregate(self) -> Sum:
-        """What makes the gradients of the shards one."""
+        """The stage that reduces gradients over the shards."""
         return _AGGREGATORS[self.reduction]
 
     def init(self, params: Any) -> CrossShardState:
-        """The state of every stage before the first step, as one shard has it."""
+        """One shard's state of every stage before the first step."""
         return CrossShardState(
             preprocess=() if self.preprocess is None else self.preprocess.init(params),
             aggregate=self.aggregate.init(params),
@@ -75,7 +75,7 @@ class Pipeline:
         *,
         apply_updates: bool = False,
     ) -> tuple[Any, CrossShardState, Gradients]:
-        """Whole updates, or updated parameters; the next state; and the reduced gradients."""
+        """Full updates, or updated parameters; the next state; and the reduced gradients."""
         gradients, state = self.reduce(gradients, state, environment)
         result, state = self.optimize(gradients, state, environment, apply_updates=apply_updates)
         return result, state, gradients
@@ -110,7 +110,7 @@ class Pipeline:
         apply_updates: bool = False,
     ) -> tuple[Any, CrossShardState]:
         """The stages after the aggregate, which may run on each shard or on global arrays."""
-        # The loss of a whole step is for optimizers that take it; what the caller gave is for all.
+        # Only optimizers that take the loss of a whole step get it; explicit arguments always pass.
         given, takes_loss = environment.extra_args, takes_value(self.optimizer)
         beside = {k: x for k, x in gradients.beside.items() if k in given or takes_loss}
         result, after = apply_optimizer(
@@ -137,15 +137,15 @@ class Pipeline:
         ]
         return " → ".join(stages)
 
-    # What the ways in ask before they call it.
+    # Queries of the callers before they call it.
 
     @property
     def placement_of_preprocess(self) -> Placement:
-        """How the state of the preprocessor lies."""
+        """The placement of the preprocessor's state."""
         return REPLICATED if self.preprocess is None else self.preprocess.placement
 
     def placements(self, state: CrossShardState, inner: Any) -> CrossShardState:
-        """How each array of a state lies, given how those of the wrapped optimizer do."""
+        """The placement of each array of a state, given those of the inner optimizer."""
         return CrossShardState(
             preprocess=jax.tree.map(lambda _: self.placement_of_preprocess, state.preprocess),
             aggregate=jax.tree.map(lambda _: self.aggregate.placement, state.aggregate),
@@ -153,7 +153,7 @@ class Pipeline:
         )
 
     def shards(self, *, warn: bool = True) -> Shards:
-        """The shards around this line, with the groups checked against their number."""
+        """The current shards; checks the groups against their number."""
         shards = current_shards(self.axis_name, warn=warn)
         if self.groups is not None:
             self.groups.check_covers(shards.number)
@@ -165,16 +165,16 @@ class Pipeline:
         return self.groups is None or len(self.groups.groups) == 1
 
     def divisor(self, number_of_shards: int) -> int:
-        """What MEAN divides by: the number of shards that reduce together. 1 under SUM."""
+        """The divisor of MEAN: the number of shards that reduce together; 1 under SUM."""
         return self.aggregate.divisor(number_of_shards, self.groups)
 
     def shards_per_group(self, number_of_shards: int) -> int:
-        """How many shards have the same parameters."""
+        """The number of shards that have the same parameters."""
         return number_of_shards if self.groups is None else self.groups.size
 
 
 def _unless_weightless(gradients: Gradients, after: Any, before: Any) -> Any:
-    """A stage's next state; a shard of weight 0 may hold anything, and nothing is kept of it."""
+    """A stage's next state; on a shard of weight 0 its old one, since gradients may be NaN."""
     weight = gradients.weight
     if weight is None:
         return after
@@ -182,14 +182,14 @@ def _unless_weightless(gradients: Gradients, after: Any, before: Any) -> Any:
 
 
 def _dtypes(gradients: Gradients, params: Any) -> Any:
-    """The dtypes that the gradients, and what goes with them, have once they are reduced."""
+    """The dtypes of the reduced gradients, and of the values reduced with them."""
     values, tree = jax.tree.flatten(gradients.values)
-    # compute_gradients divides in 32 bits, and 16-bit parameters want gradients of 16 bits.
+    # compute_gradients divides in float32, and 16-bit parameters need 16-bit gradients.
     like = values if params is None else jax.tree.leaves(params)
     scaled = [status is Incoming.SCALED for status in gradients.status]
     of_values = [
-        jnp.result_type(like[place] if is_scaled else leaf)
-        for place, (leaf, is_scaled) in enumerate(zip(values, scaled, strict=True))
+        jnp.result_type(like[index] if is_scaled else leaf)
+        for index, (leaf, is_scaled) in enumerate(zip(values, scaled, strict=True))
     ]
     return jax.tree.map(jnp.result_type, dict(gradients.beside)), tree.unflatten(of_values)
 

@@ -1,4 +1,4 @@
-"""Plan: how the weight update is computed, and which shard has which part (ZeRO-1).
+"""Plan: how the weight update is computed, and how it is sharded (ZeRO-1).
 
 Xu et al. 2020, "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training"
 (arXiv 2004.13336).
@@ -29,11 +29,11 @@ from crossshard.shards.partition import (
 
 
 class WeightUpdate(enum.StrEnum):
-    """Who updates the weights.
+    """Where the weights are updated.
 
-    REPLICATED: every shard all of them, with the whole optimizer state.
-    SHARDED: every shard its part of them, with its part of the optimizer state.
-    AUTO: sharded where the optimizer is proven elementwise and there is enough to split, else
+    REPLICATED: every shard updates all weights and has the full optimizer state.
+    SHARDED: every shard updates its slice and has its slice of the optimizer state.
+    AUTO: sharded if the optimizer is elementwise and the parameters are large enough, else
       replicated.
     """
 
@@ -43,12 +43,12 @@ class WeightUpdate(enum.StrEnum):
 
 
 def check_weight_update(weight_update: object) -> WeightUpdate:
-    """The checked word, or an ArgumentError that names all of them."""
+    """The checked value, or an ArgumentError that lists the values."""
     try:
         return WeightUpdate(weight_update)  # type: ignore[arg-type]
     except ValueError:
         raise ArgumentError(
-            f"weight_update must be one of {', '.join(repr(str(word)) for word in WeightUpdate)}; "
+            f"weight_update must be one of {', '.join(repr(str(each)) for each in WeightUpdate)}; "
             f"got {weight_update!r}."
         ) from None
 
@@ -68,8 +68,8 @@ class UpdatePlan:
     Attributes:
       strategy: how the update is computed.
       why: the reason, in a few words.
-      params: per parameter how it is split.
-      state: per array of the optimizer state how it is split.
+      params: the partition of each parameter.
+      state: the partition of each array of the optimizer state.
       structure: the tree structure of the optimizer state.
     """
 
@@ -93,20 +93,20 @@ def plan_update(
     only_parts: bool = False,
     tile: TileShape = ANY,
 ) -> UpdatePlan:
-    """How to update these parameters on so many shards.
+    """Plan the update of these parameters on ``number`` shards.
 
     Args:
-      inner: the wrapped optimizer.
+      inner: the inner optimizer.
       params: a pytree with shapes and dtypes.
-      number: how many shards share one set of parameters.
-      wanted: what was asked for.
-      only_parts: whether global arrays are out of reach, as inside a manual region.
-      tile: the smallest part that the platform's collectives scatter well.
+      number: the number of shards that share one set of parameters.
+      wanted: the requested weight update.
+      only_parts: whether only slices are possible, as inside ``shard_map``.
+      tile: the smallest slice that the platform scatters efficiently.
 
     Raises:
-      ArgumentError: the optimizer's state changes its structure, or the optimizer asks for what a
-        step does not have.
-      WeightUpdateError: the update must be in parts, and the optimizer is not elementwise.
+      ArgumentError: the optimizer's state changes its structure, or the optimizer needs arguments
+        that a step does not have.
+      WeightUpdateError: only slices are possible, and the optimizer is not elementwise.
     """
     params = jax.tree.map(_abstract, params)
     with inside_optimizer():
@@ -118,7 +118,7 @@ def plan_update(
         return UpdatePlan(UpdateStrategy.WHOLE, why, _unsplit(params), _unsplit(state), structure)
 
     if wanted is WeightUpdate.REPLICATED:
-        return whole("as asked")
+        return whole("as requested")
     if number == 1:
         return whole("there is one shard")
     partitions = tuple(partition_for(leaf.shape, number, tile) for leaf in leaves)
@@ -130,7 +130,7 @@ def plan_update(
     if not to_split:
         return whole("every parameter is tiny")
     if wanted is WeightUpdate.AUTO and sum(to_split) < _WORTH_BYTES:
-        return whole("there is less to split than it would cost")
+        return whole("the parameters are too small to gain from it")
     of_shape = {partition.shape: partition for partition in partitions}
     parts = UpdatePlan(
         UpdateStrategy.PARTS,
@@ -144,9 +144,9 @@ def plan_update(
         return parts
     if only_parts and wanted is WeightUpdate.SHARDED:
         raise WeightUpdateError(
-            f"The weight update cannot be sharded here: where groups differ, or inside of your own "
-            f"shard_map, each shard updates its part alone, and this update is not elementwise: "
-            f"{obstacle}. Say weight_update='replicated', or use make_train_step without groups."
+            f"The weight update cannot be sharded here: with groups, or inside your own shard_map, "
+            f"each shard updates its slice alone, and this update is not elementwise: {obstacle}. "
+            f"Pass weight_update='replicated', or use make_train_step without groups."
         )
     if wanted is WeightUpdate.AUTO:
         return whole(f"the update is not elementwise: {obstacle}")
@@ -176,9 +176,9 @@ def _check_state_stays(
                 f"own."
             ) from error
         raise ArgumentError(
-            f"The optimizer asks for more than gradients and the loss, which is all that a step "
-            f"has: {str(error).splitlines()[0]}. Optimizers with a line search ask for the loss "
-            f"function; call them in a loop of your own."
+            f"The optimizer needs more than gradients and the loss, which is all that a step has: "
+            f"{str(error).splitlines()[0]}. Optimizers with a line search need the loss function; "
+            f"call them in a loop of your own."
         ) from error
     was, now = (
         (jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)])
@@ -186,7 +186,7 @@ def _check_state_stays(
     )
     if was != now:
         raise ArgumentError(
-            f"The optimizer's state changes its structure or types in a step, and a step is "
+            f"The optimizer's state changes its structure or dtypes in a step, but a step is "
             f"compiled for one of them: from {was} to {now}."
         )
 
@@ -201,9 +201,10 @@ def _obstacle(
     def update(params: Any, state: Any, gradients: Any, value: Any) -> tuple[Any, Any]:
         return _update(inner, gradients, state, params, value)
 
-    own = _in_parts(params, plan.params), _in_parts(state, plan.state)
+    params_slices, state_slices = _in_parts(params, plan.params), _in_parts(state, plan.state)
     value = jax.ShapeDtypeStruct((), "float32")
-    return why_not_elementwise(update, (params, state, params, value), (*own, own[0], value))
+    slices = (params_slices, state_slices, params_slices, value)
+    return why_not_elementwise(update, (params, state, params, value), slices)
 
 
 def _update(
@@ -220,7 +221,7 @@ def _update(
 
 
 def _in_parts(tree: Any, partitions: tuple[Partition, ...]) -> Any:
-    """The types of one shard's parts of arrays."""
+    """The shapes and dtypes of one shard's slices."""
     local = lambda partition, x: jax.ShapeDtypeStruct(partition.local_shape, x.dtype)
     return map_partitions(local, partitions, tree)
 

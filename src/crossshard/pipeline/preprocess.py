@@ -1,4 +1,4 @@
-"""Preprocess: an Optax transformation on each shard's own gradient, before it is reduced."""
+"""Preprocess: an Optax transformation of each shard's local gradient, before it is reduced."""
 
 import dataclasses
 from typing import Any
@@ -18,11 +18,11 @@ from crossshard.shards.random_streams import own_stream
 
 @dataclasses.dataclass(frozen=True)
 class Preprocess(Stage):
-    """An Optax transformation as a stage; its state is one per shard.
+    """An Optax transformation as a stage, with a state per shard.
 
     Attributes:
-      transformation: what is applied.
-      name: what it is called in ``describe``.
+      transformation: the transformation.
+      name: its name in ``describe``.
     """
 
     transformation: optax.GradientTransformationExtraArgs
@@ -38,7 +38,7 @@ class Preprocess(Stage):
     def update(
         self, gradients: Gradients, state: Any, environment: Environment
     ) -> tuple[Gradients, Any]:
-        """The gradients as the transformation leaves them."""
+        """The transformed gradients."""
         shards = environment.shards
         state = jax.tree.map(lambda x: _own_key(shards.as_varying(x), shards), state)
         params = jax.tree.map(shards.as_varying, environment.params)
@@ -54,29 +54,29 @@ class Preprocess(Stage):
 
 
 def as_local(gradients: Gradients, environment: Environment) -> Gradients:
-    """The gradients as those of each shard's own loss, which is what a preprocessor takes.
+    """The gradients of each shard's own loss, which a preprocessor takes.
 
     Raises:
-      IncomingError: they have been summed already.
+      IncomingError: they are already summed.
     """
     summed = {Incoming.SUMMED, Incoming.REDUCED}.intersection(gradients.status)
     if summed and environment.shards.number > 1:
         raise IncomingError(
-            f"preprocess is applied to each shard's own gradient before it is reduced, and these "
-            f"gradients are {summed.pop()} already. Differentiate with crossshard.value_and_grad, "
+            f"preprocess applies to each shard's local gradient before it is reduced, and these "
+            f"gradients are already {summed.pop()}. Differentiate with crossshard.value_and_grad, "
             f"or leave preprocess out."
         )
     leaves, tree = jax.tree.flatten(gradients.values)
-    own = [
+    local = [
         leaf * environment.divisor if status is Incoming.SCALED else leaf
         for leaf, status in zip(leaves, gradients.status, strict=True)
     ]
     status = tuple(status and Incoming.LOCAL for status in gradients.status)
-    return gradients.replace(values=tree.unflatten(own), status=status)
+    return gradients.replace(values=tree.unflatten(local), status=status)
 
 
 def _own_key(x: Any, shards: Shards) -> Any:
-    # With the same key, every shard would draw the same.
+    # With the same key, every shard would draw the same numbers.
     if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or not shards.axes:
         return x
     return own_stream(x, shards.index())

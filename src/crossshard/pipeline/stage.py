@@ -1,4 +1,4 @@
-"""Stage: what happens to gradients between autodiff and the optimizer, one thing at a time."""
+"""Stage: one transformation of the gradients between autodiff and the optimizer."""
 
 import abc
 import dataclasses
@@ -16,19 +16,18 @@ from crossshard.shards.placement import REPLICATED, Placement
 
 @dataclasses.dataclass(frozen=True)
 class Gradients:
-    """The gradients of one step, as a stage gets them and hands them on.
+    """The gradients of one step, as a stage takes and returns them.
 
     Attributes:
       values: a pytree of arrays: this shard's own before the aggregate, the reduced ones after it.
-      beside: what is reduced with them, by the name under which an optimizer takes it: ``"value"``,
-        the loss, and ``"grad"``.
-      weight: float[], what this shard counts in the mean, and after the aggregate what all of them
-        count; ``None`` where all count alike.
-      skip: bool[], after the aggregate: whether the step is to leave everything as it was; ``None``
-        for never.
-      status: per leaf of ``values`` what has been done to it already; ``None`` for a leaf without
-        numbers (float0).
-      beside_status: the same of ``beside``.
+      beside: values reduced with them, by the argument name of the optimizer: ``"value"``, the
+        loss, and ``"grad"``.
+      weight: float[], the weight of this shard in the mean, after the aggregate the total weight;
+        ``None`` if all weights are equal.
+      skip: bool[], after the aggregate: whether the step leaves everything unchanged; ``None`` for
+        never.
+      status: for each leaf of ``values`` how far it is reduced; ``None`` for float0.
+      beside_status: the same for ``beside``.
 
     >>> Gradients({"w": 1.0}).replace(values={"w": 0.5}).values
     {'w': 0.5}
@@ -42,26 +41,26 @@ class Gradients:
     beside_status: tuple[Incoming | None, ...] = ()
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with other values in some fields."""
+        """A copy with these fields changed."""
         return dataclasses.replace(self, **changes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """Where a stage runs.
+    """The context in which a stage runs.
 
     Attributes:
-      shards: the shards that run it; ``shards.index()`` is this one's place, int32[].
-      groups: the groups that reduce for themselves; ``None`` for all shards together.
-      params: the parameters, whole; ``None`` if the caller gave none.
-      extra_args: what the caller gave besides.
+      shards: the shards that run it; ``shards.index()`` is the index of this one, int32[].
+      groups: the groups that reduce independently; ``None`` for all shards.
+      params: the full parameters; ``None`` if the caller passed none.
+      extra_args: the caller's extra arguments.
       arrays: how the optimizer's arrays are split.
-      divisor: what a mean over the shards, or the group, divides by; 1 under SUM.
+      divisor: the divisor of a mean over the shards, or the group; 1 under SUM.
 
     >>> from crossshard.shards.axes import current_shards
     >>> import jax, jax.numpy as jnp
-    >>> place = lambda x: Environment(current_shards()).shards.index()
-    >>> jax.vmap(place, axis_name="shards")(jnp.zeros(3))
+    >>> index = lambda x: Environment(current_shards()).shards.index()
+    >>> jax.vmap(index, axis_name="shards")(jnp.zeros(3))
     Array([0, 1, 2], dtype=int32)
     """
 
@@ -74,12 +73,12 @@ class Environment:
 
 
 class Stage(abc.ABC):
-    """One stage of the way of a gradient: an ``init``/``update`` pair, as in Optax.
+    """One stage of the gradient pipeline: an ``init``/``update`` pair, as in Optax.
 
     A stage is immutable, and its state is a pytree of arrays. ``update`` runs once per shard.
 
     Attributes:
-      placement: how its state lies on the mesh, ``REPLICATED`` or ``PER_SHARD``.
+      placement: the placement of its state on the mesh, ``REPLICATED`` or ``PER_SHARD``.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> from crossshard import CrossShardOptimizer, Stage
@@ -96,7 +95,7 @@ class Stage(abc.ABC):
     placement: Placement = REPLICATED
 
     def init(self, params: Any) -> Any:
-        """The state before the first step; of one shard, if there is one per shard."""
+        """The state before the first step; one shard's, if the state is per shard."""
         del params
         return ()
 
@@ -104,8 +103,8 @@ class Stage(abc.ABC):
     def update(
         self, gradients: Gradients, state: Any, environment: Environment
     ) -> tuple[Gradients, Any]:
-        """The gradients that this stage hands on, and its next state."""
+        """The gradients for the next stage, and this stage's next state."""
 
     def describe(self) -> str:
-        """What it does, in a few words."""
+        """A short description of the stage."""
         return type(self).__name__

@@ -1,4 +1,4 @@
-"""CrossShardState: the state of every stage, and of the wrapped optimizer."""
+"""CrossShardState: the state of every stage and of the inner optimizer."""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ class CrossShardState(NamedTuple):
     Attributes:
       preprocess: the state of the preprocessor, one per shard; ``()`` without one.
       aggregate: the state of the aggregator; ``()`` for the mean and the sum.
-      inner_state: the state of the wrapped optimizer.
+      inner_state: the state of the inner optimizer.
 
     >>> import jax.numpy as jnp, optax
     >>> from crossshard import CrossShardOptimizer

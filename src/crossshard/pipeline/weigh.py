@@ -1,4 +1,4 @@
-"""Weigh: each shard's gradient times what the shard counts in the mean."""
+"""Weigh: each shard's gradient times its weight in the mean."""
 
 import dataclasses
 from typing import Any
@@ -12,19 +12,19 @@ from crossshard.pipeline.stage import Environment, Gradients, Stage
 
 @dataclasses.dataclass(frozen=True)
 class Weigh(Stage):
-    """Multiplies by the shard's weight; a shard of weight 0 may hold anything, NaN too."""
+    """Multiplies gradients by the shard's weight; those of weight 0 are ignored, even NaN."""
 
     def update(
         self, gradients: Gradients, state: Any, environment: Environment
     ) -> tuple[Gradients, Any]:
-        """The gradients, and what goes with them, times the weight."""
+        """The gradients, and the values reduced with them, times the weight."""
         del environment
         weight = gradients.weight
         assert weight is not None
 
         def weigh(leaf: Any) -> jax.Array:
             wide = widen(leaf)
-            # Not a product alone: 0 times NaN is NaN.
+            # `where`, because 0 · NaN is NaN.
             return jnp.where(weight != 0, wide * weight.astype(wide.dtype), 0)
 
         beside, values = jax.tree.map(weigh, (dict(gradients.beside), gradients.values))

@@ -1,1 +1,1 @@
-"""Where am I? Shard contexts, axes, groups and devices."""
+"""Shard contexts, mesh axes, groups, devices, and the placement of arrays."""

@@ -1,4 +1,4 @@
-"""Where am I? The shards around this line of code, found from the context and the bound axes."""
+"""The current shards, found from the shard context and the bound mesh axes."""
 
 import dataclasses
 import math
@@ -18,15 +18,14 @@ from crossshard.shards.context import get_shard_context
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """The shards that run this line together.
+    """The current shards.
 
     Attributes:
-      number: how many there are.
-      axes: the bound axes over which they lie, slowest first; empty where none is bound.
-      manual: every axis is a mesh axis, of shard_map or pmap.
-      has_vma: types say what varies over the axes (``check_vma=True``).
-      torus_factors: sizes into which a single axis is factored, for collectives that go over one
-        factor after the other.
+      number: the number of shards.
+      axes: their bound axes, major first; empty if none is bound.
+      manual: whether every axis is a mesh axis, of shard_map or pmap.
+      has_vma: whether types track what varies over the axes (``check_vma=True``).
+      torus_factors: factors of a single axis, for multi-stage collectives.
     """
 
     number: int
@@ -36,45 +35,45 @@ class Shards:
     torus_factors: tuple[int, ...] = ()
 
     def scatter_schedule(self) -> list[tuple[str, list[list[int]] | None]]:
-        """What to scatter over, one after the other: an axis, and the groups on it if factored.
+        """The stages of a reduce-scatter: an axis, and its groups if it is factored.
 
-        After a scatter over all of them in this order, the parts lie in the order of the shards.
+        Scattering in this order leaves the slices in the order of the shards.
         """
         if not self.torus_factors:
             return [(axis, None) for axis in self.axes]
-        places = np.arange(self.number).reshape(self.torus_factors)
+        indices = np.arange(self.number).reshape(self.torus_factors)
         return [
-            (self.axes[0], np.moveaxis(places, factor, -1).reshape(-1, size).tolist())
+            (self.axes[0], np.moveaxis(indices, factor, -1).reshape(-1, size).tolist())
             for factor, size in enumerate(self.torus_factors)
         ]
 
     def index(self) -> jax.Array:
-        """int32[]: which shard this is."""
+        """int32[]: the index of this shard."""
         return lax.axis_index(self.axes) if self.axes else jnp.int32(0)
 
     def as_varying(self, x: Any) -> Any:
-        """``x`` typed as each shard's own; the same numbers."""
+        """``x`` cast to varying."""
         return _jax.as_varying(x, self.axes) if self.has_vma else x
 
     def is_varying(self, x: Any) -> bool:
-        """Whether the type of ``x`` says that it differs between shards."""
+        """Whether ``x`` is varying or unreduced, from its type."""
         return bool((_jax.varying_axes(x) | _jax.unreduced_axes(x)) & frozenset(self.axes))
 
     def invariant_axes(self, x: Any) -> tuple[str, ...]:
-        """The axes over which the type of ``x`` says that it is equal on all shards."""
+        """The axes over which ``x`` is invariant, from its type."""
         known = _jax.varying_axes(x) | _jax.unreduced_axes(x)
         return tuple(axis for axis in self.axes if self.has_vma and axis not in known)
 
 
 def current_shards(axis_name: tuple[str, ...] = (), *, warn: bool = True) -> Shards:
-    """The shards here: over the named axes, else the context's, else the only bound axis.
+    """The current shards: over the named axes, else the context's, else the only bound axis.
 
-    Where nothing is bound the number comes from the shard context; without one it is 1, with a
+    Without bound axes, the number comes from the shard context; without that it is 1, with a
     ``ShardContextWarning`` if ``warn``.
 
     Raises:
-      AxisError: a named axis is not bound while others are, or several are and none was named.
-      ShardContextError: the context says another number of shards than the axes have.
+      AxisError: a named axis is not bound but others are, or several are bound and none is named.
+      ShardContextError: the context and the axes have different numbers of shards.
     """
     bound = _jax.bound_axes()
     context = get_shard_context()
@@ -91,37 +90,36 @@ def current_shards(axis_name: tuple[str, ...] = (), *, warn: bool = True) -> Sha
         return Shards(context.number_of_shards if context else 1)
     if not axes and len(bound) > 1:
         raise AxisError(
-            f"Several axes are bound here, {_listed(bound)}, and none was named as the one over "
-            f"which the shards lie. Name the axis over which the batch is split, or a tuple of "
-            f"them: axis_name={next(iter(bound))!r}. An axis over which parameters are split is "
-            f"not one of them."
+            f"Several axes are bound here, {_listed(bound)}, and none is named as the axis of the "
+            f"shards. Name the axis over which the batch is split, or a tuple of axes: "
+            f"axis_name={next(iter(bound))!r}. Leave out axes over which parameters are split."
         )
     axes = axes or tuple(bound)
     _check_bound(axes, bound)
     number = math.prod(bound[axis] for axis in axes)
     if context is not None and context.number_of_shards != number:
         raise ShardContextError(
-            f"The shard context says {context.number_of_shards} shards, but the axes "
+            f"The shard context has {context.number_of_shards} shards, but the axes "
             f"{_listed({axis: bound[axis] for axis in axes})} have {number}."
         )
     return _describe(number, axes)
 
 
 def shards_of_gradient(axis_name: tuple[str, ...] = (), params: Iterable[Any] = ()) -> Shards:
-    """The shards over which a gradient is to stay local.
+    """The shards over which a gradient stays local.
 
-    They lie over the named axes, else the context's, else the only bound axis, else every bound
-    axis over which no parameter is split by its type. Nothing is reduced over them, so axes without
-    types may be left out.
+    Their axes are the named ones, else the context's, else the only bound axis, else every bound
+    axis over which no parameter varies. Axes without types are left out, since autodiff does not
+    reduce over them.
 
     Raises:
-      AxisError: a named axis is not bound while others are.
+      AxisError: a named axis is not bound but others are.
     """
     bound = _jax.bound_axes()
     context = get_shard_context()
     axes = axis_name or (context.axis_name if context else ())
     if not axes:
-        # An axis over which parameters are split has parts of one model, not of the batch.
+        # An axis over which parameters are split is model parallel and does not split the batch.
         several = len(bound) > 1
         split = frozenset[str]().union(*map(_jax.varying_axes, params if several else ()))
         axes = tuple(axis for axis in bound if axis not in split)
@@ -133,10 +131,10 @@ def shards_of_gradient(axis_name: tuple[str, ...] = (), params: Iterable[Any] = 
 
 
 def check_one_way(loss: Any, shards: Shards, axis_name: tuple[str, ...]) -> None:
-    """Raise where it cannot be told which axes have parts of the batch.
+    """Raise if the axes of the batch are ambiguous.
 
     Raises:
-      AxisError: none is named, and the loss is reduced over some of several axes already.
+      AxisError: none is named, and the loss is already reduced over some of several axes.
     """
     reduced = shards.invariant_axes(loss)
     rest = tuple(axis for axis in shards.axes if axis not in reduced)
@@ -144,10 +142,9 @@ def check_one_way(loss: Any, shards: Shards, axis_name: tuple[str, ...]) -> None
         return
     name = rest if len(rest) > 1 else rest[0]
     raise AxisError(
-        f"Several axes are bound here, {_listed(_jax.bound_axes())}, none was named as the one "
-        f"over which the shards lie, and the loss is reduced over {', '.join(map(repr, reduced))} "
-        f"already. Name the axis, or a tuple of them, that the optimizer reduces over: "
-        f"axis_name={name!r}."
+        f"Several axes are bound here, {_listed(_jax.bound_axes())}, none is named as the axis of "
+        f"the shards, and the loss is already reduced over {', '.join(map(repr, reduced))}. Name "
+        f"the axis, or a tuple of axes, that the optimizer reduces over: axis_name={name!r}."
     )
 
 
@@ -155,8 +152,8 @@ def _check_bound(axes: tuple[str, ...], bound: dict[str, int]) -> None:
     missing = [axis for axis in axes if axis not in bound]
     if missing:
         raise AxisError(
-            f"The axis {missing[0]!r} is not bound here; bound are {_listed(bound)}. "
-            f"Name the axis over which the shards lie: axis_name={next(iter(bound))!r}."
+            f"The axis {missing[0]!r} is not bound here; the bound axes are {_listed(bound)}. "
+            f"Name the axis of the shards: axis_name={next(iter(bound))!r}."
         )
 
 
@@ -167,7 +164,7 @@ def _describe(number: int, axes: tuple[str, ...]) -> Shards:
         # JAX has no collective over vmap's axes under check_vma=True: each fails an assertion.
         loose = [axis for axis, known in zip(axes, tracked, strict=True) if not known]
         raise AxisError(
-            f"The axis {loose[0]!r} is vmap's and lies inside shard_map(check_vma=True), where JAX "
+            f"The axis {loose[0]!r} is a vmap axis inside shard_map(check_vma=True), where JAX "
             f"cannot reduce over it. Pass check_vma=False to that shard_map."
         )
     return Shards(number, axes, manual=mesh_axes.issuperset(axes), has_vma=all(tracked))

@@ -1,4 +1,4 @@
-"""The shard context: how many shards a step runs on, as the code inside the step may ask."""
+"""The shard context: the number of shards of the running step."""
 
 import dataclasses
 import threading
@@ -12,11 +12,11 @@ _thread = threading.local()
 
 @dataclasses.dataclass(frozen=True)
 class ShardContext:
-    """What a step is told of its shards.
+    """The number of shards of a step, and their mesh axes.
 
     Attributes:
-      number_of_shards: how many shards run the step.
-      axis_name: the mesh axes over which they lie; empty where none was named.
+      number_of_shards: the number of shards that run the step.
+      axis_name: their mesh axes; empty if none is named.
     """
 
     number_of_shards: int
@@ -24,7 +24,7 @@ class ShardContext:
 
 
 def check_num_shards(num_shards: object) -> int:
-    """``num_shards`` as an int of at least 1, or an error that says what was given."""
+    """``num_shards`` as an int of at least 1, or an error."""
     if isinstance(num_shards, bool) or not hasattr(num_shards, "__index__"):
         raise ArgumentTypeError(
             f"num_shards must be an int of at least 1; got {num_shards!r} "
@@ -37,7 +37,7 @@ def check_num_shards(num_shards: object) -> int:
 
 
 def check_axis_name(axis_name: object) -> tuple[str, ...]:
-    """``axis_name`` as a tuple of distinct names; ``None`` gives the empty tuple."""
+    """``axis_name`` as a tuple of distinct names; empty for ``None``."""
     names = () if axis_name is None else axis_name
     names = (names,) if isinstance(names, str) else names
     if not isinstance(names, tuple | list) or not all(isinstance(n, str) and n for n in names):
@@ -53,17 +53,17 @@ def check_axis_name(axis_name: object) -> tuple[str, ...]:
 def shard_context(
     num_shards: int, *, axis_name: str | tuple[str, ...] | None = None
 ) -> Iterator[ShardContext]:
-    """Say that the code inside runs on ``num_shards`` shards; thread-local.
+    """Set the number of shards of the code inside; thread-local.
 
-    The runners enter it for you. Like ``tpu_shard_context`` of the original.
+    The runners do this for you. Like TensorFlow's ``tpu_shard_context``.
 
     Args:
-      num_shards: how many shards, at least 1.
-      axis_name: the mesh axes over which they lie, if the caller binds them.
+      num_shards: the number of shards, at least 1.
+      axis_name: their mesh axes, if the caller binds them.
 
     Raises:
-      ArgumentError, ArgumentTypeError: ``num_shards`` is no int of at least 1.
-      NestedContextError: a context is in force already.
+      ArgumentError, ArgumentTypeError: ``num_shards`` is not an int of at least 1.
+      NestedContextError: a shard context is already set.
 
     >>> with shard_context(8) as context:
     ...     context.number_of_shards
@@ -75,7 +75,7 @@ def shard_context(
         raise NestedContextError(
             f"A shard context of {context.number_of_shards} was entered inside one of "
             f"{outer.number_of_shards}. Contexts do not nest: leave the outer one first, or pass "
-            f"group_assignment to reduce over a part of the shards."
+            f"group_assignment to reduce over some of the shards."
         )
     _thread.context = context
     try:
@@ -85,7 +85,7 @@ def shard_context(
 
 
 def get_shard_context() -> ShardContext | None:
-    """The shard context in force on this thread, or ``None``.
+    """The current shard context of this thread, or ``None``.
 
     >>> get_shard_context() is None
     True

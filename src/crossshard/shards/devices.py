@@ -16,19 +16,18 @@ from crossshard.shards.context import check_num_shards
 
 AXIS = "shards"
 
-# XLA's in-process collectives wait for all devices in one pool of threads, and deadlock when
-# queued steps fill it; measured to hold with two threads a device, and these are idle ones.
+# XLA's in-process collectives block threads of one pool, and deadlock when queued steps fill it.
+# Two threads per device sufficed in measurements; idle ones are free.
 _THREADS_PER_DEVICE = 4
 
 
 def cpu_devices(num_devices: int) -> None:
-    """Make this many virtual CPU devices, with threads enough that their collectives never lock.
+    """Create virtual CPU devices, with enough threads for their collectives.
 
-    Call it before anything touches JAX's devices. On a machine whose default platform is not the
-    CPU it changes nothing but the number of CPU devices.
+    Call it before the first JAX operation. If JAX finds a GPU or TPU, that stays the default.
 
     Raises:
-      ArgumentError, ArgumentTypeError: ``num_devices`` is no int of at least 1.
+      ArgumentError, ArgumentTypeError: ``num_devices`` is not an int of at least 1.
       ShardContextError: JAX already runs with fewer CPU devices.
 
     >>> cpu_devices(1)
@@ -38,7 +37,7 @@ def cpu_devices(num_devices: int) -> None:
         have = len(jax.devices("cpu"))
         if have < num_devices:
             raise ShardContextError(
-                f"{num_devices} CPU devices were asked for, but JAX already runs with {have}. Call "
+                f"{num_devices} CPU devices were requested, but JAX already runs with {have}. Call "
                 f"crossshard.cpu_devices({num_devices}) before the first JAX operation."
             )
         return
@@ -51,8 +50,8 @@ def cpu_devices(num_devices: int) -> None:
         jax.config.update("jax_num_cpu_devices", num_devices)
     elif int(forced[1]) < num_devices:
         raise ShardContextError(
-            f"{num_devices} CPU devices were asked for, but XLA_FLAGS fixes their number at "
-            f"{forced[1]}. Take xla_force_host_platform_device_count out of XLA_FLAGS."
+            f"{num_devices} CPU devices were requested, but XLA_FLAGS fixes their number at "
+            f"{forced[1]}. Remove xla_force_host_platform_device_count from XLA_FLAGS."
         )
 
 
@@ -71,14 +70,14 @@ def shard_mesh(num_shards: int) -> jax.sharding.Mesh:
     devices = jax.devices()
     if len(devices) < num_shards:
         platform = devices[0].platform
-        mend = (
+        hint = (
             f"Call crossshard.cpu_devices({num_shards}) before the first JAX operation."
             if platform == "cpu"
-            else f"Ask for at most {len(devices)} shards."
+            else f"Use at most {len(devices)} shards."
         )
         raise ArgumentError(
             f"{num_shards} shards need {num_shards} devices, and there are {len(devices)} "
-            f"({platform}). {mend}"
+            f"({platform}). {hint}"
         )
     mesh = jax.sharding.Mesh(np.array(devices[:num_shards]), (AXIS,))
     warn_of_deadlock(mesh)
@@ -86,11 +85,11 @@ def shard_mesh(num_shards: int) -> jax.sharding.Mesh:
 
 
 def mesh_for(num_shards: int, mesh: Any) -> jax.sharding.Mesh:
-    """The mesh that was given, every axis of which counts shards, or one of so many shards.
+    """The given mesh, all axes of which count shards, or a mesh of ``num_shards`` devices.
 
     Raises:
       ArgumentError: the mesh has another number of devices; there are fewer devices.
-      ArgumentTypeError: it is no mesh.
+      ArgumentTypeError: ``mesh`` is not a mesh.
     """
     if mesh is None:
         return shard_mesh(num_shards)
@@ -110,15 +109,15 @@ def check_number_of_devices(num_shards: int, mesh: jax.sharding.Mesh) -> None:
     """
     if num_shards != mesh.size:
         raise ArgumentError(
-            f"num_shards is {num_shards} and the mesh has {mesh.size} devices; give one of them."
+            f"num_shards is {num_shards} and the mesh has {mesh.size} devices; pass one of them."
         )
 
 
 def torus_factors(mesh: jax.sharding.Mesh) -> tuple[int, ...]:
-    """The sizes into which to factor the only axis of a mesh, for collectives on a torus.
+    """Factors of a one-axis TPU mesh, for multi-stage collectives on its torus.
 
-    XLA for TPUs turns a scatter over all chips into an all-reduce and a slice, and leaves scatters
-    over one factor after the other as they are: seen in the compiled programs of v5e, v6e and v5p.
+    XLA for TPUs compiles a reduce-scatter over all chips to an all-reduce and a slice, but keeps
+    reduce-scatters over the factors: seen in the compiled programs of v5e, v6e and v5p.
     """
     if mesh.devices.flat[0].platform != "tpu" or len(mesh.axis_names) > 1:
         return ()
@@ -128,7 +127,7 @@ def torus_factors(mesh: jax.sharding.Mesh) -> tuple[int, ...]:
 
 
 def warn_of_deadlock(mesh: jax.sharding.Mesh) -> None:
-    """Warn if the mesh lies over more virtual CPU devices than the threads are safe for."""
+    """Warn if a mesh of virtual CPU devices has too few threads."""
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     if on_cpu and mesh.size > 1 and _threads() < 2 * mesh.size:
         warnings.warn(

@@ -11,22 +11,22 @@ from crossshard.errors import GroupAssignmentError
 
 @dataclasses.dataclass(frozen=True)
 class GroupAssignment:
-    """A partition of the shards 0 … N-1 into groups of one size.
+    """A partition of the shards 0 … N-1 into groups of equal size.
 
     Attributes:
-      groups: one tuple of shard ids per group, in the order given.
+      groups: one tuple of shard ids per group, in the given order.
     """
 
     groups: tuple[tuple[int, ...], ...]
 
     @property
     def size(self) -> int:
-        """How many shards are in each group."""
+        """The number of shards in each group."""
         return len(self.groups[0])
 
     @property
     def number_of_shards(self) -> int:
-        """How many shards all groups have together."""
+        """The total number of shards."""
         return self.size * len(self.groups)
 
     @property
@@ -36,12 +36,12 @@ class GroupAssignment:
 
     @property
     def group_of(self) -> np.ndarray:
-        """int[shards]: the group that each shard is in."""
+        """int[shards]: the index of each shard's group."""
         return np.argsort(self.members.ravel()) // self.size
 
     @property
     def position_of(self) -> np.ndarray:
-        """int[shards]: each shard's place within its group."""
+        """int[shards]: the index of each shard in its group."""
         return np.argsort(self.members.ravel()) % self.size
 
     def check_covers(self, number_of_shards: int) -> None:
@@ -71,27 +71,27 @@ def _refuse(given: Any, why: str) -> GroupAssignmentError:
 
 
 def check_group_assignment(group_assignment: Any) -> GroupAssignment | None:
-    """The checked assignment; ``None`` and ``[]`` mean that all shards are one group.
+    """The checked assignment; ``None`` if all shards are one group, as for ``[]``.
 
     Args:
       group_assignment: a list, tuple or integer array of groups of shard ids.
 
     Raises:
-      GroupAssignmentError: not a list of lists; ids that are no integers, are given twice or are
-        no permutation of ``range(N)``; groups of different sizes.
+      GroupAssignmentError: not a list of lists of integers, not a permutation of ``range(N)``, or
+        groups of different sizes.
     """
     if group_assignment is None or isinstance(group_assignment, GroupAssignment):
         return group_assignment
     rows = _as_list(group_assignment)
     if rows is None:
-        raise _refuse(group_assignment, f"{type(group_assignment).__name__} is no list")
+        raise _refuse(group_assignment, f"{type(group_assignment).__name__} is not a list")
     if not rows:
         return None
     groups: list[tuple[int, ...]] = []
     for row in rows:
         ids = _as_list(row)
         if ids is None:
-            raise _refuse(group_assignment, f"{row!r} is no list")
+            raise _refuse(group_assignment, f"{row!r} is not a list")
         groups.append(tuple(_shard_id(i, group_assignment) for i in ids))
     _check_permutation([i for group in groups for i in group], group_assignment)
     if len({len(group) for group in groups}) > 1:
@@ -104,21 +104,21 @@ def check_group_assignment(group_assignment: Any) -> GroupAssignment | None:
 
 
 def _shard_id(value: Any, given: Any) -> int:
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not whole and not (
+    is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_int and not (
         getattr(value, "shape", None) == () and np.issubdtype(value.dtype, np.integer)
     ):
-        raise _refuse(given, f"the id {value!r} is no integer but {type(value).__name__}")
+        raise _refuse(given, f"the id {value!r} is {type(value).__name__}, not an integer")
     return int(value)
 
 
 def _check_permutation(ids: Iterable[int], given: Any) -> None:
     ids = list(ids)
-    twice = sorted({i for i in ids if ids.count(i) > 1})
-    if twice:
+    repeated = sorted({i for i in ids if ids.count(i) > 1})
+    if repeated:
         raise GroupAssignmentError(
             f"group_assignment must be a permutation of range(number of shards); "
-            f"it gives {twice} more than once: {given!r}."
+            f"it has {repeated} more than once: {given!r}."
         )
     if not ids or sorted(ids) != list(range(len(ids))):
         raise GroupAssignmentError(

@@ -1,4 +1,4 @@
-"""Partition: how one array is split into a part per shard, and packed and unpacked."""
+"""Partition: how an array is split into one slice per shard, packed and unpacked."""
 
 import dataclasses
 import math
@@ -13,19 +13,19 @@ from jax.sharding import PartitionSpec
 from crossshard.shards.axes import Shards
 from crossshard.shards.groups import GroupAssignment
 
-# Fewer elements are kept whole on every shard: their parts would save less than they cost.
+# Smaller arrays stay replicated: sharding them costs more than it saves.
 _FEW = 1024
-# Fewer travel in a bucket: a collective costs more to start than they cost to copy.
+# Smaller arrays are bucketed: starting a collective costs more than copying them.
 _SMALL = 1 << 15
 
 
 @dataclasses.dataclass(frozen=True)
 class TileShape:
-    """The smallest part that a platform's collectives scatter well.
+    """The smallest slice that a platform scatters efficiently.
 
     Attributes:
-      rows: the fewest rows of a part.
-      lanes: the elements of a row.
+      rows: the minimal number of rows of a slice.
+      lanes: the number of elements of a row.
     """
 
     rows: int = 1
@@ -38,23 +38,23 @@ class TileShape:
 
 
 ANY = TileShape()
-# On fewer rows, or on one-dimensional arrays, XLA for TPUs takes the whole sum and slices it: seen
-# in the compiled programs of v5e, v6e and v5p slices.
+# For fewer rows, or one-dimensional arrays, XLA for TPUs emits an all-reduce and a slice: seen in
+# the compiled programs of v5e, v6e and v5p slices.
 TPU = TileShape(rows=16, lanes=128)
 
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """How an array is split into one part per shard.
+    """How an array is split into one slice per shard.
 
-    Either along an axis, or by its flattened elements, padded with zeros. A part always has as many
-    dimensions as the array, because optimizers look at that number.
+    Either along an axis, or flattened and padded with zeros. A slice has as many dimensions as the
+    array, because some optimizers check the rank.
 
     Attributes:
       shape: the shape of the array.
-      number: the number of parts; 1 for an array that every shard keeps whole.
-      axis: the axis to split; ``None`` to split the flattened elements.
-      tile: the smallest part that the platform's collectives scatter well.
+      number: the number of slices; 1 if the array is replicated.
+      axis: the axis to split; ``None`` to split the flattened array.
+      tile: the smallest slice that the platform scatters efficiently.
     """
 
     shape: tuple[int, ...]
@@ -64,17 +64,17 @@ class Partition:
 
     @property
     def _elements(self) -> int:
-        """The number of elements of one part, without padding."""
+        """The number of elements of one slice, without padding."""
         return -(-math.prod(self.shape) // self.number)
 
     @property
     def _in_tiles(self) -> bool:
-        # A smaller part would be mostly padding; it travels in a bucket, which is padded once.
+        # A smaller slice would be mostly padding; its bucket is padded once instead.
         return self.axis is None and self._elements >= 8 * self.tile.size > 8
 
     @property
     def is_small(self) -> bool:
-        """Whether the array travels in a bucket with others."""
+        """Whether the array shares a bucket with other small arrays."""
         if self.axis:
             return False
         if self.tile.size > 1 and self.number > 1:
@@ -84,7 +84,7 @@ class Partition:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of one part."""
+        """The shape of one slice."""
         if self.number == 1:
             return self.shape
         if self.axis is not None:
@@ -99,19 +99,19 @@ class Partition:
 
     @property
     def packed_shape(self) -> tuple[int, ...]:
-        """The shape of all parts side by side."""
+        """The shape of the packed array: all slices concatenated."""
         if self.number == 1 or self.axis is not None:
             return self.shape
         return (self.number * self.local_shape[0], *self.local_shape[1:])
 
     def spec(self, axes: tuple[str, ...]) -> PartitionSpec:
-        """How the packed array lies on a mesh, given the axes that count shards."""
+        """The ``PartitionSpec`` of the packed array, given the axes that count shards."""
         if self.number == 1:
             return PartitionSpec()
         return PartitionSpec(*[None] * (self.axis or 0), axes)
 
     def pack(self, array: Any) -> jax.Array:
-        """The parts of an array, side by side."""
+        """The slices of an array, concatenated and padded."""
         if self.number == 1 or self.axis is not None:
             return jnp.asarray(array)
         flat = jnp.ravel(array)
@@ -127,18 +127,18 @@ class Partition:
     def local_slice(
         self, array: Any, shards: Shards, groups: GroupAssignment | None = None
     ) -> jax.Array:
-        """This shard's part of an array that it has whole."""
+        """This shard's slice of a full array."""
         if self.number == 1:
             return jnp.asarray(array)
         axis = self.axis or 0
         length = self.local_shape[axis]
         index = shards.index()
-        place = index if groups is None else jnp.asarray(groups.position_of)[index]
-        return lax.dynamic_slice_in_dim(self.pack(array), place * length, length, axis)
+        position = index if groups is None else jnp.asarray(groups.position_of)[index]
+        return lax.dynamic_slice_in_dim(self.pack(array), position * length, length, axis)
 
 
 def partition_for(shape: Sequence[int], number: int, tile: TileShape = ANY) -> Partition:
-    """A partition that moves no element: along axis 0 or flattened; tiny arrays stay whole."""
+    """A partition that keeps the order of elements; tiny arrays stay replicated."""
     shape = tuple(shape)
     if math.prod(shape) < _FEW or number == 1:
         return Partition(shape)
@@ -148,12 +148,12 @@ def partition_for(shape: Sequence[int], number: int, tile: TileShape = ANY) -> P
 
 
 def partition_along_axis(shape: Sequence[int], number: int, tile: TileShape = ANY) -> Partition:
-    """A partition that keeps the shape; arrays without an axis that divides stay whole."""
-    whole = Partition(tuple(shape))
+    """A partition along an axis; arrays without an axis that divides evenly stay replicated."""
+    replicated = Partition(tuple(shape))
     if math.prod(shape) < _FEW or number == 1:
-        return whole
+        return replicated
     axes = (axis for axis, length in enumerate(shape) if length % number == 0)
-    return next((Partition(tuple(shape), number, axis, tile) for axis in axes), whole)
+    return next((Partition(tuple(shape), number, axis, tile) for axis in axes), replicated)
 
 
 def map_partitions(

@@ -1,4 +1,4 @@
-"""Placement: how one array lies on the mesh."""
+"""Placement: how one array is placed on the mesh."""
 
 import dataclasses
 from typing import Any
@@ -14,14 +14,14 @@ from crossshard.shards.partition import Partition
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """How one array lies on the mesh: replicated, partitioned over the shards, or one per shard.
+    """How one array is placed: replicated, partitioned over the shards, or one per shard.
 
     Attributes:
-      partition: how it is split over the shards; ``None`` if every shard has all of it.
-      per_shard: whether each shard has an array of its own, stored as ``[shards, …]``.
-      groups: with both, the groups within which the array is split: each shard has its part of its
-        group's array.
-      other_axes: how it is split over mesh axes that do not count shards, one entry a dimension.
+      partition: how it is split over the shards; ``None`` if it is not.
+      per_shard: whether each shard has its own array, stored as ``[shards, …]``.
+      groups: with both, the groups within which the array is split: each shard has its slice of
+        its group's array.
+      other_axes: its spec on mesh axes that do not count shards, one entry per dimension.
 
     >>> Placement(per_shard=True).stored_shape((3,), number_of_shards=8)
     (8, 3)
@@ -34,11 +34,11 @@ class Placement:
 
     @property
     def is_split(self) -> bool:
-        """Whether a shard has only a part of the array."""
+        """Whether a shard has only a slice of the array."""
         return self.partition is not None and self.partition.number > 1
 
     def spec(self, axes: tuple[str, ...]) -> PartitionSpec:
-        """How the stored array lies on a mesh, given the axes that count shards."""
+        """The ``PartitionSpec`` of the stored array, given the axes that count shards."""
         if self.per_shard:
             return PartitionSpec(axes, *self.other_axes)
         if self.partition is not None and self.is_split:
@@ -46,7 +46,7 @@ class Placement:
         return PartitionSpec(*self.other_axes)
 
     def local(self, stored: Any) -> Any:
-        """What one shard computes with, given what it sees of the stored array."""
+        """One shard's array, from its block of the stored array."""
         return stored[0] if self.per_shard else stored
 
     def stored(self, local: Any) -> Any:
@@ -54,14 +54,14 @@ class Placement:
         return local[None] if self.per_shard else local
 
     def stored_shape(self, shape: tuple[int, ...], number_of_shards: int) -> tuple[int, ...]:
-        """The shape of the stored array, for one of this shape."""
+        """The shape of the stored array, given the shape of the array."""
         if not self.per_shard:
             return self.partition.packed_shape if self.partition is not None else shape
-        own = self.partition.local_shape if self.partition is not None else shape
-        return (number_of_shards, *own)
+        local = self.partition.local_shape if self.partition is not None else shape
+        return (number_of_shards, *local)
 
     def pack(self, array: Any) -> jax.Array:
-        """The stored array, from the array, or from ``[shards, …]`` arrays if there is one each."""
+        """The stored array, from the array, or from ``[shards, …]`` if there is one per shard."""
         if self.partition is None or not self.is_split:
             return jnp.asarray(array)
         if self.groups is None:
