@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from crossshard.collectives.all_reduce import widen
-from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.errors import ArgumentTypeError
 from crossshard.gradients.scalars import check_scalar
 from crossshard.shards.axes import Shards
 from crossshard.variables.binding import bound, bring_out, check_writable, rebound, same_arrays
