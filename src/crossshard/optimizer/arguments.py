@@ -126,7 +126,7 @@ def check_keywords(given: Iterable[str], ours: Sequence[str], functions: Sequenc
       ArgumentTypeError: a keyword is neither.
     """
     for name in given:
-        if name in _FOR_ANY_OPTIMIZER or any(_may_take(function, name) for function in functions):
+        if name in _FOR_ANY_OPTIMIZER or any(may_take(function, name) for function in functions):
             continue
         known = ["grads_and_vars", "global_step", "name", *ours]
         close = difflib.get_close_matches(name, known, 1)
@@ -142,7 +142,8 @@ def check_keywords(given: Iterable[str], ours: Sequence[str], functions: Sequenc
 _FOR_ANY_OPTIMIZER = ("value", "grad")
 
 
-def _may_take(function: Any, name: str) -> bool:
+def may_take(function: Any, name: str) -> bool:
+    """Whether a function that an optimizer computes with may take a keyword."""
     of_optax = package(function) == "optax"
     if of_optax and "<locals>" not in function.__qualname__ and "." not in function.__qualname__:
         return False  # it makes an optimizer, and is not part of one

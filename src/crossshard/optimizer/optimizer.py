@@ -20,6 +20,7 @@ from crossshard.optimizer.arguments import (
     check_keywords,
     check_name,
     check_pairs,
+    may_take,
 )
 from crossshard.optimizer.differentiate import (
     check_loss,
@@ -271,7 +272,9 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
         """
         check_gates(gate_gradients, aggregation_method, colocate_gradients_with_ops)
         value, pairs = self._differentiate(loss, var_list, grad_loss)
-        extra_args = {"value": value} if takes_value(self._inner) else {}
+        # A loss that nothing takes would still be summed over the shards.
+        asks = any(may_take(function, "value") for function in functions_behind(self))
+        extra_args = {"value": value} if asks and takes_value(self._inner) else {}
         self.apply_gradients(pairs, global_step, name, **extra_args)
         return value
 

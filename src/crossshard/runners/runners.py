@@ -26,6 +26,11 @@ class ShardedFunction:
 
     Compiled once for each structure of the variables and shapes of the arrays, like ``jax.jit``:
     other Python values that the function reads are fixed at that time.
+
+    >>> import jax.numpy as jnp
+    >>> double = shard(num_shards=1)(lambda x: 2 * x)
+    >>> double(jnp.arange(3.0)), double.number_of_shards
+    (Array([0., 2., 4.], dtype=float32), 1)
     """
 
     def __init__(
