@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training import train_state
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -245,3 +247,28 @@ def test_linens_boxes():
         step(step.init(params), ROWS)
     _, metrics = step(step.init(nn.unbox(params)), ROWS)
     assert float(metrics["loss"]) == 64.0**2
+
+
+def test_a_state_of_equinox_among_the_parameters_is_refused():
+    class Model(eqx.Module):
+        norm: eqx.nn.BatchNorm
+        linear: eqx.nn.Linear
+
+        def __init__(self, key):
+            self.norm = eqx.nn.BatchNorm(3, "batch", mode="batch")
+            self.linear = eqx.nn.Linear(3, 1, key=key)
+
+    step = make_train_step(lambda model, x: x.mean(), optax.adamw(0.1), num_shards=2)
+    with pytest.raises(ArgumentError, match=r"eqx\.nn\.State"):
+        step.init(eqx.nn.make_with_state(Model)(jax.random.key(0)))
+
+
+@pytest.mark.parametrize("optimizer", [optax.adam(0.1), optax.sgd(0.1, 0.9)])
+def test_an_optimizer_state_among_the_parameters_is_refused(optimizer):
+    params = {"w": jnp.ones(3)}
+    state = train_state.TrainState.create(apply_fn=None, params=params, tx=optimizer)
+    step = make_train_step(lambda state, x: x.mean(), optimizer, num_shards=2)
+    with pytest.raises(ArgumentError, match=r"init\(state\.params\)"):
+        step.init(state)
+    with pytest.raises(ArgumentError, match="optimizer state"):
+        step.init({"params": params, "opt": optimizer.init(params)})

@@ -1,6 +1,7 @@
 """What a loss takes, partitioned and combined: parameters, model state, and what never changes."""
 
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -80,6 +81,7 @@ def check_params(model: Any, params: Any, optimizer: optax.GradientTransformatio
       ArgumentError: parameters that lie split over devices; Linen's other collections, or the base
         of a model with LoRA, that the optimizer would move.
     """
+    _refuse_states(model)
     paths = jax.tree_util.tree_leaves_with_path(params)
     for path, leaf in paths:
         sharding = getattr(leaf, "sharding", None)
@@ -112,6 +114,30 @@ def check_params(model: Any, params: Any, optimizer: optax.GradientTransformatio
                 f"nnx.split(model, nnx.LoRAParam, ...), then init(lora), and in the loss model = "
                 f"nnx.merge(graphdef, lora, rest); to train all of them, split off nnx.Param."
             )
+
+
+def _refuse_states(model: Any) -> None:
+    """Raise if a pytree holds a state among its parameters, whose arrays would be trained."""
+    equinox = sys.modules.get("equinox")
+    of_equinox = equinox.nn.State if equinox is not None else ()
+
+    def is_state(node: Any) -> bool:
+        return isinstance(node, of_equinox) or type(node).__module__.startswith("optax.")
+
+    nodes = filter(is_state, jax.tree.leaves(model, is_leaf=is_state))
+    state = next((node for node in nodes if jax.tree.leaves(node)), None)
+    if isinstance(state, of_equinox):
+        raise ArgumentError(
+            "The parameters hold an eqx.nn.State, and its statistics would be trained. Give the "
+            "module alone, init(model), and let the loss close over a state that does not change; "
+            "statistics that do are kept of an NNX module."
+        )
+    if state is not None:
+        raise ArgumentError(
+            f"The parameters, of type {type(model).__name__}, hold an optimizer state, "
+            f"{type(state).__name__}, which would be trained. Give the parameters alone, as in "
+            f"init(state.params); init makes the optimizer state."
+        )
 
 
 def _name(path: tuple[Any, ...]) -> str:
