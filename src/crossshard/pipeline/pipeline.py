@@ -110,11 +110,17 @@ class Pipeline:
         apply_updates: bool = False,
     ) -> tuple[Any, CrossShardState]:
         """The stages after the aggregate, which may run on each shard or on global arrays."""
+        own, params = state.inner_state, environment.params
+        if not self.over_all_shards:
+            # Typed as what they become, or the branches of an optimizer would not match.
+            own, params = jax.tree.map(
+                lambda x: environment.shards.as_varying(x) if jnp.shape(x) else x, (own, params)
+            )
         result, after = apply_optimizer(
             self.optimizer,
             gradients.values,
-            state.inner_state,
-            environment.params,
+            own,
+            params,
             {**environment.extra_args, **gradients.beside},
             environment.arrays,
             apply_updates=apply_updates,
