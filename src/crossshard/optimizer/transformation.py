@@ -111,7 +111,8 @@ class Transformation:
                 self.pipeline.groups,
                 params,
                 extra_args,
-                self._arrays(updates, shards),
+                # Gradients of single examples have not the shapes of the parameters yet.
+                self._arrays(updates if params is None else params, state.inner_state, shards),
                 self.pipeline.divisor(shards.number),
             )
             updates, state, _ = self.pipeline.update(gradients, state, environment)
@@ -150,10 +151,21 @@ class Transformation:
             only_parts=True,
         )
 
-    def _arrays(self, params: Any, shards: Shards) -> Arrays:
+    def _arrays(self, params: Any, state: Any, shards: Shards) -> Arrays:
         if self.weight_update is WeightUpdate.REPLICATED:
             return WholeArrays()
-        return LocalParts(self._plan(params, shards.number).params, shards, self.pipeline.groups)
+        plan = self._plan(params, shards.number)
+        given = [jnp.shape(leaf) for leaf in jax.tree.leaves(state)]
+        expected = [partition.local_shape for partition in plan.state]
+        if given != expected:
+            raise ArgumentError(
+                f"With weight_update='sharded' each shard has its part of the optimizer's state, "
+                f"in shapes {expected}; this one has {given}. A state that init made outside of "
+                f"the shards is whole: call init inside jax.shard_map, with "
+                f"out_specs=opt.state_specs(params, num_shards), and pass the state with in_specs "
+                f"alike."
+            )
+        return LocalParts(plan.params, shards, self.pipeline.groups)
 
     def _placements(self, params: Any, number_of_shards: int, state: Any) -> Any:
         if self.pipeline.groups is not None:

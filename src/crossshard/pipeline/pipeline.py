@@ -113,11 +113,17 @@ class Pipeline:
         # Only optimizers that take the loss of a whole step get it; explicit arguments always pass.
         given, takes_loss = environment.extra_args, takes_value(self.optimizer)
         beside = {k: x for k, x in gradients.beside.items() if k in given or takes_loss}
+        own, params = state.inner_state, environment.params
+        if not self.over_all_shards:
+            # Typed as they leave, or the branches of an optimizer would not have equal types.
+            own, params = jax.tree.map(
+                lambda x: environment.shards.as_varying(x) if jnp.shape(x) else x, (own, params)
+            )
         result, after = apply_optimizer(
             self.optimizer,
             gradients.values,
-            state.inner_state,
-            environment.params,
+            own,
+            params,
             {**given, **beside},
             environment.arrays,
             apply_updates=apply_updates,
