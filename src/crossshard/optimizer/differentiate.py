@@ -120,6 +120,7 @@ def _check_scalar(value: Any, name: str = "A loss") -> jax.Array:
             return array
         raise ArgumentError(
             f"{name} must be a floating scalar; got {array.dtype}{list(array.shape)}. Reduce it "
-            f"first, with jnp.mean for example."
+            f"first, with jnp.mean, or with jnp.sum, which is what TensorFlow differentiates of a "
+            f"loss that is not a scalar."
         )
     return array

@@ -65,7 +65,7 @@ class Transformation:
         if not isinstance(state, CrossShardState):
             raise ArgumentTypeError(
                 f"The state must be the CrossShardState that init returned; got "
-                f"{type(state).__name__}. A state of the wrapped optimizer alone is its inner_state."
+                f"{type(state).__name__}. That of the wrapped optimizer alone is its inner_state."
             )
         placement = self.pipeline.placement_of_preprocess
         preprocess = jax.tree.map(placement.local, _checked(state.preprocess, placement))
@@ -100,12 +100,13 @@ class Transformation:
                 self.pipeline, updates, shards, declared=check_incoming(incoming), beside=beside
             )
             check_shapes(updates, params)
+            arrays = self._arrays(updates, shards, state)
             environment = Environment(
                 shards,
                 self.pipeline.groups,
                 params,
                 extra_args,
-                self._arrays(updates, shards),
+                arrays,
                 self.pipeline.divisor(shards.number),
             )
             updates, state, _ = self.pipeline.update(gradients, state, environment)
@@ -127,10 +128,12 @@ class Transformation:
             only_parts=True,
         )
 
-    def _arrays(self, params: Any, shards: Shards) -> Arrays:
+    def _arrays(self, params: Any, shards: Shards, state: CrossShardState) -> Arrays:
         if self.weight_update is WeightUpdate.REPLICATED:
             return WholeArrays()
-        return LocalParts(self._plan(params, shards.number).params, shards, self.pipeline.groups)
+        plan = self._plan(params, shards.number)
+        _check_parts(state.inner_state, plan)
+        return LocalParts(plan.params, shards, self.pipeline.groups)
 
     def _placements(self, params: Any, number_of_shards: int, state: Any) -> Any:
         if self.pipeline.groups is not None:
@@ -167,6 +170,20 @@ def _checked(state: Any, placement: Placement) -> Any:
                 f"in_specs=opt.state_specs(params, num_shards), and out_specs alike."
             )
     return state
+
+
+def _check_parts(state: Any, plan: UpdatePlan) -> None:
+    """Raise unless the optimizer's state is this shard's part of it."""
+    for leaf, partition in zip(jax.tree.leaves(state), plan.state, strict=False):
+        if jnp.shape(leaf) != partition.local_shape:
+            raise ArgumentError(
+                f"weight_update='sharded' gives each shard its part of the optimizer's state, "
+                f"{partition.local_shape} of {partition.shape}; here a shard has "
+                f"{jnp.shape(leaf)}, as of a state that was made outside of the shards, which "
+                f"nnx.Optimizer does. Call init inside shard_map and hand the state in and out "
+                f"with specs opt.state_specs(params, num_shards); in a runner leave weight_update "
+                f"out, or use crossshard.make_train_step."
+            )
 
 
 _ROOTS_OF_OTHERS = {
