@@ -1,5 +1,6 @@
 """All that Flax NNX does not export; nothing else touches it."""
 
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from flax import nnx
@@ -36,3 +37,17 @@ def module_trace(module: nnx.Pytree) -> TraceState:
 def set_module_trace(module: nnx.Pytree, trace: TraceState) -> None:
     """Let a module belong to a trace."""
     module._pytree__state._trace_state = trace
+
+
+def graph_of(roots: Sequence[Any], as_hashable: Callable[[Any], Hashable]) -> Hashable:
+    """The structure of some roots, as a key; ``as_hashable`` makes one of what has no hash."""
+    graph = nnx.graphdef(list(roots))
+    try:
+        hash(graph)
+    except TypeError:  # an attribute that is no node, such as a configuration
+        nodes = tuple(map(as_hashable, graph.nodes))
+        attributes = tuple(
+            (name, as_hashable(getattr(kind, "value", kind))) for name, kind in graph.attributes
+        )
+        return nodes, attributes
+    return graph

@@ -1,6 +1,8 @@
 """The stateful optimizer as a node of NNX's graph: state, copies, transforms, checkpoints."""
 
 import contextlib
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -291,6 +293,45 @@ def test_a_chain_of_optax():
     adam = optax.adam(0.1)
     expected = adam.update(jnp.float32(2), adam.init(jnp.float32(2)))[0]
     np.testing.assert_allclose(got, np.full(2, 2 * expected), rtol=1e-6)
+
+
+class Scheduled(CrossShardOptimizer):
+    """A subclass with a constructor of its own, as TensorFlow's users write them."""
+
+    def __init__(self, name: str, note: str, **kwargs: Any):
+        self.before = note
+        super().__init__(OPTIMIZERS[name](), reduction="mean", **kwargs)
+        self.note = note
+
+    def apply_gradients(self, *args: Any, **kwargs: Any) -> None:
+        assert self.note == self.before
+        super().apply_gradients(*args, **kwargs)
+
+
+@of_each
+@pytest.mark.parametrize(
+    "copied",
+    [
+        lambda pair: pair,
+        nnx.clone,
+        split_and_merged,
+        copy.deepcopy,
+        lambda pair: pickle.loads(pickle.dumps(pair)),
+    ],
+    ids=["itself", "clone", "split", "deepcopy", "pickle"],
+)
+def test_a_subclass_with_a_constructor_of_its_own(name: str, copied: Callable[..., Any]):
+    model, opt = linear(), Scheduled(name, note="kept", axis_name=None)
+    assert isinstance(opt, optax.GradientTransformationExtraArgs)
+    step(model, opt, X, Y)
+    model, opt = copied((model, opt))
+    assert type(opt) is Scheduled
+    assert opt.note == "kept"
+    for _ in range(2):
+        step(model, opt, X, Y)
+    assert_close(model, on_one_device(name, 3))
+    updates, _ = jax.jit(opt.update)(jnp.ones(2), opt.init(jnp.ones(2)), jnp.ones(2))
+    assert updates.shape == (2,)
 
 
 def test_it_prints_what_it_is(capsys: pytest.CaptureFixture[str]):

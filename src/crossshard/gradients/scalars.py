@@ -37,7 +37,8 @@ def check_scalar(value: Any, what: str = "A loss", kinds: tuple[Any, ...] = (jnp
     if shape != ():
         raise ArgumentError(
             f"{what} must be a floating scalar; got {dtype}[{','.join(map(str, shape))}], of shape "
-            f"{shape}. Reduce it first, with jnp.mean for example."
+            f"{shape}. Reduce it first, with jnp.mean, or with jnp.sum, which is what TensorFlow "
+            f"differentiates of a loss that is not a scalar."
         )
     if not any(jnp.issubdtype(dtype, kind) for kind in kinds):
         raise ArgumentTypeError(f"{what} must be a floating scalar; got {dtype}[].")

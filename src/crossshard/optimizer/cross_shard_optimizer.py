@@ -216,8 +216,9 @@ class CrossShardOptimizer(Optimizer):
           global_step: an integer variable that is incremented by 1 after the update.
           name: a name to find this step by in profiles and HLO.
           incoming: what the gradients are, where they do not come from this optimizer's
-            ``compute_gradients``: ``"local"`` (ours divides under MEAN), ``"scaled"`` (divided
-            already), ``"summed"`` or ``"reduced"``.
+            ``compute_gradients``: ``"local"`` (averaged under MEAN), ``"scaled"`` (divided already,
+            so only summed, as TensorFlow's ``apply_gradients`` does with any), ``"summed"`` or
+            ``"reduced"``.
           **extra_args: what the wrapped optimizer takes besides, such as ``value=loss``.
 
         Raises:
@@ -277,7 +278,8 @@ class CrossShardOptimizer(Optimizer):
             f"The gradient of {describe_variable(stranger)} does not come from this optimizer's "
             f"compute_gradients in this step, so it is not known whether it is divided by "
             f"{self._pipeline.divisor(shards.number)} already. Say incoming='local' if it is this "
-            f"shard's own (it will be divided), or incoming='scaled' if it is divided."
+            f"shard's own, to be averaged; or incoming='scaled' if it is divided already, or only "
+            f"to be summed, which is what TensorFlow's apply_gradients does."
         )
 
 

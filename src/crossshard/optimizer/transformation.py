@@ -160,10 +160,10 @@ class Transformation:
         if given != expected:
             raise ArgumentError(
                 f"With weight_update='sharded' each shard has its part of the optimizer's state, "
-                f"in shapes {expected}; this one has {given}. A state that init made outside of "
-                f"the shards is whole: call init inside jax.shard_map, with "
+                f"in shapes {expected}; this one has {given}, as a state made outside of the "
+                f"shards, by nnx.Optimizer for example. Call init inside jax.shard_map, with "
                 f"out_specs=opt.state_specs(params, num_shards), and pass the state with in_specs "
-                f"alike."
+                f"alike. In a runner leave weight_update out, or use crossshard.make_train_step."
             )
         return LocalParts(plan.params, shards, self.pipeline.groups)
 

@@ -13,9 +13,10 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from crossshard import _flax
 from crossshard.errors import VariableError
 from crossshard.jaxprs.invariance import varying_axes_of_outputs
-from crossshard.runners.split import Arguments, Outputs, as_output, is_numeric
+from crossshard.runners.split import Arguments, Hashable, Outputs, as_output, is_numeric
 from crossshard.shards.context import shard_context
 from crossshard.shards.placement import PER_SHARD as PER_SHARD_PLACEMENT
 from crossshard.shards.placement import REPLICATED, Placement
@@ -46,7 +47,7 @@ def program_key(roots: Sequence[Any], arguments: Arguments) -> Any:
         (tree, tuple((jnp.shape(leaf), getattr(leaf, "dtype", type(leaf))) for leaf in leaves))
         for leaves, tree in values
     )
-    return nnx.graphdef(list(roots)), types, slots_of, arguments.key()
+    return _flax.graph_of(roots, Hashable), types, slots_of, arguments.key()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,14 @@ import jax.numpy as jnp
 from crossshard import _jax
 from crossshard.errors import ArgumentError, ArgumentTypeError, NestedContextError
 from crossshard.runners.program import Program, program_key
-from crossshard.runners.split import REPLICAS, Hashable, Outputs, is_whole, split_arguments
+from crossshard.runners.split import (
+    REPLICAS,
+    Hashable,
+    Outputs,
+    is_whole,
+    kept_key,
+    split_arguments,
+)
 from crossshard.shards.context import check_num_shards, get_shard_context
 from crossshard.shards.devices import mesh_for
 from crossshard.variables.discovery import reachable_roots
@@ -80,9 +87,9 @@ class ShardedFunction:
             program = Program(self._computation, self._mesh, self._outputs, roots, arguments)
             # A step that was to make slots never starts again.
             key = program_key(roots, arguments) if program.made_slots else key
-            self._programs[key] = program
+            self._programs[kept_key(key)] = program
             if program.spread(roots):
-                self._programs[program_key(roots, arguments)] = program
+                self._programs[kept_key(program_key(roots, arguments))] = program
         return program(roots, arguments)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:

@@ -1,5 +1,6 @@
 """A runner's arguments and outputs: what is split, what is whole, and how it is joined."""
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -30,14 +31,20 @@ class Whole:
 
 
 class Hashable:
-    """A value as a key: equal to equals of its type or, without a hash, to itself alone."""
+    """A value as a key: equal to equals of its type or, where it compares so, to itself alone."""
 
     def __init__(self, value: Any):
         self.value = value
         try:
-            self._hash, self._by_identity = hash(value), False
+            self._hash = hash(value)
         except TypeError:
-            self._hash, self._by_identity = id(value), True
+            self._hash = hash(type(value))
+
+    @property
+    def is_written_to(self) -> bool:
+        """Whether it may come to differ from what it is, and a copy is equal to it until then."""
+        of_class = [getattr(type(self.value), name) for name in ("__hash__", "__eq__")]
+        return of_class[0] is None and of_class[1] != object.__eq__
 
     def __hash__(self) -> int:
         return self._hash
@@ -45,9 +52,22 @@ class Hashable:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Hashable) or type(self.value) is not type(other.value):
             return False
-        if self._by_identity or other._by_identity:
+        try:
+            return bool(self.value == other.value)
+        except ValueError:  # such as arrays, which compare element by element
             return self.value is other.value
-        return bool(self.value == other.value)
+
+
+def kept_key(key: Any) -> Any:
+    """A key to keep, which is no longer equal to a value in it once that has been written to."""
+    if isinstance(key, tuple):
+        return tuple(map(kept_key, key))
+    if not isinstance(key, Hashable) or not key.is_written_to:
+        return key
+    try:
+        return Hashable(copy.deepcopy(key.value))
+    except Exception:  # whatever its class may raise
+        return key
 
 
 @dataclasses.dataclass(frozen=True)

@@ -69,7 +69,7 @@ def current_shards(axis_name: tuple[str, ...] = (), *, warn: bool = True) -> Sha
     """The current shards: over the named axes, else the context's, else the only bound axis.
 
     Without bound axes, the number comes from the shard context; without that it is 1, with a
-    ``ShardContextWarning`` if ``warn``.
+    ``ShardContextWarning`` if ``warn`` and nothing is traced.
 
     Raises:
       AxisError: a named axis is not bound but others are, or several are bound and none is named.
@@ -79,7 +79,8 @@ def current_shards(axis_name: tuple[str, ...] = (), *, warn: bool = True) -> Sha
     context = get_shard_context()
     axes = axis_name or (context.axis_name if context else ())
     if not bound:
-        if context is None and warn:
+        # Under jit arrays are global, and what is computed of them is of all shards already.
+        if context is None and warn and _jax.at_top_level():
             warnings.warn(
                 "CrossShardOptimizer should be used within a shard context, but none is set and no "
                 "mesh axis is bound here: assuming 1 shard. Run the step with crossshard.shard, or "
