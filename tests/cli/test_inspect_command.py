@@ -217,9 +217,19 @@ def test_help_says_how_it_is_used_and_how_it_ends(folder):
     [
         ("jitted", "--max-bytes-ratio 1", 0, ""),
         ("twice", "--max-bytes-ratio 2 --forbid all-gather", 0, ""),
-        ("twice", "--max-bytes-ratio 1", 1, "sends 2.000 times the lower bound, and 1 is allowed."),
-        ("jitted", "--forbid all-gather --forbid all-reduce", 1, "is forbidden, all-reduce."),
-        ("given", "--max-bytes-ratio 1", 1, "cannot be told"),
+        (
+            "twice",
+            "--max-bytes-ratio 1",
+            1,
+            "sends 2.000 times the lower bound, but only 1 is allowed.",
+        ),
+        (
+            "jitted",
+            "--forbid all-gather --forbid all-reduce",
+            1,
+            "has forbidden collectives, all-reduce.",
+        ),
+        ("given", "--max-bytes-ratio 1", 1, "cannot be found"),
         ("given", f"--max-bytes-ratio 1 --parameters {BYTES}", 0, ""),
     ],
 )
