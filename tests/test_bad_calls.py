@@ -251,7 +251,7 @@ CONSTRUCTOR = [
     bad("name=3", new(name=3), *TYPE, "3 (int)", "string"),
     bad("groups that are no lists", new(group_assignment=[0, 1]), *GROUPS, "[0, 1]", "list of lis"),
     bad("groups that overlap", new(group_assignment=[[0, 1], [1, 2]]), *GROUPS, "[1] more than on"),
-    bad("groups of floats", new(group_assignment=[[0.0, 1.0]]), *GROUPS, "0.0", "no integer"),
+    bad("groups of floats", new(group_assignment=[[0.0, 1.0]]), *GROUPS, "0.0", "not an integer"),
     bad("groups of unequal sizes", new(group_assignment=[[0], [1, 2]]), *GROUPS, "[1, 2]", "equal"),
     bad("axis_name=3", new(axis_name=3), *TYPE, "axis_name", "got 3"),
     bad("an axis twice", new(axis_name=("a", "a")), *VALUE, "twice", "('a', 'a')"),

@@ -1,4 +1,4 @@
-"""All that Flax NNX does not export; nothing else touches it."""
+"""All private Flax NNX API; no other file uses it."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -8,24 +8,24 @@ from flax.nnx.tracers import TraceState
 
 
 def current_trace() -> TraceState:
-    """The trace in force; equal to another of itself alone."""
+    """The current trace, comparable by identity."""
     return TraceState()
 
 
 def variable_state(variable: nnx.Variable) -> tuple[Any, TraceState]:
-    """What a variable holds, and the trace that it belongs to."""
+    """The value of a variable, and the trace that it belongs to."""
     return variable.get_raw_value(), variable._trace_state
 
 
 def set_variable_state(variable: nnx.Variable, value: Any, trace: TraceState) -> None:
-    """Let a variable hold a value, and belong to a trace, whichever trace is in force."""
-    # NNX lets nobody but the owner of a trace write a variable; the one who hands it in is that.
+    """Set the value of a variable and the trace that it belongs to."""
+    # NNX allows writes only in a variable's own trace, so this bypasses its check.
     object.__setattr__(variable, "_raw_value", value)
     object.__setattr__(variable, "_trace_state", trace)
 
 
 def is_writable(variable: nnx.Variable) -> bool:
-    """Whether the variable belongs to the trace in force."""
+    """Whether the variable belongs to the current trace."""
     return bool(variable._can_update)
 
 
@@ -35,7 +35,7 @@ def module_trace(module: nnx.Pytree) -> TraceState:
 
 
 def set_module_trace(module: nnx.Pytree, trace: TraceState) -> None:
-    """Let a module belong to a trace."""
+    """Set the trace that a module belongs to."""
     module._pytree__state._trace_state = trace
 
 

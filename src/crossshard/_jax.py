@@ -1,4 +1,4 @@
-"""All that differs between JAX versions, or that JAX does not export; nothing else imports it."""
+"""All private or version-dependent JAX API; no other file imports private JAX."""
 
 import os
 import re
@@ -16,9 +16,9 @@ from jax._src import source_info_util as _source_info_util
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.lax import parallel as _parallel
 
-# From JAX 0.11 on its name has an underscore.
+# The name has an underscore since JAX 0.11.
 _NAMES = ("all_gather_invariant", "_all_gather_invariant")
-_gather_equal = next(getattr(_parallel, name) for name in _NAMES if hasattr(_parallel, name))
+_gather_invariant = next(getattr(_parallel, name) for name in _NAMES if hasattr(_parallel, name))
 _OURS, _JAX = (os.path.dirname(file) for file in (__file__, jax.__file__))
 _TREES = os.path.join(_JAX, "_src", "tree_util.py")
 
@@ -38,32 +38,32 @@ def _axis_type(x: Any, which: str) -> frozenset[str]:
     manual = getattr(aval, "manual_axis_type", None)
     if manual is not None:
         return frozenset(getattr(manual, which))
-    # Up to JAX 0.10.0 the varying axes stand on the aval itself.
+    # Before JAX 0.10.1 the varying axes are an attribute of the aval.
     return frozenset(getattr(aval, "vma", ())) if which == "varying" else frozenset()
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """The axes over which the type of ``x`` says that it differs."""
+    """The axes over which ``x`` is varying, from its type."""
     return _axis_type(x, "varying")
 
 
 def unreduced_axes(x: Any) -> frozenset[str]:
-    """The axes over which the type of ``x`` says that a sum is still to be taken."""
+    """The axes over which ``x`` is unreduced, from its type."""
     return _axis_type(x, "unreduced")
 
 
 def opened(jaxpr: Any) -> Any:
-    """A jaxpr without the constants that may be closed with it."""
+    """The open jaxpr of an open or closed jaxpr."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def constants(jaxpr: Any) -> list[Any]:
-    """The values of a jaxpr's constants; where it is open, objects that equal nothing else."""
+    """The constants of a closed jaxpr; unique placeholders for those of an open one."""
     return list(getattr(jaxpr, "consts", ())) or [object() for _ in opened(jaxpr).constvars]
 
 
 def is_literal(atom: Any) -> bool:
-    """Whether an input of an equation is a number written into it, rather than a variable."""
+    """Whether an input of an equation is a literal rather than a variable."""
     return isinstance(atom, _core.Literal)
 
 
@@ -73,21 +73,21 @@ def is_ref(atom: Any) -> bool:
 
 
 class Call(NamedTuple):
-    """An equation that only calls a jaxpr, on its own inputs."""
+    """An equation that only calls a jaxpr on its inputs."""
 
     jaxpr: Any
 
 
 class Cond(NamedTuple):
-    """A branch: its first input chooses the jaxpr that is called on the others."""
+    """A branch: the first input chooses the jaxpr that is called on the rest."""
 
     branches: Sequence[Any]
 
 
 class While(NamedTuple):
-    """A loop, and how many of its inputs only the condition or only the body reads.
+    """A while loop.
 
-    Its inputs are those of the condition, those of the body, and the carry, which both read.
+    Its inputs are the constants of the condition, those of the body, and the carry of both.
     """
 
     cond: Any
@@ -97,9 +97,9 @@ class While(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """A scan: its inputs are constants, the carry, and the arrays that it takes apart.
+    """A scan: its inputs are constants, the carry, and the arrays that it iterates over.
 
-    ``steps`` is how many there are, and whether they go backwards.
+    ``steps`` is its length, and whether it runs in reverse.
     """
 
     body: Any
@@ -115,7 +115,7 @@ _CALLS = frozenset(
 
 
 def control_flow(equation: Any) -> Call | Cond | While | Scan | None:
-    """What jaxprs an equation runs, and how; ``None`` if it runs none, or none known here."""
+    """The jaxprs that an equation runs, and how; ``None`` if it has none or is unknown."""
     name, params = equation.primitive.name, equation.params
     if name == "cond":
         return Cond(params["branches"])
@@ -124,7 +124,7 @@ def control_flow(equation: Any) -> Call | Cond | While | Scan | None:
         return While(cond, params["cond_nconsts"], body, params["body_nconsts"])
     if name == "scan":
         steps = params["length"], params["reverse"]
-        if "ft_in" in params:  # from JAX 0.11 on: trees of what is constant, carried, taken apart
+        if "ft_in" in params:  # since JAX 0.11: trees of the constants, carry and arrays
             constant, carry, _ = params["ft_in"].unpack()
             return Scan(params["jaxpr"], len(list(constant)), len(list(carry)), steps)
         return Scan(params["jaxpr"], params["num_consts"], params["num_carry"], steps)
@@ -136,53 +136,53 @@ def control_flow(equation: Any) -> Call | Cond | While | Scan | None:
 
 
 def shard_map_parts(equation: Any) -> tuple[frozenset[str], Sequence[Any], Any]:
-    """Of a traced ``shard_map``: the axes of its mesh, the specs of its inputs, its jaxpr."""
+    """The mesh axes, input specs and jaxpr of a traced ``shard_map``."""
     params = equation.params
     return frozenset(params["mesh"].axis_names), params["in_specs"], params["jaxpr"]
 
 
-# After these every shard along their axes has the same; after any other collective it may not.
+# The collectives whose output is equal on all shards along their axes.
 _EQUALIZING = frozenset({"psum", "pmax", "pmin", "all_gather"})
 
 
 def equalizes(equation: Any) -> bool:
-    """Whether an equation is a collective after which all shards along its axes have the same."""
+    """Whether an equation is a collective whose output is equal on all shards along its axes."""
     ungrouped = equation.params.get("axis_index_groups") is None
     return equation.primitive.name in _EQUALIZING and ungrouped
 
 
 def named_axes(equation: Any) -> tuple[Any, ...]:
-    """The axes that a collective names, in whatever nesting; positions of a vmap among them."""
+    """The axes of a collective, possibly nested; positional axes of vmap are included."""
     return equation.params.get("axes", ()), equation.params.get("axis_name", ())
 
 
-# Parameters that say how large an array is or where it lies, not what is computed.
+# Equation parameters about the shape or sharding of an array, not about the computation.
 _OF_SHAPE = frozenset({"shape", "sharding", "broadcast_dimensions", "out_sharding"})
 
 
 def same_but_for_shapes(one: Any, other: Any) -> bool:
-    """Whether two equations of one primitive compute the same, but for the shapes of arrays."""
-    ours, theirs = one.params, other.params
-    # Both come from one function, so what they hold besides shapes compares by value.
+    """Whether two equations of one primitive are equal except for the shapes of arrays."""
+    left, right = one.params, other.params
+    # Both come from one function, so their other parameters compare by value.
     return all(
-        key in _OF_SHAPE or ours[key] is theirs[key] or ours[key] == theirs[key] for key in ours
+        key in _OF_SHAPE or left[key] is right[key] or left[key] == right[key] for key in left
     )
 
 
 def keeps_order(equation: Any) -> bool:
-    """Whether an equation only reshapes or broadcasts, and leaves the elements in their order."""
+    """Whether an equation only reshapes or broadcasts, and keeps the order of elements."""
     reshapes = equation.primitive.name in ("broadcast_in_dim", "reshape")
     return reshapes and equation.params.get("dimensions") is None
 
 
 def source_of(equation: Any) -> str:
-    """``clip_by_global_norm, optax/_src/x.py:81``: the rule and the line, where they are known."""
+    """``clip_by_global_norm, optax/_src/x.py:81``: the optimizer and its source line, if known."""
     frames = _source_info_util.user_frames(equation.source_info.traceback)
     return _source([(f.file_name, f.start_line, f.function_name) for f in frames])
 
 
 def source_of_error(error: Exception) -> str:
-    """The same of an exception."""
+    """As ``source_of``, for an exception."""
     frames = reversed(list(traceback.walk_tb(error.__traceback__)))
     codes = [(frame.f_code, line) for frame, line in frames]
     found = [(code.co_filename, line, code.co_qualname) for code, line in codes]
@@ -199,7 +199,7 @@ def asked_by_jax() -> bool:
 
 
 def _source(frames: list[tuple[str, int, str]]) -> str:
-    """Of frames, innermost first; a rule is named by the function that made its update."""
+    """From stack frames, innermost first; an optimizer is named by its factory function."""
     frames = [frame for frame in frames if not frame[0].startswith(_OURS)]
     if not frames:
         return ""
@@ -210,25 +210,25 @@ def _source(frames: list[tuple[str, int, str]]) -> str:
 
 
 def has_vma(axis: str) -> bool:
-    """Whether types say what varies over this axis (``shard_map`` with ``check_vma=True``)."""
+    """Whether types track what varies over this axis (``shard_map`` with ``check_vma=True``)."""
     return axis in varying_axes(lax.axis_index(axis))
 
 
 def as_varying(x: Any, axes: Iterable[str]) -> Any:
-    """``x`` typed as varying over ``axes``, over each of which types tell."""
+    """``x`` cast to varying over ``axes``, all of which types track."""
     known = varying_axes(x) | unreduced_axes(x)
     missing = tuple(axis for axis in axes if axis not in known)
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def all_gather(x: Any, name: str, axis: int, *, has_vma: bool) -> Any:
-    """The shards' ``x`` side by side along ``axis``; typed as invariant where types tell."""
-    gather = _gather_equal if has_vma else lax.all_gather
+    """All-gather of ``x``, concatenated along ``axis``; invariant if types are tracked."""
+    gather = _gather_invariant if has_vma else lax.all_gather
     return gather(x, name, axis=axis, tiled=True)
 
 
 def is_of_manual_axes(error: ValueError) -> bool:
-    """Whether JAX says that an array cannot be laid out over axes inside of a shard_map."""
+    """Whether JAX rejects a sharding because its axes are manual, inside a shard_map."""
     return re.search("manual|not found in mesh", str(error), re.IGNORECASE) is not None
 
 
@@ -257,7 +257,7 @@ def told_by_processes(key: str, seconds: float) -> str | None:
 
 
 def backend_is_running() -> bool:
-    """Whether JAX has started its devices, after which their number is fixed."""
+    """Whether JAX's backend is initialized, which fixes the number of devices."""
     return _xla_bridge.backends_are_initialized()
 
 
@@ -267,13 +267,13 @@ def at_top_level() -> bool:
 
 
 def another_mesh_is_set(mesh: jax.sharding.Mesh) -> bool:
-    """Whether ``jax.set_mesh`` has put another mesh in force, which shard_map would refuse."""
-    in_force = jax.sharding.get_abstract_mesh()
-    return not in_force.empty and in_force != mesh.abstract_mesh
+    """Whether ``jax.set_mesh`` has set another mesh, which shard_map would reject."""
+    current = jax.sharding.get_abstract_mesh()
+    return not current.empty and current != mesh.abstract_mesh
 
 
 def in_place_of_the_users_mesh(mesh: jax.sharding.Mesh) -> AbstractContextManager[object]:
-    """Put ``mesh`` in force if ``jax.set_mesh`` has set another."""
+    """Set ``mesh`` if ``jax.set_mesh`` has set another."""
     if not another_mesh_is_set(mesh):
         return nullcontext()
     if at_top_level():
@@ -282,6 +282,6 @@ def in_place_of_the_users_mesh(mesh: jax.sharding.Mesh) -> AbstractContextManage
 
 
 def with_automatic_axes(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
-    """The same devices and names, with axes over which XLA spreads what is not said."""
+    """The same mesh with ``AxisType.Auto`` axes."""
     types = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
     return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=types)

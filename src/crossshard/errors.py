@@ -1,4 +1,4 @@
-"""The errors and warnings: each says what was given, why it is refused and what to write."""
+"""Errors and warnings: each message names what was given, why it is refused, and what to write."""
 
 __all__ = [
     "ArgumentError",
@@ -20,18 +20,18 @@ __all__ = [
 
 
 class CrossshardError(Exception):
-    """Everything that crossshard refuses; catch this to catch all of it."""
+    """The base class of all crossshard errors."""
 
 
 class ArgumentError(CrossshardError, ValueError):
-    """An argument has the right type and a value that cannot be used.
+    """An argument has the right type but an invalid value.
 
     Mistake: ``shard_context(0)``.  Mend: ``shard_context(1)``.
     """
 
 
 class ArgumentTypeError(CrossshardError, TypeError):
-    """An argument has a type that cannot be used.
+    """An argument has an invalid type.
 
     Mistake: ``CrossShardOptimizer(torch.optim.SGD(...))``.
     Mend: ``CrossShardOptimizer(optax.sgd(0.1))``.
@@ -39,22 +39,22 @@ class ArgumentTypeError(CrossshardError, TypeError):
 
 
 class GroupAssignmentError(ArgumentError):
-    """A group assignment does not split the shards into disjoint groups of one size.
+    """A group assignment does not split the shards into disjoint groups of equal size.
 
     Mistake: ``group_assignment=[[0, 1], [1, 2]]``.  Mend: ``group_assignment=[[0, 1], [2, 3]]``.
     """
 
 
 class AxisError(ArgumentError):
-    """The mesh axis over which the shards lie cannot be told, or is not bound here.
+    """The mesh axis of the shards is ambiguous, or is not bound here.
 
-    Mistake: an ``update`` under a mesh of two manual axes, with no axis named.
+    Mistake: ``update`` under two manual mesh axes, without ``axis_name``.
     Mend: ``CrossShardOptimizer(opt, axis_name="data")``.
     """
 
 
 class ShardContextError(CrossshardError, RuntimeError):
-    """What is asked needs a shard context that is not the one in force.
+    """A call needs another shard context than the current one.
 
     Mistake: ``compute_gradients`` under eight shards and ``apply_gradients`` outside of them.
     Mend: both in one step function, run by ``crossshard.shard``.
@@ -65,7 +65,7 @@ class NestedContextError(ShardContextError, NotImplementedError):
     """A shard context, or a runner, was entered inside another one.
 
     Mistake: ``with shard_context(8): with shard_context(2): ...``.
-    Mend: leave the outer context first; for a reduction over a part of the shards use groups.
+    Mend: leave the outer context first, or use groups to reduce over some of the shards.
     """
 
 
@@ -78,7 +78,7 @@ class DoubleReductionError(CrossshardError, ValueError):
 
 
 class NestedReductionError(CrossshardError, ValueError):
-    """One CrossShardOptimizer stands inside another: the gradients would be reduced twice.
+    """A CrossShardOptimizer wraps another one, which would reduce the gradients twice.
 
     Mistake: ``CrossShardOptimizer(CrossShardOptimizer(optax.sgd(0.1)))``.
     Mend: ``CrossShardOptimizer(optax.sgd(0.1))``.
@@ -86,7 +86,7 @@ class NestedReductionError(CrossshardError, ValueError):
 
 
 class IncomingError(CrossshardError, ValueError):
-    """It is not known, or not true, what the incoming gradients already are.
+    """The status of the incoming gradients is unknown, or contradicts their type.
 
     Mistake: ``apply_gradients`` under MEAN with gradients from ``jax.grad``.
     Mend: gradients from ``compute_gradients``, or ``apply_gradients(..., incoming="local")``.
@@ -94,9 +94,9 @@ class IncomingError(CrossshardError, ValueError):
 
 
 class VariableError(ArgumentError):
-    """A variable cannot be trained, or was not handed to the step that writes it.
+    """A variable cannot be trained, or was not passed to the step that writes it.
 
-    Mistake: a step that reaches a model through a dictionary the runner cannot see.
+    Mistake: a step that reaches a model through a dictionary that the runner does not search.
     Mend: pass the model to the step as an argument.
     """
 
@@ -110,16 +110,16 @@ class CommunicationError(CrossshardError, AssertionError):
 
 
 class WeightUpdateError(ArgumentError):
-    """The weight update was to be sharded where its rule can only be run on whole arrays.
+    """A sharded weight update was requested for an optimizer that needs full arrays.
 
     Mistake: ``CrossShardOptimizer(optax.lamb(1e-3), weight_update="sharded")`` in ``shard_map``.
-    Mend: ``make_train_step``, which shards it on global arrays; or an elementwise rule.
+    Mend: ``make_train_step``, which shards it on global arrays; or an elementwise optimizer.
     """
 
 
 class ShardContextWarning(UserWarning):
-    """No shard context and no mesh axis is in force, so one shard is assumed."""
+    """There is no shard context and no bound mesh axis, so one shard is assumed."""
 
 
 class DeadlockWarning(UserWarning):
-    """A mesh over virtual CPU devices was made with too few threads to be safe."""
+    """A mesh of virtual CPU devices has too few threads and may deadlock."""

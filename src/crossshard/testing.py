@@ -1,4 +1,4 @@
-"""Assertions for users' own tests of what their steps send."""
+"""Assertions about communication, for your own tests."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -20,35 +20,33 @@ def assert_communication(
     parameters: Any = None,
     **kwargs: Any,
 ) -> Communication:
-    """Fail a test whose step sends more than it must.
+    """Assert that a step sends at most ``max_bytes_ratio`` times the lower bound.
 
-    Operands of one element, such as losses and metrics, are free everywhere.
+    Scalars, such as losses and metrics, are not counted.
 
     Args:
-      step: a function, with ``jax.jit`` or without, or anything that has ``lower``; or a program
-        that is lowered or compiled already, without arguments.
-      *args: what to lower the step for, as arrays or ``jax.ShapeDtypeStruct``.
-      max_bytes_ratio: how many times the lower bound, 2(N−1)/N · P, a shard may send; half a
-        percent more is allowed, for padding, and 16 numbers of 32 bits, for losses and metrics in
-        a bucket of gradients. Parameters of fewer than 32 bits may be sent once in 32, in which
-        their gradients are summed; the ratio of the report counts that in full.
-        ``float("inf")`` for any number.
-      forbid: kinds of collectives that must not be there, such as ``"all-reduce"``.
-      in_loop: whether collectives may stand in a loop.
-      parameters: the parameters, or their bytes, where the program does not tell them; see
-        ``crossshard.inspect``. A step that takes an argument of this name is given as
-        ``functools.partial``, or lowered.
-      **kwargs: what else to lower the step for.
+      step: a function, with ``jax.jit`` or without, or anything that has ``lower``; or a lowered
+        or compiled program, without arguments.
+      *args: the arguments to lower the step with, as arrays or ``jax.ShapeDtypeStruct``.
+      max_bytes_ratio: the allowed multiple of 2(N−1)/N · P per shard, plus 0.5% for padding and 16
+        numbers of 32 bits for losses and metrics in a bucket of gradients. Parameters of fewer
+        than 32 bits may be sent once in 32, in which their gradients are summed; the ratio of the
+        report counts that in full. ``float("inf")`` allows any amount.
+      forbid: kinds of collectives that must not occur, such as ``"all-reduce"``.
+      in_loop: whether collectives are allowed in loops.
+      parameters: the parameters, or their bytes, if they cannot be found in the program; see
+        ``crossshard.inspect``. If your step has an argument of this name, pass a
+        ``functools.partial`` or the lowered step.
+      **kwargs: the keyword arguments to lower the step with.
 
     Returns:
       The report of ``crossshard.inspect``, for further assertions.
 
     Raises:
-      CommunicationError: an ``AssertionError`` whose message shows the collectives at fault.
-      ArgumentError: a kind to forbid that does not exist, or a ratio that is not a number from 0
-        on.
-      ArgumentTypeError: the step is not a step, arguments are given to a program, or ``forbid`` or
-        ``in_loop`` is of another type.
+      CommunicationError: an ``AssertionError`` with a table of the offending collectives.
+      ArgumentError: an unknown kind in ``forbid``, or a ratio that is not a number of at least 0.
+      ArgumentTypeError: ``step`` cannot be lowered, a program is passed with arguments, or
+        ``forbid`` or ``in_loop`` has an invalid type.
 
     >>> import jax.numpy as jnp
     >>> assert_communication(lambda w: w - 0.1 * w, jnp.zeros(3)).bytes_sent

@@ -201,7 +201,7 @@ def test_the_keys_of_the_json_are_those_that_are_documented(folder):
 def test_help_says_how_it_is_used_and_how_it_ends(folder):
     done = run(folder, "inspect", "--help")
     assert (done.returncode, done.stderr) == (0, "")
-    for part in ("(step, args...)", "Exit codes: 0 fine; 1 ", "all-reduce, reduce-scatter"):
+    for part in ("(step, args...)", "Exit codes: 0 success; 1 ", "all-reduce, reduce-scatter"):
         assert part in done.stdout
     options = re.findall("^  (?:-., )?(--[a-z-]+)", done.stdout, re.MULTILINE)
     assert options == [
@@ -217,9 +217,19 @@ def test_help_says_how_it_is_used_and_how_it_ends(folder):
     [
         ("jitted", "--max-bytes-ratio 1", 0, ""),
         ("twice", "--max-bytes-ratio 2 --forbid all-gather", 0, ""),
-        ("twice", "--max-bytes-ratio 1", 1, "sends 2.000 times the lower bound, and 1 is allowed."),
-        ("jitted", "--forbid all-gather --forbid all-reduce", 1, "is forbidden, all-reduce."),
-        ("given", "--max-bytes-ratio 1", 1, "cannot be told"),
+        (
+            "twice",
+            "--max-bytes-ratio 1",
+            1,
+            "sends 2.000 times the lower bound, but only 1 is allowed.",
+        ),
+        (
+            "jitted",
+            "--forbid all-gather --forbid all-reduce",
+            1,
+            "has forbidden collectives, all-reduce.",
+        ),
+        ("given", "--max-bytes-ratio 1", 1, "cannot be found"),
         ("given", f"--max-bytes-ratio 1 --parameters {BYTES}", 0, ""),
     ],
 )
@@ -247,7 +257,7 @@ BAD = {
     "inspect mine.train:jitted --max-bytes-ratio -1": "max_bytes_ratio.*-1",
     "inspect mine.train:jitted --max-bytes-ratio nan": "max_bytes_ratio.*nan",
     "inspect mine.train:jitted --forbid allreduce": "all-reduce, .*got 'allreduce'",
-    "inspect nothing.here:make": r"no module nothing in /.*here or on the rest of the path",
+    "inspect nothing.here:make": r"no module nothing in /.*here or elsewhere on the path",
     "inspect mine.nothing:make": r"no module mine\.nothing ",
     "inspect mine.broken:make": r"mine\.broken.*No module named 'not_installed' .*broken\.py:2\)",
     "inspect mine.misspelt:make": r"mine\.misspelt cannot be imported: SyntaxError.*line 1",

@@ -90,7 +90,7 @@ def test_parameters_in_fewer_bits_than_their_master_copy():
     assert (report.parameter_bytes, report.parameter_dtypes) == (BYTES // 2, ("f16",))
     assert report.ratio == 2.0
     assert report.widened == ("f32",)
-    assert "sent as f32, the parameters being f16" in report.table()
+    assert "sent as f32, but the parameters are f16" in report.table()
 
 
 def test_complex_parameters():

@@ -1,4 +1,4 @@
-"""The command line, `crossshard`: its commands, and how they end."""
+"""The `crossshard` command: dispatch and exit codes."""
 
 import argparse
 import io
@@ -16,15 +16,15 @@ _DESCRIPTION = "Wrap any Optax optimizer, and every shard steps correctly."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code.
+    """Run a command and return its exit code.
 
     Args:
-      arguments: the words after ``crossshard``; those of this process if ``None``.
+      arguments: the arguments after ``crossshard``; those of this process if ``None``.
     """
     if sys.stdout is None:
         return _refuse("There is no stdout to write to; leave it open.")
     for stream in (sys.stdout, sys.stderr):
-        # Better a question mark than no sentence, where an old encoding lacks a sign.
+        # Replace characters that the terminal's encoding lacks.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
@@ -64,5 +64,5 @@ def _refuse(why: str) -> int:
 
 
 def _drop_output() -> None:
-    # Python would try to write what is left once more, and complain, when it ends.
+    # Otherwise Python flushes the rest at exit, and reports the error again.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -3,6 +3,6 @@
 FINE = 0
 BROKEN = 1
 REFUSED = 2
-# 128 and the number of the signal, as shells count.
+# 128 plus the number of the signal, as in shells.
 INTERRUPTED = 130
 NOT_READ = 141

@@ -1,4 +1,4 @@
-"""The step that a factory of the user's makes, as a program."""
+"""Loads a user's factory, and lowers the step that it returns."""
 
 import contextlib
 import difflib
@@ -16,26 +16,26 @@ from crossshard.inspection.program import is_program, program_of
 def make_program(name: str) -> Any:
     """The program of the step that a factory returns, lowered for its arguments.
 
-    What the factory prints goes to stderr.
+    The factory's own output goes to stderr.
 
     Args:
       name: ``package.module:factory``; the current directory is on the path.
 
     Raises:
-      ArgumentError: there is no such factory, it fails, or what it returns is not a step.
+      ArgumentError: the factory does not exist, fails, or does not return a step.
     """
     with contextlib.redirect_stdout(sys.stderr):
         factory = _load(name)
         with in_one_sentence(f"{name} raised"):
-            made = factory()
-        if is_program(made):
-            return made
-        if not isinstance(made, tuple) or not made:
+            returned = factory()
+        if is_program(returned):
+            return returned
+        if not isinstance(returned, tuple) or not returned:
             raise ArgumentError(
-                f"{name} returned {_described(made)}; it must return (step, args…), or a program "
-                "that is lowered or compiled."
+                f"{name} returned {_described(returned)}; it must return (step, args…), or a "
+                "lowered or compiled program."
             )
-        step, *args = made
+        step, *args = returned
         with in_one_sentence(f"The step of {name} cannot be lowered"):
             return program_of(step, args, {})
 
@@ -45,8 +45,8 @@ def _load(name: str) -> Callable[[], Any]:
     is_module = all(part.isidentifier() for part in module_name.split("."))
     if not attribute or not is_module or module_name.endswith(".py"):
         raise ArgumentError(
-            f"Name the factory as package.module:factory, as train:make for make in train.py; got "
-            f"{name!r}."
+            f"Name the factory as package.module:factory, for example train:make for make in "
+            f"train.py; got {name!r}."
         )
     if not sys.flags.safe_path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -57,7 +57,7 @@ def _load(name: str) -> Callable[[], Any]:
         missing = error.__cause__
         if isinstance(missing, ModuleNotFoundError) and _is_part(missing.name, module_name):
             raise ArgumentError(
-                f"There is no module {missing.name} in {os.getcwd()} or on the rest of the path."
+                f"There is no module {missing.name} in {os.getcwd()} or elsewhere on the path."
             ) from missing
         raise
     for part in attribute.split("."):

@@ -1,4 +1,4 @@
-"""Whatever the user's own code raises, in one sentence."""
+"""Turns exceptions of the user's code into one-sentence errors."""
 
 import contextlib
 import textwrap
@@ -8,28 +8,28 @@ from collections.abc import Iterator
 from crossshard.errors import ArgumentError, CrossshardError
 from crossshard.inspection.source import users_line
 
-# Of what an exception says. JAX's may fill pages.
+# The longest message shown, since JAX's may fill pages.
 _LONGEST = 600
 
 
 @contextlib.contextmanager
 def in_one_sentence(what: str) -> Iterator[None]:
-    """Turn whatever is raised into an ``ArgumentError`` of one sentence.
+    """Turn any exception into an ``ArgumentError`` of one sentence.
 
     Args:
-      what: how the sentence begins: what has failed.
+      what: the start of the sentence, which names what failed.
     """
     try:
         yield
     except (Exception, SystemExit) as error:
         line = _line_of(error)
-        said = textwrap.shorten(str(error), _LONGEST, placeholder=" …")
+        message = textwrap.shorten(str(error), _LONGEST, placeholder=" …")
         if line or not isinstance(error, CrossshardError):
-            said = f"{type(error).__name__}: {said}" if said else type(error).__name__
-        raise ArgumentError(f"{what}: {said}{f' ({line})' if line else ''}") from error
+            message = f"{type(error).__name__}: {message}" if message else type(error).__name__
+        raise ArgumentError(f"{what}: {message}{f' ({line})' if line else ''}") from error
 
 
 def _line_of(error: BaseException) -> str | None:
-    """The innermost line of the user's that an error comes from, where there is one."""
+    """The innermost line of user code that an error comes from, or ``None``."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
     return users_line(f"{frame.filename}:{frame.lineno}" for frame in frames)

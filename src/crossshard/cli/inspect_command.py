@@ -1,4 +1,4 @@
-"""`crossshard inspect`: what a step of the user's sends, as a table or as JSON."""
+"""`crossshard inspect`: the communication of a user's step, as a table or as JSON."""
 
 import argparse
 import math
@@ -22,16 +22,15 @@ from crossshard.inspection.parameters import named_bytes
 from crossshard.inspection.report import HEAD, row
 
 _DESCRIPTION = """\
-Every collective of a step: what each shard sends for it, among which devices, and from which of
-your lines; the bytes in all against the least that N shards must send to average P bytes of
-parameters, 2(N-1)/N * P; and memory. The step is compiled and not run, so it may be one for
-devices that you do not have."""
+List every collective of a step with its bytes per shard, groups and source line; the total bytes
+next to the lower bound for N shards that average P bytes of parameters, 2(N-1)/N * P; and memory.
+The step is compiled but not run, so it may be for devices that you do not have."""
 
 _EPILOG = f"""\
 The factory is called without arguments and returns (step, args...): a function, with jax.jit or
-without, a TrainStep, or anything else that has a method lower, and what to lower it for, as arrays
-or jax.ShapeDtypeStruct. Or it returns a program that is lowered or compiled already. The current
-directory is on the path, as with python -m. What the factory prints goes to stderr.
+without, a TrainStep, or anything else with a method lower, and the arguments to lower it with, as
+arrays or jax.ShapeDtypeStruct. Or it returns a lowered or compiled program. The current directory
+is on the path, as with python -m. The factory's own output goes to stderr.
 
     # train.py
     def make():
@@ -46,37 +45,37 @@ Keys of the JSON: collectives (a list of: kind, operands (each: dtype, dimension
 group_size, bytes_sent, scalar_bytes_sent, source, op_name, in_loop, in_branch, times, widened,
 name), devices, shards, parameters (a list of: dtype, bytes, shards, updates), memory (argument,
 output, temp, alias, peak), bytes_sent, scalar_bytes_sent, parameter_bytes, parameter_dtypes,
-lower_bound, ratio. Bytes are those that one shard sends in one call of the step. What is not known
-is null.
+lower_bound, ratio. Bytes are those that one shard sends in one call of the step. Unknown values
+are null.
 
-Exit codes: 0 fine; 1 the step sends more than --max-bytes-ratio or --forbid allow, told on stderr;
-2 what is asked cannot be done, told in one line on stderr."""
+Exit codes: 0 success; 1 the step sends more than --max-bytes-ratio or --forbid allow, with the
+reason on stderr; 2 the request cannot be carried out, with one line on stderr."""
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the others."""
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "inspect",
-        help="show what a step of yours sends between its devices",
+        help="show what your step sends between its devices",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.set_defaults(run=_run)
-    parser.add_argument("factory", metavar="package.module:factory", help="what makes the step")
+    parser.add_argument("factory", metavar="package.module:factory", help="returns the step")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
     parser.add_argument(
         "--devices",
         type=int,
         metavar="N",
-        help="make N virtual CPU devices before JAX starts, as crossshard.cpu_devices does",
+        help="create N virtual CPU devices before JAX starts, as crossshard.cpu_devices does",
     )
     parser.add_argument(
         "--parameters",
         type=int,
         metavar="BYTES",
-        help="the bytes of the parameters, P, where the program does not tell them",
+        help="the bytes of the parameters, P, if they cannot be found in the program",
     )
     parser.add_argument(
         "--max-bytes-ratio",
@@ -89,12 +88,12 @@ def add_to(commands: Any) -> None:
         action="append",
         default=[],
         metavar="KIND",
-        help="fail if a shard sends by this kind of collective; may be given again",
+        help="fail if the step has this kind of collective; may be repeated",
     )
 
 
 def _run(options: argparse.Namespace) -> int:
-    # Only what is asked for: a loop is not a fault by itself.
+    # Check only what the options forbid: a collective in a loop is not a fault here.
     ratio = math.inf if options.max_bytes_ratio is None else options.max_bytes_ratio
     contract = Contract(ratio, options.forbid, in_loop=True)
     if options.parameters is not None:
@@ -115,7 +114,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _print_table(report: Communication) -> None:
-    # A file or pipe has no width that lines would have to be broken for.
+    # Do not wrap lines in a file or pipe.
     console = Console(width=None if sys.stdout.isatty() else 10_000, highlight=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold cyan")
     for head in HEAD:
@@ -132,5 +131,5 @@ def _print_table(report: Communication) -> None:
 def _make_devices(number: int) -> None:
     crossshard.cpu_devices(number)
     if not os.environ.get("JAX_PLATFORMS"):
-        # Or a machine's accelerators would come before them.
+        # Otherwise JAX prefers the machine's accelerators.
         jax.config.update("jax_platforms", "cpu")

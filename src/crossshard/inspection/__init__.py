@@ -1,6 +1,6 @@
-"""What a compiled program sends between its devices, read from the program alone.
+"""Communication analysis of compiled programs.
 
-``crossshard.inspect`` gives a ``Communication``, whose parts have the types that stand here.
+``crossshard.inspect`` returns a ``Communication``, whose fields have the other types here.
 """
 
 from crossshard.inspection.collectives import Collective

@@ -1,4 +1,4 @@
-"""Every collective of a program, and the bytes that a shard sends for it."""
+"""The collectives of a program, and the bytes that a shard sends for each."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -8,8 +8,8 @@ from crossshard.inspection.groups import Groups, groups_of
 from crossshard.inspection.hlo import Array, Module, Shape, leaves
 from crossshard.inspection.source import source_of
 
-# What a shard in a group of n sends for an operand of so many bytes, by the best algorithm there
-# is. It is not the rule for the result: an all-gather's operand is one n-th of what it gives.
+# The bytes that a shard in a group of n sends for an operand, with the optimal algorithm. An
+# all-gather's operand is 1/n of its output.
 _BYTES_SENT: dict[str, Callable[[int, int], float]] = {
     "all-reduce": lambda n, operand: 2 * (n - 1) * operand / n,
     "reduce-scatter": lambda n, operand: (n - 1) * operand / n,
@@ -22,17 +22,17 @@ _BYTES_SENT: dict[str, Callable[[int, int], float]] = {
 
 KINDS = tuple(_BYTES_SENT)
 
-# What may stand between an all-reduce and the slice that is fused with it.
+# Ops allowed between an all-reduce and the slice fused with it.
 _UNCHANGED = {"get-tuple-element", "bitcast", "copy", "reshape", "transpose"}
 
 
 def bytes_sent(kind: str, group_size: int, operand: int) -> float:
-    """What one shard sends for a collective.
+    """The bytes that one shard sends for a collective.
 
     Args:
       kind: one of ``KINDS``.
-      group_size: how many shards it joins; one shard sends nothing.
-      operand: the bytes that the shard puts in.
+      group_size: the number of participants; one shard sends nothing.
+      operand: the bytes of the shard's operand.
 
     >>> bytes_sent("all-reduce", 8, 1024), bytes_sent("all-gather", 8, 128)
     (1792.0, 896)
@@ -47,23 +47,20 @@ class Collective:
     Attributes:
       kind: ``all-reduce``, ``reduce-scatter``, ``all-gather``, ``all-to-all``,
         ``ragged-all-to-all``, ``collective-permute`` or ``collective-broadcast``.
-      operands: what a shard puts in: several arrays where XLA has combined collectives.
-      groups: the devices that it joins, by their place in the program; of a permute, the pairs of
-        source and target.
-      group_size: how many devices the largest group has, and 1 where nothing moves.
-      bytes_sent: what one shard sends for the arrays, in one call of the program.
-      scalar_bytes_sent: what it sends beside for operands of one element: losses and metrics.
-      source: the ``file:line`` that it comes from, where the program says it: the first that is
-        the user's, or else another library's, and never ours. Where XLA has combined several, it
-        has kept the line of one.
-      op_name: the name that JAX gave the operation.
-      in_loop: whether it is run within a loop.
-      in_branch: whether it is run in one branch of a conditional only.
-      times: how often it is run, where its branch is taken; none where the length of a loop is not
-        known, and then the bytes are those of one run.
-      widened: whether the compiler sums in more bits than it was told to, as XLA for CPUs does
-        with 16.
-      name: what XLA calls the instruction.
+      operands: the arrays that a shard sends; several if XLA combined collectives.
+      groups: the groups of participating device indices; for a permute, (source, target) pairs.
+      group_size: the size of the largest group; 1 if nothing moves.
+      bytes_sent: the bytes that one shard sends for arrays, in one call of the program.
+      scalar_bytes_sent: the bytes that it sends for scalars: losses and metrics.
+      source: the ``file:line`` that it comes from, if known: the first in user code, else in
+        another library, never in crossshard. Of combined collectives XLA keeps the line of one.
+      op_name: JAX's name of the operation.
+      in_loop: whether it runs in a loop.
+      in_branch: whether it runs in only one branch of a conditional.
+      times: how often it runs if its branch is taken; ``None`` if the length of a loop is unknown,
+        and the bytes are then those of one iteration.
+      widened: whether the compiler widens the sum, as XLA for CPUs does with 16 bits.
+      name: the HLO name of the instruction.
 
     >>> import jax, jax.numpy as jnp
     >>> import crossshard
@@ -92,8 +89,8 @@ class Collective:
 
     @property
     def combined(self) -> int:
-        """How many collectives XLA has made this one of, at most: those of one call count, too."""
-        # The operands of an exchange are parts of one array.
+        """The most collectives that XLA may have combined; operands of one call count, too."""
+        # The operands of an all-to-all are one array.
         return 1 if "to-all" in self.kind else len(self.operands)
 
     @property
@@ -103,30 +100,30 @@ class Collective:
 
 
 def is_scalar(array: Array) -> bool:
-    """Whether an array has one element at most, and so is left aside."""
+    """Whether an array has at most one element."""
     return array.size <= 1
 
 
 def collectives(module: Module) -> tuple[Collective, ...]:
-    """The collectives that a program runs, in order."""
+    """The collectives of a program, in order of execution."""
     return tuple(_read(run, kind, module) for run, kind in runs_of_collectives(module))
 
 
 def runs_of_collectives(module: Module) -> Iterator[tuple[Execution, str]]:
-    """The collectives as instructions with their kinds, each once in all its forms."""
-    begun: set[str] = set()
+    """The collective instructions with their kinds; an asynchronous one counts once."""
+    seen: set[str] = set()
     for run in executions(module):
         kind = _kind(run)
         if kind is None:
             continue
-        # A TPU carries an asynchronous collective through the fusions that it runs beside, and
-        # repeats it in each: the links of such a chain are one collective, which its start is.
+        # On TPUs an asynchronous collective is repeated in every fusion that overlaps it. Such a
+        # chain is one collective, counted at its start.
         chain = run.instruction.quoted("frontend_attributes", "chain_id")
         if chain is not None:
             link = f"{chain} {kind} {run.instruction.attributes.get('channel_id')}"
-            if link in begun and not _starts_chain(run):
+            if link in seen and not _starts_chain(run):
                 continue
-            begun.add(link)
+            seen.add(link)
         yield run, kind
 
 
@@ -139,9 +136,9 @@ def _starts_chain(run: Execution) -> bool:
 
 
 def operand_shapes(run: Execution, kind: str) -> list[Shape]:
-    """The shapes of what a shard puts in, one for each operand."""
+    """The shapes of the operands that a shard sends."""
     shapes = [run.computation.instructions[name].shape for name in run.instruction.operands]
-    # After its input come its output, to be written in place, and offsets and sizes.
+    # The other operands are the output buffer, offsets and sizes.
     return shapes[:1] if kind == "ragged-all-to-all" else shapes
 
 
@@ -153,9 +150,9 @@ def _kind(run: Execution) -> str | None:
 
 
 def _is_fused_scatter(run: Execution) -> bool:
-    """Whether this all-reduce is a TPU's reduce-scatter: one fusion with the slice after it.
+    """Whether this all-reduce is fused with its slice, which is a reduce-scatter on TPUs.
 
-    Outside of such a fusion an all-reduce that is sliced sends all that an all-reduce does.
+    Without the fusion it sends the bytes of a full all-reduce.
     """
     caller = run.caller
     if caller is None or caller.opcode != "fusion" or caller.attributes.get("kind") != "kCustom":
@@ -178,14 +175,14 @@ def _read(run: Execution, kind: str, module: Module) -> Collective:
         size = 2 if moving else 1
     else:
         size = max(map(len, groups), default=1)
-    # The operands of an exchange are one array, cut into what is for each shard.
-    whole = kind == "all-to-all" and len(operands) > 1
+    # The operands of an all-to-all are one array, split by target.
+    is_array = kind == "all-to-all" and len(operands) > 1
     sent = {False: 0.0, True: 0.0}
     for each in operands:
-        sent[is_scalar(each) and not whole] += bytes_sent(kind, size, each.bytes)
+        sent[is_scalar(each) and not is_array] += bytes_sent(kind, size, each.bytes)
     times = 1 if run.times is None else run.times
     reducers = [module.computations[name] for name in instruction.called("to_apply")]
-    # Where XLA's combined and fused ones have no metadata, their reducers still have.
+    # Combined and fused collectives lose their metadata, but their reducers keep it.
     origins = [instruction, *filter(None, [run.caller]), *(each.root for each in reducers)]
     origin = next((each for each in origins if module.lines(each)), instruction)
     lines = [line for each in origins for line in module.lines(each)]
@@ -201,7 +198,7 @@ def _read(run: Execution, kind: str, module: Module) -> Collective:
         in_loop=bool(run.loops),
         in_branch=run.in_branch,
         times=run.times,
-        # So XLA names the sum that it has put in place of one of fewer bits.
+        # XLA's name of the reducer of a widened sum.
         widened=any("promoted" in each.name for each in reducers),
         name=instruction.name,
     )

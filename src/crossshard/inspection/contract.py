@@ -1,4 +1,4 @@
-"""What a step may send: the most of it, and which kinds of collectives."""
+"""Contracts on communication: the most bytes, and the kinds of collectives."""
 
 import dataclasses
 import math
@@ -11,21 +11,21 @@ from crossshard.inspection.collectives import KINDS, Collective, bytes_sent
 from crossshard.inspection.hlo import width
 from crossshard.inspection.report import Communication, collective_table
 
-# Padding to whole shards sends this much more than the parameters' own bytes.
+# Allowance for padding, relative to the bytes of the parameters.
 _PADDING = 0.005
-# Losses and metrics may travel in the same bucket as small gradients: so many numbers of 32 bits.
+# Allowance for losses and metrics in a bucket of gradients, in numbers of 32 bits.
 _NUMBERS = 16
-# In which gradients of fewer bits are summed.
+# The bits in which narrower gradients are summed.
 _SUMMED_IN = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """Something that a contract does not allow.
+    """A violation of a contract.
 
     Attributes:
-      sentence: what it is, and what to do about it.
-      shown: a table of the collectives at fault.
+      sentence: the violation, and how to fix it.
+      shown: a table of the offending collectives.
     """
 
     sentence: str
@@ -37,16 +37,16 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class Contract:
-    """What a step may send.
+    """Limits on the communication of a step.
 
     Attributes:
-      max_bytes_ratio: how many times the lower bound.
-      forbid: kinds of collectives that must not be there.
-      in_loop: whether collectives may stand in a loop.
+      max_bytes_ratio: the allowed multiple of the lower bound.
+      forbid: kinds of collectives that must not occur.
+      in_loop: whether collectives are allowed in loops.
 
     Raises:
-      ArgumentError: a kind that does not exist, or a ratio that is not a number from 0 on.
-      ArgumentTypeError: ``forbid`` or ``in_loop`` is of another type.
+      ArgumentError: an unknown kind, or a ratio that is not a number of at least 0.
+      ArgumentTypeError: ``forbid`` or ``in_loop`` has an invalid type.
     """
 
     max_bytes_ratio: float = 1.0
@@ -60,7 +60,7 @@ class Contract:
             raise ArgumentTypeError(f"in_loop must be True or False; got {self.in_loop!r}.")
 
     def faults(self, report: Communication) -> list[Fault]:
-        """What a step does that it may not; operands of one element are free everywhere."""
+        """The violations of a step; scalars are not counted."""
         sending = [each for each in report.collectives if each.bytes_sent]
         return [
             *self._forbidden(sending),
@@ -72,20 +72,18 @@ class Contract:
         found = [each for each in sending if each.kind in self.forbid]
         kinds = ", ".join(kind for kind in self.forbid if kind in {each.kind for each in found})
         table = collective_table(found)
-        return [Fault(f"The step has what is forbidden, {kinds}", table)] if found else []
+        return [Fault(f"The step has forbidden collectives, {kinds}", table)] if found else []
 
 
 def _checked_kinds(forbid: Any) -> tuple[str, ...]:
     if not isinstance(forbid, Iterable):
         raise ArgumentTypeError(
-            f'forbid must be kinds of collectives, as ("all-reduce",); got {forbid!r}.'
+            f'forbid must be kinds of collectives, such as ("all-reduce",); got {forbid!r}.'
         )
     kinds = (forbid,) if isinstance(forbid, str) else tuple(forbid)
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
-        raise ArgumentError(
-            f"forbid names kinds of collectives, of {', '.join(KINDS)}; got {unknown[0]!r}."
-        )
+        raise ArgumentError(f"forbid must name kinds among {', '.join(KINDS)}; got {unknown[0]!r}.")
     return kinds
 
 
@@ -101,9 +99,9 @@ def _looping(sending: list[Collective]) -> list[Fault]:
         return []
     return [
         Fault(
-            "The step communicates within a loop; reduce gradients once after it, or say "
-            "in_loop=True where that is meant, as with layers that are gathered one by one, or "
-            "with a loop over steps",
+            "The step communicates within a loop; reduce gradients once after it, or pass "
+            "in_loop=True if that is intended, for example to gather layers one by one, or for "
+            "a loop over steps",
             collective_table(found),
         )
     ]
@@ -117,28 +115,28 @@ def _too_much(
     if not report.lower_bound:
         return [
             Fault(
-                "The step communicates, and which of its inputs are parameters cannot be told "
-                "from its program. Give parameters=, as arrays or a number of bytes "
-                '(--parameters on the command line), or max_bytes_ratio=float("inf")',
+                "The step communicates, but its parameters cannot be found in its program. "
+                "Pass parameters=, as arrays or a number of bytes (--parameters on the command "
+                'line), or max_bytes_ratio=float("inf")',
                 report.table(),
             )
         ]
     if report.uncounted_loops:
         return [
             Fault(
-                "The step communicates in a loop whose length its program does not tell, so what "
-                "it sends cannot be counted. Give the loop a fixed length, or "
+                "The step communicates in a loop of unknown length, so its bytes cannot be "
+                "counted. Give the loop a fixed length, or pass "
                 'max_bytes_ratio=float("inf")',
                 collective_table(report.uncounted_loops),
             )
         ]
-    beside = bytes_sent("all-reduce", report.shards, _NUMBERS * 4)
+    allowance = bytes_sent("all-reduce", report.shards, _NUMBERS * 4)
     sent = report.bytes_sent - _widening(sending, report)
-    if sent <= max_bytes_ratio * report.lower_bound * (1 + _PADDING) + beside:
+    if sent <= max_bytes_ratio * report.lower_bound * (1 + _PADDING) + allowance:
         return []
     return [
         Fault(
-            f"The step sends {sent / report.lower_bound:.3f} times the lower bound, and "
+            f"The step sends {sent / report.lower_bound:.3f} times the lower bound, but only "
             f"{max_bytes_ratio:g} is allowed",
             report.table(),
         )
@@ -146,16 +144,16 @@ def _too_much(
 
 
 def _widening(sending: list[Collective], report: Communication) -> float:
-    """How much less would be sent in the dtypes of the parameters, up to 32 bits instead of fewer.
+    """The extra bytes of summing narrow gradients in 32 bits instead of the parameters' dtypes.
 
-    At most once: what is sent again in 32 bits is sent again.
+    At most one reduction of each gradient counts.
     """
     narrow = [each for each in report.parameters if each.dtype and width(each.dtype) < _SUMMED_IN]
     if not narrow:
         return 0
-    own = min(width(each.dtype or "") for each in narrow)
+    narrowest = min(width(each.dtype or "") for each in narrow)
     wide = sum(
-        each.bytes_sent * (1 - own / _SUMMED_IN)
+        each.bytes_sent * (1 - narrowest / _SUMMED_IN)
         for each in sending
         if {width(dtype) for dtype in each.dtypes} == {_SUMMED_IN}
     )

@@ -1,14 +1,13 @@
-"""What the values of a program depend on: which of its inputs, which of its collectives.
+"""Dependence analysis of HLO: the inputs and collectives that each value depends on.
 
-A set is one number with a bit for each member. A tuple has sets for each of its parts, so that a
-gradient and a moment that share a fusion or a loop are kept apart. So are arrays that travel side
-by side in a bucket: an array has one set for each of the arrays that it is concatenated from, and
-each of its elements depends on what one of them says.
+Sets are integer bit masks. Tuples are tracked per element, so that a gradient and a moment that
+share a fusion or a loop stay separate. So do the arrays of a bucket: a concatenated array has one
+set for each of its arrays, and each of its elements depends on one of these sets.
 
-An input is two members: itself, and itself as far as it is reached without passing a reduction. So
-is a reduction: the second says that what it gave arrives as an array, and not as a number such as a
-norm, without passing another one. A collective is as many members as it has operands, since XLA
-combines what belongs to different parameters.
+Each input has two bits: any dependence, and direct dependence, which passes no reduction. So has a
+reduction: its second bit is for a result that arrives as an array, not as a scalar such as a norm,
+and passes no other reduction. A collective has bits for each of its operands, since XLA combines
+those of different parameters.
 """
 
 import dataclasses
@@ -21,11 +20,11 @@ from crossshard.inspection.hlo import Array, Computation, Instruction, Module, S
 
 _BY_PART = {"all-reduce", "all-reduce-start", "reduce-scatter", "all-gather"}
 
-# What gives its only operand, all parts of it.
+# Ops that forward their only operand.
 _WHOLE = {"copy", "opt-barrier", "all-reduce-done"}
 
-# What moves elements of its first operand, or changes them one by one. Arithmetic on two buckets is
-# not among them: their sets could be combined in too many ways.
+# Ops that move or convert the elements of their first operand. Arithmetic on two buckets is left
+# out, because their sets could combine in too many ways.
 _MOVING = _WHOLE | {
     *("all-gather", "bitcast", "broadcast", "convert", "dynamic-slice"),
     *("reshape", "reverse", "slice", "transpose"),
@@ -35,25 +34,24 @@ _DEVICE = {"partition-id", "replica-id"}
 
 Sets = frozenset[int]
 
-# The sets of one array, or of each part of a tuple.
+# The sets of one array, or of each element of a tuple.
 Depends = Sets | tuple["Depends", ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Dependence:
-    """What a program's outputs and chosen instructions depend on.
+    """The dependences of a program's outputs and of chosen instructions.
 
     Attributes:
-      outputs: per output, its sets.
-      operands: per chosen instruction, what each of its operands depends on, in one set.
-      inputs: per input, its member in these sets.
-      directly: per input, its member in these sets where no reduction lies between.
-      device: the member of what tells one device from another.
-      members: per chosen instruction, the member in these sets of each of its operands.
-      arriving: per reduction, likewise, where no other one lies between, and no single number.
-      trained: what loops train: the member of each such part of a loop's carry, which it is reached
-        by where no reduction lies between, with the loop's name and what the part depends on when
-        the loop begins.
+      outputs: for each output, its sets.
+      operands: for each chosen instruction, one set for each of its operands.
+      inputs: for each input, its bit.
+      directly: for each input, its bit for direct dependence.
+      device: the bit of the device's id.
+      members: for each chosen instruction, the bit of each of its operands.
+      arriving: for each reduction, the bits for results that arrive as arrays.
+      trained: for each trained element of a loop's carry, its bit for direct dependence, with the
+        loop's name and the dependence of the element when the loop begins.
     """
 
     outputs: tuple[Sets, ...]
@@ -69,12 +67,12 @@ class Dependence:
 def dependence(
     module: Module, chosen: Sequence[Instruction], reductions: Collection[str]
 ) -> Dependence:
-    """Follow a program's inputs, and the values of chosen instructions, to its outputs.
+    """Propagate dependence from inputs and chosen instructions to the outputs.
 
     Args:
       module: the program.
       chosen: the instructions.
-      reductions: the names of those of them behind which an input is no longer reached directly.
+      reductions: the names of those that end direct dependence.
     """
     parameters = module.entry.parameters
     follow = _Follow(module)
@@ -101,7 +99,7 @@ def dependence(
 
 
 def union(depends: Depends) -> int:
-    """All that a value depends on, in one set."""
+    """The union of all sets of a value."""
     return reduce(or_, depends if isinstance(depends, frozenset) else map(union, depends), 0)
 
 
@@ -124,11 +122,11 @@ def _join(one: Depends, other: Depends) -> Depends:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """A part of a loop's carry.
+    """An element of a loop's carry.
 
     Attributes:
-      is_state: whether it depends on itself one round before.
-      is_trained: whether it does so through a reduction, too.
+      is_state: whether it depends on its value in the previous iteration.
+      is_trained: whether it also does so through a reduction.
     """
 
     is_state: bool
@@ -153,7 +151,7 @@ class _Follow:
         return 1 << self._number - 1
 
     def through(self, computation: Computation, given: Sequence[Depends]) -> Depends:
-        """What a computation gives depends on, given what its parameters depend on."""
+        """The dependence of a computation's output, given that of its parameters."""
         known: dict[str, Depends] = {}
         for each in computation.instructions.values():
             if each.opcode == "parameter":
@@ -171,7 +169,7 @@ class _Follow:
             sets[number] |= union(depends)
 
     def _as_it_arrives(self, shape: Shape, depends: Depends) -> Depends:
-        """What a value depends on, where a single number has taken in arrays that were reduced."""
+        """The dependence of a value; for a scalar, without reductions that arrive as arrays."""
         if not isinstance(shape, Array) or shape.size > 1:
             return depends
         return frozenset({union(depends) & ~self._all_arriving})
@@ -188,7 +186,7 @@ class _Follow:
         if each.opcode.removesuffix("-start") in ("fusion", "call", "async"):
             (name,) = each.called("calls") or each.called("to_apply")
             inner = self.through(self._module.computations[name], taken)
-            # What starts such a computation gives its operands and a context beside its value.
+            # The start of an asynchronous computation also outputs its operands and a context.
             return _spread(each.shape, union(inner)) if each.opcode.endswith("-start") else inner
         if each.opcode == "while":
             return self._of_loop(each, taken[0])
@@ -198,7 +196,7 @@ class _Follow:
             return taken[0]
         if each.opcode in _DEVICE:
             return frozenset({self.device})
-        # Collectives that XLA has combined work part by part; an all-to-all mixes its parts.
+        # Combined collectives act on each operand separately; an all-to-all mixes them.
         if isinstance(each.shape, tuple) and each.opcode in _BY_PART:
             return tuple(
                 frozenset({self._passed(each, union(part), slice(i, i + 1))})
@@ -207,8 +205,8 @@ class _Follow:
         if each.opcode == "concatenate":
             return frozenset[int]().union(*_leaves(tuple(taken)))
         if each.opcode in _MOVING and isinstance(taken[0], frozenset):
-            beside = union(tuple(taken[1:]))
-            return frozenset(self._passed(each, one | beside) for one in taken[0])
+            rest = union(tuple(taken[1:]))
+            return frozenset(self._passed(each, one | rest) for one in taken[0])
         return _spread(each.shape, self._passed(each, union(tuple(taken))))
 
     def _passed(self, each: Instruction, taken: int, operands: slice = slice(None)) -> int:
@@ -219,11 +217,11 @@ class _Follow:
         return taken
 
     def _of_loop(self, each: Instruction, carry: Depends) -> Depends:
-        """What a loop gives, whose rounds are steps of a training if they look like it.
+        """The dependence of a loop's output; iterations that train are treated as steps.
 
-        From a part's own earlier value nothing else is learned: the second step's moments depend
-        on all that the first one's did, and its gradient depends on the moments only in that they
-        made its parameters. So a round is given such a part as it was at the beginning.
+        The earlier value of a state element adds nothing: the second step's moments depend on all
+        that the first one's did, and its gradient depends on the moments only through the
+        parameters. So each iteration gets such an element as it was at the beginning.
         """
         (body,) = (self._module.computations[name] for name in each.called("body"))
         (condition,) = (self._module.computations[name] for name in each.called("condition"))
@@ -259,7 +257,7 @@ class _Follow:
         return member
 
     def _parts_of(self, loop: Instruction, body: Computation) -> tuple[_Part, ...]:
-        """What each part of the carry is, seen in one round of the loop."""
+        """The kind of each element of the carry, from one iteration of the loop."""
         if loop.name in self._parts:
             return self._parts[loop.name]
         shapes = body.parameters[0].shape
@@ -278,10 +276,10 @@ class _Follow:
         parts = [union(part) for part in after] if isinstance(after, tuple) else [0] * len(shapes)
         self._parts[loop.name] = tuple(
             _Part(
-                is_state=bool(part & own),
-                is_trained=any(part & itself and own & sets for itself, sets in reducing),
+                is_state=bool(part & member),
+                is_trained=any(part & itself and member & sets for itself, sets in reducing),
             )
-            for own, part in zip(members, parts, strict=True)
+            for member, part in zip(members, parts, strict=True)
         )
         return self._parts[loop.name]
 

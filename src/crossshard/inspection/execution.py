@@ -1,4 +1,4 @@
-"""Which instructions a program runs, from its entry on, and how often: what loops do."""
+"""The instructions that a program executes, and how often."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from crossshard.inspection.hlo import Computation, Instruction, Module
 from crossshard.inspection.loops import trip_count
 
-# The attributes through which an instruction runs a computation. In to_apply a call has it;
-# reducers stand there, too, which communicate nothing.
+# Attributes that name a called computation. to_apply also names reducers, which do not communicate.
 _CALLS = ("calls", "to_apply")
 _BRANCHES = ("branch_computations", "true_computation", "false_computation")
 _LOOP = ("condition", "body")
@@ -15,15 +14,15 @@ _LOOP = ("condition", "body")
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-    """An instruction as it is run.
+    """One executed instruction.
 
     Attributes:
-      instruction: what is run.
-      computation: where it stands.
-      caller: the instruction that runs this computation; none in the entry.
-      loops: the names of the loops that this happens in, outermost first.
-      in_branch: whether it happens in one branch of a conditional only.
-      times: how often in one call of the program; none where a loop's length is not known.
+      instruction: the instruction.
+      computation: its computation.
+      caller: the instruction that calls this computation; ``None`` in the entry.
+      loops: the names of the loops around it, outermost first.
+      in_branch: whether it runs in only one branch of a conditional.
+      times: how often it runs in one call of the program; ``None`` if a loop's length is unknown.
     """
 
     instruction: Instruction
@@ -35,7 +34,7 @@ class Execution:
 
 
 def executions(module: Module) -> Iterator[Execution]:
-    """Every instruction that a program can run, in order; both branches of a conditional."""
+    """All instructions that can execute, in order, including all branches of a conditional."""
     yield from _through(module, Execution(module.entry.root, module.entry))
 
 
@@ -43,7 +42,7 @@ def _through(module: Module, at: Execution) -> Iterator[Execution]:
     for instruction in at.computation.instructions.values():
         run = dataclasses.replace(at, instruction=instruction)
         yield run
-        # The end of an asynchronous computation names it again.
+        # The end of an asynchronous computation repeats its name.
         if instruction.opcode.endswith(("-update", "-done")):
             continue
         inner = dataclasses.replace(run, caller=instruction)

@@ -1,4 +1,4 @@
-"""Which devices a collective joins, in each of the forms in which XLA writes it."""
+"""Parses the replica groups of collectives, in all of XLA's notations."""
 
 import itertools
 import math
@@ -17,8 +17,8 @@ _MESH_DEVICES = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH_AXIS = re.compile(r"'?([^',=]+)'?=(\d+)")
 _USED_AXIS = re.compile(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?")
 
-# What the ids of a collective number without use_global_device_ids: replicas where it has no
-# channel; where it has one, partitions for these and for all others replicas, whole.
+# Without use_global_device_ids, ids are replica ids if there is no channel id. With a channel id
+# they are partition ids for these kinds, and ids of full replicas for all others.
 _IDS_ARE_PARTITIONS = {
     "all-to-all",
     "ragged-all-to-all",
@@ -32,14 +32,14 @@ def parse_groups(text: str) -> Groups:
 
     Args:
       text: explicit groups, ``{{0,1},{2,3}}``; the rows of a transposed iota,
-        ``[4,2]<=[2,4]T(1,0)``; or axes of a mesh, ``mesh['a'=2,'b'=4] {'b'}``, whose devices may
-        stand in another order, ``mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}``.
+        ``[4,2]<=[2,4]T(1,0)``; or axes of a mesh, ``mesh['a'=2,'b'=4] {'b'}``, with an optional
+        device order, ``mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}``.
 
     Returns:
-      The groups; none at all where the text is ``{}``, which means that all are one group.
+      The groups; empty for ``{}``, which means one group of all devices.
 
     Raises:
-      ArgumentError: the text has none of these forms.
+      ArgumentError: the notation is unknown.
 
     >>> parse_groups("{{0,1},{2,3}}")
     ((0, 1), (2, 3))
@@ -65,14 +65,14 @@ def _numbers(text: str) -> list[int]:
 
 
 def _transposed(dimensions: str, order: str | None) -> np.ndarray:
-    """Ids from zero on in these dimensions, and those in this order."""
+    """A transposed iota."""
     lengths = _numbers(dimensions)
     ids = np.arange(math.prod(lengths)).reshape(lengths)
     return ids.transpose(_numbers(order)) if order else ids
 
 
 def _mesh_devices(text: str | None, number: int) -> np.ndarray:
-    """The devices of a mesh in its order: all from zero on, an iota, or a list."""
+    """The device ids of a mesh, in its order."""
     if text is None:
         return np.arange(number)
     iota = _MESH_DEVICES.fullmatch(text)
@@ -85,7 +85,7 @@ def _rows(table: np.ndarray) -> Groups:
 
 def _over_axes(mesh: str, devices: str | None, used: str) -> Groups:
     sizes = {name: int(size) for name, size in _MESH_AXIS.findall(mesh)}
-    # A part of an axis, 'a':(2)4, cuts it in three: the 2 before it, its 4, and the rest.
+    # A sub-axis, 'a':(2)4, splits its axis in three: the 2 before it, its 4, and the rest.
     parts = [
         (name, int(before or 1), int(before or 1) * int(size or sizes[name]))
         for name, before, size in _USED_AXIS.findall(used)
@@ -103,14 +103,14 @@ def _over_axes(mesh: str, devices: str | None, used: str) -> Groups:
         for i, (axis, start) in enumerate(starts)
         if axis == name and low <= start < high
     ]
-    others = [i for i in range(len(factors)) if i not in chosen]
+    rest = [i for i in range(len(factors)) if i not in chosen]
     ids = _mesh_devices(devices, math.prod(factors)).reshape(factors)
-    ids = ids.transpose([*others, *chosen])
+    ids = ids.transpose([*rest, *chosen])
     return _rows(ids.reshape(-1, math.prod(factors[i] for i in chosen)))
 
 
 def groups_of(collective: Instruction, kind: str, module: Module) -> Groups:
-    """The groups of devices that a collective joins, each device by its place in the program.
+    """The groups of a collective, as device indices.
 
     Args:
       collective: the instruction.
@@ -118,13 +118,13 @@ def groups_of(collective: Instruction, kind: str, module: Module) -> Groups:
       module: the program, for the numbers of replicas and partitions.
 
     Returns:
-      The groups; of a collective-permute, its pairs of source and target.
+      The groups; for a collective-permute, its (source, target) pairs.
     """
     attributes = collective.attributes
     pairs = kind == "collective-permute"
     text = attributes.get("source_target_pairs" if pairs else "replica_groups", "{}")
     if text.startswith("mesh") and "device_ids" in attributes:
-        # They stand after a comma, where another attribute would begin.
+        # They follow a comma, so they were parsed as another attribute.
         text = f"{text}, device_ids={attributes['device_ids']}"
     given = [list(group) for group in parse_groups(text)]
     if pairs and not given:

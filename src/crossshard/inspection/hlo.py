@@ -1,7 +1,7 @@
-"""The text of an optimized HLO module, read into computations and instructions.
+"""Parser for the text of optimized HLO modules.
 
-JAX gives XLA's program as text, the same in every version, while the objects behind it are
-private. Attributes are read only when asked for: a program for a pod has megabytes of them.
+The text is stable across JAX versions; the objects behind it are private. Attributes are parsed
+lazily, because a pod's program has megabytes of them.
 """
 
 import dataclasses
@@ -24,9 +24,9 @@ _BITS = re.compile(r"[a-z]+(\d+)")
 
 
 def width(dtype: str) -> int:
-    """The bits of one element of a dtype by XLA's name."""
+    """The bits per element of an XLA dtype."""
     bits = _BITS.match(dtype)
-    # Only pred is counted in bytes without saying so; tokens and opaque values hold nothing.
+    # pred takes a byte; tokens and opaque values take none.
     return int(bits[1]) if bits else 8 if dtype == "pred" else 0
 
 
@@ -35,8 +35,8 @@ class Array:
     """The shape of one array on one device.
 
     Attributes:
-      dtype: XLA's name of it: ``f32``, ``bf16``, ``pred``, ``s4``.
-      dimensions: its lengths; of a dynamic dimension the bound.
+      dtype: its XLA name: ``f32``, ``bf16``, ``pred``, ``s4``.
+      dimensions: its shape; dynamic dimensions by their bound.
     """
 
     dtype: str
@@ -49,12 +49,12 @@ class Array:
 
     @property
     def bytes(self) -> int:
-        """The bytes it holds, padding of its layout left out."""
+        """Its size in bytes, without layout padding."""
         return math.ceil(self.size * width(self.dtype) / 8)
 
     @property
     def is_inexact(self) -> bool:
-        """Whether it is of floating-point numbers, real or complex."""
+        """Whether its dtype is floating or complex."""
         return self.dtype.startswith(("f", "bf", "c"))
 
     def __str__(self) -> str:
@@ -81,11 +81,11 @@ class Instruction:
     Attributes:
       name: without the ``%``.
       opcode: ``all-reduce``, ``fusion``, ``parameter`` …
-      shape: what it gives.
-      operands: the names of what it takes, of instructions in the same computation.
-      is_root: whether it is what its computation gives.
-      argument: the text between the parentheses: of a parameter, its number.
-      rest: the text after them.
+      shape: the shape of its output.
+      operands: the names of its operands, in the same computation.
+      is_root: whether it is the root of its computation.
+      argument: the text in parentheses; for a parameter, its number.
+      rest: the text after the parentheses.
     """
 
     name: str
@@ -102,13 +102,13 @@ class Instruction:
         return _attributes(self.rest)
 
     def quoted(self, attribute: str, key: str) -> str | None:
-        """What ``key="…"``, or ``"key":"…"`` in JSON, says within an attribute."""
+        """The value of ``key="…"``, or ``"key":"…"`` in JSON, in an attribute."""
         text = self.attributes.get(attribute, "")
         found = re.search(rf'\b{key}"?[=:]"((?:[^"\\]|\\.)*)"', text)
         return _unescaped(found[1]) if found else None
 
     def called(self, attribute: str) -> tuple[str, ...]:
-        """The names of the computations that an attribute holds."""
+        """The names of the computations in an attribute."""
         return tuple(_NAME.findall(self.attributes.get(attribute, "")))
 
 
@@ -126,7 +126,7 @@ class Computation:
 
     @functools.cached_property
     def root(self) -> Instruction:
-        """The instruction whose value the computation gives."""
+        """The root instruction, whose value the computation returns."""
         return next(each for each in self.instructions.values() if each.is_root)
 
     @functools.cached_property
@@ -138,13 +138,13 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A whole program.
+    """An HLO module.
 
     Attributes:
       computations: by name.
-      entry: the one that the program starts with.
+      entry: the entry computation.
       partitions: the number of devices that one replica is split over.
-      replicas: the number of replicas of it.
+      replicas: the number of replicas.
     """
 
     computations: Mapping[str, Computation]
@@ -154,13 +154,13 @@ class Module:
     _frames: Mapping[int, tuple[str, int]]
 
     def lines(self, instruction: Instruction) -> tuple[str, ...]:
-        """The ``file:line`` that an instruction comes from and those that call it, innermost first.
+        """The ``file:line`` of an instruction and of its callers, innermost first.
 
-        Empty where the program does not say.
+        Empty if unknown.
         """
-        # Names may hold anything, also what looks like an attribute.
+        # Names may contain text that looks like an attribute.
         metadata = _QUOTED.sub('""', instruction.attributes.get("metadata", ""))
-        # Up to 2025 the line stood in the metadata itself, now in a table at the top.
+        # Older XLA writes the line in the metadata, newer XLA in a table at the top.
         file = instruction.quoted("metadata", "source_file")
         line = re.search(r"\bsource_line=(\d+)", metadata)
         if file and line:
@@ -175,10 +175,10 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Read a module.
+    """Parse a module.
 
     Args:
-      text: what ``compiled.as_text()`` gives.
+      text: the output of ``compiled.as_text()``.
 
     Raises:
       ArgumentError: the text is not an HLO module.
@@ -241,7 +241,7 @@ def _instruction(line: str) -> Instruction | None:
     opening = opcode.end() - 1
     closing = end_of_bracket(line, opening)
     argument = line[opening + 1 : closing - 1]
-    # A constant's text may hold anything.
+    # A constant's text may contain anything.
     operands = () if opcode[1] == "constant" else tuple(_NAME.findall(argument))
     return Instruction(
         name=head[2],
@@ -255,7 +255,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def end_of_bracket(text: str, opening: int) -> int:
-    """Where the bracket that opens here has been closed."""
+    """The index after the matching bracket."""
     depth = 0
     for token in _TOKEN.finditer(text, opening):
         depth += (token[0] in "({[") - (token[0] in ")}]")
@@ -265,7 +265,7 @@ def end_of_bracket(text: str, opening: int) -> int:
 
 
 def _split(text: str) -> list[str]:
-    """The parts between the commas that stand outside of brackets and quotations."""
+    """The parts between commas outside of brackets and quotes."""
     parts, depth, start = [], 0, 0
     for token in _TOKEN.finditer(text):
         if token[0] == "," and depth == 0:
@@ -297,7 +297,7 @@ def _unescaped(text: str) -> str:
 
 
 def _stack_frames(text: str) -> dict[int, tuple[str, int]]:
-    """The tables above the computations: per stack frame, its line and the frame that calls it."""
+    """The stack frame tables: for each frame, its line and its caller."""
     names = re.finditer(r'^(\d+) "(.*)"$', _section(text, "FileNames"), re.M)
     files = {m[1]: _unescaped(m[2]) for m in names}
     location = r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)"
@@ -307,8 +307,8 @@ def _stack_frames(text: str) -> dict[int, tuple[str, int]]:
     }
     frame = r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
     frames = re.findall(frame, _section(text, "StackFrames"), re.M)
-    # XLA writes one more than the caller's number, so that the outermost frame, which has none,
-    # calls itself. Were the numbers right, no frame would.
+    # XLA writes the caller's number plus one, so the outermost frame, which has no caller, appears
+    # to call itself.
     offset = int(any(number == parent for number, _, parent in frames))
     return {
         int(number): (lines[where], int(parent or 0) - offset)

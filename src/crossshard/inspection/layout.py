@@ -1,16 +1,16 @@
-"""How an input lies over the devices: which piece of it each of them holds."""
+"""The layouts of a program's inputs: which piece of each every device holds."""
 
 import functools
 import math
 
 import jax
 
-# Per device, in the order of the program, the number of its piece.
+# For each device, in the order of the program, the number of its piece.
 Layout = tuple[int, ...]
 
 
 def input_layouts(compiled: jax.stages.Compiled) -> list[Layout]:
-    """Per input that the program uses, the piece that each device holds.
+    """For each input that the program uses, the piece that each device holds.
 
     >>> import jax.numpy as jnp
     >>> input_layouts(jax.jit(lambda w: 2 * w).lower(jnp.zeros(3)).compile())
@@ -21,13 +21,13 @@ def input_layouts(compiled: jax.stages.Compiled) -> list[Layout]:
     return [
         _layout(sharding, info.shape)
         for info, sharding in zip(infos, shardings, strict=True)
-        # JAX has None for an argument that the program does not use.
+        # Unused arguments are None.
         if sharding is not None
     ]
 
 
 def is_whole(layout: Layout) -> bool:
-    """Whether all devices hold the same."""
+    """Whether the input is replicated."""
     return not any(layout)
 
 
@@ -36,7 +36,7 @@ def _layout(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Layout:
     if sharding.is_fully_replicated or not math.prod(shape):
         return (0,) * len(sharding.device_set)
     numbers: dict[tuple[int, ...], int] = {}
-    # Where a piece begins tells it. It has no step, and a dimension that is not split no beginning.
+    # Its start identifies a piece. Slices have no step, and those of unsplit dimensions no start.
     return tuple(
         numbers.setdefault(tuple(each.start or 0 for each in index), len(numbers))
         for index in sharding.devices_indices_map(shape).values()

@@ -1,4 +1,4 @@
-"""How often a loop of a program runs: as XLA has noted it, or as its counter says."""
+"""Trip counts of loops, from XLA's annotation or from the loop counter."""
 
 import dataclasses
 import math
@@ -10,14 +10,14 @@ _UNCHANGED = {"copy", "copy-start", "copy-done", "bitcast", "reshape"}
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """How often a ``while`` runs its body; none where the program does not tell.
+    """The trip count of a ``while``, or ``None`` if unknown.
 
-    XLA notes it for CPUs and GPUs. For TPUs it does not, and there it is read from the counter: an
-    element of the carry that starts at a constant, grows by one, and ends the loop at another.
+    XLA annotates it on CPUs and GPUs. On TPUs it is found from the counter: an element of the carry
+    with a constant start, increment and limit.
 
     Args:
       module: the program.
-      computation: where the loop stands.
+      computation: the computation of the loop.
       loop: the instruction.
     """
     config = loop.attributes.get("backend_config", "")
@@ -48,14 +48,14 @@ def _counted(module: Module, computation: Computation, loop: Instruction) -> int
 
 @dataclasses.dataclass(frozen=True)
 class _Counts:
-    """The integers of a loop that are the same in all its rounds."""
+    """The loop-invariant integers of a loop."""
 
     outside: Computation
     carry: Instruction
     body: Computation
 
     def value(self, inside: Computation, name: str) -> int | None:
-        """Of a value in the condition or body, if it is the same in every round."""
+        """The constant value of an instruction in the condition or body, if loop-invariant."""
         element = _element(inside, name)
         if element is None:
             return _constant(inside, name)
@@ -68,8 +68,8 @@ class _Counts:
         after = _unchanged(self.body, self.body.root.operands[element])
         if after.opcode != "add":
             return None
-        others = [name for name in after.operands if _element(self.body, name) != element]
-        return self.value(self.body, others[0]) if len(others) == 1 else None
+        increments = [name for name in after.operands if _element(self.body, name) != element]
+        return self.value(self.body, increments[0]) if len(increments) == 1 else None
 
 
 def _unchanged(computation: Computation, name: str) -> Instruction:
@@ -81,7 +81,7 @@ def _unchanged(computation: Computation, name: str) -> Instruction:
 
 
 def _element(computation: Computation, name: str) -> int | None:
-    """Which element of its computation's parameter a value is."""
+    """The index of a value in its computation's parameter, or ``None``."""
     found = _unchanged(computation, name)
     if found.opcode != "get-tuple-element":
         return None
@@ -92,5 +92,5 @@ def _element(computation: Computation, name: str) -> int | None:
 
 def _constant(computation: Computation, name: str) -> int | None:
     found = _unchanged(computation, name)
-    whole = found.opcode == "constant" and re.fullmatch(r"-?\d+", found.argument)
-    return int(found.argument) if whole else None
+    is_int = found.opcode == "constant" and re.fullmatch(r"-?\d+", found.argument)
+    return int(found.argument) if is_int else None

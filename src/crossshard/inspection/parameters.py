@@ -1,4 +1,4 @@
-"""The parameters that a program trains, in bytes, and the least that keeps them the same."""
+"""The bytes of the parameters that a program trains, and the lower bound on communication."""
 
 import dataclasses
 import math
@@ -14,14 +14,14 @@ from crossshard.errors import ArgumentError, ArgumentTypeError
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    """Parameters of one dtype that a program keeps the same over equally many shards.
+    """The parameters of one dtype that are synchronized over one number of shards.
 
     Attributes:
-      dtype: XLA's name of it: ``f32``, ``bf16``; none where only their bytes are known.
-      bytes: of one whole copy; of layers that are split over devices, of one device's part.
-      shards: over how many shards they are kept the same.
-      updates: how often one call of the program updates them: once, or once in each round of a
-        loop that trains.
+      dtype: its XLA name: ``f32``, ``bf16``; ``None`` if only the bytes are known.
+      bytes: the bytes of one copy; of layers that are split over devices, of one device's slice.
+      shards: the number of shards that keep a copy.
+      updates: how often one call of the program updates them: once, or once per iteration of a
+        training loop.
     """
 
     dtype: str | None
@@ -31,19 +31,19 @@ class Parameters:
 
     @property
     def lower_bound(self) -> float:
-        """2(N−1)/N · P for each update: what a shard sends at least for N to average P bytes."""
+        """2(N−1)/N · P for each update: the least that one of N shards sends to average P bytes."""
         return 2 * (self.shards - 1) * self.bytes / self.shards * self.updates
 
 
 def named_bytes(parameters: Any) -> Mapping[str | None, int]:
-    """The bytes of one whole copy of the parameters, as the caller names them, by dtype.
+    """The bytes of one copy of the given parameters, by dtype.
 
     Args:
-      parameters: a number of bytes, or a pytree of arrays or ``jax.ShapeDtypeStruct``. Leaves of
-        one element are left aside, as their collectives are.
+      parameters: a number of bytes, or a pytree of arrays or ``jax.ShapeDtypeStruct``. Scalars are
+        not counted, like their collectives.
 
     Raises:
-      ArgumentError: there are no bytes.
+      ArgumentError: there is nothing to count.
       ArgumentTypeError: a leaf is not an array.
 
     >>> import numpy as np
@@ -61,7 +61,7 @@ def named_bytes(parameters: Any) -> Mapping[str | None, int]:
                 found[_xla_name(leaf.dtype.name)] += size * leaf.dtype.itemsize
     if found.total() <= 0:
         raise ArgumentError(
-            "parameters must be arrays, not all of one element, or their number of bytes; got "
+            "parameters must be arrays, not only scalars, or their number of bytes; got "
             f"{str(parameters)[:80]}, which has {found.total()} bytes to reduce."
         )
     return found
@@ -76,7 +76,7 @@ def _check_leaf(path: str, leaf: Any) -> None:
 
 
 def _xla_name(dtype: str) -> str:
-    """XLA's name of NumPy's dtype: ``f32`` of ``float32``, ``f8e4m3fn`` of ``float8_e4m3fn``."""
-    for ours, theirs in (("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "s")):
-        dtype = dtype.replace(ours, theirs)
+    """XLA's name of a NumPy dtype: ``f32`` for ``float32``, ``f8e4m3fn`` for ``float8_e4m3fn``."""
+    for numpy_name, xla_name in (("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "s")):
+        dtype = dtype.replace(numpy_name, xla_name)
     return dtype.replace("_", "")

@@ -1,4 +1,4 @@
-"""``inspect``: from what JAX calls a lowered or compiled step to a report on it."""
+"""``inspect``: a communication report on a lowered or compiled step."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -17,42 +17,40 @@ from crossshard.inspection.trained import find_trained
 
 
 def inspect(program: Any, parameters: Any = None) -> Communication:
-    """Every collective of a step's program, what it sends, and the least that it must.
+    """Report every collective of a compiled step, its bytes, and the lower bound.
 
-    It reads the program alone, so it serves any step: ours, or one that knows nothing of us. N
-    shards that average gradients of P bytes of parameters each send at least 2(N−1)/N · P, which
-    an all-reduce of the gradients sends, and a reduce-scatter of them with an all-gather of the
-    new parameters does too; parameters that are stored in parts are gathered first, at the same
-    price. P is counted in the parameters' own dtype: sending them wider shows in the ratio, and
-    the report says whether the step widens them or XLA, which for CPUs does with 16 bits.
+    It works for any JAX step. N shards that average gradients of P bytes of parameters each send at
+    least 2(N−1)/N · P. An all-reduce of the gradients sends that; so does a reduce-scatter of the
+    gradients with an all-gather of the parameters, before or after the update. P is counted in the
+    parameters' dtype, so sending a wider dtype raises the ratio, and the report shows whether the
+    step widens them or XLA, which for CPUs widens 16 bits.
 
-    Which inputs are the parameters is told by what becomes of them: a reduction depends on them,
-    and an output of their shape, dtype and layout depends on that reduction, and on them directly
-    as well. Where that does not hold, as in a step that is given its gradients or whose loss is
-    linear in a parameter, or where it says too much, as of a target network that is in the loss
-    and follows the parameters, name them. Of several steps in one program, in a loop or written
-    out, the bound counts each.
+    The parameters are found from the program: a reduction depends on them, and an output of the
+    same shape, dtype and layout depends on that reduction and directly on them. Pass ``parameters``
+    if this fails (gradients as inputs, a loss that is linear in a parameter) or finds too much (a
+    target network that is in the loss and follows the parameters). If a program has several steps,
+    in a loop or unrolled, the bound counts each.
 
-    N is how many devices keep a parameter the same and see different data, as far as that is among
-    the program's inputs. Where layers are split over some devices, these are one shard, and P is
-    one device's part. Experts that lie on fewer devices than the layers around them have a bound of
-    their own, and all are added up.
+    N is the number of devices that keep a copy of a parameter and have different data among the
+    program's inputs. Devices over which layers are split are one shard, and P is one device's
+    slice. Experts that are on fewer devices than the other layers have their own bound, and all
+    bounds are added.
 
-    Both branches of a conditional are counted, and a loop of unknown length as one run of it.
+    All branches of a conditional count; a loop of unknown length counts once.
 
     Args:
-      program: a ``jax.stages.Lowered`` or ``Traced``, which is compiled, or a ``Compiled``; those
-        of ``nnx.jit`` as well.
-      parameters: what is kept the same, once: as arrays or ``jax.ShapeDtypeStruct`` in a pytree or
-        as a number of bytes, where it is not to be told from the program. Of parameters stacked
-        for each device that is one device's, of layers split over devices one device's part.
+      program: a ``jax.stages.Lowered`` or ``Traced``, which is compiled, or a ``Compiled``; also
+        those of ``nnx.jit``.
+      parameters: the parameters of one device, as a pytree of arrays or ``jax.ShapeDtypeStruct`` or
+        as a number of bytes, if they cannot be found in the program.
 
     Returns:
-      The report: print it, read its attributes, or take ``to_json()``.
+      The report: print it, read its attributes, or call ``to_json()``.
 
     Raises:
-      ArgumentTypeError: what is given is not a program, or the parameters are not arrays.
-      ArgumentError: the program has no text to read, or text that is not HLO.
+      ArgumentTypeError: ``program`` is not a lowered or compiled step, or the parameters are not
+        arrays.
+      ArgumentError: the program has no text, or text that is not HLO.
 
     >>> import jax, jax.numpy as jnp
     >>> report = inspect(jax.jit(lambda w: w - 0.1 * w).lower(jnp.zeros(3)))
@@ -62,7 +60,7 @@ def inspect(program: Any, parameters: Any = None) -> Communication:
     compiled = _compiled(program)
     text = compiled.as_text()
     if text is None:
-        raise ArgumentError("The compiled program gives no text to read; compile it afresh.")
+        raise ArgumentError("The compiled program has no HLO text; compile it again.")
     return report_on(
         parse(text),
         input_layouts(compiled),
@@ -79,14 +77,14 @@ def report_on(
     parameters: Mapping[str | None, int] | None = None,
     memory: Memory | None = None,
 ) -> Communication:
-    """The report on a program that has been read.
+    """The report on a parsed program.
 
     Args:
       module: the program.
-      inputs: per input, which piece each device holds.
-      outputs: per output, whether all devices hold the same of it.
-      parameters: their bytes by dtype, where they are not to be told from the program.
-      memory: the compiler's own numbers.
+      inputs: for each input, the piece that each device holds.
+      outputs: for each output, whether it is replicated.
+      parameters: their bytes by dtype, if given.
+      memory: the compiler's memory analysis.
     """
     found = collectives(module)
     devices = module.partitions * module.replicas
@@ -111,37 +109,37 @@ def report_on(
 
 
 def is_program(step: Any) -> bool:
-    """Whether this is a program that JAX, or Flax around it, has traced, lowered or compiled."""
+    """Whether this is a traced, lowered or compiled program of JAX or Flax."""
     stages = jax.stages.Lowered | jax.stages.Compiled | jax.stages.Traced
     return isinstance(_unwrapped(step), stages)
 
 
 def program_of(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A step lowered for its arguments, or the program that it is already.
+    """A step lowered for its arguments, or the program itself.
 
     Args:
       step: a function, with ``jax.jit`` or without, or anything that has ``lower``; or a program,
         without arguments.
-      args: what to lower the step for, as arrays or ``jax.ShapeDtypeStruct``.
-      kwargs: what else.
+      args: the arguments to lower the step with, as arrays or ``jax.ShapeDtypeStruct``.
+      kwargs: the keyword arguments.
 
     Raises:
-      ArgumentTypeError: the step is not a step, or a program is given arguments.
+      ArgumentTypeError: ``step`` cannot be lowered, or a program is passed with arguments.
     """
     if is_program(step):
         if args or kwargs:
             raise ArgumentTypeError(
-                f"A step takes arguments; {type(step).__name__} is a program that has its own "
-                f"already, so leave out the {len(args) + len(kwargs)} given."
+                f"A step takes arguments; {type(step).__name__} is a program that already has its "
+                f"own, so leave out the {len(args) + len(kwargs)} given."
             )
         return step
-    # A string has a method lower, too.
+    # Strings also have a method lower.
     if hasattr(step, "lower") and not isinstance(step, str):
         return step.lower(*args, **kwargs)
     if not callable(step):
         raise ArgumentTypeError(
-            "A step is a function, anything with a method lower, or a lowered or compiled program; "
-            f"got {type(step).__name__}."
+            "A step is a function, an object with a method lower, or a lowered or compiled "
+            f"program; got {type(step).__name__}."
         )
     return jax.jit(step).lower(*args, **kwargs)
 

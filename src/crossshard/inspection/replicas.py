@@ -1,4 +1,4 @@
-"""Which devices a program joins, and how many of them keep a parameter the same."""
+"""The devices that collectives connect, and the number that keep a copy of a parameter."""
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
@@ -7,10 +7,9 @@ from crossshard.inspection.groups import Groups
 
 
 def joined_devices(joining: Iterable[Groups], devices: int) -> int:
-    """How many devices collectives join: those that are linked by groups, at most.
+    """The largest number of devices that groups connect.
 
-    Groups over one axis of a mesh and then over another join the devices of both; groups that stay
-    apart do not.
+    Groups over two mesh axes connect the devices of both.
 
     >>> joined_devices([((0, 1), (2, 3)), ((0, 2), (1, 3))], 8)
     4
@@ -24,16 +23,16 @@ def shards(
     gathering: Iterable[Groups],
     data: Sequence[Hashable],
 ) -> int:
-    """Over how many shards a parameter is kept the same: the devices that see different data.
+    """The number of shards of a parameter: the devices with a copy of it and different data.
 
-    These are devices that hold the same piece of it, or gather each other's pieces. The devices
-    over which a layer is split, and which work together on the same data, are one shard.
+    These devices hold the same piece, or gather each other's pieces. Devices over which a layer is
+    split, and which process the same data, are one shard.
 
     Args:
-      pieces: per device, which piece of the parameter it holds.
+      pieces: for each device, the piece of the parameter that it holds.
       joining: the groups of the collectives between the parameter and its new value.
       gathering: the groups over which its pieces are gathered.
-      data: per device, what it sees.
+      data: for each device, its data.
 
     >>> eight = ((0, 1, 2, 3, 4, 5, 6, 7),)
     >>> shards([0, 1] * 4, [eight], [], data=[0, 0, 1, 1, 2, 2, 3, 3])
@@ -51,7 +50,7 @@ def shards(
 
 
 def _leaders(joining: Iterable[Groups], devices: int) -> list[int]:
-    """Per device, one that stands for all that it is linked with."""
+    """For each device, the representative of its connected devices."""
     leader = list(range(devices))
 
     def lead(device: int) -> int:
@@ -61,7 +60,7 @@ def _leaders(joining: Iterable[Groups], devices: int) -> list[int]:
         return device
 
     for groups in joining:
-        for first, *others in groups:
-            for other in others:
-                leader[lead(other)] = lead(first)
+        for first, *rest in groups:
+            for device in rest:
+                leader[lead(device)] = lead(first)
     return [lead(device) for device in range(devices)]

@@ -1,4 +1,4 @@
-"""What a program sends, against the least that data parallelism can: as objects, table and JSON."""
+"""Communication reports: data classes, text table and JSON."""
 
 import dataclasses
 import json
@@ -9,13 +9,13 @@ from crossshard.inspection.collectives import Collective
 from crossshard.inspection.hlo import width
 from crossshard.inspection.parameters import Parameters
 
-# The properties that stand in JSON beside the attributes.
+# The properties that JSON has in addition to the attributes.
 _COUNTED = (
     *("bytes_sent", "scalar_bytes_sent", "parameter_bytes", "parameter_dtypes"),
     *("lower_bound", "ratio"),
 )
 
-# XLA sums in what it is told to, or says that it does not; what it only moves, it may convert.
+# XLA marks sums that it widens, and may convert what it only moves without a mark.
 _SUMS = {"all-reduce", "reduce-scatter"}
 
 HEAD = ("collective", "operands", "sent per shard", "groups", "when", "source")
@@ -23,14 +23,14 @@ HEAD = ("collective", "operands", "sent per shard", "groups", "when", "source")
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes per device, as the compiler counts them.
+    """Bytes per device, from the compiler's memory analysis.
 
     Attributes:
       argument: the arguments.
       output: the results.
-      temp: what is needed in between.
-      alias: of the arguments, what results are written over.
-      peak: the most that is held at once.
+      temp: the temporaries.
+      alias: the arguments that are aliased to outputs.
+      peak: the peak memory.
     """
 
     argument: int
@@ -44,17 +44,16 @@ class Memory:
 class Communication:
     """The communication of one call of a compiled program, on each of its devices.
 
-    Operands of one element, as losses and metrics are, stand aside: they are listed, and are not
-    in ``bytes_sent``, the lower bound or the ratio.
+    Scalar operands, such as losses and metrics, are listed but not counted in ``bytes_sent``, the
+    lower bound or the ratio.
 
     Attributes:
       collectives: in the order in which they run.
-      devices: how many devices the program runs on.
-      shards: over how many shards the parameters are kept the same, those of the most bytes where
-        they differ; where no parameter is told, how many devices its collectives join.
-      parameters: what is kept the same, by dtype and shards; empty where the program does not tell
-        it and the caller did not either.
-      memory: the compiler's own numbers; none where it gives none.
+      devices: the number of devices that the program runs on.
+      shards: the number of shards that keep a copy of the parameters, of most of their bytes if it
+        differs; without known parameters, the number of devices that collectives connect.
+      parameters: the parameters by dtype and shards; empty if neither found nor given.
+      memory: the compiler's memory analysis, or ``None``.
 
     >>> import jax, jax.numpy as jnp
     >>> import crossshard
@@ -71,53 +70,52 @@ class Communication:
 
     @property
     def bytes_sent(self) -> float:
-        """What one shard sends, scalars aside."""
+        """The bytes that one shard sends, without scalars."""
         return sum(each.bytes_sent for each in self.collectives)
 
     @property
     def scalar_bytes_sent(self) -> float:
-        """What one shard sends for scalars."""
+        """The bytes that one shard sends for scalars."""
         return sum(each.scalar_bytes_sent for each in self.collectives)
 
     @property
     def parameter_bytes(self) -> int | None:
-        """The bytes of one whole copy of the parameters; none where they are not known."""
+        """The bytes of one copy of the parameters; ``None`` if unknown."""
         return sum(each.bytes for each in self.parameters) or None
 
     @property
     def parameter_dtypes(self) -> tuple[str, ...]:
-        """XLA's names of the parameters' dtypes, as far as they are known, each once."""
+        """The known dtypes of the parameters by XLA's names, each once."""
         return tuple(dict.fromkeys(each.dtype for each in self.parameters if each.dtype))
 
     @property
     def lower_bound(self) -> float | None:
-        """2(N−1)/N · P: what one shard sends at least for N shards to average P bytes.
+        """2(N−1)/N · P: the least that one of N shards sends to average P bytes.
 
-        It is added up where parameters are kept the same over different numbers of shards, and
-        counts every update where a loop makes several.
+        Summed over parameters with different numbers of shards and over the updates of a loop.
         """
         return sum(each.lower_bound for each in self.parameters) if self.parameters else None
 
     @property
     def ratio(self) -> float | None:
-        """``bytes_sent`` over the lower bound; none where there is no bound to compare with."""
+        """``bytes_sent`` over the lower bound; ``None`` if there is no bound."""
         return self.bytes_sent / self.lower_bound if self.lower_bound else None
 
     @property
     def uncounted_loops(self) -> tuple[Collective, ...]:
-        """The collectives in loops of unknown length, of which one run is counted."""
+        """The collectives in loops of unknown length, counted once."""
         return tuple(each for each in self.collectives if each.times is None)
 
     @property
     def widened(self) -> tuple[str, ...]:
-        """The dtypes that are sent and are wider than those of all parameters."""
+        """The dtypes sent that are wider than those of all parameters."""
         sent = (dtype for each in self._wide for dtype in each.dtypes)
         return tuple(dict.fromkeys(dtype for dtype in sent if self._is_wide(dtype)))
 
     def to_json(self, indent: int | None = None) -> str:
-        """All of it as JSON.
+        """The report as JSON.
 
-        The keys are the attributes of this class and of those in it, and of the properties
+        The keys are the attributes of this class and of its fields, and the properties
         ``bytes_sent``, ``scalar_bytes_sent``, ``parameter_bytes``, ``parameter_dtypes``,
         ``lower_bound`` and ``ratio``.
         """
@@ -127,21 +125,21 @@ class Communication:
         return json.dumps(fields, indent=indent)
 
     def table(self) -> str:
-        """The collectives as a table of plain text, and under it the totals."""
+        """The collectives as a plain text table, followed by the totals."""
         return "\n".join([collective_table(self.collectives), *self.totals()])
 
     def __str__(self) -> str:
         return self.table()
 
     def totals(self) -> list[str]:
-        """The lines under the table: what is sent in all, against the least, and memory."""
-        aside = f", and {_bytes(self.scalar_bytes_sent)} for scalars" * bool(self.scalar_bytes_sent)
+        """The lines under the table: total bytes, lower bound and memory."""
+        extra = f", and {_bytes(self.scalar_bytes_sent)} for scalars" * bool(self.scalar_bytes_sent)
         least = "at least " * bool(self.uncounted_loops)
-        lines = [f"each of {self.devices} devices sends {least}{_bytes(self.bytes_sent)}{aside}"]
+        lines = [f"each of {self.devices} devices sends {least}{_bytes(self.bytes_sent)}{extra}"]
         if self.uncounted_loops:
-            lines.append("how often a loop runs (?) is not told, so one run of it is counted")
+            lines.append("a loop of unknown length (?) is counted once")
         if any(each.in_branch for each in self.collectives):
-            lines.append("all branches of a conditional are counted, though one of them is taken")
+            lines.append("all branches of a conditional are counted, though only one is taken")
         lines += self._bound(least)
         if self._wide:
             lines.append(self._widening())
@@ -152,7 +150,7 @@ class Communication:
 
     def _bound(self, least: str) -> list[str]:
         if self.lower_bound is None:
-            return ["the parameters cannot be told from the program, so no bound is known"]
+            return ["the parameters were not found in the program, so there is no lower bound"]
         ratio = "" if self.ratio is None else f"; ratio {least}{self.ratio:.3f}"
         alike = {(each.shards, each.updates) for each in self.parameters}
         bounds = [
@@ -178,7 +176,7 @@ class Communication:
         return width(dtype) > max(map(width, self.parameter_dtypes), default=math.inf)
 
     def _widening(self) -> str:
-        """What is sent wider than the parameters are, and who has widened it."""
+        """The line on dtypes that are wider than the parameters, and what widened them."""
         kinds: dict[str, list[str]] = {}
         for each in self._wide:
             who = "by the step, or by XLA for CPUs"
@@ -187,9 +185,9 @@ class Communication:
             elif each.kind in _SUMS:
                 who = "by the step itself"
             kinds.setdefault(who, []).append(each.kind)
-        sent, own = ", ".join(self.widened), ", ".join(self.parameter_dtypes)
+        sent, parameters = ", ".join(self.widened), ", ".join(self.parameter_dtypes)
         by = [f"{', '.join(dict.fromkeys(found))} {who}" for who, found in kinds.items()]
-        return f"sent as {sent}, the parameters being {own}; widened: {'; '.join(by)}"
+        return f"sent as {sent}, but the parameters are {parameters}; widened: {'; '.join(by)}"
 
 
 def _bound_of(parameters: int, shards: int, updates: int) -> str:
@@ -202,7 +200,7 @@ def _bound_of(parameters: int, shards: int, updates: int) -> str:
 
 
 def collective_table(collectives: Iterable[Collective]) -> str:
-    """Some collectives as a table of plain text."""
+    """A plain text table of collectives."""
     rows = [HEAD, *map(row, collectives)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
@@ -212,7 +210,7 @@ def collective_table(collectives: Iterable[Collective]) -> str:
 
 
 def row(each: Collective) -> tuple[str, ...]:
-    """A collective in the words of the table, one for each column."""
+    """A collective as a row of the table, one text for each column."""
     shown = [str(operand) for operand in each.operands[:2]]
     more = len(each.operands) - len(shown)
     if more:

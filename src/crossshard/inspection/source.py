@@ -1,4 +1,4 @@
-"""Which line of the user's own a collective, or an error, comes from."""
+"""Finds the line of user code that a collective or an error comes from."""
 
 import itertools
 import re
@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _OURS = f"{Path(__file__).parents[1]}/"
-# What our command lowers is called by nothing of the user's.
+# The frames that call our command are not user code.
 _COMMAND = f"{_OURS}cli/"
 
-# What a training script calls, and the standard library in between.
+# The libraries that a training script calls, and the standard library.
 _LIBRARIES = re.compile(
     r"/(site|dist)-packages/(equinox|flax|jax|optax)/"
     r"|/lib/python3[^/]*/(?!site-packages/|dist-packages/)"
@@ -18,7 +18,7 @@ _LIBRARIES = re.compile(
 
 
 def users_line(lines: Iterable[str]) -> str | None:
-    """The first line that is the user's, and not ours or another library's.
+    """The first line in user code, outside crossshard and other libraries.
 
     Args:
       lines: as ``file:line``, innermost first.
@@ -30,9 +30,9 @@ def users_line(lines: Iterable[str]) -> str | None:
 
 
 def source_of(lines: Iterable[str]) -> str | None:
-    """The user's line, or where there is none, the first that is not ours.
+    """The line of user code, or if there is none, the first outside crossshard.
 
-    Of a step of ours that our command has lowered all lines are ours, and tell nobody anything.
+    ``None`` for a step of crossshard's that its command has lowered.
     """
     called = list(itertools.takewhile(lambda line: not line.startswith(_COMMAND), lines))
     return users_line(called) or next((line for line in called if not _is_ours(line)), None)

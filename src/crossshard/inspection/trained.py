@@ -1,13 +1,13 @@
-"""What a step trains, told from its program: how many bytes, over how many shards, how often.
+"""Finds the parameters of a step in its program: their bytes, shards and updates.
 
-A program does not say which of its inputs are parameters, but what becomes of each: a gradient
-depends on the parameters and is reduced, and each parameter has an output of its own shape, dtype
-and layout that depends on that same reduction, and directly on the parameter as well. Moments have
-such outputs too, but the reduction does not depend on them. A frozen weight feeds the reduction,
-but it reaches no output except through it, or as it was.
+HLO does not mark parameters, but their use does: a gradient depends on the parameters and is
+reduced, and each parameter has an output of the same shape, dtype and layout that depends on that
+reduction and directly on the parameter. Moments have such outputs too, but the reduction does not
+depend on them. A frozen weight feeds the reduction, but reaches outputs only through it or
+unchanged.
 
-Nor does it say which devices are shards of the data, but what each of them is given: devices that
-are given the same data, and different pieces of the layers, work together as one shard.
+Nor does HLO mark the shards of the data, but the inputs show them: devices with the same data and
+different pieces of the layers are one shard.
 """
 
 import dataclasses
@@ -27,19 +27,19 @@ from crossshard.inspection.loops import trip_count
 from crossshard.inspection.parameters import Parameters
 from crossshard.inspection.replicas import joined_devices, shards
 
-# A hand-written step may gather its moments as well, so feeding these tells nothing.
+# These are not evidence, because a hand-written step may also gather its moments.
 _COPYING = {"all-gather", "collective-broadcast"}
 
 
 def find_trained(
     module: Module, inputs: Sequence[Layout] | None, outputs: Sequence[bool] | None
 ) -> tuple[Parameters, ...]:
-    """The parameters by dtype and shards, most bytes first; empty where none can be told.
+    """The parameters by dtype and shards, most bytes first; empty if none is found.
 
     Args:
       module: the program.
-      inputs: per input, which piece each device holds; none if that is not known.
-      outputs: per output, whether all devices hold the same of it; none likewise.
+      inputs: for each input, the piece that each device holds; ``None`` if unknown.
+      outputs: for each output, whether it is replicated; ``None`` if unknown.
     """
     devices = module.partitions * module.replicas
     shapes = _arrays(each.shape for each in module.entry.parameters)
@@ -53,7 +53,7 @@ def find_trained(
     shards_of = _Shards(layouts, uses, updates)
     kept = {n: found for n in updates if (found := shards_of(n)) > 1}
     if not kept:
-        # As under groups, where each device stores parameters of its own, as it does its batch.
+        # As with groups, where each device stores its own parameters, like its batch.
         kept = {n: found for n in updates if (found := shards_of(n, stored_apart=True)) > 1}
     copies: dict[_Value, list[tuple[int, int, int]]] = defaultdict(list)
     outputs_of: dict[_Value, set[int]] = defaultdict(set)
@@ -66,9 +66,9 @@ def find_trained(
         outputs_of[given[number]] |= updates[number]
     bytes_of: Counter[tuple[str, int, int]] = Counter()
     for value, inputs_alike in copies.items():
-        # Two inputs that share one updated output cannot both be what is updated.
-        apart = sorted(inputs_alike, reverse=True)[: len(outputs_of[value])]
-        for gathered, count, often in apart:
+        # Two inputs cannot both be updated to one output.
+        distinct = sorted(inputs_alike, reverse=True)[: len(outputs_of[value])]
+        for gathered, count, often in distinct:
             bytes_of[value.array.dtype, count, often] += gathered * value.array.bytes
     return tuple(
         Parameters(dtype, total, count, often)
@@ -78,7 +78,7 @@ def find_trained(
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-    """An input or output; equal ones may be one parameter before and after the step."""
+    """The type of an input or output, which a parameter keeps in a step."""
 
     array: Array
     replicated: bool
@@ -90,16 +90,16 @@ def _arrays(shapes: Iterable[Shape]) -> list[Array]:
 
 @dataclasses.dataclass(frozen=True)
 class _Uses:
-    """What becomes of a program's inputs.
+    """How a program uses its inputs.
 
     Attributes:
-      depends: what the outputs depend on.
-      groups: per operand of a collective, as a member of the sets, the groups that it is sent in;
-        equal ones are one object. Scalars are left out, here and below.
-      fed: per input, the operands that depend on it.
-      reduced: per input, those of them that are reduced.
-      gathers: per input, the groups of the gatherings that it reaches before any reduction.
-      given: per operand, what it depends on.
+      depends: the dependences of the outputs.
+      groups: for each operand of a collective, by its bit in the sets, the groups of the
+        collective; equal ones are one object. Scalars are left out, here and below.
+      fed: for each input, the operands that depend on it.
+      reduced: for each input, those of them that are reduced.
+      gathers: for each input, the groups of the all-gathers that it reaches before a reduction.
+      given: for each operand, its dependence.
     """
 
     depends: Dependence
@@ -110,7 +110,7 @@ class _Uses:
     given: Mapping[int, int]
 
     def on_the_way(self, number: int, outputs: Iterable[int]) -> int:
-        """The operands of collectives that lie on a way from an input to some outputs."""
+        """The operands of collectives between an input and some outputs."""
         return self.fed[number] & self._all(outputs)
 
     def arriving(self, outputs: Iterable[int]) -> int:
@@ -124,10 +124,10 @@ class _Uses:
         )
 
     def in_a_row(self, number: int, outputs: Iterable[int]) -> int:
-        """How many steps are written out one after the other.
+        """The number of unrolled steps.
 
-        These are reductions that arrive in the new value, each of what the one before has made of
-        the parameter.
+        These are reductions that arrive in the new value, each of a gradient of the parameter that
+        the previous one has updated.
         """
         arriving = self.arriving(outputs)
         rows: dict[int, int] = {}
@@ -166,9 +166,9 @@ def _uses(module: Module) -> _Uses:
 
 
 def _sent(run: Execution, kind: str, depends: Dependence) -> Iterator[tuple[int, int]]:
-    """Each operand that a collective sends, and what it depends on, scalars left out."""
+    """The operands that a collective sends, with their dependences, without scalars."""
     name = run.instruction.name
-    # Of a ragged exchange only the first operand is sent.
+    # A ragged all-to-all sends only its first operand.
     shapes = operand_shapes(run, kind)
     each = zip(shapes, depends.members[name], depends.operands[name], strict=False)
     for shape, itself, members in each:
@@ -179,7 +179,7 @@ def _sent(run: Execution, kind: str, depends: Dependence) -> Iterator[tuple[int,
 def _updates(
     given: Sequence[_Value], results: Sequence[_Value], uses: _Uses
 ) -> dict[int, set[int]]:
-    """Per input that may be a parameter, the outputs that may be its new value."""
+    """For each input that may be a parameter, the outputs that may be its new value."""
     depends = uses.depends
     directly, trained = _reached_and_trained(uses)
     alike: dict[_Value, list[int]] = defaultdict(list)
@@ -189,10 +189,10 @@ def _updates(
     updates: dict[int, set[int]] = {}
     for value, equals in alike.items():
         outputs = [i for i, result in enumerate(results) if result == value]
-        # What no input of its kind reaches directly, such as the mean of the parameters themselves
-        # or a copy in fewer bits, has no other former value than one that it was reduced from.
-        own = reduce(or_, (depends.inputs[n] for n in equals))
-        untaken = {i for i in outputs if not directly[i] & own}
+        # An output that no input of its type reaches directly, such as the mean of the parameters
+        # or a lower-precision copy, is paired with an input that it was reduced from.
+        candidates = reduce(or_, (depends.inputs[n] for n in equals))
+        untaken = {i for i in outputs if not directly[i] & candidates}
         for number in equals:
             found = {i for i in outputs if trained[i] & depends.inputs[number]}
             reduced = {i for i in untaken if uses.reduced[number] & union(depends.outputs[i])}
@@ -202,19 +202,19 @@ def _updates(
 
 
 def _is_state(number: int, updates: Mapping[int, set[int]], uses: _Uses) -> bool:
-    """Whether an input is the state of steps that are written out one after the other.
+    """Whether an input is the optimizer state of unrolled steps.
 
-    A moment feeds the second step's reduction, having made its parameter, but not the first one's,
-    which arrives in its new value as well.
+    A moment feeds the second step's reduction, through its parameters, but not the first one's,
+    which also arrives in its new value.
     """
     strange = uses.arriving(updates[number]) & ~uses.fed[number]
     return any(strange & uses.fed[n] and not uses.fed[number] & ~uses.fed[n] for n in updates)
 
 
 def _reached_and_trained(uses: _Uses) -> tuple[list[int], list[int]]:
-    """Per output, the inputs that reach it directly, and those that it is trained from.
+    """For each output, the inputs that reach it directly, and those that it is trained from.
 
-    These are inputs that reach the same elements of it directly and through a reduction.
+    The latter reach the same elements of it both directly and through a reduction.
     """
     depends = uses.depends
 
@@ -233,17 +233,17 @@ def _reached_and_trained(uses: _Uses) -> tuple[list[int], list[int]]:
 
 
 def _members_of(members: int, of: Sequence[int]) -> Iterator[int]:
-    """The places in a run of members of those that a set has."""
+    """The indices of a set's members in a contiguous run of bits."""
     first = of[0].bit_length() - 1 if of else 0
     left = members >> first & (1 << len(of)) - 1
     while left:
-        place = left.bit_length() - 1
-        yield place
-        left ^= 1 << place
+        index = left.bit_length() - 1
+        yield index
+        left ^= 1 << index
 
 
 class _Shards:
-    """Over how many shards an input that may be a parameter is kept the same."""
+    """The number of shards that keep a copy of an input that may be a parameter."""
 
     def __init__(
         self, layouts: Sequence[Layout], uses: _Uses, updates: Mapping[int, set[int]]
@@ -252,9 +252,9 @@ class _Shards:
         self._uses = uses
         self._updates = updates
         self._counted: dict[tuple[object, ...], int] = {}
-        split = [number for number, lies in enumerate(layouts) if not is_whole(lies)]
+        split = [number for number, layout in enumerate(layouts) if not is_whole(layout)]
         self._data = [n for n in split if n not in updates and uses.fed[n]]
-        # The pieces of layers that are split over devices and gathered nowhere.
+        # The layouts of layers that are split over devices and never gathered.
         self._layers = {layouts[n] for n in split if n in updates and not uses.gathers[n]}
 
     def __call__(self, number: int, *, stored_apart: bool = False) -> int:
@@ -262,7 +262,7 @@ class _Shards:
 
         Args:
           number: the input.
-          stored_apart: whether what each device holds is a parameter of its own, and not a piece.
+          stored_apart: whether each device holds its own parameter rather than a piece.
         """
         uses, pieces = self._uses, self._layouts[number]
         way = uses.on_the_way(number, self._updates[number])
@@ -271,31 +271,31 @@ class _Shards:
         data = tuple(dict.fromkeys(self._layouts[n] for n in self._data if uses.fed[n] & way))
         joining = {id(found): found for member, found in uses.groups.items() if member & way}
         gathering = {id(found): found for found in uses.gathers[number]}
-        apart = (given for member, given in uses.given.items() if member & way)
-        by_itself = any(given & uses.depends.device for given in apart)
-        key = (pieces, frozenset(joining), frozenset(gathering), data, by_itself)
+        operands = (given for member, given in uses.given.items() if member & way)
+        by_device = any(given & uses.depends.device for given in operands)
+        key = (pieces, frozenset(joining), frozenset(gathering), data, by_device)
         if key not in self._counted:
-            seen = self._seen(data, by_itself, len(pieces))
+            seen = self._seen(data, by_device, len(pieces))
             self._counted[key] = shards(pieces, joining.values(), gathering.values(), seen)
         return self._counted[key]
 
-    def _seen(self, data: Sequence[Layout], by_itself: bool, devices: int) -> list[object]:
-        """Per device, what it sees: its pieces of what the program is given, layers left out."""
-        beside = [
-            lies for lies in data if not any(_tells(layer, lies) for layer in self._layers)
+    def _seen(self, data: Sequence[Layout], by_device: bool, devices: int) -> list[object]:
+        """For each device, its pieces of the inputs that are not layers."""
+        inputs = [
+            layout for layout in data if not any(_decides(layer, layout) for layer in self._layers)
         ] or data
-        if not beside and by_itself:
+        if not inputs and by_device:
             return list(range(devices))
-        return [tuple(lies[device] for lies in beside) for device in range(devices)]
+        return [tuple(layout[device] for layout in inputs) for device in range(devices)]
 
 
-def _tells(one: Layout, other: Layout) -> bool:
-    """Whether which piece of one a device holds tells which of the other it holds."""
+def _decides(one: Layout, other: Layout) -> bool:
+    """Whether a device's piece of ``one`` determines its piece of ``other``."""
     return len(set(zip(one, other, strict=True))) == len(set(one))
 
 
 def _in_loops(module: Module, depends: Dependence, number: int, outputs: Iterable[int]) -> int:
-    """How often the loops that have an input in their carry update it in one call."""
+    """The number of updates of an input by loops that carry it, in one call."""
     reached = reduce(or_, (union(depends.outputs[i]) for i in outputs), 0)
     names = {
         name

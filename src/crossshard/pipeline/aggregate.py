@@ -38,27 +38,27 @@ class Sum(Stage):
         leaves, tree = jax.tree.flatten((beside, values))
         status = (*gradients.beside_status, *gradients.status)
         partitions = _partitions(beside, values, environment)
-        places = [place for place, each in enumerate(status) if each in _TO_SUM]
-        summands = [widen(leaves[place]) for place in places]
-        split = [partitions[place] for place in places]
+        to_sum = [index for index, each in enumerate(status) if each in _TO_SUM]
+        summands = [widen(leaves[index]) for index in to_sum]
+        split = [partitions[index] for index in to_sum]
         weight = gradients.weight
         if weight is not None:
             summands, split = [*summands, weight], [*split, Partition(())]
         sums = bucketed_sum(summands, split, shards, groups)
         total_weight = None if weight is None else sums.pop()
-        totals = dict(zip(places, sums, strict=True))
-        leaves_after = []
-        for place, (leaf, each) in enumerate(zip(leaves, status, strict=True)):
+        totals = dict(zip(to_sum, sums, strict=True))
+        reduced_leaves = []
+        for index, (leaf, each) in enumerate(zip(leaves, status, strict=True)):
             if each is None:
-                leaves_after.append(leaf)
+                reduced_leaves.append(leaf)
                 continue
-            total = totals.get(place)
+            total = totals.get(index)
             if total is None:
-                total = partitions[place].local_slice(widen(leaf), shards, groups)
+                total = partitions[index].local_slice(widen(leaf), shards, groups)
             if each in _TO_DIVIDE:
                 total = self._divide(total, environment.divisor, total_weight)
-            leaves_after.append(total)
-        beside, values = tree.unflatten(leaves_after)
+            reduced_leaves.append(total)
+        beside, values = tree.unflatten(reduced_leaves)
         # If all weights are zero there is no gradient, and weights must not decay either.
         skip = None if total_weight is None else total_weight == 0
         reduced = gradients.replace(values=values, beside=beside, weight=total_weight, skip=skip)
