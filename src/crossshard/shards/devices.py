@@ -57,7 +57,7 @@ def cpu_devices(num_devices: int) -> None:
 
 def _threads() -> int:
     chosen = os.environ.get("NPROC", "")
-    return int(chosen) if chosen.isdigit() else os.cpu_count() or 1
+    return int(chosen) if chosen.isdecimal() else os.cpu_count() or 1
 
 
 @functools.lru_cache
