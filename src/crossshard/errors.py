@@ -26,7 +26,7 @@ class CrossshardError(Exception):
 class ArgumentError(CrossshardError, ValueError):
     """An argument has the right type but an invalid value.
 
-    Mistake: ``shard_context(0)``.  Mend: ``shard_context(1)``.
+    Mistake: ``shard_context(0)``.  Fix: ``shard_context(1)``.
     """
 
 
@@ -34,14 +34,14 @@ class ArgumentTypeError(CrossshardError, TypeError):
     """An argument has an invalid type.
 
     Mistake: ``CrossShardOptimizer(torch.optim.SGD(...))``.
-    Mend: ``CrossShardOptimizer(optax.sgd(0.1))``.
+    Fix: ``CrossShardOptimizer(optax.sgd(0.1))``.
     """
 
 
 class GroupAssignmentError(ArgumentError):
     """A group assignment does not split the shards into disjoint groups of equal size.
 
-    Mistake: ``group_assignment=[[0, 1], [1, 2]]``.  Mend: ``group_assignment=[[0, 1], [2, 3]]``.
+    Mistake: ``group_assignment=[[0, 1], [1, 2]]``.  Fix: ``group_assignment=[[0, 1], [2, 3]]``.
     """
 
 
@@ -49,7 +49,7 @@ class AxisError(ArgumentError):
     """The mesh axis of the shards is ambiguous, or is not bound here.
 
     Mistake: ``update`` under two manual mesh axes, without ``axis_name``.
-    Mend: ``CrossShardOptimizer(opt, axis_name="data")``.
+    Fix: ``CrossShardOptimizer(opt, axis_name="data")``.
     """
 
 
@@ -57,7 +57,7 @@ class ShardContextError(CrossshardError, RuntimeError):
     """A call needs another shard context than the current one.
 
     Mistake: ``compute_gradients`` under eight shards and ``apply_gradients`` outside of them.
-    Mend: both in one step function, run by ``crossshard.shard``.
+    Fix: both in one step function, run by ``crossshard.shard``.
     """
 
 
@@ -65,7 +65,7 @@ class NestedContextError(ShardContextError, NotImplementedError):
     """A shard context, or a runner, was entered inside another one.
 
     Mistake: ``with shard_context(8): with shard_context(2): ...``.
-    Mend: leave the outer context first, or use groups to reduce over some of the shards.
+    Fix: leave the outer context first, or use groups to reduce over some of the shards.
     """
 
 
@@ -73,7 +73,7 @@ class DoubleReductionError(CrossshardError, ValueError):
     """A gradient that autodiff has already summed over the shards was about to be reduced again.
 
     Mistake: ``jax.grad`` of a replicated parameter under ``shard_map(check_vma=True)``.
-    Mend: ``crossshard.grad``, or ``update(..., incoming="summed")``.
+    Fix: ``crossshard.grad``, or ``update(..., incoming="summed")``.
     """
 
 
@@ -81,7 +81,7 @@ class NestedReductionError(CrossshardError, ValueError):
     """A CrossShardOptimizer wraps another one, which would reduce the gradients twice.
 
     Mistake: ``CrossShardOptimizer(CrossShardOptimizer(optax.sgd(0.1)))``.
-    Mend: ``CrossShardOptimizer(optax.sgd(0.1))``.
+    Fix: ``CrossShardOptimizer(optax.sgd(0.1))``.
     """
 
 
@@ -89,7 +89,7 @@ class IncomingError(CrossshardError, ValueError):
     """The status of the incoming gradients is unknown, or contradicts their type.
 
     Mistake: ``apply_gradients`` under MEAN with gradients from ``jax.grad``.
-    Mend: gradients from ``compute_gradients``, or ``apply_gradients(..., incoming="local")``.
+    Fix: gradients from ``compute_gradients``, or ``apply_gradients(..., incoming="local")``.
     """
 
 
@@ -97,7 +97,7 @@ class VariableError(ArgumentError):
     """A variable cannot be trained, or was not passed to the step that writes it.
 
     Mistake: a step that reaches a model through a dictionary that the runner does not search.
-    Mend: pass the model to the step as an argument.
+    Fix: pass the model to the step as an argument.
     """
 
 
@@ -105,7 +105,7 @@ class CommunicationError(CrossshardError, AssertionError):
     """A step sends more than its test allows.
 
     Mistake: two ``pmean`` of the same gradients, under ``assert_communication(step, *args)``.
-    Mend: one of them.
+    Fix: one of them.
     """
 
 
@@ -113,7 +113,7 @@ class WeightUpdateError(ArgumentError):
     """A sharded weight update was requested for an optimizer that needs full arrays.
 
     Mistake: ``CrossShardOptimizer(optax.lamb(1e-3), weight_update="sharded")`` in ``shard_map``.
-    Mend: ``make_train_step``, which shards it on global arrays; or an elementwise optimizer.
+    Fix: ``make_train_step``, which shards it on global arrays; or an elementwise optimizer.
     """
 
 

@@ -139,7 +139,7 @@ def test_an_unknown_bound_does_not_pass_in_silence():
         return w - lax.pmean(g[0], "shards")
 
     gradients = jnp.ones((8, 16, 32))
-    with pytest.raises(CommunicationError, match=r"Give parameters="):
+    with pytest.raises(CommunicationError, match=r"Pass parameters="):
         assert_communication(given, W, gradients)
     assert assert_communication(given, W, gradients, parameters=W).ratio == 1.0
     assert_communication(given, W, gradients, max_bytes_ratio=float("inf"))

@@ -310,7 +310,7 @@ def test_a_preprocessor_that_draws_draws_its_own_on_every_shard():
 
 def test_summed_gradients_are_refused():
     opt = CrossShardOptimizer(optax.sgd(1.0), preprocess=optax.clip_by_global_norm(1.0))
-    with pytest.raises(crossshard.IncomingError, match="each shard's own gradient"):
+    with pytest.raises(crossshard.IncomingError, match="each shard's local gradient"):
         jax.vmap(lambda g: opt.update(g, opt.init(g), incoming="summed")[0], axis_name="shards")(
             jnp.ones(4)
         )

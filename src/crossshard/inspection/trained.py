@@ -47,7 +47,7 @@ def find_trained(
     known = inputs and len(inputs) == len(shapes) and {*map(len, inputs)} == {devices}
     layouts = inputs if inputs and known else [(0,) * devices] * len(shapes)
     same = outputs if outputs and len(outputs) == len(results) else [True] * len(results)
-    given = [_Value(array, is_whole(lies)) for array, lies in zip(shapes, layouts, strict=True)]
+    given = [_Value(array, is_whole(layout)) for array, layout in zip(shapes, layouts, strict=True)]
     uses = _uses(module)
     updates = _updates(given, list(map(_Value, results, same)), uses)
     shards_of = _Shards(layouts, uses, updates)
