@@ -49,6 +49,23 @@ def test_a_state_of_params_is_a_pytree_of_parameters():
     )
 
 
+def test_a_state_whose_module_has_an_attribute_named_params():
+    class Named(nnx.Module):
+        def __init__(self) -> None:
+            self.params, self.scale = nnx.Param(jnp.ones(4)), nnx.Param(jnp.float32(2))
+
+    _, params = nnx.split(Named(), nnx.Param)
+    loss = lambda params, batch: (batch @ params["params"][...]).mean() * params["scale"][...]
+    step = make_train_step(loss, optax.sgd(0.1), num_shards=2)
+    state, _ = step(step.init(params), X)
+    np.testing.assert_allclose(state.params["scale"][...], 2 - 0.1 * X.sum(1).mean(), rtol=1e-5)
+
+
+def test_init_in_jit():
+    step = make_train_step(matmul, optax.sgd(0.1), num_shards=2)
+    np.testing.assert_array_equal(jax.jit(lambda w: step.init(w).params)(W), W)
+
+
 def test_a_state_with_statistics_is_refused():
     _, state = nnx.split(nnx.BatchNorm(4, rngs=nnx.Rngs(0)))
     step = make_train_step(loss_fn, optax.sgd(0.1), num_shards=2)

@@ -115,7 +115,8 @@ class BatchPlacer:
         def one(leaf: Any, rows: int) -> jax.ShapeDtypeStruct:
             dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
             of_all = (leaf.shape[0] + rows) * self._mesh.size // self._parts
-            shape = leaf.shape if self._lies_there(leaf) else (of_all, *leaf.shape[1:])
+            lies_there = getattr(leaf, "sharding", None) == self._sharding
+            shape = leaf.shape if lies_there else (of_all, *leaf.shape[1:])
             return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding)
 
         leaves, missing, tree = self._checked(batch)
@@ -130,15 +131,12 @@ class BatchPlacer:
           ArgumentError: an array without rows, or whose rows do not divide and may not be padded.
           ArgumentTypeError: a leaf that is no array.
         """
+        sharding = self._sharding
         leaves = jax.tree.leaves(batch)
-        # At every step, so nothing more is asked.
-        if leaves and all(map(self._lies_there, leaves)):
+        # At every step, so nothing more is asked; a traced array has no such attribute.
+        if leaves and all(getattr(leaf, "sharding", None) == sharding for leaf in leaves):
             return batch
         return self._place(batch)
-
-    def _lies_there(self, leaf: Any) -> bool:
-        # A traced array has no such attribute.
-        return getattr(leaf, "sharding", None) == self._sharding
 
     def _place(self, batch: Any) -> Any:
         leaves, missing, tree = self._checked(batch)

@@ -92,7 +92,7 @@ def check_params(model: Any, params: Any, optimizer: optax.GradientTransformatio
                 f"jax.device_put(params, NamedSharding(mesh, PartitionSpec())). A model that is "
                 f"split over an axis takes a CrossShardOptimizer in a jax.shard_map of your own."
             )
-    if isinstance(model, Mapping) and "params" in model:
+    if isinstance(model, Mapping) and not isinstance(model, nnx.State) and "params" in model:
         of_params = jax.tree_util.DictKey("params")
         others = [place for place, (path, _) in enumerate(paths) if path[0] != of_params]
         if others and _moves(optimizer, params, others):
@@ -104,9 +104,13 @@ def check_params(model: Any, params: Any, optimizer: optax.GradientTransformatio
                 f"train all of it, choose another name than 'params'."
             )
     if isinstance(model, nnx.Pytree):
-        variables = jax.tree.leaves(params, is_leaf=_is_nnx)
-        others = [p for p, v in enumerate(variables) if not isinstance(v, nnx.LoRAParam)]
-        if len(others) < len(variables) and others and _moves(optimizer, params, others):
+        of_lora = [
+            isinstance(variable, nnx.LoRAParam)
+            for variable in jax.tree.leaves(params, is_leaf=_is_nnx)
+            for _ in jax.tree.leaves(variable)
+        ]
+        others = [place for place, is_lora in enumerate(of_lora) if not is_lora]
+        if any(of_lora) and others and _moves(optimizer, params, others):
             name = _name(paths[others[0]][0])
             raise ArgumentError(
                 f"The model has nnx.LoRAParam, and the optimizer would train the other parameters "
