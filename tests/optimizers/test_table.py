@@ -153,8 +153,9 @@ def sharded(
 
         value, gradients = crossshard.value_and_grad(loss)(weights(params), x, y)
         given = extras(row, value, objective)
-        updates, state = opt.update(gradients, state, params, **given)
-        stepped = optax.apply_updates(params, updates), state
+        ours = crossshard.CrossShardState((), (), state)
+        updates, ours = opt.update(gradients, ours, params, **given)
+        stepped = optax.apply_updates(params, updates), ours.inner_state
         return stepped if groups is None else jax.tree.map(lambda leaf: leaf[None], stepped)
 
     begin = start(row)
@@ -320,7 +321,9 @@ def test_complex_parameters(opt: Any, wrap: Callable[[Any], Any]) -> None:
     )
     def parts(params: Any, state: Any, x: Any, y: Any) -> tuple[Any, Any]:
         update = crossshard.CrossShardOptimizer(opt).update
-        return stepped(crossshard.grad(loss)(params, x, y), params, state, update)
+        ours = crossshard.CrossShardState((), (), state)
+        params, ours = stepped(crossshard.grad(loss)(params, x, y), params, ours, update)
+        return params, ours.inner_state
 
     reached = []
     for step in (whole, parts):
