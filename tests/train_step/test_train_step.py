@@ -569,3 +569,17 @@ def test_describe():
     assert "local gradient → weigh → mean over all shards → update on sharded global arrays" in said
     assert "reduce_sum over a full parameter (clip_by_global_norm, optax/" in said
     assert "on each shard" in said
+
+
+def test_init_traces_the_initial_state_once():
+    calls = []
+
+    def init(params: Any) -> Any:
+        calls.append(params)
+        return jax.tree.map(jnp.zeros_like, params)
+
+    optimizer = optax.GradientTransformation(init, lambda g, s, p=None: (g, s))
+    step = make_train_step(lambda p, b: (p * b).mean(), optimizer, num_shards=4)
+    step.init(np.ones(3, np.float32))
+    # And once to plan the update.
+    assert len(calls) == 2

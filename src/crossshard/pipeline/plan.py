@@ -8,6 +8,7 @@ import dataclasses
 import enum
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -112,7 +113,9 @@ def plan_update(
     with inside_optimizer():
         state = jax.eval_shape(inner.init, params)
     leaves, structure = jax.tree.leaves(params), jax.tree.structure(state)
-    _check_state_stays(inner, params, state)
+    # One function for both checks: JAX traces it on whole arrays once.
+    update = functools.partial(_update, inner)
+    _check_state_stays(update, params, state)
 
     def whole(why: str) -> UpdatePlan:
         return UpdatePlan(UpdateStrategy.WHOLE, why, _unsplit(params), _unsplit(state), structure)
@@ -139,7 +142,7 @@ def plan_update(
         tuple(of_shape.get(x.shape, Partition(x.shape)) for x in jax.tree.leaves(state)),
         structure,
     )
-    obstacle = _obstacle(inner, params, state, parts)
+    obstacle = _obstacle(update, params, state, parts)
     if obstacle is None:
         return parts
     if only_parts and wanted is WeightUpdate.SHARDED:
@@ -159,12 +162,12 @@ def plan_update(
     )
 
 
-def _check_state_stays(
-    inner: optax.GradientTransformationExtraArgs, params: Any, state: Any
-) -> None:
-    value = jax.ShapeDtypeStruct((), "float32")
+_LOSS = jax.ShapeDtypeStruct((), "float32")
+
+
+def _check_state_stays(update: Callable[..., Any], params: Any, state: Any) -> None:
     try:
-        _, after = jax.eval_shape(functools.partial(_update, inner), params, state, params, value)
+        _, after = jax.eval_shape(update, params, state, params, _LOSS)
     except CrossshardError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -195,23 +198,17 @@ def _unsplit(tree: Any) -> tuple[Partition, ...]:
     return tuple(Partition(leaf.shape) for leaf in jax.tree.leaves(tree))
 
 
-def _obstacle(
-    inner: optax.GradientTransformationExtraArgs, params: Any, state: Any, plan: UpdatePlan
-) -> str | None:
-    def update(params: Any, state: Any, gradients: Any, value: Any) -> tuple[Any, Any]:
-        return _update(inner, gradients, state, params, value)
-
+def _obstacle(update: Callable[..., Any], params: Any, state: Any, plan: UpdatePlan) -> str | None:
     params_slices, state_slices = _in_parts(params, plan.params), _in_parts(state, plan.state)
-    value = jax.ShapeDtypeStruct((), "float32")
-    slices = (params_slices, state_slices, params_slices, value)
-    return why_not_elementwise(update, (params, state, params, value), slices)
+    slices = (params_slices, state_slices, params_slices, _LOSS)
+    return why_not_elementwise(update, (params, state, params, _LOSS), slices)
 
 
 def _update(
     inner: optax.GradientTransformationExtraArgs,
-    gradients: Any,
-    state: Any,
     params: Any,
+    state: Any,
+    gradients: Any,
     value: Any,
 ) -> tuple[Any, Any]:
     extra_args = {"value": value} if takes_value(inner) else {}

@@ -284,7 +284,14 @@ class TrainStep:
         def make(arrays: Any, key: Any) -> TrainState:
             return layout.initial(skeleton, impl, arrays, key)
 
-        types = jax.eval_shape(make, arrays, key)
+        # Of the types that the arrays will have, so that JAX need not trace it again for them.
+        everywhere = NamedSharding(self._mesh, PartitionSpec())
+        given = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, jnp.result_type(x), sharding=everywhere),
+            (arrays, key),
+        )
+        with _jax.in_place_of_the_users_mesh(self._mesh):
+            types = jax.eval_shape(make, *given)
         shardings = layout.shardings(types)
         abstract = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
