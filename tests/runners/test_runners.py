@@ -461,7 +461,7 @@ def test_an_optimizer_and_its_variables_live_equally_long(outlives: str):
         model = lasting_model if outlives == "model" else Net()
         opt.minimize(lambda: mse(model, x), var_list=model)
 
-    with pytest.raises(crossshard.VariableError, match="either both"):
+    with pytest.raises(crossshard.VariableError, match="either both passed"):
         step(X)
     assert lasting_opt.variables() == []
 
