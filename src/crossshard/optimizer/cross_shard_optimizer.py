@@ -43,7 +43,7 @@ class CrossShardOptimizer(Optimizer):
     Both give the same parameters.
 
     ``update`` takes local gradients unless ``incoming`` declares otherwise: ``"summed"`` (over all
-    shards, by autodiff), ``"reduced"`` (summed and divided), ``"scaled"`` (divided by the number of
+    shards, by autodiff), ``"reduced"`` (already reduced), ``"scaled"`` (divided by the number of
     shards, not summed). Under ``shard_map(check_vma=True)`` the types show it, and a gradient that
     autodiff has summed raises unless declared. The extra argument ``value``, this shard's loss, is
     reduced like the gradients.
