@@ -81,7 +81,7 @@ def test_the_optimizer_of_nnx_with_a_sharded_weight_update_in_a_runner():
     def step(model: Any, optimizer: Any, x: Any) -> None:
         optimizer.update(model, nnx.grad(lambda m: (m(x) ** 2).mean())(model))
 
-    with pytest.raises(crossshard.ArgumentError, match=r"\(64, 64\) of \(512, 64\).*make_train"):
+    with pytest.raises(crossshard.ArgumentError, match=r"\(64, 64\)\].*has .*\(512, 64\)\].*make"):
         step(model, optimizer, np.ones((8, 512), np.float32))
 
 
@@ -95,7 +95,7 @@ def test_a_state_made_outside_of_the_shards():
     step = jax.shard_map(
         update, mesh=mesh, in_specs=(P(), P()), out_specs=(P(), P()), check_vma=False
     )
-    with pytest.raises(crossshard.ArgumentError, match=r"\(64, 64\) of \(512, 64\).*state_specs"):
+    with pytest.raises(crossshard.ArgumentError, match=r"\(64, 64\)\].*has .*\(512, 64\)\].*spec"):
         step(params, state)
 
 

@@ -461,7 +461,7 @@ def test_an_optimizer_and_its_variables_live_equally_long(outlives: str):
         model = lasting_model if outlives == "model" else Net()
         opt.minimize(lambda: mse(model, x), var_list=model)
 
-    with pytest.raises(crossshard.VariableError, match="either both"):
+    with pytest.raises(crossshard.VariableError, match="either both passed"):
         step(X)
     assert lasting_opt.variables() == []
 
@@ -719,6 +719,6 @@ def test_what_a_step_makes_in_a_module_is_refused_and_gone():
 
     model, opt = Sowing(), momentum()
     for _ in range(2):
-        with pytest.raises(crossshard.VariableError, match="The step made Intermediate"):
+        with pytest.raises(crossshard.VariableError, match="The step created Intermediate"):
             crossshard.shard(lambda x: opt.minimize(lambda: mse(model, x), None, model), [X], 2)
     assert not hasattr(model, "out")

@@ -1,4 +1,4 @@
-"""Checks of what compute_gradients, apply_gradients and minimize are given."""
+"""Argument checks of compute_gradients, apply_gradients and minimize."""
 
 import difflib
 import inspect
@@ -16,7 +16,7 @@ from crossshard.variables.discovery import package
 
 
 def check_name(name: Any) -> str:
-    """``name`` if it is a string that is not empty."""
+    """``name`` if it is a non-empty string."""
     if not isinstance(name, str):
         raise ArgumentTypeError(f"name must be a string; got {name!r} ({type(name).__name__}).")
     if not name:
@@ -28,9 +28,9 @@ def check_pairs(grads_and_vars: Any) -> list[tuple[jax.Array | None, nnx.Variabl
     """The pairs as a list, each checked.
 
     Raises:
-      ArgumentTypeError: not iterable; a gradient that is no floating array.
-      ArgumentError: none at all, none with a gradient, or an item that is no pair.
-      VariableError: no variable, one given twice, or one of another shape than its gradient.
+      ArgumentTypeError: not iterable, or a gradient that is not a floating array.
+      ArgumentError: no pairs, no gradients, or an item that is not a pair.
+      VariableError: not a variable, a duplicate, or a shape other than its gradient's.
     """
     if not isinstance(grads_and_vars, Iterable):
         raise ArgumentTypeError(
@@ -45,7 +45,7 @@ def check_pairs(grads_and_vars: Any) -> list[tuple[jax.Array | None, nnx.Variabl
     seen: set[int] = set()
     for _, variable in items:
         if id(variable) in seen:
-            raise VariableError(f"{describe_variable(variable)} is given twice.")
+            raise VariableError(f"{describe_variable(variable)} is in grads_and_vars twice.")
         seen.add(id(variable))
     if all(gradient is None for gradient, _ in items):
         raise ArgumentError(
@@ -76,7 +76,7 @@ def _check_pair(item: Any) -> None:
         raise ArgumentTypeError(
             f"{name} has dtype {jnp.result_type(gradient)}, not a floating one."
         )
-    # A runner's per-shard variable holds one shard's value inside the step and all outside of it.
+    # Inside a step, a per-shard variable holds one shard's value.
     if jnp.shape(gradient) != jnp.shape(variable.get_raw_value()):
         raise VariableError(f"{name} has shape {jnp.shape(gradient)}.")
 
@@ -86,7 +86,7 @@ def _arraylike(gradient: Any) -> bool:
 
 
 def check_global_step(global_step: Any) -> None:
-    """Raise ArgumentTypeError unless it is ``None`` or a variable that can count."""
+    """Raise ArgumentTypeError unless it is ``None`` or a scalar integer variable."""
     if global_step is None:
         return
     variable = isinstance(global_step, nnx.Variable)
@@ -101,7 +101,7 @@ def check_global_step(global_step: Any) -> None:
 
 
 def check_gates(gate_gradients: Any, aggregation_method: Any, colocate: Any) -> None:
-    """Raise unless these, which have no effect under XLA, are what TensorFlow takes."""
+    """Check arguments that TensorFlow accepts and that have no effect under XLA."""
     whole = isinstance(gate_gradients, int) and not isinstance(gate_gradients, bool)
     if not whole or gate_gradients not in (0, 1, 2):
         raise ArgumentError(
@@ -119,11 +119,10 @@ def check_gates(gate_gradients: Any, aggregation_method: Any, colocate: Any) -> 
 def check_keywords(given: Iterable[str], ours: Sequence[str], functions: Sequence[Any]) -> None:
     """Raise unless every keyword is one of ours, or one that an optimizer's functions may take.
 
-    A chain hands on what it is given, and what none of its parts takes goes nowhere: so the
-    functions of all parts are asked.
+    A chain passes every keyword to all of its parts, so the functions of all parts are checked.
 
     Raises:
-      ArgumentTypeError: a keyword is neither.
+      ArgumentTypeError: a keyword that none of them takes.
     """
     for name in given:
         if name in _FOR_ANY_OPTIMIZER or any(may_take(function, name) for function in functions):
@@ -132,21 +131,21 @@ def check_keywords(given: Iterable[str], ours: Sequence[str], functions: Sequenc
         close = difflib.get_close_matches(name, known, 1)
         meant = f" Did you mean {close[0]!r}?" if close else ""
         raise ArgumentTypeError(
-            f"apply_gradients was given {name!r}, which neither it nor the wrapped optimizer "
-            f"takes.{meant} What an optimizer is to change with, such as a learning rate, is given "
-            f"where it is made, or is kept in its state with optax.inject_hyperparams."
+            f"apply_gradients was given {name!r}, which neither it nor the inner optimizer "
+            f"takes.{meant} Pass hyperparameters, such as a learning rate, when you create the "
+            f"optimizer, or keep them in its state with optax.inject_hyperparams."
         )
 
 
-# Optax's names for the loss and its gradient: what does not take them passes them over.
+# Optax's names for the loss and its gradient: optimizers that do not use them ignore them.
 _FOR_ANY_OPTIMIZER = ("value", "grad")
 
 
 def may_take(function: Any, name: str) -> bool:
-    """Whether a function that an optimizer computes with may take a keyword."""
+    """Whether a function of an optimizer may take a keyword."""
     of_optax = package(function) == "optax"
     if of_optax and "<locals>" not in function.__qualname__ and "." not in function.__qualname__:
-        return False  # it makes an optimizer, and is not part of one
+        return False  # a factory of optimizers, not part of one
     code = function.__code__
     named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     takes_any = bool(code.co_flags & inspect.CO_VARKEYWORDS)

@@ -1,4 +1,4 @@
-"""CrossShardOptimizer: any Optax optimizer, on gradients reduced over the shards."""
+"""CrossShardOptimizer: an Optax optimizer whose gradients are reduced over the shards."""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,36 +38,36 @@ class CrossShardOptimizer(Optimizer):
     """An optimizer that averages gradients across shards.
 
     It is an Optax transformation (``init``, ``update``), for ``optax.chain``, ``nnx.Optimizer``,
-    Equinox or a loop of one's own inside ``shard_map``, ``pmap`` or ``vmap(axis_name=…)``; and it
-    steps NNX variables in place, as ``tf.compat.v1.tpu.CrossShardOptimizer`` does, inside the
-    runners. Both follow the same trajectory.
+    Equinox or your own loop inside ``shard_map``, ``pmap`` or ``vmap(axis_name=…)``. It also
+    updates NNX variables in place inside a runner, like ``tf.compat.v1.tpu.CrossShardOptimizer``.
+    Both give the same parameters.
 
-    In ``update``, gradients are this shard's own unless ``incoming`` says otherwise: ``"summed"``
-    (by autodiff, over all shards), ``"reduced"`` (nothing is left to do), ``"scaled"`` (divided by
-    the number of shards and not summed). Under ``shard_map(check_vma=True)`` types tell, and a
-    gradient that autodiff has summed is refused unless the caller says what it is. The extra
-    argument ``value``, where an optimizer takes it, is this shard's loss and is reduced alike.
+    ``update`` takes local gradients unless ``incoming`` declares otherwise: ``"summed"`` (over all
+    shards, by autodiff), ``"reduced"`` (already reduced), ``"scaled"`` (divided by the number of
+    shards, not summed). Under ``shard_map(check_vma=True)`` the types show it, and a gradient that
+    autodiff has summed raises unless declared. The extra argument ``value``, this shard's loss, is
+    reduced like the gradients.
 
     Args:
       opt: an Optax transformation.
       reduction: ``Reduction.MEAN`` or ``Reduction.SUM``, or ``"mean"`` or ``"sum"``.
-      name: a name to find its work by in profiles and HLO.
-      group_assignment: a partition of the shards into groups of one size, each of which reduces
-        for itself; all shards together if ``None``. Groups part ways: parameters differ.
-      preprocess: an Optax transformation, or a ``Stage``, that is applied to each shard's own
+      name: the name of its scope in profiles and HLO.
+      group_assignment: groups of shards, of equal size, each of which reduces independently; all
+        shards if ``None``. The parameters of different groups diverge.
+      preprocess: an Optax transformation, or a ``Stage``, that is applied to each shard's local
         gradient before it is reduced, such as ``optax.clip_by_global_norm(1.0)`` for clipping per
-        shard. Its state is one per shard; ``state_specs`` says how it lies.
-      axis_name: the mesh axes over which the shards lie; found where the step runs if ``None``.
-      incoming: what gradients are when a call of ``update`` does not say.
-      weight_update: ``"replicated"``, or ``"sharded"``: in the Optax idiom each shard then has its
-        part of the state and updates its part of the parameters (ZeRO-1), which takes an
-        elementwise optimizer; ``state_specs`` says how the state lies. ``make_train_step`` shards
-        any.
+        shard. Its state is one per shard; ``state_specs`` returns its specs.
+      axis_name: the mesh axes of the shards; inferred from the bound axes if ``None``.
+      incoming: the default of ``update``'s ``incoming``.
+      weight_update: ``"replicated"``, or ``"sharded"``: each shard updates its slice of the
+        parameters and has its slice of the optimizer state (ZeRO-1). In the Optax idiom the
+        optimizer must be elementwise, and ``state_specs`` returns the specs of the state;
+        ``make_train_step`` shards any optimizer.
 
     Raises:
-      ArgumentError: a reduction or weight update other than these; an empty name.
+      ArgumentError: an unknown reduction or weight update, or an empty name.
       ArgumentTypeError: ``opt`` or ``preprocess`` is not an Optax transformation.
-      GroupAssignmentError: groups that are not a partition into equal parts.
+      GroupAssignmentError: groups that do not partition the shards, or are not of equal size.
       NestedReductionError: ``opt`` is a CrossShardOptimizer.
 
     >>> import jax, jax.numpy as jnp, optax
@@ -104,13 +104,13 @@ class CrossShardOptimizer(Optimizer):
             check_incoming(incoming),
             check_preprocess(preprocess),
         )
-        wanted = check_weight_update(weight_update)
-        if wanted is WeightUpdate.AUTO:
+        where = check_weight_update(weight_update)
+        if where is WeightUpdate.AUTO:
             raise ArgumentError(
-                "weight_update='auto' is for make_train_step, which lays out the state itself; an "
-                "optimizer is 'replicated' or 'sharded'."
+                "weight_update='auto' is for make_train_step, which shards the state itself; pass "
+                "'replicated' or 'sharded'."
             )
-        self._transformation = Transformation(pipeline, wanted, check_name(name))
+        self._transformation = Transformation(pipeline, where, check_name(name))
         self._construct(self._transformation, inner, name)
 
     @property
@@ -119,36 +119,35 @@ class CrossShardOptimizer(Optimizer):
 
     @property
     def reduction(self) -> Reduction:
-        """How gradients are reduced."""
+        """The reduction of the gradients."""
         return self._pipeline.reduction
 
     @property
     def group_assignment(self) -> list[list[int]] | None:
-        """Which shards reduce with which; ``None`` for all of them together."""
+        """The groups of shards that reduce together; ``None`` for all shards."""
         groups = self._pipeline.groups
         return None if groups is None else [list(group) for group in groups.groups]
 
     @property
     def weight_update(self) -> str:
-        """``"replicated"`` or ``"sharded"``: whether each shard updates all weights or its part."""
+        """``"replicated"`` or ``"sharded"``: each shard updates all weights, or its slice."""
         return self._transformation.weight_update
 
     def state_specs(
         self, params: Any, num_shards: int, axis_name: str | tuple[str, ...] | None = None
     ) -> Any:
-        """How the state lies on a mesh, for ``in_specs`` and ``out_specs`` of ``jax.shard_map``.
+        """The specs of the state, for ``in_specs`` and ``out_specs`` of ``jax.shard_map``.
 
         Args:
-          params: the parameters, or their types.
-          num_shards: over how many shards.
-          axis_name: over which axes; the optimizer's own if ``None``, or ``"shards"``.
+          params: the parameters, or their shapes and dtypes.
+          num_shards: the number of shards.
+          axis_name: the mesh axes; the optimizer's own if ``None``, or ``"shards"``.
 
         Returns:
           A ``PartitionSpec`` per array of the state.
 
         Raises:
-          WeightUpdateError: the weight update is to be sharded, and the optimizer is not
-            elementwise.
+          WeightUpdateError: ``weight_update="sharded"`` with an optimizer that is not elementwise.
 
         >>> import jax.numpy as jnp, optax
         >>> from jax.sharding import PartitionSpec
@@ -161,7 +160,7 @@ class CrossShardOptimizer(Optimizer):
         return self._transformation.specs(params, check_num_shards(num_shards), axes)
 
     def describe(self) -> str:
-        """What happens to a gradient, stage by stage, in one line.
+        """The stages of the pipeline in one line.
 
         >>> import optax
         >>> CrossShardOptimizer(optax.sgd(0.1), "sum").describe()
@@ -193,7 +192,7 @@ class CrossShardOptimizer(Optimizer):
     def _differentiate(
         self, loss: Callable[[], Any], var_list: Any, grad_loss: Any
     ) -> tuple[jax.Array, list[tuple[jax.Array | None, nnx.Variable]]]:
-        """Under MEAN the gradients are those of the loss divided by the shards that reduce."""
+        """Under MEAN the loss is divided by the number of shards that reduce together."""
         shards = self._pipeline.shards()
         divisor = self._pipeline.divisor(shards.number)
         value, pairs = self._gradients_of(loss, var_list, grad_loss, divisor)
@@ -209,23 +208,23 @@ class CrossShardOptimizer(Optimizer):
         incoming: str | None = None,
         **extra_args: Any,
     ) -> None:
-        """Sum the gradients over the shards, or the groups, and step the variables.
+        """Sum the gradients over the shards or groups and update the variables.
 
         Args:
-          grads_and_vars: ``(gradient, variable)`` pairs; pairs without a gradient are passed over.
+          grads_and_vars: ``(gradient, variable)`` pairs; those without a gradient are skipped.
           global_step: an integer variable that is incremented by 1 after the update.
-          name: a name to find this step by in profiles and HLO.
-          incoming: what the gradients are, where they do not come from this optimizer's
-            ``compute_gradients``: ``"local"`` (averaged under MEAN), ``"scaled"`` (divided already,
-            so only summed, as TensorFlow's ``apply_gradients`` does with any), ``"summed"`` or
+          name: the name of this step's scope in profiles and HLO.
+          incoming: the status of gradients that do not come from this optimizer's
+            ``compute_gradients``: ``"local"`` (averaged under MEAN), ``"scaled"`` (already divided,
+            so only summed, as TensorFlow's ``apply_gradients`` sums all), ``"summed"`` or
             ``"reduced"``.
-          **extra_args: what the wrapped optimizer takes besides, such as ``value=loss``.
+          **extra_args: extra arguments of the inner optimizer, such as ``value=loss``.
 
         Raises:
-          ArgumentError, ArgumentTypeError, VariableError: as for ``Optimizer``.
-          IncomingError: under MEAN, gradients that ``compute_gradients`` did not hand out in this
-            step, with nothing said of them.
-          ShardContextError: they were computed under another number of shards.
+          ArgumentError, ArgumentTypeError, VariableError: see ``Optimizer``.
+          IncomingError: under MEAN, gradients that ``compute_gradients`` did not return in this
+            step, without ``incoming``.
+          ShardContextError: gradients that were computed with another number of shards.
         """
         self._refuse_parts()
         pairs = check_pairs(grads_and_vars)
@@ -236,32 +235,32 @@ class CrossShardOptimizer(Optimizer):
         self._provenance.note_applied(variables)
 
     def build(self, var_list: Any) -> None:
-        """Make the slots of these variables now, as for ``Optimizer``."""
+        """Create the slots of these variables now; see ``Optimizer.build``."""
         self._refuse_parts()
         super().build(var_list)
 
     def _refuse_parts(self) -> None:
         if self._transformation.weight_update is WeightUpdate.SHARDED:
             raise WeightUpdateError(
-                "weight_update='sharded' is for the Optax idiom and make_train_step: slots are "
-                "variables of the shape of what they belong to, and not parts. Leave it out here."
+                "weight_update='sharded' is for the Optax idiom and make_train_step: a slot has "
+                "the full shape of its variable. Leave weight_update out here."
             )
 
     def _origin(
-        self, variables: list[nnx.Variable], shards: Shards, said: Incoming | None
+        self, variables: list[nnx.Variable], shards: Shards, declared: Incoming | None
     ) -> Incoming | None:
-        if said is not None:
-            return said
-        handed_out, known = self._provenance, []
-        again = handed_out.first_applied(variables)
+        if declared is not None:
+            return declared
+        provenance, known = self._provenance, []
+        again = provenance.first_applied(variables)
         if again is not None and self._pipeline.divisor(shards.number) > 1:
             raise IncomingError(
                 f"The gradient of {describe_variable(again)} has been applied already in this "
-                f"step. Call compute_gradients again, or say incoming='scaled' to apply the same "
+                f"step. Call compute_gradients again, or pass incoming='scaled' to apply the same "
                 f"gradients twice."
             )
         for variable in variables:
-            number = handed_out.number_of_shards(variable)
+            number = provenance.number_of_shards(variable)
             if number not in (None, shards.number):
                 raise ShardContextError(
                     f"The gradient of {describe_variable(variable)} was computed under {number} "
@@ -273,32 +272,32 @@ class CrossShardOptimizer(Optimizer):
             return Incoming.SCALED
         if self._pipeline.incoming is not None or self._pipeline.divisor(shards.number) == 1:
             return None
-        stranger = variables[known.index(False)]
+        unknown = variables[known.index(False)]
         raise IncomingError(
-            f"The gradient of {describe_variable(stranger)} does not come from this optimizer's "
-            f"compute_gradients in this step, so it is not known whether it is divided by "
-            f"{self._pipeline.divisor(shards.number)} already. Say incoming='local' if it is this "
-            f"shard's own, to be averaged; or incoming='scaled' if it is divided already, or only "
-            f"to be summed, which is what TensorFlow's apply_gradients does."
+            f"The gradient of {describe_variable(unknown)} does not come from this optimizer's "
+            f"compute_gradients in this step, so it may or may not be divided by "
+            f"{self._pipeline.divisor(shards.number)} already. Pass incoming='local' to average "
+            f"local gradients, or incoming='scaled' if they are divided already, or only to be "
+            f"summed, which is what TensorFlow's apply_gradients does."
         )
 
 
 def pipeline_of(optimizer: CrossShardOptimizer) -> Pipeline:
-    """The way of a gradient through an optimizer."""
+    """The pipeline of an optimizer."""
     return optimizer._pipeline
 
 
 def refuse_variables_behind(optimizer: CrossShardOptimizer) -> None:
-    """Raise if an optimizer closes over variables, which a step without them cannot follow.
+    """Raise if an optimizer closes over variables, which a compiled step would not update.
 
     Raises:
-      VariableError: it does.
+      VariableError: it closes over a variable.
     """
     for variable in variables_behind(optimizer):
         raise VariableError(
             f"The optimizer reads {describe_variable(variable)}, which it closes over: a compiled "
-            f"step would go on with the value that it has now. Let a schedule read the count that "
-            f"Optax gives it, or keep what changes in the optimizer's state, with "
+            f"step would keep its current value. Let a schedule read the count that Optax passes "
+            f"to it, or keep values that change in the optimizer's state, with "
             f"optax.inject_hyperparams."
         )
 
@@ -309,7 +308,7 @@ def _refuse_nested(inner: Any) -> None:
     while isinstance(wrapped, Optimizer):
         if isinstance(wrapped, CrossShardOptimizer):
             raise NestedReductionError(
-                f"{inner!r} reduces over the shards already; wrapping it again would reduce "
+                f"{inner!r} already reduces over the shards; wrapping it again would reduce "
                 f"twice. Wrap its .inner."
             )
         wrapped = wrapped.inner

@@ -17,22 +17,22 @@ from crossshard.variables.discovery import modules_in, reachable_roots, variable
 
 
 def check_loss(loss: Any) -> Callable[[], Any]:
-    """``loss`` if it can be called, or an error that shows how to give one."""
+    """``loss`` if it is callable, else an error that shows how to write one."""
     if not callable(loss):
         raise ArgumentTypeError(
-            f"A loss must be a function without arguments, since a value that is computed already "
-            f"cannot be differentiated; got {type(loss).__name__}. Write lambda: loss_fn(model, x)."
+            f"A loss must be a function without arguments, because a computed value cannot be "
+            f"differentiated; got {type(loss).__name__}. Write lambda: loss_fn(model, x)."
         )
     return loss
 
 
 def trainable_variables(loss: Callable[[], Any]) -> list[nnx.Variable]:
-    """Every ``nnx.Param`` that the runner handed in or, outside of one, that the loss reaches."""
+    """Every ``nnx.Param`` that was passed to the step or is reachable from the loss."""
     return [v for v in variables_in(_roots_around([loss])) if isinstance(v, nnx.Param)]
 
 
 def _roots_around(reach: list[Any]) -> list[Any]:
-    """What a loss may read or write: all that was handed in, and what it reaches itself."""
+    """Everything that a loss may read or write: the step's arguments, and what it reaches."""
     around = bound()
     mine = [] if around is None else [*around.variables, *around.modules]
     return [*mine, *reachable_roots(reach)]
@@ -48,17 +48,17 @@ def differentiate(
 ) -> tuple[jax.Array, list[jax.Array | None]]:
     """The loss, and the gradient of ``loss / divisor * grad_loss`` per variable.
 
-    ``reach`` leads to what the loss may write to besides what it closes over.
+    ``reach`` holds further objects whose variables the loss may write.
 
-    The gradients are this shard's own; a variable that the loss does not reach gets ``None``. Those
-    of 16-bit variables have 32 bits if they are divided.
-    What the loss writes to other variables (batch statistics, counters) stays written.
+    The gradients are local; a variable that the loss does not depend on gets ``None``. Those of
+    16-bit variables have 32 bits if they are divided.
+    Writes of the loss to other variables (batch statistics, counters) are kept.
     """
-    wanted = {id(variable) for variable in variables}
+    given = {id(variable) for variable in variables}
     roots = _roots_around([loss, reach])
     modules = modules_in(roots)
-    others = [v for v in variables_in(roots) if id(v) not in wanted]
-    known = wanted | {id(other) for other in others}
+    others = [v for v in variables_in(roots) if id(v) not in given]
+    known = given | {id(other) for other in others}
     reached: set[int] = set()
     written: list[nnx.Variable] = []
 
@@ -76,7 +76,7 @@ def differentiate(
         return shards.as_varying(scaled), (value, kept)
 
     values = [shards.as_varying(variable.get_raw_value()) for variable in variables]
-    # Divided in 16 bits, a small gradient would be nothing before it is summed.
+    # Divided in 16 bits, a small gradient could underflow before it is summed.
     divide_after = divisor > 1 and any(jnp.finfo(value.dtype).bits < 32 for value in values)
     rest = [other.get_raw_value() for other in others]
     gradients, (value, kept) = jax.grad(of_values, has_aux=True)(values, rest)
@@ -89,21 +89,21 @@ def differentiate(
         else:
             bring_out(other, after)
     if grad_loss is not None:
-        # An int is a fine weight for a gradient, but not a loss.
+        # grad_loss may be an int; a loss may not.
         seed = jnp.asarray(check_scalar(grad_loss, "grad_loss", (jnp.floating, jnp.integer)))
         gradients = [gradient * seed.astype(gradient.dtype) for gradient in gradients]
     return value, [g if place in reached else None for place, g in enumerate(gradients)]
 
 
 def _mark(value: jax.Array, place: int, reached: set[int]) -> jax.Array:
-    """``value``; notes its place when a gradient comes back to it."""
+    """The identity, which adds ``place`` to ``reached`` when a gradient flows back."""
 
     @jax.custom_vjp
     def identity(x: jax.Array) -> jax.Array:
         return x
 
     def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
-        # Autodiff calls this only where the loss depends on the value; else zeros stay symbolic.
+        # Autodiff calls this only if the loss depends on the value; else zeros stay symbolic.
         reached.add(place)
         return (gradient,)
 

@@ -1,4 +1,4 @@
-"""What the variables that an optimizer steps are called."""
+"""The names of the variables that an optimizer updates."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,37 +15,37 @@ from crossshard.variables.binding import bound
 from crossshard.variables.describe import describe_variable
 from crossshard.variables.discovery import reachable_roots
 
-# By the id of the variable; kept with its variable, an id stays its own.
+# By the id of the variable; keeping the variable keeps its id unique.
 Named = dict[int, tuple[nnx.Variable, str]]
 
 
 def named_variables(var_list: Any, loss: Callable[[], Any] | None = None) -> Named:
     """The variables of a module, a variable or a list of both, with a name for each, by id.
 
-    A module gives its ``nnx.Param``s, named by their paths. A variable of a list is named by its
-    metadata, else by its path in a module that the loss reaches or the step was given, else by its
-    place: ``#0``.
+    The variables of a module are its ``nnx.Param``s, named by their paths. A variable in a list is
+    named by its metadata, else by its path in a module that the loss reaches or that was passed to
+    the step, else by its index: ``#0``.
 
     Raises:
-      ArgumentError: none is there.
-      ArgumentTypeError: what is no variable.
-      VariableError: a variable that is not floating, or is given twice.
+      ArgumentError: there are no variables.
+      ArgumentTypeError: an item is not a variable.
+      VariableError: a variable that is not floating, or a duplicate.
     """
     items = list(var_list) if isinstance(var_list, list | tuple) else [var_list]
     found: Named = {}
     alone: dict[int, nnx.Variable] = {}
-    for place, item in enumerate(items):
+    for index, item in enumerate(items):
         if isinstance(item, nnx.Variable):
             if id(item) in found:
                 raise VariableError(f"{describe_variable(item)} is in var_list twice.")
             alone[id(item)] = item
-            named = [(f"#{place}", item)]
+            named = [(f"#{index}", item)]
         elif isinstance(item, nnx.Pytree):
-            prefix = f"{place}/" if len(items) > 1 else ""
+            prefix = f"{index}/" if len(items) > 1 else ""
             named = [(prefix + name, variable) for name, variable in _paths(item, nnx.Param)]
         else:
             raise ArgumentTypeError(
-                f"var_list must be an nnx.Module or a list of nnx variables; item {place} is "
+                f"var_list must be an nnx.Module or a list of nnx variables; item {index} is "
                 f"{type(item).__name__} ({item!r:.60})."
             )
         for name, variable in named:
@@ -59,26 +59,26 @@ def named_variables(var_list: Any, loss: Callable[[], Any] | None = None) -> Nam
 def names_in_reach(variables: Iterable[nnx.Variable], reach: Sequence[Any] = ()) -> Named:
     """Names of those variables that have one: their own, or a path in a module in reach.
 
-    In reach is what the functions of ``reach`` lead to, and what a runner was given.
+    In reach are the modules that ``reach`` leads to, and those passed to the step.
     """
     found: Named = {}
-    wanted: dict[int, nnx.Variable] = {}
+    unnamed: dict[int, nnx.Variable] = {}
     for variable in variables:
         own = variable.get_metadata("name", None)
         if own:
             found[id(variable)] = (variable, str(own))
         else:
-            wanted[id(variable)] = variable
+            unnamed[id(variable)] = variable
     around = bound()
     in_roots: list[list[tuple[str, nnx.Variable]]] = []
     for root in [*reachable_roots(reach), *(() if around is None else around.roots)]:
-        if wanted and isinstance(root, nnx.Pytree):
-            named = [(name, v) for name, v in _paths(root, nnx.Variable) if id(v) in wanted]
+        if unnamed and isinstance(root, nnx.Pytree):
+            named = [(name, v) for name, v in _paths(root, nnx.Variable) if id(v) in unnamed]
             for _, variable in named:
-                del wanted[id(variable)]
+                del unnamed[id(variable)]
             in_roots += [named] if named else []
-    for place, named in enumerate(in_roots):
-        prefix = f"{place}/" if len(in_roots) > 1 else ""
+    for index, named in enumerate(in_roots):
+        prefix = f"{index}/" if len(in_roots) > 1 else ""
         found |= {id(variable): (variable, prefix + name) for name, variable in named}
     return found
 
@@ -100,7 +100,7 @@ def _check_floating(variable: nnx.Variable) -> None:
 
 
 class Name(str):
-    """A parameter's name, as an optimizer sees it: what has these for keys mirrors parameters."""
+    """A parameter's name, as an optimizer sees it: a dict with such keys mirrors the parameters."""
 
     __slots__ = ()
 
@@ -110,7 +110,7 @@ _thread = threading.local()
 
 @contextmanager
 def seen_by_optimizer() -> Iterator[None]:
-    """Say that the code inside belongs to an optimizer, which may not take places for names."""
+    """Mark the code inside as an optimizer's, which must not read indices as names."""
     _thread.seen = True
     try:
         yield
@@ -119,10 +119,10 @@ def seen_by_optimizer() -> Iterator[None]:
 
 
 class Unnamed:
-    """Stands where a parameter's name would, and refuses to be read as one by an optimizer.
+    """A placeholder for a parameter's name, which raises if an optimizer reads it.
 
-    A number in its place would be met by a mask or label function that looks for names, which
-    would match nothing and say nothing.
+    With a number in its place, a mask or label function that looks for names would silently match
+    nothing.
     """
 
     def __init__(self, key: str, description: str):
@@ -155,8 +155,8 @@ class Unnamed:
             return self._key
         raise VariableError(
             f"The optimizer reads the names of its parameters, as a mask by name does, and "
-            f"{self._description} has none here: it was given in a list, and no module that holds "
-            f"it is in reach. Give the module, var_list=model; or name the variable, "
+            f"{self._description} does not have one: it was passed in a list, and its module is "
+            f"not in reach. Pass the module, var_list=model; or name the variable, "
             f"nnx.Param(value, name='kernel')."
         )
 
@@ -170,7 +170,7 @@ for _name in "add contains format getitem iter len mod mul repr str".split():
 
 
 def is_unnamed(key: str) -> bool:
-    """Whether a variable's key is only its place in a list."""
+    """Whether a variable's key is only its index in a list."""
     return key.startswith("#")
 
 

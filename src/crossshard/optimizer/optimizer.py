@@ -1,4 +1,4 @@
-"""The stateful idiom: an Optax transformation as an object that steps NNX variables in place."""
+"""The stateful idiom: an Optax optimizer that updates NNX variables in place."""
 
 import contextlib
 import dataclasses
@@ -45,17 +45,17 @@ GradientsAndVariables = Sequence[tuple[jax.Array | None, nnx.Variable]]
 
 
 class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
-    """An Optax transformation that can also be used as ``tf.compat.v1.train.Optimizer`` is.
+    """An Optax transformation with the API of ``tf.compat.v1.train.Optimizer``.
 
-    It is the transformation it wraps (``init``, ``update``), and beside that steps NNX variables
-    in place, with slots of its own. It reduces nothing; ``CrossShardOptimizer`` does.
+    It has the ``init`` and ``update`` of the inner optimizer, and also updates NNX variables in
+    place, with slots. It does not reduce gradients; ``CrossShardOptimizer`` does.
 
     Args:
       opt: an Optax transformation.
-      name: a name to find its work by in profiles and HLO.
+      name: the name of its scope in profiles and HLO.
 
     Raises:
-      ArgumentTypeError: ``opt`` is no Optax transformation; ``name`` is no string.
+      ArgumentTypeError: ``opt`` is not an Optax transformation, or ``name`` is not a string.
       ArgumentError: ``name`` is empty.
 
     >>> import jax.numpy as jnp, optax
@@ -70,14 +70,14 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
     GATE_OP = 1
     GATE_GRAPH = 2
 
-    # What apply_gradients takes for itself of the keywords that it hands on.
+    # The keywords that a subclass's apply_gradients takes itself.
     _own_keywords: tuple[str, ...] = ()
 
     _inner: optax.GradientTransformation
     _name: str
     _slots: SlotVariables
-    _handed_out: Provenance
-    # The trace in which it was made; None if NNX or JAX rebuilt it from its parts.
+    _known_provenance: Provenance
+    # The trace in which it was created; None if NNX or JAX rebuilt it from its leaves.
     _made_in: Any
 
     def __init_subclass__(cls) -> None:
@@ -85,7 +85,7 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         # A subclass may take other arguments and call __init__ with ours, so the two functions of
-        # the tuple are made before it is known what they do.
+        # the tuple are created here and filled in later.
         del args, kwargs
         functions = _Functions()
         self = super().__new__(cls, functions.init, functions.update)
@@ -97,7 +97,7 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
         self._construct(optax.with_extra_args_support(inner), inner, name)
 
     def _construct(self, functions: Any, inner: optax.GradientTransformation, name: str) -> None:
-        """Take up what ``init`` and ``update`` do, and what they wrap."""
+        """Set ``init`` and ``update``, and the inner optimizer."""
         self._name = check_name(name)
         self._inner = inner
         self._functions.become(functions, Optimizer.__repr__(self))
@@ -144,12 +144,13 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
           grad_loss: a scalar that multiplies the gradients.
 
         Returns:
-          ``(gradient, variable)`` pairs; the gradient is ``None`` where the loss does not reach
+          ``(gradient, variable)`` pairs; the gradient is ``None`` if the loss does not depend on
           the variable.
 
         Raises:
-          ArgumentError, ArgumentTypeError: a loss that is no function or no scalar; no variables.
-          VariableError: a variable that is not floating, or is given twice.
+          ArgumentError, ArgumentTypeError: the loss is not a function or does not return a scalar,
+            or there are no variables.
+          VariableError: a variable that is not floating, or a duplicate.
         """
         check_gates(gate_gradients, aggregation_method, colocate_gradients_with_ops)
         return self._differentiate(loss, var_list, grad_loss)[1]
@@ -157,7 +158,7 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
     def _differentiate(
         self, loss: Callable[[], Any], var_list: Any, grad_loss: Any
     ) -> tuple[jax.Array, list[tuple[jax.Array | None, nnx.Variable]]]:
-        """This shard's loss, and the pairs that ``compute_gradients`` hands out."""
+        """This shard's loss, and the pairs that ``compute_gradients`` returns."""
         return self._gradients_of(loss, var_list, grad_loss, 1)
 
     def _gradients_of(
@@ -177,15 +178,15 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
 
     @property
     def _provenance(self) -> Provenance:
-        """What ``compute_gradients`` handed out in the trace in force."""
-        known = vars(self).get("_handed_out")
+        """The gradients that ``compute_gradients`` returned in the current trace."""
+        known = vars(self).get("_known_provenance")
         if known is None or not known.is_current():
-            self._handed_out = known = Provenance()
+            self._known_provenance = known = Provenance()
         return known
 
     def forget_trace(self) -> None:
-        """Let go of the variables whose gradients were handed out in a trace that ends."""
-        self.__dict__.pop("_handed_out", None)
+        """Drop references to the variables of a trace that ends."""
+        self.__dict__.pop("_known_provenance", None)
 
     # Apply.
 
@@ -196,18 +197,19 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
         name: str | None = None,
         **extra_args: Any,
     ) -> None:
-        """Step the variables.
+        """Update the variables.
 
         Args:
-          grads_and_vars: ``(gradient, variable)`` pairs; pairs without a gradient are passed over.
+          grads_and_vars: ``(gradient, variable)`` pairs; those without a gradient are skipped.
           global_step: an integer variable that is incremented by 1 after the update.
-          name: a name to find this step by in profiles and HLO; the optimizer's if ``None``.
-          **extra_args: what the wrapped optimizer takes besides, such as ``value=loss``.
+          name: the name of this step's scope in profiles and HLO; the optimizer's if ``None``.
+          **extra_args: extra arguments of the inner optimizer, such as ``value=loss``.
 
         Raises:
-          ArgumentError, ArgumentTypeError: no pairs, no gradients, what is no pair; an optimizer
-            that cannot have variables for slots; a keyword that nothing takes.
-          VariableError: a variable twice, of another shape than its gradient, or out of reach.
+          ArgumentError, ArgumentTypeError: no pairs, no gradients, or an item that is not a pair;
+            an optimizer whose state cannot be slots; an unknown keyword.
+          VariableError: a duplicate variable, one of another shape than its gradient, or one that
+            was not passed to the step.
         """
         pairs = check_pairs(grads_and_vars)
         check_global_step(global_step)
@@ -225,7 +227,7 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
         for read in [] if _jax.at_top_level() else variables_behind(self):
             check_followed(read)
         keys = self._keys(variables, [variable for _, variable in pairs])
-        self._want_slots(keys, variables)
+        self._create_missing_slots(keys, variables)
 
         names = {key: name for key, name in self._slots.names.items() if key in keys}
         stored = slots.restrict(self._slots.values(), keys)
@@ -245,7 +247,7 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
             raise ArgumentError(
                 f"The state of {describe_optimizer(self._inner)} changed its structure in a step, "
                 f"from {jax.tree.structure(before)} to {jax.tree.structure(after)}. Slots are "
-                f"variables that are made once; use the Optax idiom (init and update)."
+                f"created once and keep their structure; use the Optax idiom (init and update)."
             )
         for key, variable in zip(seen, variables, strict=True):
             variable.set_value(stepped[key])
@@ -265,46 +267,46 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
         name: str | None = None,
         grad_loss: Any = None,
     ) -> jax.Array:
-        """``compute_gradients`` and ``apply_gradients``; returns this shard's own loss, unscaled.
+        """``compute_gradients`` and ``apply_gradients``; returns this shard's loss, unscaled.
 
-        The loss also goes to the wrapped rule, for those that take ``value=``. Arguments and
-        errors are those of the two methods.
+        The loss is also passed to inner optimizers that take ``value=``. For arguments and errors
+        see the two methods.
         """
         check_gates(gate_gradients, aggregation_method, colocate_gradients_with_ops)
         value, pairs = self._differentiate(loss, var_list, grad_loss)
-        # A loss that nothing takes would still be summed over the shards.
-        asks = any(may_take(function, "value") for function in functions_behind(self))
-        extra_args = {"value": value} if asks and takes_value(self._inner) else {}
+        # A loss that is not used would still be summed over the shards.
+        used = any(may_take(function, "value") for function in functions_behind(self))
+        extra_args = {"value": value} if used and takes_value(self._inner) else {}
         self.apply_gradients(pairs, global_step, name, **extra_args)
         return value
 
     # Slots.
 
     def build(self, var_list: Any) -> None:
-        """Make the slots of these variables now, rather than at the first step.
+        """Create the slots of these variables now instead of at the first step.
 
         Args:
           var_list: an NNX module, or a list of variables.
 
         Raises:
-          ArgumentError: the wrapped rule cannot make slots for variables.
-          ArgumentTypeError, VariableError: as for ``compute_gradients``.
+          ArgumentError: the inner optimizer's state cannot be slots.
+          ArgumentTypeError, VariableError: see ``compute_gradients``.
         """
         found = named_variables(var_list)
         self._provenance.names.update(found)
         variables = [variable for variable, _ in found.values()]
-        self._want_slots(self._keys(variables, variables), variables)
+        self._create_missing_slots(self._keys(variables, variables), variables)
 
     def _keys(self, variables: Sequence[nnx.Variable], order: Sequence[nnx.Variable]) -> list[str]:
         names = self._provenance.names
-        met = [v for v in variables if id(v) not in names and not self._slots.knows(v)]
-        names.update(names_in_reach(met))
+        new = [v for v in variables if id(v) not in names and not self._slots.knows(v)]
+        names.update(names_in_reach(new))
         return self._slots.keys(variables, order, names)
 
-    def _want_slots(self, keys: Sequence[str], variables: Sequence[nnx.Variable]) -> None:
+    def _create_missing_slots(self, keys: Sequence[str], variables: Sequence[nnx.Variable]) -> None:
         keyed = dict(zip(keys, variables, strict=True))
         missing = self._slots.missing(keyed)
-        self._slots.meet({key: v for key, v in keyed.items() if key not in missing})
+        self._slots.bind({key: v for key, v in keyed.items() if key not in missing})
         if not missing:
             return
         around = bound()
@@ -315,11 +317,11 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
                 raise RetraceNeeded(lambda: self._make_slots(missing))
             if any(lasting):
                 which = [describe_variable(v) for v in missing.values()]
-                known = ["handed to it" if lasts else "made in it" for lasts in lasting]
+                origin = ["passed to it" if lasts else "created in it" for lasts in lasting]
                 raise VariableError(
-                    f"A step makes either both an optimizer and all of its variables, or neither: "
-                    f"here {self!r} was {known[-1]}, and {which[0]} was {known[0]}. Pass both to "
-                    f"it as arguments."
+                    f"An optimizer and its variables must be either both passed to a step or both "
+                    f"created in it: {self!r} was {origin[-1]}, and {which[0]} was {origin[0]}. "
+                    f"Pass both as arguments."
                 )
         self._make_slots(missing)
 
@@ -335,38 +337,38 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
             _jax.at_top_level() if self._made_in is None else _flax.current_trace() == self._made_in
         )
         if jax.tree.leaves(made) and not lasts:
-            self._slots.check_all_met(missing)
+            self._slots.check_all_bound(missing)
             raise VariableError(
-                f"The slots of {self!r} would be made inside a trace, of jax.jit, nnx.jit, "
-                f"nnx.cond, nnx.scan or the like, and be lost when it ends. Make them before it, "
-                f"with optimizer.build(model); the first line of a step under crossshard.shard "
-                f"is a place for that."
+                f"The slots of {self!r} would be created inside a trace, of jax.jit, nnx.jit, "
+                f"nnx.cond, nnx.scan or the like, and be lost when it ends. Create them before "
+                f"it with optimizer.build(model), for example in the first line of a step under "
+                f"crossshard.shard."
             )
         self._slots.add(missing, made)
 
     def _step(self, gradients: Any, state: Any, params: Any, extra_args: Any) -> tuple[Any, Any]:
-        """The updates, and the next state as one shard has it."""
+        """One shard's updates and next state."""
         with seen_by_optimizer():
             return self.update(gradients, state, params, **extra_args)
 
     def _initial(self, params: Any) -> Any:
-        """The state over parameters, as one shard has it."""
+        """One shard's state before the first step."""
         return self._inner.init(params)
 
     def _refusal(self, error: Exception) -> ArgumentError:
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         return ArgumentError(
-            f"{describe_optimizer(self._inner)} cannot step variables: here parameters are a dict "
-            f"from name to array, such as 'dense/kernel', and on that it failed ({said}). Give "
-            f"masks and labels as functions of the parameters; an optimizer that wants parameters "
-            f"of a form of its own, such as lookahead, takes the Optax idiom (init and update)."
+            f"{describe_optimizer(self._inner)} cannot update variables: here parameters are a "
+            f"dict from name to array, such as 'dense/kernel', and it failed on that ({reason}). "
+            f"Write masks and labels as functions of the parameters; optimizers with their own "
+            f"parameter type, such as lookahead, need the Optax idiom (init and update)."
         )
 
     def get_slot(self, var: nnx.Variable | str, name: str) -> Any:
-        """The slot of a variable, as a variable; ``None`` if there is none of this name.
+        """The slot of a variable, as a variable; ``None`` if there is no such slot.
 
-        The variable is given itself, or by the name that ``state`` has for it: its path in the
-        module, as in ``get_slot("dense/kernel", "m")``.
+        ``var`` is the variable, or its name in ``state``: its path in the module, as in
+        ``get_slot("dense/kernel", "m")``.
 
         Names are those of the fields of the Optax state (``mu``, ``nu``, ``trace``,
         ``sum_of_squares`` …) or TensorFlow's (``m``, ``v``, ``momentum``, ``accumulator`` …).
@@ -374,27 +376,27 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
         return self._slots.find(var, name)
 
     def get_slot_names(self) -> list[str]:
-        """The names of the slots, in Optax's words; empty before the first step."""
+        """The names of the slots, as Optax names them; empty before the first step."""
         return self._slots.slot_names()
 
     def variables(self) -> list[nnx.Variable]:
-        """Every variable of the state: slots and what belongs to all, such as a step count."""
+        """Every variable of the state: slots and shared ones, such as a step count."""
         return self._slots.all()
 
     def known_variables(self) -> list[nnx.Variable | None]:
-        """The variables that have been stepped, in the order in which they were met."""
+        """The updated variables, in order of first use."""
         return self._slots.known_variables()
 
     def computes_with(self) -> tuple[Any, ...]:
-        """What does the work, which may close over variables."""
+        """The transformation, whose functions may close over variables."""
         return (self._functions.given,)
 
     @property
     def state(self) -> Any:
-        """The whole Optax state as a pytree of arrays, to save; ``None`` before there is one.
+        """The Optax state as a pytree of arrays, to save; ``None`` before the first step.
 
-        Assign a pytree of the same structure to restore it, after ``build`` or a first step. What
-        is written to a dict in it is written to the optimizer, as in
+        Assign a pytree of the same structure to restore it, after ``build`` or a first step.
+        Writing to a dict in it writes to the optimizer, as in
         ``opt.state.inner_state.hyperparams["learning_rate"] = 0.01``.
         """
         return self._slots.written_through(self._may_differ)
@@ -404,14 +406,14 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
         self._slots.restore(state, self._may_differ)
 
     def _may_differ(self, path: Any) -> bool:
-        """Whether the state at a path may differ between shards whose parameters do not."""
+        """Whether the state at a path may differ between shards with equal parameters."""
         del path
         return False
 
-    # Copies, and what JAX and NNX rebuild. Each knows its variables by key until it meets them.
+    # Copies, and what JAX and NNX rebuild. Each matches its variables by key on first use.
 
     def _attributes(self) -> dict[str, Any]:
-        own = ("_slots", "_made_in", "_functions", "_handed_out")
+        own = ("_slots", "_made_in", "_functions", "_known_provenance")
         return {name: value for name, value in vars(self).items() if name not in own}
 
     @classmethod
@@ -432,13 +434,13 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
         return self.__deepcopy__({})
 
     def __reduce__(self) -> Any:
-        # Optax's transformations are closures, which pickle refuses and cloudpickle takes.
+        # Optax's transformations are closures, which cloudpickle supports and pickle does not.
         made = cloudpickle.dumps((self._functions.given, self._attributes()))
         return _unpickled, (type(self), made, self._slots)
 
 
 class _Functions:
-    """The functions of an optimizer, which become what its ``__init__`` says they are."""
+    """The functions of an optimizer, which its ``__init__`` sets."""
 
     given: Any = None
     text = "Optimizer"
@@ -490,8 +492,8 @@ def _flatten(optimizer: Optimizer) -> tuple[Any, _Static]:
 def _register(cls: type[Optimizer]) -> None:
     """Make a class of optimizers a node of JAX's trees and of NNX's graphs.
 
-    Its children are its slot variables, so that NNX finds, splits, traces and saves them as it does
-    those of ``nnx.Optimizer``.
+    Its children are its slot variables, so that NNX finds, splits, traces and saves them like those
+    of ``nnx.Optimizer``.
     """
 
     def unflatten(static: _Static, children: Any) -> Optimizer:
@@ -511,7 +513,7 @@ def _unpickled(cls: type[Optimizer], made: bytes, slots: SlotVariables) -> Optim
 
 
 def describe_optimizer(inner: optax.GradientTransformation) -> str:
-    """What to call a wrapped optimizer: its own repr, or the function that made it."""
+    """The name of an inner optimizer: its repr, or its factory function."""
     if isinstance(inner, Optimizer):
         return repr(inner)
     function = getattr(inner.update, "__qualname__", type(inner).__name__)

@@ -1,4 +1,4 @@
-"""What compute_gradients handed out in one trace, and what has become of it."""
+"""The gradients that compute_gradients returned in one trace, and which were applied."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,10 @@ from crossshard.optimizer.names import Named
 
 
 class Provenance:
-    """The variables whose gradients ``compute_gradients`` handed out in one trace.
+    """The variables whose gradients ``compute_gradients`` returned in one trace.
 
     Attributes:
-      names: what they are called.
+      names: their names.
     """
 
     def __init__(self) -> None:
@@ -22,17 +22,17 @@ class Provenance:
         self._applied: set[int] = set()
 
     def is_current(self) -> bool:
-        """Whether its trace is the one in force."""
+        """Whether its trace is the current one."""
         return bool(self._trace == _flax.current_trace())
 
     def add(self, variables: Sequence[nnx.Variable], number_of_shards: int) -> None:
-        """Note that their gradients were handed out under this many shards."""
-        # Kept with its variable, an id stays its own.
+        """Record that their gradients were returned on this many shards."""
+        # Keeping the variable keeps its id unique.
         self._shards.update({id(v): (v, number_of_shards) for v in variables})
         self._applied.difference_update(map(id, variables))
 
     def note_applied(self, variables: Sequence[nnx.Variable]) -> None:
-        """Note that their gradients have been applied."""
+        """Record that their gradients have been applied."""
         self._applied.update(id(v) for v in variables if id(v) in self._shards)
 
     def first_applied(self, variables: Sequence[nnx.Variable]) -> nnx.Variable | None:
@@ -40,5 +40,5 @@ class Provenance:
         return next((v for v in variables if id(v) in self._applied), None)
 
     def number_of_shards(self, variable: nnx.Variable) -> int | None:
-        """Under how many shards its gradient was handed out; ``None`` if it was not."""
+        """The number of shards when its gradient was returned; ``None`` if it was not."""
         return self._shards.get(id(variable), (None, None))[1]

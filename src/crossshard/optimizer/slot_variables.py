@@ -25,9 +25,9 @@ from crossshard.variables.per_shard import (
 
 
 class SlotVariables:
-    """The Optax state of an optimizer over the variables that it steps, each known by a key.
+    """The Optax state of an optimizer over the variables that it updates, each with a key.
 
-    A copy keeps the keys and meets its own variables later.
+    A copy keeps the keys and binds its own variables on first use.
     """
 
     def __init__(
@@ -37,8 +37,8 @@ class SlotVariables:
         state: Any = None,
     ):
         self._variables = dict(variables or {})
-        # The keys whose variable is to be met again, by its name or place.
-        self._waiting = set(self._variables)
+        # The keys of a copy, whose variables are found again by name or index.
+        self._unbound = set(self._variables)
         # The keys that have slots.
         self._built = set(built)
         self._state = state
@@ -52,14 +52,14 @@ class SlotVariables:
     def keys(
         self, variables: Sequence[nnx.Variable], order: Sequence[nnx.Variable], names: Named
     ) -> list[str]:
-        """The keys of variables; one without a name is called by its place in ``order``."""
-        taken = self._variables.keys() - self._waiting
+        """The keys of variables; the key of one without a name is its index in ``order``."""
+        taken = self._variables.keys() - self._unbound
         keys = []
         for variable in variables:
             key = self._known_key(variable)
             if key is None:
-                place = next(i for i, other in enumerate(order) if other is variable)
-                _, name = names.get(id(variable), (variable, f"#{place}"))
+                index = next(i for i, other in enumerate(order) if other is variable)
+                _, name = names.get(id(variable), (variable, f"#{index}"))
                 key, count = name, 0
                 while key in taken:
                     count += 1
@@ -68,10 +68,10 @@ class SlotVariables:
             keys.append(key)
         return keys
 
-    def meet(self, variables: Mapping[str, nnx.Variable]) -> None:
-        """Know these variables by their keys from now on."""
+    def bind(self, variables: Mapping[str, nnx.Variable]) -> None:
+        """Bind these variables to their keys."""
         self._variables.update(variables)
-        self._waiting -= variables.keys()
+        self._unbound -= variables.keys()
 
     def _known_key(self, variable: Any) -> str | None:
         return next((key for key, known in self._variables.items() if known is variable), None)
@@ -92,36 +92,36 @@ class SlotVariables:
 
     @property
     def tree(self) -> Any:
-        """The state with a variable at every leaf; ``None`` before there is one."""
+        """The state with a variable at every leaf; ``None`` before the first step."""
         return self._state
 
     def known_variables(self) -> list[nnx.Variable | None]:
-        """The variables that have a key, in the order in which they were met."""
+        """The variables that have a key, in order of first use."""
         return list(self._variables.values())
 
-    # Making.
+    # Creating.
 
     def missing(self, variables: Mapping[str, nnx.Variable]) -> dict[str, nnx.Variable]:
-        """Those of the variables that have no slots yet."""
+        """The variables without slots."""
         return {key: variable for key, variable in variables.items() if key not in self._built}
 
-    def check_all_met(self, missing: Mapping[str, nnx.Variable]) -> None:
-        """Raise if the variables without slots may be those of slots that wait for theirs.
+    def check_all_bound(self, missing: Mapping[str, nnx.Variable]) -> None:
+        """Raise if slots without variables may belong to the variables without slots.
 
         Raises:
-          VariableError: they may; a loop or branch made them anew, and none was told by its name.
+          VariableError: a loop or branch created the variables again, and names do not match them.
         """
-        if self._waiting:
+        if self._unbound:
             which = [describe_variable(variable) for variable in missing.values()]
             raise VariableError(
-                f"Which slots belong to {', '.join(which)} is not known here: there are slots of "
-                f"{', '.join(sorted(self._waiting))}, and inside of nnx.cond, nnx.scan or the like "
-                f"variables are made anew. Write optimizer.build(model) first, in there: it makes "
-                f"nothing, and tells which variable is which."
+                f"The slots of {', '.join(which)} cannot be found here: there are slots of "
+                f"{', '.join(sorted(self._unbound))}, and nnx.cond, nnx.scan and the like create "
+                f"their variables again. Call optimizer.build(model) first, inside: it does not "
+                f"create slots there, but matches them to the variables."
             )
 
     def initial(self, init: Callable[[Any], Any], missing: Mapping[str, nnx.Variable]) -> Any:
-        """The Optax state over these variables, one per shard where they differ."""
+        """The Optax state over these variables, one per shard if they differ between shards."""
         names = {key: public_name(key, variable) for key, variable in missing.items()}
         params = {names[key]: stacked(v.get_value()) for key, v in missing.items()}
         if not any(map(is_per_shard, missing.values())):
@@ -130,8 +130,8 @@ class SlotVariables:
         return slots.as_first_stored(per_shard(jax.vmap(init, in_axes=(axes,))(params)), names)
 
     def add(self, missing: Mapping[str, nnx.Variable], made: Any) -> None:
-        """Take up an initial state of variables that had none."""
-        self.meet(missing)
+        """Add the initial state of variables that had none."""
+        self.bind(missing)
         new = jax.tree.map(_as_variable, made, is_leaf=is_per_shard_array)
         self._state = new if not self._built else slots.merge(self._state, new, keep_common=True)
         self._built |= missing.keys()
@@ -143,26 +143,26 @@ class SlotVariables:
         return list(jax.tree.leaves(self._state, is_leaf=_is_variable))
 
     def find(self, variable: Any, name: str) -> Any:
-        """The slot of this name of a variable, or of its name; ``None`` if there is none."""
+        """A slot of a variable, or of the variable of a name; ``None`` if there is none."""
         key = variable if isinstance(variable, str) else self._known_key(variable)
         return None if key is None or key not in self._built else slots.find(self._state, key, name)
 
     def slot_names(self) -> list[str]:
-        """The names of the slots, in Optax's words."""
+        """The names of the slots, as Optax names them."""
         return list(slots.by_name(self._state))
 
     def values(self) -> Any:
-        """The state as a pytree of arrays; ``None`` before there is one."""
+        """The state as a pytree of arrays; ``None`` before the first step."""
         return jax.tree.map(lambda v: stacked(v.get_value()), self._state, is_leaf=_is_variable)
 
     def write(self, state: Any) -> None:
-        """Write what a step made of the state."""
+        """Write the state after a step."""
         for variable, value in zip(self.all(), jax.tree.leaves(state), strict=True):
             if variable.get_raw_value() is not value:
                 variable.set_raw_value(value)
 
     def written_through(self, may_differ: Callable[[Any], bool]) -> Any:
-        """The state as arrays, with dicts that write to it; see ``restore``."""
+        """The state as arrays, with dicts that write to it."""
 
         def write(key: str, variable: nnx.Variable, value: Any) -> None:
             check_writable(variable)
@@ -177,18 +177,18 @@ class SlotVariables:
 
         Args:
           state: the state, of this structure; the order of its variables does not matter.
-          may_differ: whether what lies at a path may differ between shards whose parameters do not.
+          may_differ: whether the state at a path may differ between shards with equal parameters.
 
         Raises:
-          ArgumentError: it has another structure, or a leaf another shape.
-          VariableError: two of its variables are known by their places alone.
+          ArgumentError: another structure, or a leaf of another shape.
+          VariableError: two variables of one shape have no names.
         """
         have = self.values()
         state = slots.in_order_of(have, state)
         if jax.tree.structure(have) != jax.tree.structure(state):
-            made = "" if self._built else " It has none yet: call build(model) first."
+            first = "" if self._built else " It has no state yet: call build(model) first."
             raise ArgumentError(
-                f"The state must have the structure of this optimizer's own.{made} Expected "
+                f"The state must have the structure of this optimizer's own.{first} Expected "
                 f"{jax.tree.structure(have)}; got {jax.tree.structure(state)}."
             )
         self._check_told_apart()
@@ -212,8 +212,8 @@ class SlotVariables:
             if shape in shapes:
                 raise VariableError(
                     f"{describe_variable(variable)} and {describe_variable(shapes[shape])} have no "
-                    f"names, and a state that was saved with them in another order would be taken "
-                    f"for the other's. Give the module, var_list=model; or name the variables, "
+                    f"names, so a state that was saved with them in another order would be "
+                    f"swapped. Pass the module, var_list=model; or name the variables, "
                     f"nnx.Param(value, name='kernel')."
                 )
             shapes[shape] = variable
@@ -221,34 +221,34 @@ class SlotVariables:
     def _writer(
         self, path: Any, variable: nnx.Variable, value: jax.Array, may_differ: bool
     ) -> Callable[[nnx.Variable, jax.Array], None]:
-        """How to write a saved value: what no shard has come to own is saved once for all."""
+        """The function that writes a saved value, shared or per shard as its shape shows."""
         shape, dtype = jnp.shape(variable.get_raw_value()), variable.get_raw_value().dtype
         shape = shape[1:] if is_per_shard(variable) else shape
         if value.shape == shape:
             return lambda variable, value: set_shared(variable, value.astype(dtype))
-        one_each = value.shape[1:] == shape and value.ndim == len(shape) + 1
+        differs = value.shape[1:] == shape and value.ndim == len(shape) + 1
         held = [*self._variables.values(), *self.all()]
         sizes = [number_of_shards(v) for v in held if v is not None]
-        if one_each and (may_differ or value.shape[0] in sizes):
+        if differs and (may_differ or value.shape[0] in sizes):
             return lambda variable, value: set_per_shard(variable, value.astype(dtype))
         where = f"The state's {jax.tree_util.keystr(path)}"
-        if one_each:
+        if differs:
             raise ArgumentError(
-                f"{where} has shape {value.shape}, one for each of {value.shape[0]} shards, as of "
-                f"parameters that differ between them, and this optimizer's parameters do not. "
-                f"Restore them first, with crossshard.set_per_shard(variable, values)."
+                f"{where} has shape {value.shape}, one value for each of {value.shape[0]} shards, "
+                f"but this optimizer's parameters do not differ between shards. Restore them "
+                f"first, with crossshard.set_per_shard(variable, values)."
             )
         raise ArgumentError(
-            f"{where} must have shape {shape}, or [shards, …] of that where the variables differ "
+            f"{where} must have shape {shape}, or [shards, …] of that if the variables differ "
             f"between shards; got {value.shape}."
         )
 
     # Copies.
 
     def copied(self, memo: Mapping[int, Any]) -> "SlotVariables":
-        """Slots of their own for the copies of the variables, where ``memo`` has them."""
+        """Copied slots, for the copies of the variables in ``memo``."""
         known = {key: memo.get(id(v), v) for key, v in self._variables.items()}
-        # copy.deepcopy of an nnx.Variable gives its array.
+        # copy.deepcopy of an nnx.Variable returns its array.
         state = jax.tree.map(lambda v: v.copy(), self._state, is_leaf=_is_variable)
         return SlotVariables(known, self._built, state)
 

@@ -1,4 +1,4 @@
-"""Slots: an Optax state over named variables, which can be taken apart by variable and by name."""
+"""Slots: an Optax state over named variables, indexed by variable and by slot name."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, TypeVar
@@ -12,7 +12,7 @@ from crossshard.optimizer.names import Name, Unnamed
 
 T = TypeVar("T")
 
-# TensorFlow's names for what Optax's states call otherwise.
+# TensorFlow's names, and the fields of Optax's states that they mean.
 _TENSORFLOW_NAMES = {
     "accum": ("e_g",),
     "accum_update": ("e_x",),
@@ -30,18 +30,18 @@ _TENSORFLOW_NAMES = {
 class Slots(dict[str, Any]):
     """One value per variable, by the variable's key.
 
-    Wherever an optimizer's state mirrors the parameters it stands in a stored state, so that what
-    belongs to a variable can be told from what belongs to all (a step count). An optimizer itself
-    sees a plain dict there, as its masks and labels do.
+    In a stored state it replaces each dict that mirrors the parameters, so that the state of one
+    variable is distinct from shared state (a step count). Optimizers, masks and labels see a plain
+    dict there.
     """
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
-        """The values with their keys, in the order in which they were put in."""
+        """The values with their keys, in insertion order."""
         return [(jax.tree_util.DictKey(k), v) for k, v in self.items()], tuple(self)
 
     @classmethod
     def tree_unflatten(cls, keys: tuple[str, ...], values: Iterable[Any]) -> "Slots":
-        """The reverse."""
+        """The inverse."""
         return cls(zip(keys, values, strict=True))
 
 
@@ -54,13 +54,13 @@ def _map(function: Callable[..., Any], *states: Any) -> Any:
 
 
 def restrict(state: T, keys: Iterable[str]) -> T:
-    """The state of these variables alone, with what belongs to all."""
+    """The state of these variables, with the shared state."""
     keys = list(keys)
     return _map(lambda x: Slots({k: x[k] for k in keys if k in x}) if _is_slots(x) else x, state)
 
 
 def merge(old: T, new: T, *, keep_common: bool = False) -> T:
-    """``old`` with the variables of ``new``; what belongs to all is the new one's, or is kept."""
+    """``old`` with the variables of ``new``; shared state is the new one, or is kept."""
     return _map(
         lambda x, y: Slots({**x, **y}) if _is_slots(x) else (x if keep_common else y), old, new
     )
@@ -72,17 +72,17 @@ Names = Mapping[str, Name | Unnamed]
 
 
 def as_seen(state: Any, names: Names) -> Any:
-    """A stored state as an optimizer sees it, with a plain dict in the place of slots."""
+    """A stored state as an optimizer sees it, with plain dicts for slots."""
     return _map(lambda x: {names[k]: v for k, v in x.items()} if _is_slots(x) else x, state)
 
 
 def as_stored(seen: Any, like: Any, names: Names) -> Any:
-    """The reverse, of a state whose structure is that of the stored one that ``like`` is."""
+    """The inverse of ``as_seen``, for a state with the structure of the stored ``like``."""
     return _map(lambda x, y: Slots({k: y[names[k]] for k in x}) if _is_slots(x) else y, like, seen)
 
 
 def as_first_stored(seen: Any, names: Names) -> Any:
-    """The reverse, of a state that was just made: what has the parameters' keys mirrors them."""
+    """The inverse of ``as_seen``, for an initial state: dicts with the parameters' keys."""
 
     def mirrors(node: Any) -> bool:
         return type(node) is dict and bool(node) and all(isinstance(k, _SEEN) for k in node)
@@ -99,7 +99,7 @@ _SEEN = (Name, Unnamed)
 
 
 def in_order_of(have: Any, given: Any) -> Any:
-    """A state with its variables in the order of another, where it has the same ones."""
+    """A state with its variables in the order of ``have``, if they are the same."""
 
     def one(x: Any, y: Any) -> Any:
         same = _is_slots(x) and isinstance(y, dict) and x.keys() == y.keys()
@@ -107,7 +107,7 @@ def in_order_of(have: Any, given: Any) -> Any:
 
     try:
         return _map(one, have, given)
-    except (TypeError, ValueError):  # it has another structure
+    except (TypeError, ValueError):  # another structure
         return given
 
 
@@ -115,7 +115,7 @@ def in_order_of(have: Any, given: Any) -> Any:
 
 
 def by_name(state: Any) -> dict[str, Slots]:
-    """The slots by the name of the field that holds them; the first where a name comes twice."""
+    """The slots by the name of their field; the first one of a name that occurs twice."""
     found: dict[str, Slots] = {}
     for path, node in jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_slots)[0]:
         names = [_field(key) for key in path if _field(key)]
@@ -125,13 +125,13 @@ def by_name(state: Any) -> dict[str, Slots]:
 
 
 def _field(key: Any) -> str:
-    """The name of a field of a tuple, or of an entry of a dict; nothing for a place in a list."""
+    """The name of a field of a tuple, or of an entry of a dict; empty for an index."""
     name = getattr(key, "name", getattr(key, "key", None))
     return name if isinstance(name, str) else ""
 
 
 def find(state: Any, key: str, name: str) -> Any:
-    """The slot of this name, in Optax's or TensorFlow's words, of one variable; else ``None``."""
+    """A slot of one variable, by its Optax or TensorFlow name; ``None`` if there is none."""
     slots = by_name(state)
     for candidate in (name, *_TENSORFLOW_NAMES.get(name, ())):
         slot = slots.get(candidate, Slots()).get(key)
@@ -144,9 +144,9 @@ def find(state: Any, key: str, name: str) -> Any:
 
 
 class StateDict(dict[str, Any]):
-    """A dict in an optimizer's state, such as ``hyperparams``: what is written to it takes effect.
+    """A dict in an optimizer's state, such as ``hyperparams``, that writes to the optimizer.
 
-    JAX makes a plain dict of it wherever it makes a tree anew.
+    JAX rebuilds it as a plain dict.
     """
 
     def __init__(self, values: Mapping[str, Any], write: Callable[[str, Any], None]):
@@ -160,7 +160,7 @@ class StateDict(dict[str, Any]):
         super().__setitem__(key, value)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Write several."""
+        """Write several entries."""
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
 
@@ -171,7 +171,7 @@ class StateDict(dict[str, Any]):
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise ArgumentError(
             f"An optimizer's state keeps its structure: the entries here are {', '.join(self)}, "
-            f"and none can be added or taken away."
+            f"and none can be added or removed."
         )
 
     __delitem__ = pop = popitem = clear = setdefault = _refuse  # type: ignore[assignment]
@@ -190,7 +190,7 @@ jax.tree_util.register_pytree_with_keys(
 def written_through(
     state: Any, read: Callable[[nnx.Variable], Any], write: Callable[[str, nnx.Variable, Any], None]
 ) -> Any:
-    """The values of a stored state, with a ``StateDict`` in the place of every plain dict."""
+    """The values of a stored state, with a ``StateDict`` for every plain dict."""
 
     def one(node: Any) -> Any:
         if isinstance(node, nnx.Variable):
@@ -201,8 +201,8 @@ def written_through(
         def write_entry(key: str, value: Any) -> None:
             if not isinstance(node[key], nnx.Variable):
                 raise ArgumentError(
-                    f"The entry {key!r} of the state is a tree of arrays, which is written whole: "
-                    f"optimizer.state = state."
+                    f"The entry {key!r} of the state is a tree of arrays and cannot be assigned "
+                    f"alone. Assign the full state: optimizer.state = state."
                 )
             write(key, node[key], value)
 

@@ -1,4 +1,4 @@
-"""The Optax idiom: a pipeline as an Optax transformation, for code that runs once per shard."""
+"""The Optax idiom: a pipeline as an Optax transformation, for code that runs on each shard."""
 
 import dataclasses
 import functools
@@ -32,15 +32,15 @@ from crossshard.shards.placement import Placement
 
 @dataclasses.dataclass(frozen=True)
 class Transformation:
-    """A pipeline where the caller's code runs once per shard.
+    """A pipeline for code that runs on each shard.
 
-    A state that is one per shard has a leading axis of 1 inside that code, so that ``P("shards")``
-    lays the shards' own side by side: ``[shards, …]``.
+    Per-shard state has a leading axis of 1 inside that code, so that ``P("shards")`` stacks it as
+    ``[shards, …]``.
 
     Attributes:
-      pipeline: the way of a gradient.
-      weight_update: whether each shard updates all weights, or its part of them.
-      name: a name to find its work by in profiles and HLO.
+      pipeline: the stages.
+      weight_update: whether each shard updates all weights, or its slice of them.
+      name: the name of its scope in profiles and HLO.
     """
 
     pipeline: Pipeline
@@ -48,7 +48,7 @@ class Transformation:
     name: str
 
     def init(self, params: optax.Params) -> CrossShardState:
-        """The state before the first step, as this shard has it."""
+        """This shard's state before the first step."""
         refuse_nesting()
         state = self.pipeline.init(params)
         if self.weight_update is WeightUpdate.SHARDED:
@@ -72,7 +72,7 @@ class Transformation:
         if not isinstance(state, CrossShardState):
             raise ArgumentTypeError(
                 f"The state must be the CrossShardState that init returned; got "
-                f"{type(state).__name__}. That of the wrapped optimizer alone is its inner_state."
+                f"{type(state).__name__}. The state of the inner optimizer is its inner_state."
             )
         placement = self.pipeline.placement_of_preprocess
         preprocess = jax.tree.map(placement.local, _checked(state.preprocess, placement))
@@ -94,10 +94,10 @@ class Transformation:
         incoming: str | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, CrossShardState]:
-        """``update`` on a state without the axis that counts shards."""
+        """``update`` on a state without the axis of the shards."""
         with jax.named_scope(self.name):
             shards = self.pipeline.shards()
-            # Optax's names for the loss and the gradient that some optimizers ask for besides.
+            # Optax's names for the loss and the gradient, which some optimizers also take.
             beside = {
                 name: extra_args[name]
                 for name in ("value", "grad")
@@ -111,7 +111,7 @@ class Transformation:
                 self.pipeline.groups,
                 params,
                 extra_args,
-                # Gradients of single examples have not the shapes of the parameters yet.
+                # Per-example gradients do not have the shapes of the parameters yet.
                 self._arrays(updates if params is None else params, state.inner_state, shards),
                 self.pipeline.divisor(shards.number),
             )
@@ -119,16 +119,16 @@ class Transformation:
             return updates, state
 
     def specs(self, params: Any, number_of_shards: int, axes: tuple[str, ...]) -> CrossShardState:
-        """How the state lies on a mesh whose ``axes`` count shards; a spec per array.
+        """The specs of the state on a mesh whose ``axes`` count shards.
 
-        A parameter that lies split over other axes of the mesh keeps that split, and its state too.
+        A parameter that is split over other axes of the mesh stays split, and so does its state.
         """
         other_axes = jax.tree.map(functools.partial(_other_axes, axes=axes), params)
         split = any(jax.tree.leaves(other_axes, is_leaf=_is_spec))
         if split and self.weight_update is WeightUpdate.SHARDED:
             raise WeightUpdateError(
-                f"weight_update='sharded' splits parameters over {', '.join(axes)}, and these lie "
-                f"split over other axes of the mesh already. Say weight_update='replicated'."
+                f"weight_update='sharded' splits parameters over {', '.join(axes)}, and these are "
+                f"already split over other axes of the mesh. Write weight_update='replicated'."
             )
         state = jax.eval_shape(self.pipeline.init, params)
         inner = self._placements(params, number_of_shards, state.inner_state)
@@ -159,32 +159,32 @@ class Transformation:
         expected = [partition.local_shape for partition in plan.state]
         if given != expected:
             raise ArgumentError(
-                f"With weight_update='sharded' each shard has its part of the optimizer's state, "
-                f"in shapes {expected}; this one has {given}, as a state made outside of the "
+                f"With weight_update='sharded' each shard has its slice of the optimizer state, in "
+                f"shapes {expected}; this state has {given}, like one created outside of the "
                 f"shards, by nnx.Optimizer for example. Call init inside jax.shard_map, with "
-                f"out_specs=opt.state_specs(params, num_shards), and pass the state with in_specs "
-                f"alike. In a runner leave weight_update out, or use crossshard.make_train_step."
+                f"out_specs=opt.state_specs(params, num_shards), and pass the state with the same "
+                f"in_specs. In a runner leave weight_update out, or use crossshard.make_train_step."
             )
         return LocalParts(plan.params, shards, self.pipeline.groups)
 
     def _placements(self, params: Any, number_of_shards: int, state: Any) -> Any:
         if self.pipeline.groups is not None:
-            # Each shard has its own part of its group's state. Along axis 0, since a part has as
-            # many dimensions as the whole; a scalar, such as a count, is the same on all shards.
+            # Each shard has a slice of its group's state, along axis 0, since a slice has as many
+            # dimensions as the full array; a scalar, such as a count, is equal on all shards.
             own = Placement(Partition((), number_of_shards))
             return jax.tree.map(lambda x: own if x.shape else Placement(), state)
         plan = self._plan(params, number_of_shards)
         return map_partitions(lambda partition, _: Placement(partition), plan.state, state)
 
     def _one_per_shard(self, state: Any) -> Any:
-        """A state that is equal on all shards so far, with the axis that counts them."""
+        """A state that is equal on all shards so far, with the axis of the shards."""
         if not self.pipeline.placement_of_preprocess.per_shard or not jax.tree.leaves(state):
             return state
         shards = self.pipeline.shards(warn=False)
         if not shards.axes and get_shard_context() is None:
             raise ShardContextError(
-                "The state of preprocess is one per shard, and how many shards there are is not "
-                "known here. Call init inside shard_map, with out_specs=opt.state_specs(params, "
+                "The state of preprocess is one per shard, and the number of shards is not known "
+                "here. Call init inside shard_map, with out_specs=opt.state_specs(params, "
                 "num_shards), or within crossshard.shard_context(num_shards)."
             )
         number = 1 if shards.axes else shards.number
@@ -193,13 +193,13 @@ class Transformation:
 
 
 def _other_axes(param: Any, axes: tuple[str, ...]) -> PartitionSpec:
-    """How a parameter lies split over mesh axes that do not count shards."""
+    """A parameter's spec on the mesh axes that do not count shards."""
     spec = getattr(getattr(param, "sharding", None), "spec", PartitionSpec())
     named = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
     if set(axes).intersection(name for names in named for name in names):
         raise ArgumentError(
-            f"A parameter lies split over the axes that count shards, {', '.join(axes)}: {spec}. "
-            f"Every shard must have all of it."
+            f"A parameter is split over the axes that count shards, {', '.join(axes)}: {spec}. "
+            f"Every shard must have the full parameter."
         )
     return spec if any(entry is not None for entry in spec) else PartitionSpec()
 
@@ -209,13 +209,13 @@ def _is_spec(leaf: Any) -> bool:
 
 
 def _checked(state: Any, placement: Placement) -> Any:
-    """The state of a preprocessor, if this shard sees one of its own."""
+    """The state of preprocess, if it has the leading axis of one shard."""
     for leaf in jax.tree.leaves(state) if placement.per_shard else ():
         if jnp.shape(leaf)[:1] != (1,):
             raise ArgumentError(
                 f"The state of preprocess is one per shard, and a shard sees [1, …] of it; this "
-                f"one sees shape {jnp.shape(leaf)}. Pass the state to shard_map with "
-                f"in_specs=opt.state_specs(params, num_shards), and out_specs alike."
+                f"one sees shape {jnp.shape(leaf)}. Pass the state to shard_map with in_specs and "
+                f"out_specs of opt.state_specs(params, num_shards)."
             )
     return state
 
@@ -235,7 +235,7 @@ _EQUIVALENTS = {
 
 
 def check_transformation(opt: Any, what: str = "The optimizer") -> optax.GradientTransformation:
-    """``opt`` if it is an Optax transformation; else an error that says what it is instead.
+    """``opt`` if it is an Optax transformation, else an error that names what to write.
 
     Raises:
       ArgumentTypeError: not a transformation; names the missing method, or the Optax equivalent.
@@ -260,7 +260,7 @@ def check_transformation(opt: Any, what: str = "The optimizer") -> optax.Gradien
         name = getattr(opt, "__name__", repr(opt))
         raise ArgumentTypeError(
             f"{what} must be an Optax transformation; got the function or class {name}, "
-            f"which makes one. Call it: {name}(learning_rate)."
+            f"which returns one. Call it: {name}(learning_rate)."
         )
     tx = " Pass its .tx." if hasattr(opt, "tx") else ""
     raise ArgumentTypeError(
@@ -270,7 +270,7 @@ def check_transformation(opt: Any, what: str = "The optimizer") -> optax.Gradien
 
 
 def check_preprocess(preprocess: Any) -> Stage | None:
-    """The stage that a preprocessor is; ``None`` if there is none.
+    """``preprocess`` as a stage; ``None`` if there is none.
 
     Raises:
       ArgumentTypeError: neither an Optax transformation nor a stage.

@@ -35,9 +35,9 @@ from crossshard.variables.per_shard import is_per_shard, number_of_shards, per_s
 
 
 def program_key(roots: Sequence[Any], arguments: Arguments) -> Any:
-    """What a program depends on: the structure of what it reaches, and its arguments."""
+    """The cache key of a program: the structure of everything reachable, and the arguments."""
     places = {id(variable): place for place, variable in enumerate(variables_in(roots))}
-    # An optimizer's slots belong to certain variables, which may be those of another model.
+    # An optimizer's slots belong to certain variables, perhaps those of another model.
     slots_of = tuple(
         tuple(places.get(id(v)) for v in container.known_variables())
         for container in containers_in(roots)
@@ -52,13 +52,13 @@ def program_key(roots: Sequence[Any], arguments: Arguments) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Held:
-    """A variable, and how its value lies as the program has it."""
+    """A variable, and its placement in the program."""
 
     variable: nnx.Variable
     placement: Placement
 
     def abstract(self, size: int) -> Any:
-        """The types of its value as it enters, ``[shards, …]`` where there is one per shard."""
+        """The shapes and dtypes of its input value, ``[shards, …]`` if it is per shard."""
         lead = (size,) if self.placement.per_shard and not is_per_shard(self.variable) else ()
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((*lead, *jnp.shape(x)), jnp.asarray(x).dtype),
@@ -66,27 +66,27 @@ class _Held:
         )
 
     def value(self, sharding: NamedSharding) -> Any:
-        """Its value as it enters, on the devices."""
+        """Its input value, on the devices."""
         value = stacked(self.variable.get_raw_value())
         return jax.tree.map(lambda x: _placed(x, sharding), value)
 
     def local(self, value: Any, names: tuple[str, ...]) -> Any:
-        """What one shard sees of the value that enters; of a random stream, one of its own."""
+        """One shard's part of the input value; random streams become distinct."""
         several = math.prod(map(lax.axis_size, names)) > 1
         if isinstance(self.variable, nnx.RngKey) and not self.placement.per_shard and several:
             return own_stream(value, lax.axis_index(names))
         return jax.tree.map(self.placement.local, value)
 
     def stored(self, value: Any) -> Any:
-        """The inverse: one shard's part of the value that leaves."""
+        """The inverse: one shard's part of the output value."""
         return jax.tree.map(self.placement.stored, value)
 
     def write(self, value: Any) -> None:
-        """Take up the value that left."""
+        """Write the output value."""
         self.variable.set_raw_value(per_shard(value) if self.placement.per_shard else value)
 
     def spread(self, size: int) -> bool:
-        """Hold one value per shard, so far all alike, if that is how the program has it."""
+        """Broadcast the value to ``[shards, …]`` if the program has it per shard."""
         if not self.placement.per_shard or is_per_shard(self.variable):
             return False
         on_each = lambda x: jnp.broadcast_to(x, (size, *jnp.shape(x)))
@@ -96,7 +96,7 @@ class _Held:
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """What one trace of the step tells of it: of each variable, and of its outputs."""
+    """The findings of one trace of the step: its variables and outputs."""
 
     changed: list[bool]
     outputs: list[tuple[bool, int]]
@@ -106,7 +106,7 @@ class _Found:
 
 @dataclasses.dataclass
 class _Call:
-    """What one call of a program reaches: its roots, arguments, variables and arrays."""
+    """One call of a program: its roots, arguments, variables and arrays."""
 
     roots: Sequence[Any]
     arguments: Arguments
@@ -117,11 +117,11 @@ class _Call:
 class Program:
     """One compiled step.
 
-    It is traced once to see which variables the step leaves equal on all shards: these are stored
-    once, the others as ``[shards, …]``. Its jaxpr tells, see ``varying_axes_of_outputs``.
+    It is traced once to find the variables that are equal on all shards after the step (see
+    ``varying_axes_of_outputs``): these are replicated, the others stored as ``[shards, …]``.
 
     Attributes:
-      made_slots: whether tracing it made slots, so that the step now reaches more.
+      made_slots: whether tracing created slots, so that the step now reaches more.
     """
 
     def __init__(
@@ -149,12 +149,12 @@ class Program:
         self._compiled = jax.jit(self._run)
 
     def spread(self, roots: Sequence[Any]) -> bool:
-        """Give each shard a value of what comes to differ; whether there was any such variable."""
+        """Store variables that will differ per shard; returns whether there were any."""
         held = _hold(roots, self._entering, self._mesh.size)
         return bool(sum(each.spread(self._mesh.size) for each in held))
 
     def __call__(self, roots: Sequence[Any], arguments: Arguments) -> Any:
-        """Run the step on these arrays and hand its variables in and out."""
+        """Run the step on these arrays and write its variables."""
         with self._calling(roots, arguments, self._entering):
             held = self._now.held
             for each in held:
@@ -167,7 +167,7 @@ class Program:
         return self._found.output_tree.unflatten(outputs)
 
     def _written(self) -> list[_Held]:
-        """The variables that the step writes, as they lie when they leave."""
+        """The variables that the step writes, with their output placements."""
         written = itertools.compress(self._now.held, self._found.changed)
         return [
             dataclasses.replace(each, placement=placement)
@@ -178,7 +178,7 @@ class Program:
     def _calling(
         self, roots: Sequence[Any], arguments: Arguments, placements: Sequence[Placement]
     ) -> Iterator[None]:
-        """Know what a call reaches for as long as it runs, so that no model outlives its owner."""
+        """Set the current call, and drop it after, so that models are not kept alive."""
         self._call = _Call(roots, dataclasses.replace(arguments, leaves=()), [], arguments.leaves)
         self._now.held = _hold(roots, placements, self._mesh.size)
         try:
@@ -191,17 +191,17 @@ class Program:
         assert self._call is not None
         return self._call
 
-    # What follows settles how the variables lie.
+    # The placements of the variables.
 
     def _settle(self) -> tuple[_Found, list[bool]]:
-        """Trace until every variable that leaves with differing values also enters with them.
+        """Trace until every variable that differs after the step is per shard before it too.
 
-        Returns what was found, and which variables may differ after the step.
+        Returns the findings, and which variables may differ after the step.
         """
         while True:
             roots, size = self._now.roots, self._mesh.size
             try:
-                found, differs = self._look(self._now.leaves)
+                found, differs = self._trace(self._now.leaves)
             except RetraceNeeded as needed:
                 needed.make()
                 self.made_slots = True
@@ -209,15 +209,15 @@ class Program:
                 continue
             held = self._now.held
             settled = [
-                PER_SHARD_PLACEMENT if changed and comes_to_differ else each.placement
-                for each, changed, comes_to_differ in zip(held, found.changed, differs, strict=True)
+                PER_SHARD_PLACEMENT if changed and may_differ else each.placement
+                for each, changed, may_differ in zip(held, found.changed, differs, strict=True)
             ]
             if settled == [each.placement for each in held]:
                 return found, differs
             self._now.held = _hold(roots, settled, size)
 
-    def _look(self, leaves: tuple[jax.Array, ...]) -> tuple[_Found, list[bool]]:
-        """Trace the step: what is found, and which variables may differ after it."""
+    def _trace(self, leaves: tuple[jax.Array, ...]) -> tuple[_Found, list[bool]]:
+        """Trace the step; returns the findings, and which variables may differ after it."""
         found: list[_Found] = []
 
         def of_one_shard(values: Any, leaves: Any) -> Any:
@@ -234,7 +234,7 @@ class Program:
         return found[-1], [any(jax.tree.leaves(value)) for value in axes]
 
     def _step(self, values: Any, leaves: Any) -> tuple[list[Any], list[Any], _Found]:
-        """One shard's step: its outputs, its variables after it, and what was found out."""
+        """One shard's step; returns its outputs, its variables after it, and the findings."""
         names = self._mesh.axis_names
         held = self._now.held
         variables = [each.variable for each in held]
@@ -249,24 +249,25 @@ class Program:
         ):
             outputs = as_output(self._computation(*args, **kwargs))
             after = [variable.get_raw_value() for variable in variables]
-            self._check_none_was_made()
+            self._check_none_was_created()
         changed = [not same_arrays(a, b) for a, b in zip(after, before, strict=True)]
         how, tree = self._outputs.plan(outputs)
         flat = list(zip(jax.tree.leaves(outputs), how, strict=True))
         specs = [self._outputs.spec(x, *each, names) for x, each in flat]
-        laid = [self._outputs.lay_out(x, *each) for x, each in flat]
-        return laid, after, _Found(changed, how, specs, tree)
+        local = [self._outputs.lay_out(x, *each) for x, each in flat]
+        return local, after, _Found(changed, how, specs, tree)
 
-    def _check_none_was_made(self) -> None:
+    def _check_none_was_created(self) -> None:
         known = {id(held.variable) for held in self._now.held}
         for variable in _numeric(variables_in(self._now.roots), self._mesh.size):
             if id(variable) not in known:
                 raise VariableError(
-                    f"The step made {describe_variable(variable)} in a module that was handed to "
-                    f"it, where it cannot be handed out. Make it before, or pop it in the step."
+                    f"The step created {describe_variable(variable)} in a module that was passed "
+                    f"to it, and cannot return it. Create it before the step, or pop it in the "
+                    f"step."
                 )
 
-    # What follows runs the step.
+    # Running the step.
 
     def _run(self, values: Any, leaves: Any) -> tuple[list[Any], list[Any]]:
         written = self._written()
@@ -293,20 +294,20 @@ class Program:
             mesh=self._mesh,
             in_specs=(variables, self._now.arguments.specs),
             out_specs=out_specs,
-            # What differs is read from the jaxpr: JAX's types refuse steps that are right.
+            # Read from the jaxpr which variables differ: JAX's types reject some correct steps.
             check_vma=False,
         )
 
 
 def _hold(roots: Sequence[Any], placements: Sequence[Placement], size: int) -> list[_Held]:
-    """The variables below some roots, as a program has them."""
+    """The variables below the roots, with these placements."""
     return [
         _Held(*pair) for pair in zip(_numeric(variables_in(roots), size), placements, strict=True)
     ]
 
 
 def _placements(roots: Sequence[Any], size: int) -> list[Placement]:
-    """How the variables below some roots lie now."""
+    """The current placements of the variables below the roots."""
     return [
         PER_SHARD_PLACEMENT if is_per_shard(variable) else REPLICATED
         for variable in _numeric(variables_in(roots), size)
@@ -314,15 +315,15 @@ def _placements(roots: Sequence[Any], size: int) -> list[Placement]:
 
 
 def _numeric(variables: Sequence[nnx.Variable], size: int) -> list[nnx.Variable]:
-    """Those that hold arrays; raises if one holds a value per shard for other shards than ours."""
+    """The variables with arrays; raises if one is stored for another number of shards."""
     numeric = [v for v in variables if all(map(is_numeric, jax.tree.leaves(v.get_raw_value())))]
     for variable in numeric:
         shards = number_of_shards(variable)
         if shards not in (None, size):
             raise VariableError(
                 f"{describe_variable(variable)} differs between {shards} shards, and this step "
-                f"runs on {size}. Go on with crossshard.merge_shards(model), where all shards' "
-                f"values are one, or write one with crossshard.set_shared(variable, value)."
+                f"runs on {size}. Use crossshard.merge_shards(model), which has one value for all "
+                f"shards, or write one with crossshard.set_shared(variable, value)."
             )
     return numeric
 

@@ -1,4 +1,4 @@
-"""The runners: a step run once per shard, its arrays split, its variables handed in and out."""
+"""The runners: run a step on each shard, with its arrays split and its variables updated."""
 
 import functools
 import inspect
@@ -29,10 +29,10 @@ _TRACING = threading.RLock()
 
 
 class ShardedFunction:
-    """A step function that runs once per shard; what ``shard`` and its kin return.
+    """A step function that runs on each shard, as ``shard`` and ``batch_parallel`` return it.
 
-    Compiled once for each structure of the variables and shapes of the arrays, like ``jax.jit``:
-    other Python values that the function reads are fixed at that time.
+    Like ``jax.jit``, it compiles once per structure of the variables and shapes of the arrays;
+    other Python values that the function reads are constants.
 
     >>> import jax.numpy as jnp
     >>> double = shard(num_shards=1)(lambda x: 2 * x)
@@ -56,11 +56,11 @@ class ShardedFunction:
 
     @property
     def number_of_shards(self) -> int:
-        """How many shards run the function."""
+        """The number of shards that run the function."""
         return self._mesh.size
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the function on every shard; the outputs as the runner was told to join them."""
+        """Run the function on every shard and join the outputs."""
         outer = get_shard_context()
         if outer is not None:
             raise NestedContextError(
@@ -85,7 +85,7 @@ class ShardedFunction:
         program = self._programs.get(key)
         if program is None:
             program = Program(self._computation, self._mesh, self._outputs, roots, arguments)
-            # A step that was to make slots never starts again.
+            # After it has created slots, the step has a new key.
             key = program_key(roots, arguments) if program.made_slots else key
             self._programs[kept_key(key)] = program
             if program.spread(roots):
@@ -107,35 +107,34 @@ def shard(
     *,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Any:
-    """Run a computation once per shard, on its part of the inputs, inside a shard context.
+    """Run a computation on each shard, on its slice of the inputs, inside a shard context.
 
-    With a computation it runs at once on ``inputs``, like ``tf.compat.v1.tpu.shard``; without one
-    it is a decorator, and the function it returns takes the inputs as arguments. NNX modules,
-    variables and optimizers that the computation takes, closes over or names as globals are handed
-    in whole and, where they changed, handed out: replicated where the step leaves them equal on
-    all shards, as ``[shards, …]`` where it does not (see ``is_per_shard``).
+    With a computation, runs it now on ``inputs``, like ``tf.compat.v1.tpu.shard``. Without one,
+    returns a decorator; the decorated function takes the inputs as arguments. NNX modules,
+    variables and optimizers that are arguments, closed over or globals are passed to every shard
+    and updated afterwards: replicated if they are equal on all shards after the step, otherwise as
+    ``[shards, …]`` (see ``is_per_shard``).
 
     Args:
       computation: the function of one shard.
-      inputs: a list of its arguments: arrays or pytrees of arrays, which are split; modules,
-        variables, optimizers and whatever is no array, which are not.
-      num_shards: how many shards, each on a device of its own.
-      input_shard_axes: per positional input the axis to split, ``None`` to give every shard the
-        whole; axis 0 of all if not given.
+      inputs: a list of its arguments. Arrays and pytrees of arrays are split; modules, variables,
+        optimizers and other values are passed to every shard.
+      num_shards: the number of shards, one per device.
+      input_shard_axes: for each positional input the axis to split, or ``None`` to pass the full
+        array; axis 0 by default.
       outputs_from_all_shards: whether each output is joined over the shards, or taken from the
         first; one bool or one per output.
-      output_shard_axes: per output the axis to join along; axis 0 of all if not given. Scalars
-        are stacked.
-      mesh: the mesh to run on, every axis of which counts shards; its size is the number of
-        shards.
+      output_shard_axes: for each output the axis to join along; axis 0 by default. Scalars are
+        stacked.
+      mesh: the mesh; all its axes count as shards, and its size is the number of shards.
 
     Returns:
-      The outputs, in the structure in which the computation returned them.
+      The outputs, with the structure that the computation returned.
 
     Raises:
       ArgumentError: a number of shards below 1 or above the number of devices; an axis that does
         not divide evenly; lists of the wrong length.
-      ArgumentTypeError: ``inputs`` is no list.
+      ArgumentTypeError: ``inputs`` is not a list.
       NestedContextError: called inside a shard context.
 
     >>> import jax.numpy as jnp
@@ -147,7 +146,7 @@ def shard(
     where = mesh_for(check_num_shards(num_shards), mesh)
     if computation is None:
         if inputs is not None:
-            raise ArgumentTypeError("shard was given inputs and no computation to run on them.")
+            raise ArgumentTypeError("shard got inputs and no computation. Pass both, or neither.")
         return lambda function: ShardedFunction(_check_callable(function), where, axes, outputs)
     if inputs is not None and not isinstance(inputs, list):
         raise ArgumentTypeError(
@@ -158,12 +157,12 @@ def shard(
 
 
 def _sharded(computation: Callable[..., Any], *how: Any) -> ShardedFunction:
-    """A runner of a computation, the same one for the same function."""
+    """The runner of a computation, cached per function."""
     _check_callable(computation)
-    # Each call of the original's form names its computation anew, and it need not compile anew.
+    # Cached, because calls with a computation would otherwise recompile each time.
     if not isinstance(computation, types.FunctionType):
         return _remembered(Hashable(computation), *how)
-    # Kept on the function itself, the runners end with it.
+    # Cached on the function, so that the runners are freed with it.
     known = vars(computation).setdefault("__crossshard_runners__", {})
     if how not in known:
         known[how] = ShardedFunction(computation, *how)
@@ -197,20 +196,20 @@ def replicate(
     *,
     mesh: jax.sharding.Mesh | None = None,
 ) -> list[Any]:
-    """Run a computation once per replica, each on a list of inputs of its own.
+    """Run a computation once per replica, each on its own list of inputs.
 
     Args:
       computation: the function of one replica.
-      inputs: one list of arguments per replica; the arrays of all have the same shapes, and what
-        is no array is the same object in all. ``None`` is one replica without arguments.
-      mesh: the mesh to run on; its size is the number of replicas.
+      inputs: one list of arguments per replica; arrays must have the same shapes in all, and other
+        values must be the same object. ``None`` means one replica without arguments.
+      mesh: the mesh; its size is the number of replicas.
 
     Returns:
       A list with each replica's outputs.
 
     Raises:
-      ArgumentError: no replica, or lists that do not match.
-      ArgumentTypeError: ``inputs`` is no list of lists.
+      ArgumentError: no replicas, or lists that do not match.
+      ArgumentTypeError: ``inputs`` is not a list of lists.
 
     >>> import jax.numpy as jnp
     >>> replicate(lambda x: x + 1, [[jnp.float32(1)]])
@@ -238,7 +237,7 @@ def replicate(
 
 
 def rewrite(computation: Callable[..., Any], inputs: list[Any] | None = None) -> Any:
-    """Run a computation as the only replica: one shard, with its context set.
+    """Run a computation on one shard, inside a shard context.
 
     >>> import jax.numpy as jnp
     >>> rewrite(lambda x: x + 1, [jnp.float32(1)])
@@ -254,7 +253,7 @@ def _stack(place: int, values: tuple[Any, ...]) -> Any:
     if is_whole(first):
         if any(value is not first for value in values):
             raise ArgumentError(
-                f"Argument {place} is no array, so all replicas must be given the same object."
+                f"Argument {place} is not an array, so it must be the same object for all replicas."
             )
         return first
     try:

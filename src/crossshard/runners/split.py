@@ -1,4 +1,4 @@
-"""A runner's arguments and outputs: what is split, what is whole, and how it is joined."""
+"""Splits a runner's arguments over the shards and joins its outputs."""
 
 import copy
 import dataclasses
@@ -14,24 +14,24 @@ from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.scalars import is_number
 from crossshard.variables.discovery import is_stateful
 
-# ``replicate`` stacks the arrays of its replicas, so each shard drops the axis it was split along.
+# ``replicate`` stacks the arrays of its replicas, so each shard drops the axis of the split.
 REPLICAS = "replicas"
 
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """An argument that every shard is given as it is: a module, an optimizer, a Python value."""
+    """An argument that every shard gets unchanged: a module, an optimizer, a Python value."""
 
     value: Any
 
     def key(self) -> Any:
-        """What tells a trace with this argument from one with another."""
+        """The cache key of this argument."""
         leaves, tree = jax.tree.flatten(self.value, is_leaf=is_stateful)
         return tree, tuple(None if is_stateful(leaf) else Hashable(leaf) for leaf in leaves)
 
 
 class Hashable:
-    """A value as a key: equal to equals of its type or, where it compares so, to itself alone."""
+    """A value as a cache key: compares by type and value, or by identity if it is an array."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -42,7 +42,7 @@ class Hashable:
 
     @property
     def is_written_to(self) -> bool:
-        """Whether it may come to differ from what it is, and a copy is equal to it until then."""
+        """Whether it is mutable and compares by value."""
         of_class = [getattr(type(self.value), name) for name in ("__hash__", "__eq__")]
         return of_class[0] is None and of_class[1] != object.__eq__
 
@@ -59,26 +59,26 @@ class Hashable:
 
 
 def kept_key(key: Any) -> Any:
-    """A key to keep, which is no longer equal to a value in it once that has been written to."""
+    """A copy of a key that stays the same when a mutable value in it changes."""
     if isinstance(key, tuple):
         return tuple(map(kept_key, key))
     if not isinstance(key, Hashable) or not key.is_written_to:
         return key
     try:
         return Hashable(copy.deepcopy(key.value))
-    except Exception:  # whatever its class may raise
+    except Exception:  # a user's class may raise anything
         return key
 
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """The arguments of one call, taken apart.
+    """The flattened arguments of one call.
 
     Attributes:
-      leaves: the arrays, laid out over the mesh.
-      specs: how each lies.
-      items: per argument what it is: ``Whole``, or the tree of its arrays.
-      names: the names of the last arguments, which were given by keyword.
+      leaves: the arrays, on the mesh.
+      specs: their specs.
+      items: for each argument ``Whole``, or the tree structure of its arrays.
+      names: the names of the keyword arguments, which come last.
       squeeze: whether each shard drops axis 0 of its arrays.
     """
 
@@ -94,13 +94,13 @@ class Arguments:
         return [item.value for item in self.items if isinstance(item, Whole)]
 
     def key(self) -> Any:
-        """What a compiled program depends on."""
+        """The cache key of the arguments."""
         items = tuple(item.key() if isinstance(item, Whole) else item for item in self.items)
         types = tuple((leaf.shape, leaf.dtype) for leaf in self.leaves)
         return items, self.names, self.specs, types, self.squeeze
 
     def rebuild(self, leaves: tuple[Any, ...]) -> tuple[list[Any], dict[str, Any]]:
-        """The positional and keyword arguments, with these arrays in the places of the leaves."""
+        """The positional and keyword arguments, with these leaves."""
         rest = [leaf[0] for leaf in leaves] if self.squeeze else list(leaves)
         values = []
         for item in self.items:
@@ -114,7 +114,7 @@ class Arguments:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether an argument is given to every shard as it is, rather than split.
+    """Whether an argument is passed to every shard unchanged, rather than split.
 
     Raises:
       ArgumentError: it mixes arrays with modules, variables or optimizers.
@@ -131,7 +131,7 @@ def is_whole(value: Any) -> bool:
 
 
 def is_numeric(leaf: Any) -> bool:
-    """Whether a leaf is split over the shards: a bool of Python's is a setting."""
+    """Whether a leaf is split over the shards: a Python bool is a setting."""
     return is_number(leaf) and not isinstance(leaf, bool)
 
 
@@ -141,17 +141,17 @@ def split_arguments(
     axes: tuple[int | None, ...] | str | None,
     mesh: jax.sharding.Mesh,
 ) -> Arguments:
-    """Lay the arrays of a call out over the mesh.
+    """Put the arrays of a call on the mesh.
 
     Raises:
-      ArgumentError: an axis that an array has not or that does not divide by the number of shards;
-        a list of axes that does not match the arguments.
+      ArgumentError: an axis that does not exist or does not divide evenly, or a list of axes that
+        does not match the arguments.
     """
     squeeze = axes == REPLICAS
     per_argument = axes if isinstance(axes, tuple) else (0,) * len(args)
     if len(per_argument) != len(args):
         raise ArgumentError(
-            f"input_shard_axes has {len(per_argument)} entries for {len(args)} inputs; give one "
+            f"input_shard_axes has {len(per_argument)} entries for {len(args)} inputs; pass one "
             f"per input."
         )
     leaves: list[jax.Array] = []
@@ -187,8 +187,8 @@ def _spec(where: str, leaf: Any, axis: int | None, mesh: jax.sharding.Mesh) -> P
         return PartitionSpec()
     if not shape:
         raise ArgumentError(
-            f"{where} is a scalar, which {mesh.size} shards cannot share. Give every shard the "
-            f"whole of it with None in input_shard_axes."
+            f"{where} is a scalar, which cannot be split over {mesh.size} shards. Pass it to "
+            f"every shard with None in input_shard_axes."
         )
     if not -len(shape) <= axis < len(shape):
         raise ArgumentError(f"{where} has shape {shape} and no axis {axis} to split along.")
@@ -203,11 +203,11 @@ def _spec(where: str, leaf: Any, axis: int | None, mesh: jax.sharding.Mesh) -> P
 
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """How the outputs of the shards become the outputs of the call.
+    """How the outputs of the shards are joined.
 
     Attributes:
-      from_all: per output whether it is joined over the shards, or the first shard's; one for all.
-      axes: per output the axis to join along; ``None`` for axis 0 of all.
+      from_all: for each output whether to join all shards' or take the first's; one value for all.
+      axes: for each output the axis to join along; ``None`` for axis 0 of all.
       stack: whether all outputs are stacked along a new axis 0 instead of joined.
     """
 
@@ -216,10 +216,10 @@ class Outputs:
     stack: bool = False
 
     def plan(self, out: Any) -> tuple[list[tuple[bool, int]], Any]:
-        """For each leaf of the outputs whether it is from all shards and its axis, and the tree.
+        """For each output leaf whether it is from all shards, and its axis; and the tree structure.
 
         Raises:
-          ArgumentError: options for another number of outputs than there are.
+          ArgumentError: options that do not match the number of outputs.
         """
         several = isinstance(out, list | tuple) and not hasattr(out, "_fields")
         tops = list(out) if several else [out]
@@ -228,7 +228,7 @@ class Outputs:
         for name, given in (("outputs_from_all_shards", flags), ("output_shard_axes", axes)):
             if len(given) != len(tops):
                 raise ArgumentError(
-                    f"{name} has {len(given)} entries for {len(tops)} outputs; give one per output."
+                    f"{name} has {len(given)} entries for {len(tops)} outputs; pass one per output."
                 )
         leaves = [
             (flag, axis or 0)
@@ -238,7 +238,7 @@ class Outputs:
         return leaves, jax.tree.structure(out)
 
     def lay_out(self, x: Any, from_all: bool, axis: int) -> Any:
-        """One shard's output as it goes to the mesh."""
+        """One shard's output, in the shape for its spec."""
         if self.stack or not from_all or x.ndim == 0:
             return x[None]
         if not -x.ndim <= axis < x.ndim:
@@ -248,17 +248,17 @@ class Outputs:
         return x
 
     def spec(self, x: Any, from_all: bool, axis: int, names: tuple[str, ...]) -> PartitionSpec:
-        """How the output ``x`` of one shard lies on the mesh."""
+        """The spec of an output, given one shard's ``x``."""
         if self.stack or not from_all or x.ndim == 0:
             return PartitionSpec(names)
         return PartitionSpec(*[None] * (axis % x.ndim), names)
 
 
 def as_output(value: Any) -> Any:
-    """A computation's outputs as arrays; variables give their values.
+    """A computation's outputs as arrays; a variable becomes its value.
 
     Raises:
-      ArgumentTypeError: an output that is no array.
+      ArgumentTypeError: an output that is not an array.
     """
 
     def one(leaf: Any) -> Any:
@@ -266,7 +266,7 @@ def as_output(value: Any) -> Any:
         if is_stateful(leaf) or not is_number(leaf):
             raise ArgumentTypeError(
                 f"A step returned a {type(leaf).__name__}; outputs are arrays, numbers and pytrees "
-                f"of them. Modules and variables need not be returned: the runner hands them out."
+                f"of them. Do not return modules and variables: the runner updates them in place."
             )
         return jnp.asarray(leaf)
 

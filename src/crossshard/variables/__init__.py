@@ -1,1 +1,1 @@
-"""NNX variables: found, handed in and out of a trace, one value for all shards or one for each."""
+"""NNX variables: discovery, binding to a trace, shared and per-shard values."""

@@ -1,4 +1,4 @@
-"""Variables as the inputs and outputs of a traced function: bound to its values, then restored."""
+"""Binds variables to the inputs and outputs of a traced function."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -20,12 +20,12 @@ _thread = threading.local()
 def rebound(
     variables: Sequence[nnx.Variable], values: Sequence[Any], modules: Sequence[nnx.Pytree] = ()
 ) -> Iterator[None]:
-    """Let the variables hold other values, of the trace in force, and restore them after.
+    """Temporarily bind variables to values of the current trace.
 
-    The modules belong to that trace too, so that ``nnx.grad`` and its like can take them.
+    The modules are moved to that trace too, so that ``nnx.grad`` and the like accept them.
     """
     before = [_flax.variable_state(variable) for variable in variables]
-    outer = [_flax.module_trace(module) for module in modules]
+    module_traces = [_flax.module_trace(module) for module in modules]
     trace = _flax.current_trace()
     try:
         for variable, value in zip(variables, values, strict=True):
@@ -36,13 +36,13 @@ def rebound(
     finally:
         for variable, state in zip(variables, before, strict=True):
             _flax.set_variable_state(variable, *state)
-        for module, its in zip(modules, outer, strict=True):
-            _flax.set_module_trace(module, its)
+        for module, module_trace in zip(modules, module_traces, strict=True):
+            _flax.set_module_trace(module, module_trace)
 
 
 @contextmanager
 def kept_attributes(modules: Sequence[nnx.Pytree]) -> Iterator[None]:
-    """Give the modules back the attributes that they had: a trace's own would outlive it."""
+    """Restore the attributes of modules afterwards, so that no tracer stays in them."""
     before = [dict(vars(module)) for module in modules]
     try:
         yield
@@ -53,18 +53,18 @@ def kept_attributes(modules: Sequence[nnx.Pytree]) -> Iterator[None]:
 
 
 def bring_out(variable: nnx.Variable, value: Any) -> None:
-    """Write to a variable, which may have been made in a trace that has ended, in this one."""
+    """Write to a variable that may have been created in a trace that has ended."""
     _flax.set_variable_state(variable, value, _flax.current_trace())
 
 
 class Bound:
-    """What a runner binds while it traces its step.
+    """The objects that a runner binds while it traces its step.
 
     Attributes:
-      variables: the variables that hold values of this trace.
-      modules: the modules that belong to it.
-      containers: the optimizers that it reaches.
-      roots: what all of these were found in.
+      variables: the variables.
+      modules: the modules.
+      containers: the optimizers.
+      roots: the objects that contain all of these.
     """
 
     def __init__(self, variables: Sequence[nnx.Variable], roots: Sequence[Any]):
@@ -78,10 +78,10 @@ class Bound:
 
 
 class RetraceNeeded(BaseException):
-    """Raised inside a step by an optimizer whose variables must be made outside of it.
+    """Raised in a step by an optimizer that needs new variables from outside the trace.
 
-    It is not an ``Exception``, so that a step's own handlers let it through to the runner, which
-    calls ``make`` and traces the step again.
+    The runner calls ``make`` and traces the step again. It is not an ``Exception``, so that
+    handlers in the step do not catch it.
     """
 
     def __init__(self, make: Callable[[], None]):
@@ -91,7 +91,7 @@ class RetraceNeeded(BaseException):
 
 @contextmanager
 def binding(bound: Bound) -> Iterator[None]:
-    """Let the code inside see what the runner around it binds."""
+    """Set the current bindings."""
     _thread.bound = bound
     try:
         yield
@@ -102,44 +102,43 @@ def binding(bound: Bound) -> Iterator[None]:
 
 
 def bound() -> Bound | None:
-    """What the runner around this line binds; ``None`` outside of any."""
+    """The current bindings; ``None`` outside of a runner."""
     return getattr(_thread, "bound", None)
 
 
 def same_arrays(a: Any, b: Any) -> bool:
-    """Whether two values are made of the very same arrays, not merely of equal ones."""
+    """Whether two values consist of identical array objects."""
     return jax.tree.structure(a) == jax.tree.structure(b) and all(
         x is y for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     )
 
 
 def check_writable(variable: nnx.Variable) -> None:
-    """Raise unless a value of the trace in force may be written to the variable."""
+    """Raise unless the variable can be written in the current trace."""
     if _flax.is_writable(variable):
         return
     around = bound()
     if around is not None and variable in around:
         raise VariableError(
             f"{describe_variable(variable)} belongs to the step, and would be written inside of "
-            f"jax.lax.cond, jax.lax.scan, jax.jit or the like, which NNX cannot see into. Use "
-            f"nnx.cond, nnx.scan, nnx.fori_loop or nnx.jit, and give them the module and the "
+            f"jax.lax.cond, jax.lax.scan, jax.jit or the like, which do not support NNX. Use "
+            f"nnx.cond, nnx.scan, nnx.fori_loop or nnx.jit, and pass them the module and the "
             f"optimizer as arguments."
         )
     raise VariableError(
-        f"{describe_variable(variable)} was made outside of the step that writes it and was "
-        f"not handed to it. Pass its module to the step function as an argument, and run that "
-        f"with crossshard.shard."
+        f"{describe_variable(variable)} was created outside of the step that writes it and was "
+        f"not passed to it. Pass its module to the step function as an argument, and run the "
+        f"step with crossshard.shard."
     )
 
 
 def check_followed(variable: nnx.Variable) -> None:
-    """Raise if the trace in force would take a variable that an optimizer reads for a constant."""
+    """Raise if a variable that an optimizer reads would be a constant of the current trace."""
     held = jax.tree.leaves(variable.get_raw_value())
     if _flax.is_writable(variable) or any(isinstance(leaf, jax.core.Tracer) for leaf in held):
         return
     raise VariableError(
-        f"The optimizer reads {describe_variable(variable)}, which it closes over: what is "
-        f"compiled here would go on with the value that it has now. Run the step with "
-        f"crossshard.shard, which hands it in; or keep it in the optimizer's state, with "
-        f"optax.inject_hyperparams."
+        f"The optimizer reads {describe_variable(variable)}, which it closes over: code that is "
+        f"compiled here would keep its current value. Run the step with crossshard.shard, which "
+        f"passes it in; or keep it in the optimizer's state, with optax.inject_hyperparams."
     )

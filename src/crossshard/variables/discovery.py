@@ -1,4 +1,4 @@
-"""The modules, variables and optimizers that a function or an object leads to."""
+"""Finds the modules, variables and optimizers that are reachable from functions and objects."""
 
 import collections
 import functools
@@ -16,20 +16,20 @@ from crossshard.variables.describe import describe_variable
 
 
 class VariableContainer:
-    """An optimizer: a node of NNX's graph whose variables belong to those of other nodes."""
+    """An optimizer: a node of NNX's graph whose variables belong to other variables."""
 
     __slots__ = ()
 
     def known_variables(self) -> list[nnx.Variable | None]:
-        """The variables that its own belong to, in a fixed order."""
+        """The variables that its own variables belong to, in a fixed order."""
         raise NotImplementedError
 
     def computes_with(self) -> Iterable[Any]:
-        """The functions that it runs, which may close over variables, as a schedule may."""
+        """The functions that it runs, which may close over variables, as schedules do."""
         raise NotImplementedError
 
     def forget_trace(self) -> None:
-        """Let go of what it knows of a trace that ends."""
+        """Drop references to a trace that ends."""
         raise NotImplementedError
 
 
@@ -61,7 +61,7 @@ def _graph(roots: Iterable[Any]) -> Iterator[Any]:
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether a runner hands this object in and out rather than splitting it over the shards."""
+    """Whether a runner binds this object to the step rather than splitting it over the shards."""
     return isinstance(value, nnx.Pytree | nnx.Variable | VariableContainer)
 
 
@@ -71,7 +71,7 @@ _LIBRARY_FOLDERS = tuple({_PATHS[key] for key in ("stdlib", "platstdlib", "purel
 
 @functools.cache
 def _is_librarys(name: str) -> bool:
-    """Whether a top-level package is Python's, installed, or ours: no user's variable is in it."""
+    """Whether a top-level package is Python's, installed, or ours: it has no user variables."""
     file = getattr(sys.modules.get(name), "__file__", None)
     if name == "crossshard" or (file is None and name in sys.stdlib_module_names):
         return True
@@ -79,23 +79,22 @@ def _is_librarys(name: str) -> bool:
 
 
 def package(thing: Any) -> str:
-    """The top-level package that a module, function or class belongs to."""
+    """The top-level package of a module, function or class."""
     name = thing.__name__ if isinstance(thing, types.ModuleType) else thing.__module__
     return (name or "").split(".")[0]
 
 
-# A longer container holds data; looking at each item of it at every call would cost too much.
-_MANY = 1024
+# Longer containers hold data; searching them at every call would be slow.
+_MAX_ITEMS = 1024
 
 
 def reachable_roots(values: Sequence[Any]) -> list[Any]:
-    """The modules, variables and optimizers that functions, containers and objects lead to.
+    """The modules, variables and optimizers reachable from functions, containers and objects.
 
-    Functions are followed into their closures, defaults, what they are bound to and the globals
-    they name; modules of Python into what the function may name of them; containers into their
-    items, up to a thousand or so; objects of the user's own classes into their attributes and
-    methods. What belongs to installed packages is passed over, unless it is given here, or an
-    optimizer computes with it: a schedule is found behind Optax's functions.
+    A function leads to its closure, defaults, bound object and the globals that it uses; a Python
+    module to the names that the function may use; a container to its items, up to about a thousand;
+    an object of a user's class to its attributes and methods. Installed packages are skipped,
+    unless passed here or used by an optimizer: a schedule is found through Optax's functions.
     """
     return _Walk(values).roots()
 
@@ -108,7 +107,7 @@ def variables_behind(container: VariableContainer) -> list[nnx.Variable]:
 
 
 def functions_behind(container: VariableContainer) -> list[types.FunctionType]:
-    """Every function that an optimizer computes with, as far as they can be followed."""
+    """Every function that an optimizer computes with, as far as they can be found."""
     walk = _Walk(())
     walk.follow(container)
     walk.roots()
@@ -116,26 +115,26 @@ def functions_behind(container: VariableContainer) -> list[types.FunctionType]:
 
 
 class _Walk:
-    """A walk from some values to the modules, variables and optimizers below them."""
+    """A traversal from values to the modules, variables and optimizers below them."""
 
     def __init__(self, values: Sequence[Any]):
-        # What an optimizer computes with is marked, since there libraries are followed too.
+        # Values of an optimizer are marked, because there libraries are searched too.
         self._queue = collections.deque((value, False) for value in values)
-        # A step that comes from an installed package makes that package the user's own.
+        # If a step comes from an installed package, that package is searched.
         self._home = {package(_owner(value)) for value in values}
         self._seen: dict[tuple[int, bool], Any] = {}
 
     @property
     def seen(self) -> list[Any]:
-        """All that was come by."""
+        """All visited values."""
         return list(self._seen.values())
 
     def follow(self, container: VariableContainer) -> None:
-        """Go on with what an optimizer computes with."""
+        """Also visit the functions of an optimizer."""
         self._queue.extend((value, True) for value in container.computes_with())
 
     def roots(self) -> list[Any]:
-        """All of them, each once, the nearest first."""
+        """The modules, variables and optimizers, each once, the nearest first."""
         roots: list[Any] = []
         seen = self._seen
         followed = 0
@@ -161,12 +160,12 @@ class _Walk:
         if isinstance(value, types.MethodType):
             return (value.__func__, value.__self__)
         if isinstance(value, dict | types.MappingProxyType):
-            return itertools.islice(value.values(), _MANY)
+            return itertools.islice(value.values(), _MAX_ITEMS)
         if isinstance(value, list | tuple | set | frozenset):
-            return itertools.islice(value, _MANY)
+            return itertools.islice(value, _MAX_ITEMS)
         if isinstance(value, property | classmethod | staticmethod):
             return (getattr(value, "fget", None), getattr(value, "__func__", None))
-        # A decorator of any library may stand around a function of the user's.
+        # Look through the decorators of other libraries.
         wrapped = _own(value, "__wrapped__")
         if wrapped is not None and not isinstance(value, types.FunctionType):
             return (wrapped,)
@@ -197,7 +196,7 @@ class _Walk:
             codes.extend(const for const in code.co_consts if isinstance(const, types.CodeType))
 
 
-# Objects of these hold none, and may hold very much else.
+# Packages whose objects hold no variables, but may hold much else.
 _WITHOUT_VARIABLES = frozenset({"builtins", "jax", "jaxlib", "numpy"})
 
 
@@ -213,12 +212,12 @@ def _closed_over(function: types.FunctionType) -> Iterator[Any]:
 
 
 def _owner(value: Any) -> Any:
-    """What says in its ``__module__`` whose a value is: itself, or its class."""
+    """The object whose ``__module__`` names the package of a value: itself, or its class."""
     return value if isinstance(value, type | types.FunctionType) else type(value)
 
 
 def _own(value: Any, name: str) -> Any:
-    # Asked of the object itself, for a class may answer any attribute with whatever it likes.
+    # Without ``__getattr__``, which may return anything.
     try:
         return object.__getattribute__(value, name)
     except AttributeError:

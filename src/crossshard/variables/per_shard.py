@@ -15,14 +15,14 @@ from crossshard.variables.discovery import variables_in
 
 @jax.tree_util.register_pytree_with_keys_class
 class PerShardArray:
-    """The values of all shards, as a variable that differs between them holds them.
+    """The values of all shards, held by a variable that differs between them.
 
-    It is no array: a model that reads one shard's rows as if they were the features of a batch
-    would compute nonsense, so arithmetic on it is refused. ``merge_shards`` gives a model to
-    compute with; ``variable[...].array`` gives the values, as ``np.asarray(variable[...])`` does.
+    It is not an array: a model that took the axis of the shards for the features of a batch would
+    compute nonsense, so arithmetic on it raises. ``merge_shards`` returns a model to compute with;
+    ``variable[...].array`` is the values, and so is ``np.asarray(variable[...])``.
 
-    In a checkpoint its path ends with ``per_shard``. To restore one, take a step with the fresh
-    model and optimizer first, as slots are made by ``build``, so that they hold the same.
+    In a checkpoint its path ends with ``per_shard``. To restore one, first take a step with the new
+    model and optimizer, as ``build`` creates slots, so that they have the same structure.
 
     Attributes:
       array: ``[shards, …]``.
@@ -43,27 +43,27 @@ class PerShardArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of all values: ``[shards, …]``."""
+        """The shape of all values: ``[shards, …]``."""
         return self.array.shape
 
     @property
     def dtype(self) -> Any:
-        """Of each value."""
+        """The dtype of the values."""
         return self.array.dtype
 
     @property
     def ndim(self) -> int:
-        """One more than each value has."""
+        """The number of dimensions, with the axis of the shards."""
         return self.array.ndim
 
     @property
     def size(self) -> int:
-        """How many numbers all values have together."""
+        """The number of elements of all values."""
         return self.array.size
 
     @property
     def nbytes(self) -> int:
-        """How many bytes all values have together."""
+        """The number of bytes of all values."""
         return self.array.nbytes
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
@@ -79,30 +79,30 @@ class PerShardArray:
         return self if index is ... else self._refuse()
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """``variable[...] = value`` gives every shard this value, or each its row."""
+        """``variable[...] = value`` writes one value to every shard, or to each shard its row."""
         value = jnp.asarray(value, self.dtype) if index is ... else self._refuse()
         if value.shape not in (self.shape, self.shape[1:]):
             raise VariableError(
-                f"Of a variable that differs between {self.shape[0]} shards a value has shape "
-                f"{self.shape[1:]}, or {self.shape} for one each; got {value.shape}."
+                f"The value of a variable that differs between {self.shape[0]} shards must have "
+                f"shape {self.shape[1:]}, or {self.shape} for one each; got {value.shape}."
             )
         self.array = jnp.broadcast_to(value, self.shape)
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise VariableError(
             f"A variable that differs between {self.shape[0]} shards, {self.dtype}"
-            f"{list(self.shape)}, cannot be computed with as if it were one value. Evaluate "
-            f"crossshard.merge_shards(model), where all shards' are one; or read them, "
-            f"[shards, …], as variable[...].array."
+            f"{list(self.shape)}, cannot be used as one value. Evaluate "
+            f"crossshard.merge_shards(model), which has one value for all shards; or read all "
+            f"values, [shards, …], as variable[...].array."
         )
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], None]:
-        """The array; its key says in a checkpoint what it is."""
+        """The array, with a key that identifies it in a checkpoint."""
         return ((jax.tree_util.GetAttrKey("per_shard"), self.array),), None
 
     @classmethod
     def tree_unflatten(cls, _: None, children: Any) -> "PerShardArray":
-        """The reverse."""
+        """The inverse."""
         return cls(*children)
 
 
@@ -121,10 +121,10 @@ def is_per_shard_array(leaf: Any) -> bool:
 
 
 def is_per_shard(variable: nnx.Variable) -> bool:
-    """Whether the variable differs between shards, and holds a ``PerShardArray``.
+    """Whether a variable differs between shards, and holds a ``PerShardArray``.
 
-    A runner makes it so when a step leaves the shards with different values: parameters under
-    groups, statistics that each shard keeps of its own batch.
+    Runners store variables so that differ between shards after a step: parameters with groups,
+    batch statistics.
 
     >>> from flax import nnx
     >>> is_per_shard(nnx.Param(0.0))
@@ -134,28 +134,28 @@ def is_per_shard(variable: nnx.Variable) -> bool:
 
 
 def number_of_shards(variable: nnx.Variable) -> int | None:
-    """Between how many shards a variable differs; ``None`` if it does not."""
+    """The number of shards between which a variable differs; ``None`` if it does not."""
     leaves = jax.tree.leaves(variable.get_raw_value(), is_leaf=is_per_shard_array)
     sizes = (leaf.shape[0] for leaf in leaves if is_per_shard_array(leaf))
     return next(sizes, None)
 
 
 def stacked(value: Any) -> Any:
-    """What a variable holds, with ``[shards, …]`` arrays where it differs between shards."""
+    """A variable's value, with ``[shards, …]`` arrays if it differs between shards."""
     unwrap = lambda leaf: leaf.array if is_per_shard_array(leaf) else leaf
     return jax.tree.map(unwrap, value, is_leaf=is_per_shard_array)
 
 
 def per_shard(value: Any) -> Any:
-    """The reverse: what a variable holds of ``[shards, …]`` arrays."""
+    """The inverse of ``stacked``, for a value of ``[shards, …]`` arrays."""
     return jax.tree.map(PerShardArray, value)
 
 
 def set_shared(variable: nnx.Variable, value: Any) -> None:
-    """Write one value for all shards to a variable, also where they differed until now.
+    """Write one value for all shards to a variable, even if it differed between them.
 
     Raises:
-      VariableError: not a variable, or a value that is no array.
+      VariableError: not a variable, or the value is not an array.
 
     >>> from flax import nnx
     >>> variable = nnx.Param(0.0)
@@ -167,10 +167,10 @@ def set_shared(variable: nnx.Variable, value: Any) -> None:
 
 
 def set_per_shard(variable: nnx.Variable, values: Any) -> None:
-    """Write one value per shard to a variable, ``[shards, …]``, to restore what was saved so.
+    """Write per-shard values ``[shards, …]`` to a variable, for example from a checkpoint.
 
     Raises:
-      VariableError: not a variable, values that have no axis of shards, or called inside a step,
+      VariableError: not a variable, values without the axis of the shards, or called inside a step,
         where a variable holds one shard's value.
 
     >>> from flax import nnx
@@ -182,8 +182,8 @@ def set_per_shard(variable: nnx.Variable, values: Any) -> None:
     values = _check_value(variable, values)
     if values.ndim == 0:
         raise VariableError(
-            f"One value per shard of {describe_variable(variable)} has shape [shards, …]; got a "
-            f"scalar. Write it with crossshard.set_shared."
+            f"The per-shard values of {describe_variable(variable)} must have shape [shards, …]; "
+            f"got a scalar. Write it with crossshard.set_shared."
         )
     if is_in_step(variable):
         raise VariableError(
@@ -194,29 +194,29 @@ def set_per_shard(variable: nnx.Variable, values: Any) -> None:
 
 
 def is_in_step(variable: nnx.Variable) -> bool:
-    """Whether a runner has handed the variable in, so that it holds this shard's value alone."""
+    """Whether the variable is bound to a step, and holds one shard's value."""
     around = bound()
     return around is not None and variable in around
 
 
 def merge_shards(node: Any, shard: int | None = None) -> Any:
-    """A copy in which every variable has one value for all shards: to evaluate, or to export.
+    """A copy in which every variable has one value for all shards, to evaluate or to export.
 
-    What a step leaves different on the shards, such as the statistics of a batch norm, is held as
-    a ``PerShardArray``, with which a model cannot compute outside of a step.
+    Variables that differ between shards after a step, such as batch statistics, hold a
+    ``PerShardArray``, which a model cannot use outside of a step.
 
     Args:
       node: an NNX module, an optimizer, ``nnx.metrics``, or a pytree of these.
-      shard: whose values to take. If ``None``, the mean of what is floating, else the first
-        shard's.
+      shard: the shard whose values to take. If ``None``, the mean of floating values, and the first
+        shard's of others.
 
     Returns:
-      The copy; what was given stays as it is, and trains on.
+      The copy; ``node`` does not change.
 
     Raises:
       ArgumentError: there is no such shard.
-      VariableError: an ``nnx.Param`` differs, as under ``group_assignment``, and no shard was
-        named, since a mean of weights is another model.
+      VariableError: an ``nnx.Param`` differs, as with ``group_assignment``, and ``shard`` is
+        ``None``: a mean of weights is a different model.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -239,17 +239,17 @@ def merge_shards(node: Any, shard: int | None = None) -> Any:
         if isinstance(variable, nnx.Param) and not _all_equal(values):
             raise VariableError(
                 f"{describe_variable(variable)} differs between {number} shards, and a mean of "
-                f"weights is another model. Say whose to take: merge_shards(model, shard=0)."
+                f"weights is a different model. Choose a shard: merge_shards(model, shard=0)."
             )
         variable.set_raw_value(jax.tree.map(of_all, values))
     return merged
 
 
 def of_all(x: jax.Array) -> jax.Array:
-    """What stands for all shards of what each has: the mean of statistics, else the first's."""
+    """One value for all shards: the mean of floating values, else the first shard's."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x[0]
-    # Not the mean of equal numbers, which rounds.
+    # The mean of equal values would round.
     return jnp.where((x == x[0]).all(0), x[0], x.mean(0))
 
 
@@ -260,7 +260,7 @@ def _all_equal(values: Any) -> bool:
 
 def _check_variable(variable: Any) -> nnx.Variable:
     if not isinstance(variable, nnx.Variable):
-        raise VariableError(f"An nnx variable is wanted; got {type(variable).__name__}.")
+        raise VariableError(f"Expected an nnx variable; got {type(variable).__name__}.")
     return variable
 
 
@@ -271,5 +271,5 @@ def _check_value(variable: Any, value: Any) -> jax.Array:
         return jnp.asarray(value)
     except (TypeError, ValueError):
         raise VariableError(
-            f"{describe_variable(variable)} takes an array; got {value!r:.60}."
+            f"{describe_variable(variable)} must be set to an array; got {value!r:.60}."
         ) from None
