@@ -126,7 +126,7 @@ TABLE = [
     bad("an array of words", step_on(np.array(["a"] * 8)), ArgumentTypeError, "<U1"),
     bad("an empty batch", step_on({}), ArgumentError, "empty"),
     bad("a weight that counts padding", step_on(np.ones((10, 3), np.float32), weight=len),
-        ArgumentError, "10 rows", "weigh nothing", "mask"),
+        ArgumentError, "10 rows", "weight 0", "mask"),
     bad("a weight that is not in the batch", step_on(ROWS, weight="mask"), ArgumentError, "'mask'"),
     bad("a weight of many numbers", step_on(ROWS, weight=lambda batch: batch[:, 0]), ArgumentError,
         "one number", "(2,)"),
@@ -141,7 +141,7 @@ TABLE = [
         NestedReductionError, "twice"),
     bad("a loss that makes variables",
         lambda: (step := make(loss=sow)()) and step(step.init(Sowing()), ROWS),
-        VariableError, "made or removed variables"),
+        VariableError, "added or removed variables"),
     bad("a description too soon", lambda: make()().describe(), ArgumentError, "init(params)"),
     bad("the model of no group in particular",
         lambda: (step := make(opt=wrapped(group_assignment=[[0, 1], [2, 3]]))())
