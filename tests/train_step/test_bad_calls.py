@@ -95,7 +95,7 @@ TABLE = [
     bad("an unknown weight update", make(weight_update="zero1"), ArgumentError,
         "'zero1'", "'auto'", "'replicated'", "'sharded'"),
     bad("a weight that is a number", make(weight=3), ArgumentTypeError, "got 3", "examples"),
-    bad("a weight under SUM", make(opt=wrapped(reduction="sum"), weight=len), ArgumentError,
+    bad("a weight with SUM", make(opt=wrapped(reduction="sum"), weight=len), ArgumentError,
         "SUM", "MEAN"),
     bad("groups of other shards",
         make(opt=wrapped(group_assignment=[[0, 1], [2, 3]]), num_shards=8),
