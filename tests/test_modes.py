@@ -197,7 +197,7 @@ def test_local_means_each_shards_own_also_where_it_is_equal_everywhere():
 def test_the_callers_word_is_held_against_the_type():
     opt = sgd()
     run = lambda w, x, y: opt.update(x[0], opt.init(w), w, incoming="reduced")[0]
-    with pytest.raises(crossshard.IncomingError, match="still differs"):
+    with pytest.raises(crossshard.IncomingError, match="is varying over"):
         in_shard_map(run)
 
 
@@ -217,7 +217,7 @@ def test_a_group_cannot_be_taken_out_of_a_whole_sum():
     def function(w: Any, x: Any, y: Any) -> Any:
         return opt.update(jax.grad(loss)(w, x, y), opt.init(w), w, incoming="summed")[0]
 
-    with pytest.raises(crossshard.IncomingError, match="cannot be taken out of the whole"):
+    with pytest.raises(crossshard.IncomingError, match="cannot be recovered from the total"):
         in_shard_map(function)
 
 

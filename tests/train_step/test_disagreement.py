@@ -106,13 +106,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 SAID = {
-    "parameters": "To init, process 1 gave parameters checksum ",
-    "dtype": "To init, process 1 gave ",
-    "seed": "To init, process 1 gave rng checksum ",
-    "optimizer": "To init, process 1 gave optimizer checksum ",
+    "parameters": "To init, process 1 passed parameters checksum ",
+    "dtype": "To init, process 1 passed ",
+    "seed": "To init, process 1 passed rng checksum ",
+    "optimizer": "To init, process 1 passed optimizer checksum ",
     "call": "Process 1 is at init, and process 0 at step.",
-    "state": "To reshard, process 1 gave a state checksum ",
-    "rows": "To step, process 1 gave batch['x'] float32[8, 3], and process 0 float32[2, 3].",
+    "state": "To reshard, process 1 passed a state checksum ",
+    "rows": "To step, process 1 passed batch['x'] float32[8, 3], and process 0 float32[2, 3].",
 }
 
 
@@ -125,7 +125,7 @@ def test_every_process_is_told_which_one_gave_something_else(
 
 
 def test_a_process_that_does_not_come_is_named(found: list[dict[str, Any]]):
-    assert found[0]["missing"].startswith("Process 1 has not come to init in 1 seconds")
+    assert found[0]["missing"].startswith("Process 1 has not reached init in 1 seconds")
 
 
 @pytest.mark.parametrize("process", range(PROCESSES))

@@ -141,11 +141,11 @@ def test_states_of_other_groups_are_refused():
     eight, four = make(8, [[0, 1, 2, 3], [4, 5, 6, 7]]), make(4, [[0, 1], [2, 3]])
     plain = make(4, None)
     state = eight.unshard(eight.init(START))
-    with pytest.raises(ArgumentError, match="groups of other shards"):
+    with pytest.raises(ArgumentError, match="groups over another number of shards"):
         four.reshard(state)
-    with pytest.raises(ArgumentError, match="with groups that part ways"):
+    with pytest.raises(ArgumentError, match="with groups that diverge"):
         plain.reshard(state)
-    with pytest.raises(ArgumentError, match="without groups that part ways"):
+    with pytest.raises(ArgumentError, match="without groups that diverge"):
         four.reshard(plain.unshard(plain.init(START)))
 
 
@@ -288,7 +288,7 @@ def test_words_in_aux_and_weights_of_none():
     with pytest.raises(ArgumentTypeError, match=r"aux\['name'\] is 'x'"):
         step(step.init(START), X)
     step = make_train_step(loss_fn, optax.sgd(0.1), num_shards=2, weight=lambda batch: None)
-    with pytest.raises(ArgumentTypeError, match="weight gave None"):
+    with pytest.raises(ArgumentTypeError, match="weight returned None"):
         step(step.init(START), X)
 
 

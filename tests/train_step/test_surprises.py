@@ -94,7 +94,7 @@ def test_a_seed_that_is_too_large(seed: int):
         step.init(W, seed)
 
 
-@pytest.mark.parametrize(("rows", "advice"), [(3, "Give 8,"), (11, "Give 8 or 16,")])
+@pytest.mark.parametrize(("rows", "advice"), [(3, "Pass 8,"), (11, "Pass 8 or 16,")])
 def test_the_numbers_of_rows_that_are_advised_have_rows(rows: int, advice: str):
     step = make_train_step(loss_fn, optax.sgd(0.1), num_shards=8)
     with pytest.raises(ArgumentError, match=advice):
@@ -179,5 +179,5 @@ def test_words_in_aux_are_told_where_they_belong():
     step = make_train_step(
         lambda w, b: (loss_fn(w, b), {"name": "x"}), optax.sgd(0.1), num_shards=2, has_aux=True
     )
-    with pytest.raises(ArgumentTypeError, match=r"aux\['name'\] is 'x'.*leave it out of aux"):
+    with pytest.raises(ArgumentTypeError, match=r"aux\['name'\] is 'x'.*Leave out of aux"):
         step(step.init(W), X)

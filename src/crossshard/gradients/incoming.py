@@ -1,4 +1,4 @@
-"""What an incoming gradient already is: read from its type or said by the caller, not guessed."""
+"""The status of an incoming gradient: read from its type or declared, never guessed."""
 
 import enum
 import math
@@ -16,12 +16,12 @@ from crossshard.shards.axes import Shards
 
 
 class Incoming(enum.StrEnum):
-    """What has been done to a gradient before the optimizer sees it.
+    """The status of a gradient when it reaches the optimizer.
 
-    LOCAL: nothing; it is the gradient of this shard's own loss.
-    SCALED: MEAN's division is done, the sum is not (what ``compute_gradients`` hands out).
-    SUMMED: autodiff has summed it over all shards, MEAN's division is not done.
-    REDUCED: all of it is done; the optimizer only steps.
+    LOCAL: not reduced; the gradient of this shard's own loss.
+    SCALED: divided for MEAN but not summed, as ``compute_gradients`` returns it.
+    SUMMED: summed over all shards by autodiff, but not divided for MEAN.
+    REDUCED: summed and divided; the optimizer only updates.
     """
 
     LOCAL = "local"
@@ -31,14 +31,14 @@ class Incoming(enum.StrEnum):
 
 
 def check_incoming(incoming: object) -> Incoming | None:
-    """The checked word, or ``None`` where the caller has said nothing."""
+    """The checked status, or ``None`` if none is declared."""
     if incoming is None:
         return None
     try:
         return Incoming(incoming)  # type: ignore[arg-type]
     except ValueError:
         raise ArgumentError(
-            f"incoming must be one of {', '.join(repr(str(word)) for word in Incoming)}, or None; "
+            f"incoming must be one of {', '.join(repr(str(each)) for each in Incoming)}, or None; "
             f"got {incoming!r}."
         ) from None
 
@@ -47,32 +47,33 @@ def read_incoming(
     name: str,
     gradient: Any,
     shards: Shards,
-    said: Incoming | None,
+    declared: Incoming | None,
     *,
     reduction: Reduction,
     grouped: bool,
 ) -> Incoming:
-    """What this gradient is, from its type where types tell and from what was said.
+    """The status of a gradient, from its declaration or its type.
 
     Raises:
-      DoubleReductionError: nothing was said, and the type says that it is equal on all shards.
-      IncomingError: it was said to be summed or reduced, and the type says that it differs.
+      DoubleReductionError: nothing is declared, and the gradient is invariant.
+      IncomingError: the gradient is declared summed or reduced, but is varying.
     """
-    if said is Incoming.SUMMED and grouped:
+    if declared is Incoming.SUMMED and grouped:
         raise IncomingError(
-            f"{name} is said to be summed over all {shards.number} shards, but this optimizer "
-            f"reduces over groups, and a group's sum cannot be taken out of the whole. "
+            f"{name} is declared as summed over all {shards.number} shards, but this optimizer "
+            f"reduces over groups, and a group's sum cannot be recovered from the total. "
             f"Differentiate with crossshard.value_and_grad."
         )
     if not shards.has_vma:
-        return said or Incoming.LOCAL
-    if said in (Incoming.SUMMED, Incoming.REDUCED) and not grouped and shards.is_varying(gradient):
+        return declared or Incoming.LOCAL
+    reduced = declared in (Incoming.SUMMED, Incoming.REDUCED)
+    if reduced and not grouped and shards.is_varying(gradient):
         raise IncomingError(
-            f"{name} ({describe_type(gradient)}) is said to be {said}, but its type says that it "
-            f"still differs over {_axes(shards)}. Say incoming='local', or nothing."
+            f"{name} ({describe_type(gradient)}) is declared as {declared}, but by its type it is "
+            f"varying over {_axes(shards)}. Write incoming='local', or leave incoming out."
         )
-    if said is not None:
-        return said
+    if declared is not None:
+        return declared
     if not shards.invariant_axes(gradient):
         return Incoming.LOCAL
     if shards.number == 1:
@@ -91,8 +92,8 @@ def _double_reduction(name: str, gradient: Any, shards: Shards, reduction: Reduc
         f"{name} ({describe_type(gradient)}) arrived at CrossShardOptimizer.update already "
         f"invariant over {_axes(shards, shards.invariant_axes(gradient))}: autodiff has summed it "
         f"over {number} shards, so {mistake}. Differentiate with crossshard.value_and_grad, or "
-        f'say incoming="summed" (or "reduced" if it has been averaged already, or "local" if it is '
-        f"each shard's own and happens to be equal)."
+        f'write incoming="summed" ("reduced" if it is already averaged, "local" if it is a local '
+        f"gradient that happens to be equal on all shards)."
     )
 
 
@@ -102,13 +103,13 @@ def _axes(shards: Shards, axes: tuple[str, ...] | None = None) -> str:
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:
-    """A leaf's path as its owner would write it: ``layers/0/kernel``."""
+    """The path of a leaf, as in ``layers/0/kernel``."""
     return f"`{jax.tree_util.keystr(path, simple=True, separator='/') or 'gradient'}`"
 
 
 def is_sparse(leaf: Any) -> bool:
     """Whether a leaf is one of JAX's sparse arrays."""
-    # Whoever has a sparse array has imported this already; importing it here would bring in SciPy.
+    # A sparse array implies that this is imported already; importing it here would import SciPy.
     sparse = sys.modules.get("jax.experimental.sparse")
     return sparse is not None and isinstance(leaf, sparse.JAXSparse)
 
@@ -137,14 +138,14 @@ def check_shapes(gradients: Any, like: Any, what: str = "its parameter") -> None
     """Raise unless gradients have the shapes of their parameters, or of their updates.
 
     Raises:
-      ArgumentError: they have not, as per-example gradients.
+      ArgumentError: the shapes differ, as with per-example gradients.
     """
-    given, wanted = (
+    given, expected = (
         jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse) for tree in (gradients, like)
     )
-    if len(given) != len(wanted):
+    if len(given) != len(expected):
         return
-    for (path, gradient), (_, other) in zip(given, wanted, strict=True):
+    for (path, gradient), (_, other) in zip(given, expected, strict=True):
         if jnp.shape(gradient) != jnp.shape(other):
             raise ArgumentError(
                 f"{leaf_name(path)} has shape {jnp.shape(gradient)} and {what} "

@@ -1,4 +1,4 @@
-"""Local gradients: autodiff that never sums over the shards behind the caller's back."""
+"""Local gradients: ``grad`` and ``value_and_grad`` that never sum over the shards."""
 
 import functools
 import itertools
@@ -26,30 +26,30 @@ def value_and_grad(
     *,
     axis_name: str | tuple[str, ...] | None = None,
 ) -> Callable[..., Any]:
-    """Like ``jax.value_and_grad``, but the gradient is always this shard's own.
+    """Like ``jax.value_and_grad``, but the gradient is always local to the shard.
 
-    Under ``shard_map(check_vma=True)`` JAX's own sums the gradient of a replicated parameter over
-    the shards; under every other mode it does not. This one never does, so that a
-    ``CrossShardOptimizer`` can reduce it, once. Outside of all shards it is JAX's own.
+    Under ``shard_map(check_vma=True)``, ``jax.grad`` sums the gradient of a replicated parameter
+    over the shards; in all other modes it does not. This function never does, so that a
+    ``CrossShardOptimizer`` reduces it once. Outside of shards it is ``jax.value_and_grad``.
 
     Args:
       fun: a function that returns this shard's scalar loss, or ``(loss, aux)``.
-      argnums: which positional arguments to differentiate: NNX modules, or pytrees. Of a pytree
-        with leaves that ``jax.grad`` would refuse, as Equinox modules have them, the floating
-        arrays; the other leaves get the gradient ``None``.
+      argnums: which positional arguments to differentiate: NNX modules, or pytrees. In a pytree
+        with leaves that ``jax.grad`` refuses, such as an Equinox module, only floating arrays are
+        differentiated; the other leaves get the gradient ``None``.
       has_aux: whether ``fun`` returns ``(loss, aux)``.
       holomorphic: as for ``jax.grad``.
       allow_int: as for ``jax.grad``.
-      axis_name: the axes over which the gradient is to stay local. If ``None``, the only bound one,
-        or, of several, those over which no parameter is split by its type. Where types do not tell
-        (``check_vma=False``), JAX's own gradient through a ``psum`` over another axis is as many
-        times too large as that axis is long.
+      axis_name: the axes over which the gradient stays local. If ``None``, the only bound axis;
+        of several, those over which no parameter is split by its type. Without such types
+        (``check_vma=False``), JAX's own gradient through a ``psum`` over another axis is too large
+        by the size of that axis.
 
     Returns:
       A function of the same arguments that returns ``(value, gradient)``.
 
     Raises:
-      ArgumentError: ``argnums`` has no such argument; the loss is not a scalar.
+      ArgumentError: ``argnums`` names a missing argument, or the loss is not a scalar.
       AxisError: several axes are bound, none is named, and the loss is reduced over some of them.
 
     >>> import jax, jax.numpy as jnp
@@ -60,7 +60,7 @@ def value_and_grad(
     """
     names = check_axis_name(axis_name)
     if not callable(fun):
-        raise ArgumentTypeError(f"A function is wanted to differentiate; got {fun!r:.60}.")
+        raise ArgumentTypeError(f"fun must be a function; got {fun!r:.60}.")
 
     @functools.wraps(fun)
     def differentiate(*args: Any, **kwargs: Any) -> Any:
@@ -70,7 +70,7 @@ def value_and_grad(
         def local_loss(*args: Any, **kwargs: Any) -> Any:
             loss, aux = split_loss(fun(*args, **kwargs), has_aux, (jnp.inexact,))
             check_one_way(loss, shards, names)
-            # Each shard has its own copy of a loss that is equal on all, and differentiates that.
+            # An invariant loss is cast to varying: each shard differentiates its own copy.
             return shards.as_varying(loss), (loss, aux)
 
         if any(_is_nnx(args[number]) for number in numbers):
@@ -94,7 +94,7 @@ def grad(
     *,
     axis_name: str | tuple[str, ...] | None = None,
 ) -> Callable[..., Any]:
-    """Like ``jax.grad``, but the gradient is always this shard's own; see ``value_and_grad``.
+    """Like ``jax.grad``, but the gradient is always local to the shard; see ``value_and_grad``.
 
     >>> import jax, jax.numpy as jnp
     >>> step = lambda x: grad(lambda w: w * x)(jnp.float32(2))
@@ -114,10 +114,10 @@ def grad(
 def split_loss(
     out: Any, has_aux: bool, kinds: tuple[Any, ...] = (jnp.floating,)
 ) -> tuple[Any, Any]:
-    """The loss, of one of these kinds of dtype, and ``aux`` of what a loss function returned.
+    """Split the output of a loss function into a loss of one of these kinds of dtype and ``aux``.
 
     Raises:
-      ArgumentError, ArgumentTypeError: as ``check_scalar``; there is no pair where one is wanted.
+      ArgumentError, ArgumentTypeError: as for ``check_scalar``, or the output is not a pair.
     """
     if has_aux and not (isinstance(out, tuple | list) and len(out) == 2):
         raise ArgumentTypeError(
@@ -180,10 +180,10 @@ def _jax_grad(
     allow_int: bool,
 ) -> Any:
     leaves, tree = jax.tree.flatten(tuple(args[number] for number in numbers))
-    wanted = [
+    differentiated = [
         flag for number in numbers for flag in _differentiable(number, args[number], allow_int)
     ]
-    places = list(itertools.compress(range(len(leaves)), wanted))
+    places = list(itertools.compress(range(len(leaves)), differentiated))
 
     def of_arrays(arrays: list[Any]) -> Any:
         whole = list(leaves)
@@ -204,10 +204,10 @@ def _jax_grad(
 
 
 def _differentiable(number: int, arg: Any, allow_int: bool) -> list[bool]:
-    """Which leaves to differentiate: all, where ``jax.grad`` takes all, else floating arrays.
+    """Which leaves to differentiate: all if ``jax.grad`` takes them, otherwise floating arrays.
 
     Raises:
-      ArgumentTypeError: the argument is one leaf, and not floating.
+      ArgumentTypeError: the argument is a single leaf that is not floating.
     """
     leaves = jax.tree.leaves(arg)
     if all(is_number(leaf) and (allow_int or is_inexact(leaf)) for leaf in leaves):
@@ -215,6 +215,6 @@ def _differentiable(number: int, arg: Any, allow_int: bool) -> list[bool]:
     if len(leaves) == 1 and leaves[0] is arg:
         raise ArgumentTypeError(
             f"Argument {number} cannot be differentiated: it is {arg!r:.60} "
-            f"({type(arg).__name__}). Give a floating array or a pytree of them."
+            f"({type(arg).__name__}). Pass a floating array or a pytree of them."
         )
     return [hasattr(leaf, "dtype") and is_inexact(leaf) for leaf in leaves]

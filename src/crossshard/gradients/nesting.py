@@ -1,4 +1,4 @@
-"""Nesting: a CrossShardOptimizer inside another one would reduce the gradients twice."""
+"""Nesting: refuses a CrossShardOptimizer inside another one, which would reduce twice."""
 
 import threading
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ _thread = threading.local()
 
 @contextmanager
 def inside_optimizer() -> Iterator[None]:
-    """Say that the code inside belongs to an optimizer that a CrossShardOptimizer wraps."""
+    """Mark the code inside as part of an inner optimizer."""
     outer = getattr(_thread, "inside", False)
     _thread.inside = True
     try:
@@ -21,12 +21,12 @@ def inside_optimizer() -> Iterator[None]:
 
 
 def is_inside_optimizer() -> bool:
-    """Whether the code here belongs to an optimizer that a CrossShardOptimizer wraps."""
+    """Whether the code here is part of an inner optimizer."""
     return getattr(_thread, "inside", False)
 
 
 def refuse_nesting() -> None:
-    """Raise NestedReductionError inside of an optimizer that a CrossShardOptimizer wraps."""
+    """Raise NestedReductionError inside of an inner optimizer."""
     if is_inside_optimizer():
         raise NestedReductionError(
             "A CrossShardOptimizer was updated inside another one's update: the gradients would be "

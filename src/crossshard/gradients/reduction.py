@@ -1,4 +1,4 @@
-"""Reduction: how the gradients of the shards become one."""
+"""Reduction: mean or sum over the shards."""
 
 import enum
 

@@ -1,4 +1,4 @@
-"""What is a number, and what is a scalar that can be a loss: asked here for every way in."""
+"""Checks of numbers, and of scalars that can be a loss."""
 
 from typing import Any
 
@@ -24,11 +24,11 @@ def is_inexact(leaf: Any) -> bool:
 
 
 def check_scalar(value: Any, what: str = "A loss", kinds: tuple[Any, ...] = (jnp.floating,)) -> Any:
-    """``value``, of a variable its value, if it is a scalar of one of these kinds of dtype.
+    """Check that a value, or a variable's value, is a scalar of one of these kinds of dtype.
 
     Raises:
-      ArgumentError: it is an array of several numbers.
-      ArgumentTypeError: it is not a number, or its dtype is not of these kinds.
+      ArgumentError: the value is not a scalar.
+      ArgumentTypeError: the value is not a number, or its dtype is not of these kinds.
     """
     value = value.get_value() if isinstance(value, nnx.Variable) else value
     if not is_number(value):
@@ -37,8 +37,8 @@ def check_scalar(value: Any, what: str = "A loss", kinds: tuple[Any, ...] = (jnp
     if shape != ():
         raise ArgumentError(
             f"{what} must be a floating scalar; got {dtype}[{','.join(map(str, shape))}], of shape "
-            f"{shape}. Reduce it first, with jnp.mean, or with jnp.sum, which is what TensorFlow "
-            f"differentiates of a loss that is not a scalar."
+            f"{shape}. Reduce it first, with jnp.mean, or with jnp.sum, as TensorFlow does for "
+            f"a loss that is not a scalar."
         )
     if not any(jnp.issubdtype(dtype, kind) for kind in kinds):
         raise ArgumentTypeError(f"{what} must be a floating scalar; got {dtype}[].")
@@ -46,5 +46,5 @@ def check_scalar(value: Any, what: str = "A loss", kinds: tuple[Any, ...] = (jnp
 
 
 def describe_type(x: Any) -> str:
-    """``f32[3,4]``, and over which axes it differs if its type says so."""
+    """The type of an array as in ``f32[3,4]``, with the axes it is varying over."""
     return str(jax.typeof(x).str_short(short_dtypes=True))

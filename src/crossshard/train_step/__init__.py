@@ -1,1 +1,1 @@
-"""The whole step, built by one call: loss, gradients, reduction, sharded weight update."""
+"""The whole training step: loss, gradients, reduction, sharded weight update."""

@@ -1,4 +1,4 @@
-"""Agreement: whether all processes of a mesh gave the same, asked through their coordinator."""
+"""Agreement: compares the arguments of all processes of a mesh, through their coordinator."""
 
 import collections
 import json
@@ -14,28 +14,28 @@ from jax.sharding import Mesh
 from crossshard import _jax
 from crossshard.errors import ArgumentError
 
-# A process may load its data, or compile, for minutes before it comes to the same line.
+# A process may load its data, or compile, for minutes before it reaches the same line.
 _SECONDS = 600
 
-# How often each set of processes has compared; the same in all of them.
+# The number of comparisons of each set of processes; the same in all of them.
 _comparisons: collections.Counter[tuple[int, ...]] = collections.Counter()
 
 
 def check_agreement(
     call: str, given: Callable[[], Mapping[str, str]], mesh: Mesh, mend: str
 ) -> None:
-    """Raise, in every process of the mesh, unless all of them gave the same.
+    """Raise, in every process of the mesh, unless all of them passed the same.
 
-    Nothing is sent where the devices of the mesh are of one process.
+    Nothing is sent if all devices of the mesh belong to one process.
 
     Args:
-      call: the call that every process is at.
-      given: what says, by name, what was given to it; not called where there is one process.
+      call: the name of the call that every process makes.
+      given: returns a text for each argument, by name; not called if there is one process.
       mesh: the mesh.
-      mend: what to write instead, in a sentence.
+      mend: a sentence that names what to write instead.
 
     Raises:
-      ArgumentError: one gave something else, or has not come to this call; says which.
+      ArgumentError: a process passed something else, or has not reached this call.
     """
     processes = tuple(sorted({device.process_index for device in mesh.devices.flat}))
     own = jax.process_index()
@@ -57,7 +57,7 @@ def check_agreement(
 def _verdict(
     key: str, call: str, given: Mapping[str, str], processes: tuple[int, ...], mend: str
 ) -> str:
-    """What differs between the first process and another; empty if nothing does."""
+    """The difference between the first process and another; empty without one."""
     first, *others = processes
     for process in others:
         told = _jax.told_by_processes(f"{key}/{process}", _SECONDS)
@@ -72,21 +72,21 @@ def _verdict(
             one, other = given.get(name, "nothing"), its_own.get(name, "nothing")
             if one != other:
                 return (
-                    f"To {call}, process {process} gave {name} {other}, and process {first} {one}. "
-                    f"{mend}"
+                    f"To {call}, process {process} passed {name} {other}, and process {first} "
+                    f"{one}. {mend}"
                 )
     return ""
 
 
 def _missing(process: int, call: str, seconds: float) -> str:
-    return f"Process {process} has not come to {call} in {seconds} seconds. {_SAME_CALLS}"
+    return f"Process {process} has not reached {call} in {seconds} seconds. {_SAME_CALLS}"
 
 
 _SAME_CALLS = "Every process of a mesh must make the same calls, in the same order."
 
 
 def checksum(tree: Any) -> str:
-    """``checksum 1a2b3c4d`` of the arrays of a pytree, or of types: names, shapes, dtypes, numbers.
+    """``checksum 1a2b3c4d`` of the arrays of a pytree, or of types: paths, shapes, dtypes, values.
 
     >>> import jax.numpy as jnp
     >>> checksum({"w": jnp.ones(3)}) == checksum({"w": np.ones(3, np.float32)})
@@ -103,7 +103,7 @@ def checksum(tree: Any) -> str:
 
 
 def _numbers(x: Any) -> np.ndarray:
-    """The numbers of an array that this process has whole, in JAX's dtype; of keys, their data."""
+    """The values of an array that this process has in full, in JAX's dtype; the data of keys."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if not getattr(x, "is_fully_addressable", True):

@@ -1,4 +1,4 @@
-"""Batches placed on the shards: split along axis 0, padded where weights allow it."""
+"""Puts batches on the mesh: split along axis 0, padded if there are weights."""
 
 import dataclasses
 import math
@@ -20,10 +20,10 @@ Weight = Callable[[Any], Any]
 
 
 def check_weight(weight: Any) -> Weight | None:
-    """A function from a shard's part of the batch to its weight, from what the user gave.
+    """The weight function of the ``weight`` argument: from a shard's batch to its weight.
 
     Raises:
-      ArgumentTypeError: neither a function nor the name of an entry.
+      ArgumentTypeError: ``weight`` is neither a function nor the name of an entry.
     """
     if weight is None or callable(weight):
         return weight
@@ -45,7 +45,7 @@ class SumOf:
         if not isinstance(batch, dict) or self.key not in batch:
             known = list(batch) if isinstance(batch, dict) else type(batch).__name__
             raise ArgumentError(
-                f"weight={self.key!r} names an entry of the batch, which has {known}."
+                f"weight={self.key!r} names an entry of the batch, but the batch has {known}."
             )
         return jnp.sum(jnp.asarray(batch[self.key], float))
 
@@ -54,43 +54,45 @@ def check_weight_is_read(weight: Weight, batch: Any, loss: Callable[[Any], Any])
     """Raise if a loss does not read the entry of the batch that counts its rows.
 
     Args:
-      weight: what a shard counts.
-      batch: a shard's part of the batch.
-      loss: the loss as a function of it.
+      weight: the weight function.
+      batch: one shard's rows of the batch.
+      loss: the loss as a function of the batch.
 
     Raises:
-      ArgumentError: it does not, so that rows that weigh nothing count in it.
+      ArgumentError: the loss does not read the entry, so rows of weight 0 count in it.
     """
     if not isinstance(weight, SumOf):
         return
     key = weight.key
-    # For its error, where there is no such entry.
+    # Raises if there is no such entry.
     jax.eval_shape(weight, batch)
     if not depends(lambda entry: loss({**batch, key: entry}), batch[key]):
         raise ArgumentError(
-            f"weight={key!r} says that batch[{key!r}] counts rows, but the loss does not read it, "
-            f"so that rows of weight 0, as a batch is padded with, count in its mean. Write "
+            f"weight={key!r} means that batch[{key!r}] counts rows, but the loss does not read it, "
+            f"so rows of weight 0, such as those of padding, count in its mean. Write "
             f"(loss_of_rows * batch[{key!r}]).sum() / batch[{key!r}].sum(). If the loss leaves "
-            f"such rows out by itself, say weight=lambda batch: batch[{key!r}].sum()."
+            f"such rows out on its own, pass weight=lambda batch: batch[{key!r}].sum()."
         )
 
 
 def weight_of(weight: Weight, batch: Any) -> jax.Array:
-    """float[]: the weight of one shard's part of the batch, in JAX's default precision.
+    """float[]: the weight of one shard's rows of the batch, in JAX's default precision.
 
     Raises:
-      ArgumentError: it is no scalar.
-      ArgumentTypeError: it is no number.
+      ArgumentError: the weight is not a scalar.
+      ArgumentTypeError: the weight is not a number.
     """
     given = weight(batch)
     if not is_number(given):
         raise ArgumentTypeError(
-            f"A shard's weight is one number; weight gave {given!r:.40} ({type(given).__name__})."
+            f"A shard's weight is one number; weight returned {given!r:.40} "
+            f"({type(given).__name__})."
         )
     value = jnp.asarray(given, float)
     if value.shape != ():
         raise ArgumentError(
-            f"A shard's weight is one number; weight gave an array of shape {value.shape}. Sum it."
+            f"A shard's weight is one number; weight returned an array of shape {value.shape}. "
+            f"Sum it."
         )
     return value
 
@@ -100,8 +102,8 @@ class BatchPlacer:
 
     def __init__(self, mesh: Mesh, weight: Weight | None):
         own = [each.process_index == jax.process_index() for each in mesh.devices.flat]
-        # The parts that this process gives of a batch. A mesh to compile for, without its devices,
-        # has a process all the same.
+        # The shards whose rows this process passes. A mesh without its devices, to compile for,
+        # counts as this process's.
         self._parts = sum(own) if jax.process_count() > 1 else mesh.size
         self._mesh = mesh
         self._weight = weight
@@ -110,30 +112,30 @@ class BatchPlacer:
         self._agreed: set[Any] = set()
 
     def abstract(self, batch: Any) -> Any:
-        """The types of a batch as it will lie; errors as for the batch itself."""
+        """The types and shardings of a batch on the mesh; raises as for the batch itself."""
 
         def one(leaf: Any, rows: int) -> jax.ShapeDtypeStruct:
             dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
             of_all = (leaf.shape[0] + rows) * self._mesh.size // self._parts
-            lies_there = getattr(leaf, "sharding", None) == self._sharding
-            shape = leaf.shape if lies_there else (of_all, *leaf.shape[1:])
+            is_placed = getattr(leaf, "sharding", None) == self._sharding
+            shape = leaf.shape if is_placed else (of_all, *leaf.shape[1:])
             return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding)
 
         leaves, missing, tree = self._checked(batch)
         return tree.unflatten(map(one, leaves, missing))
 
     def __call__(self, batch: Any) -> Any:
-        """The batch on the devices; what lies there already is left alone.
+        """Put a batch on the devices; arrays with the right sharding are returned unchanged.
 
-        A process gives its own part of the batch where there are several.
+        If there are several processes, each passes its own rows.
 
         Raises:
-          ArgumentError: an array without rows, or whose rows do not divide and may not be padded.
-          ArgumentTypeError: a leaf that is no array.
+          ArgumentError: an array has no rows, or rows that do not divide and may not be padded.
+          ArgumentTypeError: a leaf is not an array.
         """
         sharding = self._sharding
         leaves = jax.tree.leaves(batch)
-        # At every step, so nothing more is asked; a traced array has no such attribute.
+        # A fast check, since it runs at every step; a tracer has no such attribute.
         if leaves and all(getattr(leaf, "sharding", None) == sharding for leaf in leaves):
             return batch
         return self._place(batch)
@@ -147,7 +149,7 @@ class BatchPlacer:
         return tree.unflatten([self._put(leaf) for leaf in leaves])
 
     def _check_agreement(self, batch: Any) -> None:
-        """Raise unless every process gives as many rows."""
+        """Raise unless every process passes as many rows."""
         given = {
             f"batch{jax.tree_util.keystr(path)}": f"{leaf.dtype}{list(leaf.shape)}"
             for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
@@ -159,13 +161,13 @@ class BatchPlacer:
             "step",
             lambda: given,
             self._mesh,
-            "The mean over the shards is that over all rows only if every process gives as many. "
-            "Give as many, or say weight=, the batch's entry that counts rows.",
+            "The mean over the shards is that over all rows only if every process passes as many. "
+            "Pass as many, or pass weight=, the batch's entry that counts rows.",
         )
         self._agreed.add(key)
 
     def _checked(self, batch: Any) -> tuple[list[Any], list[int], Any]:
-        """The leaves of a batch, how many rows each is short of dividing, and its structure."""
+        """The leaves of a batch, the rows of padding that each needs, and its structure."""
         paths, tree = jax.tree_util.tree_flatten_with_path(batch)
         if not paths:
             raise ArgumentError("The batch is empty: it has no array.")
@@ -189,27 +191,27 @@ class BatchPlacer:
             fewer = f"{rows - rest} or " if rows > parts else ""
             raise ArgumentError(
                 f"batch{jax.tree_util.keystr(path)} has {rows} rows, which do not divide evenly "
-                f"over {parts} shards: {rest} are left over. Give {fewer}{rows - rest + parts}, or "
-                f"say weight=, the batch's entry that counts examples: then the rest is padded "
-                f"with zeros, which weigh nothing."
+                f"over {parts} shards: {rest} are left over. Pass {fewer}{rows - rest + parts}, or "
+                f"weight=, the batch's entry that counts examples: the batch is then padded with "
+                f"rows of weight 0."
             )
         rows = {leaf.shape[0] for _, leaf in paths}
         if len(rows) > 1:
             raise ArgumentError(
-                f"A batch that is padded has arrays of one number of rows; got {sorted(rows)}."
+                f"All arrays of a padded batch must have as many rows; got {sorted(rows)}."
             )
         key = tree, tuple((leaf.shape, str(leaf.dtype)) for _, leaf in paths)
         if key in self._padding_weighs_nothing:
             return
-        # Else every padded batch would be a wrong mean, and nobody would be told.
+        # Otherwise the padding would silently change the mean.
         each = math.ceil(leaf.shape[0] / parts)
         nothing = tree.unflatten([_padding(x, each) for _, x in paths])
         weight = float(weight_of(self._weight, nothing))
         if weight != 0:
             raise ArgumentError(
                 f"A batch of {leaf.shape[0]} rows is padded with rows of zeros to divide over "
-                f"{parts} shards, and these must weigh nothing, but weight gives {weight:g} to "
-                f"{each} of them. Let the batch have a mask, and weight be its sum."
+                f"{parts} shards, and these must have weight 0, but weight returns {weight:g} for "
+                f"{each} of them. Add a mask to the batch and pass its name as weight."
             )
         self._padding_weighs_nothing.add(key)
 
@@ -218,9 +220,9 @@ def _check_rows(path: Any, leaf: Any) -> None:
     where = f"batch{jax.tree_util.keystr(path)}"
     if is_number(leaf) and not np.shape(leaf):
         raise ArgumentError(
-            f"{where} is a scalar, which has no rows to split over the shards. Give one value per "
-            f"row, as np.full(rows, value), and let the loss take the first. A loss that closed "
-            f"over a number would keep the one that it had when it was compiled."
+            f"{where} is a scalar, which has no rows to split over the shards. Pass one value per "
+            f"row, as np.full(rows, value), and let the loss take the first. A loss that closes "
+            f"over a number keeps the value that it had when it was compiled."
         )
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
         raise ArgumentTypeError(
@@ -234,7 +236,7 @@ def _check_rows(path: Any, leaf: Any) -> None:
 
 
 def _padding(leaf: Any, rows: int) -> Any:
-    """Rows of zeros; of keys, which know no zero, the first of them."""
+    """Rows of zeros; for PRNG keys, copies of the first row."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return jnp.broadcast_to(leaf[:1], (rows, *leaf.shape[1:]))
     return np.zeros((rows, *leaf.shape[1:]), leaf.dtype)

@@ -1,4 +1,4 @@
-"""What a step will do, in words and sizes."""
+"""The text that ``TrainStep.describe`` returns."""
 
 import math
 from typing import Any
@@ -11,7 +11,7 @@ from crossshard.train_step.step_function import StepFunction
 
 
 def describe(function: StepFunction, layout: StateLayout, state: TrainState) -> str:
-    """The way of a gradient, how the weights are updated and why, and where the arrays lie."""
+    """The pipeline, the weight update with its reason, and the arrays with their sizes."""
     plan, mesh = layout.plan, layout.mesh
     axes = ", ".join(f"{name}: {size}" for name, size in mesh.shape.items())
     return "\n".join(

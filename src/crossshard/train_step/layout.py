@@ -1,4 +1,4 @@
-"""StateLayout: where each array of a step's state lies on the mesh."""
+"""StateLayout: the placement of each array of a step's state on the mesh."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,13 +24,13 @@ from crossshard.variables.per_shard import of_all
 
 @dataclasses.dataclass(frozen=True)
 class StateLayout:
-    """Where a state lies on the mesh.
+    """The placement of a state on the mesh.
 
     Attributes:
-      mesh: the mesh, every axis of which counts shards.
-      plan: how parameters and optimizer state are split.
-      groups: the groups whose parameters differ; ``None`` where all shards have the same.
-      pipeline: the way of a gradient, whose stages have states.
+      mesh: the mesh; all its axes count shards.
+      plan: the partitions of parameters and optimizer state.
+      groups: the groups whose parameters differ; ``None`` if all shards have the same.
+      pipeline: the pipeline, whose stages have states.
     """
 
     mesh: Mesh
@@ -65,7 +65,7 @@ class StateLayout:
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs(state))
 
     def local(self, state: TrainState) -> TrainState:
-        """What one shard computes with, inside a map over the mesh."""
+        """One shard's state, inside ``shard_map``."""
         return self._map(lambda placement, x: placement.local(x), state)
 
     def stored(self, state: TrainState) -> TrainState:
@@ -73,7 +73,7 @@ class StateLayout:
         return self._map(lambda placement, x: placement.stored(x), state)
 
     def pack(self, state: TrainState) -> TrainState:
-        """The state as it is stored, from arrays in the shapes that the optimizer gave them."""
+        """The state as it is stored, from arrays in the optimizer's own shapes."""
         return self._map(lambda placement, x: placement.pack(x), state)
 
     def unpack(self, state: TrainState) -> TrainState:
@@ -84,8 +84,8 @@ class StateLayout:
         return jax.tree.map(function, self.placements(state), state)
 
     def initial(self, skeleton: Skeleton, rng_impl: Any, arrays: Any, rng: Any) -> TrainState:
-        """The state before the first step, from parameters and model state that all shards have."""
-        # Copied, since a step uses the buffers of its state again, and two must not be one.
+        """The state before the first step, from replicated parameters and model state."""
+        # Copied, since a step donates its state, and two arrays must not share a buffer.
         params, model_state = jax.tree.map(strong_copy, arrays)
         opt_state = jax.tree.map(strong_copy, self.pipeline.init(params))
         state = TrainState(
@@ -101,9 +101,9 @@ class StateLayout:
         return self.pack(self._spread(state))
 
     def _spread(self, state: TrainState) -> TrainState:
-        """A state that all shards have in common, ``[shards, …]`` where there is one per shard.
+        """A replicated state with its per-shard arrays broadcast to ``[shards, …]``.
 
-        Each shard gets random streams of its own.
+        Each shard gets its own random streams.
         """
 
         def streams(leaf: Any) -> Any:
@@ -123,7 +123,7 @@ class StateLayout:
         return jnp.broadcast_to(x, (self.mesh.size, *x.shape))
 
     def has_number_of_shards(self, state: TrainState) -> bool:
-        """Whether what is stored as ``[shards, …]`` has as many as this mesh."""
+        """Whether the arrays ``[shards, …]`` have as many shards as this mesh."""
         fits = lambda placement, x: not placement.per_shard or x.shape[0] == self.mesh.size
         return all(jax.tree.leaves(self._map(fits, state)))
 
@@ -132,14 +132,14 @@ class StateLayout:
         common = lambda placement, x: of_all(x) if placement.per_shard else x
         return self._spread(self._map(common, state))
 
-    # Is a state one of this step?
+    # The checks of a state.
 
     def check(self, state: TrainState) -> None:
-        """Raise unless a state is one of this step.
+        """Raise unless a state fits this step.
 
         Raises:
-          ArgumentError: its optimizer state is another optimizer's or laid out otherwise, or what
-            is stored as ``[shards, …]`` is of other shards.
+          ArgumentError: the optimizer state is another optimizer's or is sharded differently, or
+            the arrays ``[shards, …]`` have another number of shards.
         """
         self.check_optimizer(state)
         placements = self.placements(state)
@@ -162,12 +162,12 @@ class StateLayout:
             _check_shapes(what, tree, shapes)
 
     def check_optimizer(self, state: TrainState) -> None:
-        """Raise unless a state is of this step's optimizer, and grouped if this step is."""
+        """Raise unless a state is of this step's optimizer, with groups if this step has them."""
         if state.grouped != (self.groups is not None):
             raise ArgumentError(
-                f"The state is of a step {'with' if state.grouped else 'without'} groups that part "
-                f"ways, and this step is one {'without' if state.grouped else 'with'} them. Choose "
-                f"parameters with other.model(state) and init with them."
+                f"The state is of a step {'with' if state.grouped else 'without'} groups that "
+                f"diverge, and this step is one {'without' if state.grouped else 'with'} them. "
+                f"Choose parameters with other.model(state) and init with them."
             )
         structure = jax.tree.structure(state.opt_state.inner_state)
         if structure != self.plan.structure:
@@ -185,25 +185,25 @@ def _check_shapes(what: str, tree: Any, expected: list[tuple[int, ...]]) -> None
     given = [leaf.shape for leaf in jax.tree.leaves(tree)]
     if given != expected:
         raise ArgumentError(
-            f"{what} was laid out by another step: the arrays have shapes {given}, and here "
-            f"they have {expected}. Write step.reshard(other.unshard(state))."
+            f"{what} was sharded by another step: the arrays have shapes {given}, and this step "
+            f"expects {expected}. Write step.reshard(other.unshard(state))."
         )
 
 
 def strong_copy(x: Any) -> jax.Array:
-    """A copy with a type of its own: weak ones would be compiled for, and then strong ones."""
+    """A copy without a weak type, which would compile the step a second time."""
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return jnp.copy(x)
     return jnp.copy(jnp.asarray(x, x.dtype))
 
 
 def replicated(mesh: Mesh, x: Any) -> jax.Array:
-    """An array that every process has, whole on every device of the mesh."""
+    """Replicate an array that every process has over the mesh."""
     return put(x, NamedSharding(mesh, PartitionSpec()))
 
 
 def put(x: Any, sharding: NamedSharding) -> jax.Array:
-    """An array, of which each process has its own part, on the devices of a mesh."""
+    """Put an array on the devices of a mesh; each process passes its own part."""
     if jax.process_count() == 1 or not getattr(x, "is_fully_addressable", True):
         return jax.device_put(x, sharding)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -213,16 +213,16 @@ def put(x: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def check_key(rng: Any) -> tuple[Any, jax.Array]:
-    """What kind of key it is, and its data, of a key or a seed.
+    """The implementation and the data of a key, from a key or a seed.
 
     Raises:
       ArgumentError: the seed is too large.
-      ArgumentTypeError: it is neither.
+      ArgumentTypeError: ``rng`` is neither a key nor a seed.
     """
     dtype = getattr(rng, "dtype", None)
     if isinstance(rng, int | np.integer) and not isinstance(rng, bool):
         if not -(1 << 63) <= rng < 1 << 63:
-            raise ArgumentError(f"rng is a seed of at most 64 bits, with its sign; got {rng}.")
+            raise ArgumentError(f"rng must be a seed of at most 64 bits, with its sign; got {rng}.")
         rng = jax.random.key(rng)
     elif dtype == jnp.uint32 and rng.ndim == 1:  # as jax.random.PRNGKey makes them
         rng = jax.random.wrap_key_data(jnp.asarray(rng))

@@ -1,4 +1,4 @@
-"""What a loss takes, partitioned and combined: parameters, model state, and what never changes."""
+"""Partitions a model into parameters, model state and static structure, and combines them."""
 
 import dataclasses
 import sys
@@ -20,11 +20,11 @@ from crossshard.pipeline.optimize import takes_value
 
 @dataclasses.dataclass(frozen=True)
 class Skeleton:
-    """All of a model that is not an array; hashable, so that a step compiles once for each.
+    """The static part of a model; hashable, so that a step compiles once for each.
 
     Attributes:
-      tree: of a pytree, its structure; of an NNX module, its graph.
-      fixed: of a pytree, per leaf its value if it is not an array, and ``None`` if it is one.
+      tree: the treedef of a pytree, or the graphdef of an NNX module.
+      fixed: the static leaves of a pytree, with ``None`` in place of arrays.
     """
 
     tree: Any
@@ -37,29 +37,29 @@ class Skeleton:
 
 
 def partition(model: Any) -> tuple[Skeleton, Any, Any]:
-    """The skeleton, the parameters and the model state of a pytree or an NNX module.
+    """Partition a pytree or an NNX module into skeleton, parameters and model state.
 
-    Of a module the parameters are its ``nnx.Param``s; of a pytree, its floating arrays. The other
-    arrays are model state; those of a pytree, such as integers, are carried along unchanged.
+    Parameters are the ``nnx.Param``s of a module, or the floating arrays of a pytree. The other
+    arrays are model state; those of a pytree, such as integers, stay unchanged.
 
     Raises:
       ArgumentError: there are no parameters.
-      ArgumentTypeError: a leaf that is neither an array nor hashable.
+      ArgumentTypeError: a leaf is neither an array nor hashable.
     """
     inside = [leaf for leaf in jax.tree.leaves(model, is_leaf=_is_nnx) if _is_nnx(leaf)]
     if isinstance(model, nnx.State):
         others = [leaf for leaf in inside if not isinstance(leaf, nnx.Param)]
         if others:
             raise ArgumentTypeError(
-                f"An nnx.State that is trained has nnx.Param alone; this one has an nnx "
-                f"{type(others[0]).__name__} too. Split it off: graphdef, params, rest = "
+                f"An nnx.State to train must hold only nnx.Param; this one also has an nnx "
+                f"{type(others[0]).__name__}. Split it off: graphdef, params, rest = "
                 f"nnx.split(model, nnx.Param, ...)."
             )
     elif inside and not isinstance(model, nnx.Pytree):
         raise ArgumentTypeError(
             f"Parameters are a pytree of arrays, or one module; got {type(model).__name__} with an "
-            f"nnx {type(inside[0]).__name__} in it, whose statistics would be taken for "
-            f"parameters. Put all of it into one nnx.Module, or into nnx.Dict or nnx.List."
+            f"nnx {type(inside[0]).__name__} in it, whose statistics would be trained as "
+            f"parameters. Put everything into one nnx.Module, nnx.Dict or nnx.List."
         )
     parts = _partition_module(model) if isinstance(model, nnx.Pytree) else _partition_pytree(model)
     if not jax.tree.leaves(parts[1]):
@@ -70,16 +70,16 @@ def partition(model: Any) -> tuple[Skeleton, Any, Any]:
 
 
 def check_params(model: Any, params: Any, optimizer: optax.GradientTransformationExtraArgs) -> None:
-    """Raise where a step would train what is not meant to be, or lay out otherwise what is split.
+    """Raise if a step would train what is not meant to be trained, or replicate sharded arrays.
 
     Args:
-      model: what ``init`` was given.
+      model: the model that the caller passes to ``init``.
       params: its parameters.
-      optimizer: the wrapped optimizer.
+      optimizer: the inner optimizer.
 
     Raises:
-      ArgumentError: parameters that lie split over devices; Linen's other collections, or the base
-        of a model with LoRA, that the optimizer would move.
+      ArgumentError: parameters are sharded over devices, or the optimizer would update Linen's
+        other collections or the base of a model with LoRA.
     """
     _refuse_states(model)
     paths = jax.tree_util.tree_leaves_with_path(params)
@@ -87,10 +87,10 @@ def check_params(model: Any, params: Any, optimizer: optax.GradientTransformatio
         sharding = getattr(leaf, "sharding", None)
         if sharding is not None and not sharding.is_fully_replicated:
             raise ArgumentError(
-                f"{_name(path)} lies split over devices ({getattr(sharding, 'spec', sharding)}), "
-                f"and in a step every shard has all of every parameter. Give it whole, with "
-                f"jax.device_put(params, NamedSharding(mesh, PartitionSpec())). A model that is "
-                f"split over an axis takes a CrossShardOptimizer in a jax.shard_map of your own."
+                f"{_name(path)} is sharded over devices ({getattr(sharding, 'spec', sharding)}), "
+                f"but in a step every shard has all parameters in full. Replicate it, with "
+                f"jax.device_put(params, NamedSharding(mesh, PartitionSpec())). For a model that "
+                f"is split over an axis, use a CrossShardOptimizer in your own jax.shard_map."
             )
     if isinstance(model, Mapping) and not isinstance(model, nnx.State) and "params" in model:
         of_params = jax.tree_util.DictKey("params")
@@ -98,10 +98,10 @@ def check_params(model: Any, params: Any, optimizer: optax.GradientTransformatio
         if others and _moves(optimizer, params, others):
             raise ArgumentError(
                 f"The parameters are a dict with 'params' in it, as Linen's variables, and the "
-                f"optimizer would train {sorted(set(model) - {'params'})} too. Give "
-                f"init(variables['params']) and let the loss close over what does not change; "
-                f"statistics that do are kept of an NNX module, as nnx.bridge.ToNNX makes them. To "
-                f"train all of it, choose another name than 'params'."
+                f"optimizer would also train {sorted(set(model) - {'params'})}. Write "
+                f"init(variables['params']) and let the loss close over what does not change. A "
+                f"step keeps statistics of NNX modules only: see nnx.bridge.ToNNX. To train "
+                f"everything, use another name than 'params'."
             )
     if isinstance(model, nnx.Pytree):
         of_lora = [
@@ -113,8 +113,8 @@ def check_params(model: Any, params: Any, optimizer: optax.GradientTransformatio
         if any(of_lora) and others and _moves(optimizer, params, others):
             name = _name(paths[others[0]][0])
             raise ArgumentError(
-                f"The model has nnx.LoRAParam, and the optimizer would train the other parameters "
-                f"too, such as {name}. To train the first alone, write graphdef, lora, rest = "
+                f"The model has nnx.LoRAParam, and the optimizer would also train others, such as "
+                f"{name}. To train only nnx.LoRAParam, write graphdef, lora, rest = "
                 f"nnx.split(model, nnx.LoRAParam, ...), then init(lora), and in the loss model = "
                 f"nnx.merge(graphdef, lora, rest); to train all of them, split off nnx.Param."
             )
@@ -132,33 +132,33 @@ def _refuse_states(model: Any) -> None:
     state = next((node for node in nodes if jax.tree.leaves(node)), None)
     if isinstance(state, of_equinox):
         raise ArgumentError(
-            "The parameters hold an eqx.nn.State, and its statistics would be trained. Give the "
-            "module alone, init(model), and let the loss close over a state that does not change; "
-            "statistics that do are kept of an NNX module."
+            "The parameters hold an eqx.nn.State, and its statistics would be trained. Pass only "
+            "the module, init(model), and let the loss close over a state that does not change. A "
+            "step keeps statistics of NNX modules only."
         )
     if state is not None:
         raise ArgumentError(
             f"The parameters, of type {type(model).__name__}, hold an optimizer state, "
-            f"{type(state).__name__}, which would be trained. Give the parameters alone, as in "
-            f"init(state.params); init makes the optimizer state."
+            f"{type(state).__name__}, which would be trained. Pass only the parameters, as in "
+            f"init(state.params); init creates the optimizer state."
         )
 
 
 def _name(path: tuple[Any, ...]) -> str:
-    # The arrays of NNX's variables are found as `.value`.
+    # The path of an NNX variable's array ends in `.value`.
     return "params" + jax.tree_util.keystr(path).removesuffix(".value")
 
 
 def _moves(
     optimizer: optax.GradientTransformationExtraArgs, params: Any, places: list[int]
 ) -> bool:
-    """Whether an optimizer moves the leaves at these places, as ``set_to_zero`` does not."""
+    """Whether an optimizer updates the leaves at these positions; ``set_to_zero`` does not."""
 
     def updates(gradients: Any, params: Any) -> list[Any]:
         extra_args = {"value": 0.0} if takes_value(optimizer) else {}
         with inside_optimizer():
-            made, _ = optimizer.update(gradients, optimizer.init(params), params, **extra_args)
-        leaves = jax.tree.leaves(made)
+            result, _ = optimizer.update(gradients, optimizer.init(params), params, **extra_args)
+        leaves = jax.tree.leaves(result)
         return [leaves[place] for place in places]
 
     return depends(updates, params, params)
@@ -167,7 +167,7 @@ def _moves(
 def combine(skeleton: Skeleton, params: Any, model_state: Any) -> Any:
     """The inverse of ``partition``."""
     if skeleton.fixed is None:
-        # Variables made anew belong to the trace in force, so that the loss may write to them.
+        # New variables belong to the current trace, so that the loss may write to them.
         return nnx.merge(skeleton.tree, *jax.tree.map(lambda x: x, (params, model_state)))
     leaves = zip(
         skeleton.fixed,
@@ -186,15 +186,15 @@ def after_loss(skeleton: Skeleton, model: Any, params: Any, before: Any) -> tupl
     """The parameters and the model state after the loss.
 
     Raises:
-      VariableError: the model has other variables than before.
+      VariableError: the loss added or removed variables.
     """
     if not skeleton.is_nnx:
         return params, before
     _, written, after = nnx.split(model, _is_param, ...)  # type: ignore[misc]
     if jax.tree.structure((written, after)) != jax.tree.structure((params, before)):
         raise VariableError(
-            "The loss made or removed variables of the module that was handed to it; a step "
-            "carries those that it had. Make them before, or pop them in the loss."
+            "The loss added or removed variables of its module, but a step keeps those that init "
+            "got. Create them before init, or pop them in the loss."
         )
     return written, after
 
@@ -204,20 +204,20 @@ def check_not_written(after: Any, params: Any, run: Callable[[Any], Any]) -> Non
 
     Args:
       after: the parameters after the loss.
-      params: those before it.
+      params: the parameters before the loss.
       run: the loss, from parameters before to parameters after.
 
     Raises:
-      VariableError: it did.
+      VariableError: the loss wrote to them.
     """
     if all(a is b for a, b in zip(*map(jax.tree.leaves, (after, params)), strict=True)):
         return
-    # nnx.remat, nnx.jit and their like hand every variable out anew, with the value that it had.
+    # nnx.remat, nnx.jit and similar write every variable back, with its old value.
     if not hands_on(run, params):
         raise VariableError(
-            "The loss wrote to an nnx.Param of its module, which the optimizer steps: what was "
-            "written would be lost. Let the optimizer do it, with optax.keep_params_nonnegative "
-            "for example, or make it an nnx.Variable of another kind."
+            "The loss wrote to an nnx.Param of its module, which the optimizer updates: the value "
+            "would be lost. Write it in the optimizer, with optax.keep_params_nonnegative for "
+            "example, or use another type of nnx.Variable."
         )
 
 
@@ -239,7 +239,7 @@ def _partition_module(module: Any) -> tuple[Skeleton, Any, Any]:
 @dataclasses.dataclass(frozen=True)
 class _Fixed:
     value: Any
-    # 1, 1.0 and True are equal, and no program of one does for another.
+    # 1, 1.0 and True compare equal, but need different programs.
     kind: type
 
 
@@ -255,7 +255,7 @@ def _partition_pytree(model: Any) -> tuple[Skeleton, Any, Any]:
 
 
 def _is_number_to_train(path: tuple[Any, ...], leaf: Any) -> bool:
-    # What a dict or list holds is a parameter; a number in a module's own field is a setting.
+    # A float in a dict or list is a parameter; in a module's field it is static.
     of_container = jax.tree_util.DictKey | jax.tree_util.SequenceKey
     return isinstance(leaf, float) and (not path or isinstance(path[-1], of_container))
 

@@ -1,4 +1,4 @@
-"""TrainState: all that a step carries from one batch to the next."""
+"""TrainState: the state of a step between batches."""
 
 import dataclasses
 from typing import Any
@@ -13,22 +13,21 @@ from crossshard.train_step.models import Skeleton
 class TrainState:
     """Parameters, optimizer state, step count and random key: a pytree of arrays on the mesh.
 
-    A step takes it and returns the next; the buffers of the one taken are used again, so it must
-    not be read afterwards.
+    A step takes a state and returns the next. The state is donated: do not read it afterwards.
 
     Attributes:
-      step: int32[], how many steps were taken.
-      params: the parameters, whole on every shard; ``[shards, …]`` under groups.
+      step: int32[], the number of steps taken.
+      params: the parameters, replicated; ``[shards, …]`` with groups.
       opt_state: a ``CrossShardState``: the states of the stages and, as ``inner_state``, that of
-        the wrapped optimizer; in parts over the shards where the weight update is sharded, and
-        ``[shards, …]`` under groups.
-      model_state: the arrays of the model besides its parameters. Of an NNX module ``[shards, …]``,
-        since each shard keeps statistics and random streams of its own.
-      rng: uint32[…], the data of the key from which each step and shard draws its own: raw, since
+        the inner optimizer; partitioned over the shards if the weight update is sharded, and
+        ``[shards, …]`` with groups.
+      model_state: the other arrays of the model. ``[shards, …]`` for an NNX module, since each
+        shard keeps its own statistics and random streams.
+      rng: uint32[…], the data of the key from which each step and shard derives its own: raw, since
         typed keys slow down every call.
-      skeleton: what of the model is not an array.
-      rng_impl: what kind of key it is.
-      grouped: whether groups have parameters of their own.
+      skeleton: the static part of the model.
+      rng_impl: the implementation of the key.
+      grouped: whether each group has its own parameters.
 
     >>> import jax.numpy as jnp, optax
     >>> from crossshard import make_train_step

@@ -1,4 +1,4 @@
-"""StepFunction: what a step computes, from each shard's loss and gradients to the update."""
+"""StepFunction: the computation of a step, from each shard's loss to the update."""
 
 import dataclasses
 import functools
@@ -34,12 +34,12 @@ class StepFunction:
     """The step as a pure function of the state and the batch.
 
     Attributes:
-      loss_fn: the loss of one shard's part of the batch.
-      takes_rng: whether it takes a key as well.
-      has_aux: whether it returns ``(loss, aux)``.
-      weight: what a shard counts in the mean; ``None`` for all alike.
-      pipeline: the way of a gradient.
-      name: a name to find the work of the pipeline by in profiles and HLO.
+      loss_fn: the loss of one shard's rows of the batch.
+      takes_rng: whether the loss takes a PRNG key.
+      has_aux: whether the loss returns ``(loss, aux)``.
+      weight: the weight function of the mean; ``None`` if all shards count the same.
+      pipeline: the pipeline of the gradients.
+      name: the name of the pipeline's operations in profiles and HLO.
     """
 
     loss_fn: Callable[..., Any]
@@ -103,7 +103,7 @@ class StepFunction:
             mesh=mesh,
             in_specs=(specs, each),
             out_specs=(specs, metric_specs, (split, whole) if is_global else None),
-            # The gradients are local by construction, and parts that are gathered are equal.
+            # Gradients are local by construction, and gathered parameters are equal.
             check_vma=False,
         )
         state, metrics, reduced = run(state, batch)
@@ -169,7 +169,7 @@ def _arrays(layout: StateLayout, shards: Shards) -> Arrays:
 
 
 def _unless_weightless(weight: jax.Array, after: Any, before: Any) -> Any:
-    """A module's array after the loss; statistics of padding alone are not taken up."""
+    """A module's array after the loss; unchanged on a shard that has only padding."""
     floating = jnp.issubdtype(after.dtype, jnp.inexact)
     return jnp.where(weight != 0, after, before) if floating else after
 
@@ -178,7 +178,6 @@ def _check_aux(aux: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
         if not is_number(leaf):
             raise ArgumentTypeError(
-                f"aux{jax.tree_util.keystr(path)} is {leaf!r:.40} ({type(leaf).__name__}); what a "
-                f"step returns are arrays and numbers. What never changes is known outside: leave "
-                f"it out of aux."
+                f"aux{jax.tree_util.keystr(path)} is {leaf!r:.40} ({type(leaf).__name__}); aux "
+                f"must hold arrays and numbers. Leave out of aux what never changes."
             )

@@ -48,36 +48,36 @@ def make_train_step(
 ) -> "TrainStep":
     """Build the whole training step of all shards: loss, gradients, reduction, weight update.
 
-    ``state = step.init(params)`` gives the state, ``state, metrics = step(state, batch)`` takes a
-    step and uses the buffers of the state again. The parameters are those that one device would
-    have on the whole batch, however the update is split.
+    ``state = step.init(params)`` returns the state, ``state, metrics = step(state, batch)`` takes
+    a step and donates the state. The parameters equal those of one device with the whole batch,
+    however the update is sharded.
 
     Args:
       loss_fn: ``loss_fn(params, batch)``, or ``loss_fn(params, batch, rng)``, the mean loss of one
-        shard's part of the batch, float[]. ``params`` is what ``init`` was given: a pytree, an
-        Equinox module, or an NNX module, which it may write to. ``rng`` is a key of this step and
-        shard; it is given, too, where it may be left out (``rng=None``, or a name that ends in
-        ``rng`` or ``key``).
+        shard's rows of the batch, float[]. ``params`` is the model that ``init`` got: a pytree,
+        an Equinox module, or an NNX module, which the loss may write to. ``rng`` is a key of this
+        step and shard; it is also passed to an optional parameter (``rng=None``, or a name that
+        ends in ``rng`` or ``key``).
       optimizer: an Optax transformation, whose gradients are averaged over the shards; or a
-        CrossShardOptimizer, which says how they are reduced and in which groups.
-      mesh: the mesh to run on, every axis of which counts shards; one over ``num_shards`` devices
-        if ``None``.
-      num_shards: how many shards; all devices if ``None``.
-      weight_update: ``"sharded"``: each shard updates its part of the parameters and has its part
-        of the optimizer state (ZeRO-1, Xu et al. 2020, arXiv 2004.13336). ``"replicated"``: each
-        updates all. ``"auto"``: sharded where the rule is proven elementwise and it pays.
-      weight: what a shard counts in the mean, its examples or tokens: the name of the batch's
-        entry whose sum they are, such as a mask, or a function from a shard's batch to float[].
-        The mean is then sum(w · g) / sum(w), and a batch whose rows do not divide is padded with
-        zeros.
+        CrossShardOptimizer with its own reduction and groups.
+      mesh: the mesh to run on; all its axes count shards. If ``None``, a mesh of ``num_shards``
+        devices.
+      num_shards: the number of shards; all devices if ``None``.
+      weight_update: ``"sharded"``: each shard updates its slice of the parameters and keeps its
+        slice of the optimizer state (ZeRO-1, Xu et al. 2020, arXiv 2004.13336).
+        ``"replicated"``: each updates all. ``"auto"``: sharded if the optimizer is proven
+        elementwise and it pays.
+      weight: the number of examples or tokens of a shard: the name of the batch entry to sum,
+        such as a mask, or a function from a shard's batch to float[]. The mean is then
+        sum(w · g) / sum(w), and a batch whose rows do not divide is padded with zeros.
       has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
 
     Returns:
       A TrainStep.
 
     Raises:
-      ArgumentError: an unknown word, an impossible number of shards, a weight under SUM.
-      ArgumentTypeError: what is no function, no optimizer, no mesh.
+      ArgumentError: an unknown ``weight_update``, an impossible number of shards, weight with SUM.
+      ArgumentTypeError: not a function, not an optimizer, or not a mesh.
       VariableError: the optimizer closes over an NNX variable, as a schedule may.
 
     >>> import jax.numpy as jnp, optax
@@ -103,14 +103,14 @@ def make_train_step(
         _check_pipeline(pipeline_of(optimizer), where, weight),
         optimizer.get_name(),
     )
-    wanted = check_weight_update(weight_update)
-    if wanted is WeightUpdate.AUTO and optimizer.weight_update is WeightUpdate.SHARDED:
-        wanted = WeightUpdate.SHARDED
-    return TrainStep(function, where, wanted)
+    sharding = check_weight_update(weight_update)
+    if sharding is WeightUpdate.AUTO and optimizer.weight_update is WeightUpdate.SHARDED:
+        sharding = WeightUpdate.SHARDED
+    return TrainStep(function, where, sharding)
 
 
 def _mesh_for(num_shards: int | None, mesh: Mesh | None) -> Mesh:
-    """The mesh of so many shards, if their number is given.
+    """The mesh of this many shards, or of any number if ``None``.
 
     Raises:
       ArgumentError: the mesh has another number of devices; there are fewer devices.
@@ -127,31 +127,31 @@ def _check_pipeline(pipeline: Pipeline, mesh: Mesh, weight: Any) -> Pipeline:
     """The optimizer's pipeline for a step on this mesh, or an error if it does not fit."""
     if weight is not None and pipeline.reduction is Reduction.SUM:
         raise ArgumentError(
-            "weight says what a shard counts in a mean, and the optimizer's reduction is SUM. Use "
-            "MEAN, or leave weight out and weigh the loss."
+            "weight is a shard's weight in a mean, but the optimizer's reduction is SUM. Use MEAN, "
+            "or leave weight out and weigh the loss."
         )
     if pipeline.groups is not None:
         pipeline.groups.check_covers(mesh.size)
     if pipeline.over_all_shards:
-        # One group of all is no group, in whatever order it names them.
+        # One group of all shards, in any order, is the same as no groups.
         pipeline = dataclasses.replace(pipeline, groups=None)
     if pipeline.axis_name and set(pipeline.axis_name) != set(mesh.axis_names):
         raise ArgumentError(
-            f"The optimizer reduces over the axes {list(pipeline.axis_name)}, and the mesh has "
-            f"{list(mesh.axis_names)}, every one of which counts shards here. Leave axis_name out, "
-            f"or give a mesh of those axes alone; a model that is split over another axis takes "
-            f"the optimizer in a jax.shard_map of your own."
+            f"The optimizer reduces over the axes {list(pipeline.axis_name)}, but the mesh has "
+            f"{list(mesh.axis_names)}, and all of them count shards here. Leave axis_name out, or "
+            f"pass a mesh of only those axes. For a model that is split over another axis, use "
+            f"the optimizer in your own jax.shard_map."
         )
     if pipeline.incoming not in (None, Incoming.LOCAL):
         raise ArgumentError(
-            f"The optimizer says incoming={str(pipeline.incoming)!r}, but a step differentiates "
-            f"itself, and its gradients are each shard's own. Leave incoming out."
+            f"The optimizer declares incoming={str(pipeline.incoming)!r}, but a step computes the "
+            f"gradients itself, and they are local. Leave incoming out."
         )
     return dataclasses.replace(pipeline, weigh=None if weight is None else Weigh())
 
 
 class TrainStep:
-    """A training step of all shards; what ``make_train_step`` returns.
+    """A training step of all shards, as ``make_train_step`` returns it.
 
     >>> import jax.numpy as jnp, optax
     >>> step = make_train_step(lambda w, x: (w * x).mean(), optax.sgd(0.1), num_shards=1)
@@ -187,27 +187,27 @@ class TrainStep:
         """Take one step.
 
         Args:
-          state: what ``init`` or the last step returned; its buffers are used again.
-          batch: a pytree of arrays, split over the shards along axis 0; where there are several
-            processes, each gives its own part.
+          state: the state from ``init`` or the last step; it is donated.
+          batch: a pytree of arrays, split over the shards along axis 0. If there are several
+            processes, each passes its own rows.
 
         Returns:
-          The next state, and the metrics: ``"loss"``, float[], reduced as the gradients are
-          (``[shards]`` under groups); with ``weight``, ``"weight"``, float[], what all shards, or
-          those of the group, count together: where it is 0 nothing was learned, and parameters and
-          optimizer state are as they were; ``"aux"``, if there is any, ``[shards, …]``, each
-          shard's.
+          The next state, and the metrics: ``"loss"``, float[], reduced like the gradients
+          (``[shards]`` with groups); with ``weight``, ``"weight"``, float[], the sum of the
+          weights of all shards, or of the group: if it is 0, parameters and optimizer state are
+          unchanged; with ``has_aux``, ``"aux"``, ``[shards, …]``.
 
         Raises:
-          ArgumentError, ArgumentTypeError: a batch that cannot be split; no state of this step.
+          ArgumentError, ArgumentTypeError: the batch cannot be split, or the state is not of this
+            step.
         """
         _check_state(state)
-        # Under jax.grad the backward pass needs the buffers of the state once more.
+        # Under jax.grad the backward pass needs the state again, so it is not donated.
         run = self._compiled if _jax.at_top_level() else self._traced
         if _jax.another_mesh_is_set(self._mesh):
             with _jax.in_place_of_the_users_mesh(self._mesh):
                 return self._explained(run, state, self._place(batch))
-        # Without a context, which would cost a microsecond at every step.
+        # Without a context, which costs a microsecond at every step.
         return self._explained(run, state, self._place(batch))
 
     def _explained(self, compiled: Callable[..., Any], state: Any, batch: Any) -> Any:
@@ -218,9 +218,9 @@ class TrainStep:
             raise
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
-        """The step, lowered and not run, for arrays or for their types (``abstract_init``).
+        """Lower the step for arrays, or for their types (see ``abstract_init``).
 
-        The batch is as for a call: where there are several processes, this one's own part.
+        The batch is as for a call: if there are several processes, this one's own rows.
         """
         _check_state(state)
         with _jax.in_place_of_the_users_mesh(self._mesh):
@@ -231,20 +231,20 @@ class TrainStep:
         layout.check(state)
         return self._function(layout, state, batch)
 
-    # The state.
+    # State.
 
     def init(self, params: Any, rng: Any = 0) -> TrainState:
         """The state before the first step, on the devices of the mesh.
 
         Args:
-          params: what the loss takes: a pytree of arrays, an Equinox module or an NNX module. It
-            is copied.
-          rng: a key, or a seed, from which each step and shard draws its own.
+          params: the model that the loss takes: a pytree of arrays, an Equinox module or an NNX
+            module. It is copied.
+          rng: a PRNG key or a seed; each step and shard derives its own key.
 
         Raises:
-          ArgumentError: there is nothing to train, or the optimizer would train what is not meant
-            to be; parameters that lie split; another process was given something else.
-          ArgumentTypeError: a leaf that is neither an array nor hashable; no key.
+          ArgumentError: there is nothing to train, the optimizer would train what is not meant
+            to be trained, parameters are sharded, or another process passes something else.
+          ArgumentTypeError: a leaf is neither an array nor hashable, or ``rng`` is not a key.
         """
         impl, key = check_key(rng)
         make, arrays, abstract = self._initial(params, impl, key)
@@ -266,17 +266,17 @@ class TrainStep:
             call,
             lambda: {name: checksum(tree) for name, tree in given.items()},
             self._mesh,
-            "What is replicated must be the same in every process: make it from the same seed, or "
+            "Replicated arrays must be equal in every process: create them from the same seed, or "
             "load the same checkpoint.",
         )
 
     def abstract_init(self, params: Any) -> TrainState:
-        """The types of ``init``'s state and where they lie, to ``lower`` without any devices."""
+        """The types and shardings of ``init``'s state, to ``lower`` without devices."""
         _, _, abstract = self._initial(params, *check_key(0))
         return abstract
 
     def _initial(self, params: Any, impl: Any, key: jax.Array) -> tuple[Any, Any, TrainState]:
-        """A compiled function of arrays and key, the arrays, and the types of what it makes."""
+        """A compiled function of arrays and key, the arrays, and the types of its result."""
         skeleton, *arrays = partition(params)
         layout = self._layout(arrays[0])
         check_params(params, arrays[0], self._function.pipeline.optimizer)
@@ -302,10 +302,10 @@ class TrainStep:
         return jax.jit(make, out_shardings=shardings), arrays, abstract
 
     def unshard(self, state: TrainState) -> TrainState:
-        """The state whole on every device, its arrays in the shapes that the optimizer gave them.
+        """The state replicated on every device, its arrays in the optimizer's own shapes.
 
-        For saving, looking at, and going on with another number of shards. The state that is given
-        stays good.
+        Use it to save, to inspect, or to ``reshard`` on another number of shards. The given state
+        stays valid.
         """
         _check_state(state)
         layout = self._layout_of(state)
@@ -313,10 +313,10 @@ class TrainStep:
         return self._relaid(layout.unpack, state, jax.tree.map(lambda _: everywhere, state))
 
     def reshard(self, state: TrainState) -> TrainState:
-        """The inverse of ``unshard``, whichever step and number of shards the state came from.
+        """Shard an unsharded state for this step, from any number of shards.
 
-        On another number of shards, statistics of an NNX module and the state of the preprocessor
-        go on from their mean, and random streams from new keys.
+        If the number changes, statistics of an NNX module and the state of the preprocessor are
+        averaged, and random streams get new keys.
 
         Raises:
           ArgumentError: the state is another optimizer's, or its groups are not of this step.
@@ -329,8 +329,9 @@ class TrainStep:
         if not layout.has_number_of_shards(state):
             if self._grouped:
                 raise ArgumentError(
-                    f"The state is of groups of other shards than these {self._mesh.size}. Choose "
-                    f"one shard's parameters with other.model(state, shard=0) and init with them."
+                    f"The state has groups over another number of shards than {self._mesh.size}. "
+                    f"Choose one shard's parameters with other.model(state, shard=0) and init with "
+                    f"them."
                 )
             state = layout.on_other_shards(state)
         return self._relaid(layout.pack, state, layout.shardings(state))
@@ -342,38 +343,38 @@ class TrainStep:
             )
 
     def model(self, state: TrainState, shard: int | None = None) -> Any:
-        """What the loss takes, with the parameters of a state: to evaluate, or to export.
+        """The model with the parameters of a state, to evaluate or to export.
 
         Args:
           state: a state of this step.
-          shard: whose. If ``None``, what all shards have; of what differs between them in an NNX
-            module, the mean where it is floating (statistics), else the first shard's.
+          shard: the shard whose model to return. If ``None``, per-shard arrays of an NNX module are
+            averaged if floating (statistics), otherwise taken from the first shard.
 
         Raises:
-          ArgumentError: parameters differ between groups, and no shard was named.
+          ArgumentError: parameters differ between groups, and ``shard`` is ``None``.
         """
         _check_state(state)
         params, model_state = state.params, state.model_state
         if self._grouped and shard is None:
             raise ArgumentError(
-                f"Under group_assignment {self._function.pipeline.groups} the parameters differ "
-                f"between shards. Say whose: model(state, shard=0)."
+                f"With group_assignment {self._function.pipeline.groups} the parameters differ "
+                f"between shards. Choose one: model(state, shard=0)."
             )
         if self._grouped:
             params = jax.tree.map(lambda x: x[shard], params)
         if state.skeleton.is_nnx:
             of_shard = lambda x: of_all(x) if shard is None else x[shard]
             model_state = jax.tree.map(of_shard, model_state)
-        # Copied, since the next step uses the buffers of the state again.
+        # Copied, since the next step donates the state.
         return combine(state.skeleton, *jax.tree.map(jnp.copy, (params, model_state)))
 
-    # What will happen.
+    # Description.
 
     def describe(self) -> str:
-        """What happens to a gradient, how the weights are updated and why, and what lies where.
+        """The pipeline, the weight update with its reason, and the arrays with their sizes.
 
         Raises:
-          ArgumentError: ``init`` or ``abstract_init`` has not told the parameters yet.
+          ArgumentError: neither ``init`` nor ``abstract_init`` has been called.
         """
         if self._latest is None:
             raise ArgumentError(
@@ -413,10 +414,10 @@ def _of_one(params: Any) -> Any:
 
 
 def _with_rng(loss_fn: Callable[..., Any]) -> tuple[Callable[..., Any], bool]:
-    """The loss as a function of parameters, batch and, if it takes one, a key; and whether it does.
+    """The loss as a function of parameters, batch and optionally a key; and whether it takes one.
 
     Raises:
-      ArgumentTypeError: it takes something else.
+      ArgumentTypeError: the loss has other parameters.
     """
     try:
         parameters = inspect.signature(loss_fn).parameters
@@ -425,7 +426,7 @@ def _with_rng(loss_fn: Callable[..., Any]) -> tuple[Callable[..., Any], bool]:
     if _needs_rng(parameters.values()):
         return loss_fn, True
     given = loss_fn.keywords if isinstance(loss_fn, functools.partial) else {}
-    # A key that may be left out is wanted all the same: without it, dropout would be off.
+    # Pass an optional key too: without it, dropout would be off.
     optional = [
         name
         for name, parameter in parameters.items()
@@ -438,8 +439,8 @@ def _with_rng(loss_fn: Callable[..., Any]) -> tuple[Callable[..., Any], bool]:
     (name, *others) = optional
     if others or name.endswith("s") or parameters[name].kind is inspect.Parameter.POSITIONAL_ONLY:
         raise ArgumentTypeError(
-            f"loss_fn may be given {optional}, and a step has one key for each call. Write "
-            f"loss_fn(params, batch, rng), and make of rng what is needed inside."
+            f"loss_fn takes {optional}, but a step has one key for each call. Write "
+            f"loss_fn(params, batch, rng), and derive the others from rng inside."
         )
 
     @functools.wraps(loss_fn)
@@ -454,10 +455,10 @@ _KEYS = ("key", "prng", "rng")
 
 
 def _needs_rng(parameters: Iterable[inspect.Parameter]) -> bool:
-    """Whether a loss has three parameters that must be given, rather than two.
+    """Whether a loss has three required parameters rather than two.
 
     Raises:
-      ArgumentTypeError: it has neither.
+      ArgumentTypeError: the loss has neither two nor three.
     """
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     needed = [p for p in parameters if p.default is p.empty]
@@ -473,30 +474,30 @@ def _needs_rng(parameters: Iterable[inspect.Parameter]) -> bool:
 
 
 def _check_not_of_mesh(error: ValueError) -> None:
-    """Raise an error of ours if JAX refused a loss that lays arrays out over the mesh."""
+    """Raise our own error if JAX refused a loss that shards arrays over the mesh."""
     if isinstance(error, CrossshardError) or not _jax.is_of_manual_axes(error):
         return
     raise ArgumentError(
-        f"The loss lays an array out over the mesh, which JAX refuses "
+        f"The loss shards an array over the mesh, which JAX refuses "
         f"({str(error).splitlines()[0]:.80}…): inside of a step every axis of the mesh counts "
-        f"shards, and each shard runs the loss by itself, on all of every parameter. Leave out "
-        f"with_sharding_constraint and shard_map, and give flax.linen.unbox(params) of Linen's "
-        f"Partitioned boxes. A model that is split over an axis takes a CrossShardOptimizer in a "
-        f"jax.shard_map of your own."
+        f"shards, and each shard runs the loss on its own, on the full parameters. Leave out "
+        f"with_sharding_constraint and shard_map, and write flax.linen.unbox(params) for Linen's "
+        f"Partitioned boxes. For a model that is split over an axis, use a CrossShardOptimizer in "
+        f"your own jax.shard_map."
     ) from error
 
 
 def _check_state(state: Any) -> None:
     if not isinstance(state, TrainState):
         raise ArgumentTypeError(
-            f"A step takes the state that init(params) returned, and then the one of the step "
-            f"before; got {type(state).__name__}."
+            f"A step takes the state that init(params) or the step before returned; got "
+            f"{type(state).__name__}."
         )
     # Types and traced values have no buffers.
     count = state.step
     has_buffer = isinstance(count, jax.Array) and not isinstance(count, jax.core.Tracer)
     if has_buffer and count.is_deleted():
         raise ArgumentError(
-            "This state has been used: its buffers became those of the step after it. Go on with "
-            "what that step returned: state, metrics = step(state, batch)."
+            "This state has been used: it was donated to a step. Use the state that the step "
+            "returned: state, metrics = step(state, batch)."
         )
