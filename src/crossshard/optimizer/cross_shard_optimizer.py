@@ -18,7 +18,8 @@ from crossshard.errors import (
 from crossshard.gradients.incoming import Incoming, check_incoming
 from crossshard.gradients.reduction import Reduction, check_reduction
 from crossshard.optimizer.arguments import check_name, check_pairs
-from crossshard.optimizer.optimizer import GradientsAndVariables, Optimizer, describe_optimizer
+from crossshard.optimizer.node import describe_optimizer
+from crossshard.optimizer.optimizer import GradientsAndVariables, Optimizer
 from crossshard.optimizer.transformation import (
     Transformation,
     check_preprocess,

@@ -1,11 +1,9 @@
 """The stateful idiom: an Optax optimizer that updates NNX variables in place."""
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import cloudpickle
 import jax
 import jax.numpy as jnp
 import optax
@@ -28,15 +26,14 @@ from crossshard.optimizer.differentiate import (
     trainable_variables,
 )
 from crossshard.optimizer.names import named_variables, names_in_reach, seen_by_optimizer
+from crossshard.optimizer.node import OptimizerNode, describe_optimizer
 from crossshard.optimizer.provenance import Provenance
-from crossshard.optimizer.slot_variables import SlotVariables
 from crossshard.optimizer.transformation import check_transformation
 from crossshard.pipeline.optimize import takes_value
 from crossshard.shards.axes import shards_of_gradient
 from crossshard.variables.binding import RetraceNeeded, bound, check_followed, check_writable
 from crossshard.variables.describe import describe_variable
 from crossshard.variables.discovery import (
-    VariableContainer,
     functions_behind,
     variables_behind,
 )
@@ -44,7 +41,7 @@ from crossshard.variables.discovery import (
 GradientsAndVariables = Sequence[tuple[jax.Array | None, nnx.Variable]]
 
 
-class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
+class Optimizer(OptimizerNode):
     """An Optax transformation with the API of ``tf.compat.v1.train.Optimizer``.
 
     It has the ``init`` and ``update`` of the inner optimizer, and also updates NNX variables in
@@ -73,54 +70,13 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
     # The keywords that a subclass's apply_gradients takes itself.
     _own_keywords: tuple[str, ...] = ()
 
-    _inner: optax.GradientTransformation
-    _name: str
-    _slots: SlotVariables
     _known_provenance: Provenance
-    # The trace in which it was created; None if NNX or JAX rebuilt it from its leaves.
-    _made_in: Any
-
-    def __init_subclass__(cls) -> None:
-        _register(cls)
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        # A subclass may take other arguments and call __init__ with ours, so the two functions of
-        # the tuple are created here and filled in later.
-        del args, kwargs
-        functions = _Functions()
-        self = super().__new__(cls, functions.init, functions.update)
-        self._functions = functions
-        return self
+    # What belongs to one optimizer, and not to its copies.
+    _of_one_object = ("_known_provenance",)
 
     def __init__(self, opt: optax.GradientTransformation, name: str = "Optimizer"):
         inner = check_transformation(opt)
-        self._construct(optax.with_extra_args_support(inner), inner, name)
-
-    def _construct(self, functions: Any, inner: optax.GradientTransformation, name: str) -> None:
-        """Set ``init`` and ``update``, and the inner optimizer."""
-        self._name = check_name(name)
-        self._inner = inner
-        self._functions.become(functions, Optimizer.__repr__(self))
-        self._slots = SlotVariables()
-        self._made_in = _flax.current_trace()
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    @property
-    def inner(self) -> optax.GradientTransformation:
-        """The wrapped transformation."""
-        return self._inner
-
-    def get_name(self) -> str:
-        """The name given at construction."""
-        return self._name
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({describe_optimizer(self._inner)}, name={self._name!r})"
+        self._construct(optax.with_extra_args_support(inner), inner, check_name(name))
 
     # Compute.
 
@@ -409,112 +365,3 @@ class Optimizer(optax.GradientTransformationExtraArgs, VariableContainer):
         """Whether the state at a path may differ between shards with equal parameters."""
         del path
         return False
-
-    # Copies, and what JAX and NNX rebuild. Each matches its variables by key on first use.
-
-    def _attributes(self) -> dict[str, Any]:
-        own = ("_slots", "_made_in", "_functions", "_known_provenance")
-        return {name: value for name, value in vars(self).items() if name not in own}
-
-    @classmethod
-    def _rebuilt(cls, functions: Any, attributes: Mapping[str, Any], slots: SlotVariables) -> Self:
-        new = cls.__new__(cls)
-        new.__dict__.update(attributes)
-        new._functions.become(functions, Optimizer.__repr__(new))
-        new._slots = slots
-        new._made_in = None
-        return new
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        new = self._rebuilt(self._functions.given, self._attributes(), self._slots.copied(memo))
-        memo[id(self)] = new
-        return new
-
-    def __copy__(self) -> Self:
-        return self.__deepcopy__({})
-
-    def __reduce__(self) -> Any:
-        # Optax's transformations are closures, which cloudpickle supports and pickle does not.
-        made = cloudpickle.dumps((self._functions.given, self._attributes()))
-        return _unpickled, (type(self), made, self._slots)
-
-
-class _Functions:
-    """The functions of an optimizer, which its ``__init__`` sets."""
-
-    given: Any = None
-    text = "Optimizer"
-
-    def become(self, given: Any, text: str) -> None:
-        self.given = given
-        self.text = text
-
-    def __repr__(self) -> str:
-        # NNX prints an optimizer, which is a tuple, as its two functions.
-        return self.text
-
-    def init(self, params: Any) -> Any:
-        return self.given.init(params)
-
-    def update(self, updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-        return self.given.update(updates, state, params, **extra_args)
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class _Static:
-    """All of an optimizer but its slot variables; equal for an optimizer and its rebuilt copies."""
-
-    functions: Any
-    attributes: Mapping[str, Any] = dataclasses.field(compare=False)
-    keys: tuple[str, ...]
-    built: frozenset[str]
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Static) or self.functions is not other.functions:
-            return False
-        return (self.keys, self.built) == (other.keys, other.built)
-
-    def __hash__(self) -> int:
-        return hash((id(self.functions), self.keys, self.built))
-
-    def __repr__(self) -> str:
-        return f"slots of {', '.join(self.keys) or 'nothing'}"
-
-
-def _flatten(optimizer: Optimizer) -> tuple[Any, _Static]:
-    slots = optimizer._slots
-    static = _Static(
-        optimizer._functions.given, optimizer._attributes(), slots.known_keys(), slots.built
-    )
-    return ((jax.tree_util.GetAttrKey("state"), slots.tree),), static
-
-
-def _register(cls: type[Optimizer]) -> None:
-    """Make a class of optimizers a node of JAX's trees and of NNX's graphs.
-
-    Its children are its slot variables, so that NNX finds, splits, traces and saves them like those
-    of ``nnx.Optimizer``.
-    """
-
-    def unflatten(static: _Static, children: Any) -> Optimizer:
-        slots = SlotVariables(dict.fromkeys(static.keys), static.built, *children)
-        return cls._rebuilt(static.functions, static.attributes, slots)
-
-    jax.tree_util.register_pytree_with_keys(cls, _flatten, unflatten)
-    nnx.register_data_type(cls)
-
-
-_register(Optimizer)
-
-
-def _unpickled(cls: type[Optimizer], made: bytes, slots: SlotVariables) -> Optimizer:
-    functions, attributes = cloudpickle.loads(made)
-    return cls._rebuilt(functions, attributes, slots)
-
-
-def describe_optimizer(inner: optax.GradientTransformation) -> str:
-    """The name of an inner optimizer: its repr, or its factory function."""
-    if isinstance(inner, Optimizer):
-        return repr(inner)
-    function = getattr(inner.update, "__qualname__", type(inner).__name__)
-    return "optax " + function.split(".")[0]
