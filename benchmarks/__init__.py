@@ -1,1 +1,1 @@
-"""Timing ours against others, in turn within one run: `python -m benchmarks --help`."""
+"""Benchmarks of crossshard against baselines, interleaved: `python -m benchmarks --help`."""

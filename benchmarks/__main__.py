@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: measure, show the tables, and say where they are written."""
+"""`python -m benchmarks`: measure, print the tables, and write the reports."""
 
 import sys
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmarks; the exit code.
+    """Run the benchmarks and return the exit code.
 
-    0 if all was measured and written, 1 if not, 2 if what was asked cannot be done, 130 if the user
+    0 if all was measured and written, 1 if not, 2 if the options are refused, 130 if the user
     stopped it.
 
     Args:
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         make_folder(options.out)
     except CrossshardError as error:
         return _say(error, REFUSED)
-    # A file or pipe has no width that lines would have to be broken for.
+    # Do not wrap lines in a file or pipe.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 1000)
     try:
         with Screen(console, options.rounds) as screen:

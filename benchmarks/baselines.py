@@ -1,4 +1,4 @@
-"""What takes part in a bench: anything that takes steps and says how long they took."""
+"""Candidate: anything that takes steps and returns their time."""
 
 import dataclasses
 from typing import Protocol
@@ -11,11 +11,11 @@ HAND_WRITTEN = "hand-written pmean + Optax"
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """What a candidate did when it was its turn.
+    """The result of a candidate's turn.
 
     Attributes:
-      seconds: for all steps of the turn, each waited for.
-      sample: some of its parameters afterwards, the same ones of every candidate.
+      seconds: the time of all steps of the turn, blocking after each.
+      sample: some parameters after the turn, the same ones for every candidate.
     """
 
     seconds: float
@@ -27,9 +27,9 @@ class Candidate(Protocol):
 
     @property
     def name(self) -> str:
-        """As it stands in tables."""
+        """The name in tables."""
         ...
 
     def run(self, steps: int) -> Turn:
-        """Take so many steps on from where it stands."""
+        """Take this many steps from the current state."""
         ...

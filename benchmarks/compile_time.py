@@ -1,7 +1,7 @@
-"""How long a step of many small arrays takes to build: ours against the step written by hand.
+"""Compile time of a step with many small arrays: ours against the step written by hand.
 
-Run it as `python -m benchmarks.compile_time --leaves 500`. Each step is built in an interpreter of
-its own, since JAX remembers what it has traced and compiled.
+Run it as `python -m benchmarks.compile_time --leaves 500`. Each step is built in its own
+interpreter, since JAX remembers what it has traced and compiled.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import Any
 
 SHARDS = 8
 STEPS = ("hand-written", "replicated", "sharded")
-# What XLA logs of each pass, and of what comes after all of them.
+# Makes XLA log the time of each pass, and of code generation.
 _LOG = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "hlo_pass_pipeline=1,cpu_compiler=1"}
 _PASS = re.compile(r"HLO pass: (\S+) time: ([\d.]+) (us|ms|s|min)\b")
 _COMPILING = re.compile(r"Compiling \[\S+\] for CPU using JIT time: ([\d.]+) (us|ms|s|min)\b")
@@ -29,8 +29,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--leaves", type=int, default=500, help="arrays of parameters")
     parser.add_argument("--width", type=int, default=64, help="columns of a matrix")
-    parser.add_argument("--passes", action="store_true", help="say which passes of XLA are slow")
-    parser.add_argument("--step", choices=STEPS, help="only this one")
+    parser.add_argument("--passes", action="store_true", help="list the slowest passes of XLA")
+    parser.add_argument("--step", choices=STEPS, help="build only this step")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -61,7 +61,7 @@ def _in_a_process(name: str, options: argparse.Namespace) -> tuple[dict[str, Any
         **(_LOG if options.passes else {}),
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={SHARDS}",
-        # Threads enough that collectives of virtual devices never lock.
+        # Enough threads that collectives of virtual devices never deadlock.
         "NPROC": str(4 * SHARDS),
     }
     ran = subprocess.run(
@@ -76,7 +76,7 @@ def _in_a_process(name: str, options: argparse.Namespace) -> tuple[dict[str, Any
 
 
 def _slow_passes(log: str) -> list[tuple[str, float]]:
-    """The passes of all compilations that took longest, and the generation of code after them."""
+    """The slowest passes over all compilations, with code generation as one of them."""
     passes: dict[str, float] = collections.defaultdict(float)
     for name, number, unit in _PASS.findall(log):
         passes[name] += float(number) * _SECONDS[unit]
@@ -87,7 +87,7 @@ def _slow_passes(log: str) -> list[tuple[str, float]]:
 
 
 def _build(name: str, leaves: int, width: int) -> dict[str, tuple[float, float]]:
-    """By phase the seconds of processor time and of the clock."""
+    """The seconds of each phase: processor time and wall time."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -130,7 +130,7 @@ def _build(name: str, leaves: int, width: int) -> dict[str, tuple[float, float]]
 
 
 def _hand_written(loss_fn: Callable[..., Any], optimizer: Any) -> tuple[Any, Any]:
-    """What one writes without us: ``shard_map``, ``pmean`` and Optax, the buffers donated."""
+    """A step without crossshard: ``shard_map``, ``pmean`` and Optax, with donated buffers."""
     import jax
     import optax
     from jax.sharding import NamedSharding, PartitionSpec

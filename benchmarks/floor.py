@@ -1,4 +1,4 @@
-"""The floor under a sharded update: bytes that must move, over the bandwidth measured beside it."""
+"""The lower bound of an update's time: the bytes it must move over the measured bandwidth."""
 
 import os
 import time
@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 _FLOAT32_BYTES = 4
-# For each thread: far more than any cache holds.
+# Per thread; much larger than any cache.
 _COPIED_BYTES = 128 * 2**20
 _COPIES = 12
 
@@ -17,14 +17,14 @@ def least_bytes(parameters: int, shards: int) -> int:
 
     Every shard's gradients are read (N·P), the parameters and the two moments are read once (3·P),
     the moments are written once (2·P) and the new parameters into every shard's copy (N·P):
-    (2·N + 5)·P numbers of four bytes. A sum that is kept in registers need not be written, so that
-    it does not count here; nor does reading a cache line in order to overwrite it.
+    (2·N + 5)·P values of four bytes. Neither a sum kept in registers nor reading a cache line in
+    order to overwrite it counts.
     """
     return (2 * shards + 5) * parameters * _FLOAT32_BYTES
 
 
 def measure_bandwidth() -> float:
-    """Bytes a second, read and written together, of the best of some large copies on all cores."""
+    """Bytes a second, read and written, of the best of several large copies on all cores."""
     threads = cores()
     sources = [np.ones(_COPIED_BYTES // 8) for _ in range(threads)]
     targets = [np.zeros(_COPIED_BYTES // 8) for _ in range(threads)]
@@ -32,14 +32,14 @@ def measure_bandwidth() -> float:
     with ThreadPoolExecutor(threads) as pool:
         for _ in range(_COPIES):
             began = time.perf_counter()
-            # numpy lets go of the interpreter's lock while it copies.
+            # NumPy releases the GIL while it copies.
             list(pool.map(np.copyto, targets, sources))
             best = min(best, time.perf_counter() - began)
     return 2 * threads * _COPIED_BYTES / best
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """The number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

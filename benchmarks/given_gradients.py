@@ -1,6 +1,6 @@
-"""The problem of the update alone: matrices, and gradients that are given, not computed.
+"""The problem of the update alone: matrices with precomputed gradients.
 
-The peers make the same numbers from the same few: `scales`, which they are told, and a ramp.
+The baselines in `peers/` compute the same gradients from `scales`, which they get, and a ramp.
 """
 
 from typing import Any
@@ -13,21 +13,21 @@ from benchmarks.problem import Problem
 
 
 def scales(matrices: int, shards: int) -> list[list[float]]:
-    """For each shard and matrix what to multiply the ramp by to get the gradient there.
+    """The factor of the ramp in each gradient, by shard and matrix.
 
-    Normal, so that the mean over the shards is unlike any one of them: a candidate that leaves
-    out the reduction steps the other way somewhere.
+    Normally distributed, so that the mean differs from every shard's gradient: a candidate that
+    leaves out the reduction moves some parameter in the other direction.
     """
     return np.random.default_rng(0).normal(size=(shards, matrices)).tolist()
 
 
 def given_gradients(matrices: int, width: int, shards: int) -> Problem:
-    """So many square matrices of ones, each shard's gradients of them being its part of the batch.
+    """Square matrices of ones; each shard's gradients are its part of the batch.
 
     Args:
-      matrices: how many.
-      width: of each.
-      shards: how many parts the batch has.
+      matrices: the number of matrices.
+      width: the rows and columns of each.
+      shards: the number of parts of the batch.
     """
     params = [np.ones((width, width), np.float32) for _ in range(matrices)]
     ramp = np.linspace(-1, 1, width * width, dtype=np.float32).reshape(width, width)
@@ -44,7 +44,7 @@ def given_gradients(matrices: int, width: int, shards: int) -> Problem:
 
 @jax.custom_vjp
 def _loss_with_given_gradients(params: Any, batch: Any) -> jax.Array:
-    """Zero, with the batch for a gradient: a loss of which neither direction is work."""
+    """A loss of zero whose gradient is the batch, so that neither pass computes anything."""
     return jnp.zeros(())
 
 

@@ -1,4 +1,4 @@
-"""The bench of the import: what crossshard adds to importing JAX, Optax and Flax."""
+"""Benchmark of the import time that crossshard adds to JAX, Optax and Flax."""
 
 import os
 import subprocess
@@ -24,9 +24,9 @@ print(needed - began, time.perf_counter() - began)
 
 
 def measure(options: BenchOptions, screen: Screen) -> Iterator[Result]:
-    """One result: in each round a fresh interpreter imports what we need, and then us."""
+    """One result: in each round a new interpreter imports the dependencies, then crossshard."""
     screen.tell("imports in fresh interpreters")
-    # Not timed: it reads files from the disk, and compiles modules that were never imported.
+    # A warm-up: it reads files from the disk and compiles modules to bytecode.
     _import()
     seconds: dict[str, list[float]] = {WITHOUT: [], WITH: []}
     for number in range(1, options.rounds + 1):
@@ -37,8 +37,8 @@ def measure(options: BenchOptions, screen: Screen) -> Iterator[Result]:
 
 
 def _import() -> list[float]:
-    """The seconds until what we need is imported, and until we are, too."""
-    # Else our modules may be compiled again each time, unlike those that pip has installed.
+    """The seconds to import the dependencies, and to import them and crossshard."""
+    # Otherwise our modules may be compiled each time, unlike installed ones.
     caching = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     ran = subprocess.run(
         [sys.executable, "-c", _SCRIPT], stdout=subprocess.PIPE, text=True, check=True, env=caching

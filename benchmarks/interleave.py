@@ -1,7 +1,7 @@
-"""Candidates in turn: in every round each takes a few steps while all the others idle.
+"""Interleaved timing: in every round each candidate takes a few steps while the others idle.
 
-What else the machine does comes and goes over seconds. Whatever it does to a round it does to all
-candidates in it, so ratios are taken within rounds, and times of different runs never meet.
+Other load on the machine varies over seconds and affects all candidates of a round alike. Ratios
+are therefore taken within rounds, and times of different runs are never compared.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from benchmarks.baselines import Candidate
 from benchmarks.timing import Timing
 
-# The first compiles or allocates; the second shows that a state is carried on.
+# The first compiles or allocates; the second takes the state of the first.
 _WARM_UP = 2
-# Before the timed steps of a turn. The turn before leaves caches full of its own, and memory that
-# it gave back has to be had anew: the first step pays for what another did.
+# Untimed steps at the start of a turn: the turn before leaves its own data in the caches and
+# frees memory, so the first step is slower.
 _LEAD_IN = 1
 # A turn of the fastest lasts about this long.
 _TURN_SECONDS = 0.25
@@ -22,16 +22,16 @@ _MOST_STEPS = 500
 def interleave(
     candidates: Sequence[Candidate], rounds: int, show: Callable[[int], None]
 ) -> tuple[Timing, dict[str, float]]:
-    """Time the candidates over so many rounds, after a warm-up that is not timed.
+    """Time the candidates over this many rounds, after a warm-up that is not timed.
 
     Args:
-      candidates: in the order in which they take turns; the first one's parameters are the measure.
-      rounds: how many.
-      show: is given the number of every round that is over.
+      candidates: the candidates in the order of turns; the first is the reference.
+      rounds: the number of rounds.
+      show: called with the number of every finished round.
 
     Returns:
-      The times, and by how much the parameters of each candidate differ from the first one's after
-      the same few steps from the same start with the same gradients.
+      The times, and the largest difference of each candidate's parameters from the first one's
+      after the same few steps.
     """
     samples = {candidate.name: candidate.run(_WARM_UP).sample for candidate in candidates}
     first = next(iter(samples.values()))

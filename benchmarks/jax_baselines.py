@@ -1,4 +1,4 @@
-"""The candidates that JAX runs, in this process: ours, and the same step written by hand."""
+"""The JAX candidates: crossshard, and the same step written by hand."""
 
 import time
 from collections.abc import Callable
@@ -25,14 +25,14 @@ _NAMES = {"auto": OURS_AUTO, "sharded": OURS_SHARDED, "replicated": OURS_REPLICA
 
 
 class JaxCandidate:
-    """A program that takes a state and a batch and hands on the next state, donating the old one.
+    """A step that takes a state and a batch, returns the next state and donates the old one.
 
     Args:
-      name: as it stands in tables.
-      step: of ``(state, batch)``; the next state and whatever else there is to wait for.
-      state: the first.
-      batch: the same for every step, on its devices.
-      params_of: the parameters within a state.
+      name: the name in tables.
+      step: a function of ``(state, batch)`` that returns the next state and other outputs.
+      state: the first state.
+      batch: the batch of every step, on its devices.
+      params_of: returns the parameters of a state.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class JaxCandidate:
         self._params_of = params_of
 
     def run(self, steps: int) -> Turn:
-        """Take so many steps, waiting for each."""
+        """Take this many steps, blocking after each."""
         state, step, batch = self.state, self._step, self._batch
         began = time.perf_counter()
         for _ in range(steps):
@@ -74,7 +74,7 @@ def ours(
 
 
 def hand_written(problem: Problem, num_shards: int) -> JaxCandidate:
-    """What one writes without us: ``shard_map``, ``pmean`` and Optax."""
+    """A step without crossshard: ``shard_map``, ``pmean`` and Optax."""
     mesh, optimizer = _mesh(num_shards), adamw()
 
     def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
@@ -99,7 +99,7 @@ def hand_written(problem: Problem, num_shards: int) -> JaxCandidate:
         params, optimizer_state, loss = compiled(*state, batch)
         return (params, optimizer_state), loss
 
-    # Copied, since the first step donates them and the problem's own serve other candidates.
+    # Copied, since the first step donates them and other candidates need the originals.
     params = jax.device_put(jax.tree.map(jnp.array, problem.params), NamedSharding(mesh, shared))
     state = params, jax.device_put(optimizer.init(params), NamedSharding(mesh, shared))
     batch = on_shards(problem.batch, num_shards)
@@ -116,6 +116,6 @@ def _mesh(num_shards: int) -> Mesh:
 
 
 def _sample(params: Any) -> list[float]:
-    """The last number of every array, on the last device."""
+    """The last element of every array, on the last device."""
     copies = [leaf.addressable_shards[-1].data for leaf in jax.tree.leaves(params)]
     return [float(np.asarray(copy).ravel()[-1]) for copy in copies]

@@ -1,4 +1,4 @@
-"""The machine and the versions that a result was seen with."""
+"""The machine and the package versions of a result."""
 
 import dataclasses
 import datetime
@@ -13,16 +13,16 @@ from benchmarks.floor import cores
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What a result depends on besides the code.
+    """The machine, system and versions of a run.
 
     Attributes:
-      cpu: the model's name.
-      cores: how many this process may use.
-      memory_gib: of the machine.
+      cpu: the name of the CPU model.
+      cores: the number of cores that this process may use.
+      memory_gib: the memory of the machine.
       system: the operating system.
-      load: runnable processes of the last minute, before the bench began.
-      date: of the run, in UTC.
-      versions: by package; those of the peers are added when they have answered.
+      load: the load average of the minute before the benchmark.
+      date: the date of the run, in UTC.
+      versions: the versions of packages; those of the baselines in `peers/` are added later.
     """
 
     cpu: str
@@ -35,7 +35,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """The one that this runs on, now."""
+    """Describe the current machine."""
     versions = {name: version(name) for name in ("jax", "optax", "flax", "numpy")}
     return Machine(
         cpu=_cpu(),
@@ -62,11 +62,11 @@ def _cpu() -> str:
 
 
 def free_memory() -> int:
-    """The bytes that could be taken without swapping."""
+    """The bytes that can be allocated without swapping."""
     listed = Path("/proc/meminfo")
     if listed.exists():
         for line in listed.read_text().splitlines():
             if line.startswith("MemAvailable"):
                 return int(line.split()[1]) * 1024
-    # Elsewhere the system says only how much there is; half of it is a guess on the safe side.
+    # Other systems report only the total; half of it is a safe guess.
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

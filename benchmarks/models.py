@@ -1,4 +1,4 @@
-"""The problems with a forward and a backward: MLPs, the demo's transformer, and tiny layers."""
+"""Models for whole steps: MLPs, the demo's transformer, and tiny layers."""
 
 import math
 from collections.abc import Callable
@@ -13,14 +13,14 @@ from benchmarks.problem import Problem, of_tree
 from examples.byte_lm.model import VOCABULARY, ByteTransformer, loss
 
 _MLP_LAYERS = 4
-# Over all shards, so that what is computed is the same for most numbers of them.
+# Over all shards, so that the computation is the same for most numbers of shards.
 _MLP_ROWS = 32
 _ROWS, _CONTEXT = 16, 64
 
 
 def mlp(parameters: int, shards: int) -> Problem:
-    """Four dense layers of one width, as a tree of arrays, with about so many parameters."""
-    # A multiple of eight, which every kernel likes.
+    """Four dense layers of one width, as a tree of arrays, with about this many parameters."""
+    # A multiple of eight, which is fast in every kernel.
     width = 8 * max(1, round(math.sqrt(parameters / _MLP_LAYERS) / 8))
     random = np.random.default_rng(0)
     params = [
@@ -55,7 +55,7 @@ def transformer(shards: int, *, layers: int = 3, width: int = 160) -> Problem:
 
 
 def linear_layers(shards: int, *, layers: int, width: int = 8) -> Problem:
-    """An NNX module of so many small layers, which computes next to nothing."""
+    """An NNX module of this many small layers, which computes almost nothing."""
     model = nnx.List([nnx.Linear(width, width, rngs=nnx.Rngs(0)) for _ in range(layers)])
 
     def loss_fn(model: Any, x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What a bench is asked to do; the options of `python -m benchmarks`, with their meaning."""
+"""The options of `python -m benchmarks`."""
 
 import dataclasses
 from pathlib import Path
@@ -16,20 +16,20 @@ MOST_SHARDS = 64
 
 @dataclasses.dataclass(frozen=True)
 class BenchOptions:
-    """Measure ours against others, in turn within one run, on this machine's CPU.
+    """Compare crossshard with baselines on this machine's CPU, interleaved within one run.
 
-    update: AdamW over 8.4 million parameters with the gradients given, against a step written by
+    update: AdamW over 8.4 million parameters with precomputed gradients, against a step written by
     hand with shard_map, pmean and Optax, and against PyTorch and TensorFlow.
 
     step: whole steps with forward and backward, from 10 thousand to 50 million parameters, against
     the step written by hand.
 
-    overhead: what calling our step costs in Python beyond calling its compiled program.
+    overhead: the Python time of calling our step beyond that of its compiled program.
 
-    import: what importing crossshard costs beyond importing JAX, Optax and Flax.
+    import: the time that importing crossshard takes after JAX, Optax and Flax.
 
-    PyTorch and TensorFlow take part where `make bench-peers` has made their environments. Each
-    bench writes a table, a plot and its raw times to the output folder.
+    PyTorch and TensorFlow take part if `make bench-peers` has created their environments. Each
+    benchmark writes a table, a plot and its raw times to the output folder.
     """
 
     benches: Annotated[
@@ -38,7 +38,7 @@ class BenchOptions:
             metavar="[update] [step] [overhead] [import]", help_behavior_hint="(default: all)"
         ),
     ] = ("update", "step", "overhead", "import")
-    """Which to run."""
+    """The benchmarks to run."""
 
     shards: Annotated[
         tuple[int, ...],
@@ -47,10 +47,10 @@ class BenchOptions:
             help_behavior_hint="(default: 8 2 for update, 1 2 4 8 for step, 1 8 for overhead)",
         ),
     ] = ()
-    """Numbers of shards to run each bench with."""
+    """Numbers of shards to run each benchmark with."""
 
     rounds: int = 15
-    """In every round each candidate takes some steps, one candidate after the other."""
+    """Rounds; in each, every candidate in turn takes some steps."""
 
     quick: tyro.conf.FlagCreatePairsOff[bool] = False
     """Small sizes, to see that it runs; what is written says so and is not a measurement."""
@@ -59,24 +59,24 @@ class BenchOptions:
     """The folder that holds the environments peer-torch and peer-tensorflow."""
 
     out: Path = Path("docs/benchmarks")
-    """The folder to write to; older files of the same benches are replaced."""
+    """The folder to write to; older files of the same benchmarks are replaced."""
 
     def check(self) -> None:
-        """Raise an ``ArgumentError`` for a number that cannot be, or if no bench is named."""
+        """Raise an ``ArgumentError`` for an impossible number, or if no benchmark is named."""
         if not self.benches:
             raise ArgumentError(
                 "Name at least one of update, step, overhead and import, or none for all."
             )
         if self.rounds < 2:
             raise ArgumentError(
-                f"--rounds must be at least 2, since a spread is taken; got {self.rounds}."
+                f"--rounds must be at least 2, to measure a spread; got {self.rounds}."
             )
         for shards in self.shards:
             if not 1 <= shards <= MOST_SHARDS:
                 raise ArgumentError(f"--shards must be from 1 to {MOST_SHARDS}; got {shards}.")
 
     def shards_for(self, bench: Bench) -> tuple[int, ...]:
-        """The numbers of shards that a bench runs with, each once."""
+        """The numbers of shards of a benchmark, without duplicates."""
         return tuple(dict.fromkeys(self.shards)) or _SHARDS[bench]
 
 

@@ -1,4 +1,4 @@
-"""The bench of the call: our step against the compiled program that it calls."""
+"""Benchmark of call overhead: a step against its compiled program."""
 
 from collections.abc import Callable, Iterator
 
@@ -14,7 +14,7 @@ from benchmarks.result import Result
 
 CALLED, BARE = "step(state, batch)", "its compiled program"
 
-# So small that most of a call is the call.
+# So small that overhead dominates.
 _PROBLEMS: dict[str, Callable[[int], Problem]] = {
     "a list of 32 arrays": lambda shards: given_gradients(32, 8, shards),
     "an NNX module of 32 arrays": lambda shards: linear_layers(shards, layers=16),

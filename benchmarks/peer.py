@@ -1,9 +1,9 @@
-"""Candidates of another framework: a process in an environment of its own, told when to step.
+"""Candidates of another framework: a process with its own environment, controlled by pipe.
 
-Its script stands in `peers/` and imports nothing of ours. It is started with one argument, JSON of
-what to solve, and answers the first line with its versions. From then on every line is one turn:
-``{"variant": ..., "steps": ...}`` is answered with ``{"seconds": ..., "sample": [...]}``. Between
-lines it sleeps; at the end of its input it leaves.
+Its script is in `peers/` and does not import crossshard. It gets the problem as one argument, in
+JSON, and answers the first line with its versions. Every later line is one turn:
+``{"variant": ..., "steps": ...}`` is answered with ``{"seconds": ..., "sample": [...]}``. It sleeps
+between lines and exits at the end of its input.
 """
 
 import json
@@ -25,27 +25,27 @@ _SECONDS_TO_LEAVE_IN_HASTE = 2
 
 
 class PeerError(CrossshardError):
-    """A peer cannot be run here, or has left while it was needed."""
+    """A baseline process cannot be started, or has ended too early."""
 
 
 class Peer:
-    """A process that takes turns; a context, so that none outlives the bench.
+    """A process that takes turns; a context manager that ends it with the benchmark.
 
     Args:
-      name: of the framework.
+      name: the name of the framework.
       python: the interpreter of its environment.
       script: its file in ``peers/``.
-      problem: what it is to solve, as JSON can hold it.
+      problem: the problem to solve, as JSON values.
 
     Raises:
-      PeerError: it cannot be started, now or when it is first asked.
+      PeerError: the process cannot be started, now or at the first question.
     """
 
     def __init__(self, name: str, python: Path, script: str, problem: Mapping[str, Any]) -> None:
         self._name = name
         if not python.exists():
-            raise PeerError(f"{name}, since there is no {python}. Run make bench-peers to have it.")
-        # A file and not a pipe: nobody reads along, and a full pipe would stop the peer.
+            raise PeerError(f"{name}, since there is no {python}. Run make bench-peers.")
+        # A file and not a pipe: nobody reads it, and a full pipe would block the process.
         self._said = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - closed on exit
         self._process = subprocess.Popen(
             [python, _SCRIPTS / script, json.dumps(problem)],
@@ -54,7 +54,7 @@ class Peer:
             stderr=self._said,
             text=True,
             env=_environment(),
-            # Ctrl-C is for us, who then let it go in good order.
+            # Ctrl-C reaches only this process, which then ends the other one.
             start_new_session=True,
         )
 
@@ -72,17 +72,17 @@ class Peer:
         try:
             self._process.wait(_SECONDS_TO_LEAVE if kind is None else _SECONDS_TO_LEAVE_IN_HASTE)
         except subprocess.TimeoutExpired:
-            # With the ranks that it has started: it leads a session of its own.
+            # With the ranks that it has started: it leads its own session.
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         self._said.close()
 
     def versions(self) -> dict[str, str]:
-        """What it runs with; waits until it is ready."""
+        """Its versions; waits until it is ready."""
         return self._ask({"variant": "versions"})["versions"]
 
     def run(self, variant: str, steps: int) -> Turn:
-        """Let it take so many steps in one of its ways."""
+        """Let it take this many steps of one variant."""
         answer = self._ask({"variant": variant, "steps": steps})
         return Turn(answer["seconds"], answer["sample"])
 
@@ -106,7 +106,7 @@ class Peer:
 
 
 class PeerCandidate:
-    """One of a peer's ways to take a step."""
+    """One variant of a peer's step."""
 
     def __init__(self, name: str, peer: Peer, variant: str) -> None:
         self.name = name
@@ -114,11 +114,11 @@ class PeerCandidate:
         self._variant = variant
 
     def run(self, steps: int) -> Turn:
-        """Let the peer take so many steps."""
+        """Let the peer take this many steps."""
         return self._peer.run(self._variant, steps)
 
 
 def _environment() -> dict[str, str]:
-    """Ours without what would lead its Python to our packages, and without its chatter."""
+    """Our environment variables without those of Python, and with less logging."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     return {**ours, "TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}

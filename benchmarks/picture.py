@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Only a file is drawn, whatever backend the user's windows need.
+# Draws to a file only, whatever backend the user has set.
 os.environ["MPLBACKEND"] = "agg"
 
 import jax
@@ -34,7 +34,7 @@ _OURS, _OTHERS, _INK, _RULE = "#4f86c6", "#9a9fa6", "#7a818a", "#9a9fa655"
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """What is drawn, one number for each number of shards.
+    """The values of the picture, one for each number of shards.
 
     Attributes:
       milliseconds: of a step, ours and by hand: medians.
@@ -58,7 +58,7 @@ class Figures:
 
 
 def figures() -> Figures:
-    """The recorded times, and the memory counted."""
+    """The recorded times and the counted memory."""
     problem = mlp(_SIZE, max(_SHARDS))
     record = json.loads((FOLDER / "step.json").read_text(encoding="utf-8"))
     timings = {
@@ -80,13 +80,13 @@ def _held(problem: Any, shards: int) -> float:
 
 
 def _megabytes(tree: Any) -> float:
-    """What one device holds of arrays, or all of them if they lie nowhere yet."""
+    """The size of one device's shards, or of the full arrays without a sharding."""
     shape = lambda x: x.sharding.shard_shape(x.shape) if x.sharding is not None else x.shape
     return sum(math.prod(shape(x)) * x.dtype.itemsize for x in jax.tree.leaves(tree)) / 1e6
 
 
 def draw(drawn: Figures, path: Path) -> None:
-    """Draw to a PNG file without a background, which also says in words what it shows."""
+    """Draw to a PNG file without a background, with a description in its metadata."""
     figure = Figure(figsize=(8, 2.7), dpi=200)
     figure.set_layout_engine("constrained", wspace=0.08)
     left, right = figure.subplots(1, 2)

@@ -1,11 +1,10 @@
-"""The plots of the benches."""
+"""The plots of the benchmarks."""
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-# Only files are drawn, so it does not matter which backend the user's windows need: an unknown one
-# would end the import.
+# Draws to files only; an unknown backend in the user's environment would fail the import.
 os.environ["MPLBACKEND"] = "agg"
 
 import numpy as np
@@ -26,7 +25,7 @@ _LINES = ("#88ccee", "#4477aa", "#aa3377", "#222255")
 
 
 def draw(bench: Bench, results: Sequence[Result], path: Path) -> None:
-    """Draw the results of a bench to a PNG file."""
+    """Draw the results of a benchmark to a PNG file."""
     if not results:
         return
     figure = Figure(dpi=150, layout="constrained")
@@ -35,10 +34,10 @@ def draw(bench: Bench, results: Sequence[Result], path: Path) -> None:
     elif bench == "step":
         _draw_steps(figure, results)
     elif bench == "overhead":
-        title = "What a call of our step costs beyond its compiled program"
+        title = "Time of calling our step beyond its compiled program"
         _draw_differences(figure, results, CALLED, BARE, (1e6, "microseconds a call"), title)
     else:
-        title = "What importing crossshard costs beyond JAX, Optax and Flax"
+        title = "Import time of crossshard after JAX, Optax and Flax"
         _draw_differences(figure, results, WITH, WITHOUT, (1e3, "milliseconds"), title)
     figure.savefig(path)
 

@@ -1,4 +1,4 @@
-"""What steps send on TPU pods, compiled for them on a machine that has none: ours and a naive one.
+"""Communication of steps compiled for TPU pods, without TPUs: ours and a naive one.
 
 Run it with libtpu installed, as `make bench-pods` does.
 """
@@ -57,7 +57,7 @@ def loss_fn(params: Any, batch: Any) -> jax.Array:
 
 
 class Row(NamedTuple):
-    """What one compiled step sends, in words."""
+    """The communication of one compiled step, as a row of the table."""
 
     topology: str
     step: str
@@ -73,7 +73,7 @@ def _lowered_ours(mesh: Mesh, optimizer: optax.GradientTransformation) -> Any:
 
 
 def _lowered_naive(mesh: Mesh) -> Any:
-    """What one writes first: scatter the gradients over the shards, gather the parameters."""
+    """A naive step: scatter the gradients over the shards, all-gather the parameters."""
     optimizer, number = adamw(), mesh.size
 
     def rows(x: Any) -> Any:
@@ -119,7 +119,7 @@ STEPS: dict[str, Callable[[Mesh], Any]] = {
 
 
 def rows() -> Iterator[Row]:
-    """Every step compiled for every topology."""
+    """Compile every step for every topology."""
     for name in TOPOLOGIES:
         topology = topologies.get_topology_desc(platform="tpu", topology_name=name)
         mesh = topologies.make_mesh(topology, (len(topology.devices),), (_AXIS,))
@@ -145,8 +145,8 @@ _HEADS = ("slice", "step", "collectives", "MB sent by a chip", "÷ lower bound",
 
 
 def main(out: Path = Path("docs/benchmarks/pods.md")) -> None:
-    """Print the table, and write it down."""
-    # Else libtpu looks for a machine of its own.
+    """Print the table and write it to a file."""
+    # Otherwise libtpu looks for a TPU machine.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     console = Console(highlight=False)
     console.print(" | ".join(_HEADS), soft_wrap=True)

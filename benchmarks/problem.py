@@ -1,4 +1,4 @@
-"""What the candidates solve: parameters, batch and loss, as ours takes them and as others do."""
+"""Problem: model, batch and loss, for crossshard and for the step written by hand."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,20 +11,20 @@ LEARNING_RATE, B1, B2, EPS, WEIGHT_DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.1
 
 
 def adamw() -> optax.GradientTransformation:
-    """The optimizer of every candidate, with the numbers that every candidate is given."""
+    """The optimizer of every candidate, with the same hyperparameters."""
     return optax.adamw(LEARNING_RATE, B1, B2, EPS, weight_decay=WEIGHT_DECAY)
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A step to be taken again and again.
+    """A step to repeat.
 
     Attributes:
-      model: what ours starts from: a tree of arrays, or an NNX module.
-      loss_fn: of the model and one shard's batch, as ours takes it.
-      params: the same start as a tree of arrays, for the step written by hand.
-      value_and_grad: of such a tree and one shard's batch: the loss and its gradients.
-      batch: a tree of arrays, all shards' parts one after the other.
+      model: the model for crossshard: a tree of arrays, or an NNX module.
+      loss_fn: the loss of the model and one shard's batch.
+      params: the same model as a tree of arrays, for the step written by hand.
+      value_and_grad: the loss and its gradients, from such a tree and one shard's batch.
+      batch: a tree of arrays with the rows of all shards, in order.
     """
 
     model: Any
@@ -35,7 +35,7 @@ class Problem:
 
     @property
     def parameters(self) -> int:
-        """How many numbers are learnt."""
+        """The number of trainable parameters."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.params))
 
 

@@ -9,14 +9,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 
 class Screen:
-    """One line: what is measured, and how many of its rounds are over; notes stay above it.
+    """A line with the current measurement and its finished rounds; notes stay above it.
 
     Args:
-      console: where to print.
-      rounds: how many each comparison has.
+      console: the console to print to.
+      rounds: the rounds of each comparison.
 
     Attributes:
-      notes: what was noted since they were last cleared.
+      notes: the notes since the last clear.
     """
 
     def __init__(self, console: Console, rounds: int) -> None:
@@ -29,7 +29,7 @@ class Screen:
             BarColumn(style="grey37", complete_style="cyan"),
             MofNCompleteColumn(),
             console=console,
-            # Seldom, since it runs beside what is measured on the same few cores.
+            # Seldom, since it shares the cores with the measurement.
             refresh_per_second=2,
             transient=True,
             disable=not self._live,
@@ -51,17 +51,17 @@ class Screen:
         self._bar.stop()
 
     def tell(self, what: str) -> None:
-        """Say what is being done while there is no round to count."""
+        """Show the current work and restart the count of rounds."""
         self._bar.update(self._task, description=what, completed=0)
         if not self._live:
             self._console.print(f"{what} …", markup=False, soft_wrap=True)
 
     def round(self, number: int) -> None:
-        """A round is over."""
+        """Show that a round is finished."""
         self._bar.update(self._task, completed=number)
 
     def note(self, line: str) -> None:
-        """Say something once that stays, and that belongs to what is written, too."""
+        """Print a line once, and keep it for the report."""
         if line not in self.notes:
             self.notes.append(line)
             self._console.print(line, markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""What a bench leaves behind: a page with tables and a plot, and the raw times as JSON."""
+"""The report of a benchmark: a page with tables and a plot, and the raw times as JSON."""
 
 import dataclasses
 import json
@@ -16,15 +16,15 @@ from crossshard.errors import ArgumentError
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A bench that is over.
+    """A finished benchmark.
 
     Attributes:
-      bench: which.
-      machine: where it ran, and with which versions.
-      rounds: how many each result has.
-      quick: whether the sizes were those that only show that it runs.
-      notes: what else is to be known, such as who was left out.
-      results: in the order in which they were measured.
+      bench: the name of the benchmark.
+      machine: the machine and the versions.
+      rounds: the rounds of each result.
+      quick: whether the sizes only show that it runs.
+      notes: other notes, such as candidates that were left out.
+      results: the results in the order of measurement.
     """
 
     bench: Bench
@@ -96,10 +96,10 @@ the rounds; the last column is the difference of the two minima.""",
 
 
 def write(report: Report, out: Path) -> list[Path]:
-    """Write the page, the plot and the raw times; their paths.
+    """Write the page, the plot and the raw times, and return their paths.
 
     Raises:
-      ArgumentError: one of them cannot be written.
+      ArgumentError: a file cannot be written.
     """
     page, times, plot = (out / f"{report.bench}{suffix}" for suffix in (".md", ".json", ".png"))
     try:
@@ -112,10 +112,10 @@ def write(report: Report, out: Path) -> list[Path]:
 
 
 def make_folder(out: Path) -> None:
-    """Make the folder to write to, before anything is measured.
+    """Create the output folder before anything is measured.
 
     Raises:
-      ArgumentError: it cannot be made, or not be written to.
+      ArgumentError: the folder cannot be created or written to.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)

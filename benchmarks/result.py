@@ -1,4 +1,4 @@
-"""What a bench came to, one result for each problem and number of shards."""
+"""Results of a benchmark, one for each problem and number of shards."""
 
 import dataclasses
 
@@ -10,14 +10,14 @@ class Result:
     """One comparison.
 
     Attributes:
-      problem: what was solved, in a few words.
-      parameters: how many numbers are learnt.
-      shards: how many shards stepped together; ``None`` where none step.
-      timing: of every candidate.
-      differences: by how much a parameter of each candidate differs at most from the first
-        one's after the same few steps.
-      floor_bytes: that must move in a step at least; ``None`` where that is not asked.
-      bandwidth: bytes a second, measured beside; ``None`` likewise.
+      problem: a short name of the problem.
+      parameters: the number of trainable parameters.
+      shards: the number of shards; ``None`` without steps.
+      timing: the times of every candidate.
+      differences: the largest difference of each candidate's parameters from the first one's
+        after the same few steps.
+      floor_bytes: the bytes that a step must move at least; ``None`` if not computed.
+      bandwidth: the measured bandwidth in bytes/s; ``None`` if not measured.
     """
 
     problem: str
@@ -30,13 +30,13 @@ class Result:
 
     @property
     def floor_seconds(self) -> float | None:
-        """How long the bytes that must move take at least."""
+        """The lower bound of a step's time."""
         if self.floor_bytes is None or self.bandwidth is None:
             return None
         return self.floor_bytes / self.bandwidth
 
     def title(self) -> str:
-        """What was solved on how many shards."""
+        """The problem and the number of shards."""
         if self.shards is None:
             return self.problem
         return f"{self.problem}, {self.shards} shard{'s' * (self.shards > 1)}"

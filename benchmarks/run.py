@@ -1,4 +1,4 @@
-"""A whole run: devices, the benchmarks one after the other, and what each of them leaves."""
+"""Runs the benchmarks one after the other and writes their reports."""
 
 from collections.abc import Iterator
 
@@ -14,12 +14,12 @@ from benchmarks.result import Result
 
 
 def run(options: BenchOptions, screen: Screen) -> Iterator[Report]:
-    """Run the benchmarks; each report is written when it is handed out.
+    """Run the benchmarks; yield each report once it is written.
 
     Raises:
-      CrossshardError: something that was asked for cannot be done, or a report not be written.
+      CrossshardError: an option cannot be satisfied, or a report cannot be written.
     """
-    # The peers run on the CPU, and so do all others beside them.
+    # The peers run on the CPU, so all other candidates do too.
     jax.config.update("jax_platforms", "cpu")
     shards = [n for bench in options.benches for n in options.shards_for(bench)]
     crossshard.cpu_devices(max(shards, default=1))

@@ -1,4 +1,4 @@
-"""The bench of whole steps, with forward and backward: ours against the step written by hand."""
+"""Benchmark of whole steps, with forward and backward: ours against one written by hand."""
 
 import functools
 import gc
@@ -42,15 +42,15 @@ def measure(options: BenchOptions, screen: Screen) -> Iterator[Result]:
             ]
             screen.tell(told)
             timing, differences = interleave(candidates, options.rounds, screen.round)
-            # Before the next ones are made, since the largest fill the memory. Only a collection
-            # frees what stands in cycles, as compiled functions and what they close over do.
+            # Free memory for the next candidates. Compiled functions are in reference cycles,
+            # which only a collection frees.
             del candidates
             gc.collect()
             yield Result(name, problem.parameters, shards, timing, differences)
 
 
 def _problems(quick: bool) -> Iterator[tuple[str, Callable[[int], Problem]]]:
-    """Names of problems, and how each is made for a number of shards."""
+    """The problems: names, and functions from a number of shards to a problem."""
     sizes = {"layers": 1, "width": 32} if quick else {}
     yield TRANSFORMER, functools.partial(transformer, **sizes)
     for size in _QUICK_SIZES if quick else _SIZES:

@@ -1,4 +1,4 @@
-"""Results as tables of words, for the screen and for the page alike."""
+"""Results as tables of text, for the screen and the page."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -15,13 +15,13 @@ _OURS = (OURS_AUTO, OURS_SHARDED, OURS_REPLICATED)
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Words in rows.
+    """A table of text.
 
     Attributes:
-      title: what it shows.
-      columns: the heads.
-      rows: as many words each as there are columns.
-      labels: how many columns, from the left, hold names rather than numbers.
+      title: the title.
+      columns: the column headers.
+      rows: the cells of each row.
+      labels: the number of columns, from the left, with names rather than numbers.
     """
 
     title: str
@@ -30,12 +30,12 @@ class Table:
     labels: int = 1
 
     def left(self) -> list[bool]:
-        """Which columns stand to the left."""
+        """Which columns are aligned left."""
         return [index < self.labels for index in range(len(self.columns))]
 
 
 def make_tables(bench: Bench, results: Sequence[Result]) -> list[Table]:
-    """The tables of a bench; none without results."""
+    """The tables of a benchmark; none without results."""
     if bench == "update":
         return [_of_update(result) for result in results]
     if not results:
@@ -157,6 +157,6 @@ def _ratio(spread: Spread) -> Iterator[str]:
 
 
 def _number(number: float) -> str:
-    """With three digits that count, or all before the point."""
+    """Format with three significant digits, or all before the point."""
     decimals = 0 if number >= 100 else 1 if number >= 10 else 2 if number >= 1 else 3
     return f"{number:,.{decimals}f}"

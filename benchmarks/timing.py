@@ -1,4 +1,4 @@
-"""The times of one comparison, round by round, and the statistics that are made of them."""
+"""The times of one comparison, by round, and their statistics."""
 
 import dataclasses
 
@@ -7,10 +7,10 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Numbers in brief.
+    """Summary statistics.
 
     Attributes:
-      median: half of them are below.
+      median: the median.
       low: the first quartile.
       high: the third quartile.
       least: the smallest.
@@ -22,40 +22,40 @@ class Spread:
     least: float
 
     def times(self, factor: float) -> "Spread":
-        """The same in another unit."""
+        """The same statistics in another unit."""
         return Spread(*(factor * number for number in dataclasses.astuple(self)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """How long each candidate took.
+    """The times of the candidates.
 
     Attributes:
-      steps: how many each took in a turn.
-      seconds: by name, seconds a step, one number per round.
+      steps: the steps of each turn.
+      seconds: by name, the seconds per step of every round.
     """
 
     steps: int
     seconds: dict[str, list[float]]
 
     def spread(self, name: str) -> Spread:
-        """Of one candidate's seconds a step."""
+        """Statistics of one candidate's seconds per step."""
         return _spread(np.array(self.seconds[name]))
 
     def ratio(self, name: str, other: str) -> Spread:
-        """Of the quotients of two candidates, one per round; below 1 where the first is faster."""
+        """Statistics of the ratio of two candidates, by round; below 1 if the first is faster."""
         return _spread(np.array(self.seconds[name]) / np.array(self.seconds[other]))
 
     def difference(self, name: str, other: str) -> Spread:
-        """Of the seconds a step that the first takes more, one number per round."""
+        """Statistics of the first's seconds per step minus the other's, by round."""
         return _spread(np.array(self.seconds[name]) - np.array(self.seconds[other]))
 
     def ratio_of_minimums(self, name: str, other: str) -> float:
-        """The best round of the one over the best of the other."""
+        """The minimum of the first over the minimum of the other."""
         return min(self.seconds[name]) / min(self.seconds[other])
 
     def difference_of_minimums(self, name: str, other: str) -> float:
-        """The seconds a step that the best round of the first takes more than that of the other."""
+        """The minimum of the first minus the minimum of the other."""
         return min(self.seconds[name]) - min(self.seconds[other])
 
 

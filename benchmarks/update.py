@@ -1,4 +1,4 @@
-"""The bench of the update alone: gradients given, AdamW, against all candidates and the floor."""
+"""Benchmark of reduction and AdamW update alone, against all candidates and the lower bound."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ _QUICK_WIDTH = 64
 
 @dataclasses.dataclass(frozen=True)
 class _Framework:
-    """A peer: its name, its script, and its ways to take a step with their names in tables."""
+    """A baseline framework: name, environment, script, and the names of its variants in tables."""
 
     name: str
     folder: str
@@ -53,7 +53,7 @@ _FRAMEWORKS = (
 
 
 def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> Iterator[Result]:
-    """A result for every number of shards; the versions of peers are added as they answer."""
+    """A result for every number of shards; adds the versions of peers to ``versions``."""
     width = _QUICK_WIDTH if options.quick else _WIDTH
     for shards in options.shards_for("update"):
         problem = given_gradients(_MATRICES, width, shards)
@@ -72,7 +72,7 @@ def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> 
                     running.enter_context(peer)
                     versions |= peer.versions()
                     for way in framework.variants:
-                        # Made now: what fails here costs this peer only, and later the bench.
+                        # Built now: a failure here leaves out this peer only.
                         peer.run(way, steps=0)
                 except PeerError as why:
                     screen.note(f"Left out: {why}")
@@ -96,7 +96,7 @@ def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> 
 
 
 def _share(state: Any) -> str:
-    """What one shard holds of the optimizer state, told by the arrays themselves."""
+    """One shard's share of the optimizer state, from its arrays."""
     arrays = jax.tree.leaves(state)
     whole = sum(array.nbytes for array in arrays)
     first = [array.addressable_shards[0].data for array in arrays]

@@ -1,4 +1,4 @@
-"""Builds the environments of the bench's peers: PyTorch's and TensorFlow's, each by itself."""
+"""Builds the environments of the PyTorch and TensorFlow baselines, each on its own."""
 
 import hashlib
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 from environment import ROOT
 
-# Their dependencies are none of ours, so the pins are all that they need.
+# They share no dependencies with crossshard, so the pins are enough.
 PEERS = ("peer-torch", "peer-tensorflow")
 
 
@@ -25,13 +25,13 @@ def build(name: str) -> None:
 
 
 def main() -> int:
-    """Both, or as many as can be had; fails if one cannot."""
+    """Builds both environments; fails if one cannot be built."""
     failed = 0
     for name in PEERS:
         try:
             build(name)
         except subprocess.CalledProcessError:
-            # The failed program has already said why, and the bench goes on without this peer.
+            # The failed program has printed why; the benchmarks run without this peer.
             print(f".venvs/{name} was not built.", file=sys.stderr)
             failed += 1
     return min(failed, 1)

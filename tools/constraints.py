@@ -16,7 +16,7 @@ _OURSELVES = "crossshard"
 
 
 def floors() -> list[str]:
-    """The lower bound of all that users install, as a pin: that is what "oldest" means."""
+    """The pins for "oldest": the lower bound of every dependency of users."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     listed = [*project["dependencies"], *extras["cli"], *extras["examples"]]
@@ -27,7 +27,7 @@ def floors() -> list[str]:
 def resolve(python: Path, pins: list[str]) -> list[str]:
     """What pip would install for the tests under `python` with `pins`, as sorted pins."""
     with tempfile.TemporaryDirectory() as scratch:
-        # In an environment of its own: what the interpreter already has must not count as resolved.
+        # In its own environment: packages of the interpreter must not count as resolved.
         subprocess.run([python, "-m", "venv", scratch], check=True)
         report = Path(scratch) / "report.json"
         pip = [str(Path(scratch) / "bin" / "python"), "-m", "pip", "-qq"]

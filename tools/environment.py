@@ -51,7 +51,7 @@ def _fingerprint(constraints: Path, extras: str) -> str:
 
 
 def main() -> int:
-    """The command line: which folder, which end of JAX, which extras."""
+    """Reads the command line: the folder, the end of JAX, and the extras."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--jax", choices=("oldest", "newest"), default="newest")
@@ -60,7 +60,7 @@ def main() -> int:
     try:
         build(arguments.folder, jax=arguments.jax, extras=arguments.extras)
     except subprocess.CalledProcessError as failure:
-        # The failed program has already said why.
+        # The failed program has printed why.
         print(f"The environment in {arguments.folder} was not built.", file=sys.stderr)
         return failure.returncode
     return 0

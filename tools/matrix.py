@@ -13,7 +13,7 @@ from pythons import SUPPORTED, find
 
 
 class Row(NamedTuple):
-    """One line of the table: text as it is printed, and whether this combination is good."""
+    """One line of the table: its text, and whether this combination passed."""
 
     python: str
     jax: str
@@ -37,7 +37,7 @@ def run(version: str, python: Path, jax: str, pytest_arguments: list[str]) -> Ro
     asked = "from importlib.metadata import version; print(version('jax'))"
     seen = subprocess.check_output([ROOT / inner, "-c", asked], text=True).strip()
     report = ROOT / folder / "report.xml"
-    # An older report would be read as this run's, should this run die before it writes one.
+    # An older report would be read as this run's if this run dies before it writes one.
     report.unlink(missing_ok=True)
     began = time.monotonic()
     suite = [str(ROOT / inner), "-m", "pytest", f"--junitxml={report}", *pytest_arguments]
@@ -46,7 +46,7 @@ def run(version: str, python: Path, jax: str, pytest_arguments: list[str]) -> Ro
 
 
 def _row(version: str, jax: str, code: int, report: Path, seconds: float) -> Row:
-    # The exit code decides, the counts only inform: a run that dies can leave a clean report.
+    # The exit code decides, not the counts: a run that dies can leave a clean report.
     good, took = code == 0, f"{seconds:.0f}"
     remark = "" if code in (0, 1) else f"pytest ended with {code}"
     if not report.exists():
@@ -63,7 +63,7 @@ def _row(version: str, jax: str, code: int, report: Path, seconds: float) -> Row
 
 def main() -> int:
     """Prints the table last; fails if one combination failed or none could run."""
-    # Whatever is not known here is pytest's: nothing of it needs to be repeated.
+    # Unknown arguments are passed to pytest.
     parser = argparse.ArgumentParser(description=__doc__)
     _, pytest_arguments = parser.parse_known_args()
     pythons = find()

@@ -1,4 +1,4 @@
-"""The text of compiled programs, rid of all that does not matter to what they compute and send."""
+"""The text of compiled programs, without what does not affect computation or communication."""
 
 import hashlib
 import itertools
@@ -21,7 +21,7 @@ class Instruction(NamedTuple):
 
     @property
     def opcode(self) -> str:
-        """What it does, such as `add`."""
+        """The operation, such as `add`."""
         found = re.search(r" ([a-z][a-z0-9\-]*)\(", self.text)
         if found is None:
             raise ValueError(f"There is no opcode in this line of HLO: {self.text}")
@@ -67,7 +67,7 @@ def parse(text: str) -> Program:
 
 
 def sends(text: str) -> bool:
-    """Whether a program has a collective in it."""
+    """Whether a program has a collective."""
     return _COLLECTIVE.search(text) is not None
 
 
@@ -136,7 +136,7 @@ def regardless_of_order(text: str) -> list[str]:
         r"\{(\d*)\}: \((\d+), \{\}, ([\w-]+)\)", " ".join(program.header)
     ):
         graph.edges.append((kind, graph.parameters[int(number)], returned[int(result or 0)]))
-    # Layouts stand at the parameters and results, and aliases are edges.
+    # Layouts are at the parameters and results, and aliases are edges.
     whole = [said for said in program.header if not re.match("input_output|entry_comp", said)]
     # A flag for each parameter is in their order.
     return [*(re.sub(r"\{(.*)\}", _in_order, said) for said in whole), *graph.colours()]
@@ -189,7 +189,7 @@ class _Graph:
         return returned
 
     def colours(self) -> list[str]:
-        """The colours of all instructions, sorted."""
+        """The sorted colours of all instructions."""
         colours = {node: _digest(own) for node, own in self._own.items()}
         number = 0
         while number < len(set(colours.values())):

@@ -42,7 +42,7 @@ def _set_up_devices() -> None:
     os.environ["XLA_FLAGS"] = (
         f"--xla_force_host_platform_device_count={DEVICES} --xla_backend_optimization_level=0"
     )
-    # A program that is read from a cache need not be the one that would be compiled.
+    # A cached program may differ from the one that would be compiled.
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     os.environ.pop("JAX_NUM_CPU_DEVICES", None)
 
@@ -88,7 +88,7 @@ def write(folder: Path, pattern: str) -> int:
     if not chosen:
         print(f"No case has {pattern!r} in its name; there are {', '.join(program_cases.CASES)}.")
         return 1
-    # What is left of an earlier run would be compared as if it were of this one.
+    # Files of an earlier run would be compared as if they were of this one.
     for file in folder.glob("*.hlo"):
         if file.stem in chosen or file.stem not in program_cases.CASES:
             file.unlink()
@@ -97,7 +97,7 @@ def write(folder: Path, pattern: str) -> int:
         started = time.monotonic()
         try:
             call = make()
-            # Twice: a step that is compiled anew for what it returned itself shows here.
+            # Twice, to show a step that recompiles for its own output.
             found = _of_the_step([*_compiled_by(call), *_compiled_by(call)])
             if not found:
                 raise RuntimeError("Nothing was compiled while the step was called.")
@@ -134,7 +134,7 @@ def _difference(name: str, before: str, after: str, context: int) -> list[str]:
 
 
 def compare(before: Path, after: Path, name: str | None) -> int:
-    """Says which programs are identical, and shows how the others differ; 1 if one does."""
+    """Prints which programs are identical and how the others differ; 1 if one differs."""
     first, second = (
         {file.stem: file.read_text() for file in folder.glob("*.hlo")} for folder in (before, after)
     )

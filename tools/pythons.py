@@ -34,7 +34,7 @@ def _candidates(version: str) -> Iterator[Path]:
 
 
 def _runs_as(candidate: Path, version: str) -> bool:
-    # Running it is the only proof: a pyenv shim exists for versions that it then refuses to start.
+    # Run it to be sure: pyenv has shims for versions that it then refuses to start.
     if not os.access(candidate, os.X_OK):
         return False
     try:

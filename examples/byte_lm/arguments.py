@@ -1,4 +1,4 @@
-"""The words of the command line, read by tyro."""
+"""Parses the command line with tyro."""
 
 import types
 import typing
@@ -17,7 +17,7 @@ def parse(words: Sequence[str] | None) -> TrainOptions:
     """The options that the words spell, those of this process if ``None``.
 
     Raises:
-      SystemExit: they ask for help, or spell nothing that there is; tyro has said what and why.
+      SystemExit: help is requested, or an option is wrong; tyro has printed why.
     """
     registry = ConstructorRegistry()
     registry.primitive_rule(_one_word_or_none)

@@ -1,4 +1,4 @@
-"""Standard output and error, which a run outlives: what cannot be written to is silent."""
+"""Standard output and error; a run goes on without them if they cannot be written to."""
 
 import io
 import os
@@ -13,15 +13,15 @@ def make_console(fail: Callable[[str], None]) -> Console:
     """A console on stdout.
 
     Args:
-      fail: is told once, in a sentence, that stdout cannot be written to any more.
+      fail: called once with a message when stdout cannot be written to any more.
     """
-    # A file or pipe has no width that lines would have to be broken for.
+    # Do not wrap lines in a file or pipe.
     width = None if sys.stdout.isatty() else 1000
     return Console(file=cast(IO[str], _Output(fail)), highlight=False, width=width)
 
 
 def complain(why: str) -> None:
-    """Say on stderr, in one line, why this did not go well."""
+    """Print the reason of a failure on stderr, in one line."""
     try:
         print("byte_lm: " + " ".join(why.split()), file=sys.stderr, flush=True)
     except OSError:

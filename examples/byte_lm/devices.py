@@ -1,4 +1,4 @@
-"""Which devices a training run uses: virtual ones of the CPU, or all that an accelerator has."""
+"""The devices of a training run: virtual CPU devices, or all of an accelerator's."""
 
 import os
 import re
@@ -15,20 +15,20 @@ _MOST_THREADS = 4 * MOST_SHARDS
 
 
 def start_shards(asked: int | None, groups: Groups | None) -> int:
-    """Start JAX's devices and say how many shards there will be.
+    """Start JAX's devices and return the number of shards.
 
     Args:
       asked: how many the user wants; ``None`` for what the groups, or else the devices, suggest.
       groups: the groups to cover, if any.
 
     Raises:
-      ArgumentError: more than there can be.
+      ArgumentError: more shards than possible.
     """
     if asked is None and groups is not None:
         asked = groups.shards
     if asked is not None and asked > MOST_SHARDS:
         raise ArgumentError(
-            f"{asked} shards are more than one process can serve; ask for at most {MOST_SHARDS}."
+            f"{asked} shards are more than one process can run; use at most {MOST_SHARDS}."
         )
     _check_threads()
     # Whether there is an accelerator shows only once JAX runs, and then it is too late to make
@@ -47,7 +47,7 @@ def start_shards(asked: int | None, groups: Groups | None) -> int:
     if shards > len(devices):
         raise ArgumentError(
             f"{shards} shards need {shards} devices, and there are {len(devices)} ({platform}). "
-            f"Ask for at most {len(devices)}, or set JAX_PLATFORMS=cpu for virtual ones."
+            f"Use at most {len(devices)}, or set JAX_PLATFORMS=cpu for virtual ones."
         )
     return shards
 

@@ -1,4 +1,4 @@
-"""The exit codes of the command, besides 128 and the number of the signal that stopped it."""
+"""The exit codes of the command, other than 128 and the number of the signal that stopped it."""
 
 DONE = 0
 FAILED = 1

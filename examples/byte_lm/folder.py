@@ -1,4 +1,4 @@
-"""The folder that a run writes to: checked before anything is made, and made by one run alone."""
+"""The output folder of a run: checked first, created later, used by one run only."""
 
 import datetime
 import itertools
@@ -11,13 +11,13 @@ _RUNS = Path("runs")
 
 
 def check_free(asked: Path | None) -> None:
-    """Raise unless the folder can be made, or is there and empty; nothing is made.
+    """Raise unless the folder is new or empty and can be written to; creates nothing.
 
     Args:
       asked: the folder; ``None`` for a fresh one under ``runs/``.
 
     Raises:
-      ArgumentError: it holds something, is not a folder, or cannot be made or written to.
+      ArgumentError: not empty, not a folder, or cannot be created or written to.
     """
     out = asked or _RUNS
     try:
@@ -25,7 +25,7 @@ def check_free(asked: Path | None) -> None:
             raise ArgumentError(f"{out} is not a folder. Name a new --out folder.")
         if asked and out.exists() and any(out.iterdir()):
             raise ArgumentError(
-                f"{out} holds files already, and nothing is overwritten. Name a new --out folder."
+                f"{out} holds files, and files are not overwritten. Name a new --out folder."
             )
         there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     except OSError as error:
@@ -37,10 +37,10 @@ def check_free(asked: Path | None) -> None:
 
 
 def make_folder(asked: Path | None) -> Path:
-    """Make the folder; of two runs that start in the same second, each gets a fresh one.
+    """Create the folder; two runs that start in the same second get different ones.
 
     Raises:
-      ArgumentError: it cannot be made.
+      ArgumentError: the folder cannot be created.
     """
     if asked is None:
         return _make_fresh(_RUNS / datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S"))

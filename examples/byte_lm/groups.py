@@ -1,4 +1,4 @@
-"""Which shards reduce with which, as it is written on the command line."""
+"""The groups of shards on the command line."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ import optax
 from crossshard import CrossShardOptimizer
 from crossshard.errors import GroupAssignmentError
 
-# Virtual CPU devices are threads and buffers; beyond this a machine is busy with nothing else.
+# Virtual CPU devices are threads and buffers; more would overload a machine.
 MOST_SHARDS = 1024
 _LONGEST = 20_000
 
@@ -27,12 +27,12 @@ class Groups:
 
     @property
     def size(self) -> int:
-        """How many shards are in each group."""
+        """The number of shards in each group."""
         return len(self.members[0])
 
     @property
     def shards(self) -> int:
-        """How many shards all groups have together."""
+        """The number of shards in all groups."""
         return self.size * len(self.members)
 
     @property
@@ -42,7 +42,7 @@ class Groups:
 
     @property
     def position_of(self) -> np.ndarray:
-        """int[shards]: each shard's place within its group."""
+        """int[shards]: each shard's position within its group."""
         return np.argsort(np.ravel(self.members)) % self.size
 
 
@@ -50,7 +50,7 @@ def parse_groups(text: str) -> Groups | None:
     """The groups in ``2x4`` (two groups of four neighbours) or in a JSON list of lists.
 
     Raises:
-      GroupAssignmentError: neither of these, or not a partition into groups of one size.
+      GroupAssignmentError: neither form, or not a partition into groups of one size.
     """
     product = re.fullmatch(r"(\d{1,5})x(\d{1,5})", text.strip())
     if product:
@@ -67,7 +67,7 @@ def parse_groups(text: str) -> Groups | None:
         )
     try:
         listed = json.loads(text)
-        # It refuses what is not a partition into groups of one size, and says why.
+        # Raises unless this is a partition into groups of one size.
         CrossShardOptimizer(optax.identity(), group_assignment=listed)
     except (json.JSONDecodeError, RecursionError):
         raise GroupAssignmentError(

@@ -1,4 +1,4 @@
-"""Bits per byte of held-out text: what the model needs, group by group, and what gzip needs."""
+"""Bits per byte of held-out text, for the model of each group and for gzip."""
 
 import gzip
 import math
@@ -15,7 +15,7 @@ ROWS = 128
 
 
 class HeldOut:
-    """Held-out bytes laid out in rows, and the compiled step that predicts them.
+    """Held-out bytes in rows, and the compiled step that predicts them.
 
     Every group predicts all bytes, its members sharing them out, since each group has parameters
     of its own.
@@ -30,7 +30,7 @@ class HeldOut:
         self._groups = groups
         rows = math.ceil(len(held_out) / context)
         padding = rows * context - len(held_out)
-        # The first byte, too, is predicted: as if a line had ended before it.
+        # The first byte is predicted too, as if a line had ended before it.
         text = np.pad(held_out, (1, padding), constant_values=ord("\n"))
         self._read = text[:-1].reshape(rows, context)
         self._wanted = text[1:].reshape(rows, context)
@@ -41,7 +41,7 @@ class HeldOut:
         self._cost = shard(num_shards=groups.shards)(_cost)
 
     def bits_per_byte(self, model: ByteTransformer, *, sample: bool = False) -> list[float]:
-        """What the model of each group needs, one number per group.
+        """The bits per byte of the model of each group.
 
         Args:
           model: whose parameters are those that training left.
@@ -54,7 +54,7 @@ class HeldOut:
         return list(nats_per_group / (self._counts[rows].sum() * math.log(2)))
 
     def _nats(self, model: ByteTransformer, rows: np.ndarray) -> np.ndarray:
-        """float64[groups]: what these rows cost."""
+        """float64[groups]: the loss of these rows."""
         missing = self._per_member * self._groups.size - len(rows)
         counts = np.pad(self._counts[rows], ((0, missing), (0, 0)))
         places = np.pad(rows, (0, missing)).reshape(self._groups.size, self._per_member)
@@ -76,5 +76,5 @@ def _cost(
 
 
 def gzip_bits_per_byte(text: np.ndarray) -> float:
-    """What gzip at its best (level 9) needs for uint8[bytes]."""
+    """The bits per byte of gzip at level 9, for uint8[bytes]."""
     return 8 * len(gzip.compress(text.tobytes(), 9)) / len(text)

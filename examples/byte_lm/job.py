@@ -1,4 +1,4 @@
-"""A training run with everything checked and made, but nothing yet trained or written."""
+"""A checked and prepared training run, with nothing trained or written yet."""
 
 import dataclasses
 
@@ -18,16 +18,16 @@ from examples.byte_lm.text import Text, read_text
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a run needs.
+    """A prepared training run.
 
     Attributes:
-      options: what was asked for.
-      shards: how many shards step together.
-      platform: what the devices are, such as ``"cpu"``.
-      groups: which shards reduce with which; all in one group where none were asked for.
-      rows: of the global batch.
-      text: what to train on and to be judged by.
-      inner: the user's optimizer, not wrapped.
+      options: the options of the command.
+      shards: the number of shards.
+      platform: the platform of the devices, such as ``"cpu"``.
+      groups: the groups of shards; one group of all by default.
+      rows: the rows of the global batch.
+      text: the training and held-out text.
+      inner: the inner optimizer.
       first_model: as it is before the first step; not to be trained itself, see ``new_model``.
       gzip_bits_per_byte: what gzip needs for the held-out bytes.
     """
@@ -44,11 +44,11 @@ class Job:
 
     @property
     def parameters(self) -> int:
-        """How many numbers the model learns."""
+        """The number of trainable parameters."""
         return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(self.first_model, nnx.Param)))
 
     def new_model(self) -> ByteTransformer:
-        """A copy of the model as it is before the first step."""
+        """A copy of the model before the first step."""
         return nnx.clone(self.first_model)
 
     def new_optimizer(self, inner: InnerOptimizer) -> CrossShardOptimizer:
@@ -60,7 +60,7 @@ class Job:
         )
 
     def new_held_out(self) -> HeldOut:
-        """The held-out bytes, laid out for these shards."""
+        """The held-out bytes, in rows for these shards."""
         return HeldOut(self.text.held_out, self.options.context, self.groups)
 
 
@@ -68,7 +68,7 @@ def prepare(options: TrainOptions) -> Job:
     """Check all that can be checked before training, starting JAX's devices on the way.
 
     Raises:
-      CrossshardError: something that was asked for cannot be done; nothing has been written.
+      CrossshardError: an option cannot be satisfied; nothing has been written.
     """
     options.check()
     check_free(options.out)
@@ -77,7 +77,7 @@ def prepare(options: TrainOptions) -> Job:
     shards = start_shards(options.shards, groups)
     rows = options.rows(shards)
     inner = make_optimizer(options.optimizer, options.learning_rate)
-    # Last, for it takes longest. Compiled as one, since op by op it takes twice as long to start.
+    # Last, since it takes longest. Compiled, since op by op it takes twice as long.
     model = nnx.jit(
         lambda: ByteTransformer(
             layers=options.layers, width=options.width, rngs=nnx.Rngs(options.seed)

@@ -1,4 +1,4 @@
-"""The training loop: one step after the other, each waited for, with a look at held-out text."""
+"""The training loop: blocks after every step, and evaluates on held-out text now and then."""
 
 import dataclasses
 import math
@@ -14,18 +14,18 @@ from examples.byte_lm.job import Job
 from examples.byte_lm.model import ByteTransformer, loss
 from examples.byte_lm.text import batches
 
-# How often a run looks at held-out text, not counting the first steps, when most is happening.
+# Evaluations on held-out text per run, without those of the first steps.
 LOOKS = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What one step showed.
+    """The metrics of one step.
 
     Attributes:
       number: counted from 1.
-      losses: nats per byte, the mean over each shard's part of the batch, one per shard.
-      seconds: from the batch to the loss; the first includes compiling.
+      losses: nats per byte, each shard's mean over its part of the batch.
+      seconds: the time from the batch to the loss; the first includes compilation.
       held_out: bits per byte of a sample of held-out text after the step, one per group; ``None``
         after most steps.
     """
@@ -61,7 +61,7 @@ def train(
     for number in range(1, job.options.steps + 1):
         read, wanted = next(drawn)
         began = time.perf_counter()
-        # Reading the loss waits for the step: queued steps can lock up virtual CPU devices.
+        # Reading the loss blocks on the step: queued steps can deadlock virtual CPU devices.
         losses = np.asarray(step(model, optimizer, read, wanted), np.float64)
         seconds = time.perf_counter() - began
         finite = bool(np.isfinite(losses).all())

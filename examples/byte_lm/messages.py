@@ -1,4 +1,4 @@
-"""What is said before a run and after it."""
+"""The messages before and after a run."""
 
 import textwrap
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ Row = tuple[str, str]
 
 
 def print_job(console: Console, job: Job, folder: Path) -> None:
-    """Say what is about to be trained, on what, and where to."""
+    """Print the model, the data and the output folder."""
     options, text = job.options, job.text
     console.print(f"[bold]crossshard[/] {crossshard.__version__}", highlight=False)
     _print_rows(
@@ -45,7 +45,7 @@ def print_job(console: Console, job: Job, folder: Path) -> None:
 def print_summary(
     console: Console, job: Job, summary: Summary, record: Record, why_stopped: str
 ) -> None:
-    """Say what came of it."""
+    """Print the results."""
     rows = []
     if summary.ended == "stopped":
         rows.append(("stopped", f"after {_plural(summary.steps, 'step')}{why_stopped}"))
@@ -105,7 +105,7 @@ def _proof(job: Job, summary: Summary) -> Iterable[Row]:
 
 
 def verdict(job: Job, proof: list[Comparison]) -> str:
-    """What the proof means, in a sentence or two."""
+    """The conclusion of the proof, in a sentence or two."""
     if all(one.same for one in proof):
         who = f"{_plural(job.shards, 'shard')} trained as one does"
         if len(job.groups.members) > 1:

@@ -15,9 +15,9 @@ class ByteTransformer(nnx.Module):
     """Next-byte logits, float32[batch, time, 256], for bytes uint8[batch, time].
 
     Args:
-      layers: how many blocks.
-      width: of the residual stream; a multiple of 32, the width of a head.
-      rngs: where the first parameters come from.
+      layers: the number of blocks.
+      width: the width of the residual stream; a multiple of 32, the width of a head.
+      rngs: the random streams of the initial parameters.
 
     Raises:
       ArgumentError: no layer, or a width that is not a multiple of 32.
@@ -40,7 +40,7 @@ class ByteTransformer(nnx.Module):
         self.head = nnx.Linear(width, VOCABULARY, use_bias=False, kernel_init=near_zero, rngs=rngs)
 
     def __call__(self, bytes_bt: jax.Array) -> jax.Array:
-        """The logits of the byte after each."""
+        """The logits of the byte after each byte."""
         x_btd = self.embedding(bytes_bt.astype(jnp.int32))
         for block in self.blocks:
             x_btd = block(x_btd)
@@ -55,7 +55,7 @@ class Block(nnx.Module):
             init = nnx.initializers.variance_scaling(variance, "fan_in", "normal")
             return nnx.Linear(fan_in, fan_out, use_bias=False, kernel_init=init, rngs=rngs)
 
-        # What is added starts small enough that the stream does not grow with the depth.
+        # Starts small enough that the residual stream does not grow with the depth.
         quiet = 1 / (2 * layers)
         self.attention_norm = nnx.RMSNorm(width, rngs=rngs)
         self.qkv = dense(width, 3 * width)
@@ -65,7 +65,7 @@ class Block(nnx.Module):
         self.dense_out = dense(4 * width, width, quiet)
 
     def __call__(self, x_btd: jax.Array) -> jax.Array:
-        """float32[batch, time, width], as it came."""
+        """float32[batch, time, width], the shape of the input."""
         batch, time, width = x_btd.shape
         qkv = self.qkv(self.attention_norm(x_btd))
         q, k, v = jnp.split(qkv.reshape(batch, time, -1, HEAD_WIDTH), 3, axis=2)
@@ -94,7 +94,7 @@ def rotate(x_bthd: jax.Array) -> jax.Array:
 
 
 def nats(model: ByteTransformer, read: jax.Array, wanted: jax.Array) -> jax.Array:
-    """What predicting each byte costs, float32[batch, time], in nats; both uint8[batch, time]."""
+    """The loss of each byte, float32[batch, time], in nats; both uint8[batch, time]."""
     return optax.softmax_cross_entropy_with_integer_labels(model(read), wanted.astype(jnp.int32))
 
 

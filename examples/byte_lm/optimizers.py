@@ -1,4 +1,4 @@
-"""The optimizer that a name on the command line means, tried once before it is used."""
+"""Resolves an optimizer's name from the command line, and tests it."""
 
 import dataclasses
 import difflib
@@ -16,11 +16,11 @@ from flax import nnx
 from crossshard.errors import ArgumentError
 from examples.byte_lm.model import params_of
 
-# What factories call the learning rate.
+# The names of the learning rate in factories.
 _LEARNING_RATES = ("learning_rate", "max_learning_rate", "lr", "step_size")
 
-# For optimizers that leave the choice to the caller: what did well in the first 150 steps of a
-# small model of this kind, out of rates that lie a factor of four apart.
+# Defaults for optimizers without one: the best of a grid with factor 4, after 150 steps of a
+# small model of this kind.
 _SUITABLE = {
     "acprop": 1e-3, "adadelta": 2.0, "adafactor": 0.02, "adagrad": 0.1, "fromage": 0.02,
     "galore": 4e-3, "lamb": 0.02, "lars": 2.0, "lion": 1e-3, "muon": 0.03, "noisy_sgd": 0.3,
@@ -30,7 +30,7 @@ _SUITABLE = {
 _OTHERWISE = 2e-3
 
 _LINE_SEARCH = "its line search evaluates the loss at further points within a step"
-_PER_EXAMPLE = "it needs the gradient of every example, and shards hand on those of their batch"
+_PER_EXAMPLE = "it needs per-example gradients, and shards compute those of their batch"
 _HESSIAN = "it estimates the Hessian from the loss function itself"
 _BEYOND_GRADIENTS = {
     "lbfgs": _LINE_SEARCH,
@@ -45,11 +45,11 @@ _BEYOND_GRADIENTS = {
 
 @dataclasses.dataclass(frozen=True)
 class InnerOptimizer:
-    """An Optax transformation, with what to call it.
+    """An Optax transformation with its name.
 
     Attributes:
-      name: as the user wrote it.
-      transformation: ready to be wrapped.
+      name: the name as given.
+      transformation: the transformation.
       learning_rate: what it was given or sets itself; ``None`` if it knows none.
     """
 
@@ -59,7 +59,7 @@ class InnerOptimizer:
 
 
 def make_optimizer(name: str, learning_rate: float | None) -> InnerOptimizer:
-    """The optimizer of this name, with this learning rate or one that suits it.
+    """The optimizer of this name, with this or a default learning rate.
 
     Args:
       name: a name in ``optax`` or ``optax.contrib``, or ``package.module:factory``.
@@ -75,7 +75,7 @@ def make_optimizer(name: str, learning_rate: float | None) -> InnerOptimizer:
     try:
         made = factory(**taken)
     except Exception as error:  # a factory of the user's may raise anything
-        raise ArgumentError(f"{name} could not be made: {_first_line(error)}.") from None
+        raise ArgumentError(f"{name} could not be created: {_first_line(error)}.") from None
     if not callable(getattr(made, "init", None)) or not callable(getattr(made, "update", None)):
         raise ArgumentError(
             f"{name} is not an optimizer: it returns {type(made).__name__}, and not an Optax "
@@ -86,7 +86,7 @@ def make_optimizer(name: str, learning_rate: float | None) -> InnerOptimizer:
 
 
 def check_fits(inner: InnerOptimizer, model: nnx.Module) -> None:
-    """Trace a step on the parameters of a model, to find here what would fail in the run.
+    """Trace a step on the parameters of a model, to find failures before the run.
 
     Raises:
       ArgumentError: the optimizer fails on parameters of these names and shapes.
@@ -163,7 +163,7 @@ def _imported(name: str) -> Callable[..., Any]:
 def _with_learning_rate(
     factory: Callable[..., Any], name: str, given: float | None
 ) -> tuple[dict[str, float], float | None]:
-    """The argument that carries the learning rate, if any, and what the rate then is."""
+    """The argument with the learning rate, if any, and the rate."""
     key = _learning_rate_of(factory)
     if key is None:
         if given is not None:
@@ -201,7 +201,7 @@ def _check_nothing_missing(factory: Callable[..., Any], name: str, taken: dict[s
 
 
 def _check_downhill(inner: optax.GradientTransformation, name: str) -> None:
-    """Take a few steps on a bowl, to find here what would fail, or climb, in the run."""
+    """Take a few steps on a quadratic, to find failures and ascent before the run."""
     inner = optax.with_extra_args_support(inner)
     params = {"matrix": jnp.ones((4, 4)), "vector": jnp.ones(4)}
 
@@ -215,7 +215,7 @@ def _check_downhill(inner: optax.GradientTransformation, name: str) -> None:
         state = inner.init(params)
         step = jax.jit(step)
         uphill = 0.0
-        # The first step that moves at all tells: later ones may turn back, as too long ones do.
+        # Judge the first nonzero step: later ones may overshoot.
         for _ in range(3):
             params, state, slope = step(params, state)
             uphill = uphill or float(slope)
@@ -223,7 +223,7 @@ def _check_downhill(inner: optax.GradientTransformation, name: str) -> None:
         raise ArgumentError(f"{name} failed in a trial step: {_first_line(error)}.") from None
     if uphill > 0:
         raise ArgumentError(
-            f"{name} is a part of an optimizer and not a whole one: its updates point uphill. "
+            f"{name} is only a part of an optimizer: its updates increase the loss. "
             f"Chain it with optax.scale_by_learning_rate in a function of your own, and name that "
             f"as package.module:function."
         )

@@ -1,4 +1,4 @@
-"""What a training run is asked to do; the options of the command, with their meaning."""
+"""The options of the training command."""
 
 import dataclasses
 import math
@@ -33,19 +33,19 @@ class TrainOptions:
     """Any name in optax or optax.contrib, or package.module:factory for one of your own."""
 
     learning_rate: float | None = None
-    """By default what the optimizer sets itself, else what suits it; printed at the start."""
+    """By default the optimizer's own, or one chosen for it; printed at the start."""
 
     reduction: Literal["mean", "sum"] = "mean"
-    """How the gradients of the shards become one."""
+    """The reduction of gradients over the shards."""
 
     groups: str | None = None
-    """Shards that reduce apart: 2x4 for two groups of four, or JSON such as [[0,2],[1,3]]."""
+    """Groups that reduce on their own: 2x4 for two groups of four, or JSON as [[0,2],[1,3]]."""
 
     shards: int | None = None
-    """By default as many as the groups have, else 8 where there is only a CPU, else all devices."""
+    """By default as many as the groups have, else 8 on a CPU, else all devices."""
 
     steps: int = 300
-    """How many optimizer steps."""
+    """The number of optimizer steps."""
 
     batch: int | None = None
     """Rows in a batch, over all shards; by default 16, rounded up to a multiple of the shards."""
@@ -60,13 +60,13 @@ class TrainOptions:
     """Width of the model, a multiple of 32; the defaults give a million parameters."""
 
     seed: int = 0
-    """Of the first parameters, and of the batches, which no number of shards changes."""
+    """Seed of initial parameters and batches; batches are the same for any number of shards."""
 
     out: Path | None = None
     """A new or empty folder for metrics, curves and summary; by default a fresh one in runs/."""
 
     def check(self) -> None:
-        """Raise an ``ArgumentError`` for a number that cannot be, whatever the rest is."""
+        """Raise an ``ArgumentError`` for an impossible number."""
         for name in ("shards", "steps", "batch", "context"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -105,6 +105,6 @@ class TrainOptions:
             near = f"{below} or {below + shards}" if below else f"{shards}"
             raise ArgumentError(
                 f"A batch of {self.batch} rows does not divide evenly by {shards} shards. "
-                f"Say --batch {near}."
+                f"Pass --batch {near}."
             )
         return self.batch

@@ -1,11 +1,10 @@
-"""The picture of a run: training and held-out curves in bits per byte, beside gzip."""
+"""The plot of a run: training and held-out curves in bits per byte, with gzip's."""
 
 import io
 import os
 import warnings
 
-# Only a file is drawn, so it does not matter which backend the user's windows need: an unknown one
-# would end the import.
+# Draws to a file only; an unknown backend in the user's environment would fail the import.
 os.environ["MPLBACKEND"] = "agg"
 
 import numpy as np
@@ -19,7 +18,7 @@ from examples.byte_lm.summary import Summary
 
 _TRAIN, _HELD_OUT, _GZIP, _INK, _GRID = "#4477aa", "#cc3311", "#666666", "#222222", "#e4e4e4"
 
-# Evenly likely bytes need eight bits. What needs far more has diverged, and would flatten the rest.
+# Evenly likely bytes need eight bits. Clip the curves of diverged runs.
 _TOP = 10
 
 # Letters, of each of the two in the title.
@@ -67,7 +66,7 @@ def _draw_training(axes: Axes, steps: list[Step]) -> None:
 def _draw_held_out(axes: Axes, steps: list[Step], summary: Summary) -> None:
     points = {step.number: step.held_out for step in steps if step.held_out}
     if summary.held_out_bits_per_byte:
-        # Of all held-out bytes, where those before are of a sample of them.
+        # The last point uses all held-out bytes, the others a sample.
         points[summary.steps] = tuple(summary.held_out_bits_per_byte)
     if not points:
         return
@@ -93,7 +92,7 @@ def _held_out_label(finals: tuple[float, ...]) -> str:
 
 
 def _short(name: str) -> str:
-    """Its end, if it is long: a title as wide as the picture would squeeze it."""
+    """The end of a long name, so that the title fits the plot."""
     return name if len(name) <= _WIDEST_NAME else f"…{name[1 - _WIDEST_NAME :]}"
 
 

@@ -8,19 +8,19 @@ from rich.status import Status
 
 from examples.byte_lm.loop import Step
 
-# Of a run, where there is no terminal to keep a line up to date in.
+# Lines per run, without a terminal to update a line in.
 LINES = 20
 
 _TIME_LEFT = TimeRemainingColumn(compact=True)
 
 
 class Screen:
-    """A bar that fills, and a spinner before and after; a line now and then if it is no terminal.
+    """A progress bar, with a spinner before and after; plain lines if it is not a terminal.
 
     Args:
-      console: where to print.
-      steps: how many there will be.
-      tokens: of one step.
+      console: the console to print to.
+      steps: the number of steps.
+      tokens: the tokens of one step.
     """
 
     def __init__(self, console: Console, steps: int, tokens: int) -> None:
@@ -36,7 +36,7 @@ class Screen:
             TextColumn("[cyan]{task.fields[speed]}"),
             TextColumn("{task.fields[left]}"),
             console=console,
-            # Often enough to look alive; it runs beside the training on the same few cores.
+            # Seldom, since it shares the cores with the training.
             refresh_per_second=5,
             # Seconds, so many that some steps are in them.
             speed_estimate_period=300,
@@ -64,7 +64,7 @@ class Screen:
             self._print(step, speed, left)
 
     def tell(self, what: str) -> None:
-        """Say what is being done when it is not a step."""
+        """Show work other than a step."""
         self._bar.stop()
         self._stop_status()
         if self._live:
@@ -74,7 +74,7 @@ class Screen:
             self._say(f"{what} …")
 
     def _pace(self) -> tuple[str, str]:
-        """Tokens a second and the time left; empty after the first step, which compiles."""
+        """Tokens per second and the time left; empty after the first step, which compiles."""
         task = self._bar.tasks[self._task]
         if task.speed is None:
             return "", ""
@@ -93,7 +93,7 @@ class Screen:
 
     def _say(self, line: str) -> None:
         self._console.out(line, highlight=False)
-        # A pipe would keep lines back until there are many.
+        # Flush, since a pipe buffers lines.
         self._console.file.flush()
 
     def _stop_status(self) -> None:

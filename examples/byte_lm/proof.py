@@ -1,4 +1,4 @@
-"""The proof: the same steps on one shard, by JAX and Optax alone, end with the same parameters."""
+"""The proof: compares a run with the same steps on one shard, by JAX and Optax alone."""
 
 import dataclasses
 import math
@@ -17,10 +17,9 @@ from examples.byte_lm.optimizers import InnerOptimizer
 
 STEPS = 5
 
-# The largest relative differences that rounding explains, that of accelerators' products included.
-# Rules that divide by the size of a gradient, or keep its sign alone, blow up the rounding of
-# gradients that are nearly zero; SGD does not. A reduction left out, or done twice, makes a
-# difference of about 1 or more with SGD, and others may hide it.
+# Tolerances for rounding, including low-precision matmuls on accelerators. Adaptive and sign-based
+# optimizers magnify the rounding of small gradients; SGD does not. A missing or doubled reduction
+# makes a relative difference of about 1 or more with SGD; others may hide it.
 _ROUNDING = 0.1
 _ROUNDING_OF_SGD = 0.02
 
@@ -30,16 +29,16 @@ Values = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """How far apart many shards and one ended.
+    """The difference between the run and one shard.
 
     Attributes:
-      optimizer: which one stepped.
-      steps: how often.
+      optimizer: the name of the optimizer.
+      steps: the number of steps.
       largest_difference: of any parameter, absolute.
       where: the parameter that it is in.
       largest_change: by which training changed any parameter.
       relative: the norm of all differences over the norm of all changes.
-      same: whether rounding explains it.
+      same: whether the difference is within rounding.
     """
 
     optimizer: str
@@ -71,11 +70,11 @@ class Proof:
         self._gradients = jax.jit(jax.value_and_grad(self._loss))
 
     def of_run(self, after: Values) -> Comparison:
-        """Compare with the parameters that the first steps of the run left, see ``values_of``."""
+        """Compare with the run's parameters after its first steps, see ``values_of``."""
         return self._compare(self._job.inner, after, _ROUNDING)
 
     def of_sgd(self) -> Comparison:
-        """Train with plain SGD both ways, since it hides no factor, and compare."""
+        """Compare with plain SGD both ways, since it does not hide a factor."""
         inner = InnerOptimizer("sgd", optax.sgd(0.1), 0.1)
         model, optimizer = self._job.new_model(), self._job.new_optimizer(inner)
         step = train_step(self._job.shards)
@@ -91,7 +90,7 @@ class Proof:
             alone = self._alone(inner, np.array(members))
             for path, start in before.items():
                 many = after[path]
-                # [shards, …] under groups: all members are looked at, since they must agree.
+                # [shards, …] with groups: check all members, since they must agree.
                 found = many[list(members)] if many.ndim > start.ndim else many[None]
                 apart = found.astype(np.float64) - alone[path]
                 moved = alone[path].astype(np.float64) - start
@@ -112,7 +111,7 @@ class Proof:
         )
 
     def _alone(self, inner: InnerOptimizer, members: np.ndarray) -> Values:
-        """The parameters after training on one shard with the rows of these."""
+        """The parameters after training on one shard with the rows of these shards."""
         transformation = optax.with_extra_args_support(inner.transformation)
 
         @jax.jit
@@ -129,7 +128,7 @@ class Proof:
         return _copies(params)
 
     def _rows_of(self, members: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """What of a global batch these shards are given."""
+        """These shards' rows of a global batch."""
         per_shard = rows.reshape(self._job.shards, -1, rows.shape[-1])
         return per_shard[members].reshape(-1, rows.shape[-1])
 
@@ -140,7 +139,7 @@ class Proof:
 
 
 def values_of(model: ByteTransformer) -> Values:
-    """Copies of what ``params_of`` gives."""
+    """Copies of the parameters that ``params_of`` returns."""
     return _copies(params_of(model))
 
 

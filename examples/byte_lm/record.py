@@ -1,4 +1,4 @@
-"""What a run leaves behind, written as it happens."""
+"""Writes the files of a run, while it trains."""
 
 import dataclasses
 import errno
@@ -20,19 +20,19 @@ _METRICS = "metrics.jsonl"
 
 
 class Record:
-    """The folder of a run: ``metrics.jsonl``, a line for every step, and whole files beside it.
+    """The folder of a run: ``metrics.jsonl``, a line for every step, and other files.
 
     Args:
       asked: the folder; ``None`` for a fresh one under ``runs/``.
-      fail: is told, in a sentence, what cannot be written later on. The rest is still tried.
+      fail: called with a message if a later write fails. Other writes are still tried.
 
     Attributes:
-      folder: where it is.
-      steps: all that were added.
-      written: the names of the files that are whole.
+      folder: its path.
+      steps: the steps added so far.
+      written: the names of the complete files.
 
     Raises:
-      ArgumentError: the folder or the first file in it cannot be made.
+      ArgumentError: the folder or its first file cannot be created.
     """
 
     def __init__(self, asked: Path | None, fail: Callable[[str], None]) -> None:
@@ -42,7 +42,7 @@ class Record:
         self._fail = fail
         self._size = 0
         try:
-            # Unbuffered: what a full disk does not take must not wait for the end.
+            # Unbuffered, so that a full disk shows at once.
             self._metrics = (self.folder / _METRICS).open("xb", buffering=0)
         except OSError as error:
             raise ArgumentError(cannot_write(self.folder / _METRICS, error)) from None
@@ -54,7 +54,7 @@ class Record:
         self._metrics.close()
 
     def add(self, step: Step, tokens: int) -> None:
-        """A line for a step of so many tokens, handed to the system when this returns."""
+        """Append a step of this many tokens to metrics.jsonl, unbuffered."""
         self.steps.append(step)
         values: dict[str, Any] = {
             "step": step.number,
@@ -69,7 +69,7 @@ class Record:
         line = f"{_json(values)}\n".encode()
         try:
             if self._metrics.write(line) < len(line):
-                # Half a line would be no line of JSON.
+                # Half a line is not valid JSON.
                 self._metrics.truncate(self._size)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._size += len(line)
@@ -77,11 +77,11 @@ class Record:
             self._fail(cannot_write(self.folder / _METRICS, error))
 
     def write_json(self, name: str, value: "DataclassInstance") -> None:
-        """A dataclass as a JSON file of its own."""
+        """Write a dataclass to its own JSON file."""
         self.write(name, f"{_json(dataclasses.asdict(value), indent=2)}\n".encode())
 
     def write(self, name: str, content: bytes) -> None:
-        """A whole file, or none: one that was there stays as it was where this fails."""
+        """Write a file atomically: on failure an existing file stays unchanged."""
         path, part = self.folder / name, self.folder / f"{name}.part"
         try:
             part.write_bytes(content)
@@ -98,7 +98,7 @@ def _json(value: Any, indent: int | None = None) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """``value`` with null for numbers that JSON has no word for."""
+    """``value`` with null for non-finite numbers."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

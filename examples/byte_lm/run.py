@@ -1,4 +1,4 @@
-"""A whole training run: steps, records, picture, judgement on held-out text, and the proof."""
+"""A whole training run: steps, records, plot, evaluation on held-out text, and the proof."""
 
 import dataclasses
 import itertools
@@ -19,12 +19,12 @@ from examples.byte_lm.text import batches
 
 
 def run(job: Job, record: Record, screen: Screen, stopping: Stopping) -> Summary:
-    """Train as the job says, and write all that comes of it.
+    """Train and write the results.
 
     Args:
-      job: what ``prepare`` made.
-      record: of the folder to write to.
-      screen: is shown every step once it is recorded, and told what is being done besides.
+      job: the job from ``prepare``.
+      record: the record to write to.
+      screen: shows every recorded step and other work.
       stopping: asked after every step, and within the proof, whether to stop.
     """
     began = time.perf_counter()
@@ -39,7 +39,7 @@ def run(job: Job, record: Record, screen: Screen, stopping: Stopping) -> Summary
     finite = all(math.isfinite(step.loss) for step in record.steps)
     with stopping.skippable():
         if record.steps and finite and not stopping.skipped:
-            screen.tell("judging by the held-out text")
+            screen.tell("evaluating on held-out text")
             bits = held_out.bits_per_byte(model)
     summary = Summary(
         steps=len(record.steps),
@@ -81,7 +81,7 @@ def _train(
     screen: Screen,
     stopping: Stopping,
 ) -> Values:
-    """Train the model in place; its parameters after the steps that the proof repeats."""
+    """Train the model in place; return its parameters after the steps that the proof repeats."""
     early: Values = {}
     for step in train(job, model, job.new_optimizer(job.inner), held_out):
         record.add(step, job.rows * job.options.context)
@@ -94,7 +94,7 @@ def _train(
 
 
 def _prove(job: Job, early: Values, stopping: Stopping) -> list[Comparison]:
-    """Both comparisons, or the first alone if it is time to stop by then."""
+    """Both comparisons, or only the first if the run is stopped."""
     drawn = batches(job.text.training, job.rows, job.options.context, job.options.seed)
     proof = Proof(job, list(itertools.islice(drawn, min(STEPS, job.options.steps))))
     of_run = proof.of_run(early)

@@ -1,4 +1,4 @@
-"""What ends a run early: a signal, or a file or a screen that cannot be written to."""
+"""Stops a run early: on a signal, or if a file or the screen cannot be written to."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Self
 
-# This file imports nothing else, so that signals find their handler before JAX is imported.
+# This file imports nothing else, so that the handler is set before JAX is imported.
 from examples.byte_lm.exit_codes import STOPPED
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -16,7 +16,7 @@ _SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Stopping:
-    """While entered, a signal is a wish to stop.
+    """A context in which a signal asks the run to stop.
 
     Before ``begin`` the process ends at once, for nothing has been written. From then on the first
     signal is remembered, for the run to stop after the current step; the second one skips what is
@@ -24,8 +24,8 @@ class Stopping:
 
     Attributes:
       signal: the first one that came; ``None`` before.
-      failure: what could not be written, in a sentence; ``None`` while all could.
-      skipped: whether a second signal has cut something short.
+      failure: the message of a failed write; ``None`` without one.
+      skipped: whether a second signal has interrupted something.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Stopping:
 
     @contextlib.contextmanager
     def skippable(self) -> Iterator[None]:
-        """What is within can be left by a second signal."""
+        """A context that a second signal interrupts."""
         self._skippable = True
         try:
             yield
@@ -64,7 +64,7 @@ class Stopping:
         self._before = {
             number: signal.signal(number, self._remember)
             for number in _SIGNALS
-            # nohup, and a shell that starts a job in the background, have them ignored.
+            # nohup, and a shell that starts a background job, ignore these signals.
             if signal.getsignal(number) is not signal.SIG_IGN
         }
         return self
@@ -85,7 +85,7 @@ class Stopping:
 
 
 def _leave(number: int, why: str) -> None:
-    """End the process here and now: an exception may be swallowed, or meet threads at exit."""
+    """End the process at once: an exception may be caught, or wait for threads at exit."""
     with contextlib.suppress(Exception):  # the signal may have come in the middle of a write
         sys.stdout.flush()
         if sys.stdout.isatty():

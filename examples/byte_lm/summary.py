@@ -1,4 +1,4 @@
-"""What a run came to, as numbers: written to summary.json and told at the end."""
+"""The results of a run, written to summary.json and printed at the end."""
 
 import dataclasses
 
@@ -9,21 +9,21 @@ from examples.byte_lm.proof import Comparison
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """What a run came to.
+    """The results of a run.
 
     Attributes:
-      steps: how many were taken.
+      steps: the number of steps taken.
       ended: ``"finished"``, ``"stopped"`` (by the user) or ``"not finite"`` (the loss).
-      shards: how many stepped together.
+      shards: the number of shards.
       learning_rate: of the optimizer, as far as it is known.
-      parameters: how many numbers the model has.
+      parameters: the number of parameters of the model.
       bits_per_byte: of the last training batch; ``None`` if there was no step.
       held_out_bits_per_byte: of all held-out bytes, one number per group; empty if not taken.
       gzip_bits_per_byte: what gzip needs for the same bytes.
       held_out_bytes: how many these are.
       tokens_per_second: in training, the first step and looks at held-out text left out.
-      seconds: in all, from the first step to the summary.
-      proof: for the optimizer itself, and for SGD; empty where it was not run.
+      seconds: the time from the first step to the summary.
+      proof: for the optimizer itself, and for SGD; empty if it was not run.
     """
 
     steps: int
@@ -41,6 +41,6 @@ class Summary:
 
 
 def tokens_per_second(job: Job, steps: list[Step]) -> float | None:
-    """How many tokens a second of training took in; the first step, which compiles, left out."""
+    """Training tokens per second, without the first step, which compiles."""
     timed = [step.seconds for step in steps[1:]]
     return job.rows * job.options.context * len(timed) / sum(timed) if timed else None

@@ -14,9 +14,9 @@ import numpy as np
 from crossshard.errors import ArgumentError
 
 HELD_OUT_FRACTION = 10
-# Compared with gzip and evaluated at the end: more would tell little, and take long on a CPU.
+# Compared with gzip and evaluated at the end: more is slow on a CPU.
 HELD_OUT_BYTES = 128 * 1024
-# All of it is kept in memory.
+# The text is kept in memory.
 MOST_BYTES = 2 * 1024**3
 
 _NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -24,11 +24,11 @@ _NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Bytes to train on and bytes to judge by.
+    """Training and held-out bytes.
 
     Attributes:
-      name: what it is, for people.
-      files: how many files it was read from.
+      name: a description.
+      files: the number of files.
       training: uint8[bytes].
       held_out: uint8[bytes], at most ``HELD_OUT_BYTES``, never seen in training.
     """
@@ -50,7 +50,7 @@ def read_text(path: Path | None, least: int) -> Text:
       least: the number of bytes that the training part must have.
 
     Raises:
-      ArgumentError: nothing is there, it cannot be read, or it is too small or too large.
+      ArgumentError: the text is missing, unreadable, too small or too large.
     """
     if path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -69,7 +69,7 @@ def read_text(path: Path | None, least: int) -> Text:
         raise ArgumentError(
             f"{root} holds {len(everything)} bytes of text, and at least "
             f"{-(-least * HELD_OUT_FRACTION // (HELD_OUT_FRACTION - 1))} are needed to train with "
-            f"this context and hold a tenth out. Name more text, or take a shorter --context."
+            f"this context and hold a tenth out. Use more text or a shorter --context."
         )
     return Text(name, len(files), everything[:cut], everything[cut : cut + HELD_OUT_BYTES])
 
@@ -83,13 +83,13 @@ def printable(path: Path) -> str:
 def batches(
     text: np.ndarray, batch: int, context: int, seed: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Global batches without end, the same for every number of shards.
+    """Endless global batches, the same for every number of shards.
 
     Args:
       text: uint8[bytes], of at least ``context + 1`` bytes.
-      batch: rows of a batch.
-      context: bytes of a row.
-      seed: of the generator that draws where rows begin.
+      batch: the rows of a batch.
+      context: the bytes of a row.
+      seed: the seed of the row positions.
 
     Yields:
       What is read and what is to be predicted: two uint8[batch, context], one byte apart.
@@ -124,7 +124,7 @@ def _is_source(inside: Path) -> bool:
 
 
 def _looks_like_text(path: Path) -> bool:
-    # As git and grep tell: no encoding of text in use on files has a zero byte in it.
+    # Like git and grep, take a file with a zero byte for binary.
     return b"\0" not in _read(path, 8192)
 
 

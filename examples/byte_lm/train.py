@@ -1,4 +1,4 @@
-"""The command: prepare, run, and say how it went."""
+"""The training command: prepares a run, trains, and prints the results."""
 
 import signal
 
@@ -15,7 +15,7 @@ from examples.byte_lm.stopping import Stopping
 
 
 def train(options: TrainOptions, stopping: Stopping) -> int:
-    """Train as the options say; the exit code."""
+    """Train with these options and return the exit code."""
     console = make_console(stopping.fail)
     try:
         job = prepare(options)

@@ -73,12 +73,12 @@ def test_steps_that_are_too_long_are_the_users_choice():
         ("l2_loss", "no optimizer 'l2_loss'"),
         ("lbfgs", "line search"),
         ("optax.lbfgs", "line search"),
-        ("dpsgd", "every example"),
+        ("dpsgd", "per-example gradients"),
         ("contrib.sophia", "Hessian"),
         ("sam", "needs `optimizer`, `adv_optimizer`"),
         ("mechanize", "needs `base_optimizer`"),
-        ("scale_by_adam", "uphill"),
-        ("identity", "uphill"),
+        ("scale_by_adam", "increase the loss"),
+        ("identity", "increase the loss"),
         ("no_such_module:sgd", "Cannot import 'no_such_module'"),
         ("optax:no_such_factory", "has no 'no_such_factory'"),
         ("optax:__version__", "must be a function"),
@@ -106,7 +106,7 @@ def test_a_factory_of_ones_own_is_found_on_the_path(tmp_path, monkeypatch):
     assert make_optimizer("my_optimizers_here:rateless", None).learning_rate is None
     with pytest.raises(ArgumentError, match="takes no learning rate"):
         make_optimizer("my_optimizers_here:rateless", 0.5)
-    with pytest.raises(ArgumentError, match=r"could not be made: RuntimeError: this factory\.$"):
+    with pytest.raises(ArgumentError, match=r"could not be created: RuntimeError: this factory\.$"):
         make_optimizer("my_optimizers_here:broken", 0.5)
     with pytest.raises(ArgumentError, match=r"failed in a trial step: TypeError: .*value_fn"):
         make_optimizer("my_optimizers_here:needy", 0.5)
