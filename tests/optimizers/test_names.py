@@ -344,3 +344,13 @@ def test_a_state_is_a_tree_as_optax_reads_it():
     np.testing.assert_array_equal(model.dense.kernel[...], before)
     opt.state = jax.tree.map(np.asarray, opt.state)
     assert type(jax.tree.map(np.asarray, opt.state).inner_state.hyperparams) is dict
+
+
+def test_jax_may_compare_the_keys_of_two_trees():
+    # Adam calls a jitted function, whose cache compares trees with and without names.
+    for key in (None, "kernel", None, "kernel"):
+        variable = nnx.Param(jnp.ones(2), **({"name": key} if key else {}))
+        opt = CrossShardOptimizer(optax.adam(0.1))
+        with crossshard.shard_context(1):
+            opt.minimize(lambda v=variable: (v[...] ** 2).sum(), var_list=[variable])
+        assert int(opt.state.inner_state[0].count) == 1

@@ -133,9 +133,10 @@ class Unnamed:
         return hash(self._key)
 
     def __eq__(self, other: object) -> bool:
-        return (self._key if isinstance(other, Unnamed) else self._read()) == (
-            other._key if isinstance(other, Unnamed) else other
-        )
+        # JAX compares the keys of two trees, for example to look up a compiled function.
+        if isinstance(other, Unnamed):
+            return self._key == other._key
+        return not isinstance(other, Name) and self._read() == other
 
     # JAX sorts the keys of a dict.
     def __lt__(self, other: Any) -> bool:
