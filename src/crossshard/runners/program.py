@@ -30,24 +30,27 @@ from crossshard.variables.binding import (
     same_arrays,
 )
 from crossshard.variables.describe import describe_variable
-from crossshard.variables.discovery import containers_in, variables_in
+from crossshard.variables.discovery import Reached, reached_in
 from crossshard.variables.per_shard import is_per_shard, number_of_shards, per_shard, stacked
 
 
-def program_key(roots: Sequence[Any], arguments: Arguments) -> Any:
+def program_key(reached: Reached, arguments: Arguments) -> Any:
     """The cache key of a program: the structure of everything reachable, and the arguments."""
-    places = {id(variable): place for place, variable in enumerate(variables_in(roots))}
+    places = {id(variable): place for place, variable in enumerate(reached.variables)}
     # An optimizer's slots belong to certain variables, perhaps those of another model.
     slots_of = tuple(
         tuple(places.get(id(v)) for v in container.known_variables())
-        for container in containers_in(roots)
+        for container in reached.containers
     )
-    values = [jax.tree.flatten(variable.get_raw_value()) for variable in variables_in(roots)]
-    types = tuple(
-        (tree, tuple((jnp.shape(leaf), getattr(leaf, "dtype", type(leaf))) for leaf in leaves))
-        for leaves, tree in values
-    )
-    return _flax.graph_of(roots, Hashable), types, slots_of, arguments.key()
+    types = tuple(_type_of(variable.get_raw_value()) for variable in reached.variables)
+    return _flax.graph_of(reached.roots, Hashable), types, slots_of, arguments.key()
+
+
+def _type_of(value: Any) -> Any:
+    if isinstance(value, jax.Array):
+        return value.shape, value.dtype
+    leaves, tree = jax.tree.flatten(value)
+    return tree, tuple((jnp.shape(leaf), getattr(leaf, "dtype", type(leaf))) for leaf in leaves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +71,8 @@ class _Held:
     def value(self, sharding: NamedSharding) -> Any:
         """Its input value, on the devices."""
         value = stacked(self.variable.get_raw_value())
+        if isinstance(value, jax.Array):
+            return _placed(value, sharding)
         return jax.tree.map(lambda x: _placed(x, sharding), value)
 
     def local(self, value: Any, names: tuple[str, ...]) -> Any:
@@ -106,9 +111,9 @@ class _Found:
 
 @dataclasses.dataclass
 class _Call:
-    """One call of a program: its roots, arguments, variables and arrays."""
+    """One call of a program: what it reaches, its arguments, variables and arrays."""
 
-    roots: Sequence[Any]
+    reached: Reached
     arguments: Arguments
     held: list[_Held]
     leaves: tuple[jax.Array, ...]
@@ -129,7 +134,7 @@ class Program:
         computation: Callable[..., Any],
         mesh: Mesh,
         outputs: Outputs,
-        roots: Sequence[Any],
+        reached: Reached,
         arguments: Arguments,
     ):
         self.made_slots = False
@@ -137,7 +142,7 @@ class Program:
         self._mesh = mesh
         self._outputs = outputs
         self._call: _Call | None = None
-        with self._calling(roots, arguments, _placements(roots, mesh.size)):
+        with self._calling(reached, arguments, _placements(reached, mesh.size)):
             self._found, differs = self._settle()
             self._entering = [each.placement for each in self._now.held]
         self._leaving = [
@@ -148,14 +153,14 @@ class Program:
         self._shardings = [NamedSharding(mesh, each.spec(names)) for each in self._entering]
         self._compiled = jax.jit(self._run)
 
-    def spread(self, roots: Sequence[Any]) -> bool:
+    def spread(self, reached: Reached) -> bool:
         """Store variables that will differ per shard; returns whether there were any."""
-        held = _hold(roots, self._entering, self._mesh.size)
+        held = _hold(reached, self._entering, self._mesh.size)
         return bool(sum(each.spread(self._mesh.size) for each in held))
 
-    def __call__(self, roots: Sequence[Any], arguments: Arguments) -> Any:
+    def __call__(self, reached: Reached, arguments: Arguments) -> Any:
         """Run the step on these arrays and write its variables."""
-        with self._calling(roots, arguments, self._entering):
+        with self._calling(reached, arguments, self._entering):
             held = self._now.held
             for each in held:
                 each.spread(self._mesh.size)
@@ -176,11 +181,15 @@ class Program:
 
     @contextmanager
     def _calling(
-        self, roots: Sequence[Any], arguments: Arguments, placements: Sequence[Placement]
+        self, reached: Reached, arguments: Arguments, placements: Sequence[Placement]
     ) -> Iterator[None]:
         """Set the current call, and drop it after, so that models are not kept alive."""
-        self._call = _Call(roots, dataclasses.replace(arguments, leaves=()), [], arguments.leaves)
-        self._now.held = _hold(roots, placements, self._mesh.size)
+        self._call = _Call(
+            reached,
+            dataclasses.replace(arguments, leaves=()),
+            _hold(reached, placements, self._mesh.size),
+            arguments.leaves,
+        )
         try:
             yield
         finally:
@@ -199,13 +208,14 @@ class Program:
         Returns the findings, and which variables may differ after the step.
         """
         while True:
-            roots, size = self._now.roots, self._mesh.size
+            size = self._mesh.size
             try:
                 found, differs = self._trace(self._now.leaves)
             except RetraceNeeded as needed:
                 needed.make()
                 self.made_slots = True
-                self._now.held = _hold(roots, _placements(roots, size), size)
+                self._now.reached = reached = reached_in(self._now.reached.roots)
+                self._now.held = _hold(reached, _placements(reached, size), size)
                 continue
             held = self._now.held
             settled = [
@@ -214,7 +224,7 @@ class Program:
             ]
             if settled == [each.placement for each in held]:
                 return found, differs
-            self._now.held = _hold(roots, settled, size)
+            self._now.held = _hold(self._now.reached, settled, size)
 
     def _trace(self, leaves: tuple[jax.Array, ...]) -> tuple[_Found, list[bool]]:
         """Trace the step; returns the findings, and which variables may differ after it."""
@@ -239,7 +249,7 @@ class Program:
         held = self._now.held
         variables = [each.variable for each in held]
         before = [each.local(value, names) for each, value in zip(held, values, strict=True)]
-        bound = Bound(variables, self._now.roots)
+        bound = Bound(variables, self._now.reached)
         args, kwargs = self._now.arguments.rebuild(leaves)
         with (
             shard_context(self._mesh.size, axis_name=names),
@@ -259,7 +269,7 @@ class Program:
 
     def _check_none_was_created(self) -> None:
         known = {id(held.variable) for held in self._now.held}
-        for variable in _numeric(variables_in(self._now.roots), self._mesh.size):
+        for variable in _numeric(reached_in(self._now.reached.roots), self._mesh.size):
             if id(variable) not in known:
                 raise VariableError(
                     f"The step created {describe_variable(variable)} in a module that was passed "
@@ -299,24 +309,22 @@ class Program:
         )
 
 
-def _hold(roots: Sequence[Any], placements: Sequence[Placement], size: int) -> list[_Held]:
-    """The variables below the roots, with these placements."""
-    return [
-        _Held(*pair) for pair in zip(_numeric(variables_in(roots), size), placements, strict=True)
-    ]
+def _hold(reached: Reached, placements: Sequence[Placement], size: int) -> list[_Held]:
+    """The reached variables, with these placements."""
+    return [_Held(*pair) for pair in zip(_numeric(reached, size), placements, strict=True)]
 
 
-def _placements(roots: Sequence[Any], size: int) -> list[Placement]:
-    """The current placements of the variables below the roots."""
+def _placements(reached: Reached, size: int) -> list[Placement]:
+    """The current placements of the reached variables."""
     return [
         PER_SHARD_PLACEMENT if is_per_shard(variable) else REPLICATED
-        for variable in _numeric(variables_in(roots), size)
+        for variable in _numeric(reached, size)
     ]
 
 
-def _numeric(variables: Sequence[nnx.Variable], size: int) -> list[nnx.Variable]:
+def _numeric(reached: Reached, size: int) -> list[nnx.Variable]:
     """The variables with arrays; raises if one is stored for another number of shards."""
-    numeric = [v for v in variables if all(map(is_numeric, jax.tree.leaves(v.get_raw_value())))]
+    numeric = [v for v in reached.variables if _holds_arrays(v.get_raw_value())]
     for variable in numeric:
         shards = number_of_shards(variable)
         if shards not in (None, size):
@@ -330,3 +338,7 @@ def _numeric(variables: Sequence[nnx.Variable], size: int) -> list[nnx.Variable]
 
 def _placed(x: Any, sharding: NamedSharding) -> Any:
     return x if getattr(x, "sharding", None) == sharding else jax.device_put(x, sharding)
+
+
+def _holds_arrays(value: Any) -> bool:
+    return isinstance(value, jax.Array) or all(map(is_numeric, jax.tree.leaves(value)))

@@ -23,7 +23,7 @@ from crossshard.runners.split import (
 )
 from crossshard.shards.context import check_num_shards, get_shard_context
 from crossshard.shards.devices import mesh_for
-from crossshard.variables.discovery import reachable_roots
+from crossshard.variables.discovery import reached_from, reached_in
 
 _TRACING = threading.RLock()
 
@@ -80,17 +80,19 @@ class ShardedFunction:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = split_arguments(args, kwargs, self._input_shard_axes, self._mesh)
-        roots = reachable_roots([self._computation, *arguments.whole])
-        key = program_key(roots, arguments)
+        reached = reached_from([self._computation, *arguments.whole])
+        key = program_key(reached, arguments)
         program = self._programs.get(key)
         if program is None:
-            program = Program(self._computation, self._mesh, self._outputs, roots, arguments)
-            # After it has created slots, the step has a new key.
-            key = program_key(roots, arguments) if program.made_slots else key
+            program = Program(self._computation, self._mesh, self._outputs, reached, arguments)
+            if program.made_slots:
+                # After it has created slots, the step has a new key.
+                reached = reached_in(reached.roots)
+                key = program_key(reached, arguments)
             self._programs[kept_key(key)] = program
-            if program.spread(roots):
-                self._programs[kept_key(program_key(roots, arguments))] = program
-        return program(roots, arguments)
+            if program.spread(reached):
+                self._programs[kept_key(program_key(reached, arguments))] = program
+        return program(reached, arguments)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """As a method, its first input is the instance."""

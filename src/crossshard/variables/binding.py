@@ -11,7 +11,7 @@ from flax import nnx
 from crossshard import _flax
 from crossshard.errors import VariableError
 from crossshard.variables.describe import describe_variable
-from crossshard.variables.discovery import containers_in, modules_in
+from crossshard.variables.discovery import Reached, modules_in
 
 _thread = threading.local()
 
@@ -67,11 +67,11 @@ class Bound:
       roots: the objects that contain all of these.
     """
 
-    def __init__(self, variables: Sequence[nnx.Variable], roots: Sequence[Any]):
+    def __init__(self, variables: Sequence[nnx.Variable], reached: Reached):
         self.variables = list(variables)
-        self.roots = list(roots)
-        self.modules = modules_in(roots)
-        self.containers = containers_in(roots)
+        self.roots = reached.roots
+        self.modules = modules_in(reached.roots)
+        self.containers = reached.containers
 
     def __contains__(self, variable: nnx.Variable) -> bool:
         return any(variable is known for known in self.variables)

@@ -1,6 +1,7 @@
 """Finds the modules, variables and optimizers that are reachable from functions and objects."""
 
 import collections
+import dataclasses
 import functools
 import itertools
 import sys
@@ -33,31 +34,38 @@ class VariableContainer:
         raise NotImplementedError
 
 
+@dataclasses.dataclass(frozen=True)
+class Reached:
+    """What values lead to, each once, in a fixed order.
+
+    Attributes:
+      roots: the modules, variables and optimizers that are come by first.
+      variables: every variable below these.
+      containers: every optimizer below these.
+    """
+
+    roots: list[Any]
+    variables: list[nnx.Variable]
+    containers: list[VariableContainer]
+
+
+def reached_in(roots: Iterable[Any]) -> Reached:
+    """What lies below some roots."""
+    walk = _Walk(())
+    for root in roots:
+        walk.add(root)
+    return walk.reached()
+
+
 def variables_in(roots: Iterable[Any]) -> list[nnx.Variable]:
     """Every variable below the roots, each once, in a fixed order."""
-    found = {id(leaf): leaf for leaf in _graph(roots) if isinstance(leaf, nnx.Variable)}
-    for variable in found.values():
-        if variable.hijax or variable.ref:
-            raise VariableError(
-                f"{describe_variable(variable)} is of NNX's experimental "
-                f"{'hijax' if variable.hijax else 'ref'} kind; use an ordinary variable."
-            )
-    return list(found.values())
+    return reached_in(roots).variables
 
 
 def modules_in(roots: Iterable[Any]) -> list[nnx.Pytree]:
     """Every NNX module below the roots, each once."""
-    return list({id(node): node for node in _graph(roots) if isinstance(node, nnx.Pytree)}.values())
-
-
-def containers_in(roots: Iterable[Any]) -> list[VariableContainer]:
-    """Every optimizer below the roots, each once."""
-    found = (node for node in _graph(roots) if isinstance(node, VariableContainer))
-    return list({id(node): node for node in found}.values())
-
-
-def _graph(roots: Iterable[Any]) -> Iterator[Any]:
-    return (node for root in roots for _, node in nnx.iter_graph(root))
+    nodes = (node for root in roots for _, node in nnx.iter_graph(root))
+    return list({id(node): node for node in nodes if isinstance(node, nnx.Pytree)}.values())
 
 
 def is_stateful(value: Any) -> bool:
@@ -88,7 +96,7 @@ def package(thing: Any) -> str:
 _MAX_ITEMS = 1024
 
 
-def reachable_roots(values: Sequence[Any]) -> list[Any]:
+def reached_from(values: Sequence[Any]) -> Reached:
     """The modules, variables and optimizers reachable from functions, containers and objects.
 
     A function leads to its closure, defaults, bound object and the globals that it uses; a Python
@@ -96,22 +104,32 @@ def reachable_roots(values: Sequence[Any]) -> list[Any]:
     an object of a user's class to its attributes and methods. Installed packages are skipped,
     unless passed here or used by an optimizer: a schedule is found through Optax's functions.
     """
-    return _Walk(values).roots()
+    walk = _Walk(values)
+    walk.go()
+    return walk.reached()
+
+
+def reachable_roots(values: Sequence[Any]) -> list[Any]:
+    """The roots of everything reachable from values."""
+    return reached_from(values).roots
 
 
 def variables_behind(container: VariableContainer) -> list[nnx.Variable]:
     """Every variable that an optimizer's functions close over."""
-    walk = _Walk(())
-    walk.follow(container)
-    return variables_in(walk.roots())
+    return _walk_behind(container).reached().variables
 
 
 def functions_behind(container: VariableContainer) -> list[types.FunctionType]:
-    """Every function that an optimizer computes with, as far as they can be found."""
+    """Every function that an optimizer computes with, as far as they can be followed."""
+    seen = _walk_behind(container).seen
+    return [value for value in seen if isinstance(value, types.FunctionType)]
+
+
+def _walk_behind(container: VariableContainer) -> "_Walk":
     walk = _Walk(())
     walk.follow(container)
-    walk.roots()
-    return [value for value in walk.seen if isinstance(value, types.FunctionType)]
+    walk.go()
+    return walk
 
 
 class _Walk:
@@ -123,36 +141,56 @@ class _Walk:
         # If a step comes from an installed package, that package is searched.
         self._home = {package(_owner(value)) for value in values}
         self._seen: dict[tuple[int, bool], Any] = {}
+        self._roots: dict[int, Any] = {}
+        self._variables: dict[int, nnx.Variable] = {}
+        self._containers: dict[int, VariableContainer] = {}
 
     @property
     def seen(self) -> list[Any]:
         """All visited values."""
         return list(self._seen.values())
 
+    def reached(self) -> Reached:
+        """What was found."""
+        found = self._roots, self._variables, self._containers
+        return Reached(*(list(each.values()) for each in found))
+
     def follow(self, container: VariableContainer) -> None:
-        """Also visit the functions of an optimizer."""
+        """Go on, at the end, with what an optimizer computes with."""
         self._queue.extend((value, True) for value in container.computes_with())
 
-    def roots(self) -> list[Any]:
-        """The modules, variables and optimizers, each once, the nearest first."""
-        roots: list[Any] = []
-        seen = self._seen
+    def go(self) -> None:
+        """Find all that there is, the nearest first, and what optimizers compute with last."""
         followed = 0
         while self._queue:
             value, of_optimizer = self._queue.popleft()
-            if (id(value), of_optimizer) not in seen:
-                seen[id(value), of_optimizer] = value
-                if not is_stateful(value):
+            if (id(value), of_optimizer) not in self._seen:
+                self._seen[id(value), of_optimizer] = value
+                if is_stateful(value):
+                    self.add(value)
+                else:
                     below = self._below(value, of_optimizer)
                     self._queue.extend((each, of_optimizer) for each in below)
-                elif not any(value is root for root in roots):
-                    roots.append(value)
             if not self._queue:
-                containers = containers_in(roots)
-                for container in containers[followed:]:
+                for container in list(self._containers.values())[followed:]:
                     self.follow(container)
-                followed = len(containers)
-        return roots
+                followed = len(self._containers)
+
+    def add(self, root: Any) -> None:
+        """Take up a root, with the variables and optimizers below it."""
+        if id(root) in self._roots:
+            return
+        self._roots[id(root)] = root
+        for _, node in nnx.iter_graph(root):
+            if isinstance(node, nnx.Variable):
+                if node.hijax or node.ref:
+                    raise VariableError(
+                        f"{describe_variable(node)} is of NNX's experimental "
+                        f"{'hijax' if node.hijax else 'ref'} kind; use an ordinary variable."
+                    )
+                self._variables.setdefault(id(node), node)
+            elif isinstance(node, VariableContainer):
+                self._containers.setdefault(id(node), node)
 
     def _below(self, value: Any, of_optimizer: bool) -> Iterable[Any]:
         if isinstance(value, functools.partial):

@@ -134,14 +134,19 @@ def is_per_shard(variable: nnx.Variable) -> bool:
 
 
 def number_of_shards(variable: nnx.Variable) -> int | None:
-    """The number of shards between which a variable differs; ``None`` if it does not."""
-    leaves = jax.tree.leaves(variable.get_raw_value(), is_leaf=is_per_shard_array)
+    """Between how many shards a variable differs; ``None`` if it does not."""
+    value = variable.get_raw_value()
+    if isinstance(value, jax.Array):  # as nearly all are, and this is asked at every step
+        return None
+    leaves = jax.tree.leaves(value, is_leaf=is_per_shard_array)
     sizes = (leaf.shape[0] for leaf in leaves if is_per_shard_array(leaf))
     return next(sizes, None)
 
 
 def stacked(value: Any) -> Any:
-    """A variable's value, with ``[shards, …]`` arrays if it differs between shards."""
+    """What a variable holds, with ``[shards, …]`` arrays where it differs between shards."""
+    if isinstance(value, jax.Array):
+        return value
     unwrap = lambda leaf: leaf.array if is_per_shard_array(leaf) else leaf
     return jax.tree.map(unwrap, value, is_leaf=is_per_shard_array)
 
