@@ -1,4 +1,4 @@
-"""Group assignments are checked before anything is traced: rows 4 and 7 of the original."""
+"""Group assignments are checked before anything is traced."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("groups", "why"), BAD.values(), ids=BAD)
-def test_row_07_what_is_no_partition_into_equal_groups_is_a_value_error(groups: Any, why: str):
+def test_what_is_no_partition_into_equal_groups_is_a_value_error(groups: Any, why: str):
     with pytest.raises(GroupAssignmentError) as caught:
         check_group_assignment(groups)
     assert isinstance(caught.value, ValueError)
@@ -54,12 +54,12 @@ def test_row_07_what_is_no_partition_into_equal_groups_is_a_value_error(groups: 
 
 
 @pytest.mark.parametrize("groups", [BAD[name][0] for name in ("a number", "in two groups")])
-def test_row_04_the_optimizer_looks_at_its_groups_at_construction(groups: Any):
+def test_the_optimizer_looks_at_its_groups_at_construction(groups: Any):
     with pytest.raises(GroupAssignmentError):
         CrossShardOptimizer(optax.sgd(1.0), group_assignment=groups)
 
 
-def test_row_07_the_order_of_checks_is_the_originals():
+def test_the_order_of_checks_is_the_originals():
     # A flat list that also repeats itself is no list of lists; repeats come before sizes.
     with pytest.raises(GroupAssignmentError, match="is not a list"):
         check_group_assignment([0, 0])
@@ -81,7 +81,7 @@ GOOD = [
 
 
 @pytest.mark.parametrize("groups", GOOD, ids=range(len(GOOD)))
-def test_row_07_lists_tuples_and_integer_arrays_are_one_assignment(groups: Any):
+def test_lists_tuples_and_integer_arrays_are_one_assignment(groups: Any):
     checked = check_group_assignment(groups)
     assert checked == GroupAssignment(((0, 2), (1, 3)))
     assert check_group_assignment(checked) is checked
@@ -89,12 +89,12 @@ def test_row_07_lists_tuples_and_integer_arrays_are_one_assignment(groups: Any):
 
 
 @pytest.mark.parametrize("groups", [None, [], (), np.zeros((0, 2), int)])
-def test_row_07_no_groups_means_all_shards(groups: Any):
+def test_no_groups_means_all_shards(groups: Any):
     assert check_group_assignment(groups) is None
 
 
 @pytest.mark.parametrize("shards", [1, 3, 8])
-def test_row_04_coverage_is_checked_against_the_number_of_shards(shards: int):
+def test_coverage_is_checked_against_the_number_of_shards(shards: int):
     groups = GroupAssignment(((0, 2), (1, 3)))
     with pytest.raises(GroupAssignmentError, match=rf"permutation of range\({shards}\)"):
         groups.check_covers(shards)

@@ -65,6 +65,24 @@ def test_the_small_arrays_of_a_step_travel_together(rule: str):
     assert [each.kind for each in report.collectives] == ["all-reduce"]
 
 
+@pytest.mark.parametrize("rule", ["sgd", "adamw"])
+def test_many_arrays_of_one_shape_travel_in_buckets_of_their_own(rule: str):
+    rng = np.random.default_rng(0)
+    params = [np.float32(rng.normal(size=(8, 144))) for _ in range(40)]
+    batch = np.float32(rng.normal(size=(16, 8)) + np.linspace(-1, 1, 16)[:, None])
+    loss = lambda p, b: sum((i + 1) * jnp.tanh(b @ w).mean() for i, w in enumerate(p))
+    step = make_train_step(loss, RULES[rule], num_shards=SHARDS, weight_update="sharded")
+    report = assert_communication(step, step.abstract_init(params), batch)
+    kinds = [each.kind for each in report.collectives if each.kind != "all-reduce"]
+    # Two of sixteen arrays, and one of the eight that are left.
+    assert kinds == ["reduce-scatter"] * 3 + ["all-gather"] * 3
+    state, _ = step(step.init(params), batch)
+    updates, _ = RULES[rule].update(jax.grad(loss)(params, batch), RULES[rule].init(params), params)
+    expected = optax.apply_updates(params, updates)
+    for got, want in zip(state.params, expected, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
 def test_the_sharded_step_needs_less_memory_by_the_state_it_saves():
     replicated, sharded = (
         crossshard.inspect(lowered(RULES["adamw"], word)) for word in ("replicated", "sharded")

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
@@ -14,6 +15,10 @@ from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.partition import Partition
 
 Bucket = list[tuple[jax.Array, Partition]]
+
+# So many arrays of one shape fill a bucket of their own. XLA compiles a kernel that reads from a
+# bucket once for each offset, and buckets of equal arrays share these kernels.
+_OF_ONE_SHAPE = 16
 
 
 def bucketed_sum(
@@ -83,9 +88,17 @@ def _by_bucket(
     """``move`` applied to each array, small ones of one dtype in one bucket; in their order."""
     # vmap does not communicate, and arrays that vary over different axes cannot share a bucket.
     buckets_pay = shards.manual and not shards.has_vma and shards.number > 1
+    kinds = [(x.dtype, partition) for x, partition in zip(xs, partitions, strict=True)]
+    number, seen = Counter(kinds), Counter[object]()
     members_of: dict[object, list[int]] = {}
-    for index, (x, partition) in enumerate(zip(xs, partitions, strict=True)):
-        key = (x.dtype, partition.number) if partition.is_small and buckets_pay else index
+    for index, kind in enumerate(kinds):
+        key: object = index
+        dtype, partition = kind
+        if partition.is_small and buckets_pay:
+            nth = seen[kind] // _OF_ONE_SHAPE
+            is_full = nth < number[kind] // _OF_ONE_SHAPE
+            key = (kind, nth) if is_full else (dtype, partition.number)
+            seen[kind] += 1
         members_of.setdefault(key, []).append(index)
     moved: dict[int, jax.Array] = {}
     for members in members_of.values():

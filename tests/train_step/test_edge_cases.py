@@ -1,4 +1,4 @@
-"""What a hostile reader found once: each of these was wrong, silently or by a raw traceback."""
+"""Edge cases of a whole step: each is right, or refused by name."""
 
 import functools
 from typing import Any

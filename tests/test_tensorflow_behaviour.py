@@ -1,8 +1,4 @@
-"""The behaviour of the original, row by row: what is kept, what is mended, what is refused.
-
-Each test's name begins with the number of the row it stands for; the rows describe
-`tf.compat.v1.tpu.CrossShardOptimizer` of TensorFlow 2.21.
-"""
+"""The behaviour of ``tf.compat.v1.tpu.CrossShardOptimizer``: what is kept, mended or refused."""
 
 import copy
 import pickle
@@ -40,12 +36,12 @@ def close(a: Any, b: Any) -> None:
 
 
 @pytest.mark.parametrize("given", ["weighted_sum", "sum", Reduction.SUM])
-def test_row_01_sum_is_accepted(given: str):
+def test_sum_is_accepted(given: str):
     assert sgd(reduction=given).reduction is Reduction.SUM
 
 
 @pytest.mark.parametrize("given", ["weighted_mean", "mean", Reduction.MEAN])
-def test_row_01_mean_is_accepted(given: str):
+def test_mean_is_accepted(given: str):
     assert sgd(reduction=given).reduction is Reduction.MEAN
 
 
@@ -60,13 +56,13 @@ def test_row_01_mean_is_accepted(given: str):
         None,
     ],
 )
-def test_row_01_other_reductions_are_refused_before_the_optimizer_is_looked_at(given: Any):
+def test_other_reductions_are_refused_before_the_optimizer_is_looked_at(given: Any):
     with pytest.raises(ValueError, match=r"weighted_sum.*weighted_mean.*received") as caught:
         CrossShardOptimizer("no optimizer", reduction=given)
     assert repr(given) in str(caught.value)
 
 
-def test_row_01_reduction_carries_tensorflows_values():
+def test_reduction_carries_tensorflows_values():
     assert [str(r) for r in Reduction] == [
         "none",
         "weighted_sum",
@@ -77,7 +73,7 @@ def test_row_01_reduction_carries_tensorflows_values():
     assert Reduction.SUM_OVER_NONZERO_WEIGHTS is Reduction.SUM_BY_NONZERO_WEIGHTS
 
 
-def test_row_02_what_is_no_optax_transformation_is_refused():
+def test_what_is_no_optax_transformation_is_refused():
     with pytest.raises(TypeError, match="no init and no update"):
         CrossShardOptimizer(3)
     with pytest.raises(TypeError, match=r"Call it: sgd\(learning_rate\)"):
@@ -93,7 +89,7 @@ def test_row_02_what_is_no_optax_transformation_is_refused():
         ("tensorflow.python.training.momentum", "MomentumOptimizer", "optax.sgd"),
     ],
 )
-def test_row_02_other_libraries_optimizers_are_named_with_their_equivalent(
+def test_other_libraries_optimizers_are_named_with_their_equivalent(
     library: str, name: str, equivalent: str
 ):
     other = type(name, (), {"__module__": library})()
@@ -101,7 +97,7 @@ def test_row_02_other_libraries_optimizers_are_named_with_their_equivalent(
         CrossShardOptimizer(other)
 
 
-def test_row_03_names():
+def test_names():
     assert sgd(name="mine").get_name() == "mine"
     with pytest.raises(ValueError, match="empty"):
         sgd(name="")
@@ -110,18 +106,18 @@ def test_row_03_names():
 
 
 @pytest.mark.parametrize("groups", [[[0, 0], [1, 1]], [[0, 1], [2]], [[0, 1.0]], 5, "01", [[1, 2]]])
-def test_row_04_groups_are_checked_at_construction(groups: Any):
+def test_groups_are_checked_at_construction(groups: Any):
     with pytest.raises(ValueError, match="group_assignment"):
         sgd(group_assignment=groups)
 
 
-def test_row_04_coverage_is_checked_once_the_number_of_shards_is_known():
+def test_coverage_is_checked_once_the_number_of_shards_is_known():
     opt = sgd(group_assignment=[[0, 1], [2, 3]])
     with crossshard.shard_context(8), pytest.raises(ValueError, match=r"range\(8\)"):
         opt.compute_gradients(lambda: param()[...], [param()])
 
 
-def test_row_05_wrapping_twice_is_refused():
+def test_wrapping_twice_is_refused():
     with pytest.raises(crossshard.NestedReductionError):
         CrossShardOptimizer(sgd(reduction="sum"), reduction="sum")
     nested = CrossShardOptimizer(optax.chain(optax.clip(1.0), sgd()))
@@ -133,7 +129,7 @@ def test_row_05_wrapping_twice_is_refused():
 # compute_gradients.
 
 
-def test_row_06_without_a_context_one_shard_is_assumed_with_a_warning():
+def test_without_a_context_one_shard_is_assumed_with_a_warning():
     w = param()
     with pytest.warns(crossshard.ShardContextWarning, match="assuming 1 shard"):
         ((gradient, _),) = sgd().compute_gradients(lambda: w[...] * 3, [w])
@@ -152,18 +148,18 @@ def test_row_06_without_a_context_one_shard_is_assumed_with_a_warning():
         ([[0.0, 1.0]], "integer"),
     ],
 )
-def test_row_07_bad_groups_are_value_errors(groups: Any, why: str):
+def test_bad_groups_are_value_errors(groups: Any, why: str):
     with pytest.raises(ValueError, match=why):
         sgd(group_assignment=groups)
 
 
 @pytest.mark.parametrize("groups", [((0, 1), (2, 3)), np.array([[0, 1], [2, 3]]), [(0, 1), [2, 3]]])
-def test_row_07_tuples_and_integer_arrays_are_accepted(groups: Any):
+def test_tuples_and_integer_arrays_are_accepted(groups: Any):
     assert sgd(group_assignment=groups).group_assignment == [[0, 1], [2, 3]]
 
 
 @pytest.mark.parametrize("groups", [[], (), None, np.zeros((0, 2), int)])
-def test_row_07_no_groups_means_all_shards(groups: Any):
+def test_no_groups_means_all_shards(groups: Any):
     assert sgd(group_assignment=groups).group_assignment is None
 
 
@@ -177,7 +173,7 @@ def test_row_07_no_groups_means_all_shards(groups: Any):
         ({"reduction": "sum", "group_assignment": [[0, 1, 2, 3], [4, 5, 6, 7]]}, 1.0),
     ],
 )
-def test_row_08_the_loss_is_scaled(kwargs: dict[str, Any], expected: float):
+def test_the_loss_is_scaled(kwargs: dict[str, Any], expected: float):
     w = param()
     with crossshard.shard_context(8):
         ((gradient, variable),) = sgd(**kwargs).compute_gradients(lambda: w[...] * 1.0, [w])
@@ -186,7 +182,7 @@ def test_row_08_the_loss_is_scaled(kwargs: dict[str, Any], expected: float):
 
 
 @pytest.mark.parametrize("number", [0, -3, "x", 2.5, True, None])
-def test_row_09_a_shard_count_is_an_int_of_at_least_one(number: Any):
+def test_a_shard_count_is_an_int_of_at_least_one(number: Any):
     with (
         pytest.raises((crossshard.ArgumentError, crossshard.ArgumentTypeError), match="at least 1"),
         crossshard.shard_context(number),
@@ -194,7 +190,7 @@ def test_row_09_a_shard_count_is_an_int_of_at_least_one(number: Any):
         pass
 
 
-def test_row_10_a_loss_is_a_function_and_nothing_of_the_callers_is_changed():
+def test_a_loss_is_a_function_and_nothing_of_the_callers_is_changed():
     w = param()
     data = np.array([1.0, 2.0], np.float32)
     with crossshard.shard_context(4):
@@ -208,7 +204,7 @@ def test_row_10_a_loss_is_a_function_and_nothing_of_the_callers_is_changed():
     close(w[...], 2.0)
 
 
-def test_row_11_keywords_of_the_wrapped_optimizer():
+def test_keywords_of_the_wrapped_optimizer():
     w = param()
     with crossshard.shard_context(4):
         ((gradient, _),) = sgd().compute_gradients(
@@ -226,7 +222,7 @@ def test_row_11_keywords_of_the_wrapped_optimizer():
     close(gradient, 2.0)
 
 
-def test_row_12_gradients_are_local_pairs_and_none_where_the_loss_does_not_reach():
+def test_gradients_are_local_pairs_and_none_where_the_loss_does_not_reach():
     w, unused = param(), param()
 
     @crossshard.shard(num_shards=4)
@@ -240,7 +236,7 @@ def test_row_12_gradients_are_local_pairs_and_none_where_the_loss_does_not_reach
     close(step(np.arange(4.0, dtype=np.float32)), np.arange(4) / 4)
 
 
-def test_row_12_none_also_through_jit_scan_and_stop_gradient():
+def test_none_also_through_jit_scan_and_stop_gradient():
     w, passed, stopped = param(), param(), param()
 
     def loss() -> jax.Array:
@@ -272,7 +268,7 @@ def test_variable_lists_that_cannot_be_trained():
 # apply_gradients.
 
 
-def test_row_13_gradients_are_summed_over_the_group_and_none_passes_through():
+def test_gradients_are_summed_over_the_group_and_none_passes_through():
     w, unused = param(np.zeros(())), param(5.0)
     opt = sgd(group_assignment=[[0, 2], [1, 3]])
 
@@ -285,7 +281,7 @@ def test_row_13_gradients_are_summed_over_the_group_and_none_passes_through():
     close(unused.get_value(), 5.0)
 
 
-def test_row_14_gradients_of_unknown_origin_are_refused_under_mean():
+def test_gradients_of_unknown_origin_are_refused_under_mean():
     w = param(np.zeros(()))
     opt = sgd()
 
@@ -305,7 +301,7 @@ def test_row_14_gradients_of_unknown_origin_are_refused_under_mean():
     close(run(None, sgd(reduction="sum")), -6.0)
 
 
-def test_row_14_gradients_are_good_for_one_step():
+def test_gradients_are_good_for_one_step():
     w = param(np.zeros(()))
     opt = sgd()
 
@@ -319,7 +315,7 @@ def test_row_14_gradients_are_good_for_one_step():
         step(np.ones(4, np.float32))
 
 
-def test_row_15_computing_under_shards_and_applying_outside_is_refused():
+def test_computing_under_shards_and_applying_outside_is_refused():
     w = param()
     opt = sgd()
     with crossshard.shard_context(8):
@@ -329,7 +325,7 @@ def test_row_15_computing_under_shards_and_applying_outside_is_refused():
     close(w[...], 2.0)
 
 
-def test_row_15_a_context_alone_cannot_sum():
+def test_a_context_alone_cannot_sum():
     w = param()
     opt = sgd()
     with (
@@ -340,7 +336,7 @@ def test_row_15_a_context_alone_cannot_sum():
     close(w[...], 2.0)
 
 
-def test_row_16_sparse_gradients_are_refused_by_name():
+def test_sparse_gradients_are_refused_by_name():
     w = param(np.ones(3))
     gradient = sparse.BCOO.fromdense(jnp.ones(3))
     with crossshard.shard_context(1), pytest.raises(TypeError, match="BCOO"):
@@ -350,7 +346,7 @@ def test_row_16_sparse_gradients_are_refused_by_name():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-def test_row_17_floating_dtypes_are_reduced_in_their_own(dtype: Any):
+def test_floating_dtypes_are_reduced_in_their_own(dtype: Any):
     w = nnx.Param(jnp.zeros(2, dtype))
     opt = sgd()
 
@@ -364,7 +360,7 @@ def test_row_17_floating_dtypes_are_reduced_in_their_own(dtype: Any):
     np.testing.assert_allclose(np.asarray(w.get_value(), np.float32), -20_000, rtol=4e-3)
 
 
-def test_row_17_float64():
+def test_float64():
     with jax.enable_x64(True):
         w = nnx.Param(jnp.zeros((), jnp.float64))
         opt = sgd()
@@ -379,7 +375,7 @@ def test_row_17_float64():
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.bool_])
-def test_row_17_other_dtypes_are_refused_with_the_leafs_name(dtype: Any):
+def test_other_dtypes_are_refused_with_the_leafs_name(dtype: Any):
     w = param(np.ones(2))
     with crossshard.shard_context(1), pytest.raises(TypeError, match=np.dtype(dtype).name):
         sgd().apply_gradients([(jnp.ones(2, dtype), w)])
@@ -387,7 +383,7 @@ def test_row_17_other_dtypes_are_refused_with_the_leafs_name(dtype: Any):
         sgd().update({"layer": {"w": jnp.ones(2, dtype)}}, sgd().init({"layer": {"w": 1.0}}))
 
 
-def test_row_18_lists_that_cannot_be_applied():
+def test_lists_that_cannot_be_applied():
     w = param()
     with crossshard.shard_context(1):
         with pytest.raises(ValueError, match=r"No variables provided\."):
@@ -402,7 +398,7 @@ def test_row_18_lists_that_cannot_be_applied():
             sgd().apply_gradients([(jnp.float32(1), w), (jnp.float32(1), w)])
 
 
-def test_row_20_the_global_step_is_incremented_once_per_step():
+def test_the_global_step_is_incremented_once_per_step():
     w, global_step = param(), nnx.Variable(jnp.array(41))
     opt = sgd()
 
@@ -418,7 +414,7 @@ def test_row_20_the_global_step_is_incremented_once_per_step():
             sgd().apply_gradients([(jnp.float32(1), w)], global_step=bad)
 
 
-def test_row_21_the_constructors_name_is_in_the_compiled_program():
+def test_the_constructors_name_is_in_the_compiled_program():
     w = param()
     opt = sgd(name="my_reducer")
 
@@ -436,7 +432,7 @@ def test_row_21_the_constructors_name_is_in_the_compiled_program():
 # The rest.
 
 
-def test_row_22_minimize_is_compute_and_apply_with_the_same_order_of_arguments():
+def test_minimize_is_compute_and_apply_with_the_same_order_of_arguments():
     import inspect
 
     assert list(inspect.signature(CrossShardOptimizer.minimize).parameters)[1:] == [
@@ -462,13 +458,13 @@ def test_row_22_minimize_is_compute_and_apply_with_the_same_order_of_arguments()
     close(own_losses, 4 * np.arange(4))
 
 
-def test_row_23_gates_and_kind():
+def test_gates_and_kind():
     assert (sgd().GATE_NONE, sgd().GATE_OP, sgd().GATE_GRAPH) == (0, 1, 2)
     assert isinstance(sgd(), crossshard.Optimizer)
     assert isinstance(sgd(), optax.GradientTransformationExtraArgs)
 
 
-def test_row_24_slots():
+def test_slots():
     w = param(np.ones(2))
     opt = CrossShardOptimizer(optax.adam(0.1))
     assert (opt.get_slot(w, "m"), opt.get_slot_names(), opt.variables()) == (None, [], [])
@@ -492,7 +488,7 @@ def test_row_24_slots():
         (optax.adadelta(0.1), {"accum": "e_g", "accum_update": "e_x"}),
     ],
 )
-def test_row_24_tensorflows_slot_names(rule: Any, names: dict[str, str]):
+def test_tensorflows_slot_names(rule: Any, names: dict[str, str]):
     w = param()
     opt = CrossShardOptimizer(rule)
     opt.build([w])
@@ -500,7 +496,7 @@ def test_row_24_tensorflows_slot_names(rule: Any, names: dict[str, str]):
         assert opt.get_slot(w, theirs) is opt.get_slot(w, ours) is not None
 
 
-def test_row_25_the_wrapped_optimizer_can_be_reached_and_read():
+def test_the_wrapped_optimizer_can_be_reached_and_read():
     inner = optax.sgd(0.1)
     opt = CrossShardOptimizer(inner, "sum", group_assignment=[[0, 1]])
     assert opt.inner is inner
@@ -530,7 +526,7 @@ def same_weights(a: nnx.Linear, b: nnx.Linear) -> None:
     )
 
 
-def test_row_26_the_whole_state_is_saved_and_restored(tmp_path: Any):
+def test_the_whole_state_is_saved_and_restored(tmp_path: Any):
     import orbax.checkpoint as ocp
 
     opt, model = adam_and_model()
@@ -551,7 +547,7 @@ def test_row_26_the_whole_state_is_saved_and_restored(tmp_path: Any):
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 @pytest.mark.parametrize("order", ["optimizer first", "model first"])
-def test_row_27_deepcopy_and_pickle_work_after_use(how: Any, order: str):
+def test_deepcopy_and_pickle_work_after_use(how: Any, order: str):
     opt, model = adam_and_model()
     train(opt, model, 2)
     if order == "model first":
@@ -566,7 +562,7 @@ def test_row_27_deepcopy_and_pickle_work_after_use(how: Any, order: str):
 
 
 @pytest.mark.parametrize("rule", [optax.sgd, optax.adam])
-def test_row_28_a_gradient_that_autodiff_has_summed_is_refused(rule: Any):
+def test_a_gradient_that_autodiff_has_summed_is_refused(rule: Any):
     opt = CrossShardOptimizer(rule(0.1))
     mesh = jax.make_mesh((8,), ("shards",), axis_types=(jax.sharding.AxisType.Auto,))
 
@@ -584,7 +580,7 @@ def test_row_28_a_gradient_that_autodiff_has_summed_is_refused(rule: Any):
     assert "crossshard.value_and_grad" in message
 
 
-def test_row_29_grouped_parameters_are_held_per_shard_and_reading_shows_it():
+def test_grouped_parameters_are_held_per_shard_and_reading_shows_it():
     w, shared = param(np.zeros(3)), nnx.Variable(jnp.ones(2))
     opt = CrossShardOptimizer(optax.sgd(0.1, 0.9), group_assignment=[[0, 1], [2, 3]])
 
