@@ -164,7 +164,7 @@ class _Walk:
         followed = 0
         while self._queue:
             value, of_optimizer = self._queue.popleft()
-            if (id(value), of_optimizer) not in self._seen:
+            if type(value) not in _LEAVES and (id(value), of_optimizer) not in self._seen:
                 self._seen[id(value), of_optimizer] = value
                 if is_stateful(value):
                     self.add(value)
@@ -234,6 +234,10 @@ class _Walk:
             codes.extend(const for const in code.co_consts if isinstance(const, types.CodeType))
 
 
+# Types of values that lead nowhere; most values of a walk are such.
+_LEAVES = frozenset(
+    {bool, bytes, complex, float, int, str, type(None), types.BuiltinFunctionType, types.CodeType}
+)
 # Packages whose objects hold no variables, but may hold much else.
 _WITHOUT_VARIABLES = frozenset({"builtins", "jax", "jaxlib", "numpy"})
 
