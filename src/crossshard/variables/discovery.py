@@ -1,5 +1,6 @@
 """Finds the modules, variables and optimizers that are reachable from functions and objects."""
 
+import abc
 import collections
 import dataclasses
 import functools
@@ -21,17 +22,17 @@ class VariableContainer:
 
     __slots__ = ()
 
+    @abc.abstractmethod
     def known_variables(self) -> list[nnx.Variable | None]:
         """The variables that its own variables belong to, in a fixed order."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def computes_with(self) -> Iterable[Any]:
         """The functions that it runs, which may close over variables, as schedules do."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def forget_trace(self) -> None:
         """Drop references to a trace that ends."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
