@@ -98,13 +98,13 @@ class Transformation:
         with jax.named_scope(self.name):
             shards = self.pipeline.shards()
             # Optax's names for the loss and the gradient, which some optimizers also take.
-            beside = {
+            extra = {
                 name: extra_args[name]
                 for name in ("value", "grad")
                 if extra_args.get(name) is not None
             }
             gradients = arrive(
-                self.pipeline, updates, shards, declared=check_incoming(incoming), beside=beside
+                self.pipeline, updates, shards, declared=check_incoming(incoming), extra=extra
             )
             environment = Environment(
                 shards,

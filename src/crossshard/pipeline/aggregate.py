@@ -34,10 +34,10 @@ class Sum(Stage):
     ) -> tuple[Gradients, Any]:
         """The reduced gradients: in full, or this shard's slice of each if arrays are split."""
         shards, groups = environment.shards, environment.groups
-        beside, values = dict(gradients.beside), gradients.values
-        leaves, tree = jax.tree.flatten((beside, values))
-        status = (*gradients.beside_status, *gradients.status)
-        partitions = _partitions(beside, values, environment)
+        extra, values = dict(gradients.extra), gradients.values
+        leaves, tree = jax.tree.flatten((extra, values))
+        status = (*gradients.extra_status, *gradients.status)
+        partitions = _partitions(extra, values, environment)
         to_sum = [index for index, each in enumerate(status) if each in _TO_SUM]
         summands = [widen(leaves[index]) for index in to_sum]
         split = [partitions[index] for index in to_sum]
@@ -58,10 +58,10 @@ class Sum(Stage):
             if each in _TO_DIVIDE:
                 total = self._divide(total, environment.divisor, total_weight)
             reduced_leaves.append(total)
-        beside, values = tree.unflatten(reduced_leaves)
+        extra, values = tree.unflatten(reduced_leaves)
         # If all weights are zero there is no gradient, and weights must not decay either.
         skip = None if total_weight is None else total_weight == 0
-        reduced = gradients.replace(values=values, beside=beside, weight=total_weight, skip=skip)
+        reduced = gradients.replace(values=values, extra=extra, weight=total_weight, skip=skip)
         return reduced, state
 
     @staticmethod
@@ -87,10 +87,10 @@ _TO_SUM = (Incoming.LOCAL, Incoming.SCALED)
 _TO_DIVIDE = (Incoming.LOCAL, Incoming.SUMMED)
 
 
-def _partitions(beside: dict[str, Any], values: Any, environment: Environment) -> list[Partition]:
+def _partitions(extra: dict[str, Any], values: Any, environment: Environment) -> list[Partition]:
     """The partition of each reduced leaf: gradients as the parameters, a loss replicated."""
     split = environment.arrays.partitions
-    trees = [*((beside[name], name == "grad") for name in sorted(beside)), (values, True)]
+    trees = [*((extra[name], name == "grad") for name in sorted(extra)), (values, True)]
     return [
         partition
         for tree, is_gradient in trees

@@ -30,11 +30,11 @@ class WholeArrays:
         """Full arrays from those that the optimizer returned."""
         return updated
 
-    def lay(self, gradients: Any) -> Any:
+    def place_gradients(self, gradients: Any) -> Any:
         """The reduced gradients as the optimizer takes them."""
         return gradients
 
-    def keep(self, state: Any) -> Any:
+    def place_state(self, state: Any) -> Any:
         """The optimizer's state as the next step takes it."""
         return state
 
@@ -107,11 +107,11 @@ class GlobalArrays(WholeArrays):
         )
         return tree.unflatten(gather(parts))
 
-    def lay(self, gradients: Any) -> Any:
+    def place_gradients(self, gradients: Any) -> Any:
         """The gradients, sharded over the mesh."""
         return self._constrain(self.params, gradients)
 
-    def keep(self, state: Any) -> Any:
+    def place_state(self, state: Any) -> Any:
         """The state, sharded over the mesh."""
         return self._constrain(self.state, state)
 

@@ -24,7 +24,7 @@ def arrive(
     shards: Shards,
     *,
     declared: Incoming | None = None,
-    beside: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
     weight: jax.Array | None = None,
 ) -> Gradients:
     """The gradients with the status of each leaf.
@@ -34,7 +34,7 @@ def arrive(
       values: a pytree of this shard's arrays.
       shards: the shards that reduce.
       declared: their declared status; ``None`` for the pipeline's, or to read it from their types.
-      beside: further values to reduce with them.
+      extra: further values to reduce with them.
       weight: float[], the weight of this shard.
 
     Raises:
@@ -42,7 +42,7 @@ def arrive(
       ArgumentTypeError: a leaf that is sparse, or neither real nor complex.
     """
     declared = declared or pipeline.incoming
-    beside = dict(beside or {})
+    extra = dict(extra or {})
 
     def status(name: str, leaf: Any, declared: Incoming | None) -> Incoming | None:
         check_gradient_dtype(name, leaf)
@@ -61,16 +61,16 @@ def arrive(
         paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse)
         return tuple(status(leaf_name(path), leaf, declared) for path, leaf in paths)
 
-    beside_status: tuple[Incoming | None, ...] = ()
-    for name in sorted(beside):
-        known = _of_loss(beside[name], shards, declared) if name == "value" else declared
-        beside_status += of_tree({name: beside[name]}, known)
+    extra_status: tuple[Incoming | None, ...] = ()
+    for name in sorted(extra):
+        known = _of_loss(extra[name], shards, declared) if name == "value" else declared
+        extra_status += of_tree({name: extra[name]}, known)
     return Gradients(
         values,
-        beside,
+        extra,
         weight,
         status=of_tree(values, declared),
-        beside_status=beside_status,
+        extra_status=extra_status,
     )
 
 

@@ -39,7 +39,9 @@ def apply_optimizer(
     """
     local = None if params is None else arrays.split(params)
     with inside_optimizer():
-        result, after = optimizer.update(arrays.lay(gradients), state, local, **extra_args)
+        result, after = optimizer.update(
+            arrays.place_gradients(gradients), state, local, **extra_args
+        )
     if params is None:
         check_shapes(gradients, result, "its update")
     if apply_updates:
@@ -49,7 +51,7 @@ def apply_optimizer(
         result, after = jax.tree.map(
             lambda old, new: jnp.where(skip, old, new), (before, state), (result, after)
         )
-    return arrays.gather(result), arrays.keep(after)
+    return arrays.gather(result), arrays.place_state(after)
 
 
 def takes_value(optimizer: optax.GradientTransformation) -> bool:

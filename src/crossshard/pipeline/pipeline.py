@@ -98,8 +98,8 @@ class Pipeline:
             gradients, _ = self.weigh.update(gradients, (), environment)
         gradients, after = self.aggregate.update(gradients, state.aggregate, environment)
         state = state._replace(aggregate=after)
-        beside, values = jax.tree.map(_cast, (dict(gradients.beside), gradients.values), dtypes)
-        return gradients.replace(values=values, beside=beside), state
+        extra, values = jax.tree.map(_cast, (dict(gradients.extra), gradients.values), dtypes)
+        return gradients.replace(values=values, extra=extra), state
 
     def optimize(
         self,
@@ -112,7 +112,7 @@ class Pipeline:
         """The stages after the aggregate, which may run on each shard or on global arrays."""
         # Only optimizers that take the loss of a whole step get it; explicit arguments always pass.
         given, takes_loss = environment.extra_args, takes_value(self.optimizer)
-        beside = {k: x for k, x in gradients.beside.items() if k in given or takes_loss}
+        extra = {k: x for k, x in gradients.extra.items() if k in given or takes_loss}
         own, params = state.inner_state, environment.params
         if not self.over_all_shards:
             # Typed as they leave, or the branches of an optimizer would not have equal types.
@@ -124,7 +124,7 @@ class Pipeline:
             gradients.values,
             own,
             params,
-            {**given, **beside},
+            {**given, **extra},
             environment.arrays,
             apply_updates=apply_updates,
             skip=gradients.skip,
@@ -197,7 +197,7 @@ def _dtypes(gradients: Gradients, params: Any) -> Any:
         jnp.result_type(like[index] if is_scaled else leaf)
         for index, (leaf, is_scaled) in enumerate(zip(values, scaled, strict=True))
     ]
-    return jax.tree.map(jnp.result_type, dict(gradients.beside)), tree.unflatten(of_values)
+    return jax.tree.map(jnp.result_type, dict(gradients.extra)), tree.unflatten(of_values)
 
 
 def _cast(leaf: Any, dtype: Any) -> Any:

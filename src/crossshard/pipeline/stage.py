@@ -20,25 +20,25 @@ class Gradients:
 
     Attributes:
       values: a pytree of arrays: this shard's own before the aggregate, the reduced ones after it.
-      beside: values reduced with them, by the argument name of the optimizer: ``"value"``, the
+      extra: values reduced with them, by the argument name of the optimizer: ``"value"``, the
         loss, and ``"grad"``.
       weight: float[], the weight of this shard in the mean, after the aggregate the total weight;
         ``None`` if all weights are equal.
       skip: bool[], after the aggregate: whether the step leaves everything unchanged; ``None`` for
         never.
       status: for each leaf of ``values`` how far it is reduced; ``None`` for float0.
-      beside_status: the same for ``beside``.
+      extra_status: the same for ``extra``.
 
     >>> Gradients({"w": 1.0}).replace(values={"w": 0.5}).values
     {'w': 0.5}
     """
 
     values: Any
-    beside: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     weight: jax.Array | None = None
     skip: jax.Array | None = None
     status: tuple[Incoming | None, ...] = ()
-    beside_status: tuple[Incoming | None, ...] = ()
+    extra_status: tuple[Incoming | None, ...] = ()
 
     def replace(self, **changes: Any) -> Self:
         """A copy with these fields changed."""

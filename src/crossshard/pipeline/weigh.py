@@ -27,8 +27,8 @@ class Weigh(Stage):
             # `where`, because 0 · NaN is NaN.
             return jnp.where(weight != 0, wide * weight.astype(wide.dtype), 0)
 
-        beside, values = jax.tree.map(weigh, (dict(gradients.beside), gradients.values))
-        return gradients.replace(values=values, beside=beside), state
+        extra, values = jax.tree.map(weigh, (dict(gradients.extra), gradients.values))
+        return gradients.replace(values=values, extra=extra), state
 
     def describe(self) -> str:
         """``weigh``."""

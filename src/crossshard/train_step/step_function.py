@@ -81,7 +81,7 @@ class StepFunction:
             own = dataclasses.replace(
                 own, step=own.step + 1, params=params, opt_state=opt_state, model_state=model_state
             )
-            loss = gradients.beside["value"]
+            loss = gradients.extra["value"]
             metrics = {"loss": loss[None] if grouped else loss}
             if gradients.weight is not None:
                 metrics["weight"] = gradients.weight[None] if grouped else gradients.weight
@@ -153,7 +153,7 @@ class StepFunction:
             gradients,
             shards,
             declared=Incoming.LOCAL,
-            beside={"value": jnp.asarray(loss)},
+            extra={"value": jnp.asarray(loss)},
             weight=weight,
         )
         return gradients, after, aux

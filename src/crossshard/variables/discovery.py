@@ -140,7 +140,7 @@ class _Walk:
         # Values of an optimizer are marked, because there libraries are searched too.
         self._queue = collections.deque((value, False) for value in values)
         # If a step comes from an installed package, that package is searched.
-        self._home = {package(_owner(value)) for value in values}
+        self._home = {package(_owner(value)) for value in values if not is_stateful(value)}
         self._seen: dict[tuple[int, bool], Any] = {}
         self._roots: dict[int, Any] = {}
         self._variables: dict[int, nnx.Variable] = {}
