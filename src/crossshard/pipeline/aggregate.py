@@ -41,12 +41,13 @@ class Sum(Stage):
         to_sum = [index for index, each in enumerate(status) if each in _TO_SUM]
         summands = [widen(leaves[index]) for index in to_sum]
         split = [partitions[index] for index in to_sum]
-        weight = gradients.weight
-        if weight is not None:
-            summands, split = [*summands, weight], [*split, Partition(())]
+        # The weight and other sums travel in the bucket of the loss.
+        others, other_tree = jax.tree.flatten((gradients.weight, dict(gradients.sums)))
+        summands += others
+        split += [Partition(jnp.shape(other)) for other in others]
         sums = bucketed_sum(summands, split, shards, groups)
-        total_weight = None if weight is None else sums.pop()
-        totals = dict(zip(to_sum, sums, strict=True))
+        total_weight, totals_of_others = other_tree.unflatten(sums[len(to_sum) :])
+        totals = dict(zip(to_sum, sums[: len(to_sum)], strict=True))
         reduced_leaves = []
         for index, (leaf, each) in enumerate(zip(leaves, status, strict=True)):
             if each is None:
@@ -61,7 +62,9 @@ class Sum(Stage):
         extra, values = tree.unflatten(reduced_leaves)
         # If all weights are zero there is no gradient, and weights must not decay either.
         skip = None if total_weight is None else total_weight == 0
-        reduced = gradients.replace(values=values, extra=extra, weight=total_weight, skip=skip)
+        reduced = gradients.replace(
+            values=values, extra=extra, weight=total_weight, sums=totals_of_others, skip=skip
+        )
         return reduced, state
 
     @staticmethod

@@ -24,6 +24,7 @@ class Gradients:
         loss, and ``"grad"``.
       weight: float[], the weight of this shard in the mean, after the aggregate the total weight;
         ``None`` if all weights are equal.
+      sums: arrays by name, that the aggregate only sums over the shards, or the group.
       skip: bool[], after the aggregate: whether the step leaves everything unchanged; ``None`` for
         never.
       status: for each leaf of ``values`` how far it is reduced; ``None`` for float0.
@@ -36,6 +37,7 @@ class Gradients:
     values: Any
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     weight: jax.Array | None = None
+    sums: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     skip: jax.Array | None = None
     status: tuple[Incoming | None, ...] = ()
     extra_status: tuple[Incoming | None, ...] = ()
