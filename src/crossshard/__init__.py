@@ -10,6 +10,7 @@ from crossshard.gradients.reduction import Reduction
 from crossshard.inspection import Collective, Communication, inspect
 from crossshard.optimizer.cross_shard_optimizer import CrossShardOptimizer
 from crossshard.optimizer.optimizer import Optimizer
+from crossshard.pipeline.loss_scale import DynamicLossScale
 from crossshard.pipeline.stage import Environment, Gradients, Stage
 from crossshard.pipeline.state import CrossShardState
 from crossshard.runners.runners import (
@@ -42,6 +43,7 @@ __all__ = [
     "Communication",
     "CrossShardOptimizer",
     "CrossShardState",
+    "DynamicLossScale",
     "Environment",
     "Gradients",
     "Incoming",

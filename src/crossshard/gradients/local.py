@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.gradients.loss_scale import scaled, unscale
 from crossshard.gradients.scalars import check_scalar, is_inexact, is_number
 from crossshard.shards.axes import Shards, check_one_way, shards_of_gradient
 from crossshard.shards.context import check_axis_name
@@ -25,6 +26,7 @@ def value_and_grad(
     allow_int: bool = False,
     *,
     axis_name: str | tuple[str, ...] | None = None,
+    loss_scale: Any = None,
 ) -> Callable[..., Any]:
     """Like ``jax.value_and_grad``, but the gradient is always local to the shard.
 
@@ -44,6 +46,8 @@ def value_and_grad(
         of several, those over which no parameter is split by its type. Without such types
         (``check_vma=False``), JAX's own gradient through a ``psum`` over another axis is too large
         by the size of that axis.
+      loss_scale: float[], or the ``loss_scale`` of an optimizer's state: the loss is multiplied by
+        it before it is differentiated, and the gradients, in at least 32 bits, are divided by it.
 
     Returns:
       A function of the same arguments that returns ``(value, gradient)``.
@@ -59,6 +63,7 @@ def value_and_grad(
     (Array([2., 6.], dtype=float32), Array([1., 3.], dtype=float32))
     """
     names = check_axis_name(axis_name)
+    scale = None if loss_scale is None else jnp.asarray(getattr(loss_scale, "scale", loss_scale))
     if not callable(fun):
         raise ArgumentTypeError(f"fun must be a function; got {fun!r:.60}.")
 
@@ -71,7 +76,7 @@ def value_and_grad(
             loss, aux = split_loss(fun(*args, **kwargs), has_aux, (jnp.inexact,))
             check_one_way(loss, shards, names)
             # An invariant loss is cast to varying: each shard differentiates its own copy.
-            return shards.as_varying(loss), (loss, aux)
+            return shards.as_varying(scaled(loss, scale)), (loss, aux)
 
         if any(_is_nnx(args[number]) for number in numbers):
             grads, (loss, aux) = _nnx_grad(local_loss, argnums, numbers, shards, args, kwargs)
@@ -80,7 +85,7 @@ def value_and_grad(
                 local_loss, numbers, shards, args, kwargs, holomorphic, allow_int
             )
             grads = grads[0] if isinstance(argnums, int) else grads
-        return ((loss, aux) if has_aux else loss), grads
+        return ((loss, aux) if has_aux else loss), unscale(grads, scale)
 
     return differentiate
 

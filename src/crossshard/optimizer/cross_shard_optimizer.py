@@ -1,6 +1,7 @@
 """CrossShardOptimizer: an Optax optimizer whose gradients are reduced over the shards."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -25,8 +26,11 @@ from crossshard.optimizer.transformation import (
     check_preprocess,
     check_transformation,
 )
+from crossshard.pipeline.accumulate import Accumulate, check_accumulate_steps
+from crossshard.pipeline.options import check_options
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.plan import UpdateStrategy, WeightUpdate, check_weight_update
+from crossshard.pipeline.state import CrossShardState
 from crossshard.shards.axes import Shards
 from crossshard.shards.context import check_axis_name, check_num_shards
 from crossshard.shards.devices import AXIS
@@ -58,6 +62,19 @@ class CrossShardOptimizer(Optimizer):
       preprocess: an Optax transformation, or a ``Stage``, that is applied to each shard's local
         gradient before it is reduced, such as ``optax.clip_by_global_norm(1.0)`` for clipping per
         shard. Its state is one per shard; ``state_specs`` returns its specs.
+      accumulate_steps: the number of calls whose mean gradient is reduced, at the last of them, for
+        one update; the others send nothing, and return zeros.
+      metrics: names of metrics of each update, such as ``"grad_norm"``, which ``state.metrics``
+        holds; ``make_train_step`` lists them.
+      reduce_dtype: the dtype in which gradients are sent: ``bfloat16`` halves the bytes. They are
+        added in float32.
+      loss_scale: ``"dynamic"``, or a ``DynamicLossScale``: updates that are not finite are skipped.
+        Pass ``loss_scale=state.loss_scale`` to ``crossshard.value_and_grad``, which scales the
+        loss; ``compute_gradients`` and ``make_train_step`` scale it themselves.
+      master_dtype: ``float32``: the state holds the parameters in this dtype too, and those of 16
+        bits are rounded from them.
+      ema: the decay of a moving average of the parameters, such as 0.999, which the state holds:
+        ``optax.tree.get(state, "ema")``.
       axis_name: the mesh axes of the shards; inferred from the bound axes if ``None``.
       incoming: the default of ``update``'s ``incoming``.
       weight_update: ``"replicated"``, or ``"sharded"``: each shard updates its slice of the
@@ -78,7 +95,7 @@ class CrossShardOptimizer(Optimizer):
     Array([-2., -2.], dtype=float32)
     """
 
-    _own_keywords = ("incoming",)
+    _own_keywords = ("incoming", "weight")
     _transformation: Transformation
 
     def __init__(
@@ -89,6 +106,12 @@ class CrossShardOptimizer(Optimizer):
         group_assignment: Any = None,
         *,
         preprocess: Any = None,
+        accumulate_steps: int = 1,
+        metrics: str | Iterable[str] = (),
+        reduce_dtype: Any = None,
+        loss_scale: Any = None,
+        master_dtype: Any = None,
+        ema: float | None = None,
         axis_name: str | tuple[str, ...] | None = None,
         incoming: str | None = None,
         weight_update: str = WeightUpdate.REPLICATED,
@@ -103,8 +126,17 @@ class CrossShardOptimizer(Optimizer):
             check_group_assignment(group_assignment),
             check_axis_name(axis_name),
             check_incoming(incoming),
-            check_preprocess(preprocess),
+            preprocess=check_preprocess(preprocess),
+            **check_options(
+                metrics=metrics,
+                reduce_dtype=reduce_dtype,
+                loss_scale=loss_scale,
+                master_dtype=master_dtype,
+                ema=ema,
+            ),
         )
+        if check_accumulate_steps(accumulate_steps) > 1:
+            pipeline = dataclasses.replace(pipeline, accumulate=Accumulate(accumulate_steps))
         where = check_weight_update(weight_update)
         if where is WeightUpdate.AUTO:
             raise ArgumentError(
@@ -180,12 +212,22 @@ class CrossShardOptimizer(Optimizer):
     def _initial(self, params: Any) -> Any:
         return self._pipeline.init(params)
 
-    def _step(self, gradients: Any, state: Any, params: Any, extra_args: Any) -> tuple[Any, Any]:
-        return self._transformation.update_local(gradients, state, params, **extra_args)
+    def _step(
+        self, gradients: Any, state: Any, params: Any, extra_args: Any
+    ) -> tuple[Any, Any, jax.Array | None]:
+        updates, after, reduced = self._transformation.update_local(
+            gradients, state, params, **extra_args
+        )
+        return updates, after, reduced.skip
 
     def _may_differ(self, path: Any) -> bool:
-        of_preprocess = path[:1] == (jax.tree_util.GetAttrKey("preprocess"),)
-        return of_preprocess and self._pipeline.placement_of_preprocess.per_shard
+        state = CrossShardState(**dict.fromkeys(CrossShardState._fields, (0,)))
+        placements = self._pipeline.placements(state)
+        return any(
+            path[:1] == (jax.tree_util.GetAttrKey(name),)
+            and any(placement.per_shard for placement in jax.tree.leaves(getattr(placements, name)))
+            for name in CrossShardState._fields
+        )
 
     def _axis_name(self) -> tuple[str, ...]:
         return self._pipeline.axis_name
@@ -196,9 +238,16 @@ class CrossShardOptimizer(Optimizer):
         """Under MEAN the loss is divided by the number of shards that reduce together."""
         shards = self._pipeline.shards()
         divisor = self._pipeline.divisor(shards.number)
-        value, pairs = self._gradients_of(loss, var_list, grad_loss, divisor)
+        value, pairs = self._gradients_of(loss, var_list, grad_loss, divisor, self._loss_scale())
         self._provenance.add([variable for _, variable in pairs], shards.number)
         return value, pairs
+
+    def _loss_scale(self) -> jax.Array | None:
+        """The current scale of the loss; ``None`` without one."""
+        stage, state = self._pipeline.loss_scale, self._slots.tree
+        if stage is None:
+            return None
+        return stage.init(None).scale if state is None else state.loss_scale.scale.get_value()
 
     def apply_gradients(
         self,
@@ -207,6 +256,7 @@ class CrossShardOptimizer(Optimizer):
         name: str | None = None,
         *,
         incoming: str | None = None,
+        weight: jax.typing.ArrayLike | None = None,
         **extra_args: Any,
     ) -> None:
         """Sum the gradients over the shards or groups and update the variables.
@@ -219,6 +269,9 @@ class CrossShardOptimizer(Optimizer):
             ``compute_gradients``: ``"local"`` (averaged under MEAN), ``"scaled"`` (already divided,
             so only summed, as TensorFlow's ``apply_gradients`` sums all), ``"summed"`` or
             ``"reduced"``.
+          weight: float[], the weight of this shard in the mean, which is then
+            ``sum(w · g) / sum(w)``. The gradients of a shard of weight 0 may be NaN; if all
+            weights are 0, nothing changes.
           **extra_args: extra arguments of the inner optimizer, such as ``value=loss``.
 
         Raises:
@@ -232,7 +285,9 @@ class CrossShardOptimizer(Optimizer):
         shards = self._pipeline.shards(warn=False)
         variables = [variable for gradient, variable in pairs if gradient is not None]
         origin = self._origin(variables, shards, check_incoming(incoming))
-        super().apply_gradients(pairs, global_step, name, incoming=origin, **extra_args)
+        super().apply_gradients(
+            pairs, global_step, name, incoming=origin, weight=weight, **extra_args
+        )
         self._provenance.note_applied(variables)
 
     def build(self, var_list: Any) -> None:
@@ -283,9 +338,19 @@ class CrossShardOptimizer(Optimizer):
         )
 
 
-def pipeline_of(optimizer: CrossShardOptimizer) -> Pipeline:
-    """The pipeline of an optimizer."""
-    return optimizer._pipeline
+def pipeline_of(optimizer: CrossShardOptimizer, **options: Any) -> Pipeline:
+    """The pipeline of an optimizer, with further options, see ``check_options``.
+
+    Raises:
+      ArgumentError: the optimizer has such an option already.
+    """
+    pipeline, given = optimizer._pipeline, check_options(**options)
+    for name in given:
+        if getattr(pipeline, name):
+            raise ArgumentError(
+                f"Both the optimizer and make_train_step were given {name}. Pass it to one of them."
+            )
+    return dataclasses.replace(pipeline, **given)
 
 
 def refuse_variables_behind(optimizer: CrossShardOptimizer) -> None:

@@ -10,6 +10,7 @@ from flax import nnx
 
 from crossshard.collectives.all_reduce import widen
 from crossshard.errors import ArgumentTypeError
+from crossshard.gradients.loss_scale import scaled, unscale
 from crossshard.gradients.scalars import check_scalar
 from crossshard.shards.axes import Shards
 from crossshard.variables.binding import bound, bring_out, check_writable, rebound, same_arrays
@@ -45,13 +46,15 @@ def differentiate(
     divisor: int,
     grad_loss: Any = None,
     reach: Any = None,
+    loss_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, list[jax.Array | None]]:
     """The loss, and the gradient of ``loss / divisor * grad_loss`` per variable.
 
     ``reach`` holds further objects whose variables the loss may write.
 
-    The gradients are local; a variable that the loss does not depend on gets ``None``. Those of
-    16-bit variables have 32 bits if they are divided.
+    The loss is multiplied by ``loss_scale`` before it is differentiated, and the gradients are
+    divided by it. The gradients are local; a variable that the loss does not depend on gets
+    ``None``. Those of 16-bit variables have 32 bits if they are divided.
     Writes of the loss to other variables (batch statistics, counters) are kept.
     """
     given = {id(variable) for variable in variables}
@@ -72,14 +75,15 @@ def differentiate(
         changed = [not same_arrays(a, b) for a, b in zip(after, rest, strict=True)]
         written[:] = [*itertools.compress(others, changed), *made]
         kept = [*itertools.compress(after, changed), *(v.get_raw_value() for v in made)]
-        scaled = value if divisor == 1 or divide_after else value / divisor
-        return shards.as_varying(scaled), (value, kept)
+        divided = value if divisor == 1 or divide_after else value / divisor
+        return shards.as_varying(scaled(divided, loss_scale)), (value, kept)
 
     values = [shards.as_varying(variable.get_raw_value()) for variable in variables]
     # Divided in 16 bits, a small gradient could underflow before it is summed.
     divide_after = divisor > 1 and any(jnp.finfo(value.dtype).bits < 32 for value in values)
     rest = [other.get_raw_value() for other in others]
     gradients, (value, kept) = jax.grad(of_values, has_aux=True)(values, rest)
+    gradients = unscale(gradients, loss_scale)
     if divide_after:
         gradients = [widen(gradient) / divisor for gradient in gradients]
     for other, after in zip(written, kept, strict=True):

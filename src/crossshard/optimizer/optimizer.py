@@ -115,10 +115,15 @@ class Optimizer(OptimizerNode):
         self, loss: Callable[[], Any], var_list: Any, grad_loss: Any
     ) -> tuple[jax.Array, list[tuple[jax.Array | None, nnx.Variable]]]:
         """This shard's loss, and the pairs that ``compute_gradients`` returns."""
-        return self._gradients_of(loss, var_list, grad_loss, 1)
+        return self._gradients_of(loss, var_list, grad_loss)
 
     def _gradients_of(
-        self, loss: Callable[[], Any], var_list: Any, grad_loss: Any, divisor: int
+        self,
+        loss: Callable[[], Any],
+        var_list: Any,
+        grad_loss: Any,
+        divisor: int = 1,
+        loss_scale: jax.Array | None = None,
     ) -> tuple[jax.Array, list[tuple[jax.Array | None, nnx.Variable]]]:
         loss = check_loss(loss)
         var_list_or_all = trainable_variables(loss) if var_list is None else var_list
@@ -126,7 +131,9 @@ class Optimizer(OptimizerNode):
         self._provenance.names.update(found)
         variables = [variable for variable, _ in found.values()]
         shards = shards_of_gradient(self._axis_name())
-        value, gradients = differentiate(loss, variables, shards, divisor, grad_loss, var_list)
+        value, gradients = differentiate(
+            loss, variables, shards, divisor, grad_loss, var_list, loss_scale
+        )
         return value, list(zip(gradients, variables, strict=True))
 
     def _axis_name(self) -> tuple[str, ...]:
@@ -157,7 +164,8 @@ class Optimizer(OptimizerNode):
 
         Args:
           grads_and_vars: ``(gradient, variable)`` pairs; those without a gradient are skipped.
-          global_step: an integer variable that is incremented by 1 after the update.
+          global_step: an integer variable that is incremented by 1 after the update, unless the
+            update is skipped.
           name: the name of this step's scope in profiles and HLO; the optimizer's if ``None``.
           **extra_args: extra arguments of the inner optimizer, such as ``value=loss``.
 
@@ -193,7 +201,7 @@ class Optimizer(OptimizerNode):
         gradients = dict(zip(seen, (jnp.asarray(g) for g, _ in given), strict=True))
         try:
             with jax.named_scope(name) if name else contextlib.nullcontext():
-                updates, after = self._step(gradients, before, params, extra_args)
+                updates, after, skip = self._step(gradients, before, params, extra_args)
                 stepped = optax.apply_updates(params, updates)
         except AttributeError as error:
             if type(error.obj) is dict:
@@ -210,7 +218,8 @@ class Optimizer(OptimizerNode):
         after = slots.as_stored(after, stored, names)
         self._slots.write(slots.merge(self._slots.values(), after))
         if global_step is not None:
-            global_step.set_value(global_step.get_value() + 1)
+            count = global_step.get_value()
+            global_step.set_value(count + 1 if skip is None else jnp.where(skip, count, count + 1))
 
     def minimize(
         self,
@@ -222,6 +231,7 @@ class Optimizer(OptimizerNode):
         colocate_gradients_with_ops: bool = False,
         name: str | None = None,
         grad_loss: Any = None,
+        **extra_args: Any,
     ) -> jax.Array:
         """``compute_gradients`` and ``apply_gradients``; returns this shard's loss, unscaled.
 
@@ -232,8 +242,8 @@ class Optimizer(OptimizerNode):
         value, pairs = self._differentiate(loss, var_list, grad_loss)
         # A loss that is not used would still be summed over the shards.
         used = any(may_take(function, "value") for function in functions_behind(self))
-        extra_args = {"value": value} if used and takes_value(self._inner) else {}
-        self.apply_gradients(pairs, global_step, name, **extra_args)
+        own = {"value": value} if used and takes_value(self._inner) else {}
+        self.apply_gradients(pairs, global_step, name, **{**own, **extra_args})
         return value
 
     # Slots.
@@ -302,10 +312,12 @@ class Optimizer(OptimizerNode):
             )
         self._slots.add(missing, made)
 
-    def _step(self, gradients: Any, state: Any, params: Any, extra_args: Any) -> tuple[Any, Any]:
-        """One shard's updates and next state."""
+    def _step(
+        self, gradients: Any, state: Any, params: Any, extra_args: Any
+    ) -> tuple[Any, Any, jax.Array | None]:
+        """One shard's updates and next state, and whether the update is skipped, bool[]."""
         with seen_by_optimizer():
-            return self.update(gradients, state, params, **extra_args)
+            return *self.update(gradients, state, params, **extra_args), None
 
     def _initial(self, params: Any) -> Any:
         """One shard's state before the first step."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,8 +23,9 @@ from crossshard.pipeline.arrive import arrive
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.plan import UpdatePlan, WeightUpdate, plan_update
 from crossshard.pipeline.preprocess import Preprocess
-from crossshard.pipeline.stage import Environment, Stage
+from crossshard.pipeline.stage import Environment, Gradients, Stage
 from crossshard.pipeline.state import CrossShardState
+from crossshard.pipeline.weigh import as_weight, check_reduction
 from crossshard.shards.axes import Shards
 from crossshard.shards.context import get_shard_context
 from crossshard.shards.partition import Partition, map_partitions
@@ -56,7 +58,7 @@ class Transformation:
             plan = self._plan(params, shards.number)
             local = lambda partition, x: partition.local_slice(x, shards, groups)
             state = state._replace(inner_state=map_partitions(local, plan.state, state.inner_state))
-        return state._replace(preprocess=self._one_per_shard(state.preprocess))
+        return self._map_stages(self._on_each_shard, state)
 
     def update(
         self,
@@ -65,6 +67,7 @@ class Transformation:
         params: optax.Params | None = None,
         *,
         incoming: str | None = None,
+        weight: jax.typing.ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, CrossShardState]:
         """The updates, equal on all shards of a group, and the next state of this shard."""
@@ -74,16 +77,15 @@ class Transformation:
                 f"The state must be the CrossShardState that init returned; got "
                 f"{type(state).__name__}. The state of the inner optimizer is its inner_state."
             )
-        placement = self.pipeline.placement_of_preprocess
-        preprocess = jax.tree.map(placement.local, _checked(state.preprocess, placement))
-        updates, state = self.update_local(
+        updates, after, _ = self.update_local(
             updates,
-            state._replace(preprocess=preprocess),
+            self._map_stages(_local, state),
             params,
             incoming=incoming,
+            weight=weight,
             **extra_args,
         )
-        return updates, state._replace(preprocess=jax.tree.map(placement.stored, state.preprocess))
+        return updates, self._map_stages(lambda placement, x: placement.stored(x), after)
 
     def update_local(
         self,
@@ -92,9 +94,10 @@ class Transformation:
         params: optax.Params | None = None,
         *,
         incoming: str | None = None,
+        weight: jax.typing.ArrayLike | None = None,
         **extra_args: Any,
-    ) -> tuple[optax.Updates, CrossShardState]:
-        """``update`` on a state without the axis of the shards."""
+    ) -> tuple[optax.Updates, CrossShardState, Gradients]:
+        """``update`` on a state without the axis of the shards; also the reduced gradients."""
         with jax.named_scope(self.name):
             shards = self.pipeline.shards()
             # Optax's names for the loss and the gradient, which some optimizers also take.
@@ -104,7 +107,12 @@ class Transformation:
                 if extra_args.get(name) is not None
             }
             gradients = arrive(
-                self.pipeline, updates, shards, declared=check_incoming(incoming), extra=extra
+                self.pipeline,
+                updates,
+                shards,
+                declared=check_incoming(incoming),
+                extra=extra,
+                weight=self._weight(weight),
             )
             environment = Environment(
                 shards,
@@ -115,8 +123,7 @@ class Transformation:
                 self._arrays(updates if params is None else params, state.inner_state, shards),
                 self.pipeline.divisor(shards.number),
             )
-            updates, state, _ = self.pipeline.update(gradients, state, environment)
-            return updates, state
+            return self.pipeline.update(gradients, state, environment)
 
     def specs(self, params: Any, number_of_shards: int, axes: tuple[str, ...]) -> CrossShardState:
         """The specs of the state on a mesh whose ``axes`` count shards.
@@ -141,6 +148,12 @@ class Transformation:
                 other_axes,
             )
         return jax.tree.map(lambda placement: placement.spec(axes), placements)
+
+    def _weight(self, weight: Any) -> jax.Array | None:
+        if weight is None:
+            return None
+        check_reduction(self.pipeline.reduction)
+        return as_weight(weight)
 
     def _plan(self, params: Any, number_of_shards: int) -> UpdatePlan:
         return plan_update(
@@ -176,20 +189,39 @@ class Transformation:
         plan = self._plan(params, number_of_shards)
         return map_partitions(lambda partition, _: Placement(partition), plan.state, state)
 
-    def _one_per_shard(self, state: Any) -> Any:
-        """A state that is equal on all shards so far, with the axis of the shards."""
-        if not self.pipeline.placement_of_preprocess.per_shard or not jax.tree.leaves(state):
-            return state
+    def _map_stages(
+        self, function: Callable[[Placement, Any], Any], state: CrossShardState
+    ) -> CrossShardState:
+        """A state with ``function(placement, array)`` for the arrays of all stages."""
+        stages = state._replace(inner_state=())
+        mapped = jax.tree.map(function, self.pipeline.placements(stages), stages)
+        return mapped._replace(inner_state=state.inner_state)
+
+    def _on_each_shard(self, placement: Placement, x: Any) -> Any:
+        """An array that is equal on all shards so far, as it is stored."""
+        if not placement.per_shard:
+            return x
         shards = self.pipeline.shards(warn=False)
         if not shards.axes and get_shard_context() is None:
             raise ShardContextError(
-                "The state of preprocess is one per shard, and the number of shards is not known "
-                "here. Call init inside shard_map, with out_specs=opt.state_specs(params, "
-                "num_shards), or within crossshard.shard_context(num_shards)."
+                "The state of a stage is one per shard, as that of preprocess, and the number of "
+                "shards is not known here. Call init inside shard_map, with "
+                "out_specs=opt.state_specs(params, num_shards), or within "
+                "crossshard.shard_context(num_shards)."
             )
         number = 1 if shards.axes else shards.number
-        spread = lambda x: jnp.broadcast_to(shards.as_varying(x), (number, *jnp.shape(x)))
-        return jax.tree.map(spread, state)
+        return jnp.broadcast_to(shards.as_varying(x), (number, *jnp.shape(x)))
+
+
+def _local(placement: Placement, x: Any) -> Any:
+    """One shard's array, if it has the leading axis of one shard."""
+    if placement.per_shard and jnp.shape(x)[:1] != (1,):
+        raise ArgumentError(
+            f"The state of a stage, as that of preprocess, is one per shard, and a shard sees "
+            f"[1, …] of it; this one sees shape {jnp.shape(x)}. Pass the state to shard_map with "
+            f"in_specs and out_specs of opt.state_specs(params, num_shards)."
+        )
+    return placement.local(x)
 
 
 def _other_axes(param: Any, axes: tuple[str, ...]) -> PartitionSpec:
@@ -206,18 +238,6 @@ def _other_axes(param: Any, axes: tuple[str, ...]) -> PartitionSpec:
 
 def _is_spec(leaf: Any) -> bool:
     return isinstance(leaf, PartitionSpec)
-
-
-def _checked(state: Any, placement: Placement) -> Any:
-    """The state of preprocess, if it has the leading axis of one shard."""
-    for leaf in jax.tree.leaves(state) if placement.per_shard else ():
-        if jnp.shape(leaf)[:1] != (1,):
-            raise ArgumentError(
-                f"The state of preprocess is one per shard, and a shard sees [1, …] of it; this "
-                f"one sees shape {jnp.shape(leaf)}. Pass the state to shard_map with in_specs and "
-                f"out_specs of opt.state_specs(params, num_shards)."
-            )
-    return state
 
 
 _ROOTS_OF_OTHERS = {

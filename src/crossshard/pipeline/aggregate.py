@@ -16,8 +16,13 @@ from crossshard.shards.partition import Partition
 
 @dataclasses.dataclass(frozen=True)
 class Sum(Stage):
-    """The sum over the shards, or over the group."""
+    """The sum over the shards, or over the group.
 
+    Attributes:
+      dtype: the dtype in which gradients are sent; ``None`` for their own, or float32.
+    """
+
+    dtype: Any = None
     word = "sum"
 
     def divisor(self, number_of_shards: int, groups: GroupAssignment | None) -> int:

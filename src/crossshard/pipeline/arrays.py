@@ -4,13 +4,27 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from crossshard.collectives.all_reduce import sum_over_shards, widen
 from crossshard.collectives.bucketing import bucketed_gather
+from crossshard.gradients.scalars import is_inexact
 from crossshard.shards.axes import Shards
 from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.partition import Partition, map_partitions
+
+
+def squared_norm(tree: Any) -> jax.Array:
+    """float[]: the sum of the squares of the elements of all floating arrays."""
+    return sum((_squared(leaf) for leaf in jax.tree.leaves(tree)), jnp.float32(0))
+
+
+def _squared(leaf: Any) -> Any:
+    if not is_inexact(leaf):
+        return 0
+    return jnp.sum(jnp.square(jnp.abs(widen(leaf))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +35,15 @@ class WholeArrays:
     def partitions(self) -> tuple[Partition, ...] | None:
         """The partition of each parameter; ``None`` if none is split."""
         return None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether each shard sees only its slices."""
+        return False
+
+    def squared_norm(self, tree: Any) -> jax.Array:
+        """float[]: the squared norm of arrays that are split like the parameters."""
+        return squared_norm(tree)
 
     def split(self, params: Any) -> Any:
         """The parameters as the optimizer takes them."""
@@ -57,6 +80,19 @@ class LocalParts(WholeArrays):
     def partitions(self) -> tuple[Partition, ...]:
         """The partition of each parameter."""
         return self.params
+
+    @property
+    def is_local(self) -> bool:
+        """Each shard sees only its slices."""
+        return True
+
+    def squared_norm(self, tree: Any) -> jax.Array:
+        """float[]: the squared norm of the arrays of which this shard has slices."""
+        leaves = jax.tree.leaves(tree)
+        pairs = list(zip(leaves, self.params, strict=True))
+        own = squared_norm([leaf for leaf, partition in pairs if partition.number > 1])
+        whole = squared_norm([leaf for leaf, partition in pairs if partition.number == 1])
+        return sum_over_shards(own, self.shards, self.groups) + whole
 
     def split(self, params: Any) -> Any:
         """This shard's slices."""

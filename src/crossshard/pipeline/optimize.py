@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,22 @@ import optax
 from crossshard.gradients.incoming import check_shapes
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.pipeline.arrays import Arrays
+
+
+class Updated(NamedTuple):
+    """The result of an optimizer's update.
+
+    Attributes:
+      result: full updates, or full updated parameters.
+      state: the optimizer's next state.
+      updates: the updates, split as the optimizer's arrays are.
+      params: the parameters before it, split in the same way; ``None`` if the caller passed none.
+    """
+
+    result: Any
+    state: Any
+    updates: Any
+    params: Any
 
 
 def apply_optimizer(
@@ -23,8 +39,8 @@ def apply_optimizer(
     *,
     apply_updates: bool,
     skip: jax.Array | None = None,
-) -> tuple[Any, Any]:
-    """Full updates, or full updated parameters, and the optimizer's next state.
+) -> Updated:
+    """Update parameters with an inner optimizer.
 
     Args:
       optimizer: the inner optimizer.
@@ -39,19 +55,17 @@ def apply_optimizer(
     """
     local = None if params is None else arrays.split(params)
     with inside_optimizer():
-        result, after = optimizer.update(
-            arrays.place_gradients(gradients), state, local, **extra_args
-        )
+        gradients = arrays.place_gradients(gradients)
+        updates, after = optimizer.update(gradients, state, local, **extra_args)
     if params is None:
-        check_shapes(gradients, result, "its update")
-    if apply_updates:
-        result = optax.apply_updates(local, result)
+        check_shapes(gradients, updates, "its update")
+    result = optax.apply_updates(local, updates) if apply_updates else updates
     if skip is not None:
         before = local if apply_updates else jax.tree.map(jnp.zeros_like, result)
         result, after = jax.tree.map(
             lambda old, new: jnp.where(skip, old, new), (before, state), (result, after)
         )
-    return arrays.gather(result), arrays.place_state(after)
+    return Updated(arrays.gather(result), arrays.place_state(after), updates, local)
 
 
 def takes_value(optimizer: optax.GradientTransformation) -> bool:

@@ -5,26 +5,34 @@ its ``update``.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from crossshard.gradients.incoming import Incoming, check_shapes
 from crossshard.gradients.nesting import refuse_nesting
 from crossshard.gradients.reduction import Reduction
+from crossshard.pipeline.accumulate import Accumulate
 from crossshard.pipeline.aggregate import Mean, Sum
+from crossshard.pipeline.loss_scale import DynamicLossScale
+from crossshard.pipeline.masters import with_masters
+from crossshard.pipeline.metrics import Metrics
+from crossshard.pipeline.moving_average import with_moving_average
 from crossshard.pipeline.optimize import apply_optimizer, takes_value
 from crossshard.pipeline.plan import UpdateStrategy
 from crossshard.pipeline.preprocess import as_local
 from crossshard.pipeline.stage import Environment, Gradients, Stage
 from crossshard.pipeline.state import CrossShardState
+from crossshard.pipeline.weigh import Weigh
 from crossshard.shards.axes import Shards, current_shards
 from crossshard.shards.groups import GroupAssignment
-from crossshard.shards.placement import REPLICATED, Placement
+from crossshard.shards.placement import PER_SHARD, REPLICATED
 
-_AGGREGATORS = {Reduction.MEAN: Mean(), Reduction.SUM: Sum()}
+_AGGREGATORS = {Reduction.MEAN: Mean, Reduction.SUM: Sum}
 _UPDATES = {
     UpdateStrategy.WHOLE: ["update on every shard"],
     UpdateStrategy.PARTS: ["update in parts", "gather"],
@@ -34,37 +42,62 @@ _UPDATES = {
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """Local gradient → preprocess → weigh → aggregate → optimizer → gather.
+    """Local gradient → accumulate → preprocess → weigh → aggregate → guard → optimizer → gather.
 
     Attributes:
-      optimizer: the inner optimizer.
+      inner: the inner optimizer, as the user passed it.
       reduction: MEAN or SUM, the reduction of the aggregate.
       groups: the groups that reduce independently; ``None`` for all shards.
       axis_name: the mesh axes of the shards; empty to infer them at trace time.
       incoming: the status of incoming gradients; ``None`` to read it from their types.
+      accumulate: the stage that sums the gradients of several calls; ``None`` to update at each.
       preprocess: the stage on local gradients; ``None`` without one.
-      weigh: the stage that applies the shard's weight; ``None`` if all weights are equal.
+      reduce_dtype: the dtype in which gradients are sent; ``None`` for their own, or float32.
+      loss_scale: the stage that skips steps that overflow; ``None`` without one.
+      master_dtype: the dtype of master weights; ``None`` without them.
+      ema: the decay of the moving average of the parameters; ``None`` without one.
+      metrics: the metrics of each update.
     """
 
-    optimizer: optax.GradientTransformationExtraArgs
+    inner: optax.GradientTransformationExtraArgs
     reduction: Reduction
     groups: GroupAssignment | None = None
     axis_name: tuple[str, ...] = ()
     incoming: Incoming | None = None
+    accumulate: Accumulate | None = None
     preprocess: Stage | None = None
-    weigh: Stage | None = None
+    reduce_dtype: Any = None
+    loss_scale: DynamicLossScale | None = None
+    master_dtype: Any = None
+    ema: float | None = None
+    metrics: Metrics = dataclasses.field(default_factory=Metrics)
+
+    @functools.cached_property
+    def optimizer(self) -> optax.GradientTransformationExtraArgs:
+        """The inner optimizer, with a moving average and master weights if asked for."""
+        optimizer = self.inner
+        if self.ema is not None:
+            optimizer = with_moving_average(optimizer, self.ema)
+        if self.master_dtype is not None:
+            optimizer = with_masters(optimizer, self.master_dtype)
+        return optimizer
 
     @property
     def aggregate(self) -> Sum:
         """The stage that reduces gradients over the shards."""
-        return _AGGREGATORS[self.reduction]
+        return _AGGREGATORS[self.reduction](self.reduce_dtype)
 
     def init(self, params: Any) -> CrossShardState:
         """One shard's state of every stage before the first step."""
+        inner_state = self.optimizer.init(params)
+        own = lambda stage: () if stage is None else stage.init(params)
         return CrossShardState(
-            preprocess=() if self.preprocess is None else self.preprocess.init(params),
+            accumulate=own(self.accumulate),
+            preprocess=own(self.preprocess),
             aggregate=self.aggregate.init(params),
-            inner_state=self.optimizer.init(params),
+            loss_scale=own(self.loss_scale),
+            metrics=self.metrics.init(self.optimizer, inner_state),
+            inner_state=inner_state,
         )
 
     def update(
@@ -75,31 +108,65 @@ class Pipeline:
         *,
         apply_updates: bool = False,
     ) -> tuple[Any, CrossShardState, Gradients]:
-        """Full updates, or updated parameters; the next state; and the reduced gradients."""
-        gradients, state = self.reduce(gradients, state, environment)
-        result, state = self.optimize(gradients, state, environment, apply_updates=apply_updates)
-        return result, state, gradients
+        """Full updates, or updated parameters; the next state; and the reduced gradients.
+
+        The gradients of a call that only accumulates have no values, and their step is skipped.
+        """
+        if self.accumulate is None:
+            gradients, after = self.reduce(gradients, state, environment)
+            return self.optimize(
+                gradients, after, environment, before=state, apply_updates=apply_updates
+            )
+        gradients = as_local(gradients, environment, "accumulate_steps adds up")
+        gradients, sums = self.accumulate.update(gradients, state.accumulate, environment)
+
+        def last(state: CrossShardState) -> Any:
+            once = dataclasses.replace(self, accumulate=None)
+            result, after, reduced = once.update(
+                gradients, state, environment, apply_updates=apply_updates
+            )
+            skip = False if reduced.skip is None else reduced.skip
+            return result, after._replace(accumulate=jax.tree.map(jnp.zeros_like, sums)), skip
+
+        def wait(state: CrossShardState) -> Any:
+            like = jax.eval_shape(last, state)[0]
+            result = environment.params if apply_updates else jax.tree.map(_zeros_like, like)
+            return result, state._replace(accumulate=sums), True
+
+        # All shards agree on the count, so that they meet in the collectives of `last`.
+        result, state, skip = lax.cond(self.accumulate.is_last(sums), last, wait, state)
+        return result, state, gradients.replace(values=None, skip=skip)
 
     def reduce(
         self, gradients: Gradients, state: CrossShardState, environment: Environment
     ) -> tuple[Gradients, CrossShardState]:
         """The stages that run on each shard, up to the aggregate."""
         refuse_nesting()
-        dtypes = _dtypes(gradients, environment.params)
+        dtypes = self._dtypes(gradients, environment.params)
+        gradients = self._as_local(gradients, environment)
         if self.preprocess is not None:
-            gradients = as_local(gradients, environment)
             gradients, after = self.preprocess.update(gradients, state.preprocess, environment)
             state = state._replace(
                 preprocess=_unless_weightless(gradients, after, state.preprocess)
             )
         if environment.params is not None:
             check_shapes(gradients.values, environment.params)
-        if self.weigh is not None:
-            gradients, _ = self.weigh.update(gradients, (), environment)
+        gradients = gradients.replace(sums={**gradients.sums, **self.metrics.sums(gradients)})
+        if gradients.weight is not None:
+            gradients, _ = Weigh().update(gradients, (), environment)
         gradients, after = self.aggregate.update(gradients, state.aggregate, environment)
         state = state._replace(aggregate=after)
         extra, values = jax.tree.map(_cast, (dict(gradients.extra), gradients.values), dtypes)
         return gradients.replace(values=values, extra=extra), state
+
+    def _as_local(self, gradients: Gradients, environment: Environment) -> Gradients:
+        if self.preprocess is not None:
+            return as_local(gradients, environment, "preprocess applies to")
+        if gradients.weight is not None:
+            return as_local(gradients, environment, "weight multiplies")
+        if self.metrics.needs_local:
+            return as_local(gradients, environment, f"metrics={self.metrics.names} measures")
+        return gradients
 
     def optimize(
         self,
@@ -107,9 +174,16 @@ class Pipeline:
         state: CrossShardState,
         environment: Environment,
         *,
+        before: CrossShardState,
         apply_updates: bool = False,
-    ) -> tuple[Any, CrossShardState]:
-        """The stages after the aggregate, which may run on each shard or on global arrays."""
+    ) -> tuple[Any, CrossShardState, Gradients]:
+        """The stages after the aggregate, which may run on each shard or on global arrays.
+
+        ``before`` is the state to which a skipped step returns.
+        """
+        if self.loss_scale is not None:
+            gradients, after = self.loss_scale.update(gradients, state.loss_scale, environment)
+            state = state._replace(loss_scale=after)
         # Only optimizers that take the loss of a whole step get it; explicit arguments always pass.
         given, takes_loss = environment.extra_args, takes_value(self.optimizer)
         extra = {k: x for k, x in gradients.extra.items() if k in given or takes_loss}
@@ -119,7 +193,7 @@ class Pipeline:
             own, params = jax.tree.map(
                 lambda x: environment.shards.as_varying(x) if jnp.shape(x) else x, (own, params)
             )
-        result, after = apply_optimizer(
+        updated = apply_optimizer(
             self.optimizer,
             gradients.values,
             own,
@@ -129,32 +203,50 @@ class Pipeline:
             apply_updates=apply_updates,
             skip=gradients.skip,
         )
-        return result, state._replace(inner_state=after)
+        state = state._replace(inner_state=updated.state)
+        if gradients.skip is not None:
+            state = _unless_skipped(gradients.skip, state, before)
+        if self.metrics:
+            measured = self.metrics.measure(
+                gradients, environment, updated, self.optimizer, before.inner_state
+            )
+            state = state._replace(metrics=measured)
+        return updated.result, state, gradients
 
-    def describe(self, strategy: UpdateStrategy | None = None) -> str:
+    def describe(self, strategy: UpdateStrategy | None = None, *, weighted: bool = False) -> str:
         """The stages in the order in which they run, in one line."""
         over = "all shards" if self.groups is None else f"groups {self.groups}"
         axes = f" on {', '.join(self.axis_name)}" if self.axis_name else ""
+        wire = f" in {self.reduce_dtype}" if self.reduce_dtype is not None else ""
+        weigh = Weigh() if weighted else None
+        update, *gather = ["update"] if strategy is None else _UPDATES[strategy]
+        masters = [] if self.master_dtype is None else [f"{self.master_dtype} masters"]
+        average = [] if self.ema is None else [f"moving average {self.ema}"]
+        if masters or average:
+            update += f" ({', '.join([*masters, *average])})"
+        local = (self.accumulate, self.preprocess, weigh)
         stages = [
             f"{self.incoming} gradient" if self.incoming else "local gradient",
-            *(stage.describe() for stage in (self.preprocess, self.weigh) if stage is not None),
-            f"{self.aggregate.describe()} over {over}{axes}",
-            *(["update"] if strategy is None else _UPDATES[strategy]),
+            *(stage.describe() for stage in local if stage is not None),
+            f"{self.aggregate.describe()} over {over}{axes}{wire}",
+            *([] if self.loss_scale is None else [self.loss_scale.describe()]),
+            update,
+            *gather,
         ]
         return " → ".join(stages)
 
     # Queries of the callers before they call it.
 
-    @property
-    def placement_of_preprocess(self) -> Placement:
-        """The placement of the preprocessor's state."""
-        return REPLICATED if self.preprocess is None else self.preprocess.placement
-
-    def placements(self, state: CrossShardState, inner: Any) -> CrossShardState:
+    def placements(self, state: CrossShardState, inner: Any = ()) -> CrossShardState:
         """The placement of each array of a state, given those of the inner optimizer."""
+        own = lambda stage, state: () if stage is None else stage.placements(state)
+        of_metrics = REPLICATED if self.over_all_shards else PER_SHARD
         return CrossShardState(
-            preprocess=jax.tree.map(lambda _: self.placement_of_preprocess, state.preprocess),
-            aggregate=jax.tree.map(lambda _: self.aggregate.placement, state.aggregate),
+            accumulate=own(self.accumulate, state.accumulate),
+            preprocess=own(self.preprocess, state.preprocess),
+            aggregate=own(self.aggregate, state.aggregate),
+            loss_scale=own(self.loss_scale, state.loss_scale),
+            metrics=jax.tree.map(lambda _: of_metrics, state.metrics),
             inner_state=inner,
         )
 
@@ -164,6 +256,20 @@ class Pipeline:
         if self.groups is not None:
             self.groups.check_covers(shards.number)
         return shards
+
+    def _dtypes(self, gradients: Gradients, params: Any) -> Any:
+        """The dtypes of the reduced gradients, and of the values reduced with them."""
+        values, tree = jax.tree.flatten(gradients.values)
+        # compute_gradients divides in float32, and 16-bit parameters need 16-bit gradients.
+        like = values if params is None else jax.tree.leaves(params)
+        of_values = []
+        for leaf, param, status in zip(values, like, gradients.status, strict=True):
+            is_widened = status is Incoming.SCALED or gradients.widened
+            dtype = jnp.result_type(param if is_widened else leaf)
+            if self.master_dtype is not None and status is not None:
+                dtype = jnp.promote_types(dtype, self.master_dtype)
+            of_values.append(dtype)
+        return jax.tree.map(jnp.result_type, dict(gradients.extra)), tree.unflatten(of_values)
 
     @property
     def over_all_shards(self) -> bool:
@@ -179,25 +285,28 @@ class Pipeline:
         return number_of_shards if self.groups is None else self.groups.size
 
 
+def _zeros_like(x: Any) -> jax.Array:
+    return jnp.zeros(x.shape, x.dtype)
+
+
+def _unless_skipped(
+    skip: jax.Array, after: CrossShardState, before: CrossShardState
+) -> CrossShardState:
+    """The next state of the stages before the optimizer; their old one if the step is skipped."""
+    kept = jax.tree.map(
+        lambda new, old: jnp.where(skip, old, new),
+        (after.preprocess, after.aggregate),
+        (before.preprocess, before.aggregate),
+    )
+    return after._replace(preprocess=kept[0], aggregate=kept[1])
+
+
 def _unless_weightless(gradients: Gradients, after: Any, before: Any) -> Any:
     """A stage's next state; on a shard of weight 0 its old one, since gradients may be NaN."""
     weight = gradients.weight
     if weight is None:
         return after
     return jax.tree.map(lambda new, old: jnp.where(weight != 0, new, old), after, before)
-
-
-def _dtypes(gradients: Gradients, params: Any) -> Any:
-    """The dtypes of the reduced gradients, and of the values reduced with them."""
-    values, tree = jax.tree.flatten(gradients.values)
-    # compute_gradients divides in float32, and 16-bit parameters need 16-bit gradients.
-    like = values if params is None else jax.tree.leaves(params)
-    scaled = [status is Incoming.SCALED for status in gradients.status]
-    of_values = [
-        jnp.result_type(like[index] if is_scaled else leaf)
-        for index, (leaf, is_scaled) in enumerate(zip(values, scaled, strict=True))
-    ]
-    return jax.tree.map(jnp.result_type, dict(gradients.extra)), tree.unflatten(of_values)
 
 
 def _cast(leaf: Any, dtype: Any) -> Any:

@@ -212,9 +212,10 @@ def _update(
     value: Any,
 ) -> tuple[Any, Any]:
     extra_args = {"value": value} if takes_value(inner) else {}
-    return apply_optimizer(
+    updated = apply_optimizer(
         inner, gradients, state, params, extra_args, WholeArrays(), apply_updates=True
     )
+    return updated.result, updated.state
 
 
 def _in_parts(tree: Any, partitions: tuple[Partition, ...]) -> Any:

@@ -53,8 +53,8 @@ class Preprocess(Stage):
         return f"preprocess ({self.name})"
 
 
-def as_local(gradients: Gradients, environment: Environment) -> Gradients:
-    """The gradients of each shard's own loss, which a preprocessor takes.
+def as_local(gradients: Gradients, environment: Environment, what: str) -> Gradients:
+    """The gradients of each shard's own loss, which is ``what`` a stage needs.
 
     Raises:
       IncomingError: they are already summed.
@@ -62,9 +62,9 @@ def as_local(gradients: Gradients, environment: Environment) -> Gradients:
     summed = {Incoming.SUMMED, Incoming.REDUCED}.intersection(gradients.status)
     if summed and environment.shards.number > 1:
         raise IncomingError(
-            f"preprocess applies to each shard's local gradient before it is reduced, and these "
-            f"gradients are already {summed.pop()}. Differentiate with crossshard.value_and_grad, "
-            f"or leave preprocess out."
+            f"{what} each shard's local gradient before it is reduced, and these gradients are "
+            f"already {summed.pop()}. Differentiate with crossshard.value_and_grad, or leave "
+            f"{what.split()[0]} out."
         )
     leaves, tree = jax.tree.flatten(gradients.values)
     local = [

@@ -29,6 +29,7 @@ class Gradients:
         never.
       status: for each leaf of ``values`` how far it is reduced; ``None`` for float0.
       extra_status: the same for ``extra``.
+      widened: whether ``values`` have more bits than the gradients that they stand for.
 
     >>> Gradients({"w": 1.0}).replace(values={"w": 0.5}).values
     {'w': 0.5}
@@ -41,6 +42,7 @@ class Gradients:
     skip: jax.Array | None = None
     status: tuple[Incoming | None, ...] = ()
     extra_status: tuple[Incoming | None, ...] = ()
+    widened: bool = False
 
     def replace(self, **changes: Any) -> Self:
         """A copy with these fields changed."""
@@ -58,6 +60,7 @@ class Environment:
       extra_args: the caller's extra arguments.
       arrays: how the optimizer's arrays are split.
       divisor: the divisor of a mean over the shards, or the group; 1 under SUM.
+      examples: the number of examples of one shard's gradient; 1 if it is not known.
 
     >>> from crossshard.shards.axes import current_shards
     >>> import jax, jax.numpy as jnp
@@ -72,6 +75,7 @@ class Environment:
     extra_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     arrays: Arrays = dataclasses.field(default_factory=WholeArrays)
     divisor: int = 1
+    examples: int = 1
 
 
 class Stage(abc.ABC):
@@ -100,6 +104,10 @@ class Stage(abc.ABC):
         """The state before the first step; one shard's, if the state is per shard."""
         del params
         return ()
+
+    def placements(self, state: Any) -> Any:
+        """The placement of each array of the state."""
+        return jax.tree.map(lambda _: self.placement, state)
 
     @abc.abstractmethod
     def update(

@@ -6,9 +6,15 @@ from typing import Any, NamedTuple
 class CrossShardState(NamedTuple):
     """The state of a CrossShardOptimizer, the same with and without stages.
 
+    The state of a stage that is off is ``()``.
+
     Attributes:
-      preprocess: the state of the preprocessor, one per shard; ``()`` without one.
+      accumulate: an ``AccumulateState``: the sums of the calls since the last update, one per
+        shard.
+      preprocess: the state of the preprocessor, one per shard.
       aggregate: the state of the aggregator; ``()`` for the mean and the sum.
+      loss_scale: a ``LossScaleState``.
+      metrics: the requested metrics of the last update, by name, float32[].
       inner_state: the state of the inner optimizer.
 
     >>> import jax.numpy as jnp, optax
@@ -17,6 +23,9 @@ class CrossShardState(NamedTuple):
     Array([0., 0.], dtype=float32)
     """
 
-    preprocess: Any
-    aggregate: Any
-    inner_state: Any
+    accumulate: Any = ()
+    preprocess: Any = ()
+    aggregate: Any = ()
+    loss_scale: Any = ()
+    metrics: Any = ()
+    inner_state: Any = ()

@@ -7,7 +7,38 @@ import jax
 import jax.numpy as jnp
 
 from crossshard.collectives.all_reduce import widen
+from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.gradients.reduction import Reduction
+from crossshard.gradients.scalars import is_number
 from crossshard.pipeline.stage import Environment, Gradients, Stage
+
+
+def check_reduction(reduction: Reduction) -> None:
+    """Raise ArgumentError if shards cannot have weights: under SUM."""
+    if reduction is Reduction.SUM:
+        raise ArgumentError(
+            "weight is a shard's weight in a mean, but the optimizer's reduction is SUM. Use MEAN, "
+            "or leave weight out and weigh the loss."
+        )
+
+
+def as_weight(given: Any, what: str = "got") -> jax.Array:
+    """float[]: the weight of a shard in the mean, in JAX's default precision.
+
+    Raises:
+      ArgumentError: the weight is not a scalar.
+      ArgumentTypeError: the weight is not a number.
+    """
+    if not is_number(given):
+        raise ArgumentTypeError(
+            f"A shard's weight is one number; {what} {given!r:.40} ({type(given).__name__})."
+        )
+    value = jnp.asarray(given, float)
+    if value.shape != ():
+        raise ArgumentError(
+            f"A shard's weight is one number; {what} an array of shape {value.shape}. Sum it."
+        )
+    return value
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.scalars import is_number
 from crossshard.jaxprs.dependence import depends
+from crossshard.pipeline.weigh import as_weight
 from crossshard.train_step.agreement import check_agreement
 from crossshard.train_step.layout import put
 
@@ -76,35 +77,20 @@ def check_weight_is_read(weight: Weight, batch: Any, loss: Callable[[Any], Any])
 
 
 def weight_of(weight: Weight, batch: Any) -> jax.Array:
-    """float[]: the weight of one shard's rows of the batch, in JAX's default precision.
-
-    Raises:
-      ArgumentError: the weight is not a scalar.
-      ArgumentTypeError: the weight is not a number.
-    """
-    given = weight(batch)
-    if not is_number(given):
-        raise ArgumentTypeError(
-            f"A shard's weight is one number; weight returned {given!r:.40} "
-            f"({type(given).__name__})."
-        )
-    value = jnp.asarray(given, float)
-    if value.shape != ():
-        raise ArgumentError(
-            f"A shard's weight is one number; weight returned an array of shape {value.shape}. "
-            f"Sum it."
-        )
-    return value
+    """float[]: the weight of one shard's rows of the batch; for errors see ``as_weight``."""
+    return as_weight(weight(batch), "weight returned")
 
 
 class BatchPlacer:
     """Puts batches on the devices of a mesh, rows split over the shards in order."""
 
-    def __init__(self, mesh: Mesh, weight: Weight | None):
+    def __init__(self, mesh: Mesh, weight: Weight | None, microbatches: int = 1):
         own = [each.process_index == jax.process_index() for each in mesh.devices.flat]
         # The shards whose rows this process passes. A mesh without its devices, to compile for,
         # counts as this process's.
         self._parts = sum(own) if jax.process_count() > 1 else mesh.size
+        # Rows are split over the shards, and a shard's rows into microbatches.
+        self._multiple = self._parts * microbatches
         self._mesh = mesh
         self._weight = weight
         self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
@@ -174,15 +160,20 @@ class BatchPlacer:
         for path, leaf in paths:
             _check_rows(path, leaf)
         leaves = [leaf for _, leaf in paths]
-        missing = [-leaf.shape[0] % self._parts for leaf in leaves]
+        missing = [-leaf.shape[0] % self._multiple for leaf in leaves]
         if any(missing):
-            self._check_padding(paths, self._parts, tree)
+            self._check_padding(paths, self._multiple, tree)
         return leaves, missing, tree
 
     def _put(self, leaf: Any) -> jax.Array:
         if isinstance(leaf, jax.core.Tracer):
             return jax.lax.with_sharding_constraint(leaf, self._sharding)
         return put(leaf, self._sharding)
+
+    @property
+    def _pieces(self) -> str:
+        number = self._multiple // self._parts
+        return f"{self._parts} shards" + (f" of {number} microbatches" if number > 1 else "")
 
     def _check_padding(self, paths: list[Any], parts: int, tree: Any) -> None:
         path, leaf = next((path, leaf) for path, leaf in paths if leaf.shape[0] % parts)
@@ -191,7 +182,7 @@ class BatchPlacer:
             fewer = f"{rows - rest} or " if rows > parts else ""
             raise ArgumentError(
                 f"batch{jax.tree_util.keystr(path)} has {rows} rows, which do not divide evenly "
-                f"over {parts} shards: {rest} are left over. Pass {fewer}{rows - rest + parts}, or "
+                f"over {self._pieces}: {rest} are left over. Pass {fewer}{rows - rest + parts}, or "
                 f"weight=, the batch's entry that counts examples: the batch is then padded with "
                 f"rows of weight 0."
             )
@@ -210,7 +201,7 @@ class BatchPlacer:
         if weight != 0:
             raise ArgumentError(
                 f"A batch of {leaf.shape[0]} rows is padded with rows of zeros to divide over "
-                f"{parts} shards, and these must have weight 0, but weight returns {weight:g} for "
+                f"{self._pieces}, and these must have weight 0, but weight returns {weight:g} for "
                 f"{each} of them. Add a mask to the batch and pass its name as weight."
             )
         self._padding_weighs_nothing.add(key)

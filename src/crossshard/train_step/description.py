@@ -16,7 +16,7 @@ def describe(function: StepFunction, layout: StateLayout, state: TrainState) -> 
     axes = ", ".join(f"{name}: {size}" for name, size in mesh.shape.items())
     return "\n".join(
         [
-            function.pipeline.describe(plan.strategy),
+            function.describe(plan.strategy),
             f"{mesh.size} shards on the mesh ({axes}); weight update {plan.strategy}: {plan.why}",
             f"parameters: {_sizes(state.params, None)}, whole on every shard",
             f"optimizer state: {_sizes(state.opt_state, layout)}",

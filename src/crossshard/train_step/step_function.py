@@ -25,6 +25,7 @@ from crossshard.shards.devices import torus_factors
 from crossshard.shards.partition import map_partitions
 from crossshard.train_step.batches import Weight, check_weight_is_read, weight_of
 from crossshard.train_step.layout import StateLayout
+from crossshard.train_step.microbatches import Local, over_microbatches
 from crossshard.train_step.models import after_loss, check_not_written, combine
 from crossshard.train_step.state import TrainState
 
@@ -38,6 +39,7 @@ class StepFunction:
       takes_rng: whether the loss takes a PRNG key.
       has_aux: whether the loss returns ``(loss, aux)``.
       weight: the weight function of the mean; ``None`` if all shards count the same.
+      accumulate_steps: the number of microbatches of a shard's rows.
       pipeline: the pipeline of the gradients.
       name: the name of the pipeline's operations in profiles and HLO.
     """
@@ -46,8 +48,17 @@ class StepFunction:
     takes_rng: bool
     has_aux: bool
     weight: Weight | None
+    accumulate_steps: int
     pipeline: Pipeline
     name: str
+
+    def describe(self, strategy: UpdateStrategy | None = None) -> str:
+        """The stages in the order in which they run, in one line."""
+        text = self.pipeline.describe(strategy, weighted=self.weight is not None)
+        if self.accumulate_steps == 1:
+            return text
+        first, rest = text.split(" → ", 1)
+        return f"{first} → accumulate {self.accumulate_steps} microbatches → {rest}"
 
     def __call__(
         self, layout: StateLayout, state: TrainState, batch: Any
@@ -69,26 +80,25 @@ class StepFunction:
         def of_one_shard(state: TrainState, batch: Any) -> Any:
             own = layout.local(state)
             gradients, model_state, aux = self._gradients(own, batch, shards)
-            here = dataclasses.replace(environment, params=own.params)
+            here = dataclasses.replace(environment, params=own.params, examples=_rows(batch))
+            after = dataclasses.replace(own, step=own.step + 1, model_state=model_state)
             with jax.named_scope(self.name):
                 if is_global:
-                    params = own.params
                     gradients, opt_state = self.pipeline.reduce(gradients, own.opt_state, here)
+                    after = dataclasses.replace(after, opt_state=opt_state)
                 else:
                     params, opt_state, gradients = self.pipeline.update(
                         gradients, own.opt_state, here, apply_updates=True
                     )
-            own = dataclasses.replace(
-                own, step=own.step + 1, params=params, opt_state=opt_state, model_state=model_state
-            )
-            loss = gradients.extra["value"]
-            metrics = {"loss": loss[None] if grouped else loss}
-            if gradients.weight is not None:
-                metrics["weight"] = gradients.weight[None] if grouped else gradients.weight
+                    after = dataclasses.replace(after, params=params, opt_state=opt_state)
+                    after = _unless_skipped(gradients.skip, after, own)
+            metrics = self._metrics(gradients)
+            if grouped:
+                metrics = jax.tree.map(lambda x: x[None], metrics)
             if self.has_aux:
                 metrics["aux"] = jax.tree.map(lambda x: jnp.asarray(x)[None], aux)
-            reduced = gradients.values, gradients.skip
-            return layout.stored(own), metrics, reduced if is_global else None
+            reduced = gradients.values, gradients.sums, gradients.skip
+            return layout.stored(after), metrics, reduced if is_global else None
 
         of_group = each if grouped else PartitionSpec()
         metric_specs: dict[str, Any] = {"loss": of_group}
@@ -102,36 +112,85 @@ class StepFunction:
             of_one_shard,
             mesh=mesh,
             in_specs=(specs, each),
-            out_specs=(specs, metric_specs, (split, whole) if is_global else None),
+            out_specs=(specs, metric_specs, (split, whole, whole) if is_global else None),
             # Gradients are local by construction, and gathered parameters are equal.
             check_vma=False,
         )
-        state, metrics, reduced = run(state, batch)
+        after, metrics, reduced = run(state, batch)
+        skip = None
         if reduced is not None:
-            values, skip = reduced
-            gradients = Gradients(values, {"value": metrics["loss"]}, skip=skip)
-            here = dataclasses.replace(environment, params=state.params)
+            values, sums, skip = reduced
+            gradients = Gradients(
+                values,
+                {"value": metrics["loss"]},
+                metrics.get("weight"),
+                sums,
+                skip,
+            )
+            rows = _rows(batch) // shards.number
+            here = dataclasses.replace(environment, params=state.params, examples=rows)
             with jax.named_scope(self.name):
-                params, opt_state = self.pipeline.optimize(
-                    gradients, state.opt_state, here, apply_updates=True
+                params, opt_state, gradients = self.pipeline.optimize(
+                    gradients, after.opt_state, here, before=state.opt_state, apply_updates=True
                 )
-            state = dataclasses.replace(state, params=params, opt_state=opt_state)
-        return state, metrics
+            after = dataclasses.replace(after, params=params, opt_state=opt_state)
+            after = _unless_skipped(gradients.skip, after, state)
+        return after, {**metrics, **self._metrics_of_stages(state, after)}
+
+    def _metrics(self, gradients: Gradients) -> dict[str, Any]:
+        """The loss and the weight, reduced over the shards."""
+        metrics = {"loss": gradients.extra["value"]}
+        if gradients.weight is not None:
+            metrics["weight"] = gradients.weight
+        return metrics
+
+    def _metrics_of_stages(self, before: TrainState, after: TrainState) -> dict[str, Any]:
+        """The metrics that stages keep in their state, and whether the step was skipped."""
+        metrics = dict(after.opt_state.metrics or {})
+        if self.pipeline.loss_scale is not None:
+            metrics["loss_scale"] = before.opt_state.loss_scale.scale
+        if self.weight is not None or self.pipeline.loss_scale is not None:
+            metrics["skipped"] = after.step == before.step
+        return metrics
 
     def _gradients(
         self, state: TrainState, batch: Any, shards: Shards
     ) -> tuple[Gradients, Any, Any]:
         """This shard's gradients and loss, its model state after the loss, and ``aux``."""
+        number = self.accumulate_steps
+        if number == 1:
+            local = self._of_rows(state, shards, batch, state.model_state, state.step)
+        else:
+
+            def compute(rows: Any, model_state: Any, index: Any) -> Local:
+                return self._of_rows(state, shards, rows, model_state, state.step * number + index)
+
+            local = over_microbatches(number, compute, state.params, state.model_state, batch)
+        gradients = arrive(
+            self.pipeline,
+            local.values,
+            shards,
+            declared=Incoming.LOCAL,
+            extra={"value": jnp.asarray(local.loss)},
+            weight=None if self.weight is None else local.weight,
+        )
+        widened = number > 1 or self.pipeline.loss_scale is not None
+        return gradients.replace(widened=widened), local.model_state, local.aux
+
+    def _of_rows(
+        self, state: TrainState, shards: Shards, batch: Any, model_state: Any, count: Any
+    ) -> Local:
+        """The gradient and loss of some rows; ``count`` counts the microbatches of all steps."""
         keys: tuple[jax.Array, ...] = ()
         if self.takes_rng:
             key = jax.random.wrap_key_data(state.rng, impl=state.rng_impl)
-            of_step = jax.random.fold_in(key, state.step)
+            of_step = jax.random.fold_in(key, count)
             keys = (jax.random.fold_in(of_step, lax.axis_index(shards.axes)),)
 
         def run(params: Any, batch: Any = batch) -> tuple[Any, Any, Any, Any]:
-            model = combine(state.skeleton, params, state.model_state)
+            model = combine(state.skeleton, params, model_state)
             loss, aux = split_loss(self.loss_fn(model, batch, *keys), self.has_aux)
-            return loss, aux, *after_loss(state.skeleton, model, params, state.model_state)
+            return loss, aux, *after_loss(state.skeleton, model, params, model_state)
 
         def loss_of(params: Any) -> tuple[Any, Any]:
             loss, aux, written, after = run(params)
@@ -139,24 +198,38 @@ class StepFunction:
             check_not_written(written, params, lambda params: run(params)[2])
             return loss, (after, aux)
 
+        scale = None
+        if self.pipeline.loss_scale is not None:
+            scale = state.opt_state.loss_scale.scale
         with shard_context(shards.number, axis_name=shards.axes):
             if self.weight is not None:
                 of_batch = lambda batch: run(state.params, batch)[0]
                 check_weight_is_read(self.weight, batch, of_batch)
-            (loss, (after, aux)), gradients = value_and_grad(loss_of, has_aux=True)(state.params)
+            (loss, (after, aux)), gradients = value_and_grad(
+                loss_of, has_aux=True, loss_scale=scale
+            )(state.params)
         weight = None if self.weight is None else weight_of(self.weight, batch)
         if weight is not None:
             keep = functools.partial(_unless_weightless, weight)
-            after = jax.tree.map(keep, after, state.model_state)
-        gradients = arrive(
-            self.pipeline,
-            gradients,
-            shards,
-            declared=Incoming.LOCAL,
-            extra={"value": jnp.asarray(loss)},
-            weight=weight,
-        )
-        return gradients, after, aux
+            after = jax.tree.map(keep, after, model_state)
+        return Local(loss, gradients, weight, after, aux)
+
+
+def _rows(batch: Any) -> int:
+    """The number of rows of a batch."""
+    return int(jax.tree.leaves(batch)[0].shape[0])
+
+
+def _unless_skipped(skip: jax.Array | None, after: TrainState, before: TrainState) -> TrainState:
+    """The next state; if the step is skipped, with the step count and model state from before."""
+    if skip is None:
+        return after
+    step, model_state = jax.tree.map(
+        lambda new, old: jnp.where(skip, old, new),
+        (after.step, after.model_state),
+        (before.step, before.model_state),
+    )
+    return dataclasses.replace(after, step=step, model_state=model_state)
 
 
 def _arrays(layout: StateLayout, shards: Shards) -> Arrays:

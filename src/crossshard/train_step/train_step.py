@@ -1,7 +1,7 @@
 """make_train_step: from a loss and an optimizer to the compiled step of all shards."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -12,15 +12,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from crossshard import _jax
 from crossshard.errors import ArgumentError, ArgumentTypeError, CrossshardError
 from crossshard.gradients.incoming import Incoming
-from crossshard.gradients.reduction import Reduction
 from crossshard.optimizer.cross_shard_optimizer import (
     CrossShardOptimizer,
     pipeline_of,
     refuse_variables_behind,
 )
+from crossshard.pipeline.accumulate import check_accumulate_steps
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.plan import WeightUpdate, check_weight_update, plan_update
-from crossshard.pipeline.weigh import Weigh
+from crossshard.pipeline.weigh import check_reduction
 from crossshard.shards.context import check_num_shards
 from crossshard.shards.devices import check_number_of_devices, mesh_for
 from crossshard.shards.partition import ANY, TPU
@@ -44,6 +44,12 @@ def make_train_step(
     weight_update: str = WeightUpdate.AUTO,
     weight: str | Callable[[Any], Any] | None = None,
     has_aux: bool = False,
+    accumulate_steps: int = 1,
+    metrics: str | Iterable[str] = (),
+    reduce_dtype: Any = None,
+    loss_scale: Any = None,
+    master_dtype: Any = None,
+    ema: float | None = None,
 ) -> "TrainStep":
     """Build the whole training step of all shards: loss, gradients, reduction, weight update.
 
@@ -70,6 +76,16 @@ def make_train_step(
         such as a mask, or a function from a shard's batch to float[]. The mean is then
         sum(w · g) / sum(w), and a batch whose rows do not divide is padded with zeros.
       has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
+      accumulate_steps: the number of microbatches into which each shard's rows are split. They are
+        computed one after the other, with random keys and statistics as in as many small steps,
+        and their mean gradient is reduced once.
+      metrics: names of further metrics: ``"grad_norm"``, ``"local_grad_norm"``, ``"update_norm"``,
+        ``"param_norm"``, ``"learning_rate"``, ``"noise_scale"``, ``"noise_variance"``,
+        ``"noise_signal"``.
+      reduce_dtype: as for a CrossShardOptimizer, like the three below.
+      loss_scale: ``"dynamic"``, or a ``DynamicLossScale``.
+      master_dtype: the dtype of master weights.
+      ema: the decay of a moving average of the parameters: ``step.model(state, ema=True)``.
 
     Returns:
       A TrainStep.
@@ -91,6 +107,13 @@ def make_train_step(
         raise ArgumentTypeError(f"loss_fn must be a function; got {loss_fn!r:.60}.")
     if not isinstance(optimizer, CrossShardOptimizer):
         optimizer = CrossShardOptimizer(optimizer)
+    options = {
+        "metrics": metrics,
+        "reduce_dtype": reduce_dtype,
+        "loss_scale": loss_scale,
+        "master_dtype": master_dtype,
+        "ema": ema,
+    }
     refuse_variables_behind(optimizer)
     where = _jax.with_automatic_axes(_mesh_for(num_shards, mesh))
     loss_fn, takes_rng = with_rng(loss_fn)
@@ -99,7 +122,8 @@ def make_train_step(
         takes_rng,
         has_aux,
         check_weight(weight),
-        _check_pipeline(pipeline_of(optimizer), where, weight),
+        check_accumulate_steps(accumulate_steps),
+        _check_pipeline(pipeline_of(optimizer, **options), where, weight),
         optimizer.get_name(),
     )
     sharding = check_weight_update(weight_update)
@@ -124,10 +148,12 @@ def _mesh_for(num_shards: int | None, mesh: Mesh | None) -> Mesh:
 
 def _check_pipeline(pipeline: Pipeline, mesh: Mesh, weight: Any) -> Pipeline:
     """The optimizer's pipeline for a step on this mesh, or an error if it does not fit."""
-    if weight is not None and pipeline.reduction is Reduction.SUM:
+    if weight is not None:
+        check_reduction(pipeline.reduction)
+    if pipeline.accumulate is not None:
         raise ArgumentError(
-            "weight is a shard's weight in a mean, but the optimizer's reduction is SUM. Use MEAN, "
-            "or leave weight out and weigh the loss."
+            "The optimizer accumulates over calls, but a step accumulates in one program. Pass "
+            "accumulate_steps to make_train_step instead."
         )
     if pipeline.groups is not None:
         pipeline.groups.check_covers(mesh.size)
@@ -146,7 +172,7 @@ def _check_pipeline(pipeline: Pipeline, mesh: Mesh, weight: Any) -> Pipeline:
             f"The optimizer declares incoming={str(pipeline.incoming)!r}, but a step computes the "
             f"gradients itself, and they are local. Leave incoming out."
         )
-    return dataclasses.replace(pipeline, weigh=None if weight is None else Weigh())
+    return pipeline
 
 
 class TrainStep:
@@ -165,13 +191,13 @@ class TrainStep:
         )
         axes = ", ".join(f"{name}: {size}" for name, size in self._mesh.shape.items())
         strategy = None if self._latest is None else self._latest[0].plan.strategy
-        return f"TrainStep({loss} on {axes}; {self._function.pipeline.describe(strategy)})"
+        return f"TrainStep({loss} on {axes}; {self._function.describe(strategy)})"
 
     def __init__(self, function: StepFunction, mesh: Mesh, weight_update: WeightUpdate):
         self._function = function
         self._mesh = mesh
         self._weight_update = weight_update
-        self._place = BatchPlacer(mesh, function.weight)
+        self._place = BatchPlacer(mesh, function.weight, function.accumulate_steps)
         self._layouts: dict[Any, StateLayout] = {}
         self._latest: tuple[StateLayout, TrainState] | None = None
         self._compiled = jax.jit(self._run, donate_argnums=0)
@@ -193,8 +219,11 @@ class TrainStep:
         Returns:
           The next state, and the metrics: ``"loss"``, float[], reduced like the gradients
           (``[shards]`` with groups); with ``weight``, ``"weight"``, float[], the sum of the
-          weights of all shards, or of the group: if it is 0, parameters and optimizer state are
-          unchanged; with ``has_aux``, ``"aux"``, ``[shards, …]``.
+          weights of all shards, or of the group; with ``has_aux``, ``"aux"``, ``[shards, …]``, or
+          ``[shards, accumulate_steps, …]``; the requested ``metrics``; with ``loss_scale``,
+          ``"loss_scale"``, float[], the scale of this step. With ``weight`` or ``loss_scale``,
+          ``"skipped"``, bool[]: if all weights are 0, or a gradient is not finite, parameters,
+          states and step count are unchanged.
 
         Raises:
           ArgumentError, ArgumentTypeError: the batch cannot be split, or the state is not of this
@@ -341,19 +370,23 @@ class TrainStep:
                 state
             )
 
-    def model(self, state: TrainState, shard: int | None = None) -> Any:
+    def model(self, state: TrainState, shard: int | None = None, *, ema: bool = False) -> Any:
         """The model with the parameters of a state, to evaluate or to export.
 
         Args:
           state: a state of this step.
           shard: the shard whose model to return. If ``None``, per-shard arrays of an NNX module are
             averaged if floating (statistics), otherwise taken from the first shard.
+          ema: whether to return the moving average of the parameters, in their dtypes.
 
         Raises:
-          ArgumentError: parameters differ between groups, and ``shard`` is ``None``.
+          ArgumentError: parameters differ between groups, and ``shard`` is ``None``; or there is no
+            moving average.
         """
         _check_state(state)
         params, model_state = state.params, state.model_state
+        if ema:
+            params = self._average(state)
         if self._grouped and shard is None:
             raise ArgumentError(
                 f"With group_assignment {self._function.pipeline.groups} the parameters differ "
@@ -366,6 +399,16 @@ class TrainStep:
             model_state = jax.tree.map(of_shard, model_state)
         # Copied, since the next step donates the state.
         return combine(state.skeleton, *jax.tree.map(jnp.copy, (params, model_state)))
+
+    def _average(self, state: TrainState) -> Any:
+        """The moving average of the parameters, in their shapes and dtypes."""
+        if self._function.pipeline.ema is None:
+            raise ArgumentError(
+                "This step keeps no moving average of the parameters. Write "
+                "make_train_step(..., ema=0.999)."
+            )
+        average = optax.tree.get(self.unshard(state).opt_state.inner_state, "ema")
+        return jax.tree.map(lambda p, x: x.astype(p.dtype), state.params, average)
 
     # Description.
 

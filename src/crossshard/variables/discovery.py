@@ -117,20 +117,23 @@ def reachable_roots(values: Sequence[Any]) -> list[Any]:
 
 def variables_behind(container: VariableContainer) -> list[nnx.Variable]:
     """Every variable that an optimizer's functions close over."""
-    return _walk_behind(container).reached().variables
+    walk = _Walk(())
+    walk.follow(container.computes_with())
+    walk.go()
+    return walk.reached().variables
 
 
 def functions_behind(container: VariableContainer) -> list[types.FunctionType]:
     """Every function that an optimizer computes with, as far as they can be followed."""
-    seen = _walk_behind(container).seen
-    return [value for value in seen if isinstance(value, types.FunctionType)]
+    return functions_reached_by(container.computes_with())
 
 
-def _walk_behind(container: VariableContainer) -> "_Walk":
+def functions_reached_by(values: Iterable[Any]) -> list[types.FunctionType]:
+    """Every function that is reached from what an optimizer computes with."""
     walk = _Walk(())
-    walk.follow(container)
+    walk.follow(values)
     walk.go()
-    return walk
+    return [value for value in walk.seen if isinstance(value, types.FunctionType)]
 
 
 class _Walk:
@@ -156,9 +159,9 @@ class _Walk:
         found = self._roots, self._variables, self._containers
         return Reached(*(list(each.values()) for each in found))
 
-    def follow(self, container: VariableContainer) -> None:
+    def follow(self, values: Iterable[Any]) -> None:
         """Go on, at the end, with what an optimizer computes with."""
-        self._queue.extend((value, True) for value in container.computes_with())
+        self._queue.extend((value, True) for value in values)
 
     def go(self) -> None:
         """Find all that there is, the nearest first, and what optimizers compute with last."""
@@ -174,7 +177,7 @@ class _Walk:
                     self._queue.extend((each, of_optimizer) for each in below)
             if not self._queue:
                 for container in list(self._containers.values())[followed:]:
-                    self.follow(container)
+                    self.follow(container.computes_with())
                 followed = len(self._containers)
 
     def add(self, root: Any) -> None:

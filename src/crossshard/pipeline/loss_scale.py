@@ -1,0 +1,116 @@
+"""Loss scale: gradients of a scaled loss in float16, and the skipping of steps that overflow."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from crossshard.collectives.all_reduce import sum_over_shards
+from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.gradients.scalars import is_number
+from crossshard.pipeline.stage import Environment, Gradients, Stage
+
+
+class LossScaleState(NamedTuple):
+    """The current loss scale.
+
+    Attributes:
+      scale: float32[], the factor of the loss.
+      good_steps: int32[], the steps since the last change of the scale.
+    """
+
+    scale: Any
+    good_steps: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScale(Stage):
+    """A loss scale that all shards agree on, for gradients in float16.
+
+    A step whose reduced gradient is not finite is skipped: parameters and states stay as they are,
+    and the scale is multiplied by ``backoff_factor``. After ``growth_interval`` good steps it is
+    multiplied by ``growth_factor`` (Micikevicius et al. 2018, arXiv 1710.03740).
+
+    Attributes:
+      initial: the first scale.
+      growth_interval: the number of good steps before the scale grows.
+      growth_factor: the factor by which it grows.
+      backoff_factor: the factor by which it shrinks.
+
+    >>> DynamicLossScale(initial=4.0).init(None).scale
+    Array(4., dtype=float32)
+    """
+
+    initial: float = 2.0**16
+    growth_interval: int = 2000
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+
+    def __post_init__(self) -> None:
+        wanted = {
+            "initial": 0 < self.initial < float("inf"),
+            "growth_interval": self.growth_interval == int(self.growth_interval) > 0,
+            "growth_factor": 1 <= self.growth_factor < float("inf"),
+            "backoff_factor": 0 < self.backoff_factor < 1,
+        }
+        for name, is_good in wanted.items():
+            if not is_good:
+                raise ArgumentError(
+                    f"DynamicLossScale takes initial > 0, growth_interval >= 1, growth_factor >= 1 "
+                    f"and 0 < backoff_factor < 1; got {name}={getattr(self, name)!r}."
+                )
+
+    def init(self, params: Any) -> LossScaleState:
+        """The initial scale."""
+        del params
+        return LossScaleState(jnp.float32(self.initial), jnp.int32(0))
+
+    def update(
+        self, gradients: Gradients, state: LossScaleState, environment: Environment
+    ) -> tuple[Gradients, LossScaleState]:
+        """The same reduced gradients, skipped if they are not finite; and the next scale."""
+        finite = _all_finite(gradients.values, environment)
+        grows = state.good_steps + 1 >= self.growth_interval
+        # Bounded, so that neither the scale nor its inverse becomes infinite or zero.
+        grown = jnp.minimum(state.scale * self.growth_factor, 2.0**120)
+        shrunk = jnp.maximum(state.scale * self.backoff_factor, 2.0**-120)
+        after = LossScaleState(
+            jnp.where(finite, jnp.where(grows, grown, state.scale), shrunk),
+            jnp.where(finite & ~grows, state.good_steps + 1, 0),
+        )
+        skip = gradients.skip
+        if skip is not None:
+            # A step without gradients says nothing about the scale.
+            after = jax.tree.map(lambda new, old: jnp.where(skip, old, new), after, state)
+        return gradients.replace(skip=~finite if skip is None else skip | ~finite), after
+
+    def describe(self) -> str:
+        """``skip if not finite``."""
+        return "skip if not finite"
+
+
+def _all_finite(values: Any, environment: Environment) -> jax.Array:
+    """bool[]: whether the reduced gradients are finite, the same on all shards."""
+    leaves = [leaf for leaf in jax.tree.leaves(values) if leaf.dtype != jax.dtypes.float0]
+    bad = sum((jnp.any(~jnp.isfinite(leaf)).astype(jnp.float32) for leaf in leaves), jnp.float32(0))
+    if environment.arrays.is_local or environment.groups is not None:
+        bad = sum_over_shards(bad, environment.shards)
+    return bad == 0
+
+
+def check_loss_scale(loss_scale: Any) -> DynamicLossScale | None:
+    """The stage of the ``loss_scale`` argument; ``None`` without one.
+
+    Raises:
+      ArgumentTypeError: neither ``"dynamic"`` nor a ``DynamicLossScale``.
+    """
+    if loss_scale is None or isinstance(loss_scale, DynamicLossScale):
+        return loss_scale
+    if loss_scale == "dynamic":
+        return DynamicLossScale()
+    initial = f"(initial={loss_scale!r})" if is_number(loss_scale) else ""
+    raise ArgumentTypeError(
+        f"loss_scale must be 'dynamic' or a crossshard.DynamicLossScale; got {loss_scale!r:.60} "
+        f"({type(loss_scale).__name__}). Write crossshard.DynamicLossScale{initial or '()'}."
+    )

@@ -1,0 +1,84 @@
+"""Master weights: an optimizer that keeps its parameters with more bits than the model's."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from crossshard.errors import ArgumentError
+from crossshard.gradients.scalars import is_inexact
+
+
+class MastersState(NamedTuple):
+    """Master weights and the state of the optimizer that updates them.
+
+    Attributes:
+      masters: the parameters, in the dtype of the masters.
+      inner_state: the state of the inner optimizer.
+    """
+
+    masters: Any
+    inner_state: Any
+
+
+def with_masters(
+    inner: optax.GradientTransformationExtraArgs, dtype: Any
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer whose parameters of fewer bits are the rounded masters (arXiv 1710.03740).
+
+    The updates are the differences between the rounded masters and the parameters.
+    """
+
+    def init(params: Any) -> MastersState:
+        # Copied, since two arrays of a donated state must not share a buffer.
+        masters = jax.tree.map(lambda p: jnp.array(p, widest(p, dtype), copy=True), params)
+        return MastersState(masters, inner.init(masters))
+
+    def update(
+        updates: Any, state: MastersState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, MastersState]:
+        if params is None:
+            raise ArgumentError(
+                "With master_dtype an update needs the parameters: opt.update(grads, state, params)"
+            )
+        wide = jax.tree.map(_as_master, updates, state.masters)
+        updates, inner_state = inner.update(wide, state.inner_state, state.masters, **extra_args)
+        masters = optax.apply_updates(state.masters, updates)
+        # In the dtype of the masters, where it is exact.
+        change = jax.tree.map(
+            lambda m, p: m.astype(p.dtype).astype(m.dtype) - p.astype(m.dtype), masters, params
+        )
+        return change, MastersState(masters, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _as_master(gradient: Any, master: Any) -> Any:
+    return gradient.astype(master.dtype) if is_inexact(master) else gradient
+
+
+def widest(leaf: Any, dtype: Any) -> Any:
+    """The wider of the dtype of a leaf and that of the masters."""
+    own = jnp.result_type(leaf)
+    return jnp.promote_types(own, dtype) if jnp.issubdtype(own, jnp.inexact) else own
+
+
+def check_master_dtype(dtype: Any) -> Any:
+    """The dtype of master weights; ``None`` without them.
+
+    Raises:
+      ArgumentError: not a floating dtype of 32 or 64 bits.
+    """
+    if dtype is None:
+        return None
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in ("float32", "float64"):
+        raise ArgumentError(
+            f"master_dtype must be float32 or float64, the dtype in which weights of 16 bits are "
+            f"also kept; got {dtype!r:.60}."
+        )
+    return found

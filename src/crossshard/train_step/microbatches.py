@@ -1,0 +1,79 @@
+"""Microbatches: the mean gradient of a shard's rows, computed in several pieces in one program."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from crossshard.errors import ArgumentError
+from crossshard.pipeline.accumulate import add, mean, zeros
+
+
+class Local(NamedTuple):
+    """What one shard computes from its rows.
+
+    Attributes:
+      loss: float[], the mean loss.
+      values: its gradient.
+      weight: float[], the weight of the rows; ``None`` if all shards count the same.
+      model_state: the model state after the loss.
+      aux: what else the loss returned.
+    """
+
+    loss: Any
+    values: Any
+    weight: Any
+    model_state: Any
+    aux: Any
+
+
+def over_microbatches(
+    number: int,
+    compute: Callable[[Any, Any, Any], Local],
+    params: Any,
+    model_state: Any,
+    batch: Any,
+) -> Local:
+    """The mean over ``number`` microbatches, which are computed one after the other.
+
+    Args:
+      number: the number of microbatches.
+      compute: ``compute(rows, model_state, index)``, for the rows of one microbatch.
+      params: the parameters, whose shapes the gradients have.
+      model_state: the model state before the first microbatch.
+      batch: one shard's rows of the batch.
+
+    Returns:
+      The means, weighted if there are weights; the last model state; ``aux`` of every microbatch,
+      stacked; gradients with at least 32 bits.
+
+    Raises:
+      ArgumentError: the rows do not divide into as many microbatches.
+    """
+    pieces = jax.tree_util.tree_map_with_path(lambda path, rows: _split(path, rows, number), batch)
+
+    def one(carry: Any, piece: Any) -> tuple[Any, Any]:
+        sums, model_state = carry
+        index, rows = piece
+        found = compute(rows, model_state, index)
+        sums = add(sums, found.values, found.loss, found.weight)
+        # Dtypes as they were stored, or the carry would change its type.
+        after = jax.tree.map(lambda new, old: new.astype(old.dtype), found.model_state, model_state)
+        return (sums, after), found.aux
+
+    (sums, model_state), aux = lax.scan(
+        one, (zeros(params), model_state), (jnp.arange(number), pieces)
+    )
+    values, loss = mean(*sums)
+    return Local(loss, values, sums[2], model_state, aux)
+
+
+def _split(path: Any, rows: Any, number: int) -> Any:
+    if rows.shape[0] % number:
+        raise ArgumentError(
+            f"batch{jax.tree_util.keystr(path)} has {rows.shape[0]} rows on each shard, which do "
+            f"not divide evenly into accumulate_steps={number} microbatches."
+        )
+    return rows.reshape(number, rows.shape[0] // number, *rows.shape[1:])
