@@ -10,6 +10,12 @@ import jax.numpy as jnp
 
 from crossshard.collectives.all_reduce import sum_over_shards
 from crossshard.collectives.scatter import gather_parts, scatter_sum
+from crossshard.collectives.wire import (
+    is_narrow,
+    narrow_gather,
+    narrow_scatter_sum,
+    narrow_sum,
+)
 from crossshard.shards.axes import Shards
 from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.partition import Partition
@@ -27,18 +33,25 @@ def bucketed_sum(
     shards: Shards,
     groups: GroupAssignment | None = None,
 ) -> list[jax.Array]:
-    """This shard's slice of the sum of each array over the shards, or the groups."""
+    """This shard's slice of the sum of each array over the shards, or the groups.
+
+    Arrays of 16 bits are sent in 16 bits, and their sums are float32.
+    """
 
     def scatter(x: jax.Array, axis: int) -> jax.Array:
-        return scatter_sum(x, axis, shards, groups)
+        how = narrow_scatter_sum if is_narrow(x) else scatter_sum
+        return how(x, axis, shards, groups)
+
+    def total(x: jax.Array) -> jax.Array:
+        return (narrow_sum if is_narrow(x) else sum_over_shards)(x, shards, groups)
 
     def move(bucket: Bucket) -> list[jax.Array]:
         (first, partition), *others = bucket
         if partition.number == 1 and not others:
-            return [sum_over_shards(first, shards, groups)]
+            return [total(first)]
         if partition.number == 1:
             flat = jnp.concatenate([x.ravel() for x, _ in bucket])
-            return _split_bucket(sum_over_shards(flat, shards, groups), bucket)
+            return _split_bucket(total(flat), bucket)
         if not others:
             return [_alone(partition, partition.pack(first), partition.local_shape, scatter)]
         rows = [each.pack(x).reshape(partition.number, -1) for x, each in bucket]
@@ -59,7 +72,7 @@ def bucketed_gather(
     """Each array in full, all-gathered from its slices; replicated arrays are unchanged."""
 
     def gather(x: jax.Array, axis: int) -> jax.Array:
-        return gather_parts(x, axis, shards, groups)
+        return (narrow_gather if is_narrow(x) else gather_parts)(x, axis, shards, groups)
 
     def move(bucket: Bucket) -> list[jax.Array]:
         (first, partition), *others = bucket

@@ -44,7 +44,11 @@ class Sum(Stage):
         status = (*gradients.extra_status, *gradients.status)
         partitions = _partitions(extra, values, environment)
         to_sum = [index for index, each in enumerate(status) if each in _TO_SUM]
-        summands = [widen(leaves[index]) for index in to_sum]
+        number_of_extra = len(gradients.extra_status)
+        summands = [
+            widen(leaves[index]) if index < number_of_extra else self._as_sent(leaves[index])
+            for index in to_sum
+        ]
         split = [partitions[index] for index in to_sum]
         # The weight and other sums travel in the bucket of the loss.
         others, other_tree = jax.tree.flatten((gradients.weight, dict(gradients.sums)))
@@ -71,6 +75,10 @@ class Sum(Stage):
             values=values, extra=extra, weight=total_weight, sums=totals_of_others, skip=skip
         )
         return reduced, state
+
+    def _as_sent(self, gradient: Any) -> jax.Array:
+        wide = widen(gradient)
+        return wide if self.dtype is None or jnp.iscomplexobj(wide) else wide.astype(self.dtype)
 
     @staticmethod
     def _divide(total: jax.Array, divisor: int, weight: jax.Array | None) -> jax.Array:
