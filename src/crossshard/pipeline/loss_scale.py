@@ -95,9 +95,7 @@ def _all_finite(values: Any, environment: Environment) -> jax.Array:
     """bool[]: whether the reduced gradients are finite, the same on all shards."""
     leaves = [leaf for leaf in jax.tree.leaves(values) if is_inexact(leaf)]
     finite = functools.reduce(jnp.logical_and, (jnp.isfinite(leaf).all() for leaf in leaves))
-    if environment.arrays.is_local or environment.groups is not None:
-        return environment.on_all_shards(finite)
-    return finite
+    return environment.on_all_shards(finite, of_parts=True)
 
 
 def check_loss_scale(loss_scale: Any) -> DynamicLossScale | None:

@@ -59,13 +59,14 @@ def apply_optimizer(
         updates, after = optimizer.update(gradients, state, local, **extra_args)
     if params is None:
         check_shapes(gradients, updates, "its update")
-    result = optax.apply_updates(local, updates) if apply_updates else updates
+    updated = optax.apply_updates(local, updates) if apply_updates else None
     if skip is not None:
-        before = local if apply_updates else jax.tree.map(jnp.zeros_like, result)
-        result, after = jax.tree.map(
-            lambda old, new: jnp.where(skip, old, new), (before, state), (result, after)
-        )
-    return Updated(arrays.gather(result), arrays.place_state(after), updates, local)
+        unchanged = jax.tree.map(jnp.zeros_like, updates)
+        keep = lambda old, new: jnp.where(skip, old, new)
+        updates, after = jax.tree.map(keep, (unchanged, state), (updates, after))
+        updated = jax.tree.map(keep, local, updated) if apply_updates else None
+    result = arrays.gather(updated if apply_updates else updates)
+    return Updated(result, arrays.place_state(after), updates, local)
 
 
 def takes_value(optimizer: optax.GradientTransformation) -> bool:

@@ -79,8 +79,13 @@ class Environment:
     divisor: int = 1
     examples: int = 1
 
-    def on_all_shards(self, flag: jax.Array) -> jax.Array:
-        """bool[]: whether a flag is set on all shards, of all groups."""
+    def on_all_shards(self, flag: jax.Array, *, of_parts: bool = False) -> jax.Array:
+        """bool[]: whether a flag is set on all shards, of all groups.
+
+        ``of_parts`` says that it was computed from arrays which may be split over the shards.
+        """
+        if self.groups is None and not (of_parts and self.arrays.is_local):
+            return flag
         return sum_over_shards(jnp.float32(~flag), self.shards) == 0
 
 

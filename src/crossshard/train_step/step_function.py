@@ -226,7 +226,7 @@ def _unless_skipped(
     if skip is None:
         return after
     # Groups may differ, and the count is one for all of them.
-    by_all = skip if environment.groups is None else environment.on_all_shards(skip)
+    by_all = environment.on_all_shards(skip)
     keep = lambda new, old: jnp.where(skip, old, new)
     return dataclasses.replace(
         after,
