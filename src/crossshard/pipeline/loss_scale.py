@@ -1,14 +1,14 @@
 """Loss scale: gradients of a scaled loss in float16, and the skipping of steps that overflow."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from crossshard.collectives.all_reduce import sum_over_shards
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.gradients.scalars import is_number
+from crossshard.gradients.scalars import is_inexact, is_number
 from crossshard.pipeline.stage import Environment, Gradients, Stage
 
 
@@ -79,11 +79,12 @@ class DynamicLossScale(Stage):
             jnp.where(finite, jnp.where(grows, grown, state.scale), shrunk),
             jnp.where(finite & ~grows, state.good_steps + 1, 0),
         )
-        skip = gradients.skip
-        if skip is not None:
-            # A step without gradients says nothing about the scale.
-            after = jax.tree.map(lambda new, old: jnp.where(skip, old, new), after, state)
-        return gradients.replace(skip=~finite if skip is None else skip | ~finite), after
+        if gradients.skip is None:
+            return gradients.replace(skip=~finite), after
+        # A step without gradients says nothing about the scale.
+        idle = environment.on_all_shards(gradients.skip)
+        after = jax.tree.map(lambda new, old: jnp.where(idle, old, new), after, state)
+        return gradients.replace(skip=gradients.skip | ~finite), after
 
     def describe(self) -> str:
         """``skip if not finite``."""
@@ -92,11 +93,11 @@ class DynamicLossScale(Stage):
 
 def _all_finite(values: Any, environment: Environment) -> jax.Array:
     """bool[]: whether the reduced gradients are finite, the same on all shards."""
-    leaves = [leaf for leaf in jax.tree.leaves(values) if leaf.dtype != jax.dtypes.float0]
-    bad = sum((jnp.any(~jnp.isfinite(leaf)).astype(jnp.float32) for leaf in leaves), jnp.float32(0))
+    leaves = [leaf for leaf in jax.tree.leaves(values) if is_inexact(leaf)]
+    finite = functools.reduce(jnp.logical_and, (jnp.isfinite(leaf).all() for leaf in leaves))
     if environment.arrays.is_local or environment.groups is not None:
-        bad = sum_over_shards(bad, environment.shards)
-    return bad == 0
+        return environment.on_all_shards(finite)
+    return finite
 
 
 def check_loss_scale(loss_scale: Any) -> DynamicLossScale | None:

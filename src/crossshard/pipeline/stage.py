@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 
+from crossshard.collectives.all_reduce import sum_over_shards
 from crossshard.gradients.incoming import Incoming
 from crossshard.pipeline.arrays import Arrays, WholeArrays
 from crossshard.shards.axes import Shards
@@ -76,6 +78,10 @@ class Environment:
     arrays: Arrays = dataclasses.field(default_factory=WholeArrays)
     divisor: int = 1
     examples: int = 1
+
+    def on_all_shards(self, flag: jax.Array) -> jax.Array:
+        """bool[]: whether a flag is set on all shards, of all groups."""
+        return sum_over_shards(jnp.float32(~flag), self.shards) == 0
 
 
 class Stage(abc.ABC):

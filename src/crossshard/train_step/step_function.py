@@ -82,6 +82,7 @@ class StepFunction:
             gradients, model_state, aux = self._gradients(own, batch, shards)
             here = dataclasses.replace(environment, params=own.params, examples=_rows(batch))
             after = dataclasses.replace(own, step=own.step + 1, model_state=model_state)
+            metrics: dict[str, Any] = {}
             with jax.named_scope(self.name):
                 if is_global:
                     gradients, opt_state = self.pipeline.reduce(gradients, own.opt_state, here)
@@ -91,8 +92,11 @@ class StepFunction:
                         gradients, own.opt_state, here, apply_updates=True
                     )
                     after = dataclasses.replace(after, params=params, opt_state=opt_state)
-                    after = _unless_skipped(gradients.skip, after, own)
-            metrics = self._metrics(gradients)
+                    after = _unless_skipped(gradients.skip, after, own, here)
+                    metrics = self._metrics_of_stages(own, after, gradients.skip)
+            metrics["loss"] = gradients.extra["value"]
+            if gradients.weight is not None:
+                metrics["weight"] = gradients.weight
             if grouped:
                 metrics = jax.tree.map(lambda x: x[None], metrics)
             if self.has_aux:
@@ -101,9 +105,10 @@ class StepFunction:
             return layout.stored(after), metrics, reduced if is_global else None
 
         of_group = each if grouped else PartitionSpec()
-        metric_specs: dict[str, Any] = {"loss": of_group}
-        if self.weight is not None:
-            metric_specs["weight"] = of_group
+        in_shards = ["loss"] if self.weight is None else ["loss", "weight"]
+        metric_specs: dict[str, Any] = dict.fromkeys(in_shards, of_group)
+        if not is_global:
+            metric_specs |= dict.fromkeys(self._names_of_stages(), of_group)
         if self.has_aux:
             metric_specs["aux"] = each
         whole = PartitionSpec()
@@ -117,15 +122,10 @@ class StepFunction:
             check_vma=False,
         )
         after, metrics, reduced = run(state, batch)
-        skip = None
         if reduced is not None:
             values, sums, skip = reduced
             gradients = Gradients(
-                values,
-                {"value": metrics["loss"]},
-                metrics.get("weight"),
-                sums,
-                skip,
+                values, {"value": metrics["loss"]}, metrics.get("weight"), sums, skip
             )
             rows = _rows(batch) // shards.number
             here = dataclasses.replace(environment, params=state.params, examples=rows)
@@ -134,24 +134,23 @@ class StepFunction:
                     gradients, after.opt_state, here, before=state.opt_state, apply_updates=True
                 )
             after = dataclasses.replace(after, params=params, opt_state=opt_state)
-            after = _unless_skipped(gradients.skip, after, state)
-        return after, {**metrics, **self._metrics_of_stages(state, after)}
+            after = _unless_skipped(gradients.skip, after, state, here)
+            metrics |= self._metrics_of_stages(state, after, gradients.skip)
+        return after, metrics
 
-    def _metrics(self, gradients: Gradients) -> dict[str, Any]:
-        """The loss and the weight, reduced over the shards."""
-        metrics = {"loss": gradients.extra["value"]}
-        if gradients.weight is not None:
-            metrics["weight"] = gradients.weight
-        return metrics
+    def _names_of_stages(self) -> list[str]:
+        """The names of the metrics that ``_metrics_of_stages`` returns."""
+        scale = ["loss_scale"] if self.pipeline.loss_scale is not None else []
+        may_skip = bool(scale) or self.weight is not None
+        return [*self.pipeline.metrics.names, *scale, *(["skipped"] if may_skip else [])]
 
-    def _metrics_of_stages(self, before: TrainState, after: TrainState) -> dict[str, Any]:
+    def _metrics_of_stages(
+        self, before: TrainState, after: TrainState, skip: jax.Array | None
+    ) -> dict[str, Any]:
         """The metrics that stages keep in their state, and whether the step was skipped."""
-        metrics = dict(after.opt_state.metrics or {})
-        if self.pipeline.loss_scale is not None:
-            metrics["loss_scale"] = before.opt_state.loss_scale.scale
-        if self.weight is not None or self.pipeline.loss_scale is not None:
-            metrics["skipped"] = after.step == before.step
-        return metrics
+        scale = before.opt_state.loss_scale.scale if self.pipeline.loss_scale is not None else None
+        found = {**(after.opt_state.metrics or {}), "loss_scale": scale, "skipped": skip}
+        return {name: found[name] for name in self._names_of_stages()}
 
     def _gradients(
         self, state: TrainState, batch: Any, shards: Shards
@@ -220,16 +219,20 @@ def _rows(batch: Any) -> int:
     return int(jax.tree.leaves(batch)[0].shape[0])
 
 
-def _unless_skipped(skip: jax.Array | None, after: TrainState, before: TrainState) -> TrainState:
+def _unless_skipped(
+    skip: jax.Array | None, after: TrainState, before: TrainState, environment: Environment
+) -> TrainState:
     """The next state; if the step is skipped, with the step count and model state from before."""
     if skip is None:
         return after
-    step, model_state = jax.tree.map(
-        lambda new, old: jnp.where(skip, old, new),
-        (after.step, after.model_state),
-        (before.step, before.model_state),
+    # Groups may differ, and the count is one for all of them.
+    by_all = skip if environment.groups is None else environment.on_all_shards(skip)
+    keep = lambda new, old: jnp.where(skip, old, new)
+    return dataclasses.replace(
+        after,
+        step=jnp.where(by_all, before.step, after.step),
+        model_state=jax.tree.map(keep, after.model_state, before.model_state),
     )
-    return dataclasses.replace(after, step=step, model_state=model_state)
 
 
 def _arrays(layout: StateLayout, shards: Shards) -> Arrays:
