@@ -222,8 +222,11 @@ _DIMENSIONS = {"kernel": 2, "bias": 1}
 def _each(x: Any, name: str = "") -> np.ndarray:
     """``[shards, …]`` of an array that is stored so, or once for all shards."""
     x = np.asarray(x.array if isinstance(x, crossshard.PerShardArray) else x).astype(np.float64)
-    is_one = x.ndim == _DIMENSIONS.get(name, 0)
-    return np.broadcast_to(x, (N, *x.shape)) if is_one else x
+    dimensions = _DIMENSIONS.get(name, 0)
+    if x.ndim == dimensions:
+        return np.broadcast_to(x, (N, *x.shape))
+    # What a stage has per shard is [1, …] on each of them.
+    return x.reshape(N, *x.shape[x.ndim - dimensions :])
 
 
 def _tree(name: str, tree: Any) -> Shown:
@@ -293,8 +296,6 @@ def by_update(combination: Combination) -> Run:
     state = carry[1]
     if combination.is_sharded and grouped:
         state = state._replace(inner_state=_of_groups(state.inner_state))
-    if grouped:
-        state = state._replace(preprocess=jax.tree.map(lambda x: x[:, 0], state.preprocess))
     return Run(steps, _state(state))
 
 
@@ -405,7 +406,7 @@ def run_model(
 ) -> Run:
     """What numpy shows; with the batches of another combination, if one is given."""
     model, of_batch, steps = numpy_model.Model(options, INIT), data or combination, []
-    before = np.zeros(N)
+    count = 0
     with np.errstate(invalid="ignore", over="ignore"):
         for t in range(STEPS):
             batch = batch_of(of_batch, t)
@@ -413,10 +414,11 @@ def run_model(
             weighted = combination.weights is not None
             model.step(pairs, batch["weight"].sum(-1) if weighted else None)
             shown = _tree("params", model.each(lambda replica: replica.params))
-            before = before + ~np.bool_(model.metric("skipped"))
+            count += not model.metric("skipped").all()
             shown |= _metrics(model, combination)
             if not combination.is_update:
-                shown["count"] = before if not combination.is_step else np.full(N, before.max())
+                # One count for all groups, of the steps that any of them took.
+                shown["count"] = np.full(N, float(count))
             steps.append(shown)
     end: Shown = {}
     if options.preprocess == "trace":

@@ -61,10 +61,11 @@ def apply_optimizer(
         check_shapes(gradients, updates, "its update")
     result = optax.apply_updates(local, updates) if apply_updates else updates
     if skip is not None:
+        keep = lambda old, new: jnp.where(skip, old, new)
         before = local if apply_updates else jax.tree.map(jnp.zeros_like, result)
-        result, after = jax.tree.map(
-            lambda old, new: jnp.where(skip, old, new), (before, state), (result, after)
-        )
+        result, after = jax.tree.map(keep, (before, state), (result, after))
+        # Metrics are those of the step that is taken.
+        updates = jax.tree.map(lambda x: jnp.where(skip, 0, x), updates)
     return Updated(arrays.gather(result), arrays.place_state(after), updates, local)
 
 
