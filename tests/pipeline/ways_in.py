@@ -17,7 +17,7 @@ import crossshard
 from crossshard import CrossShardOptimizer, DynamicLossScale, make_train_step
 from tests.reference import pipeline_model as numpy_model
 
-N, STEPS, ROWS = 4, 4, 2
+N, STEPS, ROWS = 4, 6, 2
 GROUPS = ((0, 2), (1, 3))
 RNG = np.random.default_rng(0)
 INIT = {
@@ -35,7 +35,7 @@ WEIGHTS = RNG.uniform(0.5, 3, size=(STEPS, 2, N)).astype(np.float32)
 # The step and shard whose data are infinite, if there is a loss scale.
 BAD_STEP, BAD_SHARD = 1, 2
 # The steps in which one shard has no weight and NaN for data, and in which no shard of a group has.
-STEP_OF_NAN, STEP_WITHOUT = 0, 2
+STEP_OF_NAN, STEP_WITHOUT = 2, 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +167,8 @@ def inner_of(combination: Combination) -> optax.GradientTransformation:
 
 def scale_of(combination: Combination) -> tuple[float, int] | None:
     # In float16 the first is too large for the gradients, which overflow without any infinity.
-    return ((2.0**17 if combination.dtype == "float16" else 2.0**8), 2) if combination.scale else None
+    first = 2.0**15 if combination.dtype == "float16" else 2.0**8
+    return (first, 2) if combination.scale else None
 
 
 def optimizer_of(combination: Combination, **options: Any) -> CrossShardOptimizer:
@@ -210,10 +211,16 @@ Shown = dict[str, np.ndarray]
 
 @dataclasses.dataclass
 class Run:
-    """What a run showed: after each step, and at its end."""
+    """What a run showed: after each step, and at its end.
+
+    For the model also how large an element of a shard's gradient was in any step, and by how much
+    an error in the norms is magnified in the metrics of noise.
+    """
 
     steps: list[Shown]
     end: Shown
+    largest: float = 0.0
+    magnified: Shown = dataclasses.field(default_factory=dict)
 
 
 _DIMENSIONS = {"kernel": 2, "bias": 1}
@@ -383,6 +390,8 @@ def run(combination: Combination) -> Run:
 def model_options(combination: Combination) -> numpy_model.Options:
     # Whole or on global arrays, the bias is too small to be split.
     split = ("kernel",) if combination.is_sharded else ()
+    # Unscaled gradients, and sums of several, have at least 32 bits.
+    is_widened = combination.scale or combination.accumulate > 1
     return numpy_model.Options(
         shards=N,
         groups=GROUPS if combination.grouped else None,
@@ -394,6 +403,7 @@ def model_options(combination: Combination) -> numpy_model.Options:
         split=split,
         scale=scale_of(combination),
         dtype=combination.dtype,
+        local_dtype="float32" if is_widened else combination.dtype,
         masters=combination.masters,
         ema=combination.ema,
         # Only a whole step knows how many rows there are.
@@ -406,7 +416,7 @@ def run_model(
 ) -> Run:
     """What numpy shows; with the batches of another combination, if one is given."""
     model, of_batch, steps = numpy_model.Model(options, INIT), data or combination, []
-    count = 0
+    count, largest, magnified = 0, 0.0, {"of_variance": 0.0, "of_signal": 0.0}
     with np.errstate(invalid="ignore", over="ignore"):
         for t in range(STEPS):
             batch = batch_of(of_batch, t)
@@ -420,6 +430,11 @@ def run_model(
                 # One count for all groups, of the steps that any of them took.
                 shown["count"] = np.full(N, float(count))
             steps.append(shown)
+            found = [each["largest"] for each in model.of_step if np.isfinite(each["largest"])]
+            largest = max([largest, *found])
+            for name in ("of_variance", "of_signal"):
+                found = [abs(each.get(name, 0.0)) for each in model.of_step]
+                magnified[name] = max(magnified[name], *found)
     end: Shown = {}
     if options.preprocess == "trace":
         end |= {f"trace/{name}": np.stack([t[name] for t in model.traces]) for name in INIT}
@@ -431,7 +446,7 @@ def run_model(
         end |= _tree("ema", model.each(lambda replica: replica.ema))
     if options.schedule or options.optimizer in ("adam", "lamb"):
         end["count"] = np.array([model.replica_of(shard).count for shard in range(N)])
-    return Run(steps, end)
+    return Run(steps, end, largest, magnified)
 
 
 def _metrics(model: numpy_model.Model, combination: Combination) -> Shown:
@@ -441,9 +456,7 @@ def _metrics(model: numpy_model.Model, combination: Combination) -> Shown:
         names += ["weight"] if combination.weights is not None else []
         names += ["loss_scale"] if combination.scale else []
         names += ["skipped"] if combination.scale or combination.weights is not None else []
+    shown = {name: model.metric(name) for name in names if name != "noise_scale"}
     if "noise_scale" in names:
-        names.remove("noise_scale")
-    shown = {name: model.metric(name) for name in names}
-    if "noise_scale" in combination.metrics:
         shown["noise_scale"] = shown["noise_variance"] / shown["noise_signal"]
     return shown

@@ -35,7 +35,8 @@ class Options:
       split: the names of the parameters whose gradients each shard gets a slice of. Sums of the
         others are sent once more, and rounded once more.
       scale: the first loss scale and the number of good steps after which it grows, or ``None``.
-      dtype: the dtype of the parameters.
+      dtype: the dtype of the parameters, and of the state of ``preprocess``.
+      local_dtype: the dtype in which ``preprocess`` takes and returns gradients.
       masters: whether there are master weights.
       ema: the decay of the moving average of the parameters, or ``None``.
       examples: the number of examples of a shard's gradient.
@@ -51,6 +52,7 @@ class Options:
     split: tuple[str, ...] = ()
     scale: tuple[float, int] | None = None
     dtype: str = "float32"
+    local_dtype: str = "float32"
     masters: bool = False
     ema: float | None = None
     examples: int = 1
@@ -239,9 +241,11 @@ class Model:
         if self.options.preprocess == "clip":
             return clip(gradient, CLIP)
         if self.options.preprocess == "trace":
-            trace = self.traces[shard]
-            self.traces[shard] = {name: DECAY * trace[name] + g for name, g in gradient.items()}
-            return self.traces[shard]
+            dtype, local_dtype = self.options.dtype, self.options.local_dtype
+            before = {n: round_to(DECAY * x, dtype) for n, x in self.traces[shard].items()}
+            after = {n: round_to(before[n] + g, local_dtype) for n, g in gradient.items()}
+            self.traces[shard] = {n: round_to(x, dtype) for n, x in after.items()}
+            return after
         return gradient
 
     def _reduce(self, index: int, batches: Any, weights: Any) -> dict[str, Any]:
@@ -267,6 +271,9 @@ class Model:
             "loss": sum(w * x for w, x in zip(ws, losses, strict=True)) / divisor,
             "weight": total if weights is not None else None,
             "grad_norm": norm(gradient),
+            # The largest element of a shard's gradient, as it counts in a sum.
+            "largest": max(np.abs(x).max() for tree in own for x in tree.values())
+            * (len(members) if options.reduction == "sum" else 1),
         }
         return found | self._noise(own, ws, weights is not None, gradient)
 
@@ -300,7 +307,10 @@ class Model:
             return found | {"noise_variance": np.nan, "noise_signal": np.nan}
         equations = np.array([[1.0, per_small], [1.0, per_big]])
         signal, variance = np.linalg.solve(equations, [small, big])
-        return found | {"noise_variance": variance, "noise_signal": signal}
+        # How much an error of the two norms is magnified.
+        of_variance = 1 / (per_small - per_big)
+        magnified = {"of_variance": of_variance * small, "of_signal": of_variance * small * per_small}
+        return found | {"noise_variance": variance, "noise_signal": signal} | magnified
 
     def _update(self, replica: _Replica, gradient: Tree, skipped: bool) -> dict[str, Any]:
         """Take the step; its norm and that of the parameters after it."""
