@@ -48,6 +48,7 @@ def value_and_grad(
         by the size of that axis.
       loss_scale: float[], or the ``loss_scale`` of an optimizer's state: the loss is multiplied by
         it before it is differentiated, and the gradients, in at least 32 bits, are divided by it.
+        ``None`` or ``()``, the state of an optimizer without one, changes nothing.
 
     Returns:
       A function of the same arguments that returns ``(value, gradient)``.
@@ -63,7 +64,9 @@ def value_and_grad(
     (Array([2., 6.], dtype=float32), Array([1., 3.], dtype=float32))
     """
     names = check_axis_name(axis_name)
-    scale = None if loss_scale is None else jnp.asarray(getattr(loss_scale, "scale", loss_scale))
+    # The state of a stage that is off is (), so that a loop may always pass it.
+    is_off = loss_scale is None or (isinstance(loss_scale, tuple) and not loss_scale)
+    scale = None if is_off else jnp.asarray(getattr(loss_scale, "scale", loss_scale))
     if not callable(fun):
         raise ArgumentTypeError(f"fun must be a function; got {fun!r:.60}.")
 

@@ -30,6 +30,7 @@ from crossshard.pipeline.accumulate import Accumulate, check_accumulate_steps
 from crossshard.pipeline.options import check_options
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.plan import UpdateStrategy, WeightUpdate, check_weight_update
+from crossshard.pipeline.stage import Environment
 from crossshard.pipeline.state import CrossShardState
 from crossshard.shards.axes import Shards
 from crossshard.shards.context import check_axis_name, check_num_shards
@@ -218,7 +219,12 @@ class CrossShardOptimizer(Optimizer):
         updates, after, reduced = self._transformation.update_local(
             gradients, state, params, **extra_args
         )
-        return updates, after, reduced.skip
+        skip = reduced.skip
+        if skip is not None and not self._pipeline.over_all_shards:
+            # Groups may differ, and a global step is one for all of them.
+            shards, groups = self._pipeline.shards(warn=False), self._pipeline.groups
+            skip = Environment(shards, groups).on_all_shards(skip)
+        return updates, after, skip
 
     def _may_differ(self, path: Any) -> bool:
         state = CrossShardState(**dict.fromkeys(CrossShardState._fields, (0,)))

@@ -125,17 +125,30 @@ class Pipeline:
             result, after, reduced = once.update(
                 gradients, state, environment, apply_updates=apply_updates
             )
-            skip = False if reduced.skip is None else reduced.skip
-            return result, after._replace(accumulate=jax.tree.map(jnp.zeros_like, sums)), skip
+            skip = jnp.bool_(False) if reduced.skip is None else reduced.skip
+            empty = jax.tree.map(jnp.zeros_like, sums)
+            return self._as_varying(result, after._replace(accumulate=empty), skip, environment)
 
         def wait(state: CrossShardState) -> Any:
             like = jax.eval_shape(last, state)[0]
             result = environment.params if apply_updates else jax.tree.map(_zeros_like, like)
-            return result, state._replace(accumulate=sums), True
+            state = state._replace(accumulate=sums)
+            return self._as_varying(result, state, jnp.bool_(True), environment)
 
         # All shards agree on the count, so that they meet in the collectives of `last`.
         result, state, skip = lax.cond(self.accumulate.is_last(sums), last, wait, state)
         return result, state, gradients.replace(values=None, skip=skip)
+
+    def _as_varying(
+        self, result: Any, state: CrossShardState, skip: Any, environment: Environment
+    ) -> tuple[Any, CrossShardState, Any]:
+        """The results of a branch; what may differ between groups as varying in both branches."""
+        if self.over_all_shards:
+            return result, state, skip
+        parts = result, state.inner_state, state.metrics, skip
+        parts = jax.tree.map(environment.shards.as_varying, parts)
+        result, inner_state, metrics, skip = parts
+        return result, state._replace(inner_state=inner_state, metrics=metrics), skip
 
     def reduce(
         self, gradients: Gradients, state: CrossShardState, environment: Environment

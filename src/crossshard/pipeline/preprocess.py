@@ -43,14 +43,22 @@ class Preprocess(Stage):
         state = jax.tree.map(lambda x: _own_key(shards.as_varying(x), shards), state)
         params = jax.tree.map(shards.as_varying, environment.params)
         with inside_optimizer():
-            values, state = self.transformation.update(
+            values, after = self.transformation.update(
                 gradients.values, state, params, **environment.extra_args
             )
-        return gradients.replace(values=values), state
+        return gradients.replace(values=values), _as_stored(after, state)
 
     def describe(self) -> str:
         """The name of the transformation."""
         return f"preprocess ({self.name})"
+
+
+def _as_stored(after: Any, before: Any) -> Any:
+    """A state in the dtypes in which it is stored; of wider gradients Optax makes a wider one."""
+    if jax.tree.structure(after) != jax.tree.structure(before):
+        return after
+    one = lambda new, old: new if new.dtype == old.dtype else new.astype(old.dtype)
+    return jax.tree.map(one, after, before)
 
 
 def as_local(gradients: Gradients, environment: Environment, what: str) -> Gradients:

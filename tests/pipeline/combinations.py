@@ -1,0 +1,118 @@
+"""Which combinations of options are tried: all pairs of values, and those that are refused."""
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from crossshard import errors
+from tests.pipeline.ways_in import FACTORS, Combination
+
+# The refused combinations: what they are, the error, a part of its message, and why.
+Refusal = tuple[Callable[[Combination], bool], type[Exception], str, str]
+REFUSALS: dict[str, Refusal] = {
+    "weights under SUM": (
+        lambda c: c.weights is not None and c.reduction == "sum",
+        errors.ArgumentError,
+        "weight is a shard's weight in a mean",
+        "a weight says what a shard counts in a mean; a sum is not divided",
+    ),
+    "a learning rate that nobody tells": (
+        lambda c: "learning_rate" in c.metrics and not c.schedule,
+        errors.ArgumentError,
+        "no learning rate",
+        "a constant of optax.sgd(0.1) is closed over and cannot be read",
+    ),
+    "slices of what needs whole arrays": (
+        lambda c: (
+            c.is_sharded
+            and c.optimizer in ("clip, sgd", "lamb")
+            and (c.is_update or c.grouped)
+        ),
+        errors.WeightUpdateError,
+        "is not elementwise",
+        "in one's own shard_map, or in groups, each shard has its slice and nothing else",
+    ),
+}
+
+
+def refusals_of(combination: Combination) -> list[str]:
+    """The names of the refusals that a combination meets."""
+    return [name for name, (applies, *_) in REFUSALS.items() if applies(combination)]
+
+
+def _is_followed(c: Combination) -> bool:
+    """Whether the model of numpy knows every rounding that matters."""
+    # Adam's second moment in 16 bits is mostly rounding.
+    return c.masters or c.dtype == "float32" or c.optimizer in ("sgd", "clip, sgd")
+
+
+def covering(factors: Mapping[str, tuple[Any, ...]], seed: int, **fixed: Any) -> list[Combination]:
+    """Combinations in which every pair of values occurs, unless it is refused."""
+    draw = random.Random(seed)
+    names = [name for name in factors if name not in fixed]
+    both = list(itertools.combinations(names, 2))
+    # In a dict, since the order of a set differs between runs.
+    missing = dict.fromkeys(
+        (a, x, b, y) for a, b in both for x in factors[a] for y in factors[b]
+    )
+
+    def filled(a: str, x: Any, b: str, y: Any) -> dict[str, Any] | None:
+        for _ in range(100):
+            values = {name: draw.choice(factors[name]) for name in names} | {a: x, b: y}
+            candidate = Combination(**values, **fixed)
+            if not refusals_of(candidate) and _is_followed(candidate):
+                return values
+        return None
+
+    def new(values: Mapping[str, Any]) -> list[Any]:
+        pairs = ((a, values[a], b, values[b]) for a, b in both)
+        return [pair for pair in pairs if pair in missing]
+
+    found: list[Combination] = []
+    while missing:
+        pair = next(iter(missing))
+        candidates = [values for _ in range(8) if (values := filled(*pair)) is not None]
+        if not candidates:
+            del missing[pair]
+            continue
+        best = max(candidates, key=lambda values: len(new(values)))
+        for each in new(best):
+            del missing[each]
+        found.append(Combination(**best, **fixed))
+    return found
+
+
+def refused() -> list[Combination]:
+    """Every refusal in every way in that has it, otherwise with defaults."""
+    found = []
+    for way in FACTORS["way"]:
+        default = Combination(way=way)
+        tried = [
+            dataclasses.replace(default, weights="some", reduction="sum"),
+            dataclasses.replace(default, metrics=("learning_rate",)),
+            *(
+                dataclasses.replace(default, optimizer=optimizer, grouped=grouped)
+                for optimizer in ("clip, sgd", "lamb")
+                for grouped in (False, True)
+            ),
+        ]
+        found += [each for each in tried if refusals_of(each)]
+    return found
+
+
+def some() -> list[Combination]:
+    """Every pair of values, ways in included: for every run of the tests."""
+    return covering(FACTORS, 0)
+
+
+def many() -> list[Combination]:
+    """For each way in every pair of the other values, without those of ``some``."""
+    found = [
+        each
+        for seed, way in enumerate(FACTORS["way"])
+        for each in covering(FACTORS, seed + 1, way=way)
+    ]
+    known = set(some())
+    return [each for each in dict.fromkeys(found) if each not in known]

@@ -1,0 +1,146 @@
+"""Stages, groups, sharded updates and ways in, combined: equal to numpy, or refused."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import crossshard
+from tests.pipeline import combinations
+from tests.pipeline.ways_in import (
+    N,
+    Combination,
+    Run,
+    Shown,
+    model_options,
+    run,
+    run_model,
+)
+from tests.reference import pipeline_model
+
+# Half a unit in the last place of 1, by dtype: how far rounding moves a number, relatively.
+ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+# What float32 may add up to in a run.
+SMALL = 1e-5
+EXACT = ("count", "scale", "good_steps", "skipped", "loss_scale")
+
+
+def rounding_of(combination: Combination) -> float:
+    """The coarsest rounding that a gradient of a run goes through."""
+    wire = ROUNDING[combination.wire or "float32"]
+    return max(ROUNDING[combination.dtype], wire)
+
+
+def tolerance_of(name: str, want: np.ndarray, combination: Combination, model: Run) -> Any:
+    """How far an array of this name may be from the model's, elementwise.
+
+    The model rounds where the package does. A number that float32 and float64 put on different
+    sides of the middle between two numbers of 16 bits is off by one unit in the last place.
+    """
+    rounding = rounding_of(combination)
+    if model_options(combination).local_dtype != "float32" and combination.preprocess is not None:
+        # Norms and sums of 16 bits are rounded again.
+        rounding *= 2
+    relative = SMALL + (4 * rounding if rounding > ROUNDING["float32"] else 0)
+    kind = name.split("/")[0]
+    if name in EXACT:
+        return 0.0
+    if name in ("weight", "learning_rate"):
+        return 1e-6 * np.abs(want)
+    if kind in ("params", "masters", "ema"):
+        # An update has the size of the gradient, or of the learning rate.
+        is_normalized = combination.optimizer in ("adam", "lamb")
+        moved = 1.0 if is_normalized else model.largest
+        moved *= pipeline_model.OPTIMIZERS[combination.optimizer][1]
+        of_params = 0 if kind == "masters" else 4 * ROUNDING[combination.dtype] * np.abs(want)
+        return SMALL + relative * moved + of_params
+    if name in ("noise_variance", "noise_signal"):
+        return 2 * relative * model.magnified["of_" + name.removeprefix("noise_")]
+    if kind == "trace":
+        return relative * np.nanmax(np.abs(want), initial=0.0)
+    return relative * np.abs(want)
+
+
+def faults_of(got: Run, want: Run, combination: Combination) -> list[str]:
+    """Where a run is not what the model says."""
+    faults = []
+    pairs = [*zip(got.steps, want.steps, strict=True), (got.end, want.end)]
+    for step, (found, expected) in enumerate(pairs):
+        when = f"after step {step}" if step < len(got.steps) else "at the end"
+        if found.keys() != expected.keys():
+            which = sorted(found.keys() ^ expected.keys())
+            faults.append(f"{when} one of both does not have {which}")
+        for name in sorted(found.keys() & expected.keys()):
+            a, b = found[name], expected[name]
+            if name == "noise_scale":
+                # What is near zero may be divided by.
+                b = found["noise_variance"] / found["noise_signal"]
+            allowed = tolerance_of(name, b, combination, want)
+            # A norm of what overflowed is infinite, or not a number.
+            off = np.where(np.isfinite(b), np.abs(a - b), np.where(np.isfinite(a), np.inf, 0))
+            wrong = ~(off <= allowed)
+            if wrong.any():
+                faults.append(
+                    f"{when} {name} is off by {off.max():.3g}, of {np.max(allowed):.3g} allowed, "
+                    f"in {wrong.sum()} of {wrong.size} elements"
+                )
+    return faults
+
+
+def distance(a: Run, b: Run) -> float:
+    """The root mean square of all differences, relative to the size of each array."""
+    squares = []
+    for found, expected in [*zip(a.steps, b.steps, strict=True), (a.end, b.end)]:
+        if found.keys() != expected.keys():
+            return float("inf")
+        for name, want in expected.items():
+            if not np.array_equal(np.isfinite(found[name]), np.isfinite(want)):
+                return float("inf")
+            finite = np.isfinite(want)
+            off = found[name][finite] - want[finite]
+            size = np.sqrt((want[finite] ** 2).mean()) if finite.any() else 0
+            squares.append((off**2).mean() / (size**2 or 1) if finite.any() else 0.0)
+    return float(np.sqrt(np.mean(squares)))
+
+
+# What each option is compared with, to see that it does something.
+WITHOUT: dict[str, Callable[[Combination], dict[str, Any]]] = {
+    "optimizer": lambda c: {"optimizer": "momentum" if c.optimizer == "sgd" else "sgd"},
+    "schedule": lambda c: {"schedule": not c.schedule},
+    "reduction": lambda c: {"reduction": "mean" if c.reduction == "sum" else "sum"},
+    "grouped": lambda c: {"grouped": not c.grouped},
+    "preprocess": lambda c: {"preprocess": None},
+    "weights": lambda c: {"weights": None},
+    "accumulate": lambda c: {"accumulate": 1},
+    "wire": lambda c: {"wire": None},
+    "scale": lambda c: {"scale": False},
+    "precision": lambda c: {"precision": "float32"},
+    "ema": lambda c: {"ema": None},
+}
+
+
+# What hides an option from all that a run shows, and why.
+HIDDEN: dict[str, Callable[[Combination], bool]] = {
+    # The direction of a sum is that of the mean, and the length is clipped.
+    "reduction": lambda c: c.optimizer == "clip, sgd",
+    # Parameters of 16 bits are rounded as coarsely.
+    "wire": lambda c: c.dtype != "float32" and not c.masters,
+    # The wire rounds more coarsely than float16.
+    "precision": lambda c: c.dtype == "float16" and c.wire is not None,
+}
+
+
+def without_effect(got: Run, want: Run, combination: Combination) -> list[str]:
+    """The options without which the model is as near to the run as with them."""
+    found = []
+    near = distance(got, want)
+    for name, change in WITHOUT.items():
+        other = dataclasses.replace(combination, **change(combination))
+        if other == combination or HIDDEN.get(name, lambda _: False)(combination):
+            continue
+        if not near < distance(got, run_model(model_options(other), other)) / 2:
+            found.append(name)
+    return found

@@ -1,0 +1,363 @@
+"""The whole pipeline once more, in plain numpy and float64, to compare every way in with.
+
+It is written from the words of the documentation and of the papers, not from the package, which it
+does not import. One ``Model`` is all shards of a run: ``step`` takes what all shards see in one
+update, and ``observed`` says what the run should show after it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+Tree = dict[str, np.ndarray]
+
+LEARNING_RATE, CLIP, INNER_CLIP, DECAY = 0.1, 2.0, 1.0, 0.9
+B1, B2 = 0.9, 0.999
+# An eps that does not magnify rounding where a gradient is nearly zero.
+EPS = 1e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a run is asked for; the defaults are a plain mean over all shards and SGD.
+
+    Attributes:
+      shards: the number of shards.
+      groups: the groups that reduce independently; ``None`` for one of all shards.
+      reduction: ``"mean"`` or ``"sum"``.
+      optimizer: a name of ``OPTIMIZERS``.
+      schedule: whether the learning rate falls from step to step.
+      preprocess: ``None``, ``"clip"`` or ``"trace"``, on each shard's own gradient.
+      wire: ``None``, or ``"bfloat16"``: the gradients of each shard are rounded before they are
+        summed.
+      split: the names of the parameters whose gradients each shard gets a slice of. Sums of the
+        others are sent once more, and rounded once more.
+      scale: the first loss scale and the number of good steps after which it grows, or ``None``.
+      dtype: the dtype of the parameters, and of the state of ``preprocess``.
+      local_dtype: the dtype in which ``preprocess`` takes and returns gradients.
+      masters: whether there are master weights.
+      ema: the decay of the moving average of the parameters, or ``None``.
+      examples: the number of examples of a shard's gradient.
+    """
+
+    shards: int
+    groups: tuple[tuple[int, ...], ...] | None = None
+    reduction: str = "mean"
+    optimizer: str = "sgd"
+    schedule: bool = False
+    preprocess: str | None = None
+    wire: str | None = None
+    split: tuple[str, ...] = ()
+    scale: tuple[float, int] | None = None
+    dtype: str = "float32"
+    local_dtype: str = "float32"
+    masters: bool = False
+    ema: float | None = None
+    examples: int = 1
+
+
+# Rounding.
+
+
+def to_bfloat16(x: Any) -> np.ndarray:
+    """Rounded to the nearest of 16 bits, of two equally near to the even one."""
+    bits = np.asarray(x, np.float32).view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    found = rounded.astype(np.uint32).view(np.float32).astype(np.float64)
+    return np.where(np.isfinite(x), found, x)
+
+
+def round_to(x: Any, dtype: str) -> np.ndarray:
+    """The values that an array of this dtype has; float32 counts as exact."""
+    if dtype == "bfloat16":
+        return to_bfloat16(x)
+    with np.errstate(over="ignore"):
+        return np.float64(np.float16(x)) if dtype == "float16" else np.float64(x)
+
+
+def norm(tree: Mapping[str, np.ndarray]) -> float:
+    """The square root of the sum of all squares."""
+    return float(np.sqrt(sum((x**2).sum() for x in tree.values())))
+
+
+# The model: a linear one, and half the squared error, averaged over the rows.
+
+
+def loss_of(params: Tree, x: np.ndarray, y: np.ndarray) -> float:
+    """The mean over the rows of half the squared error."""
+    return float(((x @ params["kernel"] + params["bias"] - y) ** 2).sum(-1).mean() / 2)
+
+
+def gradient_of(params: Tree, x: np.ndarray, y: np.ndarray) -> Tree:
+    """Its gradient, by hand."""
+    error = (x @ params["kernel"] + params["bias"] - y) / len(x)
+    return {"kernel": x.T @ error, "bias": error.sum(0)}
+
+
+# Optimizers: each is a function of state, gradient, parameters and learning rate.
+
+
+def _sgd(state: dict[str, Any], gradient: Tree, params: Tree, rate: float) -> Tree:
+    return {name: -rate * g for name, g in gradient.items()}
+
+
+def _momentum(state: dict[str, Any], gradient: Tree, params: Tree, rate: float) -> Tree:
+    before = state.setdefault("trace", {name: 0.0 * g for name, g in gradient.items()})
+    state["trace"] = {name: DECAY * before[name] + g for name, g in gradient.items()}
+    return {name: -rate * v for name, v in state["trace"].items()}
+
+
+def _adam_direction(state: dict[str, Any], gradient: Tree) -> Tree:
+    zeros = {name: 0.0 * g for name, g in gradient.items()}
+    m, v = state.setdefault("m", zeros), state.setdefault("v", zeros)
+    t = state["t"] = state.setdefault("t", 0) + 1
+    state["m"] = m = {name: B1 * m[name] + (1 - B1) * g for name, g in gradient.items()}
+    state["v"] = v = {name: B2 * v[name] + (1 - B2) * g**2 for name, g in gradient.items()}
+    return {
+        name: (m[name] / (1 - B1**t)) / (np.sqrt(v[name] / (1 - B2**t)) + EPS) for name in gradient
+    }
+
+
+def _adam(state: dict[str, Any], gradient: Tree, params: Tree, rate: float) -> Tree:
+    return {name: -rate * d for name, d in _adam_direction(state, gradient).items()}
+
+
+def _clipped_sgd(state: dict[str, Any], gradient: Tree, params: Tree, rate: float) -> Tree:
+    return _sgd(state, clip(gradient, INNER_CLIP), params, rate)
+
+
+def _lamb(state: dict[str, Any], gradient: Tree, params: Tree, rate: float) -> Tree:
+    def ratio(name: str, direction: np.ndarray) -> float:
+        of_param, of_update = norm({name: params[name]}), norm({name: direction})
+        return of_param / of_update if of_param and of_update else 1.0
+
+    direction = _adam_direction(state, gradient)
+    return {name: -rate * ratio(name, d) * d for name, d in direction.items()}
+
+
+# Adam and LAMB take steps of the size of the learning rate, whatever the gradient.
+OPTIMIZERS: dict[str, tuple[Callable[..., Tree], float]] = {
+    "sgd": (_sgd, LEARNING_RATE),
+    "momentum": (_momentum, LEARNING_RATE),
+    "adam": (_adam, LEARNING_RATE / 10),
+    "clip, sgd": (_clipped_sgd, LEARNING_RATE),
+    "lamb": (_lamb, LEARNING_RATE),
+}
+
+
+def learning_rate(options: Options, count: int) -> float:
+    """The learning rate after so many updates: constant, or a tenth less of it each time."""
+    first = OPTIMIZERS[options.optimizer][1]
+    return first * (1 - count / 10) if options.schedule else first
+
+
+def clip(gradient: Tree, most: float) -> Tree:
+    """The gradient, made shorter if it is longer than this."""
+    length = norm(gradient)
+    # Not finite, it stays so.
+    factor = 1.0 if length <= most else most / length if np.isfinite(length) else np.nan
+    return {name: g * factor for name, g in gradient.items()}
+
+
+# The pipeline.
+
+
+@dataclasses.dataclass
+class _Replica:
+    """What the shards of one group have: parameters and the state of the optimizer."""
+
+    params: Tree
+    masters: Tree
+    ema: Tree
+    optimizer: dict[str, Any]
+    count: int = 0
+
+
+class Model:
+    """All shards of a run."""
+
+    def __init__(self, options: Options, init: Tree):
+        self.options = options
+        self.groups = options.groups or (tuple(range(options.shards)),)
+        wide = {name: np.float64(x) for name, x in init.items()}
+        self.replicas = [
+            _Replica(dict(wide), dict(wide), dict(wide), {}) for _ in range(len(self.groups))
+        ]
+        self.traces = [{name: 0.0 * x for name, x in wide.items()} for _ in range(options.shards)]
+        self.scale = options.scale[0] if options.scale else 1.0
+        self.good_steps = 0
+        self.of_step: list[dict[str, Any]] = []
+
+    def step(self, batches: Any, weights: np.ndarray | None = None) -> list[dict[str, Any]]:
+        """One update; what each group shows after it.
+
+        Args:
+          batches: ``batches[microbatch][shard]``, each ``(x, y)``.
+          weights: float[microbatches, shards], or ``None``.
+        """
+        options, scale = self.options, self.scale
+        before_traces = [dict(trace) for trace in self.traces]
+        reduced = [self._reduce(index, batches, weights) for index in range(len(self.groups))]
+        # A loss scale is one of all shards, so they skip together.
+        is_finite = all(
+            np.isfinite(x).all() for found in reduced for x in found["gradient"].values()
+        )
+        overflowed = options.scale is not None and not is_finite
+        weightless = [found["weight"] == 0 for found in reduced]
+        for index, found in enumerate(reduced):
+            skipped = overflowed or weightless[index]
+            if skipped:
+                for shard in self.groups[index]:
+                    self.traces[shard] = before_traces[shard]
+            found |= {"skipped": skipped, "loss_scale": scale}
+            found["learning_rate"] = learning_rate(options, self.replicas[index].count)
+            found |= self._update(self.replicas[index], found["gradient"], skipped)
+        if options.scale is not None and not all(weightless):
+            self._rescale(overflowed)
+        self.of_step = reduced
+        return reduced
+
+    def _local(self, shard: int, params: Tree, batches: Any, weights: Any) -> tuple[Tree, Any, Any]:
+        """The mean gradient and loss of a shard's microbatches, and their weight."""
+        gradient: Tree = {name: np.zeros_like(x) for name, x in params.items()}
+        loss = total = 0.0
+        for number, batch in enumerate(batches):
+            weight = 1.0 if weights is None else float(weights[number][shard])
+            total += weight
+            if weight == 0:
+                continue
+            scaled = gradient_of(params, *map(np.float64, batch[shard]))
+            for name, g in scaled.items():
+                in_dtype = round_to(g * self.scale, self.options.dtype) / self.scale
+                gradient[name] = gradient[name] + weight * in_dtype
+            loss += weight * loss_of(params, *map(np.float64, batch[shard]))
+        if total == 0:
+            return gradient, 0.0, 0.0
+        return {name: g / total for name, g in gradient.items()}, loss / total, total
+
+    def _preprocess(self, shard: int, gradient: Tree) -> Tree:
+        if self.options.preprocess == "clip":
+            return clip(gradient, CLIP)
+        if self.options.preprocess == "trace":
+            dtype, local_dtype = self.options.dtype, self.options.local_dtype
+            before = {n: round_to(DECAY * x, dtype) for n, x in self.traces[shard].items()}
+            after = {n: round_to(before[n] + g, local_dtype) for n, g in gradient.items()}
+            self.traces[shard] = {n: round_to(x, dtype) for n, x in after.items()}
+            return after
+        return gradient
+
+    def _reduce(self, index: int, batches: Any, weights: Any) -> dict[str, Any]:
+        """The reduced gradient of a group, with the loss, the weight and the norms."""
+        options, members = self.options, self.groups[index]
+        params = self.replicas[index].params
+        own, losses, ws = [], [], []
+        for shard in members:
+            gradient, loss, weight = self._local(shard, params, batches, weights)
+            own.append(self._preprocess(shard, gradient) if weight else gradient)
+            losses.append(loss)
+            ws.append(weight if weights is not None else 1.0)
+        total = sum(ws)
+        divisor = 1.0 if options.reduction == "sum" else total or 1.0
+        sums = {name: self._sum(name, own, ws) for name in params}
+        if weights is not None and total == 0:
+            sums = {name: np.zeros_like(x) for name, x in params.items()}
+        gradient = {name: x / divisor for name, x in sums.items()}
+        if options.dtype != "float32" and not options.masters:
+            gradient = {name: round_to(g, options.dtype) for name, g in gradient.items()}
+        found = {
+            "gradient": gradient,
+            "loss": sum(w * x for w, x in zip(ws, losses, strict=True)) / divisor,
+            "weight": total if weights is not None else None,
+            "grad_norm": norm(gradient),
+            # The largest element of a shard's gradient, as it counts in a sum.
+            "largest": max(np.abs(x).max() for tree in own for x in tree.values())
+            * (len(members) if options.reduction == "sum" else 1),
+        }
+        return found | self._noise(own, ws, weights is not None, gradient)
+
+    def _sum(self, name: str, own: list[Tree], ws: list[float]) -> np.ndarray:
+        options = self.options
+        weighed = [w * tree[name] if w else 0.0 * tree[name] for w, tree in zip(ws, own, strict=True)]
+        if options.wire is None:
+            return np.sum(weighed, axis=0)
+        total = np.sum([round_to(x, options.wire) for x in weighed], axis=0)
+        return total if name in options.split else round_to(total, options.wire)
+
+    def _noise(
+        self, own: list[Tree], ws: list[float], weighted: bool, gradient: Tree
+    ) -> dict[str, Any]:
+        """McCandlish et al. 2018, A.1: two batch sizes, two squared norms, two unknowns.
+
+        The squared norm of a gradient of B examples is on average that of the true gradient plus
+        1/B of the trace of the covariance of one example's. Weights count examples.
+        """
+        total, active = sum(ws), sum(w != 0 for w in ws)
+        of_mean = self.options.reduction == "mean"
+        big = norm(gradient) ** 2 / (1 if of_mean else len(ws) ** 2)
+        if total == 0:
+            return {"local_grad_norm": np.nan, "noise_variance": np.nan, "noise_signal": np.nan}
+        small = sum(w * norm(g) ** 2 for w, g in zip(ws, own, strict=True) if w) / total
+        found = {"local_grad_norm": np.sqrt(small)}
+        per_big = 1 / total if weighted else 1 / (len(ws) * self.options.examples)
+        # The mean over the shards of w / total · 1 / w is what one example more or less counts.
+        per_small = active / total if weighted else 1 / self.options.examples
+        if active < 2 or not np.isfinite([small, big]).all():
+            return found | {"noise_variance": np.nan, "noise_signal": np.nan}
+        equations = np.array([[1.0, per_small], [1.0, per_big]])
+        signal, variance = np.linalg.solve(equations, [small, big])
+        # How much an error of the two norms is magnified.
+        of_variance = 1 / (per_small - per_big)
+        magnified = {"of_variance": of_variance * small, "of_signal": of_variance * small * per_small}
+        return found | {"noise_variance": variance, "noise_signal": signal} | magnified
+
+    def _update(self, replica: _Replica, gradient: Tree, skipped: bool) -> dict[str, Any]:
+        """Take the step; its norm and that of the parameters after it."""
+        options = self.options
+        before = replica.params
+        if not skipped:
+            rate = learning_rate(options, replica.count)
+            source = replica.masters if options.masters else replica.params
+            update = OPTIMIZERS[options.optimizer][0]
+            change = update(replica.optimizer, gradient, source, rate)
+            replica.masters = {name: source[name] + change[name] for name in source}
+            replica.params = {n: round_to(x, options.dtype) for n, x in replica.masters.items()}
+            averaged = replica.masters if options.masters else replica.params
+            decay = options.ema or 0.0
+            replica.ema = {n: decay * replica.ema[n] + (1 - decay) * averaged[n] for n in averaged}
+            replica.count += 1
+        change = {name: replica.params[name] - before[name] for name in before}
+        return {"update_norm": norm(change), "param_norm": norm(replica.params)}
+
+    def _rescale(self, overflowed: bool) -> None:
+        """Halve the scale, or double it after enough good steps."""
+        assert self.options.scale is not None
+        if overflowed:
+            self.scale, self.good_steps = self.scale / 2, 0
+            return
+        self.good_steps += 1
+        if self.good_steps == self.options.scale[1]:
+            self.scale, self.good_steps = self.scale * 2, 0
+
+    # What a run shows, with one entry per shard.
+
+    def replica_of(self, shard: int) -> _Replica:
+        """The replica that a shard is part of."""
+        return next(
+            replica
+            for members, replica in zip(self.groups, self.replicas, strict=True)
+            if shard in members
+        )
+
+    def each(self, read: Callable[[_Replica], Tree]) -> Tree:
+        """``[shards, …]`` of what each shard's replica has."""
+        trees = [read(self.replica_of(shard)) for shard in range(self.options.shards)]
+        return {name: np.stack([tree[name] for tree in trees]) for name in trees[0]}
+
+    def metric(self, name: str) -> np.ndarray:
+        """``[shards]``: a metric of the last step."""
+        found = np.zeros(self.options.shards)
+        for members, of_group in zip(self.groups, self.of_step, strict=True):
+            found[list(members)] = of_group[name]
+        return found
