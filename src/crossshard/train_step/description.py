@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from crossshard.gradients.scalars import is_inexact
 from crossshard.train_step.layout import StateLayout
 from crossshard.train_step.state import TrainState
 from crossshard.train_step.step_function import StepFunction
@@ -14,11 +15,13 @@ def describe(function: StepFunction, layout: StateLayout, state: TrainState) -> 
     """The pipeline, the weight update with its reason, and the arrays with their sizes."""
     plan, mesh = layout.plan, layout.mesh
     axes = ", ".join(f"{name}: {size}" for name, size in mesh.shape.items())
+    frozen = [leaf for leaf in jax.tree.leaves(state.frozen) if is_inexact(leaf)]
     return "\n".join(
         [
             function.pipeline.describe(plan.strategy),
             f"{mesh.size} shards on the mesh ({axes}); weight update {plan.strategy}: {plan.why}",
             f"parameters: {_sizes(state.params, None)}, whole on every shard",
+            *([f"frozen: {_sizes(frozen, None)}, neither differentiated nor sent"] * bool(frozen)),
             f"optimizer state: {_sizes(state.opt_state, layout)}",
         ]
     )

@@ -52,6 +52,7 @@ class StateLayout:
             step=REPLICATED,
             params=_all(params, state.params),
             opt_state=self.pipeline.placements(state.opt_state, inner),
+            frozen=_all(REPLICATED, state.frozen),
             model_state=_all(model_state, state.model_state),
             rng=REPLICATED,
         )
@@ -86,12 +87,13 @@ class StateLayout:
     def initial(self, skeleton: Skeleton, rng_impl: Any, arrays: Any, rng: Any) -> TrainState:
         """The state before the first step, from replicated parameters and model state."""
         # Copied, since a step donates its state, and two arrays must not share a buffer.
-        params, model_state = jax.tree.map(strong_copy, arrays)
+        params, frozen, model_state = jax.tree.map(strong_copy, arrays)
         opt_state = jax.tree.map(strong_copy, self.pipeline.init(params))
         state = TrainState(
             jnp.int32(0),
             params,
             opt_state,
+            frozen,
             model_state,
             jnp.copy(rng),
             skeleton,
@@ -153,6 +155,7 @@ class StateLayout:
         for what, tree, where in (
             ("The stages' state", state.opt_state[:-1], placements.opt_state[:-1]),
             ("The state's parameters", state.params, placements.params),
+            ("What is frozen", state.frozen, placements.frozen),
             ("The model state", state.model_state, placements.model_state),
         ):
             shapes = [

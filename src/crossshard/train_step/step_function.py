@@ -129,19 +129,21 @@ class StepFunction:
             keys = (jax.random.fold_in(of_step, lax.axis_index(shards.axes)),)
 
         def run(params: Any, batch: Any = batch) -> tuple[Any, Any, Any, Any]:
-            model = combine(state.skeleton, params, state.model_state)
+            trained, frozen = params
+            model = combine(state.skeleton, trained, frozen, state.model_state)
             loss, aux = split_loss(self.loss_fn(model, batch, *keys), self.has_aux)
             return loss, aux, *after_loss(state.skeleton, model, params, state.model_state)
 
         def loss_of(params: Any) -> tuple[Any, Any]:
-            loss, aux, written, after = run(params)
+            both = params, state.frozen
+            loss, aux, written, after = run(both)
             _check_aux(aux)
-            check_not_written(written, params, lambda params: run(params)[2])
+            check_not_written(written, both, lambda both: run(both)[2])
             return loss, (after, aux)
 
         with shard_context(shards.number, axis_name=shards.axes):
             if self.weight is not None:
-                of_batch = lambda batch: run(state.params, batch)[0]
+                of_batch = lambda batch: run((state.params, state.frozen), batch)[0]
                 check_weight_is_read(self.weight, batch, of_batch)
             (loss, (after, aux)), gradients = value_and_grad(loss_of, has_aux=True)(state.params)
         weight = None if self.weight is None else weight_of(self.weight, batch)

@@ -32,6 +32,7 @@ from crossshard.train_step.loss import with_rng
 from crossshard.train_step.models import check_params, combine, partition
 from crossshard.train_step.state import TrainState
 from crossshard.train_step.step_function import StepFunction
+from crossshard.train_step.trained import check_wrt
 from crossshard.variables.per_shard import of_all
 
 
@@ -44,6 +45,7 @@ def make_train_step(
     weight_update: str = WeightUpdate.AUTO,
     weight: str | Callable[[Any], Any] | None = None,
     has_aux: bool = False,
+    wrt: Any = None,
 ) -> "TrainStep":
     """Build the whole training step of all shards: loss, gradients, reduction, weight update.
 
@@ -70,6 +72,9 @@ def make_train_step(
         such as a mask, or a function from a shard's batch to float[]. The mean is then
         sum(w · g) / sum(w), and a batch whose rows do not divide is padded with zeros.
       has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
+      wrt: what is trained: an NNX filter, such as ``nnx.LoRAParam``, for a module, or a function
+        of path and leaf, ``(path, leaf) -> bool``, for a pytree; all parameters if ``None``. What
+        is not trained is neither differentiated nor sent, and has no optimizer state.
 
     Returns:
       A TrainStep.
@@ -105,7 +110,7 @@ def make_train_step(
     sharding = check_weight_update(weight_update)
     if sharding is WeightUpdate.AUTO and optimizer.weight_update is WeightUpdate.SHARDED:
         sharding = WeightUpdate.SHARDED
-    return TrainStep(function, where, sharding)
+    return TrainStep(function, where, sharding, check_wrt(wrt))
 
 
 def _mesh_for(num_shards: int | None, mesh: Mesh | None) -> Mesh:
@@ -167,8 +172,11 @@ class TrainStep:
         strategy = None if self._latest is None else self._latest[0].plan.strategy
         return f"TrainStep({loss} on {axes}; {self._function.pipeline.describe(strategy)})"
 
-    def __init__(self, function: StepFunction, mesh: Mesh, weight_update: WeightUpdate):
+    def __init__(
+        self, function: StepFunction, mesh: Mesh, weight_update: WeightUpdate, wrt: Any = None
+    ):
         self._function = function
+        self._wrt = wrt
         self._mesh = mesh
         self._weight_update = weight_update
         self._place = BatchPlacer(mesh, function.weight)
@@ -251,7 +259,7 @@ class TrainStep:
             "init",
             {
                 "parameters": arrays[0],
-                "the model's other state": arrays[1],
+                "the model's other state": arrays[1:],
                 "rng": key,
                 "optimizer": abstract.opt_state,
             },
@@ -276,9 +284,10 @@ class TrainStep:
 
     def _initial(self, params: Any, impl: Any, key: jax.Array) -> tuple[Any, Any, TrainState]:
         """A compiled function of arrays and key, the arrays, and the types of its result."""
-        skeleton, *arrays = partition(params)
+        skeleton, *arrays = partition(params, self._wrt)
         layout = self._layout(arrays[0])
-        check_params(params, arrays[0], self._function.pipeline.optimizer)
+        optimizer = self._function.pipeline.optimizer
+        check_params(params, arrays[0], arrays[1], optimizer, self._wrt)
 
         def make(arrays: Any, key: Any) -> TrainState:
             return layout.initial(skeleton, impl, arrays, key)
@@ -365,7 +374,8 @@ class TrainStep:
             of_shard = lambda x: of_all(x) if shard is None else x[shard]
             model_state = jax.tree.map(of_shard, model_state)
         # Copied, since the next step donates the state.
-        return combine(state.skeleton, *jax.tree.map(jnp.copy, (params, model_state)))
+        arrays = jax.tree.map(jnp.copy, (params, state.frozen, model_state))
+        return combine(state.skeleton, *arrays)
 
     # Description.
 
