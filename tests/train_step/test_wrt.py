@@ -207,3 +207,54 @@ def test_a_filter_of_modules():
         make_train_step(lora_loss, optax.sgd(0.1), num_shards=2, wrt=nnx.PathContains("norm")).init(
             Lora()
         )
+
+
+# What an optimizer leaves alone.
+
+LABELS = lambda params: jax.tree_util.tree_map_with_path(
+    lambda path, leaf: "train" if is_trained(path, leaf) else "freeze", params
+)
+FROZEN = lambda params: jax.tree.map(lambda label: label == "freeze", LABELS(params))
+
+
+def leaving_alone(optimizer: Any) -> dict[str, Any]:
+    return {
+        "partition": optax.partition({"train": optimizer, "freeze": optax.set_to_zero()}, LABELS),
+        # Moments of what is frozen, which nothing reads.
+        "after": optax.chain(optimizer, optax.masked(optax.set_to_zero(), FROZEN)),
+        # The norm is that of all gradients.
+        "norm": optax.chain(
+            optax.clip_by_global_norm(0.1),
+            optax.partition({"train": optimizer, "freeze": optax.set_to_zero()}, LABELS),
+        ),
+    }
+
+
+@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
+@pytest.mark.parametrize("way", ["partition", "after", "norm"])
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_what_an_optimizer_leaves_alone_is_not_sent(name: str, way: str, weight_update: str):
+    optimizer = leaving_alone(OPTIMIZERS[name])[way]
+    step = make_train_step(loss_fn, optimizer, num_shards=8, weight_update=weight_update)
+    state, params, own = step.init(PARAMS), PARAMS, optimizer.init(PARAMS)
+    for _ in range(2):
+        updates, own = optimizer.update(jax.grad(loss_fn)(params, BATCH), own, params)
+        params = optax.apply_updates(params, updates)
+        state, _ = step(state, BATCH)
+    assert_close(state.params, params)
+    sent = PARAMS if way == "norm" else split(PARAMS)[0]
+    report = assert_communication(step, step.abstract_init(PARAMS), BATCH, parameters=sent)
+    assert report.bytes_sent == pytest.approx(report.lower_bound, rel=0.01)
+
+
+def test_a_frozen_leaf_that_decays_keeps_decaying():
+    optimizer = optax.chain(
+        optax.masked(optax.set_to_zero(), FROZEN), optax.add_decayed_weights(0.1), optax.sgd(0.1)
+    )
+    trained, whole = (sum(x.nbytes for x in jax.tree.leaves(t)) for t in (split(PARAMS)[0], PARAMS))
+    for weight_update, gathered in (("replicated", trained), ("sharded", whole)):
+        step = make_train_step(loss_fn, optimizer, num_shards=8, weight_update=weight_update)
+        state, _ = step(step.init(PARAMS), BATCH)
+        assert_close(split(state.params)[1], jax.tree.map(lambda x: 0.99 * x, split(PARAMS)[1]))
+        report = assert_communication(step, step.abstract_init(PARAMS), BATCH, parameters=PARAMS)
+        assert report.bytes_sent == pytest.approx(7 / 8 * (trained + gathered), rel=0.02)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from crossshard.errors import ArgumentTypeError
 from crossshard.gradients.incoming import Incoming
-from crossshard.gradients.local import split_loss, value_and_grad
+from crossshard.gradients.local import split_loss
 from crossshard.gradients.scalars import is_number
 from crossshard.pipeline.arrays import Arrays, GlobalArrays, LocalParts, WholeArrays
 from crossshard.pipeline.arrive import arrive
@@ -24,6 +24,7 @@ from crossshard.shards.context import shard_context
 from crossshard.shards.devices import torus_factors
 from crossshard.shards.partition import map_partitions
 from crossshard.train_step.batches import Weight, check_weight_is_read, weight_of
+from crossshard.train_step.differentiate import differentiate, without_unread
 from crossshard.train_step.layout import StateLayout
 from crossshard.train_step.models import after_loss, check_not_written, combine
 from crossshard.train_step.state import TrainState
@@ -68,7 +69,7 @@ class StepFunction:
 
         def of_one_shard(state: TrainState, batch: Any) -> Any:
             own = layout.local(state)
-            gradients, model_state, aux = self._gradients(own, batch, shards)
+            gradients, model_state, aux = self._gradients(own, batch, shards, plan.unread)
             here = dataclasses.replace(environment, params=own.params)
             with jax.named_scope(self.name):
                 if is_global:
@@ -119,7 +120,7 @@ class StepFunction:
         return state, metrics
 
     def _gradients(
-        self, state: TrainState, batch: Any, shards: Shards
+        self, state: TrainState, batch: Any, shards: Shards, unread: tuple[bool, ...]
     ) -> tuple[Gradients, Any, Any]:
         """This shard's gradients and loss, its model state after the loss, and ``aux``."""
         keys: tuple[jax.Array, ...] = ()
@@ -145,7 +146,7 @@ class StepFunction:
             if self.weight is not None:
                 of_batch = lambda batch: run((state.params, state.frozen), batch)[0]
                 check_weight_is_read(self.weight, batch, of_batch)
-            (loss, (after, aux)), gradients = value_and_grad(loss_of, has_aux=True)(state.params)
+            (loss, (after, aux)), gradients = differentiate(loss_of, state.params, unread)
         weight = None if self.weight is None else weight_of(self.weight, batch)
         if weight is not None:
             keep = functools.partial(_unless_weightless, weight)
@@ -158,7 +159,7 @@ class StepFunction:
             extra={"value": jnp.asarray(loss)},
             weight=weight,
         )
-        return gradients, after, aux
+        return without_unread(gradients, unread), after, aux
 
 
 def _arrays(layout: StateLayout, shards: Shards) -> Arrays:

@@ -408,6 +408,8 @@ class TrainStep:
                 number,
                 self._weight_update,
                 only_parts=groups is not None,
+                # A preprocessor may read them all.
+                leave_unread=pipeline.preprocess is None,
                 tile=TPU if self._mesh.devices.flat[0].platform == "tpu" else ANY,
             )
             self._layouts[key] = StateLayout(self._mesh, plan, groups, pipeline)
