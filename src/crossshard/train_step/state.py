@@ -24,7 +24,7 @@ class TrainState:
       frozen: the arrays of the model that stay unchanged, replicated: the parameters that ``wrt``
         leaves out, and those of a pytree that are not floating.
       model_state: the other state of the model: the variables of an NNX module, ``[shards, …]``,
-        since each shard keeps its own statistics and random streams.
+        since each shard keeps its own statistics and random streams; or what the loss returns.
       rng: uint32[…], the data of the key from which each step and shard derives its own: raw, since
         typed keys slow down every call.
       skeleton: the static part of the model.

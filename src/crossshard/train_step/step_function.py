@@ -1,7 +1,6 @@
 """StepFunction: the computation of a step, from each shard's loss to the update."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from crossshard.errors import ArgumentTypeError
 from crossshard.gradients.incoming import Incoming
 from crossshard.gradients.local import split_loss
-from crossshard.gradients.scalars import is_number
 from crossshard.pipeline.arrays import Arrays, GlobalArrays, LocalParts, WholeArrays
 from crossshard.pipeline.arrive import arrive
 from crossshard.pipeline.pipeline import Pipeline
@@ -23,9 +20,13 @@ from crossshard.shards.axes import Shards
 from crossshard.shards.context import shard_context
 from crossshard.shards.devices import torus_factors
 from crossshard.shards.partition import map_partitions
+from crossshard.train_step import aux_reduction
+from crossshard.train_step import model_state as model_states
+from crossshard.train_step.aux_reduction import AuxReduction
 from crossshard.train_step.batches import Weight, check_weight_is_read, weight_of
 from crossshard.train_step.differentiate import differentiate, without_unread
 from crossshard.train_step.layout import StateLayout
+from crossshard.train_step.model_state import ModelState
 from crossshard.train_step.models import after_loss, check_not_written, combine
 from crossshard.train_step.state import TrainState
 
@@ -40,6 +41,8 @@ class StepFunction:
       has_aux: whether the loss returns ``(loss, aux)``.
       weight: the weight function of the mean; ``None`` if all shards count the same.
       pipeline: the pipeline of the gradients.
+      model_state: how the state that the loss returns is kept; ``None`` if it returns none.
+      aux_reduction: how ``aux`` is reduced over the shards, a pytree prefix of it.
       name: the name of the pipeline's operations in profiles and HLO.
     """
 
@@ -49,6 +52,8 @@ class StepFunction:
     weight: Weight | None
     pipeline: Pipeline
     name: str
+    model_state: ModelState | None = None
+    aux_reduction: Any = AuxReduction.PER_SHARD
 
     def __call__(
         self, layout: StateLayout, state: TrainState, batch: Any
@@ -59,6 +64,7 @@ class StepFunction:
         each = PartitionSpec(names)
         grouped = layout.groups is not None
         is_global = plan.strategy is UpdateStrategy.GLOBAL
+        number = self.pipeline.shards_per_group(mesh.size)
         shards = Shards(mesh.size, names, manual=True, torus_factors=torus_factors(mesh))
         environment = Environment(
             shards,
@@ -70,6 +76,9 @@ class StepFunction:
         def of_one_shard(state: TrainState, batch: Any) -> Any:
             own = layout.local(state)
             gradients, model_state, aux = self._gradients(own, batch, shards, plan.unread)
+            sums = model_states.to_reduce(self.model_state, model_state, gradients.weight)
+            sums |= aux_reduction.to_reduce(self.aux_reduction, aux, gradients.weight)
+            gradients = gradients.replace(sums={**gradients.sums, **sums})
             here = dataclasses.replace(environment, params=own.params)
             with jax.named_scope(self.name):
                 if is_global:
@@ -79,6 +88,9 @@ class StepFunction:
                     params, opt_state, gradients = self.pipeline.update(
                         gradients, own.opt_state, here, apply_updates=True
                     )
+            model_state = model_states.settled(
+                self.model_state, own.model_state, model_state, gradients, number
+            )
             own = dataclasses.replace(
                 own, step=own.step + 1, params=params, opt_state=opt_state, model_state=model_state
             )
@@ -87,7 +99,9 @@ class StepFunction:
             if gradients.weight is not None:
                 metrics["weight"] = gradients.weight[None] if grouped else gradients.weight
             if self.has_aux:
-                metrics["aux"] = jax.tree.map(lambda x: jnp.asarray(x)[None], aux)
+                metrics["aux"] = aux_reduction.reduced(
+                    self.aux_reduction, aux, gradients, number, grouped=grouped
+                )
             reduced = gradients.values, gradients.skip
             return layout.stored(own), metrics, reduced if is_global else None
 
@@ -96,7 +110,10 @@ class StepFunction:
         if self.weight is not None:
             metric_specs["weight"] = of_group
         if self.has_aux:
-            metric_specs["aux"] = each
+            per_shard = AuxReduction.PER_SHARD
+            metric_specs["aux"] = jax.tree.map(
+                lambda reduction: each if reduction is per_shard else of_group, self.aux_reduction
+            )
         whole = PartitionSpec()
         split = map_partitions(lambda each, _: each.spec(names), plan.params, state.params)
         run = jax.shard_map(
@@ -129,16 +146,26 @@ class StepFunction:
             of_step = jax.random.fold_in(key, state.step)
             keys = (jax.random.fold_in(of_step, lax.axis_index(shards.axes)),)
 
-        def run(params: Any, batch: Any = batch) -> tuple[Any, Any, Any, Any]:
+        def run(
+            params: Any, batch: Any = batch, keys: tuple[jax.Array, ...] = keys
+        ) -> tuple[Any, Any, Any, Any]:
             trained, frozen = params
             model = combine(state.skeleton, trained, frozen, state.model_state)
-            loss, aux = split_loss(self.loss_fn(model, batch, *keys), self.has_aux)
-            return loss, aux, *after_loss(state.skeleton, model, params, state.model_state)
+            if self.model_state is None:
+                loss, aux = split_loss(self.loss_fn(model, batch, *keys), self.has_aux)
+                return loss, aux, *after_loss(state.skeleton, model, params, state.model_state)
+            # A copy, since Equinox's State may be used once.
+            before = jax.tree.map(lambda x: x, state.model_state)
+            after, out = model_states.split_state(
+                self.loss_fn(model, before, batch, *keys), self.has_aux
+            )
+            after = model_states.check_returned(state.model_state, after)
+            return *split_loss(out, self.has_aux), params, after
 
         def loss_of(params: Any) -> tuple[Any, Any]:
             both = params, state.frozen
             loss, aux, written, after = run(both)
-            _check_aux(aux)
+            aux_reduction.check_aux(aux)
             check_not_written(written, both, lambda both: run(both)[2])
             return loss, (after, aux)
 
@@ -146,11 +173,15 @@ class StepFunction:
             if self.weight is not None:
                 of_batch = lambda batch: run((state.params, state.frozen), batch)[0]
                 check_weight_is_read(self.weight, batch, of_batch)
+            if self.model_state is ModelState.MEAN:
+                of_own = lambda own: run((state.params, state.frozen), *own)[3]
+                model_states.check_equal(state.model_state, of_own, (batch, keys))
             (loss, (after, aux)), gradients = differentiate(loss_of, state.params, unread)
         weight = None if self.weight is None else weight_of(self.weight, batch)
         if weight is not None:
-            keep = functools.partial(_unless_weightless, weight)
-            after = jax.tree.map(keep, after, state.model_state)
+            after = model_states.unless_weightless(
+                self.model_state, weight, after, state.model_state
+            )
         gradients = arrive(
             self.pipeline,
             gradients,
@@ -169,18 +200,3 @@ def _arrays(layout: StateLayout, shards: Shards) -> Arrays:
     if plan.strategy is UpdateStrategy.PARTS:
         return LocalParts(plan.params, shards, layout.groups)
     return GlobalArrays(plan.params, plan.state, shards, layout.mesh)
-
-
-def _unless_weightless(weight: jax.Array, after: Any, before: Any) -> Any:
-    """A module's array after the loss; unchanged on a shard that has only padding."""
-    floating = jnp.issubdtype(after.dtype, jnp.inexact)
-    return jnp.where(weight != 0, after, before) if floating else after
-
-
-def _check_aux(aux: Any) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
-        if not is_number(leaf):
-            raise ArgumentTypeError(
-                f"aux{jax.tree_util.keystr(path)} is {leaf!r:.40} ({type(leaf).__name__}); aux "
-                f"must hold arrays and numbers. Leave out of aux what never changes."
-            )

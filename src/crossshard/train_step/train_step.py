@@ -25,10 +25,12 @@ from crossshard.shards.context import check_num_shards
 from crossshard.shards.devices import check_number_of_devices, mesh_for
 from crossshard.shards.partition import ANY, TPU
 from crossshard.train_step.agreement import check_agreement, checksum
+from crossshard.train_step.aux_reduction import check_aux_reduction
 from crossshard.train_step.batches import BatchPlacer, check_weight
 from crossshard.train_step.description import describe
 from crossshard.train_step.layout import StateLayout, check_key, replicated
 from crossshard.train_step.loss import with_rng
+from crossshard.train_step.model_state import check_initial, check_model_state
 from crossshard.train_step.models import check_params, combine, partition
 from crossshard.train_step.state import TrainState
 from crossshard.train_step.step_function import StepFunction
@@ -46,6 +48,8 @@ def make_train_step(
     weight: str | Callable[[Any], Any] | None = None,
     has_aux: bool = False,
     wrt: Any = None,
+    model_state: str | None = None,
+    aux_reduction: Any = None,
 ) -> "TrainStep":
     """Build the whole training step of all shards: loss, gradients, reduction, weight update.
 
@@ -75,6 +79,14 @@ def make_train_step(
       wrt: what is trained: an NNX filter, such as ``nnx.LoRAParam``, for a module, or a function
         of path and leaf, ``(path, leaf) -> bool``, for a pytree; all parameters if ``None``. What
         is not trained is neither differentiated nor sent, and has no optimizer state.
+      model_state: for functional code whose state changes besides its parameters, such as Linen's
+        ``batch_stats``: the loss is ``loss_fn(params, model_state, batch)`` and returns ``(loss,
+        model_state)``, or ``(loss, (model_state, aux))`` with ``has_aux``. ``"mean"``: floating
+        arrays are averaged over the shards after each step; ``"per_shard"``: each shard keeps its
+        own.
+      aux_reduction: how ``metrics["aux"]`` is reduced over the shards, or the group: ``"mean"``,
+        weighted as the loss is, ``"sum"``, ``"per_shard"`` as for ``None``, or a pytree prefix of
+        ``aux`` with these.
 
     Returns:
       A TrainStep.
@@ -98,7 +110,9 @@ def make_train_step(
         optimizer = CrossShardOptimizer(optimizer)
     refuse_variables_behind(optimizer)
     where = _jax.with_automatic_axes(_mesh_for(num_shards, mesh))
-    loss_fn, takes_rng = with_rng(loss_fn)
+    kind = check_model_state(model_state)
+    takes = ("params", "batch") if kind is None else ("params", "model_state", "batch")
+    loss_fn, takes_rng = with_rng(loss_fn, takes)
     function = StepFunction(
         loss_fn,
         takes_rng,
@@ -106,6 +120,8 @@ def make_train_step(
         check_weight(weight),
         _check_pipeline(pipeline_of(optimizer), where, weight),
         optimizer.get_name(),
+        kind,
+        check_aux_reduction(aux_reduction, has_aux),
     )
     sharding = check_weight_update(weight_update)
     if sharding is WeightUpdate.AUTO and optimizer.weight_update is WeightUpdate.SHARDED:
@@ -202,7 +218,7 @@ class TrainStep:
           The next state, and the metrics: ``"loss"``, float[], reduced like the gradients
           (``[shards]`` with groups); with ``weight``, ``"weight"``, float[], the sum of the
           weights of all shards, or of the group: if it is 0, parameters and optimizer state are
-          unchanged; with ``has_aux``, ``"aux"``, ``[shards, …]``.
+          unchanged; with ``has_aux``, ``"aux"``, ``[shards, …]`` or reduced by ``aux_reduction``.
 
         Raises:
           ArgumentError, ArgumentTypeError: the batch cannot be split, or the state is not of this
@@ -240,13 +256,14 @@ class TrainStep:
 
     # State.
 
-    def init(self, params: Any, rng: Any = 0) -> TrainState:
+    def init(self, params: Any, rng: Any = 0, *, model_state: Any = None) -> TrainState:
         """The state before the first step, on the devices of the mesh.
 
         Args:
           params: the model that the loss takes: a pytree of arrays, an Equinox module or an NNX
             module. It is copied.
           rng: a PRNG key or a seed; each step and shard derives its own key.
+          model_state: the state besides the parameters, where the step has ``model_state``.
 
         Raises:
           ArgumentError: there is nothing to train, the optimizer would train what is not meant
@@ -254,7 +271,7 @@ class TrainStep:
           ArgumentTypeError: a leaf is neither an array nor hashable, or ``rng`` is not a key.
         """
         impl, key = check_key(rng)
-        make, arrays, abstract = self._initial(params, impl, key)
+        make, arrays, abstract = self._initial(params, impl, key, model_state)
         self._check_agreement(
             "init",
             {
@@ -277,14 +294,19 @@ class TrainStep:
             "load the same checkpoint.",
         )
 
-    def abstract_init(self, params: Any) -> TrainState:
+    def abstract_init(self, params: Any, *, model_state: Any = None) -> TrainState:
         """The types and shardings of ``init``'s state, to ``lower`` without devices."""
-        _, _, abstract = self._initial(params, *check_key(0))
+        _, _, abstract = self._initial(params, *check_key(0), model_state)
         return abstract
 
-    def _initial(self, params: Any, impl: Any, key: jax.Array) -> tuple[Any, Any, TrainState]:
+    def _initial(
+        self, params: Any, impl: Any, key: jax.Array, model_state: Any
+    ) -> tuple[Any, Any, TrainState]:
         """A compiled function of arrays and key, the arrays, and the types of its result."""
+        model_state = check_initial(self._function.model_state, params, model_state)
         skeleton, *arrays = partition(params, self._wrt)
+        if self._function.model_state is not None:
+            arrays[2] = model_state
         layout = self._layout(arrays[0])
         optimizer = self._function.pipeline.optimizer
         check_params(params, arrays[0], arrays[1], optimizer, self._wrt)
@@ -355,8 +377,11 @@ class TrainStep:
 
         Args:
           state: a state of this step.
-          shard: the shard whose model to return. If ``None``, per-shard arrays of an NNX module are
-            averaged if floating (statistics), otherwise taken from the first shard.
+          shard: the shard whose model to return. If ``None``, model state that differs between
+            shards is averaged if floating (statistics), otherwise taken from the first shard.
+
+        Returns:
+          The model; ``(params, model_state)`` if the step has ``model_state``.
 
         Raises:
           ArgumentError: parameters differ between groups, and ``shard`` is ``None``.
@@ -370,12 +395,13 @@ class TrainStep:
             )
         if self._grouped:
             params = jax.tree.map(lambda x: x[shard], params)
-        if state.skeleton.is_nnx:
+        if self._layout_of(state).keeps_per_shard(state.skeleton):
             of_shard = lambda x: of_all(x) if shard is None else x[shard]
             model_state = jax.tree.map(of_shard, model_state)
         # Copied, since the next step donates the state.
         arrays = jax.tree.map(jnp.copy, (params, state.frozen, model_state))
-        return combine(state.skeleton, *arrays)
+        model = combine(state.skeleton, *arrays)
+        return model if self._function.model_state is None else (model, arrays[2])
 
     # Description.
 
@@ -412,7 +438,9 @@ class TrainStep:
                 leave_unread=pipeline.preprocess is None,
                 tile=TPU if self._mesh.devices.flat[0].platform == "tpu" else ANY,
             )
-            self._layouts[key] = StateLayout(self._mesh, plan, groups, pipeline)
+            self._layouts[key] = StateLayout(
+                self._mesh, plan, groups, pipeline, self._function.model_state
+            )
         return self._layouts[key]
 
     @property
