@@ -25,6 +25,7 @@ from crossshard.train_step import model_state as model_states
 from crossshard.train_step.aux_reduction import AuxReduction
 from crossshard.train_step.batches import Weight, check_weight_is_read, weight_of
 from crossshard.train_step.differentiate import differentiate, without_unread
+from crossshard.train_step.entries import specs_of, split_entries
 from crossshard.train_step.layout import StateLayout
 from crossshard.train_step.model_state import ModelState
 from crossshard.train_step.models import after_loss, check_not_written, combine
@@ -43,6 +44,7 @@ class StepFunction:
       pipeline: the pipeline of the gradients.
       model_state: how the state that the loss returns is kept; ``None`` if it returns none.
       aux_reduction: how ``aux`` is reduced over the shards, a pytree prefix of it.
+      replicated_entries: the names of the batch's entries that every shard gets whole.
       name: the name of the pipeline's operations in profiles and HLO.
     """
 
@@ -54,6 +56,7 @@ class StepFunction:
     name: str
     model_state: ModelState | None = None
     aux_reduction: Any = AuxReduction.PER_SHARD
+    replicated_entries: tuple[str, ...] = ()
 
     def __call__(
         self, layout: StateLayout, state: TrainState, batch: Any
@@ -119,7 +122,7 @@ class StepFunction:
         run = jax.shard_map(
             of_one_shard,
             mesh=mesh,
-            in_specs=(specs, each),
+            in_specs=(specs, specs_of(batch, self.replicated_entries, each)),
             out_specs=(specs, metric_specs, (split, whole) if is_global else None),
             # Gradients are local by construction, and gathered parameters are equal.
             check_vma=False,
@@ -174,8 +177,15 @@ class StepFunction:
                 of_batch = lambda batch: run((state.params, state.frozen), batch)[0]
                 check_weight_is_read(self.weight, batch, of_batch)
             if self.model_state is ModelState.MEAN:
-                of_own = lambda own: run((state.params, state.frozen), *own)[3]
-                model_states.check_equal(state.model_state, of_own, (batch, keys))
+                names = self.replicated_entries
+                rows, whole = split_entries(batch, names) if names else (batch, {})
+
+                def of_own(own: tuple[Any, Any]) -> Any:
+                    rows, keys = own
+                    given = {**rows, **whole} if names else rows
+                    return run((state.params, state.frozen), given, keys)[3]
+
+                model_states.check_equal(state.model_state, of_own, (rows, keys))
             (loss, (after, aux)), gradients = differentiate(loss_of, state.params, unread)
         weight = None if self.weight is None else weight_of(self.weight, batch)
         if weight is not None:

@@ -1,7 +1,7 @@
 """make_train_step: from a loss and an optimizer to the compiled step of all shards."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,8 @@ from crossshard.train_step.agreement import check_agreement, checksum
 from crossshard.train_step.aux_reduction import check_aux_reduction
 from crossshard.train_step.batches import BatchPlacer, check_weight
 from crossshard.train_step.description import describe
+from crossshard.train_step.entries import EntryPlacer, check_entries
+from crossshard.train_step.evaluate import Evaluator
 from crossshard.train_step.layout import StateLayout, check_key, replicated
 from crossshard.train_step.loss import with_rng
 from crossshard.train_step.model_state import check_initial, check_model_state
@@ -50,6 +52,7 @@ def make_train_step(
     wrt: Any = None,
     model_state: str | None = None,
     aux_reduction: Any = None,
+    replicated_entries: Sequence[str] = (),
 ) -> "TrainStep":
     """Build the whole training step of all shards: loss, gradients, reduction, weight update.
 
@@ -87,6 +90,9 @@ def make_train_step(
       aux_reduction: how ``metrics["aux"]`` is reduced over the shards, or the group: ``"mean"``,
         weighted as the loss is, ``"sum"``, ``"per_shard"`` as for ``None``, or a pytree prefix of
         ``aux`` with these.
+      replicated_entries: the names of the entries of a dict batch that every shard gets whole,
+        such as a temperature or a table: scalars or arrays, neither split nor padded. Several
+        processes must pass the same ones.
 
     Returns:
       A TrainStep.
@@ -113,15 +119,17 @@ def make_train_step(
     kind = check_model_state(model_state)
     takes = ("params", "batch") if kind is None else ("params", "model_state", "batch")
     loss_fn, takes_rng = with_rng(loss_fn, takes)
+    weigh = check_weight(weight)
     function = StepFunction(
         loss_fn,
         takes_rng,
         has_aux,
-        check_weight(weight),
+        weigh,
         _check_pipeline(pipeline_of(optimizer), where, weight),
         optimizer.get_name(),
         kind,
         check_aux_reduction(aux_reduction, has_aux),
+        check_entries(replicated_entries, weigh),
     )
     sharding = check_weight_update(weight_update)
     if sharding is WeightUpdate.AUTO and optimizer.weight_update is WeightUpdate.SHARDED:
@@ -181,12 +189,28 @@ class TrainStep:
     """
 
     def __repr__(self) -> str:
-        loss = getattr(
-            self._function.loss_fn, "__qualname__", type(self._function.loss_fn).__name__
-        )
         axes = ", ".join(f"{name}: {size}" for name, size in self._mesh.shape.items())
         strategy = None if self._latest is None else self._latest[0].plan.strategy
-        return f"TrainStep({loss} on {axes}; {self._function.pipeline.describe(strategy)})"
+        pipeline = self._function.pipeline.describe(strategy)
+        return f"TrainStep({self._loss_name} on {axes}; {pipeline})"
+
+    @property
+    def _loss_name(self) -> str:
+        loss_fn = self._function.loss_fn
+        return str(getattr(loss_fn, "__qualname__", type(loss_fn).__name__))
+
+    def __str__(self) -> str:
+        metrics = ["loss", *["weight"] * (self._function.weight is not None)]
+        metrics += ["aux"] * self._function.has_aux
+        lines = [
+            f"Training step of {self._loss_name} on {self._mesh.size} shards",
+            *([] if self._wrt is None else [f"trains only what wrt={self._wrt!r:.60} chooses"]),
+            f"metrics: {', '.join(metrics)}",
+        ]
+        if self._latest is None:
+            how = "how the weights are updated is decided by init(params)"
+            return "\n".join([*lines, self._function.pipeline.describe(), how])
+        return "\n".join([*lines, self.describe()])
 
     def __init__(
         self, function: StepFunction, mesh: Mesh, weight_update: WeightUpdate, wrt: Any = None
@@ -195,7 +219,15 @@ class TrainStep:
         self._wrt = wrt
         self._mesh = mesh
         self._weight_update = weight_update
-        self._place = BatchPlacer(mesh, function.weight)
+        names = function.replicated_entries
+        self._place = (
+            EntryPlacer(mesh, function.weight, names)
+            if names
+            else BatchPlacer(mesh, function.weight)
+        )
+        self._evaluate = Evaluator(
+            mesh, function.weight, names, takes_state=function.model_state is not None
+        )
         self._layouts: dict[Any, StateLayout] = {}
         self._latest: tuple[StateLayout, TrainState] | None = None
         self._compiled = jax.jit(self._run, donate_argnums=0)
@@ -386,6 +418,13 @@ class TrainStep:
         Raises:
           ArgumentError: parameters differ between groups, and ``shard`` is ``None``.
         """
+        # Copied, since the next step donates the state.
+        arrays = jax.tree.map(jnp.copy, self._of_shard(state, shard))
+        model = combine(state.skeleton, *arrays)
+        return model if self._function.model_state is None else (model, arrays[2])
+
+    def _of_shard(self, state: TrainState, shard: int | None) -> tuple[Any, Any, Any]:
+        """The parameters, the frozen arrays and the model state of a shard, or of all."""
         _check_state(state)
         params, model_state = state.params, state.model_state
         if self._grouped and shard is None:
@@ -398,10 +437,46 @@ class TrainStep:
         if self._layout_of(state).keeps_per_shard(state.skeleton):
             of_shard = lambda x: of_all(x) if shard is None else x[shard]
             model_state = jax.tree.map(of_shard, model_state)
-        # Copied, since the next step donates the state.
-        arrays = jax.tree.map(jnp.copy, (params, state.frozen, model_state))
-        model = combine(state.skeleton, *arrays)
-        return model if self._function.model_state is None else (model, arrays[2])
+        return params, state.frozen, model_state
+
+    def evaluate(
+        self,
+        state: TrainState,
+        batches: Iterable[Any],
+        metric_fn: Callable[..., Any],
+        shard: int | None = None,
+    ) -> Any:
+        """The mean of a metric over all examples of a data set, as on one device.
+
+        Args:
+          state: a state of this step.
+          batches: an iterable of batches, of any number of rows. If there are several processes,
+            each passes its own rows, in as many batches.
+          metric_fn: ``metric_fn(model, batch)``, or ``metric_fn(params, model_state, batch)`` if
+            the step has ``model_state``: the values of each example, a pytree of ``[rows, …]``,
+            which depend on no other example. Pass the same function each time: it is compiled
+            once for each shape of a batch.
+          shard: the shard whose model to evaluate; see ``model``.
+
+        Returns:
+          The mean of each value over all examples, float64[…]; with ``weight``, weighted by each
+          example's own weight, or by that of its parts if the entry has their shape.
+
+        Raises:
+          ArgumentError: there is no batch, no example counts, a value is not per example, or
+            parameters differ between groups and ``shard`` is ``None``.
+          ArgumentTypeError: ``batches`` is a single batch, or a value is not a real array.
+
+        >>> import jax.numpy as jnp, optax
+        >>> step = make_train_step(lambda w, x: (w * x).mean(), optax.sgd(0.1), num_shards=1)
+        >>> batches = [jnp.ones(2), 4 * jnp.ones(1)]
+        >>> float(step.evaluate(step.init(jnp.float32(3)), batches, lambda w, x: w * x))
+        6.0
+        """
+        if not callable(metric_fn):
+            raise ArgumentTypeError(f"metric_fn must be a function; got {metric_fn!r:.60}.")
+        arrays = self._of_shard(state, shard)
+        return self._evaluate(metric_fn, state.skeleton, arrays, batches)
 
     # Description.
 
