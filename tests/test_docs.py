@@ -19,7 +19,7 @@ from crossshard import errors
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
-GUIDE = sorted((ROOT / "docs").glob("*.md"))
+GUIDE = sorted(page for folder in ("docs", "docs/guide") for page in (ROOT / folder).glob("*.md"))
 PAGES = [
     README,
     CONTRIBUTING,
