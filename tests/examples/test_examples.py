@@ -143,6 +143,107 @@ def linen_model(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
     return module.main(optimizer), expected
 
 
+def train_with_state(
+    gradient: Callable[[Any, Any], Any], params: Any, stats: Any, optimizer: Any, steps: int
+) -> Any:
+    """The parameters and the statistics after these many steps with one batch, on one device.
+
+    ``gradient(params, stats)`` returns the gradient and the new statistics.
+    """
+    own = optimizer.init(params)
+
+    @jax.jit
+    def step(params: Any, stats: Any, own: Any) -> Any:
+        slope, stats = gradient(params, stats)
+        updates, own = optimizer.update(slope, own, params)
+        return optax.apply_updates(params, updates), stats, own
+
+    for _ in range(steps):
+        params, stats, own = step(params, stats, own)
+    return params, stats
+
+
+def linen_batch_norm(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
+    batch = module.data()
+
+    def loss(p: Any, stats: Any) -> Any:
+        x = batch["x"] @ p["Dense_0"]["kernel"]
+        mean, var = x.mean(0), (x**2).mean(0) - x.mean(0) ** 2
+        x = (x - mean) * jax.lax.rsqrt(var + 1e-5)
+        x = x * p["BatchNorm_0"]["scale"] + p["BatchNorm_0"]["bias"]
+        scores = jax.nn.log_softmax(dense(p["Dense_1"], jnp.tanh(x)))
+        after = {"mean": 0.9 * stats["mean"] + 0.1 * mean, "var": 0.9 * stats["var"] + 0.1 * var}
+        return -jnp.take_along_axis(scores, batch["label"][:, None], 1).mean(), after
+
+    start = module.network.init(jax.random.key(0), batch["x"], train=False)
+    stats = {"mean": jnp.zeros(32), "var": jnp.ones(32)}
+    gradient = jax.grad(loss, has_aux=True)
+    params, stats = train_with_state(gradient, start["params"], stats, optimizer, 60)
+    return module.main(optimizer), (params, {"batch_stats": {"BatchNorm_0": stats}})
+
+
+def haiku_state(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
+    x, y = module.data()["x"], module.data()["y"]
+
+    def loss(p: Any, stats: Any) -> Any:
+        mean, square = stats["mean"], stats["square"]
+        hidden = (x - mean) / jnp.sqrt(square - mean**2) @ p["linear"]["w"] + p["linear"]["b"]
+        out = jnp.tanh(hidden) @ p["linear_1"]["w"] + p["linear_1"]["b"]
+        after = {
+            "mean": 0.9 * mean + 0.1 * x.mean(0),
+            "square": 0.9 * square + 0.1 * (x**2).mean(0),
+        }
+        return ((out - y) ** 2).mean(), after
+
+    start, _ = module.network.init(jax.random.key(0), x)
+    stats = {"mean": jnp.zeros(1), "square": jnp.ones(1)}
+    params, stats = train_with_state(jax.grad(loss, has_aux=True), start, stats, optimizer, 100)
+    return module.main(optimizer), (params, {"~": stats})
+
+
+def equinox_state(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
+    x, y = module.data()["x"], module.data()["y"]
+
+    def loss(p: Any, stats: Any) -> Any:
+        first, scale, shift, weight, bias = p
+        hidden = x @ first.T
+        mean = hidden.mean(0)
+        var = ((hidden - mean) ** 2).mean(0)
+        hidden = (hidden - mean) / jnp.sqrt(var + 1e-5) * scale + shift
+        out = jnp.tanh(hidden) @ weight.T + bias
+        before_mean, before_var = stats
+        after = 0.99 * before_mean + 0.01 * mean, 0.99 * before_var + 0.01 * var
+        return ((out[:, 0] - y) ** 2).mean(), after
+
+    def arrays_of(model: Any, state: Any) -> Any:
+        norm, second = model.norm, model.second
+        params = (model.first.weight, norm.weight, norm.bias, second.weight, second.bias)
+        return params, state.get(norm.batch_state_index)
+
+    start, stats = arrays_of(*eqx.nn.make_with_state(module.Network)(jax.random.key(0)))
+    gradient = jax.grad(loss, has_aux=True)
+    expected = train_with_state(gradient, start, stats, optimizer, 100)
+    return arrays_of(*module.main(optimizer)), expected
+
+
+def lora(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
+    base = params_of(module.Network(nnx.Rngs(0)))
+    batch = module.data()
+
+    def loss(adapters: Any, batch: Any) -> Any:
+        x = batch["x"]
+        for name in ("hidden", "out"):
+            low = adapters[name]["lora_a"] @ adapters[name]["lora_b"]
+            x = x @ (base[name]["kernel"] + low) + base[name]["bias"]
+            x = jnp.tanh(x) if name == "hidden" else x
+        return ((x - batch["y"]) ** 2).mean()
+
+    start = {name: layer["lora"] for name, layer in base.items()}
+    trained = train(jax.grad(loss), start, optimizer, [batch] * 100)
+    expected = {name: {**layer, "lora": trained[name]} for name, layer in base.items()}
+    return params_of(module.main(optimizer)), expected
+
+
 def two_processes(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
     def loss(p: Any, batch: Any) -> Any:
         return ((dense(p, batch["x"]) - batch["y"]) ** 2).mean()
@@ -166,6 +267,10 @@ REFERENCES = {
         whole_step,
         equinox_model,
         linen_model,
+        linen_batch_norm,
+        haiku_state,
+        equinox_state,
+        lora,
         two_processes,
     )
 }
@@ -176,6 +281,10 @@ LAST_LINES = {
     "whole_step": r"accuracy 99\.\d%, also where the label was missing",
     "equinox_model": r"sin\(1\) = 0\.841; the model returns 0\.8\d+",
     "linen_model": r"accuracy 9\d\.\d%",
+    "linen_batch_norm": r"accuracy 9\d\.\d%",
+    "haiku_state": r"the running mean is 5\.\d\d, and the mean 5\.\d\d",
+    "equinox_state": r"step 99   loss 0\.00\d+",
+    "lora": r"mean error 0\.0\d+",
     "two_processes": r"both have the same loss and parameters: True",
 }
 
@@ -267,5 +376,6 @@ def test_an_example_needs_only_what_it_shows(name: str):
         if isinstance(node, ast.Import | ast.ImportFrom)
         for each in node.names
     }
-    own = {"equinox_model": {"equinox"}}.get(name, {"flax"})
+    library = name.split("_")[0]
+    own = {"equinox": {"equinox"}, "haiku": {"haiku"}}.get(library, {"flax"})
     assert imported - sys.stdlib_module_names <= {"crossshard", "jax", "numpy", "optax", *own}

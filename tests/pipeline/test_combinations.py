@@ -4,19 +4,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
-import pytest
 
-import crossshard
-from tests.pipeline import combinations
 from tests.pipeline.ways_in import (
-    N,
     Combination,
     Run,
-    Shown,
     model_options,
-    run,
     run_model,
 )
 from tests.reference import pipeline_model

@@ -1,9 +1,12 @@
 """Dependence analysis of functions: which inputs the outputs depend on, or are."""
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from crossshard import _jax
 from crossshard.jaxprs.walk import Analysis, Equations, follow
@@ -18,11 +21,31 @@ def depends(function: Callable[..., Any], read: Any, *others: Any) -> bool:
     >>> depends(lambda x, y: x.size * y, jnp.ones(2), jnp.ones(2))
     False
     """
-    jaxpr = jax.make_jaxpr(function)(read, *others)
     number = len(jax.tree.leaves(read))
-    inputs = [index < number for index in range(len(jaxpr.in_avals))]
-    outputs = follow(_Reads(), [jaxpr], inputs)
-    return any(outputs)
+    return any(bits & (1 << number) - 1 for bits in sources(function, read, *others))
+
+
+def sources(function: Callable[..., Any], *args: Any) -> list[int]:
+    """For each output of ``function(*args)`` the inputs on which it depends, one bit for each.
+
+    >>> import jax.numpy as jnp
+    >>> sources(lambda x, y, z: (x + z, jnp.zeros_like(y)), 1.0, 2.0, 3.0)
+    [5, 0]
+    """
+    jaxpr = jax.make_jaxpr(function)(*args)
+    return list(follow(_Reads(), [jaxpr], [1 << i for i in range(len(jaxpr.in_avals))]))
+
+
+def returned_inputs(function: Callable[..., Any], *args: Any) -> list[int | None]:
+    """For each output of ``function(*args)`` the index of the input that it equals, or ``None``.
+
+    >>> import jax.numpy as jnp
+    >>> returned_inputs(lambda x, y: (y, x + jnp.zeros_like(x), x + y), 1.0, 2.0)
+    [1, 0, None]
+    """
+    jaxpr = jax.make_jaxpr(function)(*args)
+    facts = follow(_Origin(), [jaxpr], list(range(len(jaxpr.in_avals))))
+    return [None if fact == _ZERO else fact for fact in facts]
 
 
 def hands_on(function: Callable[[Any], Any], given: Any) -> bool:
@@ -41,34 +64,43 @@ def hands_on(function: Callable[[Any], Any], given: Any) -> bool:
     return list(outputs) == list(indices) and jaxpr.in_avals == jaxpr.out_avals
 
 
-class _Reads(Analysis[bool]):
-    """Whether a value may depend on the tracked inputs."""
+class _Reads(Analysis[int]):
+    """The inputs on which a value may depend, as bits."""
 
-    def constant(self, values: Sequence[Any]) -> bool:
+    def constant(self, values: Sequence[Any]) -> int:
         del values
-        return False
+        return 0
 
-    def join(self, facts: Sequence[bool]) -> bool:
-        return any(facts)
+    def join(self, facts: Sequence[int]) -> int:
+        return functools.reduce(operator.or_, facts, 0)
 
-    def is_top(self, fact: bool) -> bool:
-        return fact
+    def is_top(self, fact: int) -> bool:
+        return fact == _ALL
 
-    def control(self, equations: Equations, decides: bool) -> bool:
+    def control(self, equations: Equations, decides: int) -> int:
         del equations
         return decides
 
-    def transfer(self, equations: Equations, inputs: Sequence[bool]) -> Sequence[bool]:
+    def transfer(self, equations: Equations, inputs: Sequence[int]) -> Sequence[int]:
         (equation,) = equations
         # Values written to a Ref are not tracked.
-        return [any(inputs) or any(map(_jax.is_ref, equation.invars))] * len(equation.outvars)
+        read = _ALL if any(map(_jax.is_ref, equation.invars)) else self.join(inputs)
+        return [read] * len(equation.outvars)
+
+
+# The bits of all inputs.
+_ALL = -1
 
 
 class _Origin(Analysis[int | None]):
-    """The index of the input that a value equals, or ``None``."""
+    """The index of the input that a value equals, ``_ZERO`` for zeros, or ``None``."""
 
     def constant(self, values: Sequence[Any]) -> None:
         del values
+
+    def literal(self, values: Sequence[Any], equation: Any) -> int | None:
+        del equation
+        return _ZERO if np.ndim(values[0]) == 0 and values[0] == 0 else None
 
     def join(self, facts: Sequence[int | None]) -> int | None:
         return facts[0] if all(fact == facts[0] for fact in facts) else None
@@ -82,6 +114,19 @@ class _Origin(Analysis[int | None]):
 
     def transfer(self, equations: Equations, inputs: Sequence[int | None]) -> Sequence[int | None]:
         (equation,) = equations
-        if equation.primitive.name in ("optimization_barrier", "copy", "copy_p"):
+        name = equation.primitive.name
+        if name in ("optimization_barrier", "copy", "copy_p"):
             return inputs
+        if name in _OF_ZERO_ZERO and all(fact == _ZERO for fact in inputs):
+            return [_ZERO] * len(equation.outvars)
+        if name in ("add", "add_any", "sub") and inputs[1] == _ZERO:
+            one, out = (each.aval for each in (equation.invars[0], equation.outvars[0]))
+            return [inputs[0] if (one.shape, one.dtype) == (out.shape, out.dtype) else None]
         return [None] * len(equation.outvars)
+
+
+_ZERO = -1
+_OF_ZERO_ZERO = frozenset(
+    "add add_any broadcast_in_dim concatenate convert_element_type mul neg reshape squeeze sub "
+    "transpose".split()
+)

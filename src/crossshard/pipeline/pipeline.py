@@ -6,6 +6,7 @@ its ``update``.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -167,6 +168,7 @@ class Pipeline:
         gradients = gradients.replace(sums={**gradients.sums, **self.metrics.sums(gradients)})
         if gradients.weight is not None:
             gradients, _ = Weigh().update(gradients, (), environment)
+        gradients = _without_unread(gradients, environment.unread)
         gradients, after = self.aggregate.update(gradients, state.aggregate, environment)
         state = state._replace(aggregate=after)
         extra, values = jax.tree.map(_cast, (dict(gradients.extra), gradients.values), dtypes)
@@ -296,6 +298,17 @@ class Pipeline:
     def shards_per_group(self, number_of_shards: int) -> int:
         """The number of shards that have the same parameters."""
         return number_of_shards if self.groups is None else self.groups.size
+
+
+def _without_unread(gradients: Gradients, unread: Sequence[bool]) -> Gradients:
+    """The gradients, of which those that nothing reads count as reduced: they are all zero."""
+    if not any(unread):
+        return gradients
+    status = tuple(
+        Incoming.REDUCED if is_unread else each
+        for each, is_unread in zip(gradients.status, unread, strict=True)
+    )
+    return gradients.replace(status=status)
 
 
 def _zeros_like(x: Any) -> jax.Array:

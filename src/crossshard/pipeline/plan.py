@@ -19,6 +19,7 @@ from crossshard.gradients.nesting import inside_optimizer
 from crossshard.jaxprs.elementwise import why_not_elementwise
 from crossshard.pipeline.arrays import WholeArrays
 from crossshard.pipeline.optimize import apply_optimizer, takes_value
+from crossshard.pipeline.unread import Unread, find_unread
 from crossshard.shards.partition import (
     ANY,
     Partition,
@@ -72,6 +73,7 @@ class UpdatePlan:
       params: the partition of each parameter.
       state: the partition of each array of the optimizer state.
       structure: the tree structure of the optimizer state.
+      unread: for each parameter, whether its gradient need be neither computed nor sent.
     """
 
     strategy: UpdateStrategy
@@ -79,6 +81,7 @@ class UpdatePlan:
     params: tuple[Partition, ...]
     state: tuple[Partition, ...]
     structure: Any
+    unread: tuple[bool, ...] = ()
 
 
 # Below this the two collectives of a sharded update cost more than the split saves.
@@ -93,6 +96,7 @@ def plan_update(
     *,
     only_parts: bool = False,
     tile: TileShape = ANY,
+    leave_unread: bool = False,
 ) -> UpdatePlan:
     """Plan the update of these parameters on ``number`` shards.
 
@@ -103,6 +107,7 @@ def plan_update(
       wanted: the requested weight update.
       only_parts: whether only slices are possible, as inside ``shard_map``.
       tile: the smallest slice that the platform scatters efficiently.
+      leave_unread: whether gradients that the optimizer does not read may be left out.
 
     Raises:
       ArgumentError: the optimizer's state changes its structure, or the optimizer needs arguments
@@ -112,19 +117,35 @@ def plan_update(
     params = jax.tree.map(_abstract, params)
     with inside_optimizer():
         state = jax.eval_shape(inner.init, params)
-    leaves, structure = jax.tree.leaves(params), jax.tree.structure(state)
+    leaves, (arrays, structure) = jax.tree.leaves(params), jax.tree.flatten(state)
     # One function for both checks: JAX traces it on whole arrays once.
     update = functools.partial(_update, inner)
     _check_state_stays(update, params, state)
 
+    if leave_unread:
+        unread = find_unread(update, params, state, _LOSS)
+    else:
+        unread = Unread((False,) * len(leaves), (False,) * len(leaves), (False,) * len(arrays))
+
     def whole(why: str) -> UpdatePlan:
-        return UpdatePlan(UpdateStrategy.WHOLE, why, _unsplit(params), _unsplit(state), structure)
+        return UpdatePlan(
+            UpdateStrategy.WHOLE,
+            why,
+            _unsplit(params),
+            _unsplit(state),
+            structure,
+            unread.gradients,
+        )
 
     if wanted is WeightUpdate.REPLICATED:
         return whole("as requested")
     if number == 1:
         return whole("there is one shard")
-    partitions = tuple(partition_for(leaf.shape, number, tile) for leaf in leaves)
+    # What is not sent is not gathered either.
+    partitions = tuple(
+        Partition(leaf.shape) if still else partition_for(leaf.shape, number, tile)
+        for leaf, still in zip(leaves, unread.still, strict=True)
+    )
     to_split = [
         math.prod(leaf.shape) * leaf.dtype.itemsize
         for leaf, partition in zip(leaves, partitions, strict=True)
@@ -134,13 +155,17 @@ def plan_update(
         return whole("every parameter is tiny")
     if wanted is WeightUpdate.AUTO and sum(to_split) < _WORTH_BYTES:
         return whole("the parameters are too small to gain from it")
-    of_shape = {partition.shape: partition for partition in partitions}
+    of_shape = {each.shape: each for each in partitions if each.number > 1}
     parts = UpdatePlan(
         UpdateStrategy.PARTS,
         "the update is elementwise",
         partitions,
-        tuple(of_shape.get(x.shape, Partition(x.shape)) for x in jax.tree.leaves(state)),
+        tuple(
+            Partition(x.shape) if still else of_shape.get(x.shape, Partition(x.shape))
+            for x, still in zip(arrays, unread.state, strict=True)
+        ),
         structure,
+        unread.gradients,
     )
     obstacle = _obstacle(update, params, state, parts)
     if obstacle is None:
@@ -156,9 +181,13 @@ def plan_update(
     return UpdatePlan(
         UpdateStrategy.GLOBAL,
         f"the update is not elementwise: {obstacle}",
-        tuple(partition_along_axis(leaf.shape, number, tile) for leaf in leaves),
-        tuple(partition_along_axis(leaf.shape, number, tile) for leaf in jax.tree.leaves(state)),
+        tuple(
+            Partition(leaf.shape) if still else partition_along_axis(leaf.shape, number, tile)
+            for leaf, still in zip(leaves, unread.still, strict=True)
+        ),
+        tuple(partition_along_axis(leaf.shape, number, tile) for leaf in arrays),
         structure,
+        unread.gradients,
     )
 
 

@@ -62,6 +62,8 @@ class Environment:
       extra_args: the caller's extra arguments.
       arrays: how the optimizer's arrays are split.
       divisor: the divisor of a mean over the shards, or the group; 1 under SUM.
+      unread: for each gradient, whether the optimizer does not read it; then it is zero, and not
+        sent. Empty if it reads all.
       examples: the number of examples of one shard's gradient; 1 if it is not known.
 
     >>> from crossshard.shards.axes import current_shards
@@ -77,6 +79,7 @@ class Environment:
     extra_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     arrays: Arrays = dataclasses.field(default_factory=WholeArrays)
     divisor: int = 1
+    unread: tuple[bool, ...] = ()
     examples: int = 1
 
     def on_all_shards(self, flag: jax.Array, *, of_parts: bool = False) -> jax.Array:

@@ -158,7 +158,7 @@ class BatchPlacer:
         if not paths:
             raise ArgumentError("The batch is empty: it has no array.")
         for path, leaf in paths:
-            _check_rows(path, leaf)
+            check_rows(path, leaf)
         leaves = [leaf for _, leaf in paths]
         missing = [-leaf.shape[0] % self._multiple for leaf in leaves]
         if any(missing):
@@ -207,23 +207,34 @@ class BatchPlacer:
         self._padding_weighs_nothing.add(key)
 
 
-def _check_rows(path: Any, leaf: Any) -> None:
+def check_rows(path: Any, leaf: Any) -> None:
+    """Raise unless a leaf of a batch is an array with rows.
+
+    Raises:
+      ArgumentError: it has no rows.
+      ArgumentTypeError: JAX cannot hold it.
+    """
     where = f"batch{jax.tree_util.keystr(path)}"
     if is_number(leaf) and not np.shape(leaf):
         raise ArgumentError(
-            f"{where} is a scalar, which has no rows to split over the shards. Pass one value per "
-            f"row, as np.full(rows, value), and let the loss take the first. A loss that closes "
-            f"over a number keeps the value that it had when it was compiled."
+            f"{where} is a scalar, which has no rows to split over the shards. Name the entry in "
+            f"replicated_entries, so that every shard gets it whole. A loss that closes over a "
+            f"number keeps the value that it had when it was compiled."
         )
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
         raise ArgumentTypeError(
             f"{where} must be an array; got {leaf!r:.60} ({type(leaf).__name__})."
         )
-    kind = getattr(leaf.dtype, "kind", "")
-    if kind in "OSUMm" and kind:
-        raise ArgumentTypeError(f"{where} is an array of {leaf.dtype}, which JAX cannot hold.")
+    check_dtype(where, leaf)
     if not leaf.shape[0]:
         raise ArgumentError(f"{where} has 0 rows, which have no mean. Leave such a batch out.")
+
+
+def check_dtype(where: str, leaf: Any) -> None:
+    """Raise if JAX cannot hold an array."""
+    kind = getattr(getattr(leaf, "dtype", None), "kind", "")
+    if kind in "OSUMm" and kind:
+        raise ArgumentTypeError(f"{where} is an array of {leaf.dtype}, which JAX cannot hold.")
 
 
 def _padding(leaf: Any, rows: int) -> Any:

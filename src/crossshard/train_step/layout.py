@@ -17,6 +17,7 @@ from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.partition import map_partitions
 from crossshard.shards.placement import PER_SHARD, REPLICATED, Placement
 from crossshard.shards.random_streams import own_stream
+from crossshard.train_step.model_state import ModelState
 from crossshard.train_step.models import Skeleton
 from crossshard.train_step.state import TrainState
 from crossshard.variables.per_shard import of_all
@@ -31,17 +32,24 @@ class StateLayout:
       plan: the partitions of parameters and optimizer state.
       groups: the groups whose parameters differ; ``None`` if all shards have the same.
       pipeline: the pipeline, whose stages have states.
+      model_state: how the state that a loss returns is kept; ``None`` if it returns none.
     """
 
     mesh: Mesh
     plan: UpdatePlan
     groups: GroupAssignment | None
     pipeline: Pipeline
+    model_state: ModelState | None = None
+
+    def keeps_per_shard(self, skeleton: Skeleton) -> bool:
+        """Whether each shard has its own model state."""
+        of_function = self.model_state is ModelState.PER_SHARD
+        return skeleton.is_nnx or of_function or self.groups is not None
 
     def placements(self, state: TrainState) -> TrainState:
         """The placement of every array of a state."""
         params = REPLICATED if self.groups is None else PER_SHARD
-        model_state = PER_SHARD if state.skeleton.is_nnx else REPLICATED
+        model_state = PER_SHARD if self.keeps_per_shard(state.skeleton) else REPLICATED
         inner = map_partitions(
             lambda partition, _: Placement(partition, self.groups is not None, self.groups),
             self.plan.state,
@@ -52,6 +60,7 @@ class StateLayout:
             step=REPLICATED,
             params=_all(params, state.params),
             opt_state=self.pipeline.placements(state.opt_state, inner),
+            frozen=_all(REPLICATED, state.frozen),
             model_state=_all(model_state, state.model_state),
             rng=REPLICATED,
         )
@@ -86,12 +95,13 @@ class StateLayout:
     def initial(self, skeleton: Skeleton, rng_impl: Any, arrays: Any, rng: Any) -> TrainState:
         """The state before the first step, from replicated parameters and model state."""
         # Copied, since a step donates its state, and two arrays must not share a buffer.
-        params, model_state = jax.tree.map(strong_copy, arrays)
+        params, frozen, model_state = jax.tree.map(strong_copy, arrays)
         opt_state = jax.tree.map(strong_copy, self.pipeline.init(params))
         state = TrainState(
             jnp.int32(0),
             params,
             opt_state,
+            frozen,
             model_state,
             jnp.copy(rng),
             skeleton,
@@ -107,14 +117,15 @@ class StateLayout:
         """
 
         def streams(leaf: Any) -> Any:
-            if not isinstance(leaf, nnx.RngKey) or self.mesh.size == 1:
-                return jax.tree.map(self._on_each, leaf)
-            keys = self._on_each(leaf.get_raw_value())
-            return leaf.replace(jax.vmap(own_stream)(keys, jnp.arange(self.mesh.size)))
+            each = jax.tree.map(self._on_each, leaf)
+            if self.mesh.size == 1 or not (isinstance(leaf, nnx.RngKey) or _is_key(leaf)):
+                return each
+            own = lambda keys: jax.vmap(own_stream)(keys, jnp.arange(self.mesh.size))
+            return own(each) if _is_key(leaf) else leaf.replace(own(each.get_raw_value()))
 
         on_each = lambda placement, x: self._on_each(x) if placement.per_shard else x
         spread = self._map(on_each, state)
-        if not state.skeleton.is_nnx:
+        if not (state.skeleton.is_nnx or self.model_state is ModelState.PER_SHARD):
             return spread
         model_state = jax.tree.map(streams, state.model_state, is_leaf=_is_variable)
         return dataclasses.replace(spread, model_state=model_state)
@@ -153,6 +164,7 @@ class StateLayout:
         for what, tree, where in (
             ("The stages' state", state.opt_state[:-1], placements.opt_state[:-1]),
             ("The state's parameters", state.params, placements.params),
+            ("What is frozen", state.frozen, placements.frozen),
             ("The model state", state.model_state, placements.model_state),
         ):
             shapes = [
@@ -232,6 +244,10 @@ def check_key(rng: Any) -> tuple[Any, jax.Array]:
             f"({type(rng).__name__})."
         )
     return jax.random.key_impl(rng), jax.random.key_data(rng)
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _is_variable(leaf: Any) -> bool:

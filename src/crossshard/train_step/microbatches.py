@@ -35,7 +35,7 @@ def over_microbatches(
     params: Any,
     model_state: Any,
     batch: Any,
-) -> Local:
+) -> tuple[Local, Any, Any]:
     """The mean over ``number`` microbatches, which are computed one after the other.
 
     Args:
@@ -46,8 +46,8 @@ def over_microbatches(
       batch: one shard's rows of the batch.
 
     Returns:
-      The means, weighted if there are weights; the last model state; ``aux`` of every microbatch,
-      stacked; gradients with at least 32 bits.
+      The means, weighted if there are weights, gradients with at least 32 bits, and the last model
+      state; then ``aux`` and the weight of every microbatch, stacked.
 
     Raises:
       ArgumentError: the rows do not divide into as many microbatches.
@@ -60,14 +60,16 @@ def over_microbatches(
         found = compute(rows, model_state, index)
         sums = add(sums, found.values, found.loss, found.weight)
         # Dtypes as they were stored, or the carry would change its type.
-        after = jax.tree.map(lambda new, old: new.astype(old.dtype), found.model_state, model_state)
-        return (sums, after), found.aux
+        as_stored = lambda new, old: new if new.dtype == old.dtype else new.astype(old.dtype)
+        after = jax.tree.map(as_stored, found.model_state, model_state)
+        return (sums, after), (found.aux, found.weight)
 
-    (sums, model_state), aux = lax.scan(
+    (sums, model_state), (aux, weights) = lax.scan(
         one, (zeros(params), model_state), (jnp.arange(number), pieces)
     )
     values, loss = mean(*sums)
-    return Local(loss, values, sums[2], model_state, aux)
+    total = None if weights is None else sums[2]
+    return Local(loss, values, total, model_state, None), aux, weights
 
 
 def _split(path: Any, rows: Any, number: int) -> Any:

@@ -1,4 +1,4 @@
-"""Partitions a model into parameters, model state and static structure, and combines them."""
+"""Partitions a model into trained and frozen arrays, other state and static structure."""
 
 import dataclasses
 import sys
@@ -16,6 +16,12 @@ from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.scalars import is_inexact
 from crossshard.jaxprs.dependence import depends, hands_on
 from crossshard.pipeline.optimize import takes_value
+from crossshard.train_step.trained import (
+    check_some_trained,
+    of_module,
+    of_pytree,
+    refuse_other_variable,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,22 +31,31 @@ class Skeleton:
     Attributes:
       tree: the treedef of a pytree, or the graphdef of an NNX module.
       fixed: the static leaves of a pytree, with ``None`` in place of arrays.
+      frozen: the paths of the parameters of an NNX module that are not trained.
     """
 
     tree: Any
     fixed: tuple[Any, ...] | None = None
+    frozen: frozenset[tuple[Any, ...]] = frozenset()
 
     @property
     def is_nnx(self) -> bool:
         """Whether the model is an NNX module, whose other state a loss may write to."""
         return self.fixed is None
 
+    def split(self, module: Any) -> Any:
+        """The graphdef of an NNX module, its trained and frozen parameters, and other state."""
+        is_trained = lambda path, value: _is_param(path, value) and path not in self.frozen
+        filters: Any = (is_trained, _is_param, ...)
+        return nnx.split(module, *filters)
 
-def partition(model: Any) -> tuple[Skeleton, Any, Any]:
-    """Partition a pytree or an NNX module into skeleton, parameters and model state.
 
-    Parameters are the ``nnx.Param``s of a module, or the floating arrays of a pytree. The other
-    arrays are model state; those of a pytree, such as integers, stay unchanged.
+def partition(model: Any, wrt: Any = None) -> tuple[Any, ...]:
+    """Partition a pytree or an NNX module into skeleton, parameters, frozen arrays and state.
+
+    Parameters are the ``nnx.Param``s of a module, or the floating arrays of a pytree, that ``wrt``
+    chooses. The others are frozen, as are the other arrays of a pytree, such as integers. Only a
+    module has further state.
 
     Raises:
       ArgumentError: there are no parameters.
@@ -61,7 +76,9 @@ def partition(model: Any) -> tuple[Skeleton, Any, Any]:
             f"nnx {type(inside[0]).__name__} in it, whose statistics would be trained as "
             f"parameters. Put everything into one nnx.Module, nnx.Dict or nnx.List."
         )
-    parts = _partition_module(model) if isinstance(model, nnx.Pytree) else _partition_pytree(model)
+    of = _partition_module if isinstance(model, nnx.Pytree) else _partition_pytree
+    parts = of(model, wrt)
+    check_some_trained(wrt, *parts[1:3])
     if not jax.tree.leaves(parts[1]):
         raise ArgumentError(
             f"There is nothing to train: {type(model).__name__} has no floating array."
@@ -69,13 +86,21 @@ def partition(model: Any) -> tuple[Skeleton, Any, Any]:
     return parts
 
 
-def check_params(model: Any, params: Any, optimizer: optax.GradientTransformationExtraArgs) -> None:
+def check_params(
+    model: Any,
+    params: Any,
+    frozen: Any,
+    optimizer: optax.GradientTransformationExtraArgs,
+    wrt: Any,
+) -> None:
     """Raise if a step would train what is not meant to be trained, or replicate sharded arrays.
 
     Args:
       model: the model that the caller passes to ``init``.
       params: its parameters.
+      frozen: its other arrays that stay unchanged.
       optimizer: the inner optimizer.
+      wrt: the caller's choice of what is trained; ``None`` without one.
 
     Raises:
       ArgumentError: parameters are sharded over devices, or the optimizer would update Linen's
@@ -83,7 +108,7 @@ def check_params(model: Any, params: Any, optimizer: optax.GradientTransformatio
     """
     _refuse_states(model)
     paths = jax.tree_util.tree_leaves_with_path(params)
-    for path, leaf in paths:
+    for path, leaf in [*paths, *jax.tree_util.tree_leaves_with_path(frozen)]:
         sharding = getattr(leaf, "sharding", None)
         if sharding is not None and not sharding.is_fully_replicated:
             raise ArgumentError(
@@ -92,6 +117,8 @@ def check_params(model: Any, params: Any, optimizer: optax.GradientTransformatio
                 f"jax.device_put(params, NamedSharding(mesh, PartitionSpec())). For a model that "
                 f"is split over an axis, use a CrossShardOptimizer in your own jax.shard_map."
             )
+    if wrt is not None:
+        return
     if isinstance(model, Mapping) and not isinstance(model, nnx.State) and "params" in model:
         of_params = jax.tree_util.DictKey("params")
         others = [place for place, (path, _) in enumerate(paths) if path[0] != of_params]
@@ -99,9 +126,9 @@ def check_params(model: Any, params: Any, optimizer: optax.GradientTransformatio
             raise ArgumentError(
                 f"The parameters are a dict with 'params' in it, as Linen's variables, and the "
                 f"optimizer would also train {sorted(set(model) - {'params'})}. Write "
-                f"init(variables['params']) and let the loss close over what does not change. A "
-                f"step keeps statistics of NNX modules only: see nnx.bridge.ToNNX. To train "
-                f"everything, use another name than 'params'."
+                f"init(params, model_state=rest), where params = variables.pop('params'), with "
+                f"make_train_step(loss_fn, optimizer, model_state='mean') and loss_fn(params, "
+                f"rest, batch). To train everything, write wrt=lambda path, leaf: True."
             )
     if isinstance(model, nnx.Pytree):
         of_lora = [
@@ -114,9 +141,8 @@ def check_params(model: Any, params: Any, optimizer: optax.GradientTransformatio
             name = _name(paths[others[0]][0])
             raise ArgumentError(
                 f"The model has nnx.LoRAParam, and the optimizer would also train others, such as "
-                f"{name}. To train only nnx.LoRAParam, write graphdef, lora, rest = "
-                f"nnx.split(model, nnx.LoRAParam, ...), then init(lora), and in the loss model = "
-                f"nnx.merge(graphdef, lora, rest); to train all of them, split off nnx.Param."
+                f"{name}. To train only nnx.LoRAParam, write make_train_step(..., "
+                f"wrt=nnx.LoRAParam); to train all of them, wrt=nnx.Param."
             )
 
 
@@ -132,9 +158,9 @@ def _refuse_states(model: Any) -> None:
     state = next((node for node in nodes if jax.tree.leaves(node)), None)
     if isinstance(state, of_equinox):
         raise ArgumentError(
-            "The parameters hold an eqx.nn.State, and its statistics would be trained. Pass only "
-            "the module, init(model), and let the loss close over a state that does not change. A "
-            "step keeps statistics of NNX modules only."
+            "The parameters hold an eqx.nn.State, and its statistics would be trained. Write "
+            "init(model, model_state=state), with make_train_step(loss_fn, optimizer, "
+            "model_state='mean') and loss_fn(model, state, batch)."
         )
     if state is not None:
         raise ArgumentError(
@@ -164,15 +190,15 @@ def _moves(
     return depends(updates, params, params)
 
 
-def combine(skeleton: Skeleton, params: Any, model_state: Any) -> Any:
+def combine(skeleton: Skeleton, params: Any, frozen: Any, model_state: Any) -> Any:
     """The inverse of ``partition``."""
     if skeleton.fixed is None:
         # New variables belong to the current trace, so that the loss may write to them.
-        return nnx.merge(skeleton.tree, *jax.tree.map(lambda x: x, (params, model_state)))
+        return nnx.merge(skeleton.tree, *jax.tree.map(lambda x: x, (params, frozen, model_state)))
     leaves = zip(
         skeleton.fixed,
         skeleton.tree.flatten_up_to(params),
-        skeleton.tree.flatten_up_to(model_state),
+        skeleton.tree.flatten_up_to(frozen),
         strict=True,
     )
     filled = [
@@ -183,14 +209,21 @@ def combine(skeleton: Skeleton, params: Any, model_state: Any) -> Any:
 
 
 def after_loss(skeleton: Skeleton, model: Any, params: Any, before: Any) -> tuple[Any, Any]:
-    """The parameters and the model state after the loss.
+    """The parameters, trained and frozen, and the model state after the loss.
+
+    Args:
+      skeleton: the static part of the model.
+      model: the model that the loss got.
+      params: its trained and its frozen parameters before the loss.
+      before: its other state before the loss.
 
     Raises:
       VariableError: the loss added or removed variables.
     """
     if not skeleton.is_nnx:
         return params, before
-    _, written, after = nnx.split(model, _is_param, ...)  # type: ignore[misc]
+    _, trained, frozen, after = skeleton.split(model)
+    written = trained, frozen
     if jax.tree.structure((written, after)) != jax.tree.structure((params, before)):
         raise VariableError(
             "The loss added or removed variables of its module, but a step keeps those that init "
@@ -215,9 +248,9 @@ def check_not_written(after: Any, params: Any, run: Callable[[Any], Any]) -> Non
     # nnx.remat, nnx.jit and similar write every variable back, with its old value.
     if not hands_on(run, params):
         raise VariableError(
-            "The loss wrote to an nnx.Param of its module, which the optimizer updates: the value "
-            "would be lost. Write it in the optimizer, with optax.keep_params_nonnegative for "
-            "example, or use another type of nnx.Variable."
+            "The loss wrote to an nnx.Param of its module, which only the optimizer updates: the "
+            "value would be lost. Write it in the optimizer, with optax.keep_params_nonnegative "
+            "for example, or use another type of nnx.Variable."
         )
 
 
@@ -231,9 +264,21 @@ def _is_param(path: Any, value: Any) -> bool:
     return bool(leaves) and all(map(is_inexact, leaves))
 
 
-def _partition_module(module: Any) -> tuple[Skeleton, Any, Any]:
-    graph, params, model_state = nnx.split(module, _is_param, ...)  # type: ignore[misc]
-    return Skeleton(graph), params, model_state
+def _has_floats(variable: nnx.Variable) -> bool:
+    return any(map(is_inexact, jax.tree.leaves(variable.get_raw_value())))
+
+
+def _partition_module(module: Any, wrt: Any) -> tuple[Any, ...]:
+    chosen, frozen = of_module(wrt), set()
+    for path, variable in nnx.to_flat_state(nnx.state(module)):
+        is_chosen = chosen(path, variable)
+        if _is_param(path, variable):
+            frozen |= set() if is_chosen else {path}
+        elif wrt is not None and is_chosen and _has_floats(variable):
+            refuse_other_variable(path, variable)
+    skeleton = Skeleton(None, frozen=frozenset(frozen))
+    graph, *arrays = skeleton.split(module)
+    return dataclasses.replace(skeleton, tree=graph), *arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,15 +288,21 @@ class _Fixed:
     kind: type
 
 
-def _partition_pytree(model: Any) -> tuple[Skeleton, Any, Any]:
+def _partition_pytree(model: Any, wrt: Any) -> tuple[Any, ...]:
+    chosen = of_pytree(wrt, model)
     paths, tree = jax.tree_util.tree_flatten_with_path(model)
     leaves = [jnp.asarray(x) if _is_number_to_train(path, x) else x for path, x in paths]
     fixed = tuple(
         None if _is_array(leaf) else _Fixed(_check_fixed(leaf), type(leaf)) for leaf in leaves
     )
-    params = [leaf if _is_array(leaf) and is_inexact(leaf) else None for leaf in leaves]
-    rest = [leaf if _is_array(leaf) and not is_inexact(leaf) else None for leaf in leaves]
-    return Skeleton(tree, fixed), tree.unflatten(params), tree.unflatten(rest)
+    trained = [
+        _is_array(leaf) and is_inexact(leaf) and chosen(path, leaf)
+        for (path, _), leaf in zip(paths, leaves, strict=True)
+    ]
+    pairs = list(zip(leaves, trained, strict=True))
+    params = [leaf if is_trained else None for leaf, is_trained in pairs]
+    rest = [leaf if _is_array(leaf) and not is_trained else None for leaf, is_trained in pairs]
+    return Skeleton(tree, fixed), tree.unflatten(params), tree.unflatten(rest), ()
 
 
 def _is_number_to_train(path: tuple[Any, ...], leaf: Any) -> bool:

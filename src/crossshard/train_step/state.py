@@ -21,8 +21,10 @@ class TrainState:
       opt_state: a ``CrossShardState``: the states of the stages and, as ``inner_state``, that of
         the inner optimizer; partitioned over the shards if the weight update is sharded, and
         ``[shards, …]`` with groups.
-      model_state: the other arrays of the model. ``[shards, …]`` for an NNX module, since each
-        shard keeps its own statistics and random streams.
+      frozen: the arrays of the model that stay unchanged, replicated: the parameters that ``wrt``
+        leaves out, and those of a pytree that are not floating.
+      model_state: the other state of the model: the variables of an NNX module, ``[shards, …]``,
+        since each shard keeps its own statistics and random streams; or what the loss returns.
       rng: uint32[…], the data of the key from which each step and shard derives its own: raw, since
         typed keys slow down every call.
       skeleton: the static part of the model.
@@ -40,6 +42,7 @@ class TrainState:
     step: Any
     params: Any
     opt_state: Any
+    frozen: Any
     model_state: Any
     rng: Any
     skeleton: Skeleton = dataclasses.field(metadata={"static": True})

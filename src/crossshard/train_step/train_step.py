@@ -1,7 +1,7 @@
 """make_train_step: from a loss and an optimizer to the compiled step of all shards."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -25,13 +25,19 @@ from crossshard.shards.context import check_num_shards
 from crossshard.shards.devices import check_number_of_devices, mesh_for
 from crossshard.shards.partition import ANY, TPU
 from crossshard.train_step.agreement import check_agreement, checksum
+from crossshard.train_step.aux_reduction import check_aux_reduction
 from crossshard.train_step.batches import BatchPlacer, check_weight
 from crossshard.train_step.description import describe
+from crossshard.train_step.entries import EntryPlacer, check_entries
+from crossshard.train_step.evaluate import Evaluator
 from crossshard.train_step.layout import StateLayout, check_key, replicated
+from crossshard.train_step.local import Loss
 from crossshard.train_step.loss import with_rng
+from crossshard.train_step.model_state import check_initial, check_model_state
 from crossshard.train_step.models import check_params, combine, partition
 from crossshard.train_step.state import TrainState
 from crossshard.train_step.step_function import StepFunction
+from crossshard.train_step.trained import check_wrt
 from crossshard.variables.per_shard import of_all
 
 
@@ -50,6 +56,10 @@ def make_train_step(
     loss_scale: Any = None,
     master_dtype: Any = None,
     ema: float | None = None,
+    wrt: Any = None,
+    model_state: str | None = None,
+    aux_reduction: Any = None,
+    replicated_entries: Sequence[str] = (),
 ) -> "TrainStep":
     """Build the whole training step of all shards: loss, gradients, reduction, weight update.
 
@@ -86,6 +96,20 @@ def make_train_step(
       loss_scale: ``"dynamic"``, or a ``DynamicLossScale``.
       master_dtype: the dtype of master weights.
       ema: the decay of a moving average of the parameters: ``step.model(state, ema=True)``.
+      wrt: what is trained: an NNX filter, such as ``nnx.LoRAParam``, for a module, or a function
+        of path and leaf, ``(path, leaf) -> bool``, for a pytree; all parameters if ``None``. What
+        is not trained is neither differentiated nor sent, and has no optimizer state.
+      model_state: for functional code whose state changes besides its parameters, such as Linen's
+        ``batch_stats``: the loss is ``loss_fn(params, model_state, batch)`` and returns ``(loss,
+        model_state)``, or ``(loss, (model_state, aux))`` with ``has_aux``. ``"mean"``: floating
+        arrays are averaged over the shards after each step; ``"per_shard"``: each shard keeps its
+        own.
+      aux_reduction: how ``metrics["aux"]`` is reduced over the shards, or the group: ``"mean"``,
+        weighted as the loss is, ``"sum"``, ``"per_shard"`` as for ``None``, or a pytree prefix of
+        ``aux`` with these.
+      replicated_entries: the names of the entries of a dict batch that every shard gets whole,
+        such as a temperature or a table: scalars or arrays, neither split nor padded. Several
+        processes must pass the same ones.
 
     Returns:
       A TrainStep.
@@ -116,20 +140,26 @@ def make_train_step(
     }
     refuse_variables_behind(optimizer)
     where = _jax.with_automatic_axes(_mesh_for(num_shards, mesh))
-    loss_fn, takes_rng = with_rng(loss_fn)
-    function = StepFunction(
+    kind = check_model_state(model_state)
+    takes = ("params", "batch") if kind is None else ("params", "model_state", "batch")
+    loss_fn, takes_rng = with_rng(loss_fn, takes)
+    weigh = check_weight(weight)
+    loss = Loss(
         loss_fn,
         takes_rng,
         has_aux,
-        check_weight(weight),
+        weigh,
         check_accumulate_steps(accumulate_steps),
-        _check_pipeline(pipeline_of(optimizer, **options), where, weight),
-        optimizer.get_name(),
+        kind,
+        check_aux_reduction(aux_reduction, has_aux),
+        check_entries(replicated_entries, weigh),
     )
+    pipeline = _check_pipeline(pipeline_of(optimizer, **options), where, weight)
+    function = StepFunction(loss, pipeline, optimizer.get_name())
     sharding = check_weight_update(weight_update)
     if sharding is WeightUpdate.AUTO and optimizer.weight_update is WeightUpdate.SHARDED:
         sharding = WeightUpdate.SHARDED
-    return TrainStep(function, where, sharding)
+    return TrainStep(function, where, sharding, check_wrt(wrt))
 
 
 def _mesh_for(num_shards: int | None, mesh: Mesh | None) -> Mesh:
@@ -186,18 +216,40 @@ class TrainStep:
     """
 
     def __repr__(self) -> str:
-        loss = getattr(
-            self._function.loss_fn, "__qualname__", type(self._function.loss_fn).__name__
-        )
         axes = ", ".join(f"{name}: {size}" for name, size in self._mesh.shape.items())
         strategy = None if self._latest is None else self._latest[0].plan.strategy
-        return f"TrainStep({loss} on {axes}; {self._function.describe(strategy)})"
+        description = self._function.describe(strategy)
+        return f"TrainStep({self._function.loss.name} on {axes}; {description})"
 
-    def __init__(self, function: StepFunction, mesh: Mesh, weight_update: WeightUpdate):
+    def __str__(self) -> str:
+        metrics = ", ".join(self._function.names_of_metrics())
+        lines = [
+            f"Training step of {self._function.loss.name} on {self._mesh.size} shards",
+            *([] if self._wrt is None else [f"trains only what wrt={self._wrt!r:.60} chooses"]),
+            f"metrics: {metrics}",
+        ]
+        if self._latest is None:
+            how = "how the weights are updated is decided by init(params)"
+            return "\n".join([*lines, self._function.describe(), how])
+        return "\n".join([*lines, self.describe()])
+
+    def __init__(
+        self, function: StepFunction, mesh: Mesh, weight_update: WeightUpdate, wrt: Any = None
+    ):
         self._function = function
+        self._wrt = wrt
         self._mesh = mesh
         self._weight_update = weight_update
-        self._place = BatchPlacer(mesh, function.weight, function.accumulate_steps)
+        loss = function.loss
+        names, number = loss.replicated_entries, loss.accumulate_steps
+        self._place = (
+            EntryPlacer(mesh, loss.weight, names, number)
+            if names
+            else BatchPlacer(mesh, loss.weight, number)
+        )
+        self._evaluate = Evaluator(
+            mesh, loss.weight, names, takes_state=loss.model_state is not None
+        )
         self._layouts: dict[Any, StateLayout] = {}
         self._latest: tuple[StateLayout, TrainState] | None = None
         self._compiled = jax.jit(self._run, donate_argnums=0)
@@ -220,10 +272,10 @@ class TrainStep:
           The next state, and the metrics: ``"loss"``, float[], reduced like the gradients
           (``[shards]`` with groups); with ``weight``, ``"weight"``, float[], the sum of the
           weights of all shards, or of the group; with ``has_aux``, ``"aux"``, ``[shards, …]``, or
-          ``[shards, accumulate_steps, …]``; the requested ``metrics``; with ``loss_scale``,
-          ``"loss_scale"``, float[], the scale of this step. With ``weight`` or ``loss_scale``,
-          ``"skipped"``, bool[]: if all weights are 0, or a gradient is not finite, parameters,
-          states and step count are unchanged.
+          ``[shards, accumulate_steps, …]``, or reduced by ``aux_reduction``; the requested
+          ``metrics``; with ``loss_scale``, ``"loss_scale"``, float[], the scale of this step. With
+          ``weight`` or ``loss_scale``, ``"skipped"``, bool[]: if all weights are 0, or a gradient
+          is not finite, parameters, states and step count are unchanged.
 
         Raises:
           ArgumentError, ArgumentTypeError: the batch cannot be split, or the state is not of this
@@ -261,13 +313,14 @@ class TrainStep:
 
     # State.
 
-    def init(self, params: Any, rng: Any = 0) -> TrainState:
+    def init(self, params: Any, rng: Any = 0, *, model_state: Any = None) -> TrainState:
         """The state before the first step, on the devices of the mesh.
 
         Args:
           params: the model that the loss takes: a pytree of arrays, an Equinox module or an NNX
             module. It is copied.
           rng: a PRNG key or a seed; each step and shard derives its own key.
+          model_state: the state besides the parameters, where the step has ``model_state``.
 
         Raises:
           ArgumentError: there is nothing to train, the optimizer would train what is not meant
@@ -275,12 +328,12 @@ class TrainStep:
           ArgumentTypeError: a leaf is neither an array nor hashable, or ``rng`` is not a key.
         """
         impl, key = check_key(rng)
-        make, arrays, abstract = self._initial(params, impl, key)
+        make, arrays, abstract = self._initial(params, impl, key, model_state)
         self._check_agreement(
             "init",
             {
                 "parameters": arrays[0],
-                "the model's other state": arrays[1],
+                "the model's other state": arrays[1:],
                 "rng": key,
                 "optimizer": abstract.opt_state,
             },
@@ -298,16 +351,22 @@ class TrainStep:
             "load the same checkpoint.",
         )
 
-    def abstract_init(self, params: Any) -> TrainState:
+    def abstract_init(self, params: Any, *, model_state: Any = None) -> TrainState:
         """The types and shardings of ``init``'s state, to ``lower`` without devices."""
-        _, _, abstract = self._initial(params, *check_key(0))
+        _, _, abstract = self._initial(params, *check_key(0), model_state)
         return abstract
 
-    def _initial(self, params: Any, impl: Any, key: jax.Array) -> tuple[Any, Any, TrainState]:
+    def _initial(
+        self, params: Any, impl: Any, key: jax.Array, model_state: Any
+    ) -> tuple[Any, Any, TrainState]:
         """A compiled function of arrays and key, the arrays, and the types of its result."""
-        skeleton, *arrays = partition(params)
+        model_state = check_initial(self._function.loss.model_state, params, model_state)
+        skeleton, *arrays = partition(params, self._wrt)
+        if self._function.loss.model_state is not None:
+            arrays[2] = model_state
         layout = self._layout(arrays[0])
-        check_params(params, arrays[0], self._function.pipeline.optimizer)
+        optimizer = self._function.pipeline.optimizer
+        check_params(params, arrays[0], arrays[1], optimizer, self._wrt)
 
         def make(arrays: Any, key: Any) -> TrainState:
             return layout.initial(skeleton, impl, arrays, key)
@@ -375,18 +434,28 @@ class TrainStep:
 
         Args:
           state: a state of this step.
-          shard: the shard whose model to return. If ``None``, per-shard arrays of an NNX module are
-            averaged if floating (statistics), otherwise taken from the first shard.
+          shard: the shard whose model to return. If ``None``, model state that differs between
+            shards is averaged if floating (statistics), otherwise taken from the first shard.
           ema: whether to return the moving average of the parameters, in their dtypes.
+
+        Returns:
+          The model; ``(params, model_state)`` if the step has ``model_state``.
 
         Raises:
           ArgumentError: parameters differ between groups, and ``shard`` is ``None``; or there is no
             moving average.
         """
+        # Copied, since the next step donates the state.
+        if ema:
+            state = dataclasses.replace(state, params=self._average(state))
+        arrays = jax.tree.map(jnp.copy, self._of_shard(state, shard))
+        model = combine(state.skeleton, *arrays)
+        return model if self._function.loss.model_state is None else (model, arrays[2])
+
+    def _of_shard(self, state: TrainState, shard: int | None) -> tuple[Any, Any, Any]:
+        """The parameters, the frozen arrays and the model state of a shard, or of all."""
         _check_state(state)
         params, model_state = state.params, state.model_state
-        if ema:
-            params = self._average(state)
         if self._grouped and shard is None:
             raise ArgumentError(
                 f"With group_assignment {self._function.pipeline.groups} the parameters differ "
@@ -394,11 +463,49 @@ class TrainStep:
             )
         if self._grouped:
             params = jax.tree.map(lambda x: x[shard], params)
-        if state.skeleton.is_nnx:
+        if self._layout_of(state).keeps_per_shard(state.skeleton):
             of_shard = lambda x: of_all(x) if shard is None else x[shard]
             model_state = jax.tree.map(of_shard, model_state)
-        # Copied, since the next step donates the state.
-        return combine(state.skeleton, *jax.tree.map(jnp.copy, (params, model_state)))
+        return params, state.frozen, model_state
+
+    def evaluate(
+        self,
+        state: TrainState,
+        batches: Iterable[Any],
+        metric_fn: Callable[..., Any],
+        shard: int | None = None,
+    ) -> Any:
+        """The mean of a metric over all examples of a data set, as on one device.
+
+        Args:
+          state: a state of this step.
+          batches: an iterable of batches, of any number of rows. If there are several processes,
+            each passes its own rows, in as many batches.
+          metric_fn: ``metric_fn(model, batch)``, or ``metric_fn(params, model_state, batch)`` if
+            the step has ``model_state``: the values of each example, a pytree of ``[rows, …]``,
+            which depend on no other example. Pass the same function each time: it is compiled
+            once for each shape of a batch.
+          shard: the shard whose model to evaluate; see ``model``.
+
+        Returns:
+          The mean of each value over all examples, float64[…]; with ``weight``, weighted by each
+          example's own weight, or by that of its parts if the entry has their shape.
+
+        Raises:
+          ArgumentError: there is no batch, no example counts, a value is not per example, or
+            parameters differ between groups and ``shard`` is ``None``.
+          ArgumentTypeError: ``batches`` is a single batch, or a value is not a real array.
+
+        >>> import jax.numpy as jnp, optax
+        >>> step = make_train_step(lambda w, x: (w * x).mean(), optax.sgd(0.1), num_shards=1)
+        >>> batches = [jnp.ones(2), 4 * jnp.ones(1)]
+        >>> float(step.evaluate(step.init(jnp.float32(3)), batches, lambda w, x: w * x))
+        6.0
+        """
+        if not callable(metric_fn):
+            raise ArgumentTypeError(f"metric_fn must be a function; got {metric_fn!r:.60}.")
+        arrays = self._of_shard(state, shard)
+        return self._evaluate(metric_fn, state.skeleton, arrays, batches)
 
     def _average(self, state: TrainState) -> Any:
         """The moving average of the parameters, in their shapes and dtypes."""
@@ -441,9 +548,13 @@ class TrainStep:
                 number,
                 self._weight_update,
                 only_parts=groups is not None,
+                # A preprocessor may read them all.
+                leave_unread=pipeline.preprocess is None,
                 tile=TPU if self._mesh.devices.flat[0].platform == "tpu" else ANY,
             )
-            self._layouts[key] = StateLayout(self._mesh, plan, groups, pipeline)
+            self._layouts[key] = StateLayout(
+                self._mesh, plan, groups, pipeline, self._function.loss.model_state
+            )
         return self._layouts[key]
 
     @property

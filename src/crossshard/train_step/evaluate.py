@@ -1,0 +1,218 @@
+"""Evaluate: the mean of a metric over all examples of a data set, in batches of any length."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from crossshard import _jax
+from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.gradients.scalars import is_number
+from crossshard.shards.context import shard_context
+from crossshard.train_step.agreement import check_agreement
+from crossshard.train_step.batches import SumOf, Weight, check_rows
+from crossshard.train_step.entries import EntryPlacer, specs_of, split_entries
+from crossshard.train_step.layout import put
+from crossshard.train_step.models import Skeleton, combine
+
+
+class Evaluator:
+    """Means of metrics over data sets, compiled once for each function and shape of a batch.
+
+    Every batch is padded to as many rows as the longest before it. A row of padding is a copy of
+    the first row, and does not count.
+    """
+
+    def __init__(
+        self, mesh: Mesh, weight: Weight | None, names: tuple[str, ...], takes_state: bool
+    ):
+        own = [each.process_index == jax.process_index() for each in mesh.devices.flat]
+        # The shards whose rows this process passes.
+        self._parts = sum(own) if jax.process_count() > 1 else mesh.size
+        self._mesh = mesh
+        self._weight = weight
+        self._names = names
+        self._takes_state = takes_state
+        self._split = PartitionSpec(mesh.axis_names)
+        self._whole = EntryPlacer(mesh, None, names)
+        self._agreed: set[Any] = set()
+        self._sums = jax.jit(self._sums_of_batch, static_argnums=(0, 1))
+
+    def __call__(
+        self,
+        metric_fn: Callable[..., Any],
+        skeleton: Skeleton,
+        arrays: tuple[Any, Any, Any],
+        batches: Iterable[Any],
+    ) -> Any:
+        """The mean of each value that ``metric_fn`` returns, over all examples.
+
+        Args:
+          metric_fn: the metric.
+          skeleton: the static part of the model.
+          arrays: its parameters, its frozen arrays and its state, one value for all shards.
+          batches: the data set.
+
+        Raises:
+          ArgumentError: there is no batch, or no example counts.
+          ArgumentTypeError: ``batches`` is a single batch.
+        """
+        if isinstance(batches, dict | str) or hasattr(batches, "dtype"):
+            raise ArgumentTypeError(
+                f"batches is an iterable of batches; got {type(batches).__name__}. Write [batch] "
+                f"for a single one."
+            )
+        longest, found = 0, []
+        for batch in batches:
+            with _jax.in_place_of_the_users_mesh(self._mesh):
+                placed, counted = self._place(batch, longest)
+                found.append(self._sums(metric_fn, skeleton, arrays, placed, counted))
+            longest = max(longest, counted.shape[0] * self._parts // self._mesh.size)
+        if not found:
+            raise ArgumentError("There is no batch to evaluate: batches is empty.")
+        # In 64 bits, since the sums of many batches would round.
+        sums = [jax.tree.map(lambda x: np.asarray(x, np.float64), each) for each in found]
+        totals = jax.tree.map(lambda *each: np.sum(each, axis=0), *sums)
+        return jax.tree.map(_mean, *totals)
+
+    # A batch.
+
+    def _place(self, batch: Any, longest: int) -> tuple[Any, jax.Array]:
+        """A batch on the devices, padded, and which of its rows count, float32[rows]."""
+        rows, whole = split_entries(batch, self._names) if self._names else (batch, None)
+        paths, tree = jax.tree_util.tree_flatten_with_path(rows)
+        for path, leaf in paths:
+            check_rows(path, leaf)
+        lengths = sorted({leaf.shape[0] for _, leaf in paths})
+        if len(lengths) != 1:
+            raise ArgumentError(
+                f"All arrays of a batch to evaluate must have as many rows; got {lengths}."
+            )
+        sharding = NamedSharding(self._mesh, self._split)
+        leaves, counted = [leaf for _, leaf in paths], np.ones(lengths, np.float32)
+        if not all(getattr(leaf, "sharding", None) == sharding for leaf in leaves):
+            number = max(longest, math.ceil(lengths[0] / self._parts) * self._parts)
+            self._check_agreement(leaves, number)
+            leaves = [put(_padded(leaf, number), sharding) for leaf in leaves]
+            counted = np.pad(counted, (0, number - lengths[0]))
+        elif self._parts < self._mesh.size:
+            counted = counted[: lengths[0] * self._parts // self._mesh.size]
+        placed = tree.unflatten(leaves)
+        if whole is not None:
+            placed = {**placed, **self._whole.place_whole(batch)}
+        return placed, put(counted, sharding)
+
+    def _check_agreement(self, leaves: list[Any], rows: int) -> None:
+        """Raise unless every process passes as many rows, after padding."""
+        key = (rows, *((leaf.shape[1:], str(leaf.dtype)) for leaf in leaves))
+        if key not in self._agreed:
+            check_agreement(
+                "evaluate",
+                lambda: {"a batch": str(key)},
+                self._mesh,
+                "Batches are padded to the longest before them. Pass as many batches in every "
+                "process, of as many rows, of which only the last may have fewer.",
+            )
+            self._agreed.add(key)
+
+    # Its sums.
+
+    def _sums_of_batch(
+        self,
+        metric_fn: Callable[..., Any],
+        skeleton: Skeleton,
+        arrays: tuple[Any, Any, Any],
+        batch: Any,
+        counted: jax.Array,
+    ) -> tuple[Any, Any]:
+        """For each value its weighted sum over the examples, and the sum of their weights."""
+        axes = self._mesh.axis_names
+
+        def of_shard(arrays: tuple[Any, Any, Any], batch: Any, counted: jax.Array) -> Any:
+            model = [combine(skeleton, *arrays), *([arrays[2]] if self._takes_state else [])]
+            with shard_context(self._mesh.size, axis_name=axes):
+                values = metric_fn(*model, batch)
+            weights = self._weights(batch, counted)
+            paths, tree = jax.tree_util.tree_flatten_with_path(values)
+            if not paths:
+                raise ArgumentError("metric_fn returned nothing to average.")
+            pairs = [_summed(path, value, weights) for path, value in paths]
+            totals, of_weights = zip(*lax.psum(pairs, axes), strict=True)
+            return tree.unflatten(totals), tree.unflatten(of_weights)
+
+        run = jax.shard_map(
+            of_shard,
+            mesh=self._mesh,
+            in_specs=(PartitionSpec(), specs_of(batch, self._names, self._split), self._split),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+        return run(arrays, batch, counted)
+
+    def _weights(self, batch: Any, counted: jax.Array) -> jax.Array:
+        """The weight of each example, ``[rows]``, or of its parts, ``[rows, …]``."""
+        if self._weight is None:
+            return counted
+        if isinstance(self._weight, SumOf):
+            # Raises if there is no such entry.
+            jax.eval_shape(self._weight, batch)
+            given = jnp.asarray(batch[self._weight.key], counted.dtype)
+            return _times(given, counted)
+        # A function counts the examples of a batch, so also those of a batch of one row.
+        rows, whole = split_entries(batch, self._names) if self._names else (batch, None)
+
+        def of_row(row: Any) -> jax.Array:
+            one = jax.tree.map(lambda x: x[None], row)
+            given = self._weight({**one, **whole} if whole is not None else one)  # type: ignore[misc]
+            return jnp.asarray(given, counted.dtype)
+
+        return jax.vmap(of_row)(rows) * counted
+
+
+def _summed(path: Any, value: Any, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    where = f"metric_fn's value{jax.tree_util.keystr(path)}"
+    if not is_number(value):
+        raise ArgumentTypeError(f"{where} must be an array; got {type(value).__name__}.")
+    value = jnp.asarray(value)
+    if value.shape[:1] != weights.shape[:1]:
+        raise ArgumentError(
+            f"{where} has shape {value.shape}, but a metric is one value per example, [rows, …], "
+            f"here {weights.shape[0]} rows on each shard. Leave out the mean: it is taken over all "
+            f"examples of all batches."
+        )
+    if not (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == bool) or jnp.iscomplexobj(
+        value
+    ):
+        raise ArgumentTypeError(f"{where} is {value.dtype}; a metric is real.")
+    if weights.shape != value.shape[: weights.ndim]:
+        # Of parts of an example, such as tokens, while the value is the whole example's.
+        weights = weights.sum(range(1, weights.ndim))
+    wide = jnp.promote_types(value.dtype, weights.dtype)
+    over = tuple(range(weights.ndim))
+    # `where`, because 0 · NaN is NaN.
+    counts = _times(jnp.ones_like(value, wide), weights)
+    total = jnp.where(counts != 0, value.astype(wide) * counts, 0).sum(over)
+    return total, weights.sum()
+
+
+def _times(x: jax.Array, weights: jax.Array) -> jax.Array:
+    return x * weights.reshape(*weights.shape, *[1] * (x.ndim - weights.ndim)).astype(x.dtype)
+
+
+def _mean(total: Any, weight: Any) -> Any:
+    if weight == 0:
+        raise ArgumentError("No example counts: the weights of all batches are zero.")
+    return total / weight
+
+
+def _padded(leaf: Any, rows: int) -> Any:
+    missing = rows - leaf.shape[0]
+    if not missing:
+        return leaf
+    xp: Any = jnp if isinstance(leaf, jax.Array) else np
+    return xp.concatenate([leaf, xp.broadcast_to(leaf[:1], (missing, *leaf.shape[1:]))])

@@ -1,0 +1,36 @@
+"""Means: values of the shards that are averaged or summed in the bucket of the loss."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from crossshard.collectives.all_reduce import widen
+
+
+def to_average(x: Any, weight: jax.Array | None) -> jax.Array:
+    """This shard's summand of a mean: times its weight, and zero if that is zero, even for NaN."""
+    wide = widen(x)
+    if weight is None:
+        return wide
+    return jnp.where(weight != 0, wide * weight.astype(wide.dtype), 0)
+
+
+def to_sum(x: Any, weight: jax.Array | None) -> jax.Array:
+    """This shard's summand of a sum: zero if its weight is zero."""
+    wide = widen(x) if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else jnp.asarray(x)
+    return wide if weight is None else jnp.where(weight != 0, wide, 0)
+
+
+def average(total: jax.Array, weight: jax.Array | None, number: int, dtype: Any) -> jax.Array:
+    """The mean, from the sum of all summands and weights; zero if nothing has weight.
+
+    Args:
+      total: the sum of ``to_average`` over the shards.
+      weight: the total weight; ``None`` if all shards count the same.
+      number: the number of shards.
+      dtype: the dtype of the mean.
+    """
+    if weight is None:
+        return (total / number).astype(dtype)
+    return jnp.where(weight != 0, total / weight.astype(total.dtype), 0).astype(dtype)

@@ -1,0 +1,178 @@
+"""Model state: what a loss keeps besides its parameters, one per shard or averaged."""
+
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.gradients.scalars import is_inexact, is_number
+from crossshard.jaxprs.dependence import sources
+from crossshard.pipeline.stage import Gradients
+from crossshard.train_step.means import average, to_average
+
+
+class ModelState(enum.StrEnum):
+    """How the state that a loss returns is kept.
+
+    PER_SHARD: each shard keeps its own, stored ``[shards, …]``.
+    MEAN: floating arrays are averaged over the shards, or the group, after each step; others are
+      the same on all of them.
+    """
+
+    PER_SHARD = "per_shard"
+    MEAN = "mean"
+
+
+def check_model_state(model_state: object) -> ModelState | None:
+    """The checked ``model_state`` argument, or an ArgumentError that lists the values."""
+    if model_state is None:
+        return None
+    try:
+        return ModelState(model_state)  # type: ignore[arg-type]
+    except ValueError:
+        raise ArgumentError(
+            f"model_state says how a step keeps the state that the loss returns: 'per_shard', "
+            f"'mean', or None if it returns none; got {model_state!r:.60}. The state itself is an "
+            f"argument of init."
+        ) from None
+
+
+def check_initial(kind: ModelState | None, params: Any, model_state: Any) -> Any:
+    """The state before the first step as arrays; ``()`` if the loss takes none.
+
+    Raises:
+      ArgumentError: the state is missing or not taken, or an NNX module keeps it.
+      ArgumentTypeError: a leaf is neither an array nor a number.
+    """
+    if kind is None:
+        if model_state is not None:
+            raise ArgumentError(
+                "init got model_state=, but the loss takes none. Write make_train_step(..., "
+                "model_state='mean') or 'per_shard', and loss_fn(params, model_state, batch)."
+            )
+        return ()
+    if isinstance(params, nnx.Module):
+        raise ArgumentError(
+            f"model_state={str(kind)!r} is for functions, but {type(params).__name__} is an NNX "
+            f"module, whose variables keep its state, one per shard. Leave out model_state=."
+        )
+    if model_state is None:
+        raise ArgumentError(
+            f"The step has model_state={str(kind)!r}: pass the state before the first step, "
+            f"init(params, model_state=state)."
+        )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
+        if not is_number(leaf):
+            raise ArgumentTypeError(
+                f"model_state{jax.tree_util.keystr(path)} is {leaf!r:.40} "
+                f"({type(leaf).__name__}); a state holds arrays and numbers."
+            )
+    is_type = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
+    return jax.tree.map(lambda x: x if is_type(x) else jnp.asarray(x), model_state)
+
+
+def split_state(out: Any, has_aux: bool) -> tuple[Any, Any]:
+    """The state in the output of a loss, and the output without it.
+
+    Raises:
+      ArgumentTypeError: the loss returns something else.
+    """
+    form = "(loss, (model_state, aux))" if has_aux else "(loss, model_state)"
+    if not _is_pair(out) or (has_aux and not _is_pair(out[1])):
+        raise ArgumentTypeError(
+            f"With model_state= a loss returns {form}; this one returned {type(out).__name__}."
+        )
+    loss, after = out
+    return (after[0], (loss, after[1])) if has_aux else (after, loss)
+
+
+def _is_pair(out: Any) -> bool:
+    return isinstance(out, tuple | list) and len(out) == 2
+
+
+def check_returned(before: Any, after: Any) -> Any:
+    """The state after the loss, of the types that it had before.
+
+    Raises:
+      ArgumentError: its structure, or the type of an array, has changed.
+    """
+    was, now = jax.tree.structure(before), jax.tree.structure(after)
+    if was != now:
+        raise ArgumentError(
+            f"The loss must return a model_state of the structure that it took: it took {was} and "
+            f"returned {now}."
+        )
+
+    def one(path: Any, old: Any, new: Any) -> Any:
+        # A Python number takes the dtype of the array before it.
+        new = new if hasattr(new, "dtype") else jnp.asarray(new, old.dtype)
+        if (old.shape, old.dtype) != (new.shape, new.dtype):
+            raise ArgumentError(
+                f"model_state{jax.tree_util.keystr(path)} was {old.dtype}{list(old.shape)}, and "
+                f"the loss returned {new.dtype}{list(new.shape)}. Return it as it came."
+            )
+        return new
+
+    return jax.tree_util.tree_map_with_path(one, before, after)
+
+
+def check_equal(state: Any, after: Callable[..., Any], own: Any) -> None:
+    """Raise if an array that is not averaged would differ between shards.
+
+    Args:
+      state: the state before the loss.
+      after: the state after the loss, as a function of ``own``.
+      own: what differs between shards: the rows of the batch, and the key.
+
+    Raises:
+      ArgumentError: the loss computes such an array from the batch or the key.
+    """
+    paths = jax.tree_util.tree_leaves_with_path(state)
+    if all(is_inexact(leaf) for _, leaf in paths):
+        return
+    for (path, leaf), bits in zip(paths, sources(after, own), strict=True):
+        if bits and not is_inexact(leaf):
+            raise ArgumentError(
+                f"model_state{jax.tree_util.keystr(path)} ({leaf.dtype}) is computed from the "
+                f"batch or the random key, so it differs between shards, and only floating arrays "
+                f"are averaged. Make it floating, or pass model_state='per_shard'."
+            )
+
+
+def unless_weightless(kind: ModelState | None, weight: jax.Array, after: Any, before: Any) -> Any:
+    """A shard's state after the loss, unchanged if it has weight 0."""
+
+    def one(new: Any, old: Any) -> Any:
+        # Counters and random streams of a module go on.
+        keeps = kind is ModelState.PER_SHARD or (kind is None and is_inexact(new))
+        return jnp.where(weight != 0, new, old) if keeps else new
+
+    return jax.tree.map(one, after, before)
+
+
+def to_reduce(kind: ModelState | None, after: Any, weight: jax.Array | None) -> dict[str, Any]:
+    """What the aggregate must sum, by name, to average a state."""
+    if kind is not ModelState.MEAN:
+        return {}
+    leaves = [leaf for leaf in jax.tree.leaves(after) if is_inexact(leaf)]
+    return {"model_state": [to_average(leaf, weight) for leaf in leaves]}
+
+
+def settled(kind: ModelState | None, after: Any, gradients: Gradients, number: int) -> Any:
+    """The state for the next step, if it is not skipped.
+
+    Args:
+      kind: how the state is kept; ``None`` if it is that of a module.
+      after: this shard's state after the loss.
+      gradients: the reduced gradients, with the sums of ``to_reduce``.
+      number: the number of shards in a mean.
+    """
+    if kind is not ModelState.MEAN:
+        return after
+    totals = iter(gradients.sums["model_state"])
+    mean = lambda x: average(next(totals), gradients.weight, number, x.dtype)
+    return jax.tree.map(lambda x: mean(x) if is_inexact(x) else x, after)

@@ -1,0 +1,78 @@
+"""replicated_entries: entries of a batch that every shard gets whole."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from crossshard import ArgumentError, ArgumentTypeError, make_train_step
+
+RNG = np.random.default_rng(0)
+TABLE = RNG.normal(size=(5, 3)).astype(np.float32)
+W = np.ones(3, np.float32)
+NAMES = ("temperature", "table")
+
+
+def batch_of(rows: int, temperature: Any) -> dict[str, Any]:
+    index = RNG.integers(0, 5, size=rows)
+    mask = np.arange(rows) % 3 != 1
+    return {"index": index, "mask": mask, "table": TABLE, "temperature": temperature}
+
+
+def loss_fn(w: Any, batch: Any) -> jax.Array:
+    rows = jnp.tanh(batch["table"][batch["index"]] @ w / batch["temperature"])
+    return (rows * batch["mask"]).sum() / batch["mask"].sum()
+
+
+@pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.adamw(0.1)], ids=["sgd", "adamw"])
+@pytest.mark.parametrize(
+    "weight", ["mask", lambda batch: batch["mask"].sum() * batch["table"].shape[0]]
+)
+def test_a_table_and_a_number_that_changes(weight: Any, optimizer: Any):
+    step = make_train_step(
+        loss_fn, optimizer, num_shards=4, weight=weight, replicated_entries=NAMES
+    )
+    state, params, own = step.init(W), W, optimizer.init(W)
+    for rows, temperature in ((13, 2.0), (13, 0.5), (16, np.float32(1))):
+        batch = batch_of(rows, temperature)
+        state, _ = step(state, batch)
+        updates, own = optimizer.update(jax.grad(loss_fn)(params, batch), own, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(step.model(state), params, rtol=1e-5, atol=1e-6)
+    # Twice 16 rows, since 13 are padded, and a number is an argument.
+    assert step._compiled._cache_size() == 1
+
+
+def test_the_table_is_whole_on_every_shard():
+    step = make_train_step(
+        loss_fn, optax.sgd(0.1), num_shards=4, weight="mask", replicated_entries=NAMES
+    )
+    batch = {**batch_of(12, jnp.float32(1)), "table": jax.device_put(TABLE)}
+    abstract = step._place.abstract(batch)
+    shards = {name: entry.sharding.shard_shape(entry.shape) for name, entry in abstract.items()}
+    assert shards == {"index": (3,), "mask": (3,), "table": (5, 3), "temperature": ()}
+    step.lower(step.abstract_init(W), batch)
+    # In a jit of one's own.
+    _, metrics = jax.jit(lambda state, batch: step(state, batch))(step.init(W), batch)
+    np.testing.assert_allclose(metrics["loss"], loss_fn(W, batch), rtol=1e-5)
+
+
+def test_what_is_not_an_entry():
+    make = lambda names, weight="mask": make_train_step(
+        loss_fn, optax.sgd(0.1), num_shards=2, weight=weight, replicated_entries=names
+    )
+    with pytest.raises(ArgumentTypeError, match=r"tuple of names.*'table'"):
+        make("table")
+    with pytest.raises(ArgumentError, match="'mask' is the weight"):
+        make(("mask",))
+    step = make(("other",))
+    with pytest.raises(ArgumentError, match=r"\('other',\).*the batch has \['index'"):
+        step(step.init(W), batch_of(4, 1.0))
+    step = make(("table",))
+    with pytest.raises(ArgumentTypeError, match=r"batch\['table'\] must be an array or a number"):
+        step(step.init(W), {**batch_of(4, 1.0), "table": "words"})
+    with pytest.raises(ArgumentError, match=r"temperature.*is a scalar.*replicated_entries"):
+        step(step.init(W), batch_of(4, 1.0))
