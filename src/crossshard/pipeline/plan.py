@@ -8,7 +8,7 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from crossshard.gradients.nesting import inside_optimizer
 from crossshard.jaxprs.elementwise import why_not_elementwise
 from crossshard.pipeline.arrays import WholeArrays
 from crossshard.pipeline.optimize import apply_optimizer, takes_value
+from crossshard.shards.model_axes import OtherAxes, other_axes_like
 from crossshard.shards.partition import (
     ANY,
     Partition,
@@ -93,6 +94,7 @@ def plan_update(
     *,
     only_parts: bool = False,
     tile: TileShape = ANY,
+    other_axes: Sequence[OtherAxes] = (),
 ) -> UpdatePlan:
     """Plan the update of these parameters on ``number`` shards.
 
@@ -103,6 +105,8 @@ def plan_update(
       wanted: the requested weight update.
       only_parts: whether only slices are possible, as inside ``shard_map``.
       tile: the smallest slice that the platform scatters efficiently.
+      other_axes: for each parameter how it lies on axes that do not count shards; empty if none
+        is split over these.
 
     Raises:
       ArgumentError: the optimizer's state changes its structure, or the optimizer needs arguments
@@ -113,18 +117,24 @@ def plan_update(
     with inside_optimizer():
         state = jax.eval_shape(inner.init, params)
     leaves, structure = jax.tree.leaves(params), jax.tree.structure(state)
+    of_params = other_axes or [()] * len(leaves)
+    of_state = other_axes_like(state, params, of_params)
     # One function for both checks: JAX traces it on whole arrays once.
     update = functools.partial(_update, inner)
     _check_state_stays(update, params, state)
 
     def whole(why: str) -> UpdatePlan:
-        return UpdatePlan(UpdateStrategy.WHOLE, why, _unsplit(params), _unsplit(state), structure)
+        unsplit = _unsplit(params, of_params), _unsplit(state, of_state)
+        return UpdatePlan(UpdateStrategy.WHOLE, why, *unsplit, structure)
 
     if wanted is WeightUpdate.REPLICATED:
         return whole("as requested")
     if number == 1:
         return whole("there is one shard")
-    partitions = tuple(partition_for(leaf.shape, number, tile) for leaf in leaves)
+    partitions = tuple(
+        partition_for(leaf.shape, number, tile, own)
+        for leaf, own in zip(leaves, of_params, strict=True)
+    )
     to_split = [
         math.prod(leaf.shape) * leaf.dtype.itemsize
         for leaf, partition in zip(leaves, partitions, strict=True)
@@ -134,12 +144,14 @@ def plan_update(
         return whole("every parameter is tiny")
     if wanted is WeightUpdate.AUTO and sum(to_split) < _WORTH_BYTES:
         return whole("the parameters are too small to gain from it")
-    of_shape = {partition.shape: partition for partition in partitions}
+    alike = {(partition.shape, partition.other_axes): partition for partition in partitions}
     parts = UpdatePlan(
         UpdateStrategy.PARTS,
         "the update is elementwise",
         partitions,
-        tuple(of_shape.get(x.shape, Partition(x.shape)) for x in jax.tree.leaves(state)),
+        tuple(
+            alike.get((whole.shape, whole.other_axes), whole) for whole in _unsplit(state, of_state)
+        ),
         structure,
     )
     obstacle = _obstacle(update, params, state, parts)
@@ -153,11 +165,15 @@ def plan_update(
         )
     if wanted is WeightUpdate.AUTO:
         return whole(f"the update is not elementwise: {obstacle}")
+    along_axis, along_axis_of_state = (
+        tuple(partition_along_axis(each.shape, number, tile, each.other_axes) for each in unsplit)
+        for unsplit in (_unsplit(params, of_params), _unsplit(state, of_state))
+    )
     return UpdatePlan(
         UpdateStrategy.GLOBAL,
         f"the update is not elementwise: {obstacle}",
-        tuple(partition_along_axis(leaf.shape, number, tile) for leaf in leaves),
-        tuple(partition_along_axis(leaf.shape, number, tile) for leaf in jax.tree.leaves(state)),
+        along_axis,
+        along_axis_of_state,
         structure,
     )
 
@@ -194,8 +210,9 @@ def _check_state_stays(update: Callable[..., Any], params: Any, state: Any) -> N
         )
 
 
-def _unsplit(tree: Any) -> tuple[Partition, ...]:
-    return tuple(Partition(leaf.shape) for leaf in jax.tree.leaves(tree))
+def _unsplit(tree: Any, other_axes: Sequence[OtherAxes]) -> tuple[Partition, ...]:
+    leaves = zip(jax.tree.leaves(tree), other_axes, strict=True)
+    return tuple(Partition(leaf.shape, other_axes=own) for leaf, own in leaves)
 
 
 def _obstacle(update: Callable[..., Any], params: Any, state: Any, plan: UpdatePlan) -> str | None:

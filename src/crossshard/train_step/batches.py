@@ -100,14 +100,16 @@ def weight_of(weight: Weight, batch: Any) -> jax.Array:
 class BatchPlacer:
     """Puts batches on the devices of a mesh, rows split over the shards in order."""
 
-    def __init__(self, mesh: Mesh, weight: Weight | None):
-        own = [each.process_index == jax.process_index() for each in mesh.devices.flat]
+    def __init__(self, mesh: Mesh, axes: tuple[str, ...], weight: Weight | None):
+        self._sharding = NamedSharding(mesh, PartitionSpec(axes))
+        self._number = math.prod(mesh.shape[axis] for axis in axes)
+        pieces: Any = self._sharding.devices_indices_map((self._number,)).items()
+        own = {str(piece) for each, piece in pieces if each.process_index == jax.process_index()}
         # The shards whose rows this process passes. A mesh without its devices, to compile for,
         # counts as this process's.
-        self._parts = sum(own) if jax.process_count() > 1 else mesh.size
+        self._parts = len(own) if jax.process_count() > 1 else self._number
         self._mesh = mesh
         self._weight = weight
-        self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self._padding_weighs_nothing: set[Any] = set()
         self._agreed: set[Any] = set()
 
@@ -116,7 +118,7 @@ class BatchPlacer:
 
         def one(leaf: Any, rows: int) -> jax.ShapeDtypeStruct:
             dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
-            of_all = (leaf.shape[0] + rows) * self._mesh.size // self._parts
+            of_all = (leaf.shape[0] + rows) * self._number // self._parts
             is_placed = getattr(leaf, "sharding", None) == self._sharding
             shape = leaf.shape if is_placed else (of_all, *leaf.shape[1:])
             return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding)
@@ -142,7 +144,7 @@ class BatchPlacer:
 
     def _place(self, batch: Any) -> Any:
         leaves, missing, tree = self._checked(batch)
-        if self._parts < self._mesh.size and self._weight is None:
+        if self._parts < self._number and self._weight is None:
             self._check_agreement(batch)
         if any(missing):
             leaves = [_padded(leaf, rows) for leaf, rows in zip(leaves, missing, strict=True)]

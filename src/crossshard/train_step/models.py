@@ -70,7 +70,7 @@ def partition(model: Any) -> tuple[Skeleton, Any, Any]:
 
 
 def check_params(model: Any, params: Any, optimizer: optax.GradientTransformationExtraArgs) -> None:
-    """Raise if a step would train what is not meant to be trained, or replicate sharded arrays.
+    """Raise if a step would train what is not meant to be trained.
 
     Args:
       model: the model that the caller passes to ``init``.
@@ -78,20 +78,11 @@ def check_params(model: Any, params: Any, optimizer: optax.GradientTransformatio
       optimizer: the inner optimizer.
 
     Raises:
-      ArgumentError: parameters are sharded over devices, or the optimizer would update Linen's
-        other collections or the base of a model with LoRA.
+      ArgumentError: the optimizer would update Linen's other collections or the base of a model
+        with LoRA.
     """
     _refuse_states(model)
     paths = jax.tree_util.tree_leaves_with_path(params)
-    for path, leaf in paths:
-        sharding = getattr(leaf, "sharding", None)
-        if sharding is not None and not sharding.is_fully_replicated:
-            raise ArgumentError(
-                f"{_name(path)} is sharded over devices ({getattr(sharding, 'spec', sharding)}), "
-                f"but in a step every shard has all parameters in full. Replicate it, with "
-                f"jax.device_put(params, NamedSharding(mesh, PartitionSpec())). For a model that "
-                f"is split over an axis, use a CrossShardOptimizer in your own jax.shard_map."
-            )
     if isinstance(model, Mapping) and not isinstance(model, nnx.State) and "params" in model:
         of_params = jax.tree_util.DictKey("params")
         others = [place for place, (path, _) in enumerate(paths) if path[0] != of_params]

@@ -22,6 +22,7 @@ from crossshard.pipeline.stage import Environment, Gradients
 from crossshard.shards.axes import Shards
 from crossshard.shards.context import shard_context
 from crossshard.shards.devices import torus_factors
+from crossshard.shards.model_axes import only
 from crossshard.shards.partition import map_partitions
 from crossshard.train_step.batches import Weight, check_weight_is_read, weight_of
 from crossshard.train_step.layout import StateLayout
@@ -54,11 +55,17 @@ class StepFunction:
     ) -> tuple[TrainState, dict[str, Any]]:
         """The next state and the metrics."""
         mesh, specs, plan = layout.mesh, layout.specs(state), layout.plan
-        names = mesh.axis_names
+        names = layout.axes
         each = PartitionSpec(names)
         grouped = layout.groups is not None
         is_global = plan.strategy is UpdateStrategy.GLOBAL
-        shards = Shards(mesh.size, names, manual=True, torus_factors=torus_factors(mesh))
+        shards = Shards(
+            layout.number_of_shards,
+            names,
+            manual=True,
+            torus_factors=torus_factors(mesh),
+            other_axes=layout.unnamed_axes,
+        )
         environment = Environment(
             shards,
             layout.groups,
@@ -97,10 +104,13 @@ class StepFunction:
         if self.has_aux:
             metric_specs["aux"] = each
         whole = PartitionSpec()
-        split = map_partitions(lambda each, _: each.spec(names), plan.params, state.params)
+        split = map_partitions(
+            lambda each, _: PartitionSpec(*only(each.spec(names), names)), plan.params, state.params
+        )
         run = jax.shard_map(
             of_one_shard,
             mesh=mesh,
+            axis_names=frozenset(names),
             in_specs=(specs, each),
             out_specs=(specs, metric_specs, (split, whole) if is_global else None),
             # Gradients are local by construction, and gathered parameters are equal.
@@ -116,7 +126,7 @@ class StepFunction:
                     gradients, state.opt_state, here, apply_updates=True
                 )
             state = dataclasses.replace(state, params=params, opt_state=opt_state)
-        return state, metrics
+        return layout.constrain(state), metrics
 
     def _gradients(
         self, state: TrainState, batch: Any, shards: Shards
@@ -161,9 +171,9 @@ class StepFunction:
 
 def _arrays(layout: StateLayout, shards: Shards) -> Arrays:
     plan = layout.plan
-    if plan.strategy is UpdateStrategy.WHOLE:
+    if plan.strategy is UpdateStrategy.WHOLE and not shards.other_axes:
         return WholeArrays()
-    if plan.strategy is UpdateStrategy.PARTS:
+    if plan.strategy is not UpdateStrategy.GLOBAL:
         return LocalParts(plan.params, shards, layout.groups)
     return GlobalArrays(plan.params, plan.state, shards, layout.mesh)
 

@@ -21,14 +21,14 @@ from crossshard.optimizer.cross_shard_optimizer import (
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.plan import WeightUpdate, check_weight_update, plan_update
 from crossshard.pipeline.weigh import Weigh
-from crossshard.shards.context import check_num_shards
-from crossshard.shards.devices import check_number_of_devices, mesh_for
+from crossshard.shards.model_axes import OtherAxes, check_fits, only, other_axes_of
 from crossshard.shards.partition import ANY, TPU
 from crossshard.train_step.agreement import check_agreement, checksum
 from crossshard.train_step.batches import BatchPlacer, check_weight
 from crossshard.train_step.description import describe
-from crossshard.train_step.layout import StateLayout, check_key, replicated
+from crossshard.train_step.layout import StateLayout, check_key, put_whole
 from crossshard.train_step.loss import with_rng
+from crossshard.train_step.mesh import mesh_and_axes, number_of_shards
 from crossshard.train_step.models import check_params, combine, partition
 from crossshard.train_step.state import TrainState
 from crossshard.train_step.step_function import StepFunction
@@ -41,6 +41,7 @@ def make_train_step(
     *,
     mesh: Mesh | None = None,
     num_shards: int | None = None,
+    axis_name: str | tuple[str, ...] | None = None,
     weight_update: str = WeightUpdate.AUTO,
     weight: str | Callable[[Any], Any] | None = None,
     has_aux: bool = False,
@@ -59,9 +60,11 @@ def make_train_step(
         ends in ``rng`` or ``key``).
       optimizer: an Optax transformation, whose gradients are averaged over the shards; or a
         CrossShardOptimizer with its own reduction and groups.
-      mesh: the mesh to run on; all its axes count shards. If ``None``, a mesh of ``num_shards``
-        devices.
+      mesh: the mesh to run on. If ``None``, a mesh of ``num_shards`` devices.
       num_shards: the number of shards; all devices if ``None``.
+      axis_name: the axes of the mesh that count shards; all if ``None``. Parameters that lie split
+        over other axes, as arrays with a ``NamedSharding``, stay so: the loss is given global
+        arrays, whose work XLA splits, and may run its own ``shard_map`` over these axes.
       weight_update: ``"sharded"``: each shard updates its slice of the parameters and keeps its
         slice of the optimizer state (ZeRO-1, Xu et al. 2020, arXiv 2004.13336).
         ``"replicated"``: each updates all. ``"auto"``: sharded if the optimizer is proven
@@ -76,6 +79,7 @@ def make_train_step(
 
     Raises:
       ArgumentError: an unknown ``weight_update``, an impossible number of shards, weight with SUM.
+      AxisError: ``axis_name`` names no axis of the mesh.
       ArgumentTypeError: not a function, not an optimizer, or not a mesh.
       VariableError: the optimizer closes over an NNX variable, as a schedule may.
 
@@ -92,55 +96,35 @@ def make_train_step(
     if not isinstance(optimizer, CrossShardOptimizer):
         optimizer = CrossShardOptimizer(optimizer)
     refuse_variables_behind(optimizer)
-    where = _jax.with_automatic_axes(_mesh_for(num_shards, mesh))
+    pipeline = pipeline_of(optimizer)
+    where, axes = mesh_and_axes(num_shards, mesh, axis_name, pipeline.axis_name)
     loss_fn, takes_rng = with_rng(loss_fn)
     function = StepFunction(
         loss_fn,
         takes_rng,
         has_aux,
         check_weight(weight),
-        _check_pipeline(pipeline_of(optimizer), where, weight),
+        _check_pipeline(pipeline, number_of_shards(where, axes), weight),
         optimizer.get_name(),
     )
     sharding = check_weight_update(weight_update)
     if sharding is WeightUpdate.AUTO and optimizer.weight_update is WeightUpdate.SHARDED:
         sharding = WeightUpdate.SHARDED
-    return TrainStep(function, where, sharding)
+    return TrainStep(function, where, axes, sharding)
 
 
-def _mesh_for(num_shards: int | None, mesh: Mesh | None) -> Mesh:
-    """The mesh of this many shards, or of any number if ``None``.
-
-    Raises:
-      ArgumentError: the mesh has another number of devices; there are fewer devices.
-      ArgumentTypeError: not a mesh, or not a number.
-    """
-    if num_shards is None:
-        return mesh_for(len(jax.devices()) if mesh is None else 1, mesh)
-    found = mesh_for(check_num_shards(num_shards), mesh)
-    check_number_of_devices(num_shards, found)
-    return found
-
-
-def _check_pipeline(pipeline: Pipeline, mesh: Mesh, weight: Any) -> Pipeline:
-    """The optimizer's pipeline for a step on this mesh, or an error if it does not fit."""
+def _check_pipeline(pipeline: Pipeline, number: int, weight: Any) -> Pipeline:
+    """The optimizer's pipeline for a step of so many shards, or an error if it does not fit."""
     if weight is not None and pipeline.reduction is Reduction.SUM:
         raise ArgumentError(
             "weight is a shard's weight in a mean, but the optimizer's reduction is SUM. Use MEAN, "
             "or leave weight out and weigh the loss."
         )
     if pipeline.groups is not None:
-        pipeline.groups.check_covers(mesh.size)
+        pipeline.groups.check_covers(number)
     if pipeline.over_all_shards:
         # One group of all shards, in any order, is the same as no groups.
         pipeline = dataclasses.replace(pipeline, groups=None)
-    if pipeline.axis_name and set(pipeline.axis_name) != set(mesh.axis_names):
-        raise ArgumentError(
-            f"The optimizer reduces over the axes {list(pipeline.axis_name)}, but the mesh has "
-            f"{list(mesh.axis_names)}, and all of them count shards here. Leave axis_name out, or "
-            f"pass a mesh of only those axes. For a model that is split over another axis, use "
-            f"the optimizer in your own jax.shard_map."
-        )
     if pipeline.incoming not in (None, Incoming.LOCAL):
         raise ArgumentError(
             f"The optimizer declares incoming={str(pipeline.incoming)!r}, but a step computes the "
@@ -167,11 +151,18 @@ class TrainStep:
         strategy = None if self._latest is None else self._latest[0].plan.strategy
         return f"TrainStep({loss} on {axes}; {self._function.pipeline.describe(strategy)})"
 
-    def __init__(self, function: StepFunction, mesh: Mesh, weight_update: WeightUpdate):
+    def __init__(
+        self,
+        function: StepFunction,
+        mesh: Mesh,
+        axes: tuple[str, ...],
+        weight_update: WeightUpdate,
+    ):
         self._function = function
         self._mesh = mesh
+        self._axes = axes
         self._weight_update = weight_update
-        self._place = BatchPlacer(mesh, function.weight)
+        self._place = BatchPlacer(mesh, axes, function.weight)
         self._layouts: dict[Any, StateLayout] = {}
         self._latest: tuple[StateLayout, TrainState] | None = None
         self._compiled = jax.jit(self._run, donate_argnums=0)
@@ -213,7 +204,7 @@ class TrainStep:
         try:
             return compiled(state, batch)
         except ValueError as error:
-            _check_not_of_mesh(error)
+            _check_not_of_mesh(error, self._axes)
             raise
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
@@ -246,7 +237,7 @@ class TrainStep:
           ArgumentTypeError: a leaf is neither an array nor hashable, or ``rng`` is not a key.
         """
         impl, key = check_key(rng)
-        make, arrays, abstract = self._initial(params, impl, key)
+        make, arrays, abstract, given = self._initial(params, impl, key)
         self._check_agreement(
             "init",
             {
@@ -256,7 +247,7 @@ class TrainStep:
                 "optimizer": abstract.opt_state,
             },
         )
-        arrays, key = jax.tree.map(lambda x: replicated(self._mesh, x), (arrays, key))
+        arrays, key = jax.tree.map(lambda x, to: put_whole(x, to.sharding), (arrays, key), given)
         with _jax.in_place_of_the_users_mesh(self._mesh):
             return make(arrays, key)
 
@@ -271,23 +262,32 @@ class TrainStep:
 
     def abstract_init(self, params: Any) -> TrainState:
         """The types and shardings of ``init``'s state, to ``lower`` without devices."""
-        _, _, abstract = self._initial(params, *check_key(0))
-        return abstract
+        return self._initial(params, *check_key(0))[2]
 
-    def _initial(self, params: Any, impl: Any, key: jax.Array) -> tuple[Any, Any, TrainState]:
-        """A compiled function of arrays and key, the arrays, and the types of its result."""
+    def _initial(self, params: Any, impl: Any, key: jax.Array) -> tuple[Any, Any, TrainState, Any]:
+        """A compiled function of arrays and key, the arrays, and the types of result and both."""
         skeleton, *arrays = partition(params)
-        layout = self._layout(arrays[0])
+        # Model state may lie anywhere on a mesh whose axes all count shards.
+        of = arrays if len(self._axes) < len(self._mesh.axis_names) else arrays[:1]
+        other_axes = other_axes_of(of, self._mesh, self._axes)
+        layout = self._layout(arrays[0], other_axes)
         check_params(params, arrays[0], self._function.pipeline.optimizer)
 
         def make(arrays: Any, key: Any) -> TrainState:
             return layout.initial(skeleton, impl, arrays, key)
 
         # Of the types that the arrays will have, so that JAX need not trace it again for them.
-        everywhere = NamedSharding(self._mesh, PartitionSpec())
-        given = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, jnp.result_type(x), sharding=everywhere),
-            (arrays, key),
+        leaves, tree = jax.tree.flatten((arrays, key))
+        lie = (*(other_axes or [()] * (len(leaves) - 1)), ())
+        given = tree.unflatten(
+            [
+                jax.ShapeDtypeStruct(
+                    x.shape,
+                    jnp.result_type(x),
+                    sharding=NamedSharding(self._mesh, PartitionSpec(*own)),
+                )
+                for x, own in zip(leaves, lie, strict=True)
+            ]
         )
         with _jax.in_place_of_the_users_mesh(self._mesh):
             types = jax.eval_shape(make, *given)
@@ -298,18 +298,17 @@ class TrainStep:
             shardings,
         )
         self._latest = layout, abstract
-        return jax.jit(make, out_shardings=shardings), arrays, abstract
+        return jax.jit(make, out_shardings=shardings), arrays, abstract, given
 
     def unshard(self, state: TrainState) -> TrainState:
-        """The state replicated on every device, its arrays in the optimizer's own shapes.
+        """The state replicated over the shards, its arrays in the optimizer's own shapes.
 
-        Use it to save, to inspect, or to ``reshard`` on another number of shards. The given state
-        stays valid.
+        Use it to save, to inspect, or to ``reshard`` on another number of shards. Arrays stay split
+        over axes that do not count shards. The given state stays valid.
         """
         _check_state(state)
         layout = self._layout_of(state)
-        everywhere = NamedSharding(self._mesh, PartitionSpec())
-        return self._relaid(layout.unpack, state, jax.tree.map(lambda _: everywhere, state))
+        return self._relaid(layout.unpack, state, layout.unsharded(state))
 
     def reshard(self, state: TrainState) -> TrainState:
         """Shard an unsharded state for this step, from any number of shards.
@@ -321,14 +320,18 @@ class TrainStep:
           ArgumentError: the state is another optimizer's, or its groups are not of this step.
         """
         _check_state(state)
+        others = [axis for axis in self._mesh.axis_names if axis not in self._axes]
+        kept = tuple(only(each, others) for each in state.other_axes)
+        state = dataclasses.replace(state, other_axes=kept if any(kept) else ())
         layout = self._layout_of(state)
         layout.check_optimizer(state)
         self._check_agreement("reshard", {"a state": state})
-        state = jax.tree.map(lambda x: replicated(self._mesh, x), state)
+        state = jax.tree.map(put_whole, state, layout.unsharded(state))
         if not layout.has_number_of_shards(state):
             if self._grouped:
                 raise ArgumentError(
-                    f"The state has groups over another number of shards than {self._mesh.size}. "
+                    f"The state has groups over another number of shards than "
+                    f"{layout.number_of_shards}. "
                     f"Choose one shard's parameters with other.model(state, shard=0) and init with "
                     f"them."
                 )
@@ -383,14 +386,17 @@ class TrainStep:
         return describe(self._function, *self._latest)
 
     def _layout_of(self, state: TrainState) -> StateLayout:
-        return self._layout(_of_one(state.params) if self._grouped else state.params)
+        params = _of_one(state.params) if self._grouped else state.params
+        return self._layout(params, state.other_axes)
 
-    def _layout(self, params: Any) -> StateLayout:
+    def _layout(self, params: Any, other_axes: tuple[OtherAxes, ...]) -> StateLayout:
         leaves, tree = jax.tree.flatten(params)
-        key = tree, tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
+        shapes = tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
+        key = tree, shapes, other_axes
         if key not in self._layouts:
             groups = self._function.pipeline.groups if self._grouped else None
-            number = self._mesh.size if groups is None else groups.size
+            number = number_of_shards(self._mesh, self._axes) if groups is None else groups.size
+            check_fits(params, other_axes, self._mesh)
             pipeline = self._function.pipeline
             plan = plan_update(
                 pipeline.optimizer,
@@ -399,8 +405,11 @@ class TrainStep:
                 self._weight_update,
                 only_parts=groups is not None,
                 tile=TPU if self._mesh.devices.flat[0].platform == "tpu" else ANY,
+                other_axes=other_axes[: len(leaves)],
             )
-            self._layouts[key] = StateLayout(self._mesh, plan, groups, pipeline)
+            self._layouts[key] = StateLayout(
+                self._mesh, self._axes, plan, groups, pipeline, other_axes
+            )
         return self._layouts[key]
 
     @property
@@ -412,17 +421,17 @@ def _of_one(params: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
 
 
-def _check_not_of_mesh(error: ValueError) -> None:
+def _check_not_of_mesh(error: ValueError, axes: tuple[str, ...]) -> None:
     """Raise our own error if JAX refused a loss that shards arrays over the mesh."""
     if isinstance(error, CrossshardError) or not _jax.is_of_manual_axes(error):
         return
     raise ArgumentError(
         f"The loss shards an array over the mesh, which JAX refuses "
-        f"({str(error).splitlines()[0]:.80}…): inside of a step every axis of the mesh counts "
-        f"shards, and each shard runs the loss on its own, on the full parameters. Leave out "
-        f"with_sharding_constraint and shard_map, and write flax.linen.unbox(params) for Linen's "
-        f"Partitioned boxes. For a model that is split over an axis, use a CrossShardOptimizer in "
-        f"your own jax.shard_map."
+        f"({str(error).splitlines()[0]:.80}…): inside of a step the axes {', '.join(axes)} count "
+        f"shards, and each shard runs the loss on its own, on the full parameters. Leave these "
+        f"axes out of with_sharding_constraint and shard_map, and write flax.linen.unbox(params) "
+        f"for Linen's Partitioned boxes. For a model that is split over another axis, write "
+        f"make_train_step(..., mesh=mesh, axis_name=...) with the axes that count shards."
     ) from error
 
 
