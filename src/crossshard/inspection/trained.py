@@ -16,6 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import or_
+from typing import NamedTuple
 
 from crossshard.inspection.collectives import is_scalar, operand_shapes, runs_of_collectives
 from crossshard.inspection.dependence import Dependence, Sets, dependence, union
@@ -31,10 +32,22 @@ from crossshard.inspection.replicas import joined_devices, shards
 _COPYING = {"all-gather", "collective-broadcast"}
 
 
+class Trained(NamedTuple):
+    """The parameters that a program trains.
+
+    Attributes:
+      parameters: by dtype and shards, most bytes first; empty if none is found.
+      data: for each device, what identifies the data that the largest of them are trained on.
+    """
+
+    parameters: tuple[Parameters, ...]
+    data: Sequence[object]
+
+
 def find_trained(
     module: Module, inputs: Sequence[Layout] | None, outputs: Sequence[bool] | None
-) -> tuple[Parameters, ...]:
-    """The parameters by dtype and shards, most bytes first; empty if none is found.
+) -> Trained:
+    """The parameters, and the data of each device.
 
     Args:
       module: the program.
@@ -70,9 +83,13 @@ def find_trained(
         distinct = sorted(inputs_alike, reverse=True)[: len(outputs_of[value])]
         for gathered, count, often in distinct:
             bytes_of[value.array.dtype, count, often] += gathered * value.array.bytes
-    return tuple(
-        Parameters(dtype, total, count, often)
-        for (dtype, count, often), total in bytes_of.most_common()
+    largest = max(kept, key=lambda number: given[number].array.bytes, default=None)
+    return Trained(
+        tuple(
+            Parameters(dtype, total, count, often)
+            for (dtype, count, often), total in bytes_of.most_common()
+        ),
+        () if largest is None else shards_of.data[largest],
     )
 
 
@@ -252,6 +269,8 @@ class _Shards:
         self._uses = uses
         self._updates = updates
         self._counted: dict[tuple[object, ...], int] = {}
+        # For each input that was asked for, what identifies the data of each device.
+        self.data: dict[int, list[object]] = {}
         split = [number for number, layout in enumerate(layouts) if not is_whole(layout)]
         self._data = [n for n in split if n not in updates and uses.fed[n]]
         # The layouts of layers that are split over devices and never gathered.
@@ -274,8 +293,8 @@ class _Shards:
         operands = (given for member, given in uses.given.items() if member & way)
         by_device = any(given & uses.depends.device for given in operands)
         key = (pieces, frozenset(joining), frozenset(gathering), data, by_device)
+        seen = self.data[number] = self._seen(data, by_device, len(pieces))
         if key not in self._counted:
-            seen = self._seen(data, by_device, len(pieces))
             self._counted[key] = shards(pieces, joining.values(), gathering.values(), seen)
         return self._counted[key]
 

@@ -162,7 +162,6 @@ class StateLayout:
             skeleton,
             rng_impl,
             self.groups is not None,
-            self.other_axes,
         )
         return self.pack(self._spread(state))
 

@@ -274,7 +274,8 @@ class TrainStep:
         check_params(params, arrays[0], self._function.pipeline.optimizer)
 
         def make(arrays: Any, key: Any) -> TrainState:
-            return layout.initial(skeleton, impl, arrays, key)
+            state = layout.initial(skeleton, impl, arrays, key)
+            return dataclasses.replace(state, other_axes=other_axes)
 
         # Of the types that the arrays will have, so that JAX need not trace it again for them.
         leaves, tree = jax.tree.flatten((arrays, key))
@@ -397,6 +398,9 @@ class TrainStep:
             groups = self._function.pipeline.groups if self._grouped else None
             number = number_of_shards(self._mesh, self._axes) if groups is None else groups.size
             check_fits(params, other_axes, self._mesh)
+            # JAX drops axes of size 1 from the shardings of its results.
+            several = [axis for axis, size in self._mesh.shape.items() if size > 1]
+            lie = tuple(only(own, several) for own in other_axes)
             pipeline = self._function.pipeline
             plan = plan_update(
                 pipeline.optimizer,
@@ -405,11 +409,9 @@ class TrainStep:
                 self._weight_update,
                 only_parts=groups is not None,
                 tile=TPU if self._mesh.devices.flat[0].platform == "tpu" else ANY,
-                other_axes=other_axes[: len(leaves)],
+                other_axes=lie[: len(leaves)],
             )
-            self._layouts[key] = StateLayout(
-                self._mesh, self._axes, plan, groups, pipeline, other_axes
-            )
+            self._layouts[key] = StateLayout(self._mesh, self._axes, plan, groups, pipeline, lie)
         return self._layouts[key]
 
     @property
@@ -429,8 +431,8 @@ def _check_not_of_mesh(error: ValueError, axes: tuple[str, ...]) -> None:
         f"The loss shards an array over the mesh, which JAX refuses "
         f"({str(error).splitlines()[0]:.80}…): inside of a step the axes {', '.join(axes)} count "
         f"shards, and each shard runs the loss on its own, on the full parameters. Leave these "
-        f"axes out of with_sharding_constraint and shard_map, and write flax.linen.unbox(params) "
-        f"for Linen's Partitioned boxes. For a model that is split over another axis, write "
+        f"axes out of with_sharding_constraint and shard_map, pass no mesh to the latter, and "
+        f"write flax.linen.unbox(params) for Linen's Partitioned boxes. For a model that is split over another axis, write "
         f"make_train_step(..., mesh=mesh, axis_name=...) with the axes that count shards."
     ) from error
 
