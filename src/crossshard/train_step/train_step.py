@@ -432,8 +432,9 @@ def _check_not_of_mesh(error: ValueError, axes: tuple[str, ...]) -> None:
         f"({str(error).splitlines()[0]:.80}…): inside of a step the axes {', '.join(axes)} count "
         f"shards, and each shard runs the loss on its own, on the full parameters. Leave these "
         f"axes out of with_sharding_constraint and shard_map, pass no mesh to the latter, and "
-        f"write flax.linen.unbox(params) for Linen's Partitioned boxes. For a model that is split over another axis, write "
-        f"make_train_step(..., mesh=mesh, axis_name=...) with the axes that count shards."
+        f"write flax.linen.unbox(params) for Linen's Partitioned boxes. For a model that is split "
+        f"over another axis, write make_train_step(..., mesh=mesh, axis_name=...) with the axes "
+        f"that count shards."
     ) from error
 
 
