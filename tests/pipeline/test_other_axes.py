@@ -115,3 +115,73 @@ def test_parameters_split_over_the_shards_are_refused():
     opt = CrossShardOptimizer(optax.adam(0.1), axis_name="data")
     with pytest.raises(crossshard.ArgumentError, match="Every shard"):
         opt.state_specs(params, 4)
+
+
+def updated(optimizer, check_vma, model=2, preprocess=None):
+    """One update of the split parameters, in shard_map over both axes."""
+    mesh = mesh_of(8 // model, model)
+    opt = CrossShardOptimizer(optimizer, axis_name="data", preprocess=preprocess)
+    gradients = jax.tree.map(jnp.ones_like, placed(mesh))
+
+    def update(params, gradients):
+        # Each shard's own, by its type.
+        local = jax.tree.map(lambda g: g + 0.0 * jax.lax.axis_index("data"), gradients)
+        return opt.update(local, opt.init(params), params)[0]
+
+    run = jax.shard_map(
+        update, mesh=mesh, in_specs=(SPLIT, SPLIT), out_specs=SPLIT, check_vma=check_vma
+    )
+    return jax.jit(run)(placed(mesh), gradients)
+
+
+WHOLE = {
+    "clip_by_global_norm": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+    "scale_by_trust_ratio": lambda: optax.lamb(0.1),
+    "adafactor": lambda: optax.adafactor(0.1),
+    "apply_if_finite": lambda: optax.apply_if_finite(optax.sgd(0.1), 2),
+}
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no vma"])
+@pytest.mark.parametrize("name", WHOLE)
+def test_an_optimizer_that_needs_whole_tensors_is_refused_on_blocks_of_them(name, check_vma):
+    with pytest.raises(crossshard.WeightUpdateError, match=r"split over 'model'.*axis_names=") as e:
+        updated(WHOLE[name](), check_vma)
+    assert ("check_vma=True" in str(e.value)) is not check_vma
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no vma"])
+def test_so_is_a_preprocessor_that_needs_them(check_vma):
+    with pytest.raises(crossshard.WeightUpdateError, match="clip_by_global_norm"):
+        updated(optax.sgd(0.1), check_vma, preprocess=optax.clip_by_global_norm(1.0))
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no vma"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_elementwise_optimizer_runs_on_blocks(name, check_vma):
+    got = updated(OPTIMIZERS[name](), check_vma)
+    optimizer, params = OPTIMIZERS[name](), jax.tree.map(jnp.asarray, PARAMS)
+    ones = jax.tree.map(jnp.ones_like, params)
+    want, _ = optimizer.update(ones, optimizer.init(params), params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), got, want)
+
+
+def test_an_axis_of_one_device_splits_nothing():
+    got = updated(WHOLE["clip_by_global_norm"](), check_vma=False, model=1)
+    ones = jax.tree.map(jnp.ones_like, PARAMS)
+    want = jax.tree.map(lambda g: -0.1 * g / optax.tree.norm(ones), ones)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
+
+
+def test_whole_parameters_under_vma_may_have_any_optimizer():
+    mesh = mesh_of(4, 2)
+    opt = CrossShardOptimizer(optax.lamb(0.1), axis_name="data")
+
+    def update(params):
+        gradients = jax.tree.map(lambda x: x + 0.0 * jax.lax.axis_index("data"), params)
+        return opt.update(gradients, opt.init(params), params)[0]
+
+    got = jax.jit(jax.shard_map(update, mesh=mesh, in_specs=P(), out_specs=P()))(PARAMS)
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    want, _ = optax.lamb(0.1).update(params, optax.lamb(0.1).init(params), params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), got, want)

@@ -1,5 +1,6 @@
 """Bucketing: small arrays of one dtype share a collective."""
 
+import dataclasses
 import itertools
 import math
 from collections import Counter
@@ -7,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from crossshard.collectives.all_reduce import sum_over_shards
 from crossshard.collectives.scatter import gather_parts, scatter_sum
@@ -37,6 +39,8 @@ def bucketed_sum(
 
     Arrays of 16 bits are sent in 16 bits, and their sums are float32.
     """
+    if shards.other_axes:
+        return _on_blocks(bucketed_sum, xs, partitions, shards, groups)
 
     def scatter(x: jax.Array, axis: int) -> jax.Array:
         how = narrow_scatter_sum if is_narrow(x) else scatter_sum
@@ -70,6 +74,8 @@ def bucketed_gather(
     groups: GroupAssignment | None = None,
 ) -> list[jax.Array]:
     """Each array in full, all-gathered from its slices; replicated arrays are unchanged."""
+    if shards.other_axes:
+        return _on_blocks(bucketed_gather, parts, partitions, shards, groups)
 
     def gather(x: jax.Array, axis: int) -> jax.Array:
         return (narrow_gather if is_narrow(x) else gather_parts)(x, axis, shards, groups)
@@ -90,6 +96,31 @@ def bucketed_gather(
         ]
 
     return _by_bucket(parts, partitions, shards, move)
+
+
+def _on_blocks(
+    move: Callable[..., list[jax.Array]],
+    xs: Sequence[jax.Array],
+    partitions: Sequence[Partition],
+    shards: Shards,
+    groups: GroupAssignment | None,
+) -> list[jax.Array]:
+    """``move`` applied to each device's blocks of arrays that lie split over other axes.
+
+    Left to XLA, it would gather the blocks before a reduce-scatter.
+    """
+    sizes = jax.sharding.get_abstract_mesh().shape
+    blocks = [partition.of_block(sizes) for partition in partitions]
+    specs = [PartitionSpec(*partition.other_axes) for partition in partitions]
+    of_device = dataclasses.replace(shards, other_axes=())
+    run = jax.shard_map(
+        lambda xs: move(xs, blocks, of_device, groups),
+        axis_names=frozenset(shards.other_axes),
+        in_specs=(specs,),
+        out_specs=specs,
+        check_vma=False,
+    )
+    return run(list(xs))
 
 
 def _by_bucket(

@@ -61,6 +61,9 @@ class Collective:
         and the bytes are then those of one iteration.
       widened: whether the compiler widens the sum, as XLA for CPUs does with 16 bits.
       name: the HLO name of the instruction.
+      axes: the mesh axes along which it sends; empty if the mesh is unknown.
+      within_shard: whether it only connects devices with the same data, over which layers are
+        split: tensor parallelism, which the lower bound does not cover.
 
     >>> import jax, jax.numpy as jnp
     >>> import crossshard
@@ -86,6 +89,8 @@ class Collective:
     times: int | None
     widened: bool
     name: str
+    axes: tuple[str, ...] = ()
+    within_shard: bool = False
 
     @property
     def combined(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.inspection.axes import Axes, axes_of, mesh_axes, within_shard
 from crossshard.inspection.collectives import collectives
 from crossshard.inspection.hlo import Module, parse
 from crossshard.inspection.layout import Layout, input_layouts
@@ -67,6 +68,7 @@ def inspect(program: Any, parameters: Any = None) -> Communication:
         [each.is_fully_replicated for each in jax.tree.leaves(compiled.output_shardings)],
         None if parameters is None else named_bytes(parameters),
         _memory(compiled),
+        mesh_axes(compiled),
     )
 
 
@@ -76,6 +78,7 @@ def report_on(
     outputs: Sequence[bool],
     parameters: Mapping[str | None, int] | None = None,
     memory: Memory | None = None,
+    axes: Axes = (),
 ) -> Communication:
     """The report on a parsed program.
 
@@ -85,10 +88,16 @@ def report_on(
       outputs: for each output, whether it is replicated.
       parameters: their bytes by dtype, if given.
       memory: the compiler's memory analysis.
+      axes: the axes of the program's mesh.
     """
-    found = collectives(module)
     devices = module.partitions * module.replicas
-    trained = find_trained(module, inputs, outputs)
+    trained, data = find_trained(module, inputs, outputs)
+    found = tuple(
+        dataclasses.replace(
+            each, axes=axes_of(each.groups, axes), within_shard=within_shard(each.groups, data)
+        )
+        for each in collectives(module)
+    )
     if trained:
         most = max(trained, key=lambda each: each.bytes)
     else:

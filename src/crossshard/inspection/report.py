@@ -12,7 +12,7 @@ from crossshard.inspection.parameters import Parameters
 # The properties that JSON has in addition to the attributes.
 _COUNTED = (
     *("bytes_sent", "scalar_bytes_sent", "parameter_bytes", "parameter_dtypes"),
-    *("lower_bound", "ratio"),
+    *("bytes_by_axes", "bytes_between_shards", "lower_bound", "ratio"),
 )
 
 # XLA marks sums that it widens, and may convert what it only moves without a mark.
@@ -79,6 +79,21 @@ class Communication:
         return sum(each.scalar_bytes_sent for each in self.collectives)
 
     @property
+    def bytes_by_axes(self) -> dict[str, float]:
+        """The bytes that one shard sends along each mesh axis, or several, without scalars."""
+        found: dict[str, float] = {}
+        for each in self.collectives:
+            if each.bytes_sent:
+                name = ", ".join(each.axes)
+                found[name] = found.get(name, 0) + each.bytes_sent
+        return found
+
+    @property
+    def bytes_between_shards(self) -> float:
+        """``bytes_sent`` without what devices send to others with the same data."""
+        return sum(each.bytes_sent for each in self.collectives if not each.within_shard)
+
+    @property
     def parameter_bytes(self) -> int | None:
         """The bytes of one copy of the parameters; ``None`` if unknown."""
         return sum(each.bytes for each in self.parameters) or None
@@ -98,8 +113,8 @@ class Communication:
 
     @property
     def ratio(self) -> float | None:
-        """``bytes_sent`` over the lower bound; ``None`` if there is no bound."""
-        return self.bytes_sent / self.lower_bound if self.lower_bound else None
+        """``bytes_between_shards`` over the lower bound; ``None`` if there is no bound."""
+        return self.bytes_between_shards / self.lower_bound if self.lower_bound else None
 
     @property
     def uncounted_loops(self) -> tuple[Collective, ...]:
@@ -116,8 +131,8 @@ class Communication:
         """The report as JSON.
 
         The keys are the attributes of this class and of its fields, and the properties
-        ``bytes_sent``, ``scalar_bytes_sent``, ``parameter_bytes``, ``parameter_dtypes``,
-        ``lower_bound`` and ``ratio``.
+        ``bytes_sent``, ``scalar_bytes_sent``, ``bytes_by_axes``, ``bytes_between_shards``,
+        ``parameter_bytes``, ``parameter_dtypes``, ``lower_bound`` and ``ratio``.
         """
         fields = dataclasses.asdict(self)
         for key in _COUNTED:
@@ -136,6 +151,7 @@ class Communication:
         extra = f", and {_bytes(self.scalar_bytes_sent)} for scalars" * bool(self.scalar_bytes_sent)
         least = "at least " * bool(self.uncounted_loops)
         lines = [f"each of {self.devices} devices sends {least}{_bytes(self.bytes_sent)}{extra}"]
+        lines += self._by_axes()
         if self.uncounted_loops:
             lines.append("a loop of unknown length (?) is counted once")
         if any(each.in_branch for each in self.collectives):
@@ -147,6 +163,18 @@ class Communication:
             parts = dataclasses.asdict(self.memory).items()
             lines.append("memory per device: " + ", ".join(f"{k} {_bytes(n)}" for k, n in parts))
         return lines
+
+    def _by_axes(self) -> list[str]:
+        """The bytes along each axis, if there are several or some stay within a shard."""
+        within = {", ".join(each.axes) for each in self.collectives if each.within_shard}
+        if len(self.bytes_by_axes) < 2 and not within:
+            return []
+        parts = (
+            f"{axes or 'an unknown axis'} {_bytes(sent)}"
+            + ", within a shard and not in the bound" * (axes in within)
+            for axes, sent in self.bytes_by_axes.items()
+        )
+        return [f"along {'; '.join(parts)}"]
 
     def _bound(self, least: str) -> list[str]:
         if self.lower_bound is None:
@@ -218,6 +246,8 @@ def row(each: Collective) -> tuple[str, ...]:
     when = [f"{'?' if each.times is None else each.times} times"] * each.in_loop
     when += ["in a branch"] * each.in_branch
     among = f"{len(each.groups)} of {each.group_size}"
+    if each.within_shard:
+        among += " in a shard"
     if each.kind == "collective-permute":
         among = f"{len(each.groups)} pairs"
     return (

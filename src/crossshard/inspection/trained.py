@@ -13,9 +13,10 @@ different pieces of the layers are one shard.
 import dataclasses
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import or_
+from typing import NamedTuple
 
 from crossshard.inspection.collectives import is_scalar, operand_shapes, runs_of_collectives
 from crossshard.inspection.dependence import Dependence, Sets, dependence, union
@@ -31,10 +32,23 @@ from crossshard.inspection.replicas import joined_devices, shards
 _COPYING = {"all-gather", "collective-broadcast"}
 
 
+class Trained(NamedTuple):
+    """The parameters that a program trains.
+
+    Attributes:
+      parameters: by dtype and shards, most bytes first; empty if none is found.
+      data: for each device its pieces of the batch that the largest is trained on; empty if none
+        is found.
+    """
+
+    parameters: tuple[Parameters, ...]
+    data: Sequence[object]
+
+
 def find_trained(
     module: Module, inputs: Sequence[Layout] | None, outputs: Sequence[bool] | None
-) -> tuple[Parameters, ...]:
-    """The parameters by dtype and shards, most bytes first; empty if none is found.
+) -> Trained:
+    """The parameters, and the data of each device.
 
     Args:
       module: the program.
@@ -50,7 +64,9 @@ def find_trained(
     given = [_Value(array, is_whole(layout)) for array, layout in zip(shapes, layouts, strict=True)]
     uses = _uses(module)
     updates = _updates(given, list(map(_Value, results, same)), uses)
-    shards_of = _Shards(layouts, uses, updates)
+    # Unlike a state, a batch is not returned.
+    batches = {n for n, value in enumerate(given) if value.array not in results}
+    shards_of = _Shards(layouts, uses, updates, batches)
     kept = {n: found for n in updates if (found := shards_of(n)) > 1}
     if not kept:
         # As with groups, where each device stores its own parameters, like its batch.
@@ -70,9 +86,13 @@ def find_trained(
         distinct = sorted(inputs_alike, reverse=True)[: len(outputs_of[value])]
         for gathered, count, often in distinct:
             bytes_of[value.array.dtype, count, often] += gathered * value.array.bytes
-    return tuple(
-        Parameters(dtype, total, count, often)
-        for (dtype, count, often), total in bytes_of.most_common()
+    largest = max(kept, key=lambda number: given[number].array.bytes, default=None)
+    return Trained(
+        tuple(
+            Parameters(dtype, total, count, often)
+            for (dtype, count, often), total in bytes_of.most_common()
+        ),
+        () if largest is None else shards_of.batch_of(largest),
     )
 
 
@@ -246,9 +266,14 @@ class _Shards:
     """The number of shards that keep a copy of an input that may be a parameter."""
 
     def __init__(
-        self, layouts: Sequence[Layout], uses: _Uses, updates: Mapping[int, set[int]]
+        self,
+        layouts: Sequence[Layout],
+        uses: _Uses,
+        updates: Mapping[int, set[int]],
+        batches: Collection[int],
     ) -> None:
         self._layouts = layouts
+        self._batches = batches
         self._uses = uses
         self._updates = updates
         self._counted: dict[tuple[object, ...], int] = {}
@@ -268,7 +293,10 @@ class _Shards:
         way = uses.on_the_way(number, self._updates[number])
         if stored_apart:
             pieces = (0,) * len(pieces)
-        data = tuple(dict.fromkeys(self._layouts[n] for n in self._data if uses.fed[n] & way))
+        fed = [n for n in self._data if uses.fed[n] & way]
+        # Moments that the optimizer gathers, as muon does, are not data.
+        known = [n for n in fed if n in self._batches] or fed
+        data = tuple(dict.fromkeys(self._layouts[n] for n in known))
         joining = {id(found): found for member, found in uses.groups.items() if member & way}
         gathering = {id(found): found for found in uses.gathers[number]}
         operands = (given for member, given in uses.given.items() if member & way)
@@ -278,6 +306,17 @@ class _Shards:
             seen = self._seen(data, by_device, len(pieces))
             self._counted[key] = shards(pieces, joining.values(), gathering.values(), seen)
         return self._counted[key]
+
+    def batch_of(self, number: int) -> list[object]:
+        """For each device its pieces of the batches that an input is trained on; empty if none."""
+        reduced = self._uses.reduced[number]
+        fed = [n for n in self._data if n in self._batches and self._uses.reduced[n] & reduced]
+        pieces = [
+            self._layouts[n]
+            for n in fed
+            if not any(_decides(layer, self._layouts[n]) for layer in self._layers)
+        ]
+        return list(zip(*pieces, strict=True))
 
     def _seen(self, data: Sequence[Layout], by_device: bool, devices: int) -> list[object]:
         """For each device, its pieces of the inputs that are not layers."""

@@ -20,6 +20,7 @@ from crossshard.gradients.incoming import check_incoming
 from crossshard.gradients.nesting import refuse_nesting
 from crossshard.pipeline.arrays import Arrays, LocalParts, WholeArrays
 from crossshard.pipeline.arrive import arrive
+from crossshard.pipeline.blocks import check_blocks
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.plan import UpdatePlan, WeightUpdate, plan_update
 from crossshard.pipeline.preprocess import Preprocess
@@ -100,6 +101,10 @@ class Transformation:
         """``update`` on a state without the axis of the shards; also the reduced gradients."""
         with jax.named_scope(self.name):
             shards = self.pipeline.shards()
+            own = [self.pipeline.optimizer]
+            if isinstance(self.pipeline.preprocess, Preprocess):
+                own.append(self.pipeline.preprocess.transformation)
+            check_blocks(own, updates if params is None else params, shards)
             # Optax's names for the loss and the gradient, which some optimizers also take.
             extra = {
                 name: extra_args[name]

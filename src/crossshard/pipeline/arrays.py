@@ -13,6 +13,7 @@ from crossshard.collectives.bucketing import bucketed_gather
 from crossshard.gradients.scalars import is_inexact
 from crossshard.shards.axes import Shards
 from crossshard.shards.groups import GroupAssignment
+from crossshard.shards.model_axes import only
 from crossshard.shards.partition import Partition, map_partitions
 
 
@@ -133,11 +134,15 @@ class GlobalArrays(WholeArrays):
     def gather(self, updated: Any) -> Any:
         """The same arrays, replicated on every device."""
         parts, tree = jax.tree.flatten(self._constrain(self.params, updated))
+        axes = self.shards.axes
         # Explicit, since XLA for TPUs turns an all-gather over all chips into an all-reduce.
         gather = jax.shard_map(
             lambda parts: bucketed_gather(parts, self.params, self.shards),
             mesh=self.mesh,
-            in_specs=([partition.spec(self.shards.axes) for partition in self.params],),
+            axis_names=frozenset(axes),
+            in_specs=(
+                [PartitionSpec(*only(partition.spec(axes), axes)) for partition in self.params],
+            ),
             out_specs=PartitionSpec(),
             check_vma=False,
         )

@@ -8,7 +8,7 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from crossshard.jaxprs.elementwise import why_not_elementwise
 from crossshard.pipeline.arrays import WholeArrays
 from crossshard.pipeline.optimize import apply_optimizer, takes_value
 from crossshard.pipeline.unread import Unread, find_unread
+from crossshard.shards.model_axes import OtherAxes, other_axes_like
 from crossshard.shards.partition import (
     ANY,
     Partition,
@@ -97,6 +98,7 @@ def plan_update(
     only_parts: bool = False,
     tile: TileShape = ANY,
     leave_unread: bool = False,
+    other_axes: Sequence[OtherAxes] = (),
 ) -> UpdatePlan:
     """Plan the update of these parameters on ``number`` shards.
 
@@ -108,6 +110,8 @@ def plan_update(
       only_parts: whether only slices are possible, as inside ``shard_map``.
       tile: the smallest slice that the platform scatters efficiently.
       leave_unread: whether gradients that the optimizer does not read may be left out.
+      other_axes: for each parameter how it lies on axes that do not count shards; empty if none
+        is split over these.
 
     Raises:
       ArgumentError: the optimizer's state changes its structure, or the optimizer needs arguments
@@ -118,6 +122,8 @@ def plan_update(
     with inside_optimizer():
         state = jax.eval_shape(inner.init, params)
     leaves, (arrays, structure) = jax.tree.leaves(params), jax.tree.flatten(state)
+    of_params = other_axes or [()] * len(leaves)
+    of_state = other_axes_like(state, params, of_params)
     # One function for both checks: JAX traces it on whole arrays once.
     update = functools.partial(_update, inner)
     _check_state_stays(update, params, state)
@@ -128,14 +134,8 @@ def plan_update(
         unread = Unread((False,) * len(leaves), (False,) * len(leaves), (False,) * len(arrays))
 
     def whole(why: str) -> UpdatePlan:
-        return UpdatePlan(
-            UpdateStrategy.WHOLE,
-            why,
-            _unsplit(params),
-            _unsplit(state),
-            structure,
-            unread.gradients,
-        )
+        unsplit = _unsplit(params, of_params), _unsplit(state, of_state)
+        return UpdatePlan(UpdateStrategy.WHOLE, why, *unsplit, structure, unread.gradients)
 
     if wanted is WeightUpdate.REPLICATED:
         return whole("as requested")
@@ -143,8 +143,10 @@ def plan_update(
         return whole("there is one shard")
     # What is not sent is not gathered either.
     partitions = tuple(
-        Partition(leaf.shape) if still else partition_for(leaf.shape, number, tile)
-        for leaf, still in zip(leaves, unread.still, strict=True)
+        Partition(leaf.shape, other_axes=own)
+        if still
+        else partition_for(leaf.shape, number, tile, own)
+        for leaf, own, still in zip(leaves, of_params, unread.still, strict=True)
     )
     to_split = [
         math.prod(leaf.shape) * leaf.dtype.itemsize
@@ -155,14 +157,14 @@ def plan_update(
         return whole("every parameter is tiny")
     if wanted is WeightUpdate.AUTO and sum(to_split) < _WORTH_BYTES:
         return whole("the parameters are too small to gain from it")
-    of_shape = {each.shape: each for each in partitions if each.number > 1}
+    alike = {(each.shape, each.other_axes): each for each in partitions if each.number > 1}
     parts = UpdatePlan(
         UpdateStrategy.PARTS,
         "the update is elementwise",
         partitions,
         tuple(
-            Partition(x.shape) if still else of_shape.get(x.shape, Partition(x.shape))
-            for x, still in zip(arrays, unread.state, strict=True)
+            whole if still else alike.get((whole.shape, whole.other_axes), whole)
+            for whole, still in zip(_unsplit(state, of_state), unread.state, strict=True)
         ),
         structure,
         unread.gradients,
@@ -178,14 +180,15 @@ def plan_update(
         )
     if wanted is WeightUpdate.AUTO:
         return whole(f"the update is not elementwise: {obstacle}")
+    along_axis = lambda each: partition_along_axis(each.shape, number, tile, each.other_axes)
     return UpdatePlan(
         UpdateStrategy.GLOBAL,
         f"the update is not elementwise: {obstacle}",
         tuple(
-            Partition(leaf.shape) if still else partition_along_axis(leaf.shape, number, tile)
-            for leaf, still in zip(leaves, unread.still, strict=True)
+            each if still else along_axis(each)
+            for each, still in zip(_unsplit(params, of_params), unread.still, strict=True)
         ),
-        tuple(partition_along_axis(leaf.shape, number, tile) for leaf in arrays),
+        tuple(map(along_axis, _unsplit(state, of_state))),
         structure,
         unread.gradients,
     )
@@ -223,8 +226,9 @@ def _check_state_stays(update: Callable[..., Any], params: Any, state: Any) -> N
         )
 
 
-def _unsplit(tree: Any) -> tuple[Partition, ...]:
-    return tuple(Partition(leaf.shape) for leaf in jax.tree.leaves(tree))
+def _unsplit(tree: Any, other_axes: Sequence[OtherAxes]) -> tuple[Partition, ...]:
+    leaves = zip(jax.tree.leaves(tree), other_axes, strict=True)
+    return tuple(Partition(leaf.shape, other_axes=own) for leaf, own in leaves)
 
 
 def _obstacle(update: Callable[..., Any], params: Any, state: Any, plan: UpdatePlan) -> str | None:

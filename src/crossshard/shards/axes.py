@@ -26,6 +26,7 @@ class Shards:
       manual: whether every axis is a mesh axis, of shard_map or pmap.
       has_vma: whether types track what varies over the axes (``check_vma=True``).
       torus_factors: factors of a single axis, for multi-stage collectives.
+      other_axes: the other axes of their mesh, over which XLA splits the work of each shard.
     """
 
     number: int
@@ -33,6 +34,7 @@ class Shards:
     manual: bool = False
     has_vma: bool = False
     torus_factors: tuple[int, ...] = ()
+    other_axes: tuple[str, ...] = ()
 
     def scatter_schedule(self) -> list[tuple[str, list[list[int]] | None]]:
         """The stages of a reduce-scatter: an axis, and its groups if it is factored.

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -55,12 +55,14 @@ class Partition:
       number: the number of slices; 1 if the array is replicated.
       axis: the axis to split; ``None`` to split the flattened array.
       tile: the smallest slice that the platform scatters efficiently.
+      other_axes: its spec on mesh axes that do not count shards. The axis to split is free of them.
     """
 
     shape: tuple[int, ...]
     number: int = 1
     axis: int | None = 0
     tile: TileShape = ANY
+    other_axes: tuple[Any, ...] = ()
 
     @property
     def _elements(self) -> int:
@@ -107,8 +109,18 @@ class Partition:
     def spec(self, axes: tuple[str, ...]) -> PartitionSpec:
         """The ``PartitionSpec`` of the packed array, given the axes that count shards."""
         if self.number == 1:
-            return PartitionSpec()
-        return PartitionSpec(*[None] * (self.axis or 0), axes)
+            return PartitionSpec(*self.other_axes)
+        axis = self.axis or 0
+        before, after = self.other_axes[:axis], self.other_axes[axis + 1 :]
+        return PartitionSpec(*before, *[None] * (axis - len(before)), axes, *after)
+
+    def of_block(self, sizes: Mapping[str, int]) -> "Partition":
+        """The partition of one device's block over the other axes, given the sizes of these."""
+        shape = list(self.shape)
+        for dimension, names in enumerate(self.other_axes):
+            for name in (names,) if isinstance(names, str) else names or ():
+                shape[dimension] //= sizes[name]
+        return dataclasses.replace(self, shape=tuple(shape), other_axes=())
 
     def pack(self, array: Any) -> jax.Array:
         """The slices of an array, concatenated and padded."""
@@ -137,8 +149,15 @@ class Partition:
         return lax.dynamic_slice_in_dim(self.pack(array), position * length, length, axis)
 
 
-def partition_for(shape: Sequence[int], number: int, tile: TileShape = ANY) -> Partition:
-    """A partition that keeps the order of elements; tiny arrays stay replicated."""
+def partition_for(
+    shape: Sequence[int], number: int, tile: TileShape = ANY, other_axes: tuple[Any, ...] = ()
+) -> Partition:
+    """A partition that keeps the order of elements; tiny arrays stay replicated.
+
+    An array that lies split over other axes is split along one that is free.
+    """
+    if other_axes:
+        return partition_along_axis(shape, number, tile, other_axes)
     shape = tuple(shape)
     if math.prod(shape) < _FEW or number == 1:
         return Partition(shape)
@@ -147,13 +166,16 @@ def partition_for(shape: Sequence[int], number: int, tile: TileShape = ANY) -> P
     return Partition(shape, number, 0 if in_rows else None, tile)
 
 
-def partition_along_axis(shape: Sequence[int], number: int, tile: TileShape = ANY) -> Partition:
-    """A partition along an axis; arrays without an axis that divides evenly stay replicated."""
-    replicated = Partition(tuple(shape))
-    if math.prod(shape) < _FEW or number == 1:
-        return replicated
-    axes = (axis for axis, length in enumerate(shape) if length % number == 0)
-    return next((Partition(tuple(shape), number, axis, tile) for axis in axes), replicated)
+def partition_along_axis(
+    shape: Sequence[int], number: int, tile: TileShape = ANY, other_axes: tuple[Any, ...] = ()
+) -> Partition:
+    """A partition along an axis; arrays without a free one that divides stay replicated."""
+    shape = tuple(shape)
+    taken = {axis for axis, names in enumerate(other_axes) if names is not None}
+    axes = [axis for axis, size in enumerate(shape) if size % number == 0 and axis not in taken]
+    if math.prod(shape) < _FEW or number == 1 or not axes:
+        return Partition(shape, other_axes=other_axes)
+    return Partition(shape, number, axes[0], tile, other_axes)
 
 
 def map_partitions(

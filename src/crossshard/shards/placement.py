@@ -41,7 +41,7 @@ class Placement:
         """The ``PartitionSpec`` of the stored array, given the axes that count shards."""
         if self.per_shard:
             return PartitionSpec(axes, *self.other_axes)
-        if self.partition is not None and self.is_split:
+        if self.partition is not None and (self.is_split or self.partition.other_axes):
             return self.partition.spec(axes)
         return PartitionSpec(*self.other_axes)
 
@@ -67,7 +67,10 @@ class Placement:
         if self.groups is None:
             return self.partition.pack(array)
         number, shape = self.partition.number, self.partition.local_shape
-        parts = jax.vmap(self.partition.pack)(array).reshape(array.shape[0], number, *shape)
+        if self.partition.axis:
+            parts = jnp.stack(jnp.split(array, number, self.partition.axis + 1), 1)
+        else:
+            parts = jax.vmap(self.partition.pack)(array).reshape(array.shape[0], number, *shape)
         return parts[np.arange(array.shape[0]), self.groups.position_of]
 
     def unpack(self, stored: Any) -> jax.Array:
@@ -76,7 +79,11 @@ class Placement:
             return jnp.asarray(stored)
         if self.groups is None:
             return self.partition.unpack(stored)
-        of_groups = stored[self.groups.members].reshape(-1, *self.partition.packed_shape)
+        of_groups = stored[self.groups.members]
+        if self.partition.axis:
+            along = self.partition.axis + 1
+            of_groups = jnp.concatenate(list(jnp.moveaxis(of_groups, 1, 0)), along)
+        of_groups = of_groups.reshape(-1, *self.partition.packed_shape)
         return jax.vmap(self.partition.unpack)(of_groups)[self.groups.group_of]
 
 

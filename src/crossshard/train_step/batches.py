@@ -16,6 +16,7 @@ from crossshard.jaxprs.dependence import depends
 from crossshard.pipeline.weigh import as_weight
 from crossshard.train_step.agreement import check_agreement
 from crossshard.train_step.layout import put
+from crossshard.train_step.mesh import number_of_shards
 
 Weight = Callable[[Any], Any]
 
@@ -81,19 +82,31 @@ def weight_of(weight: Weight, batch: Any) -> jax.Array:
     return as_weight(weight(batch), "weight returned")
 
 
+def own_parts(sharding: NamedSharding, number: int) -> int:
+    """The number of shards, of ``number``, whose rows this process passes.
+
+    A mesh without its devices, to compile for, counts as this process's.
+    """
+    if jax.process_count() == 1:
+        return number
+    pieces: Any = sharding.devices_indices_map((number,)).items()
+    own = jax.process_index()
+    return len({str(piece) for device, piece in pieces if device.process_index == own})
+
+
 class BatchPlacer:
     """Puts batches on the devices of a mesh, rows split over the shards in order."""
 
-    def __init__(self, mesh: Mesh, weight: Weight | None, microbatches: int = 1):
-        own = [each.process_index == jax.process_index() for each in mesh.devices.flat]
-        # The shards whose rows this process passes. A mesh without its devices, to compile for,
-        # counts as this process's.
-        self._parts = sum(own) if jax.process_count() > 1 else mesh.size
+    def __init__(
+        self, mesh: Mesh, axes: tuple[str, ...], weight: Weight | None, microbatches: int = 1
+    ):
+        self._sharding = NamedSharding(mesh, PartitionSpec(axes))
+        self._number = number_of_shards(mesh, axes)
+        self._parts = own_parts(self._sharding, self._number)
         # Rows are split over the shards, and a shard's rows into microbatches.
         self._multiple = self._parts * microbatches
         self._mesh = mesh
         self._weight = weight
-        self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self._padding_weighs_nothing: set[Any] = set()
         self._agreed: set[Any] = set()
 
@@ -102,7 +115,7 @@ class BatchPlacer:
 
         def one(leaf: Any, rows: int) -> jax.ShapeDtypeStruct:
             dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
-            of_all = (leaf.shape[0] + rows) * self._mesh.size // self._parts
+            of_all = (leaf.shape[0] + rows) * self._number // self._parts
             is_placed = getattr(leaf, "sharding", None) == self._sharding
             shape = leaf.shape if is_placed else (of_all, *leaf.shape[1:])
             return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding)
@@ -128,7 +141,7 @@ class BatchPlacer:
 
     def _place(self, batch: Any) -> Any:
         leaves, missing, tree = self._checked(batch)
-        if self._parts < self._mesh.size and self._weight is None:
+        if self._parts < self._number and self._weight is None:
             self._check_agreement(batch)
         if any(missing):
             leaves = [_padded(leaf, rows) for leaf, rows in zip(leaves, missing, strict=True)]

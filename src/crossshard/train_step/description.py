@@ -18,11 +18,14 @@ def describe(function: StepFunction, layout: StateLayout, state: TrainState) -> 
     axes = ", ".join(f"{name}: {size}" for name, size in mesh.shape.items())
     kind = layout.model_state
     frozen = [leaf for leaf in jax.tree.leaves(state.frozen) if is_inexact(leaf)]
+    over = f" over {', '.join(layout.axes)}" * bool(layout.unnamed_axes)
+    shards = f"{layout.number_of_shards} shards{over} on the mesh ({axes})"
     return "\n".join(
         [
             function.describe(plan.strategy),
-            f"{mesh.size} shards on the mesh ({axes}); weight update {plan.strategy}: {plan.why}",
-            f"parameters: {_sizes(state.params, None)}, whole on every shard",
+            f"{shards}; weight update {plan.strategy}: {plan.why}",
+            f"parameters: {_sizes(state.params, None)}, whole on every shard"
+            + _split(layout, state),
             *([f"frozen: {_sizes(frozen, None)}, neither differentiated nor sent"] * bool(frozen)),
             *([f"model state: {_sizes(state.model_state, None)}, {_KEPT[kind]}"] if kind else []),
             f"optimizer state: {_sizes(state.opt_state, layout)}",
@@ -36,16 +39,33 @@ _KEPT = {
 }
 
 
+def _split(layout: StateLayout, state: TrainState) -> str:
+    """How parameters lie over the axes that do not count shards."""
+    of_params = layout.other_axes[: len(jax.tree.leaves(state.params))]
+    if not any(of_params):
+        return ""
+    number = sum(map(bool, of_params))
+    over = [axis for axis in layout.unnamed_axes if any(axis in str(own) for own in of_params)]
+    return f"; {number} of them split over {', '.join(over)}, {_own(state.params)} on each device"
+
+
 def _sizes(tree: Any, layout: StateLayout | None) -> str:
     leaves = jax.tree.leaves(tree)
     whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
     words = f"{_megabytes(whole)} in {len(leaves)} arrays"
     if layout is None:
         return words
-    own = sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves
+    return f"{words}, {_own(tree)} of it on each {'device' if layout.unnamed_axes else 'shard'}"
+
+
+def _own(tree: Any) -> str:
+    """The size of one device's blocks."""
+    return _megabytes(
+        sum(
+            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(tree)
+        )
     )
-    return f"{words}, {_megabytes(own)} of it on each shard"
 
 
 def _megabytes(size: int) -> str:

@@ -60,11 +60,16 @@ class EntryPlacer(BatchPlacer):
     """Puts batches on the devices of a mesh, some entries whole and the others split."""
 
     def __init__(
-        self, mesh: Mesh, weight: Weight | None, names: tuple[str, ...], microbatches: int = 1
+        self,
+        mesh: Mesh,
+        axes: tuple[str, ...],
+        weight: Weight | None,
+        names: tuple[str, ...],
+        microbatches: int = 1,
     ):
         # A weight function takes the whole batch.
         whole = weight and (lambda rows: weight({**rows, **self._latest}))
-        super().__init__(mesh, whole, microbatches)
+        super().__init__(mesh, axes, whole, microbatches)
         self._names = names
         self._latest: dict[str, Any] = {}
         self._everywhere = NamedSharding(mesh, PartitionSpec())

@@ -15,9 +15,10 @@ from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.scalars import is_number
 from crossshard.shards.context import shard_context
 from crossshard.train_step.agreement import check_agreement
-from crossshard.train_step.batches import SumOf, Weight, check_rows
+from crossshard.train_step.batches import SumOf, Weight, check_rows, own_parts
 from crossshard.train_step.entries import EntryPlacer, specs_of, split_entries
 from crossshard.train_step.layout import put
+from crossshard.train_step.mesh import number_of_shards
 from crossshard.train_step.models import Skeleton, combine
 
 
@@ -29,17 +30,23 @@ class Evaluator:
     """
 
     def __init__(
-        self, mesh: Mesh, weight: Weight | None, names: tuple[str, ...], takes_state: bool
+        self,
+        mesh: Mesh,
+        axes: tuple[str, ...],
+        weight: Weight | None,
+        names: tuple[str, ...],
+        takes_state: bool,
     ):
-        own = [each.process_index == jax.process_index() for each in mesh.devices.flat]
+        self._number = number_of_shards(mesh, axes)
+        self._split = PartitionSpec(axes)
         # The shards whose rows this process passes.
-        self._parts = sum(own) if jax.process_count() > 1 else mesh.size
+        self._parts = own_parts(NamedSharding(mesh, self._split), self._number)
         self._mesh = mesh
+        self._axes = axes
         self._weight = weight
         self._names = names
         self._takes_state = takes_state
-        self._split = PartitionSpec(mesh.axis_names)
-        self._whole = EntryPlacer(mesh, None, names)
+        self._whole = EntryPlacer(mesh, axes, None, names)
         self._agreed: set[Any] = set()
         self._sums = jax.jit(self._sums_of_batch, static_argnums=(0, 1))
 
@@ -72,7 +79,7 @@ class Evaluator:
             with _jax.in_place_of_the_users_mesh(self._mesh):
                 placed, counted = self._place(batch, longest)
                 found.append(self._sums(metric_fn, skeleton, arrays, placed, counted))
-            longest = max(longest, counted.shape[0] * self._parts // self._mesh.size)
+            longest = max(longest, counted.shape[0] * self._parts // self._number)
         if not found:
             raise ArgumentError("There is no batch to evaluate: batches is empty.")
         # In 64 bits, since the sums of many batches would round.
@@ -100,8 +107,8 @@ class Evaluator:
             self._check_agreement(leaves, number)
             leaves = [put(_padded(leaf, number), sharding) for leaf in leaves]
             counted = np.pad(counted, (0, number - lengths[0]))
-        elif self._parts < self._mesh.size:
-            counted = counted[: lengths[0] * self._parts // self._mesh.size]
+        elif self._parts < self._number:
+            counted = counted[: lengths[0] * self._parts // self._number]
         placed = tree.unflatten(leaves)
         if whole is not None:
             placed = {**placed, **self._whole.place_whole(batch)}
@@ -131,11 +138,11 @@ class Evaluator:
         counted: jax.Array,
     ) -> tuple[Any, Any]:
         """For each value its weighted sum over the examples, and the sum of their weights."""
-        axes = self._mesh.axis_names
+        axes = self._axes
 
         def of_shard(arrays: tuple[Any, Any, Any], batch: Any, counted: jax.Array) -> Any:
             model = [combine(skeleton, *arrays), *([arrays[2]] if self._takes_state else [])]
-            with shard_context(self._mesh.size, axis_name=axes):
+            with shard_context(self._number, axis_name=axes):
                 values = metric_fn(*model, batch)
             weights = self._weights(batch, counted)
             paths, tree = jax.tree_util.tree_flatten_with_path(values)
@@ -148,6 +155,7 @@ class Evaluator:
         run = jax.shard_map(
             of_shard,
             mesh=self._mesh,
+            axis_names=frozenset(axes),
             in_specs=(PartitionSpec(), specs_of(batch, self._names, self._split), self._split),
             out_specs=PartitionSpec(),
             check_vma=False,

@@ -1,6 +1,7 @@
 """StateLayout: the placement of each array of a step's state on the mesh."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.plan import UpdatePlan
 from crossshard.shards.groups import GroupAssignment
+from crossshard.shards.model_axes import OtherAxes, only, other_axes_like
 from crossshard.shards.partition import map_partitions
 from crossshard.shards.placement import PER_SHARD, REPLICATED, Placement
 from crossshard.shards.random_streams import own_stream
@@ -28,18 +30,33 @@ class StateLayout:
     """The placement of a state on the mesh.
 
     Attributes:
-      mesh: the mesh; all its axes count shards.
+      mesh: the mesh.
+      axes: the axes of it that count shards.
       plan: the partitions of parameters and optimizer state.
       groups: the groups whose parameters differ; ``None`` if all shards have the same.
       pipeline: the pipeline, whose stages have states.
       model_state: how the state that a loss returns is kept; ``None`` if it returns none.
+      other_axes: for each array of the parameters, the frozen arrays and the model state how it
+        lies on the other axes of the mesh; empty if none is split over these.
     """
 
     mesh: Mesh
+    axes: tuple[str, ...]
     plan: UpdatePlan
     groups: GroupAssignment | None
     pipeline: Pipeline
     model_state: ModelState | None = None
+    other_axes: tuple[OtherAxes, ...] = ()
+
+    @property
+    def number_of_shards(self) -> int:
+        """The number of shards."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes)
+
+    @property
+    def unnamed_axes(self) -> tuple[str, ...]:
+        """The axes of the mesh that do not count shards."""
+        return tuple(axis for axis in self.mesh.axis_names if axis not in self.axes)
 
     def keeps_per_shard(self, skeleton: Skeleton) -> bool:
         """Whether each shard has its own model state."""
@@ -51,27 +68,76 @@ class StateLayout:
         params = REPLICATED if self.groups is None else PER_SHARD
         model_state = PER_SHARD if self.keeps_per_shard(state.skeleton) else REPLICATED
         inner = map_partitions(
-            lambda partition, _: Placement(partition, self.groups is not None, self.groups),
+            lambda partition, _: Placement(
+                partition, self.groups is not None, self.groups, partition.other_axes
+            ),
             self.plan.state,
             state.opt_state.inner_state,
         )
-        return dataclasses.replace(
+        opt_state = self.pipeline.placements(state.opt_state, inner)
+        placements = dataclasses.replace(
             state,
             step=REPLICATED,
             params=_all(params, state.params),
-            opt_state=self.pipeline.placements(state.opt_state, inner),
+            opt_state=opt_state,
             frozen=_all(REPLICATED, state.frozen),
             model_state=_all(model_state, state.model_state),
             rng=REPLICATED,
         )
+        return self._beside_shards(placements, state) if self.other_axes else placements
+
+    def _beside_shards(self, placements: TrainState, state: TrainState) -> TrainState:
+        """The placements with the axes of the mesh that do not count shards."""
+        lie = lambda placement, own: dataclasses.replace(placement, other_axes=own)
+        beside = lambda tree, own: jax.tree.structure(tree).unflatten(
+            map(lie, jax.tree.leaves(tree), own)
+        )
+        number, of_frozen = len(jax.tree.leaves(state.params)), len(jax.tree.leaves(state.frozen))
+        of_params, others = self.other_axes[:number], self.other_axes[number:]
+        # One of several, or one for each shard: its shape ends with the parameter's.
+        params = jax.tree.map(self._one, placements.params, state.params)
+        stages = placements.opt_state[:-1], state.opt_state[:-1]
+        of_stages = other_axes_like(jax.tree.map(self._one, *stages), params, of_params)
+        stages_beside = beside(stages[0], of_stages)
+        return dataclasses.replace(
+            placements,
+            params=beside(placements.params, of_params),
+            opt_state=type(placements.opt_state)(*stages_beside, placements.opt_state.inner_state),
+            frozen=beside(placements.frozen, others[:of_frozen]),
+            model_state=beside(placements.model_state, others[of_frozen:]),
+        )
+
+    @staticmethod
+    def _one(placement: Placement, x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape[placement.per_shard :], x.dtype)
 
     def specs(self, state: TrainState) -> TrainState:
-        """The spec of every array of a state."""
-        return self._map(lambda placement, _: placement.spec(self.mesh.axis_names), state)
+        """The spec of every array of a state over the shards."""
+        axes = self.axes
+        return self._map(
+            lambda placement, _: PartitionSpec(*only(placement.spec(axes), axes)), state
+        )
 
     def shardings(self, state: TrainState) -> TrainState:
         """The sharding of every array of a state."""
-        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs(state))
+        return self._map(
+            lambda placement, _: NamedSharding(self.mesh, placement.spec(self.axes)), state
+        )
+
+    def unsharded(self, state: TrainState) -> TrainState:
+        """The sharding of every array of an unsharded state: split over the other axes alone."""
+        return self._map(
+            lambda placement, _: NamedSharding(
+                self.mesh, PartitionSpec(*[None] * placement.per_shard, *placement.other_axes)
+            ),
+            state,
+        )
+
+    def constrain(self, state: TrainState) -> TrainState:
+        """The state as it is placed, since XLA decides about axes that do not count shards."""
+        if not self.unnamed_axes:
+            return state
+        return jax.lax.with_sharding_constraint(state, self.shardings(state))
 
     def local(self, state: TrainState) -> TrainState:
         """One shard's state, inside ``shard_map``."""
@@ -118,9 +184,9 @@ class StateLayout:
 
         def streams(leaf: Any) -> Any:
             each = jax.tree.map(self._on_each, leaf)
-            if self.mesh.size == 1 or not (isinstance(leaf, nnx.RngKey) or _is_key(leaf)):
+            if self.number_of_shards == 1 or not (isinstance(leaf, nnx.RngKey) or _is_key(leaf)):
                 return each
-            own = lambda keys: jax.vmap(own_stream)(keys, jnp.arange(self.mesh.size))
+            own = lambda keys: jax.vmap(own_stream)(keys, jnp.arange(self.number_of_shards))
             return own(each) if _is_key(leaf) else leaf.replace(own(each.get_raw_value()))
 
         on_each = lambda placement, x: self._on_each(x) if placement.per_shard else x
@@ -131,11 +197,11 @@ class StateLayout:
         return dataclasses.replace(spread, model_state=model_state)
 
     def _on_each(self, x: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(x, (self.mesh.size, *x.shape))
+        return jnp.broadcast_to(x, (self.number_of_shards, *x.shape))
 
     def has_number_of_shards(self, state: TrainState) -> bool:
         """Whether the arrays ``[shards, …]`` have as many shards as this mesh."""
-        fits = lambda placement, x: not placement.per_shard or x.shape[0] == self.mesh.size
+        fits = lambda placement, x: not placement.per_shard or x.shape[0] == self.number_of_shards
         return all(jax.tree.leaves(self._map(fits, state)))
 
     def on_other_shards(self, state: TrainState) -> TrainState:
@@ -155,7 +221,7 @@ class StateLayout:
         self.check_optimizer(state)
         placements = self.placements(state)
         inner = [
-            placement.stored_shape(partition.shape, self.mesh.size)
+            placement.stored_shape(partition.shape, self.number_of_shards)
             for placement, partition in zip(
                 jax.tree.leaves(placements.opt_state.inner_state), self.plan.state, strict=True
             )
@@ -168,7 +234,7 @@ class StateLayout:
             ("The model state", state.model_state, placements.model_state),
         ):
             shapes = [
-                placement.stored_shape(leaf.shape[placement.per_shard :], self.mesh.size)
+                placement.stored_shape(leaf.shape[placement.per_shard :], self.number_of_shards)
                 for placement, leaf in zip(*map(jax.tree.leaves, (where, tree)), strict=True)
             ]
             _check_shapes(what, tree, shapes)
@@ -209,19 +275,20 @@ def strong_copy(x: Any) -> jax.Array:
     return jnp.copy(jnp.asarray(x, x.dtype))
 
 
-def replicated(mesh: Mesh, x: Any) -> jax.Array:
-    """Replicate an array that every process has over the mesh."""
-    return put(x, NamedSharding(mesh, PartitionSpec()))
+def put_whole(x: Any, sharding: NamedSharding) -> jax.Array:
+    """Put an array on the devices of a mesh; every process passes all of it."""
+    return put(x, sharding, whole=True)
 
 
-def put(x: Any, sharding: NamedSharding) -> jax.Array:
-    """Put an array on the devices of a mesh; each process passes its own part."""
+def put(x: Any, sharding: NamedSharding, *, whole: bool = False) -> jax.Array:
+    """Put an array on the devices of a mesh; each process passes its own part, or the whole."""
     if jax.process_count() == 1 or not getattr(x, "is_fully_addressable", True):
         return jax.device_put(x, sharding)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data = put(jax.random.key_data(x), sharding)
+        data = put(jax.random.key_data(x), sharding, whole=whole)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+    local = np.asarray(x)
+    return jax.make_array_from_process_local_data(sharding, local, local.shape if whole else None)
 
 
 def check_key(rng: Any) -> tuple[Any, jax.Array]:

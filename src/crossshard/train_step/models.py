@@ -93,7 +93,7 @@ def check_params(
     optimizer: optax.GradientTransformationExtraArgs,
     wrt: Any,
 ) -> None:
-    """Raise if a step would train what is not meant to be trained, or replicate sharded arrays.
+    """Raise if a step would train what is not meant to be trained.
 
     Args:
       model: the model that the caller passes to ``init``.
@@ -103,20 +103,11 @@ def check_params(
       wrt: the caller's choice of what is trained; ``None`` without one.
 
     Raises:
-      ArgumentError: parameters are sharded over devices, or the optimizer would update Linen's
-        other collections or the base of a model with LoRA.
+      ArgumentError: the optimizer would update Linen's other collections or the base of a model
+        with LoRA.
     """
     _refuse_states(model)
     paths = jax.tree_util.tree_leaves_with_path(params)
-    for path, leaf in [*paths, *jax.tree_util.tree_leaves_with_path(frozen)]:
-        sharding = getattr(leaf, "sharding", None)
-        if sharding is not None and not sharding.is_fully_replicated:
-            raise ArgumentError(
-                f"{_name(path)} is sharded over devices ({getattr(sharding, 'spec', sharding)}), "
-                f"but in a step every shard has all parameters in full. Replicate it, with "
-                f"jax.device_put(params, NamedSharding(mesh, PartitionSpec())). For a model that "
-                f"is split over an axis, use a CrossShardOptimizer in your own jax.shard_map."
-            )
     if wrt is not None:
         return
     if isinstance(model, Mapping) and not isinstance(model, nnx.State) and "params" in model:

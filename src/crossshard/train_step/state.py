@@ -30,6 +30,8 @@ class TrainState:
       skeleton: the static part of the model.
       rng_impl: the implementation of the key.
       grouped: whether each group has its own parameters.
+      other_axes: for each array of ``params`` and ``model_state`` how it lies on mesh axes that do
+        not count shards; empty if none is split over these.
 
     >>> import jax.numpy as jnp, optax
     >>> from crossshard import make_train_step
@@ -48,3 +50,4 @@ class TrainState:
     skeleton: Skeleton = dataclasses.field(metadata={"static": True})
     rng_impl: Any = dataclasses.field(metadata={"static": True})
     grouped: bool = dataclasses.field(metadata={"static": True})
+    other_axes: tuple[Any, ...] = dataclasses.field(default=(), metadata={"static": True})

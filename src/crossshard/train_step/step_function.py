@@ -15,6 +15,7 @@ from crossshard.pipeline.plan import UpdateStrategy
 from crossshard.pipeline.stage import Environment, Gradients
 from crossshard.shards.axes import Shards
 from crossshard.shards.devices import torus_factors
+from crossshard.shards.model_axes import only
 from crossshard.shards.partition import map_partitions
 from crossshard.train_step.entries import specs_of
 from crossshard.train_step.layout import StateLayout
@@ -57,12 +58,18 @@ class StepFunction:
     ) -> tuple[TrainState, dict[str, Any]]:
         """The next state and the metrics."""
         mesh, specs, plan = layout.mesh, layout.specs(state), layout.plan
-        names = mesh.axis_names
+        names = layout.axes
         each = PartitionSpec(names)
         grouped = layout.groups is not None
         is_global = plan.strategy is UpdateStrategy.GLOBAL
-        number = self.pipeline.shards_per_group(mesh.size)
-        shards = Shards(mesh.size, names, manual=True, torus_factors=torus_factors(mesh))
+        number = self.pipeline.shards_per_group(layout.number_of_shards)
+        shards = Shards(
+            layout.number_of_shards,
+            names,
+            manual=True,
+            torus_factors=torus_factors(mesh),
+            other_axes=layout.unnamed_axes,
+        )
         environment = Environment(
             shards,
             layout.groups,
@@ -112,10 +119,13 @@ class StepFunction:
         if self.loss.has_aux:
             metric_specs["aux"] = self.loss.aux_specs(each, of_group)
         whole = PartitionSpec()
-        split = map_partitions(lambda each, _: each.spec(names), plan.params, state.params)
+        split = map_partitions(
+            lambda each, _: PartitionSpec(*only(each.spec(names), names)), plan.params, state.params
+        )
         run = jax.shard_map(
             of_one_shard,
             mesh=mesh,
+            axis_names=frozenset(names),
             in_specs=(specs, specs_of(batch, self.loss.replicated_entries, each)),
             out_specs=(specs, metric_specs, (split, whole, whole) if is_global else None),
             # Gradients are local by construction, and gathered parameters are equal.
@@ -136,7 +146,7 @@ class StepFunction:
             after = dataclasses.replace(after, params=params, opt_state=opt_state)
             after = _unless_skipped(gradients.skip, after, state, here)
             metrics |= self._metrics_of_stages(state, after, gradients.skip)
-        return after, metrics
+        return layout.constrain(after), metrics
 
     def _arrive(self, local: Local, shards: Shards) -> Gradients:
         """One shard's gradients with all that is reduced with them."""
@@ -184,8 +194,8 @@ def _unless_skipped(
 
 def _arrays(layout: StateLayout, shards: Shards) -> Arrays:
     plan = layout.plan
-    if plan.strategy is UpdateStrategy.WHOLE:
+    if plan.strategy is UpdateStrategy.WHOLE and not shards.other_axes:
         return WholeArrays()
-    if plan.strategy is UpdateStrategy.PARTS:
+    if plan.strategy is not UpdateStrategy.GLOBAL:
         return LocalParts(plan.params, shards, layout.groups)
     return GlobalArrays(plan.params, plan.state, shards, layout.mesh)

@@ -21,8 +21,7 @@ from crossshard.pipeline.accumulate import check_accumulate_steps
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.plan import WeightUpdate, check_weight_update, plan_update
 from crossshard.pipeline.weigh import check_reduction
-from crossshard.shards.context import check_num_shards
-from crossshard.shards.devices import check_number_of_devices, mesh_for
+from crossshard.shards.model_axes import OtherAxes, check_fits, only, other_axes_of
 from crossshard.shards.partition import ANY, TPU
 from crossshard.train_step.agreement import check_agreement, checksum
 from crossshard.train_step.aux_reduction import check_aux_reduction
@@ -30,9 +29,10 @@ from crossshard.train_step.batches import BatchPlacer, check_weight
 from crossshard.train_step.description import describe
 from crossshard.train_step.entries import EntryPlacer, check_entries
 from crossshard.train_step.evaluate import Evaluator
-from crossshard.train_step.layout import StateLayout, check_key, replicated
+from crossshard.train_step.layout import StateLayout, check_key, put_whole
 from crossshard.train_step.local import Loss
 from crossshard.train_step.loss import with_rng
+from crossshard.train_step.mesh import mesh_and_axes, number_of_shards
 from crossshard.train_step.model_state import check_initial, check_model_state
 from crossshard.train_step.models import check_params, combine, partition
 from crossshard.train_step.state import TrainState
@@ -47,6 +47,7 @@ def make_train_step(
     *,
     mesh: Mesh | None = None,
     num_shards: int | None = None,
+    axis_name: str | tuple[str, ...] | None = None,
     weight_update: str = WeightUpdate.AUTO,
     weight: str | Callable[[Any], Any] | None = None,
     has_aux: bool = False,
@@ -75,9 +76,11 @@ def make_train_step(
         ends in ``rng`` or ``key``).
       optimizer: an Optax transformation, whose gradients are averaged over the shards; or a
         CrossShardOptimizer with its own reduction and groups.
-      mesh: the mesh to run on; all its axes count shards. If ``None``, a mesh of ``num_shards``
-        devices.
+      mesh: the mesh to run on. If ``None``, a mesh of ``num_shards`` devices.
       num_shards: the number of shards; all devices if ``None``.
+      axis_name: the axes of the mesh that count shards; all if ``None``. Parameters that lie split
+        over other axes, as arrays with a ``NamedSharding``, stay so: the loss is given global
+        arrays, whose work XLA splits, and may run its own ``shard_map`` over these axes.
       weight_update: ``"sharded"``: each shard updates its slice of the parameters and keeps its
         slice of the optimizer state (ZeRO-1, Xu et al. 2020, arXiv 2004.13336).
         ``"replicated"``: each updates all. ``"auto"``: sharded if the optimizer is proven
@@ -116,6 +119,7 @@ def make_train_step(
 
     Raises:
       ArgumentError: an unknown ``weight_update``, an impossible number of shards, weight with SUM.
+      AxisError: ``axis_name`` names no axis of the mesh.
       ArgumentTypeError: not a function, not an optimizer, or not a mesh.
       VariableError: the optimizer closes over an NNX variable, as a schedule may.
 
@@ -139,7 +143,8 @@ def make_train_step(
         "ema": ema,
     }
     refuse_variables_behind(optimizer)
-    where = _jax.with_automatic_axes(_mesh_for(num_shards, mesh))
+    pipeline = pipeline_of(optimizer, **options)
+    where, axes = mesh_and_axes(num_shards, mesh, axis_name, pipeline.axis_name)
     kind = check_model_state(model_state)
     takes = ("params", "batch") if kind is None else ("params", "model_state", "batch")
     loss_fn, takes_rng = with_rng(loss_fn, takes)
@@ -154,30 +159,16 @@ def make_train_step(
         check_aux_reduction(aux_reduction, has_aux),
         check_entries(replicated_entries, weigh),
     )
-    pipeline = _check_pipeline(pipeline_of(optimizer, **options), where, weight)
+    pipeline = _check_pipeline(pipeline, number_of_shards(where, axes), weight)
     function = StepFunction(loss, pipeline, optimizer.get_name())
     sharding = check_weight_update(weight_update)
     if sharding is WeightUpdate.AUTO and optimizer.weight_update is WeightUpdate.SHARDED:
         sharding = WeightUpdate.SHARDED
-    return TrainStep(function, where, sharding, check_wrt(wrt))
+    return TrainStep(function, where, axes, sharding, check_wrt(wrt))
 
 
-def _mesh_for(num_shards: int | None, mesh: Mesh | None) -> Mesh:
-    """The mesh of this many shards, or of any number if ``None``.
-
-    Raises:
-      ArgumentError: the mesh has another number of devices; there are fewer devices.
-      ArgumentTypeError: not a mesh, or not a number.
-    """
-    if num_shards is None:
-        return mesh_for(len(jax.devices()) if mesh is None else 1, mesh)
-    found = mesh_for(check_num_shards(num_shards), mesh)
-    check_number_of_devices(num_shards, found)
-    return found
-
-
-def _check_pipeline(pipeline: Pipeline, mesh: Mesh, weight: Any) -> Pipeline:
-    """The optimizer's pipeline for a step on this mesh, or an error if it does not fit."""
+def _check_pipeline(pipeline: Pipeline, number: int, weight: Any) -> Pipeline:
+    """The optimizer's pipeline for a step of so many shards, or an error if it does not fit."""
     if weight is not None:
         check_reduction(pipeline.reduction)
     if pipeline.accumulate is not None:
@@ -186,17 +177,10 @@ def _check_pipeline(pipeline: Pipeline, mesh: Mesh, weight: Any) -> Pipeline:
             "accumulate_steps to make_train_step instead."
         )
     if pipeline.groups is not None:
-        pipeline.groups.check_covers(mesh.size)
+        pipeline.groups.check_covers(number)
     if pipeline.over_all_shards:
         # One group of all shards, in any order, is the same as no groups.
         pipeline = dataclasses.replace(pipeline, groups=None)
-    if pipeline.axis_name and set(pipeline.axis_name) != set(mesh.axis_names):
-        raise ArgumentError(
-            f"The optimizer reduces over the axes {list(pipeline.axis_name)}, but the mesh has "
-            f"{list(mesh.axis_names)}, and all of them count shards here. Leave axis_name out, or "
-            f"pass a mesh of only those axes. For a model that is split over another axis, use "
-            f"the optimizer in your own jax.shard_map."
-        )
     if pipeline.incoming not in (None, Incoming.LOCAL):
         raise ArgumentError(
             f"The optimizer declares incoming={str(pipeline.incoming)!r}, but a step computes the "
@@ -223,8 +207,9 @@ class TrainStep:
 
     def __str__(self) -> str:
         metrics = ", ".join(self._function.names_of_metrics())
+        shards = number_of_shards(self._mesh, self._axes)
         lines = [
-            f"Training step of {self._function.loss.name} on {self._mesh.size} shards",
+            f"Training step of {self._function.loss.name} on {shards} shards",
             *([] if self._wrt is None else [f"trains only what wrt={self._wrt!r:.60} chooses"]),
             f"metrics: {metrics}",
         ]
@@ -234,21 +219,27 @@ class TrainStep:
         return "\n".join([*lines, self.describe()])
 
     def __init__(
-        self, function: StepFunction, mesh: Mesh, weight_update: WeightUpdate, wrt: Any = None
+        self,
+        function: StepFunction,
+        mesh: Mesh,
+        axes: tuple[str, ...],
+        weight_update: WeightUpdate,
+        wrt: Any = None,
     ):
         self._function = function
         self._wrt = wrt
         self._mesh = mesh
+        self._axes = axes
         self._weight_update = weight_update
         loss = function.loss
         names, number = loss.replicated_entries, loss.accumulate_steps
         self._place = (
-            EntryPlacer(mesh, loss.weight, names, number)
+            EntryPlacer(mesh, axes, loss.weight, names, number)
             if names
-            else BatchPlacer(mesh, loss.weight, number)
+            else BatchPlacer(mesh, axes, loss.weight, number)
         )
         self._evaluate = Evaluator(
-            mesh, loss.weight, names, takes_state=loss.model_state is not None
+            mesh, axes, loss.weight, names, takes_state=loss.model_state is not None
         )
         self._layouts: dict[Any, StateLayout] = {}
         self._latest: tuple[StateLayout, TrainState] | None = None
@@ -294,7 +285,7 @@ class TrainStep:
         try:
             return compiled(state, batch)
         except ValueError as error:
-            _check_not_of_mesh(error)
+            _check_not_of_mesh(error, self._axes)
             raise
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
@@ -328,7 +319,7 @@ class TrainStep:
           ArgumentTypeError: a leaf is neither an array nor hashable, or ``rng`` is not a key.
         """
         impl, key = check_key(rng)
-        make, arrays, abstract = self._initial(params, impl, key, model_state)
+        make, arrays, abstract, given = self._initial(params, impl, key, model_state)
         self._check_agreement(
             "init",
             {
@@ -338,7 +329,7 @@ class TrainStep:
                 "optimizer": abstract.opt_state,
             },
         )
-        arrays, key = jax.tree.map(lambda x: replicated(self._mesh, x), (arrays, key))
+        arrays, key = jax.tree.map(lambda x, to: put_whole(x, to.sharding), (arrays, key), given)
         with _jax.in_place_of_the_users_mesh(self._mesh):
             return make(arrays, key)
 
@@ -353,29 +344,39 @@ class TrainStep:
 
     def abstract_init(self, params: Any, *, model_state: Any = None) -> TrainState:
         """The types and shardings of ``init``'s state, to ``lower`` without devices."""
-        _, _, abstract = self._initial(params, *check_key(0), model_state)
-        return abstract
+        return self._initial(params, *check_key(0), model_state)[2]
 
     def _initial(
         self, params: Any, impl: Any, key: jax.Array, model_state: Any
-    ) -> tuple[Any, Any, TrainState]:
-        """A compiled function of arrays and key, the arrays, and the types of its result."""
+    ) -> tuple[Any, Any, TrainState, Any]:
+        """A compiled function of arrays and key, the arrays, and the types of result and both."""
         model_state = check_initial(self._function.loss.model_state, params, model_state)
         skeleton, *arrays = partition(params, self._wrt)
         if self._function.loss.model_state is not None:
             arrays[2] = model_state
-        layout = self._layout(arrays[0])
+        # Model state may lie anywhere on a mesh whose axes all count shards.
+        of = arrays if len(self._axes) < len(self._mesh.axis_names) else arrays[:2]
+        other_axes = other_axes_of(of, self._mesh, self._axes)
+        layout = self._layout(arrays[0], other_axes)
         optimizer = self._function.pipeline.optimizer
         check_params(params, arrays[0], arrays[1], optimizer, self._wrt)
 
         def make(arrays: Any, key: Any) -> TrainState:
-            return layout.initial(skeleton, impl, arrays, key)
+            state = layout.initial(skeleton, impl, arrays, key)
+            return dataclasses.replace(state, other_axes=other_axes)
 
         # Of the types that the arrays will have, so that JAX need not trace it again for them.
-        everywhere = NamedSharding(self._mesh, PartitionSpec())
-        given = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, jnp.result_type(x), sharding=everywhere),
-            (arrays, key),
+        leaves, tree = jax.tree.flatten((arrays, key))
+        lie = (*(other_axes or [()] * (len(leaves) - 1)), ())
+        given = tree.unflatten(
+            [
+                jax.ShapeDtypeStruct(
+                    x.shape,
+                    jnp.result_type(x),
+                    sharding=NamedSharding(self._mesh, PartitionSpec(*own)),
+                )
+                for x, own in zip(leaves, lie, strict=True)
+            ]
         )
         with _jax.in_place_of_the_users_mesh(self._mesh):
             types = jax.eval_shape(make, *given)
@@ -386,18 +387,17 @@ class TrainStep:
             shardings,
         )
         self._latest = layout, abstract
-        return jax.jit(make, out_shardings=shardings), arrays, abstract
+        return jax.jit(make, out_shardings=shardings), arrays, abstract, given
 
     def unshard(self, state: TrainState) -> TrainState:
-        """The state replicated on every device, its arrays in the optimizer's own shapes.
+        """The state replicated over the shards, its arrays in the optimizer's own shapes.
 
-        Use it to save, to inspect, or to ``reshard`` on another number of shards. The given state
-        stays valid.
+        Use it to save, to inspect, or to ``reshard`` on another number of shards. Arrays stay split
+        over axes that do not count shards. The given state stays valid.
         """
         _check_state(state)
         layout = self._layout_of(state)
-        everywhere = NamedSharding(self._mesh, PartitionSpec())
-        return self._relaid(layout.unpack, state, jax.tree.map(lambda _: everywhere, state))
+        return self._relaid(layout.unpack, state, layout.unsharded(state))
 
     def reshard(self, state: TrainState) -> TrainState:
         """Shard an unsharded state for this step, from any number of shards.
@@ -409,14 +409,18 @@ class TrainStep:
           ArgumentError: the state is another optimizer's, or its groups are not of this step.
         """
         _check_state(state)
+        others = [axis for axis in self._mesh.axis_names if axis not in self._axes]
+        kept = tuple(only(each, others) for each in state.other_axes)
+        state = dataclasses.replace(state, other_axes=kept if any(kept) else ())
         layout = self._layout_of(state)
         layout.check_optimizer(state)
         self._check_agreement("reshard", {"a state": state})
-        state = jax.tree.map(lambda x: replicated(self._mesh, x), state)
+        state = jax.tree.map(put_whole, state, layout.unsharded(state))
         if not layout.has_number_of_shards(state):
             if self._grouped:
                 raise ArgumentError(
-                    f"The state has groups over another number of shards than {self._mesh.size}. "
+                    f"The state has groups over another number of shards than "
+                    f"{layout.number_of_shards}. "
                     f"Choose one shard's parameters with other.model(state, shard=0) and init with "
                     f"them."
                 )
@@ -533,14 +537,20 @@ class TrainStep:
         return describe(self._function, *self._latest)
 
     def _layout_of(self, state: TrainState) -> StateLayout:
-        return self._layout(_of_one(state.params) if self._grouped else state.params)
+        params = _of_one(state.params) if self._grouped else state.params
+        return self._layout(params, state.other_axes)
 
-    def _layout(self, params: Any) -> StateLayout:
+    def _layout(self, params: Any, other_axes: tuple[OtherAxes, ...]) -> StateLayout:
         leaves, tree = jax.tree.flatten(params)
-        key = tree, tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
+        shapes = tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
+        key = tree, shapes, other_axes
         if key not in self._layouts:
             groups = self._function.pipeline.groups if self._grouped else None
-            number = self._mesh.size if groups is None else groups.size
+            number = number_of_shards(self._mesh, self._axes) if groups is None else groups.size
+            check_fits(params, other_axes, self._mesh)
+            # JAX drops axes of size 1 from the shardings of its results.
+            several = [axis for axis, size in self._mesh.shape.items() if size > 1]
+            lie = tuple(only(own, several) for own in other_axes)
             pipeline = self._function.pipeline
             plan = plan_update(
                 pipeline.optimizer,
@@ -551,9 +561,16 @@ class TrainStep:
                 # A preprocessor may read them all.
                 leave_unread=pipeline.preprocess is None,
                 tile=TPU if self._mesh.devices.flat[0].platform == "tpu" else ANY,
+                other_axes=lie[: len(leaves)],
             )
             self._layouts[key] = StateLayout(
-                self._mesh, plan, groups, pipeline, self._function.loss.model_state
+                self._mesh,
+                self._axes,
+                plan,
+                groups,
+                pipeline,
+                self._function.loss.model_state,
+                lie,
             )
         return self._layouts[key]
 
@@ -566,17 +583,18 @@ def _of_one(params: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
 
 
-def _check_not_of_mesh(error: ValueError) -> None:
+def _check_not_of_mesh(error: ValueError, axes: tuple[str, ...]) -> None:
     """Raise our own error if JAX refused a loss that shards arrays over the mesh."""
     if isinstance(error, CrossshardError) or not _jax.is_of_manual_axes(error):
         return
     raise ArgumentError(
         f"The loss shards an array over the mesh, which JAX refuses "
-        f"({str(error).splitlines()[0]:.80}…): inside of a step every axis of the mesh counts "
-        f"shards, and each shard runs the loss on its own, on the full parameters. Leave out "
-        f"with_sharding_constraint and shard_map, and write flax.linen.unbox(params) for Linen's "
-        f"Partitioned boxes. For a model that is split over an axis, use a CrossShardOptimizer in "
-        f"your own jax.shard_map."
+        f"({str(error).splitlines()[0]:.80}…): inside of a step the axes {', '.join(axes)} count "
+        f"shards, and each shard runs the loss on its own, on the full parameters. Leave these "
+        f"axes out of with_sharding_constraint and shard_map, pass no mesh to the latter, and "
+        f"write flax.linen.unbox(params) for Linen's Partitioned boxes. For a model that is split "
+        f"over another axis, write make_train_step(..., mesh=mesh, axis_name=...) with the axes "
+        f"that count shards."
     ) from error
 
 

@@ -1,0 +1,125 @@
+"""How arrays lie over the axes of a mesh that do not count shards, such as those of a model."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from crossshard.errors import ArgumentError
+
+# One entry per dimension, as in a PartitionSpec, without trailing `None`s.
+OtherAxes = tuple[Any, ...]
+
+
+def only(spec: Iterable[Any], axes: Iterable[str]) -> OtherAxes:
+    """The entries of a spec that name these axes."""
+    kept = [tuple(name for name in _names(entry) if name in axes) for entry in spec]
+    while kept and not kept[-1]:
+        kept.pop()
+    return tuple(names if len(names) > 1 else names[0] if names else None for names in kept)
+
+
+def other_axes_of(tree: Any, mesh: Mesh, axes: Sequence[str]) -> tuple[OtherAxes, ...]:
+    """For each array of a pytree its spec on the axes of the mesh that do not count shards.
+
+    Args:
+      tree: arrays, or types with shardings.
+      mesh: the mesh of the step.
+      axes: the axes of it that count shards.
+
+    Returns:
+      One entry per leaf; empty if no array is split.
+
+    Raises:
+      ArgumentError: an array lies on another mesh, or is split over the shards.
+    """
+    found = tuple(
+        _other_axes_of(_name(path[1:]), x, mesh, axes)
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    )
+    return found if any(found) else ()
+
+
+def _other_axes_of(name: str, x: Any, mesh: Mesh, axes: Sequence[str]) -> OtherAxes:
+    sharding = getattr(x, "sharding", None)
+    if sharding is None or sharding.is_fully_replicated:
+        return ()
+    others = [axis for axis in mesh.axis_names if axis not in axes]
+    spec = getattr(sharding, "spec", None)
+    lies = f"{name} is sharded over devices ({sharding if spec is None else spec})"
+    if not others:
+        raise ArgumentError(
+            f"{lies}, but in a step every shard has all parameters in full. Replicate it, with "
+            f"jax.device_put(params, NamedSharding(mesh, PartitionSpec())). For a model that is "
+            f"split over an axis, name the axes that count shards: make_train_step(..., mesh=mesh, "
+            f"axis_name=...)."
+        )
+    if not isinstance(sharding, NamedSharding) or (
+        sharding.mesh.axis_names != mesh.axis_names
+        or getattr(sharding.mesh, "devices", mesh.devices).tolist() != mesh.devices.tolist()
+    ):
+        raise ArgumentError(
+            f"{lies}, which is not the mesh of the step, with axes {dict(mesh.shape)}. Write "
+            f"jax.device_put(params, NamedSharding(mesh, spec)), with a spec over "
+            f"{', '.join(others)}."
+        )
+    if only(sharding.spec, axes):
+        raise ArgumentError(
+            f"{lies}, and {', '.join(axes)} counts shards: every shard has all parameters. The "
+            f"step itself splits the optimizer state over the shards. Split parameters over "
+            f"{', '.join(others)} only, or leave out of axis_name what splits them."
+        )
+    return only(sharding.spec, others)
+
+
+def other_axes_like(
+    state: Any, params: Any, other_axes: Sequence[OtherAxes]
+) -> tuple[OtherAxes, ...]:
+    """For each array of an optimizer's state the entry of its parameter, if it has its shape.
+
+    An array belongs to the parameter whose path ends its own, as in ``mu['layer']['kernel']``.
+    """
+    lies: dict[tuple[Any, ...], OtherAxes] = {
+        (*map(str, path), x.shape): own
+        for (path, x), own in zip(
+            jax.tree_util.tree_leaves_with_path(params), other_axes, strict=True
+        )
+        if own
+    }
+
+    def of(path: tuple[Any, ...], shape: tuple[int, ...]) -> OtherAxes:
+        names = [*map(str, path)]
+        ends = ((*names[start:], shape) for start in range(len(names) + 1))
+        return next((lies[end] for end in ends if end in lies), ())
+
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return tuple(of(path, x.shape) if lies else () for path, x in leaves)
+
+
+def check_fits(params: Any, other_axes: Sequence[OtherAxes], mesh: Mesh) -> None:
+    """Raise unless parameters can be split so on a mesh.
+
+    Raises:
+      ArgumentError: the mesh has no such axis, or a dimension does not divide.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    for (path, x), own in zip(leaves, other_axes, strict=False):
+        try:
+            NamedSharding(mesh, PartitionSpec(*own)).shard_shape(x.shape)
+        except ValueError as error:
+            raise ArgumentError(
+                f"{_name(path)}, of shape {x.shape}, lies split as {PartitionSpec(*own)}, which a "
+                f"mesh of {dict(mesh.shape)} cannot: {str(error).splitlines()[0]}. For a state of "
+                f"another mesh write step.reshard(other.unshard(state))."
+            ) from error
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return "params" + jax.tree_util.keystr(path).removesuffix(".value")
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    if entry is None or isinstance(entry, str):
+        return () if entry is None else (entry,)
+    return tuple(entry)
