@@ -279,7 +279,9 @@ class Model:
 
     def _sum(self, name: str, own: list[Tree], ws: list[float]) -> np.ndarray:
         options = self.options
-        weighed = [w * tree[name] if w else 0.0 * tree[name] for w, tree in zip(ws, own, strict=True)]
+        weighed = [
+            w * tree[name] if w else 0.0 * tree[name] for w, tree in zip(ws, own, strict=True)
+        ]
         if options.wire is None:
             return np.sum(weighed, axis=0)
         total = np.sum([round_to(x, options.wire) for x in weighed], axis=0)
@@ -309,7 +311,10 @@ class Model:
         signal, variance = np.linalg.solve(equations, [small, big])
         # How much an error of the two norms is magnified.
         of_variance = 1 / (per_small - per_big)
-        magnified = {"of_variance": of_variance * small, "of_signal": of_variance * small * per_small}
+        magnified = {
+            "of_variance": of_variance * small,
+            "of_signal": of_variance * small * per_small,
+        }
         return found | {"noise_variance": variance, "noise_signal": signal} | magnified
 
     def _update(self, replica: _Replica, gradient: Tree, skipped: bool) -> dict[str, Any]:
