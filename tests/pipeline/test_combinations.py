@@ -78,8 +78,8 @@ def faults_of(got: Run, want: Run, combination: Combination) -> list[str]:
             wrong = ~(off <= np.where(np.isfinite(b), allowed, 0))
             if wrong.any():
                 faults.append(
-                    f"{when} {name} is off by {off.max():.3g}, of {np.nanmax(allowed):.3g} allowed, "
-                    f"in {wrong.sum()} of {wrong.size} elements"
+                    f"{when} {name} is off by {off.max():.3g} in {wrong.sum()} of {wrong.size} "
+                    f"elements; {np.nanmax(allowed):.3g} is allowed"
                 )
     return faults
 
