@@ -320,8 +320,9 @@ class Model:
     def _update(self, replica: _Replica, gradient: Tree, skipped: bool) -> dict[str, Any]:
         """Take the step; its norm and that of the parameters after it."""
         options = self.options
-        before = replica.params
+        change = {name: np.zeros_like(x) for name, x in replica.params.items()}
         if not skipped:
+            before = replica.params
             rate = learning_rate(options, replica.count)
             source = replica.masters if options.masters else replica.params
             update = OPTIMIZERS[options.optimizer][0]
@@ -332,7 +333,9 @@ class Model:
             decay = options.ema or 0.0
             replica.ema = {n: decay * replica.ema[n] + (1 - decay) * averaged[n] for n in averaged}
             replica.count += 1
-        change = {name: replica.params[name] - before[name] for name in before}
+            if options.masters:
+                # The update of the parameters, not of the masters.
+                change = {name: replica.params[name] - before[name] for name in before}
         return {"update_norm": norm(change), "param_norm": norm(replica.params)}
 
     def _rescale(self, overflowed: bool) -> None:
