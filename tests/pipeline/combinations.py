@@ -26,9 +26,7 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "slices of what needs whole arrays": (
         lambda c: (
-            c.is_sharded
-            and c.optimizer in ("clip, sgd", "lamb")
-            and (c.is_update or c.grouped)
+            c.is_sharded and c.optimizer in ("clip, sgd", "lamb") and (c.is_update or c.grouped)
         ),
         errors.WeightUpdateError,
         "is not elementwise",
@@ -54,9 +52,7 @@ def covering(factors: Mapping[str, tuple[Any, ...]], seed: int, **fixed: Any) ->
     names = [name for name in factors if name not in fixed]
     both = list(itertools.combinations(names, 2))
     # In a dict, since the order of a set differs between runs.
-    missing = dict.fromkeys(
-        (a, x, b, y) for a, b in both for x in factors[a] for y in factors[b]
-    )
+    missing = dict.fromkeys((a, x, b, y) for a, b in both for x in factors[a] for y in factors[b])
 
     def filled(a: str, x: Any, b: str, y: Any) -> dict[str, Any] | None:
         for _ in range(100):

@@ -110,7 +110,13 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "accumulate": (1, 2),
     "wire": (None, "bfloat16"),
     "scale": (False, True),
-    "precision": ("float32", "bfloat16", "float16", "bfloat16 with masters", "float16 with masters"),
+    "precision": (
+        "float32",
+        "bfloat16",
+        "float16",
+        "bfloat16 with masters",
+        "float16 with masters",
+    ),
     "ema": (None, 0.9),
     "metrics": ((), NORMS, NOISE, ("learning_rate",)),
 }
@@ -419,7 +425,9 @@ def run_model(
     with np.errstate(invalid="ignore", over="ignore"):
         for t in range(STEPS):
             batch = batch_of(of_batch, t)
-            pairs = [list(zip(x, y, strict=True)) for x, y in zip(batch["x"], batch["y"], strict=True)]
+            pairs = [
+                list(zip(x, y, strict=True)) for x, y in zip(batch["x"], batch["y"], strict=True)
+            ]
             weighted = combination.weights is not None
             model.step(pairs, batch["weight"].sum(-1) if weighted else None)
             shown = _tree("params", model.each(lambda replica: replica.params))

@@ -279,7 +279,9 @@ class Model:
 
     def _sum(self, name: str, own: list[Tree], ws: list[float]) -> np.ndarray:
         options = self.options
-        weighed = [w * tree[name] if w else 0.0 * tree[name] for w, tree in zip(ws, own, strict=True)]
+        weighed = [
+            w * tree[name] if w else 0.0 * tree[name] for w, tree in zip(ws, own, strict=True)
+        ]
         if options.wire is None:
             return np.sum(weighed, axis=0)
         total = np.sum([round_to(x, options.wire) for x in weighed], axis=0)
@@ -309,14 +311,18 @@ class Model:
         signal, variance = np.linalg.solve(equations, [small, big])
         # How much an error of the two norms is magnified.
         of_variance = 1 / (per_small - per_big)
-        magnified = {"of_variance": of_variance * small, "of_signal": of_variance * small * per_small}
+        magnified = {
+            "of_variance": of_variance * small,
+            "of_signal": of_variance * small * per_small,
+        }
         return found | {"noise_variance": variance, "noise_signal": signal} | magnified
 
     def _update(self, replica: _Replica, gradient: Tree, skipped: bool) -> dict[str, Any]:
         """Take the step; its norm and that of the parameters after it."""
         options = self.options
-        before = replica.params
+        change = {name: np.zeros_like(x) for name, x in replica.params.items()}
         if not skipped:
+            before = replica.params
             rate = learning_rate(options, replica.count)
             source = replica.masters if options.masters else replica.params
             update = OPTIMIZERS[options.optimizer][0]
@@ -327,7 +333,9 @@ class Model:
             decay = options.ema or 0.0
             replica.ema = {n: decay * replica.ema[n] + (1 - decay) * averaged[n] for n in averaged}
             replica.count += 1
-        change = {name: replica.params[name] - before[name] for name in before}
+            if options.masters:
+                # The update of the parameters, not of the masters.
+                change = {name: replica.params[name] - before[name] for name in before}
         return {"update_norm": norm(change), "param_norm": norm(replica.params)}
 
     def _rescale(self, overflowed: bool) -> None:

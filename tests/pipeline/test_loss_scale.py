@@ -1,0 +1,271 @@
+"""loss_scale: a step that overflows is skipped on all shards, against a loop in numpy."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import crossshard
+from crossshard import CrossShardOptimizer, DynamicLossScale, make_train_step
+
+N, K, STEPS, RATE, DECAY = 4, 2, 8, 0.1, 0.9
+GROUPS = [[0, 2], [1, 3]]
+RNG = np.random.default_rng(0)
+W = RNG.normal(size=(32, 40)).astype(np.float32)
+# float32[steps, shards, microbatches, rows, …]
+X = RNG.normal(size=(STEPS, N, K, 2, 40)).astype(np.float32) / 6
+# One microbatch of one shard is infinite in these steps.
+BAD = {2: (1, 0), 3: (3, 1), 6: (0, 1)}
+for _step, (_shard, _microbatch) in BAD.items():
+    X[_step, _shard, _microbatch, 1, 3] = np.inf
+SCALE = DynamicLossScale(initial=8.0, growth_interval=2, growth_factor=4.0, backoff_factor=0.5)
+# By hand: after two good steps four times as much; half of it when a step is skipped.
+SCALES = [8, 8, 32, 16, 8, 8, 32, 16, 16]
+GOOD_STEPS = [0, 1, 0, 0, 0, 1, 0, 0, 1]
+MOMENTA = {"sgd": 0.0, "momentum": 0.9}
+
+
+def loss_fn(w: Any, x: Any) -> jax.Array:
+    return ((x @ w.T - 1) ** 2).sum(-1).mean()
+
+
+def gradient_of(w: np.ndarray, x: np.ndarray) -> np.ndarray:
+    x = np.float64(x).reshape(-1, 40)
+    return 2 * (x @ w.T - 1).T @ x / len(x)
+
+
+@functools.cache
+def expected(momentum: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The parameters, their average and the preprocessor's traces after each step, in float64."""
+    w = ema = np.float64(W)
+    trace, traces, found = np.zeros_like(w), np.zeros((N, *w.shape)), []
+    for t in range(STEPS):
+        if t not in BAD:
+            traces = np.stack([0.5 * traces[s] + gradient_of(w, X[t, s]) for s in range(N)])
+            trace = momentum * trace + traces.mean(0)
+            w = w - RATE * trace
+            ema = DECAY * ema + (1 - DECAY) * w
+        found.append((w, ema, traces))
+    return tuple(map(np.stack, zip(*found, strict=True)))  # type: ignore[return-value]
+
+
+def optimizer(name: str, **options: Any) -> CrossShardOptimizer:
+    inner = optax.sgd(RATE, momentum=MOMENTA[name] or None)
+    return CrossShardOptimizer(inner, preprocess=optax.trace(0.5), **options)
+
+
+OPTIONS: dict[str, Any] = {
+    "loss_scale": SCALE,
+    "ema": DECAY,
+    "metrics": ("grad_norm", "param_norm"),
+}
+
+
+def check(t: int, name: str, w: Any, state: Any) -> None:
+    """The parameters and the state after a step."""
+    params, ema, traces = (x[t] for x in expected(MOMENTA[name]))
+    np.testing.assert_allclose(w, params, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(optax.tree.get(state.inner_state, "ema"), ema, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(
+        np.reshape(state.preprocess.trace, traces.shape), traces, rtol=0, atol=2e-5
+    )
+    assert float(state.loss_scale.scale) == SCALES[t + 1]
+    assert int(state.loss_scale.good_steps) == GOOD_STEPS[t + 1]
+    assert np.isfinite(state.metrics["grad_norm"]) == (t not in BAD)
+    np.testing.assert_allclose(state.metrics["param_norm"], np.linalg.norm(params), rtol=1e-5)
+
+
+def same(before: Any, after: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
+@pytest.mark.parametrize("name", MOMENTA)
+def test_an_infinity_in_one_microbatch_of_one_shard_skips_exactly_that_step(
+    name: str, weight_update: str
+):
+    step = make_train_step(
+        loss_fn,
+        optimizer(name),
+        num_shards=N,
+        weight_update=weight_update,
+        accumulate_steps=K,
+        **OPTIONS,
+    )
+    state = step.init(W)
+    for t in range(STEPS):
+        kept = jax.tree.map(np.array, state)
+        state, metrics = step(state, X[t].reshape(-1, 40))
+        assert bool(metrics["skipped"]) == (t in BAD)
+        assert float(metrics["loss_scale"]) == SCALES[t]
+        assert int(state.step) == int(kept.step) + (t not in BAD)
+        check(t, name, state.params, state.opt_state)
+        if t in BAD:
+            old, new = kept.opt_state, state.opt_state
+            same(
+                (kept.params, old.inner_state, old.preprocess),
+                (state.params, new.inner_state, new.preprocess),
+            )
+            # On every shard, not on average.
+            for shard in state.params.addressable_shards:
+                np.testing.assert_array_equal(shard.data, kept.params)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_in_ones_own_shard_map(check_vma: bool):
+    opt = optimizer("momentum", **OPTIONS)
+    mesh = jax.make_mesh((N,), ("shards",), axis_types=(AxisType.Auto,), devices=jax.devices()[:N])
+    over = functools.partial(jax.shard_map, mesh=mesh, check_vma=check_vma)
+    specs = opt.state_specs(W, N)
+
+    @jax.jit
+    @functools.partial(over, in_specs=(P(), specs, P("shards")), out_specs=(P(), specs))
+    def step(w: Any, state: Any, x: Any) -> Any:
+        differentiate = crossshard.value_and_grad(loss_fn, loss_scale=state.loss_scale)
+        _, gradient = differentiate(w, x.reshape(-1, 40))
+        updates, state = opt.update(gradient, state, w)
+        return optax.apply_updates(w, updates), state
+
+    w, state = jnp.asarray(W), jax.jit(over(opt.init, in_specs=P(), out_specs=specs))(W)
+    for t in range(STEPS):
+        before = w
+        w, state = step(w, state, X[t])
+        check(t, "momentum", w, state)
+        if t in BAD:
+            same(before, w)
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.asarray(W))
+
+
+@pytest.mark.parametrize("name", MOMENTA)
+def test_on_variables_with_a_global_step(name: str):
+    opt, model = optimizer(name, **OPTIONS), Model()
+    count = nnx.Variable(jnp.array(0))
+
+    @crossshard.shard(num_shards=N)
+    def step(model: Any, opt: Any, count: Any, x: Any) -> None:
+        opt.minimize(lambda: loss_fn(model.w[...], x.reshape(-1, 40)), count, var_list=model)
+
+    for t in range(STEPS):
+        before = np.array(model.w[...])
+        step(model, opt, count, X[t])
+        state = jax.tree.map(lambda x: x, opt.state)
+        flat = state._replace(
+            preprocess=jax.tree.map(np.asarray, state.preprocess),
+            inner_state=state.inner_state._replace(ema=state.inner_state.ema["w"]),
+        )
+        flat = flat._replace(preprocess=flat.preprocess._replace(trace=flat.preprocess.trace["w"]))
+        check(t, name, model.w[...], flat)
+        assert int(count[...]) == sum(s not in BAD for s in range(t + 1))
+        if t in BAD:
+            np.testing.assert_array_equal(model.w[...], before)
+
+
+def test_all_groups_skip_and_have_one_scale():
+    opt = CrossShardOptimizer(optax.sgd(RATE), group_assignment=GROUPS)
+    step = make_train_step(loss_fn, opt, num_shards=N, accumulate_steps=K, loss_scale=SCALE)
+    state = step.init(W)
+    want = np.stack([np.float64(W)] * N)
+    for t in range(STEPS):
+        state, metrics = step(state, X[t].reshape(-1, 40))
+        assert np.asarray(metrics["skipped"]).tolist() == [t in BAD] * N
+        if t not in BAD:
+            for group in GROUPS:
+                mean = np.mean([gradient_of(want[s], X[t, s]) for s in group], 0)
+                want[group] = want[group] - RATE * mean
+        np.testing.assert_allclose(state.params, want, rtol=0, atol=2e-5)
+        scales = {float(x.data) for x in state.opt_state.loss_scale.scale.addressable_shards}
+        assert scales == {SCALES[t + 1]}
+
+
+def test_small_gradients_are_kept_and_large_ones_found_in_float16():
+    # Of 2e-8, float16 makes 0; scaled by 1024 it is a number. Scaled by 2 ** 18, 1 is infinite.
+    loss = lambda w, x: (w.astype(jnp.float32) * x).sum()
+    small, one = np.full((N, 2), 2e-8, np.float32), np.ones((N, 2), np.float32)
+
+    def moved(loss_scale: Any, x: np.ndarray) -> Any:
+        step = make_train_step(
+            loss, optax.sgd(1e6), num_shards=N, loss_scale=loss_scale, master_dtype="float32"
+        )
+        state, metrics = step(step.init(np.ones(2, np.float16)), x)
+        return np.asarray(optax.tree.get(state.opt_state, "masters")) - 1, metrics
+
+    assert np.all(moved(None, small)[0] == 0)
+    np.testing.assert_allclose(moved(DynamicLossScale(1024.0), small)[0], -0.02, rtol=1e-2)
+    change, metrics = moved(DynamicLossScale(2.0**18), one)
+    assert np.all(change == 0)
+    assert metrics["skipped"]
+
+
+def test_a_weightless_infinity_does_not_count():
+    step = make_train_step(
+        lambda w, b: (w * b["x"]).mean(),
+        optax.sgd(1.0),
+        num_shards=2,
+        weight=lambda b: b["n"].sum(),
+        loss_scale="dynamic",
+    )
+    batch = {"x": np.float32([1, 1, np.inf, np.nan]), "n": np.float32([1, 1, 0, 0])}
+    state, metrics = step(step.init(np.float32(3)), batch)
+    assert not metrics["skipped"]
+    assert float(state.params) == 2
+    # No weight at all says nothing about the scale.
+    before = jax.tree.map(np.array, state)
+    state, metrics = step(state, {**batch, "n": np.zeros(4, np.float32)})
+    assert metrics["skipped"]
+    same(before, state)
+
+
+def test_the_scale_stays_finite_and_above_zero():
+    step = make_train_step(
+        lambda w, x: (w * x).mean(), optax.sgd(0.0), num_shards=2,
+        loss_scale=DynamicLossScale(2.0**119, growth_interval=1),
+    )  # fmt: skip
+    state = step.init(np.float32(1e-30))
+    for _ in range(4):
+        state, metrics = step(state, np.full(2, 1e-30, np.float32))
+    assert float(metrics["loss_scale"]) == 2.0**120
+    assert not metrics["skipped"]
+
+
+def test_the_state_of_a_scale_that_is_off_scales_nothing():
+    state = CrossShardOptimizer(optax.sgd(1.0)).init(W)
+    assert state.loss_scale == ()
+    value, gradient = crossshard.value_and_grad(jnp.square, loss_scale=state.loss_scale)(3.0)
+    assert (float(value), float(gradient)) == (9.0, 6.0)
+
+
+@pytest.mark.parametrize("bad", [1024, 2.0**15, "static", True, DynamicLossScale])
+def test_what_is_not_a_loss_scale_is_refused(bad: Any):
+    for build in (
+        lambda: CrossShardOptimizer(optax.sgd(0.1), loss_scale=bad),
+        lambda: make_train_step(loss_fn, optax.sgd(0.1), num_shards=N, loss_scale=bad),
+    ):
+        with pytest.raises(crossshard.ArgumentTypeError, match="DynamicLossScale"):
+            build()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"initial": 0.0},
+        {"initial": float("inf")},
+        {"growth_interval": 0},
+        {"growth_factor": 0.5},
+        {"backoff_factor": 1.0},
+        {"backoff_factor": 0.0},
+    ],
+)
+def test_numbers_that_make_no_scale_are_refused(bad: dict[str, float]):
+    with pytest.raises(crossshard.ArgumentError, match=next(iter(bad))):
+        DynamicLossScale(**bad)  # type: ignore[arg-type]

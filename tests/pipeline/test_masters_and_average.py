@@ -1,0 +1,156 @@
+"""master_dtype and ema: the parameters with more bits, and their average, against numpy."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import crossshard
+from crossshard import CrossShardOptimizer, make_train_step
+from tests.reference.pipeline_model import round_to
+
+N, STEPS, RATE, DECAY = 4, 20, 0.01, 0.8
+RNG = np.random.default_rng(0)
+# Near 1, where 16 bits cannot hold a step of this size.
+W = (1 + RNG.uniform(0, 0.5, size=(32, 40))).astype(np.float32)
+X = RNG.normal(size=(STEPS, N, 32, 40)).astype(np.float32) / 20
+MOMENTA = {"sgd": 0.0, "momentum": 0.9}
+both = pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
+
+
+def loss_fn(w: Any, x: Any) -> jax.Array:
+    return (w.astype(jnp.float32) * x).sum()
+
+
+def expected(dtype: str, momentum: float) -> tuple[np.ndarray, np.ndarray]:
+    """The masters and the average after each step, in float64."""
+    w = ema = round_to(W, dtype)
+    trace, found = np.zeros_like(w), []
+    for x in X:
+        trace = momentum * trace + np.mean([round_to(each, dtype) for each in x], 0)
+        w = w - RATE * trace
+        ema = DECAY * ema + (1 - DECAY) * w
+        found.append((w, ema))
+    return tuple(map(np.stack, zip(*found, strict=True)))  # type: ignore[return-value]
+
+
+@both
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", MOMENTA)
+def test_masters_move_by_steps_that_the_parameters_cannot(
+    name: str, dtype: str, weight_update: str
+):
+    inner = optax.sgd(RATE, momentum=MOMENTA[name] or None)
+    step = make_train_step(
+        loss_fn, inner, num_shards=N, weight_update=weight_update, master_dtype="float32", ema=DECAY
+    )
+    state = step.init(jnp.asarray(W, dtype))
+    for t in range(STEPS):
+        state, _ = step(state, X[t].reshape(-1, 40))
+        assert state.params.dtype == dtype
+    masters, ema = (optax.tree.get(state.opt_state, key) for key in ("masters", "ema"))
+    want = expected(dtype, MOMENTA[name])
+    np.testing.assert_allclose(masters, want[0][-1], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(ema, want[1][-1], rtol=0, atol=1e-6)
+    # The parameters are the rounded masters, and nothing else.
+    np.testing.assert_array_equal(state.params, np.asarray(masters).astype(state.params.dtype))
+    if weight_update == "sharded":
+        for each in (masters, ema):
+            assert each.sharding.spec == P(("shards",))
+            assert each.addressable_shards[0].data.shape == (32 // N, 40)
+
+
+def test_without_masters_small_steps_are_lost():
+    # An eighth of a unit in the last place of 1.
+    x = np.full((N, 40), 2.0**-10, np.float32)
+    still = make_train_step(loss_fn, optax.sgd(1.0), num_shards=N)
+    moving = make_train_step(loss_fn, optax.sgd(1.0), num_shards=N, master_dtype="float32")
+    one = jnp.ones((40,), jnp.bfloat16)
+    a, b = still.init(one), moving.init(one)
+    for _ in range(16):
+        (a, _), (b, _) = still(a, x), moving(b, x)
+    np.testing.assert_array_equal(np.float32(a.params), np.ones(40, np.float32))
+    np.testing.assert_array_equal(np.float32(b.params), np.full(40, 1 - 2.0**-6, np.float32))
+
+
+@both
+def test_the_average_of_float32_parameters(weight_update: str):
+    step = make_train_step(
+        loss_fn, optax.sgd(RATE), num_shards=N, weight_update=weight_update, ema=DECAY
+    )
+    state, want = step.init(W), expected("float32", 0.0)
+    for t in range(STEPS):
+        state, _ = step(state, X[t].reshape(-1, 40))
+    np.testing.assert_allclose(state.params, want[0][-1], rtol=0, atol=2e-6)
+    np.testing.assert_allclose(step.model(state, ema=True), want[1][-1], rtol=0, atol=2e-6)
+    # As the masters do, so that a state has room for them.
+    assert optax.tree.get(step.unshard(state).opt_state, "ema").shape == W.shape
+
+
+def test_the_models_average_has_the_dtype_of_the_model():
+    step = make_train_step(
+        loss_fn, optax.sgd(RATE), num_shards=N, weight_update="sharded", master_dtype="float32",
+        ema=DECAY,
+    )  # fmt: skip
+    state, _ = step(step.init(jnp.asarray(W, jnp.bfloat16)), X[0].reshape(-1, 40))
+    model = step.model(state, ema=True)
+    ema = optax.tree.get(state.opt_state, "ema")
+    assert (model.dtype, ema.dtype) == (jnp.bfloat16, jnp.float32)
+    np.testing.assert_array_equal(model, np.asarray(ema).astype(jnp.bfloat16))
+
+
+def test_groups_have_their_own_averages():
+    groups = [[0, 1], [2, 3]]
+    opt = CrossShardOptimizer(optax.sgd(RATE), group_assignment=groups, ema=DECAY)
+    step = make_train_step(loss_fn, opt, num_shards=N)
+    state = step.init(W)
+    want = np.stack([np.float64(W)] * N)
+    average = want
+    for t in range(3):
+        state, _ = step(state, X[t].reshape(-1, 40))
+        for group in groups:
+            want[group] -= RATE * np.float64(X[t, group]).mean(0)
+        average = DECAY * average + (1 - DECAY) * want
+    for shard in range(N):
+        found = step.model(state, shard, ema=True)
+        np.testing.assert_allclose(found, average[shard], rtol=0, atol=2e-6)
+
+
+def test_no_average_to_return_is_said():
+    step = make_train_step(loss_fn, optax.sgd(RATE), num_shards=N)
+    with pytest.raises(crossshard.ArgumentError, match=r"ema=0\.999"):
+        step.model(step.init(W), ema=True)
+
+
+@pytest.mark.parametrize("option", [{"ema": DECAY}, {"master_dtype": "float32"}])
+def test_parameters_that_are_not_passed_are_asked_for(option: dict[str, Any]):
+    opt = CrossShardOptimizer(optax.sgd(RATE), **option)
+    with pytest.raises(crossshard.ArgumentError, match=r"opt.update\(grads, state, params\)"):
+        jax.vmap(lambda g: opt.update(g, opt.init(g))[0], axis_name="shards")(jnp.ones((N, 3)))
+
+
+@pytest.mark.parametrize("bad", ["bfloat16", "float16", "int32", "wide", 32, 1.5])
+def test_what_is_not_a_dtype_of_masters_is_refused(bad: Any):
+    with pytest.raises(crossshard.ArgumentError, match="master_dtype must be float32"):
+        CrossShardOptimizer(optax.sgd(RATE), master_dtype=bad)
+
+
+@pytest.mark.parametrize(
+    ("bad", "kind"),
+    [
+        (0.0, crossshard.ArgumentError),
+        (1.0, crossshard.ArgumentError),
+        (-0.5, crossshard.ArgumentError),
+        (float("nan"), crossshard.ArgumentError),
+        ("0.9", crossshard.ArgumentTypeError),
+        (True, crossshard.ArgumentTypeError),
+        (0, crossshard.ArgumentError),
+    ],
+)
+def test_what_is_not_a_decay_is_refused(bad: Any, kind: Any):
+    with pytest.raises(kind, match="ema"):
+        make_train_step(loss_fn, optax.sgd(RATE), num_shards=N, ema=bad)

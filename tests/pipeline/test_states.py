@@ -1,0 +1,223 @@
+"""States of all stages at once: copied, saved, taken to other shards; and options that are off."""
+
+import copy
+import pickle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import crossshard
+from crossshard import CrossShardOptimizer, DynamicLossScale, make_train_step
+
+N = 8
+RNG = np.random.default_rng(0)
+W = {
+    "kernel": RNG.normal(size=(32, 40)).astype(np.float32),
+    "bias": RNG.normal(size=40).astype(np.float32),
+}
+# Every shard has the same rows, so that their number is of no matter.
+ROWS = RNG.normal(size=(2, 32)).astype(np.float32)
+EVERYTHING: dict[str, Any] = {
+    "metrics": ("grad_norm", "local_grad_norm", "update_norm", "param_norm", "noise_scale"),
+    "reduce_dtype": "bfloat16",
+    "loss_scale": DynamicLossScale(initial=4.0, growth_interval=2),
+    "master_dtype": "float32",
+    "ema": 0.9,
+}
+inner = lambda: optax.sgd(0.1, momentum=0.9)
+
+
+def loss_fn(params: Any, batch: Any) -> jax.Array:
+    kernel, bias = (params[key].astype(jnp.float32) for key in ("kernel", "bias"))
+    return ((batch["x"] @ kernel + bias) ** 2).mean()
+
+
+def batch_of(shards: int) -> dict[str, np.ndarray]:
+    return {"x": np.tile(ROWS, (shards, 1)), "n": np.ones(2 * shards, np.float32)}
+
+
+def step_of(shards: int, weight_update: str, groups: Any = None) -> Any:
+    opt = CrossShardOptimizer(inner(), group_assignment=groups, preprocess=optax.trace(0.5))
+    return make_train_step(
+        loss_fn,
+        opt,
+        num_shards=shards,
+        weight_update=weight_update,
+        weight=lambda batch: batch["n"].sum(),
+        accumulate_steps=2,
+        **EVERYTHING,
+    )
+
+
+def half() -> dict[str, jax.Array]:
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), W)
+
+
+def equal(a: Any, b: Any) -> None:
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), a, b)
+
+
+@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
+def test_a_state_goes_from_eight_shards_to_four_and_on(weight_update: str):
+    eight, four = step_of(8, weight_update), step_of(4, weight_update)
+    state = eight.init(half())
+    for _ in range(2):
+        state, _ = eight(state, batch_of(8))
+    saved = jax.tree.map(np.asarray, eight.unshard(state))
+    assert saved.opt_state.inner_state.masters["kernel"].shape == (32, 40)
+    there = four.reshard(saved)
+    assert there.opt_state.preprocess.trace["bias"].shape == (4, 40)
+    equal(jax.tree.map(np.asarray, four.unshard(there)).opt_state[3:], saved.opt_state[3:])
+    for _ in range(2):
+        state, here = eight(state, batch_of(8))
+        there, moved = four(there, batch_of(4))
+    for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(there.params), strict=True):
+        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2**-7)
+    masters = [
+        optax.tree.get(step.unshard(each).opt_state, "masters")
+        for step, each in ((eight, state), (four, there))
+    ]
+    for key in W:
+        np.testing.assert_allclose(masters[0][key], masters[1][key], rtol=0, atol=1e-4)
+    assert float(here["loss_scale"]) == float(moved["loss_scale"]) == 8
+    np.testing.assert_allclose(here["grad_norm"], moved["grad_norm"], rtol=1e-2)
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_state_is_copied_and_pickled(how: Any):
+    step = step_of(N, "sharded")
+    state, _ = step(step.init(half()), batch_of(N))
+    before = jax.tree.map(np.array, state)
+    again = how(before)
+    equal(again, before)
+    one, _ = step(state, batch_of(N))
+    other, _ = step(jax.device_put(again, _shardings(one)), batch_of(N))
+    equal(one, other)
+
+
+def _shardings(state: Any) -> Any:
+    return jax.tree.map(lambda x: x.sharding, state)
+
+
+def test_an_unsharded_state_of_groups_comes_back():
+    step = step_of(N, "sharded", [[0, 2, 4, 6], [1, 3, 5, 7]])
+    state, _ = step(step.init(half()), batch_of(N))
+    saved = step.unshard(state)
+    equal(step.reshard(saved), state)
+
+
+# The stateful optimizer.
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        self.kernel = nnx.Param(jnp.asarray(W["kernel"], jnp.bfloat16))
+        self.bias = nnx.Param(jnp.asarray(W["bias"], jnp.bfloat16))
+
+
+def optimizer() -> CrossShardOptimizer:
+    return CrossShardOptimizer(
+        inner(), preprocess=optax.trace(0.5), accumulate_steps=2, **EVERYTHING
+    )
+
+
+@crossshard.shard(num_shards=N)
+def train(model: Any, opt: Any, batch: Any) -> None:
+    loss = lambda: loss_fn({"kernel": model.kernel[...], "bias": model.bias[...]}, batch)
+    opt.minimize(loss, var_list=model, weight=batch["n"].sum())
+
+
+def values(model: Any, opt: Any) -> Any:
+    arrays = lambda tree: jax.tree.map(np.asarray, tree)
+    return arrays(nnx.to_pure_dict(nnx.state(model))), arrays(opt.state)
+
+
+@pytest.mark.parametrize("calls", [1, 2, 3])
+def test_a_stateful_optimizer_is_pickled_in_the_middle_of_an_accumulation(calls: int):
+    model, opt = Model(), optimizer()
+    for _ in range(calls):
+        train(model, opt, batch_of(N))
+    model_again, opt_again = pickle.loads(pickle.dumps((model, opt)))
+    equal(values(model_again, opt_again), values(model, opt))
+    for each in ((model, opt), (model_again, opt_again)):
+        train(*each, batch_of(N))
+    equal(values(model_again, opt_again), values(model, opt))
+
+
+def test_a_stateful_optimizer_is_restored_from_its_state():
+    model, opt = Model(), optimizer()
+    for _ in range(3):
+        train(model, opt, batch_of(N))
+    saved = jax.tree.map(np.asarray, opt.state)
+    other, fresh = Model(), optimizer()
+    fresh.build(other)
+    nnx.update(other, nnx.state(model))
+    fresh.state = saved
+    for each in ((model, opt), (other, fresh)):
+        train(*each, batch_of(N))
+    equal(values(other, fresh), values(model, opt))
+    # NNX sees every array of it.
+    assert len(jax.tree.leaves(nnx.state(opt))) == len(jax.tree.leaves(opt.state))
+
+
+# What is off.
+
+DEFAULTS: dict[str, Any] = {
+    "metrics": (),
+    "reduce_dtype": None,
+    "loss_scale": None,
+    "master_dtype": None,
+    "ema": None,
+    "accumulate_steps": 1,
+}
+
+
+@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
+@pytest.mark.parametrize("name", ["sgd", "lamb"])
+def test_a_step_with_every_option_off_is_the_same_program(name: str, weight_update: str):
+    def text(**options: Any) -> str:
+        step = make_train_step(
+            loss_fn,
+            getattr(optax, name)(0.1),
+            num_shards=N,
+            weight_update=weight_update,
+            **options,
+        )
+        return step.lower(step.abstract_init(W), batch_of(N)).as_text()
+
+    plain = text()
+    assert text(**DEFAULTS, weight=None, has_aux=False) == plain
+    assert text(ema=0.5) != plain
+
+
+def test_an_update_with_every_option_off_is_the_same_program():
+    def text(**options: Any) -> str:
+        opt = CrossShardOptimizer(inner(), preprocess=None, **options)
+        run = jax.vmap(lambda g: opt.update(g, opt.init(g), g)[0], axis_name="shards")
+        return jax.jit(run).lower(jnp.ones((N, 3))).as_text()
+
+    assert text(**DEFAULTS) == text()
+    assert text(ema=0.5) != text()
+
+
+@pytest.mark.parametrize("option", ["reduce_dtype", "loss_scale", "master_dtype", "ema", "metrics"])
+def test_an_option_that_is_given_twice_is_refused(option: str):
+    opt = CrossShardOptimizer(inner(), **{option: EVERYTHING[option]})
+    with pytest.raises(crossshard.ArgumentError, match=f"were given {option}"):
+        make_train_step(loss_fn, opt, num_shards=N, **{option: EVERYTHING[option]})
+
+
+def test_describe_tells_every_stage():
+    step = step_of(N, "replicated")
+    step.abstract_init(half())
+    assert step.describe().splitlines()[0] == (
+        "local gradient → accumulate 2 microbatches → preprocess (trace) → weigh → mean over all "
+        "shards in bfloat16 → skip if not finite → update on every shard (float32 masters, moving "
+        "average 0.9)"
+    )
