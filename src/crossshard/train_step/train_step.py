@@ -202,9 +202,10 @@ class TrainStep:
     def __str__(self) -> str:
         metrics = ["loss", *["weight"] * (self._function.weight is not None)]
         metrics += ["aux"] * self._function.has_aux
+        wrt = getattr(self._wrt, "__name__", repr(self._wrt))
         lines = [
             f"Training step of {self._loss_name} on {self._mesh.size} shards",
-            *([] if self._wrt is None else [f"trains only what wrt={self._wrt!r:.60} chooses"]),
+            *([] if self._wrt is None else [f"trains only what wrt={wrt:.60} chooses"]),
             f"metrics: {', '.join(metrics)}",
         ]
         if self._latest is None:
