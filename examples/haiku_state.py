@@ -25,8 +25,8 @@ def network(x):
 
 
 def data():
-    """256 numbers around 5, and their sines."""
-    x = np.random.default_rng(0).uniform(2, 8, size=(256, 1))
+    """256 numbers around 1, and their sines."""
+    x = np.random.default_rng(0).uniform(-1, 3, size=(256, 1))
     return {"x": x, "y": np.sin(x)}
 
 

@@ -282,7 +282,7 @@ LAST_LINES = {
     "equinox_model": r"sin\(1\) = 0\.841; the model returns 0\.8\d+",
     "linen_model": r"accuracy 9\d\.\d%",
     "linen_batch_norm": r"accuracy 9\d\.\d%",
-    "haiku_state": r"the running mean is 5\.\d\d, and the mean 5\.\d\d",
+    "haiku_state": r"the running mean is 1\.\d\d, and the mean 1\.\d\d",
     "equinox_state": r"step 99   loss 0\.00\d+",
     "lora": r"mean error 0\.0\d+",
     "two_processes": r"both have the same loss and parameters: True",

@@ -196,7 +196,7 @@ def test_print_says_what_a_step_is():
     before = str(step).splitlines()
     assert before[0].startswith("Training step of ")
     assert before[0].endswith("<lambda> on 4 shards")
-    assert before[1].startswith("trains only what wrt=<function")
+    assert before[1] == "trains only what wrt=<lambda> chooses"
     assert before[2:4] == [
         "metrics: loss, weight, aux",
         "local gradient → weigh → mean over all shards → update",

@@ -208,9 +208,10 @@ class TrainStep:
     def __str__(self) -> str:
         metrics = ", ".join(self._function.names_of_metrics())
         shards = number_of_shards(self._mesh, self._axes)
+        wrt = getattr(self._wrt, "__name__", repr(self._wrt))
         lines = [
             f"Training step of {self._function.loss.name} on {shards} shards",
-            *([] if self._wrt is None else [f"trains only what wrt={self._wrt!r:.60} chooses"]),
+            *([] if self._wrt is None else [f"trains only what wrt={wrt:.60} chooses"]),
             f"metrics: {metrics}",
         ]
         if self._latest is None:
