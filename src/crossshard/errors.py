@@ -110,7 +110,7 @@ class CommunicationError(CrossshardError, AssertionError):
 
 
 class WeightUpdateError(ArgumentError):
-    """A sharded weight update was requested for an optimizer that needs full arrays.
+    """An optimizer that needs full arrays would be given slices or blocks of them.
 
     Mistake: ``CrossShardOptimizer(optax.lamb(1e-3), weight_update="sharded")`` in ``shard_map``.
     Fix: ``make_train_step``, which shards it on global arrays; or an elementwise optimizer.

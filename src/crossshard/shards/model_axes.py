@@ -108,10 +108,11 @@ def check_fits(params: Any, other_axes: Sequence[OtherAxes], mesh: Mesh) -> None
         try:
             NamedSharding(mesh, PartitionSpec(*own)).shard_shape(x.shape)
         except ValueError as error:
+            reason = str(error).splitlines()[0].rstrip(".")
             raise ArgumentError(
                 f"{_name(path)}, of shape {x.shape}, lies split as {PartitionSpec(*own)}, which a "
-                f"mesh of {dict(mesh.shape)} cannot: {str(error).splitlines()[0]}. For a state of "
-                f"another mesh write step.reshard(other.unshard(state))."
+                f"mesh of {dict(mesh.shape)} cannot: {reason}. For a state of another mesh write "
+                f"step.reshard(other.unshard(state))."
             ) from error
 
 
