@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 GUIDE = sorted((ROOT / "docs").glob("*.md"))
+CAPABILITIES = sorted((ROOT / "docs" / "guide").glob("*.md"))
 PAGES = [
     README,
     CONTRIBUTING,
@@ -82,7 +83,7 @@ def test_the_readme_needs_only_what_pip_installs_with_crossshard():
     assert imported <= {"crossshard", *needed}
 
 
-@pytest.mark.parametrize("page", [*GUIDE, CONTRIBUTING], ids=name_of)
+@pytest.mark.parametrize("page", [*GUIDE, *CAPABILITIES, CONTRIBUTING], ids=name_of)
 def test_a_page_runs_from_top_to_bottom_and_prints_what_it_shows(
     page: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -207,7 +207,7 @@ class Communication:
         if not self.bytes_sent:
             return []
         if not any(each.asynchronous and each.bytes_sent for each in self.collectives):
-            return ["nothing is sent asynchronously, so that it could hide behind the computation"]
+            return ["no collective is asynchronous, so all bytes are exposed"]
         return [
             f"{_bytes(self.bytes_behind_matrix_products)} ({self.hidden_share:.0%}) behind matrix "
             f"products, {_bytes(self.bytes_behind_other_kernels)} behind other kernels, "
