@@ -13,7 +13,7 @@ BENCH ?=
 SOAK_STEPS ?= 20000
 
 .DEFAULT_GOAL := help
-.PHONY: help environment demo test check test-matrix soak bench bench-peers bench-pods constraints clean
+.PHONY: help environment demo test check test-matrix soak bench bench-peers bench-pods bench-gpus constraints clean
 
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -48,6 +48,12 @@ bench-peers:  ## build the environments of PyTorch and TensorFlow for the bench
 bench-pods: environment  ## compile steps for TPU pods, and write down what they send
 	$(VENV)/bin/python -m pip -qq --disable-pip-version-check install "jax[tpu]"
 	$(VENV)/bin/python -m benchmarks.pods
+
+bench-gpus:  ## compile steps for H100 clusters (installs 5 GB), and write down what hides
+	@python="$(PYTHON)"; [ -n "$$python" ] && \
+	  "$$python" tools/environment.py .venvs/gpus --extras examples
+	.venvs/gpus/bin/python -m pip -qq --disable-pip-version-check install "jax[cuda12]"
+	.venvs/gpus/bin/python -m benchmarks.gpus
 
 constraints:  ## resolve and rewrite constraints/ for every Python that is here
 	@python="$(PYTHON)"; [ -n "$$python" ] && "$$python" tools/constraints.py

@@ -15,16 +15,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.experimental import topologies
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 from rich.console import Console
 
 import crossshard
+from benchmarks import by_hand
 from benchmarks.problem import adamw
 
 TOPOLOGIES = ("v5e:4x4", "v5e:16x16", "v6e:8x8", "v5p:4x4x4")
-_AXIS = "shards"
 _ROWS = 8  # of the batch, for each shard
 
 
@@ -69,52 +68,19 @@ class Row(NamedTuple):
 
 def _lowered_ours(mesh: Mesh, optimizer: optax.GradientTransformation) -> Any:
     step = crossshard.make_train_step(loss_fn, optimizer, mesh=mesh, weight_update="sharded")
-    return step.lower(step.abstract_init(PARAMS), _type(_ROWS * mesh.size, _WIDTH))
+    return step.lower(step.abstract_init(PARAMS), _batch(mesh))
 
 
-def _lowered_naive(mesh: Mesh) -> Any:
-    """A naive step: scatter the gradients over the shards, all-gather the parameters."""
-    optimizer, number = adamw(), mesh.size
-
-    def rows(x: Any) -> Any:
-        flat = jnp.ravel(x)
-        return jnp.pad(flat, (0, -flat.size % number))
-
-    def part(x: Any) -> Any:
-        own = rows(x).size // number
-        return lax.dynamic_slice_in_dim(rows(x), lax.axis_index(_AXIS) * own, own)
-
-    def step(params: Any, state: Any, batch: Any) -> Any:
-        gradients = jax.grad(loss_fn)(params, batch)
-        scattered = jax.tree.map(
-            lambda g: lax.psum_scatter(rows(g), _AXIS, tiled=True) / number, gradients
-        )
-        own = jax.tree.map(part, params)
-        updates, state = optimizer.update(scattered, state, own)
-        own = optax.apply_updates(own, updates)
-        whole = jax.tree.map(
-            lambda x, p: lax.all_gather(x, _AXIS, tiled=True)[: p.size].reshape(p.shape),
-            own,
-            params,
-        )
-        return whole, state
-
-    whole, each = PartitionSpec(), PartitionSpec(_AXIS)
-    padded = jax.tree.map(lambda p: jax.eval_shape(rows, p), PARAMS)
-    state = jax.eval_shape(optimizer.init, padded)
-    specs = jax.tree.map(lambda x: each if x.ndim else whole, state)
-    run = jax.shard_map(
-        step, mesh=mesh, in_specs=(whole, specs, each), out_specs=(whole, specs), check_vma=False
-    )
-    return jax.jit(run, donate_argnums=(0, 1)).lower(
-        PARAMS, state, _type(_ROWS * mesh.size, _WIDTH)
-    )
+def _batch(mesh: Mesh) -> jax.ShapeDtypeStruct:
+    return _type(_ROWS * mesh.size, _WIDTH)
 
 
 STEPS: dict[str, Callable[[Mesh], Any]] = {
     "ours, sharded: adamw, in parts": lambda mesh: _lowered_ours(mesh, adamw()),
     "ours, sharded: lamb, on global arrays": lambda mesh: _lowered_ours(mesh, optax.lamb(1e-3)),
-    "by hand: flat psum_scatter, all_gather": _lowered_naive,
+    "by hand: flat psum_scatter, all_gather": lambda mesh: by_hand.sharded(
+        mesh, PARAMS, loss_fn, _batch(mesh)
+    ),
 }
 
 
@@ -122,7 +88,7 @@ def rows() -> Iterator[Row]:
     """Compile every step for every topology."""
     for name in TOPOLOGIES:
         topology = topologies.get_topology_desc(platform="tpu", topology_name=name)
-        mesh = topologies.make_mesh(topology, (len(topology.devices),), (_AXIS,))
+        mesh = topologies.make_mesh(topology, (len(topology.devices),), (by_hand.AXIS,))
         for step, lowered in STEPS.items():
             began = time.perf_counter()
             report = crossshard.inspect(lowered(mesh), parameters=PARAMS)

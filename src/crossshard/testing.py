@@ -1,6 +1,6 @@
 """Assertions about communication, for your own tests."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from crossshard.errors import CommunicationError
@@ -17,6 +17,7 @@ def assert_communication(
     max_bytes_ratio: float = 1.0,
     forbid: Iterable[str] = (),
     in_loop: bool = False,
+    min_hidden: float | Mapping[str, float] | None = None,
     parameters: Any = None,
     **kwargs: Any,
 ) -> Communication:
@@ -34,6 +35,10 @@ def assert_communication(
         report counts that in full. ``float("inf")`` allows any amount.
       forbid: kinds of collectives that must not occur, such as ``"all-reduce"``.
       in_loop: whether collectives are allowed in loops.
+      min_hidden: the least share of the bytes sent that must be under way while a matrix product
+        is scheduled; or one for each of some kinds, such as ``{"reduce-scatter": 0.85}`` for the
+        gradients of a sharded update. Synchronous collectives are never hidden, so compile for the
+        devices that train.
       parameters: the parameters, or their bytes, if they cannot be found in the program; see
         ``crossshard.inspect``. If your step has an argument of this name, pass a
         ``functools.partial`` or the lowered step.
@@ -44,7 +49,8 @@ def assert_communication(
 
     Raises:
       CommunicationError: an ``AssertionError`` with a table of the offending collectives.
-      ArgumentError: an unknown kind in ``forbid``, or a ratio that is not a number of at least 0.
+      ArgumentError: an unknown kind in ``forbid`` or ``min_hidden``, a ratio that is not a number
+        of at least 0, or a share that is not one from 0 to 1.
       ArgumentTypeError: ``step`` cannot be lowered, a program is passed with arguments, or
         ``forbid`` or ``in_loop`` has an invalid type.
 
@@ -52,7 +58,7 @@ def assert_communication(
     >>> assert_communication(lambda w: w - 0.1 * w, jnp.zeros(3)).bytes_sent
     0
     """
-    contract = Contract(max_bytes_ratio, forbid, in_loop)
+    contract = Contract(max_bytes_ratio, forbid, in_loop, min_hidden)
     report = inspect(program_of(step, args, kwargs), parameters)
     faults = contract.faults(report)
     if faults:

@@ -4,6 +4,7 @@ import argparse
 import math
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import crossshard
 from crossshard.cli.exit_codes import BROKEN, FINE
 from crossshard.cli.factory import make_program
 from crossshard.cli.failures import in_one_sentence
+from crossshard.errors import ArgumentError
 from crossshard.inspection import Communication
 from crossshard.inspection.collectives import KINDS
 from crossshard.inspection.contract import Contract
@@ -43,12 +45,13 @@ Kinds of collectives: {", ".join(KINDS)}.
 
 Keys of the JSON: collectives (a list of: kind, operands (each: dtype, dimensions), groups,
 group_size, bytes_sent, scalar_bytes_sent, source, op_name, in_loop, in_branch, times, widened,
-name), devices, shards, parameters (a list of: dtype, bytes, shards, updates), memory (argument,
-output, temp, alias, peak), bytes_sent, scalar_bytes_sent, parameter_bytes, parameter_dtypes,
-lower_bound, ratio. Bytes are those that one shard sends in one call of the step. Unknown values
-are null.
+asynchronous, matrix_products, other_kernels, name), devices, shards, parameters (a list of: dtype,
+bytes, shards, updates), memory (argument, output, temp, alias, peak), bytes_sent,
+scalar_bytes_sent, parameter_bytes, parameter_dtypes, lower_bound, ratio,
+bytes_behind_matrix_products, bytes_behind_other_kernels, bytes_exposed, hidden_share. Bytes are
+those that one shard sends in one call of the step. Unknown values are null.
 
-Exit codes: 0 success; 1 the step sends more than --max-bytes-ratio or --forbid allow, with the
+Exit codes: 0 success; 1 the step breaks --max-bytes-ratio, --forbid or --min-hidden, with the
 reason on stderr; 2 the request cannot be carried out, with one line on stderr."""
 
 
@@ -90,12 +93,20 @@ def add_to(commands: Any) -> None:
         metavar="KIND",
         help="fail if the step has this kind of collective; may be repeated",
     )
+    parser.add_argument(
+        "--min-hidden",
+        action="append",
+        default=[],
+        metavar="[KIND=]SHARE",
+        help="fail if a smaller share of the bytes sent, or of this kind, is behind matrix "
+        "products; may be repeated",
+    )
 
 
 def _run(options: argparse.Namespace) -> int:
     # Check only what the options forbid: a collective in a loop is not a fault here.
     ratio = math.inf if options.max_bytes_ratio is None else options.max_bytes_ratio
-    contract = Contract(ratio, options.forbid, in_loop=True)
+    contract = Contract(ratio, options.forbid, True, _shares(options.min_hidden))
     if options.parameters is not None:
         named_bytes(options.parameters)
     if options.devices is not None:
@@ -111,6 +122,23 @@ def _run(options: argparse.Namespace) -> int:
     for fault in faults:
         print(f"crossshard: {fault.sentence}.", file=sys.stderr)
     return BROKEN if faults else FINE
+
+
+def _shares(given: Sequence[str]) -> Any:
+    """``["0.5"]`` as 0.5, and ``["all-reduce=0.5", …]`` by kind."""
+    pairs = [each.rpartition("=")[::2] for each in given]
+    try:
+        shares = {kind: float(share) for kind, share in pairs}
+    except ValueError:
+        raise ArgumentError(
+            f"--min-hidden takes a share from 0 to 1, or KIND=SHARE; got {' '.join(given)!r}."
+        ) from None
+    if "" in shares and len(pairs) > 1:
+        raise ArgumentError(
+            f"--min-hidden takes one share of all bytes, or one for each kind; got "
+            f"{' '.join(given)!r}."
+        )
+    return shares.get("", shares) if shares else None
 
 
 def _print_table(report: Communication) -> None:

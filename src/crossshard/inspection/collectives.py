@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from crossshard.inspection.execution import Execution, executions
 from crossshard.inspection.groups import Groups, groups_of
 from crossshard.inspection.hlo import Array, Module, Shape, leaves
+from crossshard.inspection.overlap import Overlap, Overlaps
 from crossshard.inspection.source import source_of
 
 # The bytes that a shard in a group of n sends for an operand, with the optimal algorithm. An
@@ -21,6 +22,9 @@ _BYTES_SENT: dict[str, Callable[[int, int], float]] = {
 }
 
 KINDS = tuple(_BYTES_SENT)
+
+# What a collective is hidden behind.
+PRODUCTS, KERNELS, NOTHING = "matrix products", "other kernels", "nothing"
 
 # Ops allowed between an all-reduce and the slice fused with it.
 _UNCHANGED = {"get-tuple-element", "bitcast", "copy", "reshape", "transpose"}
@@ -60,6 +64,10 @@ class Collective:
       times: how often it runs if its branch is taken; ``None`` if the length of a loop is unknown,
         and the bytes are then those of one iteration.
       widened: whether the compiler widens the sum, as XLA for CPUs does with 16 bits.
+      asynchronous: whether other work can run while it is under way.
+      matrix_products: the number of matrix products and convolutions that are scheduled while it is
+        under way; a fusion or a loop that holds one counts as one.
+      other_kernels: the number of other kernels that are.
       name: the HLO name of the instruction.
       axes: the mesh axes along which it sends; empty if the mesh is unknown.
       within_shard: whether it only connects devices with the same data, over which layers are
@@ -88,6 +96,9 @@ class Collective:
     in_branch: bool
     times: int | None
     widened: bool
+    asynchronous: bool
+    matrix_products: int
+    other_kernels: int
     name: str
     axes: tuple[str, ...] = ()
     within_shard: bool = False
@@ -97,6 +108,13 @@ class Collective:
         """The most collectives that XLA may have combined; operands of one call count, too."""
         # The operands of an all-to-all are one array.
         return 1 if "to-all" in self.kind else len(self.operands)
+
+    @property
+    def behind(self) -> str:
+        """What hides it: ``matrix products``, ``other kernels`` or ``nothing``."""
+        if self.matrix_products:
+            return PRODUCTS
+        return KERNELS if self.other_kernels else NOTHING
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -111,7 +129,10 @@ def is_scalar(array: Array) -> bool:
 
 def collectives(module: Module) -> tuple[Collective, ...]:
     """The collectives of a program, in order of execution."""
-    return tuple(_read(run, kind, module) for run, kind in runs_of_collectives(module))
+    overlaps = Overlaps(module, KINDS)
+    return tuple(
+        _read(run, kind, module, overlaps.of(run)) for run, kind in runs_of_collectives(module)
+    )
 
 
 def runs_of_collectives(module: Module) -> Iterator[tuple[Execution, str]]:
@@ -171,7 +192,7 @@ def _is_fused_scatter(run: Execution) -> bool:
     return False
 
 
-def _read(run: Execution, kind: str, module: Module) -> Collective:
+def _read(run: Execution, kind: str, module: Module, overlap: Overlap | None) -> Collective:
     instruction = run.instruction
     operands = [array for shape in operand_shapes(run, kind) for array in leaves(shape)]
     groups = groups_of(instruction, kind, module)
@@ -205,5 +226,8 @@ def _read(run: Execution, kind: str, module: Module) -> Collective:
         times=run.times,
         # XLA's name of the reducer of a widened sum.
         widened=any("promoted" in each.name for each in reducers),
+        asynchronous=overlap is not None,
+        matrix_products=0 if overlap is None else overlap.matrix_products,
+        other_kernels=0 if overlap is None else overlap.other_kernels,
         name=instruction.name,
     )

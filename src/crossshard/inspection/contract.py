@@ -1,13 +1,13 @@
-"""Contracts on communication: the most bytes, and the kinds of collectives."""
+"""Contracts on communication: the most bytes, the kinds of collectives, and what must be hidden."""
 
 import dataclasses
 import math
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.inspection.collectives import KINDS, Collective, bytes_sent
+from crossshard.inspection.collectives import KINDS, PRODUCTS, Collective, bytes_sent
 from crossshard.inspection.hlo import width
 from crossshard.inspection.report import Communication, collective_table
 
@@ -15,6 +15,10 @@ from crossshard.inspection.report import Communication, collective_table
 _PADDING = 0.005
 # Allowance for losses and metrics in a bucket of gradients, in numbers of 32 bits.
 _NUMBERS = 16
+_SYNCHRONOUS = (
+    ". The others are synchronous: compile for the devices that train, since XLA for CPUs does not "
+    "compute while it sends"
+)
 # The bits in which narrower gradients are summed.
 _SUMMED_IN = 32
 
@@ -43,21 +47,26 @@ class Contract:
       max_bytes_ratio: the allowed multiple of the lower bound.
       forbid: kinds of collectives that must not occur.
       in_loop: whether collectives are allowed in loops.
+      min_hidden: the least share of the bytes that must be sent behind matrix products, or one for
+        each of some kinds; ``None`` for no limit.
 
     Raises:
-      ArgumentError: an unknown kind, or a ratio that is not a number of at least 0.
+      ArgumentError: an unknown kind, a ratio that is not a number of at least 0, or a share that is
+        not one from 0 to 1.
       ArgumentTypeError: ``forbid`` or ``in_loop`` has an invalid type.
     """
 
     max_bytes_ratio: float = 1.0
     forbid: Iterable[str] = ()
     in_loop: bool = False
+    min_hidden: float | Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "forbid", _checked_kinds(self.forbid))
         object.__setattr__(self, "max_bytes_ratio", _checked_ratio(self.max_bytes_ratio))
         if not isinstance(self.in_loop, bool):
             raise ArgumentTypeError(f"in_loop must be True or False; got {self.in_loop!r}.")
+        object.__setattr__(self, "min_hidden", _checked_shares(self.min_hidden))
 
     def faults(self, report: Communication) -> list[Fault]:
         """The violations of a step; scalars are not counted."""
@@ -67,6 +76,7 @@ class Contract:
             *self._forbidden(sending),
             *([] if self.in_loop else _looping(sending)),
             *_too_much(sending, report, self.max_bytes_ratio),
+            *_not_hidden(sending, report, self.min_hidden),
         ]
 
     def _forbidden(self, sending: list[Collective]) -> list[Fault]:
@@ -94,6 +104,24 @@ def _checked_ratio(ratio: Any) -> float:
     return float(ratio)
 
 
+def _checked_shares(shares: Any) -> float | dict[str, float] | None:
+    if shares is None:
+        return None
+    each = shares if isinstance(shares, Mapping) else {None: shares}
+    for kind, share in each.items():
+        if kind is not None and kind not in KINDS:
+            raise ArgumentError(
+                f"min_hidden must name kinds among {', '.join(KINDS)}; got {kind!r}."
+            )
+        is_number = isinstance(share, numbers.Real) and not isinstance(share, bool)
+        if not is_number or not 0 <= float(share) <= 1:
+            raise ArgumentError(
+                f"min_hidden must be a share from 0 to 1, or one for each of some kinds, such as "
+                f'{{"reduce-scatter": 0.8}}; got {shares!r}.'
+            )
+    return dict(shares) if isinstance(shares, Mapping) else float(shares)
+
+
 def _looping(sending: list[Collective]) -> list[Fault]:
     found = [each for each in sending if each.in_loop]
     if not found:
@@ -106,6 +134,31 @@ def _looping(sending: list[Collective]) -> list[Fault]:
             collective_table(found),
         )
     ]
+
+
+def _not_hidden(
+    sending: list[Collective],
+    report: Communication,
+    min_hidden: float | Mapping[str, float] | None,
+) -> list[Fault]:
+    if min_hidden is None:
+        return []
+    shares = min_hidden if isinstance(min_hidden, Mapping) else {None: min_hidden}
+    faults = []
+    for kind, share in shares.items():
+        kinds = KINDS if kind is None else (kind,)
+        hidden = report.hidden_share_of(*kinds)
+        if hidden is None or hidden >= share:
+            continue
+        exposed = [each for each in sending if each.kind in kinds and each.behind != PRODUCTS]
+        of_kind = "" if kind is None else f" of {kind}"
+        reason = "" if any(each.asynchronous for each in exposed) else _SYNCHRONOUS
+        sentence = (
+            f"The step sends {hidden:.1%} of its bytes{of_kind} behind matrix products, but at "
+            f"least {share:.1%} must be{reason}"
+        )
+        faults.append(Fault(sentence, collective_table(exposed)))
+    return faults
 
 
 def _too_much(

@@ -20,6 +20,7 @@ class Execution:
       instruction: the instruction.
       computation: its computation.
       caller: the instruction that calls this computation; ``None`` in the entry.
+      around: the computation of the caller.
       loops: the names of the loops around it, outermost first.
       in_branch: whether it runs in only one branch of a conditional.
       times: how often it runs in one call of the program; ``None`` if a loop's length is unknown.
@@ -28,6 +29,7 @@ class Execution:
     instruction: Instruction
     computation: Computation
     caller: Instruction | None = None
+    around: Computation | None = None
     loops: tuple[str, ...] = ()
     in_branch: bool = False
     times: int | None = 1
@@ -45,7 +47,7 @@ def _through(module: Module, at: Execution) -> Iterator[Execution]:
         # The end of an asynchronous computation repeats its name.
         if instruction.opcode.endswith(("-update", "-done")):
             continue
-        inner = dataclasses.replace(run, caller=instruction)
+        inner = dataclasses.replace(run, caller=instruction, around=at.computation)
         for computation in _called(module, instruction, _CALLS):
             yield from _through(module, dataclasses.replace(inner, computation=computation))
         inner = dataclasses.replace(inner, in_branch=True)
@@ -58,6 +60,11 @@ def _through(module: Module, at: Execution) -> Iterator[Execution]:
             inner = dataclasses.replace(inner, in_branch=at.in_branch, loops=loops, times=times)
             for computation in _called(module, instruction, _LOOP):
                 yield from _through(module, dataclasses.replace(inner, computation=computation))
+
+
+def called_computations(module: Module, instruction: Instruction) -> list[Computation]:
+    """The computations that an instruction runs, those of all branches and of loops included."""
+    return _called(module, instruction, (*_CALLS, *_BRANCHES, *_LOOP))
 
 
 def _called(

@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Iterable
 
-from crossshard.inspection.collectives import Collective
+from crossshard.inspection.collectives import KERNELS, KINDS, NOTHING, PRODUCTS, Collective
 from crossshard.inspection.hlo import width
 from crossshard.inspection.parameters import Parameters
 
@@ -13,6 +13,8 @@ from crossshard.inspection.parameters import Parameters
 _COUNTED = (
     *("bytes_sent", "scalar_bytes_sent", "parameter_bytes", "parameter_dtypes"),
     *("bytes_by_axes", "bytes_between_shards", "lower_bound", "ratio"),
+    *("bytes_behind_matrix_products", "bytes_behind_other_kernels", "bytes_exposed"),
+    "hidden_share",
 )
 
 # XLA marks sums that it widens, and may convert what it only moves without a mark.
@@ -94,6 +96,41 @@ class Communication:
         return sum(each.bytes_sent for each in self.collectives if not each.within_shard)
 
     @property
+    def bytes_behind_matrix_products(self) -> float:
+        """The bytes that a shard sends while matrix products are scheduled, without scalars."""
+        return self._bytes_behind(PRODUCTS)
+
+    @property
+    def bytes_behind_other_kernels(self) -> float:
+        """The bytes that it sends while only other kernels are, such as those of the update."""
+        return self._bytes_behind(KERNELS)
+
+    @property
+    def bytes_exposed(self) -> float:
+        """The bytes that it sends while nothing else is; all those of synchronous collectives."""
+        return self._bytes_behind(NOTHING)
+
+    @property
+    def hidden_share(self) -> float | None:
+        """The share of ``bytes_sent`` behind matrix products; ``None`` if nothing is sent."""
+        return self.hidden_share_of(*KINDS)
+
+    def hidden_share_of(self, *kinds: str) -> float | None:
+        """``hidden_share`` of some kinds of collectives only; ``None`` if they send nothing.
+
+        Gradients travel in ``"all-reduce"`` and ``"reduce-scatter"``.
+        """
+        sent = sum(each.bytes_sent for each in self.collectives if each.kind in kinds)
+        return self._bytes_behind(PRODUCTS, kinds) / sent if sent else None
+
+    def _bytes_behind(self, what: str, kinds: Iterable[str] = KINDS) -> float:
+        return sum(
+            each.bytes_sent
+            for each in self.collectives
+            if each.behind == what and each.kind in kinds
+        )
+
+    @property
     def parameter_bytes(self) -> int | None:
         """The bytes of one copy of the parameters; ``None`` if unknown."""
         return sum(each.bytes for each in self.parameters) or None
@@ -132,7 +169,9 @@ class Communication:
 
         The keys are the attributes of this class and of its fields, and the properties
         ``bytes_sent``, ``scalar_bytes_sent``, ``bytes_by_axes``, ``bytes_between_shards``,
-        ``parameter_bytes``, ``parameter_dtypes``, ``lower_bound`` and ``ratio``.
+        ``parameter_bytes``, ``parameter_dtypes``, ``lower_bound``, ``ratio``,
+        ``bytes_behind_matrix_products``, ``bytes_behind_other_kernels``, ``bytes_exposed`` and
+        ``hidden_share``.
         """
         fields = dataclasses.asdict(self)
         for key in _COUNTED:
@@ -157,6 +196,7 @@ class Communication:
         if any(each.in_branch for each in self.collectives):
             lines.append("all branches of a conditional are counted, though only one is taken")
         lines += self._bound(least)
+        lines += self._overlap()
         if self._wide:
             lines.append(self._widening())
         if self.memory is not None:
@@ -191,6 +231,17 @@ class Communication:
         if len(bounds) == 1:
             return [bounds[0] + ratio]
         return [*bounds, f"together {_bytes(self.lower_bound)}{ratio}"]
+
+    def _overlap(self) -> list[str]:
+        if not self.bytes_sent:
+            return []
+        if not any(each.asynchronous and each.bytes_sent for each in self.collectives):
+            return ["no collective is asynchronous, so all bytes are exposed"]
+        return [
+            f"{_bytes(self.bytes_behind_matrix_products)} ({self.hidden_share:.0%}) behind matrix "
+            f"products, {_bytes(self.bytes_behind_other_kernels)} behind other kernels, "
+            f"{_bytes(self.bytes_exposed)} exposed"
+        ]
 
     @property
     def _wide(self) -> list[Collective]:
@@ -245,6 +296,7 @@ def row(each: Collective) -> tuple[str, ...]:
         shown.append(f"and {more} more")
     when = [f"{'?' if each.times is None else each.times} times"] * each.in_loop
     when += ["in a branch"] * each.in_branch
+    when += [_beside(each)] * each.asynchronous
     among = f"{len(each.groups)} of {each.group_size}"
     if each.within_shard:
         among += " in a shard"
@@ -258,6 +310,13 @@ def row(each: Collective) -> tuple[str, ...]:
         ", ".join(when),
         _where(each),
     )
+
+
+def _beside(each: Collective) -> str:
+    products, kernels = each.matrix_products, each.other_kernels
+    if products:
+        return f"behind {products} matrix product{'s' * (products > 1)}"
+    return f"behind {kernels} kernel{'s' * (kernels > 1)}" if kernels else "exposed"
 
 
 def _where(each: Collective) -> str:

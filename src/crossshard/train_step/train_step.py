@@ -26,6 +26,7 @@ from crossshard.shards.partition import ANY, TPU
 from crossshard.train_step.agreement import check_agreement, checksum
 from crossshard.train_step.aux_reduction import check_aux_reduction
 from crossshard.train_step.batches import BatchPlacer, check_weight
+from crossshard.train_step.compiler_options import compiler_options
 from crossshard.train_step.description import describe
 from crossshard.train_step.entries import EntryPlacer, check_entries
 from crossshard.train_step.evaluate import Evaluator
@@ -244,13 +245,30 @@ class TrainStep:
         )
         self._layouts: dict[Any, StateLayout] = {}
         self._latest: tuple[StateLayout, TrainState] | None = None
-        self._compiled = jax.jit(self._run, donate_argnums=0)
+        groups = None if function.pipeline.over_all_shards else function.pipeline.groups
+        self._options = compiler_options(
+            mesh.devices.flat[0].platform, mesh.size if groups is None else groups.size
+        )
+        self._compiled = jax.jit(
+            self._run, donate_argnums=0, compiler_options=self._options or None
+        )
+        # JAX refuses options for what runs inside another jit.
         self._traced = jax.jit(self._run)
 
     @property
     def mesh(self) -> Mesh:
         """The mesh that the step runs on."""
         return self._mesh
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """The options that the step is compiled with, here or by ``lower(...).compile()``.
+
+        Those of GPUs that bring the communication beside the matrix products, unless you have set
+        them in XLA_FLAGS; empty on other devices. Within a ``jax.jit`` of your own JAX takes only
+        that one's: ``jax.jit(run, compiler_options=step.compiler_options)``.
+        """
+        return dict(self._options)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Take one step.

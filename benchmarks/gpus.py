@@ -1,0 +1,158 @@
+"""Steps compiled for clusters of H100s, without GPUs: what they send, and what hides it.
+
+Run it as `make bench-gpus` does, which builds an environment with JAX for CUDA.
+"""
+
+import collections
+import datetime
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh
+from rich.console import Console
+
+import crossshard
+from benchmarks import by_hand
+from benchmarks.problem import adamw
+from benchmarks.shapes import Shapes, mlp, transformer
+
+HOSTS = (1, 4, 32, 128)
+_GPUS_OF_A_HOST = 8
+_TARGET = Path(__file__).parent / "h100.txtpb"
+
+
+def _models() -> dict[str, Shapes]:
+    words, dense = transformer(), mlp()
+    return {
+        f"An MLP of 12 layers, {dense.parameters / 1e6:.0f} million parameters": dense,
+        f"A transformer of 8 layers, {words.parameters / 1e6:.0f} million parameters": words,
+        "The same transformer with its layers in a `lax.scan`": transformer(scan=True),
+    }
+
+
+def _ours(weight_update: str) -> Callable[[Mesh, Shapes], Any]:
+    def lowered(mesh: Mesh, model: Shapes) -> Any:
+        step = crossshard.make_train_step(
+            model.loss_fn, adamw(), mesh=mesh, weight_update=weight_update
+        )
+        return step.lower(step.abstract_init(model.params), model.batch(mesh.size))
+
+    return lowered
+
+
+STEPS: dict[str, Callable[[Mesh, Shapes], Any]] = {
+    "ours, sharded": _ours("sharded"),
+    "by hand, sharded": lambda mesh, model: by_hand.sharded(
+        mesh, model.params, model.loss_fn, model.batch(mesh.size)
+    ),
+    "ours, replicated": _ours("replicated"),
+    "by hand, replicated": lambda mesh, model: by_hand.replicated(
+        mesh, model.params, model.loss_fn, model.batch(mesh.size)
+    ),
+}
+
+
+class Row(NamedTuple):
+    """One compiled step, as a row of the table."""
+
+    gpus: str
+    step: str
+    collectives: str
+    sent: str
+    ratio: str
+    gradients: str
+    gathers: str
+    memory: str
+    seconds: str
+
+
+_HEADS = (
+    *("GPUs", "step", "collectives", "GB sent by a GPU", "÷ lower bound"),
+    *("gradients hidden", "gathers hidden", "GB of memory", "s to compile"),
+)
+
+
+def cluster(hosts: int) -> Mesh:
+    """A mesh of one axis over the GPUs of so many hosts."""
+    lines = _TARGET.read_text(encoding="utf-8").splitlines()
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        topology_name="h100",
+        topology=f"1x{hosts}x{_GPUS_OF_A_HOST}",
+        target_config="\n".join(line for line in lines if not line.startswith("#")),
+    )
+    return topologies.make_mesh(topology, (len(topology.devices),), (by_hand.AXIS,))
+
+
+def rows(model: Shapes) -> Iterator[Row]:
+    """Compile every step of a model for every cluster."""
+    for hosts in HOSTS:
+        mesh = cluster(hosts)
+        for name, lowered in STEPS.items():
+            began = time.perf_counter()
+            report = crossshard.inspect(lowered(mesh, model), parameters=model.params)
+            yield _row(mesh.size, name, report, time.perf_counter() - began)
+
+
+def _row(gpus: int, step: str, report: crossshard.Communication, seconds: float) -> Row:
+    kinds = collections.Counter(each.kind for each in report.collectives if each.bytes_sent)
+    assert report.memory is not None
+    return Row(
+        f"{gpus:,}",
+        step,
+        ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items())),
+        f"{report.bytes_sent / 1e9:.2f}",
+        f"{report.ratio:.3f}",
+        _share(report.hidden_share_of("reduce-scatter", "all-reduce")),
+        _share(report.hidden_share_of("all-gather")),
+        f"{report.memory.peak / 1e9:.1f}",
+        f"{seconds:.0f}",
+    )
+
+
+def _share(share: float | None) -> str:
+    return "–" if share is None else f"{share:.1%}"
+
+
+_WHAT = """\
+Training steps with AdamW, compiled for clusters of H100s on a machine without GPUs, and read by
+`crossshard.inspect` from the scheduled programs. Each host has eight GPUs; the mesh has one axis
+over all of them. Nothing here has run on a GPU, so these are not times.
+
+*Gradients hidden* is the share of the bytes of all-reduces and reduce-scatters between whose start
+and end the program has a matrix product; *gathers hidden* is that of the gathers of the updated
+parameters, most of which are scheduled beside the update of the next array instead. Memory is the
+peak on one GPU. The lower bound is 2(N−1)/N · P. Steps by hand are compiled as JAX does by default,
+ours with `step.compiler_options`."""
+
+
+def main(out: Path = Path("docs/benchmarks/gpus.md")) -> None:
+    """Print the tables and write them to a file."""
+    # There is no GPU here to be compatible with.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    console = Console(highlight=False)
+    parts = ["# GPU clusters", _WHAT.replace("\n\n", "\0").replace("\n", " ").replace("\0", "\n\n")]
+    for title, model in _models().items():
+        console.print(f"{title}\n{' | '.join(_HEADS)}", soft_wrap=True)
+        found = []
+        for row in rows(model):
+            console.print(" | ".join(row), soft_wrap=True)
+            found.append(row)
+        lines = (_HEADS, ("---:", "---", "---", *("---:",) * 6), *found)
+        parts += [f"## {title}", "\n".join(f"| {' | '.join(line)} |" for line in lines)]
+    parts.append(
+        f"JAX {jax.__version__}, {datetime.datetime.now(datetime.UTC):%Y-%m-%d}. "
+        "To repeat: `make bench-gpus`."
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

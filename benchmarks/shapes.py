@@ -1,0 +1,114 @@
+"""Models as shapes only, to compile steps for machines that are not there."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_HEADS, _HEAD = 16, 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """A model and a batch, of which only the types are known.
+
+    Attributes:
+      params: the types of the parameters.
+      loss_fn: the loss of the parameters and one shard's batch.
+      row: the type of one row of the batch.
+      rows: the rows of each shard.
+    """
+
+    params: Any
+    loss_fn: Callable[[Any, Any], jax.Array]
+    row: jax.ShapeDtypeStruct
+    rows: int
+
+    def batch(self, shards: int) -> jax.ShapeDtypeStruct:
+        """The type of the batch of all shards."""
+        return jax.ShapeDtypeStruct((self.rows * shards, *self.row.shape), self.row.dtype)
+
+    @property
+    def parameters(self) -> int:
+        """The number of parameters."""
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.params))
+
+
+def _floats(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def mlp(width: int = 2048, layers: int = 12, rows: int = 512) -> Shapes:
+    """Dense layers of one width, in bfloat16 with float32 parameters."""
+    params = [{"kernel": _floats(width, width), "bias": _floats(width)} for _ in range(layers)]
+
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        for layer in params:
+            x = jax.nn.gelu(x @ layer["kernel"].astype(x.dtype) + layer["bias"].astype(x.dtype))
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    return Shapes(params, loss_fn, jax.ShapeDtypeStruct((width,), jnp.bfloat16), rows)
+
+
+def transformer(
+    layers: int = 8, words: int = 16384, context: int = 2048, rows: int = 2, scan: bool = False
+) -> Shapes:
+    """A language model of 2,048 wide layers, in bfloat16 with float32 parameters.
+
+    Args:
+      layers: the number of layers.
+      words: the size of the vocabulary.
+      context: the tokens of a row.
+      rows: the rows of each shard.
+      scan: whether the layers are stacked, and a ``lax.scan`` runs over them.
+    """
+    width = _HEADS * _HEAD
+    layer = {
+        "before": _floats(width),
+        "attention": _floats(width, 3 * width),
+        "out": _floats(width, width),
+        "between": _floats(width),
+        "up": _floats(width, 4 * width),
+        "down": _floats(4 * width, width),
+    }
+    stacked = {name: _floats(layers, *each.shape) for name, each in layer.items()}
+    params = {
+        "words": _floats(words, width),
+        "layers": stacked if scan else [layer] * layers,
+        "last": _floats(width),
+    }
+
+    def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
+        x = params["words"].astype(jnp.bfloat16)[tokens[:, :-1]]
+        if scan:
+            x, _ = jax.lax.scan(lambda x, layer: (_block(layer, x), None), x, params["layers"])
+        else:
+            for layer in params["layers"]:
+                x = _block(layer, x)
+        scores = _normed(x, params["last"]) @ params["words"].astype(jnp.bfloat16).T
+        scores = scores.astype(jnp.float32)
+        right = jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1)[..., 0]
+        return jnp.mean(jax.nn.logsumexp(scores, axis=-1) - right)
+
+    return Shapes(params, loss_fn, jax.ShapeDtypeStruct((context + 1,), jnp.int32), rows)
+
+
+@functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
+def _block(layer: Any, x: jax.Array) -> jax.Array:
+    cast = lambda name: layer[name].astype(x.dtype)
+    rows, length, width = x.shape
+    mixed = _normed(x, layer["before"]) @ cast("attention")
+    query, key, value = jnp.split(mixed.reshape(rows, length, 3 * _HEADS, _HEAD), 3, axis=2)
+    seen = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+    x = x + seen.reshape(rows, length, width) @ cast("out")
+    return x + jax.nn.gelu(_normed(x, layer["between"]) @ cast("up")) @ cast("down")
+
+
+def _normed(x: jax.Array, scale: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    wide *= jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-6) * scale
+    return wide.astype(x.dtype)
