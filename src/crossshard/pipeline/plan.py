@@ -258,4 +258,6 @@ def _in_parts(tree: Any, partitions: tuple[Partition, ...]) -> Any:
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    # JAX 0.12 warns of a type of 64 bits, where it would narrow an array without a word.
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype)
