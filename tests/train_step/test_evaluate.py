@@ -198,7 +198,7 @@ def test_print_says_what_a_step_is():
     assert before[0].endswith("<lambda> on 4 shards")
     assert before[1] == "trains only what wrt=<lambda> chooses"
     assert before[2:4] == [
-        "metrics: loss, weight, aux",
+        "metrics: loss, weight, aux, skipped",
         "local gradient → weigh → mean over all shards → update",
     ]
     step.init(W)
