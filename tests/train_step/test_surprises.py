@@ -108,18 +108,15 @@ def test_a_batch_without_rows():
 
 
 @pytest.mark.parametrize("scalar", [0.5, 3, np.float32(0.5), jnp.float32(0.5)])
-def test_a_scalar_in_the_batch_goes_along_with_every_row(scalar: Any):
-    loss = lambda w, batch: loss_fn(w, batch["x"]) * batch["rate"][0]
+def test_a_scalar_in_the_batch_is_an_entry_that_every_shard_gets_whole(scalar: Any):
+    loss = lambda w, batch: loss_fn(w, batch["x"]) * batch["rate"]
+    batch = {"x": X, "rate": scalar}
     step = make_train_step(loss, optax.sgd(0.1), num_shards=8)
-    state = step.init(W)
-    with pytest.raises(
-        ArgumentError, match=r"batch\['rate'\] is a scalar.*np\.full\(rows, value\)"
-    ):
-        step(state, {"x": X, "rate": scalar})
-    for value in (1.0, 2.0, 3.0):
-        expected = loss_fn(state.params, X) * value
-        state, metrics = step(state, {"x": X, "rate": np.full(8, value, np.float32)})
-        np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+    with pytest.raises(ArgumentError, match=r"batch\['rate'\] is a scalar.*replicated_entries"):
+        step(step.init(W), batch)
+    step = make_train_step(loss, optax.sgd(0.1), num_shards=8, replicated_entries=("rate",))
+    _, metrics = step(step.init(W), batch)
+    np.testing.assert_allclose(metrics["loss"], loss_fn(W, X) * float(scalar), rtol=1e-5)
 
 
 # What a step is, and what can be done with it.
