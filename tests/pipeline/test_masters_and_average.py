@@ -109,7 +109,7 @@ def test_groups_have_their_own_averages():
     step = make_train_step(loss_fn, opt, num_shards=N)
     state = step.init(W)
     want = np.stack([np.float64(W)] * N)
-    average = want
+    average = want.copy()
     for t in range(3):
         state, _ = step(state, X[t].reshape(-1, 40))
         for group in groups:

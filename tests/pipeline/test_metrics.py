@@ -158,7 +158,8 @@ def test_norms_add_no_more_than_numbers(weight_update: str):
         return crossshard.inspect(step.lower(step.init(W), X.reshape(-1, 40)))
 
     with_them, without = report(NORMS), report(())
-    assert with_them.bytes_sent == without.bytes_sent
+    # Two numbers at most are in a bucket of gradients.
+    assert with_them.bytes_sent <= without.bytes_sent + 2 * 4 * 2
     if weight_update == "replicated":
         # The local norm travels with the loss; all else is known on every shard.
         assert len(with_them.collectives) == len(without.collectives)

@@ -26,7 +26,11 @@ from crossshard.optimizer.transformation import (
     check_preprocess,
     check_transformation,
 )
-from crossshard.pipeline.accumulate import Accumulate, check_accumulate_steps
+from crossshard.pipeline.accumulate import (
+    Accumulate,
+    AccumulateState,
+    check_accumulate_steps,
+)
 from crossshard.pipeline.options import check_options
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.plan import UpdateStrategy, WeightUpdate, check_weight_update
@@ -228,6 +232,7 @@ class CrossShardOptimizer(Optimizer):
 
     def _may_differ(self, path: Any) -> bool:
         state = CrossShardState(**dict.fromkeys(CrossShardState._fields, (0,)))
+        state = state._replace(accumulate=AccumulateState(0, 0, 0, 0))
         placements = self._pipeline.placements(state)
         return any(
             path[:1] == (jax.tree_util.GetAttrKey(name),)

@@ -127,9 +127,11 @@ def learning_rate(optimizer: optax.GradientTransformation, before: Any, after: A
     Raises:
       ArgumentError: the optimizer does not tell it.
     """
-    told = optax.tree.get_all_with_path(after, "learning_rate")
+    # Beside a schedule's value inject_hyperparams keeps the schedule's state by the same name.
+    found = optax.tree.get_all_with_path(after, "learning_rate")
+    told = [value for _, value in found if jax.tree_util.all_leaves([value])]
     if len(told) == 1:
-        return told[0][1]
+        return told[0]
     is_count = lambda node: isinstance(node, optax.ScaleByScheduleState)
     counts = [node for node in jax.tree.leaves(before, is_leaf=is_count) if is_count(node)]
     schedules = list(_schedules(optimizer))
