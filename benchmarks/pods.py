@@ -134,7 +134,10 @@ def main(out: Path = Path("docs/benchmarks/pods.md")) -> None:
         f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}. To repeat: `make bench-pods`.",
     ]
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+    # What was tried by hand stands below the table, and stays.
+    before = out.read_text(encoding="utf-8") if out.exists() else ""
+    _, heading, tried = before.partition("\n\n## ")
+    out.write_text("\n\n".join(lines) + (heading + tried or "\n"), encoding="utf-8")
 
 
 if __name__ == "__main__":

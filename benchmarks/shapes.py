@@ -55,7 +55,7 @@ def mlp(width: int = 2048, layers: int = 12, rows: int = 512) -> Shapes:
 
 
 def transformer(
-    layers: int = 8, words: int = 16384, context: int = 2048, rows: int = 2, scan: bool = False
+    layers: int = 24, words: int = 50304, context: int = 2048, rows: int = 2, scan: bool = False
 ) -> Shapes:
     """A language model of 2,048 wide layers, in bfloat16 with float32 parameters.
 

@@ -205,7 +205,8 @@ def test_help_says_how_it_is_used_and_how_it_ends(folder):
         assert part in done.stdout
     options = re.findall("^  (?:-., )?(--[a-z-]+)", done.stdout, re.MULTILINE)
     assert options == [
-        "--help", "--json", "--devices", "--parameters", "--max-bytes-ratio", "--forbid"
+        "--help", "--json", "--devices", "--parameters", "--max-bytes-ratio", "--forbid",
+        "--min-hidden",
     ]  # fmt: skip
     assert all(f"`{option}" in DOCS.read_text() for option in options[1:])
     assert "inspect" in run(folder, "--help").stdout
@@ -228,6 +229,14 @@ def test_help_says_how_it_is_used_and_how_it_ends(folder):
             "--forbid all-gather --forbid all-reduce",
             1,
             "has forbidden collectives, all-reduce.",
+        ),
+        ("jitted", "--min-hidden all-gather=1", 0, ""),
+        ("jitted", "--min-hidden 0.5", 1, "sends 0.0% of its bytes behind matrix products"),
+        (
+            "jitted",
+            "--min-hidden all-gather=1 --min-hidden all-reduce=0.85",
+            1,
+            "at least 85.0% must be",
         ),
         ("given", "--max-bytes-ratio 1", 1, "cannot be found"),
         ("given", f"--max-bytes-ratio 1 --parameters {BYTES}", 0, ""),
@@ -257,6 +266,9 @@ BAD = {
     "inspect mine.train:jitted --max-bytes-ratio -1": "max_bytes_ratio.*-1",
     "inspect mine.train:jitted --max-bytes-ratio nan": "max_bytes_ratio.*nan",
     "inspect mine.train:jitted --forbid allreduce": "all-reduce, .*got 'allreduce'",
+    "inspect mine.train:jitted --min-hidden most": "--min-hidden.*'most'",
+    "inspect mine.train:jitted --min-hidden 0.5 --min-hidden 1": "--min-hidden.*'0.5 1'",
+    "inspect mine.train:jitted --min-hidden allreduce=1": "all-reduce, .*got 'allreduce'",
     "inspect nothing.here:make": r"no module nothing in /.*here or elsewhere on the path",
     "inspect mine.nothing:make": r"no module mine\.nothing ",
     "inspect mine.broken:make": r"mine\.broken.*No module named 'not_installed' .*broken\.py:2\)",
