@@ -23,8 +23,9 @@ from crossshard.runners.runners import (
 from crossshard.shards.context import ShardContext, get_shard_context, shard_context
 from crossshard.shards.devices import cpu_devices
 from crossshard.shards.placement import PER_SHARD, REPLICATED, Placement
+from crossshard.train_step.make_train_step import make_train_step
 from crossshard.train_step.state import TrainState
-from crossshard.train_step.train_step import TrainStep, make_train_step
+from crossshard.train_step.train_step import TrainStep
 from crossshard.variables.per_shard import (
     PerShardArray,
     is_per_shard,
