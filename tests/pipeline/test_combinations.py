@@ -72,6 +72,10 @@ def faults_of(got: Run, want: Run, combination: Combination) -> list[str]:
             faults.append(f"{when} one of both does not have {which}")
         for name in sorted(found.keys() & expected.keys()):
             a, b = found[name], expected[name]
+            if name.startswith("params"):
+                in_dtype = pipeline_model.round_to(a, combination.dtype)
+                if not np.array_equal(a, in_dtype):
+                    faults.append(f"{when} {name} is not of {combination.dtype}")
             if name == "noise_scale":
                 # What is near zero may be divided by.
                 b = found["noise_variance"] / found["noise_signal"]
@@ -114,7 +118,6 @@ WITHOUT: dict[str, Callable[[Combination], dict[str, Any]]] = {
     "accumulate": lambda c: {"accumulate": 1},
     "wire": lambda c: {"wire": None},
     "scale": lambda c: {"scale": False},
-    "precision": lambda c: {"precision": "float32"},
     "ema": lambda c: {"ema": None},
 }
 
@@ -125,8 +128,6 @@ HIDDEN: dict[str, Callable[[Combination], bool]] = {
     "reduction": lambda c: c.optimizer in ("clip, sgd", "lamb"),
     # Parameters of 16 bits are rounded as coarsely, and momenta of 16 bits.
     "wire": lambda c: c.dtype != "float32" and (not c.masters or c.preprocess == "trace"),
-    # The wire rounds more coarsely than float16.
-    "precision": lambda c: c.dtype == "float16" and c.wire is not None,
 }
 
 
