@@ -7,7 +7,8 @@ import sys
 import crossshard
 
 PUBLIC = """
-    Collective Communication CrossShardOptimizer CrossShardState Environment Gradients Incoming
+    Collective Communication CrossShardOptimizer CrossShardState DynamicLossScale Environment
+    Gradients Incoming
     Optimizer PER_SHARD Placement REPLICATED Reduction ShardContext Stage TrainState TrainStep
     all_to_all batch_parallel collective_permute cpu_devices cross_replica_sum
     get_shard_context grad inspect is_per_shard make_train_step replicate rewrite set_per_shard

@@ -187,9 +187,8 @@ def test_gradients_of_16_bits_are_summed_in_32(weight_update: Any, dtype: Any, r
     x = jnp.ones((32, 64), dtype)
     report = assert_communication(step, step.abstract_init(params), x)
     assert report.parameter_bytes == NARROW_BYTES
-    # XLA for CPUs gathers f16 as it is, and bf16 in 32 bits, too.
-    gathered_as_it_is = weight_update == "sharded" and dtype == jnp.float16
-    assert report.ratio == pytest.approx(1.5 if gathered_as_it_is else 2, abs=0.01)
+    # They are gathered in 16 bits.
+    assert report.ratio == pytest.approx(1.5 if weight_update == "sharded" else 2, abs=0.01)
     with pytest.raises(
         CommunicationError, match=r"sends 1\.0\d\d times .* but only 0\.9 is allowed"
     ):

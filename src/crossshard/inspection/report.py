@@ -82,10 +82,13 @@ class Communication:
 
     @property
     def bytes_by_axes(self) -> dict[str, float]:
-        """The bytes that one shard sends along each mesh axis, or several, without scalars."""
+        """The bytes that one shard sends along each mesh axis, or several, without scalars.
+
+        Those of collectives whose axes are unknown are left out.
+        """
         found: dict[str, float] = {}
         for each in self.collectives:
-            if each.bytes_sent:
+            if each.bytes_sent and each.axes:
                 name = ", ".join(each.axes)
                 found[name] = found.get(name, 0) + each.bytes_sent
         return found
