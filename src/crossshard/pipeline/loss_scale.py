@@ -82,7 +82,10 @@ class DynamicLossScale(Stage):
         if gradients.skip is None:
             return gradients.replace(skip=~finite), after
         # A step without gradients says nothing about the scale.
-        idle = environment.on_all_shards(gradients.skip)
+        # Without groups all shards have one total weight, also on global arrays.
+        idle = gradients.skip
+        if environment.groups is not None:
+            idle = environment.on_all_shards(idle)
         after = jax.tree.map(lambda new, old: jnp.where(idle, old, new), after, state)
         return gradients.replace(skip=gradients.skip | ~finite), after
 
