@@ -457,8 +457,8 @@ UPDATE = [
         "`a`", "BCOO", "todense()"),
     bad("a wrapper updated in a wrapper's update",
         alone(lambda world: CrossShardOptimizer(optax.chain(optax.sgd(0.1), world.opt)).update(
-            ONES,
-            crossshard.CrossShardState((), (), (optax.sgd(0.1).init(ONES), world.opt.init(ONES))))),
+            ONES, crossshard.CrossShardState(
+                inner_state=(optax.sgd(0.1).init(ONES), world.opt.init(ONES))))),
         NestedReductionError, ValueError, "twice", ".inner"),
     bad("a loss that is no scalar, for value_and_grad",
         lambda world: crossshard.grad(lambda w: w)(ONES), *VALUE, "scalar", "(3,)", "jnp.mean"),

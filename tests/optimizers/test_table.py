@@ -153,7 +153,7 @@ def sharded(
 
         value, gradients = crossshard.value_and_grad(loss)(weights(params), x, y)
         given = extras(row, value, objective)
-        ours = crossshard.CrossShardState((), (), state)
+        ours = crossshard.CrossShardState(inner_state=state)
         updates, ours = opt.update(gradients, ours, params, **given)
         stepped = optax.apply_updates(params, updates), ours.inner_state
         return stepped if groups is None else jax.tree.map(lambda leaf: leaf[None], stepped)
@@ -321,7 +321,7 @@ def test_complex_parameters(opt: Any, wrap: Callable[[Any], Any]) -> None:
     )
     def parts(params: Any, state: Any, x: Any, y: Any) -> tuple[Any, Any]:
         update = crossshard.CrossShardOptimizer(opt).update
-        ours = crossshard.CrossShardState((), (), state)
+        ours = crossshard.CrossShardState(inner_state=state)
         params, ours = stepped(crossshard.grad(loss)(params, x, y), params, ours, update)
         return params, ours.inner_state
 
