@@ -278,7 +278,8 @@ class Pipeline:
         # compute_gradients divides in float32, and 16-bit parameters need 16-bit gradients.
         like = values if params is None else jax.tree.leaves(params)
         of_values = []
-        for leaf, param, status in zip(values, like, gradients.status, strict=True):
+        # The parameters of optax.lookahead have more leaves than the gradients.
+        for leaf, param, status in zip(values, like, gradients.status, strict=False):
             is_widened = status is Incoming.SCALED or gradients.widened
             dtype = jnp.result_type(param if is_widened else leaf)
             if self.master_dtype is not None and status is not None:
