@@ -10,6 +10,7 @@ from crossshard.collectives.all_reduce import widen
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.incoming import check_shapes
 from crossshard.gradients.scalars import is_inexact
+from crossshard.pipeline.means import average
 from crossshard.pipeline.stage import Environment, Gradients, Stage
 from crossshard.shards.placement import PER_SHARD, REPLICATED
 
@@ -105,7 +106,7 @@ def mean(values: Any, value: Any, weight: jax.Array) -> tuple[Any, Any]:
     """The mean gradient and loss from their sums; zeros if all weights are zero."""
 
     def one(x: Any) -> Any:
-        return jnp.where(weight != 0, x / weight.astype(x.dtype), 0) if is_inexact(x) else x
+        return average(x, weight) if is_inexact(x) else x
 
     return jax.tree.map(one, values), one(value)
 

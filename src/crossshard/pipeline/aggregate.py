@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from crossshard.collectives.all_reduce import widen
 from crossshard.collectives.bucketing import bucketed_sum
 from crossshard.gradients.incoming import Incoming
+from crossshard.pipeline.means import average
 from crossshard.pipeline.stage import Environment, Gradients, Stage
 from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.partition import Partition
@@ -66,7 +67,7 @@ class Sum(Stage):
             if total is None:
                 total = partitions[index].local_slice(widen(leaf), shards, groups)
             if each in _TO_DIVIDE:
-                total = self._divide(total, environment.divisor, total_weight)
+                total = average(total, total_weight, environment.divisor)
             reduced_leaves.append(total)
         extra, values = tree.unflatten(reduced_leaves)
         # If all weights are zero there is no gradient, and weights must not decay either.
@@ -79,13 +80,6 @@ class Sum(Stage):
     def _as_sent(self, gradient: Any) -> jax.Array:
         wide = widen(gradient)
         return wide if self.dtype is None or jnp.iscomplexobj(wide) else wide.astype(self.dtype)
-
-    @staticmethod
-    def _divide(total: jax.Array, divisor: int, weight: jax.Array | None) -> jax.Array:
-        if weight is None:
-            return total / divisor if divisor > 1 else total
-        # Zero gradients if all weights are zero.
-        return jnp.where(weight != 0, total / weight.astype(total.dtype), 0)
 
 
 @dataclasses.dataclass(frozen=True)

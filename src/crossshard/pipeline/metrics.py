@@ -10,6 +10,7 @@ import optax
 
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.pipeline.arrays import squared_norm
+from crossshard.pipeline.means import to_average
 from crossshard.pipeline.optimize import Updated
 from crossshard.pipeline.stage import Environment, Gradients
 from crossshard.variables.discovery import functions_reached_by
@@ -65,10 +66,8 @@ class Metrics:
         squared, weight = squared_norm(gradients.values), gradients.weight
         if weight is None:
             return {"squared_norm": squared}
-        counts = weight != 0
-        # `where`, because the gradient of weight 0 may be NaN.
-        weighed = jnp.where(counts, squared * weight.astype(squared.dtype), 0)
-        return {"squared_norm": weighed, "shards_with_weight": counts.astype(jnp.float32)}
+        counts = (weight != 0).astype(jnp.float32)
+        return {"squared_norm": to_average(squared, weight), "shards_with_weight": counts}
 
     def measure(
         self,

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from crossshard.collectives.all_reduce import widen
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.reduction import Reduction
 from crossshard.gradients.scalars import is_number
+from crossshard.pipeline.means import to_average
 from crossshard.pipeline.stage import Environment, Gradients, Stage
 
 
@@ -53,11 +53,7 @@ class Weigh(Stage):
         weight = gradients.weight
         assert weight is not None
 
-        def weigh(leaf: Any) -> jax.Array:
-            wide = widen(leaf)
-            # `where`, because 0 · NaN is NaN.
-            return jnp.where(weight != 0, wide * weight.astype(wide.dtype), 0)
-
+        weigh = lambda leaf: to_average(leaf, weight)
         extra, values = jax.tree.map(weigh, (dict(gradients.extra), gradients.values))
         return gradients.replace(values=values, extra=extra), state
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.scalars import is_inexact, is_number
+from crossshard.pipeline.means import average, to_average, to_sum
 from crossshard.pipeline.stage import Gradients
-from crossshard.train_step.means import average, to_average, to_sum
 
 
 class AuxReduction(enum.StrEnum):
@@ -59,8 +59,9 @@ def of_microbatches(reduction: Any, aux: Any, weights: jax.Array | None) -> Any:
             own = leaf if weights is None else jax.vmap(to_sum)(leaf, weights)
             return own.sum(0, dtype=leaf.dtype)
         if weights is None:
-            return average(leaf.sum(0), None, len(leaf), leaf.dtype)
-        return average(jax.vmap(to_average)(leaf, weights).sum(0), weights.sum(), 1, leaf.dtype)
+            return average(leaf.sum(0), None, len(leaf)).astype(leaf.dtype)
+        total = jax.vmap(to_average)(leaf, weights).sum(0)
+        return average(total, weights.sum()).astype(leaf.dtype)
 
     leaves = [one(leaf, each) for (_, leaf), each in _pairs(reduction, aux)]
     return jax.tree.structure(aux).unflatten(leaves)
@@ -103,7 +104,7 @@ def reduced(reduction: Any, aux: Any, gradients: Gradients, number: int, *, grou
         if each is AuxReduction.SUM:
             total = next(totals).astype(dtype)
         else:
-            total = average(next(totals), gradients.weight, number, dtype)
+            total = average(next(totals), gradients.weight, number).astype(dtype)
         return total[None] if grouped else total
 
     leaves = [one(leaf, each) for (_, leaf), each in _pairs(reduction, aux)]

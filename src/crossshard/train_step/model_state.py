@@ -11,8 +11,8 @@ from flax import nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.scalars import is_inexact, is_number
 from crossshard.jaxprs.dependence import sources
+from crossshard.pipeline.means import average, to_average
 from crossshard.pipeline.stage import Gradients
-from crossshard.train_step.means import average, to_average
 
 
 class ModelState(enum.StrEnum):
@@ -174,5 +174,5 @@ def settled(kind: ModelState | None, after: Any, gradients: Gradients, number: i
     if kind is not ModelState.MEAN:
         return after
     totals = iter(gradients.sums["model_state"])
-    mean = lambda x: average(next(totals), gradients.weight, number, x.dtype)
+    mean = lambda x: average(next(totals), gradients.weight, number).astype(x.dtype)
     return jax.tree.map(lambda x: mean(x) if is_inexact(x) else x, after)

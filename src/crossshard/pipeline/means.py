@@ -1,4 +1,4 @@
-"""Means: values of the shards that are averaged or summed in the bucket of the loss."""
+"""Means: how the values of shards, or microbatches, are weighed, summed and divided."""
 
 from typing import Any
 
@@ -22,15 +22,14 @@ def to_sum(x: Any, weight: jax.Array | None) -> jax.Array:
     return wide if weight is None else jnp.where(weight != 0, wide, 0)
 
 
-def average(total: jax.Array, weight: jax.Array | None, number: int, dtype: Any) -> jax.Array:
+def average(total: jax.Array, weight: jax.Array | None, number: int = 1) -> jax.Array:
     """The mean, from the sum of all summands and weights; zero if nothing has weight.
 
     Args:
       total: the sum of ``to_average`` over the shards.
       weight: the total weight; ``None`` if all shards count the same.
-      number: the number of shards.
-      dtype: the dtype of the mean.
+      number: the number of shards, if all count the same.
     """
     if weight is None:
-        return (total / number).astype(dtype)
-    return jnp.where(weight != 0, total / weight.astype(total.dtype), 0).astype(dtype)
+        return total / number if number > 1 else total
+    return jnp.where(weight != 0, total / weight.astype(total.dtype), 0)
