@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from crossshard.errors import ArgumentError
-from crossshard.gradients.scalars import is_inexact
+from crossshard.gradients.scalars import dtype_among, is_inexact
 
 
 class MastersState(NamedTuple):
@@ -72,11 +72,8 @@ def check_master_dtype(dtype: Any) -> Any:
     """
     if dtype is None:
         return None
-    try:
-        found = jnp.dtype(dtype)
-    except TypeError:
-        found = None
-    if found is None or found.name not in ("float32", "float64"):
+    found = dtype_among(dtype, ("float32", "float64"))
+    if found is None:
         raise ArgumentError(
             f"master_dtype must be float32 or float64, the dtype in which weights of 16 bits are "
             f"also kept; got {dtype!r:.60}."

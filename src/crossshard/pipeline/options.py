@@ -2,9 +2,8 @@
 
 from typing import Any
 
-import jax.numpy as jnp
-
 from crossshard.errors import ArgumentError
+from crossshard.gradients.scalars import dtype_among
 from crossshard.pipeline.loss_scale import check_loss_scale
 from crossshard.pipeline.masters import check_master_dtype
 from crossshard.pipeline.metrics import check_metrics
@@ -37,13 +36,10 @@ def check_options(
 def _check_reduce_dtype(dtype: Any) -> Any:
     if dtype is None:
         return None
-    try:
-        found = jnp.dtype(dtype)
-    except TypeError:
-        found = None
-    if found is not None and found.name in ("bfloat16", "float32"):
+    found = dtype_among(dtype, ("bfloat16", "float32"))
+    if found is not None:
         return found
-    why = "" if found is None or found.name != "float16" else _OF_FLOAT16
+    why = _OF_FLOAT16 if dtype_among(dtype, ("float16",)) else ""
     raise ArgumentError(
         f"reduce_dtype must be bfloat16, or float32 for gradients of 64 bits; got "
         f"{dtype!r:.60}.{why}"
