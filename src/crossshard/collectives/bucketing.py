@@ -24,9 +24,9 @@ from crossshard.shards.partition import Partition
 
 Bucket = list[tuple[jax.Array, Partition]]
 
-# So many arrays of one shape fill a bucket of their own. XLA compiles a kernel that reads from a
-# bucket once for each offset, and buckets of equal arrays share these kernels.
-_OF_ONE_SHAPE = 16
+# Many arrays of one shape share buckets of so many. XLA compiles a kernel that reads from a bucket
+# once for each offset, and buckets of equal arrays share these kernels.
+_OF_ONE_SHAPE = range(8, 17)
 
 
 def bucketed_sum(
@@ -139,8 +139,9 @@ def _by_bucket(
         key: object = index
         dtype, partition = kind
         if partition.is_small and buckets_pay:
-            nth = seen[kind] // _OF_ONE_SHAPE
-            is_full = nth < number[kind] // _OF_ONE_SHAPE
+            size = _bucket_size(number[kind])
+            nth = seen[kind] // size
+            is_full = nth < number[kind] // size
             key = (kind, nth) if is_full else (dtype, partition.number)
             seen[kind] += 1
         members_of.setdefault(key, []).append(index)
@@ -149,6 +150,13 @@ def _by_bucket(
         bucket = [(xs[index], partitions[index]) for index in members]
         moved.update(zip(members, move(bucket), strict=True))
     return [moved[index] for index in range(len(xs))]
+
+
+def _bucket_size(number: int) -> int:
+    """How many of ``number`` arrays of one shape share a bucket, such that few are left over."""
+    if number < max(_OF_ONE_SHAPE):
+        return max(_OF_ONE_SHAPE)
+    return min(_OF_ONE_SHAPE, key=lambda size: (number % size, -size))
 
 
 def _alone(

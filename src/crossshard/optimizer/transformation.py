@@ -29,7 +29,7 @@ from crossshard.pipeline.state import CrossShardState
 from crossshard.pipeline.weigh import as_weight, check_reduction
 from crossshard.shards.axes import Shards
 from crossshard.shards.context import get_shard_context
-from crossshard.shards.partition import Partition, map_partitions
+from crossshard.shards.partition import Partition, map_partitions, slice_index
 from crossshard.shards.placement import Placement
 
 
@@ -55,9 +55,10 @@ class Transformation:
         refuse_nesting()
         state = self.pipeline.init(params)
         if self.weight_update is WeightUpdate.SHARDED:
-            shards, groups = self.pipeline.shards(), self.pipeline.groups
+            shards = self.pipeline.shards()
             plan = self._plan(params, shards.number)
-            local = lambda partition, x: partition.local_slice(x, shards, groups)
+            index = slice_index(shards, self.pipeline.groups)
+            local = lambda partition, x: partition.local_slice(x, index)
             state = state._replace(inner_state=map_partitions(local, plan.state, state.inner_state))
         return self._map_stages(self._on_each_shard, state)
 

@@ -12,7 +12,7 @@ from crossshard.gradients.incoming import Incoming
 from crossshard.pipeline.means import average
 from crossshard.pipeline.stage import Environment, Gradients, Stage
 from crossshard.shards.groups import GroupAssignment
-from crossshard.shards.partition import Partition
+from crossshard.shards.partition import Partition, slice_index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Sum(Stage):
                 continue
             total = totals.get(index)
             if total is None:
-                total = partitions[index].local_slice(widen(leaf), shards, groups)
+                total = partitions[index].local_slice(widen(leaf), slice_index(shards, groups))
             if each in _TO_DIVIDE:
                 total = average(total, total_weight, environment.divisor)
             reduced_leaves.append(total)

@@ -14,7 +14,7 @@ from crossshard.gradients.scalars import is_inexact
 from crossshard.shards.axes import Shards
 from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.model_axes import only
-from crossshard.shards.partition import Partition, map_partitions
+from crossshard.shards.partition import Partition, map_partitions, slice_index
 
 
 def squared_norm(tree: Any) -> jax.Array:
@@ -97,7 +97,8 @@ class LocalParts(WholeArrays):
 
     def split(self, params: Any) -> Any:
         """This shard's slices."""
-        local = lambda partition, x: partition.local_slice(x, self.shards, self.groups)
+        index = slice_index(self.shards, self.groups)
+        local = lambda partition, x: partition.local_slice(x, index)
         return map_partitions(local, self.params, params)
 
     def gather(self, updated: Any) -> Any:

@@ -136,17 +136,21 @@ class Partition:
             return jnp.asarray(packed)
         return jnp.ravel(packed)[: math.prod(self.shape)].reshape(self.shape)
 
-    def local_slice(
-        self, array: Any, shards: Shards, groups: GroupAssignment | None = None
-    ) -> jax.Array:
-        """This shard's slice of a full array."""
+    def local_slice(self, array: Any, index: jax.Array) -> jax.Array:
+        """The slice at ``index`` of a full array."""
         if self.number == 1:
             return jnp.asarray(array)
         axis = self.axis or 0
         length = self.local_shape[axis]
-        index = shards.index()
-        position = index if groups is None else jnp.asarray(groups.position_of)[index]
-        return lax.dynamic_slice_in_dim(self.pack(array), position * length, length, axis)
+        return lax.dynamic_slice_in_dim(
+            self.pack(array), index * length, length, axis, allow_negative_indices=False
+        )
+
+
+def slice_index(shards: Shards, groups: GroupAssignment | None = None) -> jax.Array:
+    """int32[]: which slice of an array is this shard's: its index, or its position in its group."""
+    index = shards.index()
+    return index if groups is None else jnp.asarray(groups.position_of)[index]
 
 
 def partition_for(
