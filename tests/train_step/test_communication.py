@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,7 +77,7 @@ def test_many_arrays_of_one_shape_travel_in_buckets_of_their_own(rule: str):
     report = assert_communication(step, step.abstract_init(params), batch)
     kinds = [each.kind for each in report.collectives if each.kind != "all-reduce"]
     # Four of ten arrays, and one of the array that is left.
-    assert kinds == ["reduce-scatter"] * 5 + ["all-gather"] * 5
+    assert Counter(kinds) == {"reduce-scatter": 5, "all-gather": 5}
     state, _ = step(step.init(params), batch)
     updates, _ = RULES[rule].update(jax.grad(loss)(params, batch), RULES[rule].init(params), params)
     expected = optax.apply_updates(params, updates)
