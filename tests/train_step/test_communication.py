@@ -1,8 +1,7 @@
 """What the compiled steps send: exactly what N shards must, in few collectives, never in a loop."""
 
-from typing import Any
-
 from collections import Counter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
