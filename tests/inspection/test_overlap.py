@@ -85,6 +85,12 @@ SCATTER = (
     "%start = ((f32[32,32]{1,0}), f32[8,32]{1,0}, s32[]) async-start(%p), calls=%scattered",
     "%done = f32[8,32]{1,0} async-done(%start), calls=%scattered",
 )
+# As XLA for TPUs writes what it hands to a SparseCore.
+ON_SPARSE_CORE = (
+    "%start = ((f32[32,32]{1,0}), f32[8,32]{1,0}, s32[]) call-start(%p), "
+    'async_execution_thread="sparsecore", to_apply=%scattered',
+    "%done = f32[8,32]{1,0} call-done(%start)",
+)
 PERMUTE = (
     "%start = (f32[32,32]{1,0}, f32[32,32]{1,0}) collective-permute-start(%p), "
     "channel_id=1, source_target_pairs={{0,1},{1,0}}",
@@ -94,6 +100,7 @@ PAIRS = {
     "all-reduce": REDUCE,
     "all-gather": GATHER,
     "reduce-scatter": SCATTER,
+    "reduce-scatter on a SparseCore": ON_SPARSE_CORE,
     "collective-permute": PERMUTE,
 }
 
@@ -116,6 +123,11 @@ RUNS = {
             "%i = s32[] get-tuple-element(%carry), index=0",
             "%c = s32[] constant(7)",
         ],
+    ),
+    "a mark of a TPU": ("nothing", [call("PrepareAsyncCallStart")]),
+    "a collective on a SparseCore": (
+        "nothing",
+        [line.replace("%start", "%go").replace("%done", "%k") for line in ON_SPARSE_CORE],
     ),
     "another collective": (
         "nothing",
@@ -152,13 +164,13 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("kind", PAIRS)
+@pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("name", RUNS)
-def test_what_runs_between_start_and_done(kind: str, name: str):
+def test_what_runs_between_start_and_done(pair: str, name: str):
     behind, lines = RUNS[name]
-    start, done = PAIRS[kind]
+    start, done = PAIRS[pair]
     found = next(each for each in read(start, *lines, done) if each.name in NAMES)
-    assert found.kind == kind
+    assert found.kind == pair.split()[0]
     assert found.asynchronous
     assert found.behind == behind
 

@@ -1,5 +1,6 @@
 """What the compiled steps send: exactly what N shards must, in few collectives, never in a loop."""
 
+import re
 from collections import Counter
 from typing import Any
 
@@ -82,6 +83,13 @@ def test_many_arrays_of_one_shape_travel_in_buckets_of_their_own(rule: str):
     expected = optax.apply_updates(params, updates)
     for got, want in zip(state.params, expected, strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adamw"])
+def test_a_loss_is_computed_before_the_gradients_of_its_bucket(rule: str):
+    # Fused with them, XLA for GPUs kept a language model's logits for most of the backward pass.
+    text = lowered(RULES[rule], "replicated").as_text()
+    assert re.findall(r"stablehlo.optimization_barrier %\w+ : (.*)", text) == ["tensor<f32>"]
 
 
 def test_the_sharded_step_needs_less_memory_by_the_state_it_saves():

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from crossshard.collectives.all_reduce import sum_over_shards
@@ -54,7 +55,7 @@ def bucketed_sum(
         if partition.number == 1 and not others:
             return [total(first)]
         if partition.number == 1:
-            flat = jnp.concatenate([x.ravel() for x, _ in bucket])
+            flat = jnp.concatenate([_whole(x).ravel() for x, _ in bucket])
             return _split_bucket(total(flat), bucket)
         if not others:
             return [_alone(partition, partition.pack(first), partition.local_shape, scatter)]
@@ -96,6 +97,15 @@ def bucketed_gather(
         ]
 
     return _by_bucket(parts, partitions, shards, move)
+
+
+def _whole(x: jax.Array) -> jax.Array:
+    """``x``; a scalar as a value of its own, that is not computed within the bucket's kernel.
+
+    Otherwise a loss would be computed when the last gradient of its bucket is, and the activations
+    that it reads, such as a language model's logits, would be kept until then.
+    """
+    return x if x.ndim else lax.optimization_barrier(x)
 
 
 def _on_blocks(

@@ -14,12 +14,17 @@ _PRODUCTS = {"dot", "ragged-dot", "scaled-dot", "convolution"}
 # __cudnn$convForward, __cudnn$fmhaSoftmax, __onednn$matmul.
 _PRODUCT_CALL = re.compile(r"gemm|matmul|fmha|\$conv", re.IGNORECASE)
 # Custom calls with which XLA for TPUs marks buffers and asynchronous collectives.
-_MARKS = {"AllocateBuffer", "AsyncCollectiveStart", "AsyncCollectiveDone"}
+_MARKS = {
+    *("AllocateBuffer", "AsyncCollectiveStart", "AsyncCollectiveDone"),
+    *("PrepareAsyncCallStart", "PrepareAsyncCallDone"),
+}
 _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
     *("add-dependency", "opt-barrier", "partition-id", "replica-id", "send", "recv"),
 }
-_CALLING = {"fusion", "call", "while", "conditional", "async-start"}
+# A call-start runs a computation on a SparseCore of a TPU.
+_ASYNC = {"async-start", "call-start"}
+_CALLING = {"fusion", "call", "while", "conditional", *_ASYNC}
 
 _NOTHING, _KERNEL, _PRODUCT = range(3)
 
@@ -77,7 +82,7 @@ class Overlaps:
         caller, around = run.caller, run.around
         chain = start.quoted("frontend_attributes", "chain_id")
         if caller is not None and around is not None:
-            if caller.opcode == "async-start":
+            if caller.opcode in _ASYNC:
                 start, computation = caller, around
             elif caller.opcode == "fusion" and chain is not None:
                 schedule = self._schedule(around.name)
