@@ -93,8 +93,9 @@ class Block(nnx.Module):
         """float[batch, time, width], the shape of the input."""
         batch, time, width = x_btd.shape
         qkv = self.qkv(self.attention_norm(x_btd))
-        # Head by head, so that columns can be split between heads.
-        q, k, v = jnp.unstack(qkv.reshape(batch, time, -1, 3, HEAD_WIDTH), axis=3)
+        # Head by head, so that columns can be split between heads; float32, for the softmax.
+        heads = qkv.reshape(batch, time, -1, 3, HEAD_WIDTH).astype(jnp.float32)
+        q, k, v = jnp.unstack(heads, axis=3)
         mixed = jax.nn.dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
         x_btd = x_btd + self.attention_out(mixed.reshape(batch, time, width))
         return x_btd + self.dense_out(nnx.gelu(self.dense_in(self.dense_norm(x_btd))))
@@ -118,11 +119,11 @@ def split_over(mesh: Mesh, model: ByteTransformer) -> ByteTransformer:
 
 
 def rotate(x_bthd: jax.Array) -> jax.Array:
-    """Rotary positions (arXiv 2104.09864) on float[batch, time, heads, head_width]."""
+    """Rotary positions (arXiv 2104.09864) on float32[batch, time, heads, head_width]."""
     time, half = x_bthd.shape[1], x_bthd.shape[-1] // 2
     rates = 1e4 ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles = jnp.arange(time, dtype=jnp.float32)[:, None, None] * rates
-    cos, sin = jnp.cos(angles).astype(x_bthd.dtype), jnp.sin(angles).astype(x_bthd.dtype)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
     first, second = jnp.split(x_bthd, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
 

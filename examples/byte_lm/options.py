@@ -55,7 +55,7 @@ class TrainOptions:
     """Whether each shard updates all parameters, or its slice of them."""
 
     weight: bool = False
-    """Rows end where their file ends, and shards count by their bytes; --batch may be any number."""
+    """Rows end where their file does, shards count by their bytes, and --batch is any number."""
 
     accumulate_steps: int = 1
     """Microbatches of each shard in a step."""

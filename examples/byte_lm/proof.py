@@ -1,6 +1,7 @@
 """The proof: compares a run with the same steps on one shard, by JAX and Optax alone."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +25,8 @@ _ROUNDING = 0.1
 _ROUNDING_OF_SGD = 0.02
 
 Batch = dict[str, np.ndarray]
+# For each step whether each group skipped it; ``None`` where no step can be skipped.
+Skipped = Sequence[tuple[float, ...] | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,28 +65,31 @@ class Proof:
         self._drawn = drawn
         self._graph, first, self._frozen = nnx.split(job.first_model, job.options.trains, ...)
         self._first = first
+        self._start = optax.tree.cast(first, job.options.master_dtype)
         # SUM adds up the members' losses, each a mean over an equal part of the rows.
         self._factor = job.groups.size if job.options.reduction == "sum" else 1
         self._gradients = jax.jit(jax.value_and_grad(self._loss))
 
-    def of_run(self, after: Values) -> Comparison:
-        """Compare with the run's parameters after its first steps."""
-        return self._compare(self._job.inner, after, _ROUNDING)
+    def of_run(self, after: Values, skipped: Skipped) -> Comparison:
+        """Compare with the run's parameters after its first steps, of which it skipped some."""
+        return self._compare(self._job.inner, after, skipped, _ROUNDING)
 
     def of_sgd(self) -> Comparison:
         """Compare with plain SGD both ways, since it does not hide a factor."""
         inner = InnerOptimizer("sgd", optax.sgd(0.1), 0.1)
         training = self._job.new_training(inner)
-        for batch in self._drawn:
-            training(batch)
-        return self._compare(inner, training.values(), _ROUNDING_OF_SGD)
+        skipped = [training(batch).get("skipped") for batch in self._drawn]
+        return self._compare(inner, training.values(), skipped, _ROUNDING_OF_SGD)
 
-    def _compare(self, inner: InnerOptimizer, after: Values, rounding: float) -> Comparison:
-        before = _by_name(self._first)
+    def _compare(
+        self, inner: InnerOptimizer, after: Values, skipped: Skipped, rounding: float
+    ) -> Comparison:
+        before = _by_name(self._start)
         largest, where, change = -1.0, "", 0.0
         differences = changes = 0.0
-        for members in self._job.groups.members:
-            alone = self._alone(inner, np.array(members))
+        for group, members in enumerate(self._job.groups.members):
+            taken = [each is None or not each[group] for each in skipped]
+            alone = self._alone(inner, np.array(members), taken)
             for path, start in before.items():
                 many = after[path]
                 # [shards, …] with groups: check all members, since they must agree.
@@ -106,8 +112,8 @@ class Proof:
             same=relative < rounding,
         )
 
-    def _alone(self, inner: InnerOptimizer, members: np.ndarray) -> Values:
-        """The parameters after training on one shard with the rows of these shards."""
+    def _alone(self, inner: InnerOptimizer, members: np.ndarray, taken: list[bool]) -> Values:
+        """The parameters after the steps taken, on one shard with the rows of these shards."""
         transformation = optax.with_extra_args_support(inner.transformation)
 
         @jax.jit
@@ -115,8 +121,8 @@ class Proof:
             updates, state = transformation.update(gradients, state, params, value=value)
             return optax.apply_updates(params, updates), state
 
-        params, state = self._first, transformation.init(self._first)
-        for batch in self._drawn:
+        params, state = self._start, transformation.init(self._start)
+        for batch in itertools.compress(self._drawn, taken):
             rows = {name: self._rows_of(members, whole) for name, whole in batch.items()}
             value, gradients = self._gradients(params, rows)
             params, state = update(gradients, state, params, value)
@@ -130,6 +136,7 @@ class Proof:
         return per_shard[members].reshape(-1, rows.shape[-1])
 
     def _loss(self, params: Any, batch: Any) -> jax.Array:
+        params = jax.tree.map(lambda x, of: x.astype(of.dtype), params, self._first)
         return self._factor * loss(nnx.merge(self._graph, params, self._frozen), batch)[0]
 
 

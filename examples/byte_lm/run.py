@@ -68,7 +68,7 @@ def run(job: Job, record: Record, screen: Screen, stopping: Stopping) -> Summary
         proof: list[Comparison] = []
         with stopping.skippable():
             screen.tell("repeating the first steps on one shard")
-            proof = _prove(job, early, stopping)
+            proof = _prove(job, record, early, stopping)
         summary = dataclasses.replace(
             summary,
             proof=proof,
@@ -99,8 +99,9 @@ def _train(
     return early
 
 
-def _prove(job: Job, early: Values, stopping: Stopping) -> list[Comparison]:
+def _prove(job: Job, record: Record, early: Values, stopping: Stopping) -> list[Comparison]:
     """Both comparisons, or only the first if the run is stopped."""
-    proof = Proof(job, list(itertools.islice(job.batches(), min(STEPS, job.options.steps))))
-    of_run = proof.of_run(early)
+    first = record.steps[:STEPS]
+    proof = Proof(job, list(itertools.islice(job.batches(), len(first))))
+    of_run = proof.of_run(early, [step.metrics.get("skipped") for step in first])
     return [of_run] if stopping.asked else [of_run, proof.of_sgd()]
