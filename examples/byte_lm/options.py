@@ -11,6 +11,7 @@ from flax import nnx
 
 from crossshard.errors import ArgumentError, GroupAssignmentError
 from examples.byte_lm.groups import Groups, parse_groups
+from examples.byte_lm.model import VOCABULARY
 
 DEFAULT_BATCH = 16
 
@@ -112,6 +113,12 @@ class TrainOptions:
             if value is not None and value < 1:
                 flag = name.replace("_", "-")
                 raise ArgumentError(f"--{flag} must be at least 1; got {value}.")
+        splits = math.gcd(VOCABULARY, self.width)
+        if splits % self.model_shards:
+            raise ArgumentError(
+                f"--model-shards must divide {splits}, which divides the width {self.width} and "
+                f"the {VOCABULARY} bytes; got {self.model_shards}."
+            )
         if not 0 <= self.seed < 2**32:
             raise ArgumentError(f"--seed must be from 0 to 2**32 - 1; got {self.seed}.")
         rate = self.learning_rate
