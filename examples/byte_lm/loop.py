@@ -23,7 +23,7 @@ class Step:
       number: counted from 1.
       loss: nats per byte, the mean over all bytes that count.
       losses: each shard's mean over its part of the batch.
-      seconds: the time from the batch to the loss; the first includes compilation.
+      seconds: the time from the batch to the loss.
       metrics: those of the stages by name, one number per group.
       held_out: bits per byte of a sample of held-out text after the step, one per group; ``None``
         after most steps.

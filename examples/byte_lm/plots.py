@@ -3,7 +3,6 @@
 import io
 import os
 import warnings
-from collections.abc import Mapping, Sequence
 
 # Draws to a file only; an unknown backend in the user's environment would fail the import.
 os.environ["MPLBACKEND"] = "agg"
@@ -67,15 +66,18 @@ def _draw_training(axes: Axes, steps: list[Step]) -> None:
 
 def _draw_held_out(axes: Axes, steps: list[Step], summary: Summary) -> None:
     # The last point uses all held-out bytes, the others a sample.
-    last, averaged = summary.held_out_bits_per_byte, summary.held_out_bits_per_byte_ema
-    points = {step.number: step.held_out for step in steps if step.held_out}
-    _draw_points(axes, points | ({summary.steps: last} if last else {}), "held-out", _HELD_OUT)
-    points = {step.number: step.held_out_ema for step in steps if step.held_out_ema}
-    points |= {summary.steps: averaged} if averaged else {}
+    points = {step.number: step.held_out for step in steps}
+    points[summary.steps] = tuple(summary.held_out_bits_per_byte) or points.get(summary.steps)
+    _draw_points(axes, points, "held-out", _HELD_OUT)
+    points = {step.number: step.held_out_ema for step in steps}
+    points[summary.steps] = tuple(summary.held_out_bits_per_byte_ema) or points.get(summary.steps)
     _draw_points(axes, points, "held-out, averaged parameters", _EMA)
 
 
-def _draw_points(axes: Axes, points: Mapping[int, Sequence[float]], name: str, color: str) -> None:
+def _draw_points(
+    axes: Axes, taken: dict[int, tuple[float, ...] | None], name: str, color: str
+) -> None:
+    points = {number: bits for number, bits in taken.items() if bits}
     if not points:
         return
     finals = points[max(points)]
@@ -93,7 +95,7 @@ def _draw_points(axes: Axes, points: Mapping[int, Sequence[float]], name: str, c
         )
 
 
-def _points_label(name: str, finals: Sequence[float]) -> str:
+def _points_label(name: str, finals: tuple[float, ...]) -> str:
     if len(finals) == 1:
         return f"{name}: {finals[0]:.2f}"
     return f"{name}, {len(finals)} groups: {min(finals):.2f} to {max(finals):.2f}"

@@ -63,9 +63,9 @@ class Proof:
     def __init__(self, job: Job, drawn: Sequence[Batch]) -> None:
         self._job = job
         self._drawn = drawn
-        self._graph, first, self._frozen = nnx.split(job.first_model, job.options.trains, ...)
-        self._first = first
-        self._start = optax.tree.cast(first, job.options.master_dtype)
+        parts: Any = nnx.split(job.first_model, job.options.trains, ...)
+        self._graph, self._first, self._frozen = parts
+        self._start = optax.tree.cast(self._first, job.options.master_dtype)
         # SUM adds up the members' losses, each a mean over an equal part of the rows.
         self._factor = job.groups.size if job.options.reduction == "sum" else 1
         self._gradients = jax.jit(jax.value_and_grad(self._loss))
