@@ -52,8 +52,8 @@ def start_shards(asked: int | None, groups: Groups | None, model_shards: int = 1
     if shards > most:
         raise ArgumentError(
             f"{shards} shards{of_devices} need {shards * model_shards} devices, and there are "
-            f"{len(devices)} ({platform}). Use at most {len(devices)}, or set JAX_PLATFORMS=cpu "
-            f"for virtual ones."
+            f"{len(devices)} ({platform}). Use at most {len(devices)} devices, or set "
+            f"JAX_PLATFORMS=cpu for virtual ones."
         )
     return shards
 

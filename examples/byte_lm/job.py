@@ -95,7 +95,8 @@ class Job:
             wrt=options.trains if options.wrt else None,
             weight_update=options.weight_update,
             accumulate_steps=options.accumulate_steps,
-            metrics=options.metrics,
+            # The proof's own optimizer may not tell them.
+            metrics=options.metrics if inner is self.inner else (),
             reduce_dtype=options.reduce_dtype,
             loss_scale=options.loss_scale,
             master_dtype=options.master_dtype,

@@ -62,16 +62,15 @@ def train(job: Job, training: Training, held_out: HeldOut) -> Iterator[Step]:
         with np.errstate(invalid="ignore"):  # a shard may have nothing that counts
             losses = tuple((nats.sum(axis=1) / counted.sum(axis=1)).tolist())
         look = math.isfinite(loss) and number in looks
+        bits = lambda ema: tuple(held_out.bits_per_byte(training, sample=True, ema=ema))
         yield Step(
             number,
             loss,
             losses,
             seconds,
             {name: value for name, value in metrics.items() if name not in ("aux", "loss")},
-            tuple(held_out.bits_per_byte(training, sample=True)) if look else None,
-            tuple(held_out.bits_per_byte(training, sample=True, ema=True))
-            if look and job.options.ema
-            else None,
+            bits(ema=False) if look else None,
+            bits(ema=True) if look and job.options.ema else None,
         )
         if not math.isfinite(loss):
             return

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -128,24 +129,34 @@ def test_the_average_is_evaluated_and_the_norm_is_of_the_gradient(text):
         assert held_out.bits_per_byte(training, ema=ema) == pytest.approx([expected], rel=1e-5)
 
 
+def scheduled() -> optax.GradientTransformation:
+    """An optimizer that tells its learning rate."""
+    return optax.sgd(optax.linear_schedule(0.1, 0.0, 10))
+
+
 def test_all_flags_go_together_on_the_screen_and_in_the_record(text, tmp_path, capsys):
     out = tmp_path / "out"
-    words = ["--data", str(text), "--out", str(out), *SMALL, "--steps", "3", "--optimizer", "sgd"]
+    words = ["--data", str(text), "--out", str(out), *SMALL, "--steps", "3"]
+    words += ["--optimizer", f"{__name__}:scheduled", "--metrics", "grad_norm", "learning_rate"]
     words += ["--shards", "2", "--model-shards", "2", "--weight-update", "sharded", "--weight"]
     words += ["--batch", "9", "--accumulate-steps", "2", "--wrt", "*kernel", "--ema", "0.9"]
     words += ["--dtype", "float16", "--param-dtype", "bfloat16", "--master-dtype", "float32"]
-    words += ["--reduce-dtype", "bfloat16", "--loss-scale", "dynamic", "--metrics", "grad_norm"]
+    words += ["--reduce-dtype", "bfloat16", "--loss-scale", "dynamic"]
     assert main(words) == 0
     said = capsys.readouterr().out
-    line = r"step 3/3  loss .* grad_norm \S+  loss_scale \S+  skipped 0  weight \d+ .* averaged \d"
+    line = r"step 3/3  loss .* grad_norm \S+  learning_rate \S+  loss_scale \S+  skipped 0  weight \S+ "
     assert re.search(line, said), said
     assert re.search(r"held-out +\S+ bits per byte, \S+ bits per byte with averaged", said)
     assert re.search(r"sent +[\d,]+ bytes by each device in a step, 1\.\d+ of the least", said)
     metrics = read_metrics(out)
     assert all(0 < each["grad_norm"] < 10 for each in metrics if not each["skipped"])
+    rates = [each["learning_rate"] for each in metrics]
+    assert sorted(rates, reverse=True) == rates
+    assert rates[0] == pytest.approx(0.1)
+    assert 0.07 < rates[-1] < 0.1
     assert all(len(each["loss_per_shard"]) == 2 for each in metrics)
     assert metrics[-1]["held_out_bits_per_byte_ema"] != metrics[-1]["held_out_bits_per_byte"]
     summary = json.loads((out / "summary.json").read_text())
     assert len(summary["held_out_bits_per_byte_ema"]) == 1
-    assert json.loads((out / "options.json").read_text())["metrics"] == ["grad_norm"]
+    assert json.loads((out / "options.json").read_text())["ema"] == 0.9
     check_picture(out / "curves.png")
