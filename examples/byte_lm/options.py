@@ -47,7 +47,7 @@ class TrainOptions:
     """Groups that reduce on their own: 2x4 for two groups of four, or JSON as [[0,2],[1,3]]."""
 
     shards: int | None = None
-    """By default as many as the groups have, else 8 on a CPU, else all devices."""
+    """By default as many as the groups have, else those of 8 CPU devices, or of all others."""
 
     model_shards: int = 1
     """Devices of each shard, over which the matrices of the model are split."""

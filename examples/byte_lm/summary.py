@@ -68,6 +68,6 @@ class Summary:
 
 
 def tokens_per_second(job: Job, steps: list[Step]) -> float | None:
-    """Training tokens per second, without the first step, which compiles."""
+    """Training tokens per second, without the first step, which takes longer."""
     timed = [step.seconds for step in steps[1:]]
     return job.rows * job.options.context * len(timed) / sum(timed) if timed else None

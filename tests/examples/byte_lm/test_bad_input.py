@@ -35,7 +35,7 @@ def everything_in(folder: Path) -> list[Path]:
         ("--accumulate-steps 3 --batch 16", "16 rows .* 8 shards of 3 microbatches.*24"),
         ("--accumulate-steps 0", "--accumulate-steps .* 0"),
         ("--model-shards 3", "--model-shards must divide 32.* 3"),
-        ("--width 2048 --model-shards 256", "8 shards|256 devices|2048|1024"),
+        ("--shards 64 --model-shards 32", "64 shards of 32 devices .* 1024"),
         ("--weight --reduction sum", "weight.*SUM"),
         ("--wrt nowhere/*", "wrt chooses none"),
         ("--metrics grad_norm speed", "'speed'.*grad_norm"),
