@@ -60,7 +60,7 @@ class Job:
 
     @functools.cached_property
     def lowered(self) -> jax.stages.Lowered:
-        """The program of that step; the first call of the step compiles it."""
+        """The program of that step, which is compiled once for reports and for the run."""
         return self.step.lower(self.step.abstract_init(self._split_model), next(self.batches()))
 
     def new_training(self, inner: InnerOptimizer | None = None) -> Training:

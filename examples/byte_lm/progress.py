@@ -75,7 +75,7 @@ class Screen:
             self._say(f"{what} …")
 
     def _pace(self) -> tuple[str, str]:
-        """Tokens per second and the time left; empty after the first step, which compiles."""
+        """Tokens per second and the time left; empty after the first step."""
         task = self._bar.tasks[self._task]
         if task.speed is None:
             return "", ""
