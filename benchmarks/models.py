@@ -47,10 +47,7 @@ def transformer(shards: int, *, layers: int = 3, width: int = 160) -> Problem:
     model = nnx.jit(lambda: ByteTransformer(layers=layers, width=width, rngs=nnx.Rngs(0)))()
     rows = _divisible(_ROWS, shards)
     text = np.random.default_rng(0).integers(VOCABULARY, size=(rows, _CONTEXT + 1), dtype=np.uint8)
-
-    def loss_fn(model: ByteTransformer, batch: Any) -> jax.Array:
-        return loss(model, batch["read"], batch["wanted"])
-
+    loss_fn = lambda model, batch: loss(model, batch)[0]
     return _of_module(model, loss_fn, {"read": text[:, :-1], "wanted": text[:, 1:]})
 
 

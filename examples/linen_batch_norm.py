@@ -1,4 +1,4 @@
-"""Flax Linen with batch norm: `batch_stats` is the model state, averaged over the shards."""
+"""Flax Linen with batch norm, in float16: `batch_stats` is the model state, the loss is scaled."""
 
 import jax
 import numpy as np
@@ -17,8 +17,8 @@ class Network(nn.Module):
 
     @nn.compact
     def __call__(self, x, train):
-        x = nn.Dense(32, use_bias=False)(x)
-        x = nn.BatchNorm(use_running_average=not train, momentum=0.9, axis_name="shards")(x)
+        x = nn.Dense(32, use_bias=False, dtype="float16")(x)
+        x = nn.BatchNorm(not train, momentum=0.9, dtype="float16", axis_name="shards")(x)
         return nn.Dense(3)(nn.tanh(x))
 
 
@@ -44,12 +44,12 @@ def main(optimizer=OPTIMIZER, steps=60):
     batch = data()
     stats = network.init(jax.random.key(0), batch["x"], train=False)
     params = stats.pop("params")
-    step = crossshard.make_train_step(loss_fn, optimizer, model_state="mean")
+    step = crossshard.make_train_step(loss_fn, optimizer, model_state="mean", loss_scale="dynamic")
     state = step.init(params, model_state=stats)
     for number in range(steps):
         state, metrics = step(state, batch)
         if number % 20 == 0 or number == steps - 1:
-            print(f"step {number:2}   loss {metrics['loss']:.4f}")
+            print(f"step {number:2}   loss {metrics['loss']:.4f}   scale {metrics['loss_scale']:g}")
     params, stats = step.model(state)
     logits = network.apply({"params": params, **stats}, batch["x"], train=False)
     print(f"accuracy {(logits.argmax(axis=-1) == batch['label']).mean():.1%}")

@@ -14,26 +14,30 @@ CPU_SHARDS = 8
 _MOST_THREADS = 4 * MOST_SHARDS
 
 
-def start_shards(asked: int | None, groups: Groups | None) -> int:
+def start_shards(asked: int | None, groups: Groups | None, model_shards: int = 1) -> int:
     """Start JAX's devices and return the number of shards.
 
     Args:
       asked: how many the user wants; ``None`` for what the groups, or else the devices, suggest.
       groups: the groups to cover, if any.
+      model_shards: the devices of each shard.
 
     Raises:
       ArgumentError: more shards than possible.
     """
     if asked is None and groups is not None:
         asked = groups.shards
-    if asked is not None and asked > MOST_SHARDS:
+    on_cpu = asked or max(1, CPU_SHARDS // model_shards)
+    of_devices = f" of {model_shards} devices" * (model_shards > 1)
+    if on_cpu * model_shards > MOST_SHARDS:
         raise ArgumentError(
-            f"{asked} shards are more than one process can run; use at most {MOST_SHARDS}."
+            f"{on_cpu} shards{of_devices} are more than one process can run; use at most "
+            f"{MOST_SHARDS} devices."
         )
     _check_threads()
     # Whether there is an accelerator shows only once JAX runs, and then it is too late to make
     # CPU devices. Where there is one these stay idle.
-    cpu_devices(asked or CPU_SHARDS)
+    cpu_devices(on_cpu * model_shards)
     try:
         devices = jax.devices()
     except Exception as error:  # JAX lets through what its plugins raise
@@ -43,11 +47,13 @@ def start_shards(asked: int | None, groups: Groups | None) -> int:
             f"({type(error).__name__} {error}). Set JAX_PLATFORMS=cpu, or leave it out."
         ) from None
     platform = devices[0].platform
-    shards = asked or (CPU_SHARDS if platform == "cpu" else len(devices))
-    if shards > len(devices):
+    most = len(devices) // model_shards
+    shards = on_cpu if asked or platform == "cpu" else max(1, most)
+    if shards > most:
         raise ArgumentError(
-            f"{shards} shards need {shards} devices, and there are {len(devices)} ({platform}). "
-            f"Use at most {len(devices)}, or set JAX_PLATFORMS=cpu for virtual ones."
+            f"{shards} shards{of_devices} need {shards * model_shards} devices, and there are "
+            f"{len(devices)} ({platform}). Use at most {len(devices)} devices, or set "
+            f"JAX_PLATFORMS=cpu for virtual ones."
         )
     return shards
 

@@ -1,19 +1,25 @@
 """A checked and prepared training run, with nothing trained or written yet."""
 
 import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
+from jax.sharding import AxisType
 
-from crossshard import CrossShardOptimizer
+from crossshard import CrossShardOptimizer, TrainStep, make_train_step
 from examples.byte_lm.devices import start_shards
 from examples.byte_lm.folder import check_free
 from examples.byte_lm.groups import Groups
 from examples.byte_lm.held_out import HeldOut, gzip_bits_per_byte
-from examples.byte_lm.model import ByteTransformer
+from examples.byte_lm.model import MODEL_AXIS, ByteTransformer, loss, split_over
 from examples.byte_lm.optimizers import InnerOptimizer, check_fits, make_optimizer
 from examples.byte_lm.options import TrainOptions
-from examples.byte_lm.text import Text, read_text
+from examples.byte_lm.text import Text, batches, read_text
+from examples.byte_lm.training import Training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +34,7 @@ class Job:
       rows: the rows of the global batch.
       text: the training and held-out text.
       inner: the inner optimizer.
-      first_model: as it is before the first step; not to be trained itself, see ``new_model``.
+      first_model: as it is before the first step.
       gzip_bits_per_byte: what gzip needs for the held-out bytes.
     """
 
@@ -44,24 +50,74 @@ class Job:
 
     @property
     def parameters(self) -> int:
-        """The number of trainable parameters."""
+        """The number of parameters."""
         return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(self.first_model, nnx.Param)))
 
-    def new_model(self) -> ByteTransformer:
-        """A copy of the model before the first step."""
-        return nnx.clone(self.first_model)
+    @functools.cached_property
+    def step(self) -> TrainStep:
+        """The step of the run."""
+        return self._new_step(self.inner)
 
-    def new_optimizer(self, inner: InnerOptimizer) -> CrossShardOptimizer:
-        """An optimizer wrapped for these shards, with no state yet."""
-        return CrossShardOptimizer(
-            inner.transformation,
-            reduction=self.options.reduction,
-            group_assignment=self.groups.members if self.options.groups else None,
-        )
+    @functools.cached_property
+    def lowered(self) -> jax.stages.Lowered:
+        """The program of that step, which is compiled once for reports and for the run."""
+        return self.step.lower(self.step.abstract_init(self._split_model), next(self.batches()))
+
+    def new_training(self, inner: InnerOptimizer | None = None) -> Training:
+        """The run before its first step, or the same with another optimizer."""
+        step = self.step if inner is None else self._new_step(inner)
+        several = len(self.groups.members) > 1
+        of_groups = tuple(group[0] for group in self.groups.members) if several else (None,)
+        return Training(step, step.init(self._split_model), of_groups)
 
     def new_held_out(self) -> HeldOut:
-        """The held-out bytes, in rows for these shards."""
-        return HeldOut(self.text.held_out, self.options.context, self.groups)
+        """The held-out bytes, in rows."""
+        return HeldOut(self.text.held_out, self.options.context)
+
+    def batches(self) -> Iterator[dict[str, np.ndarray]]:
+        """The batches of the run, from the first."""
+        options = self.options
+        ends = self.text.ends if options.weight else None
+        return batches(self.text.training, self.rows, options.context, options.seed, ends)
+
+    def _new_step(self, inner: InnerOptimizer) -> TrainStep:
+        options = self.options
+        optimizer = CrossShardOptimizer(
+            inner.transformation,
+            reduction=options.reduction,
+            group_assignment=self.groups.members if options.groups else None,
+        )
+        return make_train_step(
+            loss,
+            optimizer,
+            has_aux=True,
+            weight="counts" if options.weight else None,
+            wrt=options.trains if options.wrt else None,
+            weight_update=options.weight_update,
+            accumulate_steps=options.accumulate_steps,
+            # The proof's own optimizer may not tell them.
+            metrics=options.metrics if inner is self.inner else (),
+            reduce_dtype=options.reduce_dtype,
+            loss_scale=options.loss_scale,
+            master_dtype=options.master_dtype,
+            ema=options.ema,
+            **self._where,
+        )
+
+    @functools.cached_property
+    def _where(self) -> dict[str, Any]:
+        if self.options.model_shards == 1:
+            return {"num_shards": self.shards}
+        sizes = self.shards, self.options.model_shards
+        devices = jax.devices()[: sizes[0] * sizes[1]]
+        types = (AxisType.Auto,) * 2
+        mesh = jax.make_mesh(sizes, ("data", MODEL_AXIS), axis_types=types, devices=devices)
+        return {"mesh": mesh, "axis_name": "data"}
+
+    @property
+    def _split_model(self) -> ByteTransformer:
+        mesh = self._where.get("mesh")
+        return self.first_model if mesh is None else split_over(mesh, self.first_model)
 
 
 def prepare(options: TrainOptions) -> Job:
@@ -74,17 +130,21 @@ def prepare(options: TrainOptions) -> Job:
     check_free(options.out)
     groups = options.parsed_groups()
     text = read_text(options.data, options.context + 1)
-    shards = start_shards(options.shards, groups)
+    shards = start_shards(options.shards, groups, options.model_shards)
     rows = options.rows(shards)
     inner = make_optimizer(options.optimizer, options.learning_rate)
-    # Last, since it takes longest. Compiled, since op by op it takes twice as long.
+    # Compiled, since op by op it takes twice as long.
     model = nnx.jit(
         lambda: ByteTransformer(
-            layers=options.layers, width=options.width, rngs=nnx.Rngs(options.seed)
+            layers=options.layers,
+            width=options.width,
+            rngs=nnx.Rngs(options.seed),
+            dtype=options.dtype,
+            param_dtype=options.param_dtype,
         )
     )()
     check_fits(inner, model)
-    return Job(
+    job = Job(
         options=options,
         shards=shards,
         platform=jax.devices()[0].platform,
@@ -95,3 +155,6 @@ def prepare(options: TrainOptions) -> Job:
         first_model=model,
         gzip_bits_per_byte=gzip_bits_per_byte(text.held_out),
     )
+    # Raises if the options do not go together.
+    _ = job.lowered
+    return job

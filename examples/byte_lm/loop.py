@@ -3,16 +3,13 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-import jax
 import numpy as np
 
-from crossshard import CrossShardOptimizer, shard
 from examples.byte_lm.held_out import HeldOut
 from examples.byte_lm.job import Job
-from examples.byte_lm.model import ByteTransformer, loss
-from examples.byte_lm.text import batches
+from examples.byte_lm.training import Training
 
 # Evaluations on held-out text per run, without those of the first steps.
 LOOKS = 10
@@ -24,64 +21,56 @@ class Step:
 
     Attributes:
       number: counted from 1.
-      losses: nats per byte, each shard's mean over its part of the batch.
-      seconds: the time from the batch to the loss; the first includes compilation.
+      loss: nats per byte, the mean over all bytes that count.
+      losses: each shard's mean over its part of the batch.
+      seconds: the time from the batch to the loss.
+      metrics: those of the stages by name, one number per group.
       held_out: bits per byte of a sample of held-out text after the step, one per group; ``None``
         after most steps.
+      held_out_ema: the same with the moving average of the parameters, if there is one.
     """
 
     number: int
+    loss: float
     losses: tuple[float, ...]
     seconds: float
+    metrics: dict[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
     held_out: tuple[float, ...] | None = None
-
-    @property
-    def loss(self) -> float:
-        """The mean over the shards, in nats per byte."""
-        return sum(self.losses) / len(self.losses)
+    held_out_ema: tuple[float, ...] | None = None
 
     @property
     def bits_per_byte(self) -> float:
-        """The same in bits."""
+        """The loss in bits."""
         return self.loss / math.log(2)
 
 
-def train(
-    job: Job, model: ByteTransformer, optimizer: CrossShardOptimizer, held_out: HeldOut
-) -> Iterator[Step]:
-    """Train the model in place, for as many steps as were asked for or as are drawn from this.
+def train(job: Job, training: Training, held_out: HeldOut) -> Iterator[Step]:
+    """Train, for as many steps as were asked for or as are drawn from this.
 
     It ends early after a loss that is not finite: nothing that follows could be.
     """
-    step = train_step(job.shards)
-    drawn = batches(job.text.training, job.rows, job.options.context, job.options.seed)
     every = math.ceil(job.options.steps / LOOKS)
     looks = {2**power for power in range(every.bit_length())}
     looks |= set(range(every, job.options.steps + 1, every))
-    for number in range(1, job.options.steps + 1):
-        read, wanted = next(drawn)
+    for number, batch in zip(range(1, job.options.steps + 1), job.batches(), strict=False):
         began = time.perf_counter()
-        # Reading the loss blocks on the step: queued steps can deadlock virtual CPU devices.
-        losses = np.asarray(step(model, optimizer, read, wanted), np.float64)
+        metrics = training(batch)
         seconds = time.perf_counter() - began
-        finite = bool(np.isfinite(losses).all())
-        look = finite and number in looks
-        bits = tuple(held_out.bits_per_byte(model, sample=True)) if look else None
-        yield Step(number, tuple(losses.tolist()), seconds, bits)
-        if not finite:
+        # [shards, microbatches]
+        nats, counted = (metrics["aux"][name].reshape(job.shards, -1) for name in ("nats", "bytes"))
+        loss = float(nats.sum() / counted.sum())
+        with np.errstate(invalid="ignore"):  # a shard may have nothing that counts
+            losses = tuple((nats.sum(axis=1) / counted.sum(axis=1)).tolist())
+        look = math.isfinite(loss) and number in looks
+        bits = lambda ema: tuple(held_out.bits_per_byte(training, sample=True, ema=ema))
+        yield Step(
+            number,
+            loss,
+            losses,
+            seconds,
+            {name: value for name, value in metrics.items() if name not in ("aux", "loss")},
+            bits(ema=False) if look else None,
+            bits(ema=True) if look and job.options.ema else None,
+        )
+        if not math.isfinite(loss):
             return
-
-
-def train_step(shards: int) -> Callable[..., jax.Array]:
-    """The step of one shard, compiled for all: float32[shards], each shard's own loss."""
-
-    @shard(num_shards=shards)
-    def step(
-        model: ByteTransformer,
-        optimizer: CrossShardOptimizer,
-        read: jax.Array,
-        wanted: jax.Array,
-    ) -> jax.Array:
-        return optimizer.minimize(lambda: loss(model, read, wanted), var_list=model)
-
-    return step

@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import mean
 
 from rich.console import Console
 from rich.text import Text
@@ -24,7 +25,7 @@ def print_job(console: Console, job: Job, folder: Path) -> None:
     _print_rows(
         console,
         [
-            ("shards", f"{_devices(job)}: {job.new_optimizer(job.inner).describe()}"),
+            *_step(job),
             (
                 "text",
                 f"{text.name}: {_plural(text.files, 'file')}, {len(text.training):,} bytes to "
@@ -57,21 +58,32 @@ def print_summary(
                 f"Try a smaller --learning-rate.",
             )
         )
-    rows += [*_held_out(summary), *_speed(summary), *_proof(job, summary)]
+    rows += [*_held_out(summary), *_speed(summary), *_sent(summary), *_proof(job, summary)]
     rows.append(("written", f"{', '.join(record.written)} in {printable(record.folder)}"))
     _print_rows(console, rows)
 
 
+def _step(job: Job) -> Iterable[Row]:
+    first, *more = job.step.describe().splitlines()
+    yield "shards", f"{_devices(job)}: {first}"
+    yield from (("", line) for line in more)
+
+
 def _held_out(summary: Summary) -> Iterable[Row]:
-    bits = summary.held_out_bits_per_byte
+    bits, averaged = summary.held_out_bits_per_byte, summary.held_out_bits_per_byte_ema
     if bits:
-        groups = ", ".join(f"{b:.3f}" for b in bits)
-        each = f" ({groups} in the groups)" if len(bits) > 1 else ""
+        also = f", {_bits(averaged)} with averaged parameters" if averaged else ""
         yield (
             "held-out",
-            f"{sum(bits) / len(bits):.3f} bits per byte{each}; gzip -9 needs "
-            f"{summary.gzip_bits_per_byte:.3f} for the same {summary.held_out_bytes:,} bytes",
+            f"{_bits(bits)}{also}; gzip -9 needs {summary.gzip_bits_per_byte:.3f} for the same "
+            f"{summary.held_out_bytes:,} bytes",
         )
+
+
+def _bits(of_groups: list[float]) -> str:
+    groups = ", ".join(f"{bits:.3f}" for bits in of_groups)
+    each = f" ({groups} in the groups)" if len(of_groups) > 1 else ""
+    return f"{mean(of_groups):.3f} bits per byte{each}"
 
 
 def _speed(summary: Summary) -> Iterable[Row]:
@@ -80,6 +92,14 @@ def _speed(summary: Summary) -> Iterable[Row]:
             "speed",
             f"{summary.tokens_per_second:,.0f} tokens/s; {summary.seconds:.0f} s in all",
         )
+
+
+def _sent(summary: Summary) -> Iterable[Row]:
+    sent = summary.sent
+    if sent is not None and sent.bytes_sent:
+        least = f", {sent.ratio:.3f} of the least" if sent.ratio is not None else ""
+        hidden = f"; {sent.hidden_share:.0%} behind matrix products" if sent.hidden_share else ""
+        yield "sent", f"{sent.bytes_sent:,.0f} bytes by each device in a step{least}{hidden}"
 
 
 def _proof(job: Job, summary: Summary) -> Iterable[Row]:
@@ -123,7 +143,7 @@ def verdict(job: Job, proof: list[Comparison]) -> str:
 
 def _devices(job: Job) -> str:
     kind = "virtual CPU device" if job.platform == "cpu" else f"{job.platform.upper()} device"
-    return _plural(job.shards, kind)
+    return _plural(job.shards * job.options.model_shards, kind)
 
 
 def _learning_rate(job: Job) -> str:

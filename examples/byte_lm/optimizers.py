@@ -14,7 +14,6 @@ import optax.contrib
 from flax import nnx
 
 from crossshard.errors import ArgumentError
-from examples.byte_lm.model import params_of
 
 # The names of the learning rate in factories.
 _LEARNING_RATES = ("learning_rate", "max_learning_rate", "lr", "step_size")
@@ -93,12 +92,12 @@ def check_fits(inner: InnerOptimizer, model: nnx.Module) -> None:
     """
     transformation = optax.with_extra_args_support(inner.transformation)
 
-    def step(params: dict[str, jax.Array]) -> Any:
+    def step(params: Any) -> Any:
         value = jnp.zeros(())
         return transformation.update(params, transformation.init(params), params, value=value)
 
     try:
-        jax.eval_shape(step, params_of(model))
+        jax.eval_shape(step, nnx.state(model, nnx.Param))
     except Exception as error:  # an optimizer of the user's may raise anything
         raise ArgumentError(
             f"{inner.name} failed in a trial step on this model: {_first_line(error)}."

@@ -1,12 +1,17 @@
 """The options of the training command."""
 
 import dataclasses
+import fnmatch
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from flax import nnx
 
 from crossshard.errors import ArgumentError, GroupAssignmentError
 from examples.byte_lm.groups import Groups, parse_groups
+from examples.byte_lm.model import VOCABULARY
 
 DEFAULT_BATCH = 16
 
@@ -42,7 +47,43 @@ class TrainOptions:
     """Groups that reduce on their own: 2x4 for two groups of four, or JSON as [[0,2],[1,3]]."""
 
     shards: int | None = None
-    """By default as many as the groups have, else 8 on a CPU, else all devices."""
+    """By default as many as the groups have, else those of 8 CPU devices, or of all others."""
+
+    model_shards: int = 1
+    """Devices of each shard, over which the matrices of the model are split."""
+
+    weight_update: Literal["auto", "replicated", "sharded"] = "auto"
+    """Whether each shard updates all parameters, or its slice of them."""
+
+    weight: bool = False
+    """Rows end where their file does, shards count by their bytes, and --batch is any number."""
+
+    accumulate_steps: int = 1
+    """Microbatches of each shard in a step."""
+
+    wrt: str | None = None
+    """Train only the parameters with such a name: 'blocks/*' for those of the blocks."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """The dtype of the computation."""
+
+    param_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """The dtype of the parameters."""
+
+    master_dtype: str | None = None
+    """float32 to keep parameters of 16 bits in 32 bits too."""
+
+    reduce_dtype: str | None = None
+    """bfloat16 to send gradients in 16 bits."""
+
+    loss_scale: str | None = None
+    """dynamic to scale the loss, as float16 needs it."""
+
+    ema: float | None = None
+    """Decay of a moving average of the parameters, such as 0.99; it is evaluated too."""
+
+    metrics: tuple[str, ...] = ()
+    """Further metrics, such as grad_norm update_norm noise_scale."""
 
     steps: int = 300
     """The number of optimizer steps."""
@@ -67,10 +108,17 @@ class TrainOptions:
 
     def check(self) -> None:
         """Raise an ``ArgumentError`` for an impossible number."""
-        for name in ("shards", "steps", "batch", "context"):
+        for name in ("shards", "model_shards", "accumulate_steps", "steps", "batch", "context"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ArgumentError(f"--{name} must be at least 1; got {value}.")
+                flag = name.replace("_", "-")
+                raise ArgumentError(f"--{flag} must be at least 1; got {value}.")
+        splits = math.gcd(VOCABULARY, self.width)
+        if splits % self.model_shards:
+            raise ArgumentError(
+                f"--model-shards must divide {splits}, which divides the width {self.width} and "
+                f"the {VOCABULARY} bytes; got {self.model_shards}."
+            )
         if not 0 <= self.seed < 2**32:
             raise ArgumentError(f"--seed must be from 0 to 2**32 - 1; got {self.seed}.")
         rate = self.learning_rate
@@ -96,15 +144,22 @@ class TrainOptions:
         """Rows of the global batch on this many shards.
 
         Raises:
-          ArgumentError: the batch does not divide by the number of shards.
+          ArgumentError: the batch does not divide by the shards and their microbatches.
         """
+        parts = shards * self.accumulate_steps
         if self.batch is None:
-            return math.ceil(DEFAULT_BATCH / shards) * shards
-        if self.batch % shards:
-            below = self.batch // shards * shards
-            near = f"{below} or {below + shards}" if below else f"{shards}"
+            return math.ceil(DEFAULT_BATCH / parts) * parts
+        if self.batch % parts and not self.weight:
+            below = self.batch // parts * parts
+            near = f"{below} or {below + parts}" if below else f"{parts}"
+            number = self.accumulate_steps
             raise ArgumentError(
-                f"A batch of {self.batch} rows does not divide evenly by {shards} shards. "
-                f"Pass --batch {near}."
+                f"A batch of {self.batch} rows does not divide evenly by {shards} shards"
+                f"{f' of {number} microbatches' * (number > 1)}. Pass --batch {near}, or --weight."
             )
         return self.batch
+
+    def trains(self, path: Sequence[Any], variable: Any) -> bool:
+        """Whether ``wrt`` chooses a variable of the model, as an NNX filter."""
+        name = "/".join(map(str, path))
+        return isinstance(variable, nnx.Param) and fnmatch.fnmatchcase(name, self.wrt or "*")

@@ -16,7 +16,8 @@ from examples.byte_lm.job import Job
 from examples.byte_lm.loop import Step
 from examples.byte_lm.summary import Summary
 
-_TRAIN, _HELD_OUT, _GZIP, _INK, _GRID = "#4477aa", "#cc3311", "#666666", "#222222", "#e4e4e4"
+_TRAIN, _HELD_OUT, _EMA, _GZIP = "#4477aa", "#cc3311", "#228833", "#666666"
+_INK, _GRID = "#222222", "#e4e4e4"
 
 # Evenly likely bytes need eight bits. Clip the curves of diverged runs.
 _TOP = 10
@@ -64,10 +65,19 @@ def _draw_training(axes: Axes, steps: list[Step]) -> None:
 
 
 def _draw_held_out(axes: Axes, steps: list[Step], summary: Summary) -> None:
-    points = {step.number: step.held_out for step in steps if step.held_out}
-    if summary.held_out_bits_per_byte:
-        # The last point uses all held-out bytes, the others a sample.
-        points[summary.steps] = tuple(summary.held_out_bits_per_byte)
+    # The last point uses all held-out bytes, the others a sample.
+    points = {step.number: step.held_out for step in steps}
+    points[summary.steps] = tuple(summary.held_out_bits_per_byte) or points.get(summary.steps)
+    _draw_points(axes, points, "held-out", _HELD_OUT)
+    points = {step.number: step.held_out_ema for step in steps}
+    points[summary.steps] = tuple(summary.held_out_bits_per_byte_ema) or points.get(summary.steps)
+    _draw_points(axes, points, "held-out, averaged parameters", _EMA)
+
+
+def _draw_points(
+    axes: Axes, taken: dict[int, tuple[float, ...] | None], name: str, color: str
+) -> None:
+    points = {number: bits for number, bits in taken.items() if bits}
     if not points:
         return
     finals = points[max(points)]
@@ -75,20 +85,20 @@ def _draw_held_out(axes: Axes, steps: list[Step], summary: Summary) -> None:
         axes.plot(
             list(points),
             [bits[group] for bits in points.values()],
-            color=_HELD_OUT,
+            color=color,
             linewidth=1.6,
             alpha=1 - 0.7 * group / len(finals),
             marker="o",
             markersize=4.5,
             markeredgecolor="white",
-            label=_held_out_label(finals) if group == 0 else None,
+            label=_points_label(name, finals) if group == 0 else None,
         )
 
 
-def _held_out_label(finals: tuple[float, ...]) -> str:
+def _points_label(name: str, finals: tuple[float, ...]) -> str:
     if len(finals) == 1:
-        return f"held-out: {finals[0]:.2f}"
-    return f"held-out, {len(finals)} groups: {min(finals):.2f} to {max(finals):.2f}"
+        return f"{name}: {finals[0]:.2f}"
+    return f"{name}, {len(finals)} groups: {min(finals):.2f} to {max(finals):.2f}"
 
 
 def _short(name: str) -> str:

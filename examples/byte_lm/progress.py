@@ -1,6 +1,7 @@
 """Progress on the screen: a live bar in a terminal, plain lines anywhere else."""
 
 import math
+from statistics import mean
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -74,7 +75,7 @@ class Screen:
             self._say(f"{what} …")
 
     def _pace(self) -> tuple[str, str]:
-        """Tokens per second and the time left; empty after the first step, which compiles."""
+        """Tokens per second and the time left; empty after the first step."""
         task = self._bar.tasks[self._task]
         if task.speed is None:
             return "", ""
@@ -88,7 +89,9 @@ class Screen:
         width = len(str(self._steps))
         parts = [f"step {step.number:{width}}/{self._steps}", _loss(step), speed, left]
         if step.held_out is not None:
-            parts.append(f"held-out {sum(step.held_out) / len(step.held_out):.3f}")
+            parts.append(f"held-out {mean(step.held_out):.3f}")
+        if step.held_out_ema is not None:
+            parts.append(f"averaged {mean(step.held_out_ema):.3f}")
         self._say("  ".join(part for part in parts if part))
 
     def _say(self, line: str) -> None:
@@ -103,4 +106,5 @@ class Screen:
 
 
 def _loss(step: Step) -> str:
-    return f"loss {step.loss:.3f}  {step.bits_per_byte:.3f} bits/byte"
+    metrics = [f"{name} {mean(each):.4g}" for name, each in step.metrics.items()]
+    return "  ".join([f"loss {step.loss:.3f}", f"{step.bits_per_byte:.3f} bits/byte", *metrics])

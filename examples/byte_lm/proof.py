@@ -1,6 +1,7 @@
 """The proof: compares a run with the same steps on one shard, by JAX and Optax alone."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +12,9 @@ import optax
 from flax import nnx
 
 from examples.byte_lm.job import Job
-from examples.byte_lm.loop import train_step
-from examples.byte_lm.model import ByteTransformer, loss, params_of
+from examples.byte_lm.model import loss, params_by_name
 from examples.byte_lm.optimizers import InnerOptimizer
+from examples.byte_lm.training import Values
 
 STEPS = 5
 
@@ -23,8 +24,9 @@ STEPS = 5
 _ROUNDING = 0.1
 _ROUNDING_OF_SGD = 0.02
 
-Batch = tuple[np.ndarray, np.ndarray]
-Values = dict[str, np.ndarray]
+Batch = dict[str, np.ndarray]
+# For each step whether each group skipped it; ``None`` where no step can be skipped.
+Skipped = Sequence[tuple[float, ...] | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,33 +63,33 @@ class Proof:
     def __init__(self, job: Job, drawn: Sequence[Batch]) -> None:
         self._job = job
         self._drawn = drawn
-        model = job.new_model()
-        self._first = params_of(model)
-        self._definition, state = nnx.split(model, nnx.Param)
-        self._variables = nnx.to_flat_state(state)
+        parts: Any = nnx.split(job.first_model, job.options.trains, ...)
+        self._graph, self._first, self._frozen = parts
+        self._start = optax.tree.cast(self._first, job.options.master_dtype)
         # SUM adds up the members' losses, each a mean over an equal part of the rows.
         self._factor = job.groups.size if job.options.reduction == "sum" else 1
         self._gradients = jax.jit(jax.value_and_grad(self._loss))
 
-    def of_run(self, after: Values) -> Comparison:
-        """Compare with the run's parameters after its first steps, see ``values_of``."""
-        return self._compare(self._job.inner, after, _ROUNDING)
+    def of_run(self, after: Values, skipped: Skipped) -> Comparison:
+        """Compare with the run's parameters after its first steps, of which it skipped some."""
+        return self._compare(self._job.inner, after, skipped, _ROUNDING)
 
     def of_sgd(self) -> Comparison:
         """Compare with plain SGD both ways, since it does not hide a factor."""
         inner = InnerOptimizer("sgd", optax.sgd(0.1), 0.1)
-        model, optimizer = self._job.new_model(), self._job.new_optimizer(inner)
-        step = train_step(self._job.shards)
-        for read, wanted in self._drawn:
-            jax.block_until_ready(step(model, optimizer, read, wanted))
-        return self._compare(inner, values_of(model), _ROUNDING_OF_SGD)
+        training = self._job.new_training(inner)
+        skipped = [training(batch).get("skipped") for batch in self._drawn]
+        return self._compare(inner, training.values(), skipped, _ROUNDING_OF_SGD)
 
-    def _compare(self, inner: InnerOptimizer, after: Values, rounding: float) -> Comparison:
-        before = _copies(self._first)
+    def _compare(
+        self, inner: InnerOptimizer, after: Values, skipped: Skipped, rounding: float
+    ) -> Comparison:
+        before = _by_name(self._start)
         largest, where, change = -1.0, "", 0.0
         differences = changes = 0.0
-        for members in self._job.groups.members:
-            alone = self._alone(inner, np.array(members))
+        for group, members in enumerate(self._job.groups.members):
+            taken = [each is None or not each[group] for each in skipped]
+            alone = self._alone(inner, np.array(members), taken)
             for path, start in before.items():
                 many = after[path]
                 # [shards, …] with groups: check all members, since they must agree.
@@ -110,8 +112,8 @@ class Proof:
             same=relative < rounding,
         )
 
-    def _alone(self, inner: InnerOptimizer, members: np.ndarray) -> Values:
-        """The parameters after training on one shard with the rows of these shards."""
+    def _alone(self, inner: InnerOptimizer, members: np.ndarray, taken: list[bool]) -> Values:
+        """The parameters after the steps taken, on one shard with the rows of these shards."""
         transformation = optax.with_extra_args_support(inner.transformation)
 
         @jax.jit
@@ -119,29 +121,24 @@ class Proof:
             updates, state = transformation.update(gradients, state, params, value=value)
             return optax.apply_updates(params, updates), state
 
-        params, state = self._first, transformation.init(self._first)
-        for read, wanted in self._drawn:
-            value, gradients = self._gradients(
-                params, self._rows_of(members, read), self._rows_of(members, wanted)
-            )
+        params, state = self._start, transformation.init(self._start)
+        for batch in itertools.compress(self._drawn, taken):
+            rows = {name: self._rows_of(members, whole) for name, whole in batch.items()}
+            value, gradients = self._gradients(params, rows)
             params, state = update(gradients, state, params, value)
-        return _copies(params)
+        return _by_name(params)
 
     def _rows_of(self, members: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """These shards' rows of a global batch."""
-        per_shard = rows.reshape(self._job.shards, -1, rows.shape[-1])
+        """These shards' rows of a global batch, filled up with rows that do not count."""
+        parts = self._job.shards * self._job.options.accumulate_steps
+        filled = np.pad(rows, ((0, -len(rows) % parts), (0, 0)))
+        per_shard = filled.reshape(self._job.shards, -1, rows.shape[-1])
         return per_shard[members].reshape(-1, rows.shape[-1])
 
-    def _loss(self, params: dict[str, jax.Array], read: Any, wanted: Any) -> jax.Array:
-        values = zip(self._variables, params.values(), strict=True)
-        state = nnx.from_flat_state([(path, old.replace(new)) for (path, old), new in values])
-        return self._factor * loss(nnx.merge(self._definition, state), read, wanted)
+    def _loss(self, params: Any, batch: Any) -> jax.Array:
+        params = jax.tree.map(lambda x, of: x.astype(of.dtype), params, self._first)
+        return self._factor * loss(nnx.merge(self._graph, params, self._frozen), batch)[0]
 
 
-def values_of(model: ByteTransformer) -> Values:
-    """Copies of the parameters that ``params_of`` returns."""
-    return _copies(params_of(model))
-
-
-def _copies(params: dict[str, jax.Array]) -> Values:
-    return {name: np.array(value) for name, value in params.items()}
+def _by_name(params: Any) -> Values:
+    return {name: np.array(value) for name, value in params_by_name(params).items()}

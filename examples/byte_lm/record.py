@@ -63,9 +63,12 @@ class Record:
             "loss_per_shard": step.losses,
             "seconds": round(step.seconds, 6),
             "tokens_per_second": round(tokens / step.seconds, 1),
+            **{name: each if each[1:] else each[0] for name, each in step.metrics.items()},
         }
         if step.held_out is not None:
             values["held_out_bits_per_byte"] = step.held_out
+        if step.held_out_ema is not None:
+            values["held_out_bits_per_byte_ema"] = step.held_out_ema
         line = f"{_json(values)}\n".encode()
         try:
             if self._metrics.write(line) < len(line):

@@ -5,17 +5,17 @@ import itertools
 import math
 import time
 
+import crossshard
 from examples.byte_lm.held_out import HeldOut
 from examples.byte_lm.job import Job
 from examples.byte_lm.loop import train
-from examples.byte_lm.model import ByteTransformer
 from examples.byte_lm.plots import draw_curves
 from examples.byte_lm.progress import Screen
-from examples.byte_lm.proof import STEPS, Comparison, Proof, Values, values_of
+from examples.byte_lm.proof import STEPS, Comparison, Proof
 from examples.byte_lm.record import Record
 from examples.byte_lm.stopping import Stopping
-from examples.byte_lm.summary import Summary, tokens_per_second
-from examples.byte_lm.text import batches
+from examples.byte_lm.summary import Sent, Summary, tokens_per_second
+from examples.byte_lm.training import Training, Values
 
 
 def run(job: Job, record: Record, screen: Screen, stopping: Stopping) -> Summary:
@@ -29,18 +29,22 @@ def run(job: Job, record: Record, screen: Screen, stopping: Stopping) -> Summary
     """
     began = time.perf_counter()
     record.write_json("options.json", job.options)
-    model, held_out = job.new_model(), job.new_held_out()
+    training, held_out = job.new_training(), job.new_held_out()
+    sent: Sent | None = None
     early: Values = {}
     bits: list[float] = []
+    bits_ema: list[float] = []
     with stopping.skippable():
         if not stopping.asked:
             screen.tell("compiling the step")
-            early = _train(job, model, held_out, record, screen, stopping)
+            sent = Sent.of(crossshard.inspect(job.lowered))
+            early = _train(job, training, held_out, record, screen, stopping)
     finite = all(math.isfinite(step.loss) for step in record.steps)
     with stopping.skippable():
         if record.steps and finite and not stopping.skipped:
             screen.tell("evaluating on held-out text")
-            bits = held_out.bits_per_byte(model)
+            bits = held_out.bits_per_byte(training)
+            bits_ema = held_out.bits_per_byte(training, ema=True) if job.options.ema else []
     summary = Summary(
         steps=len(record.steps),
         ended="stopped" if stopping.asked else "finished" if finite else "not finite",
@@ -49,10 +53,12 @@ def run(job: Job, record: Record, screen: Screen, stopping: Stopping) -> Summary
         parameters=job.parameters,
         bits_per_byte=record.steps[-1].bits_per_byte if record.steps else None,
         held_out_bits_per_byte=bits,
+        held_out_bits_per_byte_ema=bits_ema,
         gzip_bits_per_byte=job.gzip_bits_per_byte,
         held_out_bytes=len(job.text.held_out),
         tokens_per_second=tokens_per_second(job, record.steps),
         seconds=time.perf_counter() - began,
+        sent=sent,
         proof=[],
     )
     record.write_json("summary.json", summary)
@@ -62,7 +68,7 @@ def run(job: Job, record: Record, screen: Screen, stopping: Stopping) -> Summary
         proof: list[Comparison] = []
         with stopping.skippable():
             screen.tell("repeating the first steps on one shard")
-            proof = _prove(job, early, stopping)
+            proof = _prove(job, record, early, stopping)
         summary = dataclasses.replace(
             summary,
             proof=proof,
@@ -75,27 +81,27 @@ def run(job: Job, record: Record, screen: Screen, stopping: Stopping) -> Summary
 
 def _train(
     job: Job,
-    model: ByteTransformer,
+    training: Training,
     held_out: HeldOut,
     record: Record,
     screen: Screen,
     stopping: Stopping,
 ) -> Values:
-    """Train the model in place; return its parameters after the steps that the proof repeats."""
+    """Train; return the parameters after the steps that the proof repeats."""
     early: Values = {}
-    for step in train(job, model, job.new_optimizer(job.inner), held_out):
+    for step in train(job, training, held_out):
         record.add(step, job.rows * job.options.context)
         screen.show(step)
         if step.number == min(STEPS, job.options.steps):
-            early = values_of(model)
+            early = training.values()
         if stopping.asked:
             break
     return early
 
 
-def _prove(job: Job, early: Values, stopping: Stopping) -> list[Comparison]:
+def _prove(job: Job, record: Record, early: Values, stopping: Stopping) -> list[Comparison]:
     """Both comparisons, or only the first if the run is stopped."""
-    drawn = batches(job.text.training, job.rows, job.options.context, job.options.seed)
-    proof = Proof(job, list(itertools.islice(drawn, min(STEPS, job.options.steps))))
-    of_run = proof.of_run(early)
+    first = record.steps[:STEPS]
+    proof = Proof(job, list(itertools.islice(job.batches(), len(first))))
+    of_run = proof.of_run(early, [step.metrics.get("skipped") for step in first])
     return [of_run] if stopping.asked else [of_run, proof.of_sgd()]

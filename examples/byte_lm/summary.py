@@ -1,10 +1,32 @@
 """The results of a run, written to summary.json and printed at the end."""
 
 import dataclasses
+from typing import Self
 
+from crossshard import Communication
 from examples.byte_lm.job import Job
 from examples.byte_lm.loop import Step
 from examples.byte_lm.proof import Comparison
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """What the compiled step sends.
+
+    Attributes:
+      bytes_sent: by each device, between the shards.
+      ratio: to the least that these shards must send; ``None`` if that is not known.
+      hidden_share: of the bytes, behind matrix products; ``None`` if nothing is sent.
+    """
+
+    bytes_sent: float
+    ratio: float | None
+    hidden_share: float | None
+
+    @classmethod
+    def of(cls, report: Communication) -> Self:
+        """What a report says."""
+        return cls(report.bytes_between_shards, report.ratio, report.hidden_share)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,10 +41,13 @@ class Summary:
       parameters: the number of parameters of the model.
       bits_per_byte: of the last training batch; ``None`` if there was no step.
       held_out_bits_per_byte: of all held-out bytes, one number per group; empty if not taken.
+      held_out_bits_per_byte_ema: the same with the moving average of the parameters; empty
+        without one.
       gzip_bits_per_byte: what gzip needs for the same bytes.
       held_out_bytes: how many these are.
       tokens_per_second: in training, the first step and looks at held-out text left out.
       seconds: the time from the first step to the summary.
+      sent: what a step sends; ``None`` if it was not compiled.
       proof: for the optimizer itself, and for SGD; empty if it was not run.
     """
 
@@ -33,14 +58,16 @@ class Summary:
     parameters: int
     bits_per_byte: float | None
     held_out_bits_per_byte: list[float]
+    held_out_bits_per_byte_ema: list[float]
     gzip_bits_per_byte: float
     held_out_bytes: int
     tokens_per_second: float | None
     seconds: float
+    sent: Sent | None
     proof: list[Comparison]
 
 
 def tokens_per_second(job: Job, steps: list[Step]) -> float | None:
-    """Training tokens per second, without the first step, which compiles."""
+    """Training tokens per second, without the first step, which takes longer."""
     timed = [step.seconds for step in steps[1:]]
     return job.rows * job.options.context * len(timed) / sum(timed) if timed else None

@@ -30,12 +30,14 @@ class Text:
       name: a description.
       files: the number of files.
       training: uint8[bytes].
+      ends: int[files], where each file ends, in bytes from the beginning of the first.
       held_out: uint8[bytes], at most ``HELD_OUT_BYTES``, never seen in training.
     """
 
     name: str
     files: int
     training: np.ndarray
+    ends: np.ndarray
     held_out: np.ndarray
 
 
@@ -63,7 +65,8 @@ def read_text(path: Path | None, least: int) -> Text:
         raise ArgumentError(f"There is no text file in {root}. Name another with --data.")
     _check_size(files, root)
     files.sort(key=lambda p: hashlib.sha256(p.relative_to(root).as_posix().encode()).digest())
-    everything = np.frombuffer(b"".join(map(_read, files)), np.uint8)
+    contents = [_read(file) for file in files]
+    everything = np.frombuffer(b"".join(contents), np.uint8)
     cut = len(everything) - len(everything) // HELD_OUT_FRACTION
     if cut < least or cut == len(everything):
         raise ArgumentError(
@@ -71,7 +74,8 @@ def read_text(path: Path | None, least: int) -> Text:
             f"{-(-least * HELD_OUT_FRACTION // (HELD_OUT_FRACTION - 1))} are needed to train with "
             f"this context and hold a tenth out. Use more text or a shorter --context."
         )
-    return Text(name, len(files), everything[:cut], everything[cut : cut + HELD_OUT_BYTES])
+    ends = np.cumsum([len(content) for content in contents])
+    return Text(name, len(files), everything[:cut], ends, everything[cut : cut + HELD_OUT_BYTES])
 
 
 def printable(path: Path) -> str:
@@ -81,8 +85,8 @@ def printable(path: Path) -> str:
 
 
 def batches(
-    text: np.ndarray, batch: int, context: int, seed: int
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    text: np.ndarray, batch: int, context: int, seed: int, ends: np.ndarray | None = None
+) -> Iterator[dict[str, np.ndarray]]:
     """Endless global batches, the same for every number of shards.
 
     Args:
@@ -90,16 +94,22 @@ def batches(
       batch: the rows of a batch.
       context: the bytes of a row.
       seed: the seed of the row positions.
+      ends: where the files in it end, if only the bytes up to the end of a row's file count.
 
     Yields:
-      What is read and what is to be predicted: two uint8[batch, context], one byte apart.
+      What is ``"read"`` and ``"wanted"``: two uint8[batch, context], one byte apart; with ``ends``,
+      ``"counts"`` too, float32[batch, context], 1 for bytes that count.
     """
     generator = np.random.default_rng(seed)
     along = np.arange(context + 1)
     while True:
         starts = generator.integers(0, len(text) - context, size=(batch, 1))
         rows = text[starts + along]
-        yield rows[:, :-1], rows[:, 1:]
+        drawn = {"read": rows[:, :-1], "wanted": rows[:, 1:]}
+        if ends is not None:
+            end = ends[np.searchsorted(ends, starts, side="right")]
+            drawn["counts"] = (starts + along[1:] < end).astype(np.float32)
+        yield drawn
 
 
 def _walk(root: Path) -> list[Path]:

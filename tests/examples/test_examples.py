@@ -165,13 +165,14 @@ def train_with_state(
 
 def linen_batch_norm(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
     batch = module.data()
+    half = lambda x: jnp.asarray(x, jnp.float16)
 
     def loss(p: Any, stats: Any) -> Any:
-        x = batch["x"] @ p["Dense_0"]["kernel"]
+        x = jnp.float32(half(batch["x"]) @ half(p["Dense_0"]["kernel"]))
         mean, var = x.mean(0), (x**2).mean(0) - x.mean(0) ** 2
         x = (x - mean) * jax.lax.rsqrt(var + 1e-5)
-        x = x * p["BatchNorm_0"]["scale"] + p["BatchNorm_0"]["bias"]
-        scores = jax.nn.log_softmax(dense(p["Dense_1"], jnp.tanh(x)))
+        x = half(x * p["BatchNorm_0"]["scale"] + p["BatchNorm_0"]["bias"])
+        scores = jax.nn.log_softmax(dense(p["Dense_1"], jnp.float32(jnp.tanh(x))))
         after = {"mean": 0.9 * stats["mean"] + 0.1 * mean, "var": 0.9 * stats["var"] + 0.1 * var}
         return -jnp.take_along_axis(scores, batch["label"][:, None], 1).mean(), after
 
@@ -289,6 +290,10 @@ LAST_LINES = {
 }
 
 
+# Of the largest parameter: 17 times what float32 rounds, and once what float16 does.
+TOLERANCES = {"linen_batch_norm": 1e-3}
+TOLERANCE = 2e-6
+
 # Stages of one's own, which tests/pipeline/test_own_stage.py trains with.
 STAGES = {"gradient_noise"}
 
@@ -362,9 +367,10 @@ def test_an_example_trains_as_one_device_does(name: str, own: bool):
     optimizer = getattr(module, "OPTIMIZER", ADAM) if own else SGD
     got, expected = REFERENCES[name](module, optimizer)
     assert jax.tree.structure(got) == jax.tree.structure(expected)
+    tolerance = TOLERANCES.get(name, TOLERANCE)
     scale = max(abs(np.asarray(leaf)).max() for leaf in jax.tree.leaves(expected))
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=2e-6 * scale)
+        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * scale)
 
 
 @pytest.mark.parametrize("name", REFERENCES)

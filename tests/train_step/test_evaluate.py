@@ -161,6 +161,15 @@ def test_a_group_is_chosen():
         )
 
 
+@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
+def test_the_moving_average_is_evaluated(weight_update: str):
+    step = step_of(shards=2, weight_update=weight_update, ema=0.25)
+    state, _ = step(step.init(W), {"x": X[:8], "mask": np.ones(8)})
+    average = 0.25 * W + 0.75 * np.asarray(state.params)
+    found = step.evaluate(state, cut(DATA, 40, 5), metrics_of, ema=True)
+    np.testing.assert_allclose(found["square"], ((X @ average) ** 2).mean(), rtol=1e-5)
+
+
 # What is refused.
 
 

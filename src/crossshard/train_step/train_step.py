@@ -309,16 +309,15 @@ class TrainStep:
             moving average.
         """
         # Copied, since the next step donates the state.
-        if ema:
-            state = dataclasses.replace(state, params=self._average(state))
-        arrays = jax.tree.map(jnp.copy, self._of_shard(state, shard))
+        arrays = jax.tree.map(jnp.copy, self._of_shard(state, shard, ema))
         model = combine(state.skeleton, *arrays)
         return model if self._function.loss.model_state is None else (model, arrays[2])
 
-    def _of_shard(self, state: TrainState, shard: int | None) -> tuple[Any, Any, Any]:
+    def _of_shard(self, state: TrainState, shard: int | None, ema: bool) -> tuple[Any, Any, Any]:
         """The parameters, the frozen arrays and the model state of a shard, or of all."""
         _check_state(state)
-        params, model_state = state.params, state.model_state
+        params = self._average(state) if ema else state.params
+        model_state = state.model_state
         if self._grouped and shard is None:
             raise ArgumentError(
                 f"With group_assignment {self._function.pipeline.groups} the parameters differ "
@@ -337,6 +336,8 @@ class TrainStep:
         batches: Iterable[Any],
         metric_fn: Callable[..., Any],
         shard: int | None = None,
+        *,
+        ema: bool = False,
     ) -> Any:
         """The mean of a metric over all examples of a data set, as on one device.
 
@@ -349,14 +350,16 @@ class TrainStep:
             which depend on no other example. Pass the same function each time: it is compiled
             once for each shape of a batch.
           shard: the shard whose model to evaluate; see ``model``.
+          ema: whether to evaluate the moving average of the parameters.
 
         Returns:
           The mean of each value over all examples, float64[…]; with ``weight``, weighted by each
           example's own weight, or by that of its parts if the entry has their shape.
 
         Raises:
-          ArgumentError: there is no batch, no example counts, a value is not per example, or
-            parameters differ between groups and ``shard`` is ``None``.
+          ArgumentError: there is no batch, no example counts, a value is not per example,
+            parameters differ between groups and ``shard`` is ``None``, or there is no moving
+            average.
           ArgumentTypeError: ``batches`` is a single batch, or a value is not a real array.
 
         >>> import jax.numpy as jnp, optax
@@ -368,7 +371,7 @@ class TrainStep:
         """
         if not callable(metric_fn):
             raise ArgumentTypeError(f"metric_fn must be a function; got {metric_fn!r:.60}.")
-        arrays = self._of_shard(state, shard)
+        arrays = self._of_shard(state, shard, ema)
         return self._evaluate(metric_fn, state.skeleton, arrays, batches)
 
     def _average(self, state: TrainState) -> Any:

@@ -296,9 +296,9 @@ def test_an_optimizer_that_fails_on_this_model_alone_is_refused_before_training(
 def test_a_run_stopped_within_its_proof_does_not_claim_one(tmp_path, monkeypatch, capsys):
     prove = running.Proof.of_run
 
-    def stopped_meanwhile(self: Any, early: Any) -> Any:
+    def stopped_meanwhile(self: Any, *given: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
-        return prove(self, early)
+        return prove(self, *given)
 
     monkeypatch.setattr(running.Proof, "of_run", stopped_meanwhile)
     words = ["--data", str(small_text(tmp_path)), "--out", str(tmp_path / "out"), *SMALL]

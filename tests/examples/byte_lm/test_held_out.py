@@ -2,14 +2,18 @@
 
 import gzip
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
-from examples.byte_lm.groups import Groups
+from crossshard import CrossShardOptimizer, make_train_step
 from examples.byte_lm.held_out import HeldOut, gzip_bits_per_byte
-from examples.byte_lm.model import ByteTransformer, nats
+from examples.byte_lm.model import ByteTransformer, loss, nats
+from examples.byte_lm.training import Training
 
 TEXT = np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 40, np.uint8)
 GROUPS = {
@@ -18,6 +22,8 @@ GROUPS = {
     "three alone": ((0,), (1,), (2,)),
 }
 
+nats_of = nnx.jit(nats)
+
 
 def by_hand(model: ByteTransformer, text: np.ndarray, context: int) -> float:
     """Row by row, without padding or shards."""
@@ -25,24 +31,33 @@ def by_hand(model: ByteTransformer, text: np.ndarray, context: int) -> float:
     cost = 0.0
     for first in range(0, len(text), context):
         row = slice(first, first + context)
-        cost += float(np.asarray(nats(model, before[None, row], text[None, row])).sum())
+        cost += float(np.asarray(nats_of(model, before[None, row], text[None, row])).sum())
     return cost / len(text) / math.log(2)
 
 
+def training(model: ByteTransformer, groups: Sequence[Sequence[int]], **options: Any) -> Training:
+    opt = CrossShardOptimizer(optax.sgd(0.1), group_assignment=groups)
+    number = sum(map(len, groups))
+    step = make_train_step(loss, opt, num_shards=number, has_aux=True, **options)
+    of_groups = tuple(group[0] for group in groups) if len(groups) > 1 else (None,)
+    return Training(step, step.init(model), of_groups)
+
+
+@pytest.mark.parametrize("weight", [None, "counts"])
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS.keys())
-def test_every_group_predicts_every_byte_once(groups):
+def test_every_group_predicts_every_byte_once(groups, weight):
     model = ByteTransformer(layers=1, width=32, rngs=nnx.Rngs(0))
     # Sharper than at the start, so that a byte left out would show.
     model.head.kernel.set_value(model.head.kernel.get_value() * 50)
     text = TEXT[:997]
-    found = HeldOut(text, 10, Groups(groups)).bits_per_byte(model)
+    found = HeldOut(text, 10).bits_per_byte(training(model, groups, weight=weight))
     assert found == pytest.approx([by_hand(model, text, 10)] * len(groups), rel=1e-5)
 
 
 def test_the_sample_is_spread_over_the_text():
     model = ByteTransformer(layers=1, width=32, rngs=nnx.Rngs(0))
-    held_out = HeldOut(TEXT, 4, Groups(((0, 1),)))
-    (whole,), (sample,) = held_out.bits_per_byte(model), held_out.bits_per_byte(model, sample=True)
+    held_out, on_two = HeldOut(TEXT, 4), training(model, [[0, 1]])
+    (whole,), (sample,) = (held_out.bits_per_byte(on_two, sample=each) for each in (False, True))
     assert sample != whole
     assert sample == pytest.approx(whole, rel=0.05)
 

@@ -23,7 +23,9 @@ def test_help(capsys):
 
 def test_no_words_mean_the_defaults_and_auto_means_the_same():
     assert parse([]) == TrainOptions()
-    words = [f"--{name}" for name in ("data", "learning-rate", "groups", "shards", "batch", "out")]
+    names = ("data", "learning-rate", "groups", "shards", "batch", "out", "wrt", "ema")
+    names += ("master-dtype", "reduce-dtype", "loss-scale")
+    words = [f"--{name}" for name in names]
     assert parse([*(x for word in words for x in (word, "auto"))]) == TrainOptions()
 
 

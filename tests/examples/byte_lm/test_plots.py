@@ -21,13 +21,15 @@ SUMMARY = Summary(
     parameters=10,
     bits_per_byte=5.0,
     held_out_bits_per_byte=[5.5],
+    held_out_bits_per_byte_ema=[],
     gzip_bits_per_byte=2.0,
     held_out_bytes=100,
     tokens_per_second=10.0,
     seconds=1.0,
+    sent=None,
     proof=[],
 )
-STEPS = [Step(number, (4.0 / number,), 0.1) for number in (1, 2, 3)]
+STEPS = [Step(number, 4.0 / number, (4.0 / number,), 0.1) for number in (1, 2, 3)]
 
 
 @pytest.fixture(scope="module")

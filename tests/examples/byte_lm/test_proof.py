@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 from typing import Any
 
-import jax
 import optax
 import pytest
 
@@ -12,10 +11,8 @@ import crossshard
 from examples.byte_lm import job as jobs
 from examples.byte_lm.groups import parse_groups
 from examples.byte_lm.job import Job, prepare
-from examples.byte_lm.loop import train_step
 from examples.byte_lm.optimizers import make_optimizer
-from examples.byte_lm.proof import Batch, Comparison, Proof, values_of
-from examples.byte_lm.text import batches
+from examples.byte_lm.proof import Batch, Comparison, Proof
 from tests.examples.byte_lm.small import small_options
 
 
@@ -36,16 +33,14 @@ def change(job: Job, optimizer: str, groups: str, reduction: str) -> Job:
 
 
 def batches_of(job: Job) -> list[Batch]:
-    drawn = batches(job.text.training, job.rows, job.options.context, job.options.seed)
-    return list(itertools.islice(drawn, 3))
+    return list(itertools.islice(job.batches(), 3))
 
 
-def of_run(job: Job) -> Comparison:
-    """The comparison that a run of three steps ends with."""
-    model, optimizer, step = job.new_model(), job.new_optimizer(job.inner), train_step(job.shards)
-    for read, wanted in batches_of(job):
-        jax.block_until_ready(step(model, optimizer, read, wanted))
-    return Proof(job, batches_of(job)).of_run(values_of(model))
+def of_run(job: Job, judged_as: Job | None = None) -> Comparison:
+    """The comparison that a run of three steps ends with, perhaps as if it were another's."""
+    training = job.new_training()
+    skipped = [training(batch).get("skipped") for batch in batches_of(job)]
+    return Proof(judged_as or job, batches_of(job)).of_run(training.values(), skipped)
 
 
 @pytest.mark.parametrize(
@@ -73,21 +68,17 @@ def test_sgd_is_compared_beside_any_optimizer(job):
     assert one.relative < 1e-5
 
 
-def unreduced(inner: optax.GradientTransformation, **options: Any) -> crossshard.Optimizer:
-    return crossshard.Optimizer(inner)
-
-
-def summed(inner: optax.GradientTransformation, **options: Any) -> crossshard.Optimizer:
+def summed(inner: optax.GradientTransformation, **options: Any) -> crossshard.CrossShardOptimizer:
     return crossshard.CrossShardOptimizer(inner, reduction="sum")
 
 
-def test_gradients_that_are_not_reduced_are_found(job, monkeypatch):
-    monkeypatch.setattr(jobs, "CrossShardOptimizer", unreduced)
-    assert not of_run(job).same
+def test_gradients_that_are_not_reduced_are_found(job):
+    assert not of_run(change(job, "adam", "4x1", "mean"), judged_as=job).same
 
 
 def test_sgd_finds_a_wrong_factor_that_adam_hides(job, monkeypatch):
     monkeypatch.setattr(jobs, "CrossShardOptimizer", summed)
+    job = dataclasses.replace(job)  # without its step
     assert of_run(job).same
     of_sgd = Proof(job, batches_of(job)).of_sgd()
     assert not of_sgd.same

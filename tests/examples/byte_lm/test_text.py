@@ -64,19 +64,30 @@ def test_batches_are_windows_of_the_text_and_depend_on_the_seed_alone():
     first = list(itertools.islice(batches(text, 6, 9, 3), 4))
     again = list(itertools.islice(batches(text, 6, 9, 3), 4))
     other = list(itertools.islice(batches(text, 6, 9, 4), 4))
-    for (read, wanted), (same_read, same_wanted) in zip(first, again, strict=True):
+    for one, same in zip(first, again, strict=True):
+        read, wanted = one["read"], one["wanted"]
         assert read.shape == wanted.shape == (6, 9)
         assert read.dtype == np.uint8
-        np.testing.assert_array_equal(read, same_read)
-        np.testing.assert_array_equal(wanted, same_wanted)
+        np.testing.assert_array_equal(read, same["read"])
+        np.testing.assert_array_equal(wanted, same["wanted"])
         np.testing.assert_array_equal(wanted, read + 1)
-    assert any((a[0] != b[0]).any() for a, b in zip(first, other, strict=True))
+    assert any((a["read"] != b["read"]).any() for a, b in zip(first, other, strict=True))
 
 
 def test_every_window_can_be_drawn_even_if_there_is_only_one():
-    read, wanted = next(batches(np.arange(5, dtype=np.uint8), 3, 4, 0))
-    assert read.tolist() == [[0, 1, 2, 3]] * 3
-    assert wanted.tolist() == [[1, 2, 3, 4]] * 3
+    drawn = next(batches(np.arange(5, dtype=np.uint8), 3, 4, 0))
+    assert drawn["read"].tolist() == [[0, 1, 2, 3]] * 3
+    assert drawn["wanted"].tolist() == [[1, 2, 3, 4]] * 3
+
+
+def test_bytes_count_up_to_the_end_of_the_file_that_their_row_begins_in(tmp_path):
+    for name, length in (("a", 7), ("b", 1), ("c", 60), ("d", 200)):
+        (tmp_path / name).write_text(name * length)
+    text = read_text(tmp_path, 10)
+    drawn = next(batches(text.training, 300, 9, 0, text.ends))
+    # The files hold one letter each.
+    np.testing.assert_array_equal(drawn["counts"], drawn["wanted"] == drawn["read"][:, :1])
+    assert 0 < (drawn["counts"] == 0).mean() < 0.5
 
 
 def make_missing(folder: Path) -> Path:
