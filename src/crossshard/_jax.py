@@ -240,16 +240,13 @@ def is_of_manual_axes(error: ValueError) -> bool:
 
 def detected_job(seconds: float) -> tuple[str, str, int, int, tuple[int, ...] | None] | None:
     """The job that JAX finds: by what, address, number of processes, own number, and devices."""
-    kinds = _clusters.ClusterEnv._cluster_types
-    if not any(each.is_env_present() for each in kinds if not each.opt_in_only_method):
+    kinds = [kind for kind in _clusters.ClusterEnv._cluster_types if not kind.opt_in_only_method]
+    kind = next((kind for kind in kinds if kind.is_env_present()), None)
+    if kind is None:
         return None
-    name = next(
-        e.name or e.__name__ for e in kinds if not e.opt_in_only_method and e.is_env_present()
-    )
-    address, number, own, devices = _clusters.ClusterEnv.auto_detect_unset_distributed_params(
-        None, None, None, None, None, int(seconds)
-    )
-    return name, address, number, own, None if devices is None else tuple(devices)
+    detect: Any = kind.auto_detect_unset_distributed_params
+    address, number, own, devices = detect(None, None, None, None, None, int(seconds))
+    return kind.name or kind.__name__, address, number, own, devices and tuple(devices)
 
 
 def start_coordination(
