@@ -1,6 +1,7 @@
 """Wrap any Optax optimizer, and every shard steps correctly."""
 
-from crossshard import distributed, errors
+from crossshard import distributed as distributed
+from crossshard import errors
 from crossshard.collectives.all_reduce import cross_replica_sum
 from crossshard.collectives.exchange import all_to_all, collective_permute
 from crossshard.errors import *  # noqa: F403
@@ -62,7 +63,6 @@ __all__ = [
     "collective_permute",
     "cpu_devices",
     "cross_replica_sum",
-    "distributed",
     "get_shard_context",
     "grad",
     "inspect",
