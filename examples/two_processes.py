@@ -1,7 +1,7 @@
 """Two processes that train one model, as the hosts of a cluster do; here both run on this machine.
 
 Each process gives its own part of the batch. A cluster runs `worker` once per host, where
-`jax.distributed.initialize()` often finds its arguments itself.
+`crossshard.distributed.initialize()` finds its arguments itself.
 """
 
 import json
@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -35,8 +34,7 @@ def worker(address, optimizer, process):
     """One process: train on its part of each batch, and print the parameters at the end."""
     process = int(process)
     crossshard.cpu_devices(4)
-    # Process 0 coordinates. Without the last argument it would listen on every network interface.
-    jax.distributed.initialize(address, PROCESSES, process, coordinator_bind_address=address)
+    crossshard.distributed.initialize(address, PROCESSES, process)  # process 0 coordinates
     step = crossshard.make_train_step(loss_fn, getattr(optax, optimizer)(0.1))  # all 8 devices
     state = step.init({"kernel": np.zeros(3), "bias": np.zeros(1)})
     batch = {name: np.split(rows, PROCESSES)[process] for name, rows in data().items()}

@@ -15,7 +15,7 @@ PUBLIC = """
     set_shared shard shard_context value_and_grad
     PerShardArray ShardedFunction merge_shards
     ArgumentError ArgumentTypeError AxisError CommunicationError CrossshardError
-    DeadlockWarning WeightUpdateError
+    DeadlockWarning DistributedError WeightUpdateError
     DoubleReductionError GroupAssignmentError IncomingError NestedContextError
     NestedReductionError ShardContextError ShardContextWarning VariableError
 """.split()

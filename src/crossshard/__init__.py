@@ -1,5 +1,6 @@
 """Wrap any Optax optimizer, and every shard steps correctly."""
 
+from crossshard import distributed as distributed
 from crossshard import errors
 from crossshard.collectives.all_reduce import cross_replica_sum
 from crossshard.collectives.exchange import all_to_all, collective_permute

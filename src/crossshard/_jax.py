@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax
+from jax._src import clusters as _clusters
 from jax._src import core as _core
 from jax._src import distributed as _distributed
 from jax._src import source_info_util as _source_info_util
@@ -235,6 +236,38 @@ def all_gather(x: Any, name: str, axis: int, *, has_vma: bool) -> Any:
 def is_of_manual_axes(error: ValueError) -> bool:
     """Whether JAX rejects a sharding because its axes are manual, inside a shard_map."""
     return re.search("manual|not found in mesh", str(error), re.IGNORECASE) is not None
+
+
+def detected_job(seconds: float) -> tuple[str, str, int, int, tuple[int, ...] | None] | None:
+    """The job that JAX finds: by what, address, number of processes, own number, and devices."""
+    kinds = [kind for kind in _clusters.ClusterEnv._cluster_types if not kind.opt_in_only_method]
+    kind = next((kind for kind in kinds if kind.is_env_present()), None)
+    if kind is None:
+        return None
+    detect: Any = kind.auto_detect_unset_distributed_params
+    address, number, own, devices = detect(None, None, None, None, None, int(seconds))
+    return kind.name or kind.__name__, address, number, own, devices and tuple(devices)
+
+
+def start_coordination(
+    address: str,
+    number: int,
+    own: int,
+    *,
+    devices: Sequence[int] | None,
+    bind_address: str,
+    seconds: float,
+) -> None:
+    """``jax.distributed.initialize`` with nothing left to be found out."""
+    jax.distributed.initialize(
+        address,
+        number,
+        own,
+        None if devices is None else list(devices),
+        cluster_detection_method="deactivate",
+        coordinator_bind_address=bind_address,
+        initialization_timeout=int(seconds),
+    )
 
 
 def has_coordinator() -> bool:

@@ -7,6 +7,7 @@ __all__ = [
     "CommunicationError",
     "CrossshardError",
     "DeadlockWarning",
+    "DistributedError",
     "DoubleReductionError",
     "GroupAssignmentError",
     "IncomingError",
@@ -114,6 +115,14 @@ class WeightUpdateError(ArgumentError):
 
     Mistake: ``CrossShardOptimizer(optax.lamb(1e-3), weight_update="sharded")`` in ``shard_map``.
     Fix: ``make_train_step``, which shards it on global arrays; or an elementwise optimizer.
+    """
+
+
+class DistributedError(CrossshardError, RuntimeError):
+    """The processes of a job do not find each other.
+
+    Mistake: ``jax.devices()`` before ``crossshard.distributed.initialize()``.
+    Fix: ``crossshard.distributed.initialize()`` first.
     """
 
 

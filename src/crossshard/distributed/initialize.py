@@ -1,0 +1,116 @@
+"""Initialize: connects this process with the others of its job."""
+
+import dataclasses
+
+import jax
+
+from crossshard import _jax
+from crossshard.distributed.addresses import bind_address, split_address
+from crossshard.distributed.job import ADDRESS, NUMBER, OWN, Job, find_job
+from crossshard.errors import ArgumentError, ArgumentTypeError, DistributedError
+
+
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    local_device_ids: tuple[int, ...] | None = None,
+    bind: str | None = None,
+    timeout: float = 300,
+) -> Job:
+    """Connect this process with the others of its job, before the first JAX operation.
+
+    Without arguments it finds the job: from ``crossshard launch`` or its environment variables,
+    Open MPI 5, and what JAX knows, which are Slurm, Open MPI 4, Kubernetes and TPU pods. If there
+    is none, the process works alone, so that one script runs with a launcher and without.
+
+    Process 0 listens only at the interface that ``coordinator_address`` names, where JAX listens
+    at all of them: whoever reaches the coordinator can end the job.
+
+    Args:
+      coordinator_address: ``host:port``, where process 0 listens and the others call.
+      num_processes: how many processes there are.
+      process_id: which of them this is, from 0.
+      local_device_ids: the accelerators of this process; by default those that the launcher names,
+        else all of its host.
+      bind: the address of another interface at which process 0 listens, as behind a service of
+        Kubernetes; ``"all interfaces"`` for all of them.
+      timeout: how many seconds to wait for the others.
+
+    Returns:
+      What it found.
+
+    Raises:
+      ArgumentError: the job is described in part, or process 0 cannot listen there.
+      ArgumentTypeError: an argument has a wrong type.
+      DistributedError: JAX is running already, or the others did not come in time.
+
+    >>> initialize().num_processes
+    1
+    """
+    _check(coordinator_address, num_processes, process_id, timeout)
+    match coordinator_address, num_processes, process_id:
+        case None, None, None:
+            job = find_job(timeout)
+        case str(), int(), int():
+            job = Job(num_processes, process_id, coordinator_address, None, "the arguments")
+        case _:
+            raise ArgumentError(
+                f"Pass coordinator_address, num_processes and process_id, or none of them, to find "
+                f"them in {ADDRESS}, {NUMBER} and {OWN} or from the cluster; got "
+                f"{coordinator_address!r}, {num_processes} and {process_id}."
+            )
+    if local_device_ids is not None:
+        job = dataclasses.replace(job, local_device_ids=tuple(local_device_ids))
+    if not 0 <= job.process_id < job.num_processes:
+        raise ArgumentError(
+            f"process_id must be from 0 to num_processes - 1; got {job.process_id} of "
+            f"{job.num_processes}, from {job.found_in}."
+        )
+    if job.coordinator_address is not None and job.num_processes > 1:
+        _connect(job, bind, timeout)
+    return job
+
+
+def _connect(job: Job, bind: str | None, timeout: float) -> None:
+    address = str(job.coordinator_address)
+    split_address(address)
+    if _jax.has_coordinator():
+        raise DistributedError("initialize is called once in a process; this is the second time.")
+    if _jax.backend_is_running():
+        raise DistributedError(
+            "JAX is running already and has counted its devices. Call "
+            "crossshard.distributed.initialize() before the first JAX operation, such as "
+            "jax.devices() or jnp.zeros(3)."
+        )
+    # Only process 0 listens; the others may not know its interfaces.
+    listens = bind_address(address, bind) if job.process_id == 0 else address
+    try:
+        _jax.start_coordination(
+            address,
+            job.num_processes,
+            job.process_id,
+            devices=job.local_device_ids,
+            bind_address=listens,
+            seconds=timeout,
+        )
+    except jax.errors.JaxRuntimeError as error:
+        raise DistributedError(
+            f"Process {job.process_id} of {job.num_processes} did not meet the others at {address} "
+            f"in {timeout:g} seconds: {str(error).splitlines()[0]:.300}"
+        ) from error
+
+
+def _check(address: object, number: object, own: object, timeout: object) -> None:
+    if address is not None and not isinstance(address, str):
+        raise ArgumentTypeError(
+            f"coordinator_address must be host:port, a str; got {type(address).__name__}."
+        )
+    for name, value in (("num_processes", number), ("process_id", own)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise ArgumentTypeError(f"{name} must be an int; got {type(value).__name__}.")
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise ArgumentTypeError(f"timeout must be a number; got {type(timeout).__name__}.")
+    if not timeout >= 1:
+        raise ArgumentError(f"timeout must be at least one second; got {timeout}.")

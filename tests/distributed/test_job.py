@@ -1,0 +1,160 @@
+"""The job that the environment describes, and where its coordinator listens."""
+
+import socket
+
+import jax
+import pytest
+
+import crossshard
+from crossshard.distributed.addresses import ALL_INTERFACES, bind_address, split_address
+from crossshard.distributed.job import Job, find_job
+from crossshard.errors import ArgumentError, ArgumentTypeError, DistributedError
+
+# As prterun of Open MPI 5.0.11 sets them, on one host and on two.
+OPEN_MPI_5 = {
+    "PMIX_NAMESPACE": "prterun-node-a-7340@1",
+    "PMIX_RANK": "1",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}
+ON_TWO_HOSTS = OPEN_MPI_5 | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+LAUNCHED = {
+    "JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234",
+    "JAX_NUM_PROCESSES": "8",
+    "JAX_PROCESS_ID": "3",
+}
+SLURM = {
+    "SLURM_JOB_ID": "4097",
+    "SLURM_STEP_NODELIST": "node[001-002]",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NUM_NODES": "2",
+}
+OPEN_MPI_4 = {
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch):
+    """Sets the variables of a launcher, and none of another."""
+
+    def set_to(variables: dict[str, str]) -> None:
+        for name in (*OPEN_MPI_5, *LAUNCHED, *SLURM, *OPEN_MPI_4, "JAX_LOCAL_DEVICE_IDS"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    set_to({})
+    return set_to
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, Job()),
+        (LAUNCHED, Job(8, 3, "10.0.0.1:1234", None, "environment variables")),
+        (
+            LAUNCHED | {"JAX_LOCAL_DEVICE_IDS": "2,3"},
+            Job(8, 3, "10.0.0.1:1234", (2, 3), "environment variables"),
+        ),
+        # One host: nobody else needs to reach it.
+        (OPEN_MPI_5, Job(4, 1, "127.0.0.1:64684", (1,), "Open MPI 5")),
+        (ON_TWO_HOSTS, Job(4, 1, "node-a:64684", (1,), "Open MPI 5")),
+        (
+            ON_TWO_HOSTS | {"JAX_COORDINATOR_PORT": "900"},
+            Job(4, 1, "node-a:900", (1,), "Open MPI 5"),
+        ),
+        (SLURM, Job(4, 2, "node001:61441", (0,), "slurm")),
+        (SLURM | {"SLURM_STEP_NUM_NODES": "1"}, Job(4, 2, "127.0.0.1:61441", (0,), "slurm")),
+        (OPEN_MPI_4, Job(4, 3, "10.96.0.1:62624", (1,), "ompi")),
+    ],
+)
+def test_a_job_is_found_in_the_environment(environment, variables, expected):
+    environment(variables)
+    assert find_job(10) == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"JAX_NUM_PROCESSES": "4"}, "JAX_COORDINATOR_ADDRESS and JAX_PROCESS_ID is not"),
+        (LAUNCHED | {"JAX_PROCESS_ID": "-1"}, "JAX_PROCESS_ID must be a number from 0; got '-1'"),
+        (LAUNCHED | {"JAX_LOCAL_DEVICE_IDS": "a"}, "numbers with commas"),
+        # torchrun sets these: every process would train alone.
+        ({"WORLD_SIZE": "4", "RANK": "1"}, "WORLD_SIZE=4 says that there are several processes"),
+    ],
+)
+def test_half_a_description_is_refused(environment, variables, message):
+    environment(variables)
+    with pytest.raises(ArgumentError, match=message):
+        crossshard.distributed.initialize()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("10.0.0.1:1", 2), ArgumentError, "or none of them"),
+        ((None, 2), ArgumentError, "got None, 2 and None"),
+        (("10.0.0.1:1", 2, 2), ArgumentError, "from 0 to num_processes - 1; got 2 of 2"),
+        (("10.0.0.1", 2, 0), ArgumentError, "must be host:port"),
+        (("10.0.0.1:99999", 2, 0), ArgumentError, "must be host:port"),
+        ((b"10.0.0.1:1", 2, 0), ArgumentTypeError, "a str; got bytes"),
+        (("10.0.0.1:1", "2", 0), ArgumentTypeError, "num_processes must be an int; got str"),
+        (("10.0.0.1:1", 2, True), ArgumentTypeError, "process_id must be an int; got bool"),
+    ],
+)
+def test_wrong_arguments_are_refused(environment, arguments, error, message):
+    with pytest.raises(error, match=message):
+        crossshard.distributed.initialize(*arguments)
+
+
+def test_it_is_refused_once_jax_runs(environment):
+    assert len(jax.devices()) == 8
+    with pytest.raises(DistributedError, match="before the first JAX operation"):
+        crossshard.distributed.initialize("127.0.0.1:1234", 2, 0)
+
+
+def test_the_coordinator_listens_where_it_is_named():
+    assert bind_address("127.0.0.1:80", None) == "127.0.0.1:80"
+    assert bind_address("localhost:80", None) in ("127.0.0.1:80", "[::1]:80")
+    # The others call a name of a proxy, say, and process 0 listens behind it.
+    assert bind_address("192.0.2.1:80", "127.0.0.1") == "127.0.0.1:80"
+    assert bind_address("192.0.2.1:80", ALL_INTERFACES) == "[::]:80"
+
+
+@pytest.mark.parametrize(
+    ("address", "bind", "message"),
+    [
+        # An address for documentation, which nobody has.
+        ("192.0.2.1:80", None, "not the address of an interface of this machine"),
+        ("no.such.host.invalid:80", None, "is not known here"),
+        ("127.0.0.1:80", "0.0.0.0", "listens on every interface"),
+        ("127.0.0.1:80", "::", "listens on every interface"),
+    ],
+)
+def test_it_listens_nowhere_else(address, bind, message):
+    with pytest.raises(ArgumentError, match=message):
+        bind_address(address, bind)
+
+
+def test_an_address_has_a_host_and_a_port():
+    assert split_address("node-1.cluster:8476") == ("node-1.cluster", 8476)
+    assert split_address("[::1]:8476") == ("::1", 8476)
+    for wrong in ("node", "node:", ":80", "node:0", "::1:80", "a b:80", "node:80:80"):
+        with pytest.raises(ArgumentError, match="host:port"):
+            split_address(wrong)
+
+
+def test_a_free_port_is_free():
+    from crossshard.distributed.addresses import free_port
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", free_port("127.0.0.1")))

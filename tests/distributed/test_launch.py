@@ -1,0 +1,203 @@
+"""Real processes under `crossshard launch`: what they train, what is printed, how they end."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+# For a machine on which everything else happens, too.
+PATIENCE = 240
+
+TRAIN = """
+import sys
+import crossshard
+
+job = crossshard.distributed.initialize()
+
+import jax.numpy as jnp, numpy as np, optax
+
+rule = {"sgd": optax.sgd(0.1), "adam": optax.adam(0.1)}[sys.argv[1]]
+loss_fn = lambda w, batch: jnp.mean((jnp.tanh(batch @ w) - 1) ** 2)
+step = crossshard.make_train_step(loss_fn, rule, weight_update=sys.argv[2])
+state = step.init(np.zeros((64, 32), np.float32))
+rows = np.random.default_rng(0).normal(size=(5, 8, 64)).astype(np.float32)
+for batch in rows:
+    state, metrics = step(state, np.split(batch, job.num_processes)[job.process_id])
+if job.process_id == 0:
+    np.save(sys.argv[3], state.params)
+print(f"trained on {step.mesh.size} devices")
+"""
+
+
+def launch(*arguments: object, **options: object) -> subprocess.Popen[str]:
+    """The command as a process; it has its output in pipes."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "crossshard.cli", "launch", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        **options,
+    )
+
+
+def python(text: str) -> list[str]:
+    """A command that runs this text."""
+    return ["--", sys.executable, "-c", text]
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adam"])
+@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
+@pytest.mark.parametrize(("processes", "devices"), [(1, 4), (2, 2), (4, 1)])
+def test_processes_train_like_one_device(
+    tmp_path: Path, processes: int, devices: int, rule: str, weight_update: str
+):
+    script, saved = tmp_path / "train.py", tmp_path / "params.npy"
+    script.write_text(TRAIN)
+    command = ["--", sys.executable, script, rule, weight_update, saved]
+    ran = launch("-n", processes, "--cpu-devices", devices, *command)
+    out, err = ran.communicate(timeout=PATIENCE)
+    assert ran.returncode == 0, err
+    assert sorted(line for line in out.splitlines() if "trained" in line) == [
+        f"[{own}] trained on {processes * devices} devices" for own in range(processes)
+    ]
+    optimizer = {"sgd": optax.sgd(0.1), "adam": optax.adam(0.1)}[rule]
+    params = jnp.zeros((64, 32))
+    state = optimizer.init(params)
+    loss_fn = lambda w, batch: jnp.mean((jnp.tanh(batch @ w) - 1) ** 2)
+    for batch in np.random.default_rng(0).normal(size=(5, 8, 64)).astype(np.float32):
+        updates, state = optimizer.update(jax.grad(loss_fn)(params, batch), state, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(np.load(saved), params, atol=1e-6)
+
+
+def test_lines_have_the_number_of_their_process():
+    write = "import os, sys; print('out'); print('err', file=sys.stderr); print('end', end='')"
+    out, err = launch("-n", 12, *python(write)).communicate(timeout=PATIENCE)
+    assert sorted(out.splitlines()) == sorted(
+        f"[{own:>2}] {word}" for own in range(12) for word in ("out", "end")
+    )
+    assert sorted(err.splitlines()) == [f"[{own:>2}] err" for own in range(12)]
+
+
+def test_long_lines_of_two_processes_do_not_mix():
+    write = "import sys\nfor i in range(300): print('x' * 3000 if sys.argv[1:] else 'y' * 3000)"
+    out, _ = launch("-n", 2, *python(write)).communicate(timeout=PATIENCE)
+    assert len(out.splitlines()) == 600
+    assert all(re.fullmatch(r"\[[01]\] (x{3000}|y{3000})", line) for line in out.splitlines())
+
+
+ONE_FAILS = """
+import os, signal, sys, time
+if os.environ["JAX_PROCESS_ID"] == "1":
+    {fails}
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fails", "code", "how"),
+    [
+        ("sys.exit(3)", 3, "with code 3"),
+        ("raise ValueError('wrong')", 1, "with code 1"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "by SIGKILL"),
+    ],
+)
+def test_when_one_fails_the_others_end(fails: str, code: int, how: str):
+    began = time.monotonic()
+    ran = launch("-n", 3, *python(ONE_FAILS.format(fails=fails)))
+    _, err = ran.communicate(timeout=PATIENCE)
+    assert ran.returncode == code
+    assert f"crossshard: process 1 ended {how}; the others are ended.\n" in err
+    assert time.monotonic() - began < PATIENCE / 2
+
+
+def test_what_does_not_listen_to_sigterm_is_killed_and_what_it_has_started(tmp_path: Path):
+    pids = tmp_path / "pids"
+    deaf = (
+        "import os, signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"open({str(pids)!r}, 'a').write(f'{{os.getpid()}}\\n{{child.pid}}\\n')\n"
+        "if os.environ['JAX_PROCESS_ID'] == '1':\n"
+        f"    while len(open({str(pids)!r}).readlines()) < 4: time.sleep(0.01)\n"
+        "    sys.exit(5)\n"
+        "time.sleep(600)\n"
+    )
+    ran = launch("-n", 2, "--grace", 0.5, *python(deaf))
+    ran.communicate(timeout=PATIENCE)
+    assert ran.returncode == 5
+    numbers = [int(line) for line in pids.read_text().split()]
+    assert len(numbers) == 4
+    deadline = time.monotonic() + 30
+    while any(_is_running(number) for number in numbers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_signals_go_to_all_processes(number: signal.Signals):
+    listens = (
+        "import signal, sys, time\n"
+        "def handler(number, frame):\n"
+        "    print('got', number)\n"
+        "    sys.exit(0)\n"
+        f"signal.signal({int(number)}, handler)\n"
+        "print('ready')\n"
+        "time.sleep(600)\n"
+    )
+    ran = launch("-n", 2, *python(listens))
+    lines = [ran.stdout.readline(), ran.stdout.readline()]
+    assert sorted(lines) == ["[0] ready\n", "[1] ready\n"]
+    ran.send_signal(number)
+    out, _ = ran.communicate(timeout=PATIENCE)
+    assert sorted(out.splitlines()) == [f"[0] got {int(number)}", f"[1] got {int(number)}"]
+    assert ran.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("-n", 0, "--", "true"), "-n must be at least 1; got 0"),
+        (("-n", 2, "--cpu-devices", 0, "--", "true"), "--cpu-devices must be at least 1"),
+        (("-n", 2, "--port", 70000, "--", "true"), "--port must be from 1 to 65535"),
+        (("-n", 2, "--", "no-such-program"), "'no-such-program' cannot be started"),
+        (("-n", 2), "the following arguments are required"),
+    ],
+)
+def test_what_cannot_be_launched_is_refused_in_one_line(arguments, message):
+    ran = launch(*arguments)
+    out, err = ran.communicate(timeout=PATIENCE)
+    assert (ran.returncode, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_reader_that_leaves_does_not_stop_the_processes(tmp_path: Path):
+    done = tmp_path / "done"
+    write = (
+        "import time\n"
+        "for i in range(200): print('x' * 1000)\n"
+        f"time.sleep(0.5); open({str(done)!r}, 'a').write('done')\n"
+    )
+    ran = launch("-n", 2, *python(write))
+    ran.stdout.close()
+    assert ran.wait(PATIENCE) == 0
+    assert done.read_text() == "donedone"
