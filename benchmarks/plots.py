@@ -29,8 +29,8 @@ def draw(bench: Bench, results: Sequence[Result], path: Path) -> None:
     if not results:
         return
     figure = Figure(dpi=150, layout="constrained")
-    if bench == "update":
-        _draw_updates(figure, results)
+    if bench in ("update", "accumulation", "ema"):
+        _draw_candidates(figure, results)
     elif bench == "step":
         _draw_steps(figure, results)
     elif bench == "overhead":
@@ -42,7 +42,7 @@ def draw(bench: Bench, results: Sequence[Result], path: Path) -> None:
     figure.savefig(path)
 
 
-def _draw_updates(figure: Figure, results: Sequence[Result]) -> None:
+def _draw_candidates(figure: Figure, results: Sequence[Result]) -> None:
     candidates = max(len(result.timing.seconds) for result in results)
     figure.set_size_inches(9, len(results) * (1.2 + 0.36 * candidates))
     for axes, result in zip(_column(figure, len(results)), results, strict=True):

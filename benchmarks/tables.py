@@ -3,14 +3,17 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from benchmarks import ema
 from benchmarks.baselines import HAND_WRITTEN, OURS_AUTO, OURS_REPLICATED, OURS_SHARDED
 from benchmarks.imports import WITH, WITHOUT
 from benchmarks.options import Bench
 from benchmarks.overhead import BARE, CALLED
 from benchmarks.result import Result
-from benchmarks.timing import Spread
+from benchmarks.timing import Spread, Timing
 
 _OURS = (OURS_AUTO, OURS_SHARDED, OURS_REPLICATED)
+_TIMES = ("ms per step", "quartiles", "minimum")
+_RATIOS = ("ours ÷ this", "quartiles", "minimum", "ratio of the minima")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +39,9 @@ class Table:
 
 def make_tables(bench: Bench, results: Sequence[Result]) -> list[Table]:
     """The tables of a benchmark; none without results."""
-    if bench == "update":
-        return [_of_update(result) for result in results]
+    each = {"update": _of_update, "accumulation": _of_accumulation, "ema": _of_ema}
+    if bench in each:
+        return [each[bench](result) for result in results]
     if not results:
         return []
     if bench == "step":
@@ -54,15 +58,13 @@ def _of_update(result: Result) -> Table:
     rows = []
     for name in timing.seconds:
         spread = timing.spread(name)
-        ratio = timing.ratio(OURS_SHARDED, name)
         rows.append(
             [
                 name,
                 *_milliseconds(spread),
                 f"{spread.median / floor:.1f}",
                 f"{spread.least / floor:.1f}",
-                *_ratio(ratio),
-                f"{timing.ratio_of_minimums(OURS_SHARDED, name):.2f}",
+                *_ratios(timing, name),
                 f"{result.differences[name]:.0e}",
             ]
         )
@@ -71,19 +73,75 @@ def _of_update(result: Result) -> Table:
         f"at {result.bandwidth / 1e9:.1f} GB/s",
         [
             "candidate",
-            "ms per step",
-            "quartiles",
-            "minimum",
+            *_TIMES,
             "÷ lower bound",
             "minimum ÷ lower bound",
-            "ours ÷ this",
-            "quartiles",
-            "minimum",
-            "ratio of the minima",
+            *_RATIOS,
             "differs by",
         ],
         rows,
     )
+
+
+def _of_accumulation(result: Result) -> Table:
+    timing = result.timing
+    assert result.sent is not None
+    assert result.least_sent is not None
+    rows = [
+        [
+            name,
+            *_milliseconds(timing.spread(name)),
+            *_ratios(timing, name),
+            _number(sent / 1e6),
+            f"{sent / result.least_sent:.3f}",
+            f"{result.differences[name]:.0e}",
+        ]
+        for name, sent in result.sent.items()
+    ]
+    return Table(
+        _title(result),
+        ["candidate", *_TIMES, *_RATIOS, "MB sent", "÷ lower bound", "differs by"],
+        rows,
+    )
+
+
+def _of_ema(result: Result) -> Table:
+    timing, held = result.timing, result.held
+    assert held is not None
+    rows = []
+    for name in (OURS_SHARDED, OURS_REPLICATED, HAND_WRITTEN):
+        without = ema.without_average(name)
+        more = timing.difference(name, without).times(1000)
+        rows.append(
+            [
+                name,
+                *_milliseconds(timing.spread(name)),
+                *_ratios(timing, name),
+                _number(more.median),
+                f"{_number(more.low)} to {_number(more.high)}",
+                _number(1000 * timing.difference_of_minimums(name, without)),
+                _number(held[name] / 1e6),
+                _number((held[name] - held[without]) / 1e6),
+            ]
+        )
+    return Table(
+        _title(result),
+        [
+            "candidate",
+            *_TIMES,
+            *_RATIOS,
+            "average costs, ms",
+            "quartiles",
+            "difference of the minima",
+            "MB of state on one shard",
+            "MB of average",
+        ],
+        rows,
+    )
+
+
+def _title(result: Result) -> str:
+    return f"{result.title()}: {result.parameters:,} parameters"
 
 
 def _of_steps(results: Sequence[Result]) -> Table:
@@ -150,6 +208,11 @@ def _milliseconds(spread: Spread) -> Iterator[str]:
     yield _number(spread.least)
 
 
+def _ratios(timing: Timing, name: str) -> Iterator[str]:
+    yield from _ratio(timing.ratio(OURS_SHARDED, name))
+    yield f"{timing.ratio_of_minimums(OURS_SHARDED, name):.2f}"
+
+
 def _ratio(spread: Spread) -> Iterator[str]:
     yield f"{spread.median:.2f}"
     yield f"{spread.low:.2f} to {spread.high:.2f}"
@@ -158,5 +221,6 @@ def _ratio(spread: Spread) -> Iterator[str]:
 
 def _number(number: float) -> str:
     """Format with three significant digits, or all before the point."""
-    decimals = 0 if number >= 100 else 1 if number >= 10 else 2 if number >= 1 else 3
+    size = abs(number)
+    decimals = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3
     return f"{number:,.{decimals}f}"
