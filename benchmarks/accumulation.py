@@ -29,7 +29,8 @@ def measure(options: BenchOptions, screen: Screen) -> Iterator[Result]:
         for shards in options.shards_for("accumulation"):
             # Rows for every microbatch of every shard.
             problem = make(MICROBATCHES * shards)
-            told = f"accumulation over {problem.parameters:,} parameters ({name}), {shards} shards"
+            name_and_size = f"{name} of {problem.parameters:,} parameters"
+            told = f"accumulation, {name_and_size}, {shards} shards"
             screen.tell(f"{told}: compiling")
             candidates = make_candidates(problem, shards)
             sent = {candidate.name: candidate.bytes_sent() for candidate in candidates}
@@ -40,7 +41,13 @@ def measure(options: BenchOptions, screen: Screen) -> Iterator[Result]:
             del candidates
             gc.collect()
             yield Result(
-                name, problem.parameters, shards, timing, differences, sent=sent, least_sent=least
+                name_and_size,
+                problem.parameters,
+                shards,
+                timing,
+                differences,
+                sent=sent,
+                least_sent=least,
             )
 
 

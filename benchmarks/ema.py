@@ -21,19 +21,19 @@ def measure(options: BenchOptions, screen: Screen) -> Iterator[Result]:
     for name, make in problems(options.quick, _SIZES):
         for shards in options.shards_for("ema"):
             problem = make(shards)
-            told = f"average of {problem.parameters:,} parameters ({name}), {shards} shards"
+            name_and_size = f"{name} of {problem.parameters:,} parameters"
+            told = f"moving average, {name_and_size}, {shards} shards"
             screen.tell(f"{told}: compiling")
-            candidates = [
-                *make_candidates(problem, shards, DECAY),
-                *make_candidates(problem, shards, None),
-            ]
+            both = (make_candidates(problem, shards, decay) for decay in (DECAY, None))
+            # One after the other, since other load varies least between turns that are near.
+            candidates = [each for pair in zip(*both, strict=True) for each in pair]
             held = {candidate.name: candidate.bytes_held() for candidate in candidates}
             screen.tell(told)
             timing, differences = interleave(candidates, options.rounds, screen.round)
             # Free memory for the next candidates, as in the benchmark of steps.
             del candidates
             gc.collect()
-            yield Result(name, problem.parameters, shards, timing, differences, held=held)
+            yield Result(name_and_size, problem.parameters, shards, timing, differences, held=held)
 
 
 def make_candidates(problem: Problem, shards: int, decay: float | None) -> list[JaxCandidate]:

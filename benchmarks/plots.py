@@ -18,6 +18,7 @@ from benchmarks.options import Bench
 from benchmarks.overhead import BARE, CALLED
 from benchmarks.result import Result
 from benchmarks.step import TRANSFORMER
+from benchmarks.tables import three_digits
 
 _OURS, _OTHERS, _FLOOR, _INK, _GRID = "#4477aa", "#b8bcc2", "#cc3311", "#222222", "#e4e4e4"
 # By number of shards, from few to many.
@@ -57,7 +58,7 @@ def _draw_candidates(figure: Figure, results: Sequence[Result]) -> None:
             error_kw={"ecolor": _INK, "elinewidth": 1, "capsize": 2.5},
         )
         for row, spread in enumerate(spreads):
-            _label(axes, spread.high, row, f"{spread.median:.3g}")
+            _label(axes, spread.high, row, three_digits(spread.median))
         floor = result.floor_seconds
         if floor is not None:
             axes.axvline(1000 * floor, color=_FLOOR, linewidth=1.3, linestyle=(0, (5, 3)))

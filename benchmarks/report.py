@@ -111,8 +111,8 @@ difference from "ours, sharded" after the same steps, over the last element of e
 
 {_PROBLEMS} By hand, `optax.incremental_update` follows the update. *Average costs* is the time of \
 the candidate less that of the same candidate without an average, which took turns too, and *MB of \
-average* is what its state has more. State is counted from the arrays on the first shard, without \
-the parameters.""",
+average* is what its state has more. A difference whose quartiles have both signs is smaller than \
+the noise. State is counted from the arrays on the first shard, without the parameters.""",
     "overhead": _IN_TURN,
     "import": """\
 Each round starts a new interpreter, imports the dependencies and then crossshard, and times both. \

@@ -69,7 +69,7 @@ def _of_update(result: Result) -> Table:
             ]
         )
     return Table(
-        f"{result.title()}: lower bound {_number(1000 * floor)} ms "
+        f"{result.title()}: lower bound {three_digits(1000 * floor)} ms "
         f"at {result.bandwidth / 1e9:.1f} GB/s",
         [
             "candidate",
@@ -92,14 +92,14 @@ def _of_accumulation(result: Result) -> Table:
             name,
             *_milliseconds(timing.spread(name)),
             *_ratios(timing, name),
-            _number(sent / 1e6),
+            three_digits(sent / 1e6),
             f"{sent / result.least_sent:.3f}",
             f"{result.differences[name]:.0e}",
         ]
         for name, sent in result.sent.items()
     ]
     return Table(
-        _title(result),
+        result.title(),
         ["candidate", *_TIMES, *_RATIOS, "MB sent", "÷ lower bound", "differs by"],
         rows,
     )
@@ -117,15 +117,15 @@ def _of_ema(result: Result) -> Table:
                 name,
                 *_milliseconds(timing.spread(name)),
                 *_ratios(timing, name),
-                _number(more.median),
-                f"{_number(more.low)} to {_number(more.high)}",
-                _number(1000 * timing.difference_of_minimums(name, without)),
-                _number(held[name] / 1e6),
-                _number((held[name] - held[without]) / 1e6),
+                three_digits(more.median),
+                f"{three_digits(more.low)} to {three_digits(more.high)}",
+                three_digits(1000 * timing.difference_of_minimums(name, without)),
+                three_digits(held[name] / 1e6),
+                three_digits((held[name] - held[without]) / 1e6),
             ]
         )
     return Table(
-        _title(result),
+        result.title(),
         [
             "candidate",
             *_TIMES,
@@ -140,16 +140,12 @@ def _of_ema(result: Result) -> Table:
     )
 
 
-def _title(result: Result) -> str:
-    return f"{result.title()}: {result.parameters:,} parameters"
-
-
 def _of_steps(results: Sequence[Result]) -> Table:
     rows = []
     for result in results:
         timing = result.timing
         row = [result.problem, f"{result.parameters:,}", f"{result.shards}"]
-        row += [_number(1000 * timing.spread(HAND_WRITTEN).median)]
+        row += [three_digits(1000 * timing.spread(HAND_WRITTEN).median)]
         for name in _OURS:
             median, quartiles, _ = _ratio(timing.ratio(name, HAND_WRITTEN))
             row += [median, quartiles, f"{timing.ratio_of_minimums(name, HAND_WRITTEN):.2f}"]
@@ -203,9 +199,9 @@ def _of_differences(
 
 def _milliseconds(spread: Spread) -> Iterator[str]:
     spread = spread.times(1000)
-    yield _number(spread.median)
-    yield f"{_number(spread.low)} to {_number(spread.high)}"
-    yield _number(spread.least)
+    yield three_digits(spread.median)
+    yield f"{three_digits(spread.low)} to {three_digits(spread.high)}"
+    yield three_digits(spread.least)
 
 
 def _ratios(timing: Timing, name: str) -> Iterator[str]:
@@ -219,7 +215,7 @@ def _ratio(spread: Spread) -> Iterator[str]:
     yield f"{spread.least:.2f}"
 
 
-def _number(number: float) -> str:
+def three_digits(number: float) -> str:
     """Format with three significant digits, or all before the point."""
     size = abs(number)
     decimals = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3

@@ -229,7 +229,7 @@ def test_accumulation_is_compared_in_time_and_bytes():
     seconds = {OURS_SHARDED: [0.010, 0.020], "theirs": [0.040, 0.040]}
     sent = {OURS_SHARDED: 2e6, "theirs": 8e6}
     (table,) = make_tables("accumulation", [_result(seconds, sent=sent, least_sent=2e6)])
-    assert table.title == "a problem, 8 shards: 1,000 parameters"
+    assert table.title == "a problem, 8 shards"
     row = dict(zip(table.columns, table.rows[1], strict=True))
     assert (row["candidate"], row["ms per step"], row["ours ÷ this"]) == ("theirs", "40.0", "0.38")
     assert (row["MB sent"], row["÷ lower bound"]) == ("8.00", "4.000")
