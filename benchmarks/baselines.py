@@ -7,6 +7,8 @@ OURS_AUTO = "ours, auto"
 OURS_SHARDED = "ours, sharded"
 OURS_REPLICATED = "ours, replicated"
 HAND_WRITTEN = "hand-written pmean + Optax"
+HAND_WRITTEN_SCAN = "hand-written scan, one pmean + Optax"
+HAND_WRITTEN_MULTI_STEPS = "hand-written pmean + optax.MultiSteps"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The JAX candidates: crossshard, and the same step written by hand."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -29,86 +29,123 @@ class JaxCandidate:
 
     Args:
       name: the name in tables.
-      step: a function of ``(state, batch)`` that returns the next state and other outputs.
+      step: a jitted function of ``(state, batch)`` that returns the next state and other outputs,
+        or its compiled program.
       state: the first state.
-      batch: the batch of every step, on its devices.
+      batches: the batches of every step, on their devices: one call for each.
       params_of: returns the parameters of a state.
     """
 
     def __init__(
         self,
         name: str,
-        step: Callable[[Any, Any], tuple[Any, Any]],
+        step: Any,
         state: Any,
-        batch: Any,
+        batches: Sequence[Any],
         params_of: Callable[[Any], Any],
     ) -> None:
         self.name = name
         self.state = state
         self._step = step
-        self._batch = batch
+        self._batches = batches
         self._params_of = params_of
 
     def run(self, steps: int) -> Turn:
         """Take this many steps, blocking after each."""
-        state, step, batch = self.state, self._step, self._batch
+        state, step, batches = self.state, self._step, self._batches
         began = time.perf_counter()
         for _ in range(steps):
-            state, rest = step(state, batch)
+            for batch in batches:
+                state, rest = step(state, batch)
             jax.block_until_ready((state, rest))
         seconds = time.perf_counter() - began
         self.state = state
         return Turn(seconds, _sample(self._params_of(state)))
 
+    def communication(self) -> crossshard.Communication:
+        """What one call sends, read from its compiled program."""
+        lowered = self._step.lower(self.state, self._batches[0])
+        return crossshard.inspect(lowered, parameters=self._params_of(self.state))
+
+    def bytes_sent(self) -> float:
+        """The bytes that one shard sends in all calls of a step, without scalars."""
+        return len(self._batches) * self.communication().bytes_sent
+
+    def bytes_held(self) -> int:
+        """The bytes on one shard of its state besides the parameters."""
+        return bytes_on_one_shard(self.state) - bytes_on_one_shard(self._params_of(self.state))
+
 
 def ours(
-    problem: Problem, num_shards: int, weight_update: Literal["auto", "sharded", "replicated"]
+    problem: Problem,
+    num_shards: int,
+    weight_update: Literal["auto", "sharded", "replicated"],
+    **options: Any,
 ) -> JaxCandidate:
-    """The step of ``crossshard.make_train_step``."""
+    """The step of ``crossshard.make_train_step``, which takes the further options."""
     step = crossshard.make_train_step(
-        problem.loss_fn, adamw(), num_shards=num_shards, weight_update=weight_update
+        problem.loss_fn, adamw(), num_shards=num_shards, weight_update=weight_update, **options
     )
     state = step.init(problem.model)
     batch = on_shards(problem.batch, num_shards)
-    return JaxCandidate(_NAMES[weight_update], step, state, batch, lambda state: state.params)
+    return JaxCandidate(_NAMES[weight_update], step, state, [batch], lambda state: state.params)
 
 
-def hand_written(problem: Problem, num_shards: int) -> JaxCandidate:
-    """A step without crossshard: ``shard_map``, ``pmean`` and Optax."""
-    mesh, optimizer = _mesh(num_shards), adamw()
+def hand_written(
+    problem: Problem,
+    num_shards: int,
+    *,
+    name: str = HAND_WRITTEN,
+    optimizer: optax.GradientTransformation | None = None,
+    batches: Sequence[Any] = (),
+    ema: float | None = None,
+) -> JaxCandidate:
+    """A step without crossshard: ``shard_map``, ``pmean`` and Optax.
 
-    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
+    Args:
+      problem: the problem.
+      num_shards: the number of shards.
+      name: the name in tables.
+      optimizer: the optimizer; ``adamw()`` if ``None``.
+      batches: the batches of the calls of a step; one call with the problem's if empty.
+      ema: the decay of the moving average of the parameters; ``None`` without one.
+    """
+    mesh, optimizer = _mesh(num_shards), optimizer or adamw()
+
+    def step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
+        params, inner, average = state
         loss, grads = problem.value_and_grad(params, batch)
         grads = jax.lax.pmean(grads, AXIS)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, jax.lax.pmean(loss, AXIS)
+        updates, inner = optimizer.update(grads, inner, params)
+        params = optax.apply_updates(params, updates)
+        if ema is not None:
+            average = optax.incremental_update(params, average, 1 - ema)
+        return (params, inner, average), jax.lax.pmean(loss, AXIS)
 
     shared, split = PartitionSpec(), PartitionSpec(AXIS)
     compiled = jax.jit(
         jax.shard_map(
-            step,
-            mesh=mesh,
-            in_specs=(shared, shared, split),
-            out_specs=(shared, shared, shared),
-            check_vma=False,
+            step, mesh=mesh, in_specs=(shared, split), out_specs=(shared, shared), check_vma=False
         ),
-        donate_argnums=(0, 1),
+        donate_argnums=0,
     )
-
-    def next_state(state: tuple[Any, Any], batch: Any) -> tuple[tuple[Any, Any], jax.Array]:
-        params, optimizer_state, loss = compiled(*state, batch)
-        return (params, optimizer_state), loss
-
     # Copied, since the first step donates them and other candidates need the originals.
-    params = jax.device_put(jax.tree.map(jnp.array, problem.params), NamedSharding(mesh, shared))
-    state = params, jax.device_put(optimizer.init(params), NamedSharding(mesh, shared))
-    batch = on_shards(problem.batch, num_shards)
-    return JaxCandidate(HAND_WRITTEN, next_state, state, batch, lambda state: state[0])
+    copied = lambda: jax.tree.map(jnp.array, problem.params)
+    params, average = copied(), () if ema is None else copied()
+    state = params, optimizer.init(params), average
+    state = jax.device_put(state, NamedSharding(mesh, shared))
+    on_devices = [on_shards(batch, num_shards) for batch in batches or [problem.batch]]
+    return JaxCandidate(name, compiled, state, on_devices, lambda state: state[0])
 
 
 def on_shards(batch: Any, num_shards: int) -> Any:
     """A batch with each shard's part on its device."""
     return jax.device_put(batch, NamedSharding(_mesh(num_shards), PartitionSpec(AXIS)))
+
+
+def bytes_on_one_shard(tree: Any) -> int:
+    """The bytes of its arrays on the first device."""
+    return sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(tree))
 
 
 def _mesh(num_shards: int) -> Mesh:

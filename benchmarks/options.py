@@ -2,13 +2,14 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import tyro
 
 from crossshard.errors import ArgumentError
 
-Bench = Literal["update", "step", "overhead", "import"]
+Bench = Literal["update", "step", "accumulation", "ema", "overhead", "import"]
+BENCHES: tuple[Bench, ...] = get_args(Bench)
 
 # Virtual CPU devices beyond this measure only how threads queue.
 MOST_SHARDS = 64
@@ -24,6 +25,11 @@ class BenchOptions:
     step: whole steps with forward and backward, from 10 thousand to 50 million parameters, against
     the step written by hand.
 
+    accumulation: four microbatches and one update, against optax.MultiSteps in the step written by
+    hand: time, and bytes sent.
+
+    ema: a moving average of the parameters, in parts and whole: time, and bytes of state.
+
     overhead: the Python time of calling our step beyond that of its compiled program.
 
     import: the time that importing crossshard takes after JAX, Optax and Flax.
@@ -35,16 +41,18 @@ class BenchOptions:
     benches: Annotated[
         tyro.conf.Positional[tuple[Bench, ...]],
         tyro.conf.arg(
-            metavar="[update] [step] [overhead] [import]", help_behavior_hint="(default: all)"
+            metavar="[update] [step] [accumulation] [ema] [overhead] [import]",
+            help_behavior_hint="(default: all)",
         ),
-    ] = ("update", "step", "overhead", "import")
+    ] = BENCHES
     """The benchmarks to run."""
 
     shards: Annotated[
         tuple[int, ...],
         tyro.conf.arg(
             metavar="INT ...",
-            help_behavior_hint="(default: 8 2 for update, 1 2 4 8 for step, 1 8 for overhead)",
+            help_behavior_hint="(default: 8 2 for update, 1 2 4 8 for step, 2 8 for accumulation "
+            "and ema, 1 8 for overhead)",
         ),
     ] = ()
     """Numbers of shards to run each benchmark with."""
@@ -64,9 +72,7 @@ class BenchOptions:
     def check(self) -> None:
         """Raise an ``ArgumentError`` for an impossible number, or if no benchmark is named."""
         if not self.benches:
-            raise ArgumentError(
-                "Name at least one of update, step, overhead and import, or none for all."
-            )
+            raise ArgumentError(f"Name at least one of {', '.join(BENCHES)}, or none for all.")
         if self.rounds < 2:
             raise ArgumentError(
                 f"--rounds must be at least 2, to measure a spread; got {self.rounds}."
@@ -83,6 +89,8 @@ class BenchOptions:
 _SHARDS: dict[Bench, tuple[int, ...]] = {
     "update": (8, 2),
     "step": (1, 2, 4, 8),
+    "accumulation": (2, 8),
+    "ema": (2, 8),
     "overhead": (1, 8),
     # Nothing steps.
     "import": (),

@@ -41,6 +41,6 @@ def _candidates(problem: Problem, shards: int) -> list[JaxCandidate]:
     batch = on_shards(problem.batch, shards)
     compiled = step.lower(step.init(problem.model), batch).compile()
     return [
-        JaxCandidate(name, call, step.init(problem.model), batch, lambda state: state.params)
+        JaxCandidate(name, call, step.init(problem.model), [batch], lambda state: state.params)
         for name, call in ((CALLED, step), (BARE, compiled))
     ]

@@ -18,6 +18,7 @@ from benchmarks.options import Bench
 from benchmarks.overhead import BARE, CALLED
 from benchmarks.result import Result
 from benchmarks.step import TRANSFORMER
+from benchmarks.tables import three_digits
 
 _OURS, _OTHERS, _FLOOR, _INK, _GRID = "#4477aa", "#b8bcc2", "#cc3311", "#222222", "#e4e4e4"
 # By number of shards, from few to many.
@@ -29,8 +30,8 @@ def draw(bench: Bench, results: Sequence[Result], path: Path) -> None:
     if not results:
         return
     figure = Figure(dpi=150, layout="constrained")
-    if bench == "update":
-        _draw_updates(figure, results)
+    if bench in ("update", "accumulation", "ema"):
+        _draw_candidates(figure, results)
     elif bench == "step":
         _draw_steps(figure, results)
     elif bench == "overhead":
@@ -42,7 +43,7 @@ def draw(bench: Bench, results: Sequence[Result], path: Path) -> None:
     figure.savefig(path)
 
 
-def _draw_updates(figure: Figure, results: Sequence[Result]) -> None:
+def _draw_candidates(figure: Figure, results: Sequence[Result]) -> None:
     candidates = max(len(result.timing.seconds) for result in results)
     figure.set_size_inches(9, len(results) * (1.2 + 0.36 * candidates))
     for axes, result in zip(_column(figure, len(results)), results, strict=True):
@@ -57,7 +58,7 @@ def _draw_updates(figure: Figure, results: Sequence[Result]) -> None:
             error_kw={"ecolor": _INK, "elinewidth": 1, "capsize": 2.5},
         )
         for row, spread in enumerate(spreads):
-            _label(axes, spread.high, row, f"{spread.median:.3g}")
+            _label(axes, spread.high, row, three_digits(spread.median))
         floor = result.floor_seconds
         if floor is not None:
             axes.axvline(1000 * floor, color=_FLOOR, linewidth=1.3, linestyle=(0, (5, 3)))

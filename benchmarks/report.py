@@ -50,6 +50,16 @@ _HEADS: dict[Bench, tuple[str, str]] = {
         "Forward pass, backward pass, reduction and AdamW in float32. The global batch is the same "
         "for every number of shards.",
     ),
+    "accumulation": (
+        "Accumulation",
+        "Four microbatches, one reduction or four, and one update with AdamW in float32. A step is "
+        "all of it.",
+    ),
+    "ema": (
+        "A moving average of the parameters",
+        "The whole step with AdamW in float32, then `ema = 0.999 · ema + 0.001 · params`: in parts "
+        "on the shards, or whole on each of them.",
+    ),
     "overhead": (
         "Call overhead",
         "What calling a step costs in Python, beyond calling its compiled program directly, on "
@@ -67,6 +77,10 @@ each waited for, while the others are idle. Ratios and differences are taken wit
 that other load on the machine affects all candidates alike. The tables show the median, the \
 quartiles and the minimum over the rounds, and the ratio or difference of the two minima."""
 
+_PROBLEMS = """\
+The MLPs have four layers of one width; the transformer is that of `examples/byte_lm` with its \
+default sizes. All candidates run in one process and donate parameters and state."""
+
 _METHODS: dict[Bench, str] = {
     "update": f"""\
 {_IN_TURN}
@@ -82,11 +96,23 @@ The lower bound: with P parameters on N shards, every shard's gradients are read
 and two moments are read once (3·P), the moments are written once (2·P) and the new parameters \
 into every shard's copy (N·P). That is (2·N + 5)·P·4 bytes, divided by the measured memory \
 bandwidth: the best of several large copies on all cores, reads and writes both counted.""",
-    "step": f"""\
+    "step": f"{_IN_TURN}\n\n{_PROBLEMS}",
+    "accumulation": f"""\
 {_IN_TURN}
 
-The MLPs have four layers of one width; the transformer is that of `examples/byte_lm` with its \
-default sizes. All candidates run in one process and donate parameters and state.""",
+{_PROBLEMS} All but `optax.MultiSteps` scan over the microbatches in one program. MultiSteps takes \
+a call for each, and only the last is waited for; every call runs the `pmean` of the gradients.
+
+*MB sent* is what one shard sends in all calls, read by `crossshard.inspect` from the compiled \
+programs; the lower bound is 2(N−1)/N of the bytes of the parameters. *Differs by*: the largest \
+difference from "ours, sharded" after the same steps, over the last element of every array.""",
+    "ema": f"""\
+{_IN_TURN}
+
+{_PROBLEMS} By hand, `optax.incremental_update` follows the update. *Average costs* is the time of \
+the candidate less that of the same candidate without an average, which took turns too, and *MB of \
+average* is what its state has more. A difference whose quartiles have both signs is smaller than \
+the noise. State is counted from the arrays on the first shard, without the parameters.""",
     "overhead": _IN_TURN,
     "import": """\
 Each round starts a new interpreter, imports the dependencies and then crossshard, and times both. \

@@ -18,6 +18,10 @@ class Result:
         after the same few steps.
       floor_bytes: the bytes that a step must move at least; ``None`` if not computed.
       bandwidth: the measured bandwidth in bytes/s; ``None`` if not measured.
+      sent: by candidate, the bytes that one shard sends for an update; ``None`` if not read.
+      least_sent: the bytes that one shard must send at least; ``None`` if not read.
+      held: by candidate, the bytes of state besides the parameters on one shard; ``None`` if not
+        counted.
     """
 
     problem: str
@@ -27,6 +31,9 @@ class Result:
     differences: dict[str, float]
     floor_bytes: int | None = None
     bandwidth: float | None = None
+    sent: dict[str, float] | None = None
+    least_sent: float | None = None
+    held: dict[str, int] | None = None
 
     @property
     def floor_seconds(self) -> float | None:

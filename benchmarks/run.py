@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import jax
 
 import crossshard
-from benchmarks import imports, overhead, step, update
+from benchmarks import accumulation, ema, imports, overhead, step, update
 from benchmarks.machine import this_machine
 from benchmarks.options import Bench, BenchOptions
 from benchmarks.progress import Screen
@@ -37,4 +37,11 @@ def _results(
 ) -> Iterator[Result]:
     if bench == "update":
         return update.measure(options, screen, versions)
-    return {"step": step, "overhead": overhead, "import": imports}[bench].measure(options, screen)
+    benches = {
+        "step": step,
+        "accumulation": accumulation,
+        "ema": ema,
+        "overhead": overhead,
+        "import": imports,
+    }
+    return benches[bench].measure(options, screen)

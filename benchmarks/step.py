@@ -2,7 +2,7 @@
 
 import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from benchmarks.interleave import interleave
 from benchmarks.jax_baselines import hand_written, ours
@@ -21,7 +21,7 @@ _QUICK_SIZES = (1_000, 10_000)
 
 def measure(options: BenchOptions, screen: Screen) -> Iterator[Result]:
     """A result for every size of MLP and for the transformer, with every number of shards."""
-    for name, make in _problems(options.quick):
+    for name, make in problems(options.quick):
         for shards in options.shards_for("step"):
             problem = make(shards)
             count = f"{shards} shard{'s' * (shards > 1)}"
@@ -49,11 +49,13 @@ def measure(options: BenchOptions, screen: Screen) -> Iterator[Result]:
             yield Result(name, problem.parameters, shards, timing, differences)
 
 
-def _problems(quick: bool) -> Iterator[tuple[str, Callable[[int], Problem]]]:
-    """The problems: names, and functions from a number of shards to a problem."""
-    sizes = {"layers": 1, "width": 32} if quick else {}
-    yield TRANSFORMER, functools.partial(transformer, **sizes)
-    for size in _QUICK_SIZES if quick else _SIZES:
+def problems(
+    quick: bool, sizes: Sequence[int] = _SIZES
+) -> Iterator[tuple[str, Callable[[int], Problem]]]:
+    """The transformer, and MLPs of these sizes: names, and functions from a number of shards."""
+    small = {"layers": 1, "width": 32} if quick else {}
+    yield TRANSFORMER, functools.partial(transformer, **small)
+    for size in _QUICK_SIZES if quick else sizes:
         yield "MLP", functools.partial(mlp, size)
 
 

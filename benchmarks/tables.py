@@ -3,14 +3,17 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from benchmarks import ema
 from benchmarks.baselines import HAND_WRITTEN, OURS_AUTO, OURS_REPLICATED, OURS_SHARDED
 from benchmarks.imports import WITH, WITHOUT
 from benchmarks.options import Bench
 from benchmarks.overhead import BARE, CALLED
 from benchmarks.result import Result
-from benchmarks.timing import Spread
+from benchmarks.timing import Spread, Timing
 
 _OURS = (OURS_AUTO, OURS_SHARDED, OURS_REPLICATED)
+_TIMES = ("ms per step", "quartiles", "minimum")
+_RATIOS = ("ours ÷ this", "quartiles", "minimum", "ratio of the minima")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +39,9 @@ class Table:
 
 def make_tables(bench: Bench, results: Sequence[Result]) -> list[Table]:
     """The tables of a benchmark; none without results."""
-    if bench == "update":
-        return [_of_update(result) for result in results]
+    each = {"update": _of_update, "accumulation": _of_accumulation, "ema": _of_ema}
+    if bench in each:
+        return [each[bench](result) for result in results]
     if not results:
         return []
     if bench == "step":
@@ -54,33 +58,83 @@ def _of_update(result: Result) -> Table:
     rows = []
     for name in timing.seconds:
         spread = timing.spread(name)
-        ratio = timing.ratio(OURS_SHARDED, name)
         rows.append(
             [
                 name,
                 *_milliseconds(spread),
                 f"{spread.median / floor:.1f}",
                 f"{spread.least / floor:.1f}",
-                *_ratio(ratio),
-                f"{timing.ratio_of_minimums(OURS_SHARDED, name):.2f}",
+                *_ratios(timing, name),
                 f"{result.differences[name]:.0e}",
             ]
         )
     return Table(
-        f"{result.title()}: lower bound {_number(1000 * floor)} ms "
+        f"{result.title()}: lower bound {three_digits(1000 * floor)} ms "
         f"at {result.bandwidth / 1e9:.1f} GB/s",
         [
             "candidate",
-            "ms per step",
-            "quartiles",
-            "minimum",
+            *_TIMES,
             "÷ lower bound",
             "minimum ÷ lower bound",
-            "ours ÷ this",
-            "quartiles",
-            "minimum",
-            "ratio of the minima",
+            *_RATIOS,
             "differs by",
+        ],
+        rows,
+    )
+
+
+def _of_accumulation(result: Result) -> Table:
+    timing = result.timing
+    assert result.sent is not None
+    assert result.least_sent is not None
+    rows = [
+        [
+            name,
+            *_milliseconds(timing.spread(name)),
+            *_ratios(timing, name),
+            three_digits(sent / 1e6),
+            f"{sent / result.least_sent:.3f}",
+            f"{result.differences[name]:.0e}",
+        ]
+        for name, sent in result.sent.items()
+    ]
+    return Table(
+        result.title(),
+        ["candidate", *_TIMES, *_RATIOS, "MB sent", "÷ lower bound", "differs by"],
+        rows,
+    )
+
+
+def _of_ema(result: Result) -> Table:
+    timing, held = result.timing, result.held
+    assert held is not None
+    rows = []
+    for name in (OURS_SHARDED, OURS_REPLICATED, HAND_WRITTEN):
+        without = ema.without_average(name)
+        more = timing.difference(name, without).times(1000)
+        rows.append(
+            [
+                name,
+                *_milliseconds(timing.spread(name)),
+                *_ratios(timing, name),
+                three_digits(more.median),
+                f"{three_digits(more.low)} to {three_digits(more.high)}",
+                three_digits(1000 * timing.difference_of_minimums(name, without)),
+                three_digits(held[name] / 1e6),
+                three_digits((held[name] - held[without]) / 1e6),
+            ]
+        )
+    return Table(
+        result.title(),
+        [
+            "candidate",
+            *_TIMES,
+            *_RATIOS,
+            "average costs, ms",
+            "quartiles",
+            "difference of the minima",
+            "MB of state on one shard",
+            "MB of average",
         ],
         rows,
     )
@@ -91,7 +145,7 @@ def _of_steps(results: Sequence[Result]) -> Table:
     for result in results:
         timing = result.timing
         row = [result.problem, f"{result.parameters:,}", f"{result.shards}"]
-        row += [_number(1000 * timing.spread(HAND_WRITTEN).median)]
+        row += [three_digits(1000 * timing.spread(HAND_WRITTEN).median)]
         for name in _OURS:
             median, quartiles, _ = _ratio(timing.ratio(name, HAND_WRITTEN))
             row += [median, quartiles, f"{timing.ratio_of_minimums(name, HAND_WRITTEN):.2f}"]
@@ -145,9 +199,14 @@ def _of_differences(
 
 def _milliseconds(spread: Spread) -> Iterator[str]:
     spread = spread.times(1000)
-    yield _number(spread.median)
-    yield f"{_number(spread.low)} to {_number(spread.high)}"
-    yield _number(spread.least)
+    yield three_digits(spread.median)
+    yield f"{three_digits(spread.low)} to {three_digits(spread.high)}"
+    yield three_digits(spread.least)
+
+
+def _ratios(timing: Timing, name: str) -> Iterator[str]:
+    yield from _ratio(timing.ratio(OURS_SHARDED, name))
+    yield f"{timing.ratio_of_minimums(OURS_SHARDED, name):.2f}"
 
 
 def _ratio(spread: Spread) -> Iterator[str]:
@@ -156,7 +215,8 @@ def _ratio(spread: Spread) -> Iterator[str]:
     yield f"{spread.least:.2f}"
 
 
-def _number(number: float) -> str:
+def three_digits(number: float) -> str:
     """Format with three significant digits, or all before the point."""
-    decimals = 0 if number >= 100 else 1 if number >= 10 else 2 if number >= 1 else 3
+    size = abs(number)
+    decimals = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3
     return f"{number:,.{decimals}f}"

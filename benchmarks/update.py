@@ -12,7 +12,7 @@ from benchmarks.baselines import Candidate
 from benchmarks.floor import cores, least_bytes, measure_bandwidth
 from benchmarks.given_gradients import given_gradients, scales
 from benchmarks.interleave import interleave
-from benchmarks.jax_baselines import hand_written, ours
+from benchmarks.jax_baselines import bytes_on_one_shard, hand_written, ours
 from benchmarks.options import BenchOptions
 from benchmarks.peer import Peer, PeerCandidate, PeerError
 from benchmarks.problem import B1, B2, EPS, LEARNING_RATE, WEIGHT_DECAY
@@ -97,10 +97,8 @@ def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> 
 
 def _share(state: Any) -> str:
     """One shard's share of the optimizer state, from its arrays."""
-    arrays = jax.tree.leaves(state)
-    whole = sum(array.nbytes for array in arrays)
-    first = [array.addressable_shards[0].data for array in arrays]
-    held = sum(part.nbytes for part in first)
+    whole = sum(array.nbytes for array in jax.tree.leaves(state))
+    held = bytes_on_one_shard(state)
     return (
         f"one shard of ours, sharded, holds {held:,} of the {whole:,} bytes of the optimizer's "
         f"state: {held / whole:.4f} of it."

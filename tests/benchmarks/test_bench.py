@@ -11,16 +11,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+from benchmarks import accumulation, ema
 from benchmarks.__main__ import main
-from benchmarks.baselines import HAND_WRITTEN, OURS_AUTO, OURS_REPLICATED, OURS_SHARDED
+from benchmarks.baselines import (
+    HAND_WRITTEN,
+    HAND_WRITTEN_MULTI_STEPS,
+    HAND_WRITTEN_SCAN,
+    OURS_AUTO,
+    OURS_REPLICATED,
+    OURS_SHARDED,
+)
 from benchmarks.floor import least_bytes, measure_bandwidth
 from benchmarks.given_gradients import given_gradients
 from benchmarks.imports import WITH, WITHOUT
 from benchmarks.interleave import interleave
 from benchmarks.jax_baselines import hand_written, ours
 from benchmarks.models import mlp, transformer
+from benchmarks.options import BENCHES
 from benchmarks.overhead import BARE, CALLED
 from benchmarks.peer import Peer, PeerError
 from benchmarks.result import Result
@@ -31,7 +41,7 @@ ROOT = Path(__file__).parents[2]
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.mark.parametrize("bench", ["update", "step", "overhead", "import"])
+@pytest.mark.parametrize("bench", BENCHES)
 def test_a_bench_leaves_a_page_a_plot_and_its_times(
     bench: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -72,6 +82,69 @@ def test_candidates_solve_the_same(shards: int):
         timing, differences = interleave(candidates, 2, lambda _: None)
         assert set(timing.seconds) == {candidate.name for candidate in candidates}
         assert max(differences.values()) < 1e-5
+
+
+def test_four_microbatches_by_hand_are_one_large_batch():
+    # With SGD, where Adam would hide a sum in place of a mean.
+    problem, sgd, k = mlp(1_000, 8 * accumulation.MICROBATCHES), optax.sgd(0.1), 4
+    large = hand_written(problem, 8, optimizer=sgd)
+    scanned = hand_written(accumulation.scanned(problem), 8, optimizer=sgd)
+    multi_steps = hand_written(
+        problem,
+        8,
+        optimizer=optax.MultiSteps(sgd, k).gradient_transformation(),
+        batches=accumulation.microbatches(problem.batch, 8),
+    )
+    for candidate in (large, scanned, multi_steps):
+        candidate.run(3)
+    wanted = jax.tree.leaves(large.state[0])
+    moved = jax.tree.map(lambda new, old: abs(new - old).max(), wanted, _leaves(problem))
+    assert max(moved) > 1e-3
+    for candidate in (scanned, multi_steps):
+        for got, leaf in zip(jax.tree.leaves(candidate.state[0]), wanted, strict=True):
+            np.testing.assert_allclose(got, leaf, rtol=1e-5, atol=1e-6)
+
+
+def _leaves(problem: Any) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(problem.params)]
+
+
+def test_accumulation_is_the_same_step_and_sends_once_where_multi_steps_sends_four_times():
+    problem = transformer(2 * accumulation.MICROBATCHES, layers=1, width=32)
+    candidates = accumulation.make_candidates(problem, 2)
+    least = 2 * (2 - 1) / 2 * sum(leaf.nbytes for leaf in _leaves(problem))
+    assert candidates[0].communication().lower_bound == least
+    sent = {candidate.name: candidate.bytes_sent() / least for candidate in candidates}
+    assert sent == {
+        OURS_SHARDED: pytest.approx(1, rel=0.01),
+        OURS_REPLICATED: pytest.approx(1, rel=0.01),
+        HAND_WRITTEN_SCAN: pytest.approx(1, rel=0.01),
+        HAND_WRITTEN_MULTI_STEPS: pytest.approx(4, rel=0.01),
+    }
+    _, differences = interleave(candidates, 2, lambda _: None)
+    assert max(differences.values()) < 1e-5
+
+
+def test_the_average_by_hand_follows_numpy():
+    problem, decay = mlp(1_000, 2), 0.9
+    candidate = hand_written(problem, 2, optimizer=optax.sgd(0.1), ema=decay)
+    wanted = [leaf.astype(np.float64) for leaf in _leaves(problem)]
+    for _ in range(3):
+        candidate.run(1)
+        params = [np.float64(leaf) for leaf in jax.tree.leaves(candidate.state[0])]
+        wanted = [decay * w + (1 - decay) * p for w, p in zip(wanted, params, strict=True)]
+    for got, want in zip(jax.tree.leaves(candidate.state[2]), wanted, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_an_average_in_parts_is_a_part_of_it_and_a_whole_one_all_of_it():
+    problem = mlp(20_000, 2)
+    kept, bare = (ema.make_candidates(problem, 2, decay) for decay in (0.999, None))
+    whole = sum(leaf.nbytes for leaf in _leaves(problem))
+    more = [one.bytes_held() - other.bytes_held() for one, other in zip(kept, bare, strict=True)]
+    # Vectors are not split.
+    assert more == [pytest.approx(whole / 2, rel=0.02), whole, whole]
+    assert [one.name for one in bare] == [ema.without_average(one.name) for one in kept]
 
 
 def test_ratios_are_taken_within_rounds():
@@ -150,6 +223,28 @@ def test_a_step_is_compared_with_the_one_written_by_hand():
     row = dict(zip(table.columns, table.rows[0], strict=True))
     assert row["by hand, ms"] == "5.00"
     assert row[f"{OURS_AUTO} ÷ by hand"] == "0.38"
+
+
+def test_accumulation_is_compared_in_time_and_bytes():
+    seconds = {OURS_SHARDED: [0.010, 0.020], "theirs": [0.040, 0.040]}
+    sent = {OURS_SHARDED: 2e6, "theirs": 8e6}
+    (table,) = make_tables("accumulation", [_result(seconds, sent=sent, least_sent=2e6)])
+    assert table.title == "a problem, 8 shards"
+    row = dict(zip(table.columns, table.rows[1], strict=True))
+    assert (row["candidate"], row["ms per step"], row["ours ÷ this"]) == ("theirs", "40.0", "0.38")
+    assert (row["MB sent"], row["÷ lower bound"]) == ("8.00", "4.000")
+
+
+def test_an_average_costs_the_step_with_it_less_the_one_without():
+    names = (OURS_SHARDED, OURS_REPLICATED, HAND_WRITTEN)
+    seconds = {name: [0.035, 0.055] for name in names}
+    seconds |= {ema.without_average(name): [0.020, 0.030] for name in names}
+    held = dict.fromkeys(seconds, 3_000_000) | dict.fromkeys(names, 5_000_000)
+    (table,) = make_tables("ema", [_result(seconds, held=held)])
+    assert [row[0] for row in table.rows] == list(names)
+    row = dict(zip(table.columns, table.rows[0], strict=True))
+    assert (row["average costs, ms"], row["difference of the minima"]) == ("20.0", "15.0")
+    assert (row["MB of state on one shard"], row["MB of average"]) == ("5.00", "2.00")
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,30 @@ def test_the_table_is_whole_on_every_shard():
     np.testing.assert_allclose(metrics["loss"], loss_fn(W, batch), rtol=1e-5)
 
 
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+def test_microbatches_and_noise_are_of_the_rows_alone(accumulate_steps: int):
+    # The table comes first in the batch, and its five rows do not divide.
+    batch = {"a table": TABLE, "index": RNG.integers(0, 5, size=16), "temperature": 2.0}
+    loss = lambda w, batch: jnp.tanh(
+        batch["a table"][batch["index"]] @ w / batch["temperature"]
+    ).mean()
+    step = make_train_step(
+        loss,
+        optax.sgd(0.1),
+        num_shards=4,
+        accumulate_steps=accumulate_steps,
+        metrics=("noise_variance",),
+        replicated_entries=("a table", "temperature"),
+    )
+    state, metrics = step(step.init(W), batch)
+    of_rows = lambda rows: np.float64(jax.grad(loss)(W, {**batch, "index": batch["index"][rows]}))
+    gradient = of_rows(slice(None))
+    np.testing.assert_allclose(step.model(state), W - 0.1 * gradient, rtol=1e-5)
+    of_shards = np.mean([(of_rows(slice(s, s + 4)) ** 2).sum() for s in range(0, 16, 4)])
+    variance = (of_shards - (gradient**2).sum()) / (1 / 4 - 1 / 16)
+    np.testing.assert_allclose(metrics["noise_variance"], variance, rtol=1e-4)
+
+
 def test_what_is_not_an_entry():
     make = lambda names, weight="mask": make_train_step(
         loss_fn, optax.sgd(0.1), num_shards=2, weight=weight, replicated_entries=names

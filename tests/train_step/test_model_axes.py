@@ -337,8 +337,18 @@ def test_a_parameter_split_over_the_shards_is_refused_by_name():
         step_of(network, optax.sgd(0.1), mesh).init(params)
 
 
-def test_a_parameter_on_another_mesh_is_refused_by_name():
-    params = placed(mesh_of(2, 4), PARAMS, SPLIT)
+# Of other sizes, of the same with other names, and of the same with the devices in another order.
+OTHER_MESHES = {
+    "sizes": (jax.devices(), (2, 4), ("data", "model")),
+    "names": (jax.devices(), (4, 2), ("rows", "model")),
+    "order": (jax.devices()[::-1], (4, 2), ("data", "model")),
+}
+
+
+@pytest.mark.parametrize("other", OTHER_MESHES)
+def test_a_parameter_on_another_mesh_is_refused_by_name(other: str):
+    devices, sizes, names = OTHER_MESHES[other]
+    params = placed(jax.sharding.Mesh(np.reshape(devices, sizes), names), PARAMS, SPLIT)
     with refused(crossshard.ArgumentError, r"params\['down'\].*not the mesh of the step"):
         step_of(network, optax.sgd(0.1), mesh_of(4, 2)).init(params)
 

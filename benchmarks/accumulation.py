@@ -1,0 +1,97 @@
+"""Benchmark of accumulation: four microbatches and one update, ours against MultiSteps."""
+
+import dataclasses
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from benchmarks.baselines import HAND_WRITTEN_MULTI_STEPS, HAND_WRITTEN_SCAN
+from benchmarks.interleave import interleave
+from benchmarks.jax_baselines import JaxCandidate, hand_written, ours
+from benchmarks.options import BenchOptions
+from benchmarks.problem import Problem, adamw
+from benchmarks.progress import Screen
+from benchmarks.result import Result
+from benchmarks.step import problems
+
+MICROBATCHES = 4
+
+_SIZES = (1_000_000, 10_000_000)
+
+
+def measure(options: BenchOptions, screen: Screen) -> Iterator[Result]:
+    """A result for the transformer and for MLPs, with every number of shards."""
+    for name, make in problems(options.quick, _SIZES):
+        for shards in options.shards_for("accumulation"):
+            # Rows for every microbatch of every shard.
+            problem = make(MICROBATCHES * shards)
+            name_and_size = f"{name} of {problem.parameters:,} parameters"
+            told = f"accumulation, {name_and_size}, {shards} shards"
+            screen.tell(f"{told}: compiling")
+            candidates = make_candidates(problem, shards)
+            sent = {candidate.name: candidate.bytes_sent() for candidate in candidates}
+            least = candidates[0].communication().lower_bound
+            screen.tell(told)
+            timing, differences = interleave(candidates, options.rounds, screen.round)
+            # Free memory for the next candidates, as in the benchmark of steps.
+            del candidates
+            gc.collect()
+            yield Result(
+                name_and_size,
+                problem.parameters,
+                shards,
+                timing,
+                differences,
+                sent=sent,
+                least_sent=least,
+            )
+
+
+def make_candidates(problem: Problem, shards: int) -> list[JaxCandidate]:
+    """Steps over all microbatches, with one update each."""
+    multi_steps = optax.MultiSteps(adamw(), every_k_schedule=MICROBATCHES)
+    return [
+        ours(problem, shards, "sharded", accumulate_steps=MICROBATCHES),
+        ours(problem, shards, "replicated", accumulate_steps=MICROBATCHES),
+        hand_written(scanned(problem), shards, name=HAND_WRITTEN_SCAN),
+        hand_written(
+            problem,
+            shards,
+            name=HAND_WRITTEN_MULTI_STEPS,
+            optimizer=multi_steps.gradient_transformation(),
+            batches=microbatches(problem.batch, shards),
+        ),
+    ]
+
+
+def microbatches(batch: Any, shards: int) -> list[Any]:
+    """The batches of MultiSteps' calls: a part of every shard's rows in each."""
+
+    def part(rows: Any, index: int) -> Any:
+        pieces = rows.reshape(shards, MICROBATCHES, -1, *rows.shape[1:])
+        return np.concatenate(pieces[:, index])
+
+    return [
+        jax.tree.map(lambda rows, index=index: part(rows, index), batch)
+        for index in range(MICROBATCHES)
+    ]
+
+
+def scanned(problem: Problem) -> Problem:
+    """The problem with the mean gradient of a shard's microbatches, for one ``pmean``."""
+
+    def value_and_grad(params: Any, batch: Any) -> Any:
+        pieces = jax.tree.map(lambda x: x.reshape(MICROBATCHES, -1, *x.shape[1:]), batch)
+
+        def one(sums: Any, piece: Any) -> Any:
+            return jax.tree.map(jax.numpy.add, sums, problem.value_and_grad(params, piece)), None
+
+        zeros = optax.tree.zeros_like((jax.numpy.float32(0), params))
+        sums, _ = jax.lax.scan(one, zeros, pieces)
+        return jax.tree.map(lambda x: x / MICROBATCHES, sums)
+
+    return dataclasses.replace(problem, value_and_grad=value_and_grad)
