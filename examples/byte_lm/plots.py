@@ -55,12 +55,13 @@ def _draw_training(axes: Axes, steps: list[Step]) -> None:
     window = max(1, len(bits) // 25)
     smooth = np.convolve(bits, np.full(window, 1 / window), mode="valid")
     middles = numbers[: len(smooth)] + (window - 1) / 2
+    mean = f", mean of {window} steps" if window > 1 else ""
     axes.plot(
         middles,
         smooth,
         color=_TRAIN,
         linewidth=1.8,
-        label=f"training, mean of {window} steps: {smooth[-1]:.2f}",
+        label=f"training{mean}: {smooth[-1]:.2f}",
     )
 
 
