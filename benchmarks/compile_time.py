@@ -6,6 +6,7 @@ interpreter, since JAX remembers what it has traced and compiled.
 
 import argparse
 import collections
+import datetime
 import json
 import os
 import re
@@ -13,6 +14,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 SHARDS = 8
@@ -25,42 +29,75 @@ _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 
 
 def main() -> None:
-    """Builds every step and prints a table of seconds."""
+    """Builds every step in turn, and prints or writes a table of seconds."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--leaves", type=int, default=500, help="arrays of parameters")
     parser.add_argument("--width", type=int, default=64, help="columns of a matrix")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each step is built")
     parser.add_argument("--passes", action="store_true", help="list the slowest passes of XLA")
-    parser.add_argument("--step", choices=STEPS, help="only this and the one by hand")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help="write a page, such as docs/benchmarks/x.md")
+    parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child:
+    if options.step:
         print(json.dumps(_build(options.step, options.leaves, options.width)))
         return
-    print(
-        f"{options.leaves} arrays, {SHARDS} shards on virtual CPU devices, AdamW. Seconds of "
-        f"processor time, and by the clock in brackets.\n\n"
-        f"| step | init | trace and lower | compile | all | ÷ by hand | ÷ by hand, with init |\n"
-        f"|---|--:|--:|--:|--:|--:|--:|"
-    )
-    slow, by_hand = {}, None
-    for name in dict.fromkeys(("hand-written", options.step)) if options.step else STEPS:
-        row, log = _in_a_process(name, options)
-        cells = [f"{row[phase][0]:.1f} ({row[phase][1]:.1f})" for phase in ("init", "lower")]
-        cells.append(f"{row['compile'][0]:.1f} ({row['compile'][1]:.1f})")
-        cells.append("{:.1f} ({:.1f})".format(*map(sum, zip(*row.values(), strict=True))))
-        by_hand = by_hand or row
-        for phases in (("lower", "compile"), tuple(row)):
-            ours, theirs = (sum(each[phase][0] for phase in phases) for each in (row, by_hand))
-            cells.append(f"{ours / theirs:.2f}")
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
-        slow[name] = _slow_passes(log)
+    rows, slow = collections.defaultdict(list), {}
+    for number in range(options.rounds):
+        for name in STEPS:
+            print(f"\rround {number + 1} of {options.rounds}: {name:<13}", end="", file=sys.stderr)
+            row, log = _in_a_process(name, options)
+            rows[name].append(row)
+            slow[name] = _slow_passes(log)
+    print(file=sys.stderr)
+    table = _table(rows)
+    print(table)
     if options.passes:
         for name, passes in slow.items():
             print(f"\n{name}: " + ", ".join(f"{each} {taken:.1f}" for each, taken in passes))
+    if options.out is not None:
+        options.out.write_text(_page(table, options), encoding="utf-8")
+
+
+def _table(rows: dict[str, list[dict[str, tuple[float, float]]]]) -> str:
+    """The medians over the rounds, of seconds and of ratios within a round."""
+    lines = [
+        "| step | init | trace and lower | compile | step ÷ by hand | with init ÷ by hand |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for name, found in rows.items():
+        cells = []
+        for phase in ("init", "lower", "compile"):
+            processor, clock = (median(row[phase][kind] for row in found) for kind in (0, 1))
+            cells.append(f"{processor:.1f} ({clock:.1f})")
+        for phases in (("lower", "compile"), ("init", "lower", "compile")):
+            sums = lambda row, phases=phases: sum(row[phase][0] for phase in phases)
+            pairs = zip(found, rows["hand-written"], strict=True)
+            cells.append(f"{median(sums(ours) / sums(theirs) for ours, theirs in pairs):.2f}")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _page(table: str, options: argparse.Namespace) -> str:
+    paragraphs = (
+        "# Compile time",
+        f"A step with {options.leaves} arrays of parameters, half of them {options.width} × "
+        f"{options.width} and half of {options.width} elements, and AdamW on {SHARDS} virtual CPU "
+        f"devices. Seconds of processor time, and by the clock in brackets: medians of "
+        f"{options.rounds} rounds, in which each step is built in turn in an interpreter of its "
+        f"own. Ratios are of processor time, within a round.",
+        table,
+        "A step of ours sends small arrays in buckets, for which XLA compiles kernels that copy "
+        "arrays in and read them out; by hand each array is an operand of one all-reduce. `init` "
+        "traces the update to find out whether its state keeps its structure, and for a sharded "
+        "step a second time, on the slices of one shard, to find out whether it is elementwise.",
+        f"JAX {version('jax')}, {datetime.datetime.now(datetime.UTC):%Y-%m-%d}. To repeat: "
+        f"`python -m benchmarks.compile_time`.",
+    )
+    return "\n\n".join(paragraphs) + "\n"
 
 
 def _in_a_process(name: str, options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    arguments = ["--child", "--step", name, "--leaves", options.leaves, "--width", options.width]
+    arguments = ["--step", name, "--leaves", options.leaves, "--width", options.width]
     environment = {
         **os.environ,
         **(_LOG if options.passes else {}),
