@@ -172,6 +172,17 @@ def test_signals_go_to_all_processes(number: signal.Signals):
     assert ran.returncode == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGQUIT])
+def test_a_signal_that_ends_them_is_the_code(number: signal.Signals):
+    # Python's own words on Ctrl-C are left out.
+    waits = f"import signal, time; signal.signal({int(number)}, signal.SIG_DFL); print('ready')\n"
+    ran = launch("-n", 2, *python(waits + "time.sleep(600)"))
+    assert len([ran.stdout.readline() for _ in range(2)]) == 2
+    ran.send_signal(number)
+    _, err = ran.communicate(timeout=PATIENCE)
+    assert (ran.returncode, err) == (128 + number, "")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

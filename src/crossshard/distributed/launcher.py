@@ -18,7 +18,9 @@ from crossshard.errors import ArgumentError
 GRACE_SECONDS = 10.0
 # How long to read what a process wrote after it ended, if one that it started keeps its pipe.
 _DRAIN_SECONDS = 1.0
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_PASSED_ON = tuple(
+    getattr(signal, f"SIG{name}") for name in ("INT", "QUIT", "TERM", "HUP", "USR1", "USR2")
+)
 
 
 def launch(
@@ -61,8 +63,9 @@ def launch(
                 processes.append(_start(command, number, own, address, cpu_devices))
                 readers += _readers(processes[-1], own, number, lines, stdout, stderr)
             writer.start()
-            code, why = _wait(processes, received)
-            if why and number > 1:
+            code, why = _wait(processes)
+            # After Ctrl-C everybody knows why.
+            if why and number > 1 and not received:
                 lines.put((stderr, f"crossshard: {why}; the others are ended.\n".encode()))
         finally:
             _end(processes, grace)
@@ -164,7 +167,7 @@ def _signals_go_to(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[lis
             signal.signal(number, handler)
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], received: list[int]) -> tuple[int, str]:
+def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> tuple[int, str]:
     """Wait until all processes have ended well, or one has not; its code, and which it was."""
     left = dict(enumerate(processes))
     while left:
