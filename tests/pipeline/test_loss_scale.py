@@ -260,7 +260,13 @@ def test_what_is_not_a_loss_scale_is_refused(bad: Any):
     [
         {"initial": 0.0},
         {"initial": float("inf")},
+        {"initial": float("nan")},
+        {"initial": 1e39},
+        {"initial": 1e-46},
         {"growth_interval": 0},
+        {"growth_interval": 1.5},
+        {"growth_interval": float("inf")},
+        {"growth_interval": 2**31},
         {"growth_factor": 0.5},
         {"backoff_factor": 1.0},
         {"backoff_factor": 0.0},
@@ -269,3 +275,15 @@ def test_what_is_not_a_loss_scale_is_refused(bad: Any):
 def test_numbers_that_make_no_scale_are_refused(bad: dict[str, float]):
     with pytest.raises(crossshard.ArgumentError, match=next(iter(bad))):
         DynamicLossScale(**bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["initial", "growth_interval", "growth_factor", "backoff_factor"])
+@pytest.mark.parametrize("bad", ["8", None, True, [8.0], np.ones(2)])
+def test_what_is_no_number_is_named(name: str, bad: Any):
+    with pytest.raises(crossshard.ArgumentTypeError, match=f"takes numbers; got {name}="):
+        DynamicLossScale(**{name: bad})
+
+
+def test_numbers_of_numpy_make_a_scale():
+    scale = DynamicLossScale(np.float32(8), growth_interval=np.int64(2))
+    assert float(scale.init(None).scale) == 8.0

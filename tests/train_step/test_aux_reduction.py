@@ -99,6 +99,27 @@ def test_what_cannot_be_reduced():
     step = step_of({"other": "mean"}, has_aux=True)
     with pytest.raises(ArgumentError, match="must begin as aux does"):
         step(step.init(W), BATCH)
-    step = step_of("mean", has_aux=True)
-    with pytest.raises(ArgumentTypeError, match=r"aux\['count'\] is int32.*'sum'"):
-        step(step.init(W), BATCH)
+    for steps in (1, 2):
+        step = step_of("mean", has_aux=True, accumulate_steps=steps)
+        with pytest.raises(ArgumentTypeError, match=r"aux\['count'\] is int32.*'sum'"):
+            step(step.init(W), BATCH)
+
+
+def flags(w: Any, batch: Any) -> tuple[jax.Array, Any]:
+    return (w * batch).mean(), {"key": jax.random.key(0), "positive": batch[0, 0] > 0}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", ["key", "positive"])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_keys_and_flags_are_named(reduction: str, name: str, steps: int):
+    step = make_train_step(
+        flags,
+        optax.sgd(0.1),
+        num_shards=2,
+        has_aux=True,
+        accumulate_steps=steps,
+        aux_reduction={"key": "per_shard", "positive": "per_shard"} | {name: reduction},
+    )
+    with pytest.raises(ArgumentTypeError, match=rf"aux\['{name}'\] is .*'per_shard'"):
+        step(step.init(np.ones(3, np.float32)), X)

@@ -38,7 +38,8 @@ def loss_fn(params: Any, stats: Any, batch: Any) -> tuple[jax.Array, Any]:
 
 OPTIMIZERS = {
     "sgd": optax.sgd(0.1),
-    "adamw": optax.adamw(1e-2),
+    # With a smaller eps, the rounding of a gradient near zero would be as large as a step.
+    "adamw": optax.adamw(1e-2, eps=1e-3),
     "clip": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)),
 }
 
@@ -138,6 +139,32 @@ def test_a_shard_without_weight_does_not_count(kind: str):
         own = [means[0], 2, means[1], 2]
         np.testing.assert_allclose(state.model_state["mean"], own, rtol=1e-6)
         np.testing.assert_array_equal(state.model_state["count"], [4, 3, 4, 3])
+
+
+@pytest.mark.parametrize("kind", ["mean", "per_shard"])
+def test_a_microbatch_without_weight_does_not_count(kind: str):
+    step = make_train_step(
+        counting,
+        optax.sgd(0.1),
+        num_shards=2,
+        model_state=kind,
+        weight="mask",
+        accumulate_steps=2,
+    )
+    state = step.init(np.float32(1), model_state={"mean": np.float32(2), "count": 3})
+    # Without rows: the second microbatch of shard 0, and the first of shard 1.
+    mask = np.array([1, 1, 0, 0, 0, 0, 1, 0])
+    state, metrics = step(state, {"x": X[0][:8], "mask": mask})
+    rows = X[0][:8].sum(1)
+    own = 0.5 * (2 + np.array([rows[:2].mean(), rows[6]]))
+    np.testing.assert_allclose(metrics["loss"], rows[mask > 0].mean(), rtol=1e-5)
+    if kind == "mean":
+        merged = step.model(state)[1]
+        np.testing.assert_allclose(merged["mean"], (2 * own[0] + own[1]) / 3, rtol=1e-6)
+        assert merged["count"] == 5
+    else:
+        np.testing.assert_allclose(state.model_state["mean"], own, rtol=1e-6)
+        np.testing.assert_array_equal(state.model_state["count"], [4, 4])
 
 
 # Equinox, keys, aux.

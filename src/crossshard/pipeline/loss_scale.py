@@ -2,14 +2,18 @@
 
 import dataclasses
 import functools
+import numbers
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.scalars import is_inexact, is_number
 from crossshard.pipeline.stage import Environment, Gradients, Stage
+
+_SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 class LossScaleState(NamedTuple):
@@ -48,17 +52,25 @@ class DynamicLossScale(Stage):
     backoff_factor: float = 0.5
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, numbers.Real):
+                raise ArgumentTypeError(
+                    f"DynamicLossScale takes numbers; got {field.name}={value!r:.60} "
+                    f"({type(value).__name__})."
+                )
         wanted = {
-            "initial": 0 < self.initial < float("inf"),
-            "growth_interval": self.growth_interval == int(self.growth_interval) > 0,
-            "growth_factor": 1 <= self.growth_factor < float("inf"),
+            "initial": _SMALLEST <= self.initial <= _LARGEST,
+            "growth_interval": self.growth_interval % 1 == 0 < self.growth_interval < 2**31,
+            "growth_factor": 1 <= self.growth_factor < np.inf,
             "backoff_factor": 0 < self.backoff_factor < 1,
         }
         for name, is_good in wanted.items():
             if not is_good:
                 raise ArgumentError(
-                    f"DynamicLossScale takes initial > 0, growth_interval >= 1, growth_factor >= 1 "
-                    f"and 0 < backoff_factor < 1; got {name}={getattr(self, name)!r}."
+                    f"DynamicLossScale takes initial > 0 and finite in float32, growth_interval a "
+                    f"whole number >= 1, growth_factor >= 1 and 0 < backoff_factor < 1; got "
+                    f"{name}={getattr(self, name)!r}."
                 )
 
     def init(self, params: Any) -> LossScaleState:

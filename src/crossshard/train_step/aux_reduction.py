@@ -50,11 +50,17 @@ def check_aux_reduction(reduction: Any, has_aux: bool) -> Any:
 
 
 def of_microbatches(reduction: Any, aux: Any, weights: jax.Array | None) -> Any:
-    """A shard's ``aux`` from that of its microbatches, stacked; per shard it stays stacked."""
+    """A shard's ``aux`` from that of its microbatches, stacked; per shard it stays stacked.
 
-    def one(leaf: Any, each: AuxReduction) -> Any:
+    Raises:
+      ArgumentError: the reductions are not a prefix of ``aux``.
+      ArgumentTypeError: a leaf cannot be reduced so.
+    """
+
+    def one(path: Any, leaf: Any, each: AuxReduction) -> Any:
         if each is AuxReduction.PER_SHARD:
             return leaf
+        _check_reducible(path, leaf, each)
         if each is AuxReduction.SUM:
             own = leaf if weights is None else jax.vmap(to_sum)(leaf, weights)
             return own.sum(0, dtype=leaf.dtype)
@@ -63,7 +69,7 @@ def of_microbatches(reduction: Any, aux: Any, weights: jax.Array | None) -> Any:
         total = jax.vmap(to_average)(leaf, weights).sum(0)
         return average(total, weights.sum()).astype(leaf.dtype)
 
-    leaves = [one(leaf, each) for (_, leaf), each in _pairs(reduction, aux)]
+    leaves = [one(path, leaf, each) for (path, leaf), each in _pairs(reduction, aux)]
     return jax.tree.structure(aux).unflatten(leaves)
 
 

@@ -144,11 +144,11 @@ def check_equal(state: Any, after: Callable[..., Any], own: Any) -> None:
 
 
 def unless_weightless(kind: ModelState | None, weight: jax.Array, after: Any, before: Any) -> Any:
-    """A shard's state after the loss, unchanged if it has weight 0."""
+    """A shard's state after the loss of some rows, unchanged if they have weight 0."""
 
     def one(new: Any, old: Any) -> Any:
-        # Counters and random streams of a module go on.
-        keeps = kind is ModelState.PER_SHARD or (kind is None and is_inexact(new))
+        # Counters and random streams go on, unless each shard has its own.
+        keeps = kind is ModelState.PER_SHARD or is_inexact(new)
         return jnp.where(weight != 0, new, old) if keeps else new
 
     return jax.tree.map(one, after, before)
