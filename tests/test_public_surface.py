@@ -8,7 +8,7 @@ import crossshard
 
 PUBLIC = """
     Collective Communication CrossShardOptimizer CrossShardState DynamicLossScale Environment
-    Gradients Incoming
+    Gradients Incoming Nonfinite NonfiniteState
     Optimizer PER_SHARD Placement REPLICATED Reduction ShardContext Stage TrainState TrainStep
     all_to_all batch_parallel collective_permute cpu_devices cross_replica_sum
     get_shard_context grad inspect is_per_shard make_train_step replicate rewrite set_per_shard
@@ -17,7 +17,7 @@ PUBLIC = """
     ArgumentError ArgumentTypeError AxisError CommunicationError CrossshardError
     DeadlockWarning DistributedError WeightUpdateError
     DoubleReductionError GroupAssignmentError IncomingError NestedContextError
-    NestedReductionError ShardContextError ShardContextWarning VariableError
+    NestedReductionError NonfiniteError ShardContextError ShardContextWarning VariableError
 """.split()
 
 

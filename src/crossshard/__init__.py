@@ -12,6 +12,7 @@ from crossshard.inspection import Collective, Communication, inspect
 from crossshard.optimizer.cross_shard_optimizer import CrossShardOptimizer
 from crossshard.optimizer.optimizer import Optimizer
 from crossshard.pipeline.loss_scale import DynamicLossScale
+from crossshard.pipeline.nonfinite import Nonfinite, NonfiniteState
 from crossshard.pipeline.stage import Environment, Gradients, Stage
 from crossshard.pipeline.state import CrossShardState
 from crossshard.runners.runners import (
@@ -49,6 +50,8 @@ __all__ = [
     "Environment",
     "Gradients",
     "Incoming",
+    "Nonfinite",
+    "NonfiniteState",
     "Optimizer",
     "PerShardArray",
     "Placement",

@@ -13,6 +13,7 @@ __all__ = [
     "IncomingError",
     "NestedContextError",
     "NestedReductionError",
+    "NonfiniteError",
     "ShardContextError",
     "ShardContextWarning",
     "VariableError",
@@ -83,6 +84,14 @@ class NestedReductionError(CrossshardError, ValueError):
 
     Mistake: ``CrossShardOptimizer(CrossShardOptimizer(optax.sgd(0.1)))``.
     Fix: ``CrossShardOptimizer(optax.sgd(0.1))``.
+    """
+
+
+class NonfiniteError(CrossshardError, FloatingPointError):
+    """Gradients are not finite, at more steps in a row than ``nonfinite`` allows.
+
+    Mistake: a batch with NaN, under ``make_train_step(..., nonfinite="raise")``.
+    Fix: mend the batch that it names; or ``nonfinite="quarantine"``, which leaves its shard out.
     """
 
 

@@ -80,6 +80,9 @@ class CrossShardOptimizer(Optimizer):
         bits are rounded from them.
       ema: the decay of a moving average of the parameters, such as 0.999, which the state holds:
         ``optax.tree.get(state, "ema")``.
+      nonfinite: what to do about a gradient that is NaN or infinite: ``"quarantine"`` leaves the
+        shard out of the mean, ``"skip"`` leaves parameters and state as they were, on all shards.
+        ``state.nonfinite`` names the shard and the leaf. See ``Nonfinite``.
       axis_name: the mesh axes of the shards; inferred from the bound axes if ``None``.
       incoming: the default of ``update``'s ``incoming``.
       weight_update: ``"replicated"``, or ``"sharded"``: each shard updates its slice of the
@@ -117,6 +120,7 @@ class CrossShardOptimizer(Optimizer):
         loss_scale: Any = None,
         master_dtype: Any = None,
         ema: float | None = None,
+        nonfinite: Any = None,
         axis_name: str | tuple[str, ...] | None = None,
         incoming: str | None = None,
         weight_update: str = WeightUpdate.REPLICATED,
@@ -138,6 +142,7 @@ class CrossShardOptimizer(Optimizer):
                 loss_scale=loss_scale,
                 master_dtype=master_dtype,
                 ema=ema,
+                nonfinite=nonfinite,
             ),
         )
         if check_accumulate_steps(accumulate_steps) > 1:

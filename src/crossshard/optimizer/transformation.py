@@ -21,6 +21,7 @@ from crossshard.gradients.nesting import refuse_nesting
 from crossshard.pipeline.arrays import Arrays, LocalParts, WholeArrays
 from crossshard.pipeline.arrive import arrive
 from crossshard.pipeline.blocks import check_blocks
+from crossshard.pipeline.nonfinite import OnNonfinite
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.plan import UpdatePlan, WeightUpdate, plan_update
 from crossshard.pipeline.preprocess import Preprocess
@@ -100,6 +101,12 @@ class Transformation:
         **extra_args: Any,
     ) -> tuple[optax.Updates, CrossShardState, Gradients]:
         """``update`` on a state without the axis of the shards; also the reduced gradients."""
+        nonfinite = self.pipeline.nonfinite
+        if nonfinite is not None and nonfinite.action is OnNonfinite.RAISE:
+            raise ArgumentError(
+                "nonfinite='raise' is for make_train_step, since compiled code cannot raise. Pass "
+                "'skip' or 'quarantine', and read state.nonfinite after the step."
+            )
         with jax.named_scope(self.name):
             shards = self.pipeline.shards()
             own = [self.pipeline.optimizer]

@@ -1,7 +1,6 @@
 """Loss scale: gradients of a scaled loss in float16, and the skipping of steps that overflow."""
 
 import dataclasses
-import functools
 import numbers
 from typing import Any, NamedTuple
 
@@ -10,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.gradients.scalars import is_inexact, is_number
+from crossshard.gradients.scalars import is_number
+from crossshard.pipeline.nonfinite import all_finite
 from crossshard.pipeline.stage import Environment, Gradients, Stage
 
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -82,7 +82,7 @@ class DynamicLossScale(Stage):
         self, gradients: Gradients, state: LossScaleState, environment: Environment
     ) -> tuple[Gradients, LossScaleState]:
         """The same reduced gradients, skipped if they are not finite; and the next scale."""
-        finite = _all_finite(gradients.values, environment)
+        finite = all_finite(gradients.values, environment)
         grows = state.good_steps + 1 >= self.growth_interval
         # Bounded, so that neither the scale nor its inverse becomes infinite or zero.
         grown = jnp.minimum(state.scale * self.growth_factor, 2.0**120)
@@ -104,13 +104,6 @@ class DynamicLossScale(Stage):
     def describe(self) -> str:
         """``skip if not finite``."""
         return "skip if not finite"
-
-
-def _all_finite(values: Any, environment: Environment) -> jax.Array:
-    """bool[]: whether the reduced gradients are finite, the same on all shards."""
-    leaves = [leaf for leaf in jax.tree.leaves(values) if is_inexact(leaf)]
-    finite = functools.reduce(jnp.logical_and, (jnp.isfinite(leaf).all() for leaf in leaves))
-    return environment.on_all_shards(finite, of_parts=True)
 
 
 def check_loss_scale(loss_scale: Any) -> DynamicLossScale | None:

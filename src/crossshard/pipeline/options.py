@@ -8,6 +8,7 @@ from crossshard.pipeline.loss_scale import check_loss_scale
 from crossshard.pipeline.masters import check_master_dtype
 from crossshard.pipeline.metrics import check_metrics
 from crossshard.pipeline.moving_average import check_ema
+from crossshard.pipeline.nonfinite import check_nonfinite
 
 
 def check_options(
@@ -17,6 +18,7 @@ def check_options(
     master_dtype: Any = None,
     ema: Any = None,
     metrics: Any = (),
+    nonfinite: Any = None,
 ) -> dict[str, Any]:
     """The fields of a ``Pipeline`` for the options that are not left out.
 
@@ -29,6 +31,7 @@ def check_options(
         "master_dtype": check_master_dtype(master_dtype),
         "ema": check_ema(ema),
         "metrics": check_metrics(metrics),
+        "nonfinite": check_nonfinite(nonfinite),
     }
     return {name: value for name, value in checked.items() if value}
 

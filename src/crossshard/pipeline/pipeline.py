@@ -23,6 +23,7 @@ from crossshard.pipeline.loss_scale import DynamicLossScale
 from crossshard.pipeline.masters import with_masters
 from crossshard.pipeline.metrics import Metrics
 from crossshard.pipeline.moving_average import with_moving_average
+from crossshard.pipeline.nonfinite import Nonfinite, check_fits
 from crossshard.pipeline.optimize import apply_optimizer, takes_value
 from crossshard.pipeline.plan import UpdateStrategy
 from crossshard.pipeline.preprocess import as_local
@@ -43,7 +44,9 @@ _UPDATES = {
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """Local gradient → accumulate → preprocess → weigh → aggregate → guard → optimizer → gather.
+    """From local gradients to updated parameters.
+
+    Accumulate → quarantine → preprocess → weigh → aggregate → guard → optimizer → gather.
 
     Attributes:
       inner: the inner optimizer, as the user passed it.
@@ -55,6 +58,7 @@ class Pipeline:
       preprocess: the stage on local gradients; ``None`` without one.
       reduce_dtype: the dtype in which gradients are sent; ``None`` for their own, or float32.
       loss_scale: the stage that skips steps that overflow; ``None`` without one.
+      nonfinite: the stage that keeps out what is not finite; ``None`` without one.
       master_dtype: the dtype of master weights; ``None`` without them.
       ema: the decay of the moving average of the parameters; ``None`` without one.
       metrics: the metrics of each update.
@@ -69,9 +73,14 @@ class Pipeline:
     preprocess: Stage | None = None
     reduce_dtype: Any = None
     loss_scale: DynamicLossScale | None = None
+    nonfinite: Nonfinite | None = None
     master_dtype: Any = None
     ema: float | None = None
     metrics: Metrics = dataclasses.field(default_factory=Metrics)
+
+    def __post_init__(self) -> None:
+        if self.nonfinite is not None:
+            check_fits(self.nonfinite, self.reduction, has_loss_scale=self.loss_scale is not None)
 
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformationExtraArgs:
@@ -97,6 +106,7 @@ class Pipeline:
             preprocess=own(self.preprocess),
             aggregate=self.aggregate.init(params),
             loss_scale=own(self.loss_scale),
+            nonfinite=own(self.nonfinite),
             metrics=self.metrics.init(self.optimizer, inner_state),
             inner_state=inner_state,
         )
@@ -158,6 +168,8 @@ class Pipeline:
         refuse_nesting()
         dtypes = self._dtypes(gradients, environment.params)
         gradients = self._as_local(gradients, environment)
+        if self.nonfinite is not None:
+            gradients = self.nonfinite.report(gradients, environment)
         if self.preprocess is not None:
             gradients, after = self.preprocess.update(gradients, state.preprocess, environment)
             state = state._replace(
@@ -179,6 +191,8 @@ class Pipeline:
             return as_local(gradients, environment, "preprocess applies to")
         if gradients.weight is not None:
             return as_local(gradients, environment, "weight multiplies")
+        if self.nonfinite is not None:
+            return as_local(gradients, environment, "nonfinite checks")
         if self.metrics.needs_local:
             return as_local(gradients, environment, f"metrics={self.metrics.names} measures")
         return gradients
@@ -199,6 +213,9 @@ class Pipeline:
         if self.loss_scale is not None:
             gradients, after = self.loss_scale.update(gradients, state.loss_scale, environment)
             state = state._replace(loss_scale=after)
+        if self.nonfinite is not None:
+            gradients, found = self.nonfinite.update(gradients, state.nonfinite, environment)
+            state = state._replace(nonfinite=found)
         # Only optimizers that take the loss of a whole step get it; explicit arguments always pass.
         given, takes_loss = environment.extra_args, takes_value(self.optimizer)
         extra = {k: x for k, x in gradients.extra.items() if k in given or takes_loss}
@@ -233,24 +250,32 @@ class Pipeline:
         over = "all shards" if self.groups is None else f"groups {self.groups}"
         axes = f" on {', '.join(self.axis_name)}" if self.axis_name else ""
         wire = f" in {self.reduce_dtype}" if self.reduce_dtype is not None else ""
-        weigh = Weigh() if weighted else None
+        weigh = Weigh() if weighted or self.excludes_shards else None
+        guard = self.loss_scale or self.nonfinite
         update, *gather = ["update"] if strategy is None else _UPDATES[strategy]
         masters = [] if self.master_dtype is None else [f"{self.master_dtype} masters"]
         average = [] if self.ema is None else [f"moving average {self.ema}"]
         if masters or average:
             update += f" ({', '.join([*masters, *average])})"
-        local = (self.accumulate, self.preprocess, weigh)
+        local = (self.preprocess, weigh)
         stages = [
             f"{self.incoming} gradient" if self.incoming else "local gradient",
+            *([] if self.accumulate is None else [self.accumulate.describe()]),
+            *(["quarantine"] if self.excludes_shards else []),
             *(stage.describe() for stage in local if stage is not None),
             f"{self.aggregate.describe()} over {over}{axes}{wire}",
-            *([] if self.loss_scale is None else [self.loss_scale.describe()]),
+            *([] if guard is None else [guard.describe()]),
             update,
             *gather,
         ]
         return " → ".join(stages)
 
     # Queries of the callers before they call it.
+
+    @property
+    def excludes_shards(self) -> bool:
+        """Whether a shard whose gradient is not finite does not count."""
+        return self.nonfinite is not None and self.nonfinite.excludes_shards
 
     def placements(self, state: CrossShardState, inner: Any = ()) -> CrossShardState:
         """The placement of each array of a state, given those of the inner optimizer."""
@@ -261,6 +286,7 @@ class Pipeline:
             preprocess=own(self.preprocess, state.preprocess),
             aggregate=own(self.aggregate, state.aggregate),
             loss_scale=own(self.loss_scale, state.loss_scale),
+            nonfinite=own(self.nonfinite, state.nonfinite),
             metrics=jax.tree.map(lambda _: of_metrics, state.metrics),
             inner_state=inner,
         )

@@ -14,6 +14,7 @@ class CrossShardState(NamedTuple):
       preprocess: the state of the preprocessor, one per shard.
       aggregate: the state of the aggregator; ``()`` for the mean and the sum.
       loss_scale: a ``LossScaleState``.
+      nonfinite: a ``NonfiniteState``: what was not finite at the last update.
       metrics: the requested metrics of the last update, by name, float32[].
       inner_state: the state of the inner optimizer.
 
@@ -27,5 +28,6 @@ class CrossShardState(NamedTuple):
     preprocess: Any = ()
     aggregate: Any = ()
     loss_scale: Any = ()
+    nonfinite: Any = ()
     metrics: Any = ()
     inner_state: Any = ()

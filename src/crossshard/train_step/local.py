@@ -159,6 +159,13 @@ class Loss:
 
         model_states.check_equal(state.model_state, of_own, (rows, keys))
 
+    def with_weight(self, local: Local, weight: jax.Array, before: TrainState) -> Local:
+        """What one shard computes, with another weight: with 0 its model state stays as before."""
+        after = model_states.unless_weightless(
+            self.model_state, weight, local.model_state, before.model_state
+        )
+        return local._replace(weight=weight, model_state=after)
+
     # What is reduced with the gradients.
 
     def sums(self, local: Local) -> dict[str, Any]:

@@ -46,6 +46,7 @@ def make_train_step(
     loss_scale: Any = None,
     master_dtype: Any = None,
     ema: float | None = None,
+    nonfinite: Any = None,
     wrt: Any = None,
     model_state: str | None = None,
     aux_reduction: Any = None,
@@ -84,10 +85,13 @@ def make_train_step(
       metrics: names of further metrics: ``"grad_norm"``, ``"local_grad_norm"``, ``"update_norm"``,
         ``"param_norm"``, ``"learning_rate"``, ``"noise_scale"``, ``"noise_variance"``,
         ``"noise_signal"``.
-      reduce_dtype: as for a CrossShardOptimizer, like the three below.
+      reduce_dtype: as for a CrossShardOptimizer, like the four below.
       loss_scale: ``"dynamic"``, or a ``DynamicLossScale``.
       master_dtype: the dtype of master weights.
       ema: the decay of a moving average of the parameters: ``step.model(state, ema=True)``.
+      nonfinite: ``"quarantine"``, ``"skip"``, ``"raise"`` or a ``Nonfinite``. What was found is in
+        ``metrics["nonfinite"]``; after ``limit`` steps in a row the next call but one raises
+        ``NonfiniteError``, and the state that it was given is as it was.
       wrt: what is trained: an NNX filter, such as ``nnx.LoRAParam``, for a module, or a function
         of path and leaf, ``(path, leaf) -> bool``, for a pytree; all parameters if ``None``. What
         is not trained is neither differentiated nor sent, and has no optimizer state.
@@ -130,6 +134,7 @@ def make_train_step(
         "loss_scale": loss_scale,
         "master_dtype": master_dtype,
         "ema": ema,
+        "nonfinite": nonfinite,
     }
     refuse_variables_behind(optimizer)
     pipeline = pipeline_of(optimizer, **options)

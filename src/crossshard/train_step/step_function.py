@@ -82,9 +82,13 @@ class StepFunction:
             own = layout.local(state)
             scale = own.opt_state.loss_scale.scale if self.pipeline.loss_scale else None
             local = self.loss.differentiate(own, batch, shards, plan.unread, scale)
-            gradients = self._arrive(local, shards)
             rows = self.loss.number_of_rows(batch)
             here = dataclasses.replace(environment, params=own.params, examples=rows)
+            weight = local.weight
+            if self.pipeline.nonfinite is not None and self.pipeline.excludes_shards:
+                own_weight = self.pipeline.nonfinite.weight(local.values, weight, here)
+                local = self.loss.with_weight(local, own_weight, own)
+            gradients = self._arrive(local, shards).replace(weight=weight)
             after = dataclasses.replace(own, step=own.step + 1)
             metrics: dict[str, Any] = {}
             with jax.named_scope(self.name):
@@ -102,13 +106,13 @@ class StepFunction:
                 after = _unless_skipped(gradients.skip, after, own, here)
                 metrics = self._metrics_of_stages(own, after, gradients.skip)
             metrics["loss"] = gradients.extra["value"]
-            if gradients.weight is not None:
+            if self.loss.weight is not None:
                 metrics["weight"] = gradients.weight
             if grouped:
                 metrics = jax.tree.map(lambda x: x[None], metrics)
             if self.loss.has_aux:
                 metrics["aux"] = self.loss.reduced_aux(local, gradients, number, grouped)
-            reduced = gradients.values, gradients.sums, gradients.skip
+            reduced = gradients.values, gradients.weight, gradients.sums, gradients.skip
             return layout.stored(after), metrics, reduced if is_global else None
 
         of_group = each if grouped else PartitionSpec()
@@ -127,16 +131,14 @@ class StepFunction:
             mesh=mesh,
             axis_names=frozenset(names),
             in_specs=(specs, specs_of(batch, self.loss.replicated_entries, each)),
-            out_specs=(specs, metric_specs, (split, whole, whole) if is_global else None),
+            out_specs=(specs, metric_specs, (split, whole, whole, whole) if is_global else None),
             # Gradients are local by construction, and gathered parameters are equal.
             check_vma=False,
         )
         after, metrics, reduced = run(state, batch)
         if reduced is not None:
-            values, sums, skip = reduced
-            gradients = Gradients(
-                values, {"value": metrics["loss"]}, metrics.get("weight"), sums, skip
-            )
+            values, *others = reduced
+            gradients = Gradients(values, {"value": metrics["loss"]}, *others)
             rows = self.loss.number_of_rows(batch) // shards.number
             here = dataclasses.replace(environment, params=state.params, examples=rows)
             with jax.named_scope(self.name):
@@ -164,15 +166,22 @@ class StepFunction:
     def _names_of_stages(self) -> list[str]:
         """The names of the metrics that ``_metrics_of_stages`` returns."""
         scale = ["loss_scale"] if self.pipeline.loss_scale is not None else []
-        may_skip = bool(scale) or self.loss.weight is not None
-        return [*self.pipeline.metrics.names, *scale, *(["skipped"] if may_skip else [])]
+        nonfinite = ["nonfinite"] if self.pipeline.nonfinite is not None else []
+        may_skip = bool(scale or nonfinite) or self.loss.weight is not None
+        skipped = ["skipped"] if may_skip else []
+        return [*self.pipeline.metrics.names, *scale, *nonfinite, *skipped]
 
     def _metrics_of_stages(
         self, before: TrainState, after: TrainState, skip: jax.Array | None
     ) -> dict[str, Any]:
         """The metrics that stages keep in their state, and whether the step was skipped."""
         scale = before.opt_state.loss_scale.scale if self.pipeline.loss_scale is not None else None
-        found = {**(after.opt_state.metrics or {}), "loss_scale": scale, "skipped": skip}
+        found = {
+            **(after.opt_state.metrics or {}),
+            "loss_scale": scale,
+            "nonfinite": after.opt_state.nonfinite,
+            "skipped": skip,
+        }
         return {name: found[name] for name in self._names_of_stages()}
 
 

@@ -26,6 +26,7 @@ from crossshard.train_step.model_state import check_initial
 from crossshard.train_step.models import check_params, combine, partition
 from crossshard.train_step.state import TrainState
 from crossshard.train_step.step_function import StepFunction
+from crossshard.train_step.watch import Watch
 from crossshard.variables.per_shard import of_all
 
 
@@ -85,6 +86,8 @@ class TrainStep:
         )
         self._layouts: dict[Any, StateLayout] = {}
         self._latest: tuple[StateLayout, TrainState] | None = None
+        nonfinite = function.pipeline.nonfinite
+        self._watch = None if nonfinite is None else Watch(nonfinite)
         groups = None if function.pipeline.over_all_shards else function.pipeline.groups
         self._options = compiler_options(
             mesh.devices.flat[0].platform, mesh.size if groups is None else groups.size
@@ -124,14 +127,26 @@ class TrainStep:
           weights of all shards, or of the group; with ``has_aux``, ``"aux"``, ``[shards, …]``, or
           ``[shards, accumulate_steps, …]``, or reduced by ``aux_reduction``; the requested
           ``metrics``; with ``loss_scale``, ``"loss_scale"``, float[], the scale of this step. With
-          ``weight`` or ``loss_scale``, ``"skipped"``, bool[]: if all weights are 0, or a gradient
-          is not finite, parameters, states and step count are unchanged.
+          ``weight``, ``loss_scale`` or ``nonfinite``, ``"skipped"``, bool[]: if all weights are 0,
+          or the gradient is not finite, parameters, states and step count are unchanged. With
+          ``nonfinite``, ``"nonfinite"``, a ``NonfiniteState``.
 
         Raises:
           ArgumentError, ArgumentTypeError: the batch cannot be split, or the state is not of this
             step.
+          NonfiniteError: with ``nonfinite``: the step before the last one was the ``limit``-th in a
+            row that was not finite. The state that is given is valid.
         """
         _check_state(state)
+        if self._watch is not None:
+            # Before the state is donated, so that the caller can save it.
+            self._watch.look(state.params)
+            after, metrics = self._step(state, batch)
+            self._watch.add(metrics)
+            return after, metrics
+        return self._step(state, batch)
+
+    def _step(self, state: TrainState, batch: Any) -> Any:
         # Under jax.grad the backward pass needs the state again, so it is not donated.
         run = self._compiled if _jax.at_top_level() else self._traced
         if _jax.another_mesh_is_set(self._mesh):

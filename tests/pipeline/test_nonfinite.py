@@ -1,0 +1,436 @@
+"""nonfinite: a shard, or a step, that is not finite does not count and is named; against numpy."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import crossshard
+from crossshard import CrossShardOptimizer, Nonfinite, NonfiniteError, make_train_step
+
+N, STEPS, RATE = 4, 7, 0.1
+GROUPS = [[0, 2], [1, 3]]
+RNG = np.random.default_rng(0)
+PARAMS = {
+    "bias": RNG.normal(size=(40,)).astype(np.float32),
+    "kernel": RNG.normal(size=(32, 40)).astype(np.float32),
+}
+X = RNG.normal(size=(STEPS, N, 4, 40)).astype(np.float32) / 6
+SCALE = np.ones((STEPS, N, 2), np.float32)
+# The shards that are bad in a step, with the first bad leaf of each: all of them in step 4.
+BAD = {1: {2: 1}, 2: {0: 0, 3: 1}, 4: {0: 0, 1: 1, 2: 0, 3: 0}, 5: {1: 0}}
+for _step, _shards in BAD.items():
+    for _shard, _leaf in _shards.items():
+        SCALE[_step, _shard, _leaf] = [np.nan, np.inf][_shard % 2]
+IN_A_ROW = [0, 1, 2, 0, 1, 2, 0]
+WEIGHTS = RNG.uniform(0.5, 2, size=(STEPS, N, 4)).astype(np.float32)
+
+
+def loss_fn(params: Any, batch: Any) -> jax.Array:
+    """A loss whose gradient is multiplied by the scales, one for each leaf."""
+    bias, kernel = (params[k] * batch["scale"][0, i] for i, k in enumerate(("bias", "kernel")))
+    weight = batch["weight"]
+    each = ((batch["x"] @ kernel.T - 1) ** 2).sum(-1) + (batch["x"] * bias).sum(-1)
+    return (weight * each).sum() / weight.sum()
+
+
+def batch_of(t: int, *, weighted: bool = False) -> dict[str, np.ndarray]:
+    weight = WEIGHTS[t] if weighted else np.ones_like(WEIGHTS[t])
+    scale = np.broadcast_to(SCALE[t, :, None], (N, 4, 2))
+    return {"x": X[t], "weight": weight, "scale": scale}
+
+
+def rows(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
+
+
+def gradient_of(params: Any, x: np.ndarray, weight: np.ndarray) -> Any:
+    x, weight = np.float64(x), np.float64(weight)
+    of_kernel = 2 * ((x @ params["kernel"].T - 1) * weight[:, None]).T @ x
+    return {"bias": weight @ x / weight.sum(), "kernel": of_kernel / weight.sum()}
+
+
+@functools.cache
+def expected(action: str, momentum: float, weighted: bool, grouped: bool) -> list[list[Any]]:
+    """The parameters of every shard after each step, in float64."""
+    members = {s: g for g in (GROUPS if grouped else [range(N)]) for s in g}
+    params = [jax.tree.map(np.float64, PARAMS)] * N
+    trace = [jax.tree.map(np.zeros_like, params[0])] * N
+    found = []
+    for t in range(STEPS):
+        bad, weight = BAD.get(t, {}), batch_of(t, weighted=weighted)["weight"]
+        given = [gradient_of(params[s], X[t, s], weight[s]) for s in range(N)]
+        new, traces = list(params), list(trace)
+        for s in range(N):
+            good = [k for k in members[s] if k not in bad]
+            if not good or (bad and action != "quarantine"):
+                continue
+            share = [weight[k].sum() / sum(weight[g].sum() for g in good) for k in good]
+            mean = jax.tree.map(
+                lambda *g, share=share: sum(a * b for a, b in zip(share, g, strict=True)),
+                *[given[k] for k in good],
+            )
+            traces[s] = jax.tree.map(lambda m, g: momentum * m + g, trace[s], mean)
+            new[s] = jax.tree.map(lambda p, m: p - RATE * m, params[s], traces[s])
+        params, trace = new, traces
+        found.append(params)
+    return found
+
+
+def check(t: int, action: str, params: Any, found: Any, **kind: Any) -> None:
+    """The parameters of shard 0, or of all, and what was found."""
+    want = expected(action, **kind)[t]
+    stacked = jax.tree.map(lambda *each: np.stack(each), *want)
+    want = stacked if kind["grouped"] else want[0]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5), params, want)
+    bad = BAD.get(t, {})
+    first = min(bad, default=-1)
+    of_one = [int(np.ravel(x)[0]) for x in found]
+    assert of_one == [first, bad.get(first, -1), len(bad), 0, IN_A_ROW[t]]
+
+
+def optimizer(momentum: float, **options: Any) -> CrossShardOptimizer:
+    return CrossShardOptimizer(optax.sgd(RATE, momentum=momentum or None), **options)
+
+
+@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
+@pytest.mark.parametrize("action", ["quarantine", "skip"])
+@pytest.mark.parametrize(
+    ("momentum", "weighted", "grouped"),
+    [(0.0, False, False), (0.9, True, False), (0.9, True, True)],
+)
+def test_a_whole_step(
+    weight_update: str, action: str, momentum: float, weighted: bool, grouped: bool
+):
+    groups = GROUPS if grouped else None
+    step = make_train_step(
+        loss_fn,
+        optimizer(momentum, group_assignment=groups, nonfinite=action),
+        num_shards=N,
+        weight_update=weight_update,
+        weight="weight" if weighted else None,
+    )
+    state = step.init(PARAMS)
+    for t in range(STEPS):
+        before = int(state.step)
+        state, metrics = step(state, rows(batch_of(t, weighted=weighted)))
+        kind = {"momentum": momentum, "weighted": weighted, "grouped": grouped}
+        check(t, action, state.params, metrics["nonfinite"], **kind)
+        skipped = len(BAD.get(t, {})) == N or (t in BAD and action == "skip")
+        assert np.all(np.asarray(metrics["skipped"]) == skipped)
+        assert int(state.step) == before + (not skipped)
+        assert np.all(np.isfinite(metrics["loss"])) or skipped
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("action", ["quarantine", "skip"])
+def test_in_ones_own_shard_map(action: str, check_vma: bool):
+    opt = optimizer(0.9, nonfinite=Nonfinite(action))
+    mesh = jax.make_mesh((N,), ("shards",), axis_types=(AxisType.Auto,), devices=jax.devices()[:N])
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P(), P(), P("shards")),
+        out_specs=(P(), P()),
+        check_vma=check_vma,
+    )
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        gradient = crossshard.grad(loss_fn)(params, batch)
+        updates, state = opt.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, state = jax.tree.map(jnp.asarray, PARAMS), opt.init(PARAMS)
+    for t in range(STEPS):
+        params, state = step(params, state, rows(batch_of(t)))
+        kind = {"momentum": 0.9, "weighted": False, "grouped": False}
+        check(t, action, params, state.nonfinite, **kind)
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        self.bias, self.kernel = (nnx.Param(jnp.asarray(x)) for x in PARAMS.values())
+
+
+@pytest.mark.parametrize("action", ["quarantine", "skip"])
+def test_on_variables(action: str):
+    opt, model = optimizer(0.9, nonfinite=action), Model()
+
+    @crossshard.shard(num_shards=N)
+    def step(model: Any, opt: Any, batch: Any) -> None:
+        params = lambda: {"bias": model.bias[...], "kernel": model.kernel[...]}
+        opt.minimize(lambda: loss_fn(params(), batch), var_list=model)
+
+    for t in range(STEPS):
+        step(model, opt, rows(batch_of(t)))
+        params = {"bias": model.bias[...], "kernel": model.kernel[...]}
+        kind = {"momentum": 0.9, "weighted": False, "grouped": False}
+        check(t, action, params, opt.state.nonfinite, **kind)
+
+
+# What a reduction makes of finite gradients.
+
+
+@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
+@pytest.mark.parametrize("action", ["quarantine", "skip"])
+def test_a_reduction_that_overflows_is_told_from_a_bad_shard(action: str, weight_update: str):
+    step = make_train_step(
+        lambda w, x: (w * x).sum(),
+        optax.sgd(1.0),
+        num_shards=N,
+        nonfinite=action,
+        weight_update=weight_update,
+    )
+    w = np.zeros((64, 64), np.float32)
+    x = np.zeros((N, 64, 64), np.float32)
+    # Each is finite, and their sum is not.
+    x[:, 3, 5] = 2e38
+    state, metrics = step(step.init(w), x)
+    assert [int(v) for v in metrics["nonfinite"]] == [-1, -1, 0, 1, 1]
+    assert "overflows" in metrics["nonfinite"].describe(w)
+    assert metrics["skipped"]
+    np.testing.assert_array_equal(state.params, w)
+
+
+# With other stages.
+
+
+def test_a_bad_microbatch_leaves_out_its_shard():
+    x = RNG.normal(size=(N, 2, 3)).astype(np.float32)
+    x[1, 1] = np.nan
+    step = make_train_step(
+        lambda w, x: (w * x).mean(),
+        optax.sgd(1.0),
+        num_shards=N,
+        accumulate_steps=2,
+        nonfinite="quarantine",
+    )
+    state, metrics = step(step.init(np.zeros(3, np.float32)), x.reshape(-1, 3))
+    good = np.delete(x, 1, 0).reshape(-1, 3)
+    np.testing.assert_allclose(state.params, -good.mean(0) / 3, rtol=1e-5)
+    assert int(metrics["nonfinite"].shard) == 1
+
+
+def test_calls_that_accumulate_find_it_at_the_last():
+    opt = CrossShardOptimizer(optax.sgd(1.0), accumulate_steps=2, nonfinite="quarantine")
+    x = np.float32([[[1], [2], [np.nan], [4]], [[1], [2], [3], [4]]])
+    state = jax.vmap(lambda _: opt.init(jnp.zeros(1)), axis_name="shards")(jnp.zeros(N))
+    each = jax.vmap(lambda g, s: opt.update(g, s), axis_name="shards")
+    updates, state = each(x[0], state)
+    np.testing.assert_array_equal(updates, 0)
+    updates, state = each(x[1], state)
+    np.testing.assert_allclose(updates, -np.full((N, 1), 7 / 3), rtol=1e-6)
+    np.testing.assert_array_equal(state.nonfinite.shard, [2] * N)
+
+
+def test_the_preprocessors_state_of_a_bad_shard_stays():
+    opt = CrossShardOptimizer(optax.sgd(1.0), preprocess=optax.trace(0.5), nonfinite="quarantine")
+    step = make_train_step(lambda w, x: (w * x).sum(), opt, num_shards=2)
+    state = step.init(np.float32(0))
+    state, _ = step(state, np.float32([1, 2]))
+    state, _ = step(state, np.float32([np.inf, 4]))
+    np.testing.assert_allclose(state.opt_state.preprocess.trace, [1, 5])
+    assert float(state.params) == -1.5 - 5
+
+
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.BatchNorm(use_running_average=False, momentum=0.5)(x)
+
+
+@pytest.mark.parametrize("kind", ["mean", "per_shard"])
+def test_statistics_of_a_bad_shard_do_not_count(kind: str):
+    variables = Normed().init(jax.random.key(0), np.zeros((2, 3)))
+
+    def loss(params: Any, stats: Any, x: Any) -> Any:
+        out, after = Normed().apply({"params": params, **stats}, x, mutable=["batch_stats"])
+        return (out**2).sum(), (after, {"mean": x.mean()})
+
+    step = make_train_step(
+        loss,
+        optax.sgd(0.1),
+        num_shards=N,
+        model_state=kind,
+        nonfinite="quarantine",
+        has_aux=True,
+        aux_reduction="mean",
+    )
+    stats = {"batch_stats": variables["batch_stats"]}
+    state = step.init(variables["params"], model_state=stats)
+    x = RNG.normal(size=(N, 5, 3)).astype(np.float32)
+    x[1, 0] = np.nan
+    state, metrics = step(state, x.reshape(-1, 3))
+    good = np.delete(x, 1, 0)
+    np.testing.assert_allclose(metrics["aux"]["mean"], good.mean(), rtol=1e-5)
+    got = state.model_state["batch_stats"]["BatchNorm_0"]["mean"]
+    if kind == "mean":
+        np.testing.assert_allclose(got, 0.5 * good.mean((0, 1)), rtol=1e-5)
+    else:
+        each = np.where(np.arange(N)[:, None] == 1, 0, 0.5 * x.mean(1))
+        np.testing.assert_allclose(got, each, rtol=1e-5)
+
+
+def test_noise_is_that_of_the_others():
+    loss = lambda w, x: (w * x).mean()
+    names = ("noise_variance", "noise_signal", "local_grad_norm")
+    x = RNG.normal(size=(N, 3)).astype(np.float32)
+    with_bad = np.insert(x, 2, np.nan, axis=0)
+
+    def measured(x: np.ndarray, **options: Any) -> Any:
+        step = make_train_step(loss, optax.sgd(1.0), num_shards=len(x), metrics=names, **options)
+        metrics = step(step.init(np.float32(0)), x.reshape(-1))[1]
+        return [float(metrics[name]) for name in names]
+
+    np.testing.assert_allclose(measured(with_bad, nonfinite="quarantine"), measured(x), rtol=1e-5)
+
+
+def test_a_shard_without_weight_is_not_accused():
+    step = make_train_step(
+        lambda w, b: (w * b["x"]).mean(),
+        optax.sgd(1.0),
+        num_shards=2,
+        weight=lambda b: b["n"].sum(),
+        nonfinite="skip",
+    )
+    batch = {"x": np.float32([1, 1, np.inf, np.nan]), "n": np.float32([1, 1, 0, 0])}
+    state, metrics = step(step.init(np.float32(3)), batch)
+    assert not metrics["skipped"]
+    assert (float(state.params), int(metrics["nonfinite"].shards)) == (2, 0)
+
+
+def test_with_a_loss_scale_the_shard_is_named_too():
+    step = make_train_step(
+        lambda w, x: (w.astype(jnp.float32) * x).sum(),
+        optax.sgd(1.0),
+        num_shards=2,
+        loss_scale=crossshard.DynamicLossScale(2.0**15),
+        nonfinite="skip",
+    )
+    state, metrics = step(step.init(np.ones(2, np.float16)), np.float32([[1, 1], [1, 9]]))
+    assert metrics["skipped"]
+    assert metrics["nonfinite"].describe(state.params).endswith("on shard 1")
+    assert float(state.opt_state.loss_scale.scale) == 2.0**14
+
+
+# What it costs.
+
+
+@pytest.mark.parametrize("action", ["quarantine", "skip"])
+def test_the_report_travels_with_the_gradients(action: str):
+    step = make_train_step(
+        loss_fn, optax.sgd(0.1), num_shards=N, nonfinite=action, weight_update="replicated"
+    )
+    found = crossshard.inspect(step.lower(step.abstract_init(PARAMS), rows(batch_of(0))))
+    assert [each.kind for each in found.collectives] == ["all-reduce"]
+
+
+# Raising.
+
+
+def make(action: Any, **options: Any) -> Any:
+    return make_train_step(loss_fn, optax.sgd(RATE), num_shards=N, nonfinite=action, **options)
+
+
+@pytest.mark.parametrize(
+    ("action", "calls", "match"),
+    [
+        ("raise", [0, 1, 0, 0], "The gradient of `kernel` is not finite on shard 2. "),
+        (Nonfinite("skip", 2), [1, 0, 1, 2, 0, 0], "in 2 steps in a row; .*`bias` .* shard 0, and"),
+        (Nonfinite("quarantine", 1), [1, 0, 0], "shard 2"),
+    ],
+)
+def test_too_many_in_a_row_raise_and_leave_a_state_that_is_good(
+    action: Any, calls: list[int], match: str
+):
+    step = make(action)
+    state = step.init(PARAMS)
+    for t in calls[:-1]:
+        state, _ = step(state, rows(batch_of(t)))
+    with pytest.raises(NonfiniteError, match=match):
+        step(state, rows(batch_of(calls[-1])))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
+    # It is told once; who goes on may do so.
+    step(state, rows(batch_of(0)))
+
+
+def test_in_a_loop_of_ones_own_the_state_tells():
+    step = make("raise")
+    batches = jax.tree.map(lambda *x: np.stack(x), *[rows(batch_of(t)) for t in range(3)])
+    state, metrics = jax.jit(lambda s, b: jax.lax.scan(step, s, b))(step.init(PARAMS), batches)
+    np.testing.assert_array_equal(metrics["nonfinite"].in_a_row, IN_A_ROW[:3])
+    assert int(state.opt_state.nonfinite.in_a_row) == 2
+    step(state, rows(batch_of(0)))
+
+
+def test_a_state_goes_on_with_another_number_of_shards():
+    step, other = (
+        make("skip"),
+        make_train_step(loss_fn, optax.sgd(RATE), num_shards=2, nonfinite="skip"),
+    )
+    state, _ = step(step.init(PARAMS), rows(batch_of(1)))
+    state = other.reshard(step.unshard(state))
+    assert [int(x) for x in state.opt_state.nonfinite] == [2, 1, 1, 0, 1]
+    state, metrics = other(state, rows(batch_of(0)))
+    assert int(metrics["nonfinite"].in_a_row) == 0
+
+
+# What is refused, and what is said.
+
+
+@pytest.mark.parametrize(
+    ("bad", "error"),
+    [
+        ("off", crossshard.ArgumentError),
+        (True, crossshard.ArgumentTypeError),
+        (Nonfinite, crossshard.ArgumentTypeError),
+    ],
+)
+def test_what_is_no_action_is_refused(bad: Any, error: type[Exception]):
+    for build in (make, lambda bad: CrossShardOptimizer(optax.sgd(0.1), nonfinite=bad)):
+        with pytest.raises(error, match="'quarantine', 'skip', 'raise'"):
+            build(bad)
+
+
+@pytest.mark.parametrize("limit", [0, -1, 1.5, True, "3"])
+def test_a_limit_that_is_no_number_of_steps_is_refused(limit: Any):
+    with pytest.raises(crossshard.CrossshardError, match="limit is"):
+        Nonfinite("skip", limit)
+
+
+def test_what_contradicts_it_is_refused():
+    with pytest.raises(crossshard.ArgumentError, match="leaves a shard out of the mean"):
+        CrossShardOptimizer(optax.sgd(0.1), "sum", nonfinite="quarantine")
+    for action in ("quarantine", "raise"):
+        with pytest.raises(crossshard.ArgumentError, match="Use nonfinite='skip'"):
+            make(action, loss_scale="dynamic")
+    opt = CrossShardOptimizer(optax.sgd(0.1), nonfinite="raise")
+    with pytest.raises(crossshard.ArgumentError, match=r"read state\.nonfinite"):
+        opt.update(1.0, opt.init(1.0))
+    opt = CrossShardOptimizer(optax.sgd(0.1), nonfinite="skip")
+    with (
+        crossshard.shard_context(2),
+        pytest.raises(crossshard.IncomingError, match="nonfinite checks"),
+    ):
+        opt.update(1.0, opt.init(1.0), incoming="reduced")
+
+
+def test_it_is_described():
+    assert make("quarantine")._function.describe() == (
+        "local gradient → quarantine → weigh → mean over all shards → skip if not finite → update"
+    )
+    found = crossshard.NonfiniteState(3, 1, 2, False, 1)
+    assert (
+        found.describe(PARAMS) == "the gradient of `kernel` is not finite on shard 3, and on 1 more"
+    )
+    assert dataclasses.replace(Nonfinite("raise"), limit=9).limit == 1
