@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard import _jax
-from crossshard.distributed.agreement import check_agreement, checksum, processes_of
+from crossshard.distributed.agreement import check_agreement, checksum, compare, processes_of
 from crossshard.distributed.programs import check_same_program
 from crossshard.errors import ArgumentError, ArgumentTypeError, CrossshardError
 from crossshard.pipeline.plan import WeightUpdate, plan_update
@@ -165,10 +165,15 @@ class TrainStep:
     def _check_program(self, state: TrainState, batch: Any) -> None:
         """Before the first run of a program, raise unless every process runs the same one."""
         leaves, tree = jax.tree.flatten(batch)
-        key = tree, *((x.shape, x.dtype) for x in leaves), len(self._layouts)
-        if key not in self._agreed:
+        # With weights each process may pass another number of rows, at any step.
+        free = self._function.loss.weight is not None
+        key = tree, *((x.shape[free:], x.dtype) for x in leaves), len(self._layouts)
+        if key in self._agreed:
+            return
+        self._agreed.add(key)
+        rows = lambda: {"rows": str([x.shape[:1] for x in leaves])}
+        if not free or compare("step", rows, self._mesh) is None:
             check_same_program(self._explained(self._compiled.lower, state, batch), self._mesh)
-            self._agreed.add(key)
 
     def _explained(self, compiled: Callable[..., Any], state: Any, batch: Any) -> Any:
         try:
