@@ -17,7 +17,8 @@ PUBLIC = """
     ArgumentError ArgumentTypeError AxisError CommunicationError CrossshardError
     DeadlockWarning DistributedError WeightUpdateError
     DoubleReductionError GroupAssignmentError IncomingError NestedContextError
-    NestedReductionError NonfiniteError ShardContextError ShardContextWarning VariableError
+    NestedReductionError NonfiniteError ProgramMismatchError ShardContextError ShardContextWarning
+    VariableError
 """.split()
 
 

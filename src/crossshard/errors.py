@@ -14,6 +14,7 @@ __all__ = [
     "NestedContextError",
     "NestedReductionError",
     "NonfiniteError",
+    "ProgramMismatchError",
     "ShardContextError",
     "ShardContextWarning",
     "VariableError",
@@ -132,6 +133,14 @@ class DistributedError(CrossshardError, RuntimeError):
 
     Mistake: ``jax.devices()`` before ``crossshard.distributed.initialize()``.
     Fix: ``crossshard.distributed.initialize()`` first.
+    """
+
+
+class ProgramMismatchError(DistributedError):
+    """The processes of a mesh are about to run different programs.
+
+    Mistake: ``optax.sgd(0.1 * (1 + jax.process_index()))``.
+    Fix: one learning rate in all processes; only the rows of the batch are a process's own.
     """
 
 

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 from crossshard import ArgumentError, make_train_step
-from crossshard.train_step import agreement
+from crossshard.distributed import agreement
 from tests.train_step.test_processes import DEVICES, PROCESSES, join, run_processes
 
 SHARDS = PROCESSES * DEVICES

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from crossshard.distributed.agreement import check_agreement
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.scalars import is_number
 from crossshard.jaxprs.dependence import depends
 from crossshard.pipeline.weigh import as_weight
-from crossshard.train_step.agreement import check_agreement
 from crossshard.train_step.layout import put
 from crossshard.train_step.mesh import number_of_shards
 

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from crossshard.distributed.agreement import check_agreement, checksum
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.scalars import is_number
-from crossshard.train_step.agreement import check_agreement, checksum
 from crossshard.train_step.batches import BatchPlacer, SumOf, Weight, check_dtype
 from crossshard.train_step.layout import put
 

@@ -11,10 +11,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard import _jax
+from crossshard.distributed.agreement import check_agreement
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.scalars import is_number
 from crossshard.shards.context import shard_context
-from crossshard.train_step.agreement import check_agreement
 from crossshard.train_step.batches import SumOf, Weight, check_rows, own_parts
 from crossshard.train_step.entries import EntryPlacer, specs_of, split_entries
 from crossshard.train_step.layout import put

@@ -10,11 +10,12 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard import _jax
+from crossshard.distributed.agreement import check_agreement, checksum, compare, processes_of
+from crossshard.distributed.programs import check_same_program
 from crossshard.errors import ArgumentError, ArgumentTypeError, CrossshardError
 from crossshard.pipeline.plan import WeightUpdate, plan_update
 from crossshard.shards.model_axes import OtherAxes, check_fits, only, other_axes_of
 from crossshard.shards.partition import ANY, TPU
-from crossshard.train_step.agreement import check_agreement, checksum
 from crossshard.train_step.batches import BatchPlacer
 from crossshard.train_step.compiler_options import compiler_options
 from crossshard.train_step.description import describe
@@ -85,6 +86,8 @@ class TrainStep:
             mesh, axes, loss.weight, names, takes_state=loss.model_state is not None
         )
         self._layouts: dict[Any, StateLayout] = {}
+        self._in_processes = len(processes_of(mesh)) > 1
+        self._agreed: set[Any] = set()
         self._latest: tuple[StateLayout, TrainState] | None = None
         nonfinite = function.pipeline.nonfinite
         self._watch = None if nonfinite is None else Watch(nonfinite)
@@ -134,6 +137,7 @@ class TrainStep:
         Raises:
           ArgumentError, ArgumentTypeError: the batch cannot be split, or the state is not of this
             step.
+          ProgramMismatchError: another process is about to run another program.
           NonfiniteError: with ``nonfinite``: the step before the last one was the ``limit``-th in a
             row that was not finite. The state that is given is valid.
         """
@@ -149,11 +153,27 @@ class TrainStep:
     def _step(self, state: TrainState, batch: Any) -> Any:
         # Under jax.grad the backward pass needs the state again, so it is not donated.
         run = self._compiled if _jax.at_top_level() else self._traced
-        if _jax.another_mesh_is_set(self._mesh):
+        if self._in_processes or _jax.another_mesh_is_set(self._mesh):
             with _jax.in_place_of_the_users_mesh(self._mesh):
-                return self._explained(run, state, self._place(batch))
+                placed = self._place(batch)
+                if self._in_processes and run is self._compiled:
+                    self._check_program(state, placed)
+                return self._explained(run, state, placed)
         # Without a context, which costs a microsecond at every step.
         return self._explained(run, state, self._place(batch))
+
+    def _check_program(self, state: TrainState, batch: Any) -> None:
+        """Before the first run of a program, raise unless every process runs the same one."""
+        leaves, tree = jax.tree.flatten(batch)
+        # With weights each process may pass another number of rows, at any step.
+        free = self._function.loss.weight is not None
+        key = tree, *((x.shape[free:], x.dtype) for x in leaves), len(self._layouts)
+        if key in self._agreed:
+            return
+        self._agreed.add(key)
+        rows = lambda: {"rows": str([x.shape[:1] for x in leaves])}
+        if not free or compare("step", rows, self._mesh) is None:
+            check_same_program(self._explained(self._compiled.lower, state, batch), self._mesh)
 
     def _explained(self, compiled: Callable[..., Any], state: Any, batch: Any) -> Any:
         try:

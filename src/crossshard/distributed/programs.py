@@ -1,0 +1,88 @@
+"""Programs: whether all processes of a mesh are about to run the same one."""
+
+import dataclasses
+import zlib
+from collections.abc import Mapping
+from importlib.metadata import version
+
+import jax
+from jax.sharding import Mesh
+
+from crossshard.distributed.agreement import Verdict, compare, processes_of
+from crossshard.errors import ProgramMismatchError
+
+# Lines of a program that are compared at once, to find those that differ.
+_BLOCK = 64
+
+
+def check_same_program(lowered: jax.stages.Lowered, mesh: Mesh) -> None:
+    """Raise, in every process of a mesh, unless all of them have lowered the same program.
+
+    Every process must call it. XLA does not compare programs: one that adds where another takes
+    the maximum gives numbers that nobody asked for, and one with other shapes aborts, or waits for
+    ever. ``make_train_step`` calls it before the first run of each program; call it for a step that
+    you compile yourself.
+
+    Args:
+      lowered: the program, ``jax.jit(step).lower(*args)``.
+      mesh: the mesh that it runs on.
+
+    Raises:
+      ProgramMismatchError: names the process that differs, and the first line that does.
+
+    >>> import jax.numpy as jnp
+    >>> lowered = jax.jit(jnp.sin).lower(1.0)
+    >>> check_same_program(lowered, jax.make_mesh((1,), ("data",)))
+    """
+    if len(processes_of(mesh)) == 1:
+        return
+    lines = lowered.as_text().splitlines()
+    devices = [device.id for device in mesh.devices.flat]
+    verdict = compare(
+        "a first step",
+        lambda: {
+            "mesh": f"{dict(mesh.shape)} of devices {devices}",
+            "JAX": f"{jax.__version__} with jaxlib {version('jaxlib')}",
+            "program": _checksum(lines),
+        },
+        mesh,
+    )
+    if verdict is None:
+        return
+    if verdict.name == "program":
+        verdict = _first_line(lines, mesh) or verdict
+    if verdict.name is None:
+        raise ProgramMismatchError(verdict.what)
+    odd = ", ".join(map(str, verdict.odd))
+    which = f"process {odd} differs" if len(verdict.odd) == 1 else f"processes {odd} differ"
+    raise ProgramMismatchError(
+        f"The processes would not run the same step: {which}. Its {verdict.name} is "
+        f"{verdict.passed}; that of process {verdict.other} is {verdict.expected}. Every process "
+        f"must build the same step, with the same optimizer, options and shapes; only the rows of "
+        f"the batch are its own."
+    )
+
+
+def _first_line(lines: list[str], mesh: Mesh) -> Verdict | None:
+    """The first line that differs."""
+    starts = range(0, len(lines), _BLOCK)
+    blocks = {f"block {start:08}": _checksum(lines[start : start + _BLOCK]) for start in starts}
+    found = compare("the blocks of a program", lambda: blocks, mesh)
+    if found is None or found.name is None:
+        return found
+    start = int(found.name.removeprefix("block "))
+    found = compare("the lines of a program", lambda: _lines(lines, start), mesh)
+    if found is None or found.name is None:
+        return found
+    number = int(found.name.removeprefix("line "))
+    return dataclasses.replace(found, name=f"line {number} of the lowered step")
+
+
+def _lines(lines: list[str], start: int) -> Mapping[str, str]:
+    # Numbers of one length, since the names are compared in alphabetical order.
+    block = lines[start : start + _BLOCK]
+    return {f"line {start + 1 + n:08}": f"`{line.strip():.200}`" for n, line in enumerate(block)}
+
+
+def _checksum(lines: list[str]) -> str:
+    return f"checksum {zlib.crc32(chr(10).join(lines).encode()):08x} of {len(lines)} lines"

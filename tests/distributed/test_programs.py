@@ -1,0 +1,224 @@
+"""Processes that would run different steps: all are told before the first sum, and which is odd."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import crossshard
+from crossshard import CrossShardOptimizer
+from tests.distributed.test_launch import PATIENCE, launch
+
+PROCESSES = 3
+W = {"b": np.ones(40, np.float32), "w": np.ones((64, 40), np.float32)}
+X = np.ones((3, 64), np.float32)
+
+
+def loss_fn(params: Any, batch: Any) -> jax.Array:
+    return (jnp.tanh(batch["x"] @ params["w"] + params["b"]) ** 2).mean()
+
+
+def other_constant(params: Any, batch: Any) -> jax.Array:
+    return 1.001 * loss_fn(params, batch)
+
+
+def other_activation(params: Any, batch: Any) -> jax.Array:
+    return (jax.nn.sigmoid(batch["x"] @ params["w"] + params["b"]) ** 2).mean()
+
+
+def other_order(params: Any, batch: Any) -> jax.Array:
+    return (jnp.tanh(params["b"] + batch["x"] @ params["w"]) ** 2).mean()
+
+
+def in_bfloat16(params: Any, batch: Any) -> jax.Array:
+    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    return loss_fn(low, batch).astype(jnp.float32)
+
+
+def of_a_part(params: Any, batch: Any) -> jax.Array:
+    return loss_fn({**params, "b": jax.lax.stop_gradient(params["b"])}, batch)
+
+
+def recomputed(params: Any, batch: Any) -> jax.Array:
+    return jax.checkpoint(loss_fn)(params, batch)
+
+
+def with_noise(params: Any, batch: Any, rng: jax.Array) -> jax.Array:
+    return loss_fn(params, batch) * jax.random.uniform(rng)
+
+
+def with_a_sum(params: Any, batch: Any) -> jax.Array:
+    own = jax.lax.stop_gradient(params["b"].sum())
+    return loss_fn(params, batch) + 0 * jax.lax.psum(own, "shards")
+
+
+def with_a_maximum(params: Any, batch: Any) -> jax.Array:
+    own = jax.lax.stop_gradient(params["b"].sum())
+    return loss_fn(params, batch) + 0 * jax.lax.pmax(own, "shards")
+
+
+def sum_then_maximum(params: Any, batch: Any) -> jax.Array:
+    return with_a_sum(params, batch) + with_a_maximum(params, batch)
+
+
+def maximum_then_sum(params: Any, batch: Any) -> jax.Array:
+    return with_a_maximum(params, batch) + with_a_sum(params, batch)
+
+
+def with_aux(params: Any, batch: Any) -> Any:
+    return loss_fn(params, batch), {"mean": batch["x"].mean()}
+
+
+def run(
+    loss: Any = loss_fn,
+    optimizer: Any = None,
+    *,
+    params: Any = None,
+    x: Any = X,
+    entries: Any = None,
+    rng: Any = 0,
+    devices: Any = None,
+    axis: str = "shards",
+    **options: Any,
+) -> None:
+    """Build a step, and take one."""
+    mesh = jax.sharding.Mesh(
+        np.array(devices or jax.devices()), (axis,), axis_types=(jax.sharding.AxisType.Auto,)
+    )
+    step = crossshard.make_train_step(
+        loss, optimizer or optax.sgd(0.1, momentum=0.9), mesh=mesh, **options
+    )
+    step(step.init(params or W, rng), {"x": x[:1], **(entries or {})})
+
+
+def of(optimizer: Any) -> dict[str, Any]:
+    return {"optimizer": optimizer}
+
+
+def clipped(at: float) -> Any:
+    return optax.chain(optax.clip_by_global_norm(at), optax.sgd(0.1))
+
+
+# What the odd process passes, and what the others do if it is not what `run` does by itself.
+KINDS: dict[str, Callable[[], tuple[dict[str, Any], dict[str, Any]]]] = {
+    # Optimizers.
+    "learning rate": lambda: (of(optax.sgd(0.1001, momentum=0.9)), {}),
+    "momentum": lambda: (of(optax.sgd(0.1, momentum=0.8)), {}),
+    "nesterov": lambda: (of(optax.sgd(0.1, momentum=0.9, nesterov=True)), {}),
+    "no momentum": lambda: (of(optax.sgd(0.1)), {}),
+    "another optimizer": lambda: (of(optax.adam(0.1)), {}),
+    "decay of a moment": lambda: (of(optax.adam(0.1, b1=0.8)), of(optax.adam(0.1))),
+    "epsilon": lambda: (of(optax.adam(0.1, eps=1e-7)), of(optax.adam(0.1))),
+    "weight decay": lambda: (of(optax.adamw(0.1, weight_decay=0.1)), of(optax.adamw(0.1))),
+    "schedule": lambda: (
+        of(optax.sgd(optax.linear_schedule(0.1, 0.0, 10))),
+        of(optax.sgd(optax.linear_schedule(0.1, 0.0, 20))),
+    ),
+    "clipping": lambda: (of(clipped(0.5)), of(clipped(1.0))),
+    "order of a chain": lambda: (
+        of(optax.chain(optax.scale(0.1), optax.add_decayed_weights(0.1))),
+        of(optax.chain(optax.add_decayed_weights(0.1), optax.scale(0.1))),
+    ),
+    # Options.
+    "reduction": lambda: (of(CrossShardOptimizer(optax.sgd(0.1, momentum=0.9), "sum")), {}),
+    "preprocess": lambda: (
+        of(CrossShardOptimizer(optax.sgd(0.1), preprocess=optax.clip(0.1))),
+        of(CrossShardOptimizer(optax.sgd(0.1))),
+    ),
+    "groups": lambda: (
+        of(CrossShardOptimizer(optax.sgd(0.1), group_assignment=[[0], [1], [2]])),
+        of(CrossShardOptimizer(optax.sgd(0.1))),
+    ),
+    "weight update": lambda: ({"weight_update": "sharded"}, {"weight_update": "replicated"}),
+    "metrics": lambda: ({"metrics": "grad_norm"}, {}),
+    "wire": lambda: ({"reduce_dtype": "bfloat16"}, {}),
+    "loss scale": lambda: ({"loss_scale": "dynamic"}, {}),
+    "growth of the loss scale": lambda: (
+        {"loss_scale": crossshard.DynamicLossScale(growth_interval=7)},
+        {"loss_scale": "dynamic"},
+    ),
+    "moving average": lambda: ({"ema": 0.9}, {}),
+    "decay of the average": lambda: ({"ema": 0.9}, {"ema": 0.99}),
+    "nonfinite": lambda: ({"nonfinite": "skip"}, {}),
+    "quarantine": lambda: ({"nonfinite": "quarantine"}, {"nonfinite": "skip"}),
+    "what is trained": lambda: ({"wrt": lambda path, _: "w" in str(path)}, {}),
+    "name": lambda: (
+        of(CrossShardOptimizer(optax.sgd(0.1), group_assignment=[[0, 1, 2]], reduction="sum")),
+        of(CrossShardOptimizer(optax.sgd(0.1))),
+    ),
+    # Losses.
+    "constant": lambda: ({"loss": other_constant}, {}),
+    "activation": lambda: ({"loss": other_activation}, {}),
+    "order of a sum": lambda: ({"loss": other_order}, {}),
+    "dtype of the loss": lambda: ({"loss": in_bfloat16}, {}),
+    "stopped gradient": lambda: ({"loss": of_a_part}, {}),
+    "recomputation": lambda: ({"loss": recomputed}, {}),
+    "noise": lambda: ({"loss": with_noise}, {}),
+    "a further sum": lambda: ({"loss": with_a_sum}, {}),
+    "a maximum for a sum": lambda: ({"loss": with_a_maximum}, {"loss": with_a_sum}),
+    "order of collectives": lambda: ({"loss": sum_then_maximum}, {"loss": maximum_then_sum}),
+    "aux": lambda: ({"loss": with_aux, "has_aux": True}, {}),
+    "reduction of aux": lambda: (
+        {"loss": with_aux, "has_aux": True, "aux_reduction": "mean"},
+        {"loss": with_aux, "has_aux": True},
+    ),
+    # What they are given.
+    "parameters": lambda: ({"params": {**W, "b": 2 * W["b"]}}, {}),
+    "shape of a parameter": lambda: ({"params": {**W, "b": np.ones(1, np.float32)}}, {}),
+    "dtype of a parameter": lambda: ({"params": {**W, "b": np.float16(W["b"])}}, {}),
+    "another parameter": lambda: ({"params": {**W, "c": W["b"]}}, {}),
+    "key": lambda: ({"rng": 1}, {}),
+    "rows": lambda: ({"entries": {"x": np.ones((2, 64), np.float32)}}, {}),
+    "columns": lambda: (
+        {"entries": {"y": np.ones((1, 4), np.float32)}},
+        {"entries": {"y": np.ones((1, 5), np.float32)}},
+    ),
+    "dtype of a batch": lambda: ({"x": np.ones((3, 64), np.float16)}, {}),
+    "a further entry": lambda: ({"entries": {"y": np.ones(1, np.float32)}}, {}),
+    "order of devices": lambda: ({"devices": jax.devices()[::-1]}, {}),
+    "name of an axis": lambda: ({"axis": "data"}, {}),
+}
+
+
+def main(out: str) -> None:
+    """One process: what it is told of each kind."""
+    job = crossshard.distributed.initialize()
+    found = {}
+    for number, (name, kind) in enumerate(KINDS.items()):
+        odd, others = kind()
+        try:
+            run(**(odd if job.process_id == number % PROCESSES else others))
+            found[name] = "taken"
+        except crossshard.CrossshardError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    # What is equal is taken, and lowered once.
+    run()
+    Path(out, f"{job.process_id}.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    folder = tmp_path_factory.mktemp("programs")
+    root = Path(__file__).parents[2]
+    code = f"import sys; sys.path.insert(0, {str(root)!r}); "
+    code += f"from tests.distributed import test_programs as t; t.main({str(folder)!r})"
+    process = launch("-n", PROCESSES, "--", sys.executable, "-c", code)
+    output = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, output
+    return [json.loads((folder / f"{n}.json").read_text()) for n in range(PROCESSES)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_odd_process_is_named(told: list[dict[str, str]], kind: str):
+    odd = [*KINDS].index(kind) % PROCESSES
+    assert len({each[kind] for each in told}) == 1
+    message = told[0][kind]
+    assert message != "taken"
+    assert f"process {odd} differs" in message or f"process {odd} passed" in message, message
