@@ -7,7 +7,8 @@ import sys
 import crossshard
 
 PUBLIC = """
-    Collective Communication CrossShardOptimizer CrossShardState DynamicLossScale Environment
+    Collective Communication CrossShardOptimizer CrossShardState Divergence DynamicLossScale
+    Environment
     Gradients Incoming
     Optimizer PER_SHARD Placement REPLICATED Reduction ShardContext Stage TrainState TrainStep
     all_to_all batch_parallel collective_permute cpu_devices cross_replica_sum
@@ -15,7 +16,7 @@ PUBLIC = """
     set_shared shard shard_context value_and_grad
     PerShardArray ShardedFunction merge_shards
     ArgumentError ArgumentTypeError AxisError CommunicationError CrossshardError
-    DeadlockWarning DistributedError WeightUpdateError
+    DeadlockWarning DistributedError DivergenceError DivergenceWarning WeightUpdateError
     DoubleReductionError GroupAssignmentError IncomingError NestedContextError
     NestedReductionError ShardContextError ShardContextWarning VariableError
 """.split()

@@ -1,5 +1,6 @@
 """TrainStep: the compiled step, and its state: created, resharded, exported, evaluated."""
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,6 +19,8 @@ from crossshard.train_step.agreement import check_agreement, checksum
 from crossshard.train_step.batches import BatchPlacer
 from crossshard.train_step.compiler_options import compiler_options
 from crossshard.train_step.description import describe
+from crossshard.train_step.divergence import Divergence, names_of_compared
+from crossshard.train_step.diverged import report
 from crossshard.train_step.entries import EntryPlacer
 from crossshard.train_step.evaluate import Evaluator
 from crossshard.train_step.layout import StateLayout, check_key, put_whole
@@ -83,6 +86,8 @@ class TrainStep:
         self._evaluate = Evaluator(
             mesh, axes, loss.weight, names, takes_state=loss.model_state is not None
         )
+        # Of the latest calls, which may still run.
+        self._found: collections.deque[Divergence] = collections.deque()
         self._layouts: dict[Any, StateLayout] = {}
         self._latest: tuple[StateLayout, TrainState] | None = None
         groups = None if function.pipeline.over_all_shards else function.pipeline.groups
@@ -130,8 +135,23 @@ class TrainStep:
         Raises:
           ArgumentError, ArgumentTypeError: the batch cannot be split, or the state is not of this
             step.
+          DivergenceError: with ``check_divergence``, shards had different copies of an array at the
+            call before the last; ``state`` stays valid.
         """
         _check_state(state)
+        if self._function.sentinel is not None and _jax.at_top_level():
+            self._look_back(state)
+            after, metrics = self._run_once(state, batch)
+            self._found.append(metrics["divergence"])
+            return after, metrics
+        return self._run_once(state, batch)
+
+    def _look_back(self, state: TrainState) -> None:
+        """Report what the call before the last has found, while the last may still run."""
+        if len(self._found) == 2:
+            report(self._found.popleft(), self._function.sentinel, self.compared(state), self._mesh, self._axes)
+
+    def _run_once(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         # Under jax.grad the backward pass needs the state again, so it is not donated.
         run = self._compiled if _jax.at_top_level() else self._traced
         if _jax.another_mesh_is_set(self._mesh):
@@ -385,6 +405,24 @@ class TrainStep:
         return jax.tree.map(lambda p, x: x.astype(p.dtype), state.params, average)
 
     # Description.
+
+    def compared(self, state: TrainState) -> tuple[str, ...]:
+        """The names of the arrays that ``check_divergence`` compares, in their order.
+
+        These are the arrays of which all shards, or all of a group, have a copy: not those of which
+        each shard has a slice, and not those that are each shard's own.
+
+        Args:
+          state: a state of this step, or its types.
+
+        >>> import jax.numpy as jnp, optax
+        >>> from crossshard import make_train_step
+        >>> step = make_train_step(lambda w, x: (w * x).mean(), optax.sgd(0.1), num_shards=1)
+        >>> step.compared(step.init(jnp.float32(3)))
+        ('step', 'params', 'rng')
+        """
+        _check_state(state)
+        return names_of_compared(self._layout_of(state), state)
 
     def describe(self) -> str:
         """The pipeline, the weight update with its reason, and the arrays with their sizes.
