@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 
 from crossshard.errors import DivergenceError, DivergenceWarning
 from crossshard.train_step.divergence import Divergence, Sentinel
+from crossshard.train_step.mesh import number_of_shards
 
 # A fault may be in every array of a shard.
 _MOST = 3
@@ -16,20 +17,18 @@ _MOST = 3
 def report(
     found: Divergence, sentinel: Sentinel, names: Sequence[str], mesh: Mesh, axes: tuple[str, ...]
 ) -> None:
-    """Raise if copies differ, or warn if they did and have been repaired.
+    """Raise an error for copies that differ, or warn of those that have been repaired.
 
     Args:
-      found: what a step has found; it is waited for.
+      found: what a step has found.
       sentinel: what looked for it.
       names: the names of the leaves that were compared.
       mesh: the mesh of the step.
       axes: the axes of it that count shards.
 
     Raises:
-      DivergenceError: copies differ.
+      DivergenceError: they still differ.
     """
-    if not found.diverged:
-        return
     step, every = int(found.step), sentinel.every
     what = _listed([names[index] for index in np.flatnonzero(found.leaves)])
     who = _listed([_shard(index, mesh, axes) for index in np.flatnonzero(found.shards)])
@@ -61,7 +60,7 @@ def _shard(index: int, mesh: Mesh, axes: tuple[str, ...]) -> str:
     """``shard 3 (device 3 of process 0)``."""
     ranks = [mesh.axis_names.index(axis) for axis in axes]
     by_shard = np.moveaxis(mesh.devices, ranks, range(len(ranks)))
-    devices = by_shard.reshape(-1, *by_shard.shape[len(ranks) :])[index].ravel()
+    devices = by_shard.reshape(number_of_shards(mesh, axes), -1)[index]
     processes = sorted({device.process_index for device in devices})
     device = f"device{'s' * (len(devices) > 1)} {_listed([str(each.id) for each in devices])}"
     process = f"process{'es' * (len(processes) > 1)} {_listed([str(each) for each in processes])}"

@@ -19,8 +19,8 @@ from crossshard.train_step.agreement import check_agreement, checksum
 from crossshard.train_step.batches import BatchPlacer
 from crossshard.train_step.compiler_options import compiler_options
 from crossshard.train_step.description import describe
-from crossshard.train_step.divergence import Divergence, names_of_compared
 from crossshard.train_step.diverged import report
+from crossshard.train_step.divergence import Divergence, names_of_compared
 from crossshard.train_step.entries import EntryPlacer
 from crossshard.train_step.evaluate import Evaluator
 from crossshard.train_step.layout import StateLayout, check_key, put_whole
@@ -128,7 +128,8 @@ class TrainStep:
           (``[shards]`` with groups); with ``weight``, ``"weight"``, float[], the sum of the
           weights of all shards, or of the group; with ``has_aux``, ``"aux"``, ``[shards, …]``, or
           ``[shards, accumulate_steps, …]``, or reduced by ``aux_reduction``; the requested
-          ``metrics``; with ``loss_scale``, ``"loss_scale"``, float[], the scale of this step. With
+          ``metrics``; with ``check_divergence``, ``"divergence"``, a ``Divergence``; with
+          ``loss_scale``, ``"loss_scale"``, float[], the scale of this step. With
           ``weight`` or ``loss_scale``, ``"skipped"``, bool[]: if all weights are 0, or a gradient
           is not finite, parameters, states and step count are unchanged.
 
@@ -149,7 +150,10 @@ class TrainStep:
     def _look_back(self, state: TrainState) -> None:
         """Report what the call before the last has found, while the last may still run."""
         if len(self._found) == 2:
-            report(self._found.popleft(), self._function.sentinel, self.compared(state), self._mesh, self._axes)
+            found = self._found.popleft()
+            sentinel = self._function.sentinel
+            if sentinel is not None and found.diverged:
+                report(found, sentinel, self.compared(state), self._mesh, self._axes)
 
     def _run_once(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         # Under jax.grad the backward pass needs the state again, so it is not donated.
