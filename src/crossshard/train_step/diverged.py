@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -30,8 +31,8 @@ def report(
       DivergenceError: they still differ.
     """
     step, every = int(found.step), sentinel.every
-    what = _listed([names[index] for index in np.flatnonzero(found.leaves)])
-    who = _listed([_shard(index, mesh, axes) for index in np.flatnonzero(found.shards)])
+    what = _listed([names[index] for index in _places(found.leaves)])
+    who = _listed([_shard(index, mesh, axes) for index in _places(found.shards)])
     mend = (
         f"Memory or arithmetic of a device is at fault. Go on without it, from a checkpoint of "
         f"step {max(0, step - every)} or before."
@@ -54,6 +55,10 @@ def report(
         DivergenceWarning,
         stacklevel=4,
     )
+
+
+def _places(flags: Any) -> list[int]:
+    return np.flatnonzero(flags).tolist()
 
 
 def _shard(index: int, mesh: Mesh, axes: tuple[str, ...]) -> str:

@@ -247,7 +247,8 @@ class Sentinel:
 
         def pass_over() -> tuple[Divergence, jax.Array, jax.Array]:
             none = lambda number: jnp.zeros(number, bool)
-            found = Divergence(jnp.int32(-1), *none(2), none(shards.number), none(len(leaves)))
+            clean = jnp.bool_(False)
+            found = Divergence(jnp.int32(-1), clean, clean, none(shards.number), none(len(leaves)))
             return found, none(len(leaves)), none(len(leaves))
 
         # Agreed on, since shards whose counts differ would wait for each other in collectives.
