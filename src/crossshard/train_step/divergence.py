@@ -209,14 +209,13 @@ class Sentinel:
             functools.partial(self._of_one_device, layout, len(order[0]), _inverse(chosen)),
             mesh=mesh,
             in_specs=(PartitionSpec(), own_specs),
-            out_specs=(PartitionSpec(), own_specs if self.repairs else None),
+            out_specs=(PartitionSpec(), own_specs),
             # Copies that differ are what it looks for.
             check_vma=False,
         )
         found, repaired = run(state.step, [leaves[index] for index in chosen])
-        if self.repairs:
-            for index, leaf in zip(chosen, repaired, strict=True):
-                leaves[index] = leaf
+        for index, leaf in zip(chosen, repaired, strict=True):
+            leaves[index] = leaf
         return tree.unflatten(leaves), found
 
     def _of_one_device(
@@ -227,7 +226,7 @@ class Sentinel:
         shards = Shards(layout.number_of_shards, names, manual=True)
         on_any = lambda flags: lax.pmax(flags.astype(jnp.int32), mesh.axis_names) > 0
 
-        def compare() -> tuple[Divergence, jax.Array, jax.Array]:
+        def compare(leaves: list[Any]) -> tuple[Divergence, list[Any]]:
             words = jnp.stack([to_words(step), *map(hash_of, leaves)])
             verdict = _judge(words[: 1 + of_all], shards, None)
             # The step count itself, since it is told; its hash is among the leaves.
@@ -243,35 +242,40 @@ class Sentinel:
             flags = on_any(jnp.concatenate([~verdict.equal, own & suspect, undecided]))
             differ, suspects = flags[: len(leaves)], flags[len(leaves) : -1]
             found = Divergence(count, jnp.any(differ), flags[-1], suspects, differ[rank])
-            return found, verdict.healthy, verdict.decided
+            if not self.repairs:
+                # JAX would take them past the cond, and XLA then copies each before the step writes
+                # to it, every time.
+                return found, lax.optimization_barrier(leaves)
 
-        def pass_over() -> tuple[Divergence, jax.Array, jax.Array]:
+            def repair(leaves: list[Any]) -> list[Any]:
+                repaired = []
+                for index, x in enumerate(leaves):
+                    own = verdict.healthy[index], verdict.decided[index]
+                    groups = None if index < of_all else layout.groups
+                    mend = functools.partial(_repaired, *own, shards, groups)
+                    # One by one, so that only those are sent, and one needs memory at a time.
+                    repaired.append(lax.cond(differ[index], mend, lambda x: x, x))
+                return repaired
+
+            return found, lax.cond(found.diverged, repair, lambda leaves: leaves, leaves)
+
+        def pass_over(leaves: list[Any]) -> tuple[Divergence, list[Any]]:
             none = lambda number: jnp.zeros(number, bool)
             clean = jnp.bool_(False)
             found = Divergence(jnp.int32(-1), clean, clean, none(shards.number), none(len(leaves)))
-            return found, none(len(leaves)), none(len(leaves))
+            return found, leaves
 
         # Agreed on, since shards whose counts differ would wait for each other in collectives.
         due = on_any(step % self.every == 0)
-        found, healthy, decided = lax.cond(due, compare, pass_over)
-        if not self.repairs:
-            return found, None
-
-        def repair(leaves: list[Any]) -> list[Any]:
-            return [
-                _repaired(x, healthy[i], decided[i], shards, layout.groups if i >= of_all else None)
-                for i, x in enumerate(leaves)
-            ]
-
-        return found, lax.cond(found.diverged, repair, lambda leaves: leaves, leaves)
+        return lax.cond(due, compare, pass_over, leaves)
 
 
 def _repaired(
-    x: Any,
     healthy: jax.Array,
     decided: jax.Array,
     shards: Shards,
     groups: GroupAssignment | None,
+    x: Any,
 ) -> jax.Array:
     """A copy with the bits of the first healthy one, if it is known which are healthy."""
     size = shards.number if groups is None else groups.size
