@@ -1,5 +1,6 @@
 """Copies that differ between shards are found, named and repaired; clean ones are not accused."""
 
+import collections
 from typing import Any
 
 import jax
@@ -11,6 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import crossshard
 from crossshard import make_train_step
+from crossshard.shards.axes import Shards
+from crossshard.train_step.divergence import judge
 from tests.train_step.faults import KINDS, Snapshot, one_bit
 
 _rng = np.random.default_rng(7)
@@ -267,6 +270,23 @@ def test_a_skipped_step_is_compared_again():
         state, metrics = step(state, {"x": mask, "mask": factor * mask})
         seen.append((int(metrics["divergence"].step), bool(metrics["skipped"])))
     assert seen == [(0, False), (1, True), (1, False)]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 7, 8])
+def test_a_majority_is_more_than_half(number: int):
+    # Words whose bits are among those of others, so that the bits alone have a majority.
+    words = np.random.default_rng(number).choice(
+        np.uint32([0, 1, 3, 7]), size=(number, 200), p=(0.1, 0.6, 0.2, 0.1)
+    )
+    shards = Shards(number, ("shards",))
+    verdict = jax.vmap(lambda own: judge(own, shards, None), axis_name="shards")(words)
+    verdict = jax.tree.map(np.asarray, verdict)
+    for leaf, column in enumerate(words.T):
+        ((most, votes),) = collections.Counter(column.tolist()).most_common(1)
+        assert set(verdict.decided[:, leaf].tolist()) == {2 * votes > number}
+        assert set(verdict.equal[:, leaf].tolist()) == {votes == number}
+        if 2 * votes > number:
+            assert verdict.healthy[:, leaf].tolist() == (column == most).tolist()
 
 
 @pytest.mark.parametrize("every", [0, -1, 2**31])

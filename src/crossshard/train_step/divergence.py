@@ -141,7 +141,7 @@ def names_of_compared(layout: StateLayout, state: TrainState) -> tuple[str, ...]
     )
 
 
-class _Verdict(NamedTuple):
+class Verdict(NamedTuple):
     """What this shard knows of some leaves that the same shards have.
 
     Attributes:
@@ -157,7 +157,7 @@ class _Verdict(NamedTuple):
     decided: jax.Array
 
 
-def _judge(words: jax.Array, shards: Shards, groups: GroupAssignment | None) -> _Verdict:
+def judge(words: jax.Array, shards: Shards, groups: GroupAssignment | None) -> Verdict:
     """The verdict on a word for each leaf, uint32[leaves]."""
     size = shards.number if groups is None else groups.size
     places = jnp.arange(32, dtype=jnp.uint32)
@@ -168,7 +168,7 @@ def _judge(words: jax.Array, shards: Shards, groups: GroupAssignment | None) -> 
     common = jnp.sum((2 * counts > size).astype(jnp.uint32) << places, axis=1, dtype=jnp.uint32)
     healthy = words == common
     number = sum_over_shards(healthy.astype(jnp.int32), shards, groups)
-    return _Verdict(common, healthy, number == size, 2 * number > size)
+    return Verdict(common, healthy, number == size, 2 * number > size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,14 +228,14 @@ class Sentinel:
 
         def compare(leaves: list[Any]) -> tuple[Divergence, list[Any]]:
             words = jnp.stack([to_words(step), *map(hash_of, leaves)])
-            verdict = _judge(words[: 1 + of_all], shards, None)
+            verdict = judge(words[: 1 + of_all], shards, None)
             # The step count itself, since it is told; its hash is among the leaves.
             count = lax.bitcast_convert_type(verdict.common[0], jnp.int32)
-            verdict = _Verdict(*(x[1:] for x in verdict))
+            verdict = Verdict(*(x[1:] for x in verdict))
             if layout.groups is not None:
-                of_group = _judge(words[1 + of_all :], shards, layout.groups)
+                of_group = judge(words[1 + of_all :], shards, layout.groups)
                 pairs = zip(verdict, of_group, strict=True)
-                verdict = _Verdict(*map(jnp.concatenate, pairs))
+                verdict = Verdict(*map(jnp.concatenate, pairs))
             suspect = jnp.any(~(verdict.healthy & verdict.decided))
             own = jnp.arange(shards.number) == shards.index()
             undecided = jnp.any(~verdict.decided)[None]
