@@ -25,6 +25,7 @@ from crossshard.runners.runners import (
 from crossshard.shards.context import ShardContext, get_shard_context, shard_context
 from crossshard.shards.devices import cpu_devices
 from crossshard.shards.placement import PER_SHARD, REPLICATED, Placement
+from crossshard.train_step.divergence import Divergence
 from crossshard.train_step.make_train_step import make_train_step
 from crossshard.train_step.state import TrainState
 from crossshard.train_step.train_step import TrainStep
@@ -46,6 +47,7 @@ __all__ = [
     "Communication",
     "CrossShardOptimizer",
     "CrossShardState",
+    "Divergence",
     "DynamicLossScale",
     "Environment",
     "Gradients",

@@ -8,6 +8,8 @@ __all__ = [
     "CrossshardError",
     "DeadlockWarning",
     "DistributedError",
+    "DivergenceError",
+    "DivergenceWarning",
     "DoubleReductionError",
     "GroupAssignmentError",
     "IncomingError",
@@ -144,8 +146,20 @@ class ProgramMismatchError(DistributedError):
     """
 
 
+class DivergenceError(CrossshardError, RuntimeError):
+    """Shards have different copies of an array that all of them should have.
+
+    Mistake: to train on with a device whose memory or arithmetic is at fault.
+    Fix: without that device, from a checkpoint that is older than the fault.
+    """
+
+
 class ShardContextWarning(UserWarning):
     """There is no shard context and no bound mesh axis, so one shard is assumed."""
+
+
+class DivergenceWarning(UserWarning):
+    """A shard had another copy of an array than the majority, and was given the majority's."""
 
 
 class DeadlockWarning(UserWarning):

@@ -29,6 +29,7 @@ def describe(function: StepFunction, layout: StateLayout, state: TrainState) -> 
             *([f"frozen: {_sizes(frozen, None)}, neither differentiated nor sent"] * bool(frozen)),
             *([f"model state: {_sizes(state.model_state, None)}, {_KEPT[kind]}"] if kind else []),
             f"optimizer state: {_sizes(state.opt_state, layout)}",
+            *([] if function.sentinel is None else [function.sentinel.describe()]),
         ]
     )
 

@@ -20,6 +20,7 @@ from crossshard.pipeline.plan import WeightUpdate, check_weight_update
 from crossshard.pipeline.weigh import check_reduction
 from crossshard.train_step.aux_reduction import check_aux_reduction
 from crossshard.train_step.batches import check_weight
+from crossshard.train_step.divergence import check_divergence_options
 from crossshard.train_step.entries import check_entries
 from crossshard.train_step.local import Loss
 from crossshard.train_step.loss import with_rng
@@ -51,6 +52,8 @@ def make_train_step(
     model_state: str | None = None,
     aux_reduction: Any = None,
     replicated_entries: Sequence[str] = (),
+    check_divergence: int | None = None,
+    on_divergence: str = "raise",
 ) -> TrainStep:
     """Build the whole training step of all shards: loss, gradients, reduction, weight update.
 
@@ -106,6 +109,12 @@ def make_train_step(
       replicated_entries: the names of the entries of a dict batch that every shard gets whole,
         such as a temperature or a table: scalars or arrays, neither split nor padded. Several
         processes must pass the same ones.
+      check_divergence: compare the shards' copies of parameters and state, bit by bit, before every
+        step whose number divides by this one; never if ``None``. ``metrics["divergence"]`` is a
+        ``Divergence``.
+      on_divergence: ``"raise"``: a later call raises a DivergenceError, which names the shard and
+        the array. ``"repair"``: the copy that more than half of the shards have is given to all,
+        with a DivergenceWarning; without such a majority it is an error.
 
     Returns:
       A TrainStep.
@@ -154,7 +163,8 @@ def make_train_step(
         check_entries(replicated_entries, weigh),
     )
     pipeline = _check_pipeline(pipeline, number_of_shards(where, axes), weight)
-    function = StepFunction(loss, pipeline, optimizer.get_name())
+    sentinel = check_divergence_options(check_divergence, on_divergence)
+    function = StepFunction(loss, pipeline, optimizer.get_name(), sentinel)
     sharding = check_weight_update(weight_update)
     if sharding is WeightUpdate.AUTO and optimizer.weight_update is WeightUpdate.SHARDED:
         sharding = WeightUpdate.SHARDED

@@ -17,6 +17,7 @@ from crossshard.shards.axes import Shards
 from crossshard.shards.devices import torus_factors
 from crossshard.shards.model_axes import only
 from crossshard.shards.partition import map_partitions
+from crossshard.train_step.divergence import Sentinel
 from crossshard.train_step.entries import specs_of
 from crossshard.train_step.layout import StateLayout
 from crossshard.train_step.local import Loss
@@ -32,11 +33,13 @@ class StepFunction:
       loss: the loss of one shard's rows of the batch.
       pipeline: the pipeline of the gradients.
       name: the name of the pipeline's operations in profiles and HLO.
+      sentinel: what compares the shards' copies of the state; ``None`` if nothing does.
     """
 
     loss: Loss
     pipeline: Pipeline
     name: str
+    sentinel: Sentinel | None = None
 
     def describe(self, strategy: UpdateStrategy | None = None) -> str:
         """The stages in the order in which they run, in one line."""
@@ -51,12 +54,22 @@ class StepFunction:
         """The names of the metrics, in the order of their importance."""
         weight = ["weight"] if self.loss.weight is not None else []
         aux = ["aux"] if self.loss.has_aux else []
-        return ["loss", *weight, *aux, *self._names_of_stages()]
+        divergence = ["divergence"] if self.sentinel is not None else []
+        return ["loss", *weight, *aux, *self._names_of_stages(), *divergence]
 
     def __call__(
         self, layout: StateLayout, state: TrainState, batch: Any
     ) -> tuple[TrainState, dict[str, Any]]:
         """The next state and the metrics."""
+        if self.sentinel is None:
+            return self._step(layout, state, batch)
+        state, found = self.sentinel(layout, state)
+        after, metrics = self._step(layout, state, batch)
+        return after, {**metrics, "divergence": found}
+
+    def _step(
+        self, layout: StateLayout, state: TrainState, batch: Any
+    ) -> tuple[TrainState, dict[str, Any]]:
         mesh, specs, plan = layout.mesh, layout.specs(state), layout.plan
         names = layout.axes
         each = PartitionSpec(names)

@@ -19,6 +19,7 @@ from crossshard.shards.partition import ANY, TPU
 from crossshard.train_step.batches import BatchPlacer
 from crossshard.train_step.compiler_options import compiler_options
 from crossshard.train_step.description import describe
+from crossshard.train_step.divergence import names_of_compared
 from crossshard.train_step.entries import EntryPlacer
 from crossshard.train_step.evaluate import Evaluator
 from crossshard.train_step.layout import StateLayout, check_key, put_whole
@@ -89,8 +90,7 @@ class TrainStep:
         self._in_processes = len(processes_of(mesh)) > 1
         self._agreed: set[Any] = set()
         self._latest: tuple[StateLayout, TrainState] | None = None
-        nonfinite = function.pipeline.nonfinite
-        self._watch = None if nonfinite is None else Watch(nonfinite)
+        self._watch = Watch(function, mesh, axes)
         groups = None if function.pipeline.over_all_shards else function.pipeline.groups
         self._options = compiler_options(
             mesh.devices.flat[0].platform, mesh.size if groups is None else groups.size
@@ -129,28 +129,31 @@ class TrainStep:
           (``[shards]`` with groups); with ``weight``, ``"weight"``, float[], the sum of the
           weights of all shards, or of the group; with ``has_aux``, ``"aux"``, ``[shards, …]``, or
           ``[shards, accumulate_steps, …]``, or reduced by ``aux_reduction``; the requested
-          ``metrics``; with ``loss_scale``, ``"loss_scale"``, float[], the scale of this step. With
-          ``weight``, ``loss_scale`` or ``nonfinite``, ``"skipped"``, bool[]: if all weights are 0,
-          or the gradient is not finite, parameters, states and step count are unchanged. With
-          ``nonfinite``, ``"nonfinite"``, a ``NonfiniteState``.
+          ``metrics``; with ``check_divergence``, ``"divergence"``, a ``Divergence``; with
+          ``nonfinite``, ``"nonfinite"``, a ``NonfiniteState``; with ``loss_scale``,
+          ``"loss_scale"``, float[], the scale of this step. With ``weight``, ``loss_scale`` or
+          ``nonfinite``, ``"skipped"``, bool[]: if all weights are 0, or the gradient is not
+          finite, parameters, states and step count are unchanged.
 
         Raises:
           ArgumentError, ArgumentTypeError: the batch cannot be split, or the state is not of this
             step.
           ProgramMismatchError: another process is about to run another program.
-          NonfiniteError: with ``nonfinite``: the step before the last one was the ``limit``-th in a
-            row that was not finite. The state that is given is valid.
+          NonfiniteError: with ``nonfinite``: the call before the last was the ``limit``-th in a row
+            that was not finite. ``state`` stays valid.
+          DivergenceError: with ``check_divergence``, shards had different copies of an array at the
+            call before the last; ``state`` stays valid.
         """
         _check_state(state)
-        if self._watch is not None:
+        if self._watch.is_on and _jax.at_top_level():
             # Before the state is donated, so that the caller can save it.
-            self._watch.look(state.params)
-            after, metrics = self._step(state, batch)
+            self._watch.look(state.params, lambda: self.compared(state))
+            after, metrics = self._run_once(state, batch)
             self._watch.add(metrics)
             return after, metrics
-        return self._step(state, batch)
+        return self._run_once(state, batch)
 
-    def _step(self, state: TrainState, batch: Any) -> Any:
+    def _run_once(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         # Under jax.grad the backward pass needs the state again, so it is not donated.
         run = self._compiled if _jax.at_top_level() else self._traced
         if self._in_processes or _jax.another_mesh_is_set(self._mesh):
@@ -420,6 +423,24 @@ class TrainStep:
         return jax.tree.map(lambda p, x: x.astype(p.dtype), state.params, average)
 
     # Description.
+
+    def compared(self, state: TrainState) -> tuple[str, ...]:
+        """The names of the arrays that ``check_divergence`` compares, in their order.
+
+        These are the arrays of which all shards, or all of a group, have a copy: not those of which
+        each shard has a slice, and not those that are each shard's own.
+
+        Args:
+          state: a state of this step, or its types.
+
+        >>> import jax.numpy as jnp, optax
+        >>> from crossshard import make_train_step
+        >>> step = make_train_step(lambda w, x: (w * x).mean(), optax.sgd(0.1), num_shards=1)
+        >>> step.compared(step.init(jnp.float32(3)))
+        ('step', 'params', 'rng')
+        """
+        _check_state(state)
+        return names_of_compared(self._layout_of(state), state)
 
     def describe(self) -> str:
         """The pipeline, the weight update with its reason, and the arrays with their sizes.

@@ -1,54 +1,83 @@
-"""Watch: raises what the metrics of earlier steps report, without waiting for the latest one."""
+"""Watch: raises what earlier steps have found, without waiting for the latest one."""
 
 import collections
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from crossshard.errors import NonfiniteError
-from crossshard.pipeline.nonfinite import Nonfinite
+from crossshard.pipeline.nonfinite import NonfiniteState
+from crossshard.train_step.diverged import report
+from crossshard.train_step.step_function import StepFunction
 
-# Steps that run while the host goes on. All processes look at the same step, so that all raise.
+# Steps that may still run while the host goes on. All processes look at the same step, so that all
+# of them raise in the same call.
 _BEHIND = 2
 
 
 class Watch:
-    """Looks at what each step found, some steps later, and raises.
+    """Looks at what each step has found, two calls later.
 
     Args:
-      nonfinite: what a step does about gradients that are not finite.
+      function: the step, with what it looks for.
+      mesh: the mesh of the step.
+      axes: the axes of it that count shards.
     """
 
-    def __init__(self, nonfinite: Nonfinite):
-        self._nonfinite = nonfinite
-        self._found: collections.deque[Any] = collections.deque()
+    def __init__(self, function: StepFunction, mesh: Mesh, axes: tuple[str, ...]):
+        self._sentinel = function.sentinel
+        self._nonfinite = function.pipeline.nonfinite
+        self._mesh = mesh
+        self._axes = axes
+        self._metrics: collections.deque[dict[str, Any]] = collections.deque()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether steps look for anything."""
+        return self._sentinel is not None or self._nonfinite is not None
 
     def add(self, metrics: dict[str, Any]) -> None:
-        """Remember what a step found; within a function that JAX traces nothing is known of it."""
-        found = metrics["nonfinite"]
-        if not isinstance(found.in_a_row, jax.core.Tracer):
-            self._found.append(found)
+        """Remember what a step has found."""
+        names = metrics.keys() & {"divergence", "nonfinite"}
+        self._metrics.append({name: metrics[name] for name in names})
 
-    def look(self, params: Any, behind: int = _BEHIND) -> None:
-        """Raise if a step found too much, except for the latest ones, which may still run.
+    def look(self, params: Any, compared: Callable[[], Sequence[str]]) -> None:
+        """Raise for what the call before the last has found, while the last may still run.
+
+        Args:
+          params: the parameters, by which leaves are named.
+          compared: returns the names of the leaves that the sentinel compares.
 
         Raises:
+          DivergenceError: shards had different copies of an array.
           NonfiniteError: at ``limit`` steps in a row something was not finite.
         """
-        while len(self._found) >= max(behind, 1):
-            found = self._found.popleft()
-            number = _value(found.in_a_row)
-            if number < self._nonfinite.limit:
-                continue
-            self._found.clear()
-            what = found.describe(params)
-            many = f"Something was not finite in {number} steps in a row; in the last of them "
-            raise NonfiniteError(
-                f"{many + what if number > 1 else what[0].upper() + what[1:]}. Parameters and "
-                f"state hold nothing of it: save them, and look at the batch of that step."
-            )
+        if len(self._metrics) < _BEHIND:
+            return
+        metrics = self._metrics.popleft()
+        if self._sentinel is not None and metrics["divergence"].diverged:
+            report(metrics["divergence"], self._sentinel, compared(), self._mesh, self._axes)
+        if self._nonfinite is not None:
+            self._check_finite(metrics["nonfinite"], params)
+
+    def _check_finite(self, found: NonfiniteState, params: Any) -> None:
+        assert self._nonfinite is not None
+        number = _value(found.in_a_row)
+        if number < self._nonfinite.limit:
+            return
+        # Whoever goes on is not told of the same steps again.
+        self._metrics.clear()
+        what = found.describe(params)
+        many = f"Something was not finite in {number} steps in a row; in the last of them "
+        raise NonfiniteError(
+            f"{many + what if number > 1 else what[0].upper() + what[1:]}. Parameters and state "
+            f"hold nothing of it: save them, and look at the batch of that step."
+        )
 
 
 def _value(x: jax.Array) -> int:
+    """A number of which each device, or shard, has the same copy."""
     return int(np.asarray(x.addressable_data(0)).ravel()[0])
