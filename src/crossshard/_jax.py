@@ -2,7 +2,9 @@
 
 import os
 import re
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -259,6 +261,7 @@ def start_coordination(
     seconds: float,
 ) -> None:
     """``jax.distributed.initialize`` with nothing left to be found out."""
+    before = signal.getsignal(signal.SIGTERM)
     jax.distributed.initialize(
         address,
         number,
@@ -268,6 +271,9 @@ def start_coordination(
         coordinator_bind_address=bind_address,
         initialization_timeout=int(seconds),
     )
+    # JAX takes SIGTERM over, also where the caller has a handler for it.
+    if before not in (None, signal.SIG_DFL) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
 
 
 def has_coordinator() -> bool:

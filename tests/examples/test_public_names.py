@@ -12,7 +12,8 @@ import crossshard.testing
 ROOT = Path(__file__).parents[2]
 FILES = sorted(f for folder in ("examples", "benchmarks") for f in (ROOT / folder).rglob("*.py"))
 PUBLIC = {
-    "crossshard": {*crossshard.__all__, "__version__", "errors", "testing"},
+    "crossshard": {*crossshard.__all__, "__version__", "distributed", "errors", "testing"},
+    "crossshard.distributed": set(crossshard.distributed.__all__),
     "crossshard.errors": set(crossshard.errors.__all__),
     "crossshard.testing": set(crossshard.testing.__all__),
 }

@@ -128,12 +128,15 @@ def torus_factors(mesh: jax.sharding.Mesh) -> tuple[int, ...]:
 
 def warn_of_deadlock(mesh: jax.sharding.Mesh) -> None:
     """Warn if a mesh of virtual CPU devices has too few threads."""
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    if on_cpu and mesh.size > 1 and _threads() < 2 * mesh.size:
+    if mesh.devices.flat[0].platform != "cpu":
+        return
+    # Each process has threads of its own.
+    own = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
+    if own > 1 and _threads() < 2 * own:
         warnings.warn(
-            f"{mesh.size} virtual CPU devices share {_threads()} threads: XLA's collectives can "
-            f"deadlock after some hundred queued steps. Call crossshard.cpu_devices({mesh.size}) "
-            f"before the first JAX operation, or set NPROC={_THREADS_PER_DEVICE * mesh.size}.",
+            f"{own} virtual CPU devices share {_threads()} threads: XLA's collectives can "
+            f"deadlock after some hundred queued steps. Call crossshard.cpu_devices({own}) "
+            f"before the first JAX operation, or set NPROC={_THREADS_PER_DEVICE * own}.",
             DeadlockWarning,
             stacklevel=4,
         )
