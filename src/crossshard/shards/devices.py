@@ -113,6 +113,12 @@ def check_number_of_devices(num_shards: int, mesh: jax.sharding.Mesh) -> None:
         )
 
 
+def are_of_all_processes(mesh: jax.sharding.Mesh) -> bool:
+    """Whether there are several processes, and every one of them has devices of this mesh."""
+    number = jax.process_count()
+    return number > 1 and len({device.process_index for device in mesh.devices.flat}) == number
+
+
 def torus_factors(mesh: jax.sharding.Mesh) -> tuple[int, ...]:
     """Factors of a one-axis TPU mesh, for multi-stage collectives on its torus.
 
