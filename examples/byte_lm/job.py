@@ -18,7 +18,7 @@ from examples.byte_lm.held_out import HeldOut, gzip_bits_per_byte
 from examples.byte_lm.model import MODEL_AXIS, ByteTransformer, loss, split_over
 from examples.byte_lm.optimizers import InnerOptimizer, check_fits, make_optimizer
 from examples.byte_lm.options import TrainOptions
-from examples.byte_lm.processes import Processes
+from examples.byte_lm.processes import ALONE, Processes
 from examples.byte_lm.text import Text, batches, read_text
 from examples.byte_lm.training import Training
 
@@ -126,7 +126,7 @@ class Job:
         return self.first_model if mesh is None else split_over(mesh, self.first_model)
 
 
-def prepare(options: TrainOptions, processes: Processes = Processes()) -> Job:
+def prepare(options: TrainOptions, processes: Processes = ALONE) -> Job:
     """Check all that can be checked before training, starting JAX's devices on the way.
 
     Raises:

@@ -55,6 +55,9 @@ class Processes:
         return jax.tree.map(cut, batch)
 
 
+ALONE = Processes()
+
+
 def connect() -> Processes:
     """Find the other processes of this run, and connect with them."""
     job = crossshard.distributed.initialize()

@@ -47,11 +47,8 @@ class Record:
         self._size = 0
         try:
             # Unbuffered, so that a full disk shows at once.
-            self._metrics = (
-                open(os.devnull, "wb", buffering=0)
-                if silent
-                else (self.folder / _METRICS).open("xb", buffering=0)
-            )
+            path = Path(os.devnull) if silent else self.folder / _METRICS
+            self._metrics = path.open("wb" if silent else "xb", buffering=0)
         except OSError as error:
             raise ArgumentError(cannot_write(self.folder / _METRICS, error)) from None
 

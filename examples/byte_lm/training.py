@@ -8,7 +8,7 @@ import optax
 
 from crossshard import TrainState, TrainStep
 from examples.byte_lm.model import params_by_name
-from examples.byte_lm.processes import Processes, whole
+from examples.byte_lm.processes import ALONE, Processes, whole
 
 Values = dict[str, np.ndarray]
 
@@ -27,7 +27,7 @@ class Training:
 
     step: TrainStep
     state: TrainState
-    processes: Processes = Processes()
+    processes: Processes = ALONE
     accumulate_steps: int = 1
     of_groups: tuple[int | None, ...] = (None,)
 

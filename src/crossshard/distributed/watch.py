@@ -116,9 +116,7 @@ class _Watch:
             ),
             -1,
         )
-        return Report(
-            self._beat, PROGRESS.calls, PROGRESS.latest, self._state, self._error, gone
-        )
+        return Report(self._beat, PROGRESS.calls, PROGRESS.latest, self._state, self._error, gone)
 
     def _told(self, below: str) -> dict[int, str]:
         """What each process has told, by its number; whatever else is there is left out."""
