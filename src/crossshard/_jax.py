@@ -275,10 +275,8 @@ def start_coordination(
         heartbeat_timeout_seconds=heartbeat_seconds,
     )
     # JAX takes SIGTERM over, also where the caller has a handler for it.
-    if (
-        before not in (None, signal.SIG_DFL)
-        and threading.current_thread() is threading.main_thread()
-    ):
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and before not in (None, signal.SIG_DFL):
         signal.signal(signal.SIGTERM, before)
 
 

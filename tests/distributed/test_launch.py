@@ -242,7 +242,8 @@ def test_a_launcher_that_is_killed_takes_all_processes_along(tmp_path: Path):
     ran.kill()
     ran.communicate(timeout=PATIENCE)
     numbers = {int(line) for line in pids.read_text().split()}
-    assert len(numbers) == 4 and numbers < set(below)
+    assert len(numbers) == 4
+    assert numbers < set(below)
     until = time.monotonic() + 30
     # The guard ends, too.
     while any(_is_running(number) for number in below):

@@ -1,4 +1,4 @@
-"""Real processes, one of which dies, fails, leaves or stands still: the others name it and leave."""
+"""Real processes, one of which dies, fails, leaves or stands still: the others name it."""
 
 import os
 import subprocess

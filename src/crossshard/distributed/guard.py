@@ -12,7 +12,7 @@ import time
 
 
 def main(grace: float) -> None:
-    """End the groups that are left when standard input closes; kill them after ``grace`` seconds."""
+    """End the groups that are left when standard input closes, and kill them ``grace`` later."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()
