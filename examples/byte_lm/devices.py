@@ -75,7 +75,7 @@ def start_shards(
 
 def _shards_on_cpu(model_shards: int, processes: int) -> int:
     """As many as the launcher has asked for, or those of eight devices or a few more."""
-    given = jax.config.jax_num_cpu_devices
+    given = int(os.environ.get("JAX_NUM_CPU_DEVICES") or 0)
     devices = given * processes if given > 0 else math.ceil(CPU_SHARDS / processes) * processes
     return max(1, devices // model_shards)
 

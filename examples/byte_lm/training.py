@@ -37,7 +37,7 @@ class Training:
         The batch is that of all processes.
         """
         self.state, metrics = self.step(self.state, self.own_rows(batch, self.accumulate_steps))
-        aux = {name: np.float64(whole(value)) for name, value in metrics.pop("aux").items()}
+        aux = {name: whole(value).astype(np.float64) for name, value in metrics.pop("aux").items()}
         # Reading them blocks on the step: queued steps can deadlock virtual CPU devices.
         return {"aux": aux, **{name: self._of_groups(value) for name, value in metrics.items()}}
 
@@ -47,7 +47,7 @@ class Training:
         return self.processes.own_rows(mesh, batch, mesh.devices.shape[0] * parts)
 
     def _of_groups(self, value: Any) -> tuple[float, ...]:
-        of_shards = np.float64(whole(value))
+        of_shards = whole(value).astype(np.float64)
         return tuple(
             float(of_shards if each is None else of_shards[each]) for each in self.of_groups
         )

@@ -80,8 +80,8 @@ def check_others(
             assert process.returncode == code, err
             assert f"crossshard: process {who} {says}" in err
             assert err.endswith(f" Process {own} leaves.\n")
-    # Twice as long as on a machine on which nothing else happens.
-    assert time.monotonic() - began < 2 * seconds
+    # On a busy machine; JAX itself would take 100 seconds.
+    assert time.monotonic() - began < seconds + 40
 
 
 @pytest.mark.multiprocess
