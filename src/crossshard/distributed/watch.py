@@ -159,12 +159,15 @@ class _Watch:
         ending = Report(self._beat + 1, PROGRESS.calls, PROGRESS.latest, State.ENDING)
         _jax.tell_again(f"{_FOLDER}/reports/{self._own}", str(ending))
         until = time.monotonic() + _FAREWELL_SECONDS
-        others = {*range(1, self._job.num_processes)} - {verdict.process}
+        ends_itself = verdict.kind in (Kind.FAILED, Kind.LEFT)
+        others = {*range(1, self._job.num_processes)}
+        if not ends_itself:
+            others -= {verdict.process}
         while self._own == 0 and others and time.monotonic() < until:
             time.sleep(0.05)
             heard = {own: Report.parse(text) for own, text in self._told("reports").items()}
             others -= {own for own, each in heard.items() if each and each.state is State.ENDING}
-        if self._own == 0 and verdict.kind is Kind.LEFT:
+        if self._own == 0 != verdict.process and ends_itself:
             time.sleep(_FAREWELL_SECONDS / 2)  # that process ends with a code of its own
 
     def _leave(self, verdict: Verdict) -> None:
@@ -178,6 +181,8 @@ class _Watch:
         os._exit(verdict.code)
 
     def _before_abort(self) -> None:
+        if self._state is State.FAILED and self._released.is_set():
+            os._exit(1)
         if self._verdict is None and _answers(str(self._job.coordinator_address)):
             return  # it aborts for a reason of its own
         self._leave(self._verdict or Verdict(Kind.DIED, 0))
