@@ -9,12 +9,15 @@ from typing import IO, TextIO, cast
 from rich.console import Console
 
 
-def make_console(fail: Callable[[str], None]) -> Console:
+def make_console(fail: Callable[[str], None], *, silent: bool = False) -> Console:
     """A console on stdout.
 
     Args:
       fail: called once with a message when stdout cannot be written to any more.
+      silent: print nothing, since another process does.
     """
+    if silent:
+        return Console(file=io.StringIO(), quiet=True)
     # Do not wrap lines in a file or pipe.
     width = None if sys.stdout.isatty() else 1000
     return Console(file=cast(IO[str], _Output(fail)), highlight=False, width=width)

@@ -1,5 +1,6 @@
 """The devices of a training run: virtual CPU devices, or all of an accelerator's."""
 
+import math
 import os
 import re
 
@@ -14,30 +15,38 @@ CPU_SHARDS = 8
 _MOST_THREADS = 4 * MOST_SHARDS
 
 
-def start_shards(asked: int | None, groups: Groups | None, model_shards: int = 1) -> int:
+def start_shards(
+    asked: int | None, groups: Groups | None, model_shards: int = 1, processes: int = 1
+) -> int:
     """Start JAX's devices and return the number of shards.
 
     Args:
       asked: how many the user wants; ``None`` for what the groups, or else the devices, suggest.
       groups: the groups to cover, if any.
       model_shards: the devices of each shard.
+      processes: how many there are; each has as many of the devices.
 
     Raises:
-      ArgumentError: more shards than possible.
+      ArgumentError: more shards than possible, or processes without one.
     """
     if asked is None and groups is not None:
         asked = groups.shards
-    on_cpu = asked or max(1, CPU_SHARDS // model_shards)
+    on_cpu = asked or _shards_on_cpu(model_shards, processes)
     of_devices = f" of {model_shards} devices" * (model_shards > 1)
-    if on_cpu * model_shards > MOST_SHARDS:
+    if on_cpu * model_shards > MOST_SHARDS * processes:
         raise ArgumentError(
             f"{on_cpu} shards{of_devices} are more than one process can run; use at most "
             f"{MOST_SHARDS} devices."
         )
+    if on_cpu * model_shards % processes:
+        raise ArgumentError(
+            f"{on_cpu} shards{of_devices} cannot be split evenly over {processes} processes. Pass "
+            f"--shards {math.lcm(processes, on_cpu)}, or start another number of processes."
+        )
     _check_threads()
     # Whether there is an accelerator shows only once JAX runs, and then it is too late to make
     # CPU devices. Where there is one these stay idle.
-    cpu_devices(on_cpu * model_shards)
+    cpu_devices(on_cpu * model_shards // processes)
     try:
         devices = jax.devices()
     except Exception as error:  # JAX lets through what its plugins raise
@@ -55,7 +64,20 @@ def start_shards(asked: int | None, groups: Groups | None, model_shards: int = 1
             f"{len(devices)} ({platform}). Use at most {len(devices)} devices, or set "
             f"JAX_PLATFORMS=cpu for virtual ones."
         )
+    if processes > 1 and shards * model_shards < len(devices):
+        raise ArgumentError(
+            f"{shards} shards{of_devices} leave {len(devices) - shards * model_shards} of the "
+            f"{len(devices)} devices of these {processes} processes without work. Leave --shards "
+            f"out."
+        )
     return shards
+
+
+def _shards_on_cpu(model_shards: int, processes: int) -> int:
+    """As many as the launcher has asked for, or those of eight devices or a few more."""
+    given = int(os.environ.get("JAX_NUM_CPU_DEVICES") or 0)
+    devices = given * processes if given > 0 else math.ceil(CPU_SHARDS / processes) * processes
+    return max(1, devices // model_shards)
 
 
 def _check_threads() -> None:

@@ -47,7 +47,10 @@ class HeldOut:
         """
         rows = self._sample if sample else np.arange(len(self._rows["read"]))
         of_call = np.split(rows, range(len(self._sample), len(rows), len(self._sample)))
-        batches = [{name: all_[part] for name, all_ in self._rows.items()} for part in of_call]
+        batches = [
+            training.own_rows({name: all_[part] for name, all_ in self._rows.items()})
+            for part in of_call
+        ]
         means = [
             training.step.evaluate(training.state, batches, _costs, shard, ema=ema)
             for shard in training.of_groups

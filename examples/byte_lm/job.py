@@ -18,6 +18,7 @@ from examples.byte_lm.held_out import HeldOut, gzip_bits_per_byte
 from examples.byte_lm.model import MODEL_AXIS, ByteTransformer, loss, split_over
 from examples.byte_lm.optimizers import InnerOptimizer, check_fits, make_optimizer
 from examples.byte_lm.options import TrainOptions
+from examples.byte_lm.processes import ALONE, Processes
 from examples.byte_lm.text import Text, batches, read_text
 from examples.byte_lm.training import Training
 
@@ -28,6 +29,7 @@ class Job:
 
     Attributes:
       options: the options of the command.
+      processes: those that train together.
       shards: the number of shards.
       platform: the platform of the devices, such as ``"cpu"``.
       groups: the groups of shards; one group of all by default.
@@ -39,6 +41,7 @@ class Job:
     """
 
     options: TrainOptions
+    processes: Processes
     shards: int
     platform: str
     groups: Groups
@@ -61,21 +64,24 @@ class Job:
     @functools.cached_property
     def lowered(self) -> jax.stages.Lowered:
         """The program of that step, which is compiled once for reports and for the run."""
-        return self.step.lower(self.step.abstract_init(self._split_model), next(self.batches()))
+        parts = self.shards * self.options.accumulate_steps
+        rows = self.processes.own_rows(self.step.mesh, next(self.batches()), parts)
+        return self.step.lower(self.step.abstract_init(self._split_model), rows)
 
     def new_training(self, inner: InnerOptimizer | None = None) -> Training:
         """The run before its first step, or the same with another optimizer."""
         step = self.step if inner is None else self._new_step(inner)
         several = len(self.groups.members) > 1
         of_groups = tuple(group[0] for group in self.groups.members) if several else (None,)
-        return Training(step, step.init(self._split_model), of_groups)
+        state = step.init(self._split_model)
+        return Training(step, state, self.processes, self.options.accumulate_steps, of_groups)
 
     def new_held_out(self) -> HeldOut:
         """The held-out bytes, in rows."""
         return HeldOut(self.text.held_out, self.options.context)
 
     def batches(self) -> Iterator[dict[str, np.ndarray]]:
-        """The batches of the run, from the first."""
+        """The batches of the run, from the first; of all processes."""
         options = self.options
         ends = self.text.ends if options.weight else None
         return batches(self.text.training, self.rows, options.context, options.seed, ends)
@@ -120,17 +126,18 @@ class Job:
         return self.first_model if mesh is None else split_over(mesh, self.first_model)
 
 
-def prepare(options: TrainOptions) -> Job:
+def prepare(options: TrainOptions, processes: Processes = ALONE) -> Job:
     """Check all that can be checked before training, starting JAX's devices on the way.
 
     Raises:
       CrossshardError: an option cannot be satisfied; nothing has been written.
     """
     options.check()
-    check_free(options.out)
+    if processes.is_first:
+        check_free(options.out)
     groups = options.parsed_groups()
     text = read_text(options.data, options.context + 1)
-    shards = start_shards(options.shards, groups, options.model_shards)
+    shards = start_shards(options.shards, groups, options.model_shards, processes.number)
     rows = options.rows(shards)
     inner = make_optimizer(options.optimizer, options.learning_rate)
     # Compiled, since op by op it takes twice as long.
@@ -146,6 +153,7 @@ def prepare(options: TrainOptions) -> Job:
     check_fits(inner, model)
     job = Job(
         options=options,
+        processes=processes,
         shards=shards,
         platform=jax.devices()[0].platform,
         groups=groups or Groups((tuple(range(shards)),)),

@@ -143,7 +143,9 @@ def verdict(job: Job, proof: list[Comparison]) -> str:
 
 def _devices(job: Job) -> str:
     kind = "virtual CPU device" if job.platform == "cpu" else f"{job.platform.upper()} device"
-    return _plural(job.shards * job.options.model_shards, kind)
+    devices = _plural(job.shards * job.options.model_shards, kind)
+    several = f" in {job.processes.number} processes" * (job.processes.number > 1)
+    return f"{devices}{several}"
 
 
 def _learning_rate(job: Job) -> str:

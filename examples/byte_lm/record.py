@@ -25,6 +25,7 @@ class Record:
     Args:
       asked: the folder; ``None`` for a fresh one under ``runs/``.
       fail: called with a message if a later write fails. Other writes are still tried.
+      silent: write nothing, since another process does.
 
     Attributes:
       folder: its path.
@@ -35,15 +36,19 @@ class Record:
       ArgumentError: the folder or its first file cannot be created.
     """
 
-    def __init__(self, asked: Path | None, fail: Callable[[str], None]) -> None:
-        self.folder = make_folder(asked)
+    def __init__(
+        self, asked: Path | None, fail: Callable[[str], None], *, silent: bool = False
+    ) -> None:
+        self._silent = silent
+        self.folder = Path(os.devnull).parent if silent else make_folder(asked)
         self.steps: list[Step] = []
         self.written = [_METRICS]
         self._fail = fail
         self._size = 0
         try:
             # Unbuffered, so that a full disk shows at once.
-            self._metrics = (self.folder / _METRICS).open("xb", buffering=0)
+            path = Path(os.devnull) if silent else self.folder / _METRICS
+            self._metrics = path.open("wb" if silent else "xb", buffering=0)
         except OSError as error:
             raise ArgumentError(cannot_write(self.folder / _METRICS, error)) from None
 
@@ -85,6 +90,8 @@ class Record:
 
     def write(self, name: str, content: bytes) -> None:
         """Write a file atomically: on failure an existing file stays unchanged."""
+        if self._silent:
+            return
         path, part = self.folder / name, self.folder / f"{name}.part"
         try:
             part.write_bytes(content)

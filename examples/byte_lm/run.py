@@ -35,7 +35,7 @@ def run(job: Job, record: Record, screen: Screen, stopping: Stopping) -> Summary
     bits: list[float] = []
     bits_ema: list[float] = []
     with stopping.skippable():
-        if not stopping.asked:
+        if not stopping.agree():
             screen.tell("compiling the step")
             sent = Sent.of(crossshard.inspect(job.lowered))
             early = _train(job, training, held_out, record, screen, stopping)
@@ -47,7 +47,7 @@ def run(job: Job, record: Record, screen: Screen, stopping: Stopping) -> Summary
             bits_ema = held_out.bits_per_byte(training, ema=True) if job.options.ema else []
     summary = Summary(
         steps=len(record.steps),
-        ended="stopped" if stopping.asked else "finished" if finite else "not finite",
+        ended="stopped" if stopping.agree() else "finished" if finite else "not finite",
         shards=job.shards,
         learning_rate=job.inner.learning_rate,
         parameters=job.parameters,
@@ -72,7 +72,7 @@ def run(job: Job, record: Record, screen: Screen, stopping: Stopping) -> Summary
         summary = dataclasses.replace(
             summary,
             proof=proof,
-            ended="stopped" if stopping.asked else "finished",
+            ended="stopped" if stopping.agree() else "finished",
             seconds=time.perf_counter() - began,
         )
         record.write_json("summary.json", summary)
@@ -94,7 +94,7 @@ def _train(
         screen.show(step)
         if step.number == min(STEPS, job.options.steps):
             early = training.values()
-        if stopping.asked:
+        if stopping.agree():
             break
     return early
 
@@ -104,4 +104,4 @@ def _prove(job: Job, record: Record, early: Values, stopping: Stopping) -> list[
     first = record.steps[:STEPS]
     proof = Proof(job, list(itertools.islice(job.batches(), len(first))))
     of_run = proof.of_run(early, [step.metrics.get("skipped") for step in first])
-    return [of_run] if stopping.asked else [of_run, proof.of_sgd()]
+    return [of_run] if stopping.agree() else [of_run, proof.of_sgd()]

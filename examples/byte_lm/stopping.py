@@ -4,15 +4,20 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 # This file imports nothing else, so that the handler is set before JAX is imported.
 from examples.byte_lm.exit_codes import STOPPED
 
+if TYPE_CHECKING:
+    from examples.byte_lm.processes import Processes
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SHOW_CURSOR = b"\x1b[?25h"
+# Beyond every number of a signal.
+_FAILED = 1000
 
 
 class Stopping:
@@ -20,7 +25,8 @@ class Stopping:
 
     Before ``begin`` the process ends at once, for nothing has been written. From then on the first
     signal is remembered, for the run to stop after the current step; the second one skips what is
-    being computed, and leaves what is written; the third ends the process at once.
+    being computed, and leaves what is written; the third ends the process at once. One of several
+    processes can skip nothing, since the others wait for it; there the second one ends it at once.
 
     Attributes:
       signal: the first one that came; ``None`` before.
@@ -35,11 +41,28 @@ class Stopping:
         self._begun = False
         self._skippable = False
         self._came = 0
+        self._largest: Callable[[int], int] = lambda value: value
+        self._of_several = False
 
     @property
     def asked(self) -> bool:
         """Whether to stop."""
         return self.signal is not None or self.failure is not None
+
+    def join(self, processes: "Processes") -> None:
+        """From now on ``agree`` asks these processes."""
+        self._largest = processes.largest
+        self._of_several = processes.number > 1
+
+    def agree(self) -> bool:
+        """Whether to stop; all processes ask at the same point, and get the same answer."""
+        own = _FAILED if self.failure else self.signal or 0
+        found = self._largest(own)
+        if found == _FAILED:
+            self.fail("Process 0 cannot write what it should.")
+        elif found and self.signal is None:
+            self.signal = found
+        return found > 0
 
     def begin(self) -> None:
         """From now on a signal lets the current step finish."""
@@ -52,7 +75,7 @@ class Stopping:
     @contextlib.contextmanager
     def skippable(self) -> Iterator[None]:
         """A context that a second signal interrupts."""
-        self._skippable = True
+        self._skippable = not self._of_several
         try:
             yield
         except KeyboardInterrupt:
@@ -77,7 +100,7 @@ class Stopping:
         if not self._begun:
             _leave(number, "stopped before training began; nothing was written.")
         self._came += 1
-        if self._came > 2:
+        if self._came > (1 if self._of_several else 2):
             _leave(number, "stopped at once; metrics.jsonl has every step that was taken.")
         self.signal = self.signal or number
         if self._came == 2 and self._skippable:

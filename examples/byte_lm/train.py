@@ -8,6 +8,7 @@ from examples.byte_lm.exit_codes import DONE, FAILED, REFUSED, STOPPED
 from examples.byte_lm.job import prepare
 from examples.byte_lm.messages import print_job, print_summary
 from examples.byte_lm.options import TrainOptions
+from examples.byte_lm.processes import connect
 from examples.byte_lm.progress import Screen
 from examples.byte_lm.record import Record
 from examples.byte_lm.run import run
@@ -16,14 +17,16 @@ from examples.byte_lm.stopping import Stopping
 
 def train(options: TrainOptions, stopping: Stopping) -> int:
     """Train with these options and return the exit code."""
-    console = make_console(stopping.fail)
     try:
-        job = prepare(options)
+        processes = connect()
+        stopping.join(processes)
+        job = prepare(options, processes)
         stopping.begin()
-        record = Record(options.out, stopping.fail)
+        record = Record(options.out, stopping.fail, silent=not processes.is_first)
     except CrossshardError as error:
         complain(str(error))
         return REFUSED
+    console = make_console(stopping.fail, silent=not processes.is_first)
     try:
         with record:
             print_job(console, job, record.folder)
@@ -33,7 +36,7 @@ def train(options: TrainOptions, stopping: Stopping) -> int:
     except CrossshardError as error:
         complain(str(error))
         return FAILED
-    if stopping.failure:
+    if stopping.failure and processes.is_first:
         where = f"{', '.join(record.written)} in {record.folder}"
         complain(f"{stopping.failure} Ended after step {summary.steps}, with {where}.")
     if stopping.signal is not None:

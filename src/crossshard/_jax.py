@@ -1,8 +1,11 @@
 """All private or version-dependent JAX API; no other file imports private JAX."""
 
+import ctypes
 import os
 import re
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -257,8 +260,10 @@ def start_coordination(
     devices: Sequence[int] | None,
     bind_address: str,
     seconds: float,
+    heartbeat_seconds: int,
 ) -> None:
     """``jax.distributed.initialize`` with nothing left to be found out."""
+    before = signal.getsignal(signal.SIGTERM)
     jax.distributed.initialize(
         address,
         number,
@@ -267,7 +272,12 @@ def start_coordination(
         cluster_detection_method="deactivate",
         coordinator_bind_address=bind_address,
         initialization_timeout=int(seconds),
+        heartbeat_timeout_seconds=heartbeat_seconds,
     )
+    # JAX takes SIGTERM over, also where the caller has a handler for it.
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and before not in (None, signal.SIG_DFL):
+        signal.signal(signal.SIGTERM, before)
 
 
 def has_coordinator() -> bool:
@@ -292,6 +302,26 @@ def told_by_processes(key: str, seconds: float) -> str | None:
         if "DEADLINE_EXCEEDED" not in str(error):
             raise
         return None
+
+
+def tell_again(key: str, value: str) -> None:
+    """As ``tell_processes``, in place of what was told before."""
+    _coordinator().key_value_set(key, value, allow_overwrite=True)
+
+
+def told_below(folder: str) -> dict[str, str]:
+    """What processes wrote down below a folder, which ends with a slash, by the rest of the key."""
+    found = _coordinator().key_value_dir_get(folder)
+    return {key.rpartition("/")[2]: value for key, value in found}
+
+
+def abandon_coordination() -> None:
+    """Leave without waiting for the other processes, as ``jax.distributed.shutdown`` does."""
+    state = _distributed.global_state
+    for name in ("preemption_sync_manager", "client", "service"):
+        # Its destructor would wait, too.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(getattr(state, name)))
+        setattr(state, name, None)
 
 
 def backend_is_running() -> bool:

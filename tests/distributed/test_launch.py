@@ -189,6 +189,12 @@ def test_a_signal_that_ends_them_is_the_code(number: signal.Signals):
         (("-n", 0, "--", "true"), "-n must be at least 1; got 0"),
         (("-n", 2, "--cpu-devices", 0, "--", "true"), "--cpu-devices must be at least 1"),
         (("-n", 2, "--port", 70000, "--", "true"), "--port must be from 1 to 65535"),
+        (("-n", 2, "--restarts", -1, "--", "true"), "--restarts must be at least 0; got -1"),
+        (("-n", 2, "--min-processes", 1, "--", "true"), "needs --restarts; got 1"),
+        (
+            ("-n", 2, "--restarts", 1, "--min-processes", 3, "--", "true"),
+            "--min-processes must be from 1 to 2",
+        ),
         (("-n", 2, "--", "no-such-program"), "'no-such-program' cannot be started"),
         (("-n", 2), "the following arguments are required"),
     ],
@@ -212,3 +218,115 @@ def test_a_reader_that_leaves_does_not_stop_the_processes(tmp_path: Path):
     ran.stdout.close()
     assert ran.wait(PATIENCE) == 0
     assert done.read_text() == "donedone"
+
+
+def running_below(pid: int) -> list[int]:
+    """The process ids of what a process has started, and of what these have."""
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [each for child in map(int, found) for each in (child, *running_below(child))]
+
+
+def test_a_launcher_that_is_killed_takes_all_processes_along(tmp_path: Path):
+    pids = tmp_path / "pids"
+    deaf = (
+        "import os, signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"open({str(pids)!r}, 'a').write(f'{{os.getpid()}}\\n{{child.pid}}\\n')\n"
+        "print('ready')\n"
+        "time.sleep(600)\n"
+    )
+    ran = launch("-n", 2, "--grace", 0.5, *python(deaf))
+    assert sorted(ran.stdout.readline() for _ in range(2)) == ["[0] ready\n", "[1] ready\n"]
+    below = running_below(ran.pid)
+    ran.kill()
+    ran.communicate(timeout=PATIENCE)
+    numbers = {int(line) for line in pids.read_text().split()}
+    assert len(numbers) == 4
+    assert numbers < set(below)
+    until = time.monotonic() + 30
+    # The guard ends, too.
+    while any(_is_running(number) for number in below):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+# Each run appends a line for each of its processes, and one of them fails in the first runs.
+FAILS_AT_FIRST = """
+import os, sys
+own, number = os.environ["JAX_PROCESS_ID"], os.environ["JAX_NUM_PROCESSES"]
+gpu = os.environ.get("JAX_LOCAL_DEVICE_IDS")
+with open({log!r}, "a") as log:
+    log.write(f"{{number}} {{own}} {{gpu}}\\n")
+if own == "{who}":
+    with open({log!r} + ".runs", "a") as runs:
+        runs.write("run\\n")
+    if len(open({log!r} + ".runs").readlines()) <= {runs}:
+        sys.exit({code})
+    sys.exit(0)
+import time
+time.sleep({sleep})
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "runs", "code", "starts"),
+    [
+        ([], 1, 9, ["3"]),
+        (["--restarts", 2], 1, 0, ["3", "3"]),
+        (["--restarts", 2], 5, 9, ["3", "3", "3"]),
+        (["--restarts", 3, "--min-processes", 2], 2, 0, ["3", "2", "2"]),
+    ],
+)
+def test_a_failed_run_is_started_again(tmp_path: Path, flags, runs, code, starts):
+    log = str(tmp_path / "log")
+    text = FAILS_AT_FIRST.format(log=log, who=1, runs=runs, code=9, sleep=0.5)
+    ran = launch("-n", 3, *flags, *python(text))
+    _, err = ran.communicate(timeout=PATIENCE)
+    assert ran.returncode == code, err
+    lines = Path(log).read_text().splitlines()
+    assert [line.split()[0] for line in lines if line.split()[1] == "1"] == starts
+    said = [line for line in err.splitlines() if "started again" in line]
+    assert len(said) == len(starts) - 1
+    if said:
+        many = "2 processes" if "--min-processes" in flags else "3 processes"
+        left = flags[1] - 1
+        plural = "" if left == 1 else "s"
+        assert (
+            said[0] == f"crossshard: started again with {many}; {left} more restart{plural} left."
+        )
+
+
+def test_the_gpu_of_the_process_that_failed_is_left_out(tmp_path: Path):
+    log = str(tmp_path / "log")
+    text = FAILS_AT_FIRST.format(log=log, who=1, runs=1, code=9, sleep=0.5)
+    ran = launch("-n", 3, "--restarts", 1, "--min-processes", 1, *python(text))
+    assert ran.wait(PATIENCE) == 0
+    ran.communicate()
+    again = [line for line in Path(log).read_text().splitlines() if line.startswith("2 ")]
+    assert sorted(again) == ["2 0 0", "2 1 2"]
+
+
+def test_whoever_leaves_because_of_another_is_not_left_out(tmp_path: Path):
+    # Process 0 ends first, with our code; process 1 is the one that stands still.
+    log = tmp_path / "log"
+    text = (
+        "import os, sys, time\n"
+        "own, gpu = os.environ['JAX_PROCESS_ID'], os.environ['JAX_LOCAL_DEVICE_IDS']\n"
+        f"open({str(log)!r}, 'a').write(f'{{own}}{{gpu}} ')\n"
+        "if os.environ['JAX_NUM_PROCESSES'] == '2': sys.exit(0)\n"
+        "if own == '1': time.sleep(600)\n"
+        "sys.exit(82)\n"
+    )
+    ran = launch("-n", 3, "--grace", 0.1, "--restarts", 1, "--min-processes", 1, *python(text))
+    ran.communicate(timeout=PATIENCE)
+    assert ran.returncode == 0
+    assert sorted(log.read_text().split()) == ["00", "00", "11", "12", "22"]
+
+
+def test_a_signal_is_not_a_failure(tmp_path: Path):
+    ran = launch("-n", 2, "--restarts", 5, *python("print('ready')\nimport time; time.sleep(600)"))
+    assert len([ran.stdout.readline() for _ in range(2)]) == 2
+    ran.send_signal(signal.SIGTERM)
+    _, err = ran.communicate(timeout=PATIENCE)
+    assert (ran.returncode, err) == (143, "")

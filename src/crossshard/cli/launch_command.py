@@ -4,7 +4,8 @@ import argparse
 import sys
 from typing import Any
 
-from crossshard.distributed.launcher import GRACE_SECONDS, launch
+from crossshard.distributed.launcher import GRACE_SECONDS
+from crossshard.distributed.restarts import launch_again
 from crossshard.errors import ArgumentError
 
 _DESCRIPTION = """\
@@ -16,11 +17,13 @@ Run a command in several processes of this machine that train together. The scri
     crossshard launch -n 2 --cpu-devices 4 -- python train.py
 
 Each line of output starts with the number of its process. Ctrl-C and other signals go to all of
-them. When one fails, the others are ended. They meet on the loopback interface only."""
+them. When one fails, the others are ended, and started again with --restarts. They meet on the
+loopback interface only."""
 
 _EPILOG = """\
 The exit code is that of the first process that failed, 128 plus the number of a signal as in
-shells, and 0 if none did; 2 if the command cannot be started."""
+shells, and 0 if none did; 2 if the command cannot be started. With --restarts, it is that of the
+last run."""
 
 
 def add_to(commands: Any) -> None:
@@ -49,6 +52,19 @@ def add_to(commands: Any) -> None:
         metavar="S",
         help="seconds that the others have to end, before they are killed; %(default)g",
     )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="R",
+        help="start all of them again after a failure, R times at most",
+    )
+    parser.add_argument(
+        "--min-processes",
+        type=int,
+        metavar="K",
+        help="leave out the one that failed, and its GPU, while K are left",
+    )
     parser.add_argument("command", nargs="+", metavar="-- COMMAND", help="what each of them runs")
 
 
@@ -60,9 +76,19 @@ def _run(options: argparse.Namespace) -> int:
         raise ArgumentError(f"--port must be from 1 to 65535; got {options.port}.")
     if not options.grace >= 0:
         raise ArgumentError(f"--grace must be a number of seconds; got {options.grace}.")
-    return launch(
+    if options.restarts < 0:
+        raise ArgumentError(f"--restarts must be at least 0; got {options.restarts}.")
+    fewest = options.min_processes
+    if fewest is not None and not (0 < fewest <= options.processes and options.restarts):
+        raise ArgumentError(
+            f"--min-processes must be from 1 to {options.processes}, which -n is, and needs "
+            f"--restarts; got {fewest}."
+        )
+    return launch_again(
         options.command,
         options.processes,
+        options.restarts,
+        fewest,
         stdout=sys.stdout.buffer,
         stderr=sys.stderr.buffer,
         cpu_devices=options.cpu_devices,

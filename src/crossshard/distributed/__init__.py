@@ -1,7 +1,16 @@
 """Processes: one job on several hosts, or on one, that trains together."""
 
+from crossshard.distributed.exit_codes import PROCESS_LOST, PROCESS_STALLED
 from crossshard.distributed.initialize import initialize
 from crossshard.distributed.job import Job
 from crossshard.distributed.programs import check_same_program
+from crossshard.distributed.progress import entering
 
-__all__ = ["Job", "check_same_program", "initialize"]
+__all__ = [
+    "PROCESS_LOST",
+    "PROCESS_STALLED",
+    "Job",
+    "check_same_program",
+    "entering",
+    "initialize",
+]

@@ -7,7 +7,10 @@ import jax
 from crossshard import _jax
 from crossshard.distributed.addresses import bind_address, split_address
 from crossshard.distributed.job import ADDRESS, NUMBER, OWN, Job, find_job
+from crossshard.distributed.watch import watch
 from crossshard.errors import ArgumentError, ArgumentTypeError, DistributedError
+
+_JAX_HEARTBEAT_SECONDS = 100
 
 
 def initialize(
@@ -18,6 +21,7 @@ def initialize(
     local_device_ids: tuple[int, ...] | None = None,
     bind: str | None = None,
     timeout: float = 300,
+    stall_timeout: float = 120,
 ) -> Job:
     """Connect this process with the others of its job, before the first JAX operation.
 
@@ -37,6 +41,9 @@ def initialize(
       bind: the address of another interface at which process 0 listens, as behind a service of
         Kubernetes; ``"all interfaces"`` for all of them.
       timeout: how many seconds to wait for the others.
+      stall_timeout: how many seconds a process may stand still while others wait for it in a step;
+        then all leave, with the exit code ``PROCESS_STALLED`` and a line that names it. When one
+        dies or fails, the others leave within seconds, with ``PROCESS_LOST``.
 
     Returns:
       What it found.
@@ -49,7 +56,9 @@ def initialize(
     >>> initialize().num_processes
     1
     """
-    _check(coordinator_address, num_processes, process_id, timeout)
+    _check(coordinator_address, num_processes, process_id)
+    _check_seconds("timeout", timeout)
+    _check_seconds("stall_timeout", stall_timeout)
     match coordinator_address, num_processes, process_id:
         case None, None, None:
             job = find_job(timeout)
@@ -69,11 +78,12 @@ def initialize(
             f"{job.num_processes}, from {job.found_in}."
         )
     if job.coordinator_address is not None and job.num_processes > 1:
-        _connect(job, bind, timeout)
+        _connect(job, bind, timeout, stall_timeout)
+        watch(job, stall_timeout)
     return job
 
 
-def _connect(job: Job, bind: str | None, timeout: float) -> None:
+def _connect(job: Job, bind: str | None, timeout: float, stall_timeout: float) -> None:
     address = str(job.coordinator_address)
     split_address(address)
     if _jax.has_coordinator():
@@ -94,6 +104,8 @@ def _connect(job: Job, bind: str | None, timeout: float) -> None:
             devices=job.local_device_ids,
             bind_address=listens,
             seconds=timeout,
+            # JAX aborts the process then, without a word on who it waits for.
+            heartbeat_seconds=max(_JAX_HEARTBEAT_SECONDS, int(min(2 * stall_timeout, 1e6))),
         )
     except jax.errors.JaxRuntimeError as error:
         raise DistributedError(
@@ -102,7 +114,7 @@ def _connect(job: Job, bind: str | None, timeout: float) -> None:
         ) from error
 
 
-def _check(address: object, number: object, own: object, timeout: object) -> None:
+def _check(address: object, number: object, own: object) -> None:
     if address is not None and not isinstance(address, str):
         raise ArgumentTypeError(
             f"coordinator_address must be host:port, a str; got {type(address).__name__}."
@@ -110,7 +122,10 @@ def _check(address: object, number: object, own: object, timeout: object) -> Non
     for name, value in (("num_processes", number), ("process_id", own)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             raise ArgumentTypeError(f"{name} must be an int; got {type(value).__name__}.")
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise ArgumentTypeError(f"timeout must be a number; got {type(timeout).__name__}.")
-    if not timeout >= 1:
-        raise ArgumentError(f"timeout must be at least one second; got {timeout}.")
+
+
+def _check_seconds(name: str, seconds: object) -> None:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise ArgumentTypeError(f"{name} must be a number; got {type(seconds).__name__}.")
+    if not seconds >= 1:
+        raise ArgumentError(f"{name} must be at least one second; got {seconds}.")

@@ -1,16 +1,20 @@
 """Launcher: starts the processes of a job on this machine, and ends them together."""
 
 import contextlib
+import dataclasses
 import os
 import queue
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
+from crossshard.distributed import guard
 from crossshard.distributed.addresses import free_port
+from crossshard.distributed.exit_codes import PROCESS_LOST, PROCESS_STALLED
 from crossshard.distributed.job import ADDRESS, DEVICES, LOOPBACK, NUMBER, OWN
 from crossshard.errors import ArgumentError
 
@@ -18,30 +22,48 @@ from crossshard.errors import ArgumentError
 GRACE_SECONDS = 10.0
 # How long to read what a process wrote after it ended, if one that it started keeps its pipe.
 _DRAIN_SECONDS = 1.0
+# How long processes that leave because of another one wait for each other, at most.
+_LEAVING_SECONDS = 5.0
 _PASSED_ON = tuple(
     getattr(signal, f"SIG{name}") for name in ("INT", "QUIT", "TERM", "HUP", "USR1", "USR2")
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """How a job ended.
+
+    Attributes:
+      code: its exit code.
+      failed: which of its processes failed first; ``None`` if none did.
+      interrupted: whether the launcher has received a signal.
+    """
+
+    code: int
+    failed: int | None = None
+    interrupted: bool = False
+
+
 def launch(
     command: Sequence[str],
-    number: int,
+    slots: Sequence[int],
     *,
     stdout: IO[bytes],
     stderr: IO[bytes],
     cpu_devices: int | None = None,
     port: int | None = None,
     grace: float = GRACE_SECONDS,
-) -> int:
-    """Run a command in several processes, and return the exit code of the job.
+) -> Ending:
+    """Run a command in several processes.
 
     Each line that a process writes is written with the number of the process before it. Signals go
     to all processes. When one fails, the others are ended; the code is that of the first that
-    failed, 128 plus the number of a signal as in shells, and 0 if none did.
+    failed, 128 plus the number of a signal as in shells, and 0 if none did. They end with the
+    launcher, too, if that is killed.
 
     Args:
       command: the program and its arguments.
-      number: how many processes.
+      slots: for each process which GPU it has, if ``cpu_devices`` is ``None``.
       stdout: where their standard output goes.
       stderr: where their standard error goes.
       cpu_devices: how many virtual CPU devices each of them has; ``None`` for one GPU each, or what
@@ -52,33 +74,43 @@ def launch(
     Raises:
       ArgumentError: the command cannot be started.
     """
+    number = len(slots)
     address = f"{LOOPBACK}:{port or free_port(LOOPBACK)}"
     lines: queue.SimpleQueue[tuple[IO[bytes], bytes] | None] = queue.SimpleQueue()
     writer = threading.Thread(target=_write, args=(lines,), daemon=True)
     processes: list[subprocess.Popen[bytes]] = []
     readers: list[threading.Thread] = []
-    with _signals_go_to(processes) as received:
+    with _guarded(grace) as guarded, _signals_go_to(processes) as received:
         try:
-            for own in range(number):
-                processes.append(_start(command, number, own, address, cpu_devices))
+            for own, slot in enumerate(slots):
+                gpu = slot if cpu_devices is None else None
+                processes.append(_start(command, number, own, address, gpu, cpu_devices))
+                guarded("+", processes[-1])
                 readers += _readers(processes[-1], own, number, lines, stdout, stderr)
             writer.start()
-            code, why = _wait(processes)
+            code, failed, why = _wait(processes)
             # After Ctrl-C everybody knows why.
             if why and number > 1 and not received:
                 lines.put((stderr, f"crossshard: {why}; the others are ended.\n".encode()))
         finally:
             _end(processes, grace)
+            for process in processes:
+                guarded("-", process)
     until = time.monotonic() + _DRAIN_SECONDS
     for reader in readers:
         reader.join(max(0.0, until - time.monotonic()))
     lines.put(None)
     writer.join()
-    return code
+    return Ending(code, failed, bool(received))
 
 
 def _start(
-    command: Sequence[str], number: int, own: int, address: str, cpu_devices: int | None
+    command: Sequence[str],
+    number: int,
+    own: int,
+    address: str,
+    gpu: int | None,
+    cpu_devices: int | None,
 ) -> subprocess.Popen[bytes]:
     environment = {
         **os.environ,
@@ -87,10 +119,10 @@ def _start(
         OWN: str(own),
         "PYTHONUNBUFFERED": "1",
     }
-    if cpu_devices is None:
-        # One GPU each, as under Slurm and Open MPI.
-        environment[DEVICES] = str(own)
-    else:
+    if gpu is not None:
+        # One each, as under Slurm and Open MPI.
+        environment[DEVICES] = str(gpu)
+    if cpu_devices is not None:
         environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(cpu_devices)}
         # Enough threads that collectives of virtual devices never deadlock.
         environment["NPROC"] = str(4 * cpu_devices)
@@ -167,8 +199,8 @@ def _signals_go_to(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[lis
             signal.signal(number, handler)
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> tuple[int, str]:
-    """Wait until all processes have ended well, or one has not; its code, and which it was."""
+def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> tuple[int, int | None, str]:
+    """Wait until all processes have ended well, or one has not: the code, who failed, and how."""
     left = dict(enumerate(processes))
     while left:
         for own, process in list(left.items()):
@@ -178,9 +210,43 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> tuple[int, str]:
             del left[own]
             if code:
                 how = f"with code {code}" if code > 0 else f"by {signal.Signals(-code).name}"
-                return (code if code > 0 else 128 - code), f"process {own} ended {how}"
+                failed = _who_was_waited_for(left) if code in _BECAUSE_OF_ANOTHER else own
+                return (code if code > 0 else 128 - code), failed, f"process {own} ended {how}"
         time.sleep(0.02)
-    return 0, ""
+    return 0, None, ""
+
+
+_BECAUSE_OF_ANOTHER = (PROCESS_LOST, PROCESS_STALLED)
+
+
+def _who_was_waited_for(left: dict[int, subprocess.Popen[bytes]]) -> int | None:
+    """The process because of which the others leave: it does not, or with another code."""
+    until = time.monotonic() + _LEAVING_SECONDS
+    while time.monotonic() < until and any(each.poll() is None for each in left.values()):
+        time.sleep(0.02)
+    codes = {own: process.poll() for own, process in left.items()}
+    return next((own for own, code in codes.items() if code not in _BECAUSE_OF_ANOTHER), None)
+
+
+@contextlib.contextmanager
+def _guarded(grace: float) -> Iterator[Any]:
+    """Start a program that ends processes if this one is killed; a function tells it of each."""
+    watching = subprocess.Popen(
+        [sys.executable, "-I", "-S", guard.__file__, str(grace)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        # Signals of the terminal are not for it.
+        start_new_session=True,
+    )
+
+    def tell(sign: str, process: subprocess.Popen[bytes]) -> None:
+        with contextlib.suppress(OSError):
+            os.write(watching.stdin.fileno(), f"{sign}{process.pid}\n".encode())  # type: ignore[union-attr]
+
+    try:
+        yield tell
+    finally:
+        watching.communicate()
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]], grace: float) -> None:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from crossshard import _jax
+from crossshard.distributed.progress import entering
 from crossshard.errors import ArgumentError, ArgumentTypeError, NestedContextError
 from crossshard.runners.program import Program, program_key
 from crossshard.runners.split import (
@@ -22,7 +23,7 @@ from crossshard.runners.split import (
     split_arguments,
 )
 from crossshard.shards.context import check_num_shards, get_shard_context
-from crossshard.shards.devices import mesh_for
+from crossshard.shards.devices import are_of_all_processes, mesh_for
 from crossshard.variables.discovery import reached_from, reached_in
 
 _TRACING = threading.RLock()
@@ -52,6 +53,7 @@ class ShardedFunction:
         self._mesh = mesh
         self._input_shard_axes = input_shard_axes
         self._outputs = outputs
+        self._is_of_all_processes = are_of_all_processes(mesh)
         self._programs: dict[Any, Program] = {}
 
     @property
@@ -76,7 +78,10 @@ class ShardedFunction:
             )
         # While one thread traces, the variables hold values of its trace.
         with _TRACING, _jax.in_place_of_the_users_mesh(self._mesh):
-            return self._run(args, kwargs)
+            if not self._is_of_all_processes:
+                return self._run(args, kwargs)
+            with entering("step"):
+                return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = split_arguments(args, kwargs, self._input_shard_axes, self._mesh)

@@ -113,6 +113,12 @@ def check_number_of_devices(num_shards: int, mesh: jax.sharding.Mesh) -> None:
         )
 
 
+def are_of_all_processes(mesh: jax.sharding.Mesh) -> bool:
+    """Whether there are several processes, and every one of them has devices of this mesh."""
+    number = jax.process_count()
+    return number > 1 and len({device.process_index for device in mesh.devices.flat}) == number
+
+
 def torus_factors(mesh: jax.sharding.Mesh) -> tuple[int, ...]:
     """Factors of a one-axis TPU mesh, for multi-stage collectives on its torus.
 
@@ -128,12 +134,15 @@ def torus_factors(mesh: jax.sharding.Mesh) -> tuple[int, ...]:
 
 def warn_of_deadlock(mesh: jax.sharding.Mesh) -> None:
     """Warn if a mesh of virtual CPU devices has too few threads."""
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    if on_cpu and mesh.size > 1 and _threads() < 2 * mesh.size:
+    if mesh.devices.flat[0].platform != "cpu":
+        return
+    # Each process has threads of its own.
+    own = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
+    if own > 1 and _threads() < 2 * own:
         warnings.warn(
-            f"{mesh.size} virtual CPU devices share {_threads()} threads: XLA's collectives can "
-            f"deadlock after some hundred queued steps. Call crossshard.cpu_devices({mesh.size}) "
-            f"before the first JAX operation, or set NPROC={_THREADS_PER_DEVICE * mesh.size}.",
+            f"{own} virtual CPU devices share {_threads()} threads: XLA's collectives can "
+            f"deadlock after some hundred queued steps. Call crossshard.cpu_devices({own}) "
+            f"before the first JAX operation, or set NPROC={_THREADS_PER_DEVICE * own}.",
             DeadlockWarning,
             stacklevel=4,
         )

@@ -53,7 +53,7 @@ def report(
         f"{differs} All shards were given the copy of the majority. Memory or arithmetic of a "
         f"device is at fault: replace it if this comes again.",
         DivergenceWarning,
-        stacklevel=4,
+        stacklevel=5,
     )
 
 

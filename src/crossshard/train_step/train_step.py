@@ -1,5 +1,6 @@
 """TrainStep: the compiled step, and its state: created, resharded, exported, evaluated."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,8 +13,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from crossshard import _jax
 from crossshard.distributed.agreement import check_agreement, checksum, compare, processes_of
 from crossshard.distributed.programs import check_same_program
+from crossshard.distributed.progress import entering
 from crossshard.errors import ArgumentError, ArgumentTypeError, CrossshardError
 from crossshard.pipeline.plan import WeightUpdate, plan_update
+from crossshard.shards.devices import are_of_all_processes
 from crossshard.shards.model_axes import OtherAxes, check_fits, only, other_axes_of
 from crossshard.shards.partition import ANY, TPU
 from crossshard.train_step.batches import BatchPlacer
@@ -86,6 +89,7 @@ class TrainStep:
         self._evaluate = Evaluator(
             mesh, axes, loss.weight, names, takes_state=loss.model_state is not None
         )
+        self._is_of_all_processes = are_of_all_processes(mesh)
         self._layouts: dict[Any, StateLayout] = {}
         self._in_processes = len(processes_of(mesh)) > 1
         self._agreed: set[Any] = set()
@@ -144,6 +148,12 @@ class TrainStep:
           DivergenceError: with ``check_divergence``, shards had different copies of an array at the
             call before the last; ``state`` stays valid.
         """
+        if not self._is_of_all_processes:
+            return self._step(state, batch)
+        with entering("step"):
+            return self._step(state, batch)
+
+    def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         _check_state(state)
         if self._watch.is_on and _jax.at_top_level():
             # Before the state is donated, so that the caller can save it.
@@ -215,6 +225,12 @@ class TrainStep:
             to be trained, parameters are sharded, or another process passes something else.
           ArgumentTypeError: a leaf is neither an array nor hashable, or ``rng`` is not a key.
         """
+        if not self._is_of_all_processes:
+            return self._init(params, rng, model_state)
+        with entering("init"):
+            return self._init(params, rng, model_state)
+
+    def _init(self, params: Any, rng: Any, model_state: Any) -> TrainState:
         impl, key = check_key(rng)
         make, arrays, abstract, given = self._initial(params, impl, key, model_state)
         self._check_agreement(
@@ -410,7 +426,8 @@ class TrainStep:
         if not callable(metric_fn):
             raise ArgumentTypeError(f"metric_fn must be a function; got {metric_fn!r:.60}.")
         arrays = self._of_shard(state, shard, ema)
-        return self._evaluate(metric_fn, state.skeleton, arrays, batches)
+        with entering("evaluate") if self._is_of_all_processes else contextlib.nullcontext():
+            return self._evaluate(metric_fn, state.skeleton, arrays, batches)
 
     def _average(self, state: TrainState) -> Any:
         """The moving average of the parameters, in their shapes and dtypes."""

@@ -1,0 +1,71 @@
+"""The processes of a run: the rows that this one passes, and what all of them know."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+import crossshard
+
+
+@dataclasses.dataclass(frozen=True)
+class Processes:
+    """The processes that train together; one by default.
+
+    Attributes:
+      number: how many there are.
+      own: which of them this is. Process 0 prints, and writes the files.
+    """
+
+    number: int = 1
+    own: int = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is process 0."""
+        return self.own == 0
+
+    def largest(self, value: int) -> int:
+        """The largest value that a process passes; all of them must call this."""
+        if self.number == 1:
+            return value
+        return int(multihost_utils.process_allgather(np.int32(value)).max())
+
+    def own_rows(self, mesh: Mesh, batch: Any, multiple: int) -> Any:
+        """The rows of a global batch that are those of this process's shards.
+
+        Args:
+          mesh: the mesh, whose first axis counts the shards.
+          batch: the same in every process.
+          multiple: rows of zeros fill the batch up to a multiple of this number.
+        """
+        if self.number == 1:
+            return batch
+        shards = mesh.devices.shape[0]
+        of_shards = mesh.devices.reshape(shards, -1)
+        own = [i for i in range(shards) if any(d.process_index == self.own for d in of_shards[i])]
+
+        def cut(rows: np.ndarray) -> np.ndarray:
+            filled = np.pad(rows, ((0, -len(rows) % multiple), (0, 0)))
+            return filled.reshape(shards, -1, rows.shape[1])[own].reshape(-1, rows.shape[1])
+
+        return jax.tree.map(cut, batch)
+
+
+ALONE = Processes()
+
+
+def connect() -> Processes:
+    """Find the other processes of this run, and connect with them."""
+    job = crossshard.distributed.initialize()
+    return Processes(job.num_processes, job.process_id)
+
+
+def whole(array: jax.Array) -> np.ndarray:
+    """All of an array, of which other processes may hold a part; all of them must call this."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.array(array)
+    return np.array(multihost_utils.process_allgather(array, tiled=True))

@@ -1,0 +1,39 @@
+"""Guard: a program that ends the processes of a launcher which was killed. It imports no package.
+
+The launcher writes ``+pid`` when it starts a process group and ``-pid`` when that has ended. When
+its end of the pipe closes and groups are left, nobody else would end them.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+
+
+def main(grace: float) -> None:
+    """End the groups that are left when standard input closes, and kill them ``grace`` later."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    groups: set[int] = set()
+    for line in sys.stdin:
+        (groups.add if line.startswith("+") else groups.discard)(int(line[1:]))
+    _send(groups, signal.SIGTERM)
+    until = time.monotonic() + grace
+    while _send(groups, 0) and time.monotonic() < until:
+        time.sleep(0.1)
+    _send(groups, signal.SIGKILL)
+
+
+def _send(groups: set[int], number: int) -> bool:
+    """Send a signal to all groups; whether one of them is still there."""
+    there = False
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, number)
+            there = True
+    return there
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]))

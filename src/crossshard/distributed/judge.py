@@ -1,0 +1,91 @@
+"""Judge: what process 0 makes of the reports of all processes; no clock and no network here."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from crossshard.distributed.reports import Kind, Report, State, Verdict
+
+# After a process has failed: long enough to see whether it did because another one died.
+FAILURE_SECONDS = 2.5
+
+
+@dataclasses.dataclass
+class _Heard:
+    """The latest report of a process, and since when it has not changed."""
+
+    report: Report
+    beat_since: float
+    calls_since: float
+    failed_since: float | None = None
+    behind_since: float | None = None
+
+
+class Judge:
+    """Finds the process that the others wait for in vain.
+
+    Args:
+      number: how many processes there are.
+      stall_timeout: for how many seconds they may wait.
+      now: the time, in seconds.
+    """
+
+    def __init__(self, number: int, stall_timeout: float, now: float) -> None:
+        self._timeout = stall_timeout
+        self._heard = {own: _Heard(Report(0), now, now) for own in range(number)}
+
+    def hear(self, reports: Mapping[int, Report], now: float) -> Verdict | None:
+        """Take the reports that have come, and say what is wrong; ``None`` if nothing is."""
+        for own, report in reports.items():
+            self._note(own, report, now)
+        return self._of_failures(now) or self._of_calls(now) or self._of_silence(now)
+
+    def _note(self, own: int, report: Report, now: float) -> None:
+        heard = self._heard[own]
+        if report.beat != heard.report.beat:
+            heard.beat_since = now
+        if report.calls != heard.report.calls:
+            heard.calls_since = now
+        if report.state is State.FAILED and heard.failed_since is None:
+            heard.failed_since = now
+        heard.report = report
+
+    def _of_failures(self, now: float) -> Verdict | None:
+        gone = {heard.report.gone for heard in self._heard.values()}
+        for own, heard in self._heard.items():
+            if own in gone and heard.report.state is State.RUNNING:
+                return Verdict(Kind.DIED, own)
+        failed = {own: h.failed_since for own, h in self._heard.items() if h.failed_since}
+        if not failed:
+            return None
+        first = min(failed, key=lambda own: failed[own])
+        if now - failed[first] < FAILURE_SECONDS:
+            return None
+        # Its runtime may have failed since another process, of another machine, died.
+        for own, heard in self._heard.items():
+            if heard.report.state is State.RUNNING and now - heard.beat_since >= FAILURE_SECONDS:
+                return Verdict(Kind.DIED, own)
+        return Verdict(Kind.FAILED, first, self._heard[first].report.error)
+
+    def _of_calls(self, now: float) -> Verdict | None:
+        if all(heard.report.state is State.LEFT for heard in self._heard.values()):
+            return Verdict(Kind.DONE)
+        ahead = max((heard.report for heard in self._heard.values()), key=lambda r: r.calls)
+        for own, heard in self._heard.items():
+            if heard.report.calls >= ahead.calls:
+                heard.behind_since = None
+                continue
+            if heard.report.state is State.LEFT:
+                return Verdict(Kind.LEFT, own, ahead.latest)
+            if heard.behind_since is None:
+                heard.behind_since = now
+            waited = now - max(heard.behind_since, heard.calls_since)
+            if heard.report.state is State.RUNNING and waited >= self._timeout:
+                return Verdict(Kind.BEHIND, own, ahead.latest, int(waited))
+        return None
+
+    def _of_silence(self, now: float) -> Verdict | None:
+        for own, heard in self._heard.items():
+            silent = now - heard.beat_since
+            if heard.report.state is State.RUNNING and silent >= self._timeout:
+                return Verdict(Kind.SILENT, own, seconds=int(silent))
+        return None

@@ -1,0 +1,225 @@
+"""Watch: ends this process, with a word on why, when another one is gone or does not move.
+
+Process 0 judges: it reads the reports of all, and the others read what it says. So each process
+sends the coordinator a few texts in a second, however many there are.
+"""
+
+import atexit
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+from crossshard import _jax
+from crossshard.distributed import neighbours
+from crossshard.distributed.aborts import as_usual_on_abort, before_abort
+from crossshard.distributed.addresses import split_address
+from crossshard.distributed.job import Job
+from crossshard.distributed.judge import Judge
+from crossshard.distributed.progress import PROGRESS
+from crossshard.distributed.reports import Kind, Report, State, Verdict
+
+_EVERY = 0.5
+# For the others to read the verdict, before process 0 takes the coordinator away.
+_FAREWELL_SECONDS = 2.0
+# For a coordinator that does not answer to answer again.
+_ANSWER_SECONDS = 2.0
+_FOLDER = "crossshard/watch"
+# The longest list of texts that is looked at.
+_MOST_TEXTS = 100_000
+
+
+def watch(job: Job, stall_timeout: float) -> None:
+    """Watch the other processes of a job, until this one ends.
+
+    Args:
+      job: the job, whose coordinator is connected.
+      stall_timeout: how many seconds a process may stand still while others wait for it.
+    """
+    _Watch(job, stall_timeout).start()
+
+
+class _Watch:
+    def __init__(self, job: Job, stall_timeout: float) -> None:
+        self._job = job
+        self._own = job.process_id
+        self._timeout = stall_timeout
+        self._state = State.RUNNING
+        self._error = "nothing"
+        self._beat = 0
+        # Seconds in which this process ran; those of a suspended machine are nobody's fault.
+        self._clock = 0.0
+        self._answered = 0.0
+        self._failing_since: float | None = None
+        self._judge = Judge(job.num_processes, stall_timeout, self._clock)
+        self._first = Judge(1, stall_timeout, self._clock)  # in the eyes of the others
+        self._machine = neighbours.machine()
+        self._verdict: Verdict | None = None
+        self._released = threading.Event()
+        self._over = False
+
+    def start(self) -> None:
+        _jax.tell_processes(f"{_FOLDER}/{self._machine}/{self._own}", neighbours.own_identity())
+        before_abort(self._before_abort)
+        atexit.register(self._at_exit)
+        for target in (self._talk, self._tick):
+            threading.Thread(target=target, name="crossshard watch", daemon=True).start()
+
+    # In a thread, since a call does not return if the coordinator stands still.
+
+    def _talk(self) -> None:
+        while not self._over:
+            try:
+                self._exchange()
+                self._answered, self._failing_since = self._clock, None
+            except Exception as error:  # whatever the runtime raises
+                if not _jax.has_coordinator():
+                    # The script has called jax.distributed.shutdown().
+                    self._over = True
+                    self._released.set()
+                elif "UNAVAILABLE" in str(error) or self._failing_since is not None:
+                    self._failing_since = self._failing_since or self._clock
+            time.sleep(_EVERY)
+
+    def _exchange(self) -> None:
+        report = self._report()
+        _jax.tell_again(f"{_FOLDER}/reports/{self._own}", str(report))
+        if self._own == 0:
+            _jax.tell_again(f"{_FOLDER}/first/report", str(report))
+            heard = {own: Report.parse(text) for own, text in self._told("reports").items()}
+            known = {own: each for own, each in heard.items() if each is not None}
+            verdict = self._judge.hear({**known, 0: report}, self._clock)
+        else:
+            verdict = self._of_first()
+        if verdict is not None:
+            self._obey(verdict)
+
+    def _of_first(self) -> Verdict | None:
+        texts = _jax.told_below(f"{_FOLDER}/first/")
+        told = Verdict.parse(texts.get("verdict", ""), self._job.num_processes)
+        if told is not None:
+            return told
+        report = Report.parse(texts.get("report", ""))
+        return self._first.hear({0: report}, self._clock) if report else None
+
+    def _report(self) -> Report:
+        self._beat += 1
+        gone = next(
+            (
+                own
+                for own, identity in self._told(self._machine).items()
+                if own != self._own and neighbours.is_gone(identity)
+            ),
+            -1,
+        )
+        return Report(self._beat, PROGRESS.calls, PROGRESS.latest, self._state, self._error, gone)
+
+    def _told(self, below: str) -> dict[int, str]:
+        """What each process has told, by its number; whatever else is there is left out."""
+        found = _jax.told_below(f"{_FOLDER}/{below}/")
+        numbers = {str(own) for own in range(self._job.num_processes)}
+        return {int(key): text for key, text in found.items() if key in numbers}
+
+    # In another thread.
+
+    def _tick(self) -> None:
+        while not self._over:
+            time.sleep(_EVERY / 2)
+            self._clock += _EVERY / 2
+            silent = self._clock - self._answered
+            if self._failing_since is not None and (
+                self._clock - self._failing_since > _ANSWER_SECONDS
+            ):
+                self._leave(Verdict(Kind.DIED, 0))
+            elif silent >= self._timeout and self._own != 0:
+                self._leave(Verdict(Kind.SILENT, 0, seconds=int(silent)))
+
+    # The end.
+
+    def _obey(self, verdict: Verdict) -> None:
+        self._verdict = verdict
+        own_end = self._state is not State.RUNNING and verdict.process == self._own
+        if self._own == 0:
+            _jax.tell_again(f"{_FOLDER}/first/verdict", str(verdict))
+        if verdict.kind is not Kind.DONE:
+            with contextlib.suppress(Exception):
+                self._say_farewell(verdict)
+        self._over = True
+        if verdict.kind is Kind.DONE or own_end:
+            self._released.set()
+        else:
+            self._leave(verdict)
+
+    def _say_farewell(self, verdict: Verdict) -> None:
+        """Tell that this process ends; process 0 waits until all others have told it."""
+        ending = Report(self._beat + 1, PROGRESS.calls, PROGRESS.latest, State.ENDING)
+        _jax.tell_again(f"{_FOLDER}/reports/{self._own}", str(ending))
+        until = time.monotonic() + _FAREWELL_SECONDS
+        ends_itself = verdict.kind in (Kind.FAILED, Kind.LEFT)
+        others = {*range(1, self._job.num_processes)}
+        if not ends_itself:
+            others -= {verdict.process}
+        while self._own == 0 and others and time.monotonic() < until:
+            time.sleep(0.05)
+            heard = {own: Report.parse(text) for own, text in self._told("reports").items()}
+            others -= {own for own, each in heard.items() if each and each.state is State.ENDING}
+        if self._own == 0 != verdict.process and ends_itself:
+            time.sleep(_FAREWELL_SECONDS / 2)  # that process ends with a code of its own
+
+    def _leave(self, verdict: Verdict) -> None:
+        line = f"crossshard: {verdict.sentence()} Process {self._own} leaves."
+        # The main thread may hold the lock of a stream.
+        flushing = threading.Thread(target=_flush, daemon=True)
+        flushing.start()
+        flushing.join(0.5)
+        with contextlib.suppress(OSError):
+            os.write(2, f"{line}\n".encode())
+        os._exit(verdict.code)
+
+    def _before_abort(self) -> None:
+        if self._state is State.FAILED and self._released.is_set():
+            os._exit(1)
+        if self._verdict is None and _answers(str(self._job.coordinator_address)):
+            return  # it aborts for a reason of its own
+        self._leave(self._verdict or Verdict(Kind.DIED, 0))
+
+    def _at_exit(self) -> None:
+        """Wait for the others, which may need this process; keep its exit code."""
+        if self._over:
+            return
+        # Python has printed an exception that nobody caught.
+        failed: Any = getattr(sys, "last_type", None)
+        self._error = "nothing" if failed is None else failed.__name__[:60]
+        self._state = State.LEFT if failed is None else State.FAILED
+        with contextlib.suppress(KeyboardInterrupt):
+            self._released.wait()
+        if self._verdict is not None and self._verdict.kind is Kind.DONE:
+            return
+        # JAX would now wait for the others, some of which wait for this one.
+        if failed is None:
+            as_usual_on_abort()
+            _jax.abandon_coordination()
+            return
+        _flush()
+        if issubclass(failed, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        os._exit(1)
+
+
+def _answers(address: str) -> bool:
+    try:
+        socket.create_connection(split_address(address), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()

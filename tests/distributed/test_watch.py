@@ -1,0 +1,152 @@
+"""Real processes, one of which dies, fails, leaves or stands still: the others name it."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from crossshard.distributed import PROCESS_LOST, PROCESS_STALLED
+from crossshard.distributed.addresses import free_port
+
+PATIENCE = 240
+STALL_SECONDS = 3
+
+TRAIN = """
+import os, signal, sys, time
+import crossshard
+
+job = crossshard.distributed.initialize(stall_timeout=float(sys.argv[3]))
+
+import jax.numpy as jnp, numpy as np, optax
+
+step = crossshard.make_train_step(lambda w, x: jnp.mean((x @ w - 1) ** 2), optax.sgd(0.1))
+state = step.init(np.zeros(3, np.float32))
+for number in range(1, 1_000_000):
+    if number == 6 and job.process_id == int(sys.argv[1]):
+        print("now", flush=True)
+        exec(sys.argv[2])
+    state, metrics = step(state, np.ones((2, 3), np.float32))
+    float(metrics["loss"])
+"""
+
+
+@pytest.fixture
+def start() -> Iterator[object]:
+    """Starts the processes of a job without the launcher, which would end them itself."""
+    running: list[subprocess.Popen[str]] = []
+
+    def started(
+        who: int, fault: str, script: str = TRAIN, number: int = 3
+    ) -> list[subprocess.Popen[str]]:
+        ours = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
+        port = free_port("127.0.0.1")
+        for own in range(number):
+            environment = {
+                **ours,
+                "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+                "JAX_NUM_PROCESSES": str(number),
+                "JAX_PROCESS_ID": str(own),
+                "JAX_NUM_CPU_DEVICES": "1",
+            }
+            words = [sys.executable, "-c", script, str(who), fault, str(STALL_SECONDS)]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            running.append(subprocess.Popen(words, env=environment, **pipes))
+        return running
+
+    yield started
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def wait_for_fault(process: subprocess.Popen[str]) -> float:
+    """Until the process is about to fail; when that was."""
+    for line in process.stdout:
+        if line == "now\n":
+            return time.monotonic()
+    raise AssertionError(process.communicate())
+
+
+def check_others(
+    processes: list[subprocess.Popen[str]], who: int, says: str, code: int, seconds: float
+) -> None:
+    began = wait_for_fault(processes[who])
+    for own, process in enumerate(processes):
+        if own != who:
+            _, err = process.communicate(timeout=PATIENCE)
+            assert process.returncode == code, err
+            assert f"crossshard: process {who} {says}" in err
+            assert err.endswith(f" Process {own} leaves.\n")
+    # On a busy machine; JAX itself would take 100 seconds.
+    assert time.monotonic() - began < seconds + 40
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_killed_process_is_named_and_the_others_leave(start, who: int):
+    processes = start(who, "os.kill(os.getpid(), signal.SIGKILL)")
+    check_others(processes, who, "died.", PROCESS_LOST, 5)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_stopped_process_is_named_after_the_timeout(start, who: int):
+    processes = start(who, "os.kill(os.getpid(), signal.SIGSTOP)")
+    says = f"has not been heard of for {STALL_SECONDS} seconds."
+    if who:
+        says = "has not "
+    check_others(processes, who, says, PROCESS_STALLED, STALL_SECONDS + 5)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_process_that_sleeps_is_named_with_the_step(start, who: int):
+    processes = start(who, "time.sleep(600)")
+    says = f"has not entered step 6 for {STALL_SECONDS} seconds, and others wait for it."
+    check_others(processes, who, says, PROCESS_STALLED, STALL_SECONDS + 5)
+    # It does not sleep on.
+    assert processes[who].wait(PATIENCE) in (PROCESS_STALLED, PROCESS_LOST)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize(
+    ("fault", "says", "code"),
+    [
+        ("raise ValueError('wrong')", "ended with ValueError.", 1),
+        ("sys.exit(7)", "left before step 6, which others have entered.", 7),
+        ("sys.exit()", "left before step 6, which others have entered.", 0),
+    ],
+)
+def test_a_process_that_fails_or_leaves_keeps_its_code(start, who, fault, says, code):
+    processes = start(who, fault)
+    check_others(processes, who, says, PROCESS_LOST, 5)
+    assert processes[who].wait(PATIENCE) == code
+
+
+# Process 0 works on for longer than the timeout, and nobody waits for it in a step.
+UNEVEN = """
+import time
+import crossshard
+
+job = crossshard.distributed.initialize(stall_timeout=1)
+
+import jax.numpy as jnp, numpy as np, optax
+
+step = crossshard.make_train_step(lambda w, x: jnp.mean((x @ w - 1) ** 2), optax.sgd(0.1))
+state, _ = step(step.init(np.zeros(3, np.float32)), np.ones((2, 3), np.float32))
+if job.process_id == 0:
+    time.sleep(4)
+print("end", flush=True)
+"""
+
+
+@pytest.mark.multiprocess
+def test_processes_that_come_to_their_ends_wait_for_each_other(start):
+    for process in start(0, "", script=UNEVEN):
+        out, err = process.communicate(timeout=PATIENCE)
+        assert (process.returncode, err) == (0, "")
+        assert out.endswith("end\n")

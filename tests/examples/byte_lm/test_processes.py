@@ -1,0 +1,137 @@
+"""The command in several processes: what they train, who writes, and how they stop together."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.examples.byte_lm.small import (
+    COMMAND,
+    PATIENCE,
+    SMALL,
+    bare_environment,
+    check_picture,
+    read_metrics,
+    small_text,
+)
+
+LAUNCH = [sys.executable, "-m", "crossshard.cli", "launch"]
+
+
+def start(folder: Path, out: str, *words: str, launch: list[str]) -> subprocess.Popen[str]:
+    """The command, in as many processes as the words for the launcher say."""
+    launched = [*LAUNCH, *launch, "--"] if launch else []
+    given = [*COMMAND, "--data", str(small_text(folder)), "--out", out, *SMALL, *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([*launched, *given], cwd=folder, env=bare_environment(), **pipes)
+
+
+def lines_of(own: int, text: str) -> list[str]:
+    """The lines of a process, but for those of the collectives' own library."""
+    prefix = f"[{own}] "
+    ours = (line.removeprefix(prefix) for line in text.splitlines() if line.startswith(prefix))
+    return [line for line in ours if not line.startswith("[Gloo]")]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("launch", "words"),
+    [
+        (["-n", "2", "--cpu-devices", "2"], ["--optimizer", "sgd"]),
+        (
+            ["-n", "2", "--cpu-devices", "2"],
+            ["--groups", "2x2", "--weight", "--batch", "13", "--accumulate-steps", "2"],
+        ),
+        (["-n", "4"], ["--shards", "4", "--weight-update", "sharded", "--ema", "0.9"]),
+        (["-n", "2", "--cpu-devices", "2"], ["--model-shards", "2"]),
+    ],
+    ids=["sgd", "groups", "four", "model axis"],
+)
+def test_processes_train_as_one_does(tmp_path: Path, launch: list[str], words: list[str]):
+    ran = start(tmp_path, "many", *words, "--steps", "6", launch=launch)
+    out, err = ran.communicate(timeout=PATIENCE)
+    assert ran.returncode == 0, err
+    assert err == ""
+    shards = [] if {"--shards", "--groups", "--model-shards"} & {*words} else ["--shards", "4"]
+    shards = ["--shards", "2"] if "--model-shards" in words else shards
+    alone = start(tmp_path, "one", *words, *shards, "--steps", "6", launch=[])
+    assert alone.communicate(timeout=PATIENCE)[1] == ""
+    many, one = (read_metrics(tmp_path / name) for name in ("many", "one"))
+    assert [step["loss"] for step in many] == pytest.approx([s["loss"] for s in one], rel=1e-6)
+    for ours, theirs in zip(many, one, strict=True):
+        assert ours["loss_per_shard"] == pytest.approx(theirs["loss_per_shard"], rel=1e-5)
+        bits = "held_out_bits_per_byte"
+        assert ours.get(bits, []) == pytest.approx(theirs.get(bits, []), rel=1e-5)
+    summary = json.loads((tmp_path / "many" / "summary.json").read_text())
+    assert [each["same"] for each in summary["proof"]] == [True, True]
+    check_picture(tmp_path / "many" / "curves.png")
+    # Process 0 prints, the others are silent.
+    number = int(launch[1])
+    assert f"virtual CPU devices in {number} processes" in "\n".join(lines_of(0, out))
+    assert [lines_of(own, out) for own in range(1, number)] == [[]] * (number - 1)
+
+
+def wait_for_steps(process: subprocess.Popen[str], out: Path) -> None:
+    until = time.monotonic() + PATIENCE
+    while not (out / "metrics.jsonl").exists() or len(read_metrics(out)) < 3:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def started_by(pid: int) -> list[int]:
+    """The process ids of what a process has started that trains."""
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    is_ours = lambda child: b"examples.byte_lm" in Path(f"/proc/{child}/cmdline").read_bytes()
+    return [int(child) for child in found if is_ours(child)]
+
+
+def stopped_summary(out: Path) -> dict[str, Any]:
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["ended"] == "stopped"
+    assert summary["steps"] == len(read_metrics(out))
+    assert summary["held_out_bits_per_byte"]
+    check_picture(out / "curves.png")
+    return summary
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("number", "to"),
+    [(signal.SIGINT, "all"), (signal.SIGTERM, "all"), (signal.SIGTERM, "the last")],
+)
+def test_all_processes_stop_after_the_same_step(tmp_path: Path, number: signal.Signals, to: str):
+    ran = start(tmp_path, "out", "--steps", "1000000", launch=["-n", "2"])
+    wait_for_steps(ran, tmp_path / "out")
+    os.kill(ran.pid if to == "all" else started_by(ran.pid)[-1], number)
+    out, err = ran.communicate(timeout=PATIENCE)
+    assert ran.returncode == 128 + number, err
+    summary = stopped_summary(tmp_path / "out")
+    why = ", as you asked" if number == signal.SIGINT else f", by {number.name}"
+    assert f"after {summary['steps']:,} steps{why}" in out
+    assert lines_of(0, err) == lines_of(1, err) == []
+
+
+@pytest.mark.multiprocess
+def test_a_loss_that_is_not_finite_stops_all_processes(tmp_path: Path):
+    words = ["--optimizer", "sgd", "--learning-rate", "1e30", "--steps", "50"]
+    ran = start(tmp_path, "out", *words, launch=["-n", "2", "--cpu-devices", "2"])
+    out, _ = ran.communicate(timeout=PATIENCE)
+    assert ran.returncode == 1
+    assert "is not finite: the run diverged" in out
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["ended"] == "not finite"
+
+
+@pytest.mark.multiprocess
+def test_shards_that_the_processes_cannot_share_are_refused(tmp_path: Path):
+    ran = start(tmp_path, "out", "--shards", "4", launch=["-n", "3"])
+    out, err = ran.communicate(timeout=PATIENCE)
+    assert (ran.returncode, out) == (2, "")
+    assert "4 shards cannot be split evenly over 3 processes. Pass --shards 12" in err
+    assert not (tmp_path / "out").exists()
