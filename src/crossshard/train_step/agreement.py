@@ -54,6 +54,33 @@ def check_agreement(
         raise ArgumentError(verdict)
 
 
+def exchange(call: str, text: str, mesh: Mesh) -> tuple[str, ...]:
+    """What each process of the mesh passed, in the order of the processes; in every process.
+
+    Raises:
+      ArgumentError: a process has not reached this call, or is at another one.
+    """
+    processes = tuple(sorted({device.process_index for device in mesh.devices.flat}))
+    own = jax.process_index()
+    if len(processes) == 1 or own not in processes or not _jax.has_coordinator():
+        return (text,)
+    _comparisons[processes] += 1
+    key = f"crossshard/{_checksum(repr(processes).encode())}/{_comparisons[processes]}"
+    _jax.tell_processes(f"{key}/{own}", json.dumps([call, text]))
+    found = []
+    for process in processes:
+        told = _jax.told_by_processes(f"{key}/{process}", _SECONDS)
+        if told is None:
+            raise ArgumentError(_missing(process, call, _SECONDS))
+        its_call, its_text = json.loads(told)
+        if its_call != call:
+            raise ArgumentError(
+                f"Process {process} is at {its_call}, and process {own} at {call}. {_SAME_CALLS}"
+            )
+        found.append(str(its_text))
+    return tuple(found)
+
+
 def _verdict(
     key: str, call: str, given: Mapping[str, str], processes: tuple[int, ...], mend: str
 ) -> str:

@@ -274,7 +274,7 @@ class TrainStep:
         layout = self._layout_of(state)
         layout.check_optimizer(state)
         self._check_agreement("reshard", {"a state": state})
-        state = jax.tree.map(put_whole, state, layout.unsharded(state))
+        state = jax.tree.map(self._put_whole, state, layout.unsharded(state))
         if not layout.has_number_of_shards(state):
             if self._grouped:
                 raise ArgumentError(
@@ -285,6 +285,12 @@ class TrainStep:
                 )
             state = layout.on_other_shards(state)
         return self._relaid(layout.pack, state, layout.shardings(state))
+
+    def _put_whole(self, x: Any, sharding: NamedSharding) -> jax.Array:
+        # What already lies on the mesh may be split over it, and need not be whole on each device.
+        if getattr(getattr(x, "sharding", None), "mesh", None) == self._mesh:
+            return x
+        return put_whole(x, sharding)
 
     def _relaid(self, how: Callable[[Any], Any], state: TrainState, to: TrainState) -> TrainState:
         with _jax.in_place_of_the_users_mesh(self._mesh):
@@ -440,6 +446,19 @@ class TrainStep:
     @property
     def _grouped(self) -> bool:
         return not self._function.pipeline.over_all_shards
+
+
+def layout_of(step: TrainStep, state: TrainState) -> StateLayout:
+    """How a state of this step lies on its mesh.
+
+    Raises:
+      ArgumentError: the state is another optimizer's, lies as in another step, or was donated.
+      ArgumentTypeError: it is not a state.
+    """
+    _check_state(state)
+    layout = step._layout_of(state)
+    layout.check(state)
+    return layout
 
 
 def _of_one(params: Any) -> Any:
