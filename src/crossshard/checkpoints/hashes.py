@@ -1,10 +1,10 @@
 """Hashes: 64 bits of an array's values, the same however it is split over devices."""
 
-import functools
-import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 # A shift and a factor for each round, which mix all bits: of MurmurHash3, and "lowbias32" (Wellons).
@@ -14,6 +14,8 @@ _ROUNDS = (
 )
 # One odd factor for each of the two halves, so that no two positions collide in both.
 _STEPS = (0x9E3779B1, 0x85EBCA77)
+# Smaller arrays are hashed with numpy: a compilation for their shape takes longer.
+_FEW = 1 << 18
 
 
 def hash_of(x: jax.Array) -> str:
@@ -32,51 +34,62 @@ def hash_of(x: jax.Array) -> str:
         # Of the copy that is written, and without the same work on every device.
         copies = {shard.replica_id: shard.data for shard in x.addressable_shards}
         x = copies[min(copies)]
-    first, second = jax.device_get(_hash(x))
+    on_host = x.is_fully_addressable and x.size < _FEW
+    first, second = _on_host(np.asarray(x)) if on_host else jax.device_get(_on_devices(x))
     return f"{int(first):08x}{int(second):08x}"
 
 
 @jax.jit
-def _hash(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _half(x, 0), _half(x, 1)
+def _on_devices(x: jax.Array) -> tuple[Any, Any]:
+    words = _words(x, lax.bitcast_convert_type, jnp)
+    return _half(words, 0, jnp), _half(words, 1, jnp)
 
 
-def _half(x: jax.Array, half: int) -> jax.Array:
-    """uint32[]: one half of the hash."""
-    mixed = functools.partial(_mixed, rounds=_ROUNDS[half])
+def _on_host(x: np.ndarray) -> tuple[Any, Any]:
+    whole = np.ascontiguousarray(x).reshape(x.shape)
+
+    def bits_of(x: np.ndarray, dtype: str) -> np.ndarray:
+        words = np.ascontiguousarray(x).reshape(*x.shape, 1).view(dtype)
+        return words if words.shape[-1] > 1 else words[..., 0]
+
+    words = _words(whole, bits_of, np)
+    with np.errstate(over="ignore"):
+        return _half(words, 0, np), _half(words, 1, np)
+
+
+def _half(words: list[Any], half: int, xp: Any) -> Any:
+    """uint32[]: one half of the hash, with numpy or JAX."""
+    shape, step = words[0].shape, np.uint32(_STEPS[half])
     # Not the index in the flat array, which would not fit 32 bits.
-    place = jnp.zeros(x.shape, jnp.uint32)
-    for axis in range(x.ndim):
-        place = place * jnp.uint32(_STEPS[half]) + lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-    total = jnp.uint32(0)
-    for number, word in enumerate(_words(x)):
-        own = mixed(place ^ jnp.uint32(number * 0xA511E9B3 % 2**32))
-        total += jnp.sum(mixed(word ^ own ^ jnp.uint32(_STEPS[half])), dtype=jnp.uint32)
+    place = xp.zeros((1,) * len(shape), np.uint32)
+    for axis, size in enumerate(shape):
+        along = (-1, *(1,) * (len(shape) - 1 - axis))
+        place = place * step + xp.arange(size, dtype=np.uint32).reshape(along)
+    total = np.uint32(0)
+    for number, word in enumerate(words):
+        own = _mixed(place ^ np.uint32(number * 0xA511E9B3 % 2**32), half)
+        total = total + xp.sum(_mixed(word ^ own ^ step, half), dtype=np.uint32)
     return total
 
 
-def _mixed(x: jax.Array, rounds: tuple[tuple[int, int], ...]) -> jax.Array:
-    for shift, factor in rounds:
-        x = (x ^ (x >> shift)) * jnp.uint32(factor)
+def _mixed(x: Any, half: int) -> Any:
+    for shift, factor in _ROUNDS[half]:
+        x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
     return x
 
 
-def _words(x: jax.Array) -> list[jax.Array]:
-    """The bits of each element: one uint32 of the array's shape, or several."""
+def _words(x: Any, bits_of: Any, xp: Any) -> list[Any]:
+    """The bits of each element: one uint32 array of the array's shape, or several."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return [*_words(x.real), *_words(x.imag)]
+        return [*_words(x.real, bits_of, xp), *_words(x.imag, bits_of, xp)]
     if x.dtype == jnp.bool:
-        return [x.astype(jnp.uint32)]
+        return [x.astype(np.uint32)]
     bits = jax.dtypes.itemsize_bits(x.dtype)
     if bits < 8:
-        # Each of these few numbers is one of the wider type, whose bits differ.
-        return _words(x.astype(jnp.int8 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float32))
+        # Each of these few numbers is one of the wider type, with bits of its own.
+        wider = np.int8 if jnp.issubdtype(x.dtype, jnp.integer) else np.float32
+        return _words(x.astype(wider), bits_of, xp)
     if bits == 64:
-        both = lax.bitcast_convert_type(x, jnp.uint32)
+        both = bits_of(x, "uint32")
         return [both[..., 0], both[..., 1]]
-    return [lax.bitcast_convert_type(x, f"uint{bits}").astype(jnp.uint32)]
-
-
-def number_of_bytes(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> int:
-    """The bytes of an array of this shape."""
-    return math.prod(shape) * jnp.dtype(dtype).itemsize
+    return [bits_of(x, f"uint{bits}").astype(np.uint32)]

@@ -84,6 +84,7 @@ class TrainStep:
             mesh, axes, loss.weight, names, takes_state=loss.model_state is not None
         )
         self._layouts: dict[Any, StateLayout] = {}
+        self._relaying: dict[Any, Callable[[TrainState], TrainState]] = {}
         self._latest: tuple[StateLayout, TrainState] | None = None
         groups = None if function.pipeline.over_all_shards else function.pipeline.groups
         self._options = compiler_options(
@@ -293,10 +294,13 @@ class TrainStep:
         return put_whole(x, sharding)
 
     def _relaid(self, how: Callable[[Any], Any], state: TrainState, to: TrainState) -> TrainState:
+        # Kept, since a loop that saves would compile it each time. Layouts live as long as the step.
+        key = how, jax.tree.structure(state)
+        if key not in self._relaying:
+            run = lambda state: how(jax.tree.map(jnp.copy, state))
+            self._relaying[key] = jax.jit(run, out_shardings=to)
         with _jax.in_place_of_the_users_mesh(self._mesh):
-            return jax.jit(lambda state: how(jax.tree.map(jnp.copy, state)), out_shardings=to)(
-                state
-            )
+            return self._relaying[key](state)
 
     def model(self, state: TrainState, shard: int | None = None, *, ema: bool = False) -> Any:
         """The model with the parameters of a state, to evaluate or to export.
