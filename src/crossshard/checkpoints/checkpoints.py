@@ -1,7 +1,5 @@
 """Checkpoints: saves the state of a step and restores the latest one that is whole."""
 
-import hashlib
-import json
 import os
 import warnings
 from types import TracebackType
@@ -11,10 +9,10 @@ import jax
 
 from crossshard import _jax
 from crossshard.checkpoints import storage
-from crossshard.checkpoints.fingerprint import difference, fingerprint
+from crossshard.checkpoints.fingerprint import fingerprint
 from crossshard.checkpoints.folder import Folder
 from crossshard.checkpoints.hashes import hash_of
-from crossshard.checkpoints.leaves import Leaf, from_disk, leaves_of, to_disk
+from crossshard.checkpoints.leaves import from_disk, leaves_of, to_disk
 from crossshard.checkpoints.manifest import (
     FILE,
     Damaged,
@@ -23,6 +21,8 @@ from crossshard.checkpoints.manifest import (
     check_data,
     read_manifest,
 )
+from crossshard.checkpoints.match import first_difference, groups_of
+from crossshard.checkpoints.together import agree_to_read, agree_to_write, listed
 from crossshard.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -31,7 +31,6 @@ from crossshard.errors import (
     CheckpointMismatchError,
     CheckpointWarning,
 )
-from crossshard.train_step.agreement import exchange
 from crossshard.train_step.layout import StateLayout
 from crossshard.train_step.state import TrainState
 from crossshard.train_step.train_step import TrainStep, layout_of
@@ -82,7 +81,7 @@ class Checkpoints:
         self._pending: int | None = None
         self._damaged: set[int] = set()
         self._fingerprints: dict[int, tuple[StateLayout, dict[str, Any]]] = {}
-        self._numbers = self._listed(self._create)
+        self._numbers = listed(self._folder.path, self._created, step.mesh)
         self._may_write = not self._numbers
 
     def __repr__(self) -> str:
@@ -122,6 +121,12 @@ class Checkpoints:
         """
         layout = layout_of(self._step, state)
         check_data(data)
+        if not self._may_write:
+            raise ArgumentError(
+                f"{self._folder.path} has checkpoints of a run that this one has not restored, and "
+                f"they would be deleted in time. Call restore_latest(state) before save, or choose "
+                f"another folder."
+            )
         self.wait()
         taken = int(state.step)
         number = max([taken, *(newest + 1 for newest in self._numbers[-1:])])
@@ -136,20 +141,24 @@ class Checkpoints:
             number,
             taken,
             layout.number_of_shards,
-            _groups(layout),
+            groups_of(layout),
             str(state.rng_impl),
             self._fingerprint(layout, state),
             written,
             data,
         ).to_json()
-        self._agree_to_write(manifest)
+        reason = agree_to_write(self._why_not(), manifest, self._step.mesh)
+        if reason:
+            raise CheckpointError(
+                f"Checkpoint {number} cannot be written to {self._folder.path}: {reason}."
+                f"{self._last()}"
+            )
+        self._pending = number
         try:
             self._writer = self._writer or storage.Writer()
             self._writer.start(self._folder.of(number), arrays, manifest)
         except Exception as error:
-            self._pending = number
             raise self._failed(error) from error
-        self._pending = number
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written, and delete those beyond ``keep``.
@@ -166,18 +175,10 @@ class Checkpoints:
             raise self._failed(error) from error
         self._numbers.append(self._pending)
         self._pending = None
-        good = [number for number in self._numbers if number not in self._damaged]
-        kept = [number for number in self._numbers if number >= good[-self._keep :][0]]
-        if jax.process_index() == 0:
-            for number in self._numbers[: -len(kept)]:
-                try:
-                    self._folder.delete(number)
-                except OSError as error:
-                    raise CheckpointError(
-                        f"Checkpoint {number} in {self._folder.path} is older than the {self._keep} "
-                        f"to keep, and cannot be deleted: {error}. The newer ones are whole."
-                    ) from error
-        self._numbers = kept
+        oldest = self._good()[-self._keep :][0]
+        for number in [each for each in self._numbers if each < oldest]:
+            self._numbers.remove(number)
+            self._delete(number)
 
     def close(self) -> None:
         """Wait until the last checkpoint is written; leaving the ``with`` block does it.
@@ -213,7 +214,7 @@ class Checkpoints:
         """
         layout = layout_of(self._step, state)
         self.wait()
-        self._numbers = self._listed()
+        self._numbers = listed(self._folder.path, self._folder.numbers, self._step.mesh)
         reasons = []
         for number in reversed(self._numbers):
             try:
@@ -233,29 +234,32 @@ class Checkpoints:
             return found
         if reasons:
             raise CheckpointDamagedError(
-                f"No checkpoint in {self._folder.path} is whole: {'; '.join(reasons)}. Bring back a "
-                f"copy of it, or choose another folder to start again in."
+                f"No checkpoint in {self._folder.path} is whole: {'; '.join(reasons)}. Bring back "
+                f"a copy of it, or choose another folder to start again in."
             )
         self._may_write = True
         return None
 
     def _restore(self, number: int, layout: StateLayout, state: TrainState) -> tuple[Any, Any]:
         """A state and its data; raises Damaged, in every process, if one finds it so."""
-        own: tuple[str, str] = ("", "")
-        arrays: list[jax.Array] = []
+        refused: Exception | None = None
         try:
             self._folder.check(number)
-            file = self._folder.of(number) / storage.MANIFEST / FILE
-            manifest = read_manifest(file, number)
+            folder = self._folder.of(number)
+            manifest = read_manifest(folder / storage.MANIFEST / FILE, number)
             leaves = leaves_of(layout, state, manifest.shards)
-            self._check_match(manifest, leaves, layout, state)
-            arrays = storage.read(self._folder.of(number), leaves)
-        except Damaged as damage:
-            own = ("damaged", str(damage))
-        except CheckpointMismatchError as mismatch:
-            own = ("other", str(mismatch))
-        self._agree_to_read(own)
-        # The processes compute it together, so that all of them must have come this far.
+            optimizer = self._fingerprint(layout, state)
+            differs = first_difference(manifest, leaves, layout, state, optimizer)
+            if differs is not None:
+                raise CheckpointMismatchError(
+                    f"Checkpoint {number} in {self._folder.path} is not of this step: {differs}. "
+                    f"Build the step as it was when it was saved, or choose another folder."
+                )
+            arrays = storage.read(folder, leaves)
+        except (Damaged, CheckpointMismatchError) as error:
+            refused = error
+        agree_to_read(refused, self._step.mesh)
+        # The processes compute the hashes together, so all of them must have come this far.
         with _jax.in_place_of_the_users_mesh(layout.mesh):
             wrong = [
                 leaf.path
@@ -264,99 +268,48 @@ class Checkpoints:
             ]
         if wrong:
             more = f", as do {len(wrong) - 1} more arrays" if len(wrong) > 1 else ""
-            own = ("damaged", f"{wrong[0]} has not the values that were written{more}")
-        self._agree_to_read(own)
+            refused = Damaged(f"{wrong[0]} has not the values that were written{more}")
+        agree_to_read(refused, self._step.mesh)
         return self._step.reshard(from_disk(state, arrays)), manifest.data
-
-    def _check_match(
-        self, manifest: Manifest, leaves: list[Leaf], layout: StateLayout, state: TrainState
-    ) -> None:
-        """Raise unless a checkpoint is of this step's model and optimizer."""
-        found = (
-            difference(manifest.optimizer, self._fingerprint(layout, state))
-            or _first_difference(manifest, leaves)
-            or _other(manifest, layout, state)
-        )
-        if found is not None:
-            raise CheckpointMismatchError(
-                f"Checkpoint {manifest.number} in {self._folder.path} is not of this step: {found}."
-                f" Build the step as it was when it was saved, or choose another folder."
-            )
 
     def _fingerprint(self, layout: StateLayout, state: TrainState) -> dict[str, Any]:
         # It traces the optimizer, and a loop saves the states of one layout. The layout is kept, so
         # that no other one gets its id.
         if id(layout) not in self._fingerprints:
-            one = 1 if layout.groups is not None else 0
+            one = 0 if layout.groups is None else 1
             types = lambda x: jax.ShapeDtypeStruct(x.shape[one:], x.dtype)
-            self._fingerprints[id(layout)] = (
-                layout,
-                fingerprint(layout, jax.tree.map(types, state.params)),
-            )
+            found = fingerprint(layout, jax.tree.map(types, state.params))
+            self._fingerprints[id(layout)] = layout, found
         return self._fingerprints[id(layout)][1]
 
-    # What all processes do together.
+    # The folder.
 
-    def _create(self) -> None:
+    def _created(self) -> list[int]:
         self._folder.path.mkdir(parents=True, exist_ok=True)
+        return self._folder.numbers()
 
-    def _listed(self, before: Any = lambda: None) -> list[int]:
-        """The numbers of the checkpoints, as the first process sees them."""
-        own: Any = []
-        if jax.process_index() == 0:
-            try:
-                before()
-                own = self._folder.numbers()
-            except OSError as error:
-                own = str(error)
-        found = json.loads(exchange("Checkpoints", json.dumps(own), self._step.mesh)[0])
-        if isinstance(found, str):
+    def _good(self) -> list[int]:
+        return [number for number in self._numbers if number not in self._damaged]
+
+    def _why_not(self) -> str:
+        """The reason why the first process cannot write; empty if it can."""
+        if jax.process_index() != 0:
+            return ""
+        reason = self._folder.why_not_writable()
+        if not reason and self._writer is None:
+            self._folder.delete_unfinished()
+        return reason
+
+    def _delete(self, number: int) -> None:
+        if jax.process_index() != 0:
+            return
+        try:
+            self._folder.delete(number)
+        except OSError as error:
             raise CheckpointError(
-                f"{self._folder.path} cannot be used as a folder of checkpoints: {found}. Choose a "
-                f"folder that this user may write to."
-            )
-        return [int(number) for number in found]
-
-    def _agree_to_write(self, manifest: dict[str, Any]) -> None:
-        """Raise, in every process, unless all would write the same and the folder can be written.
-
-        With one process only the latter.
-        """
-        if not self._may_write:
-            raise ArgumentError(
-                f"{self._folder.path} has checkpoints of a run that this one has not restored, and "
-                f"they would be deleted in time. Call restore_latest(state) before save, or choose "
-                f"another folder."
-            )
-        reason = ""
-        if jax.process_index() == 0:
-            reason = self._folder.why_not_writable()
-            if not reason and self._writer is None:
-                self._folder.delete_unfinished()
-        said = [reason, _digest({**manifest, "data": None, "sha256": None}), _digest(manifest)]
-        all_said = [
-            json.loads(each) for each in exchange("save", json.dumps(said), self._step.mesh)
-        ]
-        if all_said[0][0]:
-            raise CheckpointError(
-                f"Checkpoint {manifest['number']} cannot be written to {self._folder.path}: "
-                f"{all_said[0][0]}.{self._last()}"
-            )
-        for process, (_, state, everything) in enumerate(all_said):
-            if (state, everything) != tuple(all_said[0][1:]):
-                what = "data" if state == all_said[0][1] else "a state"
-                raise ArgumentError(
-                    f"To save, process {process} of the mesh passed {what} other than the first "
-                    f"one. Every process passes the same; data of all of them is one dict."
-                )
-
-    def _agree_to_read(self, own: tuple[str, str]) -> None:
-        """Raise, in every process, what the first one that could not read it has found."""
-        told = [json.loads(each) for each in exchange("restore", json.dumps(own), self._step.mesh)]
-        for kind in ("damaged", "other"):
-            for found, text in told:
-                if found == kind:
-                    raise Damaged(text) if kind == "damaged" else CheckpointMismatchError(text)
+                f"Checkpoint {number} in {self._folder.path} is older than the newest "
+                f"{self._keep}, and cannot be deleted: {error}. The newer ones are whole."
+            ) from error
 
     def _failed(self, error: Exception) -> CheckpointError:
         """The error to raise if a checkpoint could not be written, after tidying up."""
@@ -371,7 +324,7 @@ class Checkpoints:
         )
 
     def _last(self) -> str:
-        good = [number for number in self._numbers if number not in self._damaged]
+        good = self._good()
         if not good or not self._folder.of(good[-1]).is_dir():
             return ""
         return f" Checkpoint {good[-1]} is the last one that was, and is as it was."
@@ -382,37 +335,3 @@ def _in_words(error: BaseException) -> str:
     if "No space left" in text or "RESOURCE_EXHAUSTED" in text:
         return f"the disk is full ({text:.200})"
     return f"{type(error).__name__}, {text:.300}"
-
-
-def _groups(layout: StateLayout) -> list[list[int]] | None:
-    return None if layout.groups is None else [list(group) for group in layout.groups.groups]
-
-
-def _digest(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _first_difference(manifest: Manifest, leaves: list[Leaf]) -> str | None:
-    """The first array in which a checkpoint differs from the leaves of this step."""
-    written, own = ({leaf.path: leaf for leaf in each} for each in (manifest.leaves, leaves))
-    for path, leaf in own.items():
-        if path not in written:
-            return f"it has no {path}"
-        was = written[path]
-        if was.dtype != leaf.dtype:
-            return f"{path} is {was.dtype} in it, and {leaf.dtype} here"
-        if was.shape != leaf.on_disk.shape:
-            return f"{path} has the shape {was.shape} in it, and {leaf.on_disk.shape} here"
-    extra = next((path for path in written if path not in own), None)
-    if extra is not None:
-        return f"it also has {extra}"
-    return None if list(written) == list(own) else "its arrays are in another order"
-
-
-def _other(manifest: Manifest, layout: StateLayout, state: TrainState) -> str | None:
-    """What else tells the step that wrote a checkpoint from this one."""
-    if manifest.groups != _groups(layout):
-        return f"its groups are {manifest.groups}, and here {_groups(layout)}"
-    if manifest.rng != str(state.rng_impl):
-        return f"its random key is of {manifest.rng}, and here of {state.rng_impl}"
-    return None

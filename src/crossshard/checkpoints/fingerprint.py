@@ -1,4 +1,4 @@
-"""Fingerprint: which optimizer wrote a state, from its state's types and its update's operations."""
+"""Fingerprint: tells an optimizer from others, by its state and its update's operations."""
 
 import hashlib
 from collections.abc import Iterator

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-# A shift and a factor for each round, which mix all bits: of MurmurHash3, and "lowbias32" (Wellons).
+# A shift and a factor for each round, which mix all bits: of MurmurHash3, and of "lowbias32".
 _ROUNDS = (
     ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)),
     ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)),

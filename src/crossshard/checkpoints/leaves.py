@@ -1,4 +1,4 @@
-"""Leaves: the arrays of a state as they are on disk, in the shapes that model and optimizer know."""
+"""Leaves: the arrays of a state as they are on disk, in the shapes of model and optimizer."""
 
 import dataclasses
 import functools

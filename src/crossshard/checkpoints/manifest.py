@@ -131,7 +131,7 @@ def _parsed(file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise Damaged("it has no manifest") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise Damaged(f"the manifest cannot be read ({str(error):.100})") from None
+        raise Damaged(f"the manifest cannot be read ({error!s:.100})") from None
     if not isinstance(body, dict):
         raise Damaged("the manifest is no JSON object")
     return body

@@ -294,7 +294,7 @@ class TrainStep:
         return put_whole(x, sharding)
 
     def _relaid(self, how: Callable[[Any], Any], state: TrainState, to: TrainState) -> TrainState:
-        # Kept, since a loop that saves would compile it each time. Layouts live as long as the step.
+        # Kept, since a loop that saves would compile it each time. Layouts live as long.
         key = how, jax.tree.structure(state)
         if key not in self._relaying:
             run = lambda state: how(jax.tree.map(jnp.copy, state))
