@@ -45,7 +45,9 @@ def leaves_of(layout: StateLayout, state: TrainState, shards: int) -> list[Leaf]
 
 
 def _leaf(layout: StateLayout, path: str, x: Any, placement: Placement, shards: int) -> Leaf:
-    whole = jax.eval_shape(functools.partial(_unpack, placement), x)
+    # Without its sharding, of which a mesh that the user has set would be none.
+    lying = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    whole = jax.eval_shape(functools.partial(_unpack, placement), lying)
     shape, number = whole.shape, layout.number_of_shards
     if placement.per_shard:
         shape = (shards, *shape[1:])
@@ -80,10 +82,17 @@ def from_disk(state: TrainState, arrays: list[jax.Array]) -> TrainState:
     like, tree = jax.tree.flatten(state)
     return tree.unflatten(
         [
-            jax.random.wrap_key_data(x, impl=jax.random.key_impl(own)) if _is_key(own) else x
+            jax.random.wrap_key_data(x, impl=_impl_of(own)) if _is_key(own) else x
             for own, x in zip(like, arrays, strict=True)
         ]
     )
+
+
+def _impl_of(key: Any) -> Any:
+    """The implementation of a key, or of its type, of which JAX does not tell it directly."""
+    found: list[Any] = []
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), key)
+    return found[0]
 
 
 def _is_key(x: Any) -> bool:

@@ -27,8 +27,8 @@ def first_difference(
     """
     return (
         difference(manifest.optimizer, optimizer)
+        or _of_the_step(manifest, layout, state)
         or _of_leaves(manifest, leaves)
-        or _of_the_rest(manifest, layout, state)
     )
 
 
@@ -55,7 +55,7 @@ def _of_leaves(manifest: Manifest, leaves: list[Leaf]) -> str | None:
     return None if same else "its arrays are in another order"
 
 
-def _of_the_rest(manifest: Manifest, layout: StateLayout, state: TrainState) -> str | None:
+def _of_the_step(manifest: Manifest, layout: StateLayout, state: TrainState) -> str | None:
     if manifest.groups != groups_of(layout):
         return f"its groups are {manifest.groups}, and here {groups_of(layout)}"
     if manifest.rng != str(state.rng_impl):
