@@ -125,7 +125,7 @@ DAMAGES = {
     truncate_all: r"description|\.step",
     link_outside: "a link or a device, which is not followed",
     link_a_checkpoint: "a link or a device, which is not followed",
-    grow_the_manifest: "larger than",
+    grow_the_manifest: "manifest.json has [0-9,]* bytes",
     nest_the_manifest: "manifest cannot be read",
     swap_manifests: "its manifest is that of checkpoint 1",
     swap_arrays: r"\.step has not the values that were written, as do \d+ more",

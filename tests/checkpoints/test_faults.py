@@ -29,7 +29,8 @@ def program(text: str, *args: object) -> list[str]:
         crossshard.cpu_devices(2)
         import jax, jax.numpy as jnp, numpy as np, optax
         folder = sys.argv[1]
-        params = {str(k): np.full((256, 256), float(k), np.float32) for k in range(4)}
+        normal = np.random.default_rng(0).normal
+        params = {str(k): np.float32(normal(size=(256, 256))) for k in range(4)}
         loss = lambda p, x: sum((w ** 2).mean() for w in p.values()) * x.mean()
         step = crossshard.make_train_step(loss, optax.sgd(0.1), num_shards=2)
         state = step.init(params)
@@ -76,8 +77,10 @@ def test_a_full_disk_is_one_clear_error_and_the_last_good_one_stays(tmp_path: Pa
     assert len(errors) == 2, ran.stdout
     for error in errors:
         assert error.startswith(f"Checkpoint 1 was not written to {tmp_path}: "), error
-        assert "File too large" in error
-        assert error.endswith("Checkpoint 0 is the last one that was, and is as it was.")
+        assert error.endswith(
+            ": File too large. Checkpoint 0 is the last one that was, and is as it was."
+        )
+    assert "Traceback" not in ran.stderr
     assert (left, data) == ("['00000000']", "good again")
 
 
@@ -174,8 +177,6 @@ KILLED = """
 checkpoints = crossshard.Checkpoints(folder, step, keep=2)
 found = checkpoints.restore_latest(state)
 state, at = found or (state, 0)
-for value in jax.tree.leaves(state.params):
-    assert (np.asarray(value) == np.asarray(value)[0, 0]).all()
 print("from", int(state.step), at, flush=True)
 while True:
     state, _ = step(state, np.ones(2, np.float32))

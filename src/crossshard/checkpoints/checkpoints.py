@@ -1,5 +1,6 @@
 """Checkpoints: saves the state of a step and restores the latest one that is whole."""
 
+import errno
 import os
 import warnings
 from types import TracebackType
@@ -331,7 +332,10 @@ class Checkpoints:
 
 
 def _in_words(error: BaseException) -> str:
+    """What went wrong; TensorStore tells it in the middle of a long text."""
     text = " ".join(str(error).split())
-    if "No space left" in text or "RESOURCE_EXHAUSTED" in text:
-        return f"the disk is full ({text:.200})"
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO):
+        if os.strerror(number) in text:
+            full = number in (errno.ENOSPC, errno.EDQUOT)
+            return f"{os.strerror(number)}{', the disk is full' if full else ''}"
     return f"{type(error).__name__}, {text:.300}"

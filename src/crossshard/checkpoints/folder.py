@@ -42,7 +42,9 @@ class Folder:
         """The reason why nothing can be written; empty if it can."""
         if not self.path.is_dir():
             return "the folder is gone" if not self.path.exists() else "it is no folder"
-        return "" if os.access(self.path, os.W_OK | os.X_OK) else "the folder is read-only"
+        effective = os.access in os.supports_effective_ids
+        may = os.access(self.path, os.W_OK | os.X_OK, effective_ids=effective)
+        return "" if may else "the folder is read-only"
 
     def check(self, number: int) -> None:
         """Raise unless a checkpoint was committed and keeps to its folder.
