@@ -297,7 +297,9 @@ def test_another_model_optimizer_or_dtype_is_refused_by_name(tmp_path: Path):
     faster = make_train_step(loss_fn, optax.adamw(0.5, eps=1e-4), num_shards=2)
     assert int(restored(tmp_path, faster).step) == 1
     keyed = step.init(PARAMS, jax.random.key(0, impl="rbg"))
-    with pytest.raises(CheckpointMismatchError, match="random key is of threefry2x32, and here of rbg"):
+    with pytest.raises(
+        CheckpointMismatchError, match="random key is of threefry2x32, and here of rbg"
+    ):
         Checkpoints(tmp_path, step).restore_latest(keyed)
 
 

@@ -1,7 +1,6 @@
 """Storage: writes and reads the arrays of a checkpoint with Orbax."""
 
 import math
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ class Writer:
             MANIFEST: ocp.JsonCheckpointHandler(FILE),
         }
         self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
-        _leave_errors_of_orbax_to_wait()
 
     def start(self, folder: Path, arrays: list[jax.Array], manifest: Mapping[str, Any]) -> None:
         """Begin to write; every process calls it. The arrays may not be donated."""
@@ -46,20 +44,6 @@ class Writer:
     def close(self) -> None:
         """Wait, and end the threads."""
         self._orbax.close()
-
-
-def _leave_errors_of_orbax_to_wait() -> None:
-    """Keep Orbax's threads from printing the traceback of an error that ``wait`` raises."""
-    before = threading.excepthook
-    if getattr(before, "leaves_orbax", False):
-        return
-
-    def hook(args: threading.ExceptHookArgs) -> None:
-        if not type(args.thread).__module__.startswith("orbax."):
-            before(args)
-
-    hook.leaves_orbax = True  # type: ignore[attr-defined]
-    threading.excepthook = hook
 
 
 def read(folder: Path, leaves: list[Leaf]) -> list[jax.Array]:
