@@ -2,6 +2,7 @@
 
 from crossshard import distributed as distributed
 from crossshard import errors
+from crossshard.checkpoints.checkpoints import Checkpoints
 from crossshard.collectives.all_reduce import cross_replica_sum
 from crossshard.collectives.exchange import all_to_all, collective_permute
 from crossshard.errors import *  # noqa: F403
@@ -43,6 +44,7 @@ __all__ = [
     *errors.__all__,
     "PER_SHARD",
     "REPLICATED",
+    "Checkpoints",
     "Collective",
     "Communication",
     "CrossShardOptimizer",

@@ -81,6 +81,13 @@ def is_ref(atom: Any) -> bool:
     return "Ref" in type(atom.aval).__name__
 
 
+def jaxprs_within(equation: Any) -> list[Any]:
+    """The jaxprs among the parameters of an equation: of a call, branches, a loop's body."""
+    values = equation.params.values()
+    each = [x for value in values for x in (value if isinstance(value, tuple | list) else [value])]
+    return [x for x in each if hasattr(opened(x), "eqns")]
+
+
 class Call(NamedTuple):
     """An equation that only calls a jaxpr on its inputs."""
 

@@ -4,6 +4,10 @@ __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "AxisError",
+    "CheckpointDamagedError",
+    "CheckpointError",
+    "CheckpointMismatchError",
+    "CheckpointWarning",
     "CommunicationError",
     "CrossshardError",
     "DeadlockWarning",
@@ -152,6 +156,34 @@ class DivergenceError(CrossshardError, RuntimeError):
     Mistake: to train on with a device whose memory or arithmetic is at fault.
     Fix: without that device, from a checkpoint that is older than the fault.
     """
+
+
+class CheckpointError(CrossshardError, RuntimeError):
+    """A checkpoint cannot be written or read; those that are complete stay as they are.
+
+    Mistake: ``Checkpoints("/mnt/full", step)`` on a disk without space.
+    Fix: a folder on a disk with space.
+    """
+
+
+class CheckpointDamagedError(CheckpointError):
+    """A folder has checkpoints, and none of them is whole.
+
+    Mistake: a folder of which another program has overwritten files.
+    Fix: a copy of it, or another folder to start again in.
+    """
+
+
+class CheckpointMismatchError(CheckpointError, ValueError):
+    """A checkpoint is another model's or another optimizer's, or has other dtypes.
+
+    Mistake: ``restore_latest`` of a step with SGD, where AdamW has written.
+    Fix: the optimizer that has written, or another folder.
+    """
+
+
+class CheckpointWarning(UserWarning):
+    """A damaged checkpoint was passed over."""
 
 
 class ShardContextWarning(UserWarning):

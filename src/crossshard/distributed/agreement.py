@@ -83,8 +83,7 @@ def compare(call: str, given: Callable[[], Mapping[str, str]], mesh: Mesh) -> Ve
     own = jax.process_index()
     if len(processes) == 1 or own not in processes or not _jax.has_coordinator():
         return None
-    _comparisons[processes] += 1
-    key = f"crossshard/{_checksum(repr(processes).encode())}/{_comparisons[processes]}"
+    key = _next_key(processes)
     mine = [call, dict(given())]
     if own == processes[0]:
         verdict = _judge(_gathered(key, mine, processes), processes)
@@ -101,6 +100,38 @@ def compare(call: str, given: Callable[[], Mapping[str, str]], mesh: Mesh) -> Ve
         return None
     odd, other = tuple(map(int, said["odd"].split())), int(said["other"])
     return Verdict("", said["name"], odd, said["passed"], other, said["expected"])
+
+
+def exchange(call: str, text: str, mesh: Mesh) -> tuple[str, ...]:
+    """What each process of the mesh passed, in the order of the processes; in every process.
+
+    Raises:
+      ArgumentError: a process has not reached this call, or is at another one.
+    """
+    processes = processes_of(mesh)
+    own = jax.process_index()
+    if len(processes) == 1 or own not in processes or not _jax.has_coordinator():
+        return (text,)
+    key = _next_key(processes)
+    _jax.tell_processes(f"{key}/{own}", json.dumps([call, {"text": text}]))
+    found = []
+    for process in processes:
+        told = _jax.told_by_processes(f"{key}/{process}", _SECONDS)
+        if told is None:
+            raise ArgumentError(f"{_missing(process, call, _SECONDS)} {_SAME_CALLS}")
+        its_call, given = _read(told, process)
+        if its_call != call:
+            raise ArgumentError(
+                f"Process {process} is at {its_call}, and process {own} at {call}. {_SAME_CALLS}"
+            )
+        found.append(given["text"])
+    return tuple(found)
+
+
+def _next_key(processes: tuple[int, ...]) -> str:
+    """The key of their next comparison, the same in all of them."""
+    _comparisons[processes] += 1
+    return f"crossshard/{_checksum(repr(processes).encode())}/{_comparisons[processes]}"
 
 
 def _written(verdict: Verdict | None) -> str:

@@ -88,7 +88,8 @@ class OptimizerNode(optax.GradientTransformationExtraArgs, VariableContainer):
         return self.__deepcopy__({})
 
     def __reduce__(self) -> Any:
-        # Optax's transformations are closures, which cloudpickle supports and pickle does not.
+        # For copies in a process pool: unpickling executes what it is given, so a file is no place
+        # for it. Optax's transformations are closures, which cloudpickle supports.
         made = cloudpickle.dumps((self._functions.given, self._attributes()))
         return _unpickled, (type(self), made, self._slots)
 

@@ -93,6 +93,7 @@ class TrainStep:
         self._layouts: dict[Any, StateLayout] = {}
         self._in_processes = len(processes_of(mesh)) > 1
         self._agreed: set[Any] = set()
+        self._relaying: dict[Any, Callable[[TrainState], TrainState]] = {}
         self._latest: tuple[StateLayout, TrainState] | None = None
         self._watch = Watch(function, mesh, axes)
         groups = None if function.pipeline.over_all_shards else function.pipeline.groups
@@ -328,7 +329,7 @@ class TrainStep:
         layout = self._layout_of(state)
         layout.check_optimizer(state)
         self._check_agreement("reshard", {"a state": state})
-        state = jax.tree.map(put_whole, state, layout.unsharded(state))
+        state = jax.tree.map(self._put_whole, state, layout.unsharded(state))
         if not layout.has_number_of_shards(state):
             if self._grouped:
                 raise ArgumentError(
@@ -340,11 +341,20 @@ class TrainStep:
             state = layout.on_other_shards(state)
         return self._relaid(layout.pack, state, layout.shardings(state))
 
+    def _put_whole(self, x: Any, sharding: NamedSharding) -> jax.Array:
+        # What already lies on the mesh may be split over it, and need not be whole on each device.
+        if getattr(getattr(x, "sharding", None), "mesh", None) == self._mesh:
+            return x
+        return put_whole(x, sharding)
+
     def _relaid(self, how: Callable[[Any], Any], state: TrainState, to: TrainState) -> TrainState:
+        # Kept, since a loop that saves would compile it each time. Layouts live as long.
+        key = how, jax.tree.structure(state)
+        if key not in self._relaying:
+            run = lambda state: how(jax.tree.map(jnp.copy, state))
+            self._relaying[key] = jax.jit(run, out_shardings=to)
         with _jax.in_place_of_the_users_mesh(self._mesh):
-            return jax.jit(lambda state: how(jax.tree.map(jnp.copy, state)), out_shardings=to)(
-                state
-            )
+            return self._relaying[key](state)
 
     def model(self, state: TrainState, shard: int | None = None, *, ema: bool = False) -> Any:
         """The model with the parameters of a state, to evaluate or to export.
@@ -513,6 +523,19 @@ class TrainStep:
     @property
     def _grouped(self) -> bool:
         return not self._function.pipeline.over_all_shards
+
+
+def layout_of(step: TrainStep, state: TrainState) -> StateLayout:
+    """How a state of this step lies on its mesh.
+
+    Raises:
+      ArgumentError: the state is another optimizer's, lies as in another step, or was donated.
+      ArgumentTypeError: it is not a state.
+    """
+    _check_state(state)
+    layout = step._layout_of(state)
+    layout.check(state)
+    return layout
 
 
 def _of_one(params: Any) -> Any:

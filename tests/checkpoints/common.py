@@ -1,0 +1,63 @@
+"""A model, its steps and its batches, which the tests of checkpoints share."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from crossshard import TrainStep, make_train_step
+
+_rng = np.random.default_rng(0)
+# Split along an axis, padded for any number of shards, and not split at all.
+PARAMS = {
+    "even": np.float32(_rng.normal(size=(64, 24)) / 8),
+    "odd": np.float32(_rng.normal(size=(37, 29)) / 8),
+    "bias": np.zeros(3, np.float32),
+}
+XS = np.float32(_rng.normal(size=(6, 16, 64)))
+
+
+def loss_fn(params: Any, batch: Any) -> jax.Array:
+    error = (jnp.tanh(batch @ params["even"]) - 1) ** 2
+    return error.mean() + (params["odd"] ** 2).sum() + ((params["bias"] - 1) ** 2).sum()
+
+
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.1, momentum=0.9),
+    "adamw": lambda: optax.adamw(0.01, eps=1e-4),
+}
+
+
+@functools.cache
+def step_on(shards: int, update: str = "sharded", optimizer: str = "sgd") -> TrainStep:
+    """One step object for all tests, since compiling takes longer than they do."""
+    return make_train_step(
+        loss_fn, OPTIMIZERS[optimizer](), num_shards=shards, weight_update=update
+    )
+
+
+def trained(step: TrainStep, steps: int = 2, params: Any = PARAMS) -> Any:
+    state = step.init(params)
+    for x in XS[:steps]:
+        state, _ = step(state, x)
+    return state
+
+
+def arrays(step: TrainStep, state: Any) -> list[np.ndarray]:
+    """The arrays of a state in the optimizer's own shapes."""
+    leaves = jax.tree.leaves(step.unshard(state))
+    raw = (
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        for x in leaves
+    )
+    return [np.asarray(x) for x in raw]
+
+
+def check_same_bits(one: list[np.ndarray], other: list[np.ndarray]) -> None:
+    assert len(one) == len(other)
+    for a, b in zip(one, other, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert a.tobytes() == b.tobytes()

@@ -1,0 +1,130 @@
+"""Several processes save and restore one state together."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import crossshard
+from crossshard import Checkpoints
+from tests.checkpoints.common import PARAMS, XS, arrays, check_same_bits, step_on, trained
+
+pytestmark = pytest.mark.multiprocess
+
+PROCESSES, DEVICES = 2, 2
+
+
+def main(process: int, port: int, folder: str, out: str) -> None:
+    """One process: save, restore, pass over what is damaged, and write down what came of it."""
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    jax.distributed.initialize(
+        f"127.0.0.1:{port}", PROCESSES, process, coordinator_bind_address=f"127.0.0.1:{port}"
+    )
+    step, said = step_on(4), {}
+    rows = slice(process * 8, (process + 1) * 8)
+    state = step.init(PARAMS)
+    with Checkpoints(folder, step, keep=2) as checkpoints:
+        for number, x in enumerate(XS[:3]):
+            state, _ = step(state, x[rows])
+            checkpoints.save(state, {"at": number})
+        try:
+            checkpoints.save(state, {"at": process})
+        except crossshard.ArgumentError as error:
+            said["data"] = str(error)
+    whole = [np.asarray(x) for x in jax.tree.leaves(step.unshard(state))]
+    # Process 1 alone sees this link; both must take the checkpoint before.
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        checkpoints = Checkpoints(folder, step)
+        own = checkpoints._folder.check
+
+        def check(number: int) -> None:
+            from crossshard.checkpoints.manifest import Damaged
+
+            own(number)
+            if process == 1 and number == 3:
+                raise Damaged("only this process sees it")
+
+        checkpoints._folder.check = check
+        found, data = checkpoints.restore_latest(step.abstract_init(PARAMS))
+    said |= {"warned": [str(each.message) for each in warned], "data_of_2": data}
+    said["step"] = int(found.step)
+    found, data = Checkpoints(folder, step).restore_latest(step.abstract_init(PARAMS))
+    again = [np.asarray(x) for x in jax.tree.leaves(step.unshard(found))]
+    said["same"] = all(a.tobytes() == b.tobytes() for a, b in zip(whole, again, strict=True))
+    Path(out).write_text(json.dumps(said))
+    if process == 0:
+        np.savez(Path(out).with_suffix(".npz"), *whole)
+    jax.distributed.shutdown()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    base = tmp_path_factory.mktemp("processes")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
+    root = str(Path(__file__).parents[2])
+    environment["PYTHONPATH"] = os.pathsep.join([root, environment.get("PYTHONPATH", "")])
+    environment["NPROC"] = "16"
+    code = (
+        "import sys; from tests.checkpoints.test_processes import main; "
+        "main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])"
+    )
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(k), str(port), str(base / "run"), str(base / f"{k}")],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for k in range(PROCESSES)
+    ]
+    try:
+        said = [process.communicate(timeout=280)[1] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    for process, errors in zip(running, said, strict=True):
+        assert process.returncode == 0, errors[-3000:]
+    return base, [json.loads((base / f"{k}").read_text()) for k in range(PROCESSES)]
+
+
+def test_it_comes_back_with_the_same_bits_in_every_process(found: Any):
+    assert all(each["same"] for each in found[1])
+
+
+def test_one_process_restores_what_two_have_written(found: Any):
+    base, _ = found
+    with np.load(base / "0.npz") as written:
+        expected = [written[name] for name in written.files]
+    for shards in (1, 8):
+        step = step_on(shards)
+        state, data = Checkpoints(base / "run", step).restore_latest(step.abstract_init(PARAMS))
+        assert data == {"at": 2}
+        check_same_bits(arrays(step, state), expected)
+    # And it is what one process computes.
+    for a, b in zip(expected, arrays(step_on(1), trained(step_on(1), 3)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
+
+
+def test_all_processes_pass_over_what_one_cannot_read(found: Any):
+    for each in found[1]:
+        assert (each["step"], each["data_of_2"]) == (2, {"at": 1})
+        (warning,) = each["warned"]
+        assert "only this process sees it" in warning
+
+
+def test_data_that_differs_between_processes_is_refused_in_all(found: Any):
+    for each in found[1]:
+        assert "process 1 of the mesh passed data other than" in each["data"]
