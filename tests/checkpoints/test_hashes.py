@@ -31,15 +31,15 @@ def test_it_is_the_same_however_an_array_is_split_and_where_it_is_computed():
 def test_it_is_what_a_loop_over_the_elements_computes():
     """The definition, with Python's integers."""
 
-    def mixed(x: int, first: int, second: int) -> int:
+    def mixed(x: int, first: int, shift: int, second: int) -> int:
         x = (x ^ x >> 16) * first % 2**32
-        x = (x ^ x >> 13) * second % 2**32
+        x = (x ^ x >> shift) * second % 2**32
         return x ^ x >> 16
 
     halves = ""
     for step, *factors in (
-        (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35),
-        (0x85EBCA77, 0x7FEB352D, 0x846CA68B),
+        (0x9E3779B1, 0x85EBCA6B, 13, 0xC2B2AE35),
+        (0x85EBCA77, 0x7FEB352D, 15, 0x846CA68B),
     ):
         total = 0
         for (i, j), word in np.ndenumerate(X.view(np.uint32)):

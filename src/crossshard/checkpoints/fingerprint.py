@@ -46,18 +46,24 @@ def fingerprint(layout: StateLayout, params: Any) -> dict[str, Any]:
     }
 
 
-def difference(written: dict[str, Any], own: dict[str, Any]) -> str | None:
-    """What tells the optimizer that wrote a checkpoint from this one; ``None`` if nothing does."""
-    if written["states"] != own["states"]:
-        of_written, of_own = (", ".join(each["states"]) or "no state" for each in (written, own))
-        return f"its optimizer's state is {of_written}, and this one's {of_own}"
-    same = all(written[library] == own[library] for library in ("jax", "optax"))
-    if same and written["operations"] != own["operations"]:
-        return (
-            "its optimizer has a state of the same kind, but the operations of its update differ "
-            "from those of this one"
-        )
-    return None
+def different_states(written: dict[str, Any], own: dict[str, Any]) -> str | None:
+    """How the optimizers' states differ in kind; ``None`` if they do not."""
+    if written["states"] == own["states"]:
+        return None
+    of_written, of_own = (", ".join(each["states"]) or "no state" for each in (written, own))
+    return f"its optimizer's state is {of_written}, and this one's {of_own}"
+
+
+def different_operations(written: dict[str, Any], own: dict[str, Any]) -> str | None:
+    """That the optimizers' updates differ; ``None`` if they do not, or it cannot be told."""
+    if any(written[library] != own[library] for library in ("jax", "optax")):
+        return None
+    if written["operations"] == own["operations"]:
+        return None
+    return (
+        "its optimizer has a state of the same kind, but the operations of its update differ from "
+        "those of this one"
+    )
 
 
 def _operations(jaxpr: Any) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from crossshard.checkpoints.fingerprint import difference
+from crossshard.checkpoints.fingerprint import different_operations, different_states
 from crossshard.checkpoints.leaves import Leaf
 from crossshard.checkpoints.manifest import Manifest
 from crossshard.train_step.layout import StateLayout
@@ -26,9 +26,10 @@ def first_difference(
       optimizer: the fingerprint of the step's optimizer.
     """
     return (
-        difference(manifest.optimizer, optimizer)
+        different_states(manifest.optimizer, optimizer)
         or _of_the_step(manifest, layout, state)
         or _of_leaves(manifest, leaves)
+        or different_operations(manifest.optimizer, optimizer)
     )
 
 
