@@ -8,6 +8,7 @@ import pytest
 import crossshard
 from crossshard.distributed.addresses import ALL_INTERFACES, bind_address, split_address
 from crossshard.distributed.job import Job, find_job
+from crossshard.distributed.progress import PROGRESS
 from crossshard.errors import ArgumentError, ArgumentTypeError, DistributedError
 
 # As prterun of Open MPI 5.0.11 sets them, on one host and on two.
@@ -114,6 +115,31 @@ def test_half_a_description_is_refused(environment, variables, message):
 def test_wrong_arguments_are_refused(environment, arguments, error, message):
     with pytest.raises(error, match=message):
         crossshard.distributed.initialize(*arguments)
+
+
+@pytest.mark.parametrize("name", ["timeout", "stall_timeout"])
+def test_a_time_is_at_least_a_second(environment, name):
+    with pytest.raises(ArgumentError, match=f"{name} must be at least one second; got 0"):
+        crossshard.distributed.initialize(**{name: 0})
+    with pytest.raises(ArgumentTypeError, match=f"{name} must be a number; got str"):
+        crossshard.distributed.initialize(**{name: "2"})
+
+
+def test_a_step_has_a_plain_name():
+    with (
+        pytest.raises(ArgumentError, match="small letters and underscores"),
+        crossshard.distributed.entering("step 7"),
+    ):
+        raise AssertionError
+
+
+def test_a_step_that_fails_is_not_entered():
+    before = PROGRESS.calls
+    with crossshard.distributed.entering("step"):
+        assert PROGRESS.calls == before + 1
+    with pytest.raises(ValueError, match="wrong"), crossshard.distributed.entering("step"):
+        raise ValueError("wrong")
+    assert PROGRESS.calls == before + 1
 
 
 def test_it_is_refused_once_jax_runs(environment):

@@ -17,6 +17,7 @@ class Job:
         self.now = 0.0
         self.says = [dict[str, object]() for _ in range(3)]
         self.silent: set[int] = set()
+        self.told: dict[int, Report] = {}
 
     def run(self, seconds: float) -> Verdict | None:
         """The first verdict in so many seconds."""
@@ -25,8 +26,9 @@ class Job:
             self.now += 0.5
             beat = int(2 * self.now)
             told = {k: Report(beat, **says) for k, says in enumerate(self.says)}
-            heard = {k: report for k, report in told.items() if k not in self.silent}
-            verdict = self.judge.hear(heard, self.now)
+            # What a process wrote down last stays there.
+            self.told |= {k: report for k, report in told.items() if k not in self.silent}
+            verdict = self.judge.hear(self.told, self.now)
             if verdict is not None:
                 return verdict
         return None

@@ -29,8 +29,6 @@ _FAREWELL_SECONDS = 2.0
 # For a coordinator that does not answer to answer again.
 _ANSWER_SECONDS = 2.0
 _FOLDER = "crossshard/watch"
-# The longest list of texts that is looked at.
-_MOST_TEXTS = 100_000
 
 
 def watch(job: Job, stall_timeout: float) -> None:
