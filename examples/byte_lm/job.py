@@ -133,7 +133,7 @@ def prepare(options: TrainOptions, processes: Processes = ALONE) -> Job:
       CrossshardError: an option cannot be satisfied; nothing has been written.
     """
     options.check()
-    if processes.is_first:
+    if processes.is_first and not options.resume:
         check_free(options.out)
     groups = options.parsed_groups()
     text = read_text(options.data, options.context + 1)

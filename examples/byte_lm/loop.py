@@ -1,9 +1,11 @@
 """The training loop: blocks after every step, and evaluates on held-out text now and then."""
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Iterator
+from typing import Any, Self
 
 import numpy as np
 
@@ -43,16 +45,37 @@ class Step:
         """The loss in bits."""
         return self.loss / math.log(2)
 
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        """A step as it stands in metrics.jsonl."""
+        each = lambda value: tuple(value) if isinstance(value, list) else (value,)
+        looks = [values.pop(f"held_out_bits_per_byte{ema}", None) for ema in ("", "_ema")]
+        own = [values.pop(name) for name in ("step", "loss", "loss_per_shard", "seconds")]
+        for name in ("bits_per_byte", "tokens_per_second"):
+            del values[name]
+        number, loss, losses, seconds = own
+        metrics = {name: each(value) for name, value in values.items()}
+        return cls(
+            number,
+            loss,
+            tuple(math.nan if x is None else x for x in losses),
+            seconds,
+            metrics,
+            *(None if look is None else tuple(look) for look in looks),
+        )
 
-def train(job: Job, training: Training, held_out: HeldOut) -> Iterator[Step]:
+
+def train(job: Job, training: Training, held_out: HeldOut, taken: int = 0) -> Iterator[Step]:
     """Train, for as many steps as were asked for or as are drawn from this.
 
-    It ends early after a loss that is not finite: nothing that follows could be.
+    Those that were taken before count, and their batches are passed over. It ends early after a
+    loss that is not finite: nothing that follows could be.
     """
     every = math.ceil(job.options.steps / LOOKS)
     looks = {2**power for power in range(every.bit_length())}
     looks |= set(range(every, job.options.steps + 1, every))
-    for number, batch in zip(range(1, job.options.steps + 1), job.batches(), strict=False):
+    batches = itertools.islice(job.batches(), taken, None)
+    for number, batch in zip(range(taken + 1, job.options.steps + 1), batches, strict=False):
         began = time.perf_counter()
         metrics = training(batch)
         seconds = time.perf_counter() - began

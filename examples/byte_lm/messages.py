@@ -104,7 +104,13 @@ def _sent(summary: Summary) -> Iterable[Row]:
 
 def _proof(job: Job, summary: Summary) -> Iterable[Row]:
     if not summary.proof:
-        yield "proof", "not run, since the training did not finish"
+        resumed = summary.ended == "finished"
+        why = (
+            "the run was resumed after its first steps"
+            if resumed
+            else "the training did not finish"
+        )
+        yield "proof", f"not run, since {why}"
         return
     unit = "each group's rows" if len(job.groups.members) > 1 else "the same batches"
     yield (

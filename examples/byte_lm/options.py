@@ -27,7 +27,9 @@ class TrainOptions:
     Ctrl-C stops after the current step, with everything so far written to the output folder; a
     second one skips what is then being computed, a third one ends at once.
 
-    The exit code is 0 if all went well; 1 if the training diverged, the proof failed or something
+    With --save-every, what was stopped goes on with --resume, on as many shards or on others.
+
+    The exit code is 0 if all went well, or if SIGTERM stopped a run that saves; 1 if the training diverged, the proof failed or something
     could not be written; 2 if what was asked cannot be done; 130 after Ctrl-C.
     """
 
@@ -106,13 +108,25 @@ class TrainOptions:
     out: Path | None = None
     """A new or empty folder for metrics, curves and summary; by default a fresh one in runs/."""
 
+    save_every: int | None = None
+    """Save a checkpoint in the --out folder every so many steps, and where the run ends."""
+
+    resume: bool = False
+    """Go on with the run in the --out folder from its latest checkpoint, if there is one."""
+
     def check(self) -> None:
         """Raise an ``ArgumentError`` for an impossible number."""
-        for name in ("shards", "model_shards", "accumulate_steps", "steps", "batch", "context"):
+        for name in (
+            "shards", "model_shards", "accumulate_steps", "steps", "batch", "context", "save_every"
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
                 flag = name.replace("_", "-")
                 raise ArgumentError(f"--{flag} must be at least 1; got {value}.")
+        for name in ("save_every", "resume"):
+            if getattr(self, name) and self.out is None:
+                flag = name.replace("_", "-")
+                raise ArgumentError(f"--{flag} needs the folder of the run. Pass --out too.")
         splits = math.gcd(VOCABULARY, self.width)
         if splits % self.model_shards:
             raise ArgumentError(

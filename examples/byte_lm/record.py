@@ -26,6 +26,7 @@ class Record:
       asked: the folder; ``None`` for a fresh one under ``runs/``.
       fail: called with a message if a later write fails. Other writes are still tried.
       silent: write nothing, since another process does.
+      resume: go on with the run whose folder it is, if it has begun.
 
     Attributes:
       folder: its path.
@@ -37,7 +38,12 @@ class Record:
     """
 
     def __init__(
-        self, asked: Path | None, fail: Callable[[str], None], *, silent: bool = False
+        self,
+        asked: Path | None,
+        fail: Callable[[str], None],
+        *,
+        silent: bool = False,
+        resume: bool = False,
     ) -> None:
         self._silent = silent
         self.folder = Path(os.devnull).parent if silent else make_folder(asked)
@@ -45,10 +51,12 @@ class Record:
         self.written = [_METRICS]
         self._fail = fail
         self._size = 0
+        self._before = _lines(asked / _METRICS) if asked is not None and resume else []
         try:
             # Unbuffered, so that a full disk shows at once.
             path = Path(os.devnull) if silent else self.folder / _METRICS
-            self._metrics = path.open("wb" if silent else "xb", buffering=0)
+            goes_on = path.exists() and resume
+            self._metrics = path.open("wb" if silent else "r+b" if goes_on else "xb", buffering=0)
         except OSError as error:
             raise ArgumentError(cannot_write(self.folder / _METRICS, error)) from None
 
@@ -57,6 +65,24 @@ class Record:
 
     def __exit__(self, *error: object) -> None:
         self._metrics.close()
+
+    def keep(self, number: int) -> None:
+        """Keep the first steps of the run that is resumed, and forget those after them.
+
+        Raises:
+          ArgumentError: there are not so many.
+        """
+        if len(self._before) < number:
+            raise ArgumentError(
+                f"{self.folder / _METRICS} has {len(self._before)} steps, and the checkpoint was "
+                f"saved after {number}. Name a new --out folder."
+            )
+        kept = self._before[:number]
+        self.steps = [Step.from_json(json.loads(line)) for line in kept]
+        self._size = sum(map(len, kept))
+        if not self._silent:
+            self._metrics.truncate(self._size)
+            self._metrics.seek(self._size)
 
     def add(self, step: Step, tokens: int) -> None:
         """Append a step of this many tokens to metrics.jsonl, unbuffered."""
@@ -101,6 +127,13 @@ class Record:
             self._fail(cannot_write(path, error))
         else:
             self.written = [*dict.fromkeys([*self.written, name])]
+
+
+def _lines(path: Path) -> list[bytes]:
+    """The complete lines of a file; the last one may have been cut off with the run."""
+    if not path.exists():
+        return []
+    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
 def _json(value: Any, indent: int | None = None) -> str:

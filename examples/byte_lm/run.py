@@ -13,6 +13,7 @@ from examples.byte_lm.plots import draw_curves
 from examples.byte_lm.progress import Screen
 from examples.byte_lm.proof import STEPS, Comparison, Proof
 from examples.byte_lm.record import Record
+from examples.byte_lm.saving import Saving
 from examples.byte_lm.stopping import Stopping
 from examples.byte_lm.summary import Sent, Summary, tokens_per_second
 from examples.byte_lm.training import Training, Values
@@ -30,6 +31,8 @@ def run(job: Job, record: Record, screen: Screen, stopping: Stopping) -> Summary
     began = time.perf_counter()
     record.write_json("options.json", job.options)
     training, held_out = job.new_training(), job.new_held_out()
+    saving = Saving(job, training, stopping.fail)
+    record.keep(saving.resume())
     sent: Sent | None = None
     early: Values = {}
     bits: list[float] = []
@@ -38,7 +41,8 @@ def run(job: Job, record: Record, screen: Screen, stopping: Stopping) -> Summary
         if not stopping.agree():
             screen.tell("compiling the step")
             sent = Sent.of(crossshard.inspect(job.lowered))
-            early = _train(job, training, held_out, record, screen, stopping)
+            with saving:
+                early = _train(job, training, held_out, record, screen, stopping, saving)
     finite = all(math.isfinite(step.loss) for step in record.steps)
     with stopping.skippable():
         if record.steps and finite and not stopping.skipped:
@@ -86,15 +90,20 @@ def _train(
     record: Record,
     screen: Screen,
     stopping: Stopping,
+    saving: Saving,
 ) -> Values:
     """Train; return the parameters after the steps that the proof repeats."""
     early: Values = {}
-    for step in train(job, training, held_out):
+    taken = len(record.steps)
+    for step in train(job, training, held_out, taken):
         record.add(step, job.rows * job.options.context)
         screen.show(step)
-        if step.number == min(STEPS, job.options.steps):
+        if step.number == min(STEPS, job.options.steps) and not taken:
             early = training.values()
-        if stopping.agree():
+        stops = stopping.agree() or step.number == job.options.steps
+        if math.isfinite(step.loss):
+            saving.after(step.number, last=stops)
+        if stops:
             break
     return early
 

@@ -22,7 +22,9 @@ def train(options: TrainOptions, stopping: Stopping) -> int:
         stopping.join(processes)
         job = prepare(options, processes)
         stopping.begin()
-        record = Record(options.out, stopping.fail, silent=not processes.is_first)
+        record = Record(
+            options.out, stopping.fail, silent=not processes.is_first, resume=options.resume
+        )
     except CrossshardError as error:
         complain(str(error))
         return REFUSED
@@ -40,6 +42,11 @@ def train(options: TrainOptions, stopping: Stopping) -> int:
         where = f"{', '.join(record.written)} in {record.folder}"
         complain(f"{stopping.failure} Ended after step {summary.steps}, with {where}.")
     if stopping.signal is not None:
+        if options.save_every and not stopping.failure:
+            console.print(f"Saved after step {summary.steps}: --resume goes on from there.")
+            # A machine that is taken away asks for no more than that.
+            if stopping.signal == signal.SIGTERM:
+                return DONE
         return STOPPED + stopping.signal
     proven = all(one.same for one in summary.proof)
     return DONE if summary.ended == "finished" and proven and not stopping.failure else FAILED

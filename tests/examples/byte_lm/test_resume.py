@@ -1,0 +1,127 @@
+"""--save-every and --resume: a run that was interrupted goes on as if it had not been."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from crossshard.errors import CheckpointWarning
+from examples.byte_lm.__main__ import main
+from tests.examples.byte_lm.small import PATIENCE, SMALL, read_metrics, small_text
+from tests.examples.byte_lm.test_ends import start, wait_for_steps
+
+
+def run(folder: Path, out: str, *words: object) -> int:
+    given = ["--data", small_text(folder), "--out", folder / out, *SMALL, *words]
+    return main(list(map(str, given)))
+
+
+def values(out: Path) -> list[dict[str, Any]]:
+    """What does not depend on the clock, nor on how many steps there are to come."""
+    leave = ("seconds", "tokens_per_second", "held_out")
+    return [
+        {k: v for k, v in step.items() if not k.startswith(leave)} for step in read_metrics(out)
+    ]
+
+
+def numbers(out: Path) -> list[int]:
+    """The complete checkpoints; a killed run may leave another one beside them."""
+    names = (path.name for path in (out / "checkpoints").iterdir())
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def digests(out: Path, number: int) -> list[str]:
+    """The hashes of all arrays of a checkpoint."""
+    manifest = out / "checkpoints" / f"{number:08}" / "manifest" / "manifest.json"
+    return [leaf["hash"] for leaf in json.loads(manifest.read_text())["leaves"]]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_run_ends_with_the_same_bits(tmp_path: Path, number: signal.Signals):
+    words = ["--shards", "2", "--save-every", "4", "--ema", "0.9"]
+    process = start(tmp_path, *SMALL, "--steps", "1000000", *words)
+    wait_for_steps(process, tmp_path / "out", 10)
+    process.send_signal(number)
+    printed = process.communicate(timeout=PATIENCE)[0]
+    saved = numbers(tmp_path / "out")[-1]
+    if number == signal.SIGTERM:
+        assert process.returncode == 0
+    else:
+        assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
+    if number != signal.SIGKILL:
+        assert saved == len(read_metrics(tmp_path / "out"))
+        assert f"Saved after step {saved}: --resume goes on from there." in printed
+    steps = saved + 3
+    assert run(tmp_path, "out", "--steps", steps, *words, "--resume") == 0
+    assert run(tmp_path, "whole", "--steps", steps, *words) == 0
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    assert values(out) == values(whole)
+    assert digests(out, steps) == digests(whole, steps)
+
+
+def test_on_another_number_of_shards(tmp_path: Path):
+    assert run(tmp_path, "out", "--steps", 4, "--shards", 4, "--save-every", 9) == 0
+    assert numbers(tmp_path / "out") == [4]
+    assert run(tmp_path, "out", "--steps", 8, "--shards", 2, "--resume") == 0
+    assert run(tmp_path, "whole", "--steps", 8, "--shards", 4) == 0
+    losses = [[step["loss"] for step in read_metrics(tmp_path / out)] for out in ("out", "whole")]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    # Without --save-every nothing more is saved.
+    assert numbers(tmp_path / "out") == [4]
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path):
+    words = ["--shards", 2, "--save-every", 2]
+    assert run(tmp_path, "out", "--steps", 4, *words) == 0
+    newest = tmp_path / "out" / "checkpoints" / "00000004"
+    largest = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 255
+    largest.write_bytes(content)
+    with pytest.warns(CheckpointWarning, match="checkpoint 2 is taken"):
+        assert run(tmp_path, "out", "--steps", 6, *words, "--resume") == 0
+    assert run(tmp_path, "whole", "--steps", 6, *words) == 0
+    assert values(tmp_path / "out") == values(tmp_path / "whole")
+
+
+def test_an_empty_folder_is_where_a_run_begins(tmp_path: Path):
+    assert run(tmp_path, "out", "--steps", 2, "--shards", 2, "--resume") == 0
+    assert len(read_metrics(tmp_path / "out")) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--seed", "1"], "drew batches with seed 0, and this one would with 1"),
+        (["--batch", "8"], "drew batches with rows 16, and this one would with 8"),
+        (["--optimizer", "sgd"], "is not of this step"),
+        (["--width", "64"], "is not of this step"),
+    ],
+)
+def test_another_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+):
+    assert run(tmp_path, "out", "--steps", 2, "--shards", 2, "--save-every", 1) == 0
+    before = (tmp_path / "out" / "metrics.jsonl").read_bytes()
+    capsys.readouterr()
+    assert run(tmp_path, "out", "--steps", 4, "--shards", 2, "--resume", *words) == 1
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert (tmp_path / "out" / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--save-every", "5"], "--save-every needs the folder of the run"),
+        (["--resume"], "--resume needs the folder of the run"),
+        (["--save-every", "0", "--out", "out"], "--save-every must be at least 1"),
+    ],
+)
+def test_options_that_do_not_go_together(
+    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+):
+    assert main(words) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
