@@ -29,8 +29,9 @@ class TrainOptions:
 
     With --save-every, what was stopped goes on with --resume, on as many shards or on others.
 
-    The exit code is 0 if all went well, or if SIGTERM stopped a run that saves; 1 if the training diverged, the proof failed or something
-    could not be written; 2 if what was asked cannot be done; 130 after Ctrl-C.
+    The exit code is 0 if all went well, or if SIGTERM stopped a run that saves; 1 if the training
+    diverged, the proof failed or something could not be written; 2 if what was asked cannot be
+    done; 130 after Ctrl-C.
     """
 
     data: Path | None = None
