@@ -1,5 +1,6 @@
 """A whole training run: steps, records, plot, evaluation on held-out text, and the proof."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -41,7 +42,7 @@ def run(job: Job, record: Record, screen: Screen, stopping: Stopping) -> Summary
         if not stopping.agree():
             screen.tell("compiling the step")
             sent = Sent.of(crossshard.inspect(job.lowered))
-            with saving:
+            with contextlib.closing(saving):
                 early = _train(job, training, held_out, record, screen, stopping, saving)
     finite = all(math.isfinite(step.loss) for step in record.steps)
     with stopping.skippable():

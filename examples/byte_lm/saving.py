@@ -2,8 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import crossshard
 from crossshard.errors import ArgumentError, CheckpointError
@@ -14,7 +13,7 @@ FOLDER = "checkpoints"
 
 
 class Saving:
-    """Saves a run's state in its folder, if it was asked for, until the context is left.
+    """Saves a run's state in its folder, if it was asked for, until it is closed.
 
     Args:
       job: the run.
@@ -39,15 +38,8 @@ class Saving:
         if options.out is not None and (options.save_every or options.resume):
             self._checkpoints = crossshard.Checkpoints(options.out / FOLDER, training.step)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Wait until the last checkpoint is written."""
         if self._checkpoints is not None:
             self._tried(self._checkpoints.close)
 
