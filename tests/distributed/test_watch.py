@@ -8,8 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from crossshard import _jax
 from crossshard.distributed import PROCESS_LOST, PROCESS_STALLED
 from crossshard.distributed.addresses import free_port
+from crossshard.distributed.job import Job
+from crossshard.distributed.reports import Kind, Report, State, Verdict
+from crossshard.distributed.watch import _Watch
 
 PATIENCE = 240
 STALL_SECONDS = 3
@@ -125,6 +129,15 @@ def test_a_process_that_fails_or_leaves_keeps_its_code(start, who, fault, says, 
     processes = start(who, fault)
     check_others(processes, who, says, PROCESS_LOST, 5)
     assert processes[who].wait(PATIENCE) == code
+
+
+def test_that_process_0_has_come_to_its_end_does_not_end_the_others(monkeypatch):
+    told = {"report": str(Report(7, calls=5, latest="step 5", state=State.LEFT))}
+    monkeypatch.setattr(_jax, "told_below", lambda folder: told)
+    watch = _Watch(Job(3, 1, "127.0.0.1:1"), STALL_SECONDS)
+    assert watch._of_first() is None
+    told["verdict"] = str(Verdict(Kind.LEFT, 0, "step 6"))
+    assert watch._of_first() == Verdict(Kind.LEFT, 0, "step 6")
 
 
 # Process 0 works on for longer than the timeout, and nobody waits for it in a step.

@@ -102,7 +102,9 @@ class _Watch:
         if told is not None:
             return told
         report = Report.parse(texts.get("report", ""))
-        return self._first.hear({0: report}, self._clock) if report else None
+        verdict = self._first.hear({0: report}, self._clock) if report else None
+        # That process 0 has come to its end says nothing of the others.
+        return verdict if verdict and verdict.kind is not Kind.DONE else None
 
     def _report(self) -> Report:
         self._beat += 1

@@ -40,7 +40,7 @@ def training(model: ByteTransformer, groups: Sequence[Sequence[int]], **options:
     number = sum(map(len, groups))
     step = make_train_step(loss, opt, num_shards=number, has_aux=True, **options)
     of_groups = tuple(group[0] for group in groups) if len(groups) > 1 else (None,)
-    return Training(step, step.init(model), of_groups)
+    return Training(step, step.init(model), of_groups=of_groups)
 
 
 @pytest.mark.parametrize("weight", [None, "counts"])
