@@ -26,6 +26,8 @@ from crossshard.distributed.reports import Kind, Report, State, Verdict
 _EVERY = 0.5
 # For the others to read the verdict, before process 0 takes the coordinator away.
 _FAREWELL_SECONDS = 2.0
+# For a process that comes to its end to be gone, on a busy machine.
+_END_SECONDS = 4.0
 # For a coordinator that does not answer to answer again.
 _ANSWER_SECONDS = 2.0
 _FOLDER = "crossshard/watch"
@@ -168,7 +170,14 @@ class _Watch:
             heard = {own: Report.parse(text) for own, text in self._told("reports").items()}
             others -= {own for own, each in heard.items() if each and each.state is State.ENDING}
         if self._own == 0 != verdict.process and ends_itself:
-            time.sleep(_FAREWELL_SECONDS / 2)  # that process ends with a code of its own
+            self._wait_for_end_of(verdict.process)
+
+    def _wait_for_end_of(self, process: int) -> None:
+        """Let a process end with its own exit code, which it loses if the coordinator goes."""
+        identity = self._told(self._machine).get(process)
+        until = time.monotonic() + (1 if identity is None else _END_SECONDS)
+        while time.monotonic() < until and not (identity and neighbours.is_gone(identity)):
+            time.sleep(0.05)
 
     def _leave(self, verdict: Verdict) -> None:
         line = f"crossshard: {verdict.sentence()} Process {self._own} leaves."
