@@ -84,20 +84,20 @@ def test_too_many_in_a_row_end_the_run_with_a_checkpoint_to_go_on_from(
         assert run(tmp_path, "out", *words, "--steps", 50) == 3
         said = capsys.readouterr()
         # It is raised two calls after the 25th.
-        assert len(read_metrics(out)) == 29
+        assert len(read_metrics(out)) == 28
         assert re.search(rf"25 steps in a row; .* {LEAF} is not finite on shard 0\.", said.err)
-        assert said.err.endswith("Saved after step 29: --resume goes on from there.\n")
+        assert said.err.endswith("Saved after step 28: --resume goes on from there.\n")
         assert said.err.count("\n") == 1
-        assert re.search("stopped +after 29 steps, by a fault", said.out)
-        assert len(re.findall("; the step is skipped", said.out)) == 27
+        assert re.search("stopped +after 28 steps, by a fault", said.out)
+        assert len(re.findall("; the step is skipped", said.out)) == 26
         summary = json.loads((out / "summary.json").read_text())
         assert summary["ended"] == "fault"
         assert said.err == f"byte_lm: {summary['fault']}\n"
-    # Good batches do not raise for what was found before, and the last is that of step 31.
-    assert run(tmp_path, "out", *words, "--steps", 31, "--resume") == 0
+    # Good batches do not raise for what was found before.
+    assert run(tmp_path, "out", *words, "--steps", 30, "--resume") == 0
     steps = read_metrics(out)
-    assert [step["step"] for step in steps] == list(range(1, 32))
-    assert [step["skipped"] for step in steps] == [0] * 2 + [1] * 27 + [0] * 2
+    assert [step["step"] for step in steps] == list(range(1, 31))
+    assert [step["skipped"] for step in steps] == [0] * 2 + [1] * 26 + [0] * 2
     # Nothing of what was skipped is left: the optimizer has taken four steps.
     saved = [params_on_disk(out, number) for number in numbers(out)[-3:]]
     assert saved[0] == saved[1] != saved[2]
@@ -114,7 +114,7 @@ def test_a_fault_in_the_last_step_ends_the_run_too(tmp_path, monkeypatch, capsys
 
 def test_parameters_that_overflowed_are_not_saved(tmp_path, capsys):
     words = ["--shards", 2, "--nonfinite", "raise", "--save-every", 1, "--optimizer", "sgd"]
-    assert run(tmp_path, "out", *words, "--learning-rate", 3e38) == 3
+    assert run(tmp_path, "out", *words, "--learning-rate", 1e39) == 3
     said = capsys.readouterr().err
     assert "shard 0, and on 1 more" in said
     assert said.endswith("an update made parameters infinite, which are not saved: start again.\n")
@@ -137,6 +137,7 @@ def flip_before(monkeypatch: pytest.MonkeyPatch, call: int, shard: int) -> None:
     monkeypatch.setattr(Training, "__call__", faulty)
 
 
+HEAD = "params['head']['kernel']"
 SENTINEL = ["--shards", 3, "--batch", 6, "--weight-update", "replicated"]
 
 
@@ -152,7 +153,7 @@ def test_copies_that_differ_end_the_run_and_doubtful_checkpoints_are_put_aside(
     # Compared at the fifth step, and raised two calls later.
     assert len(read_metrics(out)) == 6
     (line,) = read_metrics(out)[4]["faults"]
-    assert re.fullmatch(r"another copy of params\.head\S+ and .* than on most shards is .* 2", line)
+    assert line == f"another copy of {HEAD} than on most shards is on shard 2"
     assert f"step 5: {line}\n" in said.out
     assert "shard 2 (device 2 of process 0)" in said.err
     assert "not saved, and checkpoints 3, 4 renamed: --resume goes on from checkpoint 2." in said.err
@@ -167,7 +168,7 @@ def test_copies_that_differ_end_the_run_and_doubtful_checkpoints_are_put_aside(
     assert [step["loss"] for step in repaired] == [step["loss"] for step in steps]
     assert params_on_disk(tmp_path / "repaired", 8) == params_on_disk(out, 8)
     (line,) = repaired[2]["faults"]
-    assert re.fullmatch(r"another copy of params\.head\S+ than .* shard 0; it has been repaired", line)
+    assert line.endswith(f"{HEAD} than on most shards is on shard 0; it has been repaired")
 
 
 @pytest.mark.parametrize(
