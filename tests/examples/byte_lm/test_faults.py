@@ -58,7 +58,9 @@ def params_on_disk(out: Path, number: int) -> dict[str, str]:
     """The hashes of the parameters in a checkpoint."""
     manifest = out / "checkpoints" / f"{number:08}" / "manifest" / "manifest.json"
     leaves = json.loads(manifest.read_text())["leaves"]
-    return {x["path"]: x["hash"] for x in leaves if x["path"].startswith("params")}
+    found = {x["path"]: x["hash"] for x in leaves if x["path"].startswith(".params")}
+    assert found
+    return found
 
 
 def test_a_shard_in_quarantine_is_named_and_the_others_train_on(tmp_path, monkeypatch, capsys):
