@@ -158,7 +158,7 @@ def test_copies_that_differ_end_the_run_and_doubtful_checkpoints_are_put_aside(
     assert line == f"another copy of {HEAD} than on most shards is on shard 2"
     assert f"step 5: {line}\n" in said.out
     assert "shard 2 (device 2 of process 0)" in said.err
-    assert "not saved, and checkpoints 3, 4 renamed: --resume goes on from checkpoint 2." in said.err
+    assert "and checkpoints 3, 4 renamed: --resume goes on from checkpoint 2." in said.err
     assert numbers(out) == [1, 2]
     assert run(tmp_path, "out", *words, "--steps", 8, "--resume") == 0
     # With a repair before the step that would have been another.
