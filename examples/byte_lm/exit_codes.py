@@ -3,4 +3,6 @@
 DONE = 0
 FAILED = 1
 REFUSED = 2
+# Gradients that are not finite, or copies of the parameters that differ.
+FAULTY = 3
 STOPPED = 128

@@ -74,7 +74,14 @@ class Job:
         several = len(self.groups.members) > 1
         of_groups = tuple(group[0] for group in self.groups.members) if several else (None,)
         state = step.init(self._split_model)
-        return Training(step, state, self.processes, self.options.accumulate_steps, of_groups)
+        return Training(
+            step,
+            state,
+            self.processes,
+            self.options.accumulate_steps,
+            of_groups,
+            repairs=self.options.on_divergence == "repair",
+        )
 
     def new_held_out(self) -> HeldOut:
         """The held-out bytes, in rows."""
@@ -105,6 +112,9 @@ class Job:
             metrics=options.metrics if inner is self.inner else (),
             reduce_dtype=options.reduce_dtype,
             loss_scale=options.loss_scale,
+            nonfinite=None if options.nonfinite == "off" else options.nonfinite,
+            check_divergence=options.check_divergence,
+            on_divergence=options.on_divergence,
             master_dtype=options.master_dtype,
             ema=options.ema,
             **self._where,

@@ -30,6 +30,7 @@ class Step:
       held_out: bits per byte of a sample of held-out text after the step, one per group; ``None``
         after most steps.
       held_out_ema: the same with the moving average of the parameters, if there is one.
+      faults: what was found not to be finite, or to differ between shards, a line each.
     """
 
     number: int
@@ -39,6 +40,7 @@ class Step:
     metrics: dict[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
     held_out: tuple[float, ...] | None = None
     held_out_ema: tuple[float, ...] | None = None
+    faults: tuple[str, ...] = ()
 
     @property
     def bits_per_byte(self) -> float:
@@ -50,6 +52,8 @@ class Step:
         """A step as it stands in metrics.jsonl."""
         each = lambda value: tuple(value) if isinstance(value, list) else (value,)
         looks = [values.pop(f"held_out_bits_per_byte{ema}", None) for ema in ("", "_ema")]
+        look, look_ema = (None if look is None else tuple(look) for look in looks)
+        faults = tuple(values.pop("faults", ()))
         own = [values.pop(name) for name in ("step", "loss", "loss_per_shard", "seconds")]
         for name in ("bits_per_byte", "tokens_per_second"):
             del values[name]
@@ -57,11 +61,13 @@ class Step:
         metrics = {name: each(value) for name, value in values.items()}
         return cls(
             number,
-            loss,
+            math.nan if loss is None else loss,
             tuple(math.nan if x is None else x for x in losses),
             seconds,
             metrics,
-            *(None if look is None else tuple(look) for look in looks),
+            look,
+            look_ema,
+            faults,
         )
 
 
@@ -69,8 +75,13 @@ def train(job: Job, training: Training, held_out: HeldOut, taken: int = 0) -> It
     """Train, for as many steps as were asked for or as are drawn from this.
 
     Those that were taken before count, and their batches are passed over. It ends early after a
-    loss that is not finite: nothing that follows could be.
+    loss that is not finite: nothing that follows could be, unless ``nonfinite`` keeps it from the
+    parameters.
+
+    Raises:
+      NonfiniteError, DivergenceError: steps have found too many faults.
     """
+    guarded = job.options.nonfinite != "off"
     every = math.ceil(job.options.steps / LOOKS)
     looks = {2**power for power in range(every.bit_length())}
     looks |= set(range(every, job.options.steps + 1, every))
@@ -81,8 +92,10 @@ def train(job: Job, training: Training, held_out: HeldOut, taken: int = 0) -> It
         seconds = time.perf_counter() - began
         # [shards, microbatches]
         nats, counted = (metrics["aux"][name].reshape(job.shards, -1) for name in ("nats", "bytes"))
-        loss = float(nats.sum() / counted.sum())
+        # What does not count for the parameters does not count here.
+        good = np.isfinite(nats).all(axis=1, keepdims=True) if guarded else True
         with np.errstate(invalid="ignore"):  # a shard may have nothing that counts
+            loss = float(nats.sum(where=good) / counted.sum(where=good))
             losses = tuple((nats.sum(axis=1) / counted.sum(axis=1)).tolist())
         look = math.isfinite(loss) and number in looks
         bits = lambda ema: tuple(held_out.bits_per_byte(training, sample=True, ema=ema))
@@ -91,9 +104,10 @@ def train(job: Job, training: Training, held_out: HeldOut, taken: int = 0) -> It
             loss,
             losses,
             seconds,
-            {name: value for name, value in metrics.items() if name not in ("aux", "loss")},
+            {n: value for n, value in metrics.items() if n not in ("aux", "loss", "faults")},
             bits(ema=False) if look else None,
             bits(ema=True) if look and job.options.ema else None,
+            metrics["faults"],
         )
-        if not math.isfinite(loss):
+        if not (guarded or math.isfinite(loss)):
             return

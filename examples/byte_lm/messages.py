@@ -1,7 +1,7 @@
 """The messages before and after a run."""
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mean
 
@@ -10,7 +10,8 @@ from rich.text import Text
 
 import crossshard
 from examples.byte_lm.job import Job
-from examples.byte_lm.proof import Comparison
+from examples.byte_lm.loop import Step
+from examples.byte_lm.proof import STEPS, Comparison
 from examples.byte_lm.record import Record
 from examples.byte_lm.summary import Summary
 from examples.byte_lm.text import printable
@@ -58,7 +59,14 @@ def print_summary(
                 f"Try a smaller --learning-rate.",
             )
         )
-    rows += [*_held_out(summary), *_speed(summary), *_sent(summary), *_proof(job, summary)]
+    if summary.ended == "fault":
+        rows.append(("stopped", f"after {_plural(summary.steps, 'step')}, by a fault"))
+    rows += [
+        *_held_out(summary),
+        *_speed(summary),
+        *_sent(summary),
+        *_proof(job, summary, record.steps),
+    ]
     rows.append(("written", f"{', '.join(record.written)} in {printable(record.folder)}"))
     _print_rows(console, rows)
 
@@ -102,14 +110,13 @@ def _sent(summary: Summary) -> Iterable[Row]:
         yield "sent", f"{sent.bytes_sent:,.0f} bytes by each device in a step{least}{hidden}"
 
 
-def _proof(job: Job, summary: Summary) -> Iterable[Row]:
+def _proof(job: Job, summary: Summary, steps: Sequence[Step]) -> Iterable[Row]:
     if not summary.proof:
-        resumed = summary.ended == "finished"
-        why = (
-            "the run was resumed after its first steps"
-            if resumed
-            else "the training did not finish"
-        )
+        why = "the training did not finish"
+        if summary.ended == "finished":
+            left_out = any(step.faults for step in steps[:STEPS])
+            why = "the run was resumed after its first steps"
+            why = "a shard was left out of one of the first steps" if left_out else why
         yield "proof", f"not run, since {why}"
         return
     unit = "each group's rows" if len(job.groups.members) > 1 else "the same batches"

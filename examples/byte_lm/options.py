@@ -31,7 +31,7 @@ class TrainOptions:
 
     The exit code is 0 if all went well, or if SIGTERM stopped a run that saves; 1 if the training
     diverged, the proof failed or something could not be written; 2 if what was asked cannot be
-    done; 130 after Ctrl-C.
+    done; 3 if --nonfinite or --check-divergence ended the run; 130 after Ctrl-C.
     """
 
     data: Path | None = None
@@ -82,6 +82,15 @@ class TrainOptions:
     loss_scale: str | None = None
     """dynamic to scale the loss, as float16 needs it."""
 
+    nonfinite: Literal["quarantine", "skip", "raise", "off"] = "off"
+    """A shard whose gradient is not finite is left out, its step is skipped, or the run ends."""
+
+    check_divergence: int | None = None
+    """Compare the shards' copies of the parameters every so many steps."""
+
+    on_divergence: Literal["raise", "repair"] = "raise"
+    """Whether copies that differ end the run, or get the value of the majority."""
+
     ema: float | None = None
     """Decay of a moving average of the parameters, such as 0.99; it is evaluated too."""
 
@@ -118,7 +127,8 @@ class TrainOptions:
     def check(self) -> None:
         """Raise an ``ArgumentError`` for an impossible number."""
         for name in (
-            "shards", "model_shards", "accumulate_steps", "steps", "batch", "context", "save_every"
+            "shards", "model_shards", "accumulate_steps", "steps", "batch", "context", "save_every",
+            "check_divergence",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:

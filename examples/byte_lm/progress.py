@@ -61,6 +61,8 @@ class Screen:
         self._bar.update(self._task, completed=step.number)
         speed, left = self._pace()
         self._bar.update(self._task, loss=_loss(step), speed=speed, left=left)
+        for line in step.faults:
+            self._say(f"step {step.number}: {line}")
         if not self._live:
             self._print(step, speed, left)
 

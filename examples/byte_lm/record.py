@@ -96,6 +96,8 @@ class Record:
             "tokens_per_second": round(tokens / step.seconds, 1),
             **{name: each if each[1:] else each[0] for name, each in step.metrics.items()},
         }
+        if step.faults:
+            values["faults"] = step.faults
         if step.held_out is not None:
             values["held_out_bits_per_byte"] = step.held_out
         if step.held_out_ema is not None:

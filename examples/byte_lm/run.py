@@ -7,6 +7,7 @@ import math
 import time
 
 import crossshard
+from crossshard.errors import DivergenceError, NonfiniteError
 from examples.byte_lm.held_out import HeldOut
 from examples.byte_lm.job import Job
 from examples.byte_lm.loop import train
@@ -38,21 +39,26 @@ def run(job: Job, record: Record, screen: Screen, stopping: Stopping) -> Summary
     early: Values = {}
     bits: list[float] = []
     bits_ema: list[float] = []
+    fault = ""
     with stopping.skippable():
         if not stopping.agree():
             screen.tell("compiling the step")
             sent = Sent.of(crossshard.inspect(job.lowered))
             with contextlib.closing(saving):
-                early = _train(job, training, held_out, record, screen, stopping, saving)
-    finite = all(math.isfinite(step.loss) for step in record.steps)
+                try:
+                    early = _train(job, training, held_out, record, screen, stopping, saving)
+                except (NonfiniteError, DivergenceError) as error:
+                    fault = f"{error} {saving.after_fault(len(record.steps))}"
+    finite = all(math.isfinite(step.loss) for step in record.steps[-1:])
     with stopping.skippable():
-        if record.steps and finite and not stopping.skipped:
+        if record.steps and finite and not (stopping.skipped or fault):
             screen.tell("evaluating on held-out text")
             bits = held_out.bits_per_byte(training)
             bits_ema = held_out.bits_per_byte(training, ema=True) if job.options.ema else []
     summary = Summary(
         steps=len(record.steps),
-        ended="stopped" if stopping.agree() else "finished" if finite else "not finite",
+        ended=_ended(stopping, fault, finite=finite),
+        fault=fault,
         shards=job.shards,
         learning_rate=job.inner.learning_rate,
         parameters=job.parameters,
@@ -93,20 +99,33 @@ def _train(
     stopping: Stopping,
     saving: Saving,
 ) -> Values:
-    """Train; return the parameters after the steps that the proof repeats."""
+    """Train; return the parameters after the steps that the proof repeats.
+
+    Raises:
+      NonfiniteError, DivergenceError: too many gradients were not finite, or copies differ.
+    """
     early: Values = {}
     taken = len(record.steps)
+    quarantines = job.options.nonfinite == "quarantine"
     for step in train(job, training, held_out, taken):
         record.add(step, job.rows * job.options.context)
         screen.show(step)
         if step.number == min(STEPS, job.options.steps) and not taken:
-            early = training.values()
+            # One shard cannot repeat a step that a part of its rows made.
+            left_out = quarantines and any(each.faults for each in record.steps)
+            early = {} if left_out else training.values()
         stops = stopping.agree() or step.number == job.options.steps
         if math.isfinite(step.loss):
             saving.after(step.number, last=stops)
         if stops:
             break
+    training.finish()
     return early
+
+
+def _ended(stopping: Stopping, fault: str, *, finite: bool) -> str:
+    stopped = stopping.agree()
+    return "fault" if fault else "stopped" if stopped else "finished" if finite else "not finite"
 
 
 def _prove(job: Job, record: Record, early: Values, stopping: Stopping) -> list[Comparison]:

@@ -1,6 +1,7 @@
 """The checkpoints of a run: saves its state now and then, and goes on from the latest."""
 
 import hashlib
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,8 @@ class Saving:
     def __init__(self, job: Job, training: Training, fail: Callable[[str], None]):
         options = job.options
         self._every = options.save_every
+        self._compared_every = options.check_divergence or 0
+        self._is_first = job.processes.is_first
         self._training = training
         self._fail = fail
         self._latest = 0
@@ -36,7 +39,9 @@ class Saving:
         }
         self._checkpoints: crossshard.Checkpoints | None = None
         if options.out is not None and (options.save_every or options.resume):
-            self._checkpoints = crossshard.Checkpoints(options.out / FOLDER, training.step)
+            self._folder = options.out / FOLDER
+            keep = _kept(options.check_divergence, options.save_every)
+            self._checkpoints = crossshard.Checkpoints(self._folder, training.step, keep)
 
     def close(self) -> None:
         """Wait until the last checkpoint is written."""
@@ -67,14 +72,51 @@ class Saving:
         return self._latest
 
     def after(self, steps: int, *, last: bool = False) -> None:
-        """Save the state after so many steps, if it is time to, or these are the last ones."""
+        """Save the state after so many steps, if it is time to, or these are the last ones.
+
+        Not if its parameters are not finite, or differ between shards.
+        """
         checkpoints, state = self._checkpoints, self._training.state
         if checkpoints is None or not self._every or steps == self._latest:
             return
-        if last or steps % self._every == 0:
+        if not (last or steps % self._every == 0):
+            return
+        if self._training.differs is None and self._training.is_finite:
             data: Any = {"steps": steps, "batches": self._drawn}
             if self._tried(lambda: checkpoints.save(state, data)):
                 self._latest = steps
+
+    def after_fault(self, steps: int) -> str:
+        """Save the state at which a fault has ended the run, if it is good; say how to go on.
+
+        Checkpoints that may hold a wrong copy are put aside.
+        """
+        self.after(steps, last=True)
+        self.close()
+        if not self._every:
+            return "Nothing was saved, since that takes --save-every."
+        if self._training.differs is not None:
+            return self._put_aside(self._training.differs - self._compared_every)
+        if self._latest == steps:
+            return f"Saved after step {steps}: --resume goes on from there."
+        why = "They were not saved"
+        if not self._training.is_finite:
+            why = "But an update made parameters infinite, which are not saved"
+        then = f"--resume goes on from step {self._latest}" if self._latest else "start again"
+        return f"{why}: {then}."
+
+    def _put_aside(self, good: int) -> str:
+        """Rename the checkpoints of later steps than this one, since --resume takes the latest."""
+        found = {int(path.name): path for path in self._folder.iterdir() if path.name.isdigit()}
+        doubtful = sorted(number for number in found if number > good)
+        for number in doubtful if self._is_first else []:
+            aside = found[number].with_suffix(".doubtful")
+            shutil.rmtree(aside, ignore_errors=True)
+            found[number].rename(aside)
+        kept = [number for number in found if number <= good]
+        then = f"--resume goes on from checkpoint {max(kept)}" if kept else "start again"
+        doubt = f", and checkpoints {', '.join(map(str, doubtful))} renamed" if doubtful else ""
+        return f"It was not saved{doubt}: {then}."
 
     def _tried(self, write: Callable[[], None]) -> bool:
         try:
@@ -83,3 +125,11 @@ class Saving:
             self._fail(str(error))
             return False
         return True
+
+
+def _kept(compared_every: int | None, saved_every: int | None) -> int:
+    """So many checkpoints that one of them is of a state whose copies have been compared."""
+    if compared_every is None or saved_every is None:
+        return 3
+    # An error comes two steps after the comparison that finds it.
+    return max(3, (compared_every + 1) // saved_every + 2)

@@ -35,7 +35,10 @@ class Summary:
 
     Attributes:
       steps: the number of steps taken.
-      ended: ``"finished"``, ``"stopped"`` (by the user) or ``"not finite"`` (the loss).
+      ended: ``"finished"``, ``"stopped"`` (by the user), ``"not finite"`` (the loss), or
+        ``"fault"``.
+      fault: what ``--nonfinite`` or ``--check-divergence`` ended the run for, and how to go on;
+        empty if they did not.
       shards: the number of shards.
       learning_rate: of the optimizer, as far as it is known.
       parameters: the number of parameters of the model.
@@ -53,6 +56,7 @@ class Summary:
 
     steps: int
     ended: str
+    fault: str
     shards: int
     learning_rate: float | None
     parameters: int

@@ -4,7 +4,7 @@ import signal
 
 from crossshard.errors import CrossshardError
 from examples.byte_lm.console import complain, make_console
-from examples.byte_lm.exit_codes import DONE, FAILED, REFUSED, STOPPED
+from examples.byte_lm.exit_codes import DONE, FAILED, FAULTY, REFUSED, STOPPED
 from examples.byte_lm.job import prepare
 from examples.byte_lm.messages import print_job, print_summary
 from examples.byte_lm.options import TrainOptions
@@ -41,6 +41,10 @@ def train(options: TrainOptions, stopping: Stopping) -> int:
     if stopping.failure and processes.is_first:
         where = f"{', '.join(record.written)} in {record.folder}"
         complain(f"{stopping.failure} Ended after step {summary.steps}, with {where}.")
+    if summary.fault:
+        if processes.is_first:
+            complain(summary.fault)
+        return FAULTY
     if stopping.signal is not None:
         if options.save_every and not stopping.failure:
             console.print(f"Saved after step {summary.steps}: --resume goes on from there.")

@@ -1,12 +1,17 @@
 """Training: a compiled step with its state."""
 
 import dataclasses
+import warnings
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from crossshard import TrainState, TrainStep
+from crossshard.errors import DivergenceWarning
+from examples.byte_lm import faults
 from examples.byte_lm.model import params_by_name
 from examples.byte_lm.processes import ALONE, Processes, whole
 
@@ -23,6 +28,8 @@ class Training:
       processes: those that train together.
       accumulate_steps: the microbatches of each shard.
       of_groups: a shard of each group; ``(None,)`` if all shards have one model.
+      repairs: whether copies that differ are repaired.
+      differs: the step count at which copies were found to differ and were not repaired.
     """
 
     step: TrainStep
@@ -30,16 +37,54 @@ class Training:
     processes: Processes = ALONE
     accumulate_steps: int = 1
     of_groups: tuple[int | None, ...] = (None,)
+    repairs: bool = False
+    differs: int | None = None
 
     def __call__(self, batch: Any) -> dict[str, Any]:
         """Take a step; return its metrics, ``[groups]``, and what each shard returned as aux.
 
-        The batch is that of all processes.
+        The batch is that of all processes. The faults that were found are lines of text.
+
+        Raises:
+          NonfiniteError, DivergenceError: earlier steps have found too many faults.
         """
-        self.state, metrics = self.step(self.state, self.own_rows(batch, self.accumulate_steps))
+        rows = self.own_rows(batch, self.accumulate_steps)
+        with warnings.catch_warnings():
+            # A line among the faults says it, two steps earlier.
+            warnings.simplefilter("ignore", DivergenceWarning)
+            self.state, metrics = self.step(self.state, rows)
         aux = {name: whole(value).astype(np.float64) for name, value in metrics.pop("aux").items()}
+        nonfinite, divergence = (metrics.pop(name, None) for name in ("nonfinite", "divergence"))
         # Reading them blocks on the step: queued steps can deadlock virtual CPU devices.
-        return {"aux": aux, **{name: self._of_groups(value) for name, value in metrics.items()}}
+        found = {name: self._of_groups(value) for name, value in metrics.items()}
+        return {"aux": aux, "faults": self._faults(nonfinite, divergence, found), **found}
+
+    def _faults(self, nonfinite: Any, divergence: Any, metrics: Any) -> tuple[str, ...]:
+        lines = []
+        if nonfinite is not None:
+            params = self.state.params
+            lines.append(faults.of_gradients(nonfinite, metrics["skipped"], params))
+        if divergence is not None:
+            names = self.step.compared(self.state)
+            lines.append(faults.of_copies(divergence, names, repairs=self.repairs))
+            if divergence.undecided or (divergence.diverged and not self.repairs):
+                self.differs = int(divergence.step)
+        return tuple(line for line in lines if line)
+
+    def finish(self) -> None:
+        """Raise what the last steps have found.
+
+        Raises:
+          NonfiniteError, DivergenceError: as after a step.
+        """
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DivergenceWarning)
+            self.step.finish(self.state)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all parameters are."""
+        return bool(_all_finite(jax.tree.leaves(self.state.params)))
 
     def own_rows(self, batch: Any, parts: int = 1) -> Any:
         """The rows that this process passes of a batch that each shard takes in so many parts."""
@@ -59,3 +104,8 @@ class Training:
             trained = optax.tree.get(self.step.unshard(self.state).opt_state, "masters")
         both = params_by_name(self.state.frozen) | params_by_name(trained)
         return {name: whole(value) for name, value in both.items()}
+
+
+@jax.jit
+def _all_finite(leaves: list[jax.Array]) -> jax.Array:
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()

@@ -18,6 +18,18 @@ REFUSALS: dict[str, Refusal] = {
         "weight is a shard's weight in a mean",
         "a weight says what a shard counts in a mean; a sum is not divided",
     ),
+    "quarantine under SUM": (
+        lambda c: c.nonfinite == "quarantine" and c.reduction == "sum",
+        errors.ArgumentError,
+        "leaves a shard out of the mean",
+        "a sum without a shard is smaller",
+    ),
+    "quarantine of what finds a loss scale": (
+        lambda c: c.nonfinite == "quarantine" and c.scale,
+        errors.ArgumentError,
+        "Use nonfinite='skip'",
+        "the scale is found by steps that overflow, and are skipped",
+    ),
     "a learning rate that nobody tells": (
         lambda c: "learning_rate" in c.metrics and not c.schedule,
         errors.ArgumentError,
@@ -41,7 +53,9 @@ def refusals_of(combination: Combination) -> list[str]:
 
 
 def _is_followed(c: Combination) -> bool:
-    """Whether the model of numpy knows every rounding that matters."""
+    """Whether a way in has the options, and the model of numpy knows every rounding of them."""
+    if c.compared is not None and not c.is_step:
+        return False
     # Adam's second moment in 16 bits is mostly rounding.
     return c.masters or c.dtype == "float32" or c.optimizer in ("sgd", "clip, sgd")
 
@@ -88,6 +102,8 @@ def refused() -> list[Combination]:
         tried = [
             dataclasses.replace(default, weights="some", reduction="sum"),
             dataclasses.replace(default, metrics=("learning_rate",)),
+            dataclasses.replace(default, nonfinite="quarantine", reduction="sum"),
+            dataclasses.replace(default, nonfinite="quarantine", scale=True),
             *(
                 dataclasses.replace(default, optimizer=optimizer, grouped=grouped)
                 for optimizer in ("clip, sgd", "lamb")

@@ -19,7 +19,10 @@ from tests.reference import pipeline_model
 ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 # What float32 may add up to in a run.
 SMALL = 2e-5
-EXACT = ("count", "scale", "good_steps", "skipped", "loss_scale")
+EXACT = (
+    *("count", "scale", "good_steps", "skipped", "loss_scale", "compared", "differs"),
+    *crossshard.NonfiniteState._fields,
+)
 
 
 def rounding_of(combination: Combination) -> float:
@@ -124,6 +127,9 @@ WITHOUT: dict[str, Callable[[Combination], dict[str, Any]]] = {
     "wire": lambda c: {"wire": None},
     "scale": lambda c: {"scale": False},
     "ema": lambda c: {"ema": None},
+    "nonfinite": lambda c: {
+        "nonfinite": {None: None, "skip": "quarantine", "quarantine": "skip"}[c.nonfinite]
+    },
 }
 
 
@@ -186,6 +192,11 @@ NEVER = {
     # Refused: a weight says what a shard counts in a mean.
     ("reduction", "sum", "weights", "some"),
     ("reduction", "sum", "weights", "none in a step"),
+    # Refused: the mean is that of the others, and a loss scale is found by what is skipped.
+    ("reduction", "sum", "nonfinite", "quarantine"),
+    ("scale", True, "nonfinite", "quarantine"),
+    # Only a whole step compares copies.
+    *(("way", way, "compared", 2) for way in FACTORS["way"] if not way.startswith("step")),
     # Refused: a constant learning rate is not told.
     ("schedule", False, "metrics", ("learning_rate",)),
     # Refused: in one's own shard_map a shard has its slice and nothing else.

@@ -192,9 +192,9 @@ def test_a_reduction_that_overflows_is_told_from_a_bad_shard(action: str, weight
         weight_update=weight_update,
     )
     w = np.zeros((64, 64), np.float32)
-    x = np.zeros((N, 64, 64), np.float32)
-    # Each is finite, and their sum is not.
-    x[:, 3, 5] = 2e38
+    x = np.ones((N, 64, 64), np.float32)
+    # Each is finite, and their sum is not, in the slice that the last shard updates.
+    x[:, 60, 5] = 2e38
     state, metrics = step(step.init(w), x)
     assert [int(v) for v in metrics["nonfinite"]] == [-1, -1, 0, 1, 1]
     assert "overflows" in metrics["nonfinite"].describe(w)
@@ -345,7 +345,7 @@ def make(action: Any, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("action", "calls", "match"),
     [
-        ("raise", [0, 1, 0, 0], "The gradient of `kernel` is not finite on shard 2. "),
+        ("raise", [0, 1, 2, 0], "The gradient of `kernel` is not finite on shard 2. "),
         (Nonfinite("skip", 2), [1, 0, 1, 2, 0, 0], "in 2 steps in a row; .*`bias` .* shard 0, and"),
         (Nonfinite("quarantine", 1), [1, 0, 0], "shard 2"),
     ],
@@ -360,8 +360,10 @@ def test_too_many_in_a_row_raise_and_leave_a_state_that_is_good(
     with pytest.raises(NonfiniteError, match=match):
         step(state, rows(batch_of(calls[-1])))
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
-    # It is told once; who goes on may do so.
-    step(state, rows(batch_of(0)))
+    # It is told once, also of the step after it; who goes on may do so.
+    for _ in range(3):
+        state, _ = step(state, rows(batch_of(0)))
+    step.finish(state)
 
 
 def test_in_a_loop_of_ones_own_the_state_tells():

@@ -35,6 +35,8 @@ WEIGHTS = RNG.uniform(0.5, 3, size=(STEPS, 2, N)).astype(np.float32)
 BAD_STEP, BAD_SHARD = 1, 2
 # The steps in which one shard has no weight and NaN for data, and in which no shard of a group has.
 STEP_OF_NAN, STEP_WITHOUT = 2, 3
+# The step and shard whose data are NaN, if something is done about that.
+NONFINITE_STEP, NONFINITE_SHARD = 4, 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Combination:
     precision: str = "float32"
     ema: float | None = None
     metrics: tuple[str, ...] = ()
+    nonfinite: str | None = None
+    compared: int | None = None
 
     def __str__(self) -> str:
         given = dataclasses.asdict(self)
@@ -119,6 +123,9 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     ),
     "ema": (None, 0.9),
     "metrics": ((), NORMS, NOISE, ("learning_rate",)),
+    "nonfinite": (None, "quarantine", "skip"),
+    # How often the copies are compared, which only a whole step does.
+    "compared": (None, 2),
 }
 
 
@@ -131,6 +138,8 @@ def batch_of(combination: Combination, step: int) -> dict[str, np.ndarray]:
     x, y = X[step, :number].copy(), Y[step, :number]
     if combination.scale and step == BAD_STEP:
         x[number - 1, BAD_SHARD, 0, 0] = np.inf
+    if combination.nonfinite is not None and step == NONFINITE_STEP:
+        x[number - 1, NONFINITE_SHARD, 0, 0] = np.nan
     weights = np.ones((number, N), np.float32)
     if combination.weights is not None:
         weights = WEIGHTS[step, :number].copy()
@@ -201,6 +210,8 @@ def options_of(combination: Combination) -> dict[str, Any]:
         "master_dtype": "float32" if combination.masters else None,
         "ema": combination.ema,
         "metrics": combination.metrics or None,
+        "nonfinite": combination.nonfinite,
+        "check_divergence": combination.compared,
     }
     return {name: value for name, value in given.items() if value is not None}
 
@@ -243,6 +254,11 @@ def _each(x: Any, name: str = "") -> np.ndarray:
 
 def _tree(name: str, tree: Any) -> Shown:
     return {f"{name}/{key}": _each(x, key) for key, x in tree.items()}
+
+
+def _found(state: crossshard.NonfiniteState | tuple[()]) -> Shown:
+    """What the state says of the last update: whose gradient was not finite."""
+    return {name: _each(x) for name, x in state._asdict().items()} if state else {}
 
 
 def _named(found: Any) -> Shown:
@@ -304,7 +320,8 @@ def by_update(combination: Combination) -> Run:
         batch = batch_of(combination, t)
         for microbatch in range(combination.accumulate):
             carry = step(carry, {name: x[microbatch] for name, x in batch.items()})
-        steps.append(_tree("params", carry[0]) | _named(carry[1].metrics))
+        found = _named(carry[1].metrics) | _found(carry[1].nonfinite)
+        steps.append(_tree("params", carry[0]) | found)
     state = carry[1]
     if combination.is_sharded and grouped:
         state = state._replace(inner_state=_of_groups(state.inner_state))
@@ -357,7 +374,8 @@ def by_variables(combination: Combination) -> Run:
             step(model, opt, count, {name: x[microbatch] for name, x in batch.items()})
         shown = _tree("params", {"kernel": model.kernel[...], "bias": model.bias[...]})
         # Before the first step there is no state.
-        steps.append(shown | {"count": _each(count[...])} | _named(opt.state.metrics))
+        found = _named(opt.state.metrics) | _found(opt.state.nonfinite)
+        steps.append(shown | {"count": _each(count[...])} | found)
     return Run(steps, _state(opt.state))
 
 
@@ -378,7 +396,12 @@ def by_train_step(combination: Combination) -> Run:
         # A shard's microbatches are consecutive rows.
         rows = {name: np.moveaxis(x, 0, 1).reshape(-1, *x.shape[3:]) for name, x in batch.items()}
         state, metrics = step(state, rows)
-        steps.append(_tree("params", state.params) | {"count": _each(state.step)} | _named(metrics))
+        shown = _tree("params", state.params) | {"count": _each(state.step)}
+        if (divergence := metrics.pop("divergence", None)) is not None:
+            shown["compared"] = _each(divergence.step)
+            shown["differs"] = _each(divergence.diverged)
+        shown |= _found(metrics.pop("nonfinite", ()))
+        steps.append(shown | _named(metrics))
     return Run(steps, _state(step.unshard(state).opt_state))
 
 
@@ -413,6 +436,7 @@ def model_options(combination: Combination) -> numpy_model.Options:
         ema=combination.ema,
         # Only a whole step knows how many rows there are.
         examples=ROWS * combination.accumulate if combination.is_step else 1,
+        nonfinite=combination.nonfinite,
     )
 
 
@@ -431,8 +455,14 @@ def run_model(
             weighted = combination.weights is not None
             model.step(pairs, batch["weight"].sum(-1) if weighted else None)
             shown = _tree("params", model.each(lambda replica: replica.params))
+            if combination.compared is not None:
+                is_compared = count % combination.compared == 0
+                shown["compared"] = np.full(N, float(count if is_compared else -1))
+                shown["differs"] = np.zeros(N)
             count += not model.metric("skipped").all()
             shown |= _metrics(model, combination)
+            if combination.nonfinite is not None:
+                shown |= _of_bad(model)
             if not combination.is_update:
                 # One count for all groups, of the steps that any of them took.
                 shown["count"] = np.full(N, float(count))
@@ -456,13 +486,27 @@ def run_model(
     return Run(steps, end, largest, magnified)
 
 
+def _of_bad(model: numpy_model.Model) -> Shown:
+    first = min(model.bad, default=-1)
+    found = {
+        "shard": first,
+        "leaf": model.bad.get(first, -1),
+        "shards": len(model.bad),
+        # What is finite on each shard is so in the sum, since gradients are small.
+        "overflow": 0,
+        "in_a_row": model.in_a_row,
+    }
+    return {name: np.full(N, float(value)) for name, value in found.items()}
+
+
 def _metrics(model: numpy_model.Model, combination: Combination) -> Shown:
     names = list(combination.metrics)
     if combination.is_step:
         names.append("loss")
         names += ["weight"] if combination.weights is not None else []
         names += ["loss_scale"] if combination.scale else []
-        names += ["skipped"] if combination.scale or combination.weights is not None else []
+        may_skip = combination.scale or combination.nonfinite is not None
+        names += ["skipped"] if may_skip or combination.weights is not None else []
     shown = {name: model.metric(name) for name in names if name != "noise_scale"}
     if "noise_scale" in names:
         shown["noise_scale"] = shown["noise_variance"] / shown["noise_signal"]

@@ -40,6 +40,8 @@ class Options:
       masters: whether there are master weights.
       ema: the decay of the moving average of the parameters, or ``None``.
       examples: the number of examples of a shard's gradient.
+      nonfinite: ``None``, ``"quarantine"`` or ``"skip"``: what happens if a shard's gradient is not
+        finite.
     """
 
     shards: int
@@ -56,6 +58,7 @@ class Options:
     masters: bool = False
     ema: float | None = None
     examples: int = 1
+    nonfinite: str | None = None
 
 
 # Rounding.
@@ -75,6 +78,10 @@ def round_to(x: Any, dtype: str) -> np.ndarray:
         return to_bfloat16(x)
     with np.errstate(over="ignore"):
         return np.float64(np.float16(x)) if dtype == "float16" else np.float64(x)
+
+
+def _zeros(tree: Tree) -> Tree:
+    return {name: np.zeros_like(x) for name, x in tree.items()}
 
 
 def norm(tree: Mapping[str, np.ndarray]) -> float:
@@ -188,6 +195,8 @@ class Model:
         self.traces = [{name: 0.0 * x for name, x in wide.items()} for _ in range(options.shards)]
         self.scale = options.scale[0] if options.scale else 1.0
         self.good_steps = 0
+        self.bad: dict[int, int] = {}
+        self.in_a_row = 0
         self.of_step: list[dict[str, Any]] = []
 
     def step(self, batches: Any, weights: np.ndarray | None = None) -> list[dict[str, Any]]:
@@ -199,12 +208,15 @@ class Model:
         """
         options, scale = self.options, self.scale
         before_traces = [dict(trace) for trace in self.traces]
+        self.bad = {}
         reduced = [self._reduce(index, batches, weights) for index in range(len(self.groups))]
-        # A loss scale is one of all shards, so they skip together.
+        self.in_a_row = self.in_a_row + 1 if self.bad else 0
+        # A loss scale is one of all shards, so they skip together; so they do for a bad gradient.
         is_finite = all(
             np.isfinite(x).all() for found in reduced for x in found["gradient"].values()
         )
-        overflowed = options.scale is not None and not is_finite
+        guarded = options.scale is not None or options.nonfinite is not None
+        overflowed = guarded and not is_finite
         weightless = [found["weight"] == 0 for found in reduced]
         for index, found in enumerate(reduced):
             skipped = overflowed or weightless[index]
@@ -252,16 +264,26 @@ class Model:
         """The reduced gradient of a group, with the loss, the weight and the norms."""
         options, members = self.options, self.groups[index]
         params = self.replicas[index].params
+        # A shard in quarantine weighs nothing, the others what they do.
+        has_weights = weights is not None or options.nonfinite == "quarantine"
+        if weights is None and has_weights:
+            number = len(batches)
+            weights = np.full((number, options.shards), options.examples / number)
         own, losses, ws = [], [], []
         for shard in members:
             gradient, loss, weight = self._local(shard, params, batches, weights)
+            leaves = [not np.isfinite(gradient[name]).all() for name in sorted(gradient)]
+            if weight and any(leaves):
+                self.bad[shard] = leaves.index(True)
+                if options.nonfinite == "quarantine":
+                    gradient, loss, weight = _zeros(gradient), 0.0, 0.0
             own.append(self._preprocess(shard, gradient) if weight else gradient)
             losses.append(loss)
-            ws.append(weight if weights is not None else 1.0)
+            ws.append(weight if has_weights else 1.0)
         total = sum(ws)
         divisor = 1.0 if options.reduction == "sum" else total or 1.0
         sums = {name: self._sum(name, own, ws) for name in params}
-        if weights is not None and total == 0:
+        if has_weights and total == 0:
             sums = {name: np.zeros_like(x) for name, x in params.items()}
         gradient = {name: x / divisor for name, x in sums.items()}
         if options.dtype != "float32" and not options.masters:
@@ -269,13 +291,13 @@ class Model:
         found = {
             "gradient": gradient,
             "loss": sum(w * x for w, x in zip(ws, losses, strict=True)) / divisor,
-            "weight": total if weights is not None else None,
+            "weight": total if has_weights else None,
             "grad_norm": norm(gradient),
             # The largest element of a shard's gradient, as it counts in a sum.
             "largest": max(np.abs(x).max() for tree in own for x in tree.values())
             * (len(members) if options.reduction == "sum" else 1),
         }
-        return found | self._noise(own, ws, weights is not None, gradient)
+        return found | self._noise(own, ws, has_weights, gradient)
 
     def _sum(self, name: str, own: list[Tree], ws: list[float]) -> np.ndarray:
         options = self.options

@@ -138,7 +138,12 @@ class Pipeline:
             )
             skip = jnp.bool_(False) if reduced.skip is None else reduced.skip
             empty = jax.tree.map(jnp.zeros_like, sums)
-            return self._as_varying(result, after._replace(accumulate=empty), skip, environment)
+            # All shards have the same, but who carries a state per shard has no type that says so.
+            shards = environment.shards
+            typed = lambda new, old: shards.as_varying(new) if shards.is_varying(old) else new
+            found = jax.tree.map(typed, after.nonfinite, state.nonfinite)
+            after = after._replace(accumulate=empty, nonfinite=found)
+            return self._as_varying(result, after, skip, environment)
 
         def wait(state: CrossShardState) -> Any:
             like = jax.eval_shape(last, state)[0]

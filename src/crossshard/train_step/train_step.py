@@ -197,6 +197,37 @@ class TrainStep:
             _check_not_of_mesh(error, self._axes)
             raise
 
+    def finish(self, state: TrainState) -> None:
+        """Wait for the last steps, and raise what they have found, as further calls would.
+
+        Call it after the last step, with ``nonfinite`` or ``check_divergence``. If there are
+        several processes, all of them call it.
+
+        Args:
+          state: the state after the last step; it stays valid.
+
+        Raises:
+          NonfiniteError: as a call does.
+          DivergenceError: as a call does.
+
+        >>> import jax.numpy as jnp, optax
+        >>> from crossshard import NonfiniteError, make_train_step
+        >>> loss_fn = lambda w, x: (w * x).mean()
+        >>> step = make_train_step(loss_fn, optax.sgd(0.1), num_shards=1, nonfinite="raise")
+        >>> state, _ = step(step.init(jnp.float32(3)), jnp.array([jnp.nan]))
+        >>> try:
+        ...     step.finish(state)
+        ... except NonfiniteError as error:
+        ...     print(str(error).partition(".")[0])
+        The gradient of `gradient` is not finite on shard 0
+        """
+        with entering("finish") if self._is_of_all_processes else contextlib.nullcontext():
+            self._finish(state)
+
+    def _finish(self, state: TrainState) -> None:
+        _check_state(state)
+        self._watch.look(state.params, lambda: self.compared(state), running=0)
+
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """Lower the step for arrays, or for their types (see ``abstract_init``).
 

@@ -44,24 +44,26 @@ class Watch:
         names = metrics.keys() & {"divergence", "nonfinite"}
         self._metrics.append({name: metrics[name] for name in names})
 
-    def look(self, params: Any, compared: Callable[[], Sequence[str]]) -> None:
+    def look(
+        self, params: Any, compared: Callable[[], Sequence[str]], running: int = _BEHIND - 1
+    ) -> None:
         """Raise for what the call before the last has found, while the last may still run.
 
         Args:
           params: the parameters, by which leaves are named.
           compared: returns the names of the leaves that the sentinel compares.
+          running: the number of the last calls that are not looked at yet.
 
         Raises:
           DivergenceError: shards had different copies of an array.
           NonfiniteError: at ``limit`` steps in a row something was not finite.
         """
-        if len(self._metrics) < _BEHIND:
-            return
-        metrics = self._metrics.popleft()
-        if self._sentinel is not None and metrics["divergence"].diverged:
-            report(metrics["divergence"], self._sentinel, compared(), self._mesh, self._axes)
-        if self._nonfinite is not None:
-            self._check_finite(metrics["nonfinite"], params)
+        while len(self._metrics) > running:
+            metrics = self._metrics.popleft()
+            if self._sentinel is not None and metrics["divergence"].diverged:
+                report(metrics["divergence"], self._sentinel, compared(), self._mesh, self._axes)
+            if self._nonfinite is not None:
+                self._check_finite(metrics["nonfinite"], params)
 
     def _check_finite(self, found: NonfiniteState, params: Any) -> None:
         assert self._nonfinite is not None

@@ -5,6 +5,8 @@ import os
 import sys
 from pathlib import Path
 
+import jax
+
 from examples.byte_lm.options import TrainOptions
 
 ROOT = Path(__file__).parents[3]
@@ -46,6 +48,20 @@ def bare_environment() -> dict[str, str]:
         "JAX_PLATFORMS": "cpu",
         "TERM": "xterm-256color",
         "COLUMNS": "100",
+    }
+
+
+def quick_environment() -> dict[str, str]:
+    """The same, where programs that these tests have compiled already are not compiled again.
+
+    For one process at a time, since two may write and read the same file.
+    """
+    folder = jax.config.jax_compilation_cache_dir
+    assert folder is not None
+    return {
+        **bare_environment(),
+        "JAX_COMPILATION_CACHE_DIR": folder,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
 
 

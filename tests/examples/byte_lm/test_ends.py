@@ -21,6 +21,7 @@ from tests.examples.byte_lm.small import (
     SMALL,
     bare_environment,
     check_picture,
+    quick_environment,
     read_metrics,
     small_text,
 )
@@ -36,7 +37,7 @@ def start(folder: Path, *words: str, shell: str | None = None, **options: Any) -
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     given = [*COMMAND, "--data", str(small_text(folder)), "--out", "out", *words]
     given = given if shell is None else ["sh", "-c", shell, "sh", *given]
-    environment = {**bare_environment(), **options.pop("env", {})}
+    environment = {**quick_environment(), **options.pop("env", {})}
     return subprocess.Popen(given, cwd=folder, env=environment, **{**pipes, **options})
 
 

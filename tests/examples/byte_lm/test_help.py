@@ -24,7 +24,7 @@ def test_help(capsys):
 def test_no_words_mean_the_defaults_and_auto_means_the_same():
     assert parse([]) == TrainOptions()
     names = ("data", "learning-rate", "groups", "shards", "batch", "out", "wrt", "ema")
-    names += ("master-dtype", "reduce-dtype", "loss-scale")
+    names += ("master-dtype", "reduce-dtype", "loss-scale", "check-divergence")
     words = [f"--{name}" for name in names]
     assert parse([*(x for word in words for x in (word, "auto"))]) == TrainOptions()
 

@@ -92,6 +92,14 @@ def test_an_empty_folder_is_where_a_run_begins(tmp_path: Path):
     assert len(read_metrics(tmp_path / "out")) == 2
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the run ``out`` was saved, for those that may not go on with it."""
+    folder = tmp_path_factory.mktemp("saved")
+    assert run(folder, "out", "--steps", 2, "--shards", 2, "--save-every", 1) == 0
+    return folder
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -102,14 +110,13 @@ def test_an_empty_folder_is_where_a_run_begins(tmp_path: Path):
     ],
 )
 def test_another_run_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+    saved: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ):
-    assert run(tmp_path, "out", "--steps", 2, "--shards", 2, "--save-every", 1) == 0
-    before = (tmp_path / "out" / "metrics.jsonl").read_bytes()
+    before = (saved / "out" / "metrics.jsonl").read_bytes()
     capsys.readouterr()
-    assert run(tmp_path, "out", "--steps", 4, "--shards", 2, "--resume", *words) == 1
+    assert run(saved, "out", "--steps", 4, "--shards", 2, "--resume", *words) == 1
     assert said in " ".join(capsys.readouterr().err.split())
-    assert (tmp_path / "out" / "metrics.jsonl").read_bytes() == before
+    assert (saved / "out" / "metrics.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,187 @@
+"""--nonfinite and --check-divergence: a fault is named, and the run goes on, or ends with 3."""
+
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples.byte_lm import job
+from examples.byte_lm.__main__ import main
+from examples.byte_lm.training import Training
+from tests.examples.byte_lm.small import SMALL, read_metrics, small_text
+from tests.train_step.faults import Snapshot, one_bit
+
+# A byte that the text does not have.
+MARK = 255
+LEAF = "`[a-z0-9_/]+`"
+
+
+def run(folder: Path, out: str, *words: object) -> int:
+    given = ["--data", small_text(folder), "--out", folder / out, *SMALL, *words]
+    return main(list(map(str, given)))
+
+
+def break_shard(monkeypatch: pytest.MonkeyPatch, shard: int, steps: range, of: int = 2) -> None:
+    """The loss of a shard of so many is NaN in these steps, and its gradient with it."""
+    drawn, loss = job.batches, job.loss
+
+    def batches(*given: Any) -> Iterator[dict[str, np.ndarray]]:
+        for step, batch in enumerate(drawn(*given), 1):
+            if step in steps:
+                rows = np.array_split(batch["read"], of)
+                rows[shard][0, 0] = MARK
+            yield batch
+
+    def broken(model: Any, batch: Any) -> Any:
+        value, aux = loss(model, batch)
+        factor = jnp.where((batch["read"] == MARK).any(), jnp.nan, 1)
+        return value * factor, {**aux, "nats": aux["nats"] * factor}
+
+    monkeypatch.setattr(job, "batches", batches)
+    monkeypatch.setattr(job, "loss", broken)
+
+
+def numbers(out: Path) -> list[int]:
+    """The checkpoints that --resume may take."""
+    names = (path.name for path in (out / "checkpoints").iterdir())
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def params_on_disk(out: Path, number: int) -> dict[str, str]:
+    """The hashes of the parameters in a checkpoint."""
+    manifest = out / "checkpoints" / f"{number:08}" / "manifest" / "manifest.json"
+    leaves = json.loads(manifest.read_text())["leaves"]
+    found = {x["path"]: x["hash"] for x in leaves if x["path"].startswith(".params")}
+    assert found
+    return found
+
+
+def test_a_shard_in_quarantine_is_named_and_the_others_train_on(tmp_path, monkeypatch, capsys):
+    break_shard(monkeypatch, 1, range(3, 4))
+    assert run(tmp_path, "out", "--shards", 2, "--nonfinite", "quarantine", "--steps", 6) == 0
+    said = capsys.readouterr().out
+    (line,) = re.findall(r"step 3: (.*finite on shard .*)", said)
+    assert re.fullmatch(rf"the gradient of {LEAF} is .* shard 1; the others make the step", line)
+    assert "not run, since a shard was left out of one of the first steps" in said
+    steps = read_metrics(tmp_path / "out")
+    assert [step.get("faults", []) for step in steps] == [[], [], [line], [], [], []]
+    assert steps[2]["loss_per_shard"] == [steps[2]["loss"], None]
+    assert all(np.isfinite(step["loss"]) and not step["skipped"] for step in steps)
+
+
+def test_too_many_in_a_row_end_the_run_with_a_checkpoint_to_go_on_from(
+    tmp_path, monkeypatch, capsys
+):
+    out = tmp_path / "out"
+    words = ["--shards", 2, "--nonfinite", "skip", "--save-every", 2]
+    with monkeypatch.context() as patch:
+        break_shard(patch, 0, range(3, 99))
+        assert run(tmp_path, "out", *words, "--steps", 50) == 3
+        said = capsys.readouterr()
+        # It is raised two calls after the 25th.
+        assert len(read_metrics(out)) == 28
+        assert re.search(rf"25 steps in a row; .* {LEAF} is not finite on shard 0\.", said.err)
+        assert said.err.endswith("Saved after step 28: --resume goes on from there.\n")
+        assert said.err.count("\n") == 1
+        assert re.search("stopped +after 28 steps, by a fault", said.out)
+        assert len(re.findall("; the step is skipped", said.out)) == 26
+        summary = json.loads((out / "summary.json").read_text())
+        assert summary["ended"] == "fault"
+        assert said.err == f"byte_lm: {summary['fault']}\n"
+    # Good batches do not raise for what was found before.
+    assert run(tmp_path, "out", *words, "--steps", 30, "--resume") == 0
+    steps = read_metrics(out)
+    assert [step["step"] for step in steps] == list(range(1, 31))
+    assert [step["skipped"] for step in steps] == [0] * 2 + [1] * 26 + [0] * 2
+    # Nothing of what was skipped is left: the optimizer has taken four steps.
+    saved = [params_on_disk(out, number) for number in numbers(out)[-3:]]
+    assert saved[0] == saved[1] != saved[2]
+
+
+def test_a_fault_in_the_last_step_ends_the_run_too(tmp_path, monkeypatch, capsys):
+    break_shard(monkeypatch, 1, range(2, 3))
+    words = ["--shards", 2, "--nonfinite", "raise", "--steps", 2]
+    assert run(tmp_path, "out", *words) == 3
+    said = capsys.readouterr().err
+    assert re.search(f"The gradient of {LEAF} is not finite on shard 1", said)
+    assert said.endswith("Nothing was saved, since that takes --save-every.\n")
+
+
+def test_parameters_that_overflowed_are_not_saved(tmp_path, capsys):
+    words = ["--shards", 2, "--nonfinite", "raise", "--save-every", 1, "--optimizer", "sgd"]
+    assert run(tmp_path, "out", *words, "--learning-rate", 1e39) == 3
+    said = capsys.readouterr().err
+    assert "shard 0, and on 1 more" in said
+    assert said.endswith("an update made parameters infinite, which are not saved: start again.\n")
+    assert numbers(tmp_path / "out") == []
+
+
+def flip_before(monkeypatch: pytest.MonkeyPatch, call: int, shard: int) -> None:
+    """A bit of a shard's copy of the head flips before this step."""
+    take, calls = Training.__call__, itertools.count(1)
+
+    def faulty(self: Training, batch: Any) -> Any:
+        if next(calls) == call:
+            paths = jax.tree_util.tree_leaves_with_path(self.state)
+            leaf = next(i for i, (path, _) in enumerate(paths) if "head" in str(path))
+            device = jax.devices()[shard]
+            fault = lambda x: one_bit(x, np.random.default_rng(0))
+            self.state = Snapshot.of(self.state).restored(leaf, device, fault)
+        return take(self, batch)
+
+    monkeypatch.setattr(Training, "__call__", faulty)
+
+
+HEAD = "params['head']['kernel']"
+SENTINEL = ["--shards", 3, "--batch", 6, "--weight-update", "replicated"]
+
+
+def test_copies_that_differ_end_the_run_and_doubtful_checkpoints_are_put_aside(
+    tmp_path, monkeypatch, capsys
+):
+    out = tmp_path / "out"
+    words = [*SENTINEL, "--check-divergence", 2, "--save-every", 1]
+    with monkeypatch.context() as patch:
+        flip_before(patch, 4, shard=2)
+        assert run(tmp_path, "out", *words, "--steps", 50) == 3
+    said = capsys.readouterr()
+    # Compared at the fifth step, and raised two calls later.
+    assert len(read_metrics(out)) == 6
+    (line,) = read_metrics(out)[4]["faults"]
+    assert line == f"another copy of {HEAD} than on most shards is on shard 2"
+    assert f"step 5: {line}\n" in said.out
+    assert "shard 2 (device 2 of process 0)" in said.err
+    assert "and checkpoints 3, 4 renamed: --resume goes on from checkpoint 2." in said.err
+    assert numbers(out) == [1, 2]
+    assert run(tmp_path, "out", *words, "--steps", 8, "--resume") == 0
+    # With a repair before the step that would have been another.
+    with monkeypatch.context() as patch:
+        flip_before(patch, 3, shard=0)
+        repairing = [*words, "--on-divergence", "repair", "--steps", 8]
+        assert run(tmp_path, "repaired", *repairing) == 0
+    steps, repaired = read_metrics(out), read_metrics(tmp_path / "repaired")
+    assert [step["loss"] for step in repaired] == [step["loss"] for step in steps]
+    assert params_on_disk(tmp_path / "repaired", 8) == params_on_disk(out, 8)
+    (line,) = repaired[2]["faults"]
+    assert line.endswith(f"{HEAD} than on most shards is on shard 0; it has been repaired")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--check-divergence", "0"], "--check-divergence must be at least 1; got 0"),
+        (["--on-divergence", "repair"], "on_divergence='repair' needs comparisons"),
+        (["--nonfinite", "quarantine", "--reduction", "sum"], "the reduction is SUM"),
+        (["--nonfinite", "raise", "--loss-scale", "dynamic"], "Use nonfinite='skip'"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(tmp_path, capsys, words, said):
+    assert run(tmp_path, "out", *words) == 2
+    assert said in capsys.readouterr().err
