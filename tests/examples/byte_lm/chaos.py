@@ -24,6 +24,8 @@ SAVE_EVERY = 3
 # A multiple of every number of shards here.
 WORDS = [*SMALL, "--batch", "12", "--learning-rate", "1e-3"]
 ENDLESS = 1_000_000
+# Compiling is most of a start, and these programs run for a moment.
+QUICKLY = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 MOMENTS = ("the start", "a step", "a save")
 
@@ -63,7 +65,7 @@ class Run:
     def _start(self, command: list[str], more: dict[str, str]) -> subprocess.Popen[bytes]:
         self._logs.append(self._folder / f"log-{len(self._logs)}")
         with self._logs[-1].open("wb") as log:
-            environment = {**bare_environment(), **more}
+            environment = {**bare_environment(), "XLA_FLAGS": QUICKLY, **more}
             return subprocess.Popen(
                 command, cwd=self._folder, env=environment, stdout=log, stderr=subprocess.STDOUT
             )
@@ -91,7 +93,7 @@ class Run:
                 if own not in ended and process.poll() is not None:
                     ended[own] = time.monotonic()
             assert time.monotonic() < until, f"It hangs.\n{self.printed()}"
-            time.sleep(0.005)
+            time.sleep(0.02)
         return [ended[own] for own in range(len(self.started))]
 
     def kill(self) -> None:
@@ -247,7 +249,7 @@ class Chaos:
         while not comes():
             assert run.is_running(), f"It ended by itself.\n{run.printed()}"
             assert time.monotonic() < until, f"It hangs.\n{run.printed()}"
-            time.sleep(0.005)
+            time.sleep(0.02)
 
     def _check_log(self, printed: str, before: int, *, said: bool) -> None:
         """That it has gone on from the newest checkpoint, and lost none that it has told of."""
