@@ -145,7 +145,7 @@ class Chaos:
 
     def cycle(self, processes: int, devices: int, *words: str) -> None:
         """Start or resume the run, send one of its processes a signal, and wait for all."""
-        rng, before = self._rng, self._newest()
+        rng, before = self._rng, self._resumed_from()
         number = SIGNALS[rng.choice(3, p=(0.6, 0.2, 0.2))]
         moment = MOMENTS[rng.choice(3, p=(0.2, 0.3, 0.5))]
         # Where nobody ends the others, they wait minutes for one that has not come to connect.
@@ -184,7 +184,7 @@ class Chaos:
 
     def finish(self, processes: int, devices: int, *words: str) -> int:
         """Resume it a last time and let it end; how many steps there are."""
-        before = self._newest()
+        before = self._resumed_from()
         run = self._start(processes, devices, *words, steps=before + 2 * SAVE_EVERY, launched=True)
         try:
             run.wait()
@@ -252,8 +252,7 @@ class Chaos:
             time.sleep(0.02)
 
     def _check_log(self, printed: str, before: int, *, said: bool) -> None:
-        """That it has gone on from the newest checkpoint, and lost none that it has told of."""
-        assert before >= self._acknowledged or not before
+        """That it has gone on from the newest checkpoint, and that what it has told of is there."""
         assert "CheckpointWarning" not in printed, printed
         found = re.findall(r"going on after step (\d+)", printed)
         assert found == [str(before)] * bool(before) or not (said or found), printed
@@ -275,6 +274,11 @@ class Chaos:
             before_it_began = moment == "the start" and codes == [128 + number]
             assert codes == stopped or before_it_began, printed
             assert "Saved after step" in printed or moment == "the start", printed
+
+    def _resumed_from(self) -> int:
+        newest = self._newest()
+        assert newest >= self._acknowledged
+        return newest
 
     def _acknowledge(self, step: int) -> None:
         self._acknowledged = max(self._acknowledged, step)
