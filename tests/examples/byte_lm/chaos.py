@@ -17,13 +17,15 @@ import numpy as np
 
 from crossshard.distributed import PROCESS_LOST
 from crossshard.distributed.addresses import free_port
-from tests.examples.byte_lm.small import COMMAND, PATIENCE, SMALL, bare_environment, small_text
+from tests.examples.byte_lm.small import COMMAND, SMALL, bare_environment, small_text
 from tests.examples.byte_lm.test_processes import LAUNCH, started_by
 
 SAVE_EVERY = 3
 # A multiple of every number of shards here.
 WORDS = [*SMALL, "--batch", "12", "--learning-rate", "1e-3"]
 ENDLESS = 1_000_000
+# Until it counts as a hang; a start is ten seconds, unless many others start, too.
+PATIENCE = 900
 # Compiling is most of a start, and these programs run for a moment.
 QUICKLY = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
