@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import hashlib
-import json
 import os
 import re
 import signal
@@ -311,25 +309,3 @@ def is_there(pid: int) -> bool:
         return b"examples.byte_lm" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
-
-
-def arrays(out: Path, number: int) -> dict[str, np.ndarray]:
-    """The arrays of a checkpoint by their paths, read by Orbax alone."""
-    import orbax.checkpoint as ocp
-
-    folder = out.resolve() / "checkpoints" / f"{number:08}"
-    leaves = json.loads((folder / "manifest" / "manifest.json").read_text())["leaves"]
-    as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
-    args = ocp.args.PyTreeRestore(
-        restore_args={str(place): as_numpy for place in range(len(leaves))}
-    )
-    found = ocp.PyTreeCheckpointHandler().restore(folder / "state", args=args)
-    return {leaf["path"]: np.asarray(found[str(place)]) for place, leaf in enumerate(leaves)}
-
-
-def sha256(of: dict[str, np.ndarray]) -> str:
-    """A hash of the bits of all arrays."""
-    found = hashlib.sha256()
-    for path, x in sorted(of.items()):
-        found.update(f"{path} {x.dtype} {x.shape}\n".encode() + x.tobytes())
-    return found.hexdigest()

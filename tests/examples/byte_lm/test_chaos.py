@@ -1,5 +1,7 @@
 """Runs that are killed at random moments end where those end that nobody has disturbed."""
 
+import hashlib
+import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.examples.byte_lm.chaos import Chaos, Run, arrays, sha256
+from tests.examples.byte_lm.chaos import Chaos, Run
 from tests.examples.byte_lm.test_resume import values
 
 # Processes, virtual devices of each, and how the weights are updated.
@@ -31,6 +33,28 @@ def tell(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
             print(f"\n{text}", end="", flush=True)
 
     return told
+
+
+def arrays(out: Path, number: int) -> dict[str, np.ndarray]:
+    """The arrays of a checkpoint by their paths, read by Orbax alone."""
+    import orbax.checkpoint as ocp
+
+    folder = out.resolve() / "checkpoints" / f"{number:08}"
+    leaves = json.loads((folder / "manifest" / "manifest.json").read_text())["leaves"]
+    as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
+    args = ocp.args.PyTreeRestore(
+        restore_args={str(place): as_numpy for place in range(len(leaves))}
+    )
+    found = ocp.PyTreeCheckpointHandler().restore(folder / "state", args=args)
+    return {leaf["path"]: np.asarray(found[str(place)]) for place, leaf in enumerate(leaves)}
+
+
+def sha256(of: dict[str, np.ndarray]) -> str:
+    """A hash of the bits of all arrays."""
+    found = hashlib.sha256()
+    for path, x in sorted(of.items()):
+        found.update(f"{path} {x.dtype} {x.shape}\n".encode() + x.tobytes())
+    return found.hexdigest()
 
 
 def undisturbed(folder: Path, steps: int, update: str) -> Path:
