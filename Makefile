@@ -11,9 +11,11 @@ PYTEST_ARGS ?=
 BENCH ?=
 # Steps of each soak test.
 SOAK_STEPS ?= 20000
+# How often the runs of `make chaos` are killed, and half as many stalls.
+CYCLES ?= 100
 
 .DEFAULT_GOAL := help
-.PHONY: help environment demo test check test-matrix soak bench bench-peers bench-pods bench-gpus constraints clean
+.PHONY: help environment demo test check test-matrix soak chaos bench bench-peers bench-pods bench-gpus constraints clean
 
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -38,6 +40,10 @@ test-matrix:  ## the suite on Python 3.11 to 3.13, with the oldest and the newes
 
 soak: environment  ## the long runs: make soak SOAK_STEPS=20000
 	SOAK_STEPS=$(SOAK_STEPS) $(VENV)/bin/python -m pytest -m soak $(PYTEST_ARGS)
+
+chaos: environment  ## kill, resume and stall runs at random moments: make chaos CYCLES=100
+	SOAK_STEPS=$$((200 * $(CYCLES))) $(VENV)/bin/python -m pytest -m soak -n 0 $(PYTEST_ARGS) \
+	  tests/examples/byte_lm/test_chaos.py tests/distributed/test_watch.py
 
 bench: environment  ## measure against baselines written by hand, and against peers that are there
 	$(VENV)/bin/python -m benchmarks $(BENCH)

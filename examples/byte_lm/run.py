@@ -34,7 +34,10 @@ def run(job: Job, record: Record, screen: Screen, stopping: Stopping) -> Summary
     record.write_json("options.json", job.options)
     training, held_out = job.new_training(), job.new_held_out()
     saving = Saving(job, training, stopping.fail)
-    record.keep(saving.resume())
+    taken = saving.resume()
+    record.keep(taken)
+    if taken:
+        screen.tell(f"going on after step {taken}")
     sent: Sent | None = None
     early: Values = {}
     bits: list[float] = []

@@ -122,6 +122,19 @@ def test_when_one_fails_the_others_end(fails: str, code: int, how: str):
     assert time.monotonic() - began < PATIENCE / 2
 
 
+def test_the_code_is_that_of_the_death_though_another_has_seen_it_first():
+    text = (
+        "import os, signal, sys, time\n"
+        "if os.environ['JAX_PROCESS_ID'] == '0': sys.exit(81)\n"
+        "time.sleep(1)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    ran = launch("-n", 2, *python(text))
+    _, err = ran.communicate(timeout=PATIENCE)
+    assert ran.returncode == 137
+    assert "crossshard: process 1 ended by SIGKILL; the others are ended.\n" in err
+
+
 def test_what_does_not_listen_to_sigterm_is_killed_and_what_it_has_started(tmp_path: Path):
     pids = tmp_path / "pids"
     deaf = (

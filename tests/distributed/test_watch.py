@@ -1,11 +1,14 @@
 """Real processes, one of which dies, fails, leaves or stands still: the others name it."""
 
+import contextlib
 import os
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from crossshard import _jax
@@ -19,7 +22,7 @@ PATIENCE = 240
 STALL_SECONDS = 3
 
 TRAIN = """
-import os, signal, sys, time
+import os, signal, sys, threading, time
 import crossshard
 
 job = crossshard.distributed.initialize(stall_timeout=float(sys.argv[3]))
@@ -37,16 +40,15 @@ for number in range(1, 1_000_000):
 """
 
 
-@pytest.fixture
-def start() -> Iterator[object]:
-    """Starts the processes of a job without the launcher, which would end them itself."""
+@contextlib.contextmanager
+def started(
+    who: int, fault: str, script: str = TRAIN, number: int = 3
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """The processes of a job without the launcher, which would end them itself."""
+    ours = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
+    port = free_port("127.0.0.1")
     running: list[subprocess.Popen[str]] = []
-
-    def started(
-        who: int, fault: str, script: str = TRAIN, number: int = 3
-    ) -> list[subprocess.Popen[str]]:
-        ours = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
-        port = free_port("127.0.0.1")
+    try:
         for own in range(number):
             environment = {
                 **ours,
@@ -58,12 +60,17 @@ def start() -> Iterator[object]:
             words = [sys.executable, "-c", script, str(who), fault, str(STALL_SECONDS)]
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
             running.append(subprocess.Popen(words, env=environment, **pipes))
-        return running
+        yield running
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
 
-    yield started
-    for process in running:
-        process.kill()
-        process.communicate()
+
+@pytest.fixture
+def start() -> Iterator[object]:
+    with contextlib.ExitStack() as stack:
+        yield lambda *given, **named: stack.enter_context(started(*given, **named))
 
 
 def wait_for_fault(process: subprocess.Popen[str]) -> float:
@@ -129,6 +136,39 @@ def test_a_process_that_fails_or_leaves_keeps_its_code(start, who, fault, says, 
     processes = start(who, fault)
     check_others(processes, who, says, PROCESS_LOST, 5)
     assert processes[who].wait(PATIENCE) == code
+
+
+@pytest.mark.soak
+@pytest.mark.multiprocess
+def test_stalls_at_random_moments(soak_steps: int, capsys: pytest.CaptureFixture[str]):
+    rng, seconds = np.random.default_rng(0), {"sleep": [], "SIGSTOP": []}
+    of_first = 0
+    for number in range(max(2, soak_steps // 400)):
+        who, later = int(rng.integers(2)), float(rng.random()) / 2
+        if number % 2:
+            kind, fault = "sleep", f"time.sleep({later}); time.sleep(600)"
+        else:
+            # Between two steps, or within one.
+            kind, stop = "SIGSTOP", "os.kill, (os.getpid(), signal.SIGSTOP)"
+            fault = f"threading.Timer({later}, {stop}).start()"
+        with started(who, fault, number=2) as processes:
+            began = wait_for_fault(processes[who]) + later
+            other = processes[1 - who]
+            _, err = other.communicate(timeout=PATIENCE)
+            seconds[kind].append(time.monotonic() - began)
+            assert other.returncode == PROCESS_STALLED, err
+            assert f"crossshard: process {who} has not " in err
+            of_first += who == 0
+    found = sorted(seconds["sleep"] + seconds["SIGSTOP"])
+    with capsys.disabled():
+        print(
+            f"\n{len(seconds['sleep'])} processes that slept and {len(seconds['SIGSTOP'])} that "
+            f"were stopped, {of_first} of them process 0: all named with a timeout of "
+            f"{STALL_SECONDS} s, after {statistics.median(found):.1f} s (median), "
+            f"{found[-1]:.1f} s at most"
+        )
+    # Only the median: on a busy machine the other process may get no time for as long.
+    assert statistics.median(found) <= STALL_SECONDS + 5
 
 
 def test_that_process_0_has_come_to_its_end_does_not_end_the_others(monkeypatch):

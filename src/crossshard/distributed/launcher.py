@@ -209,8 +209,13 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> tuple[int, int | None
                 continue
             del left[own]
             if code:
+                failed: int | None = own
+                if code in _BECAUSE_OF_ANOTHER:
+                    failed = _who_was_waited_for(left)
+                    # They may see a death before this process can ask for its code.
+                    if failed is not None and left[failed].returncode:
+                        own, code = failed, left[failed].returncode
                 how = f"with code {code}" if code > 0 else f"by {signal.Signals(-code).name}"
-                failed = _who_was_waited_for(left) if code in _BECAUSE_OF_ANOTHER else own
                 return (code if code > 0 else 128 - code), failed, f"process {own} ended {how}"
         time.sleep(0.02)
     return 0, None, ""

@@ -62,10 +62,11 @@ def test_an_interrupted_run_ends_with_the_same_bits(tmp_path: Path, number: sign
     assert digests(out, steps) == digests(whole, steps)
 
 
-def test_on_another_number_of_shards(tmp_path: Path):
+def test_on_another_number_of_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert run(tmp_path, "out", "--steps", 4, "--shards", 4, "--save-every", 9) == 0
     assert numbers(tmp_path / "out") == [4]
     assert run(tmp_path, "out", "--steps", 8, "--shards", 2, "--resume") == 0
+    assert "going on after step 4 …" in capsys.readouterr().out
     assert run(tmp_path, "whole", "--steps", 8, "--shards", 4) == 0
     losses = [[step["loss"] for step in read_metrics(tmp_path / out)] for out in ("out", "whole")]
     np.testing.assert_allclose(*losses, rtol=1e-5)
