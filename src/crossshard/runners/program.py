@@ -14,12 +14,15 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard import _flax
+from crossshard.distributed.agreement import check_agreement, checksum, processes_of
+from crossshard.distributed.programs import check_same_program
 from crossshard.errors import VariableError
 from crossshard.jaxprs.invariance import varying_axes_of_outputs
 from crossshard.runners.split import Arguments, Hashable, Outputs, as_output, is_numeric
 from crossshard.shards.context import shard_context
 from crossshard.shards.placement import PER_SHARD as PER_SHARD_PLACEMENT
 from crossshard.shards.placement import REPLICATED, Placement
+from crossshard.shards.put import put_whole
 from crossshard.shards.random_streams import own_stream
 from crossshard.variables.binding import (
     Bound,
@@ -142,6 +145,8 @@ class Program:
         self._mesh = mesh
         self._outputs = outputs
         self._call: _Call | None = None
+        self._has_processes = len(processes_of(mesh)) > 1
+        self._is_compared = False
         with self._calling(reached, arguments, _placements(reached, mesh.size)):
             self._found, differs = self._settle()
             self._entering = [each.placement for each in self._now.held]
@@ -162,14 +167,50 @@ class Program:
         """Run the step on these arrays and write its variables."""
         with self._calling(reached, arguments, self._entering):
             held = self._now.held
+            if self._has_processes:
+                self._check_agreement(held)
             for each in held:
                 each.spread(self._mesh.size)
             values = [each.value(how) for each, how in zip(held, self._shardings, strict=True)]
+            if self._has_processes and not self._is_compared:
+                self._check_same(values, arguments)
             outputs, after = self._compiled(values, arguments.leaves)
             written = self._written()
         for each, value in zip(written, after, strict=True):
             each.write(value)
         return self._found.output_tree.unflatten(outputs)
+
+    def _check_agreement(self, held: Sequence[_Held]) -> None:
+        """Raise unless every process brings the same new values of variables.
+
+        What a step has written is on the mesh already, and is not compared again.
+        """
+        new = {
+            f"{describe_variable(each.variable)}, variable {place} of the step": each.variable
+            for place, each in enumerate(held)
+            if any(map(_is_of_this_process, jax.tree.leaves(each.variable.get_raw_value())))
+        }
+        if new:
+            check_agreement(
+                "step",
+                lambda: {name: _checksum(v) for name, v in new.items()},
+                self._mesh,
+                "Every process must start with the same values: create models with the same "
+                "seeds, and restore them in every process.",
+            )
+
+    def _check_same(self, values: Any, arguments: Arguments) -> None:
+        """Raise unless every process is about to run the same program, on the same whole inputs."""
+        pairs = zip(arguments.leaves, arguments.specs, strict=True)
+        whole = [x for x, spec in pairs if spec == PartitionSpec()]
+        check_agreement(
+            "step",
+            lambda: {f"whole array {place}": checksum(x) for place, x in enumerate(whole)},
+            self._mesh,
+            "Every process must pass the same arrays where input_shard_axes has None.",
+        )
+        check_same_program(self._compiled.lower(values, arguments.leaves), self._mesh)
+        self._is_compared = True
 
     def _written(self) -> list[_Held]:
         """The variables that the step writes, with their output placements."""
@@ -291,10 +332,16 @@ class Program:
         run = self._over_mesh(of_one_shard, (self._found.output_specs, specs))
         outputs, after = run(values, leaves)
         joined = [
-            x if from_all else x[0]
+            x if from_all else self._of_first(x)
             for x, (from_all, _) in zip(outputs, self._found.outputs, strict=True)
         ]
         return joined, after
+
+    def _of_first(self, x: jax.Array) -> jax.Array:
+        """The first shard's output, which each of several processes can read."""
+        if not self._has_processes:
+            return x[0]
+        return lax.with_sharding_constraint(x[0], NamedSharding(self._mesh, PartitionSpec()))
 
     def _over_mesh(self, function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
         names = self._mesh.axis_names
@@ -337,7 +384,15 @@ def _numeric(reached: Reached, size: int) -> list[nnx.Variable]:
 
 
 def _placed(x: Any, sharding: NamedSharding) -> Any:
-    return x if getattr(x, "sharding", None) == sharding else jax.device_put(x, sharding)
+    return x if getattr(x, "sharding", None) == sharding else put_whole(x, sharding)
+
+
+def _checksum(variable: nnx.Variable) -> str:
+    return checksum(jax.tree.map(jnp.asarray, stacked(variable.get_raw_value())))
+
+
+def _is_of_this_process(x: Any) -> bool:
+    return getattr(x, "is_fully_addressable", True)
 
 
 def _holds_arrays(value: Any) -> bool:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from crossshard import _jax
+from crossshard.distributed.agreement import processes_of
 from crossshard.distributed.progress import entering
 from crossshard.errors import ArgumentError, ArgumentTypeError, NestedContextError
 from crossshard.runners.program import Program, program_key
@@ -24,6 +25,7 @@ from crossshard.runners.split import (
 )
 from crossshard.shards.context import check_num_shards, get_shard_context
 from crossshard.shards.devices import are_of_all_processes, mesh_for
+from crossshard.shards.put import on_every_device
 from crossshard.variables.discovery import reached_from, reached_in
 
 _TRACING = threading.RLock()
@@ -54,6 +56,7 @@ class ShardedFunction:
         self._input_shard_axes = input_shard_axes
         self._outputs = outputs
         self._is_of_all_processes = are_of_all_processes(mesh)
+        self._is_here = jax.process_index() in processes_of(mesh)
         self._programs: dict[Any, Program] = {}
 
     @property
@@ -69,6 +72,13 @@ class ShardedFunction:
                 f"A runner over {self._mesh.size} shards was called inside a shard context of "
                 f"{outer.number_of_shards}. Call it outside; inside a step, call the function "
                 f"itself."
+            )
+        if not self._is_here:
+            raise ArgumentError(
+                f"The {self._mesh.size} shards of this step have no device of process "
+                f"{jax.process_index()}. Every process of the job calls a step, so pass "
+                f"num_shards={len(jax.devices())}, for the devices of all of them; or "
+                f"mesh=jax.sharding.Mesh(jax.local_devices(), 'shards'), for a step of its own."
             )
         if _jax.bound_axes():
             raise NestedContextError(
@@ -125,7 +135,8 @@ def shard(
     Args:
       computation: the function of one shard.
       inputs: a list of its arguments. Arrays and pytrees of arrays are split; modules, variables,
-        optimizers and other values are passed to every shard.
+        optimizers and other values are passed to every shard. If there are several processes, each
+        passes its own part of the arrays, and the same of all else.
       num_shards: the number of shards, one per device.
       input_shard_axes: for each positional input the axis to split, or ``None`` to pass the full
         array; axis 0 by default.
@@ -240,6 +251,7 @@ def replicate(
     stacked = runner(
         *(_stack(place, values) for place, values in enumerate(zip(*lists, strict=True)))
     )
+    stacked = jax.tree.map(on_every_device, stacked)
     return [jax.tree.map(lambda x, r=r: x[r], stacked) for r in range(len(lists))]
 
 

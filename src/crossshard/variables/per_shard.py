@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 
 from crossshard.errors import ArgumentError, VariableError
+from crossshard.shards.put import on_every_device
 from crossshard.variables.binding import bound
 from crossshard.variables.describe import describe_variable
 from crossshard.variables.discovery import variables_in
@@ -216,7 +217,7 @@ def merge_shards(node: Any, shard: int | None = None) -> Any:
         shard's of others.
 
     Returns:
-      The copy; ``node`` does not change.
+      The copy; ``node`` does not change. If there are several processes, all must call it.
 
     Raises:
       ArgumentError: there is no such shard.
@@ -237,7 +238,7 @@ def merge_shards(node: Any, shard: int | None = None) -> Any:
             continue
         if shard is not None and not -number <= shard < number:
             raise ArgumentError(f"shard must name one of the {number} shards; got {shard}.")
-        values = stacked(variable.get_raw_value())
+        values = jax.tree.map(on_every_device, stacked(variable.get_raw_value()))
         if shard is not None:
             variable.set_raw_value(jax.tree.map(lambda x: x[shard], values))
             continue
