@@ -107,18 +107,18 @@ def whole_step(rule: str, update: str, job: Job) -> Any:
 
 
 @feature
-def weights(job: Job) -> Any:
-    return trained(job, job.step(weighted, weight="mask"))[1]
+def weights_metrics_average_and_evaluation(job: Job) -> Any:
+    names = ["grad_norm", "local_grad_norm", "update_norm", "param_norm"]
+    step = job.step(weighted, weight="mask", metrics=names, ema=0.9)
+    state, found = trained(job, step)
+    error = lambda params, batch: ((batch["x"] @ params["kernel"] - 1) ** 2).mean(-1)
+    evaluated = step.evaluate(state, job.batches(), error)
+    return found | {"average": step.model(state, ema=True), "error": evaluated}
 
 
 @feature
-def accumulation(job: Job) -> Any:
-    return trained(job, job.step(accumulate_steps=2))[1]
-
-
-@feature
-def gradients_sent_in_16_bits(job: Job) -> Any:
-    return trained(job, job.step(rule="sgd", reduce_dtype="bfloat16"))[1]
+def accumulation_and_gradients_sent_in_16_bits(job: Job) -> Any:
+    return trained(job, job.step(rule="sgd", accumulate_steps=2, reduce_dtype="bfloat16"))[1]
 
 
 @feature
@@ -143,12 +143,6 @@ def masters(job: Job) -> Any:
     found = trained(job, job.step(loss, master_dtype="float32"), half)[1]
     # A parameter may be rounded to either neighbour.
     return {"opt_state": found["opt_state"]}
-
-
-@feature
-def metrics(job: Job) -> Any:
-    names = ["grad_norm", "local_grad_norm", "update_norm", "param_norm"]
-    return trained(job, job.step(metrics=names))[1]
 
 
 @feature
@@ -178,19 +172,7 @@ def model_axis(job: Job) -> Any:
 
 
 @feature
-def moving_average(job: Job) -> Any:
-    step = job.step(ema=0.9)
-    state, found = trained(job, step)
-    return found | {"average": step.model(state, ema=True)}
-
-
-@feature
-def what_is_trained(job: Job) -> Any:
-    return trained(job, job.step(wrt=lambda path, leaf: path[0].key == "kernel"))[1]
-
-
-@feature
-def state_aux_and_entries(job: Job) -> Any:
+def trained_part_state_aux_and_entries(job: Job) -> Any:
     def loss(params: Any, state: Any, batch: Any) -> Any:
         rows = jnp.tanh(batch["x"] @ params["kernel"]).mean(-1) * batch["scale"]
         state = {"mean": 0.5 * (state["mean"] + rows.mean())}
@@ -203,19 +185,12 @@ def state_aux_and_entries(job: Job) -> Any:
         has_aux=True,
         aux_reduction="sum",
         replicated_entries=("scale",),
+        wrt=lambda path, leaf: path[0].key == "kernel",
     )
     state = step.init(START, model_state={"mean": np.float32(0)})
     for batch in job.batches():
         state, metrics = step(state, {"x": batch["x"], "scale": 1.5})
     return {"model": step.model(state), "aux": metrics["aux"]}
-
-
-@feature
-def evaluation(job: Job) -> Any:
-    step = job.step(weighted, weight="mask")
-    state, _ = trained(job, step)
-    error = lambda params, batch: ((batch["x"] @ params["kernel"] - 1) ** 2).mean(-1)
-    return {"error": step.evaluate(state, job.batches(), error)}
 
 
 def not_finite(action: str, job: Job) -> Any:
@@ -280,13 +255,11 @@ def checkpoints(job: Job) -> Any:
 
 
 @feature
-def module_with_dropout(job: Job) -> Any:
-    def loss(net: Net, batch: Any) -> jax.Array:
-        return ((net(batch["x"]) - 1) ** 2).mean()
-
+def module(job: Job) -> Any:
+    loss = lambda net, batch: ((net(batch["x"]) - 1) ** 2).mean()
     step = job.step(loss)
     state, found = trained(job, step, Net())
-    return found | {"merged": nnx.state(step.model(state), nnx.Not(nnx.RngState))}
+    return found | {"merged": nnx.state(step.model(state))}
 
 
 # The Optax idiom.
@@ -322,12 +295,12 @@ def optax_idiom(rule: str, update: str, job: Job) -> Any:
 
 
 class Net(nnx.Module):
-    """A model with statistics and random streams, which each shard has of its own."""
+    """A model with statistics, and perhaps random streams, which each shard has of its own."""
 
-    def __init__(self, seed: int = 0):
-        self.norm = nnx.BatchNorm(16, rngs=nnx.Rngs(seed))
-        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
-        self.linear = nnx.Linear(16, 4, rngs=nnx.Rngs(seed))
+    def __init__(self, rate: float = 0.0):
+        self.norm = nnx.BatchNorm(16, rngs=nnx.Rngs(0))
+        self.dropout = nnx.Dropout(rate, rngs=nnx.Rngs(1)) if rate else lambda x: x
+        self.linear = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.linear(self.dropout(self.norm(x)))
@@ -360,7 +333,7 @@ def stateful_stages(job: Job) -> Any:
 
 @feature
 def stateful_module(job: Job) -> Any:
-    model, opt = Net(), CrossShardOptimizer(RULES["adamw"]())
+    model, opt = Net(0.5), CrossShardOptimizer(RULES["adamw"]())
     step = runner(job)
     losses = [step(model, opt, job.own(x)).mean() for x in X]
     merged = nnx.state(crossshard.merge_shards(model), nnx.Not(nnx.RngState))

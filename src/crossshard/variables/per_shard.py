@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import nnx, serialization
 
 from crossshard.errors import ArgumentError, VariableError
 from crossshard.shards.put import on_every_device
@@ -22,8 +22,8 @@ class PerShardArray:
     compute nonsense, so arithmetic on it raises. ``merge_shards`` returns a model to compute with;
     ``variable[...].array`` is the values, and so is ``np.asarray(variable[...])``.
 
-    In a checkpoint its path ends with ``per_shard``. To restore one, first take a step with the new
-    model and optimizer, as ``build`` creates slots, so that they have the same structure.
+    In a checkpoint its path ends with ``per_shard``. To restore one, first call ``build`` of the
+    step with the new model and optimizer, so that they have the same structure.
 
     Attributes:
       array: ``[shards, …]``.
@@ -114,6 +114,15 @@ _REFUSED = """
 """.split()
 for _name in _REFUSED:
     setattr(PerShardArray, f"__{_name}__", PerShardArray._refuse)
+
+
+def _from_state_dict(target: PerShardArray, saved: Any) -> PerShardArray:
+    return PerShardArray(serialization.from_state_dict(target.array, saved["per_shard"]))
+
+
+serialization.register_serialization_state(
+    PerShardArray, lambda value: {"per_shard": value.array}, _from_state_dict
+)
 
 
 def is_per_shard_array(leaf: Any) -> bool:
