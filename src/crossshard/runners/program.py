@@ -68,12 +68,17 @@ class _Held:
         lead = (size,) if self.placement.per_shard and not is_per_shard(self.variable) else ()
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((*lead, *jnp.shape(x)), jnp.asarray(x).dtype),
-            stacked(self.variable.get_raw_value()),
+            self.raw_value,
         )
+
+    @property
+    def raw_value(self) -> Any:
+        """What it holds, with ``[shards, …]`` arrays where it is per shard."""
+        return stacked(self.variable.get_raw_value())
 
     def value(self, sharding: NamedSharding) -> Any:
         """Its input value, on the devices."""
-        value = stacked(self.variable.get_raw_value())
+        value = self.raw_value
         if isinstance(value, jax.Array):
             return _placed(value, sharding)
         return jax.tree.map(lambda x: _placed(x, sharding), value)
@@ -167,50 +172,49 @@ class Program:
         """Run the step on these arrays and write its variables."""
         with self._calling(reached, arguments, self._entering):
             held = self._now.held
-            if self._has_processes:
-                self._check_agreement(held)
             for each in held:
                 each.spread(self._mesh.size)
             values = [each.value(how) for each, how in zip(held, self._shardings, strict=True)]
-            if self._has_processes and not self._is_compared:
-                self._check_same(values, arguments)
+            if self._has_processes:
+                self._compare(held, values, arguments)
             outputs, after = self._compiled(values, arguments.leaves)
             written = self._written()
         for each, value in zip(written, after, strict=True):
             each.write(value)
         return self._found.output_tree.unflatten(outputs)
 
-    def _check_agreement(self, held: Sequence[_Held]) -> None:
-        """Raise unless every process brings the same new values of variables.
+    def _compare(self, held: Sequence[_Held], values: Sequence[Any], arguments: Arguments) -> None:
+        """Raise unless every process brings the same new variables, whole inputs and program.
 
-        What a step has written is on the mesh already, and is not compared again.
+        What is on the mesh already comes from a step, and is not compared again.
         """
-        new = {
-            f"{describe_variable(each.variable)}, variable {place} of the step": each.variable
-            for place, each in enumerate(held)
-            if any(map(_is_of_this_process, jax.tree.leaves(each.variable.get_raw_value())))
+        is_new = lambda each: any(map(_is_of_this_process, jax.tree.leaves(each.raw_value)))
+        new = [(place, each) for place, each in enumerate(held) if is_new(each)]
+        given = {
+            f"{describe_variable(each.variable)}, variable {place} of the step,": each.raw_value
+            for place, each in new
         }
-        if new:
+        if not self._is_compared:
+            pairs = zip(arguments.leaves, arguments.specs, strict=True)
+            whole = [x for x, spec in pairs if spec == PartitionSpec()]
+            given |= {f"whole input {place}": x for place, x in enumerate(whole)}
+        if given:
             check_agreement(
                 "step",
-                lambda: {name: _checksum(v) for name, v in new.items()},
+                lambda: {
+                    name: checksum(jax.tree.map(jnp.asarray, value))
+                    for name, value in given.items()
+                },
                 self._mesh,
-                "Every process must start with the same values: create models with the same "
-                "seeds, and restore them in every process.",
+                "Every process must pass the same models, optimizers, and arrays that are not "
+                "split: create them with the same seeds, and restore them in every process.",
             )
-
-    def _check_same(self, values: Any, arguments: Arguments) -> None:
-        """Raise unless every process is about to run the same program, on the same whole inputs."""
-        pairs = zip(arguments.leaves, arguments.specs, strict=True)
-        whole = [x for x, spec in pairs if spec == PartitionSpec()]
-        check_agreement(
-            "step",
-            lambda: {f"whole array {place}": checksum(x) for place, x in enumerate(whole)},
-            self._mesh,
-            "Every process must pass the same arrays where input_shard_axes has None.",
-        )
-        check_same_program(self._compiled.lower(values, arguments.leaves), self._mesh)
-        self._is_compared = True
+        for place, each in new:
+            if isinstance(each.raw_value, jax.Array):
+                each.write(values[place])
+        if not self._is_compared:
+            check_same_program(self._compiled.lower(values, arguments.leaves), self._mesh)
+            self._is_compared = True
 
     def _written(self) -> list[_Held]:
         """The variables that the step writes, with their output placements."""
@@ -385,10 +389,6 @@ def _numeric(reached: Reached, size: int) -> list[nnx.Variable]:
 
 def _placed(x: Any, sharding: NamedSharding) -> Any:
     return x if getattr(x, "sharding", None) == sharding else put_whole(x, sharding)
-
-
-def _checksum(variable: nnx.Variable) -> str:
-    return checksum(jax.tree.map(jnp.asarray, stacked(variable.get_raw_value())))
 
 
 def _is_of_this_process(x: Any) -> bool:
