@@ -8,7 +8,7 @@ import tyro
 
 from crossshard.errors import ArgumentError
 
-Bench = Literal["update", "step", "accumulation", "ema", "overhead", "import"]
+Bench = Literal["update", "step", "processes", "accumulation", "ema", "overhead", "import"]
 BENCHES: tuple[Bench, ...] = get_args(Bench)
 
 # Virtual CPU devices beyond this measure only how threads queue.
@@ -24,6 +24,8 @@ class BenchOptions:
 
     step: whole steps with forward and backward, from 10 thousand to 50 million parameters, against
     the step written by hand.
+
+    processes: whole steps in 2 and 4 processes, against PyTorch's DDP and ZeRO over gloo.
 
     accumulation: four microbatches and one update, against optax.MultiSteps in the step written by
     hand: time, and bytes sent.
@@ -41,7 +43,7 @@ class BenchOptions:
     benches: Annotated[
         tyro.conf.Positional[tuple[Bench, ...]],
         tyro.conf.arg(
-            metavar="[update] [step] [accumulation] [ema] [overhead] [import]",
+            metavar="[update] [step] [processes] [accumulation] [ema] [overhead] [import]",
             help_behavior_hint="(default: all)",
         ),
     ] = BENCHES
@@ -51,11 +53,11 @@ class BenchOptions:
         tuple[int, ...],
         tyro.conf.arg(
             metavar="INT ...",
-            help_behavior_hint="(default: 8 2 for update, 1 2 4 8 for step, 2 8 for accumulation "
-            "and ema, 1 8 for overhead)",
+            help_behavior_hint="(default: 8 2 for update, 1 2 4 8 for step, 2 4 for processes, 2 8 "
+            "for accumulation and ema, 1 8 for overhead)",
         ),
     ] = ()
-    """Numbers of shards to run each benchmark with."""
+    """Numbers of shards to run each benchmark with, or of processes."""
 
     rounds: int = 15
     """Rounds; in each, every candidate in turn takes some steps."""
@@ -89,6 +91,7 @@ class BenchOptions:
 _SHARDS: dict[Bench, tuple[int, ...]] = {
     "update": (8, 2),
     "step": (1, 2, 4, 8),
+    "processes": (2, 4),
     "accumulation": (2, 8),
     "ema": (2, 8),
     "overhead": (1, 8),

@@ -30,7 +30,7 @@ def draw(bench: Bench, results: Sequence[Result], path: Path) -> None:
     if not results:
         return
     figure = Figure(dpi=150, layout="constrained")
-    if bench in ("update", "accumulation", "ema"):
+    if bench in ("update", "processes", "accumulation", "ema"):
         _draw_candidates(figure, results)
     elif bench == "step":
         _draw_steps(figure, results)

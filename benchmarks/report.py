@@ -50,6 +50,11 @@ _HEADS: dict[Bench, tuple[str, str]] = {
         "Forward pass, backward pass, reduction and AdamW in float32. The global batch is the same "
         "for every number of shards.",
     ),
+    "processes": (
+        "Several processes",
+        "Forward pass, backward pass, reduction and AdamW in float32, in processes of one device "
+        "each on this machine. The global batch is the same for every number of processes.",
+    ),
     "accumulation": (
         "Accumulation",
         "Four microbatches, one reduction or four, and one update with AdamW in float32. A step is "
@@ -97,6 +102,15 @@ and two moments are read once (3·P), the moments are written once (2·P) and th
 into every shard's copy (N·P). That is (2·N + 5)·P·4 bytes, divided by the measured memory \
 bandwidth: the best of several large copies on all cores, reads and writes both counted.""",
     "step": f"{_IN_TURN}\n\n{_PROBLEMS}",
+    "processes": f"""\
+{_IN_TURN}
+
+The MLP has four layers of one width and 128 rows in all. Each candidate is a group of processes \
+that sleeps between its turns; messages go over gloo and the loopback. PyTorch's gradients are \
+views of the buckets that DDP reduces beside the backward pass, and its AdamW is the fused one; \
+with ZeRO each rank updates a part of the parameters and broadcasts it. All wait for the loss of \
+each step. *Differs by*: the largest difference from "ours, replicated" after the same steps, over \
+the last element of every array.""",
     "accumulation": f"""\
 {_IN_TURN}
 

@@ -12,7 +12,7 @@ class Result:
     Attributes:
       problem: a short name of the problem.
       parameters: the number of trainable parameters.
-      shards: the number of shards; ``None`` without steps.
+      shards: the number of shards; ``None`` without steps, or if the problem tells it.
       timing: the times of every candidate.
       differences: the largest difference of each candidate's parameters from the first one's
         after the same few steps.

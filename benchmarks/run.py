@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import jax
 
 import crossshard
-from benchmarks import accumulation, ema, imports, overhead, step, update
+from benchmarks import accumulation, ema, imports, overhead, processes, step, update
 from benchmarks.machine import this_machine
 from benchmarks.options import Bench, BenchOptions
 from benchmarks.progress import Screen
@@ -37,6 +37,8 @@ def _results(
 ) -> Iterator[Result]:
     if bench == "update":
         return update.measure(options, screen, versions)
+    if bench == "processes":
+        return processes.measure(options, screen, versions)
     benches = {
         "step": step,
         "accumulation": accumulation,

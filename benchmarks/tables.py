@@ -39,7 +39,12 @@ class Table:
 
 def make_tables(bench: Bench, results: Sequence[Result]) -> list[Table]:
     """The tables of a benchmark; none without results."""
-    each = {"update": _of_update, "accumulation": _of_accumulation, "ema": _of_ema}
+    each = {
+        "update": _of_update,
+        "processes": _of_processes,
+        "accumulation": _of_accumulation,
+        "ema": _of_ema,
+    }
     if bench in each:
         return [each[bench](result) for result in results]
     if not results:
@@ -77,6 +82,29 @@ def _of_update(result: Result) -> Table:
             "÷ lower bound",
             "minimum ÷ lower bound",
             *_RATIOS,
+            "differs by",
+        ],
+        rows,
+    )
+
+
+def _of_processes(result: Result) -> Table:
+    timing, ours = result.timing, (OURS_REPLICATED, OURS_SHARDED)
+    rows = [
+        [
+            name,
+            *_milliseconds(timing.spread(name)),
+            *(cell for each in ours for cell in [*_ratio(timing.ratio(each, name))][:2]),
+            f"{result.differences[name]:.0e}",
+        ]
+        for name in timing.seconds
+    ]
+    return Table(
+        result.title(),
+        [
+            "candidate",
+            *_TIMES,
+            *(head for each in ours for head in (f"{each} ÷ this", "quartiles")),
             "differs by",
         ],
         rows,

@@ -7,16 +7,16 @@ are, without a copy, all under way at once.
 """
 
 import json
-import os
-import socket
 import sys
-import tempfile
-import time
 from multiprocessing.connection import Connection
 
 import torch  # type: ignore[import-not-found]
 import torch.distributed as dist  # type: ignore[import-not-found]
-import torch.multiprocessing as multiprocessing  # type: ignore[import-not-found]
+from gloo_ranks import (  # type: ignore[import-not-found]
+    answer,
+    last_numbers,
+)
+from ranks import serve  # type: ignore[import-not-found]
 from torch.distributed.optim import (  # type: ignore[import-not-found]
     ZeroRedundancyOptimizer,
 )
@@ -63,7 +63,7 @@ class Replica:
 
     def sample(self) -> list[float]:
         """The last number of every array."""
-        return [param.flatten()[-1].item() for param in self._params]
+        return last_numbers(self._params)
 
 
 def _buckets(params: list) -> list:
@@ -84,61 +84,12 @@ def _buckets(params: list) -> list:
 
 
 def run_rank(rank: int, problem: dict, folder: str, asked: Connection) -> None:
-    """Be one rank: sleep until a question comes, answer it, leave at None."""
+    """Be one rank."""
     ranks = len(problem["scales"])
-    torch.set_num_threads(max(1, problem["cores"] // ranks))
-    # A file for a meeting place and the loopback for messages: nothing listens to the outside.
-    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    os.environ["GLOO_SOCKET_IFNAME"] = loopback
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=ranks
-    )
-    replicas: dict[str, Replica] = {}
-    while (question := asked.recv()) is not None:
-        variant = question["variant"]
-        if variant not in replicas:
-            replicas[variant] = Replica(problem, rank, sharded=variant == "zero")
-        dist.barrier()
-        began = time.perf_counter()
-        for _ in range(question["steps"]):
-            replicas[variant].step()
-        dist.barrier()
-        seconds = time.perf_counter() - began
-        asked.send({"seconds": seconds, "sample": replicas[variant].sample()})
-    dist.destroy_process_group()
-
-
-def main() -> None:
-    """Start the ranks, pass every question on to all of them, and answer for the last one."""
-    # Answers go where stdout went; whatever else is printed must not stand between them.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    problem = json.loads(sys.argv[1])
-    with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.get_context("spawn")
-        ranks, ends = [], []
-        for rank in range(len(problem["scales"])):
-            ours, theirs = context.Pipe()
-            arguments = (rank, problem, folder, theirs)
-            ranks.append(context.Process(target=run_rank, args=arguments, daemon=True))
-            ranks[-1].start()
-            # Or a rank that dies would leave us waiting for its answer.
-            theirs.close()
-            ends.append(ours)
-        for line in sys.stdin:
-            question = json.loads(line)
-            if question["variant"] == "versions":
-                answer = {"versions": {"PyTorch": torch.__version__}}
-            else:
-                for end in ends:
-                    end.send(question)
-                answer = [end.recv() for end in ends][-1]
-            print(json.dumps(answer), file=answers, flush=True)
-        for end in ends:
-            end.send(None)
-        for rank_process in ranks:
-            rank_process.join()
+    make = lambda variant: Replica(problem, rank, sharded=variant == "zero")
+    answer(rank, ranks, problem["cores"], folder, asked, make)
 
 
 if __name__ == "__main__":
-    main()
+    asked = json.loads(sys.argv[1])
+    serve(run_rank, len(asked["scales"]), asked, {"PyTorch": torch.__version__})

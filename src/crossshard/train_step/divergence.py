@@ -20,7 +20,7 @@ from crossshard.shards.partition import slice_index
 from crossshard.shards.placement import Placement
 from crossshard.train_step.bits import from_words, hash_of, to_words
 from crossshard.train_step.layout import StateLayout
-from crossshard.train_step.state import TrainState
+from crossshard.train_step.state import TrainState, names_of
 
 
 class OnDivergence(enum.StrEnum):
@@ -133,10 +133,9 @@ def _copies(layout: StateLayout, state: TrainState) -> list[_Copies]:
 
 def names_of_compared(layout: StateLayout, state: TrainState) -> tuple[str, ...]:
     """The names of the leaves that are compared, in their order."""
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     return tuple(
-        jax.tree_util.keystr(path).removeprefix(".").removesuffix(".value")
-        for path, copies in zip(paths, _copies(layout, state), strict=True)
+        name
+        for name, copies in zip(names_of(state), _copies(layout, state), strict=True)
         if copies is not _Copies.NONE
     )
 

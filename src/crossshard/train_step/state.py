@@ -51,3 +51,11 @@ class TrainState:
     rng_impl: Any = dataclasses.field(metadata={"static": True})
     grouped: bool = dataclasses.field(metadata={"static": True})
     other_axes: tuple[Any, ...] = dataclasses.field(default=(), metadata={"static": True})
+
+
+def names_of(state: TrainState) -> tuple[str, ...]:
+    """The name of each array of a state, such as ``"opt_state.inner_state[0].mu"``."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    return tuple(
+        jax.tree_util.keystr(path).removeprefix(".").removesuffix(".value") for path in paths
+    )

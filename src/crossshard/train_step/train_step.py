@@ -30,6 +30,7 @@ from crossshard.train_step.layout import StateLayout, check_key
 from crossshard.train_step.mesh import number_of_shards
 from crossshard.train_step.model_state import check_initial
 from crossshard.train_step.models import check_params, combine, partition
+from crossshard.train_step.replay import copy, differing
 from crossshard.train_step.state import TrainState
 from crossshard.train_step.step_function import StepFunction
 from crossshard.train_step.watch import Watch
@@ -469,6 +470,40 @@ class TrainStep:
         """
         _check_state(state)
         return names_of_compared(self._layout_of(state), state)
+
+    def replay(self, state: TrainState, batch: Any) -> dict[str, tuple[int, ...]]:
+        """Take a step twice, and tell what of the next state differs, bit by bit.
+
+        It finds arithmetic that is wrong now and then, in slices of which no other shard has a copy
+        too. The given state stays valid and is not stepped; there must be memory for two more.
+
+        Args:
+          state: a state of this step.
+          batch: as for a call.
+
+        Returns:
+          The names of the arrays that differ, and for each the shards whose part or copy does;
+          empty if none differs.
+
+        >>> import jax.numpy as jnp, optax
+        >>> from crossshard import make_train_step
+        >>> step = make_train_step(lambda w, x: (w * x).mean(), optax.sgd(0.1), num_shards=1)
+        >>> step.replay(step.init(jnp.float32(3)), jnp.ones(1))
+        {}
+        """
+        _check_state(state)
+        if not _jax.at_top_level():
+            raise ArgumentError(
+                "replay compares two runs on the host, which a function that jax traces cannot. "
+                "Call it outside of jax.jit."
+            )
+        first, again = (self._replayed(state, batch) for _ in range(2))
+        with _jax.in_place_of_the_users_mesh(self._mesh):
+            return differing(self._layout_of(state), first, again)
+
+    def _replayed(self, state: TrainState, batch: Any) -> TrainState:
+        with entering("replay") if self._is_of_all_processes else contextlib.nullcontext():
+            return self._run_once(copy(state), batch)[0]
 
     def describe(self) -> str:
         """The pipeline, the weight update with its reason, and the arrays with their sizes.

@@ -1,7 +1,7 @@
-"""What it costs to compare the shards' copies: `python -m benchmarks.divergence`.
+"""What it costs to watch for faults, by copies and by quarantine: `python -m benchmarks.faults`.
 
-A comparison comes once in many steps, so its cost is measured where every step has one, and the
-cost of the other steps where none has.
+A comparison of copies comes once in many steps, so its cost is measured where every step has one,
+and the cost of the other steps where none has.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import crossshard
 from benchmarks.baselines import Candidate, Turn
@@ -25,8 +25,17 @@ from benchmarks.timing import Timing
 
 EVERY = 100
 WITHOUT, NEVER, ALWAYS = "without", "not compared", "compared at every step"
+QUARANTINE, TOGETHER = "quarantine", "quarantine, not compared"
 # The first step is compared, which the warm-up takes.
-_CASES = {WITHOUT: None, NEVER: 2**30, ALWAYS: 1}
+_NEVER, _ALWAYS = {"check_divergence": 2**30}, {"check_divergence": 1}
+_QUARANTINE = {"nonfinite": "quarantine"}
+_CASES: dict[str, dict[str, Any]] = {
+    WITHOUT: {},
+    NEVER: _NEVER,
+    ALWAYS: _ALWAYS,
+    QUARANTINE: _QUARANTINE,
+    TOGETHER: _QUARANTINE | _NEVER,
+}
 Update = Literal["replicated", "sharded"]
 _KINDS: tuple[tuple[Update, str], ...] = (
     ("replicated", "raise"),
@@ -43,6 +52,10 @@ _HEADS = (
     "a comparison costs, ms",
     "quartiles",
     f"every {EVERY} steps, % of a step",
+    "quarantine costs, ms",
+    "quartiles",
+    "% of a step",
+    "together, % of a step",
 )
 
 
@@ -75,31 +88,32 @@ def main() -> None:
         return
     assert problem is not None
     paragraphs = (
-        "# Comparing copies",
-        f"What `check_divergence={EVERY}` costs: the step of the demo's transformer of "
-        f"{problem.parameters:,} parameters, with AdamW in float32.",
+        "# Watching for faults",
+        f"What `check_divergence={EVERY}` and `nonfinite='quarantine'` cost: the step of the "
+        f"demo's transformer of {problem.parameters:,} parameters, with AdamW in float32.",
         table,
         f"Milliseconds of processor time of all devices, which are virtual and share the cores: "
-        f"other load changes these less than the time by the clock. Three steps take turns of a "
-        f"few steps each, of which the first is not timed: one without comparisons, one whose "
-        f"comparison is never due, and one that compares before every step. *Other steps cost* is "
-        f"the second less the first, and *a comparison costs* the third less the second, within a "
-        f"round: medians and quartiles of {options.rounds} rounds. The last column is the first "
-        f"cost and {EVERY}⁻¹ of the second, relative to the step without. A difference whose "
-        f"quartiles have both signs is smaller than the noise.",
+        f"other load changes these less than the time by the clock. Five steps take turns of a few "
+        f"steps each, of which the first is not timed: one without anything, one whose comparison "
+        f"is never due, one that compares before every step, one with quarantine, and one with "
+        f"quarantine whose comparison is never due. *Other steps cost* is the second less the "
+        f"first, *a comparison costs* the third less the second, and *quarantine costs* the fourth "
+        f"less the first, within a round: medians and quartiles of {options.rounds} rounds. "
+        f"*Together* is the fifth less the first and {EVERY}⁻¹ of a comparison, relative to the "
+        f"step without. A difference whose quartiles have both signs is smaller than the noise.",
         f"{machine.cpu}, {machine.cores} cores; load {machine.load:g} before it began; JAX "
         f"{version('jax')}, {datetime.datetime.now(datetime.UTC):%Y-%m-%d}. To repeat: "
-        f"`python -m benchmarks.divergence`.",
+        f"`python -m benchmarks.faults`.",
     )
     options.out.write_text("\n\n".join(paragraphs) + "\n", encoding="utf-8")
 
 
 def make_candidates(problem: Problem, shards: int, update: Update, action: str) -> list[Candidate]:
-    """The three steps, of one weight update and one action."""
+    """The five steps, of one weight update and one action."""
     candidates: list[Candidate] = []
-    for name, every in _CASES.items():
-        options = {} if every is None else {"check_divergence": every, "on_divergence": action}
-        candidate = ours(problem, shards, update, **options)
+    for name, options in _CASES.items():
+        repairs = {"on_divergence": action} if "check_divergence" in options else {}
+        candidate = ours(problem, shards, update, **options, **repairs)
         candidate.name = name
         candidates.append(_OfProcessor(candidate))
     return candidates
@@ -126,14 +140,20 @@ def cells(timing: Timing) -> list[str]:
     step = timing.spread(WITHOUT).times(1000)
     others = timing.difference(NEVER, WITHOUT).times(1000)
     comparison = timing.difference(ALWAYS, NEVER).times(1000)
-    share = (others.median + comparison.median / EVERY) / step.median
+    quarantine = timing.difference(QUARANTINE, WITHOUT).times(1000)
+    together = timing.difference(TOGETHER, WITHOUT).times(1000)
+    of_step = lambda cost: f"{100 * cost / step.median:.2f}"
     return [
         three_digits(step.median),
         three_digits(others.median),
         f"{three_digits(others.low)} to {three_digits(others.high)}",
         three_digits(comparison.median),
         f"{three_digits(comparison.low)} to {three_digits(comparison.high)}",
-        f"{100 * share:.2f}",
+        of_step(others.median + comparison.median / EVERY),
+        three_digits(quarantine.median),
+        f"{three_digits(quarantine.low)} to {three_digits(quarantine.high)}",
+        of_step(quarantine.median),
+        of_step(together.median + comparison.median / EVERY),
     ]
 
 

@@ -1,0 +1,70 @@
+"""Benchmark of whole steps in several processes: ours against PyTorch's DDP and ZeRO over gloo."""
+
+import contextlib
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.baselines import OURS_REPLICATED, OURS_SHARDED, Candidate
+from benchmarks.floor import cores
+from benchmarks.interleave import interleave
+from benchmarks.options import BenchOptions
+from benchmarks.peer import Peer, PeerCandidate, PeerError
+from benchmarks.problem import B1, B2, EPS, LEARNING_RATE, WEIGHT_DECAY
+from benchmarks.progress import Screen
+from benchmarks.result import Result
+from crossshard.distributed.addresses import free_port
+from crossshard.distributed.job import LOOPBACK
+
+DDP, ZERO = "PyTorch gloo DDP", "PyTorch gloo DDP + ZeRO"
+
+_LAYERS, _ROWS = 4, 128
+_SIZES, _QUICK_SIZES = (1_000_000, 10_000_000), (1_000,)
+_OURS = {"replicated": OURS_REPLICATED, "sharded": OURS_SHARDED}
+_THEIRS = {"ddp": DDP, "zero": ZERO}
+
+
+def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> Iterator[Result]:
+    """A result for every size and number of processes; adds PyTorch's version to ``versions``."""
+    for size in _QUICK_SIZES if options.quick else _SIZES:
+        for number in options.shards_for("processes"):
+            width = 8 * max(1, round(math.sqrt(size / _LAYERS) / 8))
+            parameters = _LAYERS * (width + 1) * width
+            name = f"MLP of {parameters:,} parameters in {number} processes"
+            screen.tell(f"{name}: starting all of them")
+            problem = {
+                "ranks": number,
+                "coordinator": f"{LOOPBACK}:{free_port(LOOPBACK)}",
+                "width": width,
+                "layers": _LAYERS,
+                "rows": _ROWS,
+                "learning_rate": LEARNING_RATE,
+                "b1": B1,
+                "b2": B2,
+                "eps": EPS,
+                "weight_decay": WEIGHT_DECAY,
+                "cores": cores(),
+            }
+            with contextlib.ExitStack() as running:
+                ours = Peer("crossshard", Path(sys.executable), "jax_ranks_peer.py", problem)
+                running.enter_context(ours)
+                candidates: list[Candidate] = _candidates(ours, _OURS)
+                try:
+                    python = options.peers / "peer-torch" / "bin" / "python"
+                    theirs = Peer("PyTorch", python, "torch_ddp_peer.py", problem)
+                    running.enter_context(theirs)
+                    versions |= theirs.versions()
+                    candidates += _candidates(theirs, _THEIRS)
+                except PeerError as why:
+                    screen.note(f"Left out: {why}")
+                screen.tell(name)
+                timing, differences = interleave(candidates, options.rounds, screen.round)
+            yield Result(name, parameters, None, timing, differences)
+
+
+def _candidates(peer: Peer, variants: dict[str, str]) -> list[Candidate]:
+    for variant in variants:
+        # Built now: a failure here leaves out this peer only.
+        peer.run(variant, steps=0)
+    return [PeerCandidate(name, peer, variant) for variant, name in variants.items()]
