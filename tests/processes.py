@@ -56,6 +56,8 @@ def run_processes(
     try:
         for started in running:
             started.wait(timeout=patience)
+    except subprocess.TimeoutExpired:
+        pass  # reported below, with what it said last
     finally:
         for started in running:
             started.kill()

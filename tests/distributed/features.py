@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -366,6 +367,31 @@ def runners_of_whole_arrays_and_first_outputs(job: Job) -> Any:
         "total": several[1].sum(),
         "replicas": crossshard.replicate(lambda x: jax.lax.psum(x, "shards"), replicas),
     }
+
+
+@feature
+def runners_of_processes_that_differ(job: Job) -> Any:
+    """Each is refused by name, in every process, before anything is sent."""
+    if job.processes == 1:
+        return {"refused": np.array(True)}
+    step, x = runner(job), job.own(X[0])
+
+    def call(seed: int, rate: float) -> None:
+        model = nnx.Linear(16, 4, rngs=nnx.Rngs(seed))
+        step(model, CrossShardOptimizer(optax.sgd(rate)), x)
+
+    with pytest.raises(crossshard.ArgumentError, match=r"process 1 passed Param float32\[16,4\]"):
+        call(job.process, 0.1)
+    # Of the others, each is odd.
+    with pytest.raises(crossshard.ProgramMismatchError, match=r"1.* differs?\."):
+        call(0, 0.1 * (1 + job.process))
+    of_first = crossshard.shard(num_shards=job.devices)(lambda x: x)
+    if job.process:
+        with pytest.raises(crossshard.ArgumentError, match=f"no device of process {job.process}"):
+            of_first(x)
+    own = crossshard.shard(mesh=Mesh(jax.local_devices(), "shards"))(lambda x: x.sum())
+    np.testing.assert_allclose(own(x).sum(), x.sum(), rtol=1e-5)
+    return {"refused": np.array(True)}
 
 
 for _rule in RULES:

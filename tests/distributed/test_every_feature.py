@@ -2,6 +2,7 @@
 
 import functools
 import json
+import sys
 import traceback
 import warnings
 from pathlib import Path
@@ -28,6 +29,8 @@ def run(job: Job, out: Path) -> dict[str, str]:
     arrays, failures = {}, {}
     warnings.simplefilter("ignore", crossshard.DivergenceWarning)
     for name, function in FEATURES.items():
+        # So that a job which waits for ever says in what.
+        print(name, file=sys.stderr, flush=True)
         try:
             for path, leaf in jax.tree_util.tree_leaves_with_path(function(job)):
                 if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -60,17 +63,20 @@ def in_processes(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What a job of a shape found: in each process its failures and its arrays."""
 
     @functools.cache
-    def found(processes: int, devices: int) -> list[tuple[dict[str, str], dict[str, Any]]]:
+    def started(processes: int, devices: int) -> Any:
         folder = tmp_path_factory.mktemp(f"{processes}x{devices}")
-        told = run_processes(
-            "distributed.test_every_feature",
-            folder,
-            processes,
-            devices,
-            processes=processes,
-            patience=1200,
-        )
+        words = "distributed.test_every_feature", folder, processes, devices
+        try:
+            told = run_processes(*words, processes=processes, patience=1200)
+        except AssertionError as error:
+            return error  # so that it is not started again for the next feature
         return [(told[k], read(folder / f"{k}.npz")) for k in range(processes)]
+
+    def found(processes: int, devices: int) -> list[tuple[dict[str, str], dict[str, Any]]]:
+        result = started(processes, devices)
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     return found
 

@@ -39,6 +39,7 @@ def own_parts(sharding: NamedSharding, number: int) -> int:
 
 def on_every_device(x: jax.Array) -> jax.Array:
     """An array of several processes, whole on each device; all of them must call it."""
-    if x.is_fully_addressable or x.is_fully_replicated:
+    sharding = x.sharding
+    if x.is_fully_addressable or not isinstance(sharding, NamedSharding):
         return x
-    return jax.device_put(x, NamedSharding(x.sharding.mesh, PartitionSpec()))
+    return jax.device_put(x, NamedSharding(sharding.mesh, PartitionSpec()))
