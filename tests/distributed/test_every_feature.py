@@ -46,6 +46,8 @@ def run(job: Job, out: Path) -> dict[str, str]:
 
 def main(process: int, port: int, out: str, processes: str, devices: str) -> None:
     """One process of the job."""
+    # A third less to compile, and as near to the reference.
+    jax.config.update("jax_disable_most_optimizations", True)
     join(process, port, int(processes), int(devices))
     job = Job(Path(out).parent, int(processes), int(devices), process)
     Path(out).write_text(json.dumps(run(job, Path(out))))
