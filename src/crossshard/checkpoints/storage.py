@@ -1,5 +1,6 @@
 """Storage: writes and reads the arrays of a checkpoint with Orbax."""
 
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,9 +28,12 @@ class Writer:
             MANIFEST: ocp.JsonCheckpointHandler(FILE),
         }
         self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
+        self._quiet = _RaisedAnyway()
+        logging.getLogger("absl").addFilter(self._quiet)
 
     def start(self, folder: Path, arrays: list[jax.Array], manifest: Mapping[str, Any]) -> None:
         """Begin to write; every process calls it. The arrays may not be donated."""
+        self._quiet.folder = str(folder)
         named = {str(place): array for place, array in enumerate(arrays)}
         parts = {
             ARRAYS: self._args.PyTreeSave(named),
@@ -44,6 +48,17 @@ class Writer:
     def close(self) -> None:
         """Wait, and end the threads."""
         self._orbax.close()
+        logging.getLogger("absl").removeFilter(self._quiet)
+
+
+class _RaisedAnyway(logging.Filter):
+    """Leaves out what Orbax's threads log of failed writes to a folder: ``wait`` raises it."""
+
+    folder = ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        is_of_it = self.folder and self.folder in record.getMessage()
+        return not (is_of_it and record.levelno >= logging.ERROR)
 
 
 def read(folder: Path, leaves: list[Leaf]) -> list[jax.Array]:
