@@ -1,34 +1,25 @@
 """Several processes save and restore one state together."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 import crossshard
 from crossshard import Checkpoints
 from tests.checkpoints.common import PARAMS, XS, arrays, check_same_bits, step_on, trained
+from tests.processes import join, run_processes
 
 pytestmark = pytest.mark.multiprocess
 
-PROCESSES, DEVICES = 2, 2
 
-
-def main(process: int, port: int, folder: str, out: str) -> None:
+def main(process: int, port: int, out: str, folder: str) -> None:
     """One process: save, restore, pass over what is damaged, and write down what came of it."""
-    import jax
-
-    jax.config.update("jax_num_cpu_devices", DEVICES)
-    jax.distributed.initialize(
-        f"127.0.0.1:{port}", PROCESSES, process, coordinator_bind_address=f"127.0.0.1:{port}"
-    )
+    join(process, port)
     step, said = step_on(4), {}
     rows = slice(process * 8, (process + 1) * 8)
     state = step.init(PARAMS)
@@ -70,34 +61,7 @@ def main(process: int, port: int, folder: str, out: str) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     base = tmp_path_factory.mktemp("processes")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
-    root = str(Path(__file__).parents[2])
-    environment["PYTHONPATH"] = os.pathsep.join([root, environment.get("PYTHONPATH", "")])
-    environment["NPROC"] = "16"
-    code = (
-        "import sys; from tests.checkpoints.test_processes import main; "
-        "main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])"
-    )
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(k), str(port), str(base / "run"), str(base / f"{k}")],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for k in range(PROCESSES)
-    ]
-    try:
-        said = [process.communicate(timeout=280)[1] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    for process, errors in zip(running, said, strict=True):
-        assert process.returncode == 0, errors[-3000:]
-    return base, [json.loads((base / f"{k}").read_text()) for k in range(PROCESSES)]
+    return base, run_processes("checkpoints.test_processes", base, base / "run")
 
 
 def test_it_comes_back_with_the_same_bits_in_every_process(found: Any):

@@ -15,7 +15,7 @@ from flax import nnx
 
 from crossshard import ArgumentError, make_train_step
 from crossshard.distributed import agreement
-from tests.train_step.test_processes import DEVICES, PROCESSES, join, run_processes
+from tests.processes import DEVICES, PROCESSES, join, run_processes
 
 SHARDS = PROCESSES * DEVICES
 W = np.float32([1, 2, 3])
@@ -102,7 +102,7 @@ def main(process: int, port: int, out: str) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process was told."""
-    return run_processes("test_disagreement", tmp_path_factory.mktemp("processes"))
+    return run_processes("train_step.test_disagreement", tmp_path_factory.mktemp("processes"))
 
 
 SAID = {

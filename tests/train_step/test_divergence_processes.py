@@ -11,8 +11,8 @@ import pytest
 
 import crossshard
 from crossshard import make_train_step
+from tests.processes import DEVICES, PROCESSES, join, run_processes
 from tests.train_step.faults import Snapshot, many_bits
-from tests.train_step.test_processes import DEVICES, PROCESSES, join, run_processes
 
 START = {"kernel": np.ones((64, 33), np.float32), "bias": np.ones(5, np.float32)}
 ROWS = np.ones((2, 64), np.float32)
@@ -72,7 +72,7 @@ def main(process: int, port: int, out: str) -> None:
 
 @pytest.mark.multiprocess
 def test_a_fault_in_one_process_is_named_and_repaired_in_all(tmp_path: Path):
-    told = run_processes("test_divergence_processes", tmp_path)
+    told = run_processes("train_step.test_divergence_processes", tmp_path)
     for case in told[0]:
         both = [each[case] for each in told]
         assert both[0]["seen"] == both[1]["seen"]

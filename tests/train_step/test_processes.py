@@ -1,10 +1,6 @@
 """A step over real processes of jax.distributed, each of which gives its own part of the batch."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +10,8 @@ import optax
 import pytest
 
 from crossshard import make_train_step
+from tests.processes import DEVICES, PROCESSES, join, run_processes
 
-PROCESSES = 2
-DEVICES = 2
 STEPS = 3
 ROWS = 10  # 5 in each process, which 2 devices can only share by padding
 
@@ -56,14 +51,6 @@ def train(rule: str, weight_update: str, rows: slice, shards: int) -> Any:
     }
 
 
-def join(process: int, port: int) -> None:
-    """Make this interpreter one process of the job."""
-    jax.config.update("jax_num_cpu_devices", DEVICES)
-    jax.distributed.initialize(
-        f"127.0.0.1:{port}", PROCESSES, process, coordinator_bind_address=f"127.0.0.1:{port}"
-    )
-
-
 def main(process: int, port: int, out: str) -> None:
     """One process: train its part and write down what came of it."""
     join(process, port)
@@ -81,37 +68,7 @@ def main(process: int, port: int, out: str) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What each process found."""
-    return run_processes("test_processes", tmp_path_factory.mktemp("processes"))
-
-
-def run_processes(module: str, folder: Path) -> list[Any]:
-    """What the ``main`` of a test file beside this one wrote down, in each process of a job."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
-    root = str(Path(__file__).parents[2])
-    environment["PYTHONPATH"] = os.pathsep.join([root, environment.get("PYTHONPATH", "")])
-    environment["NPROC"] = "16"
-    code = f"import sys; from tests.train_step.{module} import main; "
-    code += "main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])"
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(process), str(port), str(folder / f"{process}.json")],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process in range(PROCESSES)
-    ]
-    try:
-        said = [process.communicate(timeout=300)[1] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    for process, errors in zip(running, said, strict=True):
-        assert process.returncode == 0, errors[-3000:]
-    return [json.loads((folder / f"{process}.json").read_text()) for process in range(PROCESSES)]
+    return run_processes("train_step.test_processes", tmp_path_factory.mktemp("processes"))
 
 
 @pytest.mark.parametrize("weight_update", ["replicated", "sharded"])

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from crossshard import ArgumentError, make_train_step
-from tests.train_step.test_processes import DEVICES, PROCESSES, join, run_processes
+from tests.processes import DEVICES, PROCESSES, join, run_processes
 
 # Of which each process has half, and 2 devices can only share them by padding.
 X = np.random.default_rng(0).normal(size=(3, 10, 4)).astype(np.float32)
@@ -96,6 +96,6 @@ def of_one_device() -> Any:
 @pytest.mark.multiprocess
 def test_what_happens_between_steps(tmp_path: Path):
     expected = of_one_device()
-    for found in run_processes("test_processes_between_steps", tmp_path):
+    for found in run_processes("train_step.test_processes_between_steps", tmp_path):
         for name, value in expected.items():
             np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)

@@ -14,12 +14,15 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard import _flax
+from crossshard.distributed.agreement import check_agreement, checksum, processes_of
+from crossshard.distributed.programs import check_same_program
 from crossshard.errors import VariableError
 from crossshard.jaxprs.invariance import varying_axes_of_outputs
 from crossshard.runners.split import Arguments, Hashable, Outputs, as_output, is_numeric
 from crossshard.shards.context import shard_context
 from crossshard.shards.placement import PER_SHARD as PER_SHARD_PLACEMENT
 from crossshard.shards.placement import REPLICATED, Placement
+from crossshard.shards.put import put_whole
 from crossshard.shards.random_streams import own_stream
 from crossshard.variables.binding import (
     Bound,
@@ -65,12 +68,17 @@ class _Held:
         lead = (size,) if self.placement.per_shard and not is_per_shard(self.variable) else ()
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((*lead, *jnp.shape(x)), jnp.asarray(x).dtype),
-            stacked(self.variable.get_raw_value()),
+            self.raw_value,
         )
+
+    @property
+    def raw_value(self) -> Any:
+        """What it holds, with ``[shards, …]`` arrays where it is per shard."""
+        return stacked(self.variable.get_raw_value())
 
     def value(self, sharding: NamedSharding) -> Any:
         """Its input value, on the devices."""
-        value = stacked(self.variable.get_raw_value())
+        value = self.raw_value
         if isinstance(value, jax.Array):
             return _placed(value, sharding)
         return jax.tree.map(lambda x: _placed(x, sharding), value)
@@ -142,6 +150,8 @@ class Program:
         self._mesh = mesh
         self._outputs = outputs
         self._call: _Call | None = None
+        self._has_processes = len(processes_of(mesh)) > 1
+        self._is_compared = False
         with self._calling(reached, arguments, _placements(reached, mesh.size)):
             self._found, differs = self._settle()
             self._entering = [each.placement for each in self._now.held]
@@ -165,11 +175,46 @@ class Program:
             for each in held:
                 each.spread(self._mesh.size)
             values = [each.value(how) for each, how in zip(held, self._shardings, strict=True)]
+            if self._has_processes:
+                self._compare(held, values, arguments)
             outputs, after = self._compiled(values, arguments.leaves)
             written = self._written()
         for each, value in zip(written, after, strict=True):
             each.write(value)
         return self._found.output_tree.unflatten(outputs)
+
+    def _compare(self, held: Sequence[_Held], values: Sequence[Any], arguments: Arguments) -> None:
+        """Raise unless every process brings the same new variables, whole inputs and program.
+
+        What is on the mesh already comes from a step, and is not compared again.
+        """
+        is_new = lambda each: any(map(_is_of_this_process, jax.tree.leaves(each.raw_value)))
+        new = [(place, each) for place, each in enumerate(held) if is_new(each)]
+        given = {
+            f"{describe_variable(each.variable)}, variable {place} of the step,": each.raw_value
+            for place, each in new
+        }
+        if not self._is_compared:
+            pairs = zip(arguments.leaves, arguments.specs, strict=True)
+            whole = [x for x, spec in pairs if spec == PartitionSpec()]
+            given |= {f"whole input {place}": x for place, x in enumerate(whole)}
+        if given:
+            check_agreement(
+                "step",
+                lambda: {
+                    name: checksum(jax.tree.map(jnp.asarray, value))
+                    for name, value in given.items()
+                },
+                self._mesh,
+                "Every process must pass the same models, optimizers, and arrays that are not "
+                "split: create them with the same seeds, and restore them in every process.",
+            )
+        for place, each in new:
+            if isinstance(each.raw_value, jax.Array):
+                each.write(values[place])
+        if not self._is_compared:
+            check_same_program(self._compiled.lower(values, arguments.leaves), self._mesh)
+            self._is_compared = True
 
     def _written(self) -> list[_Held]:
         """The variables that the step writes, with their output placements."""
@@ -291,10 +336,16 @@ class Program:
         run = self._over_mesh(of_one_shard, (self._found.output_specs, specs))
         outputs, after = run(values, leaves)
         joined = [
-            x if from_all else x[0]
+            x if from_all else self._of_first(x)
             for x, (from_all, _) in zip(outputs, self._found.outputs, strict=True)
         ]
         return joined, after
+
+    def _of_first(self, x: jax.Array) -> jax.Array:
+        """The first shard's output, which each of several processes can read."""
+        if not self._has_processes:
+            return x[0]
+        return lax.with_sharding_constraint(x[0], NamedSharding(self._mesh, PartitionSpec()))
 
     def _over_mesh(self, function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
         names = self._mesh.axis_names
@@ -337,7 +388,11 @@ def _numeric(reached: Reached, size: int) -> list[nnx.Variable]:
 
 
 def _placed(x: Any, sharding: NamedSharding) -> Any:
-    return x if getattr(x, "sharding", None) == sharding else jax.device_put(x, sharding)
+    return x if getattr(x, "sharding", None) == sharding else put_whole(x, sharding)
+
+
+def _is_of_this_process(x: Any) -> bool:
+    return getattr(x, "is_fully_addressable", True)
 
 
 def _holds_arrays(value: Any) -> bool:

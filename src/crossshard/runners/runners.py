@@ -1,21 +1,24 @@
 """The runners: run a step on each shard, with its arrays split and its variables updated."""
 
+import contextlib
 import functools
 import inspect
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from crossshard import _jax
+from crossshard.distributed.agreement import processes_of
 from crossshard.distributed.progress import entering
 from crossshard.errors import ArgumentError, ArgumentTypeError, NestedContextError
 from crossshard.runners.program import Program, program_key
 from crossshard.runners.split import (
     REPLICAS,
+    Arguments,
     Hashable,
     Outputs,
     is_whole,
@@ -24,7 +27,8 @@ from crossshard.runners.split import (
 )
 from crossshard.shards.context import check_num_shards, get_shard_context
 from crossshard.shards.devices import are_of_all_processes, mesh_for
-from crossshard.variables.discovery import reached_from, reached_in
+from crossshard.shards.put import on_every_device
+from crossshard.variables.discovery import Reached, reached_from, reached_in
 
 _TRACING = threading.RLock()
 
@@ -54,6 +58,7 @@ class ShardedFunction:
         self._input_shard_axes = input_shard_axes
         self._outputs = outputs
         self._is_of_all_processes = are_of_all_processes(mesh)
+        self._is_here = jax.process_index() in processes_of(mesh)
         self._programs: dict[Any, Program] = {}
 
     @property
@@ -63,12 +68,52 @@ class ShardedFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function on every shard and join the outputs."""
+        with self._alone():
+            if not self._is_of_all_processes:
+                return self._run(args, kwargs)
+            with entering("step"):
+                return self._run(args, kwargs)
+
+    def build(self, *args: Any, **kwargs: Any) -> None:
+        """Prepare the variables for a call with these arguments, and do not run it.
+
+        It creates the slots of optimizers, and stores the variables that will differ between the
+        shards as ``[shards, …]``, so that a checkpoint that was saved after a step can be restored
+        into new models and optimizers.
+
+        Raises: as for a call.
+
+        >>> import jax.numpy as jnp, optax
+        >>> from flax import nnx
+        >>> from crossshard import CrossShardOptimizer
+        >>> w, opt = nnx.Param(jnp.ones(3)), CrossShardOptimizer(optax.adam(0.1))
+        >>> @shard(num_shards=1)
+        ... def step(w, opt, x):
+        ...     return opt.minimize(lambda: (w * x).sum(), var_list=[w])
+        >>> step.build(w, opt, jnp.ones(3))
+        >>> opt.get_slot_names()
+        ['mu', 'nu']
+        """
+        with self._alone():
+            program, reached, _ = self._program(args, kwargs)
+            program.spread(reached)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Raise inside another step or where there are no shards; then keep others out."""
         outer = get_shard_context()
         if outer is not None:
             raise NestedContextError(
                 f"A runner over {self._mesh.size} shards was called inside a shard context of "
                 f"{outer.number_of_shards}. Call it outside; inside a step, call the function "
                 f"itself."
+            )
+        if not self._is_here:
+            raise ArgumentError(
+                f"The {self._mesh.size} shards of this step have no device of process "
+                f"{jax.process_index()}. Every process of the job calls a step, so pass "
+                f"num_shards={len(jax.devices())}, for the devices of all of them; or "
+                f"mesh=jax.sharding.Mesh(jax.local_devices(), 'shards'), for a step of its own."
             )
         if _jax.bound_axes():
             raise NestedContextError(
@@ -78,12 +123,16 @@ class ShardedFunction:
             )
         # While one thread traces, the variables hold values of its trace.
         with _TRACING, _jax.in_place_of_the_users_mesh(self._mesh):
-            if not self._is_of_all_processes:
-                return self._run(args, kwargs)
-            with entering("step"):
-                return self._run(args, kwargs)
+            yield
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        program, reached, arguments = self._program(args, kwargs)
+        return program(reached, arguments)
+
+    def _program(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Program, Reached, Arguments]:
+        """The program for these arguments, what it reaches, and the arguments on the mesh."""
         arguments = split_arguments(args, kwargs, self._input_shard_axes, self._mesh)
         reached = reached_from([self._computation, *arguments.whole])
         key = program_key(reached, arguments)
@@ -97,7 +146,7 @@ class ShardedFunction:
             self._programs[kept_key(key)] = program
             if program.spread(reached):
                 self._programs[kept_key(program_key(reached, arguments))] = program
-        return program(reached, arguments)
+        return program, reached, arguments
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """As a method, its first input is the instance."""
@@ -125,7 +174,8 @@ def shard(
     Args:
       computation: the function of one shard.
       inputs: a list of its arguments. Arrays and pytrees of arrays are split; modules, variables,
-        optimizers and other values are passed to every shard.
+        optimizers and other values are passed to every shard. If there are several processes, each
+        passes its own part of the arrays, and the same of all else.
       num_shards: the number of shards, one per device.
       input_shard_axes: for each positional input the axis to split, or ``None`` to pass the full
         array; axis 0 by default.
@@ -240,6 +290,7 @@ def replicate(
     stacked = runner(
         *(_stack(place, values) for place, values in enumerate(zip(*lists, strict=True)))
     )
+    stacked = jax.tree.map(on_every_device, stacked)
     return [jax.tree.map(lambda x, r=r: x[r], stacked) for r in range(len(lists))]
 
 

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.scalars import is_number
+from crossshard.shards.put import own_parts, put
 from crossshard.variables.discovery import is_stateful
 
 # ``replicate`` stacks the arrays of its replicas, so each shard drops the axis of the split.
@@ -141,7 +142,7 @@ def split_arguments(
     axes: tuple[int | None, ...] | str | None,
     mesh: jax.sharding.Mesh,
 ) -> Arguments:
-    """Put the arrays of a call on the mesh.
+    """Put the arrays of a call on the mesh; each of several processes passes its own part.
 
     Raises:
       ArgumentError: an axis that does not exist or does not divide evenly, or a list of axes that
@@ -167,13 +168,16 @@ def split_arguments(
         items.append(tree)
         for path, leaf in paths:
             where = name + jax.tree_util.keystr(path)
-            spec = _spec(where, leaf, axis, mesh)
+            spec = _spec(where, leaf, axis, mesh, squeeze)
             specs.append(spec)
-            leaves.append(jax.device_put(leaf, NamedSharding(mesh, spec)))
+            # Every process stacks all replicas.
+            leaves.append(put(leaf, NamedSharding(mesh, spec), whole=squeeze))
     return Arguments(tuple(leaves), tuple(specs), tuple(items), tuple(kwargs), squeeze)
 
 
-def _spec(where: str, leaf: Any, axis: int | None, mesh: jax.sharding.Mesh) -> PartitionSpec:
+def _spec(
+    where: str, leaf: Any, axis: int | None, mesh: jax.sharding.Mesh, squeeze: bool
+) -> PartitionSpec:
     if not is_numeric(leaf):
         raise ArgumentTypeError(
             f"{where} holds arrays and a {type(leaf).__name__}, which cannot be split over the "
@@ -193,10 +197,14 @@ def _spec(where: str, leaf: Any, axis: int | None, mesh: jax.sharding.Mesh) -> P
     if not -len(shape) <= axis < len(shape):
         raise ArgumentError(f"{where} has shape {shape} and no axis {axis} to split along.")
     axis %= len(shape)
-    if shape[axis] % mesh.size:
+    is_own = getattr(leaf, "is_fully_addressable", True)
+    shards = own_parts(NamedSharding(mesh, PartitionSpec(mesh.axis_names)), mesh.size)
+    shards = shards if is_own and not squeeze else mesh.size
+    if shape[axis] % shards:
+        of_process = "" if shards == mesh.size else " of this process"
         raise ArgumentError(
             f"{where} has shape {shape}: axis {axis} has length {shape[axis]}, which does not "
-            f"divide evenly over {mesh.size} shards."
+            f"divide evenly over {shards} shards{of_process}."
         )
     return PartitionSpec(*[None] * axis, mesh.axis_names)
 

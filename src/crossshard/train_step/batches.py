@@ -15,7 +15,7 @@ from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.scalars import is_number
 from crossshard.jaxprs.dependence import depends
 from crossshard.pipeline.weigh import as_weight
-from crossshard.train_step.layout import put
+from crossshard.shards.put import own_parts, put
 from crossshard.train_step.mesh import number_of_shards
 
 Weight = Callable[[Any], Any]
@@ -80,18 +80,6 @@ def check_weight_is_read(weight: Weight, batch: Any, loss: Callable[[Any], Any])
 def weight_of(weight: Weight, batch: Any) -> jax.Array:
     """float[]: the weight of one shard's rows of the batch; for errors see ``as_weight``."""
     return as_weight(weight(batch), "weight returned")
-
-
-def own_parts(sharding: NamedSharding, number: int) -> int:
-    """The number of shards, of ``number``, whose rows this process passes.
-
-    A mesh without its devices, to compile for, counts as this process's.
-    """
-    if jax.process_count() == 1:
-        return number
-    pieces: Any = sharding.devices_indices_map((number,)).items()
-    own = jax.process_index()
-    return len({str(piece) for device, piece in pieces if device.process_index == own})
 
 
 class BatchPlacer:

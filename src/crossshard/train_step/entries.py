@@ -9,8 +9,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from crossshard.distributed.agreement import check_agreement, checksum
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.scalars import is_number
+from crossshard.shards.put import put
 from crossshard.train_step.batches import BatchPlacer, SumOf, Weight, check_dtype
-from crossshard.train_step.layout import put
 
 
 def check_entries(names: Any, weight: Weight | None) -> tuple[str, ...]:

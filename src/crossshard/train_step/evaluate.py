@@ -15,9 +15,9 @@ from crossshard.distributed.agreement import check_agreement
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.scalars import is_number
 from crossshard.shards.context import shard_context
-from crossshard.train_step.batches import SumOf, Weight, check_rows, own_parts
+from crossshard.shards.put import own_parts, put
+from crossshard.train_step.batches import SumOf, Weight, check_rows
 from crossshard.train_step.entries import EntryPlacer, specs_of, split_entries
-from crossshard.train_step.layout import put
 from crossshard.train_step.mesh import number_of_shards
 from crossshard.train_step.models import Skeleton, combine
 

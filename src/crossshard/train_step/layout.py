@@ -275,22 +275,6 @@ def strong_copy(x: Any) -> jax.Array:
     return jnp.copy(jnp.asarray(x, x.dtype))
 
 
-def put_whole(x: Any, sharding: NamedSharding) -> jax.Array:
-    """Put an array on the devices of a mesh; every process passes all of it."""
-    return put(x, sharding, whole=True)
-
-
-def put(x: Any, sharding: NamedSharding, *, whole: bool = False) -> jax.Array:
-    """Put an array on the devices of a mesh; each process passes its own part, or the whole."""
-    if jax.process_count() == 1 or not getattr(x, "is_fully_addressable", True):
-        return jax.device_put(x, sharding)
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data = put(jax.random.key_data(x), sharding, whole=whole)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    local = np.asarray(x)
-    return jax.make_array_from_process_local_data(sharding, local, local.shape if whole else None)
-
-
 def check_key(rng: Any) -> tuple[Any, jax.Array]:
     """The implementation and the data of a key, from a key or a seed.
 

@@ -19,13 +19,14 @@ from crossshard.pipeline.plan import WeightUpdate, plan_update
 from crossshard.shards.devices import are_of_all_processes
 from crossshard.shards.model_axes import OtherAxes, check_fits, only, other_axes_of
 from crossshard.shards.partition import ANY, TPU
+from crossshard.shards.put import put_whole
 from crossshard.train_step.batches import BatchPlacer
 from crossshard.train_step.compiler_options import compiler_options
 from crossshard.train_step.description import describe
 from crossshard.train_step.divergence import names_of_compared
 from crossshard.train_step.entries import EntryPlacer
 from crossshard.train_step.evaluate import Evaluator
-from crossshard.train_step.layout import StateLayout, check_key, put_whole
+from crossshard.train_step.layout import StateLayout, check_key
 from crossshard.train_step.mesh import number_of_shards
 from crossshard.train_step.model_state import check_initial
 from crossshard.train_step.models import check_params, combine, partition

@@ -5,9 +5,10 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import nnx, serialization
 
 from crossshard.errors import ArgumentError, VariableError
+from crossshard.shards.put import on_every_device
 from crossshard.variables.binding import bound
 from crossshard.variables.describe import describe_variable
 from crossshard.variables.discovery import variables_in
@@ -21,8 +22,8 @@ class PerShardArray:
     compute nonsense, so arithmetic on it raises. ``merge_shards`` returns a model to compute with;
     ``variable[...].array`` is the values, and so is ``np.asarray(variable[...])``.
 
-    In a checkpoint its path ends with ``per_shard``. To restore one, first take a step with the new
-    model and optimizer, as ``build`` creates slots, so that they have the same structure.
+    In a checkpoint its path ends with ``per_shard``. To restore one, first call ``build`` of the
+    step with the new model and optimizer, so that they have the same structure.
 
     Attributes:
       array: ``[shards, …]``.
@@ -113,6 +114,15 @@ _REFUSED = """
 """.split()
 for _name in _REFUSED:
     setattr(PerShardArray, f"__{_name}__", PerShardArray._refuse)
+
+
+def _from_state_dict(target: PerShardArray, saved: Any) -> PerShardArray:
+    return PerShardArray(serialization.from_state_dict(target.array, saved["per_shard"]))
+
+
+serialization.register_serialization_state(
+    PerShardArray, lambda value: {"per_shard": value.array}, _from_state_dict
+)
 
 
 def is_per_shard_array(leaf: Any) -> bool:
@@ -216,7 +226,7 @@ def merge_shards(node: Any, shard: int | None = None) -> Any:
         shard's of others.
 
     Returns:
-      The copy; ``node`` does not change.
+      The copy; ``node`` does not change. If there are several processes, all must call it.
 
     Raises:
       ArgumentError: there is no such shard.
@@ -237,7 +247,7 @@ def merge_shards(node: Any, shard: int | None = None) -> Any:
             continue
         if shard is not None and not -number <= shard < number:
             raise ArgumentError(f"shard must name one of the {number} shards; got {shard}.")
-        values = stacked(variable.get_raw_value())
+        values = jax.tree.map(on_every_device, stacked(variable.get_raw_value()))
         if shard is not None:
             variable.set_raw_value(jax.tree.map(lambda x: x[shard], values))
             continue
