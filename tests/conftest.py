@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from typing import Any
 
 import hypothesis
 import pytest
@@ -20,6 +21,8 @@ def _set_up_cpu_devices() -> None:
     # processors per device; 32 holds for eight devices whatever this machine has.
     os.environ["NPROC"] = "32"
     os.environ["JAX_PLATFORMS"] = "cpu"
+    # Most of the time goes to compiling, a quarter of it to LLVM's optimizations.
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     # JAX refuses a count that is given in both ways, and xdist's workers inherit ours.
     os.environ.pop("JAX_NUM_CPU_DEVICES", None)
     count = "--xla_force_host_platform_device_count"
@@ -48,6 +51,14 @@ def pytest_configure(config: pytest.Config) -> None:
     for name, thing in vars(errors).items():
         if isinstance(thing, type) and issubclass(thing, Warning):
             config.addinivalue_line("filterwarnings", f"error::{errors.__name__}.{name}")
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Has one worker of xdist run the tests that share what a file makes, such as processes."""
+    for item in items:
+        made = item._fixtureinfo.name2fixturedefs.values()
+        if any(fixture.scope == "module" for (*_, fixture) in made):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(scope="session")

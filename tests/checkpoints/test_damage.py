@@ -280,8 +280,11 @@ def test_corruptions_that_change_a_value_are_found(written: Any, tmp_path: Path)
 
 
 @pytest.mark.soak
-def test_a_thousand_corruptions(written: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    counts = sweep(1000, written, tmp_path)
+def test_a_thousand_corruptions(
+    written: Any, tmp_path: Path, soak_steps: int, capsys: pytest.CaptureFixture[str]
+):
+    times = max(1, soak_steps // 20)
+    counts = sweep(times, written, tmp_path)
     with capsys.disabled():
         print(f"\nCorrupted checkpoints: {counts}")
-    assert counts["found"] == 1000
+    assert counts["found"] == times
