@@ -1,7 +1,5 @@
 """Programs that several runs of the example compile are compiled once."""
 
-import os
-
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
@@ -13,10 +11,7 @@ _OPTIONS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_
 def compiled_once(tmp_path_factory: pytest.TempPathFactory):
     """Keeps compiled programs in a folder, while these tests run; most of their time went there."""
     before = [getattr(jax.config, option) for option in _OPTIONS]
-    folder = tmp_path_factory.getbasetemp()
-    # The workers of xdist have folders of their own, side by side.
-    folder = folder.parent if os.environ.get("PYTEST_XDIST_WORKER") else folder
-    _set((folder / "compiled").as_posix(), 0.0)
+    _set(tmp_path_factory.mktemp("compiled").as_posix(), 0.0)
     yield
     _set(*before)
 

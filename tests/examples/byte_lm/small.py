@@ -46,6 +46,8 @@ def bare_environment() -> dict[str, str]:
         **ours,
         "PYTHONPATH": path,
         "JAX_PLATFORMS": "cpu",
+        # As in this process, or their bits would differ.
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"],
         "TERM": "xterm-256color",
         "COLUMNS": "100",
     }
