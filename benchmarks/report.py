@@ -110,7 +110,11 @@ that sleeps between its turns; messages go over gloo and the loopback. PyTorch's
 views of the buckets that DDP reduces beside the backward pass, and its AdamW is the fused one; \
 with ZeRO each rank updates a part of the parameters and broadcasts it. All wait for the loss of \
 each step. *Differs by*: the largest difference from "ours, replicated" after the same steps, over \
-the last element of every array.""",
+the last element of every array.
+
+Where ours is slower: XLA for CPUs begins to sum when the backward pass has ended, while DDP sums \
+beside it; its sum over gloo copies once more; and its AdamW is several passes over memory where \
+PyTorch's is one.""",
     "accumulation": f"""\
 {_IN_TURN}
 
