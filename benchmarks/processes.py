@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +15,6 @@ from benchmarks.peer import Peer, PeerCandidate, PeerError
 from benchmarks.problem import B1, B2, EPS, LEARNING_RATE, WEIGHT_DECAY
 from benchmarks.progress import Screen
 from benchmarks.result import Result
-from crossshard.distributed.addresses import free_port
-from crossshard.distributed.job import LOOPBACK
 
 DDP, ZERO = "PyTorch gloo DDP", "PyTorch gloo DDP + ZeRO"
 
@@ -35,7 +34,7 @@ def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> 
             screen.tell(f"{name}: starting all of them")
             problem = {
                 "ranks": number,
-                "coordinator": f"{LOOPBACK}:{free_port(LOOPBACK)}",
+                "coordinator": f"127.0.0.1:{_free_port()}",
                 "width": width,
                 "layers": _LAYERS,
                 "rows": _ROWS,
@@ -61,6 +60,12 @@ def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> 
                 screen.tell(name)
                 timing, differences = interleave(candidates, options.rounds, screen.round)
             yield Result(name, parameters, None, timing, differences)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _candidates(peer: Peer, variants: dict[str, str]) -> list[Candidate]:

@@ -53,6 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
             config.addinivalue_line("filterwarnings", f"error::{errors.__name__}.{name}")
 
 
+# Before xdist reads the marks.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     """Has one worker of xdist run the tests that share what a file makes, such as processes."""
     for item in items:

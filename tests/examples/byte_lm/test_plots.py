@@ -16,6 +16,7 @@ from tests.examples.byte_lm.small import small_options
 SUMMARY = Summary(
     steps=3,
     ended="finished",
+    fault="",
     shards=4,
     learning_rate=0.1,
     parameters=10,
