@@ -27,7 +27,7 @@ demo: environment  ## train a small model on eight virtual CPU devices
 	$(VENV)/bin/python -m examples.byte_lm
 
 test: environment  ## run the whole suite, except what is marked soak
-	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
 
 check: environment  ## lint, formatting, types, and which folder may import which
 	$(VENV)/bin/ruff check

@@ -3,7 +3,6 @@
 import os
 import re
 import sys
-from typing import Any
 
 import hypothesis
 import pytest
@@ -51,16 +50,6 @@ def pytest_configure(config: pytest.Config) -> None:
     for name, thing in vars(errors).items():
         if isinstance(thing, type) and issubclass(thing, Warning):
             config.addinivalue_line("filterwarnings", f"error::{errors.__name__}.{name}")
-
-
-# Before xdist reads the marks.
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Has one worker of xdist run the tests that share what a file makes, such as processes."""
-    for item in items:
-        made = item._fixtureinfo.name2fixturedefs.values()
-        if any(fixture.scope == "module" for (*_, fixture) in made):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(scope="session")
