@@ -103,7 +103,8 @@ def main() -> None:
         f"step without. A difference whose quartiles have both signs is smaller than the noise.",
         f"{machine.cpu}, {machine.cores} cores; load {machine.load:g} before it began; JAX "
         f"{version('jax')}, {datetime.datetime.now(datetime.UTC):%Y-%m-%d}. To repeat: "
-        f"`python -m benchmarks.faults`.",
+        f"`python -m benchmarks.faults --shards {' '.join(map(str, options.shards))} --rounds "
+        f"{options.rounds}`.",
     )
     options.out.write_text("\n\n".join(paragraphs) + "\n", encoding="utf-8")
 

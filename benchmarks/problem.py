@@ -8,6 +8,14 @@ import jax
 import optax
 
 LEARNING_RATE, B1, B2, EPS, WEIGHT_DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.1
+# The same, for the candidates of other processes.
+NUMBERS_OF_ADAMW = {
+    "learning_rate": LEARNING_RATE,
+    "b1": B1,
+    "b2": B2,
+    "eps": EPS,
+    "weight_decay": WEIGHT_DECAY,
+}
 
 
 def adamw() -> optax.GradientTransformation:

@@ -12,7 +12,7 @@ from benchmarks.floor import cores
 from benchmarks.interleave import interleave
 from benchmarks.options import BenchOptions
 from benchmarks.peer import Peer, PeerCandidate, PeerError
-from benchmarks.problem import B1, B2, EPS, LEARNING_RATE, WEIGHT_DECAY
+from benchmarks.problem import NUMBERS_OF_ADAMW
 from benchmarks.progress import Screen
 from benchmarks.result import Result
 
@@ -38,11 +38,7 @@ def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> 
                 "width": width,
                 "layers": _LAYERS,
                 "rows": _ROWS,
-                "learning_rate": LEARNING_RATE,
-                "b1": B1,
-                "b2": B2,
-                "eps": EPS,
-                "weight_decay": WEIGHT_DECAY,
+                **NUMBERS_OF_ADAMW,
                 "cores": cores(),
             }
             with contextlib.ExitStack() as running:

@@ -112,9 +112,9 @@ with ZeRO each rank updates a part of the parameters and broadcasts it. All wait
 each step. *Differs by*: the largest difference from "ours, replicated" after the same steps, over \
 the last element of every array.
 
-Where ours is slower: XLA for CPUs begins to sum when the backward pass has ended, while DDP sums \
-beside it; its sum over gloo copies once more; and its AdamW is several passes over memory where \
-PyTorch's is one.""",
+Where ours is slower: a replicated update sums all gradients when the backward pass has ended, \
+while DDP sums its buckets beside it; and XLA for CPUs updates with AdamW in several passes over \
+memory, where PyTorch's fused one takes one.""",
     "accumulation": f"""\
 {_IN_TURN}
 

@@ -15,7 +15,7 @@ from benchmarks.interleave import interleave
 from benchmarks.jax_baselines import bytes_on_one_shard, hand_written, ours
 from benchmarks.options import BenchOptions
 from benchmarks.peer import Peer, PeerCandidate, PeerError
-from benchmarks.problem import B1, B2, EPS, LEARNING_RATE, WEIGHT_DECAY
+from benchmarks.problem import NUMBERS_OF_ADAMW
 from benchmarks.progress import Screen
 from benchmarks.result import Result
 
@@ -109,11 +109,7 @@ def _start(framework: _Framework, peers: Path, width: int, shards: int) -> Peer:
     problem = {
         "shapes": [(width, width)] * _MATRICES,
         "scales": scales(_MATRICES, shards),
-        "learning_rate": LEARNING_RATE,
-        "b1": B1,
-        "b2": B2,
-        "eps": EPS,
-        "weight_decay": WEIGHT_DECAY,
+        **NUMBERS_OF_ADAMW,
         "cores": cores(),
     }
     python = peers / framework.folder / "bin" / "python"

@@ -10,13 +10,11 @@ from multiprocessing.connection import Connection
 
 import torch  # type: ignore[import-not-found]
 from gloo_ranks import (  # type: ignore[import-not-found]
+    adamw,
     answer,
     last_numbers,
 )
 from ranks import serve  # type: ignore[import-not-found]
-from torch.distributed.optim import (  # type: ignore[import-not-found]
-    ZeroRedundancyOptimizer,
-)
 from torch.nn.parallel import (  # type: ignore[import-not-found]
     DistributedDataParallel,
 )
@@ -56,19 +54,7 @@ class Trainer:
         own = slice(rank * rows // problem["ranks"], (rank + 1) * rows // problem["ranks"])
         self._x = scattered(layers * width**2, (rows, width))[own].float()
         self._y = scattered(layers * width**2 + rows * width, (rows, width))[own].float()
-        numbers = {
-            "lr": problem["learning_rate"],
-            "betas": (problem["b1"], problem["b2"]),
-            "eps": problem["eps"],
-            "weight_decay": problem["weight_decay"],
-            "fused": True,
-        }
-        if sharded:
-            self._optimizer = ZeroRedundancyOptimizer(
-                self._params, torch.optim.AdamW, parameters_as_bucket_view=True, **numbers
-            )
-        else:
-            self._optimizer = torch.optim.AdamW(self._params, **numbers)
+        self._optimizer = adamw(self._params, problem, sharded=sharded)
 
     def step(self) -> None:
         """Forward, backward beside the reduction, and update."""

@@ -13,13 +13,11 @@ from multiprocessing.connection import Connection
 import torch  # type: ignore[import-not-found]
 import torch.distributed as dist  # type: ignore[import-not-found]
 from gloo_ranks import (  # type: ignore[import-not-found]
+    adamw,
     answer,
     last_numbers,
 )
 from ranks import serve  # type: ignore[import-not-found]
-from torch.distributed.optim import (  # type: ignore[import-not-found]
-    ZeroRedundancyOptimizer,
-)
 
 _BUCKET_NUMBERS = 25 * 2**20 // 4
 
@@ -39,19 +37,7 @@ class Replica:
         self._buckets = _buckets(self._params)
         for param, scale in zip(self._params, problem["scales"][rank], strict=True):
             param.grad.copy_(scale * torch.linspace(-1, 1, param.numel()).view(param.shape))
-        numbers = {
-            "lr": problem["learning_rate"],
-            "betas": (problem["b1"], problem["b2"]),
-            "eps": problem["eps"],
-            "weight_decay": problem["weight_decay"],
-            "fused": True,
-        }
-        if sharded:
-            self._optimizer = ZeroRedundancyOptimizer(
-                self._params, torch.optim.AdamW, parameters_as_bucket_view=True, **numbers
-            )
-        else:
-            self._optimizer = torch.optim.AdamW(self._params, **numbers)
+        self._optimizer = adamw(self._params, problem, sharded=sharded)
 
     def step(self) -> None:
         """Reduce and update. The mean stays in the buckets, so the next one is of equal parts."""

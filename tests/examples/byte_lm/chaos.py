@@ -24,8 +24,6 @@ WORDS = [*SMALL, "--batch", "12", "--learning-rate", "1e-3"]
 ENDLESS = 1_000_000
 # Until it counts as a hang; a start is ten seconds, unless many others start, too.
 PATIENCE = 900
-# Compiling is most of a start, and these programs run for a moment.
-QUICKLY = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 MOMENTS = ("the start", "a step", "a save")
 
@@ -65,7 +63,7 @@ class Run:
     def _start(self, command: list[str], more: dict[str, str]) -> subprocess.Popen[bytes]:
         self._logs.append(self._folder / f"log-{len(self._logs)}")
         with self._logs[-1].open("wb") as log:
-            environment = {**bare_environment(), "XLA_FLAGS": QUICKLY, **more}
+            environment = {**bare_environment(), **more}
             return subprocess.Popen(
                 command, cwd=self._folder, env=environment, stdout=log, stderr=subprocess.STDOUT
             )
