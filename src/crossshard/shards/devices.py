@@ -119,6 +119,11 @@ def are_of_all_processes(mesh: jax.sharding.Mesh) -> bool:
     return number > 1 and len({device.process_index for device in mesh.devices.flat}) == number
 
 
+def between_cpus() -> bool:
+    """Whether shards are on CPUs of several processes, which talk over sockets."""
+    return jax.process_count() > 1 and jax.default_backend() == "cpu"
+
+
 def torus_factors(mesh: jax.sharding.Mesh) -> tuple[int, ...]:
     """Factors of a one-axis TPU mesh, for multi-stage collectives on its torus.
 

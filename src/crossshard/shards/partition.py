@@ -11,12 +11,15 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from crossshard.shards.axes import Shards
+from crossshard.shards.devices import between_cpus
 from crossshard.shards.groups import GroupAssignment
 
 # Smaller arrays stay replicated: sharding them costs more than it saves.
 _FEW = 1024
 # Smaller arrays are bucketed: starting a collective costs more than copying them.
 _SMALL = 1 << 15
+# Between processes on CPUs it takes milliseconds.
+_SMALL_BETWEEN_CPUS = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +85,7 @@ class Partition:
         if self.tile.size > 1 and self.number > 1:
             enough = len(self.shape) > 1 and self.local_shape[0] >= self.tile.rows
             return not (self._in_tiles or (self.axis == 0 and enough))
-        return math.prod(self.shape) < _SMALL
+        return math.prod(self.shape) < (_SMALL_BETWEEN_CPUS if between_cpus() else _SMALL)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
