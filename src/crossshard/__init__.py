@@ -16,6 +16,7 @@ from crossshard.pipeline.loss_scale import DynamicLossScale
 from crossshard.pipeline.nonfinite import Nonfinite, NonfiniteState
 from crossshard.pipeline.stage import Environment, Gradients, Stage
 from crossshard.pipeline.state import CrossShardState
+from crossshard.plans import Plan, plan
 from crossshard.runners.runners import (
     ShardedFunction,
     batch_parallel,
@@ -59,6 +60,7 @@ __all__ = [
     "Optimizer",
     "PerShardArray",
     "Placement",
+    "Plan",
     "Reduction",
     "ShardContext",
     "ShardedFunction",
@@ -76,6 +78,7 @@ __all__ = [
     "is_per_shard",
     "make_train_step",
     "merge_shards",
+    "plan",
     "replicate",
     "rewrite",
     "set_per_shard",

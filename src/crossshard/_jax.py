@@ -360,3 +360,16 @@ def with_automatic_axes(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
     """The same mesh with ``AxisType.Auto`` axes."""
     types = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
     return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+
+
+def manual_sizes(equation: Any) -> tuple[int, ...]:
+    """The sizes of the mesh axes that a traced ``shard_map`` makes manual."""
+    params = equation.params
+    # Since JAX 0.10.2 with another name.
+    names = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
+    return tuple(params["mesh"].shape[name] for name in names)
+
+
+def jaxprs_in(equation: Any) -> list[Any]:
+    """The jaxprs that an equation calls, whatever it is."""
+    return list(_core.jaxprs_in_params(equation.params))

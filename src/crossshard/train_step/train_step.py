@@ -238,6 +238,12 @@ class TrainStep:
         with _jax.in_place_of_the_users_mesh(self._mesh):
             return self._explained(self._compiled.lower, state, self._place.abstract(batch))
 
+    def trace(self, state: Any, batch: Any) -> jax.stages.Traced:
+        """Trace the step for arrays or types, as ``lower`` does; its ``jaxpr`` can be read."""
+        _check_state(state)
+        with _jax.in_place_of_the_users_mesh(self._mesh):
+            return self._explained(self._compiled.trace, state, self._place.abstract(batch))
+
     def _run(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         layout = self._layout_of(state)
         layout.check(state)

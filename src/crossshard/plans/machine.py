@@ -1,0 +1,194 @@
+"""What this machine's CPU devices do in a second, from short tests of a few seconds in all."""
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from crossshard.inspection.hlo import parse
+from crossshard.plans.kernels import kernels
+
+_AXIS = "devices"
+# Runs of each test; the fastest counts, since other programs only make one slower.
+_RUNS = 5
+_SIDES = (32, 128, 512)
+_ELEMENTS = (2**12, 2**17, 2**22)
+_SENT = (2**10, 2**20)
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """The speed of one of several virtual CPU devices while all of them work.
+
+    Attributes:
+      devices: their number.
+      products: seconds of a matrix product by its FLOPs.
+      memory: seconds of a kernel by the bytes that it reads and writes.
+      operation: seconds of an operation on an element, in a kernel.
+      transcendental: seconds of one such as an exponential.
+      kernel: seconds to start a kernel.
+      collectives: by kind, the seconds to start one, and for each byte that a device sends.
+      call: seconds to call a program.
+      array: seconds for each array that a program takes and returns.
+    """
+
+    devices: int
+    products: Sequence[tuple[float, float]]
+    memory: Sequence[tuple[float, float]]
+    operation: float
+    transcendental: float
+    kernel: float
+    collectives: dict[str, tuple[float, float]]
+    call: float
+    array: float
+
+    @property
+    def flops(self) -> float:
+        """FLOP/s of large products on all devices together."""
+        work, seconds = self.products[-1]
+        return self.devices * work / seconds
+
+    @property
+    def memory_bandwidth(self) -> float:
+        """Bytes/s of large kernels on all devices together."""
+        size, seconds = self.memory[-1]
+        return self.devices * size / seconds
+
+    def product_seconds(self, flops: float) -> float:
+        """The time of a product of so many FLOPs."""
+        return _interpolated(self.products, flops)
+
+    def memory_seconds(self, size: float) -> float:
+        """The time to read and write so many bytes, in one kernel."""
+        return _interpolated(self.memory, size)
+
+
+def _interpolated(points: Sequence[tuple[float, float]], work: float) -> float:
+    """The time for some work at the rate between those that were measured."""
+    if work <= 0:
+        return 0.0
+    logs = [math.log(each) for each, _ in points]
+    rates = [math.log(each / seconds) for each, seconds in points]
+    return work / math.exp(float(np.interp(math.log(work), logs, rates)))
+
+
+@functools.cache
+def measured(number: int) -> Machine:
+    """Measure this machine with so many CPU devices; takes some seconds, once."""
+    test = _Test(Mesh(np.array(jax.devices("cpu")[:number]), (_AXIS,)))
+    call, array = test.of_calls()
+    kernel = test.of_a_kernel()
+    products = [(2.0 * side**3, test.of_a_product(side) - kernel) for side in _SIDES]
+    memory = [(8.0 * size, test.of_elements(size, lambda x: 0.5 * x) - kernel) for size in _ELEMENTS]
+    size = _ELEMENTS[0]
+    plain = memory[0][1] + kernel
+    operation = (test.of_elements(size, _polynomial) - plain) / (64 * size)
+    hard = (test.of_elements(size, _functions) - plain) / (4 * size)
+    return Machine(
+        number,
+        [(work, max(seconds, 1e-9)) for work, seconds in products],
+        [(work, max(seconds, 1e-9)) for work, seconds in memory],
+        max(operation, 1e-12),
+        max(hard, 1e-12),
+        kernel,
+        test.of_collectives() if number > 1 else {},
+        call,
+        array,
+    )
+
+
+def _polynomial(x: jax.Array) -> jax.Array:
+    y = x
+    for _ in range(32):
+        y = y * x + 0.25
+    return y
+
+
+def _functions(x: jax.Array) -> jax.Array:
+    return jnp.exp(-x) + jnp.tanh(x) + jnp.log(2 + x) + jnp.sin(x)
+
+
+class _Test:
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def _seconds(self, function: Callable[[Any], Any], shape: tuple[int, ...], often: int) -> float:
+        """The time of one of so many runs of a function, on all devices at once."""
+
+        def run(x: Any) -> Any:
+            return lax.fori_loop(0, often, lambda _, x: function(x), x)
+
+        compiled, x = self._compiled(run, jnp.full((self._mesh.size, *shape), 0.1, jnp.float32))
+        return self._fastest(lambda: compiled(x)) / often
+
+    def _compiled(self, run: Callable[[Any], Any], x: Any) -> tuple[Any, Any]:
+        spec = PartitionSpec(_AXIS)
+        mapped = jax.shard_map(
+            run, mesh=self._mesh, in_specs=spec, out_specs=spec, check_vma=False
+        )
+        x = jax.device_put(x, NamedSharding(self._mesh, spec))
+        return jax.jit(mapped).lower(x).compile(), x
+
+    def _fastest(self, call: Callable[[], Any], calls: int = 1) -> float:
+        jax.block_until_ready(call())
+        found = []
+        for _ in range(_RUNS):
+            began = time.perf_counter()
+            for _ in range(calls):
+                jax.block_until_ready(call())
+            found.append((time.perf_counter() - began) / calls)
+        return min(found)
+
+    def of_a_product(self, side: int) -> float:
+        often = max(2, min(2000, 2**26 // side**3))
+        return self._seconds(lambda x: lax.batch_matmul(x, x) * 0.1, (side, side), often)
+
+    def of_elements(self, size: int, function: Callable[[Any], Any]) -> float:
+        return self._seconds(function, (size,), max(2, min(500, 2**23 // size)))
+
+    def of_a_kernel(self) -> float:
+        often = 2000
+        shape = jnp.full((self._mesh.size, 8), 0.1, jnp.float32)
+        run = lambda x: lax.fori_loop(0, often, lambda _, x: 0.5 * x, x)
+        compiled, x = self._compiled(run, shape)
+        number = sum(each.times for each in kernels(parse(compiled.as_text())))
+        return self._fastest(lambda: compiled(x)) / max(number, often)
+
+    def of_calls(self) -> tuple[float, float]:
+        """The seconds of a call, and of each array in it."""
+        arrays = [jnp.zeros((self._mesh.size, 8)) for _ in range(64)]
+        few, many = self._compiled_call(arrays[:1]), self._compiled_call(arrays)
+        one = (many - few) / 63
+        return max(few - one, 0), max(one, 0)
+
+    def _compiled_call(self, arrays: list[Any]) -> float:
+        compiled, x = self._compiled(lambda x: jax.tree.map(lambda y: y + 1, x), arrays)
+        return self._fastest(lambda: compiled(x), calls=10)
+
+    def of_collectives(self) -> dict[str, tuple[float, float]]:
+        """By kind, the seconds of one and of each byte sent."""
+        number = self._mesh.size
+        sum_of = lambda x: 0.1 * lax.psum(x, _AXIS)
+        scatter = lambda x: lax.psum_scatter(x, _AXIS, scatter_dimension=1, tiled=True)
+        gather = lambda x: lax.all_gather(x, _AXIS, axis=1, tiled=True)
+        back = lambda x: jnp.tile(0.1 * x, (1, number))
+        part = lambda x: lax.slice_in_dim(x, 0, x.shape[1] // number, axis=1)
+        found = {}
+        for kind, run, sent in (
+            ("all-reduce", sum_of, lambda size: 8 * size * (number - 1) / number),
+            ("reduce-scatter", lambda x: back(scatter(x)), lambda size: 4 * size * (number - 1) / number),
+            ("all-gather", lambda x: 0.1 * gather(part(x)), lambda size: 4 * size * (number - 1) / number),
+        ):
+            times = [self._seconds(run, (size * number,), 8) for size in _SENT]
+            small, large = (sent(size * number) for size in _SENT)
+            a_byte = max((times[1] - times[0]) / (large - small), 1e-13)
+            found[kind] = (max(times[0] - a_byte * small, 0), a_byte)
+        return found
