@@ -16,7 +16,7 @@ HEAD_WIDTH = 32
 # How matrices are split over a mesh axis: columns, then rows (Megatron-LM, arXiv 1909.08053).
 MODEL_AXIS = "model"
 _COLUMNS, _ROWS = PartitionSpec(None, MODEL_AXIS), PartitionSpec(MODEL_AXIS, None)
-_SPLIT = {
+MODEL_SPLIT = {
     "embedding": _ROWS,
     "qkv": _COLUMNS,
     "attention_out": _ROWS,
@@ -112,8 +112,8 @@ def split_over(mesh: Mesh, model: ByteTransformer) -> ByteTransformer:
     graph, params = nnx.split(model)
 
     def place(path: Any, leaf: jax.Array) -> jax.Array:
-        name = next((each.key for each in path if getattr(each, "key", None) in _SPLIT), "")
-        return jax.device_put(leaf, NamedSharding(mesh, _SPLIT.get(name, PartitionSpec())))
+        name = next((each.key for each in path if getattr(each, "key", None) in MODEL_SPLIT), "")
+        return jax.device_put(leaf, NamedSharding(mesh, MODEL_SPLIT.get(name, PartitionSpec())))
 
     return nnx.merge(graph, jax.tree_util.tree_map_with_path(place, params))
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,10 +15,11 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard.inspection.hlo import parse
-from crossshard.plans.kernels import kernels
+from crossshard.inspection.collectives import bytes_sent
+from crossshard.plans.kernels import Kernel, kernels
 
 _AXIS = "devices"
-# Runs of each test; the fastest counts, since other programs only make one slower.
+# Runs of each test. The median counts: what slows the tests down slows a step down, too.
 _RUNS = 5
 _SIDES = (32, 128, 512)
 _ELEMENTS = (2**12, 2**17, 2**22)
@@ -92,16 +94,20 @@ def measured(number: int) -> Machine:
     plain = memory[0][1] + kernel
     operation = (test.of_elements(size, _polynomial) - plain) / (64 * size)
     hard = (test.of_elements(size, _functions) - plain) / (4 * size)
-    return Machine(
+    alone = Machine(
         number,
         [(work, max(seconds, 1e-9)) for work, seconds in products],
         [(work, max(seconds, 1e-9)) for work, seconds in memory],
         max(operation, 1e-12),
         max(hard, 1e-12),
         kernel,
-        test.of_collectives() if number > 1 else {},
+        {},
         call,
         array,
+    )
+    around = lambda each: kernel + alone.memory_seconds(each.bytes)
+    return dataclasses.replace(
+        alone, collectives=test.of_collectives(around) if number > 1 else {}
     )
 
 
@@ -127,7 +133,7 @@ class _Test:
             return lax.fori_loop(0, often, lambda _, x: function(x), x)
 
         compiled, x = self._compiled(run, jnp.full((self._mesh.size, *shape), 0.1, jnp.float32))
-        return self._fastest(lambda: compiled(x)) / often
+        return self._median(lambda: compiled(x)) / often
 
     def _compiled(self, run: Callable[[Any], Any], x: Any) -> tuple[Any, Any]:
         spec = PartitionSpec(_AXIS)
@@ -137,7 +143,7 @@ class _Test:
         x = jax.device_put(x, NamedSharding(self._mesh, spec))
         return jax.jit(mapped).lower(x).compile(), x
 
-    def _fastest(self, call: Callable[[], Any], calls: int = 1) -> float:
+    def _median(self, call: Callable[[], Any], calls: int = 1) -> float:
         jax.block_until_ready(call())
         found = []
         for _ in range(_RUNS):
@@ -145,7 +151,7 @@ class _Test:
             for _ in range(calls):
                 jax.block_until_ready(call())
             found.append((time.perf_counter() - began) / calls)
-        return min(found)
+        return statistics.median(found)
 
     def of_a_product(self, side: int) -> float:
         often = max(2, min(2000, 2**26 // side**3))
@@ -160,7 +166,7 @@ class _Test:
         run = lambda x: lax.fori_loop(0, often, lambda _, x: 0.5 * x, x)
         compiled, x = self._compiled(run, shape)
         number = sum(each.times for each in kernels(parse(compiled.as_text())))
-        return self._fastest(lambda: compiled(x)) / max(number, often)
+        return self._median(lambda: compiled(x)) / max(number, often)
 
     def of_calls(self) -> tuple[float, float]:
         """The seconds of a call, and of each array in it."""
@@ -171,24 +177,29 @@ class _Test:
 
     def _compiled_call(self, arrays: list[Any]) -> float:
         compiled, x = self._compiled(lambda x: jax.tree.map(lambda y: y + 1, x), arrays)
-        return self._fastest(lambda: compiled(x), calls=10)
+        return self._median(lambda: compiled(x), calls=10)
 
-    def of_collectives(self) -> dict[str, tuple[float, float]]:
-        """By kind, the seconds of one and of each byte sent."""
+    def of_collectives(self, of_kernel: Callable[[Kernel], float]) -> dict[str, tuple[float, float]]:
+        """By kind, the seconds of one and of each byte sent, without the kernels around it."""
         number = self._mesh.size
-        sum_of = lambda x: 0.1 * lax.psum(x, _AXIS)
-        scatter = lambda x: lax.psum_scatter(x, _AXIS, scatter_dimension=1, tiled=True)
-        gather = lambda x: lax.all_gather(x, _AXIS, axis=1, tiled=True)
-        back = lambda x: jnp.tile(0.1 * x, (1, number))
-        part = lambda x: lax.slice_in_dim(x, 0, x.shape[1] // number, axis=1)
         found = {}
-        for kind, run, sent in (
-            ("all-reduce", sum_of, lambda size: 8 * size * (number - 1) / number),
-            ("reduce-scatter", lambda x: back(scatter(x)), lambda size: 4 * size * (number - 1) / number),
-            ("all-gather", lambda x: 0.1 * gather(part(x)), lambda size: 4 * size * (number - 1) / number),
+        for kind, run in (
+            ("all-reduce", lambda x: 0.1 * lax.psum(x, _AXIS)),
+            ("reduce-scatter", lambda x: jnp.tile(0.1 * lax.psum_scatter(x, _AXIS, tiled=True), number)),
+            ("all-gather", lambda x: 0.1 * lax.all_gather(x[: x.size // number], _AXIS, tiled=True)),
         ):
-            times = [self._seconds(run, (size * number,), 8) for size in _SENT]
-            small, large = (sent(size * number) for size in _SENT)
-            a_byte = max((times[1] - times[0]) / (large - small), 1e-13)
-            found[kind] = (max(times[0] - a_byte * small, 0), a_byte)
+            times, sent = [], []
+            for size in _SENT:
+                compiled, x = self._compiled(
+                    lambda x, run=run: lax.fori_loop(0, 8, lambda _, y: run(y), x),
+                    jnp.full((self._mesh.size * size * number,), 0.1, jnp.float32),
+                )
+                module = parse(compiled.as_text())
+                around = sum(each.times * of_kernel(each) for each in kernels(module))
+                taken = self._median(lambda: compiled(x))  # noqa: B023
+                times.append(max(taken - around, taken / 10) / 8)
+                operand = 4 * size * number
+                sent.append(bytes_sent(kind, number, operand // number if kind == "all-gather" else operand))
+            a_byte = max((times[1] - times[0]) / (sent[1] - sent[0]), 1e-13)
+            found[kind] = (max(times[0] - a_byte * sent[0], 0), a_byte)
         return found

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import topologies
+from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh
 
 from crossshard.errors import ArgumentError
@@ -26,6 +26,11 @@ _KNOWN = (
 _MOST = 2**17
 
 
+def known_topologies() -> str:
+    """The names of topologies, in words."""
+    return _KNOWN
+
+
 @dataclasses.dataclass(frozen=True)
 class Topology:
     """The devices to compile for.
@@ -34,13 +39,11 @@ class Topology:
       name: as it was given.
       chip: what they are; ``None`` for the CPU devices of this machine.
       devices: in the order of the machine.
-      description: JAX's own, if the devices are not there.
-    """
+"""
 
     name: str
     chip: Chip | None
     devices: Sequence[Any]
-    description: Any = None
 
     @property
     def size(self) -> int:
@@ -57,12 +60,13 @@ class Topology:
         """A mesh with these axes, neighbours next to each other."""
         sizes, names = tuple(shape.values()), tuple(shape)
         types = (AxisType.Auto,) * len(names)
-        if self.description is None:
-            return Mesh(np.array(self.devices).reshape(sizes), names, axis_types=types)
-        if self.chip is not None and self.chip.platform == "gpu":
+        if self.chip is None or self.chip.platform == "gpu":
             # GPUs of a host follow each other, and all are alike.
             return Mesh(np.array(self.devices).reshape(sizes), names, axis_types=types)
-        return topologies.make_mesh(self.description, sizes, names)
+        placed = mesh_utils.create_device_mesh(
+            sizes, self.devices, allow_split_physical_axes=True
+        )
+        return Mesh(placed, names, axis_types=types)
 
 
 def topology(name: str) -> Topology:
@@ -109,7 +113,7 @@ def _tpu(name: str, sizes: list[int]) -> Topology:
             found = topologies.get_topology_desc(platform="tpu", topology_name=name)
     except Exception as error:
         raise ArgumentError(_refused(name, error)) from error
-    return Topology(name, chip, found.devices, found)
+    return Topology(name, chip, found.devices)
 
 
 def _gpu(name: str, sizes: list[int]) -> Topology:
@@ -135,7 +139,7 @@ def _gpu(name: str, sizes: list[int]) -> Topology:
             )
     except Exception as error:
         raise ArgumentError(_refused(name, error)) from error
-    return Topology(name, chip, found.devices, found)
+    return Topology(name, chip, found.devices)
 
 
 def _refused(name: str, error: Exception) -> str:
