@@ -17,6 +17,7 @@ def planned(
     width: int = TrainOptions.width,
     context: int = TrainOptions.context,
     batch: int | None = None,
+    split: bool = False,
 ) -> dict[str, Any]:
     """The arguments of ``crossshard.plan`` for the model of the demo, with AdamW.
 
@@ -25,6 +26,7 @@ def planned(
       width: a multiple of 32.
       context: the bytes of a row.
       batch: the rows of the global batch; by default 16, rounded up to a multiple of the devices.
+      split: whether to look at meshes on which devices share a model, too.
     """
 
     def rows(devices: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -37,7 +39,7 @@ def planned(
         "params": lambda: ByteTransformer(layers=layers, width=width, rngs=nnx.Rngs(0)),
         "batch": rows,
         "optimizer": optax.adamw(1e-3),
-        "model_specs": spec_of,
+        "model_specs": spec_of if split else None,
         "has_aux": True,
     }
 

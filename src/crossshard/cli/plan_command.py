@@ -37,8 +37,8 @@ loss_fn is that of make_train_step; params arrays, types, or a function without 
 them, which is only traced; batch the global batch, as arrays or types, or a function of the number
 of devices. Also model_specs, how parameters may lie over an axis "model", and options of
 make_train_step, such as has_aux or accumulate_steps. Without a factory, in a clone of the
-repository, the model of the demo is planned, and --layers, --width, --context and --batch are its
-options.
+repository, the model of the demo is planned, and --layers, --width, --context, --batch and --split
+are its options.
 
 Topologies: {known_topologies()}.
 
@@ -66,7 +66,10 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--topology", required=True, metavar="NAME", help="such as v5p:4x4x4")
     parser.add_argument("--json", action="store_true", help="JSON instead of tables")
     parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help="draw memory and time to a PNG, SVG or PDF file"
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help="draw memory and time to a PNG, SVG or PDF file",
     )
     for name, what in (
         ("layers", "layers of the demo's model"),
@@ -75,6 +78,9 @@ def add_to(commands: Any) -> None:
         ("batch", "rows in its batch, over all shards"),
     ):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=what)
+    parser.add_argument(
+        "--split", action="store_true", help="also meshes on which devices share the demo's model"
+    )
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -98,8 +104,8 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments of ``crossshard.plan`` that the user's factory returns, or the demo's."""
     of_demo = {
         name: getattr(options, name)
-        for name in ("layers", "width", "context", "batch")
-        if getattr(options, name) is not None
+        for name in ("layers", "width", "context", "batch", "split")
+        if getattr(options, name) is not None and getattr(options, name) is not False
     }
     if options.factory is None:
         return _of_the_demo(of_demo)
@@ -119,7 +125,7 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
     return dict(given)
 
 
-def _of_the_demo(options: dict[str, int]) -> dict[str, Any]:
+def _of_the_demo(options: dict[str, Any]) -> dict[str, Any]:
     if os.getcwd() not in sys.path and not sys.flags.safe_path:
         sys.path.insert(0, os.getcwd())
     try:

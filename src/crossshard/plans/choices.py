@@ -3,9 +3,9 @@
 import dataclasses
 
 from crossshard.errors import ArgumentError
+from crossshard.pipeline.plan import WeightUpdate
 from crossshard.plans.topology import Topology
 from crossshard.plans.work import DATA, MODEL, Work
-from crossshard.pipeline.plan import WeightUpdate
 
 # A model is split over devices that are near: NVLink, or a part of a torus.
 _MOST_OF_A_MODEL = 8

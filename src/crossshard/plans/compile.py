@@ -1,6 +1,8 @@
 """Compiles a choice, and reads what it needs from the program."""
 
 import collections
+import concurrent.futures
+import dataclasses
 import math
 import os
 import re
@@ -9,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from crossshard.errors import ArgumentError
 from crossshard.inspection import Communication, inspect
@@ -27,50 +30,90 @@ from crossshard.plans.work import Work
 
 # What XLA for TPUs says: "… Used 20.51G of 15.75G hbm. …"
 _TOO_MUCH = re.compile(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm")
+# Programs that are compiled at once. One compilation hardly uses two cores.
+_AT_ONCE = 2
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def candidate(work: Work, topology: Topology, choice: Choice) -> Candidate:
-    """Compile a choice and read it.
+@dataclasses.dataclass(frozen=True)
+class _Lowered:
+    """A choice on its way: the types of its state, its products and its program."""
+
+    choice: Choice
+    mesh: Mesh
+    state: Any
+    products: Sequence[Product]
+    program: jax.stages.Lowered
+    seconds: float
+
+
+def candidates(work: Work, topology: Topology, choices: Sequence[Choice]) -> list[Candidate]:
+    """Compile the choices, two at a time, and read them.
 
     Raises:
-      ArgumentError: it cannot be compiled, for another reason than too little memory.
+      ArgumentError: one cannot be compiled, for another reason than too little memory.
     """
+    lowered = [_lower(work, topology, choice) for choice in choices]
+    compile_ = lambda each: _compiled(each, topology)
+    with quiet(), concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
+        compiled = list(pool.map(compile_, lowered))
+    return [
+        _read(each, work, topology, *found) for each, found in zip(lowered, compiled, strict=True)
+    ]
+
+
+def _lower(work: Work, topology: Topology, choice: Choice) -> _Lowered:
     began = time.perf_counter()
     mesh = topology.mesh(choice.mesh)
     state, traced = work.traced(mesh, choice.weight_update)
     found = list(products(traced.jaxpr, mesh.size))
-    compiled, needed = _compiled(traced, topology, choice)
-    memory = _memory(state, work, mesh, topology, compiled, needed)
-    flops = sum(each.times * each.flops for each in found)
-    links, seconds = None, None
-    if compiled is not None:
-        report = inspect(compiled)
-        links = _links(report, mesh.devices.flat)
-        seconds = _seconds(found, compiled, report, mesh, topology)
-    taken = time.perf_counter() - began
-    return Candidate(
-        choice.mesh, choice.weight_update, memory, links, flops, seconds, taken
-    )
+    program = traced.lower()
+    return _Lowered(choice, mesh, state, found, program, time.perf_counter() - began)
 
 
 def _compiled(
-    traced: jax.stages.Traced, topology: Topology, choice: Choice
-) -> tuple[jax.stages.Compiled | None, int | None]:
-    """The program; if its compiler refuses it for its memory, what that would be."""
+    each: _Lowered, topology: Topology
+) -> tuple[jax.stages.Compiled | None, int | None, float]:
+    """The program; if the compiler refuses it for its memory, how much it needs; and the time."""
+    began = time.perf_counter()
     try:
-        with quiet():
-            return traced.lower().compile(), None
+        compiled = each.program.compile()
     except jax.errors.JaxRuntimeError as error:
         numbers = _TOO_MUCH.search(str(error))
         if numbers is None:
             first = (str(error).splitlines() or ["no reason"])[0]
-            axes = ", ".join(f"{name} {size}" for name, size in choice.mesh.items())
+            axes = ", ".join(f"{name} {size}" for name, size in each.choice.mesh.items())
             raise ArgumentError(
-                f"The {choice.weight_update} step on {axes} cannot be compiled for "
+                f"The {each.choice.weight_update} step on {axes} cannot be compiled for "
                 f"{topology.name}: {first:.300}"
             ) from error
-        return None, int(float(numbers[1]) * _UNITS[numbers[2]])
+        needed = int(float(numbers[1]) * _UNITS[numbers[2]])
+        return None, needed, time.perf_counter() - began
+    return compiled, None, time.perf_counter() - began
+
+
+def _read(
+    each: _Lowered,
+    work: Work,
+    topology: Topology,
+    compiled: jax.stages.Compiled | None,
+    needed: int | None,
+    taken: float,
+) -> Candidate:
+    links, seconds = None, None
+    if compiled is not None:
+        report = inspect(compiled)
+        links = _links(report, list(each.mesh.devices.flat))
+        seconds = _seconds(each.products, compiled, report, each.mesh, topology)
+    return Candidate(
+        mesh=each.choice.mesh,
+        weight_update=each.choice.weight_update,
+        memory=_memory(each.state, work, each.mesh, topology, compiled, needed),
+        links=links,
+        flops=sum(product.times * product.flops for product in each.products),
+        seconds=seconds,
+        compile_seconds=each.seconds + taken,
+    )
 
 
 def _memory(
@@ -89,10 +132,10 @@ def _memory(
         temporaries = stats.temp_size_in_bytes
         results = stats.output_size_in_bytes - stats.alias_size_in_bytes
         needed = arguments + temporaries + results
-        batch = max(0, arguments - parameters - optimizer)
+        other = max(0, arguments - parameters - optimizer)
     else:
         shards = mesh.shape[mesh.axis_names[0]]
-        batch = sum(
+        other = sum(
             math.prod(each.shape) * each.dtype.itemsize // shards
             for each in jax.tree.leaves(work.batch(mesh.size))
         )
@@ -100,7 +143,7 @@ def _memory(
     return MemoryUse(
         parameters=parameters,
         optimizer_state=optimizer,
-        batch=batch,
+        other=other,
         temporaries=temporaries,
         gradients=_bytes(state.params),
         needed=needed or 0,
@@ -122,7 +165,6 @@ def _bytes(tree: Any) -> int:
 
 
 def _links(report: Communication, devices: Sequence[Any]) -> LinkUse:
-    devices = list(devices)
     by_link: collections.Counter[str] = collections.Counter()
     kinds: collections.Counter[str] = collections.Counter()
     for each in report.collectives:
@@ -144,6 +186,6 @@ def _seconds(
     if topology.chip is not None:
         devices = list(mesh.devices.flat)
         return on_chips(topology.chip, found, run, report.collectives, devices)
-    arrays = len(jax.tree.leaves((compiled.in_tree.unflatten(range(compiled.in_tree.num_leaves)))))
+    arrays = len(jax.tree.leaves(compiled.in_tree.unflatten(range(compiled.in_tree.num_leaves))))
     arrays += compiled.out_tree.num_leaves
     return on_this_machine(measured(topology.size), found, run, report.collectives, arrays / 2)

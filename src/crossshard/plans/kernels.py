@@ -73,8 +73,10 @@ def _work(module: Module, name: str) -> tuple[int, int, bool]:
     computation = module.computations[name]
     for each in computation.instructions.values():
         more, transcendental = _operations(each, computation)
-        total, hard, product = total + more, hard + transcendental, product | (
-            each.opcode in _PRODUCTS
+        total, hard, product = (
+            total + more,
+            hard + transcendental,
+            product | (each.opcode in _PRODUCTS),
         )
         if each.opcode == "fusion":
             for inner in called_computations(module, each):

@@ -14,8 +14,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from crossshard.inspection.hlo import parse
 from crossshard.inspection.collectives import bytes_sent
+from crossshard.inspection.hlo import parse
 from crossshard.plans.kernels import Kernel, kernels
 
 _AXIS = "devices"
@@ -89,7 +89,9 @@ def measured(number: int) -> Machine:
     call, array = test.of_calls()
     kernel = test.of_a_kernel()
     products = [(2.0 * side**3, test.of_a_product(side) - kernel) for side in _SIDES]
-    memory = [(8.0 * size, test.of_elements(size, lambda x: 0.5 * x) - kernel) for size in _ELEMENTS]
+    memory = [
+        (8.0 * size, test.of_elements(size, lambda x: 0.5 * x) - kernel) for size in _ELEMENTS
+    ]
     size = _ELEMENTS[0]
     plain = memory[0][1] + kernel
     operation = (test.of_elements(size, _polynomial) - plain) / (64 * size)
@@ -106,9 +108,7 @@ def measured(number: int) -> Machine:
         array,
     )
     around = lambda each: kernel + alone.memory_seconds(each.bytes)
-    return dataclasses.replace(
-        alone, collectives=test.of_collectives(around) if number > 1 else {}
-    )
+    return dataclasses.replace(alone, collectives=test.of_collectives(around) if number > 1 else {})
 
 
 def _polynomial(x: jax.Array) -> jax.Array:
@@ -137,9 +137,7 @@ class _Test:
 
     def _compiled(self, run: Callable[[Any], Any], x: Any) -> tuple[Any, Any]:
         spec = PartitionSpec(_AXIS)
-        mapped = jax.shard_map(
-            run, mesh=self._mesh, in_specs=spec, out_specs=spec, check_vma=False
-        )
+        mapped = jax.shard_map(run, mesh=self._mesh, in_specs=spec, out_specs=spec, check_vma=False)
         x = jax.device_put(x, NamedSharding(self._mesh, spec))
         return jax.jit(mapped).lower(x).compile(), x
 
@@ -179,27 +177,37 @@ class _Test:
         compiled, x = self._compiled(lambda x: jax.tree.map(lambda y: y + 1, x), arrays)
         return self._median(lambda: compiled(x), calls=10)
 
-    def of_collectives(self, of_kernel: Callable[[Kernel], float]) -> dict[str, tuple[float, float]]:
+    def of_collectives(
+        self, of_kernel: Callable[[Kernel], float]
+    ) -> dict[str, tuple[float, float]]:
         """By kind, the seconds of one and of each byte sent, without the kernels around it."""
         number = self._mesh.size
+        runs: dict[str, Callable[[Any], Any]] = {
+            "all-reduce": lambda x: lax.psum(x, _AXIS),
+            "reduce-scatter": lambda x: jnp.tile(lax.psum_scatter(x, _AXIS, tiled=True), number),
+            "all-gather": lambda x: lax.all_gather(x[: x.size // number], _AXIS, tiled=True),
+        }
         found = {}
-        for kind, run in (
-            ("all-reduce", lambda x: 0.1 * lax.psum(x, _AXIS)),
-            ("reduce-scatter", lambda x: jnp.tile(0.1 * lax.psum_scatter(x, _AXIS, tiled=True), number)),
-            ("all-gather", lambda x: 0.1 * lax.all_gather(x[: x.size // number], _AXIS, tiled=True)),
-        ):
-            times, sent = [], []
-            for size in _SENT:
-                compiled, x = self._compiled(
-                    lambda x, run=run: lax.fori_loop(0, 8, lambda _, y: run(y), x),
-                    jnp.full((self._mesh.size * size * number,), 0.1, jnp.float32),
-                )
-                module = parse(compiled.as_text())
-                around = sum(each.times * of_kernel(each) for each in kernels(module))
-                taken = self._median(lambda: compiled(x))  # noqa: B023
-                times.append(max(taken - around, taken / 10) / 8)
-                operand = 4 * size * number
-                sent.append(bytes_sent(kind, number, operand // number if kind == "all-gather" else operand))
-            a_byte = max((times[1] - times[0]) / (sent[1] - sent[0]), 1e-13)
-            found[kind] = (max(times[0] - a_byte * sent[0], 0), a_byte)
+        for kind, run in runs.items():
+            parts = number if kind == "all-gather" else 1
+            (first, small), (second, large) = (
+                (self._of_collective(run, size * number, of_kernel), 4 * size * number // parts)
+                for size in _SENT
+            )
+            sent = [bytes_sent(kind, number, operand) for operand in (small, large)]
+            a_byte = max((second - first) / (sent[1] - sent[0]), 1e-13)
+            found[kind] = (max(first - a_byte * sent[0], 0), a_byte)
         return found
+
+    def _of_collective(
+        self, run: Callable[[Any], Any], size: int, of_kernel: Callable[[Kernel], float]
+    ) -> float:
+        often = 8
+        compiled, x = self._compiled(
+            lambda x: lax.fori_loop(0, often, lambda _, y: 0.1 * run(y), x),
+            jnp.full((self._mesh.size * size,), 0.1, jnp.float32),
+        )
+        around = sum(each.times * of_kernel(each) for each in kernels(parse(compiled.as_text())))
+        taken = self._median(lambda: compiled(x))
+        # What is measured twice may differ by more than the collective takes.
+        return max(taken - around, taken / 10) / often

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from crossshard.plans.choices import choices
-from crossshard.plans.compile import candidate
+from crossshard.plans.compile import candidates
 from crossshard.plans.machine import measured
 from crossshard.plans.report import Candidate, Plan, size, time
 from crossshard.plans.topology import Topology, topology
@@ -63,7 +63,7 @@ def plan(
     """
     work = make_work(loss_fn, params, batch, optimizer, model_specs, options)
     where = _topology(topology)
-    found = [candidate(work, where, choice) for choice in choices(work, where)]
+    found = candidates(work, where, choices(work, where))
     recommended, why = _recommended(found)
     return Plan(
         topology=topology,
@@ -112,10 +112,10 @@ def _recommended(found: Sequence[Candidate]) -> tuple[int | None, str]:
     else:
         second = min(others, key=lambda place: seconds[place])
         why += (
-            f"By the estimate it takes {time(seconds[best])} a step; the next, "
+            f"By the estimate a step takes {time(seconds[best])}, and one of the next, "
             f"{found[second].name}, {time(seconds[second])}"
         )
-    return best, why + f", and leaves {size(chosen.memory.left)} of memory on each device."
+    return best, why + f". It leaves {size(chosen.memory.left)} of memory on each device."
 
 
 def _step(each: Candidate) -> float:
@@ -130,8 +130,10 @@ def _figures(where: Topology) -> str:
             f"Times are estimates from tests of this machine: {machine.flops / 1e9:.0f} GFLOP/s, "
             f"{machine.memory_bandwidth / 1e9:.1f} GB/s of memory, for all devices together."
         )
-    inside = f"{chip.links} links of {chip.inside / 1e9:g} GB/s" if chip.links > 1 else (
-        f"{chip.inside / 1e9:g} GB/s inside a host"
+    inside = (
+        f"{chip.links} links of {chip.inside / 1e9:g} GB/s"
+        if chip.links > 1
+        else (f"{chip.inside / 1e9:g} GB/s inside a host")
     )
     peaks = ", ".join(f"{peak / 1e12:g} {dtype}" for dtype, peak in chip.flops.items())
     return (

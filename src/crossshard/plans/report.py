@@ -12,7 +12,7 @@ class MemoryUse:
     Attributes:
       parameters: of the parameters, those that are not trained included.
       optimizer_state: of the optimizer's state.
-      batch: of the batch and the rest of the state.
+      other: of the batch, the rest of the state, and the padding of all arguments.
       temporaries: what else the program needs while it runs: activations and gradients; ``None`` if
         the compiler refused the program before it counted them.
       gradients: of all gradients, of which the temporaries hold those that are needed at one time.
@@ -22,7 +22,7 @@ class MemoryUse:
 
     parameters: int
     optimizer_state: int
-    batch: int
+    other: int
     temporaries: int | None
     gradients: int
     needed: int
@@ -165,7 +165,7 @@ class Plan:
 
 
 _MEMORY = (
-    *("memory per device", "fits", "parameters", "optimizer state", "batch"),
+    *("memory per device", "fits", "parameters", "optimizer state", "other"),
     *("temporaries", "(gradients)", "needed", "available"),
 )
 _LINKS = (
@@ -182,7 +182,7 @@ def _memory_row(each: Candidate) -> tuple[str, ...]:
     fits = f"yes, {size(use.left)} left" if each.fits else f"no, {size(-use.left)} too much"
     temporaries = "?" if use.temporaries is None else size(use.temporaries)
     return (
-        *(each.name, fits, size(use.parameters), size(use.optimizer_state), size(use.batch)),
+        *(each.name, fits, size(use.parameters), size(use.optimizer_state), size(use.other)),
         *(temporaries, f"({size(use.gradients)})", size(use.needed), size(use.available)),
     )
 

@@ -39,7 +39,7 @@ class Topology:
       name: as it was given.
       chip: what they are; ``None`` for the CPU devices of this machine.
       devices: in the order of the machine.
-"""
+    """
 
     name: str
     chip: Chip | None
@@ -63,9 +63,7 @@ class Topology:
         if self.chip is None or self.chip.platform == "gpu":
             # GPUs of a host follow each other, and all are alike.
             return Mesh(np.array(self.devices).reshape(sizes), names, axis_types=types)
-        placed = mesh_utils.create_device_mesh(
-            sizes, self.devices, allow_split_physical_axes=True
-        )
+        placed = mesh_utils.create_device_mesh(sizes, self.devices, allow_split_physical_axes=True)
         return Mesh(placed, names, axis_types=types)
 
 
@@ -104,8 +102,8 @@ def _tpu(name: str, sizes: list[int]) -> Topology:
     if len(sizes) != chip.links // 2:
         example = "x".join(["4"] * (chip.links // 2))
         raise ArgumentError(
-            f"{chip.name} has a torus of {chip.links // 2} dimensions, as in {chip.name}:{example}; "
-            f"got {name!r}. Known are {_KNOWN}."
+            f"{chip.name} has {chip.links // 2} dimensions, as in {chip.name}:{example}; got {name!r}. "
+            f"Known are {_KNOWN}."
         )
     for_tpus()
     try:

@@ -112,8 +112,8 @@ def _flat_specs(specs: Any, params: Any) -> dict[str, PartitionSpec]:
         )
     except ValueError as error:
         raise ArgumentTypeError(
-            "model_specs must be a function of path and leaf, or a pytree of PartitionSpec with the "
-            f"structure of params: {str(error).splitlines()[0]}"
+            "model_specs must be a function of path and leaf, or a pytree of PartitionSpec like "
+            f"params: {str(error).splitlines()[0]}"
         ) from error
     found = jax.tree_util.tree_leaves_with_path(whole, is_leaf=is_spec)
     return {jax.tree_util.keystr(path): spec for path, spec in found}
