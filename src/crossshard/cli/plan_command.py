@@ -111,7 +111,7 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
         return _of_the_demo(of_demo)
     if of_demo:
         raise ArgumentError(
-            f"--{next(iter(of_demo))} is an option of the demo's model; leave it out, or the factory."
+            f"--{next(iter(of_demo))} is for the demo's model; leave it or the factory out."
         )
     given = call_factory(options.factory)
     needed = {"loss_fn", "params", "batch", "optimizer"}
@@ -132,8 +132,8 @@ def _of_the_demo(options: dict[str, Any]) -> dict[str, Any]:
         module: Any = importlib.import_module("examples.byte_lm.planned")
     except ModuleNotFoundError as error:
         raise ArgumentError(
-            "Name a factory as package.module:factory. The model of the demo is planned without one "
-            f"in a clone of the repository only ({error})."
+            "Name a factory as package.module:factory. Without one the demo's model is planned, in "
+            f"a clone of the repository only ({error})."
         ) from error
     given: dict[str, Any] = module.planned(**options)
     return given

@@ -3,7 +3,7 @@
 ``crossshard.plan`` returns a ``Plan``, whose fields have the other types here.
 """
 
-from crossshard.plans.plan import plan
+from crossshard.plans.planning import plan
 from crossshard.plans.report import Candidate, LinkUse, MemoryUse, Plan, Seconds
 
 __all__ = ["Candidate", "LinkUse", "MemoryUse", "Plan", "Seconds", "plan"]

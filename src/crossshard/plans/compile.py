@@ -29,7 +29,9 @@ from crossshard.plans.topology import Topology
 from crossshard.plans.work import Work
 
 # What XLA for TPUs says: "… Used 20.51G of 15.75G hbm. …"
-_TOO_MUCH = re.compile(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm")
+_USED = re.compile(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm")
+# Or: "… memory required for HLO temporaries (30.32G) exceeds available HBM …", without arguments.
+_TEMPORARIES = re.compile(r"HLO temporaries \(([\d.]+)([KMGT])\) exceeds")
 # Programs that are compiled at once. One compilation hardly uses two cores.
 _AT_ONCE = 2
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -54,7 +56,7 @@ def candidates(work: Work, topology: Topology, choices: Sequence[Choice]) -> lis
       ArgumentError: one cannot be compiled, for another reason than too little memory.
     """
     lowered = [_lower(work, topology, choice) for choice in choices]
-    compile_ = lambda each: _compiled(each, topology)
+    compile_ = lambda each: _compiled(each, work, topology)
     with quiet(), concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
         compiled = list(pool.map(compile_, lowered))
     return [
@@ -72,24 +74,38 @@ def _lower(work: Work, topology: Topology, choice: Choice) -> _Lowered:
 
 
 def _compiled(
-    each: _Lowered, topology: Topology
+    each: _Lowered, work: Work, topology: Topology
 ) -> tuple[jax.stages.Compiled | None, int | None, float]:
     """The program; if the compiler refuses it for its memory, how much it needs; and the time."""
     began = time.perf_counter()
     try:
         compiled = each.program.compile()
     except jax.errors.JaxRuntimeError as error:
-        numbers = _TOO_MUCH.search(str(error))
-        if numbers is None:
+        needed = _needed(str(error), each, work)
+        if needed is None:
             first = (str(error).splitlines() or ["no reason"])[0]
             axes = ", ".join(f"{name} {size}" for name, size in each.choice.mesh.items())
             raise ArgumentError(
                 f"The {each.choice.weight_update} step on {axes} cannot be compiled for "
                 f"{topology.name}: {first:.300}"
             ) from error
-        needed = int(float(numbers[1]) * _UNITS[numbers[2]])
         return None, needed, time.perf_counter() - began
     return compiled, None, time.perf_counter() - began
+
+
+def _needed(message: str, each: _Lowered, work: Work) -> int | None:
+    """The bytes that a program needs that its compiler refused for its memory."""
+    for pattern, more in ((_USED, 0), (_TEMPORARIES, _arguments(each, work))):
+        if found := pattern.search(message):
+            return more + int(float(found[1]) * _UNITS[found[2]])
+    return None
+
+
+def _arguments(each: _Lowered, work: Work) -> int:
+    shards = next(iter(each.mesh.shape.values()))
+    batch = jax.tree.leaves(work.batch(each.mesh.size))
+    rows = sum(math.prod(x.shape) * x.dtype.itemsize // shards for x in batch)
+    return _bytes(each.state) + rows
 
 
 def _read(
@@ -108,7 +124,7 @@ def _read(
     return Candidate(
         mesh=each.choice.mesh,
         weight_update=each.choice.weight_update,
-        memory=_memory(each.state, work, each.mesh, topology, compiled, needed),
+        memory=_memory(each, work, topology, compiled, needed),
         links=links,
         flops=sum(product.times * product.flops for product in each.products),
         seconds=seconds,
@@ -117,35 +133,27 @@ def _read(
 
 
 def _memory(
-    state: Any,
+    each: _Lowered,
     work: Work,
-    mesh: Any,
     topology: Topology,
     compiled: jax.stages.Compiled | None,
     needed: int | None,
 ) -> MemoryUse:
-    parameters = _bytes((state.params, state.frozen))
-    optimizer = _bytes(state.opt_state)
+    parameters = _bytes((each.state.params, each.state.frozen))
+    optimizer = _bytes(each.state.opt_state)
+    arguments, temporaries = _arguments(each, work), None
     stats = compiled.memory_analysis() if compiled is not None else None
     if stats is not None:
         arguments = stats.argument_size_in_bytes
         temporaries = stats.temp_size_in_bytes
         results = stats.output_size_in_bytes - stats.alias_size_in_bytes
         needed = arguments + temporaries + results
-        other = max(0, arguments - parameters - optimizer)
-    else:
-        shards = mesh.shape[mesh.axis_names[0]]
-        other = sum(
-            math.prod(each.shape) * each.dtype.itemsize // shards
-            for each in jax.tree.leaves(work.batch(mesh.size))
-        )
-        temporaries = None
     return MemoryUse(
         parameters=parameters,
         optimizer_state=optimizer,
-        other=other,
+        other=max(0, arguments - parameters - optimizer),
         temporaries=temporaries,
-        gradients=_bytes(state.params),
+        gradients=_bytes(each.state.params),
         needed=needed or 0,
         available=_available(topology),
     )

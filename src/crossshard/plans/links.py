@@ -14,10 +14,9 @@ INSIDE_HOST, INSIDE_SLICE, ACROSS = "inside a host", "inside a slice", "across"
 def bytes_by_link(each: Collective, devices: Sequence[Any]) -> dict[str, float]:
     """The bytes that a device sends over each kind of link, on average over the devices.
 
-    The devices of a group form a ring, hosts and slices one after the other, so that of n neighbours
-    as many send to another host as there are hosts. In an all-to-all all send to all. GPUs of
-    several hosts are ``"across"``, as are TPUs of several slices; TPUs of several hosts are
-    ``"inside a slice"``.
+    The devices of a group form a ring, host after host, so that of n neighbours as many send to
+    another host as there are hosts. In an all-to-all all send to all. GPUs of several hosts are
+    ``"across"``, as are TPUs of several slices; TPUs of several hosts are ``"inside a slice"``.
 
     Args:
       each: the collective.

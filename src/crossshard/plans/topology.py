@@ -102,8 +102,8 @@ def _tpu(name: str, sizes: list[int]) -> Topology:
     if len(sizes) != chip.links // 2:
         example = "x".join(["4"] * (chip.links // 2))
         raise ArgumentError(
-            f"{chip.name} has {chip.links // 2} dimensions, as in {chip.name}:{example}; got {name!r}. "
-            f"Known are {_KNOWN}."
+            f"{chip.name} has {chip.links // 2} dimensions, as in {chip.name}:{example}; got "
+            f"{name!r}. Known are {_KNOWN}."
         )
     for_tpus()
     try:

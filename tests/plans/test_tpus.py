@@ -1,0 +1,94 @@
+"""Plans for TPU slices, where libtpu is installed: bytes by hand, quietly, two at once."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_plan_command import PATIENCE, ROOT, run
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
+
+# Three matrices, AdamW; 4 · 3 · 1024² bytes.
+TRAIN = """
+import jax, jax.numpy as jnp, optax
+
+def make():
+    w = [jax.ShapeDtypeStruct((1024, 1024), jnp.float32)] * 3
+
+    def loss_fn(w, x):
+        for each in w:
+            x = jnp.tanh(x @ each)
+        return jnp.mean(x**2)
+
+    rows = lambda devices: jax.ShapeDtypeStruct((8 * devices, 1024), jnp.float32)
+    return {"loss_fn": loss_fn, "params": w, "batch": rows, "optimizer": optax.adam(1e-3)}
+
+def large():
+    given = make()
+    return {**given, "params": [jax.ShapeDtypeStruct((1024, 2**20), jnp.float32)],
+            "loss_fn": lambda w, x: jnp.mean((x @ w[0]) ** 2)}
+"""
+BYTES = 4 * 3 * 1024**2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tpus")
+    (folder / "train.py").write_text(TRAIN)
+    return folder
+
+
+def planned(folder: Path, topology: str, name: str = "make", code: int = 0):
+    done = run(folder, f"train:{name}", "--topology", topology, "--json")
+    assert (done.returncode, done.stderr) == (code, "")
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("topology", ["v5e:4x4", "v6e:8x8", "v5p:4x4x4", "v5p:16x16x16"])
+def test_the_bytes_are_those_counted_by_hand(folder, topology):
+    found = planned(folder, topology)
+    chips = found["devices"]
+    bound = 2 * (chips - 1) / chips * BYTES
+    replicated, sharded = found["candidates"]
+    for each in (replicated, sharded):
+        assert each["memory"]["parameters"] == BYTES
+        # Collectives in two stages send a little more than those in one.
+        assert bound <= each["links"]["sent"] <= 1.03 * bound
+    assert replicated["memory"]["optimizer_state"] == 2 * BYTES + 4
+    assert sharded["memory"]["optimizer_state"] == 2 * BYTES // chips + 4
+    assert "across" not in replicated["links"]["by_link"]
+
+
+def test_what_the_compiler_refuses_does_not_fit(folder):
+    found = planned(folder, "v5e:4x4", "large")
+    replicated, sharded = found["candidates"]
+    # Parameters, moments and gradients of 4 GiB each, of which the sharded step keeps two.
+    assert not replicated["fits"]
+    assert sharded["fits"]
+    assert found["recommended"] == 1
+
+
+def test_two_at_once_are_quiet(folder):
+    start = lambda name: subprocess.Popen(
+        [sys.executable, "-m", "crossshard.cli", "plan", "train:make", "--topology", name],
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    both = [start("v5e:4x4"), start("v5p:4x4x4")]
+    for each in both:
+        out, errors = each.communicate(timeout=PATIENCE)
+        assert (each.returncode, errors) == (0, "")
+        assert "Recommended" in out
+
+
+def test_a_slice_that_does_not_exist_is_refused_in_one_line():
+    for name in ("v5e:3x77", "v5p:4x4"):
+        done = run(ROOT, "--topology", name)
+        assert done.returncode == 2
+        assert len(done.stderr.splitlines()) == 1
+        assert "v5p:4x4x4" in done.stderr
