@@ -30,8 +30,7 @@ def make():
 
 def too_large():
     large = jax.ShapeDtypeStruct((2**20, 2**20), jnp.float32)
-    loss_fn = lambda w, x: jnp.mean(w[0] * x) + jnp.sum(w)
-    return {**make(), "params": large, "loss_fn": loss_fn, "batch": lambda n: W}
+    return {**make(), "params": large, "loss_fn": lambda w, x: jnp.sum(w**2) + jnp.sum(x)}
 
 
 def tuple_of():
@@ -94,9 +93,12 @@ def test_json_of_what_does_not_fit(folder):
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (("train:make", "--topology", "v9:4x4"), "There is no topology 'v9:4x4'. Known are v5e:4x4"),
+        (
+            ("train:make", "--topology", "v9:4x4"),
+            "There is no topology 'v9:4x4'. Known are v5e:4x4",
+        ),
         (("train:tuple_of", "--topology", "cpu:1"), "must return a dict with batch, loss_fn"),
-        (("train:fails", "--topology", "cpu:1"), "no attribute 'nothing'"),
+        (("train:fails", "--topology", "cpu:1"), "has no attribute nothing"),
         (("train:make", "--topology", "cpu:1", "--layers", "3"), "--layers is for the demo's"),
         (("--topology", "cpu:1"), "Name a factory as package.module:factory"),
         (("train:make", "--topology", "cpu:1", "--picture", "x.txt"), ".png, .svg or .pdf"),
@@ -107,13 +109,8 @@ def test_one_line_for_what_is_wrong(folder, words, why):
 
 
 def test_the_model_of_the_demo_in_a_clone():
-    done = run(ROOT, "--topology", "cpu:2", "--json", "--layers", "1", "--width", "32", "--split")
+    done = run(ROOT, "--topology", "cpu:1", "--json", "--layers", "1", "--width", "32")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    read = json.loads(done.stdout)
     # Embedding, head, and one layer of 12 matrices; three norms.
-    assert read["parameters"] == 2 * 256 * 32 + 12 * 32 * 32 + 3 * 32
-    assert [each["mesh"] for each in read["candidates"][::2]] == [
-        {"data": 2},
-        {"data": 1, "model": 2},
-    ]
+    assert json.loads(done.stdout)["parameters"] == 2 * 256 * 32 + 12 * 32 * 32 + 3 * 32

@@ -225,3 +225,17 @@ def test_options_of_the_step():
     found = planned(accumulate_steps=2, metrics="grad_norm", reduce_dtype=jnp.bfloat16)
     assert len(found.candidates) == 2
     assert np.isfinite(found.candidates[0].seconds.step)
+
+
+def test_the_demo_says_how_its_model_may_be_split():
+    from crossshard.plans.choices import choices
+    from crossshard.plans.topology import topology
+    from crossshard.plans.work import make_work
+    from examples.byte_lm.planned import planned
+
+    for split, meshes in ((False, 1), (True, 4)):
+        given = planned(layers=1, width=64, split=split)
+        specs, has_aux = given.pop("model_specs"), given.pop("has_aux")
+        work = make_work(**given, model_specs=specs, options={"has_aux": has_aux})
+        assert len(choices(work, topology("cpu:8"))) == 2 * meshes
+        assert work.batch(6)["read"].shape == (18, 64)

@@ -84,13 +84,12 @@ def add_to(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    # Plan where nothing else is to be started: what is compiled for is described, not used.
+    # Accelerators that this machine has stay free: what is compiled for is described, not used.
     jax.config.update("jax_platforms", "cpu")
     if options.picture is not None:
         _check_picture(options.picture)
     given = _given(options)
-    planned = f"plan of {options.factory or 'the demo'}"
-    with in_one_sentence(f"There is no {planned}"):
+    with in_one_sentence(f"The step of {options.factory or 'the demo'} cannot be planned"):
         plan = crossshard.plan(**given, topology=options.topology)
     print(plan.to_json(indent=2) if options.json else plan.table())
     if options.picture is not None:

@@ -109,7 +109,14 @@ def _time_bars(axes: "Axes", place: int, each: Candidate, unit: float) -> None:
 
 def _label(axes: "Axes", x: float, row: float, text: str, color: str) -> None:
     axes.annotate(
-        text, (x, row), (5, 0), textcoords="offset points", va="center", color=color, fontsize=9
+        text,
+        (x, row),
+        (5, 0),
+        textcoords="offset points",
+        va="center",
+        color=color,
+        fontsize=9,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
     )
 
 
