@@ -239,6 +239,7 @@ class Pipeline:
             environment.arrays,
             apply_updates=apply_updates,
             skip=gradients.skip,
+            by_loop=environment.skips_by_loop,
         )
         state = state._replace(inner_state=updated.state)
         if gradients.skip is not None:

@@ -89,6 +89,11 @@ class StepFunction:
             arrays=_arrays(layout, shards),
             divisor=self.pipeline.divisor(shards.number),
             unread=plan.unread,
+            skips_by_loop=(
+                layout.groups is None
+                and plan.strategy is not UpdateStrategy.GLOBAL
+                and mesh.devices.flat[0].platform == "cpu"
+            ),
         )
 
         def of_one_shard(state: TrainState, batch: Any) -> Any:
