@@ -67,14 +67,16 @@ def apply_optimizer(
             check_shapes(gradients, updates, "its update")
         return updates, after, optax.apply_updates(local, updates) if apply_updates else None
 
-    if skip is None:
-        updates, after, updated = update(state, local)
-    elif by_loop and apply_updates:
-        updates, after, updated = _in_loop(update, state, local, skip)
-    else:
-        new = update(state, local)
-        updates, after, updated = _select(new, state, local if apply_updates else None, skip)
-    result = arrays.gather(updated if apply_updates else updates)
+    with jax.named_scope("update"):
+        if skip is None:
+            updates, after, updated = update(state, local)
+        elif by_loop and apply_updates:
+            updates, after, updated = _in_loop(update, state, local, skip)
+        else:
+            new = update(state, local)
+            updates, after, updated = _select(new, state, local if apply_updates else None, skip)
+    with jax.named_scope("gather"):
+        result = arrays.gather(updated if apply_updates else updates)
     return Updated(result, arrays.place_state(after), updates, local)
 
 

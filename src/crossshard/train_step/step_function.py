@@ -63,7 +63,8 @@ class StepFunction:
         """The next state and the metrics."""
         if self.sentinel is None:
             return self._step(layout, state, batch)
-        state, found = self.sentinel(layout, state)
+        with jax.named_scope("check_divergence"):
+            state, found = self.sentinel(layout, state)
         after, metrics = self._step(layout, state, batch)
         return after, {**metrics, "divergence": found}
 
