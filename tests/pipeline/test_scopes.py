@@ -45,8 +45,9 @@ def test_each_stage_has_its_scope():
 
 def test_what_adds_up_calls_has_its_scope():
     opt = CrossShardOptimizer(optax.sgd(0.1), accumulate_steps=2)
-    run = jax.jit(jax.vmap(opt.update, in_axes=(0, None), axis_name="shards"))
-    lowered = run.lower(np.ones((2, 3), np.float32), opt.init(np.zeros(3, np.float32)))
+    gradients = np.ones((2, 3), np.float32)
+    state = jax.vmap(opt.init, axis_name="shards")(gradients)
+    lowered = jax.jit(jax.vmap(opt.update, axis_name="shards")).lower(gradients, state)
     assert re.search(r"CrossShardOptimizer\W*/accumulate/", lowered.compile().as_text())
 
 
