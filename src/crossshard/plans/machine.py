@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -150,7 +149,7 @@ class _Test:
             for _ in range(calls):
                 jax.block_until_ready(call())
             found.append((time.perf_counter() - began) / calls)
-        return statistics.median(found)
+        return float(np.median(found))
 
     def of_a_product(self, side: int) -> float:
         """One product of a layer: the forward one, or one of the two backward."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh
 
 from crossshard.errors import ArgumentError
@@ -50,12 +49,6 @@ class Topology:
         """The number of devices."""
         return len(self.devices)
 
-    @property
-    def devices_of_a_host(self) -> int:
-        """The devices of the first host."""
-        first = self.devices[0].process_index
-        return sum(device.process_index == first for device in self.devices)
-
     def mesh(self, shape: dict[str, int]) -> Mesh:
         """A mesh with these axes, neighbours next to each other."""
         sizes, names = tuple(shape.values()), tuple(shape)
@@ -63,6 +56,8 @@ class Topology:
         if self.chip is None or self.chip.platform == "gpu":
             # GPUs of a host follow each other, and all are alike.
             return Mesh(np.array(self.devices).reshape(sizes), names, axis_types=types)
+        from jax.experimental import mesh_utils
+
         placed = mesh_utils.create_device_mesh(sizes, self.devices, allow_split_physical_axes=True)
         return Mesh(placed, names, axis_types=types)
 
@@ -108,7 +103,7 @@ def _tpu(name: str, sizes: list[int]) -> Topology:
     for_tpus()
     try:
         with quiet():
-            found = topologies.get_topology_desc(platform="tpu", topology_name=name)
+            found = _described(platform="tpu", topology_name=name)
     except Exception as error:
         raise ArgumentError(_refused(name, error)) from error
     return Topology(name, chip, found.devices)
@@ -129,7 +124,7 @@ def _gpu(name: str, sizes: list[int]) -> Topology:
     for_gpus()
     try:
         with quiet():
-            found = topologies.get_topology_desc(
+            found = _described(
                 platform="cuda",
                 topology_name=chip.name,
                 topology=f"1x{sizes[0]}x{sizes[1]}",
@@ -138,6 +133,13 @@ def _gpu(name: str, sizes: list[int]) -> Topology:
     except Exception as error:
         raise ArgumentError(_refused(name, error)) from error
     return Topology(name, chip, found.devices)
+
+
+def _described(**kwargs: str) -> Any:
+    # Here, since importing crossshard brings in nothing that JAX, Optax and Flax do not.
+    from jax.experimental import topologies
+
+    return topologies.get_topology_desc(**kwargs)
 
 
 def _refused(name: str, error: Exception) -> str:
