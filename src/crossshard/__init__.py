@@ -37,6 +37,8 @@ from crossshard.variables.per_shard import (
     set_per_shard,
     set_shared,
 )
+from crossshard.verification.report import Fault, LeafReport, Verification
+from crossshard.verification.verify import verify
 
 __version__ = "0.1.0"
 
@@ -52,8 +54,10 @@ __all__ = [
     "Divergence",
     "DynamicLossScale",
     "Environment",
+    "Fault",
     "Gradients",
     "Incoming",
+    "LeafReport",
     "Nonfinite",
     "NonfiniteState",
     "Optimizer",
@@ -65,6 +69,7 @@ __all__ = [
     "Stage",
     "TrainState",
     "TrainStep",
+    "Verification",
     "all_to_all",
     "batch_parallel",
     "collective_permute",
@@ -82,5 +87,6 @@ __all__ = [
     "set_shared",
     "shard",
     "shard_context",
+    "verify",
     "value_and_grad",
 ]
