@@ -13,6 +13,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from crossshard import _jax
+
 AXIS = "s"
 WAYS = ["vma", "no vma", "pmap", "jit", "nnx.shard_map", "nnx.jit", "nnx.pmap"]
 
@@ -26,7 +28,7 @@ class Here:
 
     def local(self, params: Any) -> Any:
         """So that gradients are those of the shard's own rows."""
-        cast = lambda x: x if not self.vma or AXIS in jax.typeof(x).vma else _varying(x)
+        cast = lambda x: x if not self.vma or AXIS in _jax.varying_axes(x) else _varying(x)
         return jax.tree.map(cast, params)
 
     def index(self) -> Any:
@@ -179,12 +181,13 @@ def _build_nnx(
     model = Net(plan)
     opt = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
 
-    def reshape(model: Any, opt: Any, how: Callable[[Any], Any]) -> None:
-        for each in (model, opt):
+    def reshape(how: Callable[[Any], Any], *nodes: Any) -> None:
+        for each in nodes:
             nnx.update(each, jax.tree.map(how, nnx.state(each)))
 
     if stacked:
-        reshape(model, opt, lambda x: jnp.broadcast_to(x, (n, *x.shape)))
+        nodes = (model,) if way == "nnx.jit" else (model, opt)
+        reshape(lambda x: jnp.broadcast_to(x, (n, *x.shape)), *nodes)
 
     def update(model: Any, opt: Any, gradients: Any, stats: Any) -> None:
         like = nnx.state(model, nnx.Param)
@@ -230,10 +233,10 @@ def _build_nnx(
     )
     def mapped(model: Any, opt: Any, x: Any, y: Any, *key: Any) -> Any:
         if stacked:
-            reshape(model, opt, lambda x: x[0])
+            reshape(lambda x: x[0], model, opt)
         loss = one(model, opt, x, y, *key)
         if stacked:
-            reshape(model, opt, lambda x: x[None])
+            reshape(lambda x: x[None], model, opt)
         return loss
 
     return mapped, model, opt

@@ -112,17 +112,20 @@ def is_sixteen_bit(case: Case) -> bool:
     A model that computes in 16 bits is further off than that rounding.
     """
     own, update = case.own, case.update
-    if own is None or case.is_random or norm(case.one - update) <= 1e-5 * norm(update):
-        return False
-    # Elements that are told exactly enough.
-    told = np.abs(update) > 2.0**14 * case.noise / np.sqrt(len(update))
-    if np.count_nonzero(told) < 16:
+    if own is None or case.is_random:
         return False
     mean = own.mean(axis=0)
+    # Numbers that need no rounding tell nothing.
+    if max(norm(case.one - update), norm(case.one - mean)) <= 1e-5 * norm(update):
+        return False
+    # Elements that are told exactly enough.
+    told = np.abs(update) > 2.0**15 * case.noise / np.sqrt(len(update))
+    if np.count_nonzero(told) < 4:
+        return False
     for dtype, bits in ((ml_dtypes.bfloat16, 9), (np.float16, 12)):
         with np.errstate(over="ignore"):
             kept = update.astype(np.float32).astype(dtype).astype(np.float64)
-        exact = np.abs(kept - update)[told] <= 2.0**-13 * np.abs(update)[told] / 8
+        exact = np.abs(kept - update)[told] <= 2.0**-15 * np.abs(update)[told]
         rounding = 2.0**-bits * (np.abs(own).mean(axis=0) + np.abs(case.one))
         if exact.all() and np.all(np.abs(mean - case.one)[told] <= 2 * rounding[told]):
             return True
@@ -241,7 +244,7 @@ def _of_combination(case: Case, shares_statistics: bool) -> Finding | None:
     own, ratio = case.own, case.ratio
     assert own is not None
     mean = own.mean(axis=0)
-    wanted = combination(own, case.one, 10 * case.tolerance)
+    wanted = combination(own, case.one, case.tolerance)
     if case.close(case.update, mean):
         sizes = np.linalg.norm(own, axis=1)
         if np.ptp(sizes) <= 1e-3 * sizes.max() or (wanted is not None and wanted.sum() > 1.01):
@@ -260,7 +263,7 @@ def _of_combination(case: Case, shares_statistics: bool) -> Finding | None:
                 "all rows: something before the mean is not linear, or the loss compares rows"
             )
         return Finding(kinds.NOT_LINEAR, words, ratio)
-    factors = combination(own, case.update, 10 * case.tolerance)
+    factors = combination(own, case.update, case.tolerance)
     if factors is None:
         return None
     if wanted is None:

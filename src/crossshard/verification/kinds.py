@@ -32,6 +32,8 @@ METRIC_ONE_SHARD = "metric of one shard"
 METRIC_SUMMED = "metric summed"
 METRIC_AVERAGED = "metric averaged twice"
 
+_SUMMED = "summed over the shards, not averaged; or a pmean came after autodiff had summed"
+
 # How far a factor may be from one that has a name.
 NEAR = 5e-3
 
@@ -58,19 +60,20 @@ def name_ratio(
     """
     n = number
     each = rows / n
-    known = [
-        (n, "N", SUMMED, "summed over the shards, not averaged; or a pmean came after autodiff had summed"),
+    known = []
+    if of_all != n:
+        known = [
+            (n / of_all, "n/N", GROUP_SIZE, f"the sum of {n} shards was divided by all {of_all}"),
+            (of_all, "N", GROUP_SIZE, f"summed over all {of_all} shards, not averaged in groups"),
+        ]
+    known += [
+        (n, "N", SUMMED, _SUMMED),
         (1 / n, "1/N", AVERAGED_TWICE, "averaged twice"),
         (n * n, "N²", SUMMED_TWICE, "summed twice, and never averaged"),
         (1 / n**2, "1/N²", AVERAGED_TWICE, "averaged three times"),
         (math.sqrt(n), "√N", LOCAL_NORM, "clipped or normalised by a local norm"),
         (1 / math.sqrt(n), "1/√N", LOCAL_NORM, "clipped or normalised by a local norm"),
     ]
-    if of_all != n:
-        known += [
-            (n / of_all, "n/N", GROUP_SIZE, f"the sum of {n} shards was divided by all {of_all}"),
-            (of_all, "N", GROUP_SIZE, f"summed over all {of_all} shards, not averaged in groups"),
-        ]
     known += [
         (rows, "the rows of the batch", SCALED_BY_ROWS, "a sum over rows, not a mean"),
         (1 / rows, "1/rows", SCALED_BY_ROWS, "divided by the rows once too often"),
