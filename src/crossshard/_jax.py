@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -360,3 +360,31 @@ def with_automatic_axes(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
     """The same mesh with ``AxisType.Auto`` axes."""
     types = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
     return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+
+
+def placing(function: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:
+    """The function of these arguments, whose ``device_put`` also places what ``jit`` traces."""
+    closed, out = jax.make_jaxpr(function, return_shape=True)(*args)
+    tree = jax.tree.structure(out)
+
+    def run(*args: Any) -> Any:
+        values = dict(zip(closed.jaxpr.invars, jax.tree.leaves(args), strict=True))
+        values |= dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        read = lambda atom: atom.val if is_literal(atom) else values[atom]
+        for equation in closed.jaxpr.eqns:
+            given = list(map(read, equation.invars))
+            if equation.primitive.name == "device_put":
+                found = list(map(_placed, given, equation.params["devices"]))
+            else:
+                functions, params = equation.primitive.get_bind_params(equation.params)
+                found = equation.primitive.bind(*functions, *given, **params)
+                found = found if equation.primitive.multiple_results else [found]
+            values |= dict(zip(equation.outvars, found, strict=True))
+        return jax.tree.unflatten(tree, list(map(read, closed.jaxpr.outvars)))
+
+    return run
+
+
+def _placed(x: Any, where: Any) -> Any:
+    is_named = isinstance(where, jax.sharding.NamedSharding)
+    return lax.with_sharding_constraint(x, where) if is_named else x

@@ -418,7 +418,7 @@ def nnx_functional_in_shard_map() -> Any:
         graph, params, rest = nnx.split(NnxNet(nnx.Rngs(0), axis="s"), nnx.Param, ...)
 
         def loss(params: Any, rest: Any, x: Any, y: Any) -> Any:
-            model = nnx.merge(graph, params, rest)
+            model = nnx.merge(graph, params, rest, copy=True)
             return nnx_loss(model, x, y), nnx.state(model, nnx.Not(nnx.Param))
 
         @jax.jit

@@ -15,6 +15,8 @@ from crossshard.verification.snapshot import Copies
 SAMPLES = 16
 # By which factor updates may be smaller or larger than parameters, before SGD gets another rate.
 _FAR = 16.0
+# Gradients so much smaller than the largest leaf's may be nothing but rounding.
+_SMALL = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,28 +123,30 @@ class Measurement:
         """Run, and collect."""
         request = self._request
         rate, self._alone = self._alone_at_a_good_rate()
-        self._together = Program(request.many, request.number, rate)
-        (together,) = self._together.run(request.batch, request.key)
+        self._together = Program(request.many, request.number, rate, self._idle)
+        together = self._run_together(request.batch)
         groups = [self._run_alone(self._rows(members)) for members in request.groups]
         own = self._own()
         is_random = self._is_random(groups[0])
+        is_exact = not is_random and request.factor == 1
         names = _parameters(groups)
         self._shapes = {name: groups[0][1].before[name].values.shape[1:] for name in names}
-        self._check_names(names, groups[0][1], together)
+        self._check_names(names, groups[0][0], together[0])
+        self._rounding = {} if is_random else self._rounding_of(names, groups[0][1])
         parameters = (
             self._sampled(names, own is not None)
             if is_random
-            else tuple(self._leaf(name, [together], [groups], own and [own]) for name in names)
+            else tuple(self._leaf(name, [together[1]], [groups], own and [own]) for name in names)
         )
         others = sorted(set(groups[0][0].before) - set(names)) if not is_random else []
         return Evidence(
             groups=request.groups,
             rows=self.rows,
             parameters=parameters,
-            others=self._others(others, together, groups, own),
-            metrics=() if is_random else self._metrics(together, groups, own),
+            others=self._others(others, together[0], groups, own),
+            metrics=self._metrics(together[0], groups, own) if is_exact else (),
             is_random=is_random,
-            keys_are_equal=is_random and self._keys_are_equal(names, together, groups[0][1]),
+            keys_are_equal=is_random and self._keys_are_equal(names, together[1], groups[0][1]),
             notes=tuple(self._notes),
         )
 
@@ -170,6 +174,8 @@ class Measurement:
         request = self._request
         alone = Program(request.one, 1, 1.0, idle_steps=1)
         taken = alone.run(self._rows(request.groups[0]), request.key, steps=2)
+        # Statistics that an idle step moves may change the next one.
+        self._idle = int(_moves_others(taken[0]))
         ratios = []
         for name in _parameters([taken]):
             before, after = (x[name].values[0].astype(np.float64) for x in (taken[1].before, taken[1].after))
@@ -189,6 +195,12 @@ class Measurement:
 
     def _run_alone(self, batch: Sequence[Any], seed: int = 0) -> list[Taken]:
         return self._alone.run(batch, self._request.key, steps=2, seed=seed)
+
+    def _run_together(self, batch: Sequence[Any], seed: int = 0) -> list[Taken]:
+        """The first step, and the one that changes parameters, which may be the same."""
+        steps = 1 + self._idle
+        taken = self._together.run(batch, self._request.key, steps=steps, seed=seed)
+        return [taken[0], taken[-1]]
 
     def _own(self, seed: int = 0) -> list[list[Taken]] | None:
         """One device with each shard's rows."""
@@ -229,8 +241,8 @@ class Measurement:
         placed = np.empty_like(self._blocks)
         for members in map(list, request.groups):
             placed[members] = np.roll(self._blocks[members], 1, axis=0)
-        (moved,) = self._together.run(take_rows(request.batch, placed.ravel()), request.key)
-        (other,) = self._together.run(request.batch, request.key, seed=1)
+        moved = self._run_together(take_rows(request.batch, placed.ravel()))[1]
+        other = self._run_together(request.batch, seed=1)[1]
         by_key = self._apart(names, together, other)
         return by_key > 0 and self._apart(names, together, moved) < 0.02 * by_key
 
@@ -243,6 +255,21 @@ class Measurement:
             first, second = (self._update(x, name, number(x), shape)[0] for x in (one, other))
             found.append(_apart(first, second))
         return max(found)
+
+    def _rounding_of(self, names: Sequence[str], first: Taken) -> dict[str, float]:
+        """How far the order of the rows moves an update that is next to nothing, as a norm."""
+        rows = rows_of(self._rows(self._request.groups[0]))
+        batch = take_rows(self._rows(self._request.groups[0]), np.arange(rows)[::-1])
+        again = self._run_alone(batch)[1]
+        pairs = {
+            name: [self._update(x, name, 1, self._shapes[name])[0] for x in (first, again)]
+            for name in names
+        }
+        largest = max(_rms(x) for x, _ in pairs.values())
+        return {
+            name: float(np.linalg.norm(x - y)) if _rms(x) < _SMALL * largest else 0.0
+            for name, (x, y) in pairs.items()
+        }
 
     # Leaves.
 
@@ -311,7 +338,11 @@ class Measurement:
             many=many_all.mean(axis=0),
             one=self._request.factor * one_all.mean(axis=0),
             own=own_mean if own_mean is None else self._request.factor * own_mean,
-            noise=float(np.linalg.norm([2 * rounding, *(4 * x for x in spread)])),
+            noise=float(
+                np.linalg.norm(
+                    [2 * rounding, 10 * self._rounding.get(name, 0.0), *(4 * x for x in spread)]
+                )
+            ),
             epsilon=epsilon,
         )
 
@@ -320,7 +351,7 @@ class Measurement:
         request = self._request
         together, groups, own = [], [], []
         for seed in range(SAMPLES):
-            together += self._together.run(request.batch, request.key, seed=seed)
+            together.append(self._run_together(request.batch, seed)[1])
             groups.append([self._run_alone(self._rows(each), seed) for each in request.groups])
             if with_own:
                 own.append(self._own(seed) or [])
@@ -392,6 +423,15 @@ def _parameters(runs: Sequence[list[Taken]]) -> list[str]:
             ):
                 found[name] = None
     return list(found)
+
+
+def _moves_others(idle: Taken) -> bool:
+    """Whether an idle step changes floating arrays."""
+    before, after = idle.before, idle.after
+    return any(
+        x.is_float and name in after and not np.array_equal(x.values, after[name].values)
+        for name, x in before.items()
+    )
 
 
 def _unstacked(

@@ -22,6 +22,7 @@ class Finding:
     sentence: str
     ratio: float | None = None
     shards: tuple[int, ...] = ()
+    is_sure: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +172,12 @@ def explain_simply(case: Case) -> Finding | None:
     # A factor is told with fewer digits, in 16 bits too.
     allowed = case.tolerance * size + case.noise
     if ratio is not None and (off <= allowed or (abs(ratio - 1) > 0.1 and off <= COARSE * size)):
-        return _of_ratio(case, ratio)
+        found = _of_ratio(case, ratio)
+        # One number is always some multiple of another.
+        is_mean = case.own is not None and case.close(case.update, case.own.mean(axis=0))
+        if not (is_mean and found.kind in (kinds.SCALED, kinds.MICROBATCHES) and not found.is_sure):
+            return found
+        return None
     if case.own is None:
         return None
     for index, own in enumerate(case.own):
@@ -236,7 +242,7 @@ def _of_ratio(case: Case, ratio: float) -> Finding:
                 f"{ratio:.3f} = N: on one device too, more rows make a smaller step: divided twice "
                 "by the number of rows or microbatches"
             )
-            return Finding(kinds.MICROBATCHES, words, ratio)
+            return Finding(kinds.MICROBATCHES, words, ratio, is_sure=True)
     return Finding(kind, words, ratio)
 
 

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from crossshard import _jax
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.verification.probe import probe
 from crossshard.verification.snapshot import Copies, copies_of, fresh, has_keys, holds_nnx, snapshot
@@ -85,12 +86,28 @@ class Program:
 
     def flops(self, batch: Sequence[Any], key: Any = None) -> float | None:
         """The floating-point operations of one device, as the compiler counts them, if it does."""
-        state = fresh(self._state)
-        jit = nnx.jit if holds_nnx(state) else jax.jit
-        lowered = jit(lambda *args: self._step(*args)).lower(*state, *self._args(batch, key, 0))
-        program = lowered.compile()
-        counted = getattr(program, "compiled", program).cost_analysis()
-        return (counted or {}).get("flops")
+        state, args = fresh(self._state), self._args(batch, key, 0)
+        graph, arrays = nnx.split(state) if holds_nnx(state) else (None, state)
+
+        def pure(arrays: Any, args: Any) -> Any:
+            state = arrays if graph is None else nnx.merge(graph, arrays)
+            out = self._step(*state, *args)
+            return _arrays(out), None if graph is None else nnx.state(state)
+
+        # What is no array is a constant.
+        leaves, tree = jax.tree.flatten((arrays, args))
+        own = [leaf for leaf in leaves if _is_array(leaf)]
+
+        def of_arrays(*own: Any) -> Any:
+            given = iter(own)
+            filled = [next(given) if _is_array(leaf) else leaf for leaf in leaves]
+            return pure(*tree.unflatten(filled))
+
+        compiled = jax.jit(_jax.placing(of_arrays, own)).lower(*own).compile()
+        shardings = jax.tree.leaves(compiled.output_shardings)
+        if max(len(each.device_set) for each in shardings) < self.number:
+            return None  # the step places its arrays where this cannot see it
+        return (compiled.cost_analysis() or {}).get("flops")
 
     def _args(self, batch: Sequence[Any], key: Any, seed: int) -> list[Any]:
         keys = [] if key is None else [jax.random.fold_in(key, seed) if seed else key]
@@ -150,6 +167,14 @@ def _scalars(outs: Sequence[Any]) -> Snapshot:
                 name = jax.tree_util.keystr(path, simple=True, separator="/")
                 found[name or "the value"] = copies
     return found
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray)
+
+
+def _arrays(tree: Any) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
 
 
 def _described(value: Any) -> str:
