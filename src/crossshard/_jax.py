@@ -376,13 +376,20 @@ def placing(function: Callable[..., Any], args: Sequence[Any]) -> Callable[..., 
             if equation.primitive.name == "device_put":
                 found = list(map(_placed, given, equation.params["devices"]))
             else:
-                functions, params = equation.primitive.get_bind_params(equation.params)
-                found = equation.primitive.bind(*functions, *given, **params)
-                found = found if equation.primitive.multiple_results else [found]
+                found = _bound(equation, given)
             values |= dict(zip(equation.outvars, found, strict=True))
         return jax.tree.unflatten(tree, list(map(read, closed.jaxpr.outvars)))
 
     return run
+
+
+def _bound(equation: Any, given: list[Any]) -> list[Any]:
+    params = equation.primitive.get_bind_params(equation.params)
+    # Before JAX 0.10.2 a pair, with the functions that the primitive calls.
+    functions, params = params if isinstance(params, tuple) else ((), params)
+    with equation.ctx.manager:
+        found = equation.primitive.bind(*functions, *given, **params)
+    return list(found) if equation.primitive.multiple_results else [found]
 
 
 def _placed(x: Any, where: Any) -> Any:

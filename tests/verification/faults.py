@@ -136,9 +136,7 @@ FAULTS = {
         kinds.ROWS_REPEATED,
         by(
             lambda h, g: weights(
-                lambda i: jnp.where(i == 2, 2.0, jnp.where(i == 3, 0.0, 1.0))
-                if several(h)
-                else 1.0
+                lambda i: jnp.where(i == 2, 2.0, jnp.where(i == 3, 0.0, 1.0)) if several(h) else 1.0
             )(h, g)
         ),
         "rows of shard 2 count twice, and the rows of shard 3 are left out",
@@ -230,9 +228,7 @@ FAULTS = {
 RIGHT = {
     "mean": by(mean),
     "mean, a copy for each shard": by(mean, per_shard=True),
-    "sum over rows": by(
-        lambda h, g: h.sum(g), lambda params, x, y: errors(params, x, y).sum()
-    ),
+    "sum over rows": by(lambda h, g: h.sum(g), lambda params, x, y: errors(params, x, y).sum()),
     "clipped after the mean": by(
         lambda h, g: optax.clip_by_global_norm(0.1).update(h.mean(g), None)[0]
     ),

@@ -543,7 +543,9 @@ def train_step_in_16_bits_with_master_weights() -> Any:
 @right
 def train_step_with_groups() -> Any:
     groups = [[0, 2, 4, 6], [1, 3, 5, 7]]
-    return of_step(optimizer=crossshard.CrossShardOptimizer(optax.sgd(1.0), group_assignment=groups))
+    return of_step(
+        optimizer=crossshard.CrossShardOptimizer(optax.sgd(1.0), group_assignment=groups)
+    )
 
 
 @right
@@ -564,9 +566,7 @@ def train_step_with_dropout() -> Any:
 def of_example(name: str, model: Any, batch: Any = None, **options: Any) -> None:
     def run() -> Any:
         module = load(name)
-        step = crossshard.make_train_step(
-            module.loss_fn, module.OPTIMIZER, num_shards=8, **options
-        )
+        step = crossshard.make_train_step(module.loss_fn, module.OPTIMIZER, num_shards=8, **options)
         found = batch(module) if batch else module.data()
         return crossshard.verify(step, *model(module, found), found)
 

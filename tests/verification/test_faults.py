@@ -14,7 +14,10 @@ def spread(names: Any) -> list[Any]:
     """All names in all ways; each name in one way, others with `make soak`."""
     return [
         pytest.param(
-            name, way, marks=() if number % len(WAYS) == place else pytest.mark.soak, id=f"{way}-{name}"
+            name,
+            way,
+            marks=() if number % len(WAYS) == place else pytest.mark.soak,
+            id=f"{way}-{name}",
         )
         for number, name in enumerate(names)
         for place, way in enumerate(WAYS)
@@ -42,3 +45,4 @@ def test_a_right_step_is_fine(name: str, way: str):
     found = run(RIGHT[name], way)
     assert found.ok, found
     assert all(leaf.verdict == "fine" for leaf in found.leaves)
+    assert not found.notes

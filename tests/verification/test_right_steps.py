@@ -31,4 +31,7 @@ def test_no_right_step_is_accused(name: str):
     found = RIGHT[name]()
     assert found.ok, found
     assert {leaf.verdict for leaf in found.leaves} <= {"fine", "too small"}
+    # A function of crossshard.shard splits its arguments outside of what JAX traces.
+    checked = not any("not checked" in note for note in found.notes)
+    assert checked or name == "crossshard stateful idiom"
     assert any(leaf.verdict == "fine" for leaf in found.leaves)

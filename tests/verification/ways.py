@@ -175,7 +175,14 @@ def _build(way: str, plan: Plan, optimizer: Any, n: int) -> Any:
 
 
 def _build_nnx(
-    way: str, plan: Plan, optimizer: Any, n: int, mesh: Any, stacked: bool, of_shard: Any, split: Any
+    way: str,
+    plan: Plan,
+    optimizer: Any,
+    n: int,
+    mesh: Any,
+    stacked: bool,
+    of_shard: Any,
+    split: Any,
 ) -> Any:
     lie, rows = (P(AXIS) if stacked else P()), (P() if plan.whole_batch else P(AXIS))
     model = Net(plan)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import crossshard
-from crossshard.cli import inspect_command, launch_command
+from crossshard.cli import inspect_command, launch_command, verify_command
 from crossshard.cli.exit_codes import INTERRUPTED, NOT_READ, REFUSED
 from crossshard.errors import ArgumentError, CrossshardError
 
@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     inspect_command.add_to(commands)
     launch_command.add_to(commands)
+    verify_command.add_to(commands)
     return parser
 
 

@@ -24,10 +24,8 @@ def make_program(name: str) -> Any:
     Raises:
       ArgumentError: the factory does not exist, fails, or does not return a step.
     """
+    returned = call_factory(name)
     with contextlib.redirect_stdout(sys.stderr):
-        factory = _load(name)
-        with in_one_sentence(f"{name} raised"):
-            returned = factory()
         if is_program(returned):
             return returned
         if not isinstance(returned, tuple) or not returned:
@@ -38,6 +36,21 @@ def make_program(name: str) -> Any:
         step, *args = returned
         with in_one_sentence(f"The step of {name} cannot be lowered"):
             return program_of(step, args, {})
+
+
+def call_factory(name: str) -> Any:
+    """What a factory returns; its own output goes to stderr.
+
+    Args:
+      name: ``package.module:factory``; the current directory is on the path.
+
+    Raises:
+      ArgumentError: the factory does not exist, or fails.
+    """
+    with contextlib.redirect_stdout(sys.stderr):
+        factory = _load(name)
+        with in_one_sentence(f"{name} raised"):
+            return factory()
 
 
 def _load(name: str) -> Callable[[], Any]:

@@ -643,9 +643,7 @@ def _check_state(state: Any) -> None:
         )
 
 
-def with_sgd(
-    step: TrainStep, optimizer: optax.GradientTransformation, *, alone: bool
-) -> TrainStep:
+def with_sgd(step: TrainStep, optimizer: optax.GradientTransformation, *, alone: bool) -> TrainStep:
     """The same step with another optimizer, as ``verify`` runs it.
 
     Args:

@@ -51,9 +51,7 @@ def diagnose(evidence: Evidence, flops: tuple[float, float, float] | None = None
     return Verification(number, evidence.rows, tuple(faults), tuple(reports), tuple(notes))
 
 
-def _of_parameters(
-    evidence: Evidence, notes: list[str]
-) -> tuple[list[Fault], list[LeafReport]]:
+def _of_parameters(evidence: Evidence, notes: list[str]) -> tuple[list[Fault], list[LeafReport]]:
     largest = max((_rms(leaf.one) for leaf in evidence.parameters), default=0.0)
     found: dict[str, Finding | str] = {}
     open_: list[LeafEvidence] = []
@@ -249,4 +247,3 @@ def _near(one: np.ndarray, other: np.ndarray, within: float = 1e-3) -> bool:
 
 def _rms(x: np.ndarray) -> float:
     return float(np.sqrt(np.mean(np.square(x)))) if x.size else 0.0
-

@@ -162,10 +162,19 @@ class Measurement:
                 alone.flops(batch, key),
                 alone.flops(take_rows(batch, self._blocks[0]), key),
             ]
-        except Exception:  # of any kind: not every step can be lowered
+        except Exception as error:  # of any kind: not every step can be traced as a whole
+            self._note(f"whether the batch is split was not checked ({type(error).__name__})")
             return None
         many, one, part = found
-        return None if many is None or one is None or part is None else (many, one, part)
+        if many is None or one is None or part is None:
+            self._note("whether the batch is split was not checked, as the compiler does not tell")
+            return None
+        return many, one, part
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What could not be measured."""
+        return tuple(self._notes)
 
     # Runs.
 
@@ -178,7 +187,9 @@ class Measurement:
         self._idle = int(_moves_others(taken[0]))
         ratios = []
         for name in _parameters([taken]):
-            before, after = (x[name].values[0].astype(np.float64) for x in (taken[1].before, taken[1].after))
+            before, after = (
+                x[name].values[0].astype(np.float64) for x in (taken[1].before, taken[1].after)
+            )
             if np.any(before):
                 ratios.append(_rms(before) / _rms(after - before))
         wanted = float(np.median(ratios)) if ratios else 1.0
@@ -251,7 +262,9 @@ class Measurement:
         found = [0.0]
         for name in names:
             shape = self._shapes[name]
-            number = lambda taken: 1 if taken.after[name].values.shape[1:] == shape else self._request.number
+            number = lambda taken: (
+                1 if taken.after[name].values.shape[1:] == shape else self._request.number
+            )
             first, second = (self._update(x, name, number(x), shape)[0] for x in (one, other))
             found.append(_apart(first, second))
         return max(found)
@@ -434,9 +447,7 @@ def _moves_others(idle: Taken) -> bool:
     )
 
 
-def _unstacked(
-    of: Copies, shape: tuple[int, ...], number: int
-) -> tuple[np.ndarray | None, bool]:
+def _unstacked(of: Copies, shape: tuple[int, ...], number: int) -> tuple[np.ndarray | None, bool]:
     """float64[copies, …] of an array that is as on one device, or ``[shards, …]``; and which."""
     values = of.values.astype(np.float64)
     own = values.shape[1:]

@@ -25,6 +25,10 @@ class Finding:
     is_sure: bool = False
 
 
+# No fault: shards that normalise by their own rows.
+_OF_STATISTICS = Finding("", "")
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """The updates of one group of shards, of one leaf or of several, flat.
@@ -160,7 +164,9 @@ def explain_copies(case: Case) -> Finding:
         )
         words = "not reduced" if is_own else "not the same update"
         return Finding(kinds.SHARD_DIFFERS, f"{_shards(odd)} differ{_s(odd)}: {words}", shards=odd)
-    return Finding(kinds.NOT_REDUCED, "the shards have different copies: not reduced", None, members)
+    return Finding(
+        kinds.NOT_REDUCED, "the shards have different copies: not reduced", None, members
+    )
 
 
 def explain_simply(case: Case) -> Finding | None:
@@ -201,7 +207,7 @@ def explain_together(case: Case, shares_statistics: bool) -> Finding | None:
     if case.own is not None and not case.is_random:
         found = _of_combination(case, shares_statistics)
         if found is not None:
-            return found
+            return None if found is _OF_STATISTICS else found
     ratio = case.ratio
     if ratio is not None and abs(ratio - 1) < COARSE and case.residual < COARSE:
         words = f"off by {case.residual:.1g}, as if it was reduced in 16 bits"
@@ -259,7 +265,7 @@ def _of_combination(case: Case, shares_statistics: bool) -> Finding | None:
         if wanted is not None:
             return Finding(kinds.WEIGHTS, _weights(wanted), ratio)
         if shares_statistics:
-            return None
+            return _OF_STATISTICS
         largest = np.abs(own).max(axis=1)
         if np.ptp(largest) <= 1e-4 * largest.max():
             words = "each shard clips its own gradient by value, before the mean"

@@ -9,8 +9,11 @@ from typing import Any
 class Fault:
     """What is wrong with a step.
 
+    >>> Fault("summed", "w: 8.000 = N: summed over the shards, not averaged", ("w",), 8.0).leaves
+    ('w',)
+
     Attributes:
-      kind: its name, such as ``"summed"``; ``crossshard.verification.kinds`` lists them.
+      kind: its name, such as ``"summed"``; the page on ``verify`` lists them.
       sentence: what is wrong, in words.
       leaves: the names of the arrays that it is in.
       ratio: the update on N shards over that on one, if the fault is a factor.
@@ -27,6 +30,9 @@ class Fault:
 @dataclasses.dataclass(frozen=True)
 class LeafReport:
     """How the update of one parameter compares.
+
+    >>> LeafReport("w", (3,), 8.0, 1e-7, 1e-4, "summed").ratio
+    8.0
 
     Attributes:
       name: its path in the state, such as ``"params/dense/kernel"``.

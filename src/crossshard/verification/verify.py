@@ -1,5 +1,6 @@
 """``verify``: runs a step on 1 and on N shards, and says what is wrong."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -80,8 +81,11 @@ def verify(
     measurement = Measurement(request)
     evidence = measurement.evidence()
     found = diagnose(evidence)
+    if not found.ok:
+        return found
     # The last question takes three compilations.
-    return diagnose(evidence, measurement.flops()) if found.ok else found
+    flops = measurement.flops()
+    return diagnose(dataclasses.replace(evidence, notes=measurement.notes), flops)
 
 
 def _check_groups(groups: Any, number: int) -> tuple[tuple[int, ...], ...]:
