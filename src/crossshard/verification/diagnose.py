@@ -43,7 +43,7 @@ def diagnose(evidence: Evidence, flops: tuple[float, float, float] | None = None
         many, one, part = flops
         if part < 0.6 * one and many > 0.9 * one:
             words = (
-                f"the batch is not split: a shard of N computes {many / one:.2f} of what one device "
+                f"the batch is not split: a shard computes {many / one:.2f} of what one device "
                 f"does with all rows; with its own rows it would be {part / one:.2f}"
             )
             faults.append(Fault(kinds.BATCH_NOT_SPLIT, words))

@@ -260,7 +260,10 @@ def _of_combination(case: Case, shares_statistics: bool) -> Finding | None:
     if case.close(case.update, mean):
         sizes = np.linalg.norm(own, axis=1)
         if np.ptp(sizes) <= 1e-3 * sizes.max() or (wanted is not None and wanted.sum() > 1.01):
-            words = f"{ratio or 0:.3f}: the mean of gradients that each shard clipped by its own, local norm"
+            words = (
+                f"{ratio or 0:.3f}: the mean of gradients that each shard clipped by its own, "
+                "local norm"
+            )
             return Finding(kinds.LOCAL_NORM, words, ratio)
         if wanted is not None:
             return Finding(kinds.WEIGHTS, _weights(wanted), ratio)
@@ -303,8 +306,8 @@ def _of_combination(case: Case, shares_statistics: bool) -> Finding | None:
 def _weights(wanted: np.ndarray) -> str:
     shares = ", ".join(f"{x:.3f}" for x in wanted)
     return (
-        f"every shard counts as 1/N, but their parts of the mean over all rows are {shares}: uneven "
-        "weights averaged equally"
+        f"every shard counts as 1/N, but their parts of the mean over all rows are {shares}: "
+        "uneven weights averaged equally"
     )
 
 

@@ -92,6 +92,6 @@ def name_ratio(
             )
         if near(ratio, k, within):
             return MICROBATCHES, (
-                f"{ratio:.3f} = {k}: {k} times too large; a sum of {k} microbatches, not their mean?"
+                f"{ratio:.3f} = {k}: {k} times too large, as a sum of {k} microbatches would be"
             )
     return SCALED, f"{ratio:.3f}: scaled by a factor that has no name here"

@@ -10,7 +10,7 @@ import optax
 class ProbeState(NamedTuple):
     """How many steps were taken."""
 
-    count: jax.Array  # int32[]
+    number: jax.Array  # int32[]
 
 
 def probe(learning_rate: float, idle_steps: int = 0) -> optax.GradientTransformationExtraArgs:
@@ -33,8 +33,8 @@ def probe(learning_rate: float, idle_steps: int = 0) -> optax.GradientTransforma
         updates: optax.Updates, state: ProbeState, params: optax.Params = None, **extra: object
     ) -> tuple[optax.Updates, ProbeState]:
         del params, extra
-        moves = state.count >= idle_steps
+        moves = state.number >= idle_steps
         step = lambda g: jnp.where(moves, -learning_rate * g, 0).astype(g.dtype)
-        return jax.tree.map(step, updates), ProbeState(state.count + 1)
+        return jax.tree.map(step, updates), ProbeState(state.number + 1)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -1,4 +1,4 @@
-"""Programs: a step as its factory builds it for a number of shards, run on batches of our choice."""
+"""Programs: a step, as its factory builds it for a number of shards, run on chosen batches."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

@@ -94,7 +94,8 @@ def fresh(state: Sequence[Any], seed: int = 0) -> tuple[Any, ...]:
     tree = tuple(_with_other_keys(each, seed) for each in state)
     if not holds_nnx(tree):
         return tuple(jax.tree.map(copy, each) for each in tree)
-    graph, arrays = nnx.split(tree)
+    split: Any = nnx.split(tree)
+    graph, arrays = split
     return tuple(nnx.merge(graph, jax.tree.map(copy, arrays)))
 
 

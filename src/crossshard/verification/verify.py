@@ -11,7 +11,8 @@ from crossshard.shards.context import check_num_shards
 from crossshard.shards.groups import check_group_assignment
 from crossshard.train_step.train_step import TrainStep, groups_of, with_sgd
 from crossshard.verification.diagnose import diagnose
-from crossshard.verification.evidence import Measurement, Request
+from crossshard.verification.evidence import Request
+from crossshard.verification.measurement import Measurement
 from crossshard.verification.report import Verification
 
 
