@@ -14,6 +14,8 @@ from examples.byte_lm.groups import Groups, parse_groups
 from examples.byte_lm.model import VOCABULARY
 
 DEFAULT_BATCH = 16
+# As many steps must be taken that --profile traces some: those before them compile.
+PROFILED = 7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +123,9 @@ class TrainOptions:
     save_every: int | None = None
     """Save a checkpoint in the --out folder every so many steps, and where the run ends."""
 
+    profile: bool = False
+    """Write a trace of three steps to the --out folder, for Perfetto or XProf."""
+
     resume: bool = False
     """Go on with the run in the --out folder from its latest checkpoint, if there is one."""
 
@@ -134,6 +139,10 @@ class TrainOptions:
             if value is not None and value < 1:
                 flag = name.replace("_", "-")
                 raise ArgumentError(f"--{flag} must be at least 1; got {value}.")
+        if self.profile and self.steps < PROFILED:
+            raise ArgumentError(
+                f"--profile traces the last three of {PROFILED} steps; got --steps {self.steps}."
+            )
         for name in ("save_every", "resume"):
             if getattr(self, name) and self.out is None:
                 flag = name.replace("_", "-")

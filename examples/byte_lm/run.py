@@ -11,7 +11,9 @@ from crossshard.errors import DivergenceError, NonfiniteError
 from examples.byte_lm.held_out import HeldOut
 from examples.byte_lm.job import Job
 from examples.byte_lm.loop import train
+from examples.byte_lm.options import PROFILED
 from examples.byte_lm.plots import draw_curves
+from examples.byte_lm.profile import traced
 from examples.byte_lm.progress import Screen
 from examples.byte_lm.proof import STEPS, Comparison, Proof
 from examples.byte_lm.record import Record
@@ -110,7 +112,10 @@ def _train(
     early: Values = {}
     taken = len(record.steps)
     quarantines = job.options.nonfinite == "quarantine"
-    for step in train(job, training, held_out, taken):
+    steps = train(job, training, held_out, taken)
+    if job.options.profile and job.processes.is_first and job.options.steps - taken >= PROFILED:
+        steps = traced(steps, record, stopping.fail)
+    for step in steps:
         record.add(step, job.rows * job.options.context)
         screen.show(step)
         if step.number == min(STEPS, job.options.steps) and not taken:

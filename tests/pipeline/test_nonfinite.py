@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import flax.linen as nn
@@ -436,3 +437,16 @@ def test_it_is_described():
         found.describe(PARAMS) == "the gradient of `kernel` is not finite on shard 3, and on 1 more"
     )
     assert dataclasses.replace(Nonfinite("raise"), limit=9).limit == 1
+
+
+@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
+@pytest.mark.parametrize("action", ["quarantine", "skip"])
+def test_xla_copies_no_array_that_a_skipped_step_keeps(action: str, weight_update: str):
+    def loss_fn(kernel: jax.Array, x: jax.Array) -> jax.Array:
+        return ((x @ kernel) ** 2).mean()
+
+    kernel = np.zeros((64, 512), np.float32)
+    opt = CrossShardOptimizer(optax.adamw(RATE), nonfinite=action)
+    step = make_train_step(loss_fn, opt, num_shards=2, weight_update=weight_update)
+    lowered = step.lower(step.init(kernel), np.ones((4, 64), np.float32))
+    assert not re.findall(r"= f32\[\d+,512\]\S* copy\(.*", lowered.compile().as_text())

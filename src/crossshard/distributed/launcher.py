@@ -126,7 +126,7 @@ def _start(
         environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(cpu_devices)}
         # Enough threads that collectives of virtual devices never deadlock.
         environment["NPROC"] = str(4 * cpu_devices)
-        # XLA takes fresh memory for each step: in pages of 4 KiB, that can take a third of it.
+        # XLA takes fresh memory for each step: in pages of 4 KiB, that can take a fifth of it.
         environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
     try:
         return subprocess.Popen(

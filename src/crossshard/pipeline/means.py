@@ -32,4 +32,5 @@ def average(total: jax.Array, weight: jax.Array | None, number: int = 1) -> jax.
     """
     if weight is None:
         return total / number if number > 1 else total
-    return jnp.where(weight != 0, total / weight.astype(total.dtype), 0)
+    # Not a quotient, which XLA does not compute anew in each kernel that reads it, but stores.
+    return total * jnp.where(weight != 0, 1 / weight.astype(total.dtype), 0)

@@ -129,7 +129,8 @@ class Pipeline:
                 gradients, after, environment, before=state, apply_updates=apply_updates
             )
         gradients = as_local(gradients, environment, "accumulate_steps adds up")
-        gradients, sums = self.accumulate.update(gradients, state.accumulate, environment)
+        with jax.named_scope("accumulate"):
+            gradients, sums = self.accumulate.update(gradients, state.accumulate, environment)
 
         def last(state: CrossShardState) -> Any:
             once = dataclasses.replace(self, accumulate=None)
@@ -174,9 +175,11 @@ class Pipeline:
         dtypes = self._dtypes(gradients, environment.params)
         gradients = self._as_local(gradients, environment)
         if self.nonfinite is not None:
-            gradients = self.nonfinite.report(gradients, environment)
+            with jax.named_scope("nonfinite"):
+                gradients = self.nonfinite.report(gradients, environment)
         if self.preprocess is not None:
-            gradients, after = self.preprocess.update(gradients, state.preprocess, environment)
+            with jax.named_scope("preprocess"):
+                gradients, after = self.preprocess.update(gradients, state.preprocess, environment)
             state = state._replace(
                 preprocess=_unless_weightless(gradients, after, state.preprocess)
             )
@@ -184,9 +187,11 @@ class Pipeline:
             check_shapes(gradients.values, environment.params)
         gradients = gradients.replace(sums={**gradients.sums, **self.metrics.sums(gradients)})
         if gradients.weight is not None:
-            gradients, _ = Weigh().update(gradients, (), environment)
+            with jax.named_scope("weigh"):
+                gradients, _ = Weigh().update(gradients, (), environment)
         gradients = _without_unread(gradients, environment.unread)
-        gradients, after = self.aggregate.update(gradients, state.aggregate, environment)
+        with jax.named_scope("reduce"):
+            gradients, after = self.aggregate.update(gradients, state.aggregate, environment)
         state = state._replace(aggregate=after)
         extra, values = jax.tree.map(_cast, (dict(gradients.extra), gradients.values), dtypes)
         return gradients.replace(values=values, extra=extra), state
@@ -216,10 +221,12 @@ class Pipeline:
         ``before`` is the state to which a skipped step returns.
         """
         if self.loss_scale is not None:
-            gradients, after = self.loss_scale.update(gradients, state.loss_scale, environment)
+            with jax.named_scope("loss_scale"):
+                gradients, after = self.loss_scale.update(gradients, state.loss_scale, environment)
             state = state._replace(loss_scale=after)
         if self.nonfinite is not None:
-            gradients, found = self.nonfinite.update(gradients, state.nonfinite, environment)
+            with jax.named_scope("nonfinite"):
+                gradients, found = self.nonfinite.update(gradients, state.nonfinite, environment)
             state = state._replace(nonfinite=found)
         # Only optimizers that take the loss of a whole step get it; explicit arguments always pass.
         given, takes_loss = environment.extra_args, takes_value(self.optimizer)
@@ -239,14 +246,16 @@ class Pipeline:
             environment.arrays,
             apply_updates=apply_updates,
             skip=gradients.skip,
+            by_loop=environment.skips_by_loop,
         )
         state = state._replace(inner_state=updated.state)
         if gradients.skip is not None:
             state = _unless_skipped(gradients.skip, state, before)
         if self.metrics:
-            measured = self.metrics.measure(
-                gradients, environment, updated, self.optimizer, before.inner_state
-            )
+            with jax.named_scope("metrics"):
+                measured = self.metrics.measure(
+                    gradients, environment, updated, self.optimizer, before.inner_state
+                )
             state = state._replace(metrics=measured)
         return updated.result, state, gradients
 

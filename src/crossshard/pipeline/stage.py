@@ -65,6 +65,7 @@ class Environment:
       unread: for each gradient, whether the optimizer does not read it; then it is zero, and not
         sent. Empty if it reads all.
       examples: the number of examples of one shard's gradient; 1 if it is not known.
+      skips_by_loop: whether an update that may be skipped runs in a loop of one turn, or none.
 
     >>> from crossshard.shards.axes import current_shards
     >>> import jax, jax.numpy as jnp
@@ -81,6 +82,7 @@ class Environment:
     divisor: int = 1
     unread: tuple[bool, ...] = ()
     examples: int = 1
+    skips_by_loop: bool = False
 
     def on_all_shards(self, flag: jax.Array, *, of_parts: bool = False) -> jax.Array:
         """bool[]: whether a flag is set on all shards, of all groups.

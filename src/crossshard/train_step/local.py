@@ -138,7 +138,10 @@ class Loss:
                 check_weight_is_read(self.weight, batch, of_batch)
             if self.model_state is ModelState.MEAN:
                 self._check_equal(state, batch, run, keys)
-            (loss, (after, aux)), gradients = differentiate(loss_of, state.params, unread, scale)
+            with jax.named_scope("loss"):
+                (loss, (after, aux)), gradients = differentiate(
+                    loss_of, state.params, unread, scale
+                )
         weight = None if self.weight is None else weight_of(self.weight, batch)
         if weight is not None:
             after = model_states.unless_weightless(

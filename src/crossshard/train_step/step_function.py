@@ -63,7 +63,8 @@ class StepFunction:
         """The next state and the metrics."""
         if self.sentinel is None:
             return self._step(layout, state, batch)
-        state, found = self.sentinel(layout, state)
+        with jax.named_scope("check_divergence"):
+            state, found = self.sentinel(layout, state)
         after, metrics = self._step(layout, state, batch)
         return after, {**metrics, "divergence": found}
 
@@ -89,6 +90,11 @@ class StepFunction:
             arrays=_arrays(layout, shards),
             divisor=self.pipeline.divisor(shards.number),
             unread=plan.unread,
+            skips_by_loop=(
+                layout.groups is None
+                and plan.strategy is not UpdateStrategy.GLOBAL
+                and mesh.devices.flat[0].platform == "cpu"
+            ),
         )
 
         def of_one_shard(state: TrainState, batch: Any) -> Any:

@@ -233,7 +233,7 @@ class Chaos:
             return
         # The steps after the checkpoint are forgotten first.
         goes_on = lambda: not before or f"going on after step {before}" in run.printed()
-        self._wait(run, lambda: goes_on() and self._steps() > before)
+        self._wait(run, lambda: goes_on() and self._steps(since=run.began) > before)
         self._starts = time.time() - run.began
         if moment == "a save":
             self._wait(run, lambda: any(at > run.began for at in self._unfinished()))
@@ -296,9 +296,11 @@ class Chaos:
                 found += [path.stat().st_mtime] * ("tmp" in path.name)
         return found
 
-    def _steps(self) -> int:
+    def _steps(self, since: float = 0) -> int:
         metrics = self.out / "metrics.jsonl"
-        return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+        if not metrics.exists() or metrics.stat().st_mtime < since:
+            return 0
+        return metrics.read_bytes().count(b"\n")
 
 
 def is_there(pid: int) -> bool:
