@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 
 from crossshard.verification import kinds
@@ -127,7 +127,7 @@ def is_sixteen_bit(case: Case) -> bool:
     told = np.abs(update) > 2.0**15 * case.noise / np.sqrt(len(update))
     if np.count_nonzero(told) < 4:
         return False
-    for dtype, bits in ((ml_dtypes.bfloat16, 9), (np.float16, 12)):
+    for dtype, bits in ((jnp.bfloat16, 9), (np.float16, 12)):
         with np.errstate(over="ignore"):
             kept = update.astype(np.float32).astype(dtype).astype(np.float64)
         exact = np.abs(kept - update)[told] <= 2.0**-15 * np.abs(update)[told]
