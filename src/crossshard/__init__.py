@@ -38,6 +38,8 @@ from crossshard.variables.per_shard import (
     set_per_shard,
     set_shared,
 )
+from crossshard.verification.report import Fault, LeafReport, Verification
+from crossshard.verification.verify import verify
 
 __version__ = "0.1.0"
 
@@ -53,8 +55,10 @@ __all__ = [
     "Divergence",
     "DynamicLossScale",
     "Environment",
+    "Fault",
     "Gradients",
     "Incoming",
+    "LeafReport",
     "Nonfinite",
     "NonfiniteState",
     "Optimizer",
@@ -67,6 +71,7 @@ __all__ = [
     "Stage",
     "TrainState",
     "TrainStep",
+    "Verification",
     "all_to_all",
     "batch_parallel",
     "collective_permute",
@@ -85,5 +90,6 @@ __all__ = [
     "set_shared",
     "shard",
     "shard_context",
+    "verify",
     "value_and_grad",
 ]

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -373,3 +373,38 @@ def manual_sizes(equation: Any) -> tuple[int, ...]:
 def jaxprs_in(equation: Any) -> list[Any]:
     """The jaxprs that an equation calls, whatever it is."""
     return list(_core.jaxprs_in_params(equation.params))
+
+
+def placing(function: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:
+    """The function of these arguments, whose ``device_put`` also places what ``jit`` traces."""
+    closed, out = jax.make_jaxpr(function, return_shape=True)(*args)
+    tree = jax.tree.structure(out)
+
+    def run(*args: Any) -> Any:
+        values = dict(zip(closed.jaxpr.invars, jax.tree.leaves(args), strict=True))
+        values |= dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        read = lambda atom: atom.val if is_literal(atom) else values[atom]
+        for equation in closed.jaxpr.eqns:
+            given = list(map(read, equation.invars))
+            if equation.primitive.name == "device_put":
+                found = list(map(_placed, given, equation.params["devices"]))
+            else:
+                found = _bound(equation, given)
+            values |= dict(zip(equation.outvars, found, strict=True))
+        return jax.tree.unflatten(tree, list(map(read, closed.jaxpr.outvars)))
+
+    return run
+
+
+def _bound(equation: Any, given: list[Any]) -> list[Any]:
+    params = equation.primitive.get_bind_params(equation.params)
+    # Before JAX 0.10.2 a pair, with the functions that the primitive calls.
+    functions, params = params if isinstance(params, tuple) else ((), params)
+    with equation.ctx.manager:
+        found = equation.primitive.bind(*functions, *given, **params)
+    return list(found) if equation.primitive.multiple_results else [found]
+
+
+def _placed(x: Any, where: Any) -> Any:
+    is_named = isinstance(where, jax.sharding.NamedSharding)
+    return lax.with_sharding_constraint(x, where) if is_named else x

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import crossshard
-from crossshard.cli import inspect_command, launch_command, plan_command
+from crossshard.cli import inspect_command, launch_command, plan_command, verify_command
 from crossshard.cli.exit_codes import INTERRUPTED, NOT_READ, REFUSED
 from crossshard.errors import ArgumentError, CrossshardError
 
@@ -57,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect_command.add_to(commands)
     launch_command.add_to(commands)
     plan_command.add_to(commands)
+    verify_command.add_to(commands)
     return parser
 
 

@@ -39,7 +39,7 @@ def make_program(name: str) -> Any:
 
 
 def call_factory(name: str) -> Any:
-    """What a factory returns. Its own output goes to stderr.
+    """What a factory returns; its own output goes to stderr.
 
     Args:
       name: ``package.module:factory``; the current directory is on the path.

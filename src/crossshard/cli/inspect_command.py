@@ -111,7 +111,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.parameters is not None:
         named_bytes(options.parameters)
     if options.devices is not None:
-        _make_devices(options.devices)
+        make_devices(options.devices)
     program = make_program(options.factory)
     with in_one_sentence(f"The step of {options.factory} cannot be inspected"):
         report = crossshard.inspect(program, options.parameters)
@@ -157,7 +157,8 @@ def _print_table(report: Communication) -> None:
         print(line.rstrip())
 
 
-def _make_devices(number: int) -> None:
+def make_devices(number: int) -> None:
+    """Create virtual CPU devices, and make JAX use them."""
     crossshard.cpu_devices(number)
     if not os.environ.get("JAX_PLATFORMS"):
         # Otherwise JAX prefers the machine's accelerators.

@@ -1,0 +1,122 @@
+"""``verify``: runs a step on 1 and on N shards, and says what is wrong."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.shards.context import check_num_shards
+from crossshard.shards.groups import check_group_assignment
+from crossshard.train_step.train_step import TrainStep, groups_of, with_sgd
+from crossshard.verification.diagnose import diagnose
+from crossshard.verification.evidence import Request
+from crossshard.verification.measurement import Measurement
+from crossshard.verification.report import Verification
+
+
+def verify(
+    step: Callable[..., Any] | TrainStep,
+    *batch: Any,
+    num_shards: int | None = None,
+    key: Any = None,
+    groups: Sequence[Sequence[int]] | None = None,
+) -> Verification:
+    """Run a training step on 1 and on N shards with plain SGD, and say what is wrong with it.
+
+    The update on N shards is compared, for each parameter, with that of one device on the whole
+    batch, and with what one device makes of each shard's own rows. The former two should be equal.
+
+    Args:
+      step: ``make_step(optimizer, num_shards) -> (step, *state)``: your code that builds the step
+        and its first state, with this optimizer in the place of your own, for so many devices. The
+        step is called ``step(*state, *batch)`` and returns the next state first, and then what it
+        likes; NNX modules and optimizers may be changed in place. It splits the batch itself. Or a
+        ``TrainStep``, which is built again with SGD; the batch is then ``params, batch``.
+      *batch: the arguments after the state; the rows are along axis 0. Shard ``i`` of N should get
+        the ``i``-th of N equal parts.
+      num_shards: N; all devices if ``None``.
+      key: a random key, which is passed to the step as the last argument. Pass it if the step draws
+        random numbers, or keep typed keys in the state: the means of 16 steps with other keys are
+        compared then.
+      groups: the shards that reduce together, if they are not all.
+
+    Returns:
+      The faults, a comparison for each parameter, and the words: print it.
+
+    Raises:
+      ArgumentError: the step cannot be run as described, or N shards with these rows.
+      ArgumentTypeError: ``make_step`` does not return a step with its state.
+
+    >>> import jax, jax.numpy as jnp, optax
+    >>> def make_step(optimizer, num_shards):
+    ...     def step(w, state, x):
+    ...         gradient = num_shards * jax.grad(lambda w: jnp.mean((x @ w - 1) ** 2))(w)
+    ...         updates, state = optimizer.update(gradient, state, w)
+    ...         return optax.apply_updates(w, updates), state
+    ...
+    ...     w = jnp.zeros(3)
+    ...     return step, w, optimizer.init(w)
+    >>> x = jax.random.normal(jax.random.key(0), (16, 3))
+    >>> print(verify(make_step, x, num_shards=8))
+    wrong on 8 shards and 16 rows:
+      0: 8.000 = N: summed over the shards, not averaged; or a pmean came after autodiff had summed
+    """
+    if isinstance(step, TrainStep):
+        request = _of_train_step(step, batch, num_shards, key, groups)
+    elif callable(step):
+        number = len(jax.devices()) if num_shards is None else check_num_shards(num_shards)
+        together = _check_groups(groups, number)
+        request = Request(step, step, batch, key, together)
+    else:
+        raise ArgumentTypeError(
+            "verify takes make_step, a function of (optimizer, num_shards), or a TrainStep; got "
+            f"{type(step).__name__}."
+        )
+    if request.number < 2:
+        raise ArgumentError(
+            "verify compares N shards with one, and there is one device. Call "
+            "crossshard.cpu_devices(8) before the first JAX operation."
+        )
+    measurement = Measurement(request)
+    evidence = measurement.evidence()
+    found = diagnose(evidence)
+    if not found.ok:
+        return found
+    # The last question takes three compilations.
+    flops = measurement.flops()
+    return diagnose(dataclasses.replace(evidence, notes=measurement.notes), flops)
+
+
+def _check_groups(groups: Any, number: int) -> tuple[tuple[int, ...], ...]:
+    if groups is None:
+        return (tuple(range(number)),)
+    checked = check_group_assignment(groups)
+    if checked is None:
+        return (tuple(range(number)),)
+    checked.check_covers(number)
+    return checked.groups
+
+
+def _of_train_step(
+    step: TrainStep, given: Sequence[Any], num_shards: Any, key: Any, groups: Any
+) -> Request:
+    if any(each is not None for each in (num_shards, groups)):
+        raise ArgumentError(
+            "A TrainStep has its own number of shards and groups; leave num_shards and groups out."
+        )
+    if len(given) not in (2, 3):
+        raise ArgumentTypeError(
+            "verify(train_step, params, batch), or (train_step, params, model_state, batch), as "
+            f"the loss takes them; got {len(given)} arguments after the step."
+        )
+    params, *model_state, batch = given
+    shards, factor = groups_of(step)
+
+    def make(optimizer: Any, number: int) -> Any:
+        built = with_sgd(step, optimizer, alone=number == 1)
+        state = built.init(params, 0 if key is None else key, model_state=(*model_state, None)[0])
+        return built, state
+
+    return Request(make, make, (batch,), None, shards, factor)

@@ -1,0 +1,37 @@
+"""Steps that are right, as users of Optax, Flax, Equinox and Haiku write them, are not accused."""
+
+import pytest
+
+from tests.verification.right import RIGHT
+
+# One of each kind; the others with `make soak`.
+IN_SUITE = {
+    "optax in shard map autodiff sums",
+    "optax in bfloat16 with float32 parameters",
+    "a contrastive loss over all shards",
+    "jit with split parameters",
+    "linen batch norm of each shard in pmap",
+    "nnx dropout in nnx jit",
+    "equinox filter shard",
+    "crossshard stateful idiom",
+    "train step with groups",
+    "example linen_batch_norm",
+}
+
+
+def test_there_are_thirty():
+    assert len(RIGHT) >= 30
+    assert set(RIGHT) >= IN_SUITE
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in IN_SUITE else pytest.mark.soak) for n in RIGHT]
+)
+def test_no_right_step_is_accused(name: str):
+    found = RIGHT[name]()
+    assert found.ok, found
+    assert {leaf.verdict for leaf in found.leaves} <= {"fine", "too small"}
+    # A function of crossshard.shard splits its arguments outside of what JAX traces.
+    checked = not any("not checked" in note for note in found.notes)
+    assert checked or name == "crossshard stateful idiom"
+    assert any(leaf.verdict == "fine" for leaf in found.leaves)
