@@ -7,21 +7,27 @@ import pytest
 
 import crossshard
 from tests.verification.faults import FAULTS, RIGHT
-from tests.verification.ways import WAYS, Plan, batch, factory
+from tests.verification.ways import WAYS, Plan, batch, factory, skip_all_but
 
 
 def spread(names: Any) -> list[Any]:
-    """All names in all ways; each name in one way, others with `make soak`."""
+    """All names in all ways; each name in one way, others with `make soak`, in their order."""
+    pairs = [(name, way) for place in range(len(WAYS)) for name, way in _one_way_each(names, place)]
+    in_suite = len(names)
     return [
         pytest.param(
-            name,
-            way,
-            marks=() if number % len(WAYS) == place else pytest.mark.soak,
-            id=f"{way}-{name}",
+            *pair,
+            max(0, order - in_suite + 1),
+            marks=() if order < in_suite else pytest.mark.soak,
+            id=f"{pair[1]}-{pair[0]}",
         )
-        for number, name in enumerate(names)
-        for place, way in enumerate(WAYS)
+        for order, pair in enumerate(pairs)
     ]
+
+
+def _one_way_each(names: Any, place: int) -> list[tuple[str, str]]:
+    ways = list(WAYS)
+    return [(name, ways[(number + place) % len(ways)]) for number, name in enumerate(names)]
 
 
 def run(plan: Plan, way: str, groups: Any = None) -> crossshard.Verification:
@@ -29,8 +35,9 @@ def run(plan: Plan, way: str, groups: Any = None) -> crossshard.Verification:
     return crossshard.verify(factory(way, plan), *batch(), num_shards=8, key=key, groups=groups)
 
 
-@pytest.mark.parametrize(("name", "way"), spread(FAULTS))
-def test_a_fault_is_named(name: str, way: str):
+@pytest.mark.parametrize(("name", "way", "order"), spread(FAULTS))
+def test_a_fault_is_named(name: str, way: str, order: int, soak_steps: int):
+    skip_all_but(soak_steps, order)
     planted = FAULTS[name]
     found = run(planted.plan, way, planted.groups)
     assert [fault.kind for fault in found.faults] == [planted.kind], found
@@ -40,8 +47,9 @@ def test_a_fault_is_named(name: str, way: str):
     assert not found.ok
 
 
-@pytest.mark.parametrize(("name", "way"), spread(RIGHT))
-def test_a_right_step_is_fine(name: str, way: str):
+@pytest.mark.parametrize(("name", "way", "order"), spread(RIGHT))
+def test_a_right_step_is_fine(name: str, way: str, order: int, soak_steps: int):
+    skip_all_but(soak_steps, order)
     found = run(RIGHT[name], way)
     assert found.ok, found
     assert all(leaf.verdict == "fine" for leaf in found.leaves)

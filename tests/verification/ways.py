@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -273,3 +274,9 @@ def batch() -> tuple[np.ndarray, np.ndarray]:
     x = rng.normal(size=(ROWS, 5)).astype(np.float32)
     x[:, 4] = np.arange(ROWS) % 4 <= np.arange(ROWS) // 4 % 4
     return x, (x[:, 0] - x[:, 1] + np.arange(ROWS) / 10).astype(np.float32)
+
+
+def skip_all_but(soak_steps: int, order: int) -> None:
+    """Skip a test of a soak, by its order, unless so many are asked for: one for 100 steps."""
+    if order > soak_steps // 100:
+        pytest.skip(f"with SOAK_STEPS={100 * order}")
