@@ -81,7 +81,7 @@ def main() -> None:
         "three convolutions, 64 images": _convolution(),
         "the demo's transformer, 1.0 million": _transformer(shards),
     }
-    table = [_HEADS, ("---", "---", "---:", "---:", "---:")]
+    table: list[tuple[str, ...]] = [_HEADS, ("---", "---", "---:", "---:", "---:")]
     print(" | ".join(_HEADS))
     for name, model in models.items():
         for row in _rows(name, model, shards):
@@ -102,7 +102,7 @@ def main() -> None:
     options.out.write_text("\n\n".join(paragraphs) + "\n", encoding="utf-8")
 
 
-def _rows(name: str, model: _Model, shards: int) -> list[tuple[str, str, str, str, str]]:
+def _rows(name: str, model: _Model, shards: int) -> list[tuple[str, ...]]:
     plan = crossshard.plan(
         model.loss_fn, model.params, model.batch, model.optimizer, topology=f"cpu:{shards}"
     )
