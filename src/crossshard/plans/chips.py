@@ -62,7 +62,7 @@ TPUS = {
         "v5p", "tpu", int(95.74 * _GIB), _tpu(459e12), 2765e9, 100e9, 6, 6.25e9, 4, _TPUS + "v5p"
     ),
     "v6e": Chip(
-        "v6e", "tpu", int(31.25 * _GIB), _tpu(918e12), 1640e9, 100e9, 4, 12.5e9, 16, _TPUS + "v6e"
+        "v6e", "tpu", int(31.25 * _GIB), _tpu(918e12), 1600e9, 100e9, 4, 12.5e9, 16, _TPUS + "v6e"
     ),
 }
 
