@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 import crossshard
+from crossshard.cli.commands import add_command
 from crossshard.cli.exit_codes import BROKEN, FINE
 from crossshard.cli.factory import make_program
 from crossshard.cli.failures import in_one_sentence
@@ -58,15 +59,8 @@ reason on stderr; 2 the request cannot be carried out, with one line on stderr."
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser(
-        "inspect",
-        help="show what your step sends between its devices",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.set_defaults(run=_run)
+    what = "show what your step sends between its devices"
+    parser = add_command(commands, "inspect", what, _DESCRIPTION, _EPILOG, _run)
     parser.add_argument("factory", metavar="package.module:factory", help="returns the step")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
     parser.add_argument(

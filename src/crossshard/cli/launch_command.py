@@ -4,6 +4,7 @@ import argparse
 import sys
 from typing import Any
 
+from crossshard.cli.commands import add_command
 from crossshard.distributed.launcher import GRACE_SECONDS
 from crossshard.distributed.restarts import launch_again
 from crossshard.errors import ArgumentError
@@ -28,15 +29,8 @@ last run."""
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser(
-        "launch",
-        help="run a script in several processes of this machine",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.set_defaults(run=_run)
+    what = "run a script in several processes of this machine"
+    parser = add_command(commands, "launch", what, _DESCRIPTION, _EPILOG, _run)
     parser.add_argument("-n", "--processes", type=int, required=True, metavar="N", help="how many")
     parser.add_argument(
         "--cpu-devices",

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 import crossshard
+from crossshard.cli.commands import add_command
 from crossshard.cli.exit_codes import BROKEN, FINE
 from crossshard.cli.factory import call_factory
 from crossshard.cli.failures import in_one_sentence
@@ -48,15 +49,8 @@ stderr."""
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser(
-        "plan",
-        help="show what your step needs on a pod or cluster that you do not have",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.set_defaults(run=_run)
+    what = "show what your step needs on a pod or cluster that you do not have"
+    parser = add_command(commands, "plan", what, _DESCRIPTION, _EPILOG, _run)
     parser.add_argument(
         "factory",
         metavar="package.module:factory",

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 import crossshard
+from crossshard.cli.commands import add_command
 from crossshard.cli.exit_codes import BROKEN, FINE
 from crossshard.cli.factory import call_factory
 from crossshard.cli.failures import in_one_sentence
@@ -43,15 +44,8 @@ stderr."""
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser(
-        "verify",
-        help="check that your step on many shards is the step of one device",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.set_defaults(run=_run)
+    what = "check that your step on many shards is the step of one device"
+    parser = add_command(commands, "verify", what, _DESCRIPTION, _EPILOG, _run)
     parser.add_argument(
         "factory", metavar="package.module:factory", help="returns make_step and the batch"
     )

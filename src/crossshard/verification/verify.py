@@ -9,7 +9,8 @@ import jax
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.shards.context import check_num_shards
 from crossshard.shards.groups import check_group_assignment
-from crossshard.train_step.train_step import TrainStep, groups_of, with_sgd
+from crossshard.train_step.rebuild import groups_of, with_sgd
+from crossshard.train_step.train_step import TrainStep
 from crossshard.verification.diagnose import diagnose
 from crossshard.verification.evidence import Request
 from crossshard.verification.measurement import Measurement
