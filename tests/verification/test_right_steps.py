@@ -31,7 +31,7 @@ def test_no_right_step_is_accused(name: str):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("order", "name"), enumerate(sorted(set(RIGHT) - IN_SUITE), 1))
+@pytest.mark.parametrize(("order", "name"), list(enumerate(sorted(set(RIGHT) - IN_SUITE), 1)))
 def test_no_other_right_step_is_accused(name: str, order: int, soak_steps: int):
     skip_all_but(soak_steps, order)
     check(name)
