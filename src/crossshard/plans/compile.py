@@ -146,8 +146,7 @@ def _memory(
     if stats is not None:
         arguments = stats.argument_size_in_bytes
         temporaries = stats.temp_size_in_bytes
-        results = stats.output_size_in_bytes - stats.alias_size_in_bytes
-        needed = arguments + temporaries + results
+        needed = arguments + _fresh_bytes(stats)
     return MemoryUse(
         parameters=parameters,
         optimizer_state=optimizer,
@@ -196,4 +195,13 @@ def _seconds(
         return on_chips(topology.chip, found, run, report.collectives, devices)
     arrays = len(jax.tree.leaves(compiled.in_tree.unflatten(range(compiled.in_tree.num_leaves))))
     arrays += compiled.out_tree.num_leaves
-    return on_this_machine(measured(topology.size), found, run, report.collectives, arrays / 2)
+    machine = measured(topology.size)
+    fresh = _fresh_bytes(compiled.memory_analysis())
+    return on_this_machine(machine, found, run, report.collectives, arrays / 2, fresh)
+
+
+def _fresh_bytes(stats: Any) -> int:
+    """The bytes that a call takes on a device besides its arguments, if the compiler tells."""
+    if stats is None:
+        return 0
+    return stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
