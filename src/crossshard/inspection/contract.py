@@ -209,7 +209,7 @@ def _widening(sending: list[Collective], report: Communication) -> float:
     wide = sum(
         each.bytes_sent * (1 - narrowest / _SUMMED_IN)
         for each in sending
-        if {width(dtype) for dtype in each.dtypes} == {_SUMMED_IN}
+        if each.counted and {width(dtype) for dtype in each.dtypes} == {_SUMMED_IN}
     )
     once = sum(each.lower_bound * (_SUMMED_IN / width(each.dtype or "") - 1) for each in narrow)
     return min(wide, once)
