@@ -188,10 +188,13 @@ def _too_much(
     sent = report.bytes_between_shards - _widening(sending, report)
     if sent <= max_bytes_ratio * report.lower_bound * (1 + _PADDING) + allowance:
         return []
+    most = "at most " * bool(report.bytes_in_branches)
+    rest = (sent - report.bytes_in_branches) / report.lower_bound
+    branches = f" ({rest:.3f} without what is in branches)" * bool(most)
     return [
         Fault(
-            f"The step sends {sent / report.lower_bound:.3f} times the lower bound, but only "
-            f"{max_bytes_ratio:g} is allowed",
+            f"The step sends {most}{sent / report.lower_bound:.3f} times the lower bound{branches}, "
+            f"but only {max_bytes_ratio:g} is allowed",
             report.table(),
         )
     ]

@@ -139,9 +139,7 @@ class Communication:
 
     def _bytes_behind(self, what: str, kinds: Iterable[str] = KINDS) -> float:
         return sum(
-            each.bytes_sent
-            for each in self.counted
-            if each.behind == what and each.kind in kinds
+            each.bytes_sent for each in self.counted if each.behind == what and each.kind in kinds
         )
 
     @property
