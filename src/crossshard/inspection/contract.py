@@ -188,13 +188,14 @@ def _too_much(
     sent = report.bytes_between_shards - _widening(sending, report)
     if sent <= max_bytes_ratio * report.lower_bound * (1 + _PADDING) + allowance:
         return []
-    most = "at most " * bool(report.bytes_in_branches)
-    rest = (sent - report.bytes_in_branches) / report.lower_bound
-    branches = f" ({rest:.3f} without what is in branches)" * bool(most)
+    sentence = f"The step sends {sent / report.lower_bound:.3f} times the lower bound"
+    if in_branches := sum(each.bytes_sent for each in sending if each.counted and each.in_branch):
+        rest = (sent - in_branches) / report.lower_bound
+        sentence = sentence.replace("sends", "sends at most")
+        sentence += f" ({rest:.3f} without what is in branches)"
     return [
         Fault(
-            f"The step sends {most}{sent / report.lower_bound:.3f} times the lower bound{branches}, "
-            f"but only {max_bytes_ratio:g} is allowed",
+            f"{sentence}, but only {max_bytes_ratio:g} is allowed",
             report.table(),
         )
     ]
