@@ -136,13 +136,23 @@ class _Test:
         self._mesh = mesh
 
     def _seconds(self, function: Callable[[Any], Any], shape: tuple[int, ...], often: int) -> float:
-        """The time of one of so many runs of a function, on all devices at once."""
+        """The time of one of so many runs of a function, on all devices at once.
 
-        def run(x: Any) -> Any:
-            return lax.fori_loop(0, often, lambda _, x: function(x), x)
+        Each run has an array of its own, since no cache holds those that a step comes to.
+        """
 
-        compiled, x = self._compiled(run, jnp.full((self._mesh.size, *shape), 0.1, jnp.float32))
-        return self._median(lambda: compiled(x)) / often
+        def run(xs: jax.Array) -> jax.Array:
+            return lax.fori_loop(0, often, lambda i, xs: xs.at[i].set(function(xs[i])), xs)
+
+        xs = jnp.full((self._mesh.size * often, *shape), 0.1, jnp.float32)
+        compiled, xs = self._compiled(run, xs, donates=True)
+
+        def again() -> Any:
+            nonlocal xs
+            xs = compiled(xs)
+            return xs
+
+        return self._median(again) / often
 
     def _compiled(
         self, run: Callable[[Any], Any], x: Any, *, donates: bool = False
@@ -167,11 +177,10 @@ class _Test:
         often = max(2, min(1000, 2**25 // side**3))
         product = lambda x, left, right: lax.dot_general(x, x, (((left,), (right,)), ((), ())))
 
-        def three(x: jax.Array) -> jax.Array:
-            (square,) = x
+        def three(square: jax.Array) -> jax.Array:
             for left, right in ((1, 0), (1, 1), (0, 0)):
                 square = 0.1 * product(square, left, right)
-            return square[None]
+            return square
 
         return self._seconds(three, (side, side), often) / 3
 
@@ -187,20 +196,26 @@ class _Test:
         return self._median(lambda: compiled(x)) / max(number, often)
 
     def of_fresh_memory(self, size: int) -> float:
-        """What a result costs that has memory of its own.
+        """What a temporary array costs besides the kernels that write and read it.
 
         The system hands memory out in pages, the first time that each is written to.
         """
         shape = jnp.full((self._mesh.size * size,), 0.1, jnp.float32)
-        halve, x = self._compiled(lambda x: 0.5 * x, shape)
-        in_place, y = self._compiled(lambda x: 0.5 * x, shape, donates=True)
+
+        def halved(x: jax.Array, often: int) -> tuple[jax.Array, jax.Array]:
+            x = lax.fori_loop(0, often, lambda _, x: 0.5 * x, x)
+            return x, jnp.sum(x, keepdims=True)
+
+        # What a loop changes is copied, unless it was donated: one kernel more.
+        temporary, x = self._compiled(lambda x: halved(x, 2)[1], shape)
+        in_place, y = self._compiled(lambda x: halved(x, 3), shape, donates=True)
 
         def again() -> Any:
             nonlocal y
-            y = in_place(y)
-            return y
+            y, total = in_place(y)
+            return total
 
-        return self._median(lambda: halve(x)) - self._median(again)
+        return self._median(lambda: temporary(x)) - self._median(again)
 
     def of_calls(self) -> tuple[float, float]:
         """The seconds of a call, and of each array in it."""
