@@ -1,10 +1,8 @@
 """doctor: look at this machine, at JAX and at the job, run each collective, say what is wrong."""
 
-import contextlib
 import dataclasses
 import os
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from crossshard import _jax
@@ -21,6 +19,8 @@ from crossshard.shards.devices import shard_mesh
 
 # Before the 40 seconds after which XLA for CPUs aborts the process.
 SECONDS = 30.0
+# Of a process that looks wrong.
+_ENDED = 1
 
 
 def doctor(
@@ -58,7 +58,7 @@ def doctor(
 def diagnose(
     *, run_self_test: bool, sizes: Sequence[int], timeout: float, as_command: bool
 ) -> Diagnosis:
-    """As ``doctor``; as a command, it also meets the other processes, and survives an abort."""
+    """As ``doctor``; as a command, it also meets the other processes, or ends this one."""
     _check(sizes, timeout)
     known = versions.installed()
     found = [*versions.findings(known), *settings.findings()]
@@ -66,9 +66,10 @@ def diagnose(
     if not _jax.has_coordinator():
         job, wrong = processes.described_job(timeout)
         if as_command and job.num_processes > 1 and not wrong:
-            wrong += _connected(timeout)
+            wrong += _connected(job, timeout)
         found += [*wrong, *([] if wrong else processes.not_connected(job))]
-    devices, of_start = _started(timeout, as_command)
+    flags = settings.refused_flags()
+    devices, of_start = (None, flags) if flags else _started(timeout)
     found += of_start
     mesh, tested = None, Tested([], [], MEMORY_COPY, any(each.kind == "stuck" for each in found))
     if devices is not None:
@@ -102,53 +103,44 @@ def _as_data(job: Job) -> dict[str, Any]:
     return data | {"connected": connected}
 
 
-def _connected(timeout: float) -> list[Finding]:
+def _connected(job: Job, timeout: float) -> list[Finding]:
     """Meet the other processes of the job; what is wrong if they do not come."""
+    why = (
+        f"Process {job.process_id} of {job.num_processes} has not met the others at "
+        f"{job.coordinator_address} in {timeout:g} seconds. Start all of them, with the same "
+        f"address, and let the others reach its port."
+    )
+    screen = os.dup(2)
+
+    def say_why() -> None:
+        os.write(screen, f"crossshard: {why}\n".encode())
+        os._exit(_ENDED)
+
+    # JAX aborts the process where it has waited in vain.
+    before_abort(say_why)
     try:
-        # What stands still is named here, before the watch of the job ends the process.
-        initialize(timeout=timeout, stall_timeout=2 * timeout)
+        with quiet():
+            # What stands still is named here, before the watch of the job ends the process.
+            initialize(timeout=timeout, stall_timeout=max(1, 2 * timeout))
     except CrossshardError as error:
+        as_usual_on_abort()
         return [Finding("job", str(error))]
     return []
 
 
-def _started(timeout: float, as_command: bool) -> tuple[Devices | None, list[Finding]]:
+def _started(timeout: float) -> tuple[Devices | None, list[Finding]]:
     """The devices, once JAX has started; what is wrong if it does not."""
     number = enter()
+    # The watch of the job writes to stderr before it ends the process.
+    hidden = (1,) if _jax.has_coordinator() else (1, 2)
     try:
-        with _quiet(as_command):
+        with quiet(*hidden):
             return within(timeout, machine.look), []
     except LateError:
         hint = "JAX waits for all hosts of a slice: start this on each of them"
         return None, [Finding("stuck", f"{late('The start of JAX', number, timeout)} {hint}.")]
     except Exception as error:  # whatever a plugin raises
         return None, [Finding("start", machine.why_jax_does_not_start(error))]
-
-
-@contextlib.contextmanager
-def _quiet(as_command: bool) -> Iterator[None]:
-    """Hide what plugins write, but for the last words of a runtime that aborts the process."""
-    if _jax.has_coordinator():
-        # The watch of the job writes to stderr before it ends the process.
-        with quiet(1):
-            yield
-        return
-    screen = os.dup(2)
-
-    def say_why() -> None:
-        written = os.pread(2, 10_000, 0).decode(errors="replace").strip().splitlines()
-        why = re.sub(r"^\w+ [\d:.]+ +\d+ \S+\] ", "", written[-1] if written else "without a word")
-        os.write(screen, f"crossshard: JAX aborts: {why}\n".encode())
-        if as_command:
-            os._exit(1)
-
-    before_abort(say_why)
-    try:
-        with quiet(1, 2):
-            yield
-    finally:
-        as_usual_on_abort()
-        os.close(screen)
 
 
 def _check(sizes: Sequence[int], timeout: float) -> None:

@@ -36,10 +36,11 @@ def look() -> Devices:
 
 def why_jax_does_not_start(error: BaseException) -> str:
     """A sentence on an exception that JAX raises in place of its devices."""
-    given = os.environ.get("JAX_PLATFORMS") or jax.config.jax_platforms
-    first = (str(error).splitlines() or [""])[0]
+    config: Any = jax.config
+    given = config.jax_platforms or ""
+    first = (str(error).splitlines() or [""])[0].partition(" (set JAX_PLATFORMS")[0]
     if not given:
-        return f"JAX does not start: {first or type(error).__name__:.300}"
+        return f"JAX does not start: {first or type(error).__name__:.300}."
     # JAX may fail without a word where a plugin is not installed.
     missing = [extra for name, extra in _extras().items() if name in given and not _has(name)]
     hint = f'Install it, pip install "jax[{missing[0]}]", or unset' if missing else "Unset"

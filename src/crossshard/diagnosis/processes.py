@@ -4,7 +4,6 @@ import ipaddress
 import os
 import re
 import socket
-import urllib.request
 from collections.abc import Iterator, Mapping
 
 from crossshard import _jax
@@ -93,8 +92,9 @@ def _findings(job: Job, environ: Mapping[str, str]) -> Iterator[Finding]:
 
 def _of_proxies(host: str, environ: Mapping[str, str]) -> Iterator[Finding]:
     name = next((each for each in _PROXIES if environ.get(each)), None)
-    excepted = environ.get("no_grpc_proxy") or environ.get("no_proxy") or ""
-    if name and not urllib.request.proxy_bypass_environment(host, {"no": excepted}):
+    excepted = (environ.get("no_grpc_proxy") or environ.get("no_proxy") or "").split(",")
+    is_excepted = any(each.strip() and host.endswith(each.strip()) for each in excepted)
+    if name and not is_excepted:
         yield Finding(
             "proxy",
             f"{name} is set, so JAX asks a proxy for the coordinator at {host}, and aborts when "

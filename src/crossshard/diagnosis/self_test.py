@@ -1,6 +1,7 @@
 """Self-test: each collective that crossshard uses, run, timed, and compared with numpy."""
 
 import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Iterator, Sequence
@@ -66,7 +67,7 @@ def run(mesh: Mesh, sizes: Sequence[int], seconds: float) -> Tested:
         what = f"{program.kind} of {in_words(size)}"
         number = enter()
         try:
-            test, wrong = within(seconds, lambda p=program, s=size: _tested(p, mesh, s, chip))
+            test, wrong = within(seconds, functools.partial(_tested, program, mesh, size, chip))
         except LateError:
             found.findings.append(Finding("stuck", late(f"The {what}", number, seconds)))
             found.stuck = True

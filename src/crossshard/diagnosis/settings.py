@@ -1,13 +1,20 @@
 """Settings: environment variables and JAX's configuration that slow a run down, or break it."""
 
 import os
+import re
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 
+from crossshard import _jax
 from crossshard.diagnosis.report import Devices, Finding
 from crossshard.shards.devices import forced_cpu_devices
+
+# Its stubs lack most options.
+_config: Any = jax.config
 
 _SHOWN = ("JAX_", "XLA_", "NCCL_", "LIBTPU_", "CUDA_VISIBLE", "GLIBC_TUNABLES", "NPROC")
 
@@ -28,9 +35,9 @@ def shown(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 def notes(devices: Devices | None) -> Iterator[Finding]:
     """What is right for some, and slow."""
     for name, price in _PRICES:
-        if getattr(jax.config, name, False):
+        if getattr(_config, name, False):
             yield Finding(name, f"{_given(name, True)}: {price}. Unset it, unless that is meant.")
-    precision = jax.config.jax_default_matmul_precision
+    precision = _config.jax_default_matmul_precision
     if precision not in (None, "default"):
         yield Finding(
             "jax_default_matmul_precision",
@@ -53,12 +60,39 @@ def notes(devices: Devices | None) -> Iterator[Finding]:
 
 def findings() -> Iterator[Finding]:
     """What is wrong whatever the devices are."""
-    if jax.config.jax_disable_jit:
+    if _config.jax_disable_jit:
         yield Finding(
             "jax_disable_jit",
             f"{_given('jax_disable_jit', True)}: nothing is compiled, and each operation runs by "
             f"itself. Unset it.",
         )
+
+
+def refused_flags() -> list[Finding]:
+    """``XLA_FLAGS`` that XLA does not know: it ends the process as soon as JAX starts."""
+    flags = os.environ.get("XLA_FLAGS")
+    if not flags or _jax.backend_is_running():
+        return []
+    # In a process of its own, which may end.
+    started = subprocess.run(
+        [sys.executable, "-c", "import jax; jax.devices()"],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    refused = re.search(r"Unknown flags? in XLA_FLAGS: *(.+)", started.stderr)
+    if refused:
+        what = refused[1].strip()
+        return [Finding("XLA_FLAGS", f"XLA does not know {what} of XLA_FLAGS. Take it out.")]
+    if "Could not open file" in started.stderr:
+        return [
+            Finding(
+                "XLA_FLAGS",
+                f"XLA_FLAGS={flags} does not start with --, so XLA takes it for the name of a file "
+                f"that is not there. Write XLA_FLAGS=--{flags}.",
+            )
+        ]
+    return []
 
 
 def findings_about_devices(devices: Devices) -> Iterator[Finding]:
@@ -100,8 +134,8 @@ def _asked_cpu_devices() -> Iterator[tuple[str, int]]:
     given = os.environ.get("JAX_NUM_CPU_DEVICES", "")
     if given.isdecimal():
         yield "JAX_NUM_CPU_DEVICES", int(given)
-    elif jax.config.jax_num_cpu_devices > 0:
-        yield "jax_num_cpu_devices", jax.config.jax_num_cpu_devices
+    elif _config.jax_num_cpu_devices > 0:
+        yield "jax_num_cpu_devices", _config.jax_num_cpu_devices
 
 
 def _of_gpu_memory(devices: Devices) -> Iterator[Finding]:
