@@ -61,15 +61,9 @@ class CollectiveProgram:
         part = max(size // 4 // shards, 1)
         return part if self.gathers else part * shards
 
-    def compiled(self, mesh: Mesh, length: int) -> tuple[Any, jax.Array]:
-        """The program over all devices of a mesh of one axis, and what it is called with."""
+    def compiled(self, mesh: Mesh, length: int) -> Any:
+        """The program over all devices of a mesh of one axis."""
         (axis,), spec = mesh.axis_names, PartitionSpec(mesh.axis_names[0])
-        sharding, values = NamedSharding(mesh, spec), _Values(mesh.size)
-
-        def part(index: Any) -> Any:
-            return values.of((index[0].start or 0) // length, length).astype(np.float32)
-
-        x = jax.make_array_from_callback((mesh.size * length,), sharding, part)
         mapped = jax.shard_map(
             lambda x: self.run(x, axis, mesh.size),
             mesh=mesh,
@@ -77,8 +71,18 @@ class CollectiveProgram:
             out_specs=spec,
             check_vma=False,
         )
+        x = jax.ShapeDtypeStruct((mesh.size * length,), np.float32, sharding=_over(mesh))
         with jax.disable_jit(False):
-            return jax.jit(mapped).lower(x).compile(), x
+            return jax.jit(mapped).lower(x).compile()
+
+    def operand(self, mesh: Mesh, length: int) -> jax.Array:
+        """What the program is called with: each shard's own values."""
+        values = _Values(mesh.size)
+
+        def part(index: Any) -> Any:
+            return values.of((index[0].start or 0) // length, length).astype(np.float32)
+
+        return jax.make_array_from_callback((mesh.size * length,), _over(mesh), part)
 
     def wrong(self, result: jax.Array, length: int, shards: int) -> str | None:
         """What a device of this process has that numpy has not; ``None`` if all is right."""
@@ -95,6 +99,10 @@ class CollectiveProgram:
                     f"{at} is {got[at]:g} and should be {right[at]:g}"
                 )
         return None
+
+
+def _over(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
 
 
 def _sum_of_part(values: _Values, shard: int, length: int) -> Any:

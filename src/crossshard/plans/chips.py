@@ -93,6 +93,7 @@ _KINDS = {
     "NVIDIA A100-SXM4-80GB": "a100",
     "NVIDIA H100 80GB HBM3": "h100",
     "NVIDIA H200": "h200",
+    "NVIDIA H200 141GB HBM3e": "h200",
     "NVIDIA B200": "b200",
     "TPU v5 lite": "v5e",
     "TPU v5e": "v5e",
