@@ -53,6 +53,14 @@ def add_to(commands: Any) -> None:
         "--no-self-test", dest="self_test", action="store_false", help="run no collectives"
     )
     parser.add_argument(
+        "--sizes",
+        type=int,
+        nargs="+",
+        default=SIZES,
+        metavar="BYTES",
+        help=f"on each device; {' '.join(map(str, SIZES))}",
+    )
+    parser.add_argument(
         "--timeout",
         type=float,
         default=SECONDS,
@@ -65,7 +73,10 @@ def _run(options: argparse.Namespace) -> int:
     if options.devices is not None:
         make_devices(options.devices)
     found = diagnose(
-        run_self_test=options.self_test, sizes=SIZES, timeout=options.timeout, as_command=True
+        run_self_test=options.self_test,
+        sizes=options.sizes,
+        timeout=options.timeout,
+        as_command=True,
     )
     is_first = found.job["process_id"] == 0 or not found.job["connected"]
     _print(found, options.json, is_first)
