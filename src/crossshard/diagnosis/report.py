@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -118,7 +119,7 @@ class Diagnosis:
             ("mesh", ", ".join(f"{name} = {each}" for name, each in self.mesh.items()) or "none"),
             ("settings", " ".join(f"{name}={each}" for name, each in self.settings.items())),
         ]
-        lines = [f"{name:<11}{text or 'none'}" for name, text in rows]
+        lines = [_wrapped(f"{name:<11}{text or 'none'}") for name, text in rows]
         if self.tests:
             lines += ["", _table(self.tests, self.expected_from)]
         return "\n".join([*lines, "", *self.verdict()])
@@ -138,6 +139,13 @@ class Diagnosis:
     def to_json(self, **kwargs: Any) -> str:
         """The attributes, and ``ok``, as a JSON object; the arguments are those of json.dumps."""
         return json.dumps({"ok": self.ok, **dataclasses.asdict(self)}, **kwargs)
+
+
+def _wrapped(line: str) -> str:
+    indent = " " * 11
+    return textwrap.fill(
+        line, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _of_devices(devices: Devices | None) -> str:
