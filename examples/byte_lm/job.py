@@ -57,25 +57,19 @@ class Job:
         return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(self.first_model, nnx.Param)))
 
     @functools.cached_property
-    def step(self) -> TrainStep:
-        """The step of the run."""
-        return self._new_step(self.inner)
-
-    @functools.cached_property
     def lowered(self) -> jax.stages.Lowered:
         """The program of that step, which is compiled once for reports and for the run."""
         parts = self.shards * self.options.accumulate_steps
         rows = self.processes.own_rows(self.step.mesh, next(self.batches()), parts)
-        return self.step.lower(self.step.abstract_init(self._split_model), rows)
+        return self.step.lower(self.step.abstract_init(self.split_model), rows)
 
-    def new_training(self, inner: InnerOptimizer | None = None) -> Training:
-        """The run before its first step, or the same with another optimizer."""
-        step = self.step if inner is None else self._new_step(inner)
+    def new_training(self) -> Training:
+        """The run before its first step."""
         several = len(self.groups.members) > 1
         of_groups = tuple(group[0] for group in self.groups.members) if several else (None,)
-        state = step.init(self._split_model)
+        state = self.step.init(self.split_model)
         return Training(
-            step,
+            self.step,
             state,
             self.processes,
             self.options.accumulate_steps,
@@ -93,10 +87,12 @@ class Job:
         ends = self.text.ends if options.weight else None
         return batches(self.text.training, self.rows, options.context, options.seed, ends)
 
-    def _new_step(self, inner: InnerOptimizer) -> TrainStep:
+    @functools.cached_property
+    def step(self) -> TrainStep:
+        """The step of the run."""
         options = self.options
         optimizer = CrossShardOptimizer(
-            inner.transformation,
+            self.inner.transformation,
             reduction=options.reduction,
             group_assignment=self.groups.members if options.groups else None,
         )
@@ -108,8 +104,7 @@ class Job:
             wrt=options.trains if options.wrt else None,
             weight_update=options.weight_update,
             accumulate_steps=options.accumulate_steps,
-            # The proof's own optimizer may not tell them.
-            metrics=options.metrics if inner is self.inner else (),
+            metrics=options.metrics,
             reduce_dtype=options.reduce_dtype,
             loss_scale=options.loss_scale,
             nonfinite=None if options.nonfinite == "off" else options.nonfinite,
@@ -131,7 +126,8 @@ class Job:
         return {"mesh": mesh, "axis_name": "data"}
 
     @property
-    def _split_model(self) -> ByteTransformer:
+    def split_model(self) -> ByteTransformer:
+        """The model, split over the mesh if devices share one."""
         mesh = self._where.get("mesh")
         return self.first_model if mesh is None else split_over(mesh, self.first_model)
 

@@ -111,7 +111,8 @@ def _sent(summary: Summary) -> Iterable[Row]:
 
 
 def _proof(job: Job, summary: Summary, steps: Sequence[Step]) -> Iterable[Row]:
-    if not summary.proof:
+    proof, verification = summary.proof, summary.verification
+    if proof is None:
         why = "the training did not finish"
         if summary.ended == "finished":
             left_out = any(step.faults for step in steps[:STEPS])
@@ -122,24 +123,34 @@ def _proof(job: Job, summary: Summary, steps: Sequence[Step]) -> Iterable[Row]:
     unit = "each group's rows" if len(job.groups.members) > 1 else "the same batches"
     yield (
         "proof",
-        f"the first {_plural(summary.proof[0].steps, 'step')} again on one shard with {unit}, by "
+        f"the first {_plural(proof.steps, 'step')} again on one shard with {unit}, by "
         f"JAX and Optax alone:",
     )
-    for one in summary.proof:
-        yield (
-            f"  {one.optimizer}",
-            f"no parameter differs by more than {one.largest_difference:.1e}, where training "
-            f"moved them by up to {one.largest_change:.1e}",
-        )
-    if len(summary.proof) > 1:
-        yield "", verdict(job, summary.proof)
+    yield (
+        f"  {proof.optimizer}",
+        f"no parameter differs by more than {proof.largest_difference:.1e}, where training "
+        f"moved them by up to {proof.largest_change:.1e}",
+    )
+    if verification is not None:
+        yield from _verified(verification)
+    if verification is not None or job.shards == 1:
+        yield "", verdict(job, proof, verification)
     else:
-        yield "", "Not shown: with plain SGD, which hides no factor, it was not run."
+        yield "", "Not shown: with plain SGD, which hides no factor, the step was not verified."
 
 
-def verdict(job: Job, proof: list[Comparison]) -> str:
+def _verified(verification: crossshard.Verification) -> Iterable[Row]:
+    """What ``crossshard.verify`` says of the step."""
+    first, *more = verification.describe().splitlines()
+    yield "  sgd", f"crossshard.verify: {first}"
+    yield from (("", line) for line in more)
+
+
+def verdict(job: Job, proof: Comparison, verification: crossshard.Verification | None) -> str:
     """The conclusion of the proof, in a sentence or two."""
-    if all(one.same for one in proof):
+    if proof.same and verification is not None and not verification.ok:
+        return "THE STEP IS WRONG: see above what crossshard.verify says of it."
+    if proof.same:
         who = f"{_plural(job.shards, 'shard')} trained as one does"
         if len(job.groups.members) > 1:
             who = f"each group of {job.groups.size} trained as one shard with its rows does"
@@ -147,10 +158,9 @@ def verdict(job: Job, proof: list[Comparison]) -> str:
             f"So {who}, but for rounding. A gradient that was not shared would differ by as much "
             f"as training moves, one that was summed twice by far more."
         )
-    worst = max(proof, key=lambda one: one.relative)
     return (
-        f"THESE ARE NOT THE SAME: with {worst.optimizer} the parameters differ by "
-        f"{worst.relative:.1%} of what training moved them, most of all in {worst.where}."
+        f"THESE ARE NOT THE SAME: with {proof.optimizer} the parameters differ by "
+        f"{proof.relative:.1%} of what training moved them, most of all in {proof.where}."
     )
 
 

@@ -15,7 +15,7 @@ from examples.byte_lm.options import PROFILED
 from examples.byte_lm.plots import draw_curves
 from examples.byte_lm.profile import traced
 from examples.byte_lm.progress import Screen
-from examples.byte_lm.proof import STEPS, Comparison, Proof
+from examples.byte_lm.proof import STEPS, Comparison, Proof, verify
 from examples.byte_lm.record import Record
 from examples.byte_lm.saving import Saving
 from examples.byte_lm.stopping import Stopping
@@ -75,19 +75,21 @@ def run(job: Job, record: Record, screen: Screen, stopping: Stopping) -> Summary
         tokens_per_second=tokens_per_second(job, record.steps),
         seconds=time.perf_counter() - began,
         sent=sent,
-        proof=[],
+        proof=None,
+        verification=None,
     )
     record.write_json("summary.json", summary)
     if record.steps:
         record.write("curves.png", draw_curves(job, record.steps, summary))
     if summary.ended == "finished" and early:
-        proof: list[Comparison] = []
         with stopping.skippable():
             screen.tell("repeating the first steps on one shard")
-            proof = _prove(job, record, early, stopping)
+            summary = dataclasses.replace(summary, proof=_prove(job, record, early))
+            if not stopping.agree():
+                screen.tell("verifying the step with plain SGD")
+                summary = dataclasses.replace(summary, verification=verify(job))
         summary = dataclasses.replace(
             summary,
-            proof=proof,
             ended="stopped" if stopping.agree() else "finished",
             seconds=time.perf_counter() - began,
         )
@@ -136,9 +138,7 @@ def _ended(stopping: Stopping, fault: str, *, finite: bool) -> str:
     return "fault" if fault else "stopped" if stopped else "finished" if finite else "not finite"
 
 
-def _prove(job: Job, record: Record, early: Values, stopping: Stopping) -> list[Comparison]:
-    """Both comparisons, or only the first if the run is stopped."""
+def _prove(job: Job, record: Record, early: Values) -> Comparison:
     first = record.steps[:STEPS]
     proof = Proof(job, list(itertools.islice(job.batches(), len(first))))
-    of_run = proof.of_run(early, [step.metrics.get("skipped") for step in first])
-    return [of_run] if stopping.agree() else [of_run, proof.of_sgd()]
+    return proof.of_run(early, [step.metrics.get("skipped") for step in first])

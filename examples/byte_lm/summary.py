@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Self
 
+import crossshard
 from crossshard import Communication
 from examples.byte_lm.job import Job
 from examples.byte_lm.loop import Step
@@ -51,7 +52,8 @@ class Summary:
       tokens_per_second: in training, the first step and looks at held-out text left out.
       seconds: the time from the first step to the summary.
       sent: what a step sends; ``None`` if it was not compiled.
-      proof: for the optimizer itself, and for SGD; empty if it was not run.
+      proof: the run's first steps against the same on one shard; ``None`` if it was not run.
+      verification: the step with plain SGD; ``None`` if it was not run.
     """
 
     steps: int
@@ -68,7 +70,8 @@ class Summary:
     tokens_per_second: float | None
     seconds: float
     sent: Sent | None
-    proof: list[Comparison]
+    proof: Comparison | None
+    verification: crossshard.Verification | None
 
 
 def tokens_per_second(job: Job, steps: list[Step]) -> float | None:

@@ -52,8 +52,10 @@ def train(options: TrainOptions, stopping: Stopping) -> int:
             if stopping.signal == signal.SIGTERM:
                 return DONE
         return STOPPED + stopping.signal
-    proven = all(one.same for one in summary.proof)
-    return DONE if summary.ended == "finished" and proven and not stopping.failure else FAILED
+    same = summary.proof is None or summary.proof.same
+    right = summary.verification is None or summary.verification.ok
+    done = summary.ended == "finished" and same and right and not stopping.failure
+    return DONE if done else FAILED
 
 
 def _why(stopping: Stopping) -> str:

@@ -90,9 +90,8 @@ class Verification:
         return json.dumps({"ok": self.ok, **dataclasses.asdict(self)}, **kwargs)
 
     def _verdict(self) -> list[str]:
-        size = f"{self.num_shards} shards and {self.rows} rows"
+        size, number = f"{self.num_shards} shards and {self.rows} rows", len(self.leaves)
         if self.ok:
-            return [
-                f"fine: on {size}, all {len(self.leaves)} parameters take the step of one device"
-            ]
+            take = f"all {number} parameters take" if number > 1 else "the parameter takes"
+            return [f"fine: on {size}, {take} the step of one device"]
         return [f"wrong on {size}:", *(f"  {each.sentence}" for each in self.faults)]

@@ -1,15 +1,15 @@
 """Snapshots of a step's state: each array by name, as numpy arrays, one for each copy of it."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
-from crossshard.errors import ArgumentError
 from crossshard.train_step.state import TrainState
 
 
@@ -42,8 +42,7 @@ def holds_nnx(tree: Any) -> bool:
 def snapshot(state: Sequence[Any]) -> dict[str, Copies]:
     """Every array of the arguments of a step, by its path.
 
-    Raises:
-      ArgumentError: an array is on devices of other processes.
+    All processes that have a part of an array must call this.
     """
     tree: Any = tuple(state)
     if holds_nnx(tree):
@@ -59,17 +58,16 @@ def snapshot(state: Sequence[Any]) -> dict[str, Copies]:
 
 
 def copies_of(x: Any) -> Copies:
-    """An array, as each device has it."""
+    """An array, as each device of this process has it."""
     if not isinstance(x, jax.Array):
         value = np.asarray(x)
         return Copies(value[None], value.dtype)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return Copies(np.asarray(jax.random.key_data(x))[None], x.dtype, is_key=True)
-    if not x.is_fully_addressable:
-        raise ArgumentError(
-            "verify compares on the host, so all devices must be of one process; run it there, "
-            "with virtual devices."
-        )
+    if not (x.is_fully_addressable or x.is_fully_replicated):
+        # Others have a part of it.
+        everywhere = NamedSharding(x.sharding.mesh, PartitionSpec())  # type: ignore[attr-defined]
+        x = jax.jit(lambda x: x, out_shardings=everywhere)(x)
     by_index: dict[Any, list[Any]] = {}
     order = _order(x.sharding)
     for shard in sorted(x.addressable_shards, key=lambda each: order[each.device]):
@@ -91,12 +89,16 @@ def fresh(state: Sequence[Any], seed: int = 0) -> tuple[Any, ...]:
       seed: what is folded into the keys.
     """
     copy = lambda x: _copy(x, seed)
-    tree = tuple(_with_other_keys(each, seed) for each in state)
+    return map_arrays(copy, tuple(_with_other_keys(each, seed) for each in state))
+
+
+def map_arrays(function: Callable[[Any], Any], tree: Any) -> Any:
+    """A tree, which may have NNX modules, with other arrays; the modules are copies."""
     if not holds_nnx(tree):
-        return tuple(jax.tree.map(copy, each) for each in tree)
+        return jax.tree.map(function, tree)
     split: Any = nnx.split(tree)
     graph, arrays = split
-    return tuple(nnx.merge(graph, jax.tree.map(copy, arrays)))
+    return nnx.merge(graph, jax.tree.map(function, arrays))
 
 
 def has_keys(state: Sequence[Any]) -> bool:

@@ -1,20 +1,24 @@
 """``verify``: runs a step on 1 and on N shards, and says what is wrong."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
+from crossshard.distributed.agreement import exchange
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.shards.context import check_num_shards
 from crossshard.shards.groups import check_group_assignment
-from crossshard.train_step.rebuild import groups_of, with_sgd
+from crossshard.train_step.rebuild import groups_of, on_part_of_mesh, own_rows, with_sgd
 from crossshard.train_step.train_step import TrainStep
 from crossshard.verification.diagnose import diagnose
 from crossshard.verification.evidence import Request
 from crossshard.verification.measurement import Measurement
-from crossshard.verification.report import Verification
+from crossshard.verification.report import Fault, Verification
+from crossshard.verification.snapshot import map_arrays
 
 
 def verify(
@@ -34,7 +38,8 @@ def verify(
         and its first state, with this optimizer in the place of your own, for so many devices. The
         step is called ``step(*state, *batch)`` and returns the next state first, and then what it
         likes; NNX modules and optimizers may be changed in place. It splits the batch itself. Or a
-        ``TrainStep``, which is built again with SGD; the batch is then ``params, batch``.
+        ``TrainStep``, which is built again with SGD; the batch is then ``params, batch``. If there
+        are several processes, all of them make this call with a ``TrainStep`` and all rows.
       *batch: the arguments after the state; the rows are along axis 0. Shard ``i`` of N should get
         the ``i``-th of N equal parts.
       num_shards: N; all devices if ``None``.
@@ -69,6 +74,12 @@ def verify(
     elif callable(step):
         number = len(jax.devices()) if num_shards is None else check_num_shards(num_shards)
         together = _check_groups(groups, number)
+        if jax.process_count() > 1:
+            raise ArgumentError(
+                f"In a job of {jax.process_count()} processes, verify takes a TrainStep, such as "
+                "crossshard.make_train_step returns. Verify make_step in one process, with virtual "
+                "devices."
+            )
         request = Request(step, step, batch, key, together)
     else:
         raise ArgumentTypeError(
@@ -83,6 +94,9 @@ def verify(
     measurement = Measurement(request)
     evidence = measurement.evidence()
     found = diagnose(evidence)
+    if isinstance(step, TrainStep):
+        # It splits the batch by itself.
+        return with_those_of_others(found, step.mesh)
     if not found.ok:
         return found
     # The last question takes three compilations.
@@ -116,8 +130,36 @@ def _of_train_step(
     shards, factor = groups_of(step)
 
     def make(optimizer: Any, number: int) -> Any:
-        built = with_sgd(step, optimizer, alone=number == 1)
-        state = built.init(params, 0 if key is None else key, model_state=(*model_state, None)[0])
-        return built, state
+        alone = number == 1
+        built = with_sgd(step, optimizer, alone=alone)
+        arrays = (params, *model_state)
+        if alone:
+            arrays = map_arrays(lambda x: on_part_of_mesh(x, built.mesh), arrays)
+        state = built.init(arrays[0], 0 if key is None else key, model_state=(*arrays[1:], None)[0])
+        take = lambda state, batch: built(state, own_rows(built, batch))
+        return built if alone else take, state
 
     return Request(make, make, (batch,), None, shards, factor)
+
+
+def with_those_of_others(found: Verification, mesh: Mesh) -> Verification:
+    """With the faults that other processes found, since each looks at its own devices."""
+    own = [dataclasses.asdict(fault) for fault in found.faults]
+    of_each = [
+        [_fault(**fault) for fault in json.loads(told)]
+        for told in exchange("verify", json.dumps(own), mesh)
+    ]
+    everywhere = [fault for fault in of_each[0] if all(fault in faults for faults in of_each)]
+    others = [
+        dataclasses.replace(fault, sentence=f"{fault.sentence} (found in process {process})")
+        for process, faults in enumerate(of_each)
+        for fault in faults
+        if fault not in everywhere
+    ]
+    return dataclasses.replace(found, faults=(*everywhere, *others))
+
+
+def _fault(
+    kind: str, sentence: str, leaves: list[str], ratio: float | None, shards: list[int]
+) -> Fault:
+    return Fault(kind, sentence, tuple(leaves), ratio, tuple(shards))

@@ -28,7 +28,8 @@ SUMMARY = Summary(
     tokens_per_second=10.0,
     seconds=1.0,
     sent=None,
-    proof=[],
+    proof=None,
+    verification=None,
 )
 STEPS = [Step(number, 4.0 / number, (4.0 / number,), 0.1) for number in (1, 2, 3)]
 

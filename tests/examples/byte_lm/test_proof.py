@@ -4,15 +4,14 @@ import dataclasses
 import itertools
 from typing import Any
 
-import optax
 import pytest
 
-import crossshard
 from examples.byte_lm import job as jobs
 from examples.byte_lm.groups import parse_groups
 from examples.byte_lm.job import Job, prepare
+from examples.byte_lm.model import ByteTransformer, loss
 from examples.byte_lm.optimizers import make_optimizer
-from examples.byte_lm.proof import Batch, Comparison, Proof
+from examples.byte_lm.proof import Batch, Comparison, Proof, verify
 from tests.examples.byte_lm.small import small_options
 
 
@@ -61,26 +60,50 @@ def test_shards_train_as_one_does(job, optimizer, groups, reduction, relative):
     assert (one.optimizer, one.steps) == (optimizer, 3)
 
 
-def test_sgd_is_compared_beside_any_optimizer(job):
-    one = Proof(job, batches_of(job)).of_sgd()
-    assert one.same
-    assert one.optimizer == "sgd"
-    assert one.relative < 1e-5
+@pytest.mark.parametrize(
+    ("groups", "reduction", "options"),
+    [
+        ("1x4", "mean", {}),
+        ("[[0,3],[1,2]]", "sum", {"accumulate_steps": 2}),
+        ("1x4", "mean", {"weight": True, "batch": 10, "weight_update": "sharded"}),
+        ("1x4", "mean", {"wrt": "*kernel", "master_dtype": "float32", "loss_scale": "dynamic"}),
+    ],
+)
+def test_the_step_is_verified_with_sgd(job, groups, reduction, options):
+    found = verify(
+        prepare(
+            dataclasses.replace(
+                job.options,
+                out=job.options.out / "again",
+                groups=groups,
+                reduction=reduction,
+                **options,
+            )
+        )
+    )
+    assert found.ok, found
+    assert found.num_shards == 4
 
 
-def summed(inner: optax.GradientTransformation, **options: Any) -> crossshard.CrossShardOptimizer:
-    return crossshard.CrossShardOptimizer(inner, reduction="sum")
+def test_one_shard_is_not_verified(job):
+    options = dataclasses.replace(job.options, shards=1, groups=None)
+    assert verify(prepare(options)) is None
 
 
 def test_gradients_that_are_not_reduced_are_found(job):
     assert not of_run(change(job, "adam", "4x1", "mean"), judged_as=job).same
 
 
+def summed_loss(model: ByteTransformer, batch: Batch) -> tuple[Any, Any]:
+    """The sum over the rows, of which a mean over shards is another one."""
+    mean, aux = loss(model, batch)
+    return len(batch["read"]) * mean, aux
+
+
 def test_sgd_finds_a_wrong_factor_that_adam_hides(job, monkeypatch):
-    monkeypatch.setattr(jobs, "CrossShardOptimizer", summed)
+    monkeypatch.setattr(jobs, "loss", summed_loss)
     job = dataclasses.replace(job)  # without its step
     assert of_run(job).same
-    of_sgd = Proof(job, batches_of(job)).of_sgd()
-    assert not of_sgd.same
-    # Four shards: three times too much is left over.
-    assert of_sgd.relative == pytest.approx(3, rel=0.5)
+    found = verify(job)
+    assert not found.ok
+    assert found.faults[0].ratio == pytest.approx(1 / 4, rel=1e-3)
