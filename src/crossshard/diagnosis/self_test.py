@@ -116,8 +116,9 @@ def late(what: str, number: int, seconds: float) -> str:
     ]
     if not behind:
         return (
-            f"{sentence}, and all processes have entered it: they do not reach each other. Open "
-            f"all ports between their hosts, or name the interface, as in NCCL_SOCKET_IFNAME=eth0."
+            f"{sentence}, and all processes have entered it: one stands still, or they do not "
+            f"reach each other. Open all ports between their hosts, or name the interface, as in "
+            f"NCCL_SOCKET_IFNAME=eth0."
         )
     who = f"{', '.join(behind[:10])}{', …' if len(behind) > 10 else ''}"
     return f"{sentence}: process {who} has not entered it. See what that one does, or its log."
