@@ -24,7 +24,7 @@ def run(
     command = [*words] if words[0] == "sh" else [*DOCTOR, *words]
     if job is not None:
         launch = [sys.executable, "-m", "crossshard.cli", "launch", "-n", str(job[0])]
-        command = [*launch, "--cpu-devices", str(job[1]), "--", *command]
+        command = [*launch, "--cpu-devices", str(job[1]), "--grace", "1", "--", *command]
     return subprocess.run(
         command, env=kept | environment, capture_output=True, text=True, timeout=240
     )
@@ -115,20 +115,31 @@ def test_a_process_with_another_setting():
 
 @pytest.mark.multiprocess
 def test_a_process_that_does_not_come_is_named():
-    sleeps = (
-        "import time, crossshard; crossshard.distributed.initialize(); import jax; jax.devices(); "
-        "time.sleep(60)"
-    )
-    one_sleeps = (
-        f'[ "$JAX_PROCESS_ID" = 1 ] && exec {sys.executable} -c "{sleeps}"; '
-        f'exec {" ".join(DOCTOR)} "$@"'
-    )
-    ran = run("sh", "-c", one_sleeps, "sh", "--timeout", "8", "--sizes", "4000", job=(2, 1))
+    ran = run(*instead("import jax; jax.devices(); time.sleep(60)"), job=(2, 1))
     assert ran.returncode == 1, ran
     assert (
         "The all-reduce of 4.00 kB has not ended in 8 seconds: process 1 has not entered it."
         in (ran.stdout)
     )
+
+
+@pytest.mark.multiprocess
+def test_a_process_that_stands_still_is_named():
+    stands = (
+        "from crossshard.diagnosis import self_test as t, doctor; t._tested = "
+        "lambda *a: os.kill(os.getpid(), signal.SIGSTOP); crossshard.doctor(sizes=[4000])"
+    )
+    ran = run(*instead(stands), job=(2, 1))
+    assert ran.returncode == 1, ran
+    assert "in 8 seconds: process 1 has entered it and stands still." in ran.stdout
+
+
+def instead(script: str) -> list[str]:
+    """The command in process 0, and in process 1 something else."""
+    joins = f"import os, signal, time, crossshard; crossshard.distributed.initialize(); {script}"
+    shell = f'[ "$JAX_PROCESS_ID" = 1 ] && exec {sys.executable} -c "$1"; shift; exec "$@"'
+    doctor = [*DOCTOR, "--timeout", "8", "--sizes", "4000"]
+    return ["sh", "-c", shell, "sh", joins, *doctor]
 
 
 @pytest.mark.multiprocess

@@ -32,7 +32,9 @@ _LEAST = {PUBLISHED: 0.2, MEMORY_COPY: 0.005}
 _LARGE = 1_000_000
 
 _RUNS = 5
-_FOLDER = "crossshard/doctor/entered"
+_ENTERED, _WAITING = "crossshard/doctor/entered", "crossshard/doctor/waiting"
+# For the others to find, too, that they wait in vain.
+_PATIENCE = 2.0
 _entered = itertools.count(1)
 
 
@@ -94,7 +96,7 @@ def enter() -> int:
     """Tell the other processes that this one enters something that all enter; its number."""
     number = next(_entered)
     if _jax.has_coordinator():
-        _jax.tell_again(f"{_FOLDER}/{_jax.processes_of_job()[1]}", str(number))
+        _jax.tell_again(f"{_ENTERED}/{_jax.processes_of_job()[1]}", str(number))
     return number
 
 
@@ -105,23 +107,35 @@ def late(what: str, number: int, seconds: float) -> str:
     if processes == 1:
         return f"{sentence}."
     try:
-        told = within(seconds, lambda: _jax.told_below(f"{_FOLDER}/"))
+        behind, still = within(seconds, lambda: _who(number))
     except Exception:  # nobody answers
         return f"{sentence}, and the coordinator does not answer. See what process 0 does."
-    latest = (told.get(str(each), "") for each in range(processes))
-    behind = [
-        str(process)
-        for process, text in enumerate(latest)
-        if not text.isdecimal() or int(text) < number
-    ]
-    if not behind:
-        return (
-            f"{sentence}, and all processes have entered it: one stands still, or they do not "
-            f"reach each other. Open all ports between their hosts, or name the interface, as in "
-            f"NCCL_SOCKET_IFNAME=eth0."
-        )
-    who = f"{', '.join(behind[:10])}{', …' if len(behind) > 10 else ''}"
-    return f"{sentence}: process {who} has not entered it. See what that one does, or its log."
+    if behind:
+        return f"{sentence}: process {behind} has not entered it. See what that one does."
+    if still:
+        return f"{sentence}: process {still} has entered it and stands still. See its log."
+    return (
+        f"{sentence}, and all processes wait in it: they do not reach each other. Open all ports "
+        f"between their hosts, or name the interface, as in NCCL_SOCKET_IFNAME=eth0."
+    )
+
+
+def _who(number: int) -> tuple[str, str]:
+    """The processes that have not entered something, and those that do not wait in it."""
+    processes, own = _jax.processes_of_job()
+    _jax.tell_again(f"{_WAITING}/{own}", str(number))
+    time.sleep(_PATIENCE)
+    found = []
+    for folder in (_ENTERED, _WAITING):
+        told = _jax.told_below(f"{folder}/")
+        latest = (told.get(str(each), "") for each in range(processes))
+        late = [
+            str(process)
+            for process, text in enumerate(latest)
+            if not text.isdecimal() or int(text) < number
+        ]
+        found.append(", ".join(late[:10]) + (", …" if len(late) > 10 else ""))
+    return found[0], found[1]
 
 
 def _tested(
