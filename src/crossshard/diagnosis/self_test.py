@@ -20,7 +20,6 @@ from crossshard.inspection.collectives import bytes_sent
 from crossshard.plans.chips import Chip, chip_of
 from crossshard.plans.links import seconds as seconds_of_links
 from crossshard.plans.report import size as in_words
-from crossshard.shards.devices import THREADS_PER_DEVICE
 
 # Bytes on each device.
 SIZES = (4_000, 1_000_000, 32_000_000)
@@ -64,7 +63,6 @@ def run(mesh: Mesh, sizes: Sequence[int], seconds: float) -> Tested:
       seconds: how long the runs of one collective may take.
     """
     chip = chip_of(mesh.devices.flat[0].device_kind)
-    is_of_cpus = mesh.devices.flat[0].platform == "cpu" and jax.process_count() == 1
     found = Tested([], [], MEMORY_COPY if _copies_count(mesh, chip) else PUBLISHED)
     for program, size in itertools.product(PROGRAMS, sizes):
         what = f"{program.kind} of {in_words(size)}"
@@ -72,12 +70,7 @@ def run(mesh: Mesh, sizes: Sequence[int], seconds: float) -> Tested:
         try:
             test, wrong = within(seconds, functools.partial(_tested, program, mesh, size, chip))
         except LateError:
-            hint = (
-                f" Its threads may be too few: set NPROC={THREADS_PER_DEVICE * mesh.size}."
-                if is_of_cpus
-                else ""
-            )
-            found.findings.append(Finding("stuck", late(f"The {what}", number, seconds) + hint))
+            found.findings.append(Finding("stuck", late(f"The {what}", number, seconds)))
             found.stuck = True
             break
         except Exception as error:  # whatever the runtime raises
@@ -105,7 +98,7 @@ def late(what: str, number: int, seconds: float) -> str:
     sentence = f"{what} has not ended in {seconds:g} seconds"
     processes, _ = _jax.processes_of_job()
     if processes == 1:
-        return f"{sentence}."
+        return f"{sentence}. See what else runs on this machine, and run it again alone."
     try:
         behind, still = within(seconds, lambda: _who(number))
     except Exception:  # nobody answers

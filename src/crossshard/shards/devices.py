@@ -18,7 +18,7 @@ AXIS = "shards"
 
 # XLA's in-process collectives block threads of one pool, and deadlock when queued steps fill it.
 # Two threads per device sufficed in measurements; idle ones are free.
-THREADS_PER_DEVICE = 4
+_THREADS_PER_DEVICE = 4
 
 
 def cpu_devices(num_devices: int) -> None:
@@ -41,8 +41,8 @@ def cpu_devices(num_devices: int) -> None:
                 f"crossshard.cpu_devices({num_devices}) before the first JAX operation."
             )
         return
-    if _threads() < THREADS_PER_DEVICE * num_devices:
-        os.environ["NPROC"] = str(THREADS_PER_DEVICE * num_devices)
+    if _threads() < _THREADS_PER_DEVICE * num_devices:
+        os.environ["NPROC"] = str(_THREADS_PER_DEVICE * num_devices)
     forced = forced_cpu_devices()
     if forced is None:
         jax.config.update("jax_num_cpu_devices", num_devices)
@@ -152,7 +152,7 @@ def warn_of_deadlock(mesh: jax.sharding.Mesh) -> None:
         warnings.warn(
             f"{own} virtual CPU devices share {_threads()} threads: XLA's collectives can "
             f"deadlock after some hundred queued steps. Call crossshard.cpu_devices({own}) "
-            f"before the first JAX operation, or set NPROC={THREADS_PER_DEVICE * own}.",
+            f"before the first JAX operation, or set NPROC={_THREADS_PER_DEVICE * own}.",
             DeadlockWarning,
             stacklevel=4,
         )
