@@ -386,6 +386,24 @@ def test_sums_within_the_update_of_a_whole_step_are_one_step():
     assert report.lower_bound == least(8, FLOAT * (64 * 128 + 128 + 128 * 16))
 
 
+def test_copies_that_are_made_equal_before_a_step_are_no_step():
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.mean(jnp.tanh(x @ params["a"] + params["b"]) ** 2)
+
+    params = {"a": jnp.ones((64, 128)), "b": jnp.ones(128)}
+    options = {"num_shards": 8, "check_divergence": 10, "on_divergence": "repair"}
+    step = crossshard.make_train_step(loss, optax.adam(1e-3), **options)
+    report = crossshard.inspect(step.lower(step.abstract_init(params), ROWS))
+    assert report.lower_bound == least(8, FLOAT * (64 * 128 + 128))
+    # Of parameters and both moments, if copies differ.
+    assert report.bytes_in_branches == pytest.approx(3 * report.lower_bound, rel=0.2)
+    assert report.bytes_sent - report.bytes_in_branches == pytest.approx(report.lower_bound, abs=9)
+    said = r"at most 4\.\d+ times the lower bound \(1\.000 without what is in branches\)"
+    with pytest.raises(crossshard.CommunicationError, match=said):
+        assert_communication(step, step.abstract_init(params), ROWS)
+    assert_communication(step, step.abstract_init(params), ROWS, max_bytes_ratio=4.2)
+
+
 def test_two_towers_under_one_norm_are_both_trained():
     rule = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
 

@@ -57,11 +57,11 @@ def bucketed_sum(
         if partition.number == 1:
             flat = jnp.concatenate([_whole(x).ravel() for x, _ in bucket])
             return _split_bucket(total(flat), bucket)
-        if not others:
+        if not others and partition.fills_rows:
             return [_alone(partition, partition.pack(first), partition.local_shape, scatter)]
         rows = [each.pack(x).reshape(partition.number, -1) for x, each in bucket]
         width = sum(row.shape[1] for row in rows)
-        padding = jnp.zeros((partition.number, -width % partition.tile.size), first.dtype)
+        padding = jnp.zeros((partition.number, partition.tile.padding(width)), first.dtype)
         columns = jnp.concatenate([*rows, padding], axis=1)
         return _split_bucket(scatter(columns.reshape(-1, partition.tile.lanes), 0).ravel(), bucket)
 
@@ -85,10 +85,11 @@ def bucketed_gather(
         (first, partition), *others = bucket
         if partition.number == 1:
             return [x for x, _ in bucket]
-        if not others:
+        if not others and partition.fills_rows:
             return [partition.unpack(_alone(partition, first, partition.packed_shape, gather))]
         flat = jnp.concatenate([x.ravel() for x, _ in bucket])
-        row = jnp.pad(flat, (0, -flat.size % partition.tile.size)).reshape(-1, partition.tile.lanes)
+        row = jnp.pad(flat, (0, partition.tile.padding(flat.size)))
+        row = row.reshape(-1, partition.tile.lanes)
         columns = gather(row, 0).reshape(partition.number, -1)
         between = zip(_between([x.size for x, _ in bucket]), bucket, strict=True)
         return [

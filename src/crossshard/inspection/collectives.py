@@ -1,7 +1,8 @@
 """The collectives of a program, and the bytes that a shard sends for each."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from crossshard.inspection.execution import Execution, executions
 from crossshard.inspection.groups import Groups, groups_of
@@ -72,6 +73,7 @@ class Collective:
       axes: the mesh axes along which it sends; empty if the mesh is unknown.
       within_shard: whether it only connects devices with the same data, over which layers are
         split: tensor parallelism, which the lower bound does not cover.
+      counted: whether the report's totals have it; of a conditional, the branch that sends most.
 
     >>> import jax, jax.numpy as jnp
     >>> import crossshard
@@ -102,6 +104,7 @@ class Collective:
     name: str
     axes: tuple[str, ...] = ()
     within_shard: bool = False
+    counted: bool = True
 
     @property
     def combined(self) -> int:
@@ -130,9 +133,40 @@ def is_scalar(array: Array) -> bool:
 def collectives(module: Module) -> tuple[Collective, ...]:
     """The collectives of a program, in order of execution."""
     overlaps = Overlaps(module, KINDS)
+    runs = list(runs_of_collectives(module))
+    found = [_read(run, kind, module, overlaps.of(run)) for run, kind in runs]
+    counted = set(_most([run for run, _ in runs], found, range(len(found))))
     return tuple(
-        _read(run, kind, module, overlaps.of(run)) for run, kind in runs_of_collectives(module)
+        dataclasses.replace(each, counted=number in counted) for number, each in enumerate(found)
     )
+
+
+def _most(
+    runs: Sequence[Execution], found: Sequence[Collective], among: Iterable[int], depth: int = 0
+) -> list[int]:
+    """The indices of those that run if every conditional takes the branch that sends most.
+
+    Args:
+      runs: the executions.
+      found: their collectives.
+      among: the indices of those in one branch, or of all.
+      depth: the number of conditionals around these.
+    """
+    kept: list[int] = []
+    conditionals: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for index in among:
+        if len(runs[index].branches) == depth:
+            kept.append(index)
+        else:
+            name, number = runs[index].branches[depth]
+            conditionals[name][number].append(index)
+    sent = lambda branch: (
+        sum(found[index].bytes_sent for index in branch),
+        sum(found[index].scalar_bytes_sent for index in branch),
+    )
+    for branches in conditionals.values():
+        kept += max((_most(runs, found, each, depth + 1) for each in branches.values()), key=sent)
+    return kept
 
 
 def runs_of_collectives(module: Module) -> Iterator[tuple[Execution, str]]:
@@ -222,7 +256,7 @@ def _read(run: Execution, kind: str, module: Module, overlap: Overlap | None) ->
         source=source_of(lines),
         op_name=origin.quoted("metadata", "op_name"),
         in_loop=bool(run.loops),
-        in_branch=run.in_branch,
+        in_branch=bool(run.branches),
         times=run.times,
         # XLA's name of the reducer of a widened sum.
         widened=any("promoted" in each.name for each in reducers),

@@ -188,10 +188,14 @@ def _too_much(
     sent = report.bytes_between_shards - _widening(sending, report)
     if sent <= max_bytes_ratio * report.lower_bound * (1 + _PADDING) + allowance:
         return []
+    sentence = f"The step sends {sent / report.lower_bound:.3f} times the lower bound"
+    if in_branches := sum(each.bytes_sent for each in sending if each.counted and each.in_branch):
+        rest = (sent - in_branches) / report.lower_bound
+        sentence = sentence.replace("sends", "sends at most")
+        sentence += f" ({rest:.3f} without what is in branches)"
     return [
         Fault(
-            f"The step sends {sent / report.lower_bound:.3f} times the lower bound, but only "
-            f"{max_bytes_ratio:g} is allowed",
+            f"{sentence}, but only {max_bytes_ratio:g} is allowed",
             report.table(),
         )
     ]
@@ -209,7 +213,7 @@ def _widening(sending: list[Collective], report: Communication) -> float:
     wide = sum(
         each.bytes_sent * (1 - narrowest / _SUMMED_IN)
         for each in sending
-        if {width(dtype) for dtype in each.dtypes} == {_SUMMED_IN}
+        if each.counted and {width(dtype) for dtype in each.dtypes} == {_SUMMED_IN}
     )
     once = sum(each.lower_bound * (_SUMMED_IN / width(each.dtype or "") - 1) for each in narrow)
     return min(wide, once)

@@ -65,7 +65,10 @@ class Dependence:
 
 
 def dependence(
-    module: Module, chosen: Sequence[Instruction], reductions: Collection[str]
+    module: Module,
+    chosen: Sequence[Instruction],
+    reductions: Collection[str],
+    left_out: Collection[tuple[str, int]] = (),
 ) -> Dependence:
     """Propagate dependence from inputs and chosen instructions to the outputs.
 
@@ -73,9 +76,10 @@ def dependence(
       module: the program.
       chosen: the instructions.
       reductions: the names of those that end direct dependence.
+      left_out: branches not to follow: names of conditionals with numbers.
     """
     parameters = module.entry.parameters
-    follow = _Follow(module)
+    follow = _Follow(module, left_out)
     inputs = tuple(follow.new_member() for _ in parameters)
     directly = tuple(follow.new_member() for _ in parameters)
     follow.device = follow.new_member()
@@ -134,7 +138,7 @@ class _Part:
 
 
 class _Follow:
-    def __init__(self, module: Module):
+    def __init__(self, module: Module, left_out: Collection[tuple[str, int]]):
         self.operands: dict[str, list[int]] = {}
         self.trained: dict[int, tuple[str, int]] = {}
         self.members: dict[str, tuple[int, ...]] = {}
@@ -142,6 +146,7 @@ class _Follow:
         self.directly = 0
         self.device = 0
         self._module = module
+        self._left_out = left_out
         self._number = 0
         self._parts: dict[str, tuple[_Part, ...]] = {}
         self._trained_members: dict[tuple[str, int], int] = {}
@@ -289,8 +294,10 @@ class _Follow:
             *each.called("false_computation"),
         )
         computations = [self._module.computations[name] for name in names]
+        pairs = list(zip(computations, taken[1:], strict=True))
+        followed = [n for n in range(len(pairs)) if (each.name, n) not in self._left_out]
         branches = [
             self.through(computation, [given])
-            for computation, given in zip(computations, taken[1:], strict=True)
+            for computation, given in (pairs[n] for n in followed or range(len(pairs)))
         ]
         return _join(_spread(each.shape, union(taken[0])), reduce(_join, branches))

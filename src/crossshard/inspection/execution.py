@@ -22,7 +22,7 @@ class Execution:
       caller: the instruction that calls this computation; ``None`` in the entry.
       around: the computation of the caller.
       loops: the names of the loops around it, outermost first.
-      in_branch: whether it runs in only one branch of a conditional.
+      branches: the conditionals around it, outermost first, each with the number of the branch.
       times: how often it runs in one call of the program; ``None`` if a loop's length is unknown.
     """
 
@@ -31,7 +31,7 @@ class Execution:
     caller: Instruction | None = None
     around: Computation | None = None
     loops: tuple[str, ...] = ()
-    in_branch: bool = False
+    branches: tuple[tuple[str, int], ...] = ()
     times: int | None = 1
 
 
@@ -50,14 +50,15 @@ def _through(module: Module, at: Execution) -> Iterator[Execution]:
         inner = dataclasses.replace(run, caller=instruction, around=at.computation)
         for computation in _called(module, instruction, _CALLS):
             yield from _through(module, dataclasses.replace(inner, computation=computation))
-        inner = dataclasses.replace(inner, in_branch=True)
-        for computation in _called(module, instruction, _BRANCHES):
-            yield from _through(module, dataclasses.replace(inner, computation=computation))
+        for number, computation in enumerate(_called(module, instruction, _BRANCHES)):
+            branches = (*at.branches, (instruction.name, number))
+            branch = dataclasses.replace(inner, computation=computation, branches=branches)
+            yield from _through(module, branch)
         if instruction.opcode == "while":
             trips = trip_count(module, at.computation, instruction)
             times = None if trips is None or at.times is None else at.times * trips
             loops = (*at.loops, instruction.name)
-            inner = dataclasses.replace(inner, in_branch=at.in_branch, loops=loops, times=times)
+            inner = dataclasses.replace(inner, loops=loops, times=times)
             for computation in _called(module, instruction, _LOOP):
                 yield from _through(module, dataclasses.replace(inner, computation=computation))
 

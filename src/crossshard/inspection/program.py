@@ -37,7 +37,7 @@ def inspect(program: Any, parameters: Any = None) -> Communication:
     slice. Experts that are on fewer devices than the other layers have their own bound, and all
     bounds are added.
 
-    All branches of a conditional count; a loop of unknown length counts once.
+    Of a conditional, the branch that sends most counts; a loop of unknown length counts once.
 
     Args:
       program: a ``jax.stages.Lowered`` or ``Traced``, which is compiled, or a ``Compiled``; also

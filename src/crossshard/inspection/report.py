@@ -12,7 +12,7 @@ from crossshard.inspection.parameters import Parameters
 # The properties that JSON has in addition to the attributes.
 _COUNTED = (
     *("bytes_sent", "scalar_bytes_sent", "parameter_bytes", "parameter_dtypes"),
-    *("bytes_by_axes", "bytes_between_shards", "lower_bound", "ratio"),
+    *("bytes_in_branches", "bytes_by_axes", "bytes_between_shards", "lower_bound", "ratio"),
     *("bytes_behind_matrix_products", "bytes_behind_other_kernels", "bytes_exposed"),
     "hidden_share",
 )
@@ -47,7 +47,8 @@ class Communication:
     """The communication of one call of a compiled program, on each of its devices.
 
     Scalar operands, such as losses and metrics, are listed but not counted in ``bytes_sent``, the
-    lower bound or the ratio.
+    lower bound or the ratio. Of a conditional's branches, that which sends most is counted, so that
+    a call sends at most as much.
 
     Attributes:
       collectives: in the order in which they run.
@@ -71,14 +72,24 @@ class Communication:
     memory: Memory | None
 
     @property
+    def counted(self) -> tuple[Collective, ...]:
+        """The collectives without those in branches that send less than another."""
+        return tuple(each for each in self.collectives if each.counted)
+
+    @property
     def bytes_sent(self) -> float:
         """The bytes that one shard sends, without scalars."""
-        return sum(each.bytes_sent for each in self.collectives)
+        return sum(each.bytes_sent for each in self.counted)
+
+    @property
+    def bytes_in_branches(self) -> float:
+        """Those of them that it sends only if a conditional takes the branch that sends most."""
+        return sum(each.bytes_sent for each in self.counted if each.in_branch)
 
     @property
     def scalar_bytes_sent(self) -> float:
         """The bytes that one shard sends for scalars."""
-        return sum(each.scalar_bytes_sent for each in self.collectives)
+        return sum(each.scalar_bytes_sent for each in self.counted)
 
     @property
     def bytes_by_axes(self) -> dict[str, float]:
@@ -87,7 +98,7 @@ class Communication:
         Those of collectives whose axes are unknown are left out.
         """
         found: dict[str, float] = {}
-        for each in self.collectives:
+        for each in self.counted:
             if each.bytes_sent and each.axes:
                 name = ", ".join(each.axes)
                 found[name] = found.get(name, 0) + each.bytes_sent
@@ -96,7 +107,7 @@ class Communication:
     @property
     def bytes_between_shards(self) -> float:
         """``bytes_sent`` without what devices send to others with the same data."""
-        return sum(each.bytes_sent for each in self.collectives if not each.within_shard)
+        return sum(each.bytes_sent for each in self.counted if not each.within_shard)
 
     @property
     def bytes_behind_matrix_products(self) -> float:
@@ -123,14 +134,12 @@ class Communication:
 
         Gradients travel in ``"all-reduce"`` and ``"reduce-scatter"``.
         """
-        sent = sum(each.bytes_sent for each in self.collectives if each.kind in kinds)
+        sent = sum(each.bytes_sent for each in self.counted if each.kind in kinds)
         return self._bytes_behind(PRODUCTS, kinds) / sent if sent else None
 
     def _bytes_behind(self, what: str, kinds: Iterable[str] = KINDS) -> float:
         return sum(
-            each.bytes_sent
-            for each in self.collectives
-            if each.behind == what and each.kind in kinds
+            each.bytes_sent for each in self.counted if each.behind == what and each.kind in kinds
         )
 
     @property
@@ -171,10 +180,10 @@ class Communication:
         """The report as JSON.
 
         The keys are the attributes of this class and of its fields, and the properties
-        ``bytes_sent``, ``scalar_bytes_sent``, ``bytes_by_axes``, ``bytes_between_shards``,
-        ``parameter_bytes``, ``parameter_dtypes``, ``lower_bound``, ``ratio``,
-        ``bytes_behind_matrix_products``, ``bytes_behind_other_kernels``, ``bytes_exposed`` and
-        ``hidden_share``.
+        ``bytes_sent``, ``scalar_bytes_sent``, ``bytes_in_branches``, ``bytes_by_axes``,
+        ``bytes_between_shards``, ``parameter_bytes``, ``parameter_dtypes``, ``lower_bound``,
+        ``ratio``, ``bytes_behind_matrix_products``, ``bytes_behind_other_kernels``,
+        ``bytes_exposed`` and ``hidden_share``.
         """
         fields = dataclasses.asdict(self)
         for key in _COUNTED:
@@ -191,13 +200,17 @@ class Communication:
     def totals(self) -> list[str]:
         """The lines under the table: total bytes, lower bound and memory."""
         extra = f", and {_bytes(self.scalar_bytes_sent)} for scalars" * bool(self.scalar_bytes_sent)
-        least = "at least " * bool(self.uncounted_loops)
+        branches = any(each.in_branch for each in self.collectives)
+        least = "at least " if self.uncounted_loops else "at most " * branches
         lines = [f"each of {self.devices} devices sends {least}{_bytes(self.bytes_sent)}{extra}"]
         lines += self._by_axes()
         if self.uncounted_loops:
             lines.append("a loop of unknown length (?) is counted once")
-        if any(each.in_branch for each in self.collectives):
-            lines.append("all branches of a conditional are counted, though only one is taken")
+        if branches:
+            lines.append(
+                f"of each conditional the branch that sends most is counted: "
+                f"{_bytes(self.bytes_in_branches)} of these"
+            )
         lines += self._bound(least)
         lines += self._overlap()
         if self._wide:

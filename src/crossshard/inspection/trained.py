@@ -62,10 +62,13 @@ def find_trained(
     layouts = inputs if inputs and known else [(0,) * devices] * len(shapes)
     same = outputs if outputs and len(outputs) == len(results) else [True] * len(results)
     given = [_Value(array, is_whole(layout)) for array, layout in zip(shapes, layouts, strict=True)]
-    uses = _uses(module)
-    updates = _updates(given, list(map(_Value, results, same)), uses)
     # Unlike a state, a batch is not returned.
     batches = {n for n, value in enumerate(given) if value.array not in results}
+    runs = list(runs_of_collectives(module))
+    uses = _uses(module, runs)
+    if left_out := _without_data(runs, uses, batches):
+        uses = _uses(module, runs, left_out)
+    updates = _updates(given, list(map(_Value, results, same)), uses)
     shards_of = _Shards(layouts, uses, updates, batches)
     kept = {n: found for n in updates if (found := shards_of(n)) > 1}
     if not kept:
@@ -160,10 +163,35 @@ class _Uses:
         return reduce(or_, (union(self.depends.outputs[i]) for i in outputs), 0)
 
 
-def _uses(module: Module) -> _Uses:
-    runs = list(runs_of_collectives(module))
+def _without_data(
+    runs: Sequence[tuple[Execution, str]], uses: _Uses, batches: Iterable[int]
+) -> frozenset[tuple[str, int]]:
+    """The branches of conditionals that send nothing of a batch, if all gradients are elsewhere.
+
+    Such a branch is no step: copies of the parameters, and of all else, are made equal in it.
+    """
+    data = reduce(or_, (uses.depends.inputs[n] for n in batches), 0)
+    sent: dict[tuple[str, int], bool] = defaultdict(bool)
+    elsewhere = False
+    for run, _ in runs:
+        of_data = any(
+            uses.given.get(m, 0) & data for m in uses.depends.members[run.instruction.name]
+        )
+        elsewhere |= of_data
+        for branch in run.branches:
+            sent[branch] |= of_data
+    found = {branch for branch, of_data in sent.items() if not of_data}
+    return frozenset(found if elsewhere else ())
+
+
+def _uses(
+    module: Module,
+    runs: Sequence[tuple[Execution, str]],
+    left_out: Collection[tuple[str, int]] = (),
+) -> _Uses:
+    runs = [(run, kind) for run, kind in runs if not {*run.branches} & {*left_out}]
     reducing = {run.instruction.name for run, kind in runs if kind not in _COPYING}
-    depends = dependence(module, [run.instruction for run, _ in runs], reducing)
+    depends = dependence(module, [run.instruction for run, _ in runs], reducing, left_out)
     reductions = sum(sum(depends.members[name]) for name in reducing)
     fed = [0] * len(depends.inputs)
     gathers: list[list[Groups]] = [[] for _ in depends.inputs]

@@ -146,8 +146,7 @@ def _memory(
     if stats is not None:
         arguments = stats.argument_size_in_bytes
         temporaries = stats.temp_size_in_bytes
-        results = stats.output_size_in_bytes - stats.alias_size_in_bytes
-        needed = arguments + temporaries + results
+        needed = arguments + _fresh_bytes(stats)
     return MemoryUse(
         parameters=parameters,
         optimizer_state=optimizer,
@@ -175,11 +174,11 @@ def _bytes(tree: Any) -> int:
 def _links(report: Communication, devices: Sequence[Any]) -> LinkUse:
     by_link: collections.Counter[str] = collections.Counter()
     kinds: collections.Counter[str] = collections.Counter()
-    for each in report.collectives:
+    for each in report.counted:
         if each.bytes_sent:
             kinds[each.kind] += each.times or 1
             by_link.update(bytes_by_link(each, devices))
-    hidden = sum(each.bytes_sent for each in report.collectives if each.behind != NOTHING)
+    hidden = sum(each.bytes_sent for each in report.counted if each.behind != NOTHING)
     return LinkUse(dict(sorted(kinds.items())), report.bytes_sent, dict(by_link), hidden)
 
 
@@ -193,7 +192,16 @@ def _seconds(
     run = list(kernels(parse(compiled.as_text() or "")))
     if topology.chip is not None:
         devices = list(mesh.devices.flat)
-        return on_chips(topology.chip, found, run, report.collectives, devices)
+        return on_chips(topology.chip, found, run, report.counted, devices)
     arrays = len(jax.tree.leaves(compiled.in_tree.unflatten(range(compiled.in_tree.num_leaves))))
     arrays += compiled.out_tree.num_leaves
-    return on_this_machine(measured(topology.size), found, run, report.collectives, arrays / 2)
+    machine = measured(topology.size)
+    fresh = _fresh_bytes(compiled.memory_analysis())
+    return on_this_machine(machine, found, run, report.counted, arrays / 2, fresh)
+
+
+def _fresh_bytes(stats: Any) -> int:
+    """The bytes that a call takes on a device besides its arguments, if the compiler tells."""
+    if stats is None:
+        return 0
+    return stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes

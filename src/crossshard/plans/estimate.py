@@ -41,7 +41,8 @@ def on_this_machine(
     products: Iterable[Product],
     kernels: Iterable[Kernel],
     collectives: Iterable[Collective],
-    arrays: int,
+    arrays: float,
+    fresh: int,
 ) -> Seconds:
     """A step on the CPU devices of this machine, at the speed that was measured.
 
@@ -53,8 +54,10 @@ def on_this_machine(
       kernels: those of one device; the time of products is not counted again.
       collectives: of the program.
       arrays: the arrays that the program takes and returns.
+      fresh: the bytes of temporaries and results of one device, for which a call takes memory.
     """
-    compute = memory = calls = communication = 0.0
+    compute = calls = communication = 0.0
+    memory = machine.fresh_seconds(fresh)
     for product in products:
         work = machine.product_seconds(product.flops)
         moved = machine.memory_seconds(product.bytes)

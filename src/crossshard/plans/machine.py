@@ -22,6 +22,7 @@ _AXIS = "devices"
 _RUNS = 5
 _SIDES = (32, 128, 512)
 _ELEMENTS = (2**12, 2**17, 2**22)
+_FRESH = (2**16, 2**20, 2**23)
 # Elements of an array that is sent, in all.
 _SENT = (2**13, 2**20)
 
@@ -34,6 +35,7 @@ class Machine:
       devices: their number.
       products: seconds of a matrix product by its FLOPs.
       memory: seconds of a kernel by the bytes that it reads and writes.
+      fresh: by the bytes, the seconds to take memory that a program did not have before.
       operation: seconds of an operation on an element, in a kernel.
       transcendental: seconds of one such as an exponential.
       kernel: seconds to start a kernel.
@@ -45,6 +47,7 @@ class Machine:
     devices: int
     products: Sequence[tuple[float, float]]
     memory: Sequence[tuple[float, float]]
+    fresh: Sequence[tuple[float, float]]
     operation: float
     transcendental: float
     kernel: float
@@ -72,6 +75,10 @@ class Machine:
         """The time to read and write so many bytes, in one kernel."""
         return _interpolated(self.memory, size)
 
+    def fresh_seconds(self, size: float) -> float:
+        """The time to take so many bytes of memory for one call."""
+        return _interpolated(self.fresh, size)
+
 
 def _interpolated(points: Sequence[tuple[float, float]], work: float) -> float:
     """The time for some work at the rate between those that were measured."""
@@ -92,6 +99,7 @@ def measured(number: int) -> Machine:
     memory = [
         (8.0 * size, test.of_elements(size, lambda x: 0.5 * x) - kernel) for size in _ELEMENTS
     ]
+    fresh = [(4.0 * size, test.of_fresh_memory(size)) for size in _FRESH]
     size = _ELEMENTS[0]
     plain = memory[0][1] + kernel
     operation = (test.of_elements(size, _polynomial) - plain) / (64 * size)
@@ -100,6 +108,7 @@ def measured(number: int) -> Machine:
         number,
         [(work, max(seconds, 1e-9)) for work, seconds in products],
         [(work, max(seconds, 1e-9)) for work, seconds in memory],
+        [(work, max(seconds, 1e-9)) for work, seconds in fresh],
         max(operation, 1e-12),
         max(hard, 1e-12),
         kernel,
@@ -135,11 +144,13 @@ class _Test:
         compiled, x = self._compiled(run, jnp.full((self._mesh.size, *shape), 0.1, jnp.float32))
         return self._median(lambda: compiled(x)) / often
 
-    def _compiled(self, run: Callable[[Any], Any], x: Any) -> tuple[Any, Any]:
+    def _compiled(
+        self, run: Callable[[Any], Any], x: Any, *, donates: bool = False
+    ) -> tuple[Any, Any]:
         spec = PartitionSpec(_AXIS)
         mapped = jax.shard_map(run, mesh=self._mesh, in_specs=spec, out_specs=spec, check_vma=False)
         x = jax.device_put(x, NamedSharding(self._mesh, spec))
-        return jax.jit(mapped).lower(x).compile(), x
+        return jax.jit(mapped, donate_argnums=0 if donates else ()).lower(x).compile(), x
 
     def _median(self, call: Callable[[], Any], calls: int = 1) -> float:
         jax.block_until_ready(call())
@@ -174,6 +185,22 @@ class _Test:
         compiled, x = self._compiled(run, shape)
         number = sum(each.times for each in kernels(parse(compiled.as_text())))
         return self._median(lambda: compiled(x)) / max(number, often)
+
+    def of_fresh_memory(self, size: int) -> float:
+        """What a result costs that has memory of its own.
+
+        The system hands memory out in pages, the first time that each is written to.
+        """
+        shape = jnp.full((self._mesh.size * size,), 0.1, jnp.float32)
+        halve, x = self._compiled(lambda x: 0.5 * x, shape)
+        in_place, y = self._compiled(lambda x: 0.5 * x, shape, donates=True)
+
+        def again() -> Any:
+            nonlocal y
+            y = in_place(y)
+            return y
+
+        return self._median(lambda: halve(x)) - self._median(again)
 
     def of_calls(self) -> tuple[float, float]:
         """The seconds of a call, and of each array in it."""

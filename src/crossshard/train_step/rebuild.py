@@ -62,10 +62,11 @@ def _own_shard(mesh: Mesh, axes: tuple[str, ...]) -> Mesh:
 
 
 def on_part_of_mesh(x: Any, mesh: Mesh) -> Any:
-    """An array that is split over devices, of which a mesh has one shard's; others as they are."""
+    """An array that lies on devices of which a mesh has one shard's; others as they are."""
     spec = getattr(getattr(x, "sharding", None), "spec", None)
-    if spec is None or x.sharding.is_fully_replicated:
+    if spec is None:
         return x
+    spec = PartitionSpec() if x.sharding.is_fully_replicated else spec
     here = set(mesh.devices.flat)
     pieces = [piece.data for piece in x.addressable_shards if piece.device in here]
     if len(pieces) < len(here):
