@@ -7,11 +7,12 @@ import sys
 import crossshard
 
 PUBLIC = """
-    Checkpoints Collective Communication CrossShardOptimizer CrossShardState Divergence
+    Checkpoints Collective Communication CrossShardOptimizer CrossShardState Diagnosis
+    Divergence
     DynamicLossScale Environment Fault Gradients Incoming LeafReport Nonfinite NonfiniteState
     Optimizer PER_SHARD Placement Plan REPLICATED Reduction ShardContext Stage TrainState TrainStep
     Verification
-    all_to_all batch_parallel collective_permute cpu_devices cross_replica_sum
+    all_to_all batch_parallel collective_permute cpu_devices cross_replica_sum doctor
     get_shard_context grad inspect is_per_shard make_train_step plan replicate rewrite set_per_shard
     set_shared shard shard_context value_and_grad verify
     PerShardArray ShardedFunction merge_shards

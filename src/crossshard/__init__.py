@@ -5,6 +5,7 @@ from crossshard import errors
 from crossshard.checkpoints.checkpoints import Checkpoints
 from crossshard.collectives.all_reduce import cross_replica_sum
 from crossshard.collectives.exchange import all_to_all, collective_permute
+from crossshard.diagnosis import Diagnosis, doctor
 from crossshard.errors import *  # noqa: F403
 from crossshard.gradients.incoming import Incoming
 from crossshard.gradients.local import grad, value_and_grad
@@ -52,6 +53,7 @@ __all__ = [
     "Communication",
     "CrossShardOptimizer",
     "CrossShardState",
+    "Diagnosis",
     "Divergence",
     "DynamicLossScale",
     "Environment",
@@ -77,6 +79,7 @@ __all__ = [
     "collective_permute",
     "cpu_devices",
     "cross_replica_sum",
+    "doctor",
     "get_shard_context",
     "grad",
     "inspect",

@@ -296,6 +296,12 @@ def _coordinator() -> Any:
     return _distributed.global_state.client
 
 
+def processes_of_job() -> tuple[int, int]:
+    """How many processes there are and which of them this is, without starting the backend."""
+    state = _distributed.global_state
+    return (state.num_processes or 1, state.process_id or 0) if has_coordinator() else (1, 0)
+
+
 def tell_processes(key: str, value: str) -> None:
     """Write down a value that every process of the job can read, once."""
     _coordinator().key_value_set(key, value)

@@ -8,7 +8,13 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import crossshard
-from crossshard.cli import inspect_command, launch_command, plan_command, verify_command
+from crossshard.cli import (
+    doctor_command,
+    inspect_command,
+    launch_command,
+    plan_command,
+    verify_command,
+)
 from crossshard.cli.exit_codes import INTERRUPTED, NOT_READ, REFUSED
 from crossshard.errors import ArgumentError, CrossshardError
 
@@ -54,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     version = f"crossshard {crossshard.__version__}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    doctor_command.add_to(commands)
     inspect_command.add_to(commands)
     launch_command.add_to(commands)
     plan_command.add_to(commands)

@@ -86,3 +86,29 @@ GPUS = {
         f"NVIDIA HGX B200 and DGX B200 data sheets; memory: {_XLA}",
     ),
 }
+
+# The names that JAX has for their devices, ``device_kind``. Others of the same family, such as the
+# H100 for PCIe, have other links.
+_KINDS = {
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+    "NVIDIA H200 141GB HBM3e": "h200",
+    "NVIDIA B200": "b200",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+}
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """The chip of a device, by the name that JAX has for it; ``None`` if its figures are not here.
+
+    >>> chip_of("TPU v5 lite").name, chip_of("cpu")
+    ('v5e', None)
+    """
+    name = _KINDS.get(device_kind)
+    return None if name is None else {**TPUS, **GPUS}[name]

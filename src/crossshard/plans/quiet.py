@@ -26,28 +26,29 @@ def for_gpus() -> None:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def quiet(*descriptors: int) -> Iterator[None]:
     """Keep what C++ writes to stderr off the screen; if this raises, the errors say what matters.
 
     If the process is aborted meanwhile, what was written is lost with it.
+
+    Args:
+      *descriptors: those that C++ writes to; 2, which is stderr, if there are none.
 
     >>> import os
     >>> with quiet():
     ...     _ = os.write(2, b"WARNING: no TPU was found")
     """
-    sys.stderr.flush()
-    try:
-        kept = os.dup(2)
-    except OSError:
-        # There is no stderr.
-        yield
-        return
-    try:
-        with tempfile.TemporaryFile() as hidden:
-            os.dup2(hidden.fileno(), 2)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    with contextlib.ExitStack() as stack:
+        for descriptor in descriptors or (2,):
             try:
-                yield
-            finally:
-                os.dup2(kept, 2)
-    finally:
-        os.close(kept)
+                kept = os.dup(descriptor)
+            except OSError:
+                # There is no such stream.
+                continue
+            stack.callback(os.close, kept)
+            hidden = stack.enter_context(tempfile.TemporaryFile())
+            os.dup2(hidden.fileno(), descriptor)
+            stack.callback(os.dup2, kept, descriptor)
+        yield

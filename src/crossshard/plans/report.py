@@ -156,9 +156,9 @@ class Plan:
         devices = f"{self.devices:,} device{'s' * (self.devices > 1)}"
         parts = [
             f"{self.parameters:,} parameters on {self.topology}, {devices}",
-            _table(_MEMORY, [_memory_row(each) for each in self.candidates]),
-            _table(_LINKS, [_link_row(each) for each in self.candidates]),
-            _table(_TIMES, [_time_row(each) for each in self.candidates]),
+            table(_MEMORY, [_memory_row(each) for each in self.candidates]),
+            table(_LINKS, [_link_row(each) for each in self.candidates]),
+            table(_TIMES, [_time_row(each) for each in self.candidates]),
             f"{self.why}\n{self.figures}",
         ]
         return "\n\n".join(parts)
@@ -204,7 +204,8 @@ def _time_row(each: Candidate) -> tuple[str, ...]:
     return (each.name, *(time(part) if part else "–" for part in parts))
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns, for a terminal."""
     everything = [head, *rows]
     widths = [max(map(len, column)) for column in zip(*everything, strict=True)]
     return "\n".join(
