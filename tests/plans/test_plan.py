@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import crossshard
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.plans import machine
+from crossshard.plans.estimate import on_this_machine
 
 SHARDS = 8
 W = {
@@ -25,23 +26,26 @@ BYTES = 8448
 X = jax.ShapeDtypeStruct((32, 16), jnp.float32)
 
 
+MACHINE = machine.Machine(
+    devices=SHARDS,
+    products=[(1e3, 1e-6), (1e6, 1e-4), (1e9, 1e-1)],
+    memory=[(1e3, 1e-6), (1e6, 1e-4), (1e9, 1e-1)],
+    fresh=[(1e3, 1e-6), (1e6, 1e-3), (1e9, 1.0)],
+    operation=1e-9,
+    transcendental=1e-8,
+    kernel=1e-6,
+    collectives=dict.fromkeys(("all-reduce", "reduce-scatter", "all-gather"), (1e-4, 1e-9)),
+    call=1e-4,
+    array=1e-5,
+)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def known_machine():
     """Figures that nobody has to measure: what is tested here is no time."""
-    found = machine.Machine(
-        devices=SHARDS,
-        products=[(1e3, 1e-6), (1e6, 1e-4), (1e9, 1e-1)],
-        memory=[(1e3, 1e-6), (1e6, 1e-4), (1e9, 1e-1)],
-        operation=1e-9,
-        transcendental=1e-8,
-        kernel=1e-6,
-        collectives=dict.fromkeys(("all-reduce", "reduce-scatter", "all-gather"), (1e-4, 1e-9)),
-        call=1e-4,
-        array=1e-5,
-    )
     with pytest.MonkeyPatch.context() as patch:
         for module in ("compile", "planning"):
-            patch.setattr(f"crossshard.plans.{module}.measured", lambda number: found)
+            patch.setattr(f"crossshard.plans.{module}.measured", lambda number: MACHINE)
         yield
 
 
@@ -164,6 +168,12 @@ def test_the_recommended_one_fits_and_is_the_fastest_or_as_fast(plan):
     assert chosen.fits
     assert chosen.seconds.step <= 1.05 * fastest
     assert chosen.name in plan.why
+
+
+def test_the_memory_that_a_call_takes_has_its_time():
+    found = on_this_machine(MACHINE, [], [], [], arrays=2, fresh=10**6)
+    assert found.memory == pytest.approx(1e-3)
+    assert found.step == pytest.approx(1e-3 + MACHINE.call + 2 * MACHINE.array)
 
 
 def test_as_json_and_as_text(plan):

@@ -37,7 +37,7 @@ def doctor(
     Args:
       self_test: whether to run collectives.
       sizes: bytes on each device, of the larger of operand and result.
-      timeout: how many seconds JAX may take to start, and the runs of one collective may take.
+      timeout: how many seconds JAX may take to start, and a run of a collective.
         What takes longer is a finding, and goes on in a thread. XLA for CPUs aborts the process
         after 40 seconds.
 
