@@ -15,9 +15,9 @@ from crossshard.verification.arithmetic import (
     standard_error,
     unstacked,
 )
-from crossshard.verification.evidence import Evidence, LeafEvidence, Request, StateEvidence
+from crossshard.verification.evidence import Evidence, LeafEvidence, Request
 from crossshard.verification.program import Program, Taken, rows_of, take_rows
-from crossshard.verification.snapshot import Copies
+from crossshard.verification.states import metrics, others
 
 # Steps of a random one, with other keys each, of which the mean is compared.
 SAMPLES = 16
@@ -62,13 +62,13 @@ class Measurement:
             if is_random
             else tuple(self._leaf(name, [together[1]], [groups], alone) for name in names)
         )
-        others = sorted(set(groups[0][0].before) - set(names)) if not is_random else []
+        besides = sorted(set(groups[0][0].before) - set(names)) if not is_random else []
         return Evidence(
             groups=request.groups,
             rows=self.rows,
             parameters=parameters,
-            others=self._others(others, together[0], groups, own),
-            metrics=self._metrics(together[0], groups, own) if is_exact else (),
+            others=others(request.number, besides, together[0], groups, own),
+            metrics=metrics(request.number, together[0], groups, own) if is_exact else (),
             is_random=is_random,
             keys_are_equal=is_random and self._keys_are_equal(names, together[1], groups[0][1]),
             notes=tuple(self._notes),
@@ -298,53 +298,3 @@ class Measurement:
         return tuple(
             self._leaf(name, together, groups, own if with_own else None) for name in names
         )
-
-    def _others(
-        self,
-        names: Sequence[str],
-        together: Taken,
-        groups: list[list[Taken]],
-        own: list[list[Taken]] | None,
-    ) -> tuple[StateEvidence, ...]:
-        """Arrays that an idle step changes."""
-        found = []
-        for name in names:
-            before, after = groups[0][0].before[name], groups[0][0].after.get(name)
-            if after is None or name not in together.after or not after.is_float:
-                continue
-            if after.values.shape == before.values.shape and apart(after.values, before.values):
-                of = [each[0].after[name] for each in groups]
-                each = None if own is None else [run[0].after[name] for run in own]
-                found += self._state(name, together.after[name], of, each)
-        return tuple(found)
-
-    def _metrics(
-        self, together: Taken, groups: list[list[Taken]], own: list[list[Taken]] | None
-    ) -> tuple[StateEvidence, ...]:
-        found = []
-        for name, many in together.metrics.items():
-            of = [each[0].metrics.get(name) for each in groups]
-            each = None if own is None else [run[0].metrics.get(name) for run in own]
-            known = [x for x in of if x is not None]
-            alone = None if each is None else [x for x in each if x is not None]
-            if len(known) == len(of) and known[0].values[0].size == 1:
-                found += self._state(name, many, known, alone)
-        return tuple(found)
-
-    def _state(
-        self, name: str, many: Copies, one: list[Copies], own: list[Copies] | None
-    ) -> list[StateEvidence]:
-        shape = one[0].values.shape[1:]
-        values, stacked = unstacked(many, shape, self._request.number)
-        if values is None:
-            return []
-        flat = lambda each: np.stack([x.values[0].astype(np.float64).ravel() for x in each])
-        return [
-            StateEvidence(
-                name,
-                values.reshape(len(values), -1),
-                flat(one),
-                None if own is None or len(own) < self._request.number else flat(own),
-                stacked,
-            )
-        ]
