@@ -93,7 +93,8 @@ def main() -> None:
         "# Plans against the clock",
         f"What `crossshard.plan(…, topology='cpu:{shards}')` estimates for a step, and the median "
         f"time of {_STEPS} steps. The estimate rests on tests of this machine that last some "
-        f"seconds and know nothing of the models: products, memory, temporaries, collectives and calls.",
+        f"seconds and know nothing of the models: products, memory, temporaries, collectives and "
+        f"calls.",
         "\n".join(f"| {' | '.join(row)} |" for row in table),
         f"{machine.cpu}, {machine.cores} cores; load {machine.load:g} before it began; JAX "
         f"{version('jax')}, {datetime.datetime.now(datetime.UTC):%Y-%m-%d}. To repeat: "
