@@ -34,7 +34,9 @@ MACHINE = machine.Machine(
     operation=1e-9,
     transcendental=1e-8,
     kernel=1e-6,
-    collectives=dict.fromkeys(("all-reduce", "reduce-scatter", "all-gather"), (1e-4, 1e-9)),
+    collectives={
+        kind: [(1e5, 1e-4), (1e8, 1e-1)] for kind in ("all-reduce", "reduce-scatter", "all-gather")
+    },
     call=1e-4,
     array=1e-5,
 )

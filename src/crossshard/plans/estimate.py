@@ -72,10 +72,9 @@ def on_this_machine(
         memory += each.times * moved if moved >= work else 0
     for one in collectives:
         if one.group_size > 1:
-            kinds = machine.collectives
-            start, a_byte = kinds.get(one.kind, kinds["all-gather"])
-            sent = one.bytes_sent + one.scalar_bytes_sent
-            communication += (one.times or 1) * start + sent * a_byte
+            times = one.times or 1
+            sent = (one.bytes_sent + one.scalar_bytes_sent) / times
+            communication += times * machine.collective_seconds(one.kind, sent)
     calls += machine.call + arrays * machine.array
     step = compute + memory + communication + calls
     return Seconds(compute, memory, communication, 0.0, calls, step)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard.inspection.collectives import bytes_sent
 from crossshard.inspection.hlo import parse
-from crossshard.plans.kernels import Kernel, kernels
+from crossshard.plans.kernels import kernels
 
 _AXIS = "devices"
 # Runs of each test. The median counts: what slows the tests down slows a step down, too.
@@ -23,8 +23,8 @@ _RUNS = 5
 _SIDES = (32, 128, 512)
 _ELEMENTS = (2**12, 2**17, 2**22)
 _FRESH = (2**16, 2**20, 2**23)
-# Elements of an array that is sent, in all.
-_SENT = (2**13, 2**20)
+# Of the operand or the result of a collective, the larger.
+_SENT = (2**13, 2**17, 2**20)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Machine:
       operation: seconds of an operation on an element, in a kernel.
       transcendental: seconds of one such as an exponential.
       kernel: seconds to start a kernel.
-      collectives: by kind, the seconds to start one, and for each byte that a device sends.
+      collectives: by kind, seconds of one by the bytes that a device sends.
       call: seconds to call a program.
       array: seconds for each array that a program takes and returns.
     """
@@ -51,7 +51,7 @@ class Machine:
     operation: float
     transcendental: float
     kernel: float
-    collectives: dict[str, tuple[float, float]]
+    collectives: dict[str, Sequence[tuple[float, float]]]
     call: float
     array: float
 
@@ -78,6 +78,11 @@ class Machine:
     def fresh_seconds(self, size: float) -> float:
         """The time to take so many bytes of memory for one call."""
         return _interpolated(self.fresh, size)
+
+    def collective_seconds(self, kind: str, sent: float) -> float:
+        """The time of a collective by which a device sends so many bytes."""
+        points = self.collectives.get(kind, self.collectives["all-gather"])
+        return max(points[0][1], _interpolated(points, sent))
 
 
 def _interpolated(points: Sequence[tuple[float, float]], work: float) -> float:
@@ -116,8 +121,7 @@ def measured(number: int) -> Machine:
         call,
         array,
     )
-    around = lambda each: kernel + alone.memory_seconds(each.bytes)
-    return dataclasses.replace(alone, collectives=test.of_collectives(around) if number > 1 else {})
+    return dataclasses.replace(alone, collectives=test.of_collectives(alone) if number > 1 else {})
 
 
 def _polynomial(x: jax.Array) -> jax.Array:
@@ -136,7 +140,13 @@ class _Test:
         self._mesh = mesh
 
     def _seconds(self, function: Callable[[Any], Any], shape: tuple[int, ...], often: int) -> float:
-        """The time of one of so many runs of a function, on all devices at once.
+        """The time of one of so many runs of a function, on all devices at once."""
+        return self._run(function, shape, often)[0] / often
+
+    def _run(
+        self, function: Callable[[Any], Any], shape: tuple[int, ...], often: int
+    ) -> tuple[float, jax.stages.Compiled]:
+        """The time of so many runs in one program, and the program.
 
         Each run has an array of its own, since no cache holds those that a step comes to.
         """
@@ -152,7 +162,7 @@ class _Test:
             xs = compiled(xs)
             return xs
 
-        return self._median(again) / often
+        return self._median(again), compiled
 
     def _compiled(
         self, run: Callable[[Any], Any], x: Any, *, donates: bool = False
@@ -228,37 +238,30 @@ class _Test:
         compiled, x = self._compiled(lambda x: jax.tree.map(lambda y: y + 1, x), arrays)
         return self._median(lambda: compiled(x), calls=10)
 
-    def of_collectives(
-        self, of_kernel: Callable[[Kernel], float]
-    ) -> dict[str, tuple[float, float]]:
-        """By kind, the seconds of one and of each byte sent, without the kernels around it."""
+    def of_collectives(self, alone: Machine) -> dict[str, Sequence[tuple[float, float]]]:
+        """By kind, the seconds of one by the bytes sent, without the kernels around it."""
         number = self._mesh.size
         runs: dict[str, Callable[[Any], Any]] = {
             "all-reduce": lambda x: lax.psum(x, _AXIS),
             "reduce-scatter": lambda x: jnp.tile(lax.psum_scatter(x, _AXIS, tiled=True), number),
             "all-gather": lambda x: lax.all_gather(x[: x.size // number], _AXIS, tiled=True),
         }
-        found = {}
+        found: dict[str, Sequence[tuple[float, float]]] = {}
         for kind, run in runs.items():
             parts = number if kind == "all-gather" else 1
-            (first, small), (second, large) = (
-                (self._of_collective(run, size, of_kernel), 4 * size // parts)
-                for size in (elements // number * number for elements in _SENT)
-            )
-            sent = [bytes_sent(kind, number, operand) for operand in (small, large)]
-            a_byte = max((second - first) / (sent[1] - sent[0]), 1e-13)
-            found[kind] = (max(first - a_byte * sent[0], 0), a_byte)
+            sizes = [elements // number * number for elements in _SENT]
+            found[kind] = [
+                (bytes_sent(kind, number, 4 * size // parts), self._of_collective(run, size, alone))
+                for size in sizes
+            ]
         return found
 
-    def _of_collective(
-        self, run: Callable[[Any], Any], size: int, of_kernel: Callable[[Kernel], float]
-    ) -> float:
-        often = 4
-        compiled, x = self._compiled(
-            lambda x: lax.fori_loop(0, often, lambda _, y: 0.1 * run(y), x),
-            jnp.full((self._mesh.size * size,), 0.1, jnp.float32),
-        )
-        around = sum(each.times * of_kernel(each) for each in kernels(parse(compiled.as_text())))
-        taken = self._median(lambda: compiled(x))
+    def _of_collective(self, run: Callable[[Any], Any], size: int, alone: Machine) -> float:
+        often = max(2, min(16, 2**23 // size))
+        taken, compiled = self._run(run, (size,), often)
+        stats = compiled.memory_analysis()
+        around = alone.fresh_seconds(stats.temp_size_in_bytes if stats is not None else 0)
+        for each in kernels(parse(compiled.as_text() or "")):
+            around += each.times * (alone.kernel + alone.memory_seconds(each.bytes))
         # What is measured twice may differ by more than the collective takes.
         return max(taken - around, taken / 10) / often
