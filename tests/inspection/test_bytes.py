@@ -68,6 +68,11 @@ def program(function: Callable[[], Counted]) -> Callable[[], Counted]:
     return function
 
 
+def sent_in_parts() -> float:
+    # Gradients of w and v are scattered, and parameters gathered; those of b and the loss summed.
+    return 2 * moved(N, 4 * (W + V)) + summed(N, 4 * (B + 1))
+
+
 @program
 def a_replicated_step() -> Counted:
     # The loss is in one bucket with b.
@@ -76,9 +81,7 @@ def a_replicated_step() -> Counted:
 
 @program
 def a_sharded_step() -> Counted:
-    # Gradients are scattered and parameters gathered.
-    both = 2 * moved(N, 4 * (W + V))
-    return step_of(optax.adamw(0.1), weight_update="sharded"), both + summed(N, 4 * (B + 1)), 0
+    return step_of(optax.adamw(0.1), weight_update="sharded"), sent_in_parts(), 0
 
 
 @program
@@ -97,9 +100,8 @@ def auto_with_much_is_sharded() -> Counted:
 @program
 def a_clip_by_the_global_norm() -> Counted:
     rule = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
-    both = 2 * moved(N, 4 * (W + V))
     # Squares of the slices of w and of v, each summed over the shards.
-    return step_of(rule, weight_update="sharded"), both + summed(N, 4 * (B + 1)), 2 * summed(N, 4)
+    return step_of(rule, weight_update="sharded"), sent_in_parts(), 2 * summed(N, 4)
 
 
 @program
@@ -128,8 +130,8 @@ def masters_of_parameters_in_sixteen_bits() -> Counted:
 
 @program
 def four_microbatches() -> Counted:
-    lowered = step_of(optax.sgd(0.1), accumulate_steps=4, weight_update="sharded")
-    return lowered, 2 * moved(N, 4 * (W + V)) + summed(N, 4 * (B + 1)), 0
+    rule = optax.sgd(0.1)
+    return step_of(rule, accumulate_steps=4, weight_update="sharded"), sent_in_parts(), 0
 
 
 @program
@@ -141,8 +143,7 @@ def groups_of_four() -> Counted:
 
 @program
 def a_moving_average_in_parts() -> Counted:
-    lowered = step_of(optax.sgd(0.1), ema=0.9, weight_update="sharded")
-    return lowered, 2 * moved(N, 4 * (W + V)) + summed(N, 4 * (B + 1)), 0
+    return step_of(optax.sgd(0.1), ema=0.9, weight_update="sharded"), sent_in_parts(), 0
 
 
 @program

@@ -7,8 +7,8 @@ import time
 from typing import Any
 
 from crossshard.cli.commands import add_command
+from crossshard.cli.devices import add_devices, make_devices
 from crossshard.cli.exit_codes import BROKEN, FINE
-from crossshard.cli.inspect_command import make_devices
 from crossshard.diagnosis.doctor import SECONDS, diagnose
 from crossshard.diagnosis.report import Diagnosis
 from crossshard.diagnosis.self_test import SIZES
@@ -43,12 +43,7 @@ def add_to(commands: Any) -> None:
     what = "say what looks wrong with this machine, before you train on it"
     parser = add_command(commands, "doctor", what, _DESCRIPTION, _EPILOG, _run)
     parser.add_argument("--json", action="store_true", help="JSON instead of words")
-    parser.add_argument(
-        "--devices",
-        type=int,
-        metavar="N",
-        help="create N virtual CPU devices before JAX starts, as crossshard.cpu_devices does",
-    )
+    add_devices(parser)
     parser.add_argument(
         "--no-self-test", dest="self_test", action="store_false", help="run no collectives"
     )
@@ -70,8 +65,7 @@ def add_to(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.devices is not None:
-        make_devices(options.devices)
+    make_devices(options.devices)
     found = diagnose(
         run_self_test=options.self_test,
         sizes=options.sizes,

@@ -2,18 +2,17 @@
 
 import argparse
 import math
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 import crossshard
 from crossshard.cli.commands import add_command
+from crossshard.cli.devices import add_devices, make_devices
 from crossshard.cli.exit_codes import BROKEN, FINE
 from crossshard.cli.factory import make_program
 from crossshard.cli.failures import in_one_sentence
@@ -63,12 +62,7 @@ def add_to(commands: Any) -> None:
     parser = add_command(commands, "inspect", what, _DESCRIPTION, _EPILOG, _run)
     parser.add_argument("factory", metavar="package.module:factory", help="returns the step")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
-    parser.add_argument(
-        "--devices",
-        type=int,
-        metavar="N",
-        help="create N virtual CPU devices before JAX starts, as crossshard.cpu_devices does",
-    )
+    add_devices(parser)
     parser.add_argument(
         "--parameters",
         type=int,
@@ -104,8 +98,7 @@ def _run(options: argparse.Namespace) -> int:
     contract = Contract(ratio, options.forbid, True, _shares(options.min_hidden))
     if options.parameters is not None:
         named_bytes(options.parameters)
-    if options.devices is not None:
-        make_devices(options.devices)
+    make_devices(options.devices)
     program = make_program(options.factory)
     with in_one_sentence(f"The step of {options.factory} cannot be inspected"):
         report = crossshard.inspect(program, options.parameters)
@@ -149,11 +142,3 @@ def _print_table(report: Communication) -> None:
     lines = captured.get().splitlines() if report.collectives else []
     for line in [*lines, *report.totals()]:
         print(line.rstrip())
-
-
-def make_devices(number: int) -> None:
-    """Create virtual CPU devices, and make JAX use them."""
-    crossshard.cpu_devices(number)
-    if not os.environ.get("JAX_PLATFORMS"):
-        # Otherwise JAX prefers the machine's accelerators.
-        jax.config.update("jax_platforms", "cpu")

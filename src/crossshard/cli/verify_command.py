@@ -8,10 +8,10 @@ import jax
 
 import crossshard
 from crossshard.cli.commands import add_command
+from crossshard.cli.devices import add_devices, make_devices
 from crossshard.cli.exit_codes import BROKEN, FINE
 from crossshard.cli.factory import call_factory
 from crossshard.cli.failures import in_one_sentence
-from crossshard.cli.inspect_command import make_devices
 from crossshard.errors import ArgumentError
 
 _DESCRIPTION = """\
@@ -50,12 +50,7 @@ def add_to(commands: Any) -> None:
         "factory", metavar="package.module:factory", help="returns make_step and the batch"
     )
     parser.add_argument("--json", action="store_true", help="JSON instead of words")
-    parser.add_argument(
-        "--devices",
-        type=int,
-        metavar="N",
-        help="create N virtual CPU devices before JAX starts, as crossshard.cpu_devices does",
-    )
+    add_devices(parser)
     parser.add_argument(
         "--shards", type=int, metavar="N", help="the number of shards; all devices by default"
     )
@@ -69,8 +64,7 @@ def add_to(commands: Any) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     groups = None if options.groups is None else _parsed(options.groups)
-    if options.devices is not None:
-        make_devices(options.devices)
+    make_devices(options.devices)
     returned = call_factory(options.factory)
     if not isinstance(returned, tuple) or len(returned) < 2:
         raise ArgumentError(
