@@ -48,6 +48,14 @@ def planned(folder: Path, topology: str, name: str = "make", code: int = 0):
     return json.loads(done.stdout)
 
 
+@pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1"])
+def test_a_single_chip_sends_nothing(folder, topology):
+    found = planned(folder, topology)
+    (alone,) = found["candidates"]
+    assert (found["devices"], alone["links"]["sent"]) == (1, 0)
+    assert alone["memory"]["parameters"] == BYTES
+
+
 @pytest.mark.parametrize("topology", ["v5e:4x4", "v6e:8x8", "v5p:4x4x4", "v5p:16x16x16"])
 def test_the_bytes_are_those_counted_by_hand(folder, topology):
     found = planned(folder, topology)

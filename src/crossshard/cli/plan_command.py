@@ -16,7 +16,7 @@ from crossshard.cli.exit_codes import BROKEN, FINE
 from crossshard.cli.factory import call_factory
 from crossshard.cli.failures import in_one_sentence
 from crossshard.errors import ArgumentError
-from crossshard.plans.topology import known_topologies
+from crossshard.plans.topology import known_topologies, topology
 
 _DESCRIPTION = """\
 Compile a training step for a TPU slice, a GPU cluster or the CPU devices of this machine, with the
@@ -82,6 +82,8 @@ def _run(options: argparse.Namespace) -> int:
     jax.config.update("jax_platforms", "cpu")
     if options.picture is not None:
         _check_picture(options.picture)
+    # Before the factory: its first array starts JAX, with as many CPU devices as there are then.
+    topology(options.topology)
     given = _given(options)
     with in_one_sentence(f"The step of {options.factory or 'the demo'} cannot be planned"):
         plan = crossshard.plan(**given, topology=options.topology)

@@ -1,6 +1,7 @@
 """Topologies by name: TPU slices, GPU clusters, and the CPU devices of this machine."""
 
 import dataclasses
+import functools
 import importlib.util
 import math
 import re
@@ -62,6 +63,7 @@ class Topology:
         return Mesh(placed, names, axis_types=types)
 
 
+@functools.cache
 def topology(name: str) -> Topology:
     """The topology of a name such as ``v5p:4x4x4``, ``h100:4x8`` or ``cpu:8``.
 
@@ -101,9 +103,11 @@ def _tpu(name: str, sizes: list[int]) -> Topology:
             f"{name!r}. Known are {_KNOWN}."
         )
     for_tpus()
+    # Hosts have four chips or eight, except those with a single one.
+    hosts = {"chips_per_host_bounds": (1, 1, 1)} if math.prod(sizes) == 1 else {}
     try:
         with quiet():
-            found = _described(platform="tpu", topology_name=name)
+            found = _described(platform="tpu", topology_name=name, **hosts)
     except Exception as error:
         raise ArgumentError(_refused(name, error)) from error
     return Topology(name, chip, found.devices)
@@ -135,7 +139,7 @@ def _gpu(name: str, sizes: list[int]) -> Topology:
     return Topology(name, chip, found.devices)
 
 
-def _described(**kwargs: str) -> Any:
+def _described(**kwargs: Any) -> Any:
     # Here, since importing crossshard brings in nothing that JAX, Optax and Flax do not.
     from jax.experimental import topologies
 

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
-from crossshard.distributed.agreement import exchange
+from crossshard.distributed.agreement import check_agreement, checksum, exchange
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.shards.context import check_num_shards
 from crossshard.shards.groups import check_group_assignment
@@ -52,7 +53,8 @@ def verify(
       The faults, a comparison for each parameter, and the words: print it.
 
     Raises:
-      ArgumentError: the step cannot be run as described, or N shards with these rows.
+      ArgumentError: the step cannot be run as described, or N shards with these rows; the
+        processes of a job pass different rows.
       ArgumentTypeError: ``make_step`` does not return a step with its state.
 
     >>> import jax, jax.numpy as jnp, optax
@@ -127,6 +129,15 @@ def _of_train_step(
             f"the loss takes them; got {len(given)} arguments after the step."
         )
     params, *model_state, batch = given
+    arrays_of = lambda tree: jax.tree.map(
+        lambda x: x if hasattr(x, "dtype") else np.asarray(x), tree
+    )
+    check_agreement(
+        "verify",
+        lambda: {"batch": checksum(arrays_of(batch))},
+        step.mesh,
+        "Pass all rows in every process; each takes those of its own shards.",
+    )
     shards, factor = groups_of(step)
 
     def make(optimizer: Any, number: int) -> Any:
