@@ -215,6 +215,19 @@ def test_proxies_that_are_not_asked(environment: dict[str, str], plain: pytest.M
     assert not found_in(ELSEWHERE | environment, plain)
 
 
+def test_a_cluster_whose_own_service_fails(plain: pytest.MonkeyPatch):
+    def refuse(seconds: float) -> None:
+        raise RuntimeError("403 Forbidden\nfor this account")
+
+    plain.setattr(processes, "find_job", refuse)
+    job, found = processes.described_job(5)
+    assert job.num_processes == 1
+    assert sentences(found) == (
+        "job: JAX cannot tell the job: 403 Forbidden. Set JAX_COORDINATOR_ADDRESS, "
+        "JAX_NUM_PROCESSES and JAX_PROCESS_ID."
+    )
+
+
 def test_a_host_whose_name_is_a_loopback_address_here(plain: pytest.MonkeyPatch):
     # As Debian writes it into /etc/hosts.
     address = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))

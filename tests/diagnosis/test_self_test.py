@@ -149,7 +149,21 @@ def test_without_a_self_test_nothing_is_run(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_refusals():
+    with pytest.raises(ArgumentTypeError, match="sizes must be a sequence of bytes, as .* got int"):
+        crossshard.doctor(sizes=4_000)
     with pytest.raises(ArgumentError, match="timeout must be above 0; got 0"):
         crossshard.doctor(timeout=0)
     with pytest.raises(ArgumentTypeError, match="sizes must hold numbers; got str"):
         crossshard.doctor(sizes=("4 MB",))
+
+
+def test_a_coordinator_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: str) -> None:
+        raise RuntimeError("UNAVAILABLE")
+
+    monkeypatch.setattr(self_test._jax, "processes_of_job", lambda: (2, 1))
+    monkeypatch.setattr(self_test._jax, "tell_again", fail)
+    assert self_test.late("The all-reduce", 3, 5.0) == (
+        "The all-reduce has not ended in 5 seconds, and the coordinator does not answer. See what "
+        "process 0 does."
+    )

@@ -3,8 +3,15 @@
 import dataclasses
 import math
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
+import crossshard
+from crossshard.plans.estimate import on_this_machine
 from crossshard.plans.machine import Machine, measured
 
 SENT = [(1e5, 1e-4), (1e7, 1e-3), (1e8, 1e-1)]
@@ -43,6 +50,19 @@ def test_the_time_of_a_collective_by_hand(kind, sent, seconds):
 def test_the_rates_of_all_devices():
     assert MACHINE.flops == pytest.approx(4e10)
     assert MACHINE.memory_bandwidth == pytest.approx(4e10)
+
+
+def test_a_collective_in_a_loop_counts_as_often_as_it_runs():
+    mesh = jax.make_mesh((4,), ("shards",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+
+    def three(xs):
+        return lax.scan(lambda total, x: (total + lax.psum(x, "shards"), None), xs[0], xs)[0]
+
+    run = jax.jit(jax.shard_map(three, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
+    sent = crossshard.inspect(run.lower(jnp.ones((3, 250_000)))).collectives
+    found = on_this_machine(MACHINE, [], [], sent, arrays=0, fresh=0)
+    # Of 1 MB, 3/4 twice, three times.
+    assert found.communication == pytest.approx(3 * MACHINE.collective_seconds("all-reduce", 1.5e6))
 
 
 def test_this_machine():

@@ -144,6 +144,10 @@ def _started(timeout: float) -> tuple[Devices | None, list[Finding]]:
 
 
 def _check(sizes: Sequence[int], timeout: float) -> None:
+    if not isinstance(sizes, Sequence) or isinstance(sizes, str):
+        raise ArgumentTypeError(
+            f"sizes must be a sequence of bytes, as [4000, 1000000]; got {type(sizes).__name__}."
+        )
     for name, given in (("timeout", timeout), *(("sizes", each) for each in sizes)):
         if isinstance(given, bool) or not isinstance(given, int | float):
             raise ArgumentTypeError(f"{name} must hold numbers; got {type(given).__name__}.")

@@ -39,7 +39,9 @@ def described_job(seconds: float) -> tuple[Job, list[Finding]]:
         return Job(), [Finding("job", str(error))]
     except Exception as error:  # whatever a cluster's detection raises
         first = (str(error).splitlines() or [type(error).__name__])[0]
-        return Job(), [Finding("job", f"JAX cannot tell the job: {first:.300} {_SET_THEM}")]
+        return Job(), [
+            Finding("job", f"JAX cannot tell the job: {first.rstrip('.'):.300}. {_SET_THEM}")
+        ]
     return job, list(_findings(job, os.environ))
 
 
