@@ -149,7 +149,7 @@ def test_without_a_self_test_nothing_is_run(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_refusals():
-    with pytest.raises(ArgumentTypeError, match="sizes must be a sequence of bytes, as .* got int"):
+    with pytest.raises(ArgumentTypeError, match="sizes must be a sequence of bytes"):
         crossshard.doctor(sizes=4_000)
     with pytest.raises(ArgumentError, match="timeout must be above 0; got 0"):
         crossshard.doctor(timeout=0)
