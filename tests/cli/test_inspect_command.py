@@ -83,6 +83,10 @@ def leaves():
     raise SystemExit(3)
 
 
+def which_devices():
+    raise ValueError(f"on {jax.config.jax_platforms}")
+
+
 def stops():
     raise KeyboardInterrupt
 
@@ -125,17 +129,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return here
 
 
-def bare_environment() -> dict[str, str]:
+def bare_environment(platforms: str = "cpu") -> dict[str, str]:
     """Ours without what the tests' configuration sets for themselves, but the kind of device."""
     ours = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "NPROC"))}
-    return {**ours, "JAX_PLATFORMS": "cpu", "TERM": "xterm-256color"}
+    return {**ours, "JAX_PLATFORMS": platforms, "TERM": "xterm-256color"}
 
 
-def run(folder: Path, *words: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+def run(
+    folder: Path, *words: str, platforms: str = "cpu", **kwargs: Any
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, folder.parent / "bin" / "crossshard", *words],
         cwd=folder,
-        env=bare_environment(),
+        env=bare_environment(platforms),
         text=True,
         timeout=PATIENCE,
         **{"capture_output": True, **kwargs},
@@ -174,6 +180,14 @@ def test_all_that_a_factory_may_return(folder, name):
     read = json.loads(done.stdout)
     assert (read["devices"], read["shards"], read["parameter_bytes"]) == (8, 8, BYTES)
     assert read["ratio"] == pytest.approx(1, abs=0.01)
+
+
+def test_virtual_devices_stand_before_accelerators(folder):
+    words = ["inspect", "mine.train:which_devices", "--devices", "8"]
+    said = [run(folder, *words, platforms=each).stderr for each in ("", "cpu,cuda")]
+    assert ["raised: ValueError: on cpu (" in each for each in said] == [True, False]
+    # What the user has set stays.
+    assert "on cpu,cuda (" in said[1]
 
 
 def keys_of(value: Any) -> set[str]:
