@@ -56,10 +56,14 @@ def main(process: int, port: int, out: str) -> None:
         told[name] = str(crossshard.verify(step, PARAMS, X))
     step = crossshard.make_train_step(mean, optax.sgd(0.1))
     half = X[8 * process :][:8]
+    scaled = crossshard.make_train_step(
+        lambda p, b: b["scale"] * mean(p, b["x"]), optax.sgd(0.1), replicated_entries=("scale",)
+    )
     for name, given in [
         ("rows", (step, PARAMS, X[:10])),
         ("make_step", (main, X)),
         ("own rows", (step, PARAMS, half)),
+        ("a number", (scaled, PARAMS, {"x": X, "scale": 1.0 + process})),
     ]:
         try:
             crossshard.verify(*given)
@@ -117,3 +121,4 @@ def test_what_cannot_be_compared_is_refused(told):
         assert "In a job of 2 processes, verify takes a TrainStep" in each["make_step"]
         assert "To verify, process 1 passed batch checksum" in each["own rows"]
         assert "Pass all rows in every process" in each["own rows"]
+        assert "To verify, process 1 passed batch checksum" in each["a number"]

@@ -82,7 +82,7 @@ def _run(options: argparse.Namespace) -> int:
     jax.config.update("jax_platforms", "cpu")
     if options.picture is not None:
         _check_picture(options.picture)
-    # Before the factory: its first array starts JAX, with as many CPU devices as there are then.
+    # Before the factory: JAX starts at its first array, and creates no CPU devices after that.
     topology(options.topology)
     given = _given(options)
     with in_one_sentence(f"The step of {options.factory or 'the demo'} cannot be planned"):

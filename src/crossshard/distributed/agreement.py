@@ -208,14 +208,15 @@ _SAME_CALLS = "Every process of a mesh must make the same calls, in the same ord
 
 
 def checksum(tree: Any) -> str:
-    """``checksum 1a2b3c4d`` of the arrays of a pytree, or of types: paths, shapes, dtypes, values.
+    """``checksum 1a2b3c4d`` of a pytree of arrays, numbers or types: paths, shapes, dtypes, values.
 
     >>> import jax.numpy as jnp
     >>> checksum({"w": jnp.ones(3)}) == checksum({"w": np.ones(3, np.float32)})
     True
     """
     found = 0
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    for path, given in jax.tree_util.tree_leaves_with_path(tree):
+        leaf: Any = given if hasattr(given, "dtype") else np.asarray(given)
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
         name = f"{jax.tree_util.keystr(path)} {dtype} {leaf.shape}"
         found = zlib.crc32(name.encode(), found)

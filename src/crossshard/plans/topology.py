@@ -1,7 +1,6 @@
 """Topologies by name: TPU slices, GPU clusters, and the CPU devices of this machine."""
 
 import dataclasses
-import functools
 import importlib.util
 import math
 import re
@@ -63,7 +62,6 @@ class Topology:
         return Mesh(placed, names, axis_types=types)
 
 
-@functools.cache
 def topology(name: str) -> Topology:
     """The topology of a name such as ``v5p:4x4x4``, ``h100:4x8`` or ``cpu:8``.
 
