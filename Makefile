@@ -15,7 +15,7 @@ SOAK_STEPS ?= 20000
 CYCLES ?= 100
 
 .DEFAULT_GOAL := help
-.PHONY: help environment demo test check test-matrix soak chaos bench bench-peers bench-pods bench-gpus constraints clean
+.PHONY: help environment demo test test-deep check test-matrix soak chaos bench bench-peers bench-pods bench-gpus constraints clean
 
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -26,8 +26,11 @@ environment:  ## build .venv, if it is not there or not up to date
 demo: environment  ## train a small model on eight virtual CPU devices
 	$(VENV)/bin/python -m examples.byte_lm
 
-test: environment  ## run the whole suite, except what is marked soak
+test: environment  ## run the tests, in ten minutes on two cores
 	$(VENV)/bin/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+
+test-deep: environment  ## run the tests that make test leaves out
+	$(VENV)/bin/python -m pytest -n $(JOBS) -m "deep and not soak" $(PYTEST_ARGS)
 
 check: environment  ## lint, formatting, types, and which folder may import which
 	$(VENV)/bin/ruff check
