@@ -9,13 +9,15 @@ JOBS ?= 2
 PYTEST_ARGS ?=
 # What to bench, such as BENCH="update --rounds 30"; everything if empty.
 BENCH ?=
+# Which faults to plant, parts of their names, such as MUTANTS="pipeline/ groups"; all if empty.
+MUTANTS ?=
 # Steps of each soak test.
 SOAK_STEPS ?= 20000
 # How often the runs of `make chaos` are killed, and half as many stalls.
 CYCLES ?= 100
 
 .DEFAULT_GOAL := help
-.PHONY: help environment demo test test-deep check test-matrix soak chaos bench bench-peers bench-pods bench-gpus constraints clean
+.PHONY: help environment demo test test-deep check mutants test-matrix soak chaos bench bench-peers bench-pods bench-gpus constraints clean
 
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -37,6 +39,9 @@ check: environment  ## lint, formatting, types, and which folder may import whic
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+
+mutants: environment  ## plant faults in the package, and see which of them make test catches
+	$(VENV)/bin/python tools/mutants.py --jobs $(JOBS) $(MUTANTS)
 
 test-matrix:  ## the suite on Python 3.11 to 3.13, with the oldest and the newest JAX
 	@python="$(PYTHON)"; [ -n "$$python" ] && "$$python" tools/matrix.py -n $(JOBS) $(PYTEST_ARGS)

@@ -1,0 +1,171 @@
+"""Plants the faults of mutants.toml one by one, and tells which of them `make test` would catch.
+
+Run `make test` first: a test that fails in any case would count as one that catches a fault.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "crossshard"
+# Which test caught a fault the last time; it runs first the next time.
+CAUGHT_BY = ROOT / "build" / "mutants.json"
+# A fault may make shards wait for each other for ever.
+SECONDS = 1800
+WANTED = 0.95
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+      path: the file, below the package's folder.
+      what: what is wrong.
+      before: the text in the file that is replaced.
+      after: what replaces it.
+      reason: why the tests may miss it; empty if they must not.
+    """
+
+    path: str
+    what: str
+    before: str
+    after: str
+    reason: str = ""
+
+    @property
+    def name(self) -> str:
+        """Where it is and what is wrong."""
+        return f"{self.path}:{self.line}: {self.what}"
+
+    @property
+    def line(self) -> int:
+        """The line at which its text begins."""
+        text = (PACKAGE / self.path).read_text(encoding="utf-8")
+        return text[: text.index(self.before)].count("\n") + 1
+
+    def plant(self, package: Path) -> None:
+        """Replace the text in a copy of the package."""
+        file = package / self.path
+        text = file.read_text(encoding="utf-8")
+        if text.count(self.before) != 1:
+            raise ValueError(f"{self.path} has {text.count(self.before)} times {self.before!r}.")
+        file.write_text(text.replace(self.before, self.after), encoding="utf-8")
+
+
+def read_faults() -> list[Fault]:
+    """All faults, in the order of the file."""
+    tables = tomllib.loads((ROOT / "tools" / "mutants.toml").read_text(encoding="utf-8"))
+    return [
+        Fault(path, what, *texts)
+        for path, faults in tables.items()
+        for what, texts in faults.items()
+    ]
+
+
+def tests_for(path: str) -> tuple[list[str], list[str]]:
+    """The tests that mirror a file's folder, and the others, those of the core first."""
+    every = [
+        f"tests/{each.name}"
+        for each in sorted((ROOT / "tests").iterdir())
+        if each.name.startswith("test_") or (each.is_dir() and any(each.rglob("test_*.py")))
+    ]
+    near = [each for each in every if each == f"tests/{path.split('/')[0]}"]
+    core = ["pipeline", "train_step", "test_modes.py", "optimizers", "reference", "collectives"]
+    place = {f"tests/{name}": number for number, name in enumerate(core)}
+    others = [each for each in every if each not in near]
+    return near, sorted(others, key=lambda each: place.get(each, len(core)))
+
+
+def run(fault: Fault, caught_by: str | None) -> str | None:
+    """The test that catches a fault, or ``a time of … s``; ``None`` if none does."""
+    near, others = tests_for(fault.path)
+    # In pieces, since to collect all tests takes a while and the first ones mostly suffice.
+    pieces = [[caught_by] if caught_by and "::" in caught_by else [], near, others]
+    with tempfile.TemporaryDirectory() as folder:
+        package = Path(folder) / "crossshard"
+        shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+        fault.plant(package)
+        for piece in filter(None, pieces):
+            found = _first_failure(piece, folder)
+            if found is not None:
+                return found
+    return None
+
+
+def _first_failure(tests: list[str], folder: str) -> str | None:
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"}
+    process = subprocess.Popen(
+        [*command, *tests],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return f"a time of {SECONDS} s"
+    # A test that is gone since it was recorded: pytest's codes for usage and for no test.
+    if process.returncode in (0, 4, 5):
+        return None
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    return failed[1] if failed else f"exit code {process.returncode}"
+
+
+def main() -> int:
+    """Reads the command line: a part of the faults' names, and how many run at once."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("only", nargs="*", help="parts of the names of the faults to plant")
+    parser.add_argument("--jobs", type=int, default=2, help="faults that are tried at once")
+    arguments = parser.parse_args()
+    faults = [
+        fault
+        for fault in read_faults()
+        if not arguments.only or any(part in fault.name for part in arguments.only)
+    ]
+    recorded = json.loads(CAUGHT_BY.read_text()) if CAUGHT_BY.exists() else {}
+    key = lambda fault: f"{fault.path}: {fault.what}"
+    survivors = []
+    started = time.monotonic()
+    with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
+        running = {pool.submit(run, fault, recorded.get(key(fault))): fault for fault in faults}
+        for done in concurrent.futures.as_completed(running):
+            fault, by = running[done], done.result()
+            if by is None:
+                survivors.append(fault)
+            else:
+                recorded[key(fault)] = by
+                CAUGHT_BY.parent.mkdir(exist_ok=True)
+                CAUGHT_BY.write_text(json.dumps(recorded, indent=1, sort_keys=True))
+            print(f"{'survives' if by is None else 'caught  '} {fault.name}", flush=True)
+            print(f"         {fault.reason if by is None else by}", flush=True)
+    caught = len(faults) - len(survivors)
+    minutes = (time.monotonic() - started) / 60
+    part = caught / len(faults)
+    print(f"\n{caught} of {len(faults)} faults caught, {part:.1%}, in {minutes:.0f} minutes")
+    unexplained = [fault for fault in survivors if not fault.reason]
+    for fault in unexplained:
+        print(f"survives without a reason: {fault.name}")
+    return 1 if unexplained or part < WANTED else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
