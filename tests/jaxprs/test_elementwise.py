@@ -13,7 +13,6 @@ from jax import lax
 
 from crossshard.jaxprs.elementwise import why_not_elementwise
 from tests.optimizers.table import ROWS, Row
-from tests.optimizers.test_table import quickly
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:inject_stateful_hyperparams:DeprecationWarning"),
@@ -58,7 +57,7 @@ def update_of(row: Row) -> Callable[..., Any]:
 def trained(row: Row, of: Callable[[Any], Any]) -> Any:
     """The parameters and the state after all steps, on ``of`` of every array."""
     params, state = of(START), of(row.make().init(jax.tree.map(jnp.asarray, START)))
-    update = jax.jit(update_of(row), compiler_options=quickly())
+    update = jax.jit(update_of(row))
     for goal in GOALS:
         # Of the parameters, since some updates are elementwise until they meet their own results.
         gradients = jax.tree.map(lambda p, g: p - g, params, of(goal))

@@ -10,7 +10,6 @@ import pytest
 
 import crossshard
 from tests.optimizers.table import ROWS
-from tests.optimizers.test_table import quickly
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:inject_stateful_hyperparams:DeprecationWarning"),
@@ -72,7 +71,7 @@ def trained(name: str, weight_update: str) -> tuple[Any, Any, str]:
         loss_fn, ROWS[name].make(), num_shards=SHARDS, weight_update=weight_update
     )
     # It is the arithmetic that is compared, and there are hundreds of programs to compile.
-    step._compiled = jax.jit(step._run, donate_argnums=0, compiler_options=quickly())
+    step._compiled = jax.jit(step._run, donate_argnums=0)
     state = step.init(START)
     for batch in BATCHES:
         state, _ = step(state, batch)
