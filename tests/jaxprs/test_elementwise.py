@@ -12,8 +12,8 @@ import pytest
 from jax import lax
 
 from crossshard.jaxprs.elementwise import why_not_elementwise
-from tests.optimizers.table import ROWS, Row
-from tests.optimizers.test_table import quickly
+from tests.optimizers.table import ROWS, SOME, Row
+from tests.quick import deep_but
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:inject_stateful_hyperparams:DeprecationWarning"),
@@ -55,10 +55,9 @@ def update_of(row: Row) -> Callable[..., Any]:
     return update
 
 
-def trained(row: Row, of: Callable[[Any], Any]) -> Any:
+def trained(row: Row, update: Callable[..., Any], of: Callable[[Any], Any]) -> Any:
     """The parameters and the state after all steps, on ``of`` of every array."""
     params, state = of(START), of(row.make().init(jax.tree.map(jnp.asarray, START)))
-    update = jax.jit(update_of(row), compiler_options=quickly())
     for goal in GOALS:
         # Of the parameters, since some updates are elementwise until they meet their own results.
         gradients = jax.tree.map(lambda p, g: p - g, params, of(goal))
@@ -68,10 +67,11 @@ def trained(row: Row, of: Callable[[Any], Any]) -> Any:
 
 def slices_agree(row: Row) -> bool:
     """Whether every shard reaches on its slices what one reaches on whole arrays."""
-    whole = trained(row, lambda tree: tree)
+    update = jax.jit(update_of(row))
+    whole = trained(row, update, lambda tree: tree)
     for shard in range(SHARDS):
         try:
-            own = trained(row, functools.partial(sliced, shard=shard))
+            own = trained(row, update, functools.partial(sliced, shard=shard))
         except Exception:  # an optimizer may refuse such shapes in any way
             return False
         ours, theirs = (jax.tree.leaves(tree) for tree in (own, sliced(whole, shard)))
@@ -109,9 +109,10 @@ LEFT_OUT = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, row in ROWS.items() if not row.hessian and name not in LEFT_OUT]
-)
+TRIED = [name for name, row in ROWS.items() if not row.hessian and name not in LEFT_OUT]
+
+
+@pytest.mark.parametrize("name", deep_but({*SOME, *CAUTIOUS}, TRIED))
 def test_the_answer_is_what_slices_do(name: str):
     row = ROWS[name]
     assert (answer(row) is None) == (slices_agree(row) and name not in CAUTIOUS)

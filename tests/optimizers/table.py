@@ -313,6 +313,14 @@ LEFT_OUT: dict[str, str] = {
 
 ROWS = OPTIMIZERS | TRANSFORMS
 
+# Where not all are tried in `make test`, these are: one of each kind of state, of what it reads
+# of the gradients, and of extra arguments.
+SOME = [
+    *("sgd", "adam", "adamw", "lamb", "adafactor", "lars", "noisy_sgd", "polyak_sgd"),
+    *("contrib.muon", "contrib.schedule_free", "contrib.prodigy", "contrib.sophia"),
+    *("clip_by_global_norm", "MultiSteps", "apply_if_finite", "contrib.reduce_on_plateau"),
+]
+
 
 def public_factories() -> list[str]:
     """The names of everything public in optax and optax.contrib that makes a transformation."""

@@ -1,7 +1,7 @@
 """Every rule of the table: shards step as one shard does on the whole batch, by plain Optax."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from tests.optimizers.table import (
     LEFT_OUT,
     OPTIMIZERS,
     ROWS,
-    TRANSFORMS,
+    SOME,
     Row,
     public_factories,
 )
@@ -36,25 +36,7 @@ GROUPS = {
     "neighbours": [[0, 1, 2, 3], [4, 5, 6, 7]],
     "interleaved": [[0, 2, 4, 6], [1, 3, 5, 7]],
 }
-
-# The least that XLA can do to a program: it is the arithmetic that is compared, and there are a
-# thousand programs to compile.
-_LEAST = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
-
-
-def _knows(option: str) -> bool:
-    try:
-        jax.jit(jnp.negative, compiler_options={option: _LEAST[option]})(0.0)
-    except jax.errors.JaxRuntimeError:  # another XLA, without it
-        return False
-    return True
-
-
-@functools.cache
-def quickly() -> dict[str, Any]:
-    """Compiler options to compile with little effort, of those that this XLA knows."""
-    return {option: value for option, value in _LEAST.items() if _knows(option)}
-
+ALL = tuple(range(SHARDS))
 
 # Of a thousand seeds, one under which rules do not magnify rounding: a change of the start by one
 # part in ten million is at most six in the end (in float64, for the 19 most sensitive rules),
@@ -95,47 +77,67 @@ def extras(row: Row, value: jax.Array, objective: Callable[[Any], jax.Array]) ->
     return given | ({"obj_fn": objective} if row.hessian else {})
 
 
-@functools.cache
-def plain_step(name: str) -> Callable[..., tuple[Any, Any]]:
-    row = ROWS[name]
-    opt = row.make()
+# Rules are compiled several at a time, which takes half as long as each for itself.
+BUNDLES = [
+    tuple(names[i : i + 8])
+    for names in (SOME, [name for name in ROWS if name not in SOME])
+    for i in range(0, len(names), 8)
+]
+BUNDLE_OF = {name: bundle for bundle in BUNDLES for name in bundle}
 
-    @functools.partial(jax.jit, compiler_options=quickly())
-    def step(params: Any, state: Any, x: Any, y: Any, factor: Any) -> tuple[Any, Any]:
+
+def bundles(of: Collection[str], *more: Any, deep: bool) -> list[Any]:
+    """Parameters of a test: the rules, in bundles; ``deep`` leaves to `make test` only ``SOME``."""
+    found = []
+    for bundle in BUNDLES:
+        names = tuple(name for name in bundle if name in of)
+        marks = [pytest.mark.deep] if deep and names and names[0] not in SOME else []
+        text = "-".join([*map(str, more), f"{names[0]} and {len(names) - 1} more"]) if names else ""
+        found += [pytest.param(names, *more, id=text, marks=marks)] if names else []
+    return found
+
+
+@functools.cache
+def plain_step(bundle: tuple[str, ...]) -> Callable[..., Any]:
+    rules = {name: ROWS[name].make() for name in bundle}
+
+    def of_one(name: str, params: Any, state: Any, x: Any, y: Any, factor: Any) -> tuple[Any, Any]:
         def objective(params: Any) -> jax.Array:
             return factor * loss(params, x, y)
 
         value, gradients = jax.value_and_grad(objective)(weights(params))
-        given = extras(row, value, objective)
-        updates, state = opt.update(gradients, state, params, **given)
+        given = extras(ROWS[name], value, objective)
+        updates, state = rules[name].update(gradients, state, params, **given)
         return optax.apply_updates(params, updates), state
 
-    return step
+    return jax.jit(
+        lambda now, *data: {name: of_one(name, *each, *data) for name, each in now.items()}
+    )
 
 
 @functools.cache
-def plain(name: str, shards: tuple[int, ...] = tuple(range(SHARDS)), factor: float = 1.0) -> Any:
-    """The parameters and the state that plain Optax reaches on the rows of these shards of 8."""
+def plain_bundle(bundle: tuple[str, ...], shards: tuple[int, ...], factor: float) -> dict[str, Any]:
     rows = np.arange(BATCH).reshape(SHARDS, -1)[list(shards)].ravel()
     # Given twice they have the same mean, and one shape for all means that one program does.
     rows = np.tile(rows, SHARDS // len(shards))
-    params, state = start(ROWS[name])
+    now = {name: start(ROWS[name]) for name in bundle}
     for x, y in zip(X, Y, strict=True):
-        params, state = plain_step(name)(params, state, x[rows], y[rows], np.float32(factor))
-    return jax.device_get((params, state))
+        now = plain_step(bundle)(now, x[rows], y[rows], np.float32(factor))
+    return jax.device_get(now)
 
 
-def sharded(
-    name: str, number: int, reduction: str = "mean", groups: list[list[int]] | None = None
-) -> Any:
-    """The same by ``update`` under ``shard_map``; with groups every leaf is ``[shards, …]``."""
+def plain(name: str, shards: tuple[int, ...] = ALL, factor: float = 1.0) -> Any:
+    """The parameters and the state that plain Optax reaches on the rows of these shards of 8."""
+    return plain_bundle(BUNDLE_OF[name], shards, factor)[name]
+
+
+def sharded_step(name: str, mesh: Any, reduction: str, groups: Any) -> Callable[..., Any]:
+    """A step by ``update`` under ``shard_map``; with groups every leaf is ``[shards, …]``."""
     row = ROWS[name]
     opt = crossshard.CrossShardOptimizer(row.make(), reduction, group_assignment=groups)
-    mesh = jax.sharding.Mesh(jax.devices()[:number], (AXIS,))
     over = jax.lax.pmean if reduction == "mean" else jax.lax.psum
     own = P() if groups is None else P(AXIS)
 
-    @functools.partial(jax.jit, compiler_options=quickly())
     @functools.partial(
         jax.shard_map,
         mesh=mesh,
@@ -158,49 +160,72 @@ def sharded(
         stepped = optax.apply_updates(params, updates), ours.inner_state
         return stepped if groups is None else jax.tree.map(lambda leaf: leaf[None], stepped)
 
-    begin = start(row)
+    return step
+
+
+def sharded(
+    names: tuple[str, ...],
+    number: int = SHARDS,
+    reduction: str = "mean",
+    groups: list[list[int]] | None = None,
+) -> dict[str, Any]:
+    """By rule the parameters and the state after all steps, of all rules in one program."""
+    mesh = jax.sharding.Mesh(jax.devices()[:number], (AXIS,))
+    steps = {name: sharded_step(name, mesh, reduction, groups) for name in names}
+    together = jax.jit(lambda now, *data: {name: steps[name](*now[name], *data) for name in now})
+    now = {name: start(ROWS[name]) for name in names}
     if groups is not None:
-        begin = jax.tree.map(lambda leaf: jnp.stack([leaf] * number), begin)
+        now = jax.tree.map(lambda leaf: jnp.stack([leaf] * number), now)
     # Where the step leaves them, or its second call would compile it again.
-    params, state = jax.device_put(begin, jax.sharding.NamedSharding(mesh, own))
+    place = jax.sharding.NamedSharding(mesh, P() if groups is None else P(AXIS))
+    now = jax.device_put(now, place)
     for x, y in zip(X, Y, strict=True):
-        params, state = step(params, state, x, y)
-    return jax.device_get((params, state))
+        now = together(now, x, y)
+    return jax.device_get(now)
 
 
-def stateful(name: str) -> Any:
+def stateful(names: tuple[str, ...]) -> dict[str, Any]:
     """The same by ``compute_gradients`` and ``apply_gradients`` under ``crossshard.shard``."""
-    row = ROWS[name]
-    opt = crossshard.CrossShardOptimizer(row.make())
-    variables = {key: nnx.Param(jnp.asarray(value), name=key) for key, value in START.items()}
+    opts = {name: crossshard.CrossShardOptimizer(ROWS[name].make()) for name in names}
+    variables = {
+        name: {key: nnx.Param(jnp.asarray(value), name=key) for key, value in START.items()}
+        for name in names
+    }
 
     @crossshard.shard(num_shards=SHARDS)
-    def step(x: Any, y: Any) -> jax.Array:
-        pairs = opt.compute_gradients(
-            lambda: loss({key: v[...] for key, v in variables.items()}, x, y),
-            var_list=list(variables.values()),
-        )
-        value = loss({key: v[...] for key, v in variables.items()}, x, y)
-        opt.apply_gradients(pairs, **({"value": value} if row.value else {}))
-        return value
+    def step(x: Any, y: Any) -> None:
+        for name, opt in opts.items():
+            own = variables[name]
+            of_own = lambda own=own: loss({key: v[...] for key, v in own.items()}, x, y)
+            pairs = opt.compute_gradients(of_own, var_list=list(own.values()))
+            opt.apply_gradients(pairs, **({"value": of_own()} if ROWS[name].value else {}))
 
     for x, y in zip(X, Y, strict=True):
         step(x, y)
-    return jax.device_get(({key: v[...] for key, v in variables.items()}, opt.state))
+    reached = {
+        name: ({key: v[...] for key, v in variables[name].items()}, opts[name].state)
+        for name in names
+    }
+    return jax.device_get(reached)
 
 
-def follows(got: Any, want: Any) -> None:
-    """Assert that parameters are equal within 1e-5, and states within 1e-4.
+def faults(got: Any, want: Any) -> str:
+    """What is wrong, unless parameters are equal within 1e-5, and states within 1e-4.
 
     States have squares of gradients, and differences of parameters that are close to each other.
     They tell what the parameters of Adam and its kin do not: how large the gradient was.
     """
     (params, state), (plain_params, plain_state) = got, want
-    assert max(errors(plain_params, start_like(plain_params)).values()) > 1e-2, "it has to move"
-    off = {k: e for k, e in errors(params, plain_params).items() if not e <= 1e-5}
-    assert not off, f"parameters are off by {off}"
-    off = {k: e for k, e in errors(state, plain_state).items() if not e <= 1e-4}
-    assert not off, f"the state is off by {off}"
+    if not max(errors(plain_params, start_like(plain_params)).values()) > 1e-2:
+        return "it has to move"
+    off = {f"params{k}": e for k, e in errors(params, plain_params).items() if not e <= 1e-5}
+    off |= {f"state{k}": e for k, e in errors(state, plain_state).items() if not e <= 1e-4}
+    return f"off by {off}" if off else ""
+
+
+def assert_all_follow(got: dict[str, Any], want: Callable[[str], Any]) -> None:
+    assert got
+    assert {name: fault for name in got if (fault := faults(got[name], want(name)))} == {}
 
 
 def start_like(params: Any) -> Any:
@@ -238,6 +263,7 @@ def test_every_public_factory_is_in_the_table_or_left_out_for_a_reason() -> None
     assert set(LEFT_OUT) - public == set(), "left out, and not there"
     assert in_table & set(LEFT_OUT) == set()
     assert len(OPTIMIZERS) >= 50
+    assert set(SOME) <= set(ROWS)
 
 
 def test_the_shards_differ_so_much_that_none_passes_for_another() -> None:
@@ -251,45 +277,54 @@ def test_the_shards_differ_so_much_that_none_passes_for_another() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "number"),
-    [(name, number) for name in OPTIMIZERS for number in (1, 2, 4, 8)]
-    + [(name, number) for name in TRANSFORMS for number in (2, 8)],
-)
-def test_shards_equal_one_shard_on_the_whole_batch(name: str, number: int) -> None:
-    follows(sharded(name, number), plain(name))
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_sum_equals_the_summed_gradient(name: str) -> None:
-    follows(sharded(name, SHARDS, "sum"), plain(name, factor=SHARDS))
-
-
-@pytest.mark.parametrize(
-    ("name", "groups", "reduction"),
-    [(name, "interleaved", "sum") for name, row in ROWS.items() if not row.hessian]
-    + [(name, "neighbours", "mean") for name, row in OPTIMIZERS.items() if not row.hessian],
-)
-def test_each_group_equals_one_shard_on_its_own_rows(
-    name: str, groups: str, reduction: str
-) -> None:
-    got = sharded(name, SHARDS, reduction, GROUPS[groups])
-    for group in GROUPS[groups]:
-        want = plain(name, tuple(group), 1.0 if reduction == "mean" else len(group))
-        for shard in group:
-            follows(jax.tree.map(lambda leaf, shard=shard: leaf[shard], got), want)
-
-
-@pytest.mark.parametrize(
-    "name",
+    ("names", "number"),
     [
-        name
-        for name, row in ROWS.items()
-        # What only scales is in an optimizer above, with the same state.
-        if not row.not_stateful and not name.removeprefix("contrib.").startswith("scale_by_")
+        *bundles(ROWS, 8, deep=False),
+        *bundles(ROWS, 2, deep=True),
+        *bundles(OPTIMIZERS, 1, deep=True),
+        *bundles(OPTIMIZERS, 4, deep=True),
     ],
 )
-def test_the_stateful_idiom_equals_one_shard_on_the_whole_batch(name: str) -> None:
-    follows(stateful(name), plain(name))
+def test_shards_equal_one_shard_on_the_whole_batch(names: tuple[str, ...], number: int) -> None:
+    assert_all_follow(sharded(names, number), plain)
+
+
+@pytest.mark.parametrize("names", bundles(OPTIMIZERS, deep=True))
+def test_sum_equals_the_summed_gradient(names: tuple[str, ...]) -> None:
+    assert_all_follow(sharded(names, reduction="sum"), lambda name: plain(name, ALL, float(SHARDS)))
+
+
+@pytest.mark.parametrize(
+    ("names", "groups", "reduction"),
+    [
+        *bundles({n for n in ROWS if not ROWS[n].hessian}, "interleaved", "sum", deep=True),
+        *bundles({n for n in OPTIMIZERS if not ROWS[n].hessian}, "neighbours", "mean", deep=True),
+    ],
+)
+def test_each_group_equals_one_shard_on_its_own_rows(
+    names: tuple[str, ...], groups: str, reduction: str
+) -> None:
+    got = sharded(names, SHARDS, reduction, GROUPS[groups])
+    for group in GROUPS[groups]:
+        factor = 1.0 if reduction == "mean" else float(len(group))
+        for shard in group:
+            assert_all_follow(
+                jax.tree.map(lambda leaf, shard=shard: leaf[shard], got),
+                lambda name, group=group, factor=factor: plain(name, tuple(group), factor),
+            )
+
+
+# What only scales is in an optimizer too, with the same state.
+STATEFUL = {
+    name
+    for name, row in ROWS.items()
+    if not row.not_stateful and not name.removeprefix("contrib.").startswith("scale_by_")
+}
+
+
+@pytest.mark.parametrize("names", bundles(STATEFUL, deep=True))
+def test_the_stateful_idiom_equals_one_shard_on_the_whole_batch(names: tuple[str, ...]) -> None:
+    assert_all_follow(stateful(names), plain)
 
 
 @pytest.mark.parametrize(
@@ -329,7 +364,7 @@ def test_complex_parameters(opt: Any, wrap: Callable[[Any], Any]) -> None:
     for step in (whole, parts):
         now = params, opt.init(params)
         for x, y in zip(X, Y, strict=True):
-            now = jax.jit(step, compiler_options=quickly())(*now, x, y)
+            now = jax.jit(step)(*now, x, y)
         reached.append(jax.device_get(now))
     assert max(errors(reached[0][0], jax.device_get(params)).values()) > 1e-2
     assert all(error <= 1e-5 for error in errors(reached[1], reached[0]).values())

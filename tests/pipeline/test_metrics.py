@@ -10,6 +10,7 @@ import pytest
 
 import crossshard
 from crossshard import CrossShardOptimizer, make_train_step
+from tests.quick import deep
 
 N, ROWS, RATE = 4, 8, 0.1
 RNG = np.random.default_rng(0)
@@ -32,8 +33,13 @@ def gradients() -> np.ndarray:
     return np.stack([(each @ w.T).T @ each / ROWS for each in x])
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
+@pytest.mark.parametrize(
+    ("reduction", "weight_update"),
+    [
+        *(("mean", "replicated"), ("sum", "sharded")),
+        *(deep(("mean", "sharded")), deep(("sum", "replicated"))),
+    ],
+)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_norms(name: str, weight_update: str, reduction: str):
     opt = CrossShardOptimizer(OPTIMIZERS[name](), reduction, metrics=NORMS)

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import crossshard
 from crossshard import CrossShardOptimizer, Nonfinite, NonfiniteError, make_train_step
+from tests.quick import deep
 
 N, STEPS, RATE = 4, 7, 0.1
 GROUPS = [[0, 2], [1, 3]]
@@ -103,8 +104,13 @@ def optimizer(momentum: float, **options: Any) -> CrossShardOptimizer:
     return CrossShardOptimizer(optax.sgd(RATE, momentum=momentum or None), **options)
 
 
-@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
-@pytest.mark.parametrize("action", ["quarantine", "skip"])
+@pytest.mark.parametrize(
+    ("weight_update", "action"),
+    [
+        *(("replicated", "quarantine"), ("sharded", "skip")),
+        *(deep(("sharded", "quarantine")), deep(("replicated", "skip"))),
+    ],
+)
 @pytest.mark.parametrize(
     ("momentum", "weighted", "grouped"),
     [(0.0, False, False), (0.9, True, False), (0.9, True, True)],

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import crossshard
 from crossshard import CrossShardOptimizer
+from tests.quick import deep
 
 RNG = np.random.default_rng(0)
 PARAMS = {
@@ -60,7 +61,7 @@ def on_one_device(optimizer, preprocess, shards):
     return params
 
 
-@pytest.mark.parametrize(("data", "model"), [(4, 2), (2, 4), (8, 1)])
+@pytest.mark.parametrize(("data", "model"), [(4, 2), deep((2, 4)), deep((8, 1))])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_data_and_tensor_parallelism_follow_one_device(name, data, model):
     mesh = mesh_of(data, model)

@@ -14,6 +14,7 @@ import crossshard
 from crossshard import make_train_step
 from crossshard.shards.axes import Shards
 from crossshard.train_step.divergence import judge
+from tests.quick import deep
 from tests.train_step.faults import KINDS, Snapshot, one_bit
 
 _rng = np.random.default_rng(7)
@@ -140,7 +141,11 @@ def test_faults_are_found_and_named_and_clean_steps_are_not_accused():
 
 # The others compile for long, and run in the soak test.
 @pytest.mark.parametrize(
-    "case", ["sgd", "adamw in parts", "clip, global arrays", "groups in parts", MODEL_AXIS]
+    "case",
+    [
+        *("sgd", deep("adamw in parts"), deep("clip, global arrays")),
+        *("groups in parts", deep(MODEL_AXIS)),
+    ],
 )
 def test_a_repaired_step_has_the_bits_of_an_undisturbed_one(case: str):
     find_faults(case, 15, seed=2, on_divergence="repair")

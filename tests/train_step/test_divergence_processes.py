@@ -70,6 +70,7 @@ def main(process: int, port: int, out: str) -> None:
     jax.distributed.shutdown()
 
 
+@pytest.mark.deep
 @pytest.mark.multiprocess
 def test_a_fault_in_one_process_is_named_and_repaired_in_all(tmp_path: Path):
     told = run_processes("train_step.test_divergence_processes", tmp_path)

@@ -19,6 +19,7 @@ from crossshard import (
     VariableError,
     make_train_step,
 )
+from tests.quick import deep
 
 _rng = np.random.default_rng(0)
 START = {"a": np.float32(_rng.normal(size=(64, 64))), "b": np.float32(_rng.normal(size=1025))}
@@ -49,7 +50,9 @@ def assert_close(got: Any, expected: Any, tolerance: float = 1e-6) -> None:
 
 
 @pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
-@pytest.mark.parametrize("rule", [optax.sgd(0.1), optax.adam(0.1, eps=1e-3), optax.adafactor(0.1)])
+@pytest.mark.parametrize(
+    "rule", [optax.sgd(0.1), deep(optax.adam(0.1, eps=1e-3)), deep(optax.adafactor(0.1))]
+)
 def test_one_group_of_all_shards_in_any_order_is_no_group(rule: Any, weight_update: str):
     grouped = CrossShardOptimizer(rule, group_assignment=[[3, 1, 2, 0, 7, 6, 5, 4]])
     assert_close(
@@ -118,7 +121,7 @@ def normed_loss(model: Any, batch: Any) -> jax.Array:
     return (model(batch) ** 2).mean()
 
 
-@pytest.mark.parametrize(("first", "then"), [(8, 4), (4, 8), (1, 4), (4, 3)])
+@pytest.mark.parametrize(("first", "then"), [(8, 4), deep((4, 8)), deep((1, 4)), deep((4, 3))])
 def test_statistics_and_streams_go_on_with_other_shards(first: int, then: int):
     one, other = (make_train_step(normed_loss, optax.sgd(0.1), num_shards=n) for n in (first, then))
     state, _ = one(one.init(Normed()), X[:, :4])

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from crossshard import ArgumentError, ArgumentTypeError, make_train_step
+from tests.quick import deep
 
 RNG = np.random.default_rng(0)
 TABLE = RNG.normal(size=(5, 3)).astype(np.float32)
@@ -27,7 +28,9 @@ def loss_fn(w: Any, batch: Any) -> jax.Array:
     return (rows * batch["mask"]).sum() / batch["mask"].sum()
 
 
-@pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.adamw(0.1)], ids=["sgd", "adamw"])
+@pytest.mark.parametrize(
+    "optimizer", [optax.sgd(0.1), deep(optax.adamw(0.1))], ids=["sgd", "adamw"]
+)
 @pytest.mark.parametrize(
     "weight", ["mask", lambda batch: batch["mask"].sum() * batch["table"].shape[0]]
 )

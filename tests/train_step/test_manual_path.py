@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import crossshard
 from crossshard import CrossShardOptimizer, WeightUpdateError
+from tests.quick import deep
 
 SHARDS = 8
 STEPS = 4
@@ -80,8 +81,10 @@ def assert_close(got: Any, expected: Any) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-6), got, expected)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("sizes", [(8,), (2, 4)])
+@pytest.mark.parametrize(
+    ("sizes", "check_vma"),
+    [((8,), True), ((2, 4), False), deep(((8,), False)), deep(((2, 4), True))],
+)
 @pytest.mark.parametrize("rule", RULES)
 def test_it_steps_as_one_device(rule: str, sizes: tuple[int, ...], check_vma: bool):
     mesh = Mesh(np.array(jax.devices()).reshape(sizes), tuple("xy"[: len(sizes)]))

@@ -93,6 +93,7 @@ def of_one_device() -> Any:
     return {"head": head, "mean": mean, "steps": 3, "aux": MASK.sum(), "metric": metric}
 
 
+@pytest.mark.deep
 @pytest.mark.multiprocess
 def test_what_happens_between_steps(tmp_path: Path):
     expected = of_one_device()

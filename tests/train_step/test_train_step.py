@@ -1,6 +1,7 @@
 """make_train_step: against one device, numpy, groups alone, and the compiled program."""
 
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -15,6 +16,7 @@ from jax.sharding import AxisType, Mesh
 
 import crossshard
 from crossshard import Reduction, make_train_step
+from tests.quick import deep, deep_but
 
 STEPS = 5
 ROWS = 24
@@ -92,8 +94,19 @@ def assert_close(got: Any, expected: Any, tolerance: float = 2e-6) -> None:
     )
 
 
-@pytest.mark.parametrize(("number", "weight_update"), WAYS)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("rule", "number", "weight_update"),
+    deep_but(
+        [
+            *(("sgd", *way) for way in WAYS),
+            ("momentum", 2, "sharded"),
+            ("adamw", 8, "sharded"),
+            ("clip + adam", 8, "replicated"),
+            ("clip + adam", 8, "sharded"),
+        ],
+        [(rule, *way) for rule in RULES for way in WAYS],
+    ),
+)
 def test_shards_step_as_one_device_on_the_whole_batch(rule: str, number: int, weight_update: str):
     step = make_train_step(loss_fn, RULES[rule](), num_shards=number, weight_update=weight_update)
     state = step.unshard(train(step, batches()))
@@ -130,9 +143,16 @@ def test_sum(weight_update: str):
     assert_close(train(step, batches()).params, params)
 
 
-@pytest.mark.parametrize("groups", [[[0, 1, 2, 3], [4, 5, 6, 7]], [[5, 0], [1, 7], [2, 3], [6, 4]]])
-@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
-@pytest.mark.parametrize("rule", ["sgd", "adamw"])
+HALVES, PAIRS = [[0, 1, 2, 3], [4, 5, 6, 7]], [[5, 0], [1, 7], [2, 3], [6, 4]]
+
+
+@pytest.mark.parametrize(
+    ("rule", "weight_update", "groups"),
+    deep_but(
+        [("sgd", "replicated", PAIRS), ("sgd", "sharded", PAIRS), ("adamw", "sharded", HALVES)],
+        itertools.product(["sgd", "adamw"], ["replicated", "sharded"], [HALVES, PAIRS]),
+    ),
+)
 def test_each_group_steps_as_it_would_alone(rule: str, weight_update: str, groups: Any):
     opt = crossshard.CrossShardOptimizer(RULES[rule](), group_assignment=groups)
     step = make_train_step(loss_fn, opt, num_shards=8, weight_update=weight_update)
@@ -173,10 +193,27 @@ def _mesh(*sizes: int, kind: AxisType = AxisType.Auto) -> Mesh:
     return Mesh(devices, names, axis_types=(kind,) * len(sizes))
 
 
-@pytest.mark.parametrize("mesh", [_mesh(2, 4), _mesh(2, 2, 2), _mesh(8, kind=AxisType.Explicit)])
-@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
-@pytest.mark.parametrize("rule", ["sgd", "clip + adam"])
-def test_every_axis_of_a_mesh_counts_shards(rule: str, weight_update: str, mesh: Mesh):
+MESHES = {
+    "two": _mesh(2, 4),
+    "three": _mesh(2, 2, 2),
+    "explicit": _mesh(8, kind=AxisType.Explicit),
+}
+
+
+@pytest.mark.parametrize(
+    ("rule", "weight_update", "axes"),
+    deep_but(
+        [
+            ("sgd", "replicated", "two"),
+            ("sgd", "sharded", "three"),
+            ("sgd", "sharded", "explicit"),
+            ("clip + adam", "sharded", "two"),
+        ],
+        itertools.product(["sgd", "clip + adam"], ["replicated", "sharded"], MESHES),
+    ),
+)
+def test_every_axis_of_a_mesh_counts_shards(rule: str, weight_update: str, axes: str):
+    mesh = MESHES[axes]
     step = make_train_step(loss_fn, RULES[rule](), mesh=mesh, weight_update=weight_update)
     state = step.unshard(train(step, batches()))
     params, opt_state = plain(rule)
@@ -194,7 +231,7 @@ def test_a_mesh_that_the_user_has_set_is_left_alone():
 # What lies where.
 
 
-@pytest.mark.parametrize("number", [2, 4, 8])
+@pytest.mark.parametrize("number", [2, deep(4), 8])
 def test_the_optimizer_state_of_a_shard_is_its_part(number: int):
     params = {f"w{i}": np.zeros((64, 64), np.float32) for i in range(4)}
     step = make_train_step(
@@ -232,8 +269,8 @@ def test_a_rule_that_keeps_the_parameters_has_a_copy():
     train(step, batches())
 
 
-@pytest.mark.parametrize("rule", ["momentum", "clip + adam"])
-@pytest.mark.parametrize(("first", "then"), [(8, 3), (3, 8), (2, 4), (1, 8)])
+@pytest.mark.parametrize("rule", ["momentum", deep("clip + adam")])
+@pytest.mark.parametrize(("first", "then"), [(8, 3), deep((3, 8)), deep((2, 4)), (1, 8)])
 def test_a_state_goes_on_with_another_number_of_shards(rule: str, first: int, then: int):
     one, other = (
         make_train_step(loss_fn, RULES[rule](), num_shards=number, weight_update="sharded")
@@ -310,7 +347,11 @@ ZOO_RULES = {
 
 
 @pytest.mark.parametrize(
-    ("rule", "number"), [*((rule, 8) for rule in ZOO_RULES), ("adam", 3), ("global norm", 3)]
+    ("rule", "number"),
+    deep_but(
+        [("sgd", 8), ("adam", 3), ("partition", 8), ("global norm", 8)],
+        [*((rule, 8) for rule in ZOO_RULES), ("adam", 3), ("global norm", 3)],
+    ),
 )
 def test_leaves_of_every_kind(rule: str, number: int):
     batch = np.ones(24, np.float32)
@@ -357,9 +398,13 @@ def _masked_loss(params: Any, batch: Any) -> jax.Array:
     return (error * batch["mask"]).sum() / batch["mask"].sum()
 
 
-@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
-@pytest.mark.parametrize("rows", [24, 17, 1])
-@pytest.mark.parametrize("rule", ["sgd", "adamw"])
+@pytest.mark.parametrize(
+    ("rule", "rows", "weight_update"),
+    deep_but(
+        [("sgd", 17, "replicated"), ("sgd", 17, "sharded"), ("adamw", 24, "sharded")],
+        itertools.product(["sgd", "adamw"], [24, 17, 1], ["replicated", "sharded"]),
+    ),
+)
 def test_a_weighted_mean_over_uneven_shards(rule: str, rows: int, weight_update: str):
     """Of 17 rows over 8 shards some get 3, one 2 and some none, whose loss is 0/0."""
     rng = np.random.default_rng(rows)

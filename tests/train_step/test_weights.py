@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from crossshard import ArgumentError, CrossShardOptimizer, make_train_step
+from tests.quick import deep_but
 
 RNG = np.random.default_rng(0)
 W = RNG.normal(size=(40, 33)).astype(np.float32)
@@ -118,7 +119,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", deep_but(["adamw"], OPTIMIZERS))
 def test_a_batch_that_weighs_nothing_leaves_everything_as_it_was(optimizer: str, way: str):
     kwargs, wrap = WAYS[way]
     step = make_train_step(
@@ -139,7 +140,7 @@ def test_a_batch_that_weighs_nothing_leaves_everything_as_it_was(optimizer: str,
     assert not np.any(metrics["loss"])
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", deep_but(["sgd", "adamw"], OPTIMIZERS))
 @pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
 def test_a_group_that_weighs_nothing_stays_and_the_other_steps(weight_update: str, optimizer: str):
     opt = CrossShardOptimizer(OPTIMIZERS[optimizer](), group_assignment=GROUPS)
