@@ -92,6 +92,7 @@ def test_it_refuses_what_it_cannot_do(capsys: pytest.CaptureFixture[str]):
     assert "timeout must be above 0" in capsys.readouterr().err
 
 
+@pytest.mark.deep
 @pytest.mark.multiprocess
 def test_a_job_that_is_fine():
     ran = run("--sizes", "4000", "1000000", job=(2, 2))
