@@ -5,6 +5,8 @@ PYTHON ?= $(shell sh tools/find-python.sh)
 VENV := .venv
 # Processes that share the tests. Each keeps eight virtual devices busy, so few cores are soon full.
 JOBS ?= 2
+# Neighbours stay together, since they share what is compiled; who is done early takes of the rest.
+SHARED := -n $(JOBS) --dist worksteal
 # Appended to every pytest command line, such as PYTEST_ARGS="-k groups -x".
 PYTEST_ARGS ?=
 # What to bench, such as BENCH="update --rounds 30"; everything if empty.
@@ -29,10 +31,10 @@ demo: environment  ## train a small model on eight virtual CPU devices
 	$(VENV)/bin/python -m examples.byte_lm
 
 test: environment  ## run the tests, in ten minutes on two cores
-	$(VENV)/bin/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest $(SHARED) $(PYTEST_ARGS)
 
 test-deep: environment  ## run the tests that make test leaves out
-	$(VENV)/bin/python -m pytest -n $(JOBS) -m "deep and not soak" $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest $(SHARED) -m "deep and not soak" $(PYTEST_ARGS)
 
 check: environment  ## lint, formatting, types, and which folder may import which
 	$(VENV)/bin/ruff check
@@ -44,7 +46,7 @@ mutants: environment  ## plant faults in the package, and see which of them make
 	$(VENV)/bin/python tools/mutants.py --jobs $(JOBS) $(MUTANTS)
 
 test-matrix:  ## the suite on Python 3.11 to 3.13, with the oldest and the newest JAX
-	@python="$(PYTHON)"; [ -n "$$python" ] && "$$python" tools/matrix.py -n $(JOBS) $(PYTEST_ARGS)
+	@python="$(PYTHON)"; [ -n "$$python" ] && "$$python" tools/matrix.py $(SHARED) $(PYTEST_ARGS)
 
 soak: environment  ## the long runs: make soak SOAK_STEPS=20000
 	SOAK_STEPS=$(SOAK_STEPS) $(VENV)/bin/python -m pytest -m soak $(PYTEST_ARGS)

@@ -33,13 +33,12 @@ def test_there_are_links():
     }
 
 
-@pytest.mark.parametrize("path", linked(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_what_is_linked_to_is_here_and_in_the_source_distribution(path: Path):
+def test_what_is_linked_to_is_here_and_in_the_source_distribution():
+    held = {*TARGETS["sdist"]["include"], "/LICENSE", "/README.md"}
+    is_held = lambda path: f"/{path.resolve().relative_to(ROOT).parts[0]}" in held
     # What the commands of the Makefile build is not kept.
-    if path.relative_to(ROOT).parts[0] not in {".venv", ".venvs"}:
-        assert path.exists()
-        top = path.resolve().relative_to(ROOT).parts[0]
-        assert f"/{top}" in TARGETS["sdist"]["include"] or top in {"LICENSE", "README.md"}
+    kept = [path for path in linked() if path.relative_to(ROOT).parts[0] not in {".venv", ".venvs"}]
+    assert not [str(path) for path in kept if not (path.exists() and is_held(path))]
 
 
 def test_the_wheel_is_made_of_the_package_alone():
@@ -58,6 +57,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.deep
 def test_a_built_wheel_has_neither_benchmarks_nor_examples(built: Path):
     (wheel,) = built.glob("*.whl")
     tops = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
@@ -65,6 +65,7 @@ def test_a_built_wheel_has_neither_benchmarks_nor_examples(built: Path):
     assert {top for top in tops if not top.endswith(".dist-info")} == {"crossshard"}
 
 
+@pytest.mark.deep
 def test_a_built_source_distribution_has_what_is_linked_to(built: Path):
     (archive,) = built.glob("*.tar.gz")
     with tarfile.open(archive) as names:

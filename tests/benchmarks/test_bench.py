@@ -41,7 +41,10 @@ ROOT = Path(__file__).parents[2]
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.mark.parametrize("bench", BENCHES)
+DEEP = [pytest.param(bench, marks=pytest.mark.deep) for bench in BENCHES if bench != "overhead"]
+
+
+@pytest.mark.parametrize("bench", ["overhead", *DEEP])
 def test_a_bench_leaves_a_page_a_plot_and_its_times(
     bench: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -66,6 +69,7 @@ def test_a_bench_leaves_a_page_a_plot_and_its_times(
     assert "gloo" not in page.split("## How it was measured")[0]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("shards", [1, 8])
 def test_candidates_solve_the_same(shards: int):
     for problem in (
@@ -109,6 +113,7 @@ def _leaves(problem: Any) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(problem.params)]
 
 
+@pytest.mark.deep
 def test_accumulation_is_the_same_step_and_sends_once_where_multi_steps_sends_four_times():
     problem = transformer(2 * accumulation.MICROBATCHES, layers=1, width=32)
     candidates = accumulation.make_candidates(problem, 2)
@@ -283,6 +288,7 @@ def test_a_bench_that_there_is_not_is_refused_by_its_name(capsys: pytest.Capture
     assert printed.out == ""
 
 
+@pytest.mark.deep
 def test_a_page_that_cannot_be_written_after_the_measuring_is_exit_code_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -292,6 +298,7 @@ def test_a_page_that_cannot_be_written_after_the_measuring_is_exit_code_1(
     assert f"Cannot write to {tmp_path}: Is a directory" in capsys.readouterr().err
 
 
+@pytest.mark.deep
 def test_an_unknown_backend_of_matplotlib_does_no_harm():
     unknown = {**os.environ, "MPLBACKEND": "no_such_backend"}
     ran = subprocess.run([sys.executable, "-c", "import benchmarks.plots"], env=unknown, cwd=ROOT)

@@ -69,6 +69,7 @@ def test_many_settings_at_once(tmp_path: Path):
     assert found["settings"]["JAX_NUM_CPU_DEVICES"] == "8"
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
@@ -91,6 +92,7 @@ def test_it_refuses_what_it_cannot_do(capsys: pytest.CaptureFixture[str]):
     assert "timeout must be above 0" in capsys.readouterr().err
 
 
+@pytest.mark.deep
 @pytest.mark.multiprocess
 def test_a_job_that_is_fine():
     ran = run("--sizes", "4000", "1000000", job=(2, 2))
@@ -104,6 +106,7 @@ def test_a_job_that_is_fine():
     assert len(lines) == len(ran.stdout.splitlines())
 
 
+@pytest.mark.deep
 @pytest.mark.multiprocess
 def test_a_process_with_another_setting():
     other = f'[ "$JAX_PROCESS_ID" = 1 ] && export JAX_DEBUG_NANS=1; exec {" ".join(DOCTOR)} "$@"'
@@ -113,6 +116,7 @@ def test_a_process_with_another_setting():
     assert "[0] Nothing looks wrong." in ran.stdout
 
 
+@pytest.mark.deep
 @pytest.mark.multiprocess
 def test_a_process_that_does_not_come_is_named():
     ran = run(*instead("import jax; jax.devices(); time.sleep(60)"), job=(2, 1))
@@ -123,6 +127,7 @@ def test_a_process_that_does_not_come_is_named():
     )
 
 
+@pytest.mark.deep
 @pytest.mark.multiprocess
 def test_a_process_that_stands_still_is_named():
     stands = (
@@ -142,6 +147,7 @@ def instead(script: str) -> list[str]:
     return ["sh", "-c", shell, "sh", joins, *doctor]
 
 
+@pytest.mark.deep
 @pytest.mark.multiprocess
 def test_processes_that_do_not_meet():
     address = {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:61009", "JAX_NUM_PROCESSES": "2"}

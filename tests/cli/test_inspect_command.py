@@ -1,4 +1,4 @@
-"""`crossshard inspect` as a process: tables, JSON, contracts, one line for what is wrong."""
+"""`crossshard inspect`: tables, JSON, contracts, one line for what is wrong, and as a process."""
 
 import json
 import os
@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 import crossshard
+from tests.cli.command import PATIENCE, Command, Ended, bare_environment
 
 DOCS = Path(__file__).parents[2] / "docs" / "inspect.md"
-# For a machine on which everything else happens, too.
-PATIENCE = 240
 
 # What pip writes for the command; the folder it lies in is first on the path, not the current one.
 COMMAND = "import sys\nfrom crossshard.cli import main\nsys.exit(main())\n"
@@ -129,31 +128,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return here
 
 
-def bare_environment(platforms: str = "cpu") -> dict[str, str]:
-    """Ours without what the tests' configuration sets for themselves, but the kind of device."""
-    ours = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "NPROC"))}
-    return {**ours, "JAX_PLATFORMS": platforms, "TERM": "xterm-256color"}
-
-
-def run(
+def process(
     folder: Path, *words: str, platforms: str = "cpu", **kwargs: Any
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, folder.parent / "bin" / "crossshard", *words],
         cwd=folder,
-        env=bare_environment(platforms),
+        env=bare_environment(JAX_PLATFORMS=platforms),
         text=True,
         timeout=PATIENCE,
         **{"capture_output": True, **kwargs},
     )
 
 
-def inspected(folder: Path, name: str, *options: str) -> subprocess.CompletedProcess[str]:
-    return run(folder, "inspect", f"mine.train:{name}", "--devices", "8", *options)
+@pytest.fixture
+def run(command: Command, folder: Path) -> Command:
+    """The command in the user's folder, in this interpreter."""
+    return command.inside(folder)
 
 
-def test_a_table(folder):
-    done = inspected(folder, "function")
+def inspected(run: Command, name: str, *options: str) -> Ended:
+    return run("inspect", f"mine.train:{name}", "--devices", "8", *options)
+
+
+def test_a_table_from_a_process_with_nothing_set(folder):
+    done = process(folder, "inspect", "mine.train:function", "--devices", "8")
     assert done.returncode == 0, done.stderr
     assert done.stderr == "this is not part of the report\n"
     line = TRAIN.splitlines().index(next(x for x in TRAIN.splitlines() if "w - jax.lax.pmean" in x))
@@ -174,17 +173,18 @@ def test_a_table(folder):
 @pytest.mark.parametrize(
     "name", ["jitted", "lowered", "compiled", "train_step", "Steps.make"]
 )  # and "function", above
-def test_all_that_a_factory_may_return(folder, name):
-    done = inspected(folder, name, "--json")
+def test_all_that_a_factory_may_return(run, name):
+    done = inspected(run, name, "--json")
     assert done.returncode == 0, done.stderr
     read = json.loads(done.stdout)
     assert (read["devices"], read["shards"], read["parameter_bytes"]) == (8, 8, BYTES)
     assert read["ratio"] == pytest.approx(1, abs=0.01)
 
 
+@pytest.mark.deep
 def test_virtual_devices_stand_before_accelerators(folder):
     words = ["inspect", "mine.train:which_devices", "--devices", "8"]
-    said = [run(folder, *words, platforms=each).stderr for each in ("", "cpu,cuda")]
+    said = [process(folder, *words, platforms=each).stderr for each in ("", "cpu,cuda")]
     assert ["raised: ValueError: on cpu (" in each for each in said] == [True, False]
     # What the user has set stays.
     assert "on cpu,cuda (" in said[1]
@@ -196,8 +196,8 @@ def keys_of(value: Any) -> set[str]:
     return set().union(*map(keys_of, value)) if isinstance(value, list) else set()
 
 
-def test_the_keys_of_the_json_are_those_that_are_documented(folder):
-    read = json.loads(inspected(folder, "function", "--json").stdout)
+def test_the_keys_of_the_json_are_those_that_are_documented(run):
+    read = json.loads(inspected(run, "function", "--json").stdout)
     keys = keys_of(read)
     assert (read["bytes_sent"], read["lower_bound"]) == (SENT, SENT)
     assert read["parameters"] == [{"dtype": "f32", "bytes": BYTES, "shards": 8, "updates": 1}]
@@ -209,12 +209,12 @@ def test_the_keys_of_the_json_are_those_that_are_documented(folder):
     inner |= {"temp", "alias", "peak"}
     assert inner <= {*re.findall("`([a-z_]+)`", "".join(said))}
     assert keys == documented | inner
-    text = run(folder, "inspect", "--help").stdout
+    text = run("inspect", "--help").stdout
     assert keys <= {*re.findall("[a-z_]+", text.partition("Keys of the JSON")[2])}
 
 
-def test_help_says_how_it_is_used_and_how_it_ends(folder):
-    done = run(folder, "inspect", "--help")
+def test_help_says_how_it_is_used_and_how_it_ends(run):
+    done = run("inspect", "--help")
     assert (done.returncode, done.stderr) == (0, "")
     for part in ("(step, args...)", "Exit codes: 0 success; 1 ", "all-reduce, reduce-scatter"):
         assert part in done.stdout
@@ -224,8 +224,8 @@ def test_help_says_how_it_is_used_and_how_it_ends(folder):
         "--min-hidden",
     ]  # fmt: skip
     assert all(f"`{option}" in DOCS.read_text() for option in options[1:])
-    assert "inspect" in run(folder, "--help").stdout
-    assert run(folder, "--version").stdout == f"crossshard {crossshard.__version__}\n"
+    assert "inspect" in run("--help").stdout
+    assert run("--version").stdout == f"crossshard {crossshard.__version__}\n"
 
 
 @pytest.mark.parametrize(
@@ -257,8 +257,8 @@ def test_help_says_how_it_is_used_and_how_it_ends(folder):
         ("given", f"--max-bytes-ratio 1 --parameters {BYTES}", 0, ""),
     ],
 )
-def test_contracts(folder, name, options, code, said):
-    done = inspected(folder, name, *options.split())
+def test_contracts(run, name, options, code, said):
+    done = inspected(run, name, *options.split())
     assert done.returncode == code, done.stderr
     assert "each of 8 devices sends" in done.stdout
     faults = [line for line in done.stderr.splitlines() if line.startswith("crossshard: ")]
@@ -297,27 +297,36 @@ BAD = {
     "inspect mine.train:returns_nothing": r"returned NoneType; it must return \(step, args…\)",
     "inspect mine.train:returns_no_step": "A step is a function.*got int",
     "inspect mine.train:fails_in_the_step": r"cannot be lowered: .*nothing \(/.*train\.py:\d+\)",
-    "inspect mine.train:jitted": r"raised: .*8.*\(/.*train\.py:\d+\)",
 }
 
 
-@pytest.mark.parametrize("words", BAD)
-def test_what_cannot_be_done_is_one_line_and_two(folder, words):
-    done = run(folder, *words.split())
+def check_refused(done: Any, why: str) -> None:
     said = done.stderr.replace("this is not part of the report\n", "")
     assert (done.returncode, done.stdout) == (2, ""), said
     assert said.startswith("crossshard: ")
     assert said.count("\n") == 1
-    assert re.search(BAD[words], said), said
+    assert re.search(why, said), said
 
 
+@pytest.mark.parametrize("words", BAD)
+def test_what_cannot_be_done_is_one_line_and_two(run, words):
+    check_refused(run(*words.split()), BAD[words])
+
+
+@pytest.mark.deep
+def test_where_there_are_too_few_devices_the_users_line_is_named(folder):
+    done = process(folder, "inspect", "mine.train:jitted")
+    check_refused(done, r"raised: .*8.*\(/.*train\.py:\d+\)")
+
+
+@pytest.mark.deep
 def test_a_narrow_terminal_folds_cells_and_loses_nothing(folder):
     ours, theirs = pty.openpty()
     words = [sys.executable, folder.parent / "bin" / "crossshard", "inspect", "mine.train:jitted"]
-    process = subprocess.Popen(
+    running = subprocess.Popen(
         [*words, "--devices", "8"],
         cwd=folder,
-        env={**bare_environment(), "COLUMNS": "60"},
+        env=bare_environment(COLUMNS="60"),
         stdout=theirs,
         stderr=subprocess.DEVNULL,
     )
@@ -332,7 +341,7 @@ def test_a_narrow_terminal_folds_cells_and_loses_nothing(folder):
             break
         shown += more
     os.close(ours)
-    assert process.wait(PATIENCE) == 0
+    assert running.wait(PATIENCE) == 0
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode()).replace("\r", "")
     table, _, totals = plain.partition("each of 8 devices")
     assert max(map(len, table.splitlines())) <= 60
@@ -340,16 +349,17 @@ def test_a_narrow_terminal_folds_cells_and_loses_nothing(folder):
     assert "ratio 1.000" in totals
 
 
-def test_ctrl_c_ends_it_quietly(folder):
-    done = inspected(folder, "stops")
+def test_ctrl_c_ends_it_quietly(run):
+    done = inspected(run, "stops")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
+@pytest.mark.deep
 def test_output_that_nobody_reads_or_that_has_no_room(folder):
     full = Path("/dev/full")
     if full.exists():
         with full.open("w") as stdout:
-            done = run(
+            done = process(
                 folder, "inspect", "mine.train:jitted", "--devices", "8",
                 capture_output=False, stdout=stdout, stderr=subprocess.PIPE,
             )  # fmt: skip
@@ -358,7 +368,7 @@ def test_output_that_nobody_reads_or_that_has_no_room(folder):
         assert "Traceback" not in done.stderr
     read, written = os.pipe()
     os.close(read)
-    done = run(
+    done = process(
         folder, "inspect", "mine.train:jitted", "--devices", "8", "--json",
         capture_output=False, stdout=written, stderr=subprocess.PIPE,
     )  # fmt: skip
@@ -367,20 +377,21 @@ def test_output_that_nobody_reads_or_that_has_no_room(folder):
     assert "Traceback" not in done.stderr
 
 
-def test_the_page_about_it_runs(folder):
+def test_the_page_about_it_runs(folder, run):
     page = DOCS.read_text()
     example, factory = re.findall("^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     exec(compile(example, DOCS.name, "exec"), {"__name__": "page"})
     (folder / "train.py").write_text(example + factory)
     (shown,) = re.findall(r"^\$ (crossshard inspect .*?)^```", page, re.DOTALL | re.MULTILINE)
     command, _, output = shown.partition("\n")
-    done = run(folder, *command.split()[1:])
+    done = run(*command.split()[1:])
     assert done.returncode == 0, done.stderr
     totals = [line for line in output.splitlines() if line.startswith(("each of", "8 shards"))]
     assert len(totals) == 2
     assert set(totals) <= set(done.stdout.splitlines())
 
 
+@pytest.mark.deep
 def test_it_is_a_module_too(folder):
     words = [sys.executable, "-m", "crossshard.cli", "--version"]
     done = subprocess.run(words, cwd=folder, env=bare_environment(), capture_output=True, text=True)

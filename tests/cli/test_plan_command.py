@@ -1,7 +1,6 @@
-"""`crossshard plan` as a process: tables, JSON, a picture, one line for what is wrong."""
+"""`crossshard plan`: tables, JSON, a picture, one line for what is wrong, and as a process."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.cli.command import PATIENCE, Command, Ended, bare_environment
+
 ROOT = Path(__file__).parents[2]
-PATIENCE = 240
 
 TRAIN = """
 import jax, jax.numpy as jnp, optax
@@ -50,31 +50,27 @@ def fails():
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plan")
-    (folder / "train.py").write_text(TRAIN)
+    (folder / "planned_train.py").write_text(TRAIN)
     return folder
 
 
-def run(folder: Path, *words: str, **changed: str) -> subprocess.CompletedProcess[str]:
-    ours = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "NPROC"))}
-    return subprocess.run(
+@pytest.fixture
+def run(command: Command, folder: Path) -> Command:
+    """The command in the user's folder, in this interpreter."""
+    return command.inside(folder)
+
+
+@pytest.mark.deep
+def test_tables_and_a_picture_from_a_process_with_nothing_set(folder):
+    words = ["planned_train:of_arrays", "--topology", "cpu:2", "--picture", "plan.png"]
+    done = subprocess.run(
         [sys.executable, "-m", "crossshard.cli", "plan", *words],
         cwd=folder,
-        env={**ours, **changed},
+        env=bare_environment(),
         text=True,
         capture_output=True,
         timeout=PATIENCE,
     )
-
-
-def refused(folder: Path, *words: str) -> str:
-    done = run(folder, *words)
-    said = [line for line in done.stderr.splitlines() if "not part of the report" not in line]
-    assert (done.returncode, done.stdout, len(said)) == (2, "", 1), done.stderr
-    return said[0]
-
-
-def test_tables_and_a_picture(folder):
-    done = run(folder, "train:of_arrays", "--topology", "cpu:2", "--picture", "plan.png")
     assert done.returncode == 0, done.stderr
     assert done.stderr == "this is not part of the report\n"
     lines = done.stdout.splitlines()
@@ -86,8 +82,8 @@ def test_tables_and_a_picture(folder):
     assert (folder / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_json_of_what_does_not_fit(folder):
-    done = run(folder, "train:too_large", "--topology", "cpu:1", "--json")
+def test_json_of_what_does_not_fit(run):
+    done = run("plan", "planned_train:too_large", "--topology", "cpu:1", "--json")
     assert done.returncode == 1, done.stderr
     read: Any = json.loads(done.stdout)
     assert read["recommended"] is None
@@ -95,26 +91,43 @@ def test_json_of_what_does_not_fit(folder):
     assert read["candidates"][0]["memory"]["parameters"] == 4 * 2**40
 
 
+def check_refused(done: Ended, why: str) -> None:
+    said = [line for line in done.stderr.splitlines() if "not part of the report" not in line]
+    assert (done.returncode, done.stdout, len(said)) == (2, "", 1), done.stderr
+    assert why in said[0]
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
         (
-            ("train:make", "--topology", "v9:4x4"),
+            ("planned_train:make", "--topology", "v9:4x4"),
             "There is no topology 'v9:4x4'. Known are v5e:4x4",
         ),
-        (("train:tuple_of", "--topology", "cpu:1"), "must return a dict with batch, loss_fn"),
-        (("train:fails", "--topology", "cpu:1"), "has no attribute nothing"),
-        (("train:make", "--topology", "cpu:1", "--layers", "3"), "--layers is for the demo's"),
-        (("--topology", "cpu:1"), "Name a factory as package.module:factory"),
-        (("train:make", "--topology", "cpu:1", "--picture", "x.txt"), ".png, .svg or .pdf"),
+        (
+            ("planned_train:tuple_of", "--topology", "cpu:1"),
+            "must return a dict with batch, loss_fn",
+        ),
+        (("planned_train:fails", "--topology", "cpu:1"), "has no attribute nothing"),
+        (
+            ("planned_train:make", "--topology", "cpu:1", "--layers", "3"),
+            "--layers is for the demo's",
+        ),
+        (("planned_train:make", "--topology", "cpu:1", "--picture", "x.txt"), ".png, .svg or .pdf"),
     ],
 )
-def test_one_line_for_what_is_wrong(folder, words, why):
-    assert why in refused(folder, *words)
+def test_one_line_for_what_is_wrong(run, words, why):
+    check_refused(run("plan", *words), why)
 
 
-def test_the_model_of_the_demo_in_a_clone():
-    done = run(ROOT, "--topology", "cpu:1", "--json", "--layers", "1", "--width", "32")
+def test_without_a_factory_and_out_of_a_clone_one_is_asked_for(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "examples.byte_lm.planned", None)
+    check_refused(run("plan", "--topology", "cpu:1"), "Name a factory as package.module:factory")
+
+
+def test_the_model_of_the_demo_in_a_clone(command):
+    words = ["--topology", "cpu:1", "--json", "--layers", "1", "--width", "32"]
+    done = command.inside(ROOT)("plan", *words)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     # Embedding, head, and one layer of 12 matrices; three norms.

@@ -1,14 +1,14 @@
-"""`crossshard verify` in an interpreter of its own: its words, its JSON and its exit codes."""
+"""`crossshard verify`: its words, its JSON and its exit codes, and as a process."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from crossshard.cli import main
+from tests.cli.command import PATIENCE, Command, bare_environment
 
 TRAIN = """
 import crossshard, jax, jax.numpy as jnp, numpy as np, optax
@@ -58,27 +58,38 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_wrong_step_as_json_in_a_process_of_its_own(folder: Path):
-    ours = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "NPROC"))}
-    ran = subprocess.run(
-        [sys.executable, "-m", "crossshard.cli", "verify", "verified_train:wrong", "--json",
-         "--devices", "2"],
-        cwd=folder, env={**ours, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True,
-        timeout=200,
-    )  # fmt: skip
+def check_wrong(ran: Any) -> None:
     assert ran.returncode == 1, ran.stderr
     found = json.loads(ran.stdout)
     assert (found["ok"], found["num_shards"], found["rows"]) == (False, 2, 16)
     assert found["faults"][0]["kind"] == "summed"
     assert found["leaves"][0]["ratio"] == pytest.approx(2)
+
+
+def test_a_wrong_step_as_json(folder: Path, command: Command):
+    words = ["verified_train:wrong", "--json", "--shards", "2"]
+    check_wrong(command.inside(folder)("verify", *words))
+
+
+@pytest.mark.deep
+def test_a_wrong_step_as_json_in_a_process_of_its_own(folder: Path):
+    words = ["verified_train:wrong", "--json", "--devices", "2"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "crossshard.cli", "verify", *words],
+        cwd=folder,
+        env=bare_environment(),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    check_wrong(ran)
     assert "from the user's file" in ran.stderr
 
 
-def test_a_right_step(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    monkeypatch.chdir(folder)
-    monkeypatch.syspath_prepend(folder)
-    assert main(["verify", "verified_train:train_step"]) == 0
-    assert capsys.readouterr().out.startswith("fine: on 2 shards and 16 rows")
+def test_a_right_step(folder: Path, command: Command):
+    done = command.inside(folder)("verify", "verified_train:train_step")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("fine: on 2 shards and 16 rows")
 
 
 @pytest.mark.parametrize(
@@ -90,12 +101,8 @@ def test_a_right_step(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys):
         (["verified_train:train_step", "--shards", "2"], "has its own number of shards"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys, words: list[str], said: str
-):
-    monkeypatch.chdir(folder)
-    monkeypatch.syspath_prepend(folder)
-    assert main(["verify", *words]) == 2
-    err = capsys.readouterr().err
-    assert said in err
-    assert len([line for line in err.splitlines() if line.startswith("crossshard:")]) == 1
+def test_what_cannot_be_done_is_one_line(folder: Path, command: Command, words, said):
+    done = command.inside(folder)("verify", *words)
+    assert done.returncode == 2
+    (line,) = [x for x in done.stderr.splitlines() if x.startswith("crossshard:")]
+    assert said in line

@@ -115,6 +115,7 @@ def check(name: str, processes: int, devices: int, in_processes: Any, in_one: An
             np.testing.assert_allclose(arrays[key], expected[key], **limit, err_msg=key)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", FEATURES)
 def test_a_feature(name: str, in_processes: Any, in_one: Any):
     check(name, *SHAPE, in_processes, in_one)

@@ -95,6 +95,7 @@ def check_others(
     assert time.monotonic() - began < seconds + 40
 
 
+@pytest.mark.deep
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_killed_process_is_named_and_the_others_leave(start, who: int):
@@ -102,6 +103,7 @@ def test_a_killed_process_is_named_and_the_others_leave(start, who: int):
     check_others(processes, who, "died.", PROCESS_LOST, 5)
 
 
+@pytest.mark.deep
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_stopped_process_is_named_after_the_timeout(start, who: int):
@@ -113,7 +115,7 @@ def test_a_stopped_process_is_named_after_the_timeout(start, who: int):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.deep), 1])
 def test_a_process_that_sleeps_is_named_with_the_step(start, who: int):
     processes = start(who, "time.sleep(600)")
     says = f"has not entered step 6 for {STALL_SECONDS} seconds, and others wait for it."
@@ -122,6 +124,7 @@ def test_a_process_that_sleeps_is_named_with_the_step(start, who: int):
     assert processes[who].wait(PATIENCE) in (PROCESS_STALLED, PROCESS_LOST)
 
 
+@pytest.mark.deep
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize(
@@ -197,6 +200,7 @@ print("end", flush=True)
 """
 
 
+@pytest.mark.deep
 @pytest.mark.multiprocess
 def test_processes_that_come_to_their_ends_wait_for_each_other(start):
     for process in start(0, "", script=UNEVEN):

@@ -310,6 +310,7 @@ def test_every_example_is_tested_and_in_the_index():
         assert f"({folder})" in index
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", REFERENCES)
 def test_an_example_runs(name: str, tmp_path: Path):
     ran = run([str(FOLDER / f"{name}.py")], tmp_path)
@@ -318,6 +319,7 @@ def test_an_example_runs(name: str, tmp_path: Path):
     assert ("update on sharded global arrays" in ran) == (name == "whole_step")
 
 
+@pytest.mark.deep
 def test_the_examples_run_on_a_single_accelerator(tmp_path: Path):
     # As there, cpu_devices makes nothing that counts.
     script = """
@@ -360,8 +362,18 @@ def falls(printed: str) -> bool:
     return losses[-1] < losses[0] / 2
 
 
-@pytest.mark.parametrize("name", REFERENCES)
-@pytest.mark.parametrize("own", [True, False], ids=["own", "sgd"])
+# One of each idiom is quick.
+QUICK = {"optax_idiom", "stateful_idiom", "whole_step"}
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        pytest.param(name, own, marks=() if name in QUICK and not own else pytest.mark.deep)
+        for own in (True, False)
+        for name in REFERENCES
+    ],
+)
 def test_an_example_trains_as_one_device_does(name: str, own: bool):
     module = load(name)
     optimizer = getattr(module, "OPTIMIZER", ADAM) if own else SGD
@@ -373,15 +385,18 @@ def test_an_example_trains_as_one_device_does(name: str, own: bool):
         np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * scale)
 
 
-@pytest.mark.parametrize("name", REFERENCES)
-def test_an_example_needs_only_what_it_shows(name: str):
-    tree = ast.parse((FOLDER / f"{name}.py").read_text())
-    imported = {
-        (each.name if isinstance(node, ast.Import) else node.module or "").split(".")[0]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for each in node.names
-    }
-    library = name.split("_")[0]
-    own = {"equinox": {"equinox"}, "haiku": {"haiku"}}.get(library, {"flax"})
-    assert imported - sys.stdlib_module_names <= {"crossshard", "jax", "numpy", "optax", *own}
+def test_an_example_needs_only_what_it_shows():
+    more = {}
+    for name in REFERENCES:
+        imported = {
+            (each.name if isinstance(node, ast.Import) else node.module or "").split(".")[0]
+            for node in ast.walk(ast.parse((FOLDER / f"{name}.py").read_text()))
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for each in node.names
+        }
+        library = name.split("_")[0]
+        own = library if library in ("equinox", "haiku") else "flax"
+        more[name] = (
+            imported - sys.stdlib_module_names - {*"crossshard jax numpy optax".split(), own}
+        )
+    assert not {name: modules for name, modules in more.items() if modules}

@@ -92,6 +92,7 @@ def run(*words: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.deep
 def test_written_twice_and_compared(tmp_path: Path):
     tool, before, after = "tools/programs.py", tmp_path / "before", tmp_path / "after"
     only = "^(sum-unchecked|whole-replicated-sgd|stateful-sgd)$"
@@ -113,6 +114,7 @@ def test_written_twice_and_compared(tmp_path: Path):
     assert run(tool, "compare", str(before), str(after), "--diff", "stateful-sgd")[0] == 0
 
 
+@pytest.mark.deep
 def test_a_step_that_compiles_nothing_fails(tmp_path: Path):
     code = f"""
 import sys

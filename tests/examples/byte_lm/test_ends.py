@@ -60,6 +60,7 @@ def check_all_is_written(out: Path) -> dict[str, Any]:
     return summary
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_run_after_its_step_with_all_that_belongs_to_it(tmp_path, number):
     process = start(tmp_path, *ENDLESS)
@@ -75,6 +76,7 @@ def test_a_signal_ends_a_run_after_its_step_with_all_that_belongs_to_it(tmp_path
 
 
 # What is imported on the way to the first line: tyro and JAX long before, the last ones shortly.
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("module", "number"),
     [
@@ -110,6 +112,7 @@ sys.meta_path.insert(0, Interrupting())
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.deep
 def test_ctrl_c_reaches_tee_of_both_streams_too(tmp_path):
     process = start(tmp_path, *ENDLESS, stderr=subprocess.STDOUT)
     wait_for_steps(process, tmp_path / "out")
@@ -120,6 +123,7 @@ def test_ctrl_c_reaches_tee_of_both_streams_too(tmp_path):
     check_all_is_written(tmp_path / "out")
 
 
+@pytest.mark.deep
 def test_ctrl_c_reaches_tee_too_and_everything_is_still_written(tmp_path):
     process = start(tmp_path, *ENDLESS)
     wait_for_steps(process, tmp_path / "out")
@@ -134,6 +138,7 @@ def test_ctrl_c_reaches_tee_too_and_everything_is_still_written(tmp_path):
     assert f"Ended after step {summary['steps']}" in err
 
 
+@pytest.mark.deep
 def test_a_reader_that_leaves_ends_the_run_with_everything_written(tmp_path):
     process = start(tmp_path, *ENDLESS)
     wait_for_steps(process, tmp_path / "out")
@@ -147,6 +152,7 @@ def test_a_reader_that_leaves_ends_the_run_with_everything_written(tmp_path):
     assert err.count("\n") == 1
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
 def test_a_full_stdout_is_said_and_nothing_is_trained(tmp_path):
     with Path("/dev/full").open("w") as full:
@@ -158,6 +164,7 @@ def test_a_full_stdout_is_said_and_nothing_is_trained(tmp_path):
     assert read_metrics(tmp_path / "out") == []
 
 
+@pytest.mark.deep
 def test_a_closed_stdout_and_stderr_do_no_harm(tmp_path):
     words = [*SMALL, "--steps", "3", "--shards", "2"]
     process = start(tmp_path, *words, shell='exec "$@" >&- 2>&-')
@@ -166,6 +173,7 @@ def test_a_closed_stdout_and_stderr_do_no_harm(tmp_path):
     assert [line["step"] for line in read_metrics(tmp_path / "out")] == [1, 2, 3]
 
 
+@pytest.mark.deep
 def test_a_disk_that_fills_ends_the_run_with_what_there_is_and_code_1(tmp_path):
     words = [*SMALL, "--steps", "400", "--shards", "2"]
     # No file may grow beyond 16 blocks of 512 bytes.
@@ -189,6 +197,7 @@ def test_a_disk_that_fills_ends_the_run_with_what_there_is_and_code_1(tmp_path):
     ]
 
 
+@pytest.mark.deep
 def test_a_write_that_fails_after_the_training_is_code_1(tmp_path, capsys):
     out, data = tmp_path / "out", small_text(tmp_path)
     write = running.draw_curves
@@ -207,6 +216,7 @@ def test_a_write_that_fails_after_the_training_is_code_1(tmp_path, capsys):
     assert "written   metrics.jsonl, options.json, summary.json in" in said.out
 
 
+@pytest.mark.deep
 def test_runs_that_start_in_the_same_second_get_a_folder_each(tmp_path):
     data = str(small_text(tmp_path))
     words = [*COMMAND, "--data", data, *SMALL, "--steps", "2", "--shards", "1"]
@@ -233,6 +243,7 @@ datetime.datetime = Stopped
     assert all(len(read_metrics(folder)) == 2 for folder in folders)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "name", ["字" * 60 + " $a_{ $b.txt", b"not \xff utf-8\n.txt"], ids=["signs", "bytes"]
 )
@@ -247,6 +258,7 @@ def test_any_name_of_a_file_can_be_trained_on(tmp_path, capfd, name):
     check_picture(out / "curves.png")
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("variable", "value", "says"),
     [
@@ -267,6 +279,7 @@ def test_an_environment_it_cannot_run_in_is_one_line_and_code_2(tmp_path, variab
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.deep
 def test_an_unknown_backend_of_matplotlib_does_no_harm():
     unknown = {**bare_environment(), "MPLBACKEND": "no_such_backend"}
     words = [sys.executable, "-c", "import examples.byte_lm.plots"]

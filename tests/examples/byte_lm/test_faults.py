@@ -76,6 +76,7 @@ def test_a_shard_in_quarantine_is_named_and_the_others_train_on(tmp_path, monkey
     assert all(np.isfinite(step["loss"]) and not step["skipped"] for step in steps)
 
 
+@pytest.mark.deep
 def test_too_many_in_a_row_end_the_run_with_a_checkpoint_to_go_on_from(
     tmp_path, monkeypatch, capsys
 ):
@@ -105,6 +106,7 @@ def test_too_many_in_a_row_end_the_run_with_a_checkpoint_to_go_on_from(
     assert saved[0] == saved[1] != saved[2]
 
 
+@pytest.mark.deep
 def test_a_fault_in_the_last_step_ends_the_run_too(tmp_path, monkeypatch, capsys):
     break_shard(monkeypatch, 1, range(2, 3))
     words = ["--shards", 2, "--nonfinite", "raise", "--steps", 2]
@@ -114,6 +116,7 @@ def test_a_fault_in_the_last_step_ends_the_run_too(tmp_path, monkeypatch, capsys
     assert said.endswith("Nothing was saved, since that takes --save-every.\n")
 
 
+@pytest.mark.deep
 def test_parameters_that_overflowed_are_not_saved(tmp_path, capsys):
     words = ["--shards", 2, "--nonfinite", "raise", "--save-every", 1, "--optimizer", "sgd"]
     assert run(tmp_path, "out", *words, "--learning-rate", 1e39) == 3
@@ -143,6 +146,7 @@ HEAD = "params['head']['kernel']"
 SENTINEL = ["--shards", 3, "--batch", 6, "--weight-update", "replicated"]
 
 
+@pytest.mark.deep
 def test_copies_that_differ_end_the_run_and_doubtful_checkpoints_are_put_aside(
     tmp_path, monkeypatch, capsys
 ):

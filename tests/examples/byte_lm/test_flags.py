@@ -95,12 +95,22 @@ HALF = {"dtype": "bfloat16", "param_dtype": "bfloat16", "master_dtype": "float32
     ("flags", "chosen", "within", "described"),
     [
         ({"accumulate_steps": 4, "weight_update": "sharded"}, "", EXACT, "4 microbatches.* parts"),
-        ({"shards": 2, "model_shards": 2}, "", EXACT, "split over model"),
         ({"weight": True, "batch": 9}, "", EXACT, "weigh"),
-        ({"wrt": "blocks/*"}, "blocks/", EXACT, "frozen"),
-        ({"reduce_dtype": "bfloat16"}, "", OF_16_BITS, "in bfloat16"),
-        ({"dtype": "float16", "loss_scale": "dynamic"}, "", OF_16_BITS, "skip if not finite"),
-        (HALF, "", OF_16_BITS, "float32 masters"),
+        *(
+            pytest.param(*each, marks=pytest.mark.deep)
+            for each in [
+                ({"shards": 2, "model_shards": 2}, "", EXACT, "split over model"),
+                ({"wrt": "blocks/*"}, "blocks/", EXACT, "frozen"),
+                ({"reduce_dtype": "bfloat16"}, "", OF_16_BITS, "in bfloat16"),
+                (
+                    {"dtype": "float16", "loss_scale": "dynamic"},
+                    "",
+                    OF_16_BITS,
+                    "skip if not finite",
+                ),
+                (HALF, "", OF_16_BITS, "float32 masters"),
+            ]
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
@@ -115,6 +125,7 @@ def test_with_a_flag_shards_train_as_one_device_does(text, flags, chosen, within
         assert crossshard.inspect(job.lowered).ratio == pytest.approx(0.5, rel=0.01)
 
 
+@pytest.mark.deep
 def test_the_average_is_evaluated_and_the_norm_is_of_the_gradient(text):
     job = job_of(text, ema=0.5, metrics=("grad_norm",))
     path = by_one(job)
@@ -135,6 +146,7 @@ def scheduled() -> optax.GradientTransformation:
     return optax.sgd(optax.linear_schedule(0.1, 0.0, 10))
 
 
+@pytest.mark.deep
 def test_all_flags_go_together_on_the_screen_and_in_the_record(text, tmp_path, capsys):
     out = tmp_path / "out"
     words = ["--data", str(text), "--out", str(out), *SMALL, "--steps", "3"]

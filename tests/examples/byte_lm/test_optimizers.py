@@ -44,6 +44,7 @@ def test_a_given_learning_rate_reaches_the_optimizer(name):
     assert first_update(0.02) == pytest.approx(2 * first_update(0.01), rel=1e-4)
 
 
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore:.*(deprecated|Specifying a key)")
 def test_every_optimizer_of_optax_that_takes_a_learning_rate_alone_can_be_named():
     skipped = {"lbfgs", "sophia"}

@@ -22,6 +22,8 @@ from tests.examples.byte_lm.small import (
     small_text,
 )
 
+pytestmark = [pytest.mark.multiprocess, pytest.mark.deep]
+
 LAUNCH = [sys.executable, "-m", "crossshard.cli", "launch"]
 
 
@@ -41,7 +43,6 @@ def lines_of(own: int, text: str) -> list[str]:
     return [line for line in ours if not re.search(r"Gloo|Rank|peer ranks|^[\s\d:]*$", line)]
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("launch", "words"),
     [
@@ -102,7 +103,6 @@ def stopped_summary(out: Path) -> dict[str, Any]:
     return summary
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("number", "to"),
     [(signal.SIGINT, "all"), (signal.SIGTERM, "all"), (signal.SIGTERM, "the last")],
@@ -119,7 +119,6 @@ def test_all_processes_stop_after_the_same_step(tmp_path: Path, number: signal.S
     assert lines_of(0, err) == lines_of(1, err) == []
 
 
-@pytest.mark.multiprocess
 def test_a_loss_that_is_not_finite_stops_all_processes(tmp_path: Path):
     words = ["--optimizer", "sgd", "--learning-rate", "1e30", "--steps", "50"]
     ran = start(tmp_path, "out", *words, launch=["-n", "2", "--cpu-devices", "2"])
@@ -129,7 +128,6 @@ def test_a_loss_that_is_not_finite_stops_all_processes(tmp_path: Path):
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["ended"] == "not finite"
 
 
-@pytest.mark.multiprocess
 def test_shards_that_the_processes_cannot_share_are_refused(tmp_path: Path):
     ran = start(tmp_path, "out", "--shards", "4", launch=["-n", "3"])
     out, err = ran.communicate(timeout=PATIENCE)

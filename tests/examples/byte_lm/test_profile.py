@@ -18,6 +18,7 @@ def run(folder: Path, *words: object) -> int:
     return main(list(map(str, given)))
 
 
+@pytest.mark.deep
 def test_a_trace_has_three_steps_on_each_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert run(tmp_path, "--steps", 8, "--shards", 2) == 0
     assert "profile" in capsys.readouterr().out

@@ -45,8 +45,8 @@ def of_run(job: Job, judged_as: Job | None = None) -> Comparison:
 @pytest.mark.parametrize(
     ("optimizer", "groups", "reduction", "relative"),
     [
-        ("adam", "1x4", "mean", 1e-3),
-        ("polyak_sgd", "[[0,3],[1,2]]", "sum", 1e-4),
+        pytest.param("adam", "1x4", "mean", 1e-3, marks=pytest.mark.deep),
+        pytest.param("polyak_sgd", "[[0,3],[1,2]]", "sum", 1e-4, marks=pytest.mark.deep),
         ("sgd", "4x1", "mean", 1e-5),
     ],
 )
@@ -60,6 +60,7 @@ def test_shards_train_as_one_does(job, optimizer, groups, reduction, relative):
     assert (one.optimizer, one.steps) == (optimizer, 3)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("groups", "reduction", "options"),
     [
@@ -100,6 +101,7 @@ def summed_loss(model: ByteTransformer, batch: Batch) -> tuple[Any, Any]:
     return len(batch["read"]) * mean, aux
 
 
+@pytest.mark.deep
 def test_sgd_finds_a_wrong_factor_that_adam_hides(job, monkeypatch):
     monkeypatch.setattr(jobs, "loss", summed_loss)
     job = dataclasses.replace(job)  # without its step

@@ -39,6 +39,7 @@ def digests(out: Path, number: int) -> list[str]:
     return [leaf["hash"] for leaf in json.loads(manifest.read_text())["leaves"]]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_run_ends_with_the_same_bits(tmp_path: Path, number: signal.Signals):
     words = ["--shards", "2", "--save-every", "4", "--ema", "0.9"]
@@ -62,6 +63,7 @@ def test_an_interrupted_run_ends_with_the_same_bits(tmp_path: Path, number: sign
     assert digests(out, steps) == digests(whole, steps)
 
 
+@pytest.mark.deep
 def test_on_another_number_of_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert run(tmp_path, "out", "--steps", 4, "--shards", 4, "--save-every", 9) == 0
     assert numbers(tmp_path / "out") == [4]
@@ -74,6 +76,7 @@ def test_on_another_number_of_shards(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert numbers(tmp_path / "out") == [4]
 
 
+@pytest.mark.deep
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path):
     words = ["--shards", 2, "--save-every", 2]
     assert run(tmp_path, "out", "--steps", 4, *words) == 0
@@ -88,6 +91,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path):
     assert values(tmp_path / "out") == values(tmp_path / "whole")
 
 
+@pytest.mark.deep
 def test_an_empty_folder_is_where_a_run_begins(tmp_path: Path):
     assert run(tmp_path, "out", "--steps", 2, "--shards", 2, "--resume") == 0
     assert len(read_metrics(tmp_path / "out")) == 2
@@ -101,6 +105,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("words", "said"),
     [

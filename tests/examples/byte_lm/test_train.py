@@ -24,6 +24,7 @@ from tests.examples.byte_lm.small import (
 )
 
 
+@pytest.mark.deep
 def test_in_a_pipe_it_prints_lines_and_leaves_files(tmp_path):
     data = small_text(tmp_path)
     done = subprocess.run(
@@ -66,6 +67,7 @@ def test_in_a_pipe_it_prints_lines_and_leaves_files(tmp_path):
     check_picture(out / "curves.png")
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("number", "why"), [(signal.SIGINT, "as you asked"), (signal.SIGTERM, "by SIGTERM")]
 )
@@ -126,6 +128,7 @@ def steps_drawn(shown: str) -> list[int]:
     return [int(number) for number in re.findall(r"(\d+)/1000000 ", without_escapes(shown))]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("words", "names"),
     [(["--data", "missing.txt"], "missing.txt"), (["--optimizer", "lbfgs"], "line search")],
