@@ -1,6 +1,7 @@
 """Every feature over 1, 2 and 4 processes of 1, 2 and 4 devices: as in one process of as many."""
 
 import functools
+import gc
 import json
 import sys
 import traceback
@@ -12,8 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.backend import get_backend
 
 import crossshard
+from crossshard.inspection.collectives import KINDS
 from tests.distributed.features import FEATURES, Job
 from tests.processes import join, run_processes
 
@@ -28,6 +31,9 @@ def run(job: Job, out: Path) -> dict[str, str]:
     """Run all features in turn; write their arrays, and return what went wrong."""
     arrays, failures = {}, {}
     warnings.simplefilter("ignore", crossshard.DivergenceWarning)
+    if job.processes > 1:
+        # So that all programs are there in the end, too.
+        gc.disable()
     for name, function in FEATURES.items():
         # So that a job which waits for ever says in what.
         print(name, file=sys.stderr, flush=True)
@@ -40,8 +46,15 @@ def run(job: Job, out: Path) -> dict[str, str]:
                     arrays[name + jax.tree_util.keystr(path)] = np.asarray(leaf)
         except Exception:
             failures[name] = traceback.format_exc()
-    np.savez(out.with_suffix(".npz"), **arrays)
+    np.savez(out.with_suffix(".npz"), collectives=collectives_of_all_programs(), **arrays)
     return failures
+
+
+def collectives_of_all_programs() -> list[str]:
+    """The kinds of collectives in what this process has compiled."""
+    programs = get_backend().live_executables()
+    text = "\n".join(module.to_string() for each in programs for module in each.hlo_modules())
+    return [kind for kind in KINDS if f" {kind}(" in text]
 
 
 def main(process: int, port: int, out: str, processes: str, devices: str) -> None:
@@ -113,6 +126,14 @@ def check(name: str, processes: int, devices: int, in_processes: Any, in_one: An
             exact = not np.issubdtype(expected[key].dtype, np.floating)
             limit = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-6, "atol": 1e-6}
             np.testing.assert_allclose(arrays[key], expected[key], **limit, err_msg=key)
+
+
+@pytest.mark.deep
+def test_processes_on_cpus_reduce_without_gloos_reduce_scatter(in_processes: Any):
+    for _, arrays in in_processes(*SHAPE):
+        found = set(arrays["collectives"])
+        assert {"all-to-all", "all-gather", "all-reduce"} <= found
+        assert "reduce-scatter" not in found
 
 
 @pytest.mark.deep

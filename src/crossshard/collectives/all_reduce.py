@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from crossshard import _jax
+from crossshard.collectives.scatter import gather_sums, scatter_sum
 from crossshard.errors import ArgumentTypeError, ShardContextError
 from crossshard.shards.axes import Shards, current_shards
 from crossshard.shards.context import check_axis_name
@@ -42,8 +43,7 @@ def _sum_over_group(x: Any, shards: Shards, groups: GroupAssignment) -> Any:
         return parts[jnp.asarray(groups.group_of)[shards.index()]]
     # psum rejects groups under check_vma=True. These two accept them, and send the same bytes.
     flat = jnp.pad(jnp.ravel(x), (0, -jnp.size(x) % groups.size))
-    over = {"axis_name": shards.axes, "axis_index_groups": groups.members.tolist(), "tiled": True}
-    total = lax.all_gather(lax.psum_scatter(flat, **over), **over)
+    total = gather_sums(scatter_sum(flat, 0, shards, groups), shards, groups)
     return total[: jnp.size(x)].reshape(jnp.shape(x))
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from crossshard import _jax
@@ -14,10 +15,41 @@ def scatter_sum(
     x: jax.Array, axis: int, shards: Shards, groups: GroupAssignment | None = None
 ) -> jax.Array:
     """This shard's slice along ``axis`` of the sum over the shards or over its group."""
+    reduce_scatter = lambda x: _reduce_scatter(x, axis, shards, groups)
+    if not shards.manual or not _jax.has_coordinator():
+        return reduce_scatter(x)
+    # XLA for CPUs sends everything through gloo then, within a process, too. Of gloo's collectives
+    # only the reduce-scatter fails if another process is half a minute late (jax#40831).
+    by_exchange = lambda x: exchange(x, axis, shards, groups).sum(0, dtype=x.dtype)
+    return lax.platform_dependent(x, cpu=by_exchange, default=reduce_scatter)
+
+
+def _reduce_scatter(
+    x: jax.Array, axis: int, shards: Shards, groups: GroupAssignment | None
+) -> jax.Array:
     for name, members in _schedule(shards, groups):
         over: Any = {"axis_index_groups": members, "tiled": True}
         x = lax.psum_scatter(x, name, scatter_dimension=axis, **over)
     return x
+
+
+def exchange(
+    x: jax.Array, axis: int, shards: Shards, groups: GroupAssignment | None = None
+) -> jax.Array:
+    """``[shards, …]``: this shard's slice along ``axis`` of the ``x`` of every shard, in order.
+
+    Their sum is that of a reduce-scatter, of which it sends the bytes.
+    """
+    number = shards.number if groups is None else groups.size
+    parts = jnp.stack(jnp.split(x, number, axis))
+    return lax.all_to_all(
+        shards.as_varying(parts),
+        shards.axes,
+        split_axis=0,
+        concat_axis=0,
+        axis_index_groups=None if groups is None else groups.members.tolist(),
+        tiled=True,
+    )
 
 
 def gather_parts(
@@ -33,6 +65,16 @@ def gather_parts(
         else:
             x = lax.all_gather(x, name, axis=axis, axis_index_groups=members, tiled=True)
     return x
+
+
+def gather_sums(x: jax.Array, shards: Shards, groups: GroupAssignment) -> jax.Array:
+    """``gather_parts`` along axis 0 of what ``scatter_sum`` returned, both to be differentiated."""
+    gather = lambda x: gather_parts(x, 0, shards, groups)
+    if not _jax.has_coordinator():
+        return gather(x)
+    # The derivative of an all-gather is a reduce-scatter, and that of an exchange an exchange.
+    by_exchange = lambda x: exchange(jnp.tile(x, groups.size), 0, shards, groups).ravel()
+    return lax.platform_dependent(x, cpu=by_exchange, default=gather)
 
 
 def _schedule(shards: Shards, groups: GroupAssignment | None) -> list[Any]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from crossshard.collectives.all_reduce import sum_over_shards
-from crossshard.collectives.scatter import gather_parts, scatter_sum
+from crossshard.collectives.scatter import exchange, gather_parts, scatter_sum
 from crossshard.shards.axes import Shards
 from crossshard.shards.groups import GroupAssignment
 
@@ -70,16 +70,7 @@ def _exchange(x: jax.Array, axis: int, shards: Shards, groups: GroupAssignment |
 
     XLA for CPUs adds in float32 and sends what it adds; bits that it does not add stay 16.
     """
-    number = shards.number if groups is None else groups.size
-    parts = jnp.stack(jnp.split(_as_bits(x), number, axis))
-    received = lax.all_to_all(
-        shards.as_varying(parts),
-        shards.axes,
-        split_axis=0,
-        concat_axis=0,
-        axis_index_groups=None if groups is None else groups.members.tolist(),
-        tiled=True,
-    )
+    received = exchange(_as_bits(x), axis, shards, groups)
     return lax.bitcast_convert_type(received, x.dtype).astype(jnp.float32).sum(0)
 
 
