@@ -65,8 +65,9 @@ def make_train_step(
       loss_fn: ``loss_fn(params, batch)``, or ``loss_fn(params, batch, rng)``, the mean loss of one
         shard's rows of the batch, float[]. ``params`` is the model that ``init`` got: a pytree,
         an Equinox module, or an NNX module, which the loss may write to. ``rng`` is a key of this
-        step and shard; it is also passed to an optional parameter (``rng=None``, or a name that
-        ends in ``rng`` or ``key``).
+        step and shard: the third parameter must be named like one, such as ``rng``, ``key`` or
+        ``seed``; it is also passed to an optional parameter (``rng=None``, or a name that ends in
+        ``rng`` or ``key``).
       optimizer: an Optax transformation, whose gradients are averaged over the shards; or a
         CrossShardOptimizer with its own reduction and groups.
       mesh: the mesh to run on. If ``None``, a mesh of ``num_shards`` devices.
@@ -122,7 +123,8 @@ def make_train_step(
     Raises:
       ArgumentError: an unknown ``weight_update``, an impossible number of shards, weight with SUM.
       AxisError: ``axis_name`` names no axis of the mesh.
-      ArgumentTypeError: not a function, not an optimizer, or not a mesh.
+      ArgumentTypeError: not a function, not an optimizer, or not a mesh; or the loss takes arrays
+        beside the batch.
       VariableError: the optimizer closes over an NNX variable, as a schedule may.
 
     >>> import jax.numpy as jnp, optax
