@@ -54,6 +54,7 @@ def make_train_step(
     replicated_entries: Sequence[str] = (),
     check_divergence: int | None = None,
     on_divergence: str = "raise",
+    donate: bool = True,
 ) -> TrainStep:
     """Build the whole training step of all shards: loss, gradients, reduction, weight update.
 
@@ -116,6 +117,8 @@ def make_train_step(
       on_divergence: ``"raise"``: a later call raises a DivergenceError, which names the shard and
         the array. ``"repair"``: the copy that more than half of the shards have is given to all,
         with a DivergenceWarning; without such a majority it is an error.
+      donate: whether a call overwrites the state that it is given. ``False`` keeps it valid, which
+        takes memory for a second one.
 
     Returns:
       A TrainStep.
@@ -170,7 +173,13 @@ def make_train_step(
     sharding = check_weight_update(weight_update)
     if sharding is WeightUpdate.AUTO and optimizer.weight_update is WeightUpdate.SHARDED:
         sharding = WeightUpdate.SHARDED
-    return TrainStep(function, where, axes, sharding, check_wrt(wrt))
+    return TrainStep(function, where, axes, sharding, check_wrt(wrt), donate=_check_donate(donate))
+
+
+def _check_donate(donate: Any) -> bool:
+    if not isinstance(donate, bool):
+        raise ArgumentTypeError(f"donate must be True or False; got {donate!r:.60}.")
+    return donate
 
 
 def _check_pipeline(pipeline: Pipeline, number: int, weight: Any) -> Pipeline:

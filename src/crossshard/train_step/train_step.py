@@ -25,6 +25,7 @@ from crossshard.train_step.batches import BatchPlacer
 from crossshard.train_step.compiler_options import compiler_options
 from crossshard.train_step.description import describe
 from crossshard.train_step.divergence import names_of_compared
+from crossshard.train_step.donation import Donation
 from crossshard.train_step.entries import EntryPlacer
 from crossshard.train_step.evaluate import Evaluator
 from crossshard.train_step.layout import StateLayout, check_key
@@ -76,6 +77,8 @@ class TrainStep:
         axes: tuple[str, ...],
         weight_update: WeightUpdate,
         wrt: Any = None,
+        *,
+        donate: bool = True,
     ):
         self._function = function
         self._wrt = wrt
@@ -103,8 +106,12 @@ class TrainStep:
         self._options = compiler_options(
             mesh.devices.flat[0].platform, mesh.size if groups is None else groups.size
         )
+        self._donate = donate
+        self._donation = Donation(mesh)
         self._compiled = jax.jit(
-            self._run, donate_argnums=0, compiler_options=self._options or None
+            self._run,
+            donate_argnums=(0,) if donate else (),
+            compiler_options=self._options or None,
         )
         # JAX refuses options for what runs inside another jit.
         self._traced = jax.jit(self._run)
@@ -130,7 +137,8 @@ class TrainStep:
         """Take one step.
 
         Args:
-          state: the state from ``init`` or the last step; it is donated.
+          state: the state from ``init`` or the last step; it is donated, unless the step was made
+            with ``donate=False``.
           batch: a pytree of arrays, split over the shards along axis 0. If there are several
             processes, each passes its own rows.
           *more: refused: all arrays belong into one batch.
@@ -175,6 +183,8 @@ class TrainStep:
     def _run_once(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         # Under jax.grad the backward pass needs the state again, so it is not donated.
         run = self._compiled if _jax.at_top_level() else self._traced
+        if self._donate and run is self._compiled:
+            self._donation.check(state, batch)
         if self._in_processes or _jax.another_mesh_is_set(self._mesh):
             with _jax.in_place_of_the_users_mesh(self._mesh):
                 placed = self._place(batch)
