@@ -125,7 +125,9 @@ class BatchPlacer:
         # A fast check, since it runs at every step; a tracer has no such attribute.
         if leaves and all(getattr(leaf, "sharding", None) == sharding for leaf in leaves):
             return batch
-        return self._place(batch)
+        # To move a batch is asked for, and padding is a part of it.
+        with jax.transfer_guard("allow"):
+            return self._place(batch)
 
     def _place(self, batch: Any) -> Any:
         leaves, missing, tree = self._checked(batch)

@@ -281,9 +281,11 @@ class TrainStep:
             to be trained, parameters are sharded, or another process passes something else.
           ArgumentTypeError: a leaf is neither an array nor hashable, or ``rng`` is not a key.
         """
-        if not self._is_of_all_processes:
-            return self._init(params, rng, model_state)
-        with entering("init"):
+        # What init moves to the devices it is told to move.
+        with (
+            jax.transfer_guard("allow"),
+            entering("init") if self._is_of_all_processes else contextlib.nullcontext(),
+        ):
             return self._init(params, rng, model_state)
 
     def _init(self, params: Any, rng: Any, model_state: Any) -> TrainState:
@@ -435,6 +437,11 @@ class TrainStep:
     def _of_shard(self, state: TrainState, shard: int | None, ema: bool) -> tuple[Any, Any, Any]:
         """The parameters, the frozen arrays and the model state of a shard, or of all."""
         check_state(state)
+        # An index is an array on the host.
+        with jax.transfer_guard("allow"):
+            return self._chosen(state, shard, ema)
+
+    def _chosen(self, state: TrainState, shard: int | None, ema: bool) -> tuple[Any, Any, Any]:
         params = self._average(state) if ema else state.params
         model_state = state.model_state
         if self._grouped and shard is None:
