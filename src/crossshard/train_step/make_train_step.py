@@ -46,7 +46,7 @@ def make_train_step(
     reduce_dtype: Any = None,
     loss_scale: Any = None,
     master_dtype: Any = None,
-    ema: float | None = None,
+    ema: float | Callable[[Any], Any] | None = None,
     nonfinite: Any = None,
     wrt: Any = None,
     model_state: str | None = None,
@@ -93,7 +93,8 @@ def make_train_step(
       reduce_dtype: as for a CrossShardOptimizer, like the four below.
       loss_scale: ``"dynamic"``, or a ``DynamicLossScale``.
       master_dtype: the dtype of master weights.
-      ema: the decay of a moving average of the parameters: ``step.model(state, ema=True)``.
+      ema: the decay of a moving average of the parameters, or a schedule, a function of the number
+        of updates so far: ``step.model(state, ema=True)``.
       nonfinite: ``"quarantine"``, ``"skip"``, ``"raise"`` or a ``Nonfinite``. What was found is in
         ``metrics["nonfinite"]``; after ``limit`` steps in a row the next call but one raises
         ``NonfiniteError``, and the state that it was given is as it was.
