@@ -139,6 +139,38 @@ def test_what_is_not_a_dtype_of_masters_is_refused(bad: Any):
         CrossShardOptimizer(optax.sgd(RATE), master_dtype=bad)
 
 
+@both
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_schedule_warms_the_average_up(weight_update: str, dtype: str):
+    warm_up = lambda count: jnp.minimum(0.8, (1 + count) / (10 + count))
+    masters = {"master_dtype": "float32"} if dtype == "bfloat16" else {}
+    step = make_train_step(
+        loss_fn, optax.adam(RATE), num_shards=N, weight_update=weight_update, ema=warm_up, **masters
+    )
+    state, wide = step.init(jnp.asarray(W, dtype)), round_to(W, dtype)
+    for t in range(8):
+        state, _ = step(state, X[t].reshape(-1, 40))
+        now = optax.tree.get(step.unshard(state).opt_state, "masters", state.params)
+        decay = min(0.8, (1 + t) / (10 + t))
+        wide = decay * wide + (1 - decay) * np.asarray(now, np.float64)
+    ema = optax.tree.get(step.unshard(state).opt_state, "ema")
+    np.testing.assert_allclose(ema, wide, rtol=0, atol=2e-6)
+    assert optax.tree.get(state.opt_state, "ema_count") == 8
+    assert "moving average by " in step.describe()
+    assert " at 0x" not in step.describe()
+
+
+def test_a_schedule_in_64_bits_leaves_the_average_its_dtype():
+    wide = lambda count: jnp.float64(0.5) + 0.0 * count
+    with jax.enable_x64(True):
+        opt = CrossShardOptimizer(optax.sgd(RATE), ema=wide)
+        params = jnp.ones(3, jnp.float32)
+        types = jax.eval_shape(opt.init, params)
+        with crossshard.shard_context(1):
+            after = jax.eval_shape(lambda g, s, p: opt.update(g, s, p)[1], params, types, params)
+    assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, types)
+
+
 @pytest.mark.parametrize(
     ("bad", "kind"),
     [
@@ -149,6 +181,9 @@ def test_what_is_not_a_dtype_of_masters_is_refused(bad: Any):
         ("0.9", crossshard.ArgumentTypeError),
         (True, crossshard.ArgumentTypeError),
         (0, crossshard.ArgumentError),
+        (lambda count: (0.9, count), crossshard.ArgumentTypeError),
+        (lambda count: count, crossshard.ArgumentTypeError),
+        (lambda: 0.9, crossshard.ArgumentTypeError),
     ],
 )
 def test_what_is_not_a_decay_is_refused(bad: Any, kind: Any):

@@ -132,6 +132,11 @@ def split_loss(
             f"With has_aux=True a function returns (loss, aux); this one returned "
             f"{type(out).__name__}."
         )
+    if not has_aux and isinstance(out, tuple | list) and len(out) == 2:
+        raise ArgumentTypeError(
+            f"A loss must be a floating scalar; this function returned a {type(out).__name__} of "
+            f"two. If it returned (loss, aux), pass has_aux=True."
+        )
     loss, aux = out if has_aux else (out, None)
     return check_scalar(loss, kinds=kinds), aux
 

@@ -78,7 +78,8 @@ class CrossShardOptimizer(Optimizer):
         loss; ``compute_gradients`` and ``make_train_step`` scale it themselves.
       master_dtype: ``float32``: the state holds the parameters in this dtype too, and those of 16
         bits are rounded from them.
-      ema: the decay of a moving average of the parameters, such as 0.999, which the state holds:
+      ema: the decay of a moving average of the parameters, such as 0.999, or a schedule, a
+        function of the number of updates so far. The state holds the average:
         ``optax.tree.get(state, "ema")``.
       nonfinite: what to do about a gradient that is NaN or infinite: ``"quarantine"`` leaves the
         shard out of the mean, ``"skip"`` leaves parameters and state as they were, on all shards.
@@ -119,7 +120,7 @@ class CrossShardOptimizer(Optimizer):
         reduce_dtype: Any = None,
         loss_scale: Any = None,
         master_dtype: Any = None,
-        ema: float | None = None,
+        ema: float | Callable[[Any], Any] | None = None,
         nonfinite: Any = None,
         axis_name: str | tuple[str, ...] | None = None,
         incoming: str | None = None,

@@ -22,7 +22,7 @@ from crossshard.pipeline.aggregate import Mean, Sum
 from crossshard.pipeline.loss_scale import DynamicLossScale
 from crossshard.pipeline.masters import with_masters
 from crossshard.pipeline.metrics import Metrics
-from crossshard.pipeline.moving_average import with_moving_average
+from crossshard.pipeline.moving_average import Decay, describe_decay, with_moving_average
 from crossshard.pipeline.nonfinite import Nonfinite, check_fits
 from crossshard.pipeline.optimize import apply_optimizer, takes_value
 from crossshard.pipeline.plan import UpdateStrategy
@@ -60,7 +60,8 @@ class Pipeline:
       loss_scale: the stage that skips steps that overflow; ``None`` without one.
       nonfinite: the stage that keeps out what is not finite; ``None`` without one.
       master_dtype: the dtype of master weights; ``None`` without them.
-      ema: the decay of the moving average of the parameters; ``None`` without one.
+      ema: the decay of the moving average of the parameters, or a schedule of it; ``None``
+        without one.
       metrics: the metrics of each update.
     """
 
@@ -75,7 +76,7 @@ class Pipeline:
     loss_scale: DynamicLossScale | None = None
     nonfinite: Nonfinite | None = None
     master_dtype: Any = None
-    ema: float | None = None
+    ema: Decay | None = None
     metrics: Metrics = dataclasses.field(default_factory=Metrics)
 
     def __post_init__(self) -> None:
@@ -268,7 +269,7 @@ class Pipeline:
         guard = self.loss_scale or self.nonfinite
         update, *gather = ["update"] if strategy is None else _UPDATES[strategy]
         masters = [] if self.master_dtype is None else [f"{self.master_dtype} masters"]
-        average = [] if self.ema is None else [f"moving average {self.ema}"]
+        average = [] if self.ema is None else [f"moving average {describe_decay(self.ema)}"]
         if masters or average:
             update += f" ({', '.join([*masters, *average])})"
         local = (self.preprocess, weigh)

@@ -178,7 +178,7 @@ def shard(
         passes its own part of the arrays, and the same of all else.
       num_shards: the number of shards, one per device.
       input_shard_axes: for each positional input the axis to split, or ``None`` to pass the full
-        array; axis 0 by default.
+        array. By default axis 0 of all of them, which must then be as long.
       outputs_from_all_shards: whether each output is joined over the shards, or taken from the
         first; one bool or one per output.
       output_shard_axes: for each output the axis to join along; axis 0 by default. Scalars are
@@ -190,7 +190,7 @@ def shard(
 
     Raises:
       ArgumentError: a number of shards below 1 or above the number of devices; an axis that does
-        not divide evenly; lists of the wrong length.
+        not divide evenly; arrays of different lengths; lists of the wrong length.
       ArgumentTypeError: ``inputs`` is not a list.
       NestedContextError: called inside a shard context.
 

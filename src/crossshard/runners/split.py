@@ -145,8 +145,8 @@ def split_arguments(
     """Put the arrays of a call on the mesh; each of several processes passes its own part.
 
     Raises:
-      ArgumentError: an axis that does not exist or does not divide evenly, or a list of axes that
-        does not match the arguments.
+      ArgumentError: an axis that does not exist or does not divide evenly, arrays of different
+        lengths, or a list of axes that does not match the arguments.
     """
     squeeze = axes == REPLICAS
     per_argument = axes if isinstance(axes, tuple) else (0,) * len(args)
@@ -160,6 +160,7 @@ def split_arguments(
     items: list[Any] = []
     named = [(f"input {place}", value) for place, value in enumerate(args)]
     named += [(f"input {name!r}", value) for name, value in kwargs.items()]
+    lengths: dict[str, int] = {}
     for (name, value), axis in zip(named, per_argument + (0,) * len(kwargs), strict=True):
         if is_whole(value):
             items.append(Whole(value))
@@ -172,6 +173,13 @@ def split_arguments(
             specs.append(spec)
             # Every process stacks all replicas.
             leaves.append(put(leaf, NamedSharding(mesh, spec), whole=squeeze))
+            if axis is not None:
+                lengths[where] = leaves[-1].shape[axis]
+        if axes is not None:
+            # Each input has an axis that the caller chose, so another one may be shorter.
+            _check_lengths(lengths)
+            lengths = {}
+    _check_lengths(lengths)
     return Arguments(tuple(leaves), tuple(specs), tuple(items), tuple(kwargs), squeeze)
 
 
@@ -207,6 +215,20 @@ def _spec(
             f"divide evenly over {shards} shards{of_process}."
         )
     return PartitionSpec(*[None] * axis, mesh.axis_names)
+
+
+def _check_lengths(lengths: dict[str, int]) -> None:
+    """Raise unless all arrays, by name, are as long along the axis that is split."""
+    names = list(lengths)
+    for name in names[1:]:
+        if lengths[name] != lengths[names[0]]:
+            raise ArgumentError(
+                f"{names[0]} and {name} are both split over the shards, and have different numbers "
+                f"of rows, {lengths[names[0]]} and {lengths[name]}. For an array that every shard "
+                f"gets whole, write crossshard.shard(..., input_shard_axes=[...]) with None in its "
+                f"place, and its axis if it is meant to be split; pass the arrays of one input as "
+                f"several inputs, and by position."
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -125,7 +125,9 @@ class BatchPlacer:
         # A fast check, since it runs at every step; a tracer has no such attribute.
         if leaves and all(getattr(leaf, "sharding", None) == sharding for leaf in leaves):
             return batch
-        return self._place(batch)
+        # To move a batch is asked for, and padding is a part of it.
+        with jax.transfer_guard("allow"):
+            return self._place(batch)
 
     def _place(self, batch: Any) -> Any:
         leaves, missing, tree = self._checked(batch)
@@ -187,11 +189,7 @@ class BatchPlacer:
                 f"weight=, the batch's entry that counts examples: the batch is then padded with "
                 f"rows of weight 0."
             )
-        rows = {leaf.shape[0] for _, leaf in paths}
-        if len(rows) > 1:
-            raise ArgumentError(
-                f"All arrays of a padded batch must have as many rows; got {sorted(rows)}."
-            )
+        check_same_rows(paths)
         key = tree, tuple((leaf.shape, str(leaf.dtype)) for _, leaf in paths)
         if key in self._padding_weighs_nothing:
             return
@@ -229,6 +227,25 @@ def check_rows(path: Any, leaf: Any) -> None:
     check_dtype(where, leaf)
     if not leaf.shape[0]:
         raise ArgumentError(f"{where} has 0 rows, which have no mean. Leave such a batch out.")
+
+
+def check_same_rows(paths: Sequence[tuple[Any, Any]]) -> None:
+    """Raise unless all arrays of a batch, each with its path, have as many rows.
+
+    Raises:
+      ArgumentError: one has another number: each shard would get a part of, say, a table.
+    """
+    (first, leaf), *others = paths
+    for path, other in others:
+        if other.shape[0] == leaf.shape[0]:
+            continue
+        names = [jax.tree_util.keystr(each) for each in (first, path)]
+        raise ArgumentError(
+            f"All arrays of a batch must have as many rows, since each is split over the shards "
+            f"along axis 0; got {sorted([leaf.shape[0], other.shape[0]])}: batch{names[0]} has "
+            f"{leaf.shape[0]}, and batch{names[1]} {other.shape[0]}. Name an entry that every "
+            f"shard gets whole, such as a table, in make_train_step(..., replicated_entries=...)."
+        )
 
 
 def check_dtype(where: str, leaf: Any) -> None:

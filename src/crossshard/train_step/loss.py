@@ -2,7 +2,8 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from crossshard.errors import ArgumentTypeError
@@ -52,11 +53,24 @@ def with_rng(
 _KEYS = ("key", "prng", "rng")
 
 
+def is_named_as_key(name: str) -> bool:
+    """Whether a name is that of a random key or a seed.
+
+    >>> [is_named_as_key(name) for name in ("rngs", "PRNGKey", "key_2", "seed", "_")]
+    [True, True, True, True, True]
+    >>> [is_named_as_key(name) for name in ("y", "keypoints", "key_points")]
+    [False, False, False]
+    """
+    words = re.findall("[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
+    singular = [word.lower().removesuffix("s") for word in words]
+    return not words or singular[-1] in ("key", "seed") or not {"rng", "prng"}.isdisjoint(singular)
+
+
 def _needs_rng(parameters: Iterable[inspect.Parameter], takes: tuple[str, ...]) -> bool:
     """Whether a loss has one required parameter more than these.
 
     Raises:
-      ArgumentTypeError: the loss has fewer, or more than one more.
+      ArgumentTypeError: the loss has fewer, or more than one more, or one that is no key.
     """
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     needed = [p for p in parameters if p.default is p.empty]
@@ -66,6 +80,25 @@ def _needs_rng(parameters: Iterable[inspect.Parameter], takes: tuple[str, ...]) 
     ):
         raise ArgumentTypeError(
             f"loss_fn takes ({', '.join(takes)}) or ({', '.join(takes)}, rng); this one takes "
-            f"{[p.name for p in needed]}."
+            f"{[p.name for p in needed]}.{_in_one_batch(given, takes)}"
+        )
+    if len(given) > len(takes) and not is_named_as_key(given[-1].name):
+        raise ArgumentTypeError(
+            f"loss_fn takes {[p.name for p in given]}, but a step passes ({', '.join(takes)}, "
+            f"rng), and {given[-1].name!r} is not named like a key.{_in_one_batch(given, takes)} "
+            f"If it is the key, call it rng."
         )
     return len(given) > len(takes)
+
+
+def _in_one_batch(given: Sequence[inspect.Parameter], takes: Sequence[str]) -> str:
+    """How to pass to a loss what it takes in several arguments."""
+    arrays = [p.name for p in given[len(takes) - 1 :] if not is_named_as_key(p.name)]
+    if len(arrays) < 2:
+        return ""
+    batch = ", ".join(f"{name!r}: {name}" for name in arrays)
+    reads = ", ".join(f"batch[{name!r}]" for name in arrays)
+    return (
+        f" Pass all arrays as one batch, step(state, {{{batch}}}), to "
+        f"loss_fn({', '.join(takes)}), which reads {reads}."
+    )

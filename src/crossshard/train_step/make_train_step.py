@@ -46,7 +46,7 @@ def make_train_step(
     reduce_dtype: Any = None,
     loss_scale: Any = None,
     master_dtype: Any = None,
-    ema: float | None = None,
+    ema: float | Callable[[Any], Any] | None = None,
     nonfinite: Any = None,
     wrt: Any = None,
     model_state: str | None = None,
@@ -54,6 +54,7 @@ def make_train_step(
     replicated_entries: Sequence[str] = (),
     check_divergence: int | None = None,
     on_divergence: str = "raise",
+    donate: bool = True,
 ) -> TrainStep:
     """Build the whole training step of all shards: loss, gradients, reduction, weight update.
 
@@ -65,8 +66,9 @@ def make_train_step(
       loss_fn: ``loss_fn(params, batch)``, or ``loss_fn(params, batch, rng)``, the mean loss of one
         shard's rows of the batch, float[]. ``params`` is the model that ``init`` got: a pytree,
         an Equinox module, or an NNX module, which the loss may write to. ``rng`` is a key of this
-        step and shard; it is also passed to an optional parameter (``rng=None``, or a name that
-        ends in ``rng`` or ``key``).
+        step and shard: the third parameter must be named like one, such as ``rng``, ``key`` or
+        ``seed``; it is also passed to an optional parameter (``rng=None``, or a name that ends in
+        ``rng`` or ``key``).
       optimizer: an Optax transformation, whose gradients are averaged over the shards; or a
         CrossShardOptimizer with its own reduction and groups.
       mesh: the mesh to run on. If ``None``, a mesh of ``num_shards`` devices.
@@ -91,7 +93,8 @@ def make_train_step(
       reduce_dtype: as for a CrossShardOptimizer, like the four below.
       loss_scale: ``"dynamic"``, or a ``DynamicLossScale``.
       master_dtype: the dtype of master weights.
-      ema: the decay of a moving average of the parameters: ``step.model(state, ema=True)``.
+      ema: the decay of a moving average of the parameters, or a schedule, a function of the number
+        of updates so far: ``step.model(state, ema=True)``.
       nonfinite: ``"quarantine"``, ``"skip"``, ``"raise"`` or a ``Nonfinite``. What was found is in
         ``metrics["nonfinite"]``; after ``limit`` steps in a row the next call but one raises
         ``NonfiniteError``, and the state that it was given is as it was.
@@ -115,6 +118,8 @@ def make_train_step(
       on_divergence: ``"raise"``: a later call raises a DivergenceError, which names the shard and
         the array. ``"repair"``: the copy that more than half of the shards have is given to all,
         with a DivergenceWarning; without such a majority it is an error.
+      donate: whether a call overwrites the state that it is given. ``False`` keeps it valid, which
+        takes memory for a second one.
 
     Returns:
       A TrainStep.
@@ -122,7 +127,8 @@ def make_train_step(
     Raises:
       ArgumentError: an unknown ``weight_update``, an impossible number of shards, weight with SUM.
       AxisError: ``axis_name`` names no axis of the mesh.
-      ArgumentTypeError: not a function, not an optimizer, or not a mesh.
+      ArgumentTypeError: not a function, not an optimizer, or not a mesh; or the loss takes arrays
+        beside the batch.
       VariableError: the optimizer closes over an NNX variable, as a schedule may.
 
     >>> import jax.numpy as jnp, optax
@@ -168,7 +174,13 @@ def make_train_step(
     sharding = check_weight_update(weight_update)
     if sharding is WeightUpdate.AUTO and optimizer.weight_update is WeightUpdate.SHARDED:
         sharding = WeightUpdate.SHARDED
-    return TrainStep(function, where, axes, sharding, check_wrt(wrt))
+    return TrainStep(function, where, axes, sharding, check_wrt(wrt), donate=_check_donate(donate))
+
+
+def _check_donate(donate: Any) -> bool:
+    if not isinstance(donate, bool):
+        raise ArgumentTypeError(f"donate must be True or False; got {donate!r:.60}.")
+    return donate
 
 
 def _check_pipeline(pipeline: Pipeline, number: int, weight: Any) -> Pipeline:

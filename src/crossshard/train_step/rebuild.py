@@ -34,14 +34,16 @@ def with_sgd(step: TrainStep, optimizer: optax.GradientTransformation, *, alone:
     pipeline = dataclasses.replace(function.pipeline, inner=optimizer, metrics=Metrics())
     if not alone:
         function = dataclasses.replace(function, pipeline=pipeline, sentinel=None)
-        return TrainStep(function, mesh, step._axes, step._weight_update, step._wrt)
+        update = step._weight_update
+        return TrainStep(function, mesh, step._axes, update, step._wrt, donate=step._donate)
     pipeline = Pipeline(
         pipeline.inner, Reduction.MEAN, None, pipeline.axis_name, preprocess=pipeline.preprocess
     )
     loss = dataclasses.replace(function.loss, accumulate_steps=1)
     function = dataclasses.replace(function, pipeline=pipeline, loss=loss, sentinel=None)
     mesh = _own_shard(mesh, step._axes)
-    return TrainStep(function, mesh, step._axes, WeightUpdate.REPLICATED, step._wrt)
+    update = WeightUpdate.REPLICATED
+    return TrainStep(function, mesh, step._axes, update, step._wrt, donate=step._donate)
 
 
 def _own_shard(mesh: Mesh, axes: tuple[str, ...]) -> Mesh:

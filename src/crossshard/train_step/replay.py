@@ -33,7 +33,7 @@ def differing(
         out_specs=PartitionSpec(),
         check_vma=False,
     )
-    found = np.asarray(jax.jit(run)(state, again))
+    found = jax.device_get(jax.jit(run)(state, again))
     return {
         name: tuple(np.flatnonzero(on_shards).tolist())
         for name, on_shards in zip(names_of(state), found.T, strict=True)

@@ -17,6 +17,7 @@ from crossshard.shards.axes import Shards
 from crossshard.shards.devices import torus_factors
 from crossshard.shards.model_axes import only
 from crossshard.shards.partition import map_partitions
+from crossshard.train_step.batches import check_same_rows
 from crossshard.train_step.divergence import Sentinel
 from crossshard.train_step.entries import specs_of
 from crossshard.train_step.layout import StateLayout
@@ -60,7 +61,12 @@ class StepFunction:
     def __call__(
         self, layout: StateLayout, state: TrainState, batch: Any
     ) -> tuple[TrainState, dict[str, Any]]:
-        """The next state and the metrics."""
+        """The next state and the metrics.
+
+        Raises:
+          ArgumentError: the arrays of the batch have different numbers of rows.
+        """
+        check_same_rows(jax.tree_util.tree_leaves_with_path(self.loss.split(batch)[0]))
         if self.sentinel is None:
             return self._step(layout, state, batch)
         with jax.named_scope("check_divergence"):

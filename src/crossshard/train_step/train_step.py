@@ -14,16 +14,18 @@ from crossshard import _jax
 from crossshard.distributed.agreement import check_agreement, checksum, compare, processes_of
 from crossshard.distributed.programs import check_same_program
 from crossshard.distributed.progress import entering
-from crossshard.errors import ArgumentError, ArgumentTypeError, CrossshardError
+from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.pipeline.plan import WeightUpdate, plan_update
 from crossshard.shards.devices import are_of_all_processes
 from crossshard.shards.model_axes import OtherAxes, check_fits, only, other_axes_of
 from crossshard.shards.partition import ANY, TPU
 from crossshard.shards.put import put_whole
+from crossshard.train_step.arguments import check_not_of_mesh, check_state, refuse_more
 from crossshard.train_step.batches import BatchPlacer
 from crossshard.train_step.compiler_options import compiler_options
 from crossshard.train_step.description import describe
 from crossshard.train_step.divergence import names_of_compared
+from crossshard.train_step.donation import Donation
 from crossshard.train_step.entries import EntryPlacer
 from crossshard.train_step.evaluate import Evaluator
 from crossshard.train_step.layout import StateLayout, check_key
@@ -75,6 +77,8 @@ class TrainStep:
         axes: tuple[str, ...],
         weight_update: WeightUpdate,
         wrt: Any = None,
+        *,
+        donate: bool = True,
     ):
         self._function = function
         self._wrt = wrt
@@ -102,8 +106,12 @@ class TrainStep:
         self._options = compiler_options(
             mesh.devices.flat[0].platform, mesh.size if groups is None else groups.size
         )
+        self._donate = donate
+        self._donation = Donation(mesh)
         self._compiled = jax.jit(
-            self._run, donate_argnums=0, compiler_options=self._options or None
+            self._run,
+            donate_argnums=(0,) if donate else (),
+            compiler_options=self._options or None,
         )
         # JAX refuses options for what runs inside another jit.
         self._traced = jax.jit(self._run)
@@ -123,13 +131,17 @@ class TrainStep:
         """
         return dict(self._options)
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+    def __call__(
+        self, state: TrainState, batch: Any, *more: Any
+    ) -> tuple[TrainState, dict[str, Any]]:
         """Take one step.
 
         Args:
-          state: the state from ``init`` or the last step; it is donated.
+          state: the state from ``init`` or the last step; it is donated, unless the step was made
+            with ``donate=False``.
           batch: a pytree of arrays, split over the shards along axis 0. If there are several
             processes, each passes its own rows.
+          *more: refused: all arrays belong into one batch.
 
         Returns:
           The next state, and the metrics: ``"loss"``, float[], reduced like the gradients
@@ -144,20 +156,22 @@ class TrainStep:
 
         Raises:
           ArgumentError, ArgumentTypeError: the batch cannot be split, or the state is not of this
-            step.
+            step, or a leaf of the batch is a buffer of it, which is donated.
           ProgramMismatchError: another process is about to run another program.
           NonfiniteError: with ``nonfinite``: the call before the last was the ``limit``-th in a row
             that was not finite. ``state`` stays valid.
           DivergenceError: with ``check_divergence``, shards had different copies of an array at the
             call before the last; ``state`` stays valid.
         """
+        if more:
+            refuse_more(more)
         if not self._is_of_all_processes:
             return self._step(state, batch)
         with entering("step"):
             return self._step(state, batch)
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        _check_state(state)
+        check_state(state)
         if self._watch.is_on and _jax.at_top_level():
             # Before the state is donated, so that the caller can save it.
             self._watch.look(state.params, lambda: self.compared(state))
@@ -169,6 +183,8 @@ class TrainStep:
     def _run_once(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         # Under jax.grad the backward pass needs the state again, so it is not donated.
         run = self._compiled if _jax.at_top_level() else self._traced
+        if self._donate and run is self._compiled:
+            self._donation.check(state, batch)
         if self._in_processes or _jax.another_mesh_is_set(self._mesh):
             with _jax.in_place_of_the_users_mesh(self._mesh):
                 placed = self._place(batch)
@@ -195,7 +211,7 @@ class TrainStep:
         try:
             return compiled(state, batch)
         except ValueError as error:
-            _check_not_of_mesh(error, self._axes)
+            check_not_of_mesh(error, self._axes)
             raise
 
     def finish(self, state: TrainState) -> None:
@@ -226,7 +242,7 @@ class TrainStep:
             self._finish(state)
 
     def _finish(self, state: TrainState) -> None:
-        _check_state(state)
+        check_state(state)
         self._watch.look(state.params, lambda: self.compared(state), running=0)
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
@@ -234,13 +250,13 @@ class TrainStep:
 
         The batch is as for a call: if there are several processes, this one's own rows.
         """
-        _check_state(state)
+        check_state(state)
         with _jax.in_place_of_the_users_mesh(self._mesh):
             return self._explained(self._compiled.lower, state, self._place.abstract(batch))
 
     def trace(self, state: Any, batch: Any) -> jax.stages.Traced:
         """Trace the step for arrays or types, as ``lower`` does; its ``jaxpr`` can be read."""
-        _check_state(state)
+        check_state(state)
         with _jax.in_place_of_the_users_mesh(self._mesh):
             return self._explained(self._compiled.trace, state, self._place.abstract(batch))
 
@@ -265,9 +281,11 @@ class TrainStep:
             to be trained, parameters are sharded, or another process passes something else.
           ArgumentTypeError: a leaf is neither an array nor hashable, or ``rng`` is not a key.
         """
-        if not self._is_of_all_processes:
-            return self._init(params, rng, model_state)
-        with entering("init"):
+        # What init moves to the devices it is told to move.
+        with (
+            jax.transfer_guard("allow"),
+            entering("init") if self._is_of_all_processes else contextlib.nullcontext(),
+        ):
             return self._init(params, rng, model_state)
 
     def _init(self, params: Any, rng: Any, model_state: Any) -> TrainState:
@@ -348,7 +366,7 @@ class TrainStep:
         Use it to save, to inspect, or to ``reshard`` on another number of shards. Arrays stay split
         over axes that do not count shards. The given state stays valid.
         """
-        _check_state(state)
+        check_state(state)
         layout = self._layout_of(state)
         return self._relaid(layout.unpack, state, layout.unsharded(state))
 
@@ -361,7 +379,7 @@ class TrainStep:
         Raises:
           ArgumentError: the state is another optimizer's, or its groups are not of this step.
         """
-        _check_state(state)
+        check_state(state)
         others = [axis for axis in self._mesh.axis_names if axis not in self._axes]
         kept = tuple(only(each, others) for each in state.other_axes)
         state = dataclasses.replace(state, other_axes=kept if any(kept) else ())
@@ -418,7 +436,12 @@ class TrainStep:
 
     def _of_shard(self, state: TrainState, shard: int | None, ema: bool) -> tuple[Any, Any, Any]:
         """The parameters, the frozen arrays and the model state of a shard, or of all."""
-        _check_state(state)
+        check_state(state)
+        # An index is an array on the host.
+        with jax.transfer_guard("allow"):
+            return self._chosen(state, shard, ema)
+
+    def _chosen(self, state: TrainState, shard: int | None, ema: bool) -> tuple[Any, Any, Any]:
         params = self._average(state) if ema else state.params
         model_state = state.model_state
         if self._grouped and shard is None:
@@ -505,7 +528,7 @@ class TrainStep:
         >>> step.compared(step.init(jnp.float32(3)))
         ('step', 'params', 'rng')
         """
-        _check_state(state)
+        check_state(state)
         return names_of_compared(self._layout_of(state), state)
 
     def replay(self, state: TrainState, batch: Any) -> dict[str, tuple[int, ...]]:
@@ -528,7 +551,7 @@ class TrainStep:
         >>> step.replay(step.init(jnp.float32(3)), jnp.ones(1))
         {}
         """
-        _check_state(state)
+        check_state(state)
         if not _jax.at_top_level():
             raise ArgumentError(
                 "replay compares two runs on the host, which a function that jax traces cannot. "
@@ -605,7 +628,7 @@ def layout_of(step: TrainStep, state: TrainState) -> StateLayout:
       ArgumentError: the state is another optimizer's, lies as in another step, or was donated.
       ArgumentTypeError: it is not a state.
     """
-    _check_state(state)
+    check_state(state)
     layout = step._layout_of(state)
     layout.check(state)
     return layout
@@ -613,34 +636,3 @@ def layout_of(step: TrainStep, state: TrainState) -> StateLayout:
 
 def _of_one(params: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
-
-
-def _check_not_of_mesh(error: ValueError, axes: tuple[str, ...]) -> None:
-    """Raise our own error if JAX refused a loss that shards arrays over the mesh."""
-    if isinstance(error, CrossshardError) or not _jax.is_of_manual_axes(error):
-        return
-    raise ArgumentError(
-        f"The loss shards an array over the mesh, which JAX refuses "
-        f"({str(error).splitlines()[0]:.80}…): inside of a step the axes {', '.join(axes)} count "
-        f"shards, and each shard runs the loss on its own, on the full parameters. Leave these "
-        f"axes out of with_sharding_constraint and shard_map, pass no mesh to the latter, and "
-        f"write flax.linen.unbox(params) for Linen's Partitioned boxes. For a model that is split "
-        f"over another axis, write make_train_step(..., mesh=mesh, axis_name=...) with the axes "
-        f"that count shards."
-    ) from error
-
-
-def _check_state(state: Any) -> None:
-    if not isinstance(state, TrainState):
-        raise ArgumentTypeError(
-            f"A step takes the state that init(params) or the step before returned; got "
-            f"{type(state).__name__}."
-        )
-    # Types and traced values have no buffers.
-    count = state.step
-    has_buffer = isinstance(count, jax.Array) and not isinstance(count, jax.core.Tracer)
-    if has_buffer and count.is_deleted():
-        raise ArgumentError(
-            "This state has been used: it was donated to a step. Use the state that the step "
-            "returned: state, metrics = step(state, batch)."
-        )
