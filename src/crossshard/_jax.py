@@ -167,6 +167,16 @@ def equalizes(equation: Any) -> bool:
     return equation.primitive.name in _EQUALIZING and ungrouped
 
 
+def has_own_derivative(equation: Any) -> bool:
+    """Whether autodiff takes the user's rule for an equation, not what its jaxpr says."""
+    return equation.primitive.name.startswith(("custom_jvp_call", "custom_vjp_call"))
+
+
+def untyped_sum(equation: Any) -> frozenset[Any]:
+    """The axes of a ``psum`` or ``pmean`` without types, whose transpose sums again."""
+    return frozenset(equation.params["axes"] if equation.primitive.name == "psum" else ())
+
+
 def named_axes(equation: Any) -> tuple[Any, ...]:
     """The axes of a collective, possibly nested; positional axes of vmap are included."""
     return equation.params.get("axes", ()), equation.params.get("axis_name", ())
