@@ -258,6 +258,13 @@ def is_of_manual_axes(error: ValueError) -> bool:
     return re.search("manual|not found in mesh", str(error), re.IGNORECASE) is not None
 
 
+def is_of_varying_types(error: TypeError) -> bool:
+    """Whether JAX rejects a loop or branch where types differ only by the axes they vary over."""
+    return (
+        re.search("so the (manual axis types|varying manual axes) do not", str(error)) is not None
+    )
+
+
 def detected_job(seconds: float) -> tuple[str, str, int, int, tuple[int, ...] | None] | None:
     """The job that JAX finds: by what, address, number of processes, own number, and devices."""
     kinds = [kind for kind in _clusters.ClusterEnv._cluster_types if not kind.opt_in_only_method]

@@ -13,6 +13,7 @@ from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.loss_scale import scaled, unscale
 from crossshard.gradients.model_sums import check_sums
 from crossshard.gradients.scalars import check_scalar, is_inexact, is_number
+from crossshard.gradients.varying_types import explained_types
 from crossshard.shards.axes import Shards, check_one_way, shards_of_gradient
 from crossshard.shards.context import check_axis_name
 from crossshard.variables.binding import rebound
@@ -56,6 +57,7 @@ def value_and_grad(
 
     Raises:
       ArgumentError: ``argnums`` names a missing argument, or the loss is not a scalar.
+      ArgumentTypeError: a loop in the loss has a carry that varies only after its first step.
       AxisError: several axes are bound, none is named, and the loss is reduced over some of them;
         or, without types, the loss is reduced over one that is not named.
 
@@ -83,15 +85,16 @@ def value_and_grad(
             # An invariant loss is cast to varying: each shard differentiates its own copy.
             return shards.as_varying(scaled(loss, scale)), (loss, aux)
 
-        if any(_is_nnx(args[number]) for number in numbers):
-            grads, (loss, aux) = _nnx_grad(
-                local_loss, argnums, numbers, shards, args, kwargs, names
-            )
-        else:
-            grads, (loss, aux) = _jax_grad(
-                local_loss, numbers, shards, args, kwargs, holomorphic, allow_int, names
-            )
-            grads = grads[0] if isinstance(argnums, int) else grads
+        with explained_types(shards):
+            if any(_is_nnx(args[number]) for number in numbers):
+                grads, (loss, aux) = _nnx_grad(
+                    local_loss, argnums, numbers, shards, args, kwargs, names
+                )
+            else:
+                grads, (loss, aux) = _jax_grad(
+                    local_loss, numbers, shards, args, kwargs, holomorphic, allow_int, names
+                )
+                grads = grads[0] if isinstance(argnums, int) else grads
         return ((loss, aux) if has_aux else loss), unscale(grads, scale)
 
     return differentiate

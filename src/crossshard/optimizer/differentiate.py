@@ -13,6 +13,7 @@ from crossshard.errors import ArgumentTypeError
 from crossshard.gradients.loss_scale import scaled, unscale
 from crossshard.gradients.model_sums import check_sums
 from crossshard.gradients.scalars import check_scalar
+from crossshard.gradients.varying_types import explained_types
 from crossshard.shards.axes import Shards
 from crossshard.variables.binding import bound, bring_out, check_writable, rebound, same_arrays
 from crossshard.variables.discovery import modules_in, reachable_roots, variables_in
@@ -86,7 +87,8 @@ def differentiate(
     divide_after = divisor > 1 and any(jnp.finfo(value.dtype).bits < 32 for value in values)
     rest = [other.get_raw_value() for other in others]
     check_sums(lambda: jax.make_jaxpr(lambda values: of_values(values, rest)[0])(values), axis_name)
-    gradients, (value, kept) = jax.grad(of_values, has_aux=True)(values, rest)
+    with explained_types(shards):
+        gradients, (value, kept) = jax.grad(of_values, has_aux=True)(values, rest)
     gradients = unscale(gradients, loss_scale)
     if divide_after:
         gradients = [widen(gradient) / divisor for gradient in gradients]
