@@ -167,6 +167,16 @@ def equalizes(equation: Any) -> bool:
     return equation.primitive.name in _EQUALIZING and ungrouped
 
 
+def has_own_derivative(equation: Any) -> bool:
+    """Whether autodiff takes the user's rule for an equation, not what its jaxpr says."""
+    return equation.primitive.name.startswith(("custom_jvp_call", "custom_vjp_call"))
+
+
+def untyped_sum(equation: Any) -> frozenset[Any]:
+    """The axes of a ``psum`` or ``pmean`` without types, whose transpose sums again."""
+    return frozenset(equation.params["axes"] if equation.primitive.name == "psum" else ())
+
+
 def named_axes(equation: Any) -> tuple[Any, ...]:
     """The axes of a collective, possibly nested; positional axes of vmap are included."""
     return equation.params.get("axes", ()), equation.params.get("axis_name", ())
@@ -246,6 +256,13 @@ def all_gather(x: Any, name: str, axis: int, *, has_vma: bool) -> Any:
 def is_of_manual_axes(error: ValueError) -> bool:
     """Whether JAX rejects a sharding because its axes are manual, inside a shard_map."""
     return re.search("manual|not found in mesh", str(error), re.IGNORECASE) is not None
+
+
+def is_of_varying_types(error: TypeError) -> bool:
+    """Whether JAX rejects a loop or branch where types differ only by the axes they vary over."""
+    return (
+        re.search("so the (manual axis types|varying manual axes) do not", str(error)) is not None
+    )
 
 
 def detected_job(seconds: float) -> tuple[str, str, int, int, tuple[int, ...] | None] | None:

@@ -281,6 +281,18 @@ def test_flax_serialization():
         flax.serialization.from_bytes(other.state, saved)
 
 
+def test_a_state_with_dicts_is_assigned_as_it_was_read():
+    model, opt = Net(), CrossShardOptimizer(optax.inject_hyperparams(optax.adam)(0.1))
+    step_of_a_list(model, opt, X)
+    before = jax.tree.map(np.asarray, opt.state)
+    read = opt.state
+    read.inner_state.hyperparams["learning_rate"] = 0.25
+    opt.state = read
+    assert float(opt.state.inner_state.hyperparams["learning_rate"]) == 0.25
+    opt.state = before
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, opt.state), before)
+
+
 # What is written to the state.
 
 

@@ -165,13 +165,27 @@ def applied_in_a_branch(model: Any, opt: Any, x: Any, y: Any) -> None:
         nnx.cond(jnp.array(taken), apply, lambda *_: None, model, opt, gradients)
 
 
+def closed_over(model: Any, opt: Any, x: Any, y: Any) -> None:
+    """The gradients are the branch's by closure, and so are known to be this optimizer's."""
+    for taken in (True, False, True, True):
+        pairs = opt.compute_gradients(lambda: mse(model, x, y), var_list=model)
+        names = {id(model.kernel): "kernel", id(model.bias): "bias"}
+        gradients = {names[id(variable)]: gradient for gradient, variable in pairs}
+
+        def apply(model: Any, opt: Any, gradients: Any = gradients) -> None:
+            opt.build(model)
+            opt.apply_gradients([(gradients[name], getattr(model, name)) for name in gradients])
+
+        nnx.cond(jnp.array(taken), apply, lambda *_: None, model, opt)
+
+
 def jitted(model: Any, opt: Any, x: Any, y: Any) -> None:
     inner = nnx.jit(minimize)
     for _ in range(3):
         inner(model, opt, x, y)
 
 
-BODIES = [looped, scanned, while_looped, branched, applied_in_a_branch, jitted]
+BODIES = [looped, scanned, while_looped, branched, applied_in_a_branch, closed_over, jitted]
 
 
 @pytest.mark.parametrize(
@@ -230,6 +244,32 @@ def test_which_slots_are_a_variables_is_asked_where_it_cannot_be_known():
         nnx.cond(jnp.array(True), apply, lambda *_: None, model.kernel, opt, gradient)
 
     with pytest.raises(crossshard.VariableError, match=r"bias, kernel.*build\(model\)"):
+        run(model, opt, X, Y)
+
+
+@pytest.mark.parametrize("whose", ["jax", "another's"])
+def test_a_gradient_of_somebody_else_is_not_taken_for_its_own_in_a_branch(whose: str):
+    model, opt = made("sgd")
+    opt.build(model)
+    another = CrossShardOptimizer(optax.sgd(0.1))
+
+    @in_a_runner
+    def run(model: Any, opt: Any, x: Any, y: Any) -> None:
+        opt.compute_gradients(lambda: mse(model, x, y), var_list=model)
+        if whose == "jax":
+            gradient = crossshard.grad(mse)(model, x, y).kernel[...]
+        else:
+            ((gradient, _),) = another.compute_gradients(
+                lambda: mse(model, x, y), var_list=[model.kernel]
+            )
+
+        def apply(model: Any, opt: Any) -> None:
+            opt.build(model)
+            opt.apply_gradients([(gradient, model.kernel)])
+
+        nnx.cond(jnp.array(True), apply, lambda *_: None, model, opt)
+
+    with pytest.raises(crossshard.IncomingError, match="incoming='local'"):
         run(model, opt, X, Y)
 
 

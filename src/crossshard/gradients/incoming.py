@@ -56,7 +56,8 @@ def read_incoming(
 
     Raises:
       DoubleReductionError: nothing is declared, and the gradient is invariant.
-      IncomingError: the gradient is declared summed or reduced, but is varying.
+      IncomingError: the gradient is declared summed or reduced, but is varying; or it comes from
+        ``optax.MultiSteps``.
     """
     if declared is Incoming.SUMMED and grouped:
         raise IncomingError(
@@ -78,7 +79,23 @@ def read_incoming(
         return Incoming.LOCAL
     if shards.number == 1:
         return Incoming.REDUCED
+    if _is_inside_multi_steps():
+        raise IncomingError(
+            f"This optimizer stands inside optax.MultiSteps, which adds up each shard's own "
+            f"gradients in a state that by its type is equal on all shards ({name}, "
+            f"{describe_type(gradient)}), and reduces at every call. Leave MultiSteps out, and "
+            f"write CrossShardOptimizer(opt, accumulate_steps=k), which keeps the sums per shard "
+            f"and reduces once in k calls."
+        )
     raise DoubleReductionError(_double_reduction(name, gradient, shards, reduction))
+
+
+def _is_inside_multi_steps() -> bool:
+    """Whether the caller is ``optax.MultiSteps``."""
+    frame: Any = sys._getframe()
+    while frame and frame.f_code.co_qualname != "MultiSteps.update":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _double_reduction(name: str, gradient: Any, shards: Shards, reduction: Reduction) -> str:

@@ -11,7 +11,9 @@ from flax import nnx
 
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.loss_scale import scaled, unscale
+from crossshard.gradients.model_sums import check_sums
 from crossshard.gradients.scalars import check_scalar, is_inexact, is_number
+from crossshard.gradients.varying_types import explained_types
 from crossshard.shards.axes import Shards, check_one_way, shards_of_gradient
 from crossshard.shards.context import check_axis_name
 from crossshard.variables.binding import rebound
@@ -44,8 +46,8 @@ def value_and_grad(
       allow_int: as for ``jax.grad``.
       axis_name: the axes over which the gradient stays local. If ``None``, the only bound axis;
         of several, those over which no parameter is split by its type. Without such types
-        (``check_vma=False``), JAX's own gradient through a ``psum`` over another axis is too large
-        by the size of that axis.
+        (``check_vma=False``), a ``psum`` over another axis is refused, since JAX's own gradient
+        through it is too large by the size of that axis, unless it stands in a ``jax.custom_vjp``.
       loss_scale: float[], or the ``loss_scale`` of an optimizer's state: the loss is multiplied by
         it before it is differentiated, and the gradients, in at least 32 bits, are divided by it.
         ``None`` or ``()``, the state of an optimizer without one, changes nothing.
@@ -55,7 +57,9 @@ def value_and_grad(
 
     Raises:
       ArgumentError: ``argnums`` names a missing argument, or the loss is not a scalar.
-      AxisError: several axes are bound, none is named, and the loss is reduced over some of them.
+      ArgumentTypeError: a loop in the loss has a carry that varies only after its first step.
+      AxisError: several axes are bound, none is named, and the loss is reduced over some of them;
+        or, without types, the loss is reduced over one that is not named.
 
     >>> import jax, jax.numpy as jnp
     >>> loss = lambda w, x: w * x
@@ -81,13 +85,16 @@ def value_and_grad(
             # An invariant loss is cast to varying: each shard differentiates its own copy.
             return shards.as_varying(scaled(loss, scale)), (loss, aux)
 
-        if any(_is_nnx(args[number]) for number in numbers):
-            grads, (loss, aux) = _nnx_grad(local_loss, argnums, numbers, shards, args, kwargs)
-        else:
-            grads, (loss, aux) = _jax_grad(
-                local_loss, numbers, shards, args, kwargs, holomorphic, allow_int
-            )
-            grads = grads[0] if isinstance(argnums, int) else grads
+        with explained_types(shards):
+            if any(_is_nnx(args[number]) for number in numbers):
+                grads, (loss, aux) = _nnx_grad(
+                    local_loss, argnums, numbers, shards, args, kwargs, names
+                )
+            else:
+                grads, (loss, aux) = _jax_grad(
+                    local_loss, numbers, shards, args, kwargs, holomorphic, allow_int, names
+                )
+                grads = grads[0] if isinstance(argnums, int) else grads
         return ((loss, aux) if has_aux else loss), unscale(grads, scale)
 
     return differentiate
@@ -171,6 +178,7 @@ def _nnx_grad(
     shards: Shards,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    names: tuple[str, ...],
 ) -> Any:
     nodes = [args[number] for number in numbers if _is_nnx(args[number])]
     parameters = [v for v in variables_in(nodes) if isinstance(v, nnx.Param)]
@@ -180,7 +188,20 @@ def _nnx_grad(
         for place, arg in enumerate(args)
     ]
     with rebound(parameters, values):
+        check_sums(lambda: _jaxpr_of_parameters(loss, numbers, local, kwargs), names)
         return nnx.grad(loss, argnums=argnums, has_aux=True)(*local, **kwargs)
+
+
+def _jaxpr_of_parameters(
+    loss: Callable[..., Any], numbers: tuple[int, ...], args: list[Any], kwargs: dict[str, Any]
+) -> Any:
+    """The jaxpr of the loss as a function of what ``nnx.grad`` differentiates."""
+    is_parameter = lambda path, leaf: path[0] in numbers and isinstance(leaf, nnx.Param)
+    split: Any = nnx.split(tuple(args), is_parameter, ...)
+    graph, parameters, others = split
+    # Copies, so that what the loss writes does not stay.
+    of = lambda given: loss(*nnx.merge(graph, given, others, copy=True), **kwargs)[0]
+    return jax.make_jaxpr(of)(parameters)
 
 
 def _jax_grad(
@@ -191,6 +212,7 @@ def _jax_grad(
     kwargs: dict[str, Any],
     holomorphic: bool,
     allow_int: bool,
+    names: tuple[str, ...],
 ) -> Any:
     leaves, tree = jax.tree.flatten(tuple(args[number] for number in numbers))
     differentiated = [
@@ -207,9 +229,11 @@ def _jax_grad(
             filled[number] = value
         return loss(*filled, **kwargs)
 
+    arrays = [shards.as_varying(leaves[place]) for place in places]
+    check_sums(lambda: jax.make_jaxpr(lambda arrays: of_arrays(arrays)[0])(arrays), names)
     gradients, out = jax.grad(
         of_arrays, has_aux=True, holomorphic=holomorphic, allow_int=allow_int
-    )([shards.as_varying(leaves[place]) for place in places])
+    )(arrays)
     whole: list[Any] = [None] * len(leaves)
     for place, gradient in zip(places, gradients, strict=True):
         whole[place] = gradient

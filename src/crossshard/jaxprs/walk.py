@@ -61,6 +61,11 @@ class Analysis(abc.ABC, Generic[Fact]):
         del fact
         return False
 
+    def enters(self, equations: Equations) -> bool:
+        """Whether to walk what a call, branch or loop runs, rather than to transfer it whole."""
+        del equations
+        return True
+
     def element(self, equations: Equations, fact: Fact) -> Fact:
         """The fact of one slice of an array that a scan iterates over or stacks."""
         del equations
@@ -116,7 +121,7 @@ def _through(
 ) -> Sequence[Fact]:
     """The facts of the outputs of an equation of any kind."""
     kinds: Any = [_jax.control_flow(each) for each in equations]
-    if None in kinds:
+    if None in kinds or not analysis.enters(equations):
         return analysis.transfer(equations, inputs)
     match kinds[0]:
         case _jax.Call():

@@ -21,6 +21,7 @@ from crossshard.gradients.reduction import Reduction, check_reduction
 from crossshard.optimizer.arguments import check_name, check_pairs
 from crossshard.optimizer.node import describe_optimizer
 from crossshard.optimizer.optimizer import GradientsAndVariables, Optimizer
+from crossshard.optimizer.provenance import ReturnedGradients
 from crossshard.optimizer.transformation import (
     Transformation,
     check_preprocess,
@@ -42,6 +43,8 @@ from crossshard.shards.devices import AXIS
 from crossshard.shards.groups import check_group_assignment
 from crossshard.variables.describe import describe_variable
 from crossshard.variables.discovery import variables_behind
+
+_returned = ReturnedGradients()
 
 
 class CrossShardOptimizer(Optimizer):
@@ -257,6 +260,8 @@ class CrossShardOptimizer(Optimizer):
         divisor = self._pipeline.divisor(shards.number)
         value, pairs = self._gradients_of(loss, var_list, grad_loss, divisor, self._loss_scale())
         self._provenance.add([variable for _, variable in pairs], shards.number)
+        gradients = [gradient for gradient, _ in pairs if gradient is not None]
+        _returned.add(gradients, self._functions.given, shards.number)
         return value, pairs
 
     def _loss_scale(self) -> jax.Array | None:
@@ -300,12 +305,12 @@ class CrossShardOptimizer(Optimizer):
         self._refuse_parts()
         pairs = check_pairs(grads_and_vars)
         shards = self._pipeline.shards(warn=False)
-        variables = [variable for gradient, variable in pairs if gradient is not None]
-        origin = self._origin(variables, shards, check_incoming(incoming))
+        given = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
+        origin = self._origin(given, shards, check_incoming(incoming))
         super().apply_gradients(
             pairs, global_step, name, incoming=origin, weight=weight, **extra_args
         )
-        self._provenance.note_applied(variables)
+        self._provenance.note_applied([variable for _, variable in given])
 
     def build(self, var_list: Any) -> None:
         """Create the slots of these variables now; see ``Optimizer.build``."""
@@ -320,10 +325,11 @@ class CrossShardOptimizer(Optimizer):
             )
 
     def _origin(
-        self, variables: list[nnx.Variable], shards: Shards, declared: Incoming | None
+        self, given: list[tuple[Any, nnx.Variable]], shards: Shards, declared: Incoming | None
     ) -> Incoming | None:
         if declared is not None:
             return declared
+        variables = [variable for _, variable in given]
         provenance, known = self._provenance, []
         again = provenance.first_applied(variables)
         if again is not None and self._pipeline.divisor(shards.number) > 1:
@@ -332,8 +338,10 @@ class CrossShardOptimizer(Optimizer):
                 f"step. Call compute_gradients again, or pass incoming='scaled' to apply the same "
                 f"gradients twice."
             )
-        for variable in variables:
+        for gradient, variable in given:
             number = provenance.number_of_shards(variable)
+            if number is None:
+                number = _returned.number_of_shards(gradient, self._functions.given)
             if number not in (None, shards.number):
                 raise ShardContextError(
                     f"The gradient of {describe_variable(variable)} was computed under {number} "

@@ -11,7 +11,9 @@ from flax import nnx
 from crossshard.collectives.all_reduce import widen
 from crossshard.errors import ArgumentTypeError
 from crossshard.gradients.loss_scale import scaled, unscale
+from crossshard.gradients.model_sums import check_sums
 from crossshard.gradients.scalars import check_scalar
+from crossshard.gradients.varying_types import explained_types
 from crossshard.shards.axes import Shards
 from crossshard.variables.binding import bound, bring_out, check_writable, rebound, same_arrays
 from crossshard.variables.discovery import modules_in, reachable_roots, variables_in
@@ -47,10 +49,12 @@ def differentiate(
     grad_loss: Any = None,
     reach: Any = None,
     loss_scale: jax.Array | None = None,
+    axis_name: tuple[str, ...] = (),
 ) -> tuple[jax.Array, list[jax.Array | None]]:
     """The loss, and the gradient of ``loss / divisor * grad_loss`` per variable.
 
-    ``reach`` holds further objects whose variables the loss may write.
+    ``reach`` holds further objects whose variables the loss may write, and ``axis_name`` the axes
+    that count shards, if they are named.
 
     The loss is multiplied by ``loss_scale`` before it is differentiated, and the gradients are
     divided by it. The gradients are local; a variable that the loss does not depend on gets
@@ -82,7 +86,9 @@ def differentiate(
     # Divided in 16 bits, a small gradient could underflow before it is summed.
     divide_after = divisor > 1 and any(jnp.finfo(value.dtype).bits < 32 for value in values)
     rest = [other.get_raw_value() for other in others]
-    gradients, (value, kept) = jax.grad(of_values, has_aux=True)(values, rest)
+    check_sums(lambda: jax.make_jaxpr(lambda values: of_values(values, rest)[0])(values), axis_name)
+    with explained_types(shards):
+        gradients, (value, kept) = jax.grad(of_values, has_aux=True)(values, rest)
     gradients = unscale(gradients, loss_scale)
     if divide_after:
         gradients = [widen(gradient) / divisor for gradient in gradients]

@@ -132,7 +132,7 @@ class Optimizer(OptimizerNode):
         variables = [variable for variable, _ in found.values()]
         shards = shards_of_gradient(self._axis_name())
         value, gradients = differentiate(
-            loss, variables, shards, divisor, grad_loss, var_list, loss_scale
+            loss, variables, shards, divisor, grad_loss, var_list, loss_scale, self._axis_name()
         )
         return value, list(zip(gradients, variables, strict=True))
 

@@ -184,7 +184,8 @@ class SlotVariables:
           VariableError: two variables of one shape have no names.
         """
         have = self.values()
-        state = slots.in_order_of(have, state)
+        # JAX rebuilds the dicts that write to this optimizer as plain ones.
+        state = slots.in_order_of(have, jax.tree.map(lambda leaf: leaf, state))
         if jax.tree.structure(have) != jax.tree.structure(state):
             first = "" if self._built else " It has no state yet: call build(model) first."
             raise ArgumentError(

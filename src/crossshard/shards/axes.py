@@ -133,6 +133,36 @@ def shards_of_gradient(axis_name: tuple[str, ...] = (), params: Iterable[Any] = 
     return Shards(math.prod(bound[axis] for axis in tracked), tracked, True, bool(tracked))
 
 
+@dataclasses.dataclass(frozen=True)
+class UntypedAxes:
+    """The bound axes without types.
+
+    Attributes:
+      named: the axes that are known to count shards; empty if none is named.
+      bound: all bound axes.
+      further: of the others, those without types, with their sizes.
+    """
+
+    named: tuple[str, ...]
+    bound: tuple[str, ...]
+    further: dict[str, int]
+
+
+def untyped_axes(axis_name: tuple[str, ...] = ()) -> UntypedAxes:
+    """The bound axes without types that may count no shards."""
+    bound = _jax.bound_axes()
+    context = get_shard_context()
+    # A single axis is known to.
+    only = tuple(bound) if len(bound) == 1 else ()
+    named = axis_name or (context.axis_name if context else ()) or only
+    further = {
+        axis: size
+        for axis, size in bound.items()
+        if axis not in named and size > 1 and not _jax.has_vma(axis)
+    }
+    return UntypedAxes(named, tuple(bound), further)
+
+
 def check_one_way(loss: Any, shards: Shards, axis_name: tuple[str, ...]) -> None:
     """Raise if the axes of the batch are ambiguous.
 

@@ -23,15 +23,6 @@ def parameters_of(runs: Sequence[list[Taken]]) -> list[str]:
     return list(found)
 
 
-def moves_others(idle: Taken) -> bool:
-    """Whether an idle step changes floating arrays."""
-    before, after = idle.before, idle.after
-    return any(
-        x.is_float and name in after and not np.array_equal(x.values, after[name].values)
-        for name, x in before.items()
-    )
-
-
 def unstacked(of: Copies, shape: tuple[int, ...], number: int) -> tuple[np.ndarray | None, bool]:
     """float64[copies, …] of an array that is as on one device, or ``[shards, …]``; and which."""
     values = of.values.astype(np.float64)

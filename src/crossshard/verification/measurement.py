@@ -9,7 +9,6 @@ import numpy as np
 from crossshard.errors import ArgumentError
 from crossshard.verification.arithmetic import (
     apart,
-    moves_others,
     parameters_of,
     rms,
     standard_error,
@@ -46,7 +45,7 @@ class Measurement:
         """Run, and collect."""
         request = self._request
         rate, self._alone = self._alone_at_a_good_rate()
-        self._together = Program(request.many, request.number, rate, self._idle)
+        self._together = Program(request.many, request.number, rate)
         together = self._run_together(request.batch)
         groups = [self._run_alone(self._rows(members)) for members in request.groups]
         own = self._own()
@@ -105,10 +104,8 @@ class Measurement:
     def _alone_at_a_good_rate(self) -> tuple[float, Program]:
         """SGD on one device, whose updates are about as large as the parameters."""
         request = self._request
-        alone = Program(request.one, 1, 1.0, idle_steps=1)
-        taken = alone.run(self._rows(request.groups[0]), request.key, steps=2)
-        # Statistics that an idle step moves may change the next one.
-        self._idle = int(moves_others(taken[0]))
+        alone = Program(request.one, 1, 1.0)
+        taken = alone.run(self._rows(request.groups[0]), request.key)
         ratios = []
         for name in parameters_of([taken]):
             before, after = (
@@ -121,7 +118,7 @@ class Measurement:
             return 1.0, alone
         # A power of 2, which rounds nothing.
         rate = float(2.0 ** np.clip(np.round(np.log2(wanted)), -60, 60))
-        return rate, Program(request.one, 1, rate, idle_steps=1)
+        return rate, Program(request.one, 1, rate)
 
     def _rows(self, shards: Sequence[int]) -> Sequence[Any]:
         if len(shards) == self._request.number or self._blocks is None:
@@ -129,13 +126,10 @@ class Measurement:
         return take_rows(self._request.batch, self._blocks[list(shards)].ravel())
 
     def _run_alone(self, batch: Sequence[Any], seed: int = 0) -> list[Taken]:
-        return self._alone.run(batch, self._request.key, steps=2, seed=seed)
+        return self._alone.run(batch, self._request.key, seed)
 
     def _run_together(self, batch: Sequence[Any], seed: int = 0) -> list[Taken]:
-        """The first step, and the one that changes parameters, which may be the same."""
-        steps = 1 + self._idle
-        taken = self._together.run(batch, self._request.key, steps=steps, seed=seed)
-        return [taken[0], taken[-1]]
+        return self._together.run(batch, self._request.key, seed)
 
     def _own(self, seed: int = 0) -> list[list[Taken]] | None:
         """One device with each shard's rows."""

@@ -1,4 +1,4 @@
-"""The optimizer of a verification: plain SGD, whose first step may be one that changes nothing."""
+"""The optimizer of a verification: plain SGD, whose first step changes nothing."""
 
 from typing import NamedTuple
 
@@ -13,13 +13,14 @@ class ProbeState(NamedTuple):
     number: jax.Array  # int32[]
 
 
-def probe(learning_rate: float, idle_steps: int = 0) -> optax.GradientTransformationExtraArgs:
-    """Plain SGD, with a learning rate of 0 in its first ``idle_steps`` steps.
+def probe(learning_rate: float) -> optax.GradientTransformationExtraArgs:
+    """Plain SGD, with a learning rate of 0 in its first step.
 
-    What an idle step changes is no parameter, but statistics and the like.
+    What that idle step changes is no parameter, but statistics, counters and the like, on which
+    the next step may depend. So all numbers of shards are compared on their second step.
 
     >>> import jax.numpy as jnp
-    >>> sgd = probe(2.0, idle_steps=1)
+    >>> sgd = probe(2.0)
     >>> first, state = sgd.update(jnp.float32(3), sgd.init(jnp.float32(1)))
     >>> float(first), float(sgd.update(jnp.float32(3), state)[0])
     (0.0, -6.0)
@@ -33,7 +34,7 @@ def probe(learning_rate: float, idle_steps: int = 0) -> optax.GradientTransforma
         updates: optax.Updates, state: ProbeState, params: optax.Params = None, **extra: object
     ) -> tuple[optax.Updates, ProbeState]:
         del params, extra
-        moves = state.number >= idle_steps
+        moves = state.number > 0
         step = lambda g: jnp.where(moves, -learning_rate * g, 0).astype(g.dtype)
         return jax.tree.map(step, updates), ProbeState(state.number + 1)
 

@@ -33,22 +33,19 @@ class Taken:
 
 
 class Program:
-    """A step for a number of shards, with plain SGD.
+    """A step for a number of shards, with plain SGD, whose first step changes no parameter.
 
     Args:
       make_step: the user's factory.
       number: the number of shards.
       learning_rate: of SGD.
-      idle_steps: how many steps come before the first that changes parameters.
 
     Raises:
       ArgumentTypeError: the factory does not return a step with its state.
     """
 
-    def __init__(
-        self, make_step: Factory, number: int, learning_rate: float, idle_steps: int = 0
-    ) -> None:
-        returned = make_step(probe(learning_rate, idle_steps), number)
+    def __init__(self, make_step: Factory, number: int, learning_rate: float) -> None:
+        returned = make_step(probe(learning_rate), number)
         if not isinstance(returned, tuple) or len(returned) < 2 or not callable(returned[0]):
             raise ArgumentTypeError(
                 "make_step(optimizer, num_shards) must return (step, *state): the step, and the "
@@ -63,21 +60,18 @@ class Program:
         """Whether the state has typed random keys."""
         return has_keys(self._state)
 
-    def run(
-        self, batch: Sequence[Any], key: Any = None, *, steps: int = 1, seed: int = 0
-    ) -> list[Taken]:
-        """Take steps from the start, all with the same batch.
+    def run(self, batch: Sequence[Any], key: Any = None, seed: int = 0) -> list[Taken]:
+        """Take the idle step and the first that changes parameters, with the same batch.
 
         Args:
           batch: the arguments after the state.
           key: the random key, the last argument; none if ``None``.
-          steps: how many.
           seed: other keys for other seeds.
         """
         state = fresh(self._state, seed)
         args = self._args(batch, key, seed)
         taken, before = [], snapshot(state)
-        for _ in range(steps):
+        for _ in range(2):
             state, metrics = self._call(state, args)
             after = snapshot(state)
             taken.append(Taken(before, after, metrics))

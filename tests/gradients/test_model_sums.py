@@ -1,0 +1,164 @@
+"""A sum over an axis that counts no shards, where no types tell: refused, or right."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import crossshard
+from crossshard import AxisError, CrossShardOptimizer
+from tests.gradients.test_axes import PARAMS, SPECS, X, gradient
+
+BY_MODEL = (SPECS, P("data"))
+NAMED = r"psum or pmean over 'model' \(.*test_model_sums.py:\d+\), which counts no shards.*2 times"
+
+
+def traced(step: Callable[..., Any], *args: Any, specs: Any = BY_MODEL) -> Any:
+    """What a step is in ``shard_map`` without types, which is refused before it is compiled."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    run = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
+    return jax.jit(run).trace(*(args or (PARAMS, X)))
+
+
+def updates(loss: Callable[..., Any], axis_name: Any = "data") -> Callable[..., Any]:
+    def step(params: Any, x: Any) -> Any:
+        opt = CrossShardOptimizer(optax.sgd(1.0), axis_name="data")
+        gradients = crossshard.grad(loss, axis_name=axis_name)(params, x)
+        return opt.update(gradients, opt.init(params), params)[0]
+
+    return step
+
+
+def with_sum(total: Callable[[Any], Any]) -> Callable[..., Any]:
+    def loss(params: Any, x: Any) -> Any:
+        out = total(jnp.tanh(x @ params["a"]) @ params["b"])
+        return ((out * params["scale"]) ** 2).mean()
+
+    return loss
+
+
+def plain(x: Any) -> Any:
+    return lax.psum(x, "model")
+
+
+def in_scan(x: Any) -> Any:
+    return lax.scan(lambda carry, row: (carry, lax.psum(row, "model")), 0, x)[1]
+
+
+def in_cond(x: Any) -> Any:
+    return lax.cond(lax.axis_index("data") < 4, plain, lambda x: x, x)
+
+
+SUMS = {
+    "psum": plain,
+    "pmean": lambda x: 2 * lax.pmean(x, "model"),
+    "of two axes": lambda x: lax.pmean(lax.psum(x, ("data", "model")), "data"),
+    "scan": in_scan,
+    "cond": in_cond,
+    "jit": jax.jit(plain),
+    "remat": jax.checkpoint(plain),
+    "vmap": jax.vmap(plain),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_over_another_axis_is_refused(name: str):
+    with pytest.raises(AxisError, match=NAMED):
+        traced(updates(with_sum(SUMS[name])))
+
+
+def test_a_sum_over_one_of_several_axes_is_refused_where_none_is_named():
+    with pytest.raises(AxisError, match=r"not named as one that counts shards.*axis_name='data'"):
+        traced(updates(with_sum(plain), axis_name=None))
+
+
+def test_value_and_grad_of_a_module_refuses_it():
+    class Model(nnx.Module):
+        def __init__(self, params: Any):
+            self.a, self.b = nnx.Param(params["a"]), nnx.Param(params["b"])
+            self.calls = nnx.Variable(jnp.int32(0))
+
+    def loss(model: Model, x: Any) -> Any:
+        model.calls[...] += 1
+        return plain(jnp.tanh(x @ model.a[...]) @ model.b[...]).mean()
+
+    def step(params: Any, x: Any) -> Any:
+        return crossshard.value_and_grad(loss, axis_name="data")(Model(params), x)[1]
+
+    with pytest.raises(AxisError, match=NAMED):
+        traced(step)
+
+
+def test_compute_gradients_refuses_it():
+    def step(b: Any, x: Any) -> Any:
+        param = nnx.Param(b)
+        opt = CrossShardOptimizer(optax.sgd(1.0), axis_name="data")
+        return opt.minimize(lambda: plain(x @ param[...]).mean(), var_list=[param])
+
+    with pytest.raises(AxisError, match=NAMED):
+        traced(step, jnp.ones((6, 1)), X, specs=(P(), P("data")))
+
+
+@jax.custom_vjp
+def own_sum(x: Any) -> Any:
+    return plain(x)
+
+
+own_sum.defvjp(lambda x: (plain(x), None), lambda _, gradient: (gradient,))
+
+
+def detached(params: Any, x: Any) -> Any:
+    """Sums of what has no derivative: inputs, a constant, a choice, a statistic."""
+    out = own_sum(jnp.tanh(x @ params["a"]) @ params["b"])
+    shift = plain(lax.stop_gradient(out)) + plain(x.sum()) + plain((out > 0).sum())
+    return ((out * params["scale"]) ** 2 + 0 * shift).mean()
+
+
+@pytest.mark.parametrize("loss", [with_sum(own_sum), detached])
+def test_a_sum_with_a_derivative_of_its_own_is_right(loss: Any):
+    run = traced(updates(loss)).lower().compile()
+    for name, expected in gradient().items():
+        np.testing.assert_allclose(-run(PARAMS, X)[name], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_sum_that_is_only_returned_besides_is_right():
+    def loss(params: Any, x: Any) -> Any:
+        value = with_sum(own_sum)(params, x)
+        return value, lax.pmean(value, ("data", "model"))
+
+    def step(params: Any, x: Any) -> Any:
+        return crossshard.grad(loss, has_aux=True, axis_name="data")(params, x)[0]
+
+    traced(step)
+
+
+def test_axes_that_all_count_shards_may_be_summed_over():
+    def step(scale: Any, x: Any) -> Any:
+        loss = lambda scale, x: lax.pmean((scale * x).mean(), ("data", "model"))
+        opt = CrossShardOptimizer(optax.sgd(1.0), axis_name=("data", "model"))
+        of_both = [crossshard.grad(loss, axis_name=axes)(scale, x) for axes in (opt_axes, None)]
+        return opt.update(sum(of_both) / 2, opt.init(scale), scale)[0]
+
+    opt_axes = ("data", "model")
+    run = traced(step, jnp.float32(2), X, specs=(P(), P(opt_axes))).lower().compile()
+    np.testing.assert_allclose(-run(jnp.float32(2), X), X.mean(), rtol=1e-5)
+
+
+def test_a_loss_is_traced_once_where_only_shards_are_bound():
+    calls = []
+
+    def loss(scale: Any, x: Any) -> Any:
+        calls.append(x)
+        return (scale * x).mean()
+
+    run = jax.vmap(lambda x: crossshard.grad(loss)(jnp.float32(2), x), axis_name="shards")
+    run(X)
+    assert len(calls) == 1
