@@ -1,8 +1,10 @@
 """Checkpoints: saves the state of a step and restores the latest one that is whole."""
 
+import dataclasses
 import errno
 import os
 import warnings
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -12,7 +14,7 @@ from crossshard import _jax
 from crossshard.checkpoints import storage
 from crossshard.checkpoints.fingerprint import fingerprint
 from crossshard.checkpoints.folder import Folder
-from crossshard.checkpoints.hashes import hash_of
+from crossshard.checkpoints.hashes import hash_later, hash_of
 from crossshard.checkpoints.leaves import from_disk, leaves_of, to_disk
 from crossshard.checkpoints.manifest import (
     FILE,
@@ -134,10 +136,7 @@ class Checkpoints:
         with _jax.in_place_of_the_users_mesh(layout.mesh):
             leaves = leaves_of(layout, state, layout.number_of_shards)
             arrays = [to_disk(*each) for each in zip(leaves, jax.tree.leaves(state), strict=True)]
-            written = [
-                WrittenLeaf(leaf.path, x.shape, leaf.dtype, hash_of(x))
-                for leaf, x in zip(leaves, arrays, strict=True)
-            ]
+            hashes = [hash_later(x, on_host=_is_on_host(x)) for x in arrays]
         manifest = Manifest(
             number,
             taken,
@@ -145,10 +144,10 @@ class Checkpoints:
             groups_of(layout),
             str(state.rng_impl),
             self._fingerprint(layout, state),
-            written,
+            [WrittenLeaf(leaf.path, leaf.on_disk.shape, leaf.dtype, "") for leaf in leaves],
             data,
-        ).to_json()
-        reason = agree_to_write(self._why_not(), manifest, self._step.mesh)
+        )
+        reason = agree_to_write(self._why_not(), manifest.to_json(), self._step.mesh)
         if reason:
             raise CheckpointError(
                 f"Checkpoint {number} cannot be written to {self._folder.path}: {reason}."
@@ -157,7 +156,7 @@ class Checkpoints:
         self._pending = number
         try:
             self._writer = self._writer or storage.Writer()
-            self._writer.start(self._folder.of(number), arrays, manifest)
+            self._writer.start(self._folder.of(number), arrays, lambda: _completed(manifest, hashes))
         except Exception as error:
             raise self._failed(error) from error
 
@@ -329,6 +328,20 @@ class Checkpoints:
         if not good or not self._folder.of(good[-1]).is_dir():
             return ""
         return f" Checkpoint {good[-1]} is the last one that was, and is as it was."
+
+
+def _completed(manifest: Manifest, hashes: list[Callable[[], str]]) -> dict[str, Any]:
+    """The manifest with the hashes of its arrays, as it is written."""
+    leaves = [
+        dataclasses.replace(leaf, hash=of_it())
+        for leaf, of_it in zip(manifest.leaves, hashes, strict=True)
+    ]
+    return dataclasses.replace(manifest, leaves=leaves).to_json()
+
+
+def _is_on_host(x: jax.Array) -> bool:
+    """Whether the host can read all of an array without a copy."""
+    return x.is_fully_addressable and all(one.platform == "cpu" for one in x.sharding.device_set)
 
 
 def _in_words(error: BaseException) -> str:

@@ -1,5 +1,7 @@
 """Hashes: 64 bits of an array's values, the same however it is split over devices."""
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +18,8 @@ _ROUNDS = (
 _STEPS = (0x9E3779B1, 0x85EBCA77)
 # Smaller arrays are hashed with numpy: a compilation for their shape takes longer.
 _FEW = 1 << 18
+# Numpy's intermediate results of so many elements stay in a core's cache.
+_BLOCK = 1 << 15
 
 
 def hash_of(x: jax.Array) -> str:
@@ -30,44 +34,91 @@ def hash_of(x: jax.Array) -> str:
     >>> hash_of(x) == hash_of(x + 0), hash_of(x) == hash_of(x[::-1])
     (True, False)
     """
+    return hash_later(x, on_host=x.is_fully_addressable and x.size < _FEW)()
+
+
+def hash_later(x: jax.Array, *, on_host: bool) -> Callable[[], str]:
+    """A function that returns the hash of an array, which may be donated meanwhile.
+
+    Args:
+      x: the array.
+      on_host: whether to hash with numpy, when the function is called, what the host has or gets
+        now; else the devices do it next, and the function waits for them.
+    """
     if x.is_fully_replicated:
         # Of the copy that is written, and without the same work on every device.
         copies = {shard.replica_id: shard.data for shard in x.addressable_shards}
         x = copies[min(copies)]
-    on_host = x.is_fully_addressable and x.size < _FEW
-    first, second = _on_host(np.asarray(x)) if on_host else jax.device_get(_on_devices(x))
+    if not on_host:
+        halves = _on_devices(x)
+        return lambda: _text(*jax.device_get(halves))
+    # Where the device is this CPU, a view: while there is one, JAX leaves its memory alone.
+    parts = [
+        (np.asarray(shard.data), tuple(along.start or 0 for along in shard.index))
+        for shard in x.addressable_shards
+        if shard.replica_id == 0
+    ]
+
+    def add_up() -> str:
+        found = [_on_host(part, start) for part, start in parts]
+        return _text(*(sum(int(each[half]) for each in found) % 2**32 for half in (0, 1)))
+
+    return add_up
+
+
+def _text(first: Any, second: Any) -> str:
     return f"{int(first):08x}{int(second):08x}"
 
 
 @jax.jit
 def _on_devices(x: jax.Array) -> tuple[Any, Any]:
     words = _words(x, lax.bitcast_convert_type, jnp)
-    return _half(words, 0, jnp), _half(words, 1, jnp)
-
-
-def _on_host(x: np.ndarray) -> tuple[Any, Any]:
-    whole = np.ascontiguousarray(x).reshape(x.shape)
-
-    def bits_of(x: np.ndarray, dtype: str) -> np.ndarray:
-        words = np.ascontiguousarray(x).reshape(*x.shape, 1).view(dtype)
-        return words if words.shape[-1] > 1 else words[..., 0]
-
-    words = _words(whole, bits_of, np)
-    with np.errstate(over="ignore"):
-        return _half(words, 0, np), _half(words, 1, np)
-
-
-def _half(words: list[Any], half: int, xp: Any) -> Any:
-    """uint32[]: one half of the hash, with numpy or JAX."""
-    shape, step = words[0].shape, np.uint32(_STEPS[half])
     # Not the index in the flat array, which would not fit 32 bits.
+    return tuple(_half(words, _places(x.shape, half), half, jnp) for half in (0, 1))
+
+
+def _on_host(x: np.ndarray, start: tuple[int, ...] = ()) -> tuple[Any, Any]:
+    """The same of a part of an array that starts at these indices."""
+    if not x.size:
+        return 0, 0
+    rows = np.ascontiguousarray(x).reshape(math.prod(x.shape[:-1]), -1)
+    total = np.zeros(2, np.uint32)
+    with np.errstate(over="ignore"):
+        of_rows = [_places(x.shape[:-1], half, start[:-1], np).reshape(-1, 1) for half in (0, 1)]
+        along = np.arange(rows.shape[1], dtype=np.uint32) + np.uint32((start or (0,))[-1])
+        high = max(1, _BLOCK // rows.shape[1])
+        for row in range(0, rows.shape[0], high):
+            for column in range(0, rows.shape[1], _BLOCK):
+                block = slice(row, row + high), slice(column, column + _BLOCK)
+                words = _words(rows[block], _bits_of, np)
+                for half in (0, 1):
+                    places = of_rows[half][block[0]] * np.uint32(_STEPS[half]) + along[block[1]]
+                    total[half] += _half(words, places, half, np)
+    return total[0], total[1]
+
+
+def _bits_of(x: np.ndarray, dtype: str) -> np.ndarray:
+    words = np.ascontiguousarray(x).reshape(*x.shape, 1).view(dtype)
+    return words if words.shape[-1] > 1 else words[..., 0]
+
+
+def _places(
+    shape: tuple[int, ...], half: int, start: tuple[int, ...] = (), xp: Any = jnp
+) -> Any:
+    """uint32: what stands for the position of each element, if the first one is at ``start``."""
     place = xp.zeros((1,) * len(shape), np.uint32)
     for axis, size in enumerate(shape):
-        along = (-1, *(1,) * (len(shape) - 1 - axis))
-        place = place * step + xp.arange(size, dtype=np.uint32).reshape(along)
-    total = np.uint32(0)
+        along = xp.arange(size, dtype=np.uint32) + np.uint32(start[axis] if start else 0)
+        along = along.reshape(-1, *(1,) * (len(shape) - 1 - axis))
+        place = place * np.uint32(_STEPS[half]) + along
+    return place
+
+
+def _half(words: list[Any], places: Any, half: int, xp: Any) -> Any:
+    """uint32[]: one half of the hash, with numpy or JAX."""
+    step, total = np.uint32(_STEPS[half]), np.uint32(0)
     for number, word in enumerate(words):
-        own = _mixed(place ^ np.uint32(number * 0xA511E9B3 % 2**32), half)
+        own = _mixed(places ^ np.uint32(number * 0xA511E9B3 % 2**32), half)
         total = total + xp.sum(_mixed(word ^ own ^ step, half), dtype=np.uint32)
     return total
 

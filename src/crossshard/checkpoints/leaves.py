@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard.shards.partition import partition_along_axis
 from crossshard.shards.placement import Placement
@@ -45,9 +46,7 @@ def leaves_of(layout: StateLayout, state: TrainState, shards: int) -> list[Leaf]
 
 
 def _leaf(layout: StateLayout, path: str, x: Any, placement: Placement, shards: int) -> Leaf:
-    # Without its sharding, of which a mesh that the user has set would be none.
-    lying = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    whole = jax.eval_shape(functools.partial(_unpack, placement), lying)
+    whole = _unpacked(placement, x.shape, x.dtype)
     shape, number = whole.shape, layout.number_of_shards
     if placement.per_shard:
         shape = (shards, *shape[1:])
@@ -61,20 +60,63 @@ def _leaf(layout: StateLayout, path: str, x: Any, placement: Placement, shards: 
     return Leaf(path, str(x.dtype), on_disk, placement)
 
 
+# A loop that saves would trace it for each leaf each time.
+@functools.lru_cache(maxsize=4096)
+def _unpacked(placement: Placement, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    # Without its sharding, of which a mesh that the user has set would be none.
+    lying = jax.ShapeDtypeStruct(shape, dtype)
+    found: jax.ShapeDtypeStruct = jax.eval_shape(functools.partial(_unpack, placement), lying)
+    return found
+
+
 def _unpack(placement: Placement, x: Any) -> jax.Array:
     whole = placement.unpack(x)
     return jax.random.key_data(whole) if _is_key(whole) else whole
 
 
 def to_disk(leaf: Leaf, x: jax.Array) -> jax.Array:
-    """A copy of an array as it is on disk: the next step donates the state."""
-    return _copier(leaf.placement, leaf.on_disk.sharding)(x)
+    """An array as it is on disk: itself where it can be, else a copy of it."""
+    several = jax.process_count() > 1
+    # Of several processes each writes a part, also of what all of them have.
+    lies = not several or x.sharding.is_equivalent_to(leaf.on_disk.sharding, x.ndim)
+    if not (lies and _is_unpacked(leaf, x)):
+        return _copier(leaf.placement, leaf.on_disk.sharding)(x)
+    return x if several else _one_copy(x)
+
+
+def _is_unpacked(leaf: Leaf, x: jax.Array) -> bool:
+    partition = leaf.placement.partition
+    if partition is not None and leaf.placement.is_split:
+        return leaf.placement.groups is None and partition.axis is not None
+    return not _is_key(x)
+
+
+def _one_copy(x: jax.Array) -> jax.Array:
+    """The array on some of its devices, which hold it once: Orbax would cut every copy."""
+    sharding = x.sharding
+    if not isinstance(sharding, NamedSharding):
+        return x
+    used = {name for entry in sharding.spec for name in _names(entry)}
+    mesh = sharding.mesh
+    first = tuple(slice(None) if name in used else 0 for name in mesh.axis_names)
+    names = tuple(name for name in mesh.axis_names if name in used)
+    if len(names) == len(mesh.axis_names):
+        return x
+    chosen = Mesh(np.asarray(mesh.devices[first]), names)
+    held = {shard.device: shard.data for shard in x.addressable_shards}
+    arrays = [held[device] for device in chosen.devices.flat]
+    to = NamedSharding(chosen, sharding.spec)
+    return jax.make_array_from_single_device_arrays(x.shape, to, arrays)
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
 # Most leaves of a model are alike, and a compilation takes longer than they do.
 @functools.lru_cache(maxsize=4096)
 def _copier(placement: Placement, sharding: NamedSharding) -> Callable[[Any], jax.Array]:
-    return jax.jit(lambda x: jnp.copy(_unpack(placement, x)), out_shardings=sharding)
+    return jax.jit(functools.partial(_unpack, placement), out_shardings=sharding)
 
 
 def from_disk(state: TrainState, arrays: list[jax.Array]) -> TrainState:

@@ -2,17 +2,21 @@
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from crossshard.checkpoints.leaves import Leaf
-from crossshard.checkpoints.manifest import FILE, Damaged
+from crossshard.checkpoints.manifest import Damaged
 
 # The two parts of a checkpoint, and the folders that they are in.
 ARRAYS, MANIFEST = "state", "manifest"
+
+
+# So that a device that reads a part of an array need not read all of it.
+_PIECE = 16 << 20
 
 
 class Writer:
@@ -22,24 +26,30 @@ class Writer:
         # Here and not above: it takes half a second to import, and most programs save nothing.
         import orbax.checkpoint as ocp
 
-        self._args = ocp.args
-        handlers = {
-            ARRAYS: ocp.PyTreeCheckpointHandler(),
-            MANIFEST: ocp.JsonCheckpointHandler(FILE),
-        }
+        from crossshard.checkpoints import later
+
+        self._ocp, self._later = ocp, later.Later
+        handlers = {ARRAYS: ocp.PyTreeCheckpointHandler(), MANIFEST: later.LaterHandler()}
         self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
         self._quiet = _RaisedAnyway()
         logging.getLogger("absl").addFilter(self._quiet)
 
-    def start(self, folder: Path, arrays: list[jax.Array], manifest: Mapping[str, Any]) -> None:
-        """Begin to write; every process calls it. The arrays may not be donated."""
+    def start(
+        self, folder: Path, arrays: list[jax.Array], manifest: Callable[[], dict[str, Any]]
+    ) -> None:
+        """Begin to write; every process calls it. The arrays may be donated once it returns.
+
+        Orbax has them on the host by then. There an array on a CPU device is not copied: while
+        someone looks at its memory, JAX donates it to no one.
+        """
         self._quiet.folder = str(folder)
         named = {str(place): array for place, array in enumerate(arrays)}
+        pieces = self._ocp.SaveArgs(chunk_byte_size=_PIECE)
         parts = {
-            ARRAYS: self._args.PyTreeSave(named),
-            MANIFEST: self._args.JsonSave(manifest),
+            ARRAYS: self._ocp.args.PyTreeSave(named, dict.fromkeys(named, pieces)),
+            MANIFEST: self._later(manifest),
         }
-        self._orbax.save(folder, args=self._args.Composite(**parts))
+        self._orbax.save(folder, args=self._ocp.args.Composite(**parts))
 
     def wait(self) -> None:
         """Wait until it is written, and raise if it could not be."""
