@@ -170,17 +170,17 @@ def _read(pipe: IO[bytes], prefix: bytes, lines: Any, to: IO[bytes]) -> None:
 
 
 def _write(lines: Any) -> None:
-    broken: set[int] = set()
     while (item := lines.get()) is not None:
         to, line = item
-        if id(to) in broken:
-            continue
         try:
             to.write(line)
             to.flush()
-        except (OSError, ValueError):
-            # Nobody reads it any more; the processes go on.
-            broken.add(id(to))
+        except OSError:
+            # Nobody reads it any more; the processes go on. What is left of the line would be
+            # written again with the next one, and when Python ends.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, to.fileno())
+            os.close(nowhere)
 
 
 @contextlib.contextmanager
