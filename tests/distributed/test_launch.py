@@ -46,7 +46,9 @@ sys.stderr.write(f"trained on {step.mesh.size} devices\\n")
 
 def launch(*arguments: object, **options: object) -> subprocess.Popen[str]:
     """The command as a process; it has its output in pipes."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
+    # Without PYTHONUNBUFFERED, as on most machines.
+    ours = ("XLA_FLAGS", "NPROC", "PYTHONUNBUFFERED")
+    environment = {k: v for k, v in os.environ.items() if k not in ours}
     return subprocess.Popen(
         [sys.executable, "-m", "crossshard.cli", "launch", *map(str, arguments)],
         stdout=subprocess.PIPE,

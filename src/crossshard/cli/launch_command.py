@@ -44,7 +44,7 @@ def add_to(commands: Any) -> None:
         type=float,
         default=GRACE_SECONDS,
         metavar="S",
-        help="seconds that the others have to end, before they are killed; %(default)g",
+        help="seconds to end after a signal or a failure, before they are killed; %(default)g",
     )
     parser.add_argument(
         "--restarts",

@@ -1,5 +1,6 @@
 """Addresses: where the coordinator of a job listens. Whoever reaches it can end the job."""
 
+import errno
 import ipaddress
 import re
 import socket
@@ -59,6 +60,29 @@ def free_port(host: str) -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+def check_unused(host: str, port: int) -> None:
+    """Raise if something listens at a port of this machine.
+
+    A second coordinator could listen there, too, and the processes of two jobs would meet at the
+    wrong one.
+
+    Raises:
+      ArgumentError: something does.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # The connections of a job that has ended do not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ArgumentError(
+                    f"Something listens at port {port} of {host} already, perhaps another job. "
+                    f"Name another port, or none."
+                ) from None
 
 
 def _resolved(host: str) -> str:

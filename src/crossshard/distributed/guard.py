@@ -1,7 +1,8 @@
 """Guard: a program that ends the processes of a launcher which was killed. It imports no package.
 
 The launcher writes ``+pid`` when it starts a process group and ``-pid`` when that has ended. When
-its end of the pipe closes and groups are left, nobody else would end them.
+its end of the pipe closes and groups are left, nobody else would end them. At the end it removes
+the launcher's file.
 """
 
 import contextlib
@@ -11,7 +12,7 @@ import sys
 import time
 
 
-def main(grace: float) -> None:
+def main(grace: float, file: str) -> None:
     """End the groups that are left when standard input closes, and kill them ``grace`` later."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -23,6 +24,8 @@ def main(grace: float) -> None:
     while _send(groups, 0) and time.monotonic() < until:
         time.sleep(0.1)
     _send(groups, signal.SIGKILL)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(file)
 
 
 def _send(groups: set[int], number: int) -> bool:
@@ -36,4 +39,4 @@ def _send(groups: set[int], number: int) -> bool:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]))
+    main(float(sys.argv[1]), sys.argv[2])

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 
 from crossshard import _jax
-from crossshard.distributed.addresses import bind_address, split_address
+from crossshard.distributed.addresses import bind_address, check_unused, split_address
 from crossshard.distributed.job import ADDRESS, NUMBER, OWN, Job, find_job
 from crossshard.distributed.watch import watch
 from crossshard.errors import ArgumentError, ArgumentTypeError, DistributedError
@@ -49,7 +49,8 @@ def initialize(
       What it found.
 
     Raises:
-      ArgumentError: the job is described in part, or process 0 cannot listen there.
+      ArgumentError: the job is described in part, or process 0 cannot listen there, or something
+        else does.
       ArgumentTypeError: an argument has a wrong type.
       DistributedError: JAX is running already, or the others did not come in time.
 
@@ -96,6 +97,8 @@ def _connect(job: Job, bind: str | None, timeout: float, stall_timeout: float) -
         )
     # Only process 0 listens; the others may not know its interfaces.
     listens = bind_address(address, bind) if job.process_id == 0 else address
+    if job.process_id == 0:
+        check_unused(*split_address(listens))
     try:
         _jax.start_coordination(
             address,

@@ -11,6 +11,8 @@ from crossshard.errors import ArgumentError
 # What `crossshard launch` sets. JAX itself reads the first and the last.
 ADDRESS, NUMBER, OWN = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 DEVICES = "JAX_LOCAL_DEVICE_IDS"
+# The file in which processes tell their launcher why they leave.
+VERDICTS = "CROSSSHARD_VERDICTS"
 
 LOOPBACK = "127.0.0.1"
 

@@ -4,29 +4,25 @@ import contextlib
 import dataclasses
 import os
 import queue
-import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 from crossshard.distributed import guard
-from crossshard.distributed.addresses import free_port
-from crossshard.distributed.exit_codes import PROCESS_LOST, PROCESS_STALLED
-from crossshard.distributed.job import ADDRESS, DEVICES, LOOPBACK, NUMBER, OWN
+from crossshard.distributed.addresses import check_unused, free_port
+from crossshard.distributed.endings import Family
+from crossshard.distributed.job import ADDRESS, DEVICES, LOOPBACK, NUMBER, OWN, VERDICTS
 from crossshard.errors import ArgumentError
 
-# How long a process may take to end after SIGTERM, to write what it must.
-GRACE_SECONDS = 10.0
+# How long a process may take to end after a signal, to save a checkpoint; as Slurm and Kubernetes.
+GRACE_SECONDS = 30.0
 # How long to read what a process wrote after it ended, if one that it started keeps its pipe.
 _DRAIN_SECONDS = 1.0
-# How long processes that leave because of another one wait for each other, at most.
-_LEAVING_SECONDS = 5.0
-_PASSED_ON = tuple(
-    getattr(signal, f"SIG{name}") for name in ("INT", "QUIT", "TERM", "HUP", "USR1", "USR2")
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +31,7 @@ class Ending:
 
     Attributes:
       code: its exit code.
-      failed: which of its processes failed first; ``None`` if none did.
+      failed: which of its processes failed first; ``None`` if none did, or nobody knows.
       interrupted: whether the launcher has received a signal.
     """
 
@@ -57,9 +53,9 @@ def launch(
     """Run a command in several processes.
 
     Each line that a process writes is written with the number of the process before it. Signals go
-    to all processes. When one fails, the others are ended; the code is that of the first that
-    failed, 128 plus the number of a signal as in shells, and 0 if none did. They end with the
-    launcher, too, if that is killed.
+    to all processes, which are killed if they have not ended in time. When one fails, the others
+    are ended; the code is that of the first that failed, 128 plus the number of a signal as in
+    shells, and 0 if none did. They end with the launcher, too, if that is killed.
 
     Args:
       command: the program and its arguments.
@@ -69,49 +65,50 @@ def launch(
       cpu_devices: how many virtual CPU devices each of them has; ``None`` for one GPU each, or what
         else JAX finds.
       port: the port at which they meet; any free one if ``None``.
-      grace: how many seconds processes have to end before they are killed.
+      grace: how many seconds processes have to end, after a signal or a failure.
 
     Raises:
-      ArgumentError: the command cannot be started.
+      ArgumentError: the command cannot be started, or something listens at the port.
     """
     number = len(slots)
+    if port is not None:
+        check_unused(LOOPBACK, port)
     address = f"{LOOPBACK}:{port or free_port(LOOPBACK)}"
     lines: queue.SimpleQueue[tuple[IO[bytes], bytes] | None] = queue.SimpleQueue()
     writer = threading.Thread(target=_write, args=(lines,), daemon=True)
-    processes: list[subprocess.Popen[bytes]] = []
     readers: list[threading.Thread] = []
-    with _guarded(grace) as guarded, _signals_go_to(processes) as received:
-        try:
-            for own, slot in enumerate(slots):
-                gpu = slot if cpu_devices is None else None
-                processes.append(_start(command, number, own, address, gpu, cpu_devices))
-                guarded("+", processes[-1])
-                readers += _readers(processes[-1], own, number, lines, stdout, stderr)
-            writer.start()
-            code, failed, why = _wait(processes)
-            # After Ctrl-C everybody knows why.
-            if why and number > 1 and not received:
-                lines.put((stderr, f"crossshard: {why}; the others are ended.\n".encode()))
-        finally:
-            _end(processes, grace)
-            for process in processes:
-                guarded("-", process)
+    with _guarded(grace) as (tell, verdicts):
+        family = Family(grace, verdicts)
+        with family.takes_signals():
+            try:
+                for own, slot in enumerate(slots):
+                    if family.must_end:
+                        break
+                    gpu = slot if cpu_devices is None else None
+                    environment = _environment(number, own, address, gpu, cpu_devices)
+                    process = _start(command, environment | {VERDICTS: str(verdicts)})
+                    family.processes.append(process)
+                    tell("+", process)
+                    readers += _readers(process, own, number, lines, stdout, stderr)
+                writer.start()
+                code, failed, why = family.wait(number)
+                if why:
+                    lines.put((stderr, f"crossshard: {why}.\n".encode()))
+            finally:
+                family.end()
+                for process in family.processes:
+                    tell("-", process)
     until = time.monotonic() + _DRAIN_SECONDS
     for reader in readers:
         reader.join(max(0.0, until - time.monotonic()))
     lines.put(None)
     writer.join()
-    return Ending(code, failed, bool(received))
+    return Ending(code, failed, family.interrupted)
 
 
-def _start(
-    command: Sequence[str],
-    number: int,
-    own: int,
-    address: str,
-    gpu: int | None,
-    cpu_devices: int | None,
-) -> subprocess.Popen[bytes]:
+def _environment(
+    number: int, own: int, address: str, gpu: int | None, cpu_devices: int | None
+) -> dict[str, str]:
     environment = {
         **os.environ,
         ADDRESS: address,
@@ -128,6 +125,10 @@ def _start(
         environment["NPROC"] = str(4 * cpu_devices)
         # XLA takes fresh memory for each step: in pages of 4 KiB, that can take a fifth of it.
         environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+    return environment
+
+
+def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
             command,
@@ -170,76 +171,29 @@ def _read(pipe: IO[bytes], prefix: bytes, lines: Any, to: IO[bytes]) -> None:
 
 
 def _write(lines: Any) -> None:
-    broken: set[int] = set()
     while (item := lines.get()) is not None:
         to, line = item
-        if id(to) in broken:
-            continue
         try:
             to.write(line)
             to.flush()
-        except (OSError, ValueError):
-            # Nobody reads it any more; the processes go on.
-            broken.add(id(to))
+        except OSError:
+            # Nobody reads it any more; the processes go on. What is left of the line would be
+            # written again with the next one, and when Python ends.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, to.fileno())
+            os.close(nowhere)
 
 
 @contextlib.contextmanager
-def _signals_go_to(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
-    """Pass signals on to all processes; the list of those that were received."""
-    received: list[int] = []
+def _guarded(grace: float) -> Iterator[tuple[Any, Path]]:
+    """Start a program that ends processes if this one is killed.
 
-    def pass_on(number: int, frame: object) -> None:
-        received.append(number)
-        for process in processes:
-            _send(process, number)
-
-    before = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> tuple[int, int | None, str]:
-    """Wait until all processes have ended well, or one has not: the code, who failed, and how."""
-    left = dict(enumerate(processes))
-    while left:
-        for own, process in list(left.items()):
-            code = process.poll()
-            if code is None:
-                continue
-            del left[own]
-            if code:
-                failed: int | None = own
-                if code in _BECAUSE_OF_ANOTHER:
-                    failed = _who_was_waited_for(left)
-                    # They may see a death before this process can ask for its code.
-                    if failed is not None and left[failed].returncode:
-                        own, code = failed, left[failed].returncode
-                how = f"with code {code}" if code > 0 else f"by {signal.Signals(-code).name}"
-                return (code if code > 0 else 128 - code), failed, f"process {own} ended {how}"
-        time.sleep(0.02)
-    return 0, None, ""
-
-
-_BECAUSE_OF_ANOTHER = (PROCESS_LOST, PROCESS_STALLED)
-
-
-def _who_was_waited_for(left: dict[int, subprocess.Popen[bytes]]) -> int | None:
-    """The process because of which the others leave: it does not, or with another code."""
-    until = time.monotonic() + _LEAVING_SECONDS
-    while time.monotonic() < until and any(each.poll() is None for each in left.values()):
-        time.sleep(0.02)
-    codes = {own: process.poll() for own, process in left.items()}
-    return next((own for own, code in codes.items() if code not in _BECAUSE_OF_ANOTHER), None)
-
-
-@contextlib.contextmanager
-def _guarded(grace: float) -> Iterator[Any]:
-    """Start a program that ends processes if this one is killed; a function tells it of each."""
+    Yields a function that tells it of each, and a file, which it removes at the end.
+    """
+    number, file = tempfile.mkstemp(prefix="crossshard-")
+    os.close(number)
     watching = subprocess.Popen(
-        [sys.executable, "-I", "-S", guard.__file__, str(grace)],
+        [sys.executable, "-I", "-S", guard.__file__, str(grace), file],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         # Signals of the terminal are not for it.
@@ -251,26 +205,6 @@ def _guarded(grace: float) -> Iterator[Any]:
             os.write(watching.stdin.fileno(), f"{sign}{process.pid}\n".encode())  # type: ignore[union-attr]
 
     try:
-        yield tell
+        yield tell, Path(file)
     finally:
         watching.communicate()
-
-
-def _end(processes: Sequence[subprocess.Popen[bytes]], grace: float) -> None:
-    """End all processes that still run, and what they have started."""
-    for process in processes:
-        if process.poll() is None:
-            _send(process, signal.SIGTERM)
-    until = time.monotonic() + grace
-    for process in processes:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, until - time.monotonic()))
-    for process in processes:
-        _send(process, signal.SIGKILL)
-        process.wait()
-
-
-def _send(process: subprocess.Popen[bytes], number: int) -> None:
-    # The group may outlive the process that led it.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)

@@ -36,8 +36,9 @@ def launch_again(
         ending = launch(command, slots, stderr=stderr, **options)
         if ending.code == 0 or ending.interrupted or left == 0:
             break
-        if min_processes is not None and len(slots) > min_processes:
-            del slots[-1 if ending.failed is None else ending.failed]
+        may_drop = min_processes is not None and len(slots) > min_processes
+        if may_drop and ending.failed is not None:
+            del slots[ending.failed]
         many = f"{len(slots)} process{'es' * (len(slots) > 1)}"
         times = f"{left - 1} more restart{'s' * (left != 2)}"
         stderr.write(f"crossshard: started again with {many}; {times} left.\n".encode())

@@ -18,7 +18,7 @@ from crossshard import _jax
 from crossshard.distributed import neighbours
 from crossshard.distributed.aborts import as_usual_on_abort, before_abort
 from crossshard.distributed.addresses import split_address
-from crossshard.distributed.job import Job
+from crossshard.distributed.job import VERDICTS, Job
 from crossshard.distributed.judge import Judge
 from crossshard.distributed.progress import PROGRESS
 from crossshard.distributed.reports import Kind, Report, State, Verdict
@@ -30,6 +30,8 @@ _FAREWELL_SECONDS = 2.0
 _END_SECONDS = 4.0
 # For a coordinator that does not answer to answer again.
 _ANSWER_SECONDS = 2.0
+# For a process that stood still to find that the others have left.
+_RECENT_SECONDS = 20.0
 _FOLDER = "crossshard/watch"
 
 
@@ -59,6 +61,9 @@ class _Watch:
         self._first = Judge(1, stall_timeout, self._clock)  # in the eyes of the others
         self._machine = neighbours.machine()
         self._verdict: Verdict | None = None
+        # When the clock was last read, and the seconds and the end of the latest long gap.
+        self._ticked = time.monotonic()
+        self._gap = (0.0, 0.0)
         self._released = threading.Event()
         self._over = False
 
@@ -132,13 +137,28 @@ class _Watch:
         while not self._over:
             time.sleep(_EVERY / 2)
             self._clock += _EVERY / 2
+            self._note_gap()
             silent = self._clock - self._answered
             if self._failing_since is not None and (
                 self._clock - self._failing_since > _ANSWER_SECONDS
             ):
-                self._leave(Verdict(Kind.DIED, 0))
+                self._leave(self._of_lost_coordinator())
             elif silent >= self._timeout and self._own != 0:
                 self._leave(Verdict(Kind.SILENT, 0, seconds=int(silent)))
+
+    def _note_gap(self) -> None:
+        now = time.monotonic()
+        if now - self._ticked >= self._timeout:
+            self._gap = (now - self._ticked, now)
+        self._ticked = now
+
+    def _of_lost_coordinator(self) -> Verdict:
+        """Process 0 has died; or this one stood still, and the others have left for that."""
+        self._note_gap()
+        seconds, until = self._gap
+        if seconds and self._ticked - until < _RECENT_SECONDS:
+            return Verdict(Kind.SILENT, self._own, seconds=int(seconds))
+        return Verdict(Kind.DIED, 0)
 
     # The end.
 
@@ -163,7 +183,7 @@ class _Watch:
         until = time.monotonic() + _FAREWELL_SECONDS
         ends_itself = verdict.kind in (Kind.FAILED, Kind.LEFT)
         others = {*range(1, self._job.num_processes)}
-        if not ends_itself:
+        if verdict.kind in (Kind.DIED, Kind.SILENT):
             others -= {verdict.process}
         while self._own == 0 and others and time.monotonic() < until:
             time.sleep(0.05)
@@ -187,14 +207,21 @@ class _Watch:
         flushing.join(0.5)
         with contextlib.suppress(OSError):
             os.write(2, f"{line}\n".encode())
+        self._tell_launcher(verdict)
         os._exit(verdict.code)
+
+    def _tell_launcher(self, verdict: Verdict) -> None:
+        """Exit codes alone would not tell who left because of whom."""
+        with contextlib.suppress(KeyError, OSError):
+            file = os.open(os.environ[VERDICTS], os.O_WRONLY | os.O_APPEND)
+            os.write(file, f"{self._own} {verdict}\n".encode())
 
     def _before_abort(self) -> None:
         if self._state is State.FAILED and self._released.is_set():
             os._exit(1)
         if self._verdict is None and _answers(str(self._job.coordinator_address)):
             return  # it aborts for a reason of its own
-        self._leave(self._verdict or Verdict(Kind.DIED, 0))
+        self._leave(self._verdict or self._of_lost_coordinator())
 
     def _at_exit(self) -> None:
         """Wait for the others, which may need this process; keep its exit code."""

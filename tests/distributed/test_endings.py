@@ -1,0 +1,156 @@
+"""How jobs of a launcher end: by signals that nobody heeds or that come early, and whose fault."""
+
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from crossshard.distributed import PROCESS_STALLED
+from tests.distributed.test_launch import PATIENCE, launch, python
+
+# As JAX's notice of a preemption does it.
+SWALLOWS = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda number, frame: None)
+print("ready")
+time.sleep(600)
+"""
+
+
+def ready(ran: subprocess.Popen[str], number: int) -> None:
+    """Wait until so many processes have said it."""
+    for _ in range(number):
+        assert ran.stdout.readline().endswith("ready\n")
+
+
+def test_who_swallows_a_signal_is_killed_after_the_grace():
+    ran = launch("-n", 2, "--grace", 0.5, "--restarts", 3, *python(SWALLOWS))
+    ready(ran, 2)
+    ran.send_signal(signal.SIGTERM)
+    _, err = ran.communicate(timeout=PATIENCE)
+    assert ran.returncode == 128 + signal.SIGTERM
+    assert err == "crossshard: killed 0.5 seconds after SIGTERM: process 0 1.\n"
+
+
+def test_who_saves_after_a_signal_has_its_grace_and_hears_of_it_once(tmp_path: Path):
+    saved = tmp_path / "saved"
+    saves = (
+        "import os, signal, sys, time\n"
+        "def save(number, frame):\n"
+        "    time.sleep(1)\n"
+        f"    open({str(saved)!r}, 'a').write('saved ')\n"
+        "    sys.exit(0)\n"
+        "if os.environ['JAX_PROCESS_ID'] == '0': signal.signal(signal.SIGTERM, save)\n"
+        "print('ready')\n"
+        "time.sleep(600)\n"
+    )
+    ran = launch("-n", 2, *python(saves))
+    ready(ran, 2)
+    ran.send_signal(signal.SIGTERM)
+    _, err = ran.communicate(timeout=PATIENCE)
+    # Process 1 has ended by the signal, long before.
+    assert (ran.returncode, err) == (128 + signal.SIGTERM, "")
+    assert saved.read_text() == "saved "
+
+
+def test_a_signal_while_processes_are_started_reaches_all_of_them():
+    # The first one sends it, while 40 more are being started, and then listens to it.
+    first = "if [ $JAX_PROCESS_ID = 0 ]; then kill -TERM $PPID; fi"
+    script = f"trap 'exit 0' TERM; {first}; while true; do sleep 0.05; done"
+    ran = launch("-n", 40, "--grace", PATIENCE, "--", "sh", "-c", script)
+    ran.communicate(timeout=PATIENCE / 2)
+    assert ran.returncode == 128 + signal.SIGTERM
+
+
+def test_a_port_at_which_another_job_meets_is_refused():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        ran = launch("-n", 2, "--port", port, *python("print('started')"))
+        out, err = ran.communicate(timeout=PATIENCE)
+    assert (ran.returncode, out) == (2, "")
+    assert err == (
+        f"crossshard: Something listens at port {port} of 127.0.0.1 already, perhaps another job. "
+        f"Name another port, or none.\n"
+    )
+    # The port of a job that has ended can be used at once.
+    assert launch("-n", 1, "--port", port, *python("pass")).wait(PATIENCE) == 0
+
+
+# All leave with the same code, the one that stands still, too.
+ALL_LEAVE = """
+import os, sys
+own, gpu = os.environ["JAX_PROCESS_ID"], os.environ["JAX_LOCAL_DEVICE_IDS"]
+open(sys.argv[1], "a").write(f"{own}{gpu} ")
+if os.environ["JAX_NUM_PROCESSES"] == "3":
+    if sys.argv[2]:
+        open(os.environ["CROSSSHARD_VERDICTS"], "a").write(f"{own} {sys.argv[2]}\\n")
+    sys.exit(82)
+"""
+
+
+@pytest.mark.parametrize(
+    ("verdict", "code", "again", "says"),
+    [
+        (
+            "behind 1 120 step 7",
+            0,
+            ["00", "12"],
+            "process 1 has not entered step 7 for 120 seconds, and others wait for it; the others "
+            "are ended.",
+        ),
+        # Nobody knows whose fault it was, so nobody is left out.
+        ("", PROCESS_STALLED, ["00", "11", "22"], "ended with code 82; the others are ended."),
+    ],
+)
+def test_the_launcher_leaves_out_whom_the_processes_name(
+    tmp_path: Path, verdict: str, code: int, again: list[str], says: str
+):
+    log = tmp_path / "log"
+    flags = ["--restarts", 1, "--min-processes", 1]
+    ran = launch("-n", 3, *flags, *python(ALL_LEAVE), log, verdict)
+    _, err = ran.communicate(timeout=PATIENCE)
+    assert ran.returncode == code, err
+    assert sorted(log.read_text().split()) == sorted(["00", "11", "22", *again])
+    assert says in err
+
+
+STALLS = """
+import os, sys, time
+import crossshard
+
+job = crossshard.distributed.initialize(stall_timeout=3)
+
+import jax.numpy as jnp, numpy as np, optax
+
+step = crossshard.make_train_step(lambda w, x: jnp.mean((x @ w - 1) ** 2), optax.sgd(0.1))
+state = step.init(np.zeros(3, np.float32))
+for number in range(1, 9):
+    if number == 6 and job.num_processes == 3 and job.process_id == 1:
+        time.sleep(600)
+    state, metrics = step(state, np.ones((2, 3), np.float32))
+    float(metrics["loss"])
+sys.stderr.write(f"slot {os.environ['JAX_LOCAL_DEVICE_IDS']}\\n")
+"""
+
+
+@pytest.mark.deep
+@pytest.mark.multiprocess
+def test_the_process_that_stood_still_is_left_out(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
+    ran = launch("-n", 3, "--restarts", 1, "--min-processes", 1, *python(STALLS))
+    _, err = ran.communicate(timeout=PATIENCE)
+    assert ran.returncode == 0, err
+    assert (
+        "crossshard: process 1 has not entered step 6 for 3 seconds, and others wait for it; the "
+        "others are ended.\n"
+    ) in err
+    assert "crossshard: started again with 2 processes; 0 more restarts left.\n" in err
+    assert sorted(line for line in err.splitlines() if "slot" in line) == [
+        "[0] slot 0",
+        "[1] slot 2",
+    ]
+    # The one that stood still has been told why, and takes nobody for dead.
+    assert "died" not in err
