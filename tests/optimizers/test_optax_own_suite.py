@@ -22,11 +22,13 @@ import pytest
 # Each part is a process; the tests of both files are in exactly one. With how many must pass at
 # least, or a part that finds nothing would pass, and how many optimizers must have been wrapped.
 PARTS = [
+    ("alias_test.py", "AliasTest and inject_hyperparams", 30, 30),
     ("sharding_test.py", "ShardingTest", 78, 25),
     ("alias_test.py", "LBFGSTest", 47, 1),
     ("alias_test.py", "AliasTest and stability", 150, 30),
-    ("alias_test.py", "AliasTest and not stability", 330, 30),
+    ("alias_test.py", "AliasTest and not stability and not inject_hyperparams", 300, 30),
 ]
+DEEP = [pytest.param(*part, marks=pytest.mark.deep) for part in PARTS[1:]]
 
 # Optax's lbfgs broadcasts a sharded array into one that is not, whoever wraps it.
 FAIL_UNWRAPPED = {
@@ -35,7 +37,7 @@ FAIL_UNWRAPPED = {
 }
 
 
-@pytest.mark.parametrize(("file", "selection", "passes", "factories"), PARTS)
+@pytest.mark.parametrize(("file", "selection", "passes", "factories"), [PARTS[0], *DEEP])
 def test_the_suite_passes_with_every_optimizer_wrapped(
     file: str, selection: str, passes: int, factories: int, tmp_path: pathlib.Path
 ) -> None:
@@ -46,6 +48,7 @@ def test_the_suite_passes_with_every_optimizer_wrapped(
     assert len(counts) >= factories
 
 
+@pytest.mark.deep
 def test_what_may_fail_fails_unwrapped_too(tmp_path: pathlib.Path) -> None:
     outcomes, counts = run_in_process("sharding_test.py", "lbfgs", "plain", tmp_path)
     assert {name for name, outcome in outcomes.items() if outcome == "failed"} == FAIL_UNWRAPPED
@@ -56,20 +59,15 @@ def run_in_process(
     file: str, selection: str, how: str, folder: pathlib.Path
 ) -> tuple[dict[str, str], dict[str, int]]:
     """The outcome of each test, and how often each factory's product was wrapped."""
-    from tests.optimizers.test_table import quickly  # not at the top, for the script has no tests
-
     assert importlib.util.find_spec("sklearn"), "alias_test.py needs scikit-learn to be imported"
     optax = importlib.util.find_spec("optax")
     assert optax is not None
     assert optax.origin is not None
     suite = pathlib.Path(optax.origin).parent / "_src" / file
     report = folder / "report.json"
-    # Hundreds of small programs are compiled and hardly run.
-    flags = [f"--{option}={str(value).lower()}" for option, value in quickly().items()]
     done = subprocess.run(
         [sys.executable, __file__, str(suite), selection, how, str(report)],
         cwd=folder,
-        env={**os.environ, "XLA_FLAGS": " ".join([os.environ["XLA_FLAGS"], *flags])},
         capture_output=True,
         text=True,
         timeout=900,
