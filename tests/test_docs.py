@@ -82,7 +82,17 @@ def test_the_readme_needs_only_what_pip_installs_with_crossshard():
     assert imported <= {"crossshard", *needed}
 
 
-@pytest.mark.parametrize("page", [*GUIDE, CONTRIBUTING], ids=name_of)
+# It compiles a step for many meshes.
+SLOW = ROOT / "docs" / "guide" / "plan.md"
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.deep if page == SLOW else (), id=name_of(page))
+        for page in [*GUIDE, CONTRIBUTING]
+    ],
+)
 def test_a_page_runs_from_top_to_bottom_and_prints_what_it_shows(
     page: Path, capsys: pytest.CaptureFixture[str]
 ):

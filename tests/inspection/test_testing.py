@@ -178,7 +178,13 @@ def narrow_loss(params: Any, x: Any) -> Any:
     return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"]).astype(jnp.float32) ** 2)
 
 
-@pytest.mark.parametrize("rule", [optax.sgd(0.1), optax.adam(1e-3)], ids=["sgd", "adam"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        pytest.param(optax.sgd(0.1), id="sgd", marks=pytest.mark.deep),
+        pytest.param(optax.adam(1e-3), id="adam"),
+    ],
+)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
 def test_gradients_of_16_bits_are_summed_in_32(weight_update: Any, dtype: Any, rule: Any):

@@ -65,6 +65,7 @@ def test_a_collective_in_a_loop_counts_as_often_as_it_runs():
     assert found.communication == pytest.approx(3 * MACHINE.collective_seconds("all-reduce", 1.5e6))
 
 
+@pytest.mark.deep
 def test_this_machine():
     machine = measured(2)
     assert machine.devices == 2

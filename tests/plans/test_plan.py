@@ -108,6 +108,7 @@ def test_what_is_needed_is_what_the_compiler_says(plan):
         assert use.other >= 4 * 16 * 4
 
 
+@pytest.mark.deep
 def test_a_model_that_is_split():
     specs = {"up": P(None, "model"), "down": P("model", None), "bias": P("model")}
     found = planned(model_specs=specs)

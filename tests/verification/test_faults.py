@@ -11,14 +11,17 @@ from tests.verification.ways import WAYS, Plan, batch, factory, skip_all_but
 
 
 def spread(names: Any) -> list[Any]:
-    """All names in all ways; each name in one way, others with `make soak`, in their order."""
+    """All names in all ways, others than the first of each name with `make soak`, in their order.
+
+    Of those that come first each third is quick, which is one or more in every way.
+    """
     pairs = [(name, way) for place in range(len(WAYS)) for name, way in _one_way_each(names, place)]
     in_suite = len(names)
     return [
         pytest.param(
             *pair,
             max(0, order - in_suite + 1),
-            marks=() if order < in_suite else pytest.mark.soak,
+            marks=pytest.mark.soak if order >= in_suite else pytest.mark.deep if order % 3 else (),
             id=f"{pair[1]}-{pair[0]}",
         )
         for order, pair in enumerate(pairs)

@@ -19,7 +19,7 @@ from crossshard.errors import ArgumentError
 from crossshard.verification.report import Fault
 from tests.processes import join, run_processes
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.deep]
 
 X = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
 PARAMS = {"w": np.full(3, 0.5, np.float32), "v": np.float32(0.1)}

@@ -6,16 +6,18 @@ from tests.verification.right import RIGHT
 from tests.verification.ways import skip_all_but
 
 # One of each kind; the others with `make soak`.
-IN_SUITE = {
+QUICK = {
     "optax in shard map autodiff sums",
+    "jit with split parameters",
+    "crossshard stateful idiom",
+    "train step with groups",
+}
+IN_SUITE = QUICK | {
     "optax in bfloat16 with float32 parameters",
     "a contrastive loss over all shards",
-    "jit with split parameters",
     "linen batch norm of each shard in pmap",
     "nnx dropout in nnx jit",
     "equinox filter shard",
-    "crossshard stateful idiom",
-    "train step with groups",
     "example linen_batch_norm",
 }
 
@@ -25,7 +27,13 @@ def test_there_are_thirty():
     assert set(RIGHT) >= IN_SUITE
 
 
-@pytest.mark.parametrize("name", sorted(IN_SUITE))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.deep)
+        for name in sorted(IN_SUITE)
+    ],
+)
 def test_no_right_step_is_accused(name: str):
     check(name)
 

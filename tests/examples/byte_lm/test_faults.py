@@ -63,6 +63,7 @@ def params_on_disk(out: Path, number: int) -> dict[str, str]:
     return found
 
 
+@pytest.mark.deep
 def test_a_shard_in_quarantine_is_named_and_the_others_train_on(tmp_path, monkeypatch, capsys):
     break_shard(monkeypatch, 1, range(3, 4))
     assert run(tmp_path, "out", "--shards", 2, "--nonfinite", "quarantine", "--steps", 6) == 0

@@ -95,11 +95,11 @@ HALF = {"dtype": "bfloat16", "param_dtype": "bfloat16", "master_dtype": "float32
     ("flags", "chosen", "within", "described"),
     [
         ({"accumulate_steps": 4, "weight_update": "sharded"}, "", EXACT, "4 microbatches.* parts"),
-        ({"weight": True, "batch": 9}, "", EXACT, "weigh"),
         *(
             pytest.param(*each, marks=pytest.mark.deep)
             for each in [
                 ({"shards": 2, "model_shards": 2}, "", EXACT, "split over model"),
+                ({"weight": True, "batch": 9}, "", EXACT, "weigh"),
                 ({"wrt": "blocks/*"}, "blocks/", EXACT, "frozen"),
                 ({"reduce_dtype": "bfloat16"}, "", OF_16_BITS, "in bfloat16"),
                 (
