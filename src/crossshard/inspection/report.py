@@ -132,7 +132,8 @@ class Communication:
     def hidden_share_of(self, *kinds: str) -> float | None:
         """``hidden_share`` of some kinds of collectives only; ``None`` if they send nothing.
 
-        Gradients travel in ``"all-reduce"`` and ``"reduce-scatter"``.
+        Gradients travel in ``"all-reduce"`` and ``"reduce-scatter"``; between CPUs of a job in
+        ``"all-to-all"``, too.
         """
         sent = sum(each.bytes_sent for each in self.counted if each.kind in kinds)
         return self._bytes_behind(PRODUCTS, kinds) / sent if sent else None
