@@ -32,6 +32,7 @@ from crossshard.train_step.layout import StateLayout, check_key
 from crossshard.train_step.mesh import number_of_shards
 from crossshard.train_step.model_state import check_initial
 from crossshard.train_step.models import check_params, combine, partition
+from crossshard.train_step.predict import Predictor
 from crossshard.train_step.replay import copy, differing
 from crossshard.train_step.state import TrainState
 from crossshard.train_step.step_function import StepFunction
@@ -92,9 +93,8 @@ class TrainStep:
             if names
             else BatchPlacer(mesh, axes, loss.weight, number)
         )
-        self._evaluate = Evaluator(
-            mesh, axes, loss.weight, names, takes_state=loss.model_state is not None
-        )
+        of_loss = mesh, axes, loss.weight, names, loss.model_state is not None
+        self._evaluate, self._predict = Evaluator(*of_loss), Predictor(*of_loss)
         self._is_of_all_processes = are_of_all_processes(mesh)
         self._layouts: dict[Any, StateLayout] = {}
         self._in_processes = len(processes_of(mesh)) > 1
@@ -500,6 +500,41 @@ class TrainStep:
         arrays = self._of_shard(state, shard, ema)
         with entering("evaluate") if self._is_of_all_processes else contextlib.nullcontext():
             return self._evaluate(metric_fn, state.skeleton, arrays, batches)
+
+    def predict(
+        self,
+        state: TrainState,
+        batches: Iterable[Any],
+        predict_fn: Callable[..., Any],
+        shard: int | None = None,
+        *,
+        ema: bool = False,
+    ) -> Any:
+        """What a function returns for each row of a data set, collected on the host.
+
+        Args:
+          state: as for ``evaluate``, like ``batches``, ``shard`` and ``ema``.
+          predict_fn: ``predict_fn(model, batch)``, or ``predict_fn(params, model_state, batch)``: a
+            pytree of ``[rows, …]``, of which each row depends on no other.
+
+        Returns:
+          The pytree with the rows of all batches in their order, numpy ``[rows, …]``. If there are
+          several processes, each gets its own rows.
+
+        Raises: as for ``evaluate``; weights do not count here.
+
+        >>> import jax.numpy as jnp, optax
+        >>> from crossshard import make_train_step
+        >>> step = make_train_step(lambda w, x: (w * x).mean(), optax.sgd(0.1), num_shards=1)
+        >>> batches = [jnp.ones(2), 4 * jnp.ones(1)]
+        >>> step.predict(step.init(jnp.float32(3)), batches, lambda w, x: w * x)
+        array([ 3.,  3., 12.], dtype=float32)
+        """
+        if not callable(predict_fn):
+            raise ArgumentTypeError(f"predict_fn must be a function; got {predict_fn!r:.60}.")
+        arrays = self._of_shard(state, shard, ema)
+        with entering("predict") if self._is_of_all_processes else contextlib.nullcontext():
+            return self._predict(predict_fn, state.skeleton, arrays, batches)
 
     def _average(self, state: TrainState) -> Any:
         """The moving average of the parameters, in their shapes and dtypes."""
