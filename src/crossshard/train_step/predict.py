@@ -33,7 +33,8 @@ class Predictor(Evaluator):
         def run(batch: Any, counted: jax.Array) -> tuple[Any, jax.Array]:
             return self._rows(predict_fn, skeleton, arrays, batch, counted), counted
 
-        found, latest = [], None
+        found: list[Any] = []
+        latest = None
         for each in self._over(batches, run):
             # One batch later, while the devices compute the next one.
             found += [] if latest is None else [_own_rows(*latest)]
