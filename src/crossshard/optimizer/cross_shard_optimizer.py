@@ -39,7 +39,7 @@ from crossshard.pipeline.stage import Environment
 from crossshard.pipeline.state import CrossShardState
 from crossshard.shards.axes import Shards
 from crossshard.shards.context import check_axis_name, check_num_shards
-from crossshard.shards.devices import AXIS
+from crossshard.shards.devices import axes_in_sight
 from crossshard.shards.groups import check_group_assignment
 from crossshard.variables.describe import describe_variable
 from crossshard.variables.discovery import variables_behind
@@ -188,12 +188,15 @@ class CrossShardOptimizer(Optimizer):
         Args:
           params: the parameters, or their shapes and dtypes.
           num_shards: the number of shards.
-          axis_name: the mesh axes; the optimizer's own if ``None``, or ``"shards"``.
+          axis_name: the mesh axes that count shards. If ``None``, those of the optimizer; else
+            ``"shards"``, or all axes of the mesh that ``params`` lie on, or that
+            ``jax.set_mesh`` has set.
 
         Returns:
           A ``PartitionSpec`` per array of the state.
 
         Raises:
+          AxisError: that mesh has no axis ``"shards"``, and its axes do not count ``num_shards``.
           WeightUpdateError: ``weight_update="sharded"`` with an optimizer that is not elementwise.
 
         >>> import jax.numpy as jnp, optax
@@ -203,8 +206,9 @@ class CrossShardOptimizer(Optimizer):
         >>> specs.inner_state.trace == PartitionSpec("shards")
         True
         """
-        axes = check_axis_name(axis_name) or self._pipeline.axis_name or (AXIS,)
-        return self._transformation.specs(params, check_num_shards(num_shards), axes)
+        number = check_num_shards(num_shards)
+        named = check_axis_name(axis_name) or self._pipeline.axis_name
+        return self._transformation.specs(params, number, named or axes_in_sight(params, number))
 
     def describe(self) -> str:
         """The stages of the pipeline in one line.

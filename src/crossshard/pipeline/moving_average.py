@@ -67,8 +67,8 @@ def with_moving_average(
     def averaged(state: State, after: Any) -> dict[str, Any]:
         """The fields of the state that are the average's own, after an update."""
         if isinstance(state, MovingAverageState):
-            of = functools.partial(average, decay)
-            return {"ema": jax.tree.map(of, state.ema, after)}
+            constant = functools.partial(average, decay)
+            return {"ema": jax.tree.map(constant, state.ema, after)}
         now = jnp.asarray(decay(state.ema_count))  # type: ignore[operator]
         of = lambda old, new: average(now.astype(old.dtype), old, new)
         ema = jax.tree.map(of, state.ema, after)

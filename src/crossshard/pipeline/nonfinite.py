@@ -191,7 +191,7 @@ def all_finite(values: Any, environment: Environment) -> jax.Array:
 def _value(x: Any) -> int:
     """A number of the state, also if the array has one for each shard, of which all are equal."""
     local = x.addressable_data(0) if isinstance(x, jax.Array) else x
-    return int(jax.device_get(local).ravel()[0])
+    return int(np.ravel(jax.device_get(local))[0])
 
 
 def check_nonfinite(nonfinite: Any) -> Nonfinite | None:

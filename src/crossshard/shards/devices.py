@@ -9,9 +9,16 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from crossshard import _jax
-from crossshard.errors import ArgumentError, ArgumentTypeError, DeadlockWarning, ShardContextError
+from crossshard.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    AxisError,
+    DeadlockWarning,
+    ShardContextError,
+)
 from crossshard.shards.context import check_num_shards
 
 AXIS = "shards"
@@ -156,3 +163,24 @@ def warn_of_deadlock(mesh: jax.sharding.Mesh) -> None:
             DeadlockWarning,
             stacklevel=4,
         )
+
+
+def axes_in_sight(arrays: Any, number: int) -> tuple[str, ...]:
+    """The axes that count ``number`` shards, where none is named.
+
+    ``"shards"``, unless the arrays lie on a mesh without it, or ``jax.set_mesh`` has set one.
+
+    Raises:
+      AxisError: all axes of that mesh together count another number.
+    """
+    given = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arrays)]
+    meshes = [each.mesh for each in given if isinstance(each, NamedSharding)]
+    mesh: Any = meshes[0] if meshes else jax.sharding.get_abstract_mesh()
+    if mesh.empty or AXIS in mesh.axis_names:
+        return (AXIS,)
+    if mesh.size != number:
+        raise AxisError(
+            f"Nothing says which axes of the mesh {dict(mesh.shape)} count the {number} shards. "
+            f"Pass axis_name=, to the call or once to CrossShardOptimizer."
+        )
+    return tuple(mesh.axis_names)

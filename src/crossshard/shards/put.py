@@ -1,11 +1,12 @@
 """Puts arrays on the devices of a mesh, which may belong to several processes."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 def put_whole(x: Any, sharding: NamedSharding) -> jax.Array:
@@ -23,6 +24,12 @@ def put(x: Any, sharding: NamedSharding, *, whole: bool = False) -> jax.Array:
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     local = np.asarray(x)
     return jax.make_array_from_process_local_data(sharding, local, local.shape if whole else None)
+
+
+def put_whole_unless_on(x: Any, sharding: NamedSharding) -> jax.Array:
+    """``put_whole``, but what lies on the mesh already may be split over it, and stays."""
+    on_mesh = getattr(getattr(x, "sharding", None), "mesh", None) == sharding.mesh
+    return x if on_mesh else put_whole(x, sharding)
 
 
 def own_parts(sharding: NamedSharding, number: int) -> int:
@@ -43,3 +50,15 @@ def on_every_device(x: jax.Array) -> jax.Array:
     if x.is_fully_addressable or not isinstance(sharding, NamedSharding):
         return x
     return jax.device_put(x, NamedSharding(sharding.mesh, PartitionSpec()))
+
+
+def types_on(mesh: Mesh, tree: Any, other_axes: Sequence[tuple[Any, ...]]) -> Any:
+    """The types of arrays on a mesh: whole on each device, but for the axes of the first leaves."""
+    leaves, structure = jax.tree.flatten(tree)
+    lie = [*other_axes, *[()] * (len(leaves) - len(other_axes))]
+
+    def one(x: Any, own: tuple[Any, ...]) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, PartitionSpec(*own))
+        return jax.ShapeDtypeStruct(x.shape, jnp.result_type(x), sharding=sharding)
+
+    return structure.unflatten(map(one, leaves, lie))

@@ -1,4 +1,4 @@
-"""The text that ``TrainStep.describe`` returns."""
+"""The texts of ``TrainStep.describe`` and of ``print(step)``."""
 
 import math
 from typing import Any
@@ -30,6 +30,22 @@ def describe(function: StepFunction, layout: StateLayout, state: TrainState) -> 
             *([f"model state: {_sizes(state.model_state, None)}, {_KEPT[kind]}"] if kind else []),
             f"optimizer state: {_sizes(state.opt_state, layout)}",
             *([] if function.sentinel is None else [function.sentinel.describe()]),
+        ]
+    )
+
+
+def summarize(
+    function: StepFunction, shards: int, wrt: Any, latest: tuple[StateLayout, TrainState] | None
+) -> str:
+    """What ``print(step)`` says; ``latest`` is what ``init`` decided, if it was called."""
+    chooses = getattr(wrt, "__name__", repr(wrt))
+    how = "how the weights are updated is decided by init(params)"
+    return "\n".join(
+        [
+            f"Training step of {function.loss.name} on {shards} shards",
+            *([] if wrt is None else [f"trains only what wrt={chooses:.60} chooses"]),
+            f"metrics: {', '.join(function.names_of_metrics())}",
+            *([function.describe(), how] if latest is None else [describe(function, *latest)]),
         ]
     )
 

@@ -1,7 +1,7 @@
 """Evaluate: the mean of a metric over all examples of a data set, in batches of any length."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -69,25 +69,33 @@ class Evaluator:
           ArgumentError: there is no batch, or no example counts.
           ArgumentTypeError: ``batches`` is a single batch.
         """
+        sums = lambda *batch: self._sums(metric_fn, skeleton, arrays, *batch)
+        # In 64 bits, since the sums of many batches would round.
+        found = [
+            jax.tree.map(lambda x: np.asarray(x, np.float64), each)
+            for each in jax.device_get(list(self._over(batches, sums)))
+        ]
+        totals = jax.tree.map(lambda *each: np.sum(each, axis=0), *found)
+        return jax.tree.map(_mean, *totals)
+
+    def _over(self, batches: Iterable[Any], run: Callable[[Any, jax.Array], Any]) -> Iterator[Any]:
+        """What ``run`` returns for each batch on the devices, given which of its rows count."""
         if isinstance(batches, dict | str) or hasattr(batches, "dtype"):
             raise ArgumentTypeError(
                 f"batches is an iterable of batches; got {type(batches).__name__}. Write [batch] "
                 f"for a single one."
             )
-        longest, found = 0, []
+        longest, number = 0, 0
         for batch in batches:
             with _jax.in_place_of_the_users_mesh(self._mesh):
                 with jax.transfer_guard("allow"):
                     placed, counted = self._place(batch, longest)
-                found.append(self._sums(metric_fn, skeleton, arrays, placed, counted))
+                found = run(placed, counted)
+            yield found
+            number += 1
             longest = max(longest, counted.shape[0] * self._parts // self._number)
-        if not found:
-            raise ArgumentError("There is no batch to evaluate: batches is empty.")
-        # In 64 bits, since the sums of many batches would round.
-        in_64_bits = lambda x: np.asarray(x, np.float64)
-        sums = [jax.tree.map(in_64_bits, each) for each in jax.device_get(found)]
-        totals = jax.tree.map(lambda *each: np.sum(each, axis=0), *sums)
-        return jax.tree.map(_mean, *totals)
+        if not number:
+            raise ArgumentError("There is no batch: batches is empty.")
 
     # A batch.
 
@@ -140,29 +148,39 @@ class Evaluator:
         counted: jax.Array,
     ) -> tuple[Any, Any]:
         """For each value its weighted sum over the examples, and the sum of their weights."""
-        axes = self._axes
 
         def of_shard(arrays: tuple[Any, Any, Any], batch: Any, counted: jax.Array) -> Any:
-            model = [combine(skeleton, *arrays), *([arrays[2]] if self._takes_state else [])]
-            with shard_context(self._number, axis_name=axes):
-                values = metric_fn(*model, batch)
+            values = self._of_shard(metric_fn, skeleton, arrays, batch)
             weights = self._weights(batch, counted)
             paths, tree = jax.tree_util.tree_flatten_with_path(values)
             if not paths:
                 raise ArgumentError("metric_fn returned nothing to average.")
             pairs = [_summed(path, value, weights) for path, value in paths]
-            totals, of_weights = zip(*lax.psum(pairs, axes), strict=True)
+            totals, of_weights = zip(*lax.psum(pairs, self._axes), strict=True)
             return tree.unflatten(totals), tree.unflatten(of_weights)
 
-        run = jax.shard_map(
+        return self._on_shards(of_shard, batch, PartitionSpec())(arrays, batch, counted)
+
+    def _of_shard(
+        self, function: Callable[..., Any], skeleton: Skeleton, arrays: Any, batch: Any
+    ) -> Any:
+        """What a function returns for one shard's rows."""
+        model = [combine(skeleton, *arrays), *([arrays[2]] if self._takes_state else [])]
+        with shard_context(self._number, axis_name=self._axes):
+            return function(*model, batch)
+
+    def _on_shards(
+        self, of_shard: Callable[..., Any], batch: Any, out_specs: PartitionSpec
+    ) -> Callable[..., Any]:
+        """A function of arrays, a batch, and which of its rows count, run on every shard."""
+        return jax.shard_map(
             of_shard,
             mesh=self._mesh,
-            axis_names=frozenset(axes),
+            axis_names=frozenset(self._axes),
             in_specs=(PartitionSpec(), specs_of(batch, self._names, self._split), self._split),
-            out_specs=PartitionSpec(),
+            out_specs=out_specs,
             check_vma=False,
         )
-        return run(arrays, batch, counted)
 
     def _weights(self, batch: Any, counted: jax.Array) -> jax.Array:
         """The weight of each example, ``[rows]``, or of its parts, ``[rows, …]``."""

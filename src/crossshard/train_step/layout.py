@@ -19,7 +19,7 @@ from crossshard.shards.model_axes import OtherAxes, only, other_axes_like
 from crossshard.shards.partition import map_partitions
 from crossshard.shards.placement import PER_SHARD, REPLICATED, Placement
 from crossshard.shards.random_streams import own_stream
-from crossshard.train_step.model_state import ModelState
+from crossshard.train_step.model_state import ModelState, holds_keys
 from crossshard.train_step.models import Skeleton
 from crossshard.train_step.state import TrainState
 from crossshard.variables.per_shard import of_all
@@ -180,20 +180,25 @@ class StateLayout:
         """A replicated state with its per-shard arrays broadcast to ``[shards, …]``.
 
         Each shard gets its own random streams.
+
+        Raises:
+          ArgumentError: what may be a key cannot be told from other numbers.
         """
 
-        def streams(leaf: Any) -> Any:
+        def streams(path: Any, leaf: Any) -> Any:
             each = jax.tree.map(self._on_each, leaf)
-            if self.number_of_shards == 1 or not (isinstance(leaf, nnx.RngKey) or _is_key(leaf)):
+            if not holds_keys(path, leaf) or self.number_of_shards == 1:
                 return each
             own = lambda keys: jax.vmap(own_stream)(keys, jnp.arange(self.number_of_shards))
-            return own(each) if _is_key(leaf) else leaf.replace(own(each.get_raw_value()))
+            return jax.tree.map(own, each)
 
         on_each = lambda placement, x: self._on_each(x) if placement.per_shard else x
         spread = self._map(on_each, state)
         if not (state.skeleton.is_nnx or self.model_state is ModelState.PER_SHARD):
             return spread
-        model_state = jax.tree.map(streams, state.model_state, is_leaf=_is_variable)
+        model_state = jax.tree_util.tree_map_with_path(
+            streams, state.model_state, is_leaf=_is_variable
+        )
         return dataclasses.replace(spread, model_state=model_state)
 
     def _on_each(self, x: jax.Array) -> jax.Array:
@@ -295,10 +300,6 @@ def check_key(rng: Any) -> tuple[Any, jax.Array]:
             f"({type(rng).__name__})."
         )
     return jax.random.key_impl(rng), jax.random.key_data(rng)
-
-
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _is_variable(leaf: Any) -> bool:

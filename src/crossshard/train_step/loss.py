@@ -56,14 +56,23 @@ _KEYS = ("key", "prng", "rng")
 def is_named_as_key(name: str) -> bool:
     """Whether a name is that of a random key or a seed.
 
-    >>> [is_named_as_key(name) for name in ("rngs", "PRNGKey", "key_2", "seed", "_")]
-    [True, True, True, True, True]
+    >>> [is_named_as_key(name) for name in ("rngs", "PRNGKey", "key_2", "seed")]
+    [True, True, True, True]
     >>> [is_named_as_key(name) for name in ("y", "keypoints", "key_points")]
     [False, False, False]
     """
+    words = _words(name)
+    return words[-1:] in (["key"], ["seed"]) or is_named_as_rng(name)
+
+
+def is_named_as_rng(name: str) -> bool:
+    """Whether a name is that of what only random numbers come from."""
+    return not {"rng", "prng"}.isdisjoint(_words(name))
+
+
+def _words(name: str) -> list[str]:
     words = re.findall("[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
-    singular = [word.lower().removesuffix("s") for word in words]
-    return not words or singular[-1] in ("key", "seed") or not {"rng", "prng"}.isdisjoint(singular)
+    return [word.lower().removesuffix("s") for word in words]
 
 
 def _needs_rng(parameters: Iterable[inspect.Parameter], takes: tuple[str, ...]) -> bool:
@@ -82,7 +91,8 @@ def _needs_rng(parameters: Iterable[inspect.Parameter], takes: tuple[str, ...]) 
             f"loss_fn takes ({', '.join(takes)}) or ({', '.join(takes)}, rng); this one takes "
             f"{[p.name for p in needed]}.{_in_one_batch(given, takes)}"
         )
-    if len(given) > len(takes) and not is_named_as_key(given[-1].name):
+    unread = given[-1].name.strip("_") == "" if given else False
+    if len(given) > len(takes) and not unread and not is_named_as_key(given[-1].name):
         raise ArgumentTypeError(
             f"loss_fn takes {[p.name for p in given]}, but a step passes ({', '.join(takes)}, "
             f"rng), and {given[-1].name!r} is not named like a key.{_in_one_batch(given, takes)} "

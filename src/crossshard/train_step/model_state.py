@@ -1,6 +1,7 @@
 """Model state: what a loss keeps besides its parameters, one per shard or averaged."""
 
 import enum
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,8 @@ from crossshard.gradients.scalars import is_inexact, is_number
 from crossshard.jaxprs.dependence import sources
 from crossshard.pipeline.means import average, to_average
 from crossshard.pipeline.stage import Gradients
+from crossshard.shards.random_streams import is_key, may_be_raw_key
+from crossshard.train_step.loss import is_named_as_key, is_named_as_rng
 
 
 class ModelState(enum.StrEnum):
@@ -73,6 +76,32 @@ def check_initial(kind: ModelState | None, params: Any, model_state: Any) -> Any
             )
     is_type = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
     return jax.tree.map(lambda x: x if is_type(x) else jnp.asarray(x), model_state)
+
+
+def holds_keys(path: tuple[Any, ...], state: Any) -> bool:
+    """Whether an array of a per-shard state, or an NNX variable, holds random keys.
+
+    Raises:
+      ArgumentError: it may hold raw keys, and nothing says whether it does.
+    """
+    arrays = jax.tree.leaves(state)
+    if isinstance(state, nnx.RngState):
+        return isinstance(state, nnx.RngKey)
+    if any(map(is_key, arrays)):
+        return True
+    if not any(map(may_be_raw_key, arrays)):
+        return False
+    # "['rngs']['dropout']", "[0]", ".noise"
+    *outer, name = re.findall(r"\w+", jax.tree_util.keystr(path)) or [""]
+    if is_named_as_key(name) or any(map(is_named_as_rng, outer)):
+        return True
+    raise ArgumentError(
+        f"model_state{jax.tree_util.keystr(path)} is uint32{list(arrays[0].shape)}, as the keys of "
+        f"jax.random.PRNGKey and the seeds of Keras are, and each shard keeps its own: with the "
+        f"same key all shards would drop out the same units. Pass jax.random.wrap_key_data(x) in "
+        f"its place, of which the loss takes jax.random.key_data(x), or call it rng or seed: each "
+        f"shard then gets its own. If it is no key, keep it as int32."
+    )
 
 
 def split_state(out: Any, has_aux: bool) -> tuple[Any, Any]:

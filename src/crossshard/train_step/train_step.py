@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from crossshard import _jax
 from crossshard.distributed.agreement import check_agreement, checksum, compare, processes_of
@@ -19,11 +19,11 @@ from crossshard.pipeline.plan import WeightUpdate, plan_update
 from crossshard.shards.devices import are_of_all_processes
 from crossshard.shards.model_axes import OtherAxes, check_fits, only, other_axes_of
 from crossshard.shards.partition import ANY, TPU
-from crossshard.shards.put import put_whole
+from crossshard.shards.put import put_whole, put_whole_unless_on, types_on
 from crossshard.train_step.arguments import check_not_of_mesh, check_state, refuse_more
 from crossshard.train_step.batches import BatchPlacer
 from crossshard.train_step.compiler_options import compiler_options
-from crossshard.train_step.description import describe
+from crossshard.train_step.description import describe, summarize
 from crossshard.train_step.divergence import names_of_compared
 from crossshard.train_step.donation import Donation
 from crossshard.train_step.entries import EntryPlacer
@@ -32,6 +32,7 @@ from crossshard.train_step.layout import StateLayout, check_key
 from crossshard.train_step.mesh import number_of_shards
 from crossshard.train_step.model_state import check_initial
 from crossshard.train_step.models import check_params, combine, partition
+from crossshard.train_step.predict import Predictor
 from crossshard.train_step.replay import copy, differing
 from crossshard.train_step.state import TrainState
 from crossshard.train_step.step_function import StepFunction
@@ -57,18 +58,8 @@ class TrainStep:
         return f"TrainStep({self._function.loss.name} on {axes}; {description})"
 
     def __str__(self) -> str:
-        metrics = ", ".join(self._function.names_of_metrics())
         shards = number_of_shards(self._mesh, self._axes)
-        wrt = getattr(self._wrt, "__name__", repr(self._wrt))
-        lines = [
-            f"Training step of {self._function.loss.name} on {shards} shards",
-            *([] if self._wrt is None else [f"trains only what wrt={wrt:.60} chooses"]),
-            f"metrics: {metrics}",
-        ]
-        if self._latest is None:
-            how = "how the weights are updated is decided by init(params)"
-            return "\n".join([*lines, self._function.describe(), how])
-        return "\n".join([*lines, self.describe()])
+        return summarize(self._function, shards, self._wrt, self._latest)
 
     def __init__(
         self,
@@ -92,9 +83,8 @@ class TrainStep:
             if names
             else BatchPlacer(mesh, axes, loss.weight, number)
         )
-        self._evaluate = Evaluator(
-            mesh, axes, loss.weight, names, takes_state=loss.model_state is not None
-        )
+        of_loss = mesh, axes, loss.weight, names, loss.model_state is not None
+        self._evaluate, self._predict = Evaluator(*of_loss), Predictor(*of_loss)
         self._is_of_all_processes = are_of_all_processes(mesh)
         self._layouts: dict[Any, StateLayout] = {}
         self._in_processes = len(processes_of(mesh)) > 1
@@ -337,18 +327,7 @@ class TrainStep:
             return dataclasses.replace(state, other_axes=other_axes)
 
         # Of the types that the arrays will have, so that JAX need not trace it again for them.
-        leaves, tree = jax.tree.flatten((arrays, key))
-        lie = (*(other_axes or [()] * (len(leaves) - 1)), ())
-        given = tree.unflatten(
-            [
-                jax.ShapeDtypeStruct(
-                    x.shape,
-                    jnp.result_type(x),
-                    sharding=NamedSharding(self._mesh, PartitionSpec(*own)),
-                )
-                for x, own in zip(leaves, lie, strict=True)
-            ]
-        )
+        given = types_on(self._mesh, (arrays, key), other_axes)
         with _jax.in_place_of_the_users_mesh(self._mesh):
             types = jax.eval_shape(make, *given)
         shardings = layout.shardings(types)
@@ -386,7 +365,7 @@ class TrainStep:
         layout = self._layout_of(state)
         layout.check_optimizer(state)
         self._check_agreement("reshard", {"a state": state})
-        state = jax.tree.map(self._put_whole, state, layout.unsharded(state))
+        state = jax.tree.map(put_whole_unless_on, state, layout.unsharded(state))
         if not layout.has_number_of_shards(state):
             if self._grouped:
                 raise ArgumentError(
@@ -398,14 +377,8 @@ class TrainStep:
             state = layout.on_other_shards(state)
         return self._relaid(layout.pack, state, layout.shardings(state))
 
-    def _put_whole(self, x: Any, sharding: NamedSharding) -> jax.Array:
-        # What already lies on the mesh may be split over it, and need not be whole on each device.
-        if getattr(getattr(x, "sharding", None), "mesh", None) == self._mesh:
-            return x
-        return put_whole(x, sharding)
-
     def _relaid(self, how: Callable[[Any], Any], state: TrainState, to: TrainState) -> TrainState:
-        # Kept, since a loop that saves would compile it each time. Layouts live as long.
+        # A loop that saves would compile it each time. Layouts live as long.
         key = how, jax.tree.structure(state)
         if key not in self._relaying:
             run = lambda state: how(jax.tree.map(jnp.copy, state))
@@ -437,24 +410,21 @@ class TrainStep:
     def _of_shard(self, state: TrainState, shard: int | None, ema: bool) -> tuple[Any, Any, Any]:
         """The parameters, the frozen arrays and the model state of a shard, or of all."""
         check_state(state)
-        # An index is an array on the host.
-        with jax.transfer_guard("allow"):
-            return self._chosen(state, shard, ema)
-
-    def _chosen(self, state: TrainState, shard: int | None, ema: bool) -> tuple[Any, Any, Any]:
-        params = self._average(state) if ema else state.params
-        model_state = state.model_state
         if self._grouped and shard is None:
             raise ArgumentError(
                 f"With group_assignment {self._function.pipeline.groups} the parameters differ "
                 f"between shards. Choose one: model(state, shard=0)."
             )
-        if self._grouped:
-            params = jax.tree.map(lambda x: x[shard], params)
-        if self._layout_of(state).keeps_per_shard(state.skeleton):
-            of_shard = lambda x: of_all(x) if shard is None else x[shard]
-            model_state = jax.tree.map(of_shard, model_state)
-        return params, state.frozen, model_state
+        # An index is an array on the host.
+        with jax.transfer_guard("allow"):
+            params = self._average(state) if ema else state.params
+            if self._grouped:
+                params = jax.tree.map(lambda x: x[shard], params)
+            model_state = state.model_state
+            if self._layout_of(state).keeps_per_shard(state.skeleton):
+                of_shard = lambda x: of_all(x) if shard is None else x[shard]
+                model_state = jax.tree.map(of_shard, model_state)
+            return params, state.frozen, model_state
 
     def evaluate(
         self,
@@ -500,6 +470,41 @@ class TrainStep:
         arrays = self._of_shard(state, shard, ema)
         with entering("evaluate") if self._is_of_all_processes else contextlib.nullcontext():
             return self._evaluate(metric_fn, state.skeleton, arrays, batches)
+
+    def predict(
+        self,
+        state: TrainState,
+        batches: Iterable[Any],
+        predict_fn: Callable[..., Any],
+        shard: int | None = None,
+        *,
+        ema: bool = False,
+    ) -> Any:
+        """What a function returns for each row of a data set, collected on the host.
+
+        Args:
+          state: as for ``evaluate``, like ``batches``, ``shard`` and ``ema``.
+          predict_fn: ``predict_fn(model, batch)``, or ``predict_fn(params, model_state, batch)``: a
+            pytree of ``[rows, …]``, of which each row depends on no other.
+
+        Returns:
+          The pytree with the rows of all batches in their order, numpy ``[rows, …]``. If there are
+          several processes, each gets its own rows.
+
+        Raises: as for ``evaluate``; weights do not count here.
+
+        >>> import jax.numpy as jnp, optax
+        >>> from crossshard import make_train_step
+        >>> step = make_train_step(lambda w, x: (w * x).mean(), optax.sgd(0.1), num_shards=1)
+        >>> batches = [jnp.ones(2), 4 * jnp.ones(1)]
+        >>> step.predict(step.init(jnp.float32(3)), batches, lambda w, x: w * x)
+        array([ 3.,  3., 12.], dtype=float32)
+        """
+        if not callable(predict_fn):
+            raise ArgumentTypeError(f"predict_fn must be a function; got {predict_fn!r:.60}.")
+        arrays = self._of_shard(state, shard, ema)
+        with entering("predict") if self._is_of_all_processes else contextlib.nullcontext():
+            return self._predict(predict_fn, state.skeleton, arrays, batches)
 
     def _average(self, state: TrainState) -> Any:
         """The moving average of the parameters, in their shapes and dtypes."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from crossshard.errors import NonfiniteError
@@ -81,4 +82,4 @@ class Watch:
 
 def _value(x: jax.Array) -> int:
     """A number of which each device, or shard, has the same copy."""
-    return int(jax.device_get(x.addressable_data(0)).ravel()[0])
+    return int(np.ravel(jax.device_get(x.addressable_data(0)))[0])
