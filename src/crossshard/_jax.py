@@ -172,9 +172,12 @@ def has_own_derivative(equation: Any) -> bool:
     return equation.primitive.name.startswith(("custom_jvp_call", "custom_vjp_call"))
 
 
-def untyped_sum(equation: Any) -> frozenset[Any]:
-    """The axes of a ``psum`` or ``pmean`` without types, whose transpose sums again."""
-    return frozenset(equation.params["axes"] if equation.primitive.name == "psum" else ())
+def untyped_axes(equation: Any, names: tuple[str, ...]) -> frozenset[Any]:
+    """The axes of an equation, if it is one of these collectives, without types."""
+    if equation.primitive.name not in names or equation.params.get("axis_index_groups"):
+        return frozenset()
+    axes = equation.params["axes" if "axes" in equation.params else "axis_name"]
+    return frozenset(axes if isinstance(axes, tuple | list) else (axes,))
 
 
 def named_axes(equation: Any) -> tuple[Any, ...]:

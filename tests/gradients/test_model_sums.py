@@ -1,4 +1,4 @@
-"""A sum over an axis that counts no shards, where no types tell: refused, or right."""
+"""A loss whose gradient autodiff sums over an axis that counts no shards: refused, or right."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,10 +21,12 @@ BY_MODEL = (SPECS, P("data"))
 NAMED = r"psum or pmean over 'model' \(.*test_model_sums.py:\d+\), which counts no shards.*2 times"
 
 
-def traced(step: Callable[..., Any], *args: Any, specs: Any = BY_MODEL) -> Any:
-    """What a step is in ``shard_map`` without types, which is refused before it is compiled."""
+def traced(
+    step: Callable[..., Any], *args: Any, specs: Any = BY_MODEL, check_vma: bool = False
+) -> Any:
+    """A step traced in ``shard_map``: what is refused is so before anything is compiled."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    run = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
+    run = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=check_vma)
     return jax.jit(run).trace(*(args or (PARAMS, X)))
 
 
@@ -162,3 +164,53 @@ def test_a_loss_is_traced_once_where_only_shards_are_bound():
     run = jax.vmap(lambda x: crossshard.grad(loss)(jnp.float32(2), x), axis_name="shards")
     run(X)
     assert len(calls) == 1
+
+
+def gathered(params: Any, x: Any, reduce: Callable[[Any], Any] = lambda loss: loss) -> Any:
+    """The hidden units are split over ``model``, and all along it compute the same loss of them."""
+    hidden = lax.all_gather(jnp.tanh(x @ params["a"]), "model", axis=1, tiled=True)
+    b = lax.all_gather(params["b"], "model", tiled=True)
+    return reduce(((hidden @ b * params["scale"]) ** 2).mean())
+
+
+def test_a_gather_of_what_is_computed_is_refused_without_types():
+    with pytest.raises(AxisError, match=r"an all_gather over 'model' \(.*which counts no shards"):
+        traced(updates(gathered))
+
+
+def test_a_gather_of_parameters_is_right_for_rows_of_their_own():
+    def loss(params: Any, x: Any) -> Any:
+        split = {"a": 1, "b": 0}
+        gather = lambda name, axis: lax.all_gather(params[name], "model", axis=axis, tiled=True)
+        whole = {name: gather(name, axis) for name, axis in split.items()}
+        # Two devices along `model` have rows of their own, and their losses are added.
+        return with_sum(lambda out: out)({**whole, "scale": params["scale"]}, x) / 2
+
+    def step(params: Any, x: Any) -> Any:
+        new = updates(loss)(params, x)
+        return {**new, "scale": lax.psum(new["scale"], "model")}
+
+    specs = (SPECS, P(("data", "model")))
+    run = traced(step, PARAMS, X, specs=specs).lower().compile()
+    for name, expected in gradient().items():
+        np.testing.assert_allclose(-run(PARAMS, X)[name], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("idiom", ["grad", "compute_gradients"])
+def test_a_loss_that_varies_over_another_axis_is_refused(idiom: str):
+    def stateful(params: Any, x: Any) -> Any:
+        variables = {name: nnx.Param(value) for name, value in params.items()}
+        read = lambda: gathered({name: v[...] for name, v in variables.items()}, x)
+        opt = CrossShardOptimizer(optax.sgd(1.0), axis_name="data")
+        return opt.compute_gradients(read, var_list=list(variables.values()))[0][0]
+
+    words = r"varies by its type over 'model'.*over 2 losses.*pmean\(loss, 'model'\)"
+    with pytest.raises(AxisError, match=words):
+        traced(updates(gathered) if idiom == "grad" else stateful, check_vma=True)
+
+
+def test_what_its_words_say_is_right():
+    loss = lambda params, x: gathered(params, x, lambda loss: lax.pmean(loss, "model"))
+    run = traced(updates(loss), check_vma=True).lower().compile()
+    for name, expected in gradient().items():
+        np.testing.assert_allclose(-run(PARAMS, X)[name], expected, rtol=1e-5, atol=1e-6)

@@ -14,7 +14,7 @@ from crossshard.gradients.loss_scale import scaled, unscale
 from crossshard.gradients.model_sums import check_sums
 from crossshard.gradients.scalars import check_scalar, is_inexact, is_number
 from crossshard.gradients.varying_types import explained_types
-from crossshard.shards.axes import Shards, check_one_way, shards_of_gradient
+from crossshard.shards.axes import Shards, check_no_further, check_one_way, shards_of_gradient
 from crossshard.shards.context import check_axis_name
 from crossshard.variables.binding import rebound
 from crossshard.variables.discovery import variables_in
@@ -46,8 +46,9 @@ def value_and_grad(
       allow_int: as for ``jax.grad``.
       axis_name: the axes over which the gradient stays local. If ``None``, the only bound axis;
         of several, those over which no parameter is split by its type. Without such types
-        (``check_vma=False``), a ``psum`` over another axis is refused, since JAX's own gradient
-        through it is too large by the size of that axis, unless it stands in a ``jax.custom_vjp``.
+        (``check_vma=False``), a ``psum`` over another axis, or an ``all_gather`` of more than
+        parameters, is refused, since JAX's own gradient through it is too large by the size of that
+        axis, unless it stands in a ``jax.custom_vjp``.
       loss_scale: float[], or the ``loss_scale`` of an optimizer's state: the loss is multiplied by
         it before it is differentiated, and the gradients, in at least 32 bits, are divided by it.
         ``None`` or ``()``, the state of an optimizer without one, changes nothing.
@@ -59,7 +60,7 @@ def value_and_grad(
       ArgumentError: ``argnums`` names a missing argument, or the loss is not a scalar.
       ArgumentTypeError: a loop in the loss has a carry that varies only after its first step.
       AxisError: several axes are bound, none is named, and the loss is reduced over some of them;
-        or, without types, the loss is reduced over one that is not named.
+        or the loss varies over one that is not named, or without types is reduced over it.
 
     >>> import jax, jax.numpy as jnp
     >>> loss = lambda w, x: w * x
@@ -82,6 +83,7 @@ def value_and_grad(
         def local_loss(*args: Any, **kwargs: Any) -> Any:
             loss, aux = split_loss(fun(*args, **kwargs), has_aux, (jnp.inexact,))
             check_one_way(loss, shards, names)
+            check_no_further(loss, shards)
             # An invariant loss is cast to varying: each shard differentiates its own copy.
             return shards.as_varying(scaled(loss, scale)), (loss, aux)
 

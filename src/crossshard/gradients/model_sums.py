@@ -1,10 +1,12 @@
-"""Refuses a sum in a loss over an axis that counts no shards, where autodiff sums it again."""
+"""Refuses a loss whose gradient autodiff would sum over an axis that counts no shards."""
 
+import enum
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from crossshard import _jax
 from crossshard.errors import AxisError
@@ -15,42 +17,50 @@ from crossshard.shards.axes import UntypedAxes, untyped_axes
 def check_sums(trace: Callable[[], Any], axis_name: tuple[str, ...]) -> None:
     """Raise if JAX's gradient of a loss is too large by the size of a further axis.
 
-    Without types, autodiff turns a ``psum`` into a ``psum``. That is right over shards, whose
-    losses are added, and wrong over an axis along which all compute the same loss. The loss is
-    traced only where an axis without types is bound besides those that count shards.
+    Without types, autodiff turns a ``psum`` into a ``psum``, and an ``all_gather`` into a scatter
+    that sums. That is right over shards, whose losses are added, and wrong over an axis along which
+    all compute the same loss. The loss is traced only where an axis without types is bound besides
+    those that count shards.
 
     Args:
       trace: returns the jaxpr of the loss as a function of what is differentiated.
       axis_name: the axes that count shards; empty if they are not named.
 
     Raises:
-      AxisError: such a ``psum`` is on the way from the parameters to the loss, outside of a
-        function with a derivative of its own.
+      AxisError: such a ``psum``, or such an ``all_gather`` of more than parameters, is on the way
+        from the parameters to the loss, outside of a function with a derivative of its own.
     """
     axes = untyped_axes(axis_name)
     if not axes.further:
         return
     jaxpr = trace()
-    (found,) = follow(_Sums(axes), [jaxpr], [_DERIVED] * len(jaxpr.in_avals))
-    if found is not None and found is not _DERIVED:
+    (found,) = follow(_Sums(axes), [jaxpr], [_Of.PARAMETERS] * len(jaxpr.in_avals))
+    if found is not None and not isinstance(found, _Of):
         raise AxisError(_refusal(found, axes))
 
 
-_DERIVED = object()
+class _Of(enum.Enum):
+    """What a value is computed from; nothing but literals if it is none of these."""
+
+    DATA = 1
+    PARAMETERS = 2
+    BOTH = 3
 
 
 class _Sums(Analysis[Any]):
-    """``None`` without a derivative, ``_DERIVED`` with one, or the equation that sums one."""
+    """``None``, an ``_Of``, or the equation that sums what has a derivative."""
 
     def __init__(self, axes: UntypedAxes) -> None:
         self._axes = axes
 
-    def constant(self, values: Sequence[Any]) -> None:
-        del values
+    def constant(self, values: Sequence[Any]) -> _Of | None:
+        return _Of.DATA if any(np.ndim(value) for value in values) else None
 
     def join(self, facts: Sequence[Any]) -> Any:
-        some = [fact for fact in facts if fact is not None]
-        return next((fact for fact in some if fact is not _DERIVED), _DERIVED if some else None)
+        some = {fact for fact in facts if isinstance(fact, _Of)}
+        summed = (fact for fact in facts if fact is not None and not isinstance(fact, _Of))
+        alone = some.pop() if len(some) == 1 else (_Of.BOTH if some else None)
+        return next(summed, alone)
 
     def control(self, equations: Equations, decides: Any) -> None:
         """Nothing: a choice has no derivative."""
@@ -61,23 +71,28 @@ class _Sums(Analysis[Any]):
 
     def transfer(self, equations: Equations, inputs: Sequence[Any]) -> Sequence[Any]:
         (equation,) = equations
-        fact = None if equation.primitive.name == "stop_gradient" else self.join(inputs)
-        if fact is _DERIVED and self.enters(equations):
-            fact = self._sum_in(equation) or _DERIVED
+        fact = self.join(inputs)
+        if fact in (_Of.PARAMETERS, _Of.BOTH) and self.enters(equations):
+            fact = self._sum_in(equation, fact) or fact
+        still = None if fact in (None, _Of.PARAMETERS) else _Of.DATA
+        stops = equation.primitive.name == "stop_gradient"
         floating = [jnp.issubdtype(out.aval.dtype, jnp.inexact) for out in equation.outvars]
-        return [fact if each else None for each in floating]
+        return [fact if each and not stops else still for each in floating]
 
-    def _sum_in(self, equation: Any) -> Any:
+    def _sum_in(self, equation: Any, fact: _Of) -> Any:
         """This equation, or one that it runs, if it sums over an axis that counts no shards."""
-        if _axes_of(equation, self._axes):
+        # A gather of parameters alone puts together what each shard with its own rows needs.
+        if _axes_of(equation, self._axes, ("psum", "all_gather")[: fact.value - 1]):
             return equation
         inner = (each for jaxpr in _jax.jaxprs_in(equation) for each in _jax.opened(jaxpr).eqns)
-        return next(filter(None, map(self._sum_in, inner)), None)
+        return next(filter(None, (self._sum_in(each, fact) for each in inner)), None)
 
 
-def _axes_of(equation: Any, axes: UntypedAxes) -> tuple[str, ...]:
-    """The axes of a sum that count no shards, or that nobody has named."""
-    summed = _jax.untyped_sum(equation)
+def _axes_of(
+    equation: Any, axes: UntypedAxes, names: tuple[str, ...] = ("psum", "all_gather")
+) -> tuple[str, ...]:
+    """The axes of a collective that count no shards, or that nobody has named."""
+    summed = _jax.untyped_axes(equation, names)
     # All of several may count shards.
     if not axes.named and summed.issuperset(axes.bound):
         return ()
@@ -88,16 +103,16 @@ def _refusal(equation: Any, axes: UntypedAxes) -> str:
     over = _axes_of(equation, axes)
     number = math.prod(axes.further[axis] for axis in over)
     line = _jax.source_of(equation)
+    what = "an all_gather" if equation.primitive.name == "all_gather" else "a psum or pmean"
     names = ", ".join(map(repr, over))
     shards = axes.named or tuple(axis for axis in axes.bound if axis not in over)
     counted = "counts no shards" if axes.named else "is not named as one that counts shards"
     return (
-        f"The loss has a psum or pmean over {names}{f' ({line})' if line else ''}, which "
-        f"{counted}. Under check_vma=False autodiff turns a psum into a psum, so that the gradient "
-        f"would be {number} times too large. Write jax.shard_map(..., check_vma=True) and "
-        f"{_written(shards)}; or a psum with a jax.custom_vjp, which hands the gradient on as it "
-        f"is. If each shard along {names} has rows of its own, write "
-        f"{_written((*shards, *over))}."
+        f"The loss has {what} over {names}{f' ({line})' if line else ''}, which {counted}. Under "
+        f"check_vma=False autodiff sums over {names} again, so that the gradient would be {number} "
+        f"times too large. Write jax.shard_map(..., check_vma=True) and {_written(shards)}; or "
+        f"{what.split()[1]} in a jax.custom_vjp, whose backward pass does not sum. If each shard "
+        f"along {names} has rows of its own, write {_written((*shards, *over))}."
     )
 
 

@@ -14,7 +14,7 @@ from crossshard.gradients.loss_scale import scaled, unscale
 from crossshard.gradients.model_sums import check_sums
 from crossshard.gradients.scalars import check_scalar
 from crossshard.gradients.varying_types import explained_types
-from crossshard.shards.axes import Shards
+from crossshard.shards.axes import Shards, check_no_further
 from crossshard.variables.binding import bound, bring_out, check_writable, rebound, same_arrays
 from crossshard.variables.discovery import modules_in, reachable_roots, variables_in
 
@@ -76,6 +76,7 @@ def differentiate(
             after = [other.get_raw_value() for other in others]
             made = [v for v in variables_in(roots) if id(v) not in known]
         value = jnp.asarray(check_scalar(out))
+        check_no_further(value, shards)
         changed = [not same_arrays(a, b) for a, b in zip(after, rest, strict=True)]
         written[:] = [*itertools.compress(others, changed), *made]
         kept = [*itertools.compress(after, changed), *(v.get_raw_value() for v in made)]

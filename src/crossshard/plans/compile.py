@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import math
 import os
@@ -19,7 +20,8 @@ from crossshard.inspection.collectives import NOTHING
 from crossshard.inspection.hlo import parse
 from crossshard.plans.choices import Choice
 from crossshard.plans.estimate import on_chips, on_this_machine
-from crossshard.plans.kernels import kernels
+from crossshard.plans.kernels import Kernel, kernels
+from crossshard.plans.libtpu import other_libtpu
 from crossshard.plans.links import bytes_by_link
 from crossshard.plans.machine import measured
 from crossshard.plans.products import Product, products
@@ -53,15 +55,19 @@ def candidates(work: Work, topology: Topology, choices: Sequence[Choice]) -> lis
     """Compile the choices, two at a time, and read them.
 
     Raises:
-      ArgumentError: one cannot be compiled, for another reason than too little memory.
+      ArgumentError: one cannot be compiled, for another reason than too little memory; or the
+        compiler writes a program that cannot be read.
     """
     lowered = [_lower(work, topology, choice) for choice in choices]
     compile_ = lambda each: _compiled(each, work, topology)
     with quiet(), concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
         compiled = list(pool.map(compile_, lowered))
-    return [
-        _read(each, work, topology, *found) for each, found in zip(lowered, compiled, strict=True)
-    ]
+    # What is measured on this machine may warn.
+    with contextlib.nullcontext() if topology.chip is None else quiet():
+        return [
+            _read(each, work, topology, *found)
+            for each, found in zip(lowered, compiled, strict=True)
+        ]
 
 
 def _lower(work: Work, topology: Topology, choice: Choice) -> _Lowered:
@@ -83,14 +89,19 @@ def _compiled(
     except jax.errors.JaxRuntimeError as error:
         needed = _needed(str(error), each, work)
         if needed is None:
-            first = (str(error).splitlines() or ["no reason"])[0]
-            axes = ", ".join(f"{name} {size}" for name, size in each.choice.mesh.items())
-            raise ArgumentError(
-                f"The {each.choice.weight_update} step on {axes} cannot be compiled for "
-                f"{topology.name}: {first:.300}"
-            ) from error
+            raise ArgumentError(_refused("compiled", each, topology, error)) from error
         return None, needed, time.perf_counter() - began
     return compiled, None, time.perf_counter() - began
+
+
+def _refused(what: str, each: _Lowered, topology: Topology, error: Exception) -> str:
+    first = (str(error).splitlines() or ["no reason"])[0]
+    axes = ", ".join(f"{name} {size}" for name, size in each.choice.mesh.items())
+    is_tpu = topology.chip is not None and topology.chip.platform == "tpu"
+    other = other_libtpu() if is_tpu else None
+    reason = f"{other} ({first:.200})" if other else f"{first:.300}"
+    step = f"The {each.choice.weight_update} step on {axes}"
+    return f"{step} cannot be {what} for {topology.name}: {reason}"
 
 
 def _needed(message: str, each: _Lowered, work: Work) -> int | None:
@@ -118,9 +129,13 @@ def _read(
 ) -> Candidate:
     links, seconds = None, None
     if compiled is not None:
-        report = inspect(compiled)
+        try:
+            report = inspect(compiled)
+            run = list(kernels(parse(compiled.as_text() or "")))
+        except jax.errors.JaxRuntimeError as error:
+            raise ArgumentError(_refused("read", each, topology, error)) from error
         links = _links(report, list(each.mesh.devices.flat))
-        seconds = _seconds(each.products, compiled, report, each.mesh, topology)
+        seconds = _seconds(each.products, compiled, report, run, each.mesh, topology)
     return Candidate(
         mesh=each.choice.mesh,
         weight_update=each.choice.weight_update,
@@ -186,10 +201,10 @@ def _seconds(
     found: Sequence[Product],
     compiled: jax.stages.Compiled,
     report: Communication,
+    run: Sequence[Kernel],
     mesh: Any,
     topology: Topology,
 ) -> Seconds:
-    run = list(kernels(parse(compiled.as_text() or "")))
     if topology.chip is not None:
         devices = list(mesh.devices.flat)
         return on_chips(topology.chip, found, run, report.counted, devices)

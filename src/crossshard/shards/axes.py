@@ -181,6 +181,27 @@ def check_one_way(loss: Any, shards: Shards, axis_name: tuple[str, ...]) -> None
     )
 
 
+def check_no_further(loss: Any, shards: Shards) -> None:
+    """Raise if a loss varies over an axis that counts no shards, so that autodiff would sum it.
+
+    Raises:
+      AxisError: the type of the loss says so.
+    """
+    bound, known = _jax.bound_axes(), _jax.varying_axes(loss) | _jax.unreduced_axes(loss)
+    over = [axis for axis in bound if axis in known and axis not in shards.axes and bound[axis] > 1]
+    if not over:
+        return
+    axes = over if len(over) > 1 else over[0]
+    named = tuple(shards.axes) if len(shards.axes) != 1 else shards.axes[0]
+    number = math.prod(bound[axis] for axis in over)
+    raise AxisError(
+        f"The loss varies by its type over {', '.join(map(repr, over))}, which counts no shards "
+        f"(axis_name={named!r}), so that autodiff would sum the gradient over {number} losses. "
+        f"Return jax.lax.pmean(loss, {axes!r}) if these are equal or of rows of their own, or "
+        f"jax.lax.psum(loss, {axes!r}) if they are parts of one loss."
+    )
+
+
 def _check_bound(axes: tuple[str, ...], bound: dict[str, int]) -> None:
     missing = [axis for axis in axes if axis not in bound]
     if missing:
