@@ -461,8 +461,8 @@ class TrainStep:
 
         Raises:
           ArgumentError: there is no batch, no example counts, a value is not per example,
-            parameters differ between groups and ``shard`` is ``None``, or there is no moving
-            average.
+            processes pass unequal numbers of batches, parameters differ between groups and
+            ``shard`` is ``None``, or there is no moving average.
           ArgumentTypeError: ``batches`` is a single batch, or a value is not a real array.
 
         >>> import jax.numpy as jnp, optax
@@ -475,8 +475,7 @@ class TrainStep:
         if not callable(metric_fn):
             raise ArgumentTypeError(f"metric_fn must be a function; got {metric_fn!r:.60}.")
         arrays = self._of_shard(state, shard, ema)
-        with entering("evaluate") if self._is_of_all_processes else contextlib.nullcontext():
-            return self._evaluate(metric_fn, state.skeleton, arrays, batches)
+        return self._evaluate(metric_fn, state.skeleton, arrays, batches)
 
     def _average(self, state: TrainState) -> Any:
         """The moving average of the parameters, in their shapes and dtypes."""
