@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard import _jax
 from crossshard.distributed.agreement import check_agreement, processes_of
-from crossshard.distributed.progress import entering
+from crossshard.distributed.progress import PROGRESS, entering
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.scalars import is_number
 from crossshard.shards.context import shard_context
@@ -46,7 +46,7 @@ class Evaluator:
         self._parts = own_parts(NamedSharding(mesh, self._split), self._number)
         self._mesh = mesh
         self._in_processes = len(processes_of(mesh)) > 1
-        self._is_of_all_processes = are_of_all_processes(mesh)
+        self._is_watched = are_of_all_processes(mesh) or PROGRESS.is_alone
         self._axes = axes
         self._weight = weight
         self._names = names
@@ -126,7 +126,7 @@ class Evaluator:
         return placed, put(counted, sharding)
 
     def _entering(self) -> contextlib.AbstractContextManager[None]:
-        return entering("evaluate") if self._is_of_all_processes else contextlib.nullcontext()
+        return entering("evaluate") if self._is_watched else contextlib.nullcontext()
 
     def _check_agreement(self, batches: str) -> None:
         """Raise unless every process passes a batch now, of as many rows, or none does.

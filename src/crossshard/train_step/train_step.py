@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from crossshard import _jax
 from crossshard.distributed.agreement import check_agreement, checksum, compare, processes_of
 from crossshard.distributed.programs import check_same_program
-from crossshard.distributed.progress import entering
+from crossshard.distributed.progress import PROGRESS, entering
 from crossshard.errors import ArgumentError, ArgumentTypeError, CrossshardError
 from crossshard.pipeline.plan import WeightUpdate, plan_update
 from crossshard.shards.devices import are_of_all_processes
@@ -91,7 +91,7 @@ class TrainStep:
         self._evaluate = Evaluator(
             mesh, axes, loss.weight, names, takes_state=loss.model_state is not None
         )
-        self._is_of_all_processes = are_of_all_processes(mesh)
+        self._is_watched = are_of_all_processes(mesh) or PROGRESS.is_alone
         self._layouts: dict[Any, StateLayout] = {}
         self._in_processes = len(processes_of(mesh)) > 1
         self._agreed: set[Any] = set()
@@ -151,7 +151,7 @@ class TrainStep:
           DivergenceError: with ``check_divergence``, shards had different copies of an array at the
             call before the last; ``state`` stays valid.
         """
-        if not self._is_of_all_processes:
+        if not self._is_watched:
             return self._step(state, batch)
         with entering("step"):
             return self._step(state, batch)
@@ -171,6 +171,8 @@ class TrainStep:
         run = self._compiled if _jax.at_top_level() else self._traced
         if self._in_processes or _jax.another_mesh_is_set(self._mesh):
             with _jax.in_place_of_the_users_mesh(self._mesh):
+                if self._is_watched and self._in_processes:
+                    PROGRESS.take(self._place.rows_of(batch))
                 placed = self._place(batch)
                 if self._in_processes and run is self._compiled:
                     self._check_program(state, placed)
@@ -222,7 +224,7 @@ class TrainStep:
         ...     print(str(error).partition(".")[0])
         The gradient of `gradient` is not finite on shard 0
         """
-        with entering("finish") if self._is_of_all_processes else contextlib.nullcontext():
+        with entering("finish") if self._is_watched else contextlib.nullcontext():
             self._finish(state)
 
     def _finish(self, state: TrainState) -> None:
@@ -265,7 +267,7 @@ class TrainStep:
             to be trained, parameters are sharded, or another process passes something else.
           ArgumentTypeError: a leaf is neither an array nor hashable, or ``rng`` is not a key.
         """
-        if not self._is_of_all_processes:
+        if not self._is_watched:
             return self._init(params, rng, model_state)
         with entering("init"):
             return self._init(params, rng, model_state)
@@ -538,7 +540,7 @@ class TrainStep:
             return differing(self._layout_of(state), first, again)
 
     def _replayed(self, state: TrainState, batch: Any) -> TrainState:
-        with entering("replay") if self._is_of_all_processes else contextlib.nullcontext():
+        with entering("replay") if self._is_watched else contextlib.nullcontext():
             return self._run_once(copy(state), batch)[0]
 
     def describe(self) -> str:
