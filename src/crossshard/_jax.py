@@ -342,6 +342,11 @@ def tell_again(key: str, value: str) -> None:
     _coordinator().key_value_set(key, value, allow_overwrite=True)
 
 
+def forget(folder: str) -> None:
+    """Remove what processes wrote down below a folder."""
+    _coordinator().key_value_delete(folder)
+
+
 def told_below(folder: str) -> dict[str, str]:
     """What processes wrote down below a folder, which ends with a slash, by the rest of the key."""
     found = _coordinator().key_value_dir_get(folder)

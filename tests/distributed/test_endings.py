@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from crossshard.distributed import PROCESS_STALLED
+from crossshard.distributed.reports import Kind, Verdict
 from tests.distributed.test_launch import PATIENCE, launch, python
 
 # As JAX's notice of a preemption does it.
@@ -94,7 +95,7 @@ if os.environ["JAX_NUM_PROCESSES"] == "3":
     ("verdict", "code", "again", "says"),
     [
         (
-            "behind 1 120 step 7",
+            str(Verdict(Kind.BEHIND, 1, "step 7", 120, "data.py:7")),
             0,
             ["00", "12"],
             "process 1 has not entered step 7 for 120 seconds, and others wait for it; the others "
@@ -154,3 +155,5 @@ def test_the_process_that_stood_still_is_left_out(monkeypatch: pytest.MonkeyPatc
     ]
     # The one that stood still has been told why, and takes nobody for dead.
     assert "died" not in err
+    for own in range(3):
+        assert f"[{own}] The main thread:\n" in err

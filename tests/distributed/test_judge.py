@@ -3,8 +3,9 @@
 import pytest
 
 from crossshard.distributed import PROCESS_LOST, PROCESS_STALLED
-from crossshard.distributed.judge import FAILURE_SECONDS, Judge
+from crossshard.distributed.judge import FAILURE_SECONDS, ROWS_SECONDS, Judge
 from crossshard.distributed.reports import Kind, Report, State, Verdict
+from crossshard.distributed.timeouts import Timeouts
 
 TIMEOUT = 10.0
 
@@ -13,7 +14,7 @@ class Job:
     """Three processes that report every second, each what it last said."""
 
     def __init__(self) -> None:
-        self.judge = Judge(3, TIMEOUT, 0.0)
+        self.judge = Judge(3, Timeouts(TIMEOUT), 0.0)
         self.now = 0.0
         self.says = [dict[str, object]() for _ in range(3)]
         self.silent: set[int] = set()
@@ -103,10 +104,15 @@ def test_all_that_have_come_to_their_ends_may_go(job: Job):
 
 
 def test_reports_and_verdicts_are_read_as_they_were_written():
-    report = Report(3, 8, "step 7", State.FAILED, "ValueError", 2)
+    rows = "float32[8,3],key<fry>[8]"
+    report = Report(3, 8, "step 7", State.FAILED, "ValueError", 2, "train.py:41", rows, 7)
     assert Report.parse(str(report)) == report
     assert Report.parse(str(Report(0, 2, "init 1"))) == Report(0, 2, "init 1")
-    for verdict in (Verdict(Kind.BEHIND, 2, "step 8", 120), Verdict(Kind.FAILED, 0, "ValueError")):
+    for verdict in (
+        Verdict(Kind.BEHIND, 2, "step 8", 120, "<string>:1"),
+        Verdict(Kind.FAILED, 0, "ValueError"),
+        Verdict(Kind.DIFFERS, 2, "step 8", rows=rows, other=1, expected="float32[4,3]"),
+    ):
         assert Verdict.parse(str(verdict), 3) == verdict
     assert Verdict(Kind.BEHIND).code == Verdict(Kind.SILENT).code == PROCESS_STALLED
     assert Verdict(Kind.DIED).code == Verdict(Kind.LEFT).code == PROCESS_LOST
@@ -117,18 +123,21 @@ def test_reports_and_verdicts_are_read_as_they_were_written():
     [
         "",
         "1",
-        "1 2 step 3 running nothing",
-        "1 2 step 3 asleep nothing 0",
-        "-1 2 step 3 running nothing 0",
-        f"{'9' * 40} 2 step 3 running nothing 0",
-        "1 2 \x1b[2J 3 running nothing 0",
-        "1 2 step 3 running \x1b]0;x\x07 0",
-        "1 2 step ² running nothing 0",
-        "1 2 step 3 running nothing 0\n",
+        "1 2 step 3 running nothing 0",
+        "1 2 step 3 asleep nothing 0 nowhere nothing 0",
+        "-1 2 step 3 running nothing 0 nowhere nothing 0",
+        f"{'9' * 40} 2 step 3 running nothing 0 nowhere nothing 0",
+        "1 2 \x1b[2J 3 running nothing 0 nowhere nothing 0",
+        "1 2 step 3 running \x1b]0;x\x07 0 nowhere nothing 0",
+        "1 2 step ² running nothing 0 nowhere nothing 0",
+        "1 2 step 3 running nothing 0 \x1b[2J:1 nothing 0",
+        "1 2 step 3 running nothing 0 nowhere \x1b[2J 0",
+        "1 2 step 3 running nothing 0 nowhere nothing 0\n",
         "x" * 1_000_000,
     ],
 )
 def test_what_is_no_report_is_none(text: str):
+    assert Report.parse("1 2 step 3 running nothing 0 nowhere nothing 0")
     assert Report.parse(text) is None
 
 
@@ -137,12 +146,68 @@ def test_what_is_no_report_is_none(text: str):
     [
         "",
         "died",
-        "died 3 0 nothing",
-        "shut 1 0 nothing",
-        "died 1 0 a;b",
-        "died 1 0 step 7 8",
+        "died 1 0 nothing",
+        "died 3 0 nothing at nowhere with nothing not 0 nothing",
+        "died 1 0 nothing at nowhere with nothing not 3 nothing",
+        "shut 1 0 nothing at nowhere with nothing not 0 nothing",
+        "died 1 0 a;b at nowhere with nothing not 0 nothing",
+        "died 1 0 step 7 8 at nowhere with nothing not 0 nothing",
+        "died 1 0 nothing at \x1b[2J:1 with nothing not 0 nothing",
         "d" * 999,
     ],
 )
 def test_what_is_no_verdict_on_a_process_of_the_job_is_none(text: str):
+    assert Verdict.parse("died 1 0 nothing at nowhere with nothing not 0 nothing", 3)
     assert Verdict.parse(text, 3) is None
+
+
+def test_who_enters_a_step_with_other_rows_than_most_is_named(job: Job):
+    usual = {"calls": 7, "latest": "step 6", "rows": "float32[8,3]", "rows_since": 2}
+    job.says = [usual, usual | {"rows": "float32[4,3]", "rows_since": 7}, usual]
+    assert job.run(ROWS_SECONDS - 1) is None
+    expected = Verdict(
+        Kind.DIFFERS, 1, "step 6", rows="float32[4,3]", other=0, expected="float32[8,3]"
+    )
+    assert job.run(2) == expected
+    assert expected.sentence().startswith(
+        "process 1 has entered step 6 with float32[4,3], and process 0 with float32[8,3]."
+    )
+
+
+def test_of_two_that_differ_the_one_that_has_changed_is_named(job: Job):
+    usual = {"calls": 7, "latest": "step 6", "rows": "float32[8,3]", "rows_since": 2}
+    job.says = [usual | {"rows": "float32[4,3]", "rows_since": 7}, usual, {"calls": 7}]
+    found = job.run(2 * ROWS_SECONDS)
+    assert (found.kind, found.process, found.other) == (Kind.DIFFERS, 0, 1)
+
+
+def test_rows_of_a_later_call_say_nothing_of_this_one(job: Job):
+    # Process 0 is a step ahead, and this step has other rows in all of them.
+    usual = {"calls": 7, "latest": "step 6", "rows": "float32[8,3]", "rows_since": 2}
+    ahead = {"calls": 8, "latest": "step 7", "rows": "float32[4,3]", "rows_since": 8}
+    job.says = [ahead, usual, usual]
+    assert job.run(TIMEOUT - 1) is None
+    assert job.run(2).kind is Kind.BEHIND
+
+
+def test_each_kind_of_call_has_its_own_timeout():
+    timeouts = Timeouts.read({"start": 900, "step": 60, "evaluate": 300, "init": 700}, 120)
+    calls = ("nothing", "init 1", "step 1", "step 2", "finish 1", "evaluate 1")
+    assert [timeouts.of(call) for call in calls] == [900, 700, 900, 60, 60, 300]
+    assert (timeouts.longest, timeouts.alone) == (900, None)
+    assert Timeouts.read({"alone": 5}, 120).of("step 7") == 120
+    for call in calls:
+        assert Timeouts.read(7, 120).of(call) == 7
+
+
+@pytest.mark.parametrize(
+    ("call", "seconds"), [("step 1", 50.0), ("step 2", TIMEOUT), ("evaluate 3", 20.0)]
+)
+def test_a_process_is_named_after_the_timeout_of_what_others_wait_in(call: str, seconds: float):
+    job = Job()
+    job.judge = Judge(3, Timeouts(TIMEOUT, {"start": 50.0, "evaluate": 20.0}), 0.0)
+    job.says = [{"calls": 3, "latest": call}] * 2 + [{"calls": 2, "place": "data.py:7"}]
+    assert job.run(seconds - 1) is None
+    verdict = job.run(2)
+    assert verdict == Verdict(Kind.BEHIND, 2, call, int(seconds), "data.py:7")
+    assert verdict.sentence().endswith("others wait for it. It stands at data.py:7.")

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from crossshard.distributed import PROCESS_LOST, PROCESS_STALLED
 from crossshard.distributed.addresses import free_port
 from crossshard.distributed.job import Job
 from crossshard.distributed.reports import Kind, Report, State, Verdict
+from crossshard.distributed.timeouts import Timeouts
 from crossshard.distributed.watch import _Watch
 
 PATIENCE = 240
@@ -112,6 +115,11 @@ def test_a_stopped_process_is_named_after_the_timeout(start, who: int):
     if who:
         says = "has not "
     check_others(processes, who, says, PROCESS_STALLED, STALL_SECONDS + 5)
+    # It takes nobody for dead when it goes on.
+    os.kill(processes[who].pid, signal.SIGCONT)
+    _, err = processes[who].communicate(timeout=PATIENCE)
+    assert processes[who].returncode == PROCESS_STALLED, err
+    assert f"crossshard: process {who} has not " in err
 
 
 @pytest.mark.multiprocess
@@ -119,9 +127,13 @@ def test_a_stopped_process_is_named_after_the_timeout(start, who: int):
 def test_a_process_that_sleeps_is_named_with_the_step(start, who: int):
     processes = start(who, "time.sleep(600)")
     says = f"has not entered step 6 for {STALL_SECONDS} seconds, and others wait for it."
+    says += " It stands at <string>:1."
     check_others(processes, who, says, PROCESS_STALLED, STALL_SECONDS + 5)
-    # It does not sleep on.
-    assert processes[who].wait(PATIENCE) in (PROCESS_STALLED, PROCESS_LOST)
+    # It does not sleep on, and says where it did.
+    _, err = processes[who].communicate(timeout=PATIENCE)
+    assert processes[who].returncode == PROCESS_STALLED
+    assert re.search(r"^The main thread:\n  <string>:1 in <module>$", err, re.MULTILINE)
+    assert f"crossshard: process {who} has not entered step 6 " in err
 
 
 @pytest.mark.deep
@@ -177,10 +189,61 @@ def test_stalls_at_random_moments(soak_steps: int, capsys: pytest.CaptureFixture
 def test_that_process_0_has_come_to_its_end_does_not_end_the_others(monkeypatch):
     told = {"report": str(Report(7, calls=5, latest="step 5", state=State.LEFT))}
     monkeypatch.setattr(_jax, "told_below", lambda folder: told)
-    watch = _Watch(Job(3, 1, "127.0.0.1:1"), STALL_SECONDS)
+    watch = _Watch(Job(3, 1, "127.0.0.1:1"), Timeouts(STALL_SECONDS))
     assert watch._of_first() is None
     told["verdict"] = str(Verdict(Kind.LEFT, 0, "step 6"))
     assert watch._of_first() == Verdict(Kind.LEFT, 0, "step 6")
+
+
+OTHER_ROWS = TRAIN.replace("exec(sys.argv[2])", "step(state, np.ones((4, 3), np.float32))").replace(
+    "stall_timeout=float(sys.argv[3])", "stall_timeout=600"
+)
+
+
+@pytest.mark.multiprocess
+def test_a_process_with_other_rows_in_mid_run_is_named_with_them(start):
+    processes = start(1, "", script=OTHER_ROWS, number=2)
+    for own, process in enumerate(processes):
+        _, err = process.communicate(timeout=PATIENCE)
+        assert process.returncode == PROCESS_STALLED, err
+        assert (
+            "crossshard: process 1 has entered step 6 with float32[4,3], and process 0 with "
+            "float32[2,3]. Pass as many rows in every process, or weight=, "
+        ) in err
+        assert err.endswith(f" Process {own} leaves.\n")
+
+
+ALONE = """
+import time
+import crossshard
+
+crossshard.distributed.initialize(stall_timeout={"alone": 2})
+
+import jax.numpy as jnp, numpy as np, optax
+
+def loss_fn(w, x):
+    time.sleep(3)  # as if it compiled
+    return jnp.mean((x @ w - 1) ** 2)
+step = crossshard.make_train_step(loss_fn, optax.sgd(0.1), num_shards=1)
+state = step.init(np.zeros(3, np.float32))
+time.sleep(3)  # before the first step nothing is said
+state, _ = step(state, np.ones((2, 3), np.float32))
+print("now", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_single_process_that_stands_still_leaves_with_its_stack():
+    ran = subprocess.run(
+        [sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert (ran.returncode, ran.stdout) == (PROCESS_STALLED, "now\n"), ran.stderr
+    assert ran.stderr == (
+        "The main thread:\n"
+        "  <string>:17 in <module>\n"
+        "crossshard: nothing was entered for 2 seconds after step 1. It stands at <string>:17. "
+        "Process 0 leaves.\n"
+    )
 
 
 # Process 0 works on for longer than the timeout, and nobody waits for it in a step.

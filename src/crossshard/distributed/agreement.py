@@ -88,6 +88,9 @@ def compare(call: str, given: Callable[[], Mapping[str, str]], mesh: Mesh) -> Ve
     if own == processes[0]:
         verdict = _judge(_gathered(key, mine, processes), processes)
         _jax.tell_processes(f"{key}/verdict", _written(verdict))
+        if verdict is None:
+            # Who has come here has read everything of the comparison before.
+            _jax.forget(_key(processes, _comparisons[processes] - 1))
         return verdict
     _jax.tell_processes(f"{key}/{own}", json.dumps(mine))
     answer = _jax.told_by_processes(f"{key}/verdict", 2 * _SECONDS)
@@ -131,7 +134,11 @@ def exchange(call: str, text: str, mesh: Mesh) -> tuple[str, ...]:
 def _next_key(processes: tuple[int, ...]) -> str:
     """The key of their next comparison, the same in all of them."""
     _comparisons[processes] += 1
-    return f"crossshard/{_checksum(repr(processes).encode())}/{_comparisons[processes]}"
+    return _key(processes, _comparisons[processes])
+
+
+def _key(processes: tuple[int, ...], number: int) -> str:
+    return f"crossshard/{_checksum(repr(processes).encode())}/{number}"
 
 
 def _written(verdict: Verdict | None) -> str:

@@ -125,7 +125,8 @@ class Family:
             if failed is not None and self.processes[failed].returncode:
                 own, code = failed, self.processes[failed].returncode
         if verdict is not None and code in _BECAUSE_OF_ANOTHER:
-            return code, failed, f"{verdict.sentence().rstrip('.')}; the others are ended"
+            what = verdict.sentence().partition(". ")[0].rstrip(".")
+            return code, failed, f"{what}; the others are ended"
         how = f"with code {code}" if code > 0 else f"by {signal.Signals(-code).name}"
         shown = code if code > 0 else 128 - code
         return shown, failed, f"process {own} ended {how}; the others are ended"

@@ -1,16 +1,19 @@
 """Initialize: connects this process with the others of its job."""
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 
 from crossshard import _jax
 from crossshard.distributed.addresses import bind_address, check_unused, split_address
 from crossshard.distributed.job import ADDRESS, NUMBER, OWN, Job, find_job
-from crossshard.distributed.watch import watch
+from crossshard.distributed.timeouts import Timeouts, check_seconds
+from crossshard.distributed.watch import watch, watch_alone
 from crossshard.errors import ArgumentError, ArgumentTypeError, DistributedError
 
 _JAX_HEARTBEAT_SECONDS = 100
+_STALL_SECONDS = 120.0
 
 
 def initialize(
@@ -21,7 +24,7 @@ def initialize(
     local_device_ids: tuple[int, ...] | None = None,
     bind: str | None = None,
     timeout: float = 300,
-    stall_timeout: float = 120,
+    stall_timeout: float | Mapping[str, float] = _STALL_SECONDS,
 ) -> Job:
     """Connect this process with the others of its job, before the first JAX operation.
 
@@ -42,8 +45,12 @@ def initialize(
         Kubernetes; ``"all interfaces"`` for all of them.
       timeout: how many seconds to wait for the others.
       stall_timeout: how many seconds a process may stand still while others wait for it in a step;
-        then all leave, with the exit code ``PROCESS_STALLED`` and a line that names it. When one
-        dies or fails, the others leave within seconds, with ``PROCESS_LOST``.
+        then all leave, with the exit code ``PROCESS_STALLED``, their stacks and a line that names
+        it. When one dies or fails, the others leave within seconds, with ``PROCESS_LOST``. By name
+        if they differ, as in ``{"start": 900, "step": 60, "evaluate": 300, "alone": 600}``: until
+        the first step is entered, for steps and all else, for what ``entering`` names, and for a
+        job of one process, which is not watched without: it leaves if it enters nothing for so
+        long after a step.
 
     Returns:
       What it found.
@@ -58,8 +65,8 @@ def initialize(
     1
     """
     _check(coordinator_address, num_processes, process_id)
-    _check_seconds("timeout", timeout)
-    _check_seconds("stall_timeout", stall_timeout)
+    check_seconds("timeout", timeout)
+    timeouts = Timeouts.read(stall_timeout, _STALL_SECONDS)
     match coordinator_address, num_processes, process_id:
         case None, None, None:
             job = find_job(timeout)
@@ -79,8 +86,10 @@ def initialize(
             f"{job.num_processes}, from {job.found_in}."
         )
     if job.coordinator_address is not None and job.num_processes > 1:
-        _connect(job, bind, timeout, stall_timeout)
-        watch(job, stall_timeout)
+        _connect(job, bind, timeout, timeouts.longest)
+        watch(job, timeouts)
+    elif timeouts.alone is not None:
+        watch_alone(timeouts.alone)
     return job
 
 
@@ -125,10 +134,3 @@ def _check(address: object, number: object, own: object) -> None:
     for name, value in (("num_processes", number), ("process_id", own)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             raise ArgumentTypeError(f"{name} must be an int; got {type(value).__name__}.")
-
-
-def _check_seconds(name: str, seconds: object) -> None:
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
-        raise ArgumentTypeError(f"{name} must be a number; got {type(seconds).__name__}.")
-    if not seconds >= 1:
-        raise ArgumentError(f"{name} must be at least one second; got {seconds}.")

@@ -1,12 +1,17 @@
 """Judge: what process 0 makes of the reports of all processes; no clock and no network here."""
 
+import collections
 import dataclasses
 from collections.abc import Mapping
 
+from crossshard.distributed.progress import NO_ROWS
 from crossshard.distributed.reports import Kind, Report, State, Verdict
+from crossshard.distributed.timeouts import Timeouts
 
 # After a process has failed: long enough to see whether it did because another one died.
 FAILURE_SECONDS = 2.5
+# Processes that all see that they have other rows than the others raise sooner.
+ROWS_SECONDS = 5.0
 
 
 @dataclasses.dataclass
@@ -25,19 +30,26 @@ class Judge:
 
     Args:
       number: how many processes there are.
-      stall_timeout: for how many seconds they may wait.
+      timeouts: for how many seconds they may wait.
       now: the time, in seconds.
     """
 
-    def __init__(self, number: int, stall_timeout: float, now: float) -> None:
-        self._timeout = stall_timeout
+    def __init__(self, number: int, timeouts: Timeouts, now: float) -> None:
+        self._timeouts = timeouts
+        # The call that processes have entered with other rows, and since when that is known.
+        self._differing: tuple[int, float] | None = None
         self._heard = {own: _Heard(Report(0), now, now) for own in range(number)}
 
     def hear(self, reports: Mapping[int, Report], now: float) -> Verdict | None:
         """Take the reports that have come, and say what is wrong; ``None`` if nothing is."""
         for own, report in reports.items():
             self._note(own, report, now)
-        return self._of_failures(now) or self._of_calls(now) or self._of_silence(now)
+        return (
+            self._of_failures(now)
+            or self._of_rows(now)
+            or self._of_calls(now)
+            or self._of_silence(now)
+        )
 
     def _note(self, own: int, report: Report, now: float) -> None:
         heard = self._heard[own]
@@ -66,6 +78,38 @@ class Judge:
                 return Verdict(Kind.DIED, own)
         return Verdict(Kind.FAILED, first, self._heard[first].report.error)
 
+    def _of_rows(self, now: float) -> Verdict | None:
+        """A call that some have entered with other rows: there they wait for each other."""
+        reports = {own: heard.report for own, heard in self._heard.items()}
+        call = min(report.calls for report in reports.values())
+        # What has changed since then says nothing of that call.
+        known = {
+            own: report
+            for own, report in reports.items()
+            if report.rows != NO_ROWS and report.rows_since <= call
+        }
+        if len({report.rows for report in known.values()}) < 2:
+            self._differing = None
+            return None
+        if self._differing is None or self._differing[0] != call:
+            self._differing = (call, now)
+        if now - self._differing[1] < ROWS_SECONDS:
+            return None
+        many = collections.Counter(report.rows for report in known.values())
+        # Most of them, or those that have had their rows for longer, are not the odd ones.
+        order = sorted(known, key=lambda own: (-many[known[own].rows], known[own].rows_since))
+        usual = order[0]
+        odd = next(own for own in order if known[own].rows != known[usual].rows)
+        of_call = next(each for each in reports.values() if each.calls == call)
+        return Verdict(
+            Kind.DIFFERS,
+            odd,
+            of_call.latest,
+            rows=known[odd].rows,
+            other=usual,
+            expected=known[usual].rows,
+        )
+
     def _of_calls(self, now: float) -> Verdict | None:
         if all(heard.report.state is State.LEFT for heard in self._heard.values()):
             return Verdict(Kind.DONE)
@@ -79,13 +123,16 @@ class Judge:
             if heard.behind_since is None:
                 heard.behind_since = now
             waited = now - max(heard.behind_since, heard.calls_since)
-            if heard.report.state is State.RUNNING and waited >= self._timeout:
-                return Verdict(Kind.BEHIND, own, ahead.latest, int(waited))
+            seconds = self._timeouts.of(ahead.latest)
+            if heard.report.state is State.RUNNING and waited >= seconds:
+                place = heard.report.place
+                return Verdict(Kind.BEHIND, own, ahead.latest, int(waited), place)
         return None
 
     def _of_silence(self, now: float) -> Verdict | None:
         for own, heard in self._heard.items():
             silent = now - heard.beat_since
-            if heard.report.state is State.RUNNING and silent >= self._timeout:
-                return Verdict(Kind.SILENT, own, seconds=int(silent))
+            seconds = self._timeouts.of(heard.report.latest)
+            if heard.report.state is State.RUNNING and silent >= seconds:
+                return Verdict(Kind.SILENT, own, seconds=int(silent), place=heard.report.place)
         return None

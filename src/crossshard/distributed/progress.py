@@ -3,12 +3,16 @@
 import collections
 import contextlib
 import re
+import zlib
 from collections.abc import Iterator
 
 from crossshard.errors import ArgumentError
 
 # What other processes take for a name, too.
 NAME = re.compile(r"[a-z][a-z_]{0,19}")
+ROWS = r"[\w\[\],.<>]{1,160}"
+NO_ROWS = "nothing"
+_LONGEST = 140
 
 
 class Progress:
@@ -17,6 +21,12 @@ class Progress:
     def __init__(self) -> None:
         self.calls = 0
         self.latest = "nothing"
+        # The calls that are under way, one within another.
+        self.inside = 0
+        # Whether a job of one process is watched, so that its steps are entered, too.
+        self.is_alone = False
+        # The rows that the last step was given, in one word, and the first call with them.
+        self.rows = (NO_ROWS, 0)
         self._of_name: collections.Counter[str] = collections.Counter()
 
     def enter(self, name: str) -> None:
@@ -24,6 +34,14 @@ class Progress:
         self._of_name[name] += 1
         self.latest = f"{name} {self._of_name[name]}"
         self.calls += 1
+
+    def take(self, rows: str) -> None:
+        """Note the rows of the latest call, of which others see one word."""
+        rows = re.sub(r"[^\w\[\],.<>]", "_", rows, flags=re.ASCII)
+        if len(rows) > _LONGEST:
+            rows = f"{rows[:_LONGEST]}...{zlib.crc32(rows.encode()):08x}"
+        if rows != self.rows[0]:
+            self.rows = (rows, self.calls)
 
     def withdraw(self, name: str) -> None:
         """Take a call back that has failed, and that the others may wait for."""
@@ -57,8 +75,11 @@ def entering(name: str = "step") -> Iterator[None]:
             f"{name!r:.60}."
         )
     PROGRESS.enter(name)
+    PROGRESS.inside += 1
     try:
         yield
     except BaseException:
         PROGRESS.withdraw(name)
         raise
+    finally:
+        PROGRESS.inside -= 1

@@ -18,10 +18,13 @@ from crossshard import _jax
 from crossshard.distributed import neighbours
 from crossshard.distributed.aborts import as_usual_on_abort, before_abort
 from crossshard.distributed.addresses import split_address
+from crossshard.distributed.exit_codes import PROCESS_STALLED
 from crossshard.distributed.job import VERDICTS, Job
 from crossshard.distributed.judge import Judge
 from crossshard.distributed.progress import PROGRESS
 from crossshard.distributed.reports import Kind, Report, State, Verdict
+from crossshard.distributed.stacks import place, stacks
+from crossshard.distributed.timeouts import Timeouts
 
 _EVERY = 0.5
 # For the others to read the verdict, before process 0 takes the coordinator away.
@@ -35,21 +38,42 @@ _RECENT_SECONDS = 20.0
 _FOLDER = "crossshard/watch"
 
 
-def watch(job: Job, stall_timeout: float) -> None:
+def watch(job: Job, timeouts: Timeouts) -> None:
     """Watch the other processes of a job, until this one ends.
 
     Args:
       job: the job, whose coordinator is connected.
-      stall_timeout: how many seconds a process may stand still while others wait for it.
+      timeouts: how many seconds a process may stand still while others wait for it.
     """
-    _Watch(job, stall_timeout).start()
+    _Watch(job, timeouts).start()
+
+
+def watch_alone(seconds: float) -> None:
+    """End this process, which is the only one of its job, if it enters nothing for so long.
+
+    Its time counts from the end of a call on: to compile a step may take as long as it does.
+    """
+
+    def tick() -> None:
+        calls, idle = 0, 0.0
+        while True:
+            time.sleep(_EVERY)
+            begins = PROGRESS.latest.partition(" ")[0] in ("nothing", "init")
+            moves = begins or PROGRESS.inside or PROGRESS.calls != calls
+            calls, idle = PROGRESS.calls, 0.0 if moves else idle + _EVERY
+            if idle >= seconds:
+                what = PROGRESS.latest
+                _leave(0, Verdict(Kind.ALONE, 0, what, int(idle), place()))
+
+    PROGRESS.is_alone = True
+    threading.Thread(target=tick, name="crossshard watch", daemon=True).start()
 
 
 class _Watch:
-    def __init__(self, job: Job, stall_timeout: float) -> None:
+    def __init__(self, job: Job, timeouts: Timeouts) -> None:
         self._job = job
         self._own = job.process_id
-        self._timeout = stall_timeout
+        self._timeouts = timeouts
         self._state = State.RUNNING
         self._error = "nothing"
         self._beat = 0
@@ -57,8 +81,8 @@ class _Watch:
         self._clock = 0.0
         self._answered = 0.0
         self._failing_since: float | None = None
-        self._judge = Judge(job.num_processes, stall_timeout, self._clock)
-        self._first = Judge(1, stall_timeout, self._clock)  # in the eyes of the others
+        self._judge = Judge(job.num_processes, timeouts, self._clock)
+        self._first = Judge(1, timeouts, self._clock)  # in the eyes of the others
         self._machine = neighbours.machine()
         self._verdict: Verdict | None = None
         # When the clock was last read, and the seconds and the end of the latest long gap.
@@ -123,7 +147,18 @@ class _Watch:
             ),
             -1,
         )
-        return Report(self._beat, PROGRESS.calls, PROGRESS.latest, self._state, self._error, gone)
+        rows, since = PROGRESS.rows
+        return Report(
+            self._beat,
+            PROGRESS.calls,
+            PROGRESS.latest,
+            self._state,
+            self._error,
+            gone,
+            place(),
+            rows,
+            since,
+        )
 
     def _told(self, below: str) -> dict[int, str]:
         """What each process has told, by its number; whatever else is there is left out."""
@@ -142,23 +177,24 @@ class _Watch:
             if self._failing_since is not None and (
                 self._clock - self._failing_since > _ANSWER_SECONDS
             ):
-                self._leave(self._of_lost_coordinator())
-            elif silent >= self._timeout and self._own != 0:
+                self._leave(Verdict(Kind.DIED, 0))
+            elif silent >= self._timeouts.of(PROGRESS.latest) and self._own != 0:
                 self._leave(Verdict(Kind.SILENT, 0, seconds=int(silent)))
 
     def _note_gap(self) -> None:
         now = time.monotonic()
-        if now - self._ticked >= self._timeout:
+        # The others count from the last time that they heard of this process.
+        if now - self._ticked >= self._timeouts.of(PROGRESS.latest) / 2:
             self._gap = (now - self._ticked, now)
         self._ticked = now
 
-    def _of_lost_coordinator(self) -> Verdict:
-        """Process 0 has died; or this one stood still, and the others have left for that."""
+    def _seen_from_outside(self, verdict: Verdict) -> Verdict:
+        """If this process stood still, the others have left for that, and have not died."""
         self._note_gap()
         seconds, until = self._gap
-        if seconds and self._ticked - until < _RECENT_SECONDS:
+        if verdict.kind is Kind.DIED and seconds and self._ticked - until < _RECENT_SECONDS:
             return Verdict(Kind.SILENT, self._own, seconds=int(seconds))
-        return Verdict(Kind.DIED, 0)
+        return verdict
 
     # The end.
 
@@ -200,28 +236,14 @@ class _Watch:
             time.sleep(0.05)
 
     def _leave(self, verdict: Verdict) -> None:
-        line = f"crossshard: {verdict.sentence()} Process {self._own} leaves."
-        # The main thread may hold the lock of a stream.
-        flushing = threading.Thread(target=_flush, daemon=True)
-        flushing.start()
-        flushing.join(0.5)
-        with contextlib.suppress(OSError):
-            os.write(2, f"{line}\n".encode())
-        self._tell_launcher(verdict)
-        os._exit(verdict.code)
-
-    def _tell_launcher(self, verdict: Verdict) -> None:
-        """Exit codes alone would not tell who left because of whom."""
-        with contextlib.suppress(KeyError, OSError):
-            file = os.open(os.environ[VERDICTS], os.O_WRONLY | os.O_APPEND)
-            os.write(file, f"{self._own} {verdict}\n".encode())
+        _leave(self._own, self._seen_from_outside(verdict))
 
     def _before_abort(self) -> None:
         if self._state is State.FAILED and self._released.is_set():
             os._exit(1)
         if self._verdict is None and _answers(str(self._job.coordinator_address)):
             return  # it aborts for a reason of its own
-        self._leave(self._verdict or self._of_lost_coordinator())
+        self._leave(self._verdict or Verdict(Kind.DIED, 0))
 
     def _at_exit(self) -> None:
         """Wait for the others, which may need this process; keep its exit code."""
@@ -245,6 +267,24 @@ class _Watch:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
         os._exit(1)
+
+
+def _leave(own: int, verdict: Verdict) -> None:
+    """End this process, with a word on why, and if one stands still, on where this one does."""
+    # The main thread may hold the lock of a stream.
+    flushing = threading.Thread(target=_flush, daemon=True)
+    flushing.start()
+    flushing.join(0.5)
+    line = f"crossshard: {verdict.sentence()} Process {own} leaves."
+    if verdict.code == PROCESS_STALLED:
+        line = f"{stacks()}\n{line}"
+    with contextlib.suppress(OSError):
+        os.write(2, f"{line}\n".encode())
+    # Exit codes alone would not tell who left because of whom.
+    with contextlib.suppress(KeyError, OSError):
+        file = os.open(os.environ[VERDICTS], os.O_WRONLY | os.O_APPEND)
+        os.write(file, f"{own} {verdict}\n".encode())
+    os._exit(verdict.code)
 
 
 def _answers(address: str) -> bool:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from crossshard import _jax
 from crossshard.distributed.agreement import processes_of
-from crossshard.distributed.progress import entering
+from crossshard.distributed.progress import PROGRESS, entering
 from crossshard.errors import ArgumentError, ArgumentTypeError, NestedContextError
 from crossshard.runners.program import Program, program_key
 from crossshard.runners.split import (
@@ -57,7 +57,7 @@ class ShardedFunction:
         self._mesh = mesh
         self._input_shard_axes = input_shard_axes
         self._outputs = outputs
-        self._is_of_all_processes = are_of_all_processes(mesh)
+        self._is_watched = are_of_all_processes(mesh) or PROGRESS.is_alone
         self._is_here = jax.process_index() in processes_of(mesh)
         self._programs: dict[Any, Program] = {}
 
@@ -69,7 +69,7 @@ class ShardedFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function on every shard and join the outputs."""
         with self._alone():
-            if not self._is_of_all_processes:
+            if not self._is_watched:
                 return self._run(args, kwargs)
             with entering("step"):
                 return self._run(args, kwargs)

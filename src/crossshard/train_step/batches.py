@@ -129,6 +129,17 @@ class BatchPlacer:
         with jax.transfer_guard("allow"):
             return self._place(batch)
 
+    def rows_of(self, batch: Any) -> str:
+        """What this process passes, as it tells the others: with weights, of any number of rows."""
+        words = []
+        for leaf in jax.tree.leaves(batch):
+            rows, *others = np.shape(leaf) or (1,)
+            if getattr(leaf, "sharding", None) == self._sharding:
+                rows = rows * self._parts // self._number
+            sizes = ["any" if self._weight else rows, *others]
+            words.append(f"{getattr(leaf, 'dtype', '')}[{','.join(map(str, sizes))}]")
+        return ",".join(words)
+
     def _place(self, batch: Any) -> Any:
         leaves, missing, tree = self._checked(batch)
         if self._parts < self._number and self._weight is None:

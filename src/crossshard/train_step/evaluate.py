@@ -1,5 +1,6 @@
 """Evaluate: the mean of a metric over all examples of a data set, in batches of any length."""
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -11,10 +12,12 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard import _jax
-from crossshard.distributed.agreement import check_agreement
+from crossshard.distributed.agreement import check_agreement, processes_of
+from crossshard.distributed.progress import PROGRESS, entering
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.scalars import is_number
 from crossshard.shards.context import shard_context
+from crossshard.shards.devices import are_of_all_processes
 from crossshard.shards.put import own_parts, put
 from crossshard.train_step.batches import SumOf, Weight, check_rows
 from crossshard.train_step.entries import EntryPlacer, specs_of, split_entries
@@ -27,7 +30,12 @@ class Evaluator:
 
     Every batch is padded to as many rows as the longest before it. A row of padding is a copy of
     the first row, and does not count.
+
+    Attributes:
+      call: the name of the method that runs it, for the other processes.
     """
+
+    call = "evaluate"
 
     def __init__(
         self,
@@ -42,12 +50,13 @@ class Evaluator:
         # The shards whose rows this process passes.
         self._parts = own_parts(NamedSharding(mesh, self._split), self._number)
         self._mesh = mesh
+        self._in_processes = len(processes_of(mesh)) > 1
+        self._is_watched = are_of_all_processes(mesh) or PROGRESS.is_alone
         self._axes = axes
         self._weight = weight
         self._names = names
         self._takes_state = takes_state
         self._whole = EntryPlacer(mesh, axes, None, names)
-        self._agreed: set[Any] = set()
         self._sums = jax.jit(self._sums_of_batch, static_argnums=(0, 1))
 
     def __call__(
@@ -66,7 +75,8 @@ class Evaluator:
           batches: the data set.
 
         Raises:
-          ArgumentError: there is no batch, or no example counts.
+          ArgumentError: there is no batch, no example counts, or processes pass unequal numbers
+            of batches.
           ArgumentTypeError: ``batches`` is a single batch.
         """
         sums = lambda *batch: self._sums(metric_fn, skeleton, arrays, *batch)
@@ -87,19 +97,21 @@ class Evaluator:
             )
         longest, number = 0, 0
         for batch in batches:
-            with _jax.in_place_of_the_users_mesh(self._mesh):
+            with self._entering(), _jax.in_place_of_the_users_mesh(self._mesh):
                 with jax.transfer_guard("allow"):
-                    placed, counted = self._place(batch, longest)
+                    placed, counted = self._place(batch, longest, number)
                 found = run(placed, counted)
             yield found
             number += 1
             longest = max(longest, counted.shape[0] * self._parts // self._number)
+        with self._entering():
+            self._check_agreement(f"{number}")
         if not number:
             raise ArgumentError("There is no batch: batches is empty.")
 
     # A batch.
 
-    def _place(self, batch: Any, longest: int) -> tuple[Any, jax.Array]:
+    def _place(self, batch: Any, longest: int, before: int) -> tuple[Any, jax.Array]:
         """A batch on the devices, padded, and which of its rows count, float32[rows]."""
         rows, whole = split_entries(batch, self._names) if self._names else (batch, None)
         paths, tree = jax.tree_util.tree_flatten_with_path(rows)
@@ -112,9 +124,12 @@ class Evaluator:
             )
         sharding = NamedSharding(self._mesh, self._split)
         leaves, counted = [leaf for _, leaf in paths], np.ones(lengths, np.float32)
-        if not all(getattr(leaf, "sharding", None) == sharding for leaf in leaves):
-            number = max(longest, math.ceil(lengths[0] / self._parts) * self._parts)
-            self._check_agreement(leaves, number)
+        is_placed = all(getattr(leaf, "sharding", None) == sharding for leaf in leaves)
+        own = lengths[0] * self._parts // self._number if is_placed else lengths[0]
+        number = own if is_placed else max(longest, math.ceil(own / self._parts) * self._parts)
+        each = ", ".join(f"{leaf.dtype}{[number, *leaf.shape[1:]]}" for leaf in leaves)
+        self._check_agreement(f"{before} and a further one of {each}")
+        if not is_placed:
             leaves = [put(_padded(leaf, number), sharding) for leaf in leaves]
             counted = np.pad(counted, (0, number - lengths[0]))
         elif self._parts < self._number:
@@ -124,18 +139,23 @@ class Evaluator:
             placed = {**placed, **self._whole.place_whole(batch)}
         return placed, put(counted, sharding)
 
-    def _check_agreement(self, leaves: list[Any], rows: int) -> None:
-        """Raise unless every process passes as many rows, after padding."""
-        key = (rows, *((leaf.shape[1:], str(leaf.dtype)) for leaf in leaves))
-        if key not in self._agreed:
+    def _entering(self) -> contextlib.AbstractContextManager[None]:
+        return entering(self.call) if self._is_watched else contextlib.nullcontext()
+
+    def _check_agreement(self, batches: str) -> None:
+        """Raise unless every process passes a batch now, of as many rows, or none does.
+
+        Before each batch: JAX's CPU devices make the host wait within a sum that others never join.
+        On accelerators the last batch is still under way.
+        """
+        if self._in_processes:
             check_agreement(
-                "evaluate",
-                lambda: {"a batch": str(key)},
+                self.call,
+                lambda: {"batches:": batches},
                 self._mesh,
-                "Batches are padded to the longest before them. Pass as many batches in every "
-                "process, of as many rows, of which only the last may have fewer.",
+                "Pass as many batches in every process, of as many rows, of which only the last "
+                "may have fewer: they are padded to the longest before them.",
             )
-            self._agreed.add(key)
 
     # Its sums.
 

@@ -16,6 +16,8 @@ from crossshard.train_step.models import Skeleton
 class Predictor(Evaluator):
     """The values of each row of data sets, compiled once for each function and shape of a batch."""
 
+    call = "predict"
+
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         rows = NamedSharding(self._mesh, self._split)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from crossshard import _jax
 from crossshard.distributed.agreement import check_agreement, checksum, compare, processes_of
 from crossshard.distributed.programs import check_same_program
-from crossshard.distributed.progress import entering
+from crossshard.distributed.progress import PROGRESS, entering
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.pipeline.plan import WeightUpdate, plan_update
 from crossshard.shards.devices import are_of_all_processes
@@ -85,7 +85,7 @@ class TrainStep:
         )
         of_loss = mesh, axes, loss.weight, names, loss.model_state is not None
         self._evaluate, self._predict = Evaluator(*of_loss), Predictor(*of_loss)
-        self._is_of_all_processes = are_of_all_processes(mesh)
+        self._is_watched = are_of_all_processes(mesh) or PROGRESS.is_alone
         self._layouts: dict[Any, StateLayout] = {}
         self._in_processes = len(processes_of(mesh)) > 1
         self._agreed: set[Any] = set()
@@ -155,7 +155,7 @@ class TrainStep:
         """
         if more:
             refuse_more(more)
-        if not self._is_of_all_processes:
+        if not self._is_watched:
             return self._step(state, batch)
         with entering("step"):
             return self._step(state, batch)
@@ -177,6 +177,8 @@ class TrainStep:
             self._donation.check(state, batch)
         if self._in_processes or _jax.another_mesh_is_set(self._mesh):
             with _jax.in_place_of_the_users_mesh(self._mesh):
+                if self._is_watched and self._in_processes:
+                    PROGRESS.take(self._place.rows_of(batch))
                 placed = self._place(batch)
                 if self._in_processes and run is self._compiled:
                     self._check_program(state, placed)
@@ -228,7 +230,7 @@ class TrainStep:
         ...     print(str(error).partition(".")[0])
         The gradient of `gradient` is not finite on shard 0
         """
-        with entering("finish") if self._is_of_all_processes else contextlib.nullcontext():
+        with entering("finish") if self._is_watched else contextlib.nullcontext():
             self._finish(state)
 
     def _finish(self, state: TrainState) -> None:
@@ -274,7 +276,7 @@ class TrainStep:
         # What init moves to the devices it is told to move.
         with (
             jax.transfer_guard("allow"),
-            entering("init") if self._is_of_all_processes else contextlib.nullcontext(),
+            entering("init") if self._is_watched else contextlib.nullcontext(),
         ):
             return self._init(params, rng, model_state)
 
@@ -454,8 +456,8 @@ class TrainStep:
 
         Raises:
           ArgumentError: there is no batch, no example counts, a value is not per example,
-            parameters differ between groups and ``shard`` is ``None``, or there is no moving
-            average.
+            processes pass unequal numbers of batches, parameters differ between groups and
+            ``shard`` is ``None``, or there is no moving average.
           ArgumentTypeError: ``batches`` is a single batch, or a value is not a real array.
 
         >>> import jax.numpy as jnp, optax
@@ -468,8 +470,7 @@ class TrainStep:
         if not callable(metric_fn):
             raise ArgumentTypeError(f"metric_fn must be a function; got {metric_fn!r:.60}.")
         arrays = self._of_shard(state, shard, ema)
-        with entering("evaluate") if self._is_of_all_processes else contextlib.nullcontext():
-            return self._evaluate(metric_fn, state.skeleton, arrays, batches)
+        return self._evaluate(metric_fn, state.skeleton, arrays, batches)
 
     def predict(
         self,
@@ -503,8 +504,7 @@ class TrainStep:
         if not callable(predict_fn):
             raise ArgumentTypeError(f"predict_fn must be a function; got {predict_fn!r:.60}.")
         arrays = self._of_shard(state, shard, ema)
-        with entering("predict") if self._is_of_all_processes else contextlib.nullcontext():
-            return self._predict(predict_fn, state.skeleton, arrays, batches)
+        return self._predict(predict_fn, state.skeleton, arrays, batches)
 
     def _average(self, state: TrainState) -> Any:
         """The moving average of the parameters, in their shapes and dtypes."""
@@ -567,7 +567,7 @@ class TrainStep:
             return differing(self._layout_of(state), first, again)
 
     def _replayed(self, state: TrainState, batch: Any) -> TrainState:
-        with entering("replay") if self._is_of_all_processes else contextlib.nullcontext():
+        with entering("replay") if self._is_watched else contextlib.nullcontext():
             return self._run_once(copy(state), batch)[0]
 
     def describe(self) -> str:
