@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import fcntl
 import json
 import os
 import socket
@@ -115,16 +116,15 @@ class Lock:
 
     def _take_away(self, holder: dict[str, Any]) -> None:
         """Remove the file of a dead writer, unless somebody else was faster."""
-        with contextlib.suppress(FileNotFoundError):
-            if self._remote:
-                self._path.unlink()
-                return
-            aside = self._path.with_suffix(f".{self._token}")
-            os.rename(self._path, aside)
-            if _read(aside) != holder:
+        with contextlib.ExitStack() as stack, contextlib.suppress(FileNotFoundError):
+            if not self._remote:
+                folder = os.open(self._path.parent, os.O_RDONLY)
+                stack.callback(os.close, folder)
+                # Some file systems have no such locks; then two would have to come at once.
                 with contextlib.suppress(OSError):
-                    os.link(aside, self._path)
-            os.unlink(aside)
+                    fcntl.flock(folder, fcntl.LOCK_EX)
+            if self._holder() == holder:
+                self._path.unlink()
 
     def _whose(self, holder: dict[str, Any]) -> str:
         if (holder.get("machine"), holder.get("process")) == (_machine(), os.getpid()):
