@@ -77,11 +77,8 @@ def test_a_run_that_goes_back_saves_after_what_is_there(copy: Path):
 @pytest.fixture(scope="module")
 def states() -> list[Any]:
     """States of eight steps, which are not donated again."""
-    step, found = step_on(2), []
-    state = step.init(PARAMS)
-    for number in range(8):
-        found.append(dataclasses.replace(state, step=state.step + number))
-    return found
+    state = step_on(2).init(PARAMS)
+    return [dataclasses.replace(state, step=state.step + number) for number in range(8)]
 
 
 def test_the_best_the_newest_and_the_pinned_stay(states: list[Any], tmp_path: Path):
@@ -209,9 +206,9 @@ def test_a_remote_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     with Checkpoints("gs://bucket/run", step, keep=2) as checkpoints:
         for state in states:
             checkpoints.save(state, int(state.step), score=1.0)
+            other = Checkpoints("gs://bucket/run", step)
+            other.restore_latest(state)
             with pytest.raises(CheckpointError, match="another Checkpoints of this process"):
-                other = Checkpoints("gs://bucket/run", step)
-                other.restore_latest(state)
                 other.save(state)
     folder = tmp_path / "run"
     assert sorted(path.name for path in folder.iterdir()) == ["00000002", "00000003"]
