@@ -328,7 +328,7 @@ def test_bad_arguments(tmp_path: Path):
     with pytest.raises(ArgumentTypeError, match="path"):
         Checkpoints(3, step)
     with pytest.raises(ArgumentError, match="mounted"):
-        Checkpoints("gs://bucket/run", step)
+        Checkpoints("s3://bucket/run", step)
     with pytest.raises(ArgumentTypeError, match="keep"):
         Checkpoints(tmp_path, step, keep=2.0)
     with pytest.raises(ArgumentError, match="keep"):

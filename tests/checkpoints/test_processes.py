@@ -1,6 +1,9 @@
 """Several processes save and restore one state together."""
 
 import json
+import os
+import signal
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -52,6 +55,17 @@ def main(process: int, port: int, out: str, folder: str) -> None:
     found, data = Checkpoints(folder, step).restore_latest(step.abstract_init(PARAMS))
     again = [np.asarray(x) for x in jax.tree.leaves(step.unshard(found))]
     said["same"] = all(a.tobytes() == b.tobytes() for a, b in zip(whole, again, strict=True))
+    with Checkpoints(f"{folder}-stopped", step) as checkpoints:
+        state = step.init(PARAMS)
+        for number in range(400):
+            state, _ = step(state, XS[0][rows])
+            # One process is asked to stop, and the two are not at the same place.
+            if (process, number) == (1, 3):
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01 * (1 + process))
+            if checkpoints.save_if_preempted(state, {"stopped": number}):
+                break
+        said |= {"stopped": [number, int(state.step), checkpoints.steps()[-1]]}
     Path(out).write_text(json.dumps(said))
     if process == 0:
         np.savez(Path(out).with_suffix(".npz"), *whole)
@@ -92,3 +106,11 @@ def test_all_processes_pass_over_what_one_cannot_read(found: Any):
 def test_data_that_differs_between_processes_is_refused_in_all(found: Any):
     for each in found[1]:
         assert "process 1 of the mesh passed data other than" in each["data"]
+
+
+def test_all_processes_save_and_stop_at_one_step_when_one_is_asked_to(found: Any):
+    first, second = (each["stopped"] for each in found[1])
+    assert first == second
+    number, steps, saved = first
+    assert 3 <= number < 399
+    assert steps == saved == number + 1

@@ -1,7 +1,7 @@
 """Checkpoints: saves the state of a step and restores the latest one that is whole."""
 
 import dataclasses
-import errno
+import json
 import os
 import warnings
 from collections.abc import Callable
@@ -13,9 +13,11 @@ import jax
 from crossshard import _jax
 from crossshard.checkpoints import storage
 from crossshard.checkpoints.fingerprint import fingerprint
-from crossshard.checkpoints.folder import Folder
+from crossshard.checkpoints.folder import PINNED, SCORE, Folder
 from crossshard.checkpoints.hashes import hash_later, hash_of
-from crossshard.checkpoints.leaves import from_disk, leaves_of, to_disk
+from crossshard.checkpoints.keeping import Keeping
+from crossshard.checkpoints.leaves import check_devices, from_disk, leaves_of, to_disk
+from crossshard.checkpoints.lock import Lock
 from crossshard.checkpoints.manifest import (
     FILE,
     Damaged,
@@ -25,7 +27,9 @@ from crossshard.checkpoints.manifest import (
     read_manifest,
 )
 from crossshard.checkpoints.match import first_difference, groups_of
+from crossshard.checkpoints.preemption import Preemption
 from crossshard.checkpoints.together import agree_to_read, agree_to_write, listed
+from crossshard.checkpoints.weights import read_params
 from crossshard.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -45,12 +49,14 @@ class Checkpoints:
     Arrays are written in the shapes of model and optimizer, so that a state comes back on any
     number of shards, replicated or sharded, and with the model split over other axes. Each has a
     hash, which is checked when it is read. If there are several processes, all of them make the
-    same calls, and the folder is one that all of them see.
+    same calls, and the folder is one that all of them see. One run at a time writes to a folder,
+    from its first ``save`` until it is closed; any may read.
 
     Args:
-      folder: the folder; it is created if it does not exist.
+      folder: the folder, which may be at ``gs://``; it is created if it does not exist.
       step: the step whose states are saved, from ``make_train_step``.
       keep: how many checkpoints to keep, the newest ones.
+      keep_best: how many to keep of those that ``save`` was given the highest scores with.
 
     Raises:
       ArgumentError, ArgumentTypeError: not a folder, not a step, or not a number of at least 1.
@@ -69,19 +75,28 @@ class Checkpoints:
     (3.0, {'epoch': 1})
     """
 
-    def __init__(self, folder: str | os.PathLike[str], step: TrainStep, keep: int = 3):
+    def __init__(
+        self, folder: str | os.PathLike[str], step: TrainStep, keep: int = 3, keep_best: int = 0
+    ):
         if not isinstance(step, TrainStep):
             raise ArgumentTypeError(
                 f"step must come from make_train_step; got {type(step).__name__}."
             )
-        if not isinstance(keep, int) or isinstance(keep, bool):
-            raise ArgumentTypeError(f"keep must be an int; got {type(keep).__name__}.")
+        for name, given in (("keep", keep), ("keep_best", keep_best)):
+            if not isinstance(given, int) or isinstance(given, bool):
+                raise ArgumentTypeError(f"{name} must be an int; got {type(given).__name__}.")
         if keep < 1:
             raise ArgumentError(f"keep must be at least 1, to have a checkpoint; got {keep}.")
+        if keep_best < 0:
+            raise ArgumentError(f"keep_best must be at least 0; got {keep_best}.")
         self._folder, self._step, self._keep = Folder(folder), step, keep
+        self._keeping = Keeping(self._folder, keep, keep_best)
+        self._lock = Lock(self._folder.path, remote=self._folder.remote)
         self._writer: storage.Writer | None = None
-        # The checkpoint that is being written.
+        self._preemption: Preemption | None = None
+        # The checkpoint that is being written, and the number of steps of the last one.
         self._pending: int | None = None
+        self._taken: int | None = None
         self._damaged: set[int] = set()
         self._fingerprints: dict[int, tuple[StateLayout, dict[str, Any]]] = {}
         self._numbers = listed(self._folder.path, self._created, step.mesh)
@@ -106,7 +121,9 @@ class Checkpoints:
                 raise
             error.add_note(str(own))
 
-    def save(self, state: TrainState, data: Any = None) -> None:
+    def save(
+        self, state: TrainState, data: Any = None, *, score: float | None = None, pin: bool = False
+    ) -> None:
         """Begin to write a checkpoint; the next step may donate the state.
 
         It is written in the background, and it is there as a whole or not at all. It waits for the
@@ -116,27 +133,30 @@ class Checkpoints:
           state: a state of the step.
           data: where the data stands, as JSON; ``restore_latest`` returns it. If there are several
             processes, all pass the same.
+          score: how good the state is, for ``keep_best``: the higher the better, as ``-loss`` is.
+          pin: whether to keep this checkpoint for ever.
 
         Raises:
-          ArgumentError, ArgumentTypeError: the state is not of this step, JSON cannot hold the
-            data, processes pass other data, or the folder has another run's checkpoints.
-          CheckpointError: it cannot be written, or the one before could not be.
+          ArgumentError, ArgumentTypeError: the state is not of this step, or lies on other devices;
+            JSON cannot hold the data, processes pass other data, or the folder has another run's
+            checkpoints.
+          CheckpointError: it cannot be written, the one before could not be, or another run writes
+            to the folder.
         """
         layout = layout_of(self._step, state)
         check_data(data)
+        notes = _notes(score, pin)
+        check_devices(layout, state)
         if not self._may_write:
             raise ArgumentError(
                 f"{self._folder.path} has checkpoints of a run that this one has not restored, and "
                 f"they would be deleted in time. Call restore_latest(state) before save, or choose "
                 f"another folder."
             )
-        self.wait()
+        self._finish()
         taken = int(state.step)
         number = max([taken, *(newest + 1 for newest in self._numbers[-1:])])
-        with _jax.in_place_of_the_users_mesh(layout.mesh):
-            leaves = leaves_of(layout, state, layout.number_of_shards)
-            arrays = [to_disk(*each) for each in zip(leaves, jax.tree.leaves(state), strict=True)]
-            hashes = [hash_later(x, on_host=_is_on_host(x)) for x in arrays]
+        leaves = leaves_of(layout, state, layout.number_of_shards)
         manifest = Manifest(
             number,
             taken,
@@ -153,19 +173,59 @@ class Checkpoints:
                 f"Checkpoint {number} cannot be written to {self._folder.path}: {reason}."
                 f"{self._last()}"
             )
-        self._pending = number
+        self._pending, self._taken = number, taken
         try:
+            with _jax.in_place_of_the_users_mesh(layout.mesh):
+                arrays = list(map(to_disk, leaves, jax.tree.leaves(state)))
+            hashes = [hash_later(x, on_host=_is_on_host(x)) for x in arrays]
+            files = lambda: {FILE: json.dumps(_completed(manifest, hashes)), **notes}
             self._writer = self._writer or storage.Writer()
-            self._writer.start(self._folder.of(number), arrays, lambda: _completed(manifest, hashes))
+            self._writer.start(self._folder.of(number), arrays, files)
         except Exception as error:
             raise self._failed(error) from error
 
+    def save_if_preempted(self, state: TrainState, data: Any = None) -> bool:
+        """Whether ``SIGTERM`` asks the run to stop; then the state is saved, and on disk.
+
+        It is called after each step, in all processes, which stop at the same one. From the first
+        call until ``close`` the signal no longer ends the process; a second one does.
+
+        >>> import jax.numpy as jnp, optax, tempfile
+        >>> from crossshard import make_train_step
+        >>> step = make_train_step(lambda w, x: (w * x).mean(), optax.sgd(0.1), num_shards=1)
+        >>> state = step.init(jnp.float32(3))
+        >>> with Checkpoints(tempfile.mkdtemp(), step) as checkpoints:
+        ...     for batch in range(3):
+        ...         state, metrics = step(state, jnp.ones(4))
+        ...         if checkpoints.save_if_preempted(state, {"batch": batch + 1}):
+        ...             break
+
+        Args:
+          state: the state after the step.
+          data: where the data stands, as for ``save``.
+
+        Raises:
+          ArgumentError, ArgumentTypeError, CheckpointError: as for ``save``; or it is not called in
+            the main thread.
+        """
+        self._preemption = self._preemption or Preemption()
+        if not self._preemption.reached():
+            return False
+        if self._taken is None or self._taken != int(state.step):
+            self.save(state, data)
+        self.wait()
+        return True
+
     def wait(self) -> None:
-        """Wait until the last checkpoint is written, and delete those beyond ``keep``.
+        """Wait until the last checkpoint is written, and those that are not kept are deleted.
 
         Raises:
           CheckpointError: it could not be written; those before it are as they were.
         """
+        self._finish()
+        self._keeping.wait()
+
+    def _finish(self) -> None:
         if self._pending is None:
             return
         assert self._writer is not None
@@ -175,10 +235,11 @@ class Checkpoints:
             raise self._failed(error) from error
         self._numbers.append(self._pending)
         self._pending = None
-        oldest = self._good()[-self._keep :][0]
-        for number in [each for each in self._numbers if each < oldest]:
-            self._numbers.remove(number)
-            self._delete(number)
+        # What the first process sees and does; the others know the newest one, and need no more.
+        if jax.process_index() == 0:
+            for number in self._keeping.too_many(self._numbers, self._damaged):
+                self._numbers.remove(number)
+                self._delete(number)
 
     def close(self) -> None:
         """Wait until the last checkpoint is written; leaving the ``with`` block does it.
@@ -189,9 +250,13 @@ class Checkpoints:
         try:
             self.wait()
         finally:
+            if self._preemption is not None:
+                self._preemption.close()
+                self._preemption = None
             if self._writer is not None:
                 writer, self._writer = self._writer, None
                 writer.close()
+            self._lock.release()
 
     def restore_latest(self, state: TrainState) -> tuple[TrainState, Any] | None:
         """Restore the latest checkpoint that is whole, on the mesh of the step.
@@ -213,12 +278,83 @@ class Checkpoints:
           CheckpointMismatchError: it is another model's or optimizer's, or has other dtypes.
         """
         layout = layout_of(self._step, state)
+        found = self._latest(lambda number: self._restore(number, layout, state))
+        self._may_write = True
+        return found
+
+    def restore(self, state: TrainState, step: int) -> tuple[TrainState, Any]:
+        """As ``restore_latest``, of one checkpoint, such as one before shards diverged.
+
+        A run that goes on from it saves under higher numbers than those that are there.
+
+        Args:
+          state: as for ``restore_latest``.
+          step: one of ``steps()``.
+
+        Raises:
+          ArgumentError, ArgumentTypeError: there is none of this step, or the state is not of this
+            one's step.
+          CheckpointDamagedError: it is not whole.
+          CheckpointError, CheckpointMismatchError: as for ``restore_latest``.
+        """
+        layout = layout_of(self._step, state)
+        found = self._chosen(step, lambda number: self._restore(number, layout, state))
+        self._may_write = True
+        return found
+
+    def restore_params(self, state: TrainState, step: int | None = None) -> TrainState:
+        """A state with the parameters of a checkpoint, whatever optimizer has trained them.
+
+        All else in it, such as the optimizer's state and a model's statistics, is as it was.
+
+        >>> import jax.numpy as jnp, optax, tempfile
+        >>> from crossshard import make_train_step
+        >>> loss_fn, folder = lambda w, x: (w * x).mean(), tempfile.mkdtemp()
+        >>> step = make_train_step(loss_fn, optax.adam(0.1), num_shards=1)
+        >>> with Checkpoints(folder, step) as checkpoints:
+        ...     checkpoints.save(step.init(jnp.float32(3)))
+        >>> other = make_train_step(loss_fn, optax.sgd(0.1), num_shards=1)
+        >>> state = Checkpoints(folder, other).restore_params(other.init(jnp.float32(0)))
+        >>> float(state.params)
+        3.0
+
+        Args:
+          state: a state of the step.
+          step: one of ``steps()``; ``None`` takes the latest that is whole.
+
+        Raises:
+          ArgumentError, ArgumentTypeError: there is none of this step, or the state is not of this
+            one's step.
+          CheckpointDamagedError: there are checkpoints, and none is whole.
+          CheckpointError: there is none, or the folder cannot be read.
+          CheckpointMismatchError: the parameters have other names, shapes or dtypes.
+        """
+        layout = layout_of(self._step, state)
+        read = lambda number: read_params(self._folder, number, layout, state)
+        params = self._latest(read) if step is None else self._chosen(step, read)
+        if params is None:
+            raise CheckpointError(f"{self._folder.path} has no checkpoint to take parameters from.")
+        return dataclasses.replace(state, params=params)
+
+    def steps(self) -> list[int]:
+        """The numbers of the checkpoints that are complete, ascending.
+
+        They are the numbers of steps after which they were saved, or higher where there was one of
+        that number. If there are several processes, all of them ask.
+
+        Raises:
+          CheckpointError: the folder cannot be read.
+        """
+        return listed(self._folder.path, self._folder.numbers, self._step.mesh)
+
+    def _latest(self, read: Callable[[int], Any]) -> Any:
+        """What is read of the latest checkpoint that is whole; ``None`` if there is none."""
         self.wait()
-        self._numbers = listed(self._folder.path, self._folder.numbers, self._step.mesh)
+        self._numbers = self.steps()
         reasons = []
         for number in reversed(self._numbers):
             try:
-                found = self._restore(number, layout, state)
+                found = read(number)
             except Damaged as damage:
                 self._damaged.add(number)
                 reasons.append(f"checkpoint {number}: {damage}")
@@ -228,17 +364,32 @@ class Checkpoints:
                     f"{self._folder.path}, {reason}. It is damaged and passed over; checkpoint "
                     f"{number} is taken.",
                     CheckpointWarning,
-                    stacklevel=2,
+                    stacklevel=3,
                 )
-            self._may_write = True
             return found
         if reasons:
             raise CheckpointDamagedError(
                 f"No checkpoint in {self._folder.path} is whole: {'; '.join(reasons)}. Bring back "
                 f"a copy of it, or choose another folder to start again in."
             )
-        self._may_write = True
         return None
+
+    def _chosen(self, number: int, read: Callable[[int], Any]) -> Any:
+        self.wait()
+        self._numbers = self.steps()
+        if number not in self._numbers:
+            raise ArgumentError(
+                f"{self._folder.path} has no checkpoint {number!r:.40}; it has "
+                f"{', '.join(map(str, self._numbers)) or 'none'}."
+            )
+        try:
+            return read(number)
+        except Damaged as damage:
+            self._damaged.add(number)
+            raise CheckpointDamagedError(
+                f"Checkpoint {number} in {self._folder.path} is not whole: {damage}. Choose "
+                f"another one of steps()."
+            ) from None
 
     def _restore(self, number: int, layout: StateLayout, state: TrainState) -> tuple[Any, Any]:
         """A state and its data; raises Damaged, in every process, if one finds it so."""
@@ -285,7 +436,7 @@ class Checkpoints:
     # The folder.
 
     def _created(self) -> list[int]:
-        self._folder.path.mkdir(parents=True, exist_ok=True)
+        self._folder.create()
         return self._folder.numbers()
 
     def _good(self) -> list[int]:
@@ -295,16 +446,17 @@ class Checkpoints:
         """The reason why the first process cannot write; empty if it can."""
         if jax.process_index() != 0:
             return ""
-        reason = self._folder.why_not_writable()
-        if not reason and self._writer is None:
-            self._folder.delete_unfinished()
+        try:
+            reason = self._folder.why_not_writable() or self._lock.take()
+            if not reason and self._writer is None:
+                self._folder.delete_unfinished()
+        except OSError as error:
+            reason = str(error)
         return reason
 
     def _delete(self, number: int) -> None:
-        if jax.process_index() != 0:
-            return
         try:
-            self._folder.delete(number)
+            self._keeping.delete(number)
         except OSError as error:
             raise CheckpointError(
                 f"Checkpoint {number} in {self._folder.path} is older than the newest "
@@ -315,8 +467,8 @@ class Checkpoints:
         """The error to raise if a checkpoint could not be written, after tidying up."""
         number, self._pending = self._pending, None
         # Orbax's checkpointer keeps its error; the next save gets a new one.
-        self._writer = None
-        reason = self._folder.why_not_writable() or _in_words(error)
+        self._writer = self._taken = None
+        reason = self._folder.why_not_writable() or storage.in_words(error)
         if jax.process_index() == 0 and self._folder.path.is_dir():
             self._folder.delete_unfinished()
         return CheckpointError(
@@ -330,6 +482,19 @@ class Checkpoints:
         return f" Checkpoint {good[-1]} is the last one that was, and is as it was."
 
 
+def _notes(score: Any, pin: Any) -> dict[str, str]:
+    """What stands beside the manifest: texts by the names of their files."""
+    if not isinstance(pin, bool):
+        raise ArgumentTypeError(f"pin must be True or False; got {type(pin).__name__}.")
+    if score is None:
+        return {PINNED: ""} if pin else {}
+    try:
+        number = float(score)
+    except (TypeError, ValueError):
+        raise ArgumentTypeError(f"score must be a number; got {type(score).__name__}.") from None
+    return {SCORE: repr(number), **({PINNED: ""} if pin else {})}
+
+
 def _completed(manifest: Manifest, hashes: list[Callable[[], str]]) -> dict[str, Any]:
     """The manifest with the hashes of its arrays, as it is written."""
     leaves = [
@@ -341,14 +506,5 @@ def _completed(manifest: Manifest, hashes: list[Callable[[], str]]) -> dict[str,
 
 def _is_on_host(x: jax.Array) -> bool:
     """Whether the host can read all of an array without a copy."""
-    return x.is_fully_addressable and all(one.platform == "cpu" for one in x.sharding.device_set)
-
-
-def _in_words(error: BaseException) -> str:
-    """What went wrong; TensorStore tells it in the middle of a long text."""
-    text = " ".join(str(error).split())
-    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO):
-        if os.strerror(number) in text:
-            full = number in (errno.ENOSPC, errno.EDQUOT)
-            return f"{os.strerror(number)}{', the disk is full' if full else ''}"
-    return f"{type(error).__name__}, {text:.300}"
+    devices: Any = x.sharding.device_set
+    return x.is_fully_addressable and all(device.platform == "cpu" for device in devices)

@@ -1,45 +1,72 @@
-"""Folder: the numbered checkpoints in a folder, and what may not leave it."""
+"""Folder: the numbered checkpoints in a folder, here or remote, and what may not leave it."""
 
+import math
 import os
 import re
 import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from crossshard.checkpoints.manifest import MOST_BYTES, Damaged
 from crossshard.errors import ArgumentError, ArgumentTypeError
 
-# Orbax writes it last. It also renames the folder of a checkpoint once that is complete.
+# Orbax writes it last. On a disk it also renames the folder of a checkpoint once that is complete.
 _MARKER = "commit_success.txt"
 _DIGITS = 8
 _UNFINISHED = re.compile(r"\d{8,}\.(orbax-checkpoint-tmp.*|deleted)")
+# Beside a checkpoint's manifest. Who wants to keep a checkpoint can make the first file by hand.
+PINNED, SCORE = "pinned", "score.txt"
+_NOTES = "manifest"
+# What Orbax's library for paths and its library for arrays both know.
+_REMOTE = "gs://"
 
 
 class Folder:
-    """A folder of checkpoints, ``00000100`` and so on."""
+    """A folder of checkpoints, ``00000100`` and so on.
+
+    Attributes:
+      path: where it is.
+      remote: whether it is in an object store, which has no renames and no links.
+    """
 
     def __init__(self, path: object):
         if not isinstance(path, str | os.PathLike):
             raise ArgumentTypeError(f"folder must be a path; got {type(path).__name__}.")
         text = os.fspath(path)
-        if not isinstance(text, str) or "://" in text or not text:
+        self.remote = isinstance(text, str) and text.startswith(_REMOTE)
+        if not isinstance(text, str) or ("://" in text and not self.remote) or not text:
             raise ArgumentError(
-                f"folder must be a folder of this machine or one that is mounted; got {text!r:.80}."
+                f"folder must be a folder of this machine, one that is mounted, or one at "
+                f"{_REMOTE}, where Orbax can write; got {text!r:.80}."
             )
-        self.path = Path(text).expanduser().resolve()
+        self.path: Any = _remote(text) if self.remote else Path(text).expanduser().resolve()
 
-    def of(self, number: int) -> Path:
+    def of(self, number: int) -> Any:
         """The folder of a checkpoint."""
         return self.path / f"{number:0{_DIGITS}d}"
 
     def numbers(self) -> list[int]:
         """The numbers of the complete checkpoints, ascending."""
+        found = self._numbered()
+        return [each for each in found if not self.remote or self._is_committed(each)]
+
+    def _numbered(self) -> list[int]:
         names = (name for name in self._names() if re.fullmatch(r"\d{8,18}", name, re.ASCII))
         return sorted(int(name) for name in names if self.of(int(name)).name == name)
 
+    def _is_committed(self, number: int) -> bool:
+        return bool((self.of(number) / _MARKER).is_file())
+
+    def create(self) -> None:
+        """Create it if it does not exist."""
+        self.path.mkdir(parents=True, exist_ok=True)
+
     def why_not_writable(self) -> str:
-        """The reason why nothing can be written; empty if it can."""
+        """The reason why nothing can be written; empty if it can, or if only trying tells."""
+        if self.remote:
+            return ""
         if not self.path.is_dir():
             return "the folder is gone" if not self.path.exists() else "it is no folder"
         effective = os.access in os.supports_effective_ids
@@ -53,33 +80,68 @@ class Folder:
           Damaged: it is incomplete, holds a link or a device, or a file that is far too large.
         """
         try:
-            for path, mode, size in _walk(self.of(number)):
+            for path, mode, size in [] if self.remote else _walk(self.of(number)):
                 name = path.relative_to(self.path)
                 if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                     raise Damaged(f"{name} is a link or a device, which is not followed")
                 # Arrays are read in pieces, these at once.
                 if path.parent.name != "d" and stat.S_ISREG(mode) and size > MOST_BYTES:
                     raise Damaged(f"{name} has {size:,} bytes")
+            committed = self._is_committed(number)
         except OSError as error:
             raise Damaged(f"it cannot be read ({error})") from None
-        if not (self.of(number) / _MARKER).is_file():
+        if not committed:
             raise Damaged(f"it was not committed: {_MARKER} is missing")
 
-    def delete(self, number: int) -> None:
-        """Delete a checkpoint; if that is interrupted, no half of it has its name."""
+    def is_pinned(self, number: int) -> bool:
+        """Whether a checkpoint is to be kept."""
+        return bool((self.of(number) / _NOTES / PINNED).exists())
+
+    def score(self, number: int) -> float | None:
+        """The score of a checkpoint; ``None`` if it has none that is a number."""
+        try:
+            found = float((self.of(number) / _NOTES / SCORE).read_text())
+        except (OSError, ValueError):
+            return None
+        return None if math.isnan(found) else found
+
+    def take_out(self, number: int) -> Any:
+        """Take a checkpoint's name from it, so that no half of it has it; the path to delete."""
+        if self.remote:
+            (self.of(number) / _MARKER).unlink()
+            return self.of(number)
         doomed = self.of(number).with_suffix(".deleted")
         os.rename(self.of(number), doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        return doomed
+
+    def delete(self, path: Any) -> None:
+        """Delete a folder in it, as far as that can be done."""
+        if not self.remote:
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.exists():
+            path.rmtree()
 
     def delete_unfinished(self) -> None:
         """Delete what interrupted saves and deletions have left."""
         for name in self._names():
             if _UNFINISHED.fullmatch(name):
-                shutil.rmtree(self.path / name, ignore_errors=True)
+                self.delete(self.path / name)
+        for number in self._numbered() if self.remote else []:
+            if not self._is_committed(number):
+                self.delete(self.of(number))
 
     def _names(self) -> list[str]:
+        if self.remote:
+            return [path.name for path in self.path.iterdir()]
         with os.scandir(self.path) as entries:
             return [entry.name for entry in entries]
+
+
+def _remote(text: str) -> Any:
+    # Here and not above: most folders are on a disk.
+    from etils import epath
+
+    return epath.Path(text)
 
 
 def _walk(path: Path) -> Iterator[tuple[Path, int, int]]:

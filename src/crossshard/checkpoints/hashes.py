@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh, NamedSharding
+
+from crossshard import _jax
 
 # A shift and a factor for each round, which mix all bits: of MurmurHash3, and of "lowbias32".
 _ROUNDS = (
@@ -50,7 +53,8 @@ def hash_later(x: jax.Array, *, on_host: bool) -> Callable[[], str]:
         copies = {shard.replica_id: shard.data for shard in x.addressable_shards}
         x = copies[min(copies)]
     if not on_host:
-        halves = _on_devices(x)
+        with _jax.in_place_of_the_users_mesh(_mesh_of(x)):
+            halves = _on_devices(x)
         return lambda: _text(*jax.device_get(halves))
     # Where the device is this CPU, a view: while there is one, JAX leaves its memory alone.
     parts = [
@@ -64,6 +68,12 @@ def hash_later(x: jax.Array, *, on_host: bool) -> Callable[[], str]:
         return _text(*(sum(int(each[half]) for each in found) % 2**32 for half in (0, 1)))
 
     return add_up
+
+
+def _mesh_of(x: jax.Array) -> Mesh:
+    if isinstance(x.sharding, NamedSharding) and x.sharding.mesh.axis_names:
+        return cast(Mesh, x.sharding.mesh)
+    return Mesh(np.array(list(x.sharding.device_set)), ("one",))
 
 
 def _text(first: Any, second: Any) -> str:
@@ -102,9 +112,7 @@ def _bits_of(x: np.ndarray, dtype: str) -> np.ndarray:
     return words if words.shape[-1] > 1 else words[..., 0]
 
 
-def _places(
-    shape: tuple[int, ...], half: int, start: tuple[int, ...] = (), xp: Any = jnp
-) -> Any:
+def _places(shape: tuple[int, ...], half: int, start: tuple[int, ...] = (), xp: Any = jnp) -> Any:
     """uint32: what stands for the position of each element, if the first one is at ``start``."""
     place = xp.zeros((1,) * len(shape), np.uint32)
     for axis, size in enumerate(shape):

@@ -1,7 +1,6 @@
 """Later: an Orbax handler for the manifest, which is made while the arrays are written."""
 
 import dataclasses
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -9,18 +8,17 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import future
 
-from crossshard.checkpoints.manifest import FILE
-
 
 class LaterHandler(ocp.AsyncCheckpointHandler):
     """Writes, in the background and in the first process, what a function returns."""
 
     async def async_save(self, directory: Any, args: "Later") -> list[Any]:
-        """Begin; the file is there before the checkpoint is complete."""
+        """Begin; the files are there before the checkpoint is complete."""
 
         async def write() -> None:
             if jax.process_index() == 0:
-                (directory / FILE).write_text(json.dumps(args.body()))
+                for name, text in args.files().items():
+                    (directory / name).write_text(text)
 
         return [future.CommitFutureAwaitingContractedSignals(write(), name="crossshard")]
 
@@ -40,7 +38,7 @@ class Later(ocp.args.CheckpointArgs):
     """What to write.
 
     Attributes:
-      body: returns it, in a thread.
+      files: returns texts by the names of their files; called in a thread.
     """
 
-    body: Callable[[], dict[str, Any]]
+    files: Callable[[], dict[str, str]]

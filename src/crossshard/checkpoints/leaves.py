@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from crossshard.errors import ArgumentError
 from crossshard.shards.partition import partition_along_axis
 from crossshard.shards.placement import Placement
 from crossshard.train_step.layout import StateLayout
@@ -72,6 +73,23 @@ def _unpacked(placement: Placement, shape: tuple[int, ...], dtype: Any) -> jax.S
 def _unpack(placement: Placement, x: Any) -> jax.Array:
     whole = placement.unpack(x)
     return jax.random.key_data(whole) if _is_key(whole) else whole
+
+
+def check_devices(layout: StateLayout, state: TrainState) -> None:
+    """Raise unless a state lies on the devices of a layout.
+
+    Raises:
+      ArgumentError: it lies on others, as a state of another step on another mesh does.
+    """
+    own = set(layout.mesh.devices.flat)
+    for x in jax.tree.leaves(state):
+        if isinstance(x, jax.Array) and not x.sharding.device_set <= own:
+            names = [sorted(device.id for device in each) for each in (x.sharding.device_set, own)]
+            raise ArgumentError(
+                f"The state lies on devices {names[0]}, and the mesh of this step has "
+                f"{names[1]}. Take it there with step.reshard(other.unshard(state)), or save it "
+                f"with the Checkpoints of the step that it is of."
+            )
 
 
 def to_disk(leaf: Leaf, x: jax.Array) -> jax.Array:

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -124,10 +123,11 @@ def read_manifest(file: Path, number: int) -> Manifest:
 
 def _parsed(file: Path) -> dict[str, Any]:
     try:
-        with open(file, "rb") as opened:
-            if os.fstat(opened.fileno()).st_size > MOST_BYTES:
-                raise Damaged(f"the manifest is larger than {MOST_BYTES:,} bytes")
-            body = json.loads(opened.read(MOST_BYTES + 1))
+        with file.open("rb") as opened:
+            text = opened.read(MOST_BYTES + 1)
+        if len(text) > MOST_BYTES:
+            raise Damaged(f"the manifest is larger than {MOST_BYTES:,} bytes")
+        body = json.loads(text)
     except FileNotFoundError:
         raise Damaged("it has no manifest") from None
     except (OSError, ValueError, RecursionError) as error:

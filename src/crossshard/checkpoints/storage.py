@@ -1,7 +1,10 @@
 """Storage: writes and reads the arrays of a checkpoint with Orbax."""
 
+import errno
 import logging
 import math
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,24 +33,30 @@ class Writer:
 
         self._ocp, self._later = ocp, later.Later
         handlers = {ARRAYS: ocp.PyTreeCheckpointHandler(), MANIFEST: later.LaterHandler()}
-        self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
-        self._quiet = _RaisedAnyway()
-        logging.getLogger("absl").addFilter(self._quiet)
+        # Else threads that write wait ten minutes, also at exit, for one that cannot make a folder.
+        options = ocp.AsyncOptions(create_directories_asynchronously=False)
+        composite = ocp.CompositeCheckpointHandler(
+            composite_options=ocp.CompositeOptions(async_options=options), **handlers
+        )
+        self._orbax = ocp.AsyncCheckpointer(composite, async_options=options)
+        _QUIET.begin()
 
     def start(
-        self, folder: Path, arrays: list[jax.Array], manifest: Callable[[], dict[str, Any]]
+        self, folder: Path, arrays: list[jax.Array], notes: Callable[[], dict[str, str]]
     ) -> None:
         """Begin to write; every process calls it. The arrays may be donated once it returns.
+
+        The notes are the manifest, and what stands beside it: texts by the names of their files.
 
         Orbax has them on the host by then. There an array on a CPU device is not copied: while
         someone looks at its memory, JAX donates it to no one.
         """
-        self._quiet.folder = str(folder)
+        _QUIET.folders.add(str(folder))
         named = {str(place): array for place, array in enumerate(arrays)}
         pieces = self._ocp.SaveArgs(chunk_byte_size=_PIECE)
         parts = {
             ARRAYS: self._ocp.args.PyTreeSave(named, dict.fromkeys(named, pieces)),
-            MANIFEST: self._later(manifest),
+            MANIFEST: self._later(notes),
         }
         self._orbax.save(folder, args=self._ocp.args.Composite(**parts))
 
@@ -58,21 +67,61 @@ class Writer:
     def close(self) -> None:
         """Wait, and end the threads."""
         self._orbax.close()
-        logging.getLogger("absl").removeFilter(self._quiet)
+        _QUIET.end()
 
 
-class _RaisedAnyway(logging.Filter):
-    """Leaves out what Orbax's threads log of failed writes to a folder: ``wait`` raises it."""
+def in_words(error: BaseException) -> str:
+    """What went wrong; TensorStore tells it in the middle of a long text."""
+    text = " ".join(str(error).split())
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO):
+        if os.strerror(number) in text:
+            full = number in (errno.ENOSPC, errno.EDQUOT)
+            return f"{os.strerror(number)}{', the disk is full' if full else ''}"
+    return f"{type(error).__name__}, {text:.300}"
 
-    folder = ""
+
+class _Quiet(logging.Filter):
+    """Leaves out what libraries print of failed writes, since ``wait`` raises it.
+
+    Orbax's threads log their errors, and TensorStore complains of each write whose thread has gone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folders: set[str] = set()
+        self._before: Any = None
+
+    def begin(self) -> None:
+        if self._before is None:
+            logging.getLogger("absl").addFilter(self)
+            self._before, sys.unraisablehook = sys.unraisablehook, self._unraisable
+
+    def end(self) -> None:
+        if self._before is not None and sys.unraisablehook == self._unraisable:
+            logging.getLogger("absl").removeFilter(self)
+            sys.unraisablehook, self._before = self._before, None
 
     def filter(self, record: logging.LogRecord) -> bool:
-        is_of_it = self.folder and self.folder in record.getMessage()
-        return not (is_of_it and record.levelno >= logging.ERROR)
+        if record.levelno < logging.ERROR:
+            return True
+        return not any(folder in record.getMessage() for folder in self.folders)
+
+    def _unraisable(self, found: Any) -> None:
+        late = isinstance(found.exc_value, RuntimeError) and found.object is None
+        if not (late and str(found.exc_value) == "Event loop is closed"):
+            self._before(found)
 
 
-def read(folder: Path, leaves: list[Leaf]) -> list[jax.Array]:
+_QUIET = _Quiet()
+
+
+def read(folder: Path, leaves: list[Leaf], places: list[int] | None = None) -> list[jax.Array]:
     """Read arrays onto the mesh; each process reads its parts.
+
+    Args:
+      folder: that of the checkpoint.
+      leaves: the arrays to read.
+      places: where each stands among those that were written; ``None`` if these are all of them.
 
     Raises:
       Damaged: an array is missing, has another shape, or cannot be read.
@@ -85,17 +134,18 @@ def read(folder: Path, leaves: list[Leaf]) -> list[jax.Array]:
         types = handler.metadata(folder).tree
     except Exception as error:  # Orbax and TensorStore raise what they like on damaged files.
         raise Damaged(f"the description of its arrays cannot be read ({_first(error)})") from None
-    for place, leaf in enumerate(leaves):
+    at = dict(zip(range(len(leaves)) if places is None else places, leaves, strict=True))
+    for place, leaf in at.items():
         _check_type(leaf, types.get(str(place)) if isinstance(types, dict) else None)
-    if set(types) != {str(place) for place in range(len(leaves))}:
+    if places is None and set(types) != {str(place) for place in at}:
         raise Damaged("it has more arrays than its manifest")
 
-    def restore(places: list[int], *, partial: bool) -> dict[str, jax.Array]:
+    def restore(some: list[int], *, partial: bool) -> dict[str, jax.Array]:
         how = {
             str(place): ocp.ArrayRestoreArgs(
-                sharding=leaves[place].on_disk.sharding, global_shape=leaves[place].on_disk.shape
+                sharding=at[place].on_disk.sharding, global_shape=at[place].on_disk.shape
             )
-            for place in places
+            for place in some
         }
         args = ocp.args.PyTreeRestore(
             item=dict.fromkeys(how, 0), restore_args=how, partial_restore=partial
@@ -104,15 +154,15 @@ def read(folder: Path, leaves: list[Leaf]) -> list[jax.Array]:
         return found
 
     try:
-        found = restore(list(range(len(leaves))), partial=False)
+        found = restore(list(at), partial=places is not None)
     except Exception as error:
-        for place, leaf in enumerate(leaves):
+        for place, leaf in at.items():
             try:
                 restore([place], partial=True)
             except Exception as its_own:
                 raise Damaged(f"{leaf.path} cannot be read ({_first(its_own)})") from None
         raise Damaged(f"its arrays cannot be read ({_first(error)})") from None
-    return [found[str(place)] for place in range(len(leaves))]
+    return [found[str(place)] for place in at]
 
 
 def _check_type(leaf: Leaf, found: Any) -> None:

@@ -23,7 +23,7 @@ def listed(where: object, numbers: Callable[[], list[int]], mesh: Mesh) -> list[
     if jax.process_index() == 0:
         try:
             own = numbers()
-        except OSError as error:
+        except (OSError, ImportError) as error:
             own = str(error)
     found = json.loads(exchange("Checkpoints", json.dumps(own), mesh)[0])
     if isinstance(found, str):

@@ -35,7 +35,7 @@ def report(
     who = _listed([_shard(index, mesh, axes) for index in _places(found.shards)])
     mend = (
         f"Memory or arithmetic of a device is at fault. Go on without it, from a checkpoint of "
-        f"step {max(0, step - every)} or before."
+        f"step {max(0, step - every)} or before: checkpoints.restore(state, step) reads one."
     )
     if found.undecided:
         raise DivergenceError(

@@ -1,0 +1,137 @@
+"""How long a save keeps a loop waiting, ours and Orbax's own: `python -m benchmarks.saves`.
+
+Both take turns. Orbax writes the arrays alone, without hashes.
+"""
+
+import argparse
+import datetime
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+
+import crossshard
+from benchmarks.machine import this_machine
+from benchmarks.tables import three_digits
+
+_KINDS = ((1, "replicated"), (8, "replicated"), (8, "sharded"))
+_HEADS = (
+    "shards",
+    "weight update",
+    "MB",
+    "a save stalls, ms",
+    "most",
+    "Orbax's own, ms",
+    "most",
+    "the next step, ms",
+    "after Orbax's, ms",
+    "another step, ms",
+    "written after, ms",
+    "Orbax's, ms",
+)
+
+
+def main() -> None:
+    """Measure, and print or write a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=10, help="saves of each")
+    parser.add_argument("--quick", action="store_true", help="a small state, to see that it runs")
+    parser.add_argument("--out", type=Path, help="write a page, such as docs/benchmarks/x.md")
+    options = parser.parse_args()
+    crossshard.cpu_devices(8)
+    machine = this_machine()
+    width = 64 if options.quick else 1024
+    rows = []
+    for shards, update in _KINDS:
+        print(f"\r{shards} shards, {update}  ", end="", file=sys.stderr)
+        rows.append([f"{shards}", update, *measured(shards, update, width, options.rounds)])
+    print(file=sys.stderr)
+    rule = ["---:" if index != 1 else "---" for index in range(len(_HEADS))]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in (_HEADS, rule, *rows))
+    print(table)
+    if options.out is None:
+        return
+    paragraphs = (
+        "# Saves",
+        "How long a save keeps a loop waiting: a model of 17 matrices with Adam.",
+        table,
+        f"Medians of {options.rounds} saves, and the longest stall; the first save of each, which "
+        f"imports and compiles, is not counted. A save of `crossshard.Checkpoints` and one of "
+        f"Orbax's `AsyncCheckpointer` take turns; after each comes a step, and once all is written "
+        f"*another step*. The step after a save finds the memory of its state in use, and takes "
+        f"new. Ours also hashes every array, beside the loop.",
+        f"{machine.cpu}, {machine.cores} cores; load {machine.load:g} before it began; JAX "
+        f"{version('jax')}, {datetime.datetime.now(datetime.UTC):%Y-%m-%d}. To repeat: "
+        f"`python -m benchmarks.saves --rounds {options.rounds}`.",
+    )
+    options.out.write_text("\n\n".join(paragraphs) + "\n", encoding="utf-8")
+
+
+def measured(shards: int, update: str, width: int, rounds: int) -> list[str]:
+    """The cells of a row."""
+    normal = np.random.default_rng(0).normal
+    params = {f"{n}": normal(size=(width, width)).astype(np.float32) for n in range(17)}
+    loss = lambda params, x: sum((w**2).mean() for w in params.values()) * x.mean()
+    step: Any = crossshard.make_train_step(
+        loss,
+        optax.adam(1e-3),
+        num_shards=shards,
+        weight_update=update,  # type: ignore[arg-type]
+    )
+    state, x = step.init(params), np.ones(8, np.float32)
+    megabytes = sum(each.nbytes for each in jax.tree.leaves(step.unshard(state))) / 1e6
+    times: dict[str, list[float]] = {name: [] for name in ("ours", "orbax", "another")}
+    times |= {f"{what} {who}": [] for what in ("step", "written") for who in ("ours", "orbax")}
+
+    def timed(name: str, run: Callable[[], Any]) -> Any:
+        began = time.perf_counter()
+        found = jax.block_until_ready(run())
+        times[name].append(time.perf_counter() - began)
+        return found
+
+    folder = Path(tempfile.mkdtemp(prefix="crossshard-"))
+    try:
+        with (
+            crossshard.Checkpoints(folder / "ours", step, keep=1) as checkpoints,
+            ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler()) as orbax,
+        ):
+            for _ in range(1 + rounds):
+                for who, save, wait in (
+                    ("ours", checkpoints.save, checkpoints.wait),
+                    (
+                        "orbax",
+                        lambda state: orbax.save(
+                            folder / "orbax", {"leaves": jax.tree.leaves(state)}, force=True
+                        ),
+                        orbax.wait_until_finished,
+                    ),
+                ):
+                    state, _ = step(state, x)
+                    state, _ = timed("another", lambda: step(state, x))  # noqa: B023
+                    timed(who, lambda: save(state))  # noqa: B023
+                    state, _ = timed(f"step {who}", lambda: step(state, x))  # noqa: B023
+                    timed(f"written {who}", wait)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    median = lambda name: three_digits(1000 * statistics.median(times[name][1:]))
+    most = lambda name: three_digits(1000 * max(times[name][1:]))
+    return [
+        f"{megabytes:.0f}",
+        *(median("ours"), most("ours"), median("orbax"), most("orbax")),
+        *(median(name) for name in ("step ours", "step orbax", "another")),
+        *(median("written ours"), median("written orbax")),
+    ]
+
+
+if __name__ == "__main__":
+    main()

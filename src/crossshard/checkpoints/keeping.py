@@ -1,0 +1,56 @@
+"""Keeping: which checkpoints of a folder stay, and the deletion of the others."""
+
+import threading
+
+from crossshard.checkpoints.folder import Folder
+
+
+class Keeping:
+    """Deletes all checkpoints but the newest ones, the best ones, and those that are pinned.
+
+    Args:
+      folder: the folder.
+      newest: how many of the newest ones stay.
+      best: how many of those with the highest scores stay.
+    """
+
+    def __init__(self, folder: Folder, newest: int, best: int):
+        self._folder, self._newest, self._best = folder, newest, best
+        self._scores: dict[int, float | None] = {}
+        self._deleting: list[threading.Thread] = []
+
+    def too_many(self, numbers: list[int], damaged: set[int]) -> list[int]:
+        """Those of these ascending numbers that do not stay."""
+        good = [number for number in numbers if number not in damaged]
+        oldest = good[-self._newest :][0]
+        scored = [(score, number) for number in good if (score := self._score(number)) is not None]
+        best = {number for _, number in sorted(scored, reverse=True)[: self._best]}
+        return [
+            number
+            for number in numbers
+            if number < oldest and number not in best and not self._folder.is_pinned(number)
+        ]
+
+    def delete(self, number: int) -> None:
+        """Delete a checkpoint, in the background; it may be gone already.
+
+        Raises:
+          OSError: it cannot be deleted.
+        """
+        try:
+            path = self._folder.take_out(number)
+        except FileNotFoundError:
+            return
+        deleting = threading.Thread(target=self._folder.delete, args=(path,), name="crossshard")
+        deleting.start()
+        self._deleting.append(deleting)
+
+    def wait(self) -> None:
+        """Wait until all are deleted."""
+        while self._deleting:
+            self._deleting.pop().join()
+
+    def _score(self, number: int) -> float | None:
+        if self._best and number not in self._scores:
+            self._scores[number] = self._folder.score(number)
+        return self._scores.get(number)

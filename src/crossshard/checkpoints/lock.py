@@ -1,0 +1,199 @@
+"""Lock: one process writes to a folder of checkpoints, and others are told which one."""
+
+import contextlib
+import datetime
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+import weakref
+from pathlib import Path
+from typing import Any
+
+FILE = "writer.json"
+# A writer touches its file so often. One on another machine that has not for so long is dead.
+_BEAT, _DEAD = 5.0, 30.0
+
+
+class Lock:
+    """The right to write to a folder, from ``take`` until ``release`` or the end of the process.
+
+    It is a file that names the writer. One whose process has ended is taken over: at once on the
+    same machine, and from another one after half a minute in which nobody has touched the file.
+
+    Args:
+      folder: the folder.
+      remote: whether it is one where no file can be created by only one of two that try.
+    """
+
+    def __init__(self, folder: Path, *, remote: bool = False):
+        self._path, self._remote = folder / FILE, remote
+        self._token = uuid.uuid4().hex
+        self._release: Any = None
+
+    def take(self) -> str:
+        """The reason why another one has it; empty if it is ours, from now on or from before.
+
+        Raises:
+          OSError: the file cannot be written.
+        """
+        if self._release is not None:
+            holder = self._holder()
+            if holder.get("token") == self._token:
+                return ""
+            self.release()
+            return f"{_named(holder)} has taken the folder over, as this process did not respond"
+        text = json.dumps(
+            {
+                "process": os.getpid(),
+                "started": _started(os.getpid()),
+                "host": socket.gethostname(),
+                "machine": _machine(),
+                "since": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M:%S} UTC",
+                "token": self._token,
+            }
+        )
+        while not self._created(text):
+            holder = self._holder()
+            if not self._is_dead(holder):
+                return self._whose(holder)
+            self._take_away(holder)
+        ended = threading.Event()
+        beating = self._path, self._token, ended, self._remote
+        threading.Thread(target=_beat, args=beating, name="crossshard", daemon=True).start()
+        # Also when nobody refers to it any longer, and at exit.
+        given = self._path, self._token, os.getpid(), ended
+        self._release = weakref.finalize(self, _give_back, *given)
+        return ""
+
+    def release(self) -> None:
+        """Let others write."""
+        if self._release is not None:
+            self._release()
+            self._release = None
+
+    def _created(self, text: str) -> bool:
+        if self._remote:
+            if self._path.exists():
+                return False
+            self._path.write_text(text)
+            # Of two that come at once the later one has it.
+            time.sleep(1)
+            return bool(self._holder().get("token") == self._token)
+        try:
+            with open(self._path, "x") as opened:
+                opened.write(text)
+        except FileExistsError:
+            return False
+        return True
+
+    def _holder(self) -> dict[str, Any]:
+        return _read(self._path)
+
+    def _is_dead(self, holder: dict[str, Any]) -> bool:
+        if holder.get("machine") == _machine():
+            process, started = holder.get("process"), holder.get("started")
+            now = _started(process) if isinstance(process, int) else ""
+            # Where a process does not tell when it started, the number may be another one's.
+            if now == "" or (now is not None and started is not None):
+                return now != started
+        # Without a look at clocks, which may differ.
+        before, end = self._touched(), time.monotonic() + _DEAD
+        while before is not None and time.monotonic() < end:
+            time.sleep(min(1.0, _BEAT))
+            if self._touched() != before:
+                return False
+        return True
+
+    def _touched(self) -> object:
+        with contextlib.suppress(OSError):
+            found: Any = self._path.stat()
+            return found.mtime if self._remote else found.st_mtime_ns
+        return None
+
+    def _take_away(self, holder: dict[str, Any]) -> None:
+        """Remove the file of a dead writer, unless somebody else was faster."""
+        with contextlib.ExitStack() as stack, contextlib.suppress(FileNotFoundError):
+            if not self._remote:
+                folder = os.open(self._path.parent, os.O_RDONLY)
+                stack.callback(os.close, folder)
+                # Some file systems have no such locks; then two would have to come at once.
+                with contextlib.suppress(OSError):
+                    fcntl.flock(folder, fcntl.LOCK_EX)
+            if self._holder() == holder:
+                self._path.unlink()
+
+    def _whose(self, holder: dict[str, Any]) -> str:
+        if (holder.get("machine"), holder.get("process")) == (_machine(), os.getpid()):
+            return "another Checkpoints of this process writes there. Close that one first"
+        here = holder.get("machine") == _machine()
+        then = "End it" if here else f"End it, or delete {self._path} if it has ended"
+        return f"{_named(holder)} writes there. {then}, or choose another folder"
+
+
+def _named(holder: dict[str, Any]) -> str:
+    if not holder:
+        return "a process that has not said its name"
+    return (
+        f"process {holder.get('process')!s:.20} on {holder.get('host')!s:.80}, "
+        f"which began at {holder.get('since')!s:.40},"
+    )
+
+
+def _read(path: Any) -> dict[str, Any]:
+    """What a writer wrote down; nothing if it is writing, or the file is gone or something else."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _beat(path: Any, token: str, ended: threading.Event, remote: bool) -> None:
+    """Touch the file now and then, as long as it is this writer's."""
+    while not ended.wait(_BEAT):
+        with contextlib.suppress(OSError):
+            if _read(path).get("token") != token:
+                return
+            if remote:
+                path.write_text(path.read_text())
+            else:
+                os.utime(path)
+
+
+def _give_back(path: Any, token: str, process: int, ended: threading.Event) -> None:
+    ended.set()
+    # A child process that was forked has a copy of this.
+    if os.getpid() == process and _read(path).get("token") == token:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _machine() -> str:
+    """What tells apart machines, their boots, and containers with processes of their own."""
+    found = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        found.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        found.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(found)
+
+
+def _started(process: int) -> str | None:
+    """When a process of this machine started; empty if it has ended, ``None`` if unknown."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return "" if fields[0] in "ZX" else fields[19]
+    except OSError:
+        pass
+    if Path("/proc/self/stat").exists():
+        return ""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return ""
+    except OSError:
+        pass
+    return None

@@ -1,0 +1,198 @@
+"""One folder has one writer, and a dead one's lock is taken over."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossshard import CheckpointError, Checkpoints
+from crossshard.checkpoints import lock
+from crossshard.checkpoints.lock import FILE, Lock
+from tests.checkpoints.common import PARAMS, step_on, trained
+
+HOLDER = """
+import sys, pathlib
+from crossshard.checkpoints.lock import Lock
+held = Lock(pathlib.Path(sys.argv[1]))
+print(held.take() or "taken", flush=True)
+sys.stdin.read()
+"""
+
+
+def holder(folder: Path) -> subprocess.Popen[str]:
+    running = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert running.stdout is not None
+    assert running.stdout.readline() == "taken\n"
+    return running
+
+
+def test_a_second_process_is_told_who_writes_and_takes_over_when_that_one_is_dead(tmp_path: Path):
+    step = step_on(2)
+    state = trained(step, 1)
+    first = holder(tmp_path)
+    checkpoints = Checkpoints(tmp_path, step)
+    try:
+        with pytest.raises(CheckpointError) as refused:
+            checkpoints.save(state)
+        told = str(refused.value)
+        assert f"process {first.pid} on {socket.gethostname()}, which began at 20" in told
+        assert "End it, or choose another folder." in told
+        assert "\n" not in told
+        assert checkpoints.restore_latest(state) is None
+    finally:
+        # A process that was killed, and that nobody has waited for, is dead, too.
+        os.kill(first.pid, signal.SIGKILL)
+        while Path(f"/proc/{first.pid}/stat").read_text().split()[2] != "Z":
+            time.sleep(0.01)
+    try:
+        checkpoints.save(state)
+        checkpoints.close()
+    finally:
+        first.wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["00000001"]
+
+
+def test_the_end_of_a_process_gives_the_folder_back(tmp_path: Path):
+    first = holder(tmp_path)
+    first.communicate()
+    assert first.returncode == 0
+    assert not (tmp_path / FILE).exists()
+
+
+def test_two_in_one_process_and_the_process_ends(tmp_path: Path):
+    """Two that wrote the same checkpoint left threads for which the interpreter waited at exit."""
+    code = f"""
+import crossshard, optax, numpy as np
+crossshard.cpu_devices(1)
+step = crossshard.make_train_step(lambda w, x: (w * x).mean(), optax.sgd(0.1), num_shards=1)
+state = step.init(np.float32(3))
+one, other = (crossshard.Checkpoints({str(tmp_path)!r}, step) for _ in range(2))
+one.save(state)
+try:
+    other.save(state)
+except crossshard.CheckpointError as error:
+    print(error)
+one.wait()
+print(one.steps(), crossshard.Checkpoints({str(tmp_path)!r}, step).restore_latest(state)[1])
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    refusal, rest = ran.stdout.splitlines()
+    assert "another Checkpoints of this process writes there. Close that one first" in refusal
+    assert rest == "[0] None"
+    assert [path.name for path in tmp_path.iterdir()] == ["00000000"]
+
+
+def test_the_folder_is_free_once_nobody_refers_to_the_checkpoints(tmp_path: Path):
+    step = step_on(2)
+    state = trained(step, 1)
+    first = Checkpoints(tmp_path, step)
+    first.save(state)
+    first.wait()
+    del first
+    second = Checkpoints(tmp_path, step)
+    second.restore_latest(state)
+    second.save(state)
+    second.close()
+    assert second.steps() == [1, 2]
+
+
+def elsewhere(folder: Path) -> None:
+    """A lock of another machine."""
+    body = {"process": 1, "started": "1", "host": "far", "machine": "far", "since": "long ago"}
+    (folder / FILE).write_text(json.dumps({**body, "token": "other"}))
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "_BEAT", 0.1)
+    monkeypatch.setattr(lock, "_DEAD", 1.0)
+
+
+@pytest.mark.parametrize("text", [None, "", "[", '{"machine": 3, "process": "x"}'])
+def test_a_lock_of_another_machine_that_nobody_touches_is_taken_over(
+    text: Any, quick: None, tmp_path: Path
+):
+    elsewhere(tmp_path)
+    if text is not None:
+        (tmp_path / FILE).write_text(text)
+    own = Lock(tmp_path)
+    began = time.monotonic()
+    assert own.take() == ""
+    assert time.monotonic() - began >= 1
+    assert json.loads((tmp_path / FILE).read_text())["process"] == os.getpid()
+    own.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_of_another_machine_that_is_touched_is_respected(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(lock, "_BEAT", 0.1)
+    first, second = Lock(tmp_path), Lock(tmp_path)
+    assert first.take() == ""
+    # As another machine sees it.
+    monkeypatch.setattr(lock, "_machine", lambda: "another")
+    told = second.take()
+    assert f"process {os.getpid()} on {socket.gethostname()}" in told
+    assert f"or delete {tmp_path / FILE} if it has ended" in told
+    first.release()
+    assert second.take() == ""
+    second.release()
+
+
+def test_the_number_of_a_process_that_another_one_has_now(quick: None, tmp_path: Path):
+    first, second = Lock(tmp_path), Lock(tmp_path)
+    assert first.take() == ""
+    body = json.loads((tmp_path / FILE).read_text())
+    (tmp_path / FILE).write_text(json.dumps({**body, "process": os.getppid()}))
+    assert second.take() == ""
+    second.release()
+    first.release()
+
+
+def test_a_writer_that_was_taken_over_stops(quick: None, tmp_path: Path):
+    step = step_on(2)
+    with Checkpoints(tmp_path, step) as checkpoints:
+        checkpoints.save(step.init(PARAMS))
+        checkpoints.wait()
+        elsewhere(tmp_path)
+        with pytest.raises(CheckpointError, match=r"process 1 on far, .* has taken the folder over"):
+            checkpoints.save(step.init(PARAMS))
+    assert json.loads((tmp_path / FILE).read_text())["host"] == "far"
+
+
+def test_of_many_that_find_a_dead_writer_one_takes_over(tmp_path: Path):
+    elsewhere(tmp_path)
+    body = json.loads((tmp_path / FILE).read_text())
+    body |= {"machine": lock._machine(), "process": 2**22 + 1}
+    (tmp_path / FILE).write_text(json.dumps(body))
+    locks, told = [Lock(tmp_path) for _ in range(8)], []
+    together = threading.Barrier(8)
+
+    def take(own: Lock) -> None:
+        together.wait()
+        told.append(own.take())
+
+    threads = [threading.Thread(target=take, args=(own,)) for own in locks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert told.count("") == 1, told
+    for own in locks:
+        own.release()
+    assert list(tmp_path.iterdir()) == []
