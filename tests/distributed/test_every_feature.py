@@ -17,7 +17,7 @@ import crossshard
 from tests.distributed.features import FEATURES, Job
 from tests.processes import join, run_processes
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.deep]
 
 SHAPE = (2, 2)
 # The other shapes of 1, 2 and 4 processes of 1, 2 and 4 devices, 16 in one process among them.
@@ -115,7 +115,6 @@ def check(name: str, processes: int, devices: int, in_processes: Any, in_one: An
             np.testing.assert_allclose(arrays[key], expected[key], **limit, err_msg=key)
 
 
-@pytest.mark.deep
 @pytest.mark.parametrize("name", FEATURES)
 def test_a_feature(name: str, in_processes: Any, in_one: Any):
     check(name, *SHAPE, in_processes, in_one)
