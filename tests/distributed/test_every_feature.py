@@ -20,7 +20,7 @@ from crossshard.inspection.collectives import KINDS
 from tests.distributed.features import FEATURES, Job
 from tests.processes import join, run_processes
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.deep]
 
 SHAPE = (2, 2)
 # The other shapes of 1, 2 and 4 processes of 1, 2 and 4 devices, 16 in one process among them.
@@ -128,7 +128,6 @@ def check(name: str, processes: int, devices: int, in_processes: Any, in_one: An
             np.testing.assert_allclose(arrays[key], expected[key], **limit, err_msg=key)
 
 
-@pytest.mark.deep
 def test_processes_on_cpus_reduce_without_gloos_reduce_scatter(in_processes: Any):
     for _, arrays in in_processes(*SHAPE):
         found = set(arrays["collectives"])
@@ -136,7 +135,6 @@ def test_processes_on_cpus_reduce_without_gloos_reduce_scatter(in_processes: Any
         assert "reduce-scatter" not in found
 
 
-@pytest.mark.deep
 @pytest.mark.parametrize("name", FEATURES)
 def test_a_feature(name: str, in_processes: Any, in_one: Any):
     check(name, *SHAPE, in_processes, in_one)

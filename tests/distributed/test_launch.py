@@ -15,6 +15,7 @@ import optax
 import pytest
 
 from crossshard.cli import main
+from tests.deep import deep
 
 # For a machine on which everything else happens, too.
 PATIENCE = 240
@@ -67,7 +68,7 @@ def python(text: str) -> list[str]:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("processes", "devices"),
-    [(2, 2), *(pytest.param(*each, marks=pytest.mark.deep) for each in [(1, 4), (4, 1)])],
+    [(2, 2), *deep((1, 4), (4, 1))],
 )
 def test_processes_train_like_one_device(tmp_path: Path, processes: int, devices: int):
     script, saved = tmp_path / "train.py", tmp_path / "params.npz"
@@ -141,8 +142,10 @@ time.sleep(600)
     ("fails", "code", "how"),
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "by SIGKILL"),
-        pytest.param("sys.exit(3)", 3, "with code 3", marks=pytest.mark.deep),
-        pytest.param("raise ValueError('wrong')", 1, "with code 1", marks=pytest.mark.deep),
+        *deep(
+            ("sys.exit(3)", 3, "with code 3"),
+            ("raise ValueError('wrong')", 1, "with code 1"),
+        ),
     ],
 )
 def test_when_one_fails_the_others_end(fails: str, code: int, how: str):
@@ -220,9 +223,7 @@ def test_signals_go_to_all_processes(number: signal.Signals):
     assert ran.returncode == 0
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGQUIT, marks=pytest.mark.deep)]
-)
+@pytest.mark.parametrize("number", [signal.SIGINT, *deep((signal.SIGQUIT,))])
 def test_a_signal_that_ends_them_is_the_code(number: signal.Signals):
     # Python's own words on Ctrl-C are left out.
     waits = f"import signal, time; signal.signal({int(number)}, signal.SIG_DFL); print('ready')\n"
@@ -324,13 +325,10 @@ time.sleep({sleep})
     ("flags", "runs", "code", "starts"),
     [
         (["--restarts", 2], 1, 0, ["3", "3"]),
-        *(
-            pytest.param(*each, marks=pytest.mark.deep)
-            for each in [
-                ([], 1, 9, ["3"]),
-                (["--restarts", 2], 5, 9, ["3", "3", "3"]),
-                (["--restarts", 3, "--min-processes", 2], 2, 0, ["3", "2", "2"]),
-            ]
+        *deep(
+            ([], 1, 9, ["3"]),
+            (["--restarts", 2], 5, 9, ["3", "3", "3"]),
+            (["--restarts", 3, "--min-processes", 2], 2, 0, ["3", "2", "2"]),
         ),
     ],
 )

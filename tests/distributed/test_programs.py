@@ -15,6 +15,7 @@ import pytest
 
 import crossshard
 from crossshard import CrossShardOptimizer
+from tests.deep import deep
 from tests.distributed.test_launch import PATIENCE, launch
 
 PROCESSES = 3
@@ -209,9 +210,7 @@ def main(out: str, *names: str) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    "names", [FEW, pytest.param([*KINDS], marks=pytest.mark.deep)], ids=["few", "all"]
-)
+@pytest.mark.parametrize("names", [FEW, *deep(([*KINDS],))], ids=["few", "all"])
 def test_the_odd_process_is_named(names: list[str], tmp_path: Path):
     root = str(Path(__file__).parents[2])
     code = f"import sys; sys.path.insert(0, {root!r}); from tests.distributed import test_programs"

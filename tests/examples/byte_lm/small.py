@@ -42,12 +42,14 @@ def bare_environment() -> dict[str, str]:
     """Ours without what the tests' configuration sets for themselves, but the kind of device."""
     ours = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "NPROC"))}
     path = os.pathsep.join([str(ROOT), ours.get("PYTHONPATH", "")])
+    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
     return {
         **ours,
         "PYTHONPATH": path,
         "JAX_PLATFORMS": "cpu",
         # As in this process, or their bits would differ.
         "JAX_DISABLE_MOST_OPTIMIZATIONS": os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"],
+        "XLA_FLAGS": " ".join(flags),
         "TERM": "xterm-256color",
         "COLUMNS": "100",
     }

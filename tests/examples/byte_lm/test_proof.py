@@ -12,6 +12,7 @@ from examples.byte_lm.job import Job, prepare
 from examples.byte_lm.model import ByteTransformer, loss
 from examples.byte_lm.optimizers import make_optimizer
 from examples.byte_lm.proof import Batch, Comparison, Proof, verify
+from tests.deep import deep
 from tests.examples.byte_lm.small import small_options
 
 
@@ -45,9 +46,11 @@ def of_run(job: Job, judged_as: Job | None = None) -> Comparison:
 @pytest.mark.parametrize(
     ("optimizer", "groups", "reduction", "relative"),
     [
-        pytest.param("adam", "1x4", "mean", 1e-3, marks=pytest.mark.deep),
-        pytest.param("polyak_sgd", "[[0,3],[1,2]]", "sum", 1e-4, marks=pytest.mark.deep),
         ("sgd", "4x1", "mean", 1e-5),
+        *deep(
+            ("adam", "1x4", "mean", 1e-3),
+            ("polyak_sgd", "[[0,3],[1,2]]", "sum", 1e-4),
+        ),
     ],
 )
 def test_shards_train_as_one_does(job, optimizer, groups, reduction, relative):
