@@ -295,6 +295,18 @@ def optax_idiom(rule: str, update: str, job: Job) -> Any:
     return {"params": params, "losses": losses}
 
 
+@feature
+def derivative_of_a_sum_over_groups(job: Job) -> Any:
+    over = {"group_assignment": job.groups(), "axis_name": "shards"}
+    loss = lambda x: (crossshard.cross_replica_sum(x, **over) ** 2).sum()
+    of_all = lambda x: jax.lax.all_gather(jax.grad(loss)(x), "shards")
+    mesh = job.mesh()
+    run = jax.shard_map(of_all, mesh=mesh, in_specs=P("shards"), out_specs=P(), check_vma=False)
+    x = jax.make_array_from_process_local_data(NamedSharding(mesh, P("shards")), job.own(X[0]))
+    # Summed in no particular order; whole numbers are not rounded.
+    return {"derivative": jax.jit(lambda x: run(jnp.round(8 * x)))(x)}
+
+
 # The stateful idiom.
 
 

@@ -1,7 +1,6 @@
 """Every feature over 1, 2 and 4 processes of 1, 2 and 4 devices: as in one process of as many."""
 
 import functools
-import gc
 import json
 import sys
 import traceback
@@ -31,9 +30,7 @@ def run(job: Job, out: Path) -> dict[str, str]:
     """Run all features in turn; write their arrays, and return what went wrong."""
     arrays, failures = {}, {}
     warnings.simplefilter("ignore", crossshard.DivergenceWarning)
-    if job.processes > 1:
-        # So that all programs are there in the end, too.
-        gc.disable()
+    kinds = collectives_of_all_programs() if job.processes > 1 else set[str]()
     for name, function in FEATURES.items():
         # So that a job which waits for ever says in what.
         print(name, file=sys.stderr, flush=True)
@@ -46,15 +43,26 @@ def run(job: Job, out: Path) -> dict[str, str]:
                     arrays[name + jax.tree_util.keystr(path)] = np.asarray(leaf)
         except Exception:
             failures[name] = traceback.format_exc()
-    np.savez(out.with_suffix(".npz"), collectives=collectives_of_all_programs(), **arrays)
+    np.savez(out.with_suffix(".npz"), collectives=sorted(kinds), **arrays)
     return failures
 
 
-def collectives_of_all_programs() -> list[str]:
-    """The kinds of collectives in what this process has compiled."""
-    programs = get_backend().live_executables()
-    text = "\n".join(module.to_string() for each in programs for module in each.hlo_modules())
-    return [kind for kind in KINDS if f" {kind}(" in text]
+def collectives_of_all_programs() -> set[str]:
+    """The kinds of collectives in what this process will compile; grows with every program."""
+    kinds: set[str] = set()
+    seen: list[Any] = []
+
+    def look(event: str, _: float, **__: Any) -> None:
+        if "backend_compile" not in event:
+            return
+        # Kept, since a program may be gone when its feature is.
+        new = [each for each in get_backend().live_executables() if each not in seen]
+        seen.extend(new)
+        text = "\n".join(module.to_string() for each in new for module in each.hlo_modules())
+        kinds.update(kind for kind in KINDS if f" {kind}(" in text)
+
+    jax.monitoring.register_event_duration_secs_listener(look)
+    return kinds
 
 
 def main(process: int, port: int, out: str, processes: str, devices: str) -> None:
