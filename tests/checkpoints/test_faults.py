@@ -165,7 +165,7 @@ def test_an_error_in_the_loop_is_not_hidden_by_one_of_the_checkpoint(tmp_path: P
     def loop() -> None:
         with Checkpoints(tmp_path, step) as checkpoints:
             checkpoints.save(state)
-            checkpoints._writer.wait = lambda: full()  # type: ignore[union-attr,method-assign]
+            checkpoints._saving._writer.wait = lambda: full()  # type: ignore[union-attr,method-assign]
             raise ZeroDivisionError
 
     def full() -> None:

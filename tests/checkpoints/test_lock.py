@@ -170,7 +170,7 @@ def test_a_writer_that_was_taken_over_stops(quick: None, tmp_path: Path):
         checkpoints.save(step.init(PARAMS))
         checkpoints.wait()
         elsewhere(tmp_path)
-        with pytest.raises(CheckpointError, match=r"process 1 on far, .* has taken the folder over"):
+        with pytest.raises(CheckpointError, match=r"process 1 on far, .* has taken"):
             checkpoints.save(step.init(PARAMS))
     assert json.loads((tmp_path / FILE).read_text())["host"] == "far"
 

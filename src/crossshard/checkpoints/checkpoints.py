@@ -1,7 +1,6 @@
 """Checkpoints: saves the state of a step and restores the latest one that is whole."""
 
 import dataclasses
-import json
 import os
 import warnings
 from collections.abc import Callable
@@ -13,22 +12,20 @@ import jax
 from crossshard import _jax
 from crossshard.checkpoints import storage
 from crossshard.checkpoints.fingerprint import fingerprint
-from crossshard.checkpoints.folder import PINNED, SCORE, Folder
-from crossshard.checkpoints.hashes import hash_later, hash_of
-from crossshard.checkpoints.keeping import Keeping
-from crossshard.checkpoints.leaves import check_devices, from_disk, leaves_of, to_disk
-from crossshard.checkpoints.lock import Lock
+from crossshard.checkpoints.folder import Folder
+from crossshard.checkpoints.hashes import hash_of
+from crossshard.checkpoints.keeping import Keeping, notes_of
+from crossshard.checkpoints.leaves import check_devices, from_disk, leaves_of
 from crossshard.checkpoints.manifest import (
     FILE,
     Damaged,
-    Manifest,
-    WrittenLeaf,
     check_data,
     read_manifest,
 )
-from crossshard.checkpoints.match import first_difference, groups_of
+from crossshard.checkpoints.match import first_difference
 from crossshard.checkpoints.preemption import Preemption
-from crossshard.checkpoints.together import agree_to_read, agree_to_write, listed
+from crossshard.checkpoints.saving import Saving
+from crossshard.checkpoints.together import agree_to_read, listed
 from crossshard.checkpoints.weights import read_params
 from crossshard.errors import (
     ArgumentError,
@@ -90,17 +87,13 @@ class Checkpoints:
         if keep_best < 0:
             raise ArgumentError(f"keep_best must be at least 0; got {keep_best}.")
         self._folder, self._step, self._keep = Folder(folder), step, keep
-        self._keeping = Keeping(self._folder, keep, keep_best)
-        self._lock = Lock(self._folder.path, remote=self._folder.remote)
-        self._writer: storage.Writer | None = None
         self._preemption: Preemption | None = None
-        # The checkpoint that is being written, and the number of steps of the last one.
-        self._pending: int | None = None
-        self._taken: int | None = None
-        self._damaged: set[int] = set()
         self._fingerprints: dict[int, tuple[StateLayout, dict[str, Any]]] = {}
-        self._numbers = listed(self._folder.path, self._created, step.mesh)
-        self._may_write = not self._numbers
+        numbers = listed(self._folder.path, self._created, step.mesh)
+        self._saving = Saving(
+            self._folder, step.mesh, Keeping(self._folder, keep, keep_best), numbers
+        )
+        self._may_write = not numbers
 
     def __repr__(self) -> str:
         return f"Checkpoints({str(self._folder.path)!r}, keep={self._keep})"
@@ -145,7 +138,7 @@ class Checkpoints:
         """
         layout = layout_of(self._step, state)
         check_data(data)
-        notes = _notes(score, pin)
+        notes = notes_of(score, pin)
         check_devices(layout, state)
         if not self._may_write:
             raise ArgumentError(
@@ -153,36 +146,7 @@ class Checkpoints:
                 f"they would be deleted in time. Call restore_latest(state) before save, or choose "
                 f"another folder."
             )
-        self._finish()
-        taken = int(state.step)
-        number = max([taken, *(newest + 1 for newest in self._numbers[-1:])])
-        leaves = leaves_of(layout, state, layout.number_of_shards)
-        manifest = Manifest(
-            number,
-            taken,
-            layout.number_of_shards,
-            groups_of(layout),
-            str(state.rng_impl),
-            self._fingerprint(layout, state),
-            [WrittenLeaf(leaf.path, leaf.on_disk.shape, leaf.dtype, "") for leaf in leaves],
-            data,
-        )
-        reason = agree_to_write(self._why_not(), manifest.to_json(), self._step.mesh)
-        if reason:
-            raise CheckpointError(
-                f"Checkpoint {number} cannot be written to {self._folder.path}: {reason}."
-                f"{self._last()}"
-            )
-        self._pending, self._taken = number, taken
-        try:
-            with _jax.in_place_of_the_users_mesh(layout.mesh):
-                arrays = list(map(to_disk, leaves, jax.tree.leaves(state)))
-            hashes = [hash_later(x, on_host=_is_on_host(x)) for x in arrays]
-            files = lambda: {FILE: json.dumps(_completed(manifest, hashes)), **notes}
-            self._writer = self._writer or storage.Writer()
-            self._writer.start(self._folder.of(number), arrays, files)
-        except Exception as error:
-            raise self._failed(error) from error
+        self._saving.start(layout, state, self._fingerprint(layout, state), data, notes)
 
     def save_if_preempted(self, state: TrainState, data: Any = None) -> bool:
         """Whether ``SIGTERM`` asks the run to stop; then the state is saved, and on disk.
@@ -211,7 +175,7 @@ class Checkpoints:
         self._preemption = self._preemption or Preemption()
         if not self._preemption.reached():
             return False
-        if self._taken is None or self._taken != int(state.step):
+        if self._saving.taken is None or self._saving.taken != int(state.step):
             self.save(state, data)
         self.wait()
         return True
@@ -222,24 +186,7 @@ class Checkpoints:
         Raises:
           CheckpointError: it could not be written; those before it are as they were.
         """
-        self._finish()
-        self._keeping.wait()
-
-    def _finish(self) -> None:
-        if self._pending is None:
-            return
-        assert self._writer is not None
-        try:
-            self._writer.wait()
-        except Exception as error:
-            raise self._failed(error) from error
-        self._numbers.append(self._pending)
-        self._pending = None
-        # What the first process sees and does; the others know the newest one, and need no more.
-        if jax.process_index() == 0:
-            for number in self._keeping.too_many(self._numbers, self._damaged):
-                self._numbers.remove(number)
-                self._delete(number)
+        self._saving.wait()
 
     def close(self) -> None:
         """Wait until the last checkpoint is written; leaving the ``with`` block does it.
@@ -247,16 +194,10 @@ class Checkpoints:
         Raises:
           CheckpointError: as for ``wait``.
         """
-        try:
-            self.wait()
-        finally:
-            if self._preemption is not None:
-                self._preemption.close()
-                self._preemption = None
-            if self._writer is not None:
-                writer, self._writer = self._writer, None
-                writer.close()
-            self._lock.release()
+        if self._preemption is not None:
+            self._preemption.close()
+            self._preemption = None
+        self._saving.close()
 
     def restore_latest(self, state: TrainState) -> tuple[TrainState, Any] | None:
         """Restore the latest checkpoint that is whole, on the mesh of the step.
@@ -347,16 +288,20 @@ class Checkpoints:
         """
         return listed(self._folder.path, self._folder.numbers, self._step.mesh)
 
+    def _created(self) -> list[int]:
+        self._folder.create()
+        return self._folder.numbers()
+
     def _latest(self, read: Callable[[int], Any]) -> Any:
         """What is read of the latest checkpoint that is whole; ``None`` if there is none."""
         self.wait()
-        self._numbers = self.steps()
+        numbers = self._saving.numbers = self.steps()
         reasons = []
-        for number in reversed(self._numbers):
+        for number in reversed(numbers):
             try:
                 found = read(number)
             except Damaged as damage:
-                self._damaged.add(number)
+                self._saving.damaged.add(number)
                 reasons.append(f"checkpoint {number}: {damage}")
                 continue
             for reason in reasons:
@@ -376,16 +321,16 @@ class Checkpoints:
 
     def _chosen(self, number: int, read: Callable[[int], Any]) -> Any:
         self.wait()
-        self._numbers = self.steps()
-        if number not in self._numbers:
+        numbers = self._saving.numbers = self.steps()
+        if number not in numbers:
             raise ArgumentError(
                 f"{self._folder.path} has no checkpoint {number!r:.40}; it has "
-                f"{', '.join(map(str, self._numbers)) or 'none'}."
+                f"{', '.join(map(str, numbers)) or 'none'}."
             )
         try:
             return read(number)
         except Damaged as damage:
-            self._damaged.add(number)
+            self._saving.damaged.add(number)
             raise CheckpointDamagedError(
                 f"Checkpoint {number} in {self._folder.path} is not whole: {damage}. Choose "
                 f"another one of steps()."
@@ -432,79 +377,3 @@ class Checkpoints:
             found = fingerprint(layout, jax.tree.map(types, state.params))
             self._fingerprints[id(layout)] = layout, found
         return self._fingerprints[id(layout)][1]
-
-    # The folder.
-
-    def _created(self) -> list[int]:
-        self._folder.create()
-        return self._folder.numbers()
-
-    def _good(self) -> list[int]:
-        return [number for number in self._numbers if number not in self._damaged]
-
-    def _why_not(self) -> str:
-        """The reason why the first process cannot write; empty if it can."""
-        if jax.process_index() != 0:
-            return ""
-        try:
-            reason = self._folder.why_not_writable() or self._lock.take()
-            if not reason and self._writer is None:
-                self._folder.delete_unfinished()
-        except OSError as error:
-            reason = str(error)
-        return reason
-
-    def _delete(self, number: int) -> None:
-        try:
-            self._keeping.delete(number)
-        except OSError as error:
-            raise CheckpointError(
-                f"Checkpoint {number} in {self._folder.path} is older than the newest "
-                f"{self._keep}, and cannot be deleted: {error}. The newer ones are whole."
-            ) from error
-
-    def _failed(self, error: Exception) -> CheckpointError:
-        """The error to raise if a checkpoint could not be written, after tidying up."""
-        number, self._pending = self._pending, None
-        # Orbax's checkpointer keeps its error; the next save gets a new one.
-        self._writer = self._taken = None
-        reason = self._folder.why_not_writable() or storage.in_words(error)
-        if jax.process_index() == 0 and self._folder.path.is_dir():
-            self._folder.delete_unfinished()
-        return CheckpointError(
-            f"Checkpoint {number} was not written to {self._folder.path}: {reason}.{self._last()}"
-        )
-
-    def _last(self) -> str:
-        good = self._good()
-        if not good or not self._folder.of(good[-1]).is_dir():
-            return ""
-        return f" Checkpoint {good[-1]} is the last one that was, and is as it was."
-
-
-def _notes(score: Any, pin: Any) -> dict[str, str]:
-    """What stands beside the manifest: texts by the names of their files."""
-    if not isinstance(pin, bool):
-        raise ArgumentTypeError(f"pin must be True or False; got {type(pin).__name__}.")
-    if score is None:
-        return {PINNED: ""} if pin else {}
-    try:
-        number = float(score)
-    except (TypeError, ValueError):
-        raise ArgumentTypeError(f"score must be a number; got {type(score).__name__}.") from None
-    return {SCORE: repr(number), **({PINNED: ""} if pin else {})}
-
-
-def _completed(manifest: Manifest, hashes: list[Callable[[], str]]) -> dict[str, Any]:
-    """The manifest with the hashes of its arrays, as it is written."""
-    leaves = [
-        dataclasses.replace(leaf, hash=of_it())
-        for leaf, of_it in zip(manifest.leaves, hashes, strict=True)
-    ]
-    return dataclasses.replace(manifest, leaves=leaves).to_json()
-
-
-def _is_on_host(x: jax.Array) -> bool:
-    """Whether the host can read all of an array without a copy."""
-    devices: Any = x.sharding.device_set
-    return x.is_fully_addressable and all(device.platform == "cpu" for device in devices)

@@ -1,8 +1,10 @@
 """Keeping: which checkpoints of a folder stay, and the deletion of the others."""
 
 import threading
+from typing import Any
 
-from crossshard.checkpoints.folder import Folder
+from crossshard.checkpoints.folder import PINNED, SCORE, Folder
+from crossshard.errors import ArgumentTypeError
 
 
 class Keeping:
@@ -54,3 +56,20 @@ class Keeping:
         if self._best and number not in self._scores:
             self._scores[number] = self._folder.score(number)
         return self._scores.get(number)
+
+
+def notes_of(score: Any, pin: Any) -> dict[str, str]:
+    """What stands beside the manifest: texts by the names of their files.
+
+    Raises:
+      ArgumentTypeError: the score is no number, or ``pin`` no bool.
+    """
+    if not isinstance(pin, bool):
+        raise ArgumentTypeError(f"pin must be True or False; got {type(pin).__name__}.")
+    if score is None:
+        return {PINNED: ""} if pin else {}
+    try:
+        number = float(score)
+    except (TypeError, ValueError):
+        raise ArgumentTypeError(f"score must be a number; got {type(score).__name__}.") from None
+    return {SCORE: repr(number), **({PINNED: ""} if pin else {})}

@@ -1,0 +1,192 @@
+"""Saving: writes checkpoints one after the other, and deletes those that do not stay."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from crossshard import _jax
+from crossshard.checkpoints import storage
+from crossshard.checkpoints.folder import Folder
+from crossshard.checkpoints.hashes import hash_later
+from crossshard.checkpoints.keeping import Keeping
+from crossshard.checkpoints.leaves import leaves_of, to_disk
+from crossshard.checkpoints.lock import Lock
+from crossshard.checkpoints.manifest import FILE, Manifest, WrittenLeaf
+from crossshard.checkpoints.match import groups_of
+from crossshard.checkpoints.together import agree_to_write
+from crossshard.errors import CheckpointError
+from crossshard.train_step.layout import StateLayout
+from crossshard.train_step.state import TrainState
+
+
+class Saving:
+    """The one writer of a folder, from its first checkpoint until it is closed.
+
+    Attributes:
+      numbers: the numbers of the checkpoints, ascending. Only the first process deletes any, so
+        that the others may know more.
+      damaged: those that were found damaged.
+      taken: the number of steps of the last state; ``None`` before, and after a failure.
+
+    Args:
+      folder: the folder.
+      mesh: the mesh whose processes save together.
+      keeping: which of them stay.
+      numbers: those that are there.
+    """
+
+    def __init__(self, folder: Folder, mesh: Mesh, keeping: Keeping, numbers: list[int]):
+        self._folder, self._mesh, self._keeping = folder, mesh, keeping
+        self._lock = Lock(folder.path, remote=folder.remote)
+        self._writer: storage.Writer | None = None
+        # The checkpoint that is being written.
+        self._pending: int | None = None
+        self.numbers, self.damaged = numbers, set[int]()
+        self.taken: int | None = None
+
+    def start(
+        self,
+        layout: StateLayout,
+        state: TrainState,
+        optimizer: dict[str, Any],
+        data: Any,
+        notes: Mapping[str, str],
+    ) -> None:
+        """Begin to write a state, once the one before is written; the next step may donate it.
+
+        Args:
+          layout: its layout.
+          state: the state.
+          optimizer: the fingerprint of the optimizer.
+          data: what the user saves beside it.
+          notes: texts to write beside the manifest, by the names of their files.
+
+        Raises:
+          CheckpointError: it cannot be written, or the one before could not be.
+        """
+        self._finish()
+        taken = int(state.step)
+        number = max([taken, *(newest + 1 for newest in self.numbers[-1:])])
+        leaves = leaves_of(layout, state, layout.number_of_shards)
+        manifest = Manifest(
+            number,
+            taken,
+            layout.number_of_shards,
+            groups_of(layout),
+            str(state.rng_impl),
+            optimizer,
+            [WrittenLeaf(leaf.path, leaf.on_disk.shape, leaf.dtype, "") for leaf in leaves],
+            data,
+        )
+        reason = agree_to_write(self._why_not(), manifest.to_json(), self._mesh)
+        if reason:
+            raise CheckpointError(
+                f"Checkpoint {number} cannot be written to {self._folder.path}: {reason}."
+                f"{self._last()}"
+            )
+        self._pending, self.taken = number, taken
+        try:
+            with _jax.in_place_of_the_users_mesh(layout.mesh):
+                arrays = list(map(to_disk, leaves, jax.tree.leaves(state)))
+            hashes = [hash_later(x, on_host=_is_on_host(x)) for x in arrays]
+            files = lambda: {FILE: json.dumps(_completed(manifest, hashes)), **notes}
+            self._writer = self._writer or storage.Writer()
+            self._writer.start(self._folder.of(number), arrays, files)
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def wait(self) -> None:
+        """Wait until all is written, and deleted that does not stay.
+
+        Raises:
+          CheckpointError: the last one could not be written.
+        """
+        self._finish()
+        self._keeping.wait()
+
+    def close(self) -> None:
+        """Wait, and let others write.
+
+        Raises:
+          CheckpointError: the last one could not be written.
+        """
+        try:
+            self.wait()
+        finally:
+            if self._writer is not None:
+                writer, self._writer = self._writer, None
+                writer.close()
+            self._lock.release()
+
+    def _finish(self) -> None:
+        if self._pending is None:
+            return
+        assert self._writer is not None
+        try:
+            self._writer.wait()
+        except Exception as error:
+            raise self._failed(error) from error
+        self.numbers.append(self._pending)
+        self._pending = None
+        if jax.process_index() == 0:
+            for number in self._keeping.too_many(self.numbers, self.damaged):
+                self.numbers.remove(number)
+                self._delete(number)
+
+    def _delete(self, number: int) -> None:
+        try:
+            self._keeping.delete(number)
+        except OSError as error:
+            raise CheckpointError(
+                f"Checkpoint {number} in {self._folder.path} is older than those to keep, and "
+                f"cannot be deleted: {error}. The newer ones are whole."
+            ) from error
+
+    def _why_not(self) -> str:
+        """The reason why the first process cannot write; empty if it can."""
+        if jax.process_index() != 0:
+            return ""
+        try:
+            reason = self._folder.why_not_writable() or self._lock.take()
+            if not reason and self._writer is None:
+                self._folder.delete_unfinished()
+        except OSError as error:
+            reason = str(error)
+        return reason
+
+    def _failed(self, error: Exception) -> CheckpointError:
+        """The error to raise if a checkpoint could not be written, after tidying up."""
+        number, self._pending = self._pending, None
+        # Orbax's checkpointer keeps its error; the next save gets a new one.
+        self._writer = self.taken = None
+        reason = self._folder.why_not_writable() or storage.in_words(error)
+        if jax.process_index() == 0 and self._folder.path.is_dir():
+            self._folder.delete_unfinished()
+        return CheckpointError(
+            f"Checkpoint {number} was not written to {self._folder.path}: {reason}.{self._last()}"
+        )
+
+    def _last(self) -> str:
+        good = [number for number in self.numbers if number not in self.damaged]
+        if not good or not self._folder.of(good[-1]).is_dir():
+            return ""
+        return f" Checkpoint {good[-1]} is the last one that was, and is as it was."
+
+
+def _completed(manifest: Manifest, hashes: list[Callable[[], str]]) -> dict[str, Any]:
+    """The manifest with the hashes of its arrays, as it is written."""
+    leaves = [
+        dataclasses.replace(leaf, hash=of_it())
+        for leaf, of_it in zip(manifest.leaves, hashes, strict=True)
+    ]
+    return dataclasses.replace(manifest, leaves=leaves).to_json()
+
+
+def _is_on_host(x: jax.Array) -> bool:
+    """Whether the host can read all of an array without a copy."""
+    devices: Any = x.sharding.device_set
+    return x.is_fully_addressable and all(device.platform == "cpu" for device in devices)
