@@ -61,8 +61,8 @@ class _RaisedAnyway(logging.Filter):
         return not (is_of_it and record.levelno >= logging.ERROR)
 
 
-def read(folder: Path, leaves: list[Leaf]) -> list[jax.Array]:
-    """Read arrays onto the mesh; each process reads its parts.
+def read(folder: Path, leaves: Mapping[int, Leaf], number: int) -> dict[int, jax.Array]:
+    """Read arrays onto the mesh, by their places among so many; each process reads its parts.
 
     Raises:
       Damaged: an array is missing, has another shape, or cannot be read.
@@ -75,9 +75,9 @@ def read(folder: Path, leaves: list[Leaf]) -> list[jax.Array]:
         types = handler.metadata(folder).tree
     except Exception as error:  # Orbax and TensorStore raise what they like on damaged files.
         raise Damaged(f"the description of its arrays cannot be read ({_first(error)})") from None
-    for place, leaf in enumerate(leaves):
+    for place, leaf in leaves.items():
         _check_type(leaf, types.get(str(place)) if isinstance(types, dict) else None)
-    if set(types) != {str(place) for place in range(len(leaves))}:
+    if set(types) != set(map(str, range(number))):
         raise Damaged("it has more arrays than its manifest")
 
     def restore(places: list[int], *, partial: bool) -> dict[str, jax.Array]:
@@ -94,15 +94,15 @@ def read(folder: Path, leaves: list[Leaf]) -> list[jax.Array]:
         return found
 
     try:
-        found = restore(list(range(len(leaves))), partial=False)
+        found = restore(list(leaves), partial=len(leaves) < number)
     except Exception as error:
-        for place, leaf in enumerate(leaves):
+        for place, leaf in leaves.items():
             try:
                 restore([place], partial=True)
             except Exception as its_own:
                 raise Damaged(f"{leaf.path} cannot be read ({_first(its_own)})") from None
         raise Damaged(f"its arrays cannot be read ({_first(error)})") from None
-    return [found[str(place)] for place in range(len(leaves))]
+    return {place: found[str(place)] for place in leaves}
 
 
 def _check_type(leaf: Leaf, found: Any) -> None:
