@@ -178,12 +178,12 @@ class CheckpointMismatchError(CheckpointError, ValueError):
     """A checkpoint is another model's or another optimizer's, or has other dtypes.
 
     Mistake: ``restore_latest`` of a step with SGD, where AdamW has written.
-    Fix: the optimizer that has written, or another folder.
+    Fix: the optimizer that has written, another folder, or ``strict=False``.
     """
 
 
 class CheckpointWarning(UserWarning):
-    """A damaged checkpoint was passed over."""
+    """A damaged checkpoint was passed over, or a state is of a step with other options."""
 
 
 class ShardContextWarning(UserWarning):

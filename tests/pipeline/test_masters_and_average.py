@@ -1,5 +1,6 @@
 """master_dtype and ema: the parameters with more bits, and their average, against numpy."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -62,6 +63,34 @@ def test_masters_move_by_steps_that_the_parameters_cannot(
         for each in (masters, ema):
             assert each.sharding.spec == P(("shards",))
             assert each.addressable_shards[0].data.shape == (32 // N, 40)
+
+
+@both
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_what_the_user_sets_is_not_undone(dtype: str, weight_update: str):
+    step = make_train_step(
+        loss_fn, optax.sgd(RATE), num_shards=N, weight_update=weight_update, master_dtype="float32"
+    )
+    state = step.init(jnp.asarray(W, dtype))
+    for t in range(2):
+        state, _ = step(state, X[t].reshape(-1, 40))
+    before = np.asarray(optax.tree.get(state.opt_state, "masters"))
+    # Pruned, loaded from elsewhere, and left alone.
+    edited = state.params.at[:8].set(0).at[8:16].set(-3)
+    state, _ = step(dataclasses.replace(state, params=edited), X[2].reshape(-1, 40))
+    gradient = np.mean([round_to(each, dtype) for each in X[2]], 0)
+    start = np.concatenate([np.zeros((8, 40)), np.full((8, 40), -3), before[16:]])
+    masters = np.asarray(optax.tree.get(state.opt_state, "masters"))
+    np.testing.assert_allclose(masters, start - RATE * gradient, rtol=0, atol=3e-7)
+    np.testing.assert_array_equal(state.params, masters.astype(state.params.dtype))
+
+
+def test_parameters_that_are_nan_are_not_brought_back_by_their_masters():
+    step = make_train_step(loss_fn, optax.sgd(RATE), num_shards=N, master_dtype="float32")
+    state = step.init(jnp.ones(40, jnp.bfloat16))
+    state = dataclasses.replace(state, params=state.params.at[0].set(jnp.nan))
+    state, _ = step(state, X[0, :, 0])
+    assert np.isnan(np.float32(state.params)).sum() == 1
 
 
 def test_without_masters_small_steps_are_lost():

@@ -22,7 +22,7 @@ from crossshard.checkpoints.manifest import (
     check_data,
     read_manifest,
 )
-from crossshard.checkpoints.match import first_difference
+from crossshard.checkpoints.match import Different, match
 from crossshard.checkpoints.preemption import Preemption
 from crossshard.checkpoints.saving import Saving
 from crossshard.checkpoints.together import agree_to_read, listed
@@ -36,8 +36,9 @@ from crossshard.errors import (
     CheckpointWarning,
 )
 from crossshard.train_step.layout import StateLayout
+from crossshard.train_step.options import NEW, completed
 from crossshard.train_step.state import TrainState
-from crossshard.train_step.train_step import TrainStep, layout_of
+from crossshard.train_step.train_step import TrainStep, layout_of, loss_of
 
 
 class Checkpoints:
@@ -199,15 +200,22 @@ class Checkpoints:
             self._preemption = None
         self._saving.close()
 
-    def restore_latest(self, state: TrainState) -> tuple[TrainState, Any] | None:
+    def restore_latest(
+        self, state: TrainState, *, strict: bool = True
+    ) -> tuple[TrainState, Any] | None:
         """Restore the latest checkpoint that is whole, on the mesh of the step.
 
         If one is damaged, a ``CheckpointWarning`` says why, and the one before is taken. If another
-        number of shards wrote it, this does what ``step.reshard`` does.
+        number of shards wrote it, this does what ``step.reshard`` does. If a step with other
+        options wrote it, what an option that is new keeps is made, what one that is gone kept is
+        left out, and a ``CheckpointWarning`` says so, and which numbers are others.
 
         Args:
           state: a state of the step, such as ``step.init(params)``, of which only the types are
             read; ``step.abstract_init(params)`` takes no memory.
+          strict: whether to refuse what changes the meaning of a step: the reduction, another
+            preprocessor, another update, dtypes. If not, this is said by the warning, too, and
+            what of the optimizer's state is not in the checkpoint is made anew.
 
         Returns:
           The state, and the data that was saved with it; ``None`` if there is no checkpoint.
@@ -218,12 +226,14 @@ class Checkpoints:
           CheckpointError: the folder cannot be read.
           CheckpointMismatchError: it is another model's or optimizer's, or has other dtypes.
         """
-        layout = layout_of(self._step, state)
-        found = self._latest(lambda number: self._restore(number, layout, state))
+        layout = self._layout_to_restore(state, strict)
+        found = self._latest(lambda number: self._restore(number, layout, state, strict))
         self._may_write = True
         return found
 
-    def restore(self, state: TrainState, step: int) -> tuple[TrainState, Any]:
+    def restore(
+        self, state: TrainState, step: int, *, strict: bool = True
+    ) -> tuple[TrainState, Any]:
         """As ``restore_latest``, of one checkpoint, such as one before shards diverged.
 
         A run that goes on from it saves under higher numbers than those that are there.
@@ -231,6 +241,7 @@ class Checkpoints:
         Args:
           state: as for ``restore_latest``.
           step: one of ``steps()``.
+          strict: as for ``restore_latest``.
 
         Raises:
           ArgumentError, ArgumentTypeError: there is none of this step, or the state is not of this
@@ -238,8 +249,8 @@ class Checkpoints:
           CheckpointDamagedError: it is not whole.
           CheckpointError, CheckpointMismatchError: as for ``restore_latest``.
         """
-        layout = layout_of(self._step, state)
-        found = self._chosen(step, lambda number: self._restore(number, layout, state))
+        layout = self._layout_to_restore(state, strict)
+        found = self._chosen(step, lambda number: self._restore(number, layout, state, strict))
         self._may_write = True
         return found
 
@@ -287,6 +298,11 @@ class Checkpoints:
           CheckpointError: the folder cannot be read.
         """
         return listed(self._folder.path, self._folder.numbers, self._step.mesh)
+
+    def _layout_to_restore(self, state: TrainState, strict: Any) -> StateLayout:
+        if not isinstance(strict, bool):
+            raise ArgumentTypeError(f"strict is True or False; got {strict!r:.60}.")
+        return layout_of(self._step, state)
 
     def _created(self) -> list[int]:
         self._folder.create()
@@ -336,7 +352,9 @@ class Checkpoints:
                 f"another one of steps()."
             ) from None
 
-    def _restore(self, number: int, layout: StateLayout, state: TrainState) -> tuple[Any, Any]:
+    def _restore(
+        self, number: int, layout: StateLayout, state: TrainState, strict: bool
+    ) -> tuple[Any, Any]:
         """A state and its data; raises Damaged, in every process, if one finds it so."""
         refused: Exception | None = None
         try:
@@ -344,29 +362,37 @@ class Checkpoints:
             folder = self._folder.of(number)
             manifest = read_manifest(folder / storage.MANIFEST / FILE, number)
             leaves = leaves_of(layout, state, manifest.shards)
-            optimizer = self._fingerprint(layout, state)
-            differs = first_difference(manifest, leaves, layout, state, optimizer)
-            if differs is not None:
-                raise CheckpointMismatchError(
-                    f"Checkpoint {number} in {self._folder.path} is not of this step: {differs}. "
-                    f"Build the step as it was when it was saved, or choose another folder."
-                )
-            arrays = storage.read(folder, leaves)
+            own = self._fingerprint(layout, state)
+            matched = match(manifest, leaves, layout, state, own, strict=strict)
+            read = storage.read(folder, matched.read, len(manifest.leaves))
+        except Different as error:
+            refused = CheckpointMismatchError(
+                f"Checkpoint {number} in {self._folder.path} is not of this step: {error}"
+            )
         except (Damaged, CheckpointMismatchError) as error:
             refused = error
         agree_to_read(refused, self._step.mesh)
         # The processes compute the hashes together, so all of them must have come this far.
         with _jax.in_place_of_the_users_mesh(layout.mesh):
-            wrong = [
-                leaf.path
-                for leaf, x, written in zip(leaves, arrays, manifest.leaves, strict=True)
-                if hash_of(x) != written.hash
-            ]
+            written = [(manifest.leaves[place], x) for place, x in read.items()]
+            wrong = [leaf.path for leaf, x in written if hash_of(x) != leaf.hash]
         if wrong:
             more = f", as do {len(wrong) - 1} more arrays" if len(wrong) > 1 else ""
             refused = Damaged(f"{wrong[0]} has not the values that were written{more}")
         agree_to_read(refused, self._step.mesh)
-        return self._step.reshard(from_disk(state, arrays)), manifest.data
+        if matched.notes:
+            warnings.warn(
+                f"{self._folder.path}, checkpoint {number} is of a step that differs: "
+                f"{'; '.join(matched.notes)}.",
+                CheckpointWarning,
+                # Of the caller of restore or restore_latest.
+                stacklevel=5,
+            )
+        arrays = [NEW if place is None else read[place] for place in matched.places]
+        with _jax.in_place_of_the_users_mesh(layout.mesh):
+            shardings = [leaf.on_disk.sharding for leaf in leaves]
+            whole = completed(layout, from_disk(state, arrays), shardings)
+        return self._step.reshard(whole), manifest.data
 
     def _fingerprint(self, layout: StateLayout, state: TrainState) -> dict[str, Any]:
         # It traces the optimizer, and a loop saves the states of one layout. The layout is kept, so
@@ -374,6 +400,6 @@ class Checkpoints:
         if id(layout) not in self._fingerprints:
             one = 0 if layout.groups is None else 1
             types = lambda x: jax.ShapeDtypeStruct(x.shape[one:], x.dtype)
-            found = fingerprint(layout, jax.tree.map(types, state.params))
+            found = fingerprint(layout, loss_of(self._step), jax.tree.map(types, state.params))
             self._fingerprints[id(layout)] = layout, found
         return self._fingerprints[id(layout)][1]

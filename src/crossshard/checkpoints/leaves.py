@@ -14,6 +14,7 @@ from crossshard.errors import ArgumentError
 from crossshard.shards.partition import partition_along_axis
 from crossshard.shards.placement import Placement
 from crossshard.train_step.layout import StateLayout
+from crossshard.train_step.options import NEW
 from crossshard.train_step.state import TrainState
 
 
@@ -137,15 +138,18 @@ def _copier(placement: Placement, sharding: NamedSharding) -> Callable[[Any], ja
     return jax.jit(functools.partial(_unpack, placement), out_shardings=sharding)
 
 
-def from_disk(state: TrainState, arrays: list[jax.Array]) -> TrainState:
-    """An unsharded state of these arrays, with the static parts of another one."""
+def from_disk(state: TrainState, arrays: list[Any]) -> TrainState:
+    """An unsharded state of these arrays, or ``NEW``, with dtypes and static parts of another."""
     like, tree = jax.tree.flatten(state)
-    return tree.unflatten(
-        [
-            jax.random.wrap_key_data(x, impl=_impl_of(own)) if _is_key(own) else x
-            for own, x in zip(like, arrays, strict=True)
-        ]
-    )
+    return tree.unflatten([_like(own, x) for own, x in zip(like, arrays, strict=True)])
+
+
+def _like(own: Any, x: Any) -> Any:
+    if x is NEW:
+        return x
+    if _is_key(own):
+        return jax.random.wrap_key_data(x, impl=_impl_of(own))
+    return x if x.dtype == own.dtype else x.astype(own.dtype)
 
 
 def _impl_of(key: Any) -> Any:

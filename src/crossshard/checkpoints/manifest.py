@@ -8,7 +8,9 @@ from typing import Any
 
 from crossshard.errors import ArgumentError, ArgumentTypeError, CheckpointMismatchError
 
-VERSION = 1
+VERSION = 2
+# Of the first, the fingerprint knows less.
+_READ = (1, VERSION)
 FILE = "manifest.json"
 # A thousand times what a large model needs. Files of which Orbax reads all are held to it too.
 MOST_BYTES = 64 << 20
@@ -104,10 +106,10 @@ def read_manifest(file: Path, number: int) -> Manifest:
     if checksum != _sha256(body):
         raise Damaged("the manifest does not have the checksum that it was written with")
     version = body.pop("version", None)
-    if version != VERSION:
+    if version not in _READ:
         raise CheckpointMismatchError(
-            f"{file} has version {version!r:.20}, and this crossshard reads version {VERSION}. "
-            f"Install the crossshard that wrote it, or choose another folder."
+            f"{file} has version {version!r:.20}, and this crossshard reads versions up to "
+            f"{VERSION}. Install the crossshard that wrote it, or choose another folder."
         )
     known = {field.name for field in dataclasses.fields(Manifest)}
     for key in sorted(set(body) ^ known):
@@ -115,7 +117,7 @@ def read_manifest(file: Path, number: int) -> Manifest:
         raise CheckpointMismatchError(
             f"{file} has {what} {key!r:.60}, so something else wrote it. Choose another folder."
         )
-    manifest = _checked(body)
+    manifest = _checked(body, version)
     if manifest.number != number:
         raise Damaged(f"its manifest is that of checkpoint {manifest.number}")
     return manifest
@@ -141,24 +143,53 @@ def _sha256(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def _checked(body: dict[str, Any]) -> Manifest:
+def _checked(body: dict[str, Any], version: int) -> Manifest:
     """The manifest of a parsed body, all of whose parts have the right types."""
     optimizer, groups = body["optimizer"], body["groups"]
     right = (
         all(_is_count(body[key]) for key in ("number", "step"))
         and _is_count(body["shards"], _MOST_SHARDS)
         and isinstance(body["rng"], str)
-        and isinstance(optimizer, dict)
-        and set(optimizer) == {"states", "operations", "jax", "optax"}
-        and _is_list(optimizer["states"], lambda name: isinstance(name, str))
-        and all(isinstance(optimizer[key], str) for key in ("operations", "jax", "optax"))
+        and _is_fingerprint(optimizer, version)
         and (groups is None or _is_list(groups, lambda group: _is_list(group, _is_count)))
         and _is_list(body["leaves"], _is_leaf)
+        and len({leaf["path"] for leaf in body["leaves"]}) == len(body["leaves"])
     )
     if not right:
         raise Damaged("the manifest has values of a wrong type")
     leaves = [WrittenLeaf(**{**leaf, "shape": tuple(leaf["shape"])}) for leaf in body["leaves"]]
     return Manifest(**{**body, "leaves": leaves})
+
+
+def _is_fingerprint(found: Any, version: int) -> bool:
+    if not isinstance(found, dict):
+        return False
+    more = () if version == 1 else (*_OF_VERSION_2, "preprocess", "options")
+    stage, options = found.get("preprocess"), found.get("options", {})
+    return (
+        _is_update(found, (*_OF_VERSION_1, "jax", "optax", *more))
+        and (stage is None or _is_update(stage, (*_OF_VERSION_1, *_OF_VERSION_2)))
+        and isinstance(options, dict)
+        and all(value is None or _is_text(value) for value in options.values())
+    )
+
+
+_OF_VERSION_1, _OF_VERSION_2 = ("states", "operations"), ("words", "equations")
+
+
+def _is_update(found: Any, keys: tuple[str, ...]) -> bool:
+    texts = {"operations", "equations", "jax", "optax"}.intersection(keys)
+    lists = {"states", "words"}.intersection(keys)
+    return (
+        isinstance(found, dict)
+        and set(found) == set(keys)
+        and all(_is_text(found[key]) for key in texts)
+        and all(_is_list(found[key], _is_text) for key in lists)
+    )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 def _is_leaf(leaf: Any) -> bool:

@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -115,13 +115,13 @@ class _Quiet(logging.Filter):
 _QUIET = _Quiet()
 
 
-def read(folder: Path, leaves: list[Leaf], places: list[int] | None = None) -> list[jax.Array]:
-    """Read arrays onto the mesh; each process reads its parts.
+def read(folder: Path, leaves: Mapping[int, Leaf], number: int) -> dict[int, jax.Array]:
+    """Read arrays onto the mesh, by their places among so many; each process reads its parts.
 
     Args:
       folder: that of the checkpoint.
-      leaves: the arrays to read.
-      places: where each stands among those that were written; ``None`` if these are all of them.
+      leaves: the arrays to read, by their places among those that were written.
+      number: how many were written.
 
     Raises:
       Damaged: an array is missing, has another shape, or cannot be read.
@@ -134,16 +134,15 @@ def read(folder: Path, leaves: list[Leaf], places: list[int] | None = None) -> l
         types = handler.metadata(folder).tree
     except Exception as error:  # Orbax and TensorStore raise what they like on damaged files.
         raise Damaged(f"the description of its arrays cannot be read ({_first(error)})") from None
-    at = dict(zip(range(len(leaves)) if places is None else places, leaves, strict=True))
-    for place, leaf in at.items():
+    for place, leaf in leaves.items():
         _check_type(leaf, types.get(str(place)) if isinstance(types, dict) else None)
-    if places is None and set(types) != {str(place) for place in at}:
+    if set(types) != set(map(str, range(number))):
         raise Damaged("it has more arrays than its manifest")
 
     def restore(some: list[int], *, partial: bool) -> dict[str, jax.Array]:
         how = {
             str(place): ocp.ArrayRestoreArgs(
-                sharding=at[place].on_disk.sharding, global_shape=at[place].on_disk.shape
+                sharding=leaves[place].on_disk.sharding, global_shape=leaves[place].on_disk.shape
             )
             for place in some
         }
@@ -154,15 +153,15 @@ def read(folder: Path, leaves: list[Leaf], places: list[int] | None = None) -> l
         return found
 
     try:
-        found = restore(list(at), partial=places is not None)
+        found = restore(list(leaves), partial=len(leaves) < number)
     except Exception as error:
-        for place, leaf in at.items():
+        for place, leaf in leaves.items():
             try:
                 restore([place], partial=True)
             except Exception as its_own:
                 raise Damaged(f"{leaf.path} cannot be read ({_first(its_own)})") from None
         raise Damaged(f"its arrays cannot be read ({_first(error)})") from None
-    return [found[str(place)] for place in at]
+    return {place: found[str(place)] for place in leaves}
 
 
 def _check_type(leaf: Leaf, found: Any) -> None:

@@ -39,17 +39,18 @@ def read_params(folder: Folder, number: int, layout: StateLayout, state: TrainSt
                 f"{differs}. Build the model as it was when it was saved."
             )
         at = {written.path: place for place, written in enumerate(manifest.leaves)}
-        places = [at[leaf.path] for leaf in leaves]
-        arrays = storage.read(path, leaves, places)
+        read = storage.read(path, {at[leaf.path]: leaf for leaf in leaves}, len(manifest.leaves))
     except (Damaged, CheckpointMismatchError) as error:
         refused = error
     agree_to_read(refused, layout.mesh)
     with _jax.in_place_of_the_users_mesh(layout.mesh):
-        for leaf, place, x in zip(leaves, places, arrays, strict=True):
-            if hash_of(x) != manifest.leaves[place].hash:
-                refused = refused or Damaged(f"{leaf.path} has not the values that were written")
+        for place, x in read.items():
+            written = manifest.leaves[place]
+            if hash_of(x) != written.hash:
+                refused = refused or Damaged(f"{written.path} has not the values that were written")
         agree_to_read(refused, layout.mesh)
-        params = jax.tree.structure(state.params).unflatten(arrays)
+        # In the order of the leaves, which is that of the dict.
+        params = jax.tree.structure(state.params).unflatten(read.values())
         return jax.jit(lambda x: x, out_shardings=layout.shardings(state).params)(params)
 
 

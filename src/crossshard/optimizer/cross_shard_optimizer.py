@@ -80,7 +80,7 @@ class CrossShardOptimizer(Optimizer):
         Pass ``loss_scale=state.loss_scale`` to ``crossshard.value_and_grad``, which scales the
         loss; ``compute_gradients`` and ``make_train_step`` scale it themselves.
       master_dtype: ``float32``: the state holds the parameters in this dtype too, and those of 16
-        bits are rounded from them.
+        bits are rounded from them; a parameter that is set in between becomes its master.
       ema: the decay of a moving average of the parameters, such as 0.999, or a schedule, a
         function of the number of updates so far. The state holds the average:
         ``optax.tree.get(state, "ema")``.

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from crossshard.errors import ArgumentError
 from crossshard.gradients.scalars import dtype_among, is_inexact
@@ -27,7 +28,8 @@ def with_masters(
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer whose parameters of fewer bits are the rounded masters (arXiv 1710.03740).
 
-    The updates are the differences between the rounded masters and the parameters.
+    The updates are the differences between the rounded masters and the parameters. A parameter that
+    is not its rounded master was set since the last update, and becomes the master.
     """
 
     def init(params: Any) -> MastersState:
@@ -42,9 +44,10 @@ def with_masters(
             raise ArgumentError(
                 "With master_dtype an update needs the parameters: opt.update(grads, state, params)"
             )
-        wide = jax.tree.map(_as_master, updates, state.masters)
-        updates, inner_state = inner.update(wide, state.inner_state, state.masters, **extra_args)
-        masters = optax.apply_updates(state.masters, updates)
+        masters = jax.tree.map(_unless_set, state.masters, params)
+        wide = jax.tree.map(_as_master, updates, masters)
+        updates, inner_state = inner.update(wide, state.inner_state, masters, **extra_args)
+        masters = optax.apply_updates(masters, updates)
         # In the dtype of the masters, where it is exact.
         change = jax.tree.map(
             lambda m, p: m.astype(p.dtype).astype(m.dtype) - p.astype(m.dtype), masters, params
@@ -52,6 +55,28 @@ def with_masters(
         return change, MastersState(masters, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _unless_set(master: Any, param: Any) -> jax.Array:
+    """The master; the parameter where it is another number than the rounded master."""
+    wide, narrow = master.dtype, jnp.result_type(param)
+    if wide == narrow:
+        return jnp.where(param == master, master, param)
+    # The change that made the parameter is itself rounded, and can tip it over near a tie.
+    near = 4 * float(jnp.finfo(wide).eps)
+    below, above = (_is_same(param, (master * by).astype(narrow)) for by in (1 - near, 1 + near))
+    return jnp.where(below | above, master, jnp.asarray(param, wide))
+
+
+def _is_same(one: Any, other: jax.Array) -> jax.Array:
+    if other.dtype.itemsize > 2:
+        return one == other
+    # By their bits: XLA may leave out the rounding of a number that it then compares as a wide one.
+    bits, others = (
+        lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}") for x in (one, other)
+    )
+    # Zeros of both signs are equal.
+    return (bits == others) | ((bits | others) << 1 == 0)
 
 
 def _as_master(gradient: Any, master: Any) -> Any:

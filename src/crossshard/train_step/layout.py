@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.plan import UpdatePlan
+from crossshard.pipeline.state import CrossShardState
 from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.model_axes import OtherAxes, only, other_axes_like
 from crossshard.shards.partition import map_partitions
@@ -35,6 +36,7 @@ class StateLayout:
       plan: the partitions of parameters and optimizer state.
       groups: the groups whose parameters differ; ``None`` if all shards have the same.
       pipeline: the pipeline, whose stages have states.
+      types: the types of one shard's whole optimizer state, of all stages.
       model_state: how the state that a loss returns is kept; ``None`` if it returns none.
       other_axes: for each array of the parameters, the frozen arrays and the model state how it
         lies on the other axes of the mesh; empty if none is split over these.
@@ -45,6 +47,7 @@ class StateLayout:
     plan: UpdatePlan
     groups: GroupAssignment | None
     pipeline: Pipeline
+    types: CrossShardState = dataclasses.field(compare=False)
     model_state: ModelState | None = None
     other_axes: tuple[OtherAxes, ...] = ()
 
@@ -252,11 +255,24 @@ class StateLayout:
                 f"diverge, and this step is one {'without' if state.grouped else 'with'} them. "
                 f"Choose parameters with other.model(state) and init with them."
             )
+        others = [
+            name
+            for name in state.opt_state._fields[:-1]
+            if jax.tree.structure(getattr(state.opt_state, name))
+            != jax.tree.structure(getattr(self.types, name))
+        ]
+        if others:
+            raise ArgumentError(
+                f"The state is of a step with other options: of {' and '.join(others)} this one "
+                f"keeps another state, or none. Write step.reshard(other.unshard(state)), which "
+                f"makes what is new and drops what is gone."
+            )
         structure = jax.tree.structure(state.opt_state.inner_state)
         if structure != self.plan.structure:
             raise ArgumentError(
                 f"The optimizer state is another optimizer's: expected {self.plan.structure}, got "
-                f"{structure}."
+                f"{structure}. If only ema or master_dtype differ, write "
+                f"step.reshard(other.unshard(state))."
             )
 
 

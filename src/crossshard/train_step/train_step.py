@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,7 +15,7 @@ from crossshard import _jax
 from crossshard.distributed.agreement import check_agreement, checksum, compare, processes_of
 from crossshard.distributed.programs import check_same_program
 from crossshard.distributed.progress import PROGRESS, entering
-from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.errors import ArgumentError, ArgumentTypeError, CheckpointWarning
 from crossshard.pipeline.plan import WeightUpdate, plan_update
 from crossshard.shards.devices import are_of_all_processes
 from crossshard.shards.model_axes import OtherAxes, check_fits, only, other_axes_of
@@ -29,9 +30,11 @@ from crossshard.train_step.donation import Donation
 from crossshard.train_step.entries import EntryPlacer
 from crossshard.train_step.evaluate import Evaluator
 from crossshard.train_step.layout import StateLayout, check_key
+from crossshard.train_step.local import Loss
 from crossshard.train_step.mesh import number_of_shards
 from crossshard.train_step.model_state import check_initial
 from crossshard.train_step.models import check_params, combine, partition
+from crossshard.train_step.options import adopted, completed
 from crossshard.train_step.predict import Predictor
 from crossshard.train_step.replay import copy, differing
 from crossshard.train_step.state import TrainState
@@ -355,16 +358,20 @@ class TrainStep:
         """Shard an unsharded state for this step, from any number of shards.
 
         If the number changes, statistics of an NNX module and the state of the preprocessor are
-        averaged, and random streams get new keys.
+        averaged, and random streams get new keys. If the state is of a step with other options,
+        what a new one keeps is made, what one that is gone kept is dropped, and a
+        ``CheckpointWarning`` says so.
 
         Raises:
-          ArgumentError: the state is another optimizer's, or its groups are not of this step.
+          ArgumentError: the state is another optimizer's or preprocessor's, or its groups are not
+            of this step.
         """
         check_state(state)
         others = [axis for axis in self._mesh.axis_names if axis not in self._axes]
         kept = tuple(only(each, others) for each in state.other_axes)
         state = dataclasses.replace(state, other_axes=kept if any(kept) else ())
         layout = self._layout_of(state)
+        state = self._adopted(layout, state)
         layout.check_optimizer(state)
         self._check_agreement("reshard", {"a state": state})
         state = jax.tree.map(put_whole_unless_on, state, layout.unsharded(state))
@@ -378,6 +385,14 @@ class TrainStep:
                 )
             state = layout.on_other_shards(state)
         return self._relaid(layout.pack, state, layout.shardings(state))
+
+    @staticmethod
+    def _adopted(layout: StateLayout, state: TrainState) -> TrainState:
+        state, what = adopted(layout, state)
+        if what:
+            text = f"The state is of a step with other options: {'; '.join(what)}."
+            warnings.warn(text, CheckpointWarning, stacklevel=3)
+        return completed(layout, state)
 
     def _relaid(self, how: Callable[[Any], Any], state: TrainState, to: TrainState) -> TrainState:
         # A loop that saves would compile it each time. Layouts live as long.
@@ -599,6 +614,7 @@ class TrainStep:
             several = [axis for axis, size in self._mesh.shape.items() if size > 1]
             lie = tuple(only(own, several) for own in other_axes)
             pipeline = self._function.pipeline
+            types = [jax.ShapeDtypeStruct(*each) for each in shapes]
             plan = plan_update(
                 pipeline.optimizer,
                 params,
@@ -616,6 +632,7 @@ class TrainStep:
                 plan,
                 groups,
                 pipeline,
+                jax.eval_shape(pipeline.init, jax.tree.unflatten(tree, types)),
                 self._function.loss.model_state,
                 lie,
             )
@@ -637,6 +654,11 @@ def layout_of(step: TrainStep, state: TrainState) -> StateLayout:
     layout = step._layout_of(state)
     layout.check(state)
     return layout
+
+
+def loss_of(step: TrainStep) -> Loss:
+    """The loss of a step, with what it does to a batch."""
+    return step._function.loss
 
 
 def _of_one(params: Any) -> Any:

@@ -1,0 +1,393 @@
+"""Options that are added to a trained run, taken away or changed: what a checkpoint does then."""
+
+import functools
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from crossshard import (
+    ArgumentError,
+    ArgumentTypeError,
+    CheckpointMismatchError,
+    Checkpoints,
+    CheckpointWarning,
+    CrossShardOptimizer,
+    Reduction,
+    make_train_step,
+)
+from crossshard.checkpoints.manifest import _sha256
+from tests.checkpoints.common import arrays, check_same_bits
+
+RNG = np.random.default_rng(0)
+W = np.float32(RNG.normal(size=(37, 16)) / 4)
+XS = np.float32(RNG.normal(size=(8, 16, 37)))
+OPTIMIZERS = {"sgd": lambda: optax.sgd(0.1, momentum=0.9), "adam": lambda: optax.adam(0.01)}
+
+
+def loss_fn(params: Any, x: Any) -> jax.Array:
+    return ((jnp.tanh(x @ params["w"].astype(jnp.float32)) - 1) ** 2).mean()
+
+
+def params(dtype: Any = jnp.float32) -> Any:
+    return {"w": jnp.asarray(W, dtype)}
+
+
+@functools.cache
+def step_with(optimizer: Any = "sgd", shards: int = 2, **options: Any) -> Any:
+    of_wrapper = {
+        name: options.pop(name)
+        for name in ("preprocess", "reduction", "group_assignment")
+        if name in options
+    }
+    inner = OPTIMIZERS[optimizer]() if isinstance(optimizer, str) else optimizer
+    wrapped = CrossShardOptimizer(inner, **of_wrapper)
+    options = {"weight_update": "sharded", **options}
+    return make_train_step(loss_fn, wrapped, num_shards=shards, **options)
+
+
+def trained(step: Any, steps: int = 2, dtype: Any = jnp.float32) -> Any:
+    state = step.init(params(dtype))
+    for x in XS[:steps]:
+        state, _ = step(state, x)
+    return state
+
+
+def saved(folder: Path, step: Any, state: Any) -> None:
+    with Checkpoints(folder, step) as checkpoints:
+        checkpoints.save(state)
+
+
+def restored(
+    folder: Path, step: Any, dtype: Any = jnp.float32, *, says: str | None = None, **how: Any
+) -> Any:
+    """The restored state; what the warning says must match, and nothing may be said if ``None``."""
+    like = step.abstract_init(params(dtype))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state, _ = Checkpoints(folder, step).restore_latest(like, **how)
+    told = [str(each.message) for each in caught if each.category is CheckpointWarning]
+    if says is None:
+        assert not told
+    else:
+        assert len(told) == 1, told
+        assert all(part in told[0] for part in says.split("…")), told[0]
+    # As compiled: no second program, and the same placement.
+    for x, own in zip(jax.tree.leaves(state), jax.tree.leaves(like), strict=True):
+        assert (x.shape, x.dtype) == (own.shape, own.dtype)
+        assert x.sharding.is_equivalent_to(own.sharding, x.ndim)
+    return state
+
+
+def on_one_device(optimizer: Any, state: Any, xs: Any) -> Any:
+    """What Optax alone makes of the parameters and the state of the wrapped optimizer."""
+    host = lambda tree: jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), tree)
+    own, inner = host(state.params), host(state.opt_state.inner_state)
+    for x in xs:
+        updates, inner = optimizer.update(jax.grad(loss_fn)(own, x), inner, own)
+        own = optax.apply_updates(own, updates)
+    return own["w"]
+
+
+def go_on(step: Any, state: Any) -> Any:
+    for x in XS[2:6]:
+        state, metrics = step(state, x)
+    return state, metrics
+
+
+# Options that are added to a run, and taken away.
+
+ADDED: dict[str, tuple[dict[str, Any], str]] = {
+    "nonfinite": ({"nonfinite": "skip"}, "nonfinite is new, and its state is made anew"),
+    "metrics": ({"metrics": ("grad_norm",)}, "metrics is new"),
+    "ema": ({"ema": 0.9}, "ema is new, and its state is made from the parameters"),
+    "loss_scale": ({"loss_scale": "dynamic"}, "loss_scale is new"),
+    "master_dtype": ({"master_dtype": "float32"}, "master_dtype is new"),
+    "preprocess": ({"preprocess": optax.trace(0.0)}, "preprocess is new"),
+    "stateless": ({"preprocess": optax.clip_by_global_norm(1e9)}, "preprocess is off in it"),
+    "accumulate_steps": ({"accumulate_steps": 4}, "accumulate_steps is 1 in it, and 4 here"),
+    "several": (
+        {"ema": 0.9, "master_dtype": "float32", "nonfinite": "skip", "metrics": "grad_norm"},
+        "ema is new…master_dtype is new…metrics is new…nonfinite is new",
+    ),
+}
+
+
+def check_added_and_taken_away(name: str, optimizer: str, update: str, folder: Path) -> None:
+    options, says = ADDED[name]
+    plain = step_with(optimizer, weight_update=update)
+    state = trained(plain)
+    saved(folder / "plain", plain, state)
+    want = on_one_device(OPTIMIZERS[optimizer](), plain.unshard(state), XS[2:6])
+    step = step_with(optimizer, weight_update=update, **options)
+    found, metrics = go_on(step, restored(folder / "plain", step, says=says))
+    np.testing.assert_allclose(found.params["w"], want, rtol=0, atol=1e-6)
+    assert int(found.step) == 6
+    if "metrics" in options:
+        assert float(metrics["grad_norm"]) > 0
+    # In memory it is the same.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)
+        resharded = step.reshard(plain.unshard(state))
+    again = restored(folder / "plain", step, says=says)
+    check_same_bits(arrays(step, resharded), arrays(step, again))
+    # And back.
+    saved(folder / "with", step, found)
+    says = says.replace("is new, and its state is made anew", "is gone, and its state is dropped")
+    says = "is 4 in it" if name == "accumulate_steps" else says.replace("is new", "is gone")
+    says = says.replace("made from the parameters", "dropped").replace("off in it", "on in it")
+    back, _ = go_on(plain, restored(folder / "with", plain, says=says))
+    once_more = plain.init(params())
+    for x in (*XS[:6], *XS[2:6]):
+        once_more, _ = plain(once_more, x)
+    np.testing.assert_allclose(back.params["w"], once_more.params["w"], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(("name", "optimizer"), [("nonfinite", "sgd"), ("several", "adam")])
+def test_an_option_is_added_and_taken_away(name: str, optimizer: str, tmp_path: Path):
+    check_added_and_taken_away(name, optimizer, "sharded", tmp_path)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("update", ["sharded", "replicated"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", ADDED)
+def test_every_option_is_added_and_taken_away(
+    name: str, optimizer: str, update: str, tmp_path: Path
+):
+    check_added_and_taken_away(name, optimizer, update, tmp_path)
+
+
+def test_masters_of_16_bits_are_made_from_the_parameters_and_dropped(tmp_path: Path):
+    half = jnp.bfloat16
+    plain, wide = step_with("adam"), step_with("adam", master_dtype="float32")
+    state = trained(plain, dtype=half)
+    saved(tmp_path / "plain", plain, state)
+    found = restored(tmp_path / "plain", wide, half, says="master_dtype is new")
+    inner = wide.unshard(found).opt_state.inner_state
+    np.testing.assert_array_equal(inner.masters["w"], np.float32(state.params["w"]))
+    # The moments are as wide as the masters, and the same numbers.
+    was = plain.unshard(state).opt_state.inner_state[0]
+    assert (was.mu["w"].dtype, inner.inner_state[0].mu["w"].dtype) == (half, jnp.float32)
+    np.testing.assert_array_equal(inner.inner_state[0].mu["w"], np.float32(was.mu["w"]))
+    found, _ = go_on(wide, found)
+    saved(tmp_path / "wide", wide, found)
+    back = restored(tmp_path / "wide", plain, half, says="master_dtype is gone")
+    np.testing.assert_array_equal(np.float32(back.params["w"]), np.float32(found.params["w"]))
+    go_on(plain, back)
+    # An average that is added to masters starts at them, with all of their bits.
+    both = step_with("adam", master_dtype="float32", ema=0.9)
+    inner = both.unshard(restored(tmp_path / "wide", both, half, says="ema is new")).opt_state
+    masters = inner.inner_state.masters["w"]
+    np.testing.assert_array_equal(inner.inner_state.inner_state.ema["w"], masters)
+    assert not np.array_equal(masters, masters.astype(half))
+
+
+def test_on_other_shards_and_with_groups(tmp_path: Path):
+    four, two = step_with(shards=4), step_with(ema=0.5, preprocess=optax.trace(0.5))
+    state = trained(four)
+    saved(tmp_path / "four", four, state)
+    found = restored(tmp_path / "four", two, says="ema is new…preprocess is new")
+    np.testing.assert_array_equal(two.unshard(found).params["w"], state.params["w"])
+    assert two.unshard(found).opt_state.preprocess.trace["w"].shape == (2, *W.shape)
+    go_on(two, found)
+    groups = ((0, 1), (2, 3))
+    plain = step_with(shards=4, group_assignment=groups)
+    more = step_with(shards=4, group_assignment=groups, ema=0.5, metrics="grad_norm")
+    state = trained(plain)
+    saved(tmp_path / "groups", plain, state)
+    found = restored(tmp_path / "groups", more, says="ema is new…metrics is new")
+    for shard in (0, 3):
+        np.testing.assert_array_equal(
+            more.model(found, shard, ema=True)["w"], state.params["w"][shard]
+        )
+    go_on(more, found)
+
+
+def test_metrics_are_exchanged(tmp_path: Path):
+    one, other = step_with(metrics=("grad_norm",)), step_with(metrics=("param_norm", "grad_norm"))
+    saved(tmp_path, one, trained(one))
+    restored(tmp_path, other, says="metrics is new")
+    restored(tmp_path, step_with(metrics="update_norm"), says="metrics keeps other arrays")
+
+
+# What changes the meaning of a step.
+
+ANYWAY = r"strict=False"
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "sum": ({}, {"reduction": Reduction.SUM}, "reduction is MEAN in it, and SUM here"),
+    "preprocess": (
+        {"preprocess": optax.clip_by_global_norm(1.0)},
+        {"preprocess": optax.clip(1.0)},
+        "its preprocess has a state of the same kind.* it has square.* in clip_by_global_norm",
+    ),
+    "preprocess's state": (
+        {"preprocess": optax.trace(0.5)},
+        {"preprocess": optax.scale_by_rms(0.5)},
+        "its preprocess's state is TraceState, and this one's ScaleByRmsState",
+    ),
+    "weight decay": (
+        {"optimizer": optax.adamw(0.1, weight_decay=0.1)},
+        {"optimizer": optax.adamw(0.1, weight_decay=0)},
+        r"update differ .* it has mul\(0\.1, x\) of float32 in add_decayed_weights, and this one",
+    ),
+    "schedule": (
+        {"optimizer": optax.sgd(optax.linear_schedule(0.1, 0, 100))},
+        {"optimizer": optax.sgd(optax.cosine_decay_schedule(0.1, 100))},
+        r"update differ.* in scale_by_schedule, and this one .* in scale_by_schedule",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_changes_the_meaning_is_refused_by_name_and_goes_on_anyway(name: str, tmp_path: Path):
+    was, now, says = REFUSED[name]
+    old, new = step_with(**was), step_with(**now)
+    state = trained(old)
+    saved(tmp_path, old, state)
+    with pytest.raises(CheckpointMismatchError, match=f"(?s){says}.*{ANYWAY}"):
+        restored(tmp_path, new)
+    found = restored(tmp_path, new, strict=False, says="is of a step that differs")
+    np.testing.assert_array_equal(new.unshard(found).params["w"], state.params["w"])
+
+
+def test_what_fits_of_another_optimizer_is_kept(tmp_path: Path):
+    constant = step_with("adam")
+    schedule = step_with(optax.adam(optax.linear_schedule(0.01, 0, 100)))
+    state = trained(constant)
+    saved(tmp_path, constant, state)
+    with pytest.raises(CheckpointMismatchError, match=r"ScaleByScheduleState.*strict=False"):
+        restored(tmp_path, schedule)
+    says = "ScaleByScheduleState…it has no .opt_state.inner_state[1].count"
+    found = restored(tmp_path, schedule, strict=False, says=says)
+    was, now = constant.unshard(state), schedule.unshard(found)
+    for one, other in (
+        (was.params, now.params),
+        *zip(was.opt_state.inner_state[0], now.opt_state.inner_state[0], strict=True),
+    ):
+        check_same_bits(*(list(map(np.asarray, jax.tree.leaves(each))) for each in (one, other)))
+    # What does not fit is refused in any case.
+    sgd = optax.sgd(0.1)
+    wide = make_train_step(loss_fn, sgd, num_shards=2)
+    like = wide.abstract_init({"w": np.zeros((37, 17), np.float32)})
+    with pytest.raises(CheckpointMismatchError, match=r"has the shape .* or choose another folder"):
+        Checkpoints(tmp_path, wide).restore_latest(like, strict=False)
+    like = wide.abstract_init({"v": W})
+    with pytest.raises(CheckpointMismatchError, match=r"it has no \.params\['v'\]"):
+        Checkpoints(tmp_path, wide).restore_latest(like, strict=False)
+    with pytest.raises(ArgumentTypeError, match="strict is True or False"):
+        Checkpoints(tmp_path, wide).restore_latest(like, strict=0)
+
+
+def test_other_dtypes_are_refused_and_converted_if_asked(tmp_path: Path):
+    step = step_with()
+    state = trained(step)
+    saved(tmp_path, step, state)
+    says = r"\.params\['w'\] is float32 in it, and bfloat16 here"
+    with pytest.raises(CheckpointMismatchError, match=says):
+        restored(tmp_path, step, jnp.bfloat16)
+    found = restored(tmp_path, step, jnp.bfloat16, strict=False, says="is float32 in it")
+    np.testing.assert_array_equal(found.params["w"], state.params["w"].astype(jnp.bfloat16))
+
+
+NUMBERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "b1": (
+        {"optimizer": optax.adam(0.1)},
+        {"optimizer": optax.adam(0.1, b1=0.5)},
+        "it has mul(0.1, x) of float32 in scale_by_adam, and this one mul(0.5, x)",
+    ),
+    "learning rate": (
+        {"optimizer": optax.sgd(0.1)},
+        {"optimizer": optax.sgd(0.5)},
+        "it has mul(-0.1, x) of float32 in scale, and this one mul(-0.5, x)",
+    ),
+    "clip": (
+        {"preprocess": optax.clip(1.0)},
+        {"preprocess": optax.clip(2.0)},
+        "numbers in the update of its preprocess differ: ",
+    ),
+    "ema": ({"ema": 0.9}, {"ema": 0.5}, "ema is 0.9 in it, and 0.5 here"),
+    "nonfinite": (
+        {"nonfinite": "skip"},
+        {"nonfinite": "raise"},
+        "nonfinite is skip in it, and raise",
+    ),
+    "reduce_dtype": ({}, {"reduce_dtype": "bfloat16"}, "reduce_dtype is off in it, and bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_other_numbers_are_said(name: str, tmp_path: Path):
+    was, now, says = NUMBERS[name]
+    old, new = step_with(**was), step_with(**now)
+    state = trained(old, 1)
+    saved(tmp_path, old, state)
+    check_same_bits(arrays(old, restored(tmp_path, old)), arrays(old, state))
+    restored(tmp_path, new, says=says)
+
+
+# What is not a checkpoint of this version.
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    """Change a manifest, with its checksum."""
+    (file,) = folder.glob("*/manifest/manifest.json")
+    body = json.loads(file.read_text())
+    del body["sha256"]
+    change(body)
+    file.write_text(json.dumps({**body, "sha256": _sha256(body)}))
+
+
+def as_version_1(states: list[str]) -> Any:
+    def change(body: Any) -> None:
+        kept = ("operations", "jax", "optax")
+        body["version"] = 1
+        body["optimizer"] = {"states": states, **{k: body["optimizer"][k] for k in kept}}
+
+    return change
+
+
+def test_checkpoints_of_the_first_version_are_restored(tmp_path: Path):
+    plain, average = step_with(), step_with(ema=0.5)
+    for name, step in (("plain", plain), ("average", average)):
+        state = trained(step)
+        saved(tmp_path / name, step, state)
+        inner = ["TraceState", "EmptyState"]
+        own = inner if step is plain else ["MovingAverageState", *inner]
+        rewrite(tmp_path / name, as_version_1(own))
+        check_same_bits(arrays(step, restored(tmp_path / name, step)), arrays(step, state))
+    restored(tmp_path / "plain", average, says="ema is new")
+    restored(tmp_path / "average", plain, says="ema is gone")
+    nesterov = step_with(optax.sgd(0.1, momentum=0.9, nesterov=True))
+    with pytest.raises(CheckpointMismatchError, match="the operations of its update differ"):
+        restored(tmp_path / "plain", nesterov)
+
+
+# A state that is passed on in memory.
+
+
+def test_a_state_of_other_options_is_refused_by_name(tmp_path: Path):
+    plain = step_with()
+    state = trained(plain)
+    for options, says in (
+        ({"nonfinite": "skip"}, "nonfinite"),
+        ({"metrics": "grad_norm"}, "metrics"),
+        ({"preprocess": optax.trace(0.5)}, "preprocess"),
+        ({"ema": 0.5}, "ema or master_dtype"),
+    ):
+        step = step_with(**options)
+        for use in (
+            lambda step=step: step(state, XS[0]),
+            lambda step=step: Checkpoints(tmp_path, step).save(state),
+        ):
+            with pytest.raises(ArgumentError, match=rf"{says}.*reshard\(other\.unshard"):
+                use()
+    one, other = (step_with(preprocess=f(0.5)) for f in (optax.trace, optax.scale_by_rms))
+    with pytest.raises(ArgumentError, match="another preprocess"):
+        other.reshard(one.unshard(trained(one)))
