@@ -203,11 +203,19 @@ def test_the_callers_word_is_held_against_the_type():
 
 def test_summed_over_one_axis_of_two_is_refused_with_that_axis():
     def function(w: Any, x: Any, y: Any) -> Any:
-        gradient = crossshard.grad(loss, axis_name="shard")(w, x, y)
+        gradient = jax.grad(loss)(jax.lax.pcast(w, "shard", to="varying"), x, y)
         opt = sgd(axis_name=("slice", "shard"))
         return opt.update(gradient, opt.init(w), w)[0]
 
     with pytest.raises(crossshard.DoubleReductionError, match="axis 'slice'"):
+        in_shard_map(function, [("slice", 2), ("shard", 4)])
+
+
+def test_a_gradient_that_would_be_summed_over_one_axis_of_two_is_refused():
+    def function(w: Any, x: Any, y: Any) -> Any:
+        return crossshard.grad(loss, axis_name="shard")(w, x, y)
+
+    with pytest.raises(crossshard.AxisError, match=r"over 'slice'.*axis_name=\('slice', 'shard'\)"):
         in_shard_map(function, [("slice", 2), ("shard", 4)])
 
 

@@ -192,13 +192,15 @@ def check_no_further(loss: Any, shards: Shards) -> None:
     if not over:
         return
     axes = over if len(over) > 1 else over[0]
-    named = tuple(shards.axes) if len(shards.axes) != 1 else shards.axes[0]
     number = math.prod(bound[axis] for axis in over)
+    named = tuple(axis for axis in bound if axis in (*over, *shards.axes))
     raise AxisError(
-        f"The loss varies by its type over {', '.join(map(repr, over))}, which counts no shards "
-        f"(axis_name={named!r}), so that autodiff would sum the gradient over {number} losses. "
-        f"Return jax.lax.pmean(loss, {axes!r}) if these are equal or of rows of their own, or "
-        f"jax.lax.psum(loss, {axes!r}) if they are parts of one loss."
+        f"The loss varies by its type over {', '.join(map(repr, over))}, which is not among the "
+        f"axes that count shards ({', '.join(map(repr, shards.axes))}), so that autodiff would sum "
+        f"the gradient over {number} losses. If these are equal, return jax.lax.pmean(loss, "
+        f"{axes!r}); if they are parts of one loss, jax.lax.psum(loss, {axes!r}). If they are of "
+        f"rows of their own, write axis_name={named!r}, or jax.lax.pmean where parameters are "
+        f"split over {axes!r}."
     )
 
 
