@@ -19,16 +19,16 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.deep
+
 # Each part is a process; the tests of both files are in exactly one. With how many must pass at
 # least, or a part that finds nothing would pass, and how many optimizers must have been wrapped.
 PARTS = [
-    ("alias_test.py", "AliasTest and inject_hyperparams", 30, 30),
     ("sharding_test.py", "ShardingTest", 78, 25),
     ("alias_test.py", "LBFGSTest", 47, 1),
     ("alias_test.py", "AliasTest and stability", 150, 30),
-    ("alias_test.py", "AliasTest and not stability and not inject_hyperparams", 300, 30),
+    ("alias_test.py", "AliasTest and not stability", 330, 30),
 ]
-DEEP = [pytest.param(*part, marks=pytest.mark.deep) for part in PARTS[1:]]
 
 # Optax's lbfgs broadcasts a sharded array into one that is not, whoever wraps it.
 FAIL_UNWRAPPED = {
@@ -37,7 +37,7 @@ FAIL_UNWRAPPED = {
 }
 
 
-@pytest.mark.parametrize(("file", "selection", "passes", "factories"), [PARTS[0], *DEEP])
+@pytest.mark.parametrize(("file", "selection", "passes", "factories"), PARTS)
 def test_the_suite_passes_with_every_optimizer_wrapped(
     file: str, selection: str, passes: int, factories: int, tmp_path: pathlib.Path
 ) -> None:
@@ -48,7 +48,6 @@ def test_the_suite_passes_with_every_optimizer_wrapped(
     assert len(counts) >= factories
 
 
-@pytest.mark.deep
 def test_what_may_fail_fails_unwrapped_too(tmp_path: pathlib.Path) -> None:
     outcomes, counts = run_in_process("sharding_test.py", "lbfgs", "plain", tmp_path)
     assert {name for name, outcome in outcomes.items() if outcome == "failed"} == FAIL_UNWRAPPED

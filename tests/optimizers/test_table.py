@@ -18,6 +18,7 @@ from tests.optimizers.table import (
     OPTIMIZERS,
     ROWS,
     SOME,
+    TRANSFORMS,
     Row,
     public_factories,
 )
@@ -276,10 +277,16 @@ def test_the_shards_differ_so_much_that_none_passes_for_another() -> None:
         assert max(errors(plain("sgd", tuple(part))[0], whole).values()) > 1e-2, part
 
 
+# What only scales is in an optimizer too, with the same state.
+SCALES = {name for name in TRANSFORMS if name.removeprefix("contrib.").startswith("scale_by_")}
+STATEFUL = {name for name, row in ROWS.items() if not row.not_stateful} - SCALES
+
+
 @pytest.mark.parametrize(
     ("names", "number"),
     [
-        *bundles(ROWS, 8, deep=False),
+        *bundles(set(ROWS) - SCALES, 8, deep=False),
+        *bundles(SCALES - set(SOME), 8, deep=True),
         *bundles(ROWS, 2, deep=True),
         *bundles(OPTIMIZERS, 1, deep=True),
         *bundles(OPTIMIZERS, 4, deep=True),
@@ -312,14 +319,6 @@ def test_each_group_equals_one_shard_on_its_own_rows(
                 jax.tree.map(lambda leaf, shard=shard: leaf[shard], got),
                 lambda name, group=group, factor=factor: plain(name, tuple(group), factor),
             )
-
-
-# What only scales is in an optimizer too, with the same state.
-STATEFUL = {
-    name
-    for name, row in ROWS.items()
-    if not row.not_stateful and not name.removeprefix("contrib.").startswith("scale_by_")
-}
 
 
 @pytest.mark.parametrize("names", bundles(STATEFUL, deep=True))

@@ -121,8 +121,10 @@ def test_a_learning_rate_that_is_not_told_is_refused(inner: Any, told: str):
 # Noise.
 
 
-@pytest.mark.parametrize("accumulate_steps", [1, 2])
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("weighted", "accumulate_steps"),
+    [(False, 1), (True, 2), deep((False, 2)), deep((True, 1))],
+)
 def test_the_noise_is_on_average_what_it_is(weighted: bool, accumulate_steps: int):
     # The gradient of one example is a known mean plus noise of a known covariance.
     true, spread = np.array([1.0, -2.0, 0.5]), np.array([3.0, 1.0, 2.0])

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import crossshard
 from crossshard import CrossShardOptimizer, make_train_step
 from examples.gradient_noise import GradientNoise
+from tests.quick import deep
 
 ETA, GAMMA, STEPS, N = 0.3, 0.55, 4, 8
 RNG = np.random.default_rng(0)
@@ -107,7 +108,7 @@ def test_the_noise_differs_between_shards():
     assert np.abs(in_numpy(1) - in_numpy(N)).max() > 0.01
 
 
-@pytest.mark.parametrize("after", [8, 2])
+@pytest.mark.parametrize("after", [deep(8), 2])
 @pytest.mark.parametrize("inner", [optax.sgd(RATE), optax.adam(RATE)], ids=["sgd", "adam"])
 def test_its_state_is_checkpointed_and_resharded(tmp_path, inner, after):
     eight = make_train_step(loss_fn, optimizer(inner), num_shards=8)

@@ -13,6 +13,7 @@ from flax import nnx
 
 import crossshard
 from crossshard import CrossShardOptimizer, DynamicLossScale, make_train_step
+from tests.quick import deep
 
 N = 8
 RNG = np.random.default_rng(0)
@@ -138,7 +139,7 @@ def values(model: Any, opt: Any) -> Any:
     return arrays(nnx.to_pure_dict(nnx.state(model))), arrays(opt.state)
 
 
-@pytest.mark.parametrize("calls", [1, 2, 3])
+@pytest.mark.parametrize("calls", [deep(1), 2, deep(3)])
 def test_a_stateful_optimizer_is_pickled_in_the_middle_of_an_accumulation(calls: int):
     model, opt = Model(), optimizer()
     for _ in range(calls):

@@ -128,7 +128,7 @@ MOVES = {
 @pytest.mark.parametrize(
     ("name", "form"),
     deep_but(
-        [("sgd", "original"), ("adam", "decorated"), ("groups", "decorated")],
+        [("sgd", "original"), ("groups", "decorated")],
         [(name, form) for name in MOVES for form in ("decorated", "original")],
     ),
 )

@@ -41,17 +41,21 @@ def step_of(loss: Any, optimizer: Any, mesh: Any, update: str = "sharded", **kwa
     return make_train_step(loss, optimizer, **options, **kwargs)
 
 
-def on_one_device(loss: Any, optimizer: Any, params: Any, batches: Any) -> tuple[Any, Any]:
-    params = jax.tree.map(jnp.asarray, params)
-    state = optimizer.init(params)
-
+@functools.cache
+def one_device_step(loss: Any, optimizer: Any) -> Any:
     @jax.jit
     def step(params: Any, state: Any, batch: Any) -> Any:
         updates, state = optimizer.update(jax.grad(loss)(params, batch), state, params)
         return optax.apply_updates(params, updates), state
 
+    return step
+
+
+def on_one_device(loss: Any, optimizer: Any, params: Any, batches: Any) -> tuple[Any, Any]:
+    params = jax.tree.map(jnp.asarray, params)
+    state = optimizer.init(params)
     for batch in batches:
-        params, state = step(params, state, batch)
+        params, state = one_device_step(loss, optimizer)(params, state, batch)
     return params, state
 
 
@@ -109,7 +113,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", deep_but(["sgd", "adamw", "muon"], OPTIMIZERS))
+@pytest.mark.parametrize("name", deep_but(["sgd", "muon"], OPTIMIZERS))
 def test_a_transformer_split_over_the_model_axis_follows_one_device(name: str):
     optimizer, mesh = OPTIMIZERS[name](), mesh_of(4, 2)
     step = step_of(transformer, optimizer, mesh)

@@ -356,7 +356,7 @@ ZOO_RULES = {
 @pytest.mark.parametrize(
     ("rule", "number"),
     deep_but(
-        [("sgd", 8), ("adam", 3), ("partition", 8), ("global norm", 8)],
+        [("sgd", 8), ("adam", 3), ("global norm", 8)],
         [*((rule, 8) for rule in ZOO_RULES), ("adam", 3), ("global norm", 3)],
     ),
 )
