@@ -44,7 +44,7 @@ def verified(loss: Any, kind: Any, *, mean: bool) -> crossshard.Verification:
     return crossshard.verify(make_step, X, Y, num_shards=8)
 
 
-@pytest.mark.parametrize("loss", [scaled, noisy])
+@pytest.mark.parametrize("loss", [scaled, pytest.param(noisy, marks=pytest.mark.deep)])
 def test_a_right_step_with_an_integer_counter_is_fine(loss: Any):
     found = verified(loss, np.int32, mean=True)
     assert found.ok, found
