@@ -20,6 +20,7 @@ from crossshard import (
     ArgumentTypeError,
     CheckpointMismatchError,
     Checkpoints,
+    CheckpointWarning,
     CrossShardOptimizer,
     make_train_step,
 )
@@ -296,9 +297,10 @@ def test_another_model_optimizer_or_dtype_is_refused_by_name(tmp_path: Path):
     for name, (other, params, message) in other_steps().items():
         with pytest.raises(CheckpointMismatchError, match=message):
             print(name, restored(tmp_path, other, params))
-    # Another learning rate is the same optimizer.
+    # Another learning rate is the same optimizer, and is said.
     faster = make_train_step(loss_fn, optax.adamw(0.5, eps=1e-4), num_shards=2)
-    assert int(restored(tmp_path, faster).step) == 1
+    with pytest.warns(CheckpointWarning, match=r"it has mul\(-0\.01, x\).* this one mul\(-0\.5, x"):
+        assert int(restored(tmp_path, faster).step) == 1
     keyed = step.init(PARAMS, jax.random.key(0, impl="rbg"))
     with pytest.raises(
         CheckpointMismatchError, match="random key is of threefry2x32, and here of rbg"
