@@ -155,7 +155,7 @@ def test_states_of_other_groups_are_refused():
 def test_settings_of_modules_in_a_list_are_not_trained():
     modules = [eqx.nn.Linear(4, 4, key=jax.random.key(0)), eqx.nn.Dropout(0.5)]
     step = make_train_step(
-        lambda p, b, r: (p[1](jax.vmap(p[0])(b), key=r) ** 2).mean(),
+        lambda p, b, rng: (p[1](jax.vmap(p[0])(b), key=rng) ** 2).mean(),
         optax.adamw(0.1, weight_decay=0.1),
         num_shards=4,
     )

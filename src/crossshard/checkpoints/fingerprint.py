@@ -11,6 +11,7 @@ import numpy as np
 
 from crossshard import _jax
 from crossshard.gradients.nesting import inside_optimizer
+from crossshard.pipeline.moving_average import describe_decay
 from crossshard.pipeline.optimize import takes_value
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.preprocess import Preprocess
@@ -91,7 +92,7 @@ def _options(pipeline: Pipeline, loss: Loss) -> dict[str, str | None]:
         "loss_scale": pipeline.loss_scale,
         "nonfinite": None if pipeline.nonfinite is None else pipeline.nonfinite.action,
         "master_dtype": pipeline.master_dtype,
-        "ema": pipeline.ema,
+        "ema": None if pipeline.ema is None else describe_decay(pipeline.ema),
     }
     return {name: None if value is None else str(value) for name, value in options.items()}
 

@@ -78,12 +78,13 @@ def value_and_grad(
     @functools.wraps(fun)
     def differentiate(*args: Any, **kwargs: Any) -> Any:
         numbers = _check_argnums(argnums, len(args))
-        shards = shards_of_gradient(names, _arrays(args[number] for number in numbers))
+        params = list(_arrays(args[number] for number in numbers))
+        shards = shards_of_gradient(names, params)
 
         def local_loss(*args: Any, **kwargs: Any) -> Any:
             loss, aux = split_loss(fun(*args, **kwargs), has_aux, (jnp.inexact,))
             check_one_way(loss, shards, names)
-            check_no_further(loss, shards)
+            check_no_further(loss, shards, params)
             # An invariant loss is cast to varying: each shard differentiates its own copy.
             return shards.as_varying(scaled(loss, scale)), (loss, aux)
 

@@ -76,7 +76,7 @@ def differentiate(
             after = [other.get_raw_value() for other in others]
             made = [v for v in variables_in(roots) if id(v) not in known]
         value = jnp.asarray(check_scalar(out))
-        check_no_further(value, shards)
+        check_no_further(value, shards, values)
         changed = [not same_arrays(a, b) for a, b in zip(after, rest, strict=True)]
         written[:] = [*itertools.compress(others, changed), *made]
         kept = [*itertools.compress(after, changed), *(v.get_raw_value() for v in made)]

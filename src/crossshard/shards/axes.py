@@ -181,14 +181,18 @@ def check_one_way(loss: Any, shards: Shards, axis_name: tuple[str, ...]) -> None
     )
 
 
-def check_no_further(loss: Any, shards: Shards) -> None:
+def check_no_further(loss: Any, shards: Shards, params: Iterable[Any]) -> None:
     """Raise if a loss varies over an axis that counts no shards, so that autodiff would sum it.
+
+    Over an axis along which each of the parameters varies too, it sums nothing.
 
     Raises:
       AxisError: the type of the loss says so.
     """
     bound, known = _jax.bound_axes(), _jax.varying_axes(loss) | _jax.unreduced_axes(loss)
-    over = [axis for axis in bound if axis in known and axis not in shards.axes and bound[axis] > 1]
+    split = frozenset(bound).intersection(*map(_jax.varying_axes, params))
+    further = (axis for axis in bound if axis not in shards.axes and axis not in split)
+    over = [axis for axis in further if axis in known and bound[axis] > 1]
     if not over:
         return
     axes = over if len(over) > 1 else over[0]

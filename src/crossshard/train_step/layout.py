@@ -1,6 +1,7 @@
 """StateLayout: the placement of each array of a step's state on the mesh."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +37,7 @@ class StateLayout:
       plan: the partitions of parameters and optimizer state.
       groups: the groups whose parameters differ; ``None`` if all shards have the same.
       pipeline: the pipeline, whose stages have states.
-      types: the types of one shard's whole optimizer state, of all stages.
+      params: the types of one set of parameters.
       model_state: how the state that a loss returns is kept; ``None`` if it returns none.
       other_axes: for each array of the parameters, the frozen arrays and the model state how it
         lies on the other axes of the mesh; empty if none is split over these.
@@ -47,9 +48,15 @@ class StateLayout:
     plan: UpdatePlan
     groups: GroupAssignment | None
     pipeline: Pipeline
-    types: CrossShardState = dataclasses.field(compare=False)
+    params: Any = dataclasses.field(compare=False)
     model_state: ModelState | None = None
     other_axes: tuple[OtherAxes, ...] = ()
+
+    @functools.cached_property
+    def types(self) -> CrossShardState:
+        """The types of one shard's whole optimizer state, of all stages."""
+        types: CrossShardState = jax.eval_shape(self.pipeline.init, self.params)
+        return types
 
     @property
     def number_of_shards(self) -> int:

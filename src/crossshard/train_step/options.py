@@ -11,7 +11,7 @@ from jax.sharding import Sharding
 
 from crossshard.errors import ArgumentError
 from crossshard.pipeline.masters import MastersState
-from crossshard.pipeline.moving_average import MovingAverageState
+from crossshard.pipeline.moving_average import State as AverageState
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.shards.placement import PER_SHARD, REPLICATED, Placement
 from crossshard.train_step.layout import StateLayout, strong_copy
@@ -90,7 +90,7 @@ def _wrapped(inner: Any) -> tuple[Any, dict[str, bool]]:
     """The state of the optimizer that the user passed, and what is around it."""
     masters = isinstance(inner, MastersState)
     inner = inner.inner_state if masters else inner
-    average = isinstance(inner, MovingAverageState)
+    average = isinstance(inner, AverageState)
     return inner.inner_state if average else inner, {"masters": masters, "average": average}
 
 

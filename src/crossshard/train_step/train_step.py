@@ -632,7 +632,7 @@ class TrainStep:
                 plan,
                 groups,
                 pipeline,
-                jax.eval_shape(pipeline.init, jax.tree.unflatten(tree, types)),
+                jax.tree.unflatten(tree, types),
                 self._function.loss.model_state,
                 lie,
             )
