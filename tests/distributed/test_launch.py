@@ -15,7 +15,7 @@ import optax
 import pytest
 
 from crossshard.cli import main
-from tests.deep import deep
+from tests.quick import deep
 
 # For a machine on which everything else happens, too.
 PATIENCE = 240
@@ -68,7 +68,7 @@ def python(text: str) -> list[str]:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("processes", "devices"),
-    [(2, 2), *deep((1, 4), (4, 1))],
+    [(2, 2), deep((1, 4)), deep((4, 1))],
 )
 def test_processes_train_like_one_device(tmp_path: Path, processes: int, devices: int):
     script, saved = tmp_path / "train.py", tmp_path / "params.npz"
@@ -142,9 +142,12 @@ time.sleep(600)
     ("fails", "code", "how"),
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "by SIGKILL"),
-        *deep(
-            ("sys.exit(3)", 3, "with code 3"),
-            ("raise ValueError('wrong')", 1, "with code 1"),
+        *map(
+            deep,
+            [
+                ("sys.exit(3)", 3, "with code 3"),
+                ("raise ValueError('wrong')", 1, "with code 1"),
+            ],
         ),
     ],
 )
@@ -223,7 +226,7 @@ def test_signals_go_to_all_processes(number: signal.Signals):
     assert ran.returncode == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, *deep((signal.SIGQUIT,))])
+@pytest.mark.parametrize("number", [signal.SIGINT, deep(signal.SIGQUIT)])
 def test_a_signal_that_ends_them_is_the_code(number: signal.Signals):
     # Python's own words on Ctrl-C are left out.
     waits = f"import signal, time; signal.signal({int(number)}, signal.SIG_DFL); print('ready')\n"
@@ -325,10 +328,13 @@ time.sleep({sleep})
     ("flags", "runs", "code", "starts"),
     [
         (["--restarts", 2], 1, 0, ["3", "3"]),
-        *deep(
-            ([], 1, 9, ["3"]),
-            (["--restarts", 2], 5, 9, ["3", "3", "3"]),
-            (["--restarts", 3, "--min-processes", 2], 2, 0, ["3", "2", "2"]),
+        *map(
+            deep,
+            [
+                ([], 1, 9, ["3"]),
+                (["--restarts", 2], 5, 9, ["3", "3", "3"]),
+                (["--restarts", 3, "--min-processes", 2], 2, 0, ["3", "2", "2"]),
+            ],
         ),
     ],
 )

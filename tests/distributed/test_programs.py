@@ -15,8 +15,8 @@ import pytest
 
 import crossshard
 from crossshard import CrossShardOptimizer
-from tests.deep import deep
 from tests.distributed.test_launch import PATIENCE, launch
+from tests.quick import deep
 
 PROCESSES = 3
 W = {"b": np.ones(40, np.float32), "w": np.ones((64, 40), np.float32)}
@@ -210,7 +210,7 @@ def main(out: str, *names: str) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("names", [FEW, *deep(([*KINDS],))], ids=["few", "all"])
+@pytest.mark.parametrize("names", [FEW, deep([*KINDS])], ids=["few", "all"])
 def test_the_odd_process_is_named(names: list[str], tmp_path: Path):
     root = str(Path(__file__).parents[2])
     code = f"import sys; sys.path.insert(0, {root!r}); from tests.distributed import test_programs"

@@ -20,7 +20,7 @@ from crossshard.distributed.job import Job
 from crossshard.distributed.reports import Kind, Report, State, Verdict
 from crossshard.distributed.timeouts import Timeouts
 from crossshard.distributed.watch import _Watch
-from tests.deep import deep
+from tests.quick import deep
 
 PATIENCE = 240
 STALL_SECONDS = 3
@@ -124,7 +124,7 @@ def test_a_stopped_process_is_named_after_the_timeout(start, who: int):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("who", [*deep((0,)), 1])
+@pytest.mark.parametrize("who", [deep(0), 1])
 def test_a_process_that_sleeps_is_named_with_the_step(start, who: int):
     processes = start(who, "time.sleep(600)")
     says = f"has not entered step 6 for {STALL_SECONDS} seconds, and others wait for it."

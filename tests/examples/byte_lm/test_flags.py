@@ -18,9 +18,9 @@ import crossshard
 from examples.byte_lm.__main__ import main
 from examples.byte_lm.job import Job, prepare
 from examples.byte_lm.model import ByteTransformer, nats, params_by_name
-from tests.deep import deep
 from tests.examples.byte_lm.small import SMALL, check_picture, read_metrics, small_options
 from tests.examples.byte_lm.test_held_out import by_hand
+from tests.quick import deep
 
 RATE, STEPS = 0.1, 3
 
@@ -96,13 +96,21 @@ HALF = {"dtype": "bfloat16", "param_dtype": "bfloat16", "master_dtype": "float32
     ("flags", "chosen", "within", "described"),
     [
         ({"accumulate_steps": 4, "weight_update": "sharded"}, "", EXACT, "4 microbatches.* parts"),
-        *deep(
-            ({"shards": 2, "model_shards": 2}, "", EXACT, "split over model"),
-            ({"weight": True, "batch": 9}, "", EXACT, "weigh"),
-            ({"wrt": "blocks/*"}, "blocks/", EXACT, "frozen"),
-            ({"reduce_dtype": "bfloat16"}, "", OF_16_BITS, "in bfloat16"),
-            ({"dtype": "float16", "loss_scale": "dynamic"}, "", OF_16_BITS, "skip if not finite"),
-            (HALF, "", OF_16_BITS, "float32 masters"),
+        *map(
+            deep,
+            [
+                ({"shards": 2, "model_shards": 2}, "", EXACT, "split over model"),
+                ({"weight": True, "batch": 9}, "", EXACT, "weigh"),
+                ({"wrt": "blocks/*"}, "blocks/", EXACT, "frozen"),
+                ({"reduce_dtype": "bfloat16"}, "", OF_16_BITS, "in bfloat16"),
+                (
+                    {"dtype": "float16", "loss_scale": "dynamic"},
+                    "",
+                    OF_16_BITS,
+                    "skip if not finite",
+                ),
+                (HALF, "", OF_16_BITS, "float32 masters"),
+            ],
         ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,

@@ -14,7 +14,7 @@ from crossshard import CrossShardOptimizer, make_train_step
 from examples.byte_lm.held_out import HeldOut, gzip_bits_per_byte
 from examples.byte_lm.model import ByteTransformer, loss, nats
 from examples.byte_lm.training import Training
-from tests.deep import deep
+from tests.quick import deep
 
 TEXT = np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 40, np.uint8)
 GROUPS = {
@@ -49,11 +49,14 @@ def training(model: ByteTransformer, groups: Sequence[Sequence[int]], **options:
     [
         ("two crossed", "counts"),
         ("three alone", None),
-        *deep(
-            ("eight together", None),
-            ("eight together", "counts"),
-            ("two crossed", None),
-            ("three alone", "counts"),
+        *map(
+            deep,
+            [
+                ("eight together", None),
+                ("eight together", "counts"),
+                ("two crossed", None),
+                ("three alone", "counts"),
+            ],
         ),
     ],
 )

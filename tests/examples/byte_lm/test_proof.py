@@ -12,8 +12,8 @@ from examples.byte_lm.job import Job, prepare
 from examples.byte_lm.model import ByteTransformer, loss
 from examples.byte_lm.optimizers import make_optimizer
 from examples.byte_lm.proof import Batch, Comparison, Proof, verify
-from tests.deep import deep
 from tests.examples.byte_lm.small import small_options
+from tests.quick import deep
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +47,12 @@ def of_run(job: Job, judged_as: Job | None = None) -> Comparison:
     ("optimizer", "groups", "reduction", "relative"),
     [
         ("sgd", "4x1", "mean", 1e-5),
-        *deep(
-            ("adam", "1x4", "mean", 1e-3),
-            ("polyak_sgd", "[[0,3],[1,2]]", "sum", 1e-4),
+        *map(
+            deep,
+            [
+                ("adam", "1x4", "mean", 1e-3),
+                ("polyak_sgd", "[[0,3],[1,2]]", "sum", 1e-4),
+            ],
         ),
     ],
 )
