@@ -201,9 +201,32 @@ OTHER_ROWS = TRAIN.replace("exec(sys.argv[2])", "step(state, np.ones((4, 3), np.
 )
 
 
+STATEFUL = """
+import sys
+import crossshard
+
+job = crossshard.distributed.initialize(stall_timeout=600)
+
+import jax, numpy as np, optax
+from flax import nnx
+
+model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+opt = crossshard.CrossShardOptimizer(optax.sgd(0.1))
+
+@crossshard.shard(num_shards=2)
+def step(model, opt, x):
+    return opt.minimize(lambda: (model(x) ** 2).mean(), var_list=model)
+
+for number in range(1, 1_000_000):
+    rows = 4 if number == 6 and job.process_id == int(sys.argv[1]) else 2
+    jax.block_until_ready(step(model, opt, np.ones((rows, 3), np.float32)))
+"""
+
+
 @pytest.mark.multiprocess
-def test_a_process_with_other_rows_in_mid_run_is_named_with_them(start):
-    processes = start(1, "", script=OTHER_ROWS, number=2)
+@pytest.mark.parametrize("script", [OTHER_ROWS, deep(STATEFUL)], ids=["step", "shard"])
+def test_a_process_with_other_rows_in_mid_run_is_named_with_them(start, script: str):
+    processes = start(1, "", script=script, number=2)
     for own, process in enumerate(processes):
         _, err = process.communicate(timeout=PATIENCE)
         assert process.returncode == PROCESS_STALLED, err

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from crossshard import _flax
 from crossshard.distributed.agreement import check_agreement, checksum, processes_of
 from crossshard.distributed.programs import check_same_program
+from crossshard.distributed.progress import PROGRESS
 from crossshard.errors import VariableError
 from crossshard.jaxprs.invariance import varying_axes_of_outputs
 from crossshard.runners.split import Arguments, Hashable, Outputs, as_output, is_numeric
@@ -176,6 +177,7 @@ class Program:
                 each.spread(self._mesh.size)
             values = [each.value(how) for each, how in zip(held, self._shardings, strict=True)]
             if self._has_processes:
+                PROGRESS.take(arguments.own_rows())
                 self._compare(held, values, arguments)
             outputs, after = self._compiled(values, arguments.leaves)
             written = self._written()

@@ -94,6 +94,16 @@ class Arguments:
         """The arguments that are not split."""
         return [item.value for item in self.items if isinstance(item, Whole)]
 
+    def own_rows(self) -> str:
+        """The types of what this process has of the arrays that are split, for the others."""
+        words = []
+        for leaf, spec in zip(self.leaves, self.specs, strict=True):
+            if spec != PartitionSpec():
+                shape, axis = list(leaf.sharding.shard_shape(leaf.shape)), len(spec) - 1
+                shape[axis] *= len(leaf.addressable_shards)
+                words.append(f"{leaf.dtype}[{','.join(map(str, shape))}]")
+        return ",".join(words)
+
     def key(self) -> Any:
         """The cache key of the arguments."""
         items = tuple(item.key() if isinstance(item, Whole) else item for item in self.items)
