@@ -36,15 +36,13 @@ from benchmarks.peer import Peer, PeerError
 from benchmarks.result import Result
 from benchmarks.tables import make_tables
 from benchmarks.timing import Timing
-from tests.quick import deep
 
 ROOT = Path(__file__).parents[2]
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.mark.parametrize(
-    "bench", ["overhead", *(deep(bench) for bench in BENCHES if bench != "overhead")]
-)
+@pytest.mark.deep
+@pytest.mark.parametrize("bench", BENCHES)
 def test_a_bench_leaves_a_page_a_plot_and_its_times(
     bench: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -223,8 +223,9 @@ for number in range(1, 1_000_000):
 """
 
 
+@pytest.mark.deep
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("script", [OTHER_ROWS, deep(STATEFUL)], ids=["step", "shard"])
+@pytest.mark.parametrize("script", [OTHER_ROWS, STATEFUL], ids=["step", "shard"])
 def test_a_process_with_other_rows_in_mid_run_is_named_with_them(start, script: str):
     processes = start(1, "", script=script, number=2)
     for own, process in enumerate(processes):
@@ -257,6 +258,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.deep
 def test_a_single_process_that_stands_still_leaves_with_its_stack():
     ran = subprocess.run(
         [sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=PATIENCE

@@ -150,6 +150,7 @@ def test_bad_input_is_one_line_and_two(tmp_path, words, names):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.deep
 def test_groups_are_judged_and_proven_apart(tmp_path, capsys):
     words = ["--data", str(small_text(tmp_path)), "--out", str(tmp_path / "out"), *SMALL]
     words += ["--groups", "[[0,3],[1,2]]", "--reduction", "sum", "--optimizer", "sgd"]
