@@ -75,8 +75,11 @@ def read_faults() -> list[Fault]:
     ]
 
 
-def tests_for(path: str) -> tuple[list[str], list[str]]:
-    """The tests that mirror a file's folder, and the others, those of the core first."""
+def tests_for(path: str) -> list[list[str]]:
+    """All tests, those first that mirror a file's folder, then those of the core.
+
+    In pieces, since to collect all takes a while, and the first ones mostly suffice.
+    """
     every = [
         f"tests/{each.name}"
         for each in sorted((ROOT / "tests").iterdir())
@@ -84,16 +87,13 @@ def tests_for(path: str) -> tuple[list[str], list[str]]:
     ]
     near = [each for each in every if each == f"tests/{path.split('/')[0]}"]
     core = ["pipeline", "train_step", "test_modes.py", "optimizers", "reference", "collectives"]
-    place = {f"tests/{name}": number for number, name in enumerate(core)}
-    others = [each for each in every if each not in near]
-    return near, sorted(others, key=lambda each: place.get(each, len(core)))
+    first = [[f"tests/{name}"] for name in core if [f"tests/{name}"] != near]
+    return [near, *first, [each for each in every if each not in near and [each] not in first]]
 
 
 def run(fault: Fault, caught_by: str | None) -> str | None:
     """The test that catches a fault, or ``a time of … s``; ``None`` if none does."""
-    near, others = tests_for(fault.path)
-    # In pieces, since to collect all tests takes a while and the first ones mostly suffice.
-    pieces = [[caught_by] if caught_by and "::" in caught_by else [], near, others]
+    pieces = [[caught_by] if caught_by and "::" in caught_by else [], *tests_for(fault.path)]
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "crossshard"
         shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -126,7 +126,7 @@ def _first_failure(tests: list[str], folder: str) -> str | None:
     # A test that is gone since it was recorded: pytest's codes for usage and for no test.
     if process.returncode in (0, 4, 5):
         return None
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
     return failed[1] if failed else f"exit code {process.returncode}"
 
 
