@@ -463,7 +463,7 @@ UPDATE = [
     bad("a loss that is no scalar, for value_and_grad",
         lambda world: crossshard.grad(lambda w: w)(ONES), *VALUE, "scalar", "(3,)", "jnp.mean"),
     bad("argnums that are not there",
-        lambda world: crossshard.grad(lambda w: w.sum(), argnums=2)(ONES), *VALUE, "argument 2",
+        lambda world: crossshard.grad(lambda w: w.sum(), argnums=1)(ONES), *VALUE, "argument 1",
         "1 positional"),
 ]
 
