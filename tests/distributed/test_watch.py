@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import pytest
 from crossshard import _jax
 from crossshard.distributed import PROCESS_LOST, PROCESS_STALLED
 from crossshard.distributed.addresses import free_port
-from crossshard.distributed.job import Job
+from crossshard.distributed.job import VERDICTS, Job
 from crossshard.distributed.reports import Kind, Report, State, Verdict
 from crossshard.distributed.timeouts import Timeouts
 from crossshard.distributed.watch import _Watch
@@ -152,6 +153,33 @@ def test_a_process_that_fails_or_leaves_keeps_its_code(start, who, fault, says, 
     processes = start(who, fault)
     check_others(processes, who, says, PROCESS_LOST, 5)
     assert processes[who].wait(PATIENCE) == code
+
+
+CHATTER = """
+import os, threading, time
+from crossshard.distributed.reports import Kind, Verdict
+from crossshard.distributed.watch import _leave
+
+def chatter():
+    while True:
+        os.write(2, b"as the main thread prints an exception\\n")
+        time.sleep(0.0002)  # or the pipe is full, and a write waits in it
+
+for _ in range(20):
+    threading.Thread(target=chatter, daemon=True).start()
+time.sleep(0.1)
+_leave(0, Verdict(Kind.DIED, 1))
+"""
+
+
+def test_the_word_comes_last_while_another_thread_prints(tmp_path: Path):
+    verdicts = tmp_path / "verdicts"
+    verdicts.touch()
+    words, ours = [sys.executable, "-c", CHATTER], {**os.environ, VERDICTS: str(verdicts)}
+    run = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, env=ours)
+    assert verdicts.read_text().startswith("0 ")
+    assert run.returncode == PROCESS_LOST
+    assert run.stderr.endswith("crossshard: process 1 died. Process 0 leaves.\n")
 
 
 @pytest.mark.soak

@@ -279,7 +279,10 @@ def _leave(own: int, verdict: Verdict) -> None:
     if verdict.code == PROCESS_STALLED:
         line = f"{stacks()}\n{line}"
     with contextlib.suppress(OSError):
-        os.write(2, f"{line}\n".encode())
+        error = os.dup(2)
+        # The main thread may be printing what it met since the others left: the word comes last.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        os.write(error, f"{line}\n".encode())
     # Exit codes alone would not tell who left because of whom.
     with contextlib.suppress(KeyError, OSError):
         file = os.open(os.environ[VERDICTS], os.O_WRONLY | os.O_APPEND)
