@@ -112,8 +112,8 @@ with ZeRO each rank updates a part of the parameters and broadcasts it. All wait
 each step. *Differs by*: the largest difference from "ours, replicated" after the same steps, over \
 the last element of every array.
 
-All processes, PyTorch's too, take memory in large pages, as `crossshard launch --cpu-devices` \
-sets them up.
+All processes, PyTorch's too, keep the memory that they take, in large pages, as `crossshard \
+launch --cpu-devices` sets them up.
 
 Where ours is slower: a replicated update sums all gradients when the backward pass has ended, \
 while DDP sums its buckets beside it; XLA's sum over gloo takes half as long again as PyTorch's, \

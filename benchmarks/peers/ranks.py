@@ -21,8 +21,8 @@ def serve(run_rank: RunRank, number: int, problem: dict, versions: dict[str, str
       problem: what they solve.
       versions: what to answer to the first question.
     """
-    # As `crossshard launch` does, here for every framework: large arrays in large pages.
-    os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+    # As `crossshard launch` does, here for every framework.
+    os.environ.setdefault("GLIBC_TUNABLES", problem["tunables"])
     # Answers go where stdout went; whatever else is printed must not stand between them.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -15,6 +15,7 @@ import optax
 import pytest
 
 from crossshard.cli import main
+from crossshard.distributed.job import TUNABLES
 from tests.quick import deep
 
 # For a machine on which everything else happens, too.
@@ -109,7 +110,7 @@ print(os.environ["GLIBC_TUNABLES"], [len(each.operands) for each in report.colle
 @pytest.mark.multiprocess
 def test_between_cpus_larger_arrays_share_a_bucket_and_memory_comes_in_large_pages():
     out, err = launch("-n", 2, "--cpu-devices", 1, *python(ON_CPUS)).communicate(timeout=PATIENCE)
-    of_each = "glibc.malloc.hugetlb=1 [1]"
+    of_each = f"{TUNABLES} [1]"
     assert sorted(out.splitlines()) == [f"[{own}] {of_each}" for own in range(2)], err
 
 

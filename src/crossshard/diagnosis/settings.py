@@ -11,6 +11,7 @@ import jax
 
 from crossshard import _jax
 from crossshard.diagnosis.report import Devices, Finding
+from crossshard.distributed.job import TUNABLES
 from crossshard.shards.devices import forced_cpu_devices
 
 # Its stubs lack most options.
@@ -49,12 +50,12 @@ def notes(devices: Devices | None) -> Iterator[Finding]:
     yield from _of_gpu_memory(devices)
     is_of_cpus = devices.platform == "cpu" and devices.processes > 1
     tunables = os.environ.get("GLIBC_TUNABLES", "")
-    if is_of_cpus and sys.platform == "linux" and "malloc.hugetlb" not in tunables:
+    if is_of_cpus and sys.platform == "linux" and "malloc.arena_max" not in tunables:
         yield Finding(
             "glibc",
             "GLIBC_TUNABLES is not set: XLA takes fresh memory in each step, which Linux hands out "
-            "in pages of 4 KiB. Set GLIBC_TUNABLES=glibc.malloc.hugetlb=1 before Python starts, as "
-            "crossshard launch does.",
+            f"in pages of 4 KiB. Set GLIBC_TUNABLES={TUNABLES} before Python starts, as crossshard "
+            "launch does.",
         )
 
 

@@ -16,7 +16,7 @@ from typing import IO, Any
 from crossshard.distributed import guard
 from crossshard.distributed.addresses import check_unused, free_port
 from crossshard.distributed.endings import Family
-from crossshard.distributed.job import ADDRESS, DEVICES, LOOPBACK, NUMBER, OWN, VERDICTS
+from crossshard.distributed.job import ADDRESS, DEVICES, LOOPBACK, NUMBER, OWN, TUNABLES, VERDICTS
 from crossshard.errors import ArgumentError
 
 # How long a process may take to end after a signal, to save a checkpoint; as Slurm and Kubernetes.
@@ -123,8 +123,7 @@ def _environment(
         environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(cpu_devices)}
         # Enough threads that collectives of virtual devices never deadlock.
         environment["NPROC"] = str(4 * cpu_devices)
-        # XLA takes fresh memory for each step: in pages of 4 KiB, that can take a fifth of it.
-        environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+        environment.setdefault("GLIBC_TUNABLES", TUNABLES)
     return environment
 
 
