@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "crossshard"
 # Which test caught a fault the last time; it runs first the next time.
-CAUGHT_BY = ROOT / "build" / "mutants.json"
+CAUGHT_BY = ROOT / "tools" / "mutants.json"
 # A fault may make shards wait for each other for ever.
 SECONDS = 1800
 WANTED = 0.95
@@ -76,7 +76,7 @@ def read_faults() -> list[Fault]:
 
 
 def tests_for(path: str) -> list[list[str]]:
-    """All tests, those first that mirror a file's folder, then those of the core.
+    """All tests, those first that mirror a file's folder, then those that see the most.
 
     In pieces, since to collect all takes a while, and the first ones mostly suffice.
     """
@@ -86,9 +86,10 @@ def tests_for(path: str) -> list[list[str]]:
         if each.name.startswith("test_") or (each.is_dir() and any(each.rglob("test_*.py")))
     ]
     near = [each for each in every if each == f"tests/{path.split('/')[0]}"]
-    core = ["pipeline", "train_step", "test_modes.py", "optimizers", "reference", "collectives"]
+    core = ["reference", "pipeline", "train_step", "test_modes.py", "optimizers", "collectives"]
     first = [[f"tests/{name}"] for name in core if [f"tests/{name}"] != near]
-    return [near, *first, [each for each in every if each not in near and [each] not in first]]
+    rest = [each for each in every if each not in near and [each] not in first]
+    return [["tests/pipeline/test_combinations.py"], near, *first, rest]
 
 
 def run(fault: Fault, caught_by: str | None) -> str | None:
@@ -153,8 +154,7 @@ def main() -> int:
                 survivors.append(fault)
             else:
                 recorded[key(fault)] = by
-                CAUGHT_BY.parent.mkdir(exist_ok=True)
-                CAUGHT_BY.write_text(json.dumps(recorded, indent=1, sort_keys=True))
+                CAUGHT_BY.write_text(json.dumps(recorded, indent=1, sort_keys=True) + "\n")
             print(f"{'survives' if by is None else 'caught  '} {fault.name}", flush=True)
             print(f"         {fault.reason if by is None else by}", flush=True)
     caught = len(faults) - len(survivors)
