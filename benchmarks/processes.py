@@ -15,7 +15,6 @@ from benchmarks.peer import Peer, PeerCandidate, PeerError
 from benchmarks.problem import NUMBERS_OF_ADAMW
 from benchmarks.progress import Screen
 from benchmarks.result import Result
-from crossshard.distributed.job import TUNABLES
 
 DDP, ZERO = "PyTorch gloo DDP", "PyTorch gloo DDP + ZeRO"
 
@@ -35,7 +34,6 @@ def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> 
             screen.tell(f"{name}: starting all of them")
             problem = {
                 "ranks": number,
-                "tunables": TUNABLES,
                 "coordinator": f"127.0.0.1:{_free_port()}",
                 "width": width,
                 "layers": _LAYERS,
