@@ -116,8 +116,8 @@ All processes, PyTorch's too, keep the memory that they take, in large pages, as
 launch --cpu-devices` sets them up.
 
 Where ours is slower: a replicated update sums all gradients when the backward pass has ended, \
-while DDP sums its buckets beside it; XLA's sum over gloo takes half as long again as PyTorch's, \
-which works in place; and XLA for CPUs updates with AdamW in several passes over memory, where \
+while DDP sums its buckets beside it; XLA's sum over gloo takes memory of its own, and \
+PyTorch's works in place; and XLA for CPUs updates with AdamW in several passes over memory, where \
 PyTorch's fused one takes one.""",
     "accumulation": f"""\
 {_IN_TURN}

@@ -24,13 +24,11 @@ from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
-import coverage
-
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "crossshard"
 # Which test caught a fault the last time; it runs first the next time.
 CAUGHT_BY = ROOT / "tools" / "mutants.json"
-# What a run of all tests leaves; delete them if the package has changed much.
+# What a run of all tests leaves, until the package changes.
 COVERAGE, TIMES = ROOT / "build" / "coverage", ROOT / "build" / "coverage.xml"
 # A fault may make shards wait for each other for ever.
 SECONDS = 1800
@@ -92,7 +90,11 @@ class Map:
     """
 
     def __init__(self) -> None:
-        if not COVERAGE.exists():
+        # Here and not above: who reads the list of faults needs no coverage.
+        import coverage
+
+        newest = max(file.stat().st_mtime for file in PACKAGE.rglob("*.py"))
+        if not COVERAGE.exists() or COVERAGE.stat().st_mtime < newest:
             print("Running all tests, to know which of them run which line …", flush=True)
             COVERAGE.parent.mkdir(exist_ok=True)
             options = ["--cov=crossshard", "--cov-context=test", "--cov-report="]
@@ -142,12 +144,21 @@ def run(fault: Fault, tests: Callable[[], Map], caught_by: str | None) -> str | 
         package = Path(folder) / "crossshard"
         shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
         fault.plant(package)
-        if caught_by and (found := _first_failure([caught_by], folder)):
-            return found
+        if caught_by and _first_failure([caught_by], folder) and _passes(caught_by):
+            return caught_by
         for piece in filter(None, tests().pieces(fault)):
-            if found := _first_failure(piece, folder):
+            found = _first_failure(piece, folder)
+            if found and ("::" not in found or _passes(found)):
                 return found
     return None
+
+
+@functools.cache
+def _passes(test: str) -> bool:
+    """Whether a test passes without a fault: one that fails in any case has caught nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(PACKAGE, Path(folder) / "crossshard")
+        return _first_failure([test], folder) is None
 
 
 def _first_failure(tests: list[str], folder: str) -> str | None:

@@ -9,7 +9,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
 # What `crossshard launch --cpu-devices` sets, here for every framework.
-_TUNABLES = (
+TUNABLES = (
     "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1:"
     "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296"
 )
@@ -27,7 +27,7 @@ def serve(run_rank: RunRank, number: int, problem: dict, versions: dict[str, str
       problem: what they solve.
       versions: what to answer to the first question.
     """
-    os.environ.setdefault("GLIBC_TUNABLES", _TUNABLES)
+    os.environ.setdefault("GLIBCTUNABLES", TUNABLES)
     # Answers go where stdout went; whatever else is printed must not stand between them.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

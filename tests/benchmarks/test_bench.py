@@ -33,9 +33,11 @@ from benchmarks.models import mlp, transformer
 from benchmarks.options import BENCHES
 from benchmarks.overhead import BARE, CALLED
 from benchmarks.peer import Peer, PeerError
+from benchmarks.peers import ranks
 from benchmarks.result import Result
 from benchmarks.tables import make_tables
 from benchmarks.timing import Timing
+from crossshard.distributed.job import TUNABLES
 
 ROOT = Path(__file__).parents[2]
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -84,6 +86,11 @@ def test_candidates_solve_the_same(shards: int):
         timing, differences = interleave(candidates, 2, lambda _: None)
         assert set(timing.seconds) == {candidate.name for candidate in candidates}
         assert max(differences.values()) < 1e-5
+
+
+def test_all_processes_take_memory_as_those_of_the_launcher_do():
+    # The peers' environments lack crossshard, so the value stands there a second time.
+    assert ranks.TUNABLES == TUNABLES
 
 
 def test_four_microbatches_by_hand_are_one_large_batch():

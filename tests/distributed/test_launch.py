@@ -15,9 +15,12 @@ import optax
 import pytest
 
 from crossshard.cli import main
-from crossshard.distributed.job import TUNABLES
 from tests.quick import deep
 
+TUNABLES = (
+    "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1:"
+    "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296"
+)
 # For a machine on which everything else happens, too.
 PATIENCE = 240
 

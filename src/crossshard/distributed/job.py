@@ -16,8 +16,8 @@ VERDICTS = "CROSSSHARD_VERDICTS"
 
 LOOPBACK = "127.0.0.1"
 
-# XLA takes fresh memory in each step on CPUs: in large pages, of one heap for all threads, that is
-# never handed back. In glibc's usual way it can take a fifth of the step.
+# On CPUs XLA takes and frees memory in each step. So glibc keeps it, in large pages of one heap for
+# all threads, instead of handing it back to Linux.
 TUNABLES = (
     "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1:"
     "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296"

@@ -278,10 +278,12 @@ def _leave(own: int, verdict: Verdict) -> None:
     line = f"crossshard: {verdict.sentence()} Process {own} leaves."
     if verdict.code == PROCESS_STALLED:
         line = f"{stacks()}\n{line}"
+    error = 2
+    # The main thread may be printing what it met since the others left: the word comes last.
     with contextlib.suppress(OSError):
         error = os.dup(2)
-        # The main thread may be printing what it met since the others left: the word comes last.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    with contextlib.suppress(OSError):
         os.write(error, f"{line}\n".encode())
     # Exit codes alone would not tell who left because of whom.
     with contextlib.suppress(KeyError, OSError):
