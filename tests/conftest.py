@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import re
+import signal
 import sys
 
 import hypothesis
@@ -38,6 +39,10 @@ def _set_up_cpu_devices() -> None:
 
 
 _set_up_cpu_devices()
+
+# A shell ignores Ctrl-C for what it starts in the background, and tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A compilation takes as long as it takes, so nothing is timed; and a failure on one machine must
 # be a failure on the next.

@@ -1,5 +1,6 @@
 """Full disks, folders that are read-only or gone, and kills: the last good checkpoint stays."""
 
+import logging
 import os
 import shutil
 import signal
@@ -42,6 +43,20 @@ def program(text: str, *args: object) -> list[str]:
 def environment() -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
     return {**kept, "PYTHONPATH": os.pathsep.join([str(ROOT), kept.get("PYTHONPATH", "")])}
+
+
+def test_tasks_of_a_failed_write_that_nobody_waits_for_are_not_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    step = step_on(2)
+    state = trained(step, 1)
+    with Checkpoints(tmp_path / "run", step) as checkpoints:
+        checkpoints.save(state)
+    # As asyncio says it, when such a task is collected.
+    for folder in (tmp_path / "run" / "00000001", tmp_path / "another's"):
+        log = logging.getLogger("asyncio")
+        log.error("Task exception was never retrieved\nfuture: <Task finished '%s/state'>", folder)
+    assert [each.args for each in caplog.records] == [(tmp_path / "another's",)]
 
 
 def test_a_full_disk_is_one_clear_error_and_the_last_good_one_stays(tmp_path: Path):

@@ -83,7 +83,8 @@ def in_words(error: BaseException) -> str:
 class _Quiet(logging.Filter):
     """Leaves out what libraries print of failed writes, since ``wait`` raises it.
 
-    Orbax's threads log their errors, and TensorStore complains of each write whose thread has gone.
+    Orbax's threads log their errors, asyncio those of tasks that nobody waits for any more, and
+    TensorStore complains of each write whose thread has gone.
     """
 
     def __init__(self) -> None:
@@ -92,13 +93,14 @@ class _Quiet(logging.Filter):
         self._before: Any = None
 
     def begin(self) -> None:
+        # They stay: asyncio logs a task when it is collected, which may be after the end.
+        for library in ("absl", "asyncio"):
+            logging.getLogger(library).addFilter(self)
         if self._before is None:
-            logging.getLogger("absl").addFilter(self)
             self._before, sys.unraisablehook = sys.unraisablehook, self._unraisable
 
     def end(self) -> None:
         if self._before is not None and sys.unraisablehook == self._unraisable:
-            logging.getLogger("absl").removeFilter(self)
             sys.unraisablehook, self._before = self._before, None
 
     def filter(self, record: logging.LogRecord) -> bool:
