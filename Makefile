@@ -3,6 +3,8 @@
 # Asked for only by the recipes that need it, since looking starts interpreters.
 PYTHON ?= $(shell sh tools/find-python.sh)
 VENV := .venv
+# Says that it is up to date, in this folder: an environment that was moved still runs the other's.
+READY := $(VENV)/ready-$(shell pwd | cksum | cut -d ' ' -f 1)
 # Processes that share the tests. Each keeps eight virtual devices busy, so few cores are soon full.
 JOBS ?= 2
 # Neighbours stay together, since they share what is compiled; who is done early takes of the rest.
@@ -24,8 +26,15 @@ CYCLES ?= 100
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
 
-environment:  ## build .venv, if it is not there or not up to date
-	@python="$(PYTHON)"; [ -n "$$python" ] && "$$python" tools/environment.py $(VENV)
+environment: $(READY)  ## build .venv, if it is not there or not up to date
+
+$(READY): pyproject.toml $(wildcard constraints/*.txt)
+	@[ -f $@ ] || { python="$(PYTHON)"; [ -n "$$python" ] && "$$python" -m venv --clear $(VENV); }
+	@pins=constraints/$$($(VENV)/bin/python -c \
+	    'import sys; print("py%d%d-newest.txt" % sys.version_info[:2])'); \
+	  [ -f $$pins ] || pins=/dev/null; echo "installing into $(VENV) with $$pins (about a minute) …"; \
+	  $(VENV)/bin/python -m pip -qq --disable-pip-version-check install -c $$pins -e ".[test,dev]"
+	@touch $@
 
 demo: environment  ## train a small model on eight virtual CPU devices
 	$(VENV)/bin/python -m examples.byte_lm
@@ -45,8 +54,8 @@ check: environment  ## lint, formatting, types, and which folder may import whic
 mutants: environment  ## plant faults in the package, and see which of them make test catches
 	$(VENV)/bin/python tools/mutants.py --jobs $(JOBS) $(MUTANTS)
 
-test-matrix:  ## the suite on Python 3.11 to 3.13, with the oldest and the newest JAX
-	@python="$(PYTHON)"; [ -n "$$python" ] && "$$python" tools/matrix.py $(SHARED) $(PYTEST_ARGS)
+test-matrix: environment  ## the suite on Python 3.11 to 3.13, with the oldest and the newest JAX
+	$(VENV)/bin/python -m nox -s tests -- $(SHARED) $(PYTEST_ARGS)
 
 soak: environment  ## the long runs: make soak SOAK_STEPS=20000
 	SOAK_STEPS=$(SOAK_STEPS) $(VENV)/bin/python -m pytest -m soak $(PYTEST_ARGS)
@@ -58,21 +67,18 @@ chaos: environment  ## kill, resume and stall runs at random moments: make chaos
 bench: environment  ## measure against baselines written by hand, and against peers that are there
 	$(VENV)/bin/python -m benchmarks $(BENCH)
 
-bench-peers:  ## build the environments of PyTorch and TensorFlow for the bench
-	@python="$(PYTHON)"; [ -n "$$python" ] && "$$python" tools/bench_peers.py
+bench-peers: environment  ## build the environments of PyTorch and TensorFlow for the bench
+	$(VENV)/bin/python -m nox -s peer
 
 bench-pods: environment  ## compile steps for TPU pods, and write down what they send
 	$(VENV)/bin/python -m pip -qq --disable-pip-version-check install "jax[tpu]"
 	$(VENV)/bin/python -m benchmarks.pods
 
-bench-gpus:  ## compile steps for H100 clusters (installs 5 GB), and write down what hides
-	@python="$(PYTHON)"; [ -n "$$python" ] && \
-	  "$$python" tools/environment.py .venvs/gpus --extras examples
-	.venvs/gpus/bin/python -m pip -qq --disable-pip-version-check install "jax[cuda12]"
-	.venvs/gpus/bin/python -m benchmarks.gpus
+bench-gpus: environment  ## compile steps for H100 clusters (installs 5 GB), and write down what hides
+	$(VENV)/bin/python -m nox -s gpus
 
-constraints:  ## resolve and rewrite constraints/ for every Python that is here
-	@python="$(PYTHON)"; [ -n "$$python" ] && "$$python" tools/constraints.py
+constraints: environment  ## resolve and rewrite constraints/ for every Python that is here
+	$(VENV)/bin/python -m nox -s constraints
 
 clean:  ## remove the environments and all that tools left behind
 	rm -rf $(VENV) .venvs build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -6,7 +6,6 @@ interpreter, since JAX remembers what it has traced and compiled.
 
 import argparse
 import collections
-import datetime
 import json
 import os
 import re
@@ -14,10 +13,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from benchmarks import markdown
 
 SHARDS = 8
 STEPS = ("hand-written", "replicated", "sharded")
@@ -60,12 +60,10 @@ def main() -> None:
 
 def _table(rows: dict[str, list[dict[str, tuple[float, float]]]]) -> str:
     """The medians over the rounds, of seconds and of ratios within a round."""
-    lines = [
-        "| step | init | trace and lower | compile | step ÷ by hand | with init ÷ by hand |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    head = ("step", "init", "trace and lower", "compile", "step ÷ by hand", "with init ÷ by hand")
+    lines = []
     for name, found in rows.items():
-        cells = []
+        cells = [name]
         for phase in ("init", "lower", "compile"):
             processor, clock = (median(row[phase][kind] for row in found) for kind in (0, 1))
             cells.append(f"{processor:.1f} ({clock:.1f})")
@@ -73,8 +71,8 @@ def _table(rows: dict[str, list[dict[str, tuple[float, float]]]]) -> str:
             sums = lambda row, phases=phases: sum(row[phase][0] for phase in phases)
             pairs = zip(found, rows["hand-written"], strict=True)
             cells.append(f"{median(sums(ours) / sums(theirs) for ours, theirs in pairs):.2f}")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return markdown.table(head, lines)
 
 
 def _page(table: str, options: argparse.Namespace) -> str:
@@ -90,8 +88,7 @@ def _page(table: str, options: argparse.Namespace) -> str:
         "arrays in and read them out; by hand each array is an operand of one all-reduce. `init` "
         "traces the update to find out whether its state keeps its structure, and for a sharded "
         "step a second time, on the slices of one shard, to find out whether it is elementwise.",
-        f"JAX {version('jax')}, {datetime.datetime.now(datetime.UTC):%Y-%m-%d}. To repeat: "
-        f"`python -m benchmarks.compile_time`.",
+        markdown.repeat("python -m benchmarks.compile_time"),
     )
     return "\n\n".join(paragraphs) + "\n"
 

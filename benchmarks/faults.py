@@ -6,14 +6,13 @@ and the cost of the other steps where none has.
 
 import argparse
 import dataclasses
-import datetime
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import crossshard
+from benchmarks import markdown
 from benchmarks.baselines import Candidate, Turn
 from benchmarks.interleave import interleave
 from benchmarks.jax_baselines import ours
@@ -81,8 +80,7 @@ def main() -> None:
             )
             rows.append([f"{shards}", update, action, *cells(timing)])
     print(file=sys.stderr)
-    rule = ["---:" if index not in (1, 2) else "---" for index in range(len(_HEADS))]
-    table = "\n".join(f"| {' | '.join(row)} |" for row in (_HEADS, rule, *rows))
+    table = markdown.table(_HEADS, rows, names=(1, 2))
     print(table)
     if options.out is None:
         return
@@ -101,10 +99,11 @@ def main() -> None:
         f"less the first, within a round: medians and quartiles of {options.rounds} rounds. "
         f"*Together* is the fifth less the first and {EVERY}⁻¹ of a comparison, relative to the "
         f"step without. A difference whose quartiles have both signs is smaller than the noise.",
-        f"{machine.cpu}, {machine.cores} cores; load {machine.load:g} before it began; JAX "
-        f"{version('jax')}, {datetime.datetime.now(datetime.UTC):%Y-%m-%d}. To repeat: "
-        f"`python -m benchmarks.faults --shards {' '.join(map(str, options.shards))} --rounds "
-        f"{options.rounds}`.",
+        markdown.measured_on(
+            machine,
+            f"python -m benchmarks.faults --shards {' '.join(map(str, options.shards))} --rounds "
+            f"{options.rounds}",
+        ),
     )
     options.out.write_text("\n\n".join(paragraphs) + "\n", encoding="utf-8")
 

@@ -4,25 +4,21 @@ Run it as `make bench-gpus` does, which builds an environment with JAX for CUDA.
 """
 
 import collections
-import datetime
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-from jax.experimental import topologies
 from jax.sharding import Mesh
 from rich.console import Console
 
 import crossshard
-from benchmarks import by_hand
+from benchmarks import by_hand, markdown
 from benchmarks.problem import adamw
 from benchmarks.shapes import Shapes, mlp, transformer
 
 HOSTS = (1, 4, 32, 128)
 _GPUS_OF_A_HOST = 8
-_TARGET = Path(__file__).parent / "h100.txtpb"
 
 
 def _models() -> dict[str, Shapes]:
@@ -77,14 +73,8 @@ _HEADS = (
 
 def cluster(hosts: int) -> Mesh:
     """A mesh of one axis over the GPUs of so many hosts."""
-    lines = _TARGET.read_text(encoding="utf-8").splitlines()
-    topology = topologies.get_topology_desc(
-        platform="cuda",
-        topology_name="h100",
-        topology=f"1x{hosts}x{_GPUS_OF_A_HOST}",
-        target_config="\n".join(line for line in lines if not line.startswith("#")),
-    )
-    return topologies.make_mesh(topology, (len(topology.devices),), (by_hand.AXIS,))
+    gpus = crossshard.tools.topology(f"h100:{hosts}x{_GPUS_OF_A_HOST}")
+    return gpus.mesh({by_hand.AXIS: gpus.size})
 
 
 def rows(model: Shapes) -> Iterator[Row]:
@@ -96,7 +86,7 @@ def rows(model: Shapes) -> Iterator[Row]:
             yield _row(mesh.size, name, report)
 
 
-def _row(gpus: int, step: str, report: crossshard.Communication) -> Row:
+def _row(gpus: int, step: str, report: crossshard.tools.Communication) -> Row:
     kinds = collections.Counter(each.kind for each in report.collectives if each.bytes_sent)
     assert report.memory is not None
     return Row(
@@ -117,8 +107,8 @@ def _share(share: float | None) -> str:
 
 _WHAT = """\
 Training steps with AdamW, compiled for clusters of H100s on a machine without GPUs, and read by
-`crossshard.inspect` from the scheduled programs. Each host has eight GPUs; the mesh has one axis
-over all of them. Nothing here has run on a GPU, so these are not times.
+`crossshard.inspect` from the scheduled programs. Each host has eight GPUs; the mesh has one
+axis over all of them. Nothing here has run on a GPU, so these are not times.
 
 *Gradients hidden* is the share of the bytes of all-reduces and reduce-scatters between whose start
 and end the program has a matrix product; *gathers hidden* is that of the gathers of the updated
@@ -138,8 +128,6 @@ complete only at the end of the backward pass. In a `lax.scan` the gradients of 
 
 def main(out: Path = Path("docs/benchmarks/gpus.md")) -> None:
     """Print the tables and write them to a file, which has what is done if this is interrupted."""
-    # There is no GPU here to be compatible with.
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     console = Console(highlight=False)
     tables: dict[str, list[Row]] = {}
@@ -157,12 +145,8 @@ def page(tables: Mapping[str, Sequence[Row]]) -> str:
     """The page with these tables, by their titles."""
     parts = ["# GPU clusters", _WHAT.replace("\n\n", "\0").replace("\n", " ").replace("\0", "\n\n")]
     for title, found in tables.items():
-        lines = (_HEADS, ("---:", "---", "---", *("---:",) * 5), *found)
-        parts += [f"## {title}", "\n".join(f"| {' | '.join(line)} |" for line in lines)]
-    parts.append(
-        f"JAX {jax.__version__}, {datetime.datetime.now(datetime.UTC):%Y-%m-%d}. "
-        "To repeat: `make bench-gpus`."
-    )
+        parts += [f"## {title}", markdown.table(_HEADS, found, names=(1, 2))]
+    parts.append(markdown.repeat("make bench-gpus"))
     return "\n\n".join(parts) + "\n"
 
 

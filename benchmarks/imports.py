@@ -1,4 +1,4 @@
-"""Benchmark of the import time that crossshard adds to JAX, Optax and Flax."""
+"""Benchmark of the import time that crossshard adds to JAX and Optax."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from benchmarks.progress import Screen
 from benchmarks.result import Result
 from benchmarks.timing import Timing
 
-WITHOUT = "jax, optax, flax.nnx"
+WITHOUT = "jax, optax"
 WITH = f"{WITHOUT}, crossshard"
 
 _SCRIPT = f"""

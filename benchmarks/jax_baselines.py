@@ -62,7 +62,7 @@ class JaxCandidate:
         self.state = state
         return Turn(seconds, _sample(self._params_of(state)))
 
-    def communication(self) -> crossshard.Communication:
+    def communication(self) -> crossshard.tools.Communication:
         """What one call sends, read from its compiled program."""
         lowered = self._step.lower(self.state, self._batches[0])
         return crossshard.inspect(lowered, parameters=self._params_of(self.state))

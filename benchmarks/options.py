@@ -34,7 +34,7 @@ class BenchOptions:
 
     overhead: the Python time of calling our step beyond that of its compiled program.
 
-    import: the time that importing crossshard takes after JAX, Optax and Flax.
+    import: the time that importing crossshard takes after JAX and Optax.
 
     PyTorch and TensorFlow take part if `make bench-peers` has created their environments. Each
     benchmark writes a table, a plot and its raw times to the output folder.

@@ -38,7 +38,7 @@ def draw(bench: Bench, results: Sequence[Result], path: Path) -> None:
         title = "Time of calling our step beyond its compiled program"
         _draw_differences(figure, results, CALLED, BARE, (1e6, "microseconds a call"), title)
     else:
-        title = "Import time of crossshard after JAX, Optax and Flax"
+        title = "Import time of crossshard after JAX and Optax"
         _draw_differences(figure, results, WITH, WITHOUT, (1e3, "milliseconds"), title)
     figure.savefig(path)
 

@@ -4,23 +4,19 @@ Run it with libtpu installed, as `make bench-pods` does.
 """
 
 import collections
-import datetime
-import os
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.experimental import topologies
 from jax.sharding import Mesh
 from rich.console import Console
 
 import crossshard
-from benchmarks import by_hand
+from benchmarks import by_hand, markdown
 from benchmarks.problem import adamw
 
 TOPOLOGIES = ("v5e:4x4", "v5e:16x16", "v6e:8x8", "v5p:4x4x4")
@@ -87,8 +83,8 @@ STEPS: dict[str, Callable[[Mesh], Any]] = {
 def rows() -> Iterator[Row]:
     """Compile every step for every topology."""
     for name in TOPOLOGIES:
-        topology = topologies.get_topology_desc(platform="tpu", topology_name=name)
-        mesh = topologies.make_mesh(topology, (len(topology.devices),), (by_hand.AXIS,))
+        chips = crossshard.tools.topology(name)
+        mesh = chips.mesh({by_hand.AXIS: chips.size})
         for step, lowered in STEPS.items():
             began = time.perf_counter()
             report = crossshard.inspect(lowered(mesh), parameters=PARAMS)
@@ -112,8 +108,6 @@ _HEADS = ("slice", "step", "collectives", "MB sent by a chip", "÷ lower bound",
 
 def main(out: Path = Path("docs/benchmarks/pods.md")) -> None:
     """Print the table and write it to a file."""
-    # Otherwise libtpu looks for a TPU machine.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     console = Console(highlight=False)
     console.print(" | ".join(_HEADS), soft_wrap=True)
     found = []
@@ -127,11 +121,8 @@ def main(out: Path = Path("docs/benchmarks/pods.md")) -> None:
         f"machine without TPUs, and the bytes that each chip sends. The mesh has one axis over all "
         f"chips; crossshard splits it into rings. The lower bound is 2(N−1)/N · P. These are bytes "
         f"and not times: nothing here has run on a TPU.",
-        "\n".join(
-            "| " + " | ".join(row) + " |" for row in (_HEADS, ("---",) * 3 + ("---:",) * 3, *found)
-        ),
-        f"JAX {jax.__version__}, libtpu {version('libtpu')}, "
-        f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}. To repeat: `make bench-pods`.",
+        markdown.table(_HEADS, found, names=range(3)),
+        markdown.repeat("make bench-pods", "libtpu"),
     ]
     out.parent.mkdir(parents=True, exist_ok=True)
     # What was tried by hand stands below the table, and stays.

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks import markdown
 from benchmarks.machine import Machine
 from benchmarks.options import Bench
 from benchmarks.plots import draw
@@ -72,7 +73,8 @@ _HEADS: dict[Bench, tuple[str, str]] = {
     ),
     "import": (
         "Import time",
-        "The time that importing crossshard takes after JAX, Optax and Flax, which it depends on.",
+        "The time that importing crossshard takes after JAX and Optax. Flax, Orbax and the tools "
+        "are loaded when they are used.",
     ),
 }
 
@@ -125,9 +127,10 @@ PyTorch's fused one takes one.""",
 {_PROBLEMS} All but `optax.MultiSteps` scan over the microbatches in one program. MultiSteps takes \
 a call for each, and only the last is waited for; every call runs the `pmean` of the gradients.
 
-*MB sent* is what one shard sends in all calls, read by `crossshard.inspect` from the compiled \
-programs; the lower bound is 2(N−1)/N of the bytes of the parameters. *Differs by*: the largest \
-difference from "ours, sharded" after the same steps, over the last element of every array.""",
+*MB sent* is what one shard sends in all calls, read by `crossshard.inspect` from the \
+compiled programs; the lower bound is 2(N−1)/N of the bytes of the parameters. *Differs by*: the \
+largest difference from "ours, sharded" after the same steps, over the last element of every \
+array.""",
     "ema": f"""\
 {_IN_TURN}
 
@@ -186,8 +189,9 @@ def _page(report: Report, plot: str, times: str) -> str:
     if report.quick:
         paragraphs.append("**Run with `--quick`: sizes that only show that it runs.**")
     paragraphs.append(f"![Plot of the tables below]({plot})")
-    for table in report.tables():
-        paragraphs += [f"## {table.title}", _markdown(table)]
+    for each in report.tables():
+        cells = markdown.table(each.columns, each.rows, range(each.labels))
+        paragraphs += [f"## {each.title}", cells]
     paragraphs += [f"- {note}" for note in report.notes]
     paragraphs += ["## How it was measured", _METHODS[report.bench]]
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
@@ -198,9 +202,3 @@ def _page(report: Report, plot: str, times: str) -> str:
         f"`python -m benchmarks {report.bench}`."
     )
     return "\n\n".join(paragraphs) + "\n"
-
-
-def _markdown(table: Table) -> str:
-    rule = ["---" if left else "---:" for left in table.left()]
-    rows = [table.columns, rule, *table.rows]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)

@@ -4,14 +4,12 @@ Both take turns. Orbax writes the arrays alone, without hashes.
 """
 
 import argparse
-import datetime
 import shutil
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ import optax
 import orbax.checkpoint as ocp
 
 import crossshard
+from benchmarks import markdown
 from benchmarks.machine import this_machine
 from benchmarks.tables import three_digits
 
@@ -56,8 +55,7 @@ def main() -> None:
         print(f"\r{shards} shards, {update}  ", end="", file=sys.stderr)
         rows.append([f"{shards}", update, *measured(shards, update, width, options.rounds)])
     print(file=sys.stderr)
-    rule = ["---:" if index != 1 else "---" for index in range(len(_HEADS))]
-    table = "\n".join(f"| {' | '.join(row)} |" for row in (_HEADS, rule, *rows))
+    table = markdown.table(_HEADS, rows, names=(1,))
     print(table)
     if options.out is None:
         return
@@ -70,9 +68,7 @@ def main() -> None:
         f"Orbax's `AsyncCheckpointer` take turns; after each comes a step, and once all is written "
         f"*another step*. The step after a save finds the memory of its state in use, and takes "
         f"new. Ours also hashes every array, beside the loop.",
-        f"{machine.cpu}, {machine.cores} cores; load {machine.load:g} before it began; JAX "
-        f"{version('jax')}, {datetime.datetime.now(datetime.UTC):%Y-%m-%d}. To repeat: "
-        f"`python -m benchmarks.saves --rounds {options.rounds}`.",
+        markdown.measured_on(machine, f"python -m benchmarks.saves --rounds {options.rounds}"),
     )
     options.out.write_text("\n\n".join(paragraphs) + "\n", encoding="utf-8")
 

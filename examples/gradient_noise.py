@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 import crossshard
 
@@ -23,18 +24,15 @@ class GradientNoise(crossshard.Stage):
     eta: float
     gamma: float = 0.55
     seed: int = 0
-    placement = crossshard.PER_SHARD
+    placement = crossshard.pipeline.PER_SHARD
 
     def init(self, params: Any) -> NoiseState:
         return NoiseState(jax.random.key_data(jax.random.key(self.seed)), jnp.int32(0))
 
-    def update(self, gradients, state, environment):
+    def update(self, gradients, state, context):
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.count)
-        leaves, tree = jax.tree.flatten(gradients.values)
-        keys = jax.random.split(jax.random.fold_in(key, environment.shards.index()), len(leaves))
+        key = jax.random.fold_in(key, context.shards.index())
+        noise = optax.tree.random_like(key, gradients.values)
         scale = jnp.sqrt(self.eta / (1 + state.count) ** self.gamma)
-        noise = [jax.random.normal(k, g.shape, g.dtype) for k, g in zip(keys, leaves, strict=True)]
-        noisy = [g + scale.astype(g.dtype) * n for g, n in zip(leaves, noise, strict=True)]
-        return gradients.replace(values=tree.unflatten(noisy)), NoiseState(
-            state.key, state.count + 1
-        )
+        noisy = jax.tree.map(lambda g, n: g + scale.astype(g.dtype) * n, gradients.values, noise)
+        return gradients.replace(values=noisy), state._replace(count=state.count + 1)

@@ -7,7 +7,10 @@ import signal
 import sys
 
 import hypothesis
+import jaxtyping
 import pytest
+
+from tests import shapes
 
 DEVICES = 8
 # Halves what a test costs: without them XLA emits fusions by MLIR, and splits a program in 32.
@@ -39,6 +42,8 @@ def _set_up_cpu_devices() -> None:
 
 
 _set_up_cpu_devices()
+# What the stages say of shapes and dtypes is checked at every call; before the package is imported.
+jaxtyping.install_import_hook("crossshard.pipeline", f"{shapes.__name__}.checked")
 
 # A shell ignores Ctrl-C for what it starts in the background, and tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -27,7 +27,7 @@ def run_processes(
     """What the ``main`` of a test file wrote down, in each process of a job.
 
     Args:
-      module: the file, such as ``"train_step.test_processes"``.
+      module: the file, such as ``"step.test_processes"``.
       folder: where each process ``k`` writes ``k.json``.
       *words: further arguments of ``main(process, port, out, …)``, which it gets as strings.
       processes: how many.

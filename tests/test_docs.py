@@ -39,7 +39,7 @@ MODULES = [
 
 
 # Its example compiles a step three times.
-PLANNING = "crossshard.plans.planning"
+PLANNING = "crossshard.tools.planning.recommend"
 
 
 def name_of(page: Path) -> str:
@@ -189,12 +189,11 @@ def test_every_error_has_its_row():
     assert sorted(rows) == sorted(set(errors.__all__) - {"CrossshardError"})
 
 
-def test_the_floor_plan_is_the_one_that_is_enforced():
-    (contract,) = PROJECT["tool"]["importlinter"]["contracts"]
-    floors = [re.split(r" \| ", floor) for floor in contract["layers"]]
-    (section,) = re.findall(r"^## The floor plan\n(.*?)^## ", CONTRIBUTING.read_text(), re.M | re.S)
-    rows = re.findall(r"^\| (`[^|]+) \|", section, re.MULTILINE)
-    assert [re.findall(r"`(\w+)`", row) for row in rows] == floors
+def test_the_picture_of_the_floors_is_up_to_date():
+    from tools import floor_plan
+
+    assert floor_plan.PICTURE.read_text(encoding="utf-8") == floor_plan.draw()
+    assert f"]({name_of(floor_plan.PICTURE)})" in CONTRIBUTING.read_text()
 
 
 def test_the_stage_that_contributing_shows_is_the_one_that_is_tested():

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import crossshard
 from crossshard import CrossShardOptimizer
+from crossshard.errors import AxisError, DoubleReductionError
 
 X = np.random.default_rng(0).normal(size=(8, 4, 3)).astype(np.float32)
 Y = np.random.default_rng(1).normal(size=(8, 4)).astype(np.float32)
@@ -94,32 +95,22 @@ def in_mode(mode: str, opt: CrossShardOptimizer) -> np.ndarray:
 TWO_AXES = {"vmap of vmap", "vmap in shard_map", "two axes", "two axes, no check_vma"}
 MODES = ["check_vma", "no check_vma", "vmap", "pmap", "pmap without a name", "nnx.shard_map"]
 MODES += sorted(TWO_AXES)
-every_mode = pytest.mark.parametrize("mode", MODES)
 
 
 def axes_of(mode: str) -> Any:
     return ("slice", "shard") if mode in TWO_AXES else None
 
 
-@every_mode
-def test_mean_in_every_mode(mode: str):
-    updates = in_mode(mode, sgd(axis_name=axes_of(mode)))
-    np.testing.assert_allclose(updates, np.tile(-MEAN, (8, 1)), rtol=2e-6)
-
-
-@every_mode
-def test_sum_in_every_mode(mode: str):
-    updates = in_mode(mode, sgd(reduction="sum", axis_name=axes_of(mode)))
-    np.testing.assert_allclose(updates, np.tile(-8 * MEAN, (8, 1)), rtol=2e-6)
-
-
-@every_mode
-def test_groups_in_every_mode(mode: str):
-    updates = in_mode(mode, sgd(group_assignment=GROUPS, axis_name=axes_of(mode)))
-    for group in GROUPS:
-        np.testing.assert_allclose(
-            updates[group], np.tile(-LOCAL[group].mean(0), (4, 1)), rtol=2e-6, atol=1e-6
-        )
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("how", ["mean", "sum", "groups"])
+def test_every_mode(how: str, mode: str):
+    options = {"group_assignment": GROUPS} if how == "groups" else {"reduction": how}
+    updates = in_mode(mode, sgd(axis_name=axes_of(mode), **options))
+    factor = 8 if how == "sum" else 1
+    for group in GROUPS if how == "groups" else [list(range(8))]:
+        expected = np.tile(-factor * LOCAL[group].mean(0), (len(group), 1))
+        atol = 1e-6 if how == "groups" else 0
+        np.testing.assert_allclose(updates[group], expected, rtol=2e-6, atol=atol)
 
 
 def test_one_axis_of_two():
@@ -159,33 +150,35 @@ def test_the_result_is_typed_equal_so_it_can_leave_as_replicated():
 # The double-reduction trap.
 
 
+def of_autodiff(
+    opt: Any, vary: Any = lambda w: w, axes: Any = (("shards", 8),), **kwargs: Any
+) -> np.ndarray:
+    """The updates from the gradients of ``jax.grad``, which sums those of equal parameters."""
+
+    def function(w: Any, x: Any, y: Any) -> Any:
+        return opt.update(jax.grad(loss)(vary(w), x, y), opt.init(w), w, **kwargs)[0]
+
+    return in_shard_map(function, axes)
+
+
 @pytest.mark.parametrize("rule", [optax.sgd, optax.adam])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_gradient_that_autodiff_summed_is_refused(rule: Any, reduction: str):
-    opt = CrossShardOptimizer(rule(1.0), reduction)
-
-    def function(w: Any, x: Any, y: Any) -> Any:
-        return opt.update(jax.grad(loss)(w, x, y), opt.init(w), w)[0]
-
-    with pytest.raises(crossshard.DoubleReductionError, match="axis 'shards'"):
-        in_shard_map(function)
+    with pytest.raises(DoubleReductionError, match="axis 'shards'"):
+        of_autodiff(CrossShardOptimizer(rule(1.0), reduction))
 
 
 @pytest.mark.parametrize(
     ("incoming", "reduction", "factor"),
     [("summed", "mean", 1), ("summed", "sum", 8), ("reduced", "mean", 8), ("reduced", "sum", 8)],
 )
-@pytest.mark.parametrize("where", ["the call", "the constructor"])
 def test_a_gradient_that_autodiff_summed_is_taken_as_what_the_caller_says(
-    incoming: str, reduction: str, factor: int, where: str
+    incoming: str, reduction: str, factor: int
 ):
-    at_call = {"incoming": incoming} if where == "the call" else {}
-    opt = sgd(reduction=reduction, incoming=None if at_call else incoming)
-
-    def function(w: Any, x: Any, y: Any) -> Any:
-        return opt.update(jax.grad(loss)(w, x, y), opt.init(w), w, **at_call)[0]
-
-    np.testing.assert_allclose(in_shard_map(function), np.tile(-factor * MEAN, (8, 1)), rtol=2e-6)
+    at_call = of_autodiff(sgd(reduction=reduction), incoming=incoming)
+    at_construction = of_autodiff(sgd(reduction=reduction, incoming=incoming))
+    for updates in (at_call, at_construction):
+        np.testing.assert_allclose(updates, np.tile(-factor * MEAN, (8, 1)), rtol=2e-6)
 
 
 def test_local_means_each_shards_own_also_where_it_is_equal_everywhere():
@@ -194,48 +187,23 @@ def test_local_means_each_shards_own_also_where_it_is_equal_everywhere():
     np.testing.assert_allclose(in_shard_map(run), np.tile(-8 * W, (8, 1)))
 
 
-def test_the_callers_word_is_held_against_the_type():
-    opt = sgd()
-    run = lambda w, x, y: opt.update(x[0], opt.init(w), w, incoming="reduced")[0]
-    with pytest.raises(crossshard.IncomingError, match="is varying over"):
-        in_shard_map(run)
-
-
 def test_summed_over_one_axis_of_two_is_refused_with_that_axis():
-    def function(w: Any, x: Any, y: Any) -> Any:
-        gradient = jax.grad(loss)(jax.lax.pcast(w, "shard", to="varying"), x, y)
-        opt = sgd(axis_name=("slice", "shard"))
-        return opt.update(gradient, opt.init(w), w)[0]
-
-    with pytest.raises(crossshard.DoubleReductionError, match="axis 'slice'"):
-        in_shard_map(function, [("slice", 2), ("shard", 4)])
+    vary = lambda w: jax.lax.pcast(w, "shard", to="varying")
+    with pytest.raises(DoubleReductionError, match="axis 'slice'"):
+        of_autodiff(sgd(axis_name=("slice", "shard")), vary, [("slice", 2), ("shard", 4)])
 
 
 def test_a_gradient_that_would_be_summed_over_one_axis_of_two_is_refused():
     def function(w: Any, x: Any, y: Any) -> Any:
         return crossshard.grad(loss, axis_name="shard")(w, x, y)
 
-    with pytest.raises(crossshard.AxisError, match=r"over 'slice'.*axis_name=\('slice', 'shard'\)"):
+    with pytest.raises(AxisError, match=r"over 'slice'.*axis_name=\('slice', 'shard'\)"):
         in_shard_map(function, [("slice", 2), ("shard", 4)])
 
 
-def test_a_group_cannot_be_taken_out_of_a_whole_sum():
-    opt = sgd(group_assignment=GROUPS)
-
-    def function(w: Any, x: Any, y: Any) -> Any:
-        return opt.update(jax.grad(loss)(w, x, y), opt.init(w), w, incoming="summed")[0]
-
-    with pytest.raises(crossshard.IncomingError, match="cannot be recovered from the total"):
-        in_shard_map(function)
-
-
 def test_unreduced_gradients_take_their_one_sum():
-    def function(w: Any, x: Any, y: Any) -> Any:
-        w = jax.lax.pcast(w, "shards", to="reduced")
-        opt = sgd()
-        return opt.update(jax.grad(loss)(w, x, y), opt.init(w), w)[0]
-
-    np.testing.assert_allclose(in_shard_map(function), np.tile(-MEAN, (8, 1)), rtol=2e-6)
+    updates = of_autodiff(sgd(), lambda w: jax.lax.pcast(w, "shards", to="reduced"))
+    np.testing.assert_allclose(updates, np.tile(-MEAN, (8, 1)), rtol=2e-6)
 
 
 # Local gradients.
@@ -285,51 +253,37 @@ class Net(nnx.Module):
         return x @ self.w[...]
 
 
-def test_nnx_modules_and_nnx_optimizer():
+def nnx_step(grad: Any, in_: Any) -> tuple[Net, nnx.Optimizer]:
+    """A step with ``nnx.Optimizer``, on one shard's rows."""
     model = Net()
     optimizer = nnx.Optimizer(model, sgd(), wrt=nnx.Param)
 
     def of_one(model: Net, optimizer: nnx.Optimizer, x: Any, y: Any) -> Any:
-        gradients = crossshard.grad(lambda m: jnp.mean((m(x[0]) - y[0]) ** 2))(model)
+        gradients = grad(lambda m: jnp.mean((m(x[0]) - y[0]) ** 2))(model)
         optimizer.update(model, gradients)
 
-    spec = P("shards")
-    run = nnx.shard_map(
-        of_one, mesh=mesh(("shards", 8)), in_specs=(P(), P(), spec, spec), out_specs=P()
-    )
-    nnx.jit(run)(model, optimizer, X, Y)
-    np.testing.assert_allclose(model.w[...], W - MEAN, rtol=2e-6)
+    in_(of_one)(model, optimizer, X, Y)
+    return model, optimizer
+
+
+def in_nnx_shard_map(function: Any) -> Any:
+    specs = (P(), P(), P("shards"), P("shards"))
+    return nnx.shard_map(function, mesh=mesh(("shards", 8)), in_specs=specs, out_specs=P())
+
+
+@pytest.mark.parametrize(
+    "in_", [lambda f: nnx.jit(in_nnx_shard_map(f)), crossshard.shard(num_shards=8)]
+)
+def test_nnx_modules_and_nnx_optimizer(in_: Any):
+    model, optimizer = nnx_step(crossshard.grad, in_)
+    np.testing.assert_allclose(model.w.get_value(), W - MEAN, rtol=2e-6)
     assert model.calls[...] == 1
     assert optimizer.step[...] == 1
 
 
 def test_nnx_grad_of_a_module_is_refused_where_autodiff_has_summed_it():
-    model = Net()
-    optimizer = nnx.Optimizer(model, sgd(), wrt=nnx.Param)
-
-    def of_one(model: Net, optimizer: nnx.Optimizer, x: Any, y: Any) -> Any:
-        gradients = nnx.grad(lambda m: jnp.mean((m(x[0]) - y[0]) ** 2))(model)
-        optimizer.update(model, gradients)
-
-    spec = P("shards")
-    run = nnx.shard_map(
-        of_one, mesh=mesh(("shards", 8)), in_specs=(P(), P(), spec, spec), out_specs=P()
-    )
-    with pytest.raises(crossshard.DoubleReductionError):
-        run(model, optimizer, X, Y)
-
-
-def test_nnx_optimizer_in_a_runner():
-    model = Net()
-    optimizer = nnx.Optimizer(model, sgd(), wrt=nnx.Param)
-
-    @crossshard.shard(num_shards=8)
-    def train(model: Net, optimizer: nnx.Optimizer, x: Any, y: Any) -> Any:
-        gradients = crossshard.grad(lambda m: jnp.mean((m(x[0]) - y[0]) ** 2))(model)
-        optimizer.update(model, gradients)
-
-    train(model, optimizer, X, Y)
-    np.testing.assert_allclose(model.w.get_value(), W - MEAN, rtol=2e-6)
+    with pytest.raises(DoubleReductionError):
+        nnx_step(nnx.grad, in_nnx_shard_map)
 
 
 class Table(eqx.Module):
@@ -450,38 +404,3 @@ def test_inside_inject_hyperparams_and_masked():
         return updates + masked.update(gradient, masked.init(w), w)[0]
 
     np.testing.assert_allclose(in_shard_map(function), np.tile(-1.5 * MEAN, (8, 1)), rtol=2e-6)
-
-
-# Where the axes cannot be told.
-
-
-def test_several_axes_and_none_named():
-    opt = sgd()
-    with pytest.raises(crossshard.AxisError, match=r"'slice' \(2\), 'shard' \(4\)"):
-        in_shard_map(lambda w, x, y: step(opt, w, x, y), [("slice", 2), ("shard", 4)])
-
-
-def test_an_axis_that_is_not_bound():
-    opt = sgd(axis_name="data")
-    with pytest.raises(
-        crossshard.AxisError, match=r"'data' is not bound here; the bound axes are 'shards'"
-    ):
-        in_shard_map(lambda w, x, y: step(opt, w, x, y))
-
-
-def test_an_axis_of_vmap_inside_types_is_refused():
-    opt = sgd(axis_name="lane")
-    run = lambda w, x, y: jax.vmap(
-        lambda x: opt.update(w * x.sum(), opt.init(w), w)[0], axis_name="lane"
-    )(x)
-    with pytest.raises(crossshard.AxisError, match="check_vma=False"):
-        in_shard_map(run)
-
-
-def test_a_context_that_contradicts_the_axis():
-    opt = sgd()
-    with (
-        crossshard.shard_context(4),
-        pytest.raises(crossshard.ShardContextError, match=r"4 shards.*have 8"),
-    ):
-        in_shard_map(lambda w, x, y: step(opt, w, x, y))

@@ -230,6 +230,61 @@ add("whole-mixed-sharded-adamw", whole, "adamw", "sharded", params=_mixed)
 add("whole-mixed-replicated-adamw", whole, "adamw", "replicated", params=_mixed)
 
 
+# The stages that are optional, one by one and together.
+
+for _way, _optimizer in (("replicated", "sgd"), ("sharded", "adamw"), ("sharded", "clip")):
+    _name = f"{_way}-{_optimizer}"
+    add(f"whole-quarantine-{_name}", whole, _optimizer, _way, nonfinite="quarantine")
+    add(f"whole-skip-{_name}", whole, _optimizer, _way, nonfinite="skip")
+    add(f"whole-scale-{_name}", whole, _optimizer, _way, params=_f16, loss_scale="dynamic")
+    add(f"whole-accumulate-{_name}", whole, _optimizer, _way, accumulate_steps=2)
+    add(f"whole-metrics-{_name}", whole, _optimizer, _way, metrics=["grad_norm", "noise_scale"])
+_kept: dict[str, Any] = {"params": _bf16, "master_dtype": "float32", "ema": 0.99}
+add("whole-masters-replicated", whole, "momentum", "replicated", **_kept)
+add("whole-masters-sharded", whole, "adamw", "sharded", **_kept)
+add("whole-masters-groups", whole, "adamw", "sharded", opt=_two, **_kept)
+add("whole-wire", whole, "adamw", "sharded", reduce_dtype="bfloat16")
+add("whole-quarantine-groups", whole, "sgd", "sharded", opt=_two, nonfinite="quarantine")
+add("whole-quarantine-weight", whole, "adamw", "sharded", nonfinite="quarantine", **_mask)
+_clip_shard: dict[str, Any] = {"opt": {"preprocess": optax.clip_by_global_norm(1.0)}}
+add("whole-preprocess-replicated", whole, "sgd", "replicated", **_clip_shard)
+add("whole-preprocess-sharded", whole, "adamw", "sharded", **_clip_shard)
+_most: dict[str, Any] = {"nonfinite": "skip", "accumulate_steps": 2, "metrics": "grad_norm"}
+add("whole-most-replicated", whole, "adamw", "replicated", **_most | _clip_shard | _kept)
+add("whole-most-sharded", whole, "adamw", "sharded", **_most | _clip_shard | _kept)
+add("whole-most-global", whole, "clip", "sharded", **_most | _kept)
+
+
+def beside_a_model_axis(optimizer: str, weight_update: str, **kwargs: Any) -> Callable[[], Any]:
+    """A step whose parameters are split over another axis of the mesh, too."""
+    mesh = mesh_of(shard=4, model=2)
+    split = {name: P() for name in SHAPES} | {"embed": P(None, "model"), "kernel": P("model")}
+    params = {
+        name: jax.device_put(value, NamedSharding(mesh, split[name]))
+        for name, value in PARAMS.items()
+    }
+    step = crossshard.make_train_step(
+        loss_fn,
+        OPTIMIZERS[optimizer](),
+        mesh=mesh,
+        axis_name="shard",
+        weight_update=weight_update,
+        **kwargs,
+    )
+    state = step.init(params)
+
+    def call() -> None:
+        nonlocal state
+        state, _ = step(state, BATCH)
+
+    return call
+
+
+for _way, _optimizer in (("replicated", "sgd"), ("sharded", "adamw"), ("sharded", "clip")):
+    add(f"whole-model-axis-{_way}-{_optimizer}", beside_a_model_axis, _optimizer, _way)
+add("whole-model-axis-skip", beside_a_model_axis, "clip", "sharded", nonfinite="skip")
+
+
 # Modules.
 
 
@@ -560,9 +615,16 @@ add("stateful-gradients-from-elsewhere", stateful, "momentum", given)
 add("stateful-groups", stateful, "adamw", group_assignment=TWO_GROUPS)
 add("stateful-groups-clipped", stateful, "sgd", clipped, group_assignment=FOUR_GROUPS)
 add("stateful-two-axes", stateful, "adamw", axes={"slice": 2, "shard": 4})
-add("stateful-batch-parallel", stateful, "adamw", runner=crossshard.batch_parallel)
+add("stateful-batch-parallel", stateful, "adamw", runner=crossshard.nnx.batch_parallel)
 add("stateful-bf16", stateful, "adamw", model=functools.partial(Params, jnp.bfloat16))
 add("stateful-f16", stateful, "sgd", model=functools.partial(Params, jnp.float16))
+add("stateful-quarantine", stateful, "sgd", nonfinite="quarantine")
+add("stateful-skip", stateful, "adamw", nonfinite="skip")
+add("stateful-ema", stateful, "adamw", ema=0.99)
+add("stateful-accumulate", stateful, "momentum", accumulate_steps=2)
+add("stateful-preprocess", stateful, "sgd", preprocess=optax.clip_by_global_norm(1.0))
+add("stateful-wire", stateful, "momentum", reduce_dtype="bfloat16")
+add("stateful-metrics", stateful, "adamw", metrics=["grad_norm", "noise_scale"])
 add("stateful-nnx", stateful, "adamw", trained, model=Net)
 add("stateful-nnx-groups", stateful, "sgd", trained, model=Net, group_assignment=TWO_GROUPS)
 add("stateful-nnx-1", stateful, "sgd", trained, model=Net, shards=1)

@@ -3,67 +3,16 @@
 import hashlib
 import itertools
 import re
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
+
+from crossshard.tools.inspection.hlo import Computation, parse
 
 _NAME = re.compile(r"%([\w.\-]+)")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _COLLECTIVE = re.compile(
     r" (all-gather|all-reduce|all-to-all|collective-\w+|reduce-scatter)(-start)?\("
 )
-
-
-class Instruction(NamedTuple):
-    """One line of a computation: whether it is what that returns, its name, and all the rest."""
-
-    root: bool
-    name: str
-    text: str
-
-    @property
-    def opcode(self) -> str:
-        """The operation, such as `add`."""
-        found = re.search(r" ([a-z][a-z0-9\-]*)\(", self.text)
-        if found is None:
-            raise ValueError(f"There is no opcode in this line of HLO: {self.text}")
-        return found[1]
-
-
-class Program(NamedTuple):
-    """What is said of the whole module, its computations by name, and which is the entry."""
-
-    header: tuple[str, ...]
-    computations: dict[str, list[Instruction]]
-    entry: str
-
-
-def parse(text: str) -> Program:
-    """The program of HLO text as XLA prints it, or as `normalised` returns it.
-
-    Raises:
-      ValueError: it is no such text.
-    """
-    header: tuple[str, ...] = ()
-    computations: dict[str, list[Instruction]] = {}
-    entry = inside = ""
-    for line in map(str.strip, text.splitlines()):
-        if line.startswith("HloModule "):
-            header = tuple(re.split(r", (?=[a-z_]+=)", line)[1:])
-        elif not computations and re.match(r"[a-z_]+=", line):
-            header = (*header, line)
-        elif opened := re.fullmatch(r"(ENTRY )?%([\w.\-]+) .*\{", line):
-            inside = opened[2]
-            computations[inside] = []
-            entry = inside if opened[1] else entry
-        elif line == "}":
-            inside = ""
-        elif inside:
-            found = re.fullmatch(r"(ROOT )?%([\w.\-]+) = (.*)", line)
-            if found is None:
-                raise ValueError(f"This line of HLO is not an instruction: {line}")
-            computations[inside].append(Instruction(bool(found[1]), found[2], found[3]))
-    if not entry:
-        raise ValueError(f"This is not HLO, it has no ENTRY: {text[:80]!r}")
-    return Program(header, computations, entry)
 
 
 def sends(text: str) -> bool:
@@ -79,7 +28,8 @@ def normalised(text: str) -> str:
     module's name, metadata, and the names of parameters are gone.
     """
     text = re.sub(r',? metadata=\{(?:[^{}"]|"(?:[^"\\]|\\.)*")*\}', "", text)
-    header, computations, entry = parse(text)
+    module = parse(text)
+    computations = module.computations
     channels: dict[str, int] = {}
     named: dict[str, str] = {}
     bodies: dict[str, str] = {}
@@ -100,12 +50,12 @@ def normalised(text: str) -> str:
             return f"%{names.get(name, name)}"
 
         lines = []
-        for instruction in computations[computation]:
+        for instruction in computations[computation].instructions.values():
             opcode = instruction.opcode
             name = f"{opcode}.{next(counts.setdefault(opcode, itertools.count(1)))}"
             rest = _CHANNEL.sub(channel, _NAME.sub(renamed, instruction.text))
             names[instruction.name] = name
-            lines.append(f"  {'ROOT ' * instruction.root}%{name} = {rest}\n")
+            lines.append(f"  {'ROOT ' * instruction.is_root}%{name} = {rest}\n")
         return "".join(lines)
 
     def name_of(computation: str) -> str:
@@ -115,8 +65,8 @@ def normalised(text: str) -> str:
             bodies[named[computation]] = made
         return named[computation]
 
-    first = body(entry)
-    said = "".join(f"  {each}\n" for each in header)
+    first = body(module.entry.name)
+    said = "".join(f"  {each}\n" for each in _header(text))
     others = "".join(f"\n%{name} {{\n{lines}}}\n" for name, lines in bodies.items())
     return f"HloModule step\n{said}\nENTRY %entry {{\n{first}}}\n{others}"
 
@@ -129,17 +79,24 @@ def regardless_of_order(text: str) -> list[str]:
     no more of them apart (Weisfeiler and Leman). Two programs whose colours are the same could
     still differ, but only if they are so symmetric that no instruction's surroundings show it.
     """
-    program = parse(text)
-    graph = _Graph(program.computations, ordered=False)
-    returned = graph.add(program.entry)
+    module, header = parse(text), _header(text)
+    graph = _Graph(module.computations, ordered=False)
+    returned = graph.add(module.entry.name)
     for result, number, kind in re.findall(
-        r"\{(\d*)\}: \((\d+), \{\}, ([\w-]+)\)", " ".join(program.header)
+        r"\{(\d*)\}: \((\d+), \{\}, ([\w-]+)\)", " ".join(header)
     ):
         graph.edges.append((kind, graph.parameters[int(number)], returned[int(result or 0)]))
     # Layouts are at the parameters and results, and aliases are edges.
-    whole = [said for said in program.header if not re.match("input_output|entry_comp", said)]
+    whole = [said for said in header if not re.match("input_output|entry_comp", said)]
     # A flag for each parameter is in their order.
     return [*(re.sub(r"\{(.*)\}", _in_order, said) for said in whole), *graph.colours()]
+
+
+def _header(text: str) -> list[str]:
+    """What is said of the whole module, in HLO text or in normalised text."""
+    first, *lines = text.splitlines()
+    said = itertools.takewhile(re.compile(r" +[a-z_]+=").match, lines)
+    return [*re.split(r", (?=[a-z_]+=)", first)[1:], *map(str.strip, said)]
 
 
 def _in_order(found: re.Match[str]) -> str:
@@ -149,7 +106,7 @@ def _in_order(found: re.Match[str]) -> str:
 class _Graph:
     """The instructions of a program and of its fusions, and which of them takes what from which."""
 
-    def __init__(self, computations: dict[str, list[Instruction]], ordered: bool):
+    def __init__(self, computations: Mapping[str, Computation], ordered: bool):
         self._computations = computations
         self._ordered = ordered
         self._values: dict[str, str] = {}
@@ -161,7 +118,7 @@ class _Graph:
         """Adds the instructions of a computation; returns what it returns, or its parts."""
         nodes: dict[str, str] = {}
         returned: list[str] = []
-        for instruction in self._computations[computation]:
+        for instruction in self._computations[computation].instructions.values():
             opcode, text = instruction.opcode, instruction.text
             operands = tuple(nodes[name] for name in _NAME.findall(text) if name in nodes)
             if opcode == "parameter":
@@ -179,12 +136,12 @@ class _Graph:
                 self.edges += [(f"result {place}", node, one) for place, one in enumerate(inside)]
                 operands = ()
                 text = text.replace(called[0], "")
-            results = instruction.root and opcode == "tuple" and not (fusion or self._ordered)
+            results = instruction.is_root and opcode == "tuple" and not (fusion or self._ordered)
             labels = ("result" if results else f"operand {place}" for place in itertools.count())
             self.edges += [(next(labels), node, operand) for operand in operands]
             self.edges += [("inside", node, fusion)] * bool(fusion)
             self._own[node] = "results" if results else self._text(text)
-            if instruction.root:
+            if instruction.is_root:
                 returned = list(operands) if results else [node]
         return returned
 

@@ -7,7 +7,8 @@ A change that should be neutral leaves every program as it was. Write them befor
     python tools/programs.py compare before after
 
 The steps are those of program_cases.py, and what counts is what XLA compiles while one is called:
-the setup before it is not looked at.
+the setup before it is not looked at. A package without crossshard.tools.inspection, which reads the
+programs, is written by its own tools/programs.py.
 """
 
 import argparse
@@ -20,8 +21,6 @@ import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
-
-from program_text import normalised, regardless_of_order, sends
 
 DEVICES = 8
 # How much of each difference `compare` prints.
@@ -68,11 +67,16 @@ def _text(module: Any) -> str:
     return module.to_string(options)
 
 
+# program_text imports crossshard, and with it JAX, which reads what _set_up_devices sets.
+
+
 def _of_the_step(texts: Iterable[str]) -> list[str]:
     """The programs that do the step's work, in an order of their own.
 
     The others make or move single arrays: they send nothing and are short beside it.
     """
+    from program_text import normalised, sends
+
     programs = sorted(map(normalised, texts))
     longest = max((text.count("\n") for text in programs), default=0)
     return [text for text in programs if 2 * text.count("\n") >= longest or sends(text)]
@@ -120,6 +124,8 @@ def write(folder: Path, pattern: str) -> int:
 
 
 def _same_regardless_of_order(before: str, after: str) -> bool:
+    from program_text import regardless_of_order
+
     def parts(text: str) -> list[list[str]]:
         return sorted(regardless_of_order(_START + rest) for rest in text.split(_START)[1:])
 

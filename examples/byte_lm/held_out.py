@@ -1,6 +1,5 @@
-"""Bits per byte of held-out text, for the model of each group and for gzip."""
+"""Bits per byte of held-out text, for the model of each group."""
 
-import gzip
 import math
 from typing import Any
 
@@ -62,8 +61,3 @@ def _costs(model: ByteTransformer, batch: Any) -> dict[str, jax.Array]:
     # Also where the step has a weight: counts are 0 and 1.
     costs = nats(model, batch["read"], batch["wanted"])
     return {"nats": costs * batch["counts"], "bytes": batch["counts"]}
-
-
-def gzip_bits_per_byte(text: np.ndarray) -> float:
-    """The bits per byte of gzip at level 9, for uint8[bytes]."""
-    return 8 * len(gzip.compress(text.tobytes(), 9)) / len(text)

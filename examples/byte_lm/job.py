@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import math
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,45 +12,36 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType
 
-from crossshard import CrossShardOptimizer, TrainStep, make_train_step
-from examples.byte_lm.devices import start_shards
-from examples.byte_lm.folder import check_free
-from examples.byte_lm.groups import Groups
-from examples.byte_lm.held_out import HeldOut, gzip_bits_per_byte
+from crossshard import CrossShardOptimizer, TrainStep, cpu_devices, make_train_step
+from crossshard.errors import ArgumentError
+from examples.byte_lm.held_out import HeldOut
 from examples.byte_lm.model import MODEL_AXIS, ByteTransformer, loss, split_over
-from examples.byte_lm.optimizers import InnerOptimizer, check_fits, make_optimizer
-from examples.byte_lm.options import TrainOptions
+from examples.byte_lm.optimizers import InnerOptimizer, make_optimizer
+from examples.byte_lm.options import MOST_SHARDS, Groups, TrainOptions, parse_groups
 from examples.byte_lm.processes import ALONE, Processes
-from examples.byte_lm.text import Text, batches, read_text
+from examples.byte_lm.text import Text, batches, gzip_bits_per_byte, read_text
 from examples.byte_lm.training import Training
+
+CPU_DEVICES = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A prepared training run.
-
-    Attributes:
-      options: the options of the command.
-      processes: those that train together.
-      shards: the number of shards.
-      platform: the platform of the devices, such as ``"cpu"``.
-      groups: the groups of shards; one group of all by default.
-      rows: the rows of the global batch.
-      text: the training and held-out text.
-      inner: the inner optimizer.
-      first_model: as it is before the first step.
-      gzip_bits_per_byte: what gzip needs for the held-out bytes.
-    """
+    """A prepared training run: the options of the command, and what they stand for."""
 
     options: TrainOptions
     processes: Processes
     shards: int
     platform: str
+    # One group of all shards by default.
     groups: Groups
+    # Of the global batch.
     rows: int
     text: Text
     inner: InnerOptimizer
+    # As it is before the first step.
     first_model: ByteTransformer
+    # Of the held-out bytes.
     gzip_bits_per_byte: float
 
     @property
@@ -65,15 +58,13 @@ class Job:
 
     def new_training(self) -> Training:
         """The run before its first step."""
-        several = len(self.groups.members) > 1
-        of_groups = tuple(group[0] for group in self.groups.members) if several else (None,)
-        state = self.step.init(self.split_model)
+        several = len(self.groups) > 1
         return Training(
             self.step,
-            state,
+            self.step.init(self.split_model),
             self.processes,
             self.options.accumulate_steps,
-            of_groups,
+            of_groups=tuple(group[0] for group in self.groups) if several else (None,),
             repairs=self.options.on_divergence == "repair",
         )
 
@@ -94,7 +85,7 @@ class Job:
         optimizer = CrossShardOptimizer(
             self.inner.transformation,
             reduction=options.reduction,
-            group_assignment=self.groups.members if options.groups else None,
+            group_assignment=self.groups if options.groups else None,
         )
         return make_train_step(
             loss,
@@ -139,13 +130,10 @@ def prepare(options: TrainOptions, processes: Processes = ALONE) -> Job:
       CrossshardError: an option cannot be satisfied; nothing has been written.
     """
     options.check()
-    if processes.is_first and not options.resume:
-        check_free(options.out)
-    groups = options.parsed_groups()
+    groups = None if options.groups is None else parse_groups(options.groups)
     text = read_text(options.data, options.context + 1)
-    shards = start_shards(options.shards, groups, options.model_shards, processes.number)
+    shards = _start_shards(options, groups, processes.number)
     rows = options.rows(shards)
-    inner = make_optimizer(options.optimizer, options.learning_rate)
     # Compiled, since op by op it takes twice as long.
     model = nnx.jit(
         lambda: ByteTransformer(
@@ -156,19 +144,49 @@ def prepare(options: TrainOptions, processes: Processes = ALONE) -> Job:
             param_dtype=options.param_dtype,
         )
     )()
-    check_fits(inner, model)
     job = Job(
         options=options,
         processes=processes,
         shards=shards,
         platform=jax.devices()[0].platform,
-        groups=groups or Groups((tuple(range(shards)),)),
+        groups=groups or (tuple(range(shards)),),
         rows=rows,
         text=text,
-        inner=inner,
+        inner=make_optimizer(options.optimizer, options.learning_rate),
         first_model=model,
         gzip_bits_per_byte=gzip_bits_per_byte(text.held_out),
     )
     # Raises if the options do not go together.
     _ = job.lowered
     return job
+
+
+def _start_shards(options: TrainOptions, groups: Groups | None, processes: int) -> int:
+    """Start JAX's devices, of which each process has as many; return the number of shards."""
+    asked = options.shards or sum(map(len, groups or ()))
+    # Where nobody has asked for a number of devices there are eight, or a few more.
+    given = int(os.environ.get("JAX_NUM_CPU_DEVICES") or 0) * processes
+    devices = given or math.ceil(CPU_DEVICES / processes) * processes
+    on_cpu = asked or max(1, devices // options.model_shards)
+    what = f" of {options.model_shards} devices" * (options.model_shards > 1)
+    if on_cpu * options.model_shards > MOST_SHARDS * processes:
+        raise ArgumentError(
+            f"{on_cpu} shards{what} are more than one process can run; use at most {MOST_SHARDS} "
+            f"devices."
+        )
+    if on_cpu * options.model_shards % processes:
+        raise ArgumentError(
+            f"{on_cpu} shards{what} cannot be split evenly over {processes} processes. Pass "
+            f"--shards {math.lcm(processes, on_cpu)}, or start another number of processes."
+        )
+    # Whether there is an accelerator shows only once JAX runs, and then it is too late to make
+    # CPU devices. Where there is one these stay idle.
+    cpu_devices(on_cpu * options.model_shards // processes)
+    platform, number = jax.devices()[0].platform, len(jax.devices())
+    shards = on_cpu if asked or platform == "cpu" else max(1, number // options.model_shards)
+    if shards * options.model_shards > number:
+        raise ArgumentError(
+            f"{shards} shards{what} need {shards * options.model_shards} devices, and there are "
+            f"{number} ({platform}). Use fewer, or set JAX_PLATFORMS=cpu for virtual ones."
+        )
+    return shards

@@ -1,74 +1,24 @@
 """The training loop: blocks after every step, and evaluates on held-out text now and then."""
 
-import dataclasses
 import itertools
 import math
 import time
 from collections.abc import Iterator
-from typing import Any, Self
 
+import jax
 import numpy as np
 
 from examples.byte_lm.held_out import HeldOut
 from examples.byte_lm.job import Job
+from examples.byte_lm.options import PROFILED
+from examples.byte_lm.record import Record, Step
+from examples.byte_lm.stopping import Stopping
 from examples.byte_lm.training import Training
 
 # Evaluations on held-out text per run, without those of the first steps.
 LOOKS = 10
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """The metrics of one step.
-
-    Attributes:
-      number: counted from 1.
-      loss: nats per byte, the mean over all bytes that count.
-      losses: each shard's mean over its part of the batch.
-      seconds: the time from the batch to the loss.
-      metrics: those of the stages by name, one number per group.
-      held_out: bits per byte of a sample of held-out text after the step, one per group; ``None``
-        after most steps.
-      held_out_ema: the same with the moving average of the parameters, if there is one.
-      faults: what was found not to be finite, or to differ between shards, a line each.
-    """
-
-    number: int
-    loss: float
-    losses: tuple[float, ...]
-    seconds: float
-    metrics: dict[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
-    held_out: tuple[float, ...] | None = None
-    held_out_ema: tuple[float, ...] | None = None
-    faults: tuple[str, ...] = ()
-
-    @property
-    def bits_per_byte(self) -> float:
-        """The loss in bits."""
-        return self.loss / math.log(2)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Self:
-        """A step as it stands in metrics.jsonl."""
-        each = lambda value: tuple(value) if isinstance(value, list) else (value,)
-        looks = [values.pop(f"held_out_bits_per_byte{ema}", None) for ema in ("", "_ema")]
-        look, look_ema = (None if look is None else tuple(look) for look in looks)
-        faults = tuple(values.pop("faults", ()))
-        own = [values.pop(name) for name in ("step", "loss", "loss_per_shard", "seconds")]
-        for name in ("bits_per_byte", "tokens_per_second"):
-            del values[name]
-        number, loss, losses, seconds = own
-        metrics = {name: each(value) for name, value in values.items()}
-        return cls(
-            number,
-            math.nan if loss is None else loss,
-            tuple(math.nan if x is None else x for x in losses),
-            seconds,
-            metrics,
-            look,
-            look_ema,
-            faults,
-        )
+# After the fourth step comes an evaluation on held-out text.
+_TRACED = 3
 
 
 def train(job: Job, training: Training, held_out: HeldOut, taken: int = 0) -> Iterator[Step]:
@@ -81,33 +31,54 @@ def train(job: Job, training: Training, held_out: HeldOut, taken: int = 0) -> It
     Raises:
       NonfiniteError, DivergenceError: steps have found too many faults.
     """
-    guarded = job.options.nonfinite != "off"
-    every = math.ceil(job.options.steps / LOOKS)
+    options = job.options
+    guarded = options.nonfinite != "off"
+    every = math.ceil(options.steps / LOOKS)
     looks = {2**power for power in range(every.bit_length())}
-    looks |= set(range(every, job.options.steps + 1, every))
+    looks |= set(range(every, options.steps + 1, every))
     batches = itertools.islice(job.batches(), taken, None)
-    for number, batch in zip(range(taken + 1, job.options.steps + 1), batches, strict=False):
+    for number, batch in zip(range(taken + 1, options.steps + 1), batches, strict=False):
         began = time.perf_counter()
         metrics = training(batch)
         seconds = time.perf_counter() - began
+        aux, faults = metrics.pop("aux"), metrics.pop("faults")
         # [shards, microbatches]
-        nats, counted = (metrics["aux"][name].reshape(job.shards, -1) for name in ("nats", "bytes"))
+        nats, counted = (aux[name].reshape(job.shards, -1) for name in ("nats", "bytes"))
         # What does not count for the parameters does not count here.
         good = np.isfinite(nats).all(axis=1, keepdims=True) if guarded else True
         with np.errstate(invalid="ignore"):  # a shard may have nothing that counts
             loss = float(nats.sum(where=good) / counted.sum(where=good))
-            losses = tuple((nats.sum(axis=1) / counted.sum(axis=1)).tolist())
-        look = math.isfinite(loss) and number in looks
-        bits = lambda ema: tuple(held_out.bits_per_byte(training, sample=True, ema=ema))
-        yield Step(
-            number,
-            loss,
-            losses,
-            seconds,
-            {n: value for n, value in metrics.items() if n not in ("aux", "loss", "faults")},
-            bits(ema=False) if look else None,
-            bits(ema=True) if look and job.options.ema else None,
-            metrics["faults"],
-        )
+            losses = (nats.sum(axis=1) / counted.sum(axis=1)).tolist()
+        step = {
+            "step": number,
+            "loss": loss,
+            "bits_per_byte": loss / math.log(2),
+            "loss_per_shard": losses,
+            "seconds": round(seconds, 6),
+            "tokens_per_second": round(job.rows * options.context / seconds, 1),
+            **{name: each if each[1:] else each[0] for name, each in metrics.items()},
+        }
+        if faults:
+            step["faults"] = faults
+        if math.isfinite(loss) and number in looks:
+            bits = lambda ema: held_out.bits_per_byte(training, sample=True, ema=ema)
+            step["held_out_bits_per_byte"] = bits(ema=False)
+            if options.ema:
+                step["held_out_bits_per_byte_ema"] = bits(ema=True)
+        yield step
         if not (guarded or math.isfinite(loss)):
             return
+
+
+def traced(steps: Iterator[Step], record: Record, stopping: Stopping) -> Iterator[Step]:
+    """The steps, each taken when it is drawn, of which a few are traced to ``profile``."""
+    folder = record.folder / "profile"
+    yield from itertools.islice(steps, PROFILED - _TRACED)
+    options = jax.profiler.ProfileOptions()
+    # Calls of Python functions would be most of the trace.
+    options.python_tracer_level = 0
+    trace = jax.profiler.trace(folder, create_perfetto_trace=True, profiler_options=options)
+    with stopping.writing(folder), trace:
+        yield from itertools.islice(steps, _TRACED)
+    record.written.append(folder.name)
+    yield from steps

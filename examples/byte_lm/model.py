@@ -16,7 +16,7 @@ HEAD_WIDTH = 32
 # How matrices are split over a mesh axis: columns, then rows (Megatron-LM, arXiv 1909.08053).
 MODEL_AXIS = "model"
 _COLUMNS, _ROWS = PartitionSpec(None, MODEL_AXIS), PartitionSpec(MODEL_AXIS, None)
-MODEL_SPLIT = {
+_MODEL_SPLIT = {
     "embedding": _ROWS,
     "qkv": _COLUMNS,
     "attention_out": _ROWS,
@@ -108,14 +108,16 @@ def params_by_name(params: Any) -> dict[str, jax.Array]:
 
 
 def split_over(mesh: Mesh, model: ByteTransformer) -> ByteTransformer:
-    """A copy of the model whose matrices lie split over the mesh axis ``model``."""
+    """A copy of the model whose matrices are split over the mesh axis ``model``."""
     graph, params = nnx.split(model)
-
-    def place(path: Any, leaf: jax.Array) -> jax.Array:
-        name = next((each.key for each in path if getattr(each, "key", None) in MODEL_SPLIT), "")
-        return jax.device_put(leaf, NamedSharding(mesh, MODEL_SPLIT.get(name, PartitionSpec())))
-
+    place = lambda path, leaf: jax.device_put(leaf, NamedSharding(mesh, spec_of(path, leaf)))
     return nnx.merge(graph, jax.tree_util.tree_map_with_path(place, params))
+
+
+def spec_of(path: Any, leaf: Any) -> PartitionSpec:
+    """How an array of the model is split over the mesh axis ``model``."""
+    name = next((each.key for each in path if getattr(each, "key", None) in _MODEL_SPLIT), "")
+    return _MODEL_SPLIT.get(name, PartitionSpec())
 
 
 def rotate(x_bthd: jax.Array) -> jax.Array:

@@ -2,20 +2,29 @@
 
 import dataclasses
 import fnmatch
+import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import optax
 from flax import nnx
 
+from crossshard import CrossShardOptimizer
 from crossshard.errors import ArgumentError, GroupAssignmentError
-from examples.byte_lm.groups import Groups, parse_groups
 from examples.byte_lm.model import VOCABULARY
 
 DEFAULT_BATCH = 16
 # As many steps must be taken that --profile traces some: those before them compile.
 PROFILED = 7
+# Virtual CPU devices are threads and buffers; more would overload a machine.
+MOST_SHARDS = 1024
+
+# The shards of each group.
+Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +36,7 @@ class TrainOptions:
     At the end the first steps are repeated on one shard, to prove that both trained alike.
 
     Ctrl-C stops after the current step, with everything so far written to the output folder; a
-    second one skips what is then being computed, a third one ends at once.
+    second one ends at once.
 
     With --save-every, what was stopped goes on with --resume, on as many shards or on others.
 
@@ -81,7 +90,7 @@ class TrainOptions:
     reduce_dtype: str | None = None
     """bfloat16 to send gradients in 16 bits."""
 
-    loss_scale: str | None = None
+    loss_scale: Literal["dynamic"] | None = None
     """dynamic to scale the loss, as float16 needs it."""
 
     nonfinite: Literal["quarantine", "skip", "raise", "off"] = "off"
@@ -132,21 +141,18 @@ class TrainOptions:
     def check(self) -> None:
         """Raise an ``ArgumentError`` for an impossible number."""
         for name in (
-            "shards", "model_shards", "accumulate_steps", "steps", "batch", "context", "save_every",
-            "check_divergence",
+            "shards", "model_shards", "accumulate_steps", "steps", "batch", "context", "save_every"
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
-                flag = name.replace("_", "-")
-                raise ArgumentError(f"--{flag} must be at least 1; got {value}.")
+                raise ArgumentError(f"{_flag(name)} must be at least 1; got {value}.")
+        for name in ("save_every", "resume"):
+            if getattr(self, name) and self.out is None:
+                raise ArgumentError(f"{_flag(name)} needs the folder of the run. Pass --out too.")
         if self.profile and self.steps < PROFILED:
             raise ArgumentError(
                 f"--profile traces the last three of {PROFILED} steps; got --steps {self.steps}."
             )
-        for name in ("save_every", "resume"):
-            if getattr(self, name) and self.out is None:
-                flag = name.replace("_", "-")
-                raise ArgumentError(f"--{flag} needs the folder of the run. Pass --out too.")
         splits = math.gcd(VOCABULARY, self.width)
         if splits % self.model_shards:
             raise ArgumentError(
@@ -159,21 +165,6 @@ class TrainOptions:
         if rate is not None and not (math.isfinite(rate) and rate > 0):
             raise ArgumentError(f"--learning-rate must be a number above 0; got {rate}.")
 
-    def parsed_groups(self) -> Groups | None:
-        """The groups that ``groups`` names, ``None`` for all shards together.
-
-        Raises:
-          GroupAssignmentError: neither form, not a partition into equal groups, or one of other
-            shards than ``shards``.
-        """
-        groups = None if self.groups is None else parse_groups(self.groups)
-        if groups is not None and self.shards not in (None, groups.shards):
-            raise GroupAssignmentError(
-                f"--groups {self.groups} are groups of {groups.shards} shards, and --shards is "
-                f"{self.shards}. Leave --shards out, or name groups of {self.shards}."
-            )
-        return groups
-
     def rows(self, shards: int) -> int:
         """Rows of the global batch on this many shards.
 
@@ -183,13 +174,12 @@ class TrainOptions:
         parts = shards * self.accumulate_steps
         if self.batch is None:
             return math.ceil(DEFAULT_BATCH / parts) * parts
+        # crossshard refuses it too, but not where each process cuts out its own rows.
         if self.batch % parts and not self.weight:
-            below = self.batch // parts * parts
-            near = f"{below} or {below + parts}" if below else f"{parts}"
-            number = self.accumulate_steps
+            near = max(1, self.batch // parts) * parts
             raise ArgumentError(
-                f"A batch of {self.batch} rows does not divide evenly by {shards} shards"
-                f"{f' of {number} microbatches' * (number > 1)}. Pass --batch {near}, or --weight."
+                f"A batch of {self.batch} rows does not divide evenly by {shards} shards with "
+                f"--accumulate-steps {self.accumulate_steps}. Pass --batch {near}, or --weight."
             )
         return self.batch
 
@@ -197,3 +187,29 @@ class TrainOptions:
         """Whether ``wrt`` chooses a variable of the model, as an NNX filter."""
         name = "/".join(map(str, path))
         return isinstance(variable, nnx.Param) and fnmatch.fnmatchcase(name, self.wrt or "*")
+
+
+def parse_groups(text: str) -> Groups:
+    """The groups in ``2x4`` (two groups of four neighbours) or in a JSON list of lists.
+
+    Raises:
+      GroupAssignmentError: neither form, or not a partition into groups of one size.
+    """
+    try:
+        if product := re.fullmatch(r"([1-9]\d{0,2})x([1-9]\d{0,2})", text.strip()):
+            shards = np.arange(int(product[1]) * int(product[2]))
+            listed = shards.reshape(-1, int(product[2])).tolist()
+        else:
+            listed = json.loads(text)
+        # Raises unless this is a partition into groups of one size.
+        CrossShardOptimizer(optax.identity(), group_assignment=listed)
+        return tuple(map(tuple, listed))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise GroupAssignmentError(
+            f"--groups must be like 2x4 (two groups of four) or JSON like [[0,1],[2,3]]; "
+            f"got {text:.80} ({error})."
+        ) from None
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from examples.byte_lm.model import MODEL_SPLIT, ByteTransformer, loss
+from examples.byte_lm.model import ByteTransformer, loss, spec_of
 from examples.byte_lm.options import DEFAULT_BATCH, TrainOptions
 
 
@@ -44,7 +44,6 @@ def planned(
     }
 
 
-def spec_of(path: Any, leaf: Any) -> jax.sharding.PartitionSpec:
-    """How an array of the model lies over the mesh axis ``model``."""
-    name = next((each.key for each in path if getattr(each, "key", None) in MODEL_SPLIT), "")
-    return MODEL_SPLIT.get(name, jax.sharding.PartitionSpec())
+def split() -> dict[str, Any]:
+    """The same, looking at meshes on which devices share a model, too."""
+    return planned(split=True)

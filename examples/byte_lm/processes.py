@@ -1,6 +1,7 @@
 """The processes of a run: the rows that this one passes, and what all of them know."""
 
 import dataclasses
+import signal
 from typing import Any
 
 import jax
@@ -49,8 +50,8 @@ class Processes:
         own = [i for i in range(shards) if any(d.process_index == self.own for d in of_shards[i])]
 
         def cut(rows: np.ndarray) -> np.ndarray:
-            filled = np.pad(rows, ((0, -len(rows) % multiple), (0, 0)))
-            return filled.reshape(shards, -1, rows.shape[1])[own].reshape(-1, rows.shape[1])
+            rows = filled(rows, multiple).reshape(shards, -1, rows.shape[1])
+            return rows[own].reshape(-1, rows.shape[2])
 
         return jax.tree.map(cut, batch)
 
@@ -61,7 +62,14 @@ ALONE = Processes()
 def connect() -> Processes:
     """Find the other processes of this run, and connect with them."""
     job = crossshard.distributed.initialize()
+    # JAX has taken it to tell of preemptions, and would swallow it until the training begins.
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
     return Processes(job.num_processes, job.process_id)
+
+
+def filled(rows: np.ndarray, multiple: int) -> np.ndarray:
+    """The rows, and rows of zeros up to a multiple of a number."""
+    return np.pad(rows, ((0, -len(rows) % multiple), (0, 0)))
 
 
 def whole(array: jax.Array) -> np.ndarray:

@@ -1,10 +1,9 @@
 """The proof: compares a run with the same steps on one shard, by JAX and Optax alone.
 
-Adaptive optimizers hide a wrong factor, so ``crossshard.verify`` looks at the step with plain SGD.
+Adaptive optimizers hide a wrong factor, so ``crossshard.verify`` looks at a step with SGD.
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from flax import nnx
 import crossshard
 from examples.byte_lm.job import Job
 from examples.byte_lm.model import loss, params_by_name
+from examples.byte_lm.processes import filled
 from examples.byte_lm.training import Values
 
 STEPS = 5
@@ -27,7 +27,7 @@ _ROUNDING = 0.1
 
 Batch = dict[str, np.ndarray]
 # For each step whether each group skipped it; ``None`` where no step can be skipped.
-Skipped = Sequence[tuple[float, ...] | None]
+Skipped = Sequence[Sequence[float] | np.ndarray | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,92 +53,83 @@ class Comparison:
     same: bool
 
 
-class Proof:
-    """Trains on one shard, by JAX and Optax alone, to compare.
+def compare(job: Job, drawn: Sequence[Batch], after: Values, skipped: Skipped) -> Comparison:
+    """Compare a run's parameters with those of one shard that takes the same steps.
 
     Args:
       job: the run.
       drawn: the batches of its first steps.
+      after: the run's parameters after them.
+      skipped: which of these steps the run has skipped.
     """
+    options = job.options
+    parts: Any = nnx.split(job.first_model, options.trains, ...)
+    graph, first, frozen = parts
+    # SUM adds up the members' losses, each a mean over an equal part of the rows.
+    factor = len(job.groups[0]) if options.reduction == "sum" else 1
+    transformation = optax.with_extra_args_support(job.inner.transformation)
 
-    def __init__(self, job: Job, drawn: Sequence[Batch]) -> None:
-        self._job = job
-        self._drawn = drawn
-        parts: Any = nnx.split(job.first_model, job.options.trains, ...)
-        self._graph, self._first, self._frozen = parts
-        self._start = optax.tree.cast(self._first, job.options.master_dtype)
-        # SUM adds up the members' losses, each a mean over an equal part of the rows.
-        self._factor = job.groups.size if job.options.reduction == "sum" else 1
-        self._gradients = jax.jit(jax.value_and_grad(self._loss))
+    def cost(params: Any, batch: Any) -> jax.Array:
+        params = jax.tree.map(lambda x, of: x.astype(of.dtype), params, first)
+        return factor * loss(nnx.merge(graph, params, frozen), batch)[0]
 
-    def of_run(self, after: Values, skipped: Skipped) -> Comparison:
-        """Compare with the run's parameters after its first steps, of which it skipped some."""
-        before = _by_name(self._start)
-        largest, where, change = -1.0, "", 0.0
-        differences = changes = 0.0
-        for group, members in enumerate(self._job.groups.members):
-            taken = [each is None or not each[group] for each in skipped]
-            alone = self._alone(np.array(members), taken)
-            for path, start in before.items():
-                many = after[path]
-                # [shards, …] with groups: check all members, since they must agree.
-                found = many[list(members)] if many.ndim > start.ndim else many[None]
-                apart = found.astype(np.float64) - alone[path]
-                moved = alone[path].astype(np.float64) - start
-                if np.abs(apart).max() > largest:
-                    largest, where = float(np.abs(apart).max()), path
-                change = max(change, float(np.abs(moved).max()))
-                differences += float(np.square(apart).sum()) / len(found)
-                changes += float(np.square(moved).sum())
-        relative = math.sqrt(differences / changes) if changes else float(differences > 0)
-        return Comparison(
-            optimizer=self._job.inner.name,
-            steps=len(self._drawn),
-            largest_difference=largest,
-            where=where,
-            largest_change=change,
-            relative=relative,
-            same=relative < _ROUNDING,
-        )
+    gradients_of = jax.jit(jax.value_and_grad(cost))
 
-    def _alone(self, members: np.ndarray, taken: list[bool]) -> Values:
-        """The parameters after the steps taken, on one shard with the rows of these shards."""
-        transformation = optax.with_extra_args_support(self._job.inner.transformation)
+    @jax.jit
+    def update(gradients: Any, state: Any, params: Any, value: jax.Array) -> tuple[Any, Any]:
+        updates, state = transformation.update(gradients, state, params, value=value)
+        return optax.apply_updates(params, updates), state
 
-        @jax.jit
-        def update(gradients: Any, state: Any, params: Any, value: jax.Array) -> tuple[Any, Any]:
-            updates, state = transformation.update(gradients, state, params, value=value)
-            return optax.apply_updates(params, updates), state
-
-        params, state = self._start, transformation.init(self._start)
-        for batch in itertools.compress(self._drawn, taken):
-            rows = {name: self._rows_of(members, whole) for name, whole in batch.items()}
-            value, gradients = self._gradients(params, rows)
-            params, state = update(gradients, state, params, value)
-        return _by_name(params)
-
-    def _rows_of(self, members: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """These shards' rows of a global batch, filled up with rows that do not count."""
-        per_shard = _filled(self._job, rows).reshape(self._job.shards, -1, rows.shape[-1])
-        return per_shard[members].reshape(-1, rows.shape[-1])
-
-    def _loss(self, params: Any, batch: Any) -> jax.Array:
-        params = jax.tree.map(lambda x, of: x.astype(of.dtype), params, self._first)
-        return self._factor * loss(nnx.merge(self._graph, params, self._frozen), batch)[0]
+    start = optax.tree.cast(first, options.master_dtype)
+    before = _by_name(start)
+    largest, where, change = -1.0, "", 0.0
+    differences = changes = 0.0
+    for group, members in enumerate(job.groups):
+        params, state = start, transformation.init(start)
+        for batch, left_out in zip(drawn, skipped, strict=True):
+            if left_out is None or not left_out[group]:
+                rows = {name: _rows_of(job, members, whole) for name, whole in batch.items()}
+                value, gradients = gradients_of(params, rows)
+                params, state = update(gradients, state, params, value)
+        for path, alone in _by_name(params).items():
+            many = after[path]
+            # [shards, …] with groups: check all members, since they must agree.
+            found = many[list(members)] if many.ndim > alone.ndim else many[None]
+            apart = found.astype(np.float64) - alone
+            moved = alone.astype(np.float64) - before[path]
+            if np.abs(apart).max() > largest:
+                largest, where = float(np.abs(apart).max()), path
+            change = max(change, float(np.abs(moved).max()))
+            differences += float(np.square(apart).sum()) / len(found)
+            changes += float(np.square(moved).sum())
+    relative = math.sqrt(differences / changes) if changes else float(differences > 0)
+    return Comparison(
+        optimizer=job.inner.name,
+        steps=len(drawn),
+        largest_difference=largest,
+        where=where,
+        largest_change=change,
+        relative=relative,
+        same=relative < _ROUNDING,
+    )
 
 
-def verify(job: Job) -> crossshard.Verification | None:
+def verify(job: Job) -> crossshard.tools.Verification | None:
     """The step of the run with plain SGD on all shards and on one; ``None`` if there is one."""
     if job.shards == 1:
         return None
-    batch = {name: _filled(job, rows) for name, rows in next(job.batches()).items()}
+    batch = {name: filled(rows, _parts(job)) for name, rows in next(job.batches()).items()}
     return crossshard.verify(job.step, job.split_model, batch)
 
 
-def _filled(job: Job, rows: np.ndarray) -> np.ndarray:
-    """Rows, up to a number that every shard and microbatch has the same part of."""
-    parts = job.shards * job.options.accumulate_steps
-    return np.pad(rows, ((0, -len(rows) % parts), (0, 0)))
+def _parts(job: Job) -> int:
+    return job.shards * job.options.accumulate_steps
+
+
+def _rows_of(job: Job, members: Sequence[int], rows: np.ndarray) -> np.ndarray:
+    """These shards' rows of a global batch, filled up with rows that do not count."""
+    per_shard = filled(rows, _parts(job)).reshape(job.shards, -1, rows.shape[-1])
+    return per_shard[list(members)].reshape(-1, rows.shape[-1])
 
 
 def _by_name(params: Any) -> Values:

@@ -1,32 +1,53 @@
-"""Writes the files of a run, while it trains."""
+"""The folder of a run, and the files that it writes there while it trains."""
 
+import contextlib
 import dataclasses
+import datetime
 import errno
+import itertools
 import json
 import math
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from crossshard.errors import ArgumentError
-from examples.byte_lm.folder import cannot_write, make_folder
-from examples.byte_lm.loop import Step
+from examples.byte_lm.options import TrainOptions
+from examples.byte_lm.stopping import Stopping
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+_RUNS = Path("runs")
 _METRICS = "metrics.jsonl"
+
+# A line of metrics.jsonl. After most steps there are no looks at held-out text, and no faults.
+Step = dict[str, Any]
+_FIXED = {
+    "step",  # counted from 1
+    "loss",  # nats per byte, the mean over all bytes that count
+    "bits_per_byte",  # the same in bits
+    "loss_per_shard",  # each shard's mean over its part of the batch
+    "seconds",  # from the batch to the loss
+    "tokens_per_second",
+    "faults",  # what was found not to be finite, or to differ between shards
+    "held_out_bits_per_byte",  # of a sample of held-out text, one per group
+    "held_out_bits_per_byte_ema",  # the same with the moving average of the parameters
+}
+
+
+def metrics_of(step: Step) -> dict[str, Any]:
+    """The metrics of the stages: a number each, or one per group."""
+    return {name: value for name, value in step.items() if name not in _FIXED}
 
 
 class Record:
     """The folder of a run: ``metrics.jsonl``, a line for every step, and other files.
 
     Args:
-      asked: the folder; ``None`` for a fresh one under ``runs/``.
-      fail: called with a message if a later write fails. Other writes are still tried.
+      options: those of the run: its folder, and whether it goes on with the run that is there.
+      stopping: told if a later write fails. Other writes are still tried.
       silent: write nothing, since another process does.
-      resume: go on with the run whose folder it is, if it has begun.
 
     Attributes:
       folder: its path.
@@ -37,28 +58,21 @@ class Record:
       ArgumentError: the folder or its first file cannot be created.
     """
 
-    def __init__(
-        self,
-        asked: Path | None,
-        fail: Callable[[str], None],
-        *,
-        silent: bool = False,
-        resume: bool = False,
-    ) -> None:
-        self._silent = silent
-        self.folder = Path(os.devnull).parent if silent else make_folder(asked)
+    def __init__(self, options: TrainOptions, stopping: Stopping, *, silent: bool = False) -> None:
         self.steps: list[Step] = []
         self.written = [_METRICS]
-        self._fail = fail
+        self._stopping = stopping
+        self._silent = silent
         self._size = 0
-        self._before = _lines(asked / _METRICS) if asked is not None and resume else []
+        self._before = _lines(options.out / _METRICS) if options.out and options.resume else []
         try:
-            # Unbuffered, so that a full disk shows at once.
+            self.folder = Path(os.devnull).parent if silent else _make_folder(options.out)
             path = Path(os.devnull) if silent else self.folder / _METRICS
-            goes_on = path.exists() and resume
+            goes_on = path.exists() and options.resume
+            # Unbuffered, so that a full disk shows at once.
             self._metrics = path.open("wb" if silent else "r+b" if goes_on else "xb", buffering=0)
         except OSError as error:
-            raise ArgumentError(cannot_write(self.folder / _METRICS, error)) from None
+            raise ArgumentError(f"Cannot write to {error.filename}: {error.strerror}.") from None
 
     def __enter__(self) -> Self:
         return self
@@ -78,39 +92,23 @@ class Record:
                 f"saved after {number}. Name a new --out folder."
             )
         kept = self._before[:number]
-        self.steps = [Step.from_json(json.loads(line)) for line in kept]
+        # In JSON there is no number for a loss that is not finite.
+        self.steps = [json.loads(line.replace(b" null", b" NaN")) for line in kept]
         self._size = sum(map(len, kept))
         if not self._silent:
             self._metrics.truncate(self._size)
             self._metrics.seek(self._size)
 
-    def add(self, step: Step, tokens: int) -> None:
-        """Append a step of this many tokens to metrics.jsonl, unbuffered."""
+    def add(self, step: Step) -> None:
+        """Append a step to metrics.jsonl, unbuffered."""
         self.steps.append(step)
-        values: dict[str, Any] = {
-            "step": step.number,
-            "loss": step.loss,
-            "bits_per_byte": step.bits_per_byte,
-            "loss_per_shard": step.losses,
-            "seconds": round(step.seconds, 6),
-            "tokens_per_second": round(tokens / step.seconds, 1),
-            **{name: each if each[1:] else each[0] for name, each in step.metrics.items()},
-        }
-        if step.faults:
-            values["faults"] = step.faults
-        if step.held_out is not None:
-            values["held_out_bits_per_byte"] = step.held_out
-        if step.held_out_ema is not None:
-            values["held_out_bits_per_byte_ema"] = step.held_out_ema
-        line = f"{_json(values)}\n".encode()
-        try:
+        line = f"{_json(step)}\n".encode()
+        with self._stopping.writing(self.folder / _METRICS):
             if self._metrics.write(line) < len(line):
                 # Half a line is not valid JSON.
                 self._metrics.truncate(self._size)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._size += len(line)
-        except OSError as error:
-            self._fail(cannot_write(self.folder / _METRICS, error))
 
     def write_json(self, name: str, value: "DataclassInstance") -> None:
         """Write a dataclass to its own JSON file."""
@@ -121,14 +119,36 @@ class Record:
         if self._silent:
             return
         path, part = self.folder / name, self.folder / f"{name}.part"
-        try:
-            part.write_bytes(content)
-            part.replace(path)
-        except OSError as error:
-            part.unlink(missing_ok=True)
-            self._fail(cannot_write(path, error))
-        else:
-            self.written = [*dict.fromkeys([*self.written, name])]
+        with self._stopping.writing(path):
+            try:
+                part.write_bytes(content)
+                part.replace(path)
+                self.written = [*dict.fromkeys([*self.written, name])]
+            finally:
+                part.unlink(missing_ok=True)
+
+
+def check_free(out: Path | None) -> None:
+    """Raise an ``ArgumentError`` if there are files in the folder; creates nothing."""
+    with contextlib.suppress(OSError):  # making it says why
+        if out is not None and any(out.iterdir()):
+            raise ArgumentError(
+                f"{out} holds files, and files are not overwritten. Name a new --out folder."
+            )
+
+
+def _make_folder(asked: Path | None) -> Path:
+    """Create it; two runs without one that start in the same second get different ones."""
+    if asked is not None:
+        asked.mkdir(parents=True, exist_ok=True)
+        return asked
+    first = _RUNS / datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
+    for number in itertools.count(1):
+        out = first if number == 1 else first.with_name(f"{first.name}-{number}")
+        with contextlib.suppress(FileExistsError):
+            out.mkdir(parents=True)
+            break
+    return out
 
 
 def _lines(path: Path) -> list[bytes]:

@@ -2,12 +2,12 @@
 
 import hashlib
 import shutil
-from collections.abc import Callable
 from typing import Any
 
 import crossshard
-from crossshard.errors import ArgumentError, CheckpointError
+from crossshard.errors import ArgumentError
 from examples.byte_lm.job import Job
+from examples.byte_lm.stopping import Stopping
 from examples.byte_lm.training import Training
 
 FOLDER = "checkpoints"
@@ -19,16 +19,16 @@ class Saving:
     Args:
       job: the run.
       training: its step, with its state.
-      fail: called with a message if a checkpoint cannot be written.
+      stopping: told if a checkpoint cannot be written.
     """
 
-    def __init__(self, job: Job, training: Training, fail: Callable[[str], None]):
+    def __init__(self, job: Job, training: Training, stopping: Stopping) -> None:
         options = job.options
         self._every = options.save_every
         self._compared_every = options.check_divergence or 0
         self._is_first = job.processes.is_first
         self._training = training
-        self._fail = fail
+        self._stopping = stopping
         self._latest = 0
         self._drawn = {
             "text": hashlib.sha256(job.text.training.tobytes()).hexdigest(),
@@ -46,7 +46,8 @@ class Saving:
     def close(self) -> None:
         """Wait until the last checkpoint is written."""
         if self._checkpoints is not None:
-            self._tried(self._checkpoints.close)
+            with self._stopping.writing(FOLDER):
+                self._checkpoints.close()
 
     def resume(self) -> int:
         """Go on from the latest checkpoint; the number of steps that were taken before it.
@@ -83,7 +84,8 @@ class Saving:
             return
         if self._training.differs is None and self._training.is_finite:
             data: Any = {"steps": steps, "batches": self._drawn}
-            if self._tried(lambda: checkpoints.save(state, data)):
+            with self._stopping.writing(FOLDER):
+                checkpoints.save(state, data)
                 self._latest = steps
 
     def after_fault(self, steps: int) -> str:
@@ -117,14 +119,6 @@ class Saving:
         then = f"--resume goes on from checkpoint {max(kept)}" if kept else "start again"
         doubt = f", and checkpoints {', '.join(map(str, doubtful))} renamed" if doubtful else ""
         return f"It was not saved{doubt}: {then}."
-
-    def _tried(self, write: Callable[[], None]) -> bool:
-        try:
-            write()
-        except CheckpointError as error:
-            self._fail(str(error))
-            return False
-        return True
 
 
 def _kept(compared_every: int | None, saved_every: int | None) -> int:

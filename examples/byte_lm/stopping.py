@@ -4,15 +4,12 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
-# This file imports nothing else, so that the handler is set before JAX is imported.
-from examples.byte_lm.exit_codes import STOPPED
-
-if TYPE_CHECKING:
-    from examples.byte_lm.processes import Processes
+from crossshard.errors import CheckpointError
+from examples.byte_lm.processes import Processes
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SHOW_CURSOR = b"\x1b[?25h"
@@ -21,67 +18,39 @@ _FAILED = 1000
 
 
 class Stopping:
-    """A context in which a signal asks the run to stop.
+    """A context in which the first signal lets the current step finish; a second one ends it all.
 
-    Before ``begin`` the process ends at once, for nothing has been written. From then on the first
-    signal is remembered, for the run to stop after the current step; the second one skips what is
-    being computed, and leaves what is written; the third ends the process at once. One of several
-    processes can skip nothing, since the others wait for it; there the second one ends it at once.
+    Args:
+      processes: those that stop together.
 
     Attributes:
       signal: the first one that came; ``None`` before.
-      failure: the message of a failed write; ``None`` without one.
-      skipped: whether a second signal has interrupted something.
+      failure: the message of the first failed write; ``None`` without one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, processes: Processes) -> None:
         self.signal: int | None = None
         self.failure: str | None = None
-        self.skipped = False
-        self._begun = False
-        self._skippable = False
-        self._came = 0
-        self._largest: Callable[[int], int] = lambda value: value
-        self._of_several = False
-
-    @property
-    def asked(self) -> bool:
-        """Whether to stop."""
-        return self.signal is not None or self.failure is not None
-
-    def join(self, processes: "Processes") -> None:
-        """From now on ``agree`` asks these processes."""
-        self._largest = processes.largest
-        self._of_several = processes.number > 1
+        self._processes = processes
 
     def agree(self) -> bool:
         """Whether to stop; all processes ask at the same point, and get the same answer."""
-        own = _FAILED if self.failure else self.signal or 0
-        found = self._largest(own)
+        found = self._processes.largest(_FAILED if self.failure else self.signal or 0)
         if found == _FAILED:
-            self.fail("Process 0 cannot write what it should.")
+            self.failure = self.failure or "Process 0 cannot write what it should."
         elif found and self.signal is None:
             self.signal = found
         return found > 0
 
-    def begin(self) -> None:
-        """From now on a signal lets the current step finish."""
-        self._begun = True
-
-    def fail(self, why: str) -> None:
-        """Stop because something cannot be written; the first reason is kept."""
-        self.failure = self.failure or why
-
     @contextlib.contextmanager
-    def skippable(self) -> Iterator[None]:
-        """A context that a second signal interrupts."""
-        self._skippable = not self._of_several
+    def writing(self, what: object) -> Iterator[None]:
+        """A context in which an error asks the run to stop; other writes are still tried."""
         try:
             yield
-        except KeyboardInterrupt:
-            self.skipped = True
-        finally:
-            self._skippable = False
+        except OSError as error:
+            self.failure = self.failure or f"Cannot write to {what}: {error.strerror or error}."
+        except CheckpointError as error:
+            self.failure = self.failure or str(error)
 
     def __enter__(self) -> Self:
         self._before = {
@@ -97,22 +66,23 @@ class Stopping:
             signal.signal(number, handler)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        if not self._begun:
-            _leave(number, "stopped before training began; nothing was written.")
-        self._came += 1
-        if self._came > (1 if self._of_several else 2):
-            _leave(number, "stopped at once; metrics.jsonl has every step that was taken.")
-        self.signal = self.signal or number
-        if self._came == 2 and self._skippable:
-            raise KeyboardInterrupt
+        if self.signal is not None:
+            # An exception may be caught, or wait for other processes.
+            if os.isatty(1):
+                os.write(1, _SHOW_CURSOR)
+            complain("stopped at once; metrics.jsonl has every step that was taken.")
+            os._exit(128 + number)
+        self.signal = number
 
 
-def _leave(number: int, why: str) -> None:
-    """End the process at once: an exception may be caught, or wait for threads at exit."""
-    with contextlib.suppress(Exception):  # the signal may have come in the middle of a write
-        sys.stdout.flush()
-        if sys.stdout.isatty():
-            os.write(sys.stdout.fileno(), _SHOW_CURSOR)
-    with contextlib.suppress(OSError):
-        os.write(2, f"\nbyte_lm: {why}\n".encode())
-    os._exit(STOPPED + number)
+def complain(why: str) -> None:
+    """Print the reason of a failure on stderr, in one line."""
+    try:
+        print("byte_lm: " + " ".join(why.split()), file=sys.stderr, flush=True)
+    except OSError:
+        discard(2)
+
+
+def discard(descriptor: int) -> None:
+    """Let Python write nowhere what it still has for a stream that is gone."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)

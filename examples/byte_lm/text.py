@@ -1,10 +1,10 @@
 """Text to train on: the bytes of a file or folder, a part held out, and batches drawn from it."""
 
 import dataclasses
+import gzip
 import hashlib
 import os
 import platform
-import stat
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +16,8 @@ from crossshard.errors import ArgumentError
 HELD_OUT_FRACTION = 10
 # Compared with gzip and evaluated at the end: more is slow on a CPU.
 HELD_OUT_BYTES = 128 * 1024
-# The text is kept in memory.
-MOST_BYTES = 2 * 1024**3
 
-_NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+_NOT_SOURCES = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,24 +46,22 @@ def read_text(path: Path | None, least: int) -> Text:
     tenth, is a mixture of them and the same in every run.
 
     Args:
-      path: a file, or a folder that is searched for text files.
+      path: a file, or a folder of which hidden files and those with a zero byte are left out.
       least: the number of bytes that the training part must have.
 
     Raises:
-      ArgumentError: the text is missing, unreadable, too small or too large.
+      ArgumentError: the text is missing, unreadable or too small.
     """
-    if path is None:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        name = f"the standard library of Python {platform.python_version()}"
-        files = [p for p in _walk(root) if p.suffix == ".py" and _is_source(p.relative_to(root))]
-    else:
-        root, name = path, printable(path)
-        files = [p for p in _walk(root) if p == root or _looks_like_text(p)]
-    if not files:
-        raise ArgumentError(f"There is no text file in {root}. Name another with --data.")
-    _check_size(files, root)
+    root = Path(sysconfig.get_paths()["stdlib"]) if path is None else path
+    files = _files(root, _NOT_SOURCES if path is None else set())
+    files = [p for p in files if path is not None or p.suffix == ".py"]
     files.sort(key=lambda p: hashlib.sha256(p.relative_to(root).as_posix().encode()).digest())
     contents = [_read(file) for file in files]
+    if files != [root]:
+        # Like git and grep, take a file with a zero byte for binary.
+        contents = [content for content in contents if b"\0" not in content[:8192]]
+    if not contents:
+        raise ArgumentError(f"There is no text file in {root}. Name another with --data.")
     everything = np.frombuffer(b"".join(contents), np.uint8)
     cut = len(everything) - len(everything) // HELD_OUT_FRACTION
     if cut < least or cut == len(everything):
@@ -74,8 +70,14 @@ def read_text(path: Path | None, least: int) -> Text:
             f"{-(-least * HELD_OUT_FRACTION // (HELD_OUT_FRACTION - 1))} are needed to train with "
             f"this context and hold a tenth out. Use more text or a shorter --context."
         )
-    ends = np.cumsum([len(content) for content in contents])
-    return Text(name, len(files), everything[:cut], ends, everything[cut : cut + HELD_OUT_BYTES])
+    name = f"the standard library of Python {platform.python_version()}"
+    return Text(
+        name if path is None else printable(path),
+        len(contents),
+        everything[:cut],
+        np.cumsum([len(content) for content in contents]),
+        everything[cut : cut + HELD_OUT_BYTES],
+    )
 
 
 def printable(path: Path) -> str:
@@ -112,52 +114,28 @@ def batches(
         yield drawn
 
 
-def _walk(root: Path) -> list[Path]:
-    """The regular files at or below ``root``, hidden ones left out."""
+def gzip_bits_per_byte(text: np.ndarray) -> float:
+    """The bits per byte of gzip at level 9, for uint8[bytes]."""
+    return 8 * len(gzip.compress(text.tobytes(), 9)) / len(text)
+
+
+def _files(root: Path, leave_out: set[str]) -> list[Path]:
+    """The regular files at or below ``root``, hidden ones and those of some folders left out."""
     try:
-        mode = root.stat().st_mode
+        root.stat()
     except OSError as error:
-        raise _cannot_read(root, error) from None
-    if stat.S_ISREG(mode):
+        raise ArgumentError(f"Cannot read {root}: {error.strerror}.") from None
+    if root.is_file():
         return [root]
-    if not stat.S_ISDIR(mode):
-        raise ArgumentError(f"{root} is neither a file nor a folder.")
     found = []
-    for folder, folders, names in os.walk(root, onerror=_refuse):
-        folders[:] = sorted(f for f in folders if not f.startswith(".") and f != "__pycache__")
-        found += [Path(folder, n) for n in sorted(names) if not n.startswith(".")]
-    return [p for p in found if p.is_file()]
+    for folder, folders, names in os.walk(root):
+        folders[:] = [each for each in folders if each[0] != "." and each not in leave_out]
+        found += [Path(folder, name) for name in names if name[0] != "."]
+    return [path for path in found if path.is_file()]
 
 
-def _is_source(inside: Path) -> bool:
-    return not _NOT_SOURCES & set(inside.parts[:-1])
-
-
-def _looks_like_text(path: Path) -> bool:
-    # Like git and grep, take a file with a zero byte for binary.
-    return b"\0" not in _read(path, 8192)
-
-
-def _check_size(files: list[Path], root: Path) -> None:
-    size = sum(p.stat().st_size for p in files)
-    if size > MOST_BYTES:
-        raise ArgumentError(
-            f"{root} holds {size / 2**30:.1f} GiB of text, and at most {MOST_BYTES >> 30} GiB fit: "
-            f"all of it is kept in memory. Name a part of it with --data."
-        )
-
-
-def _read(path: Path, limit: int = -1) -> bytes:
+def _read(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
-            return file.read(limit)
+        return path.read_bytes()
     except OSError as error:
-        raise _cannot_read(path, error) from None
-
-
-def _refuse(error: OSError) -> None:
-    raise _cannot_read(error.filename, error) from None
-
-
-def _cannot_read(path: Path, error: OSError) -> ArgumentError:
-    return ArgumentError(f"Cannot read {path}: {error.strerror}.")
+        raise ArgumentError(f"Cannot read {path}: {error.strerror}.") from None

@@ -1,40 +1,39 @@
-"""The training command: prepares a run, trains, and prints the results."""
+"""The training command: prepares a run, trains, prints the results, and picks the exit code."""
 
 import signal
 
 from crossshard.errors import CrossshardError
-from examples.byte_lm.console import complain, make_console
-from examples.byte_lm.exit_codes import DONE, FAILED, FAULTY, REFUSED, STOPPED
 from examples.byte_lm.job import prepare
 from examples.byte_lm.messages import print_job, print_summary
 from examples.byte_lm.options import TrainOptions
 from examples.byte_lm.processes import connect
-from examples.byte_lm.progress import Screen
-from examples.byte_lm.record import Record
+from examples.byte_lm.record import Record, check_free
 from examples.byte_lm.run import run
-from examples.byte_lm.stopping import Stopping
+from examples.byte_lm.screen import Screen
+from examples.byte_lm.stopping import Stopping, complain
+
+DONE, FAILED, REFUSED, FAULTY, STOPPED = 0, 1, 2, 3, 128
 
 
-def train(options: TrainOptions, stopping: Stopping) -> int:
+def train(options: TrainOptions) -> int:
     """Train with these options and return the exit code."""
     try:
         processes = connect()
-        stopping.join(processes)
+        stopping = Stopping(processes)
+        if processes.is_first and not options.resume:
+            check_free(options.out)
         job = prepare(options, processes)
-        stopping.begin()
-        record = Record(
-            options.out, stopping.fail, silent=not processes.is_first, resume=options.resume
-        )
+        record = Record(options, stopping, silent=not processes.is_first)
     except CrossshardError as error:
         complain(str(error))
         return REFUSED
-    console = make_console(stopping.fail, silent=not processes.is_first)
+    tokens = job.rows * options.context
+    screen = Screen(stopping, options.steps, tokens, silent=not processes.is_first)
     try:
-        with record:
-            print_job(console, job, record.folder)
-            with Screen(console, options.steps, job.rows * options.context) as screen:
-                summary = run(job, record, screen, stopping)
-            print_summary(console, job, summary, record, _why(stopping))
+        with stopping, record, screen:
+            print_job(screen, job, record.folder)
+            summary = run(job, record, screen, stopping)
+            print_summary(screen, job, summary, record, _why(stopping))
     except CrossshardError as error:
         complain(str(error))
         return FAILED
@@ -46,12 +45,12 @@ def train(options: TrainOptions, stopping: Stopping) -> int:
             complain(summary.fault)
         return FAULTY
     if stopping.signal is not None:
-        if options.save_every and not stopping.failure:
-            console.print(f"Saved after step {summary.steps}: --resume goes on from there.")
-            # A machine that is taken away asks for no more than that.
-            if stopping.signal == signal.SIGTERM:
-                return DONE
-        return STOPPED + stopping.signal
+        saved = options.save_every is not None and not stopping.failure
+        if saved:
+            screen.say(f"Saved after step {summary.steps}: --resume goes on from there.")
+        # A machine that is taken away asks for no more than that.
+        ends_well = saved and stopping.signal == signal.SIGTERM
+        return DONE if ends_well else STOPPED + stopping.signal
     same = summary.proof is None or summary.proof.same
     right = summary.verification is None or summary.verification.ok
     done = summary.ended == "finished" and same and right and not stopping.failure

@@ -11,11 +11,13 @@ import optax
 
 from crossshard import TrainState, TrainStep
 from crossshard.errors import DivergenceWarning
-from examples.byte_lm import faults
+from crossshard.guards import Divergence
 from examples.byte_lm.model import params_by_name
 from examples.byte_lm.processes import ALONE, Processes, whole
 
 Values = dict[str, np.ndarray]
+# Arrays that a line names: a fault may be in every array.
+_MOST = 3
 
 
 @dataclasses.dataclass
@@ -56,20 +58,28 @@ class Training:
         aux = {name: whole(value).astype(np.float64) for name, value in metrics.pop("aux").items()}
         nonfinite, divergence = (metrics.pop(name, None) for name in ("nonfinite", "divergence"))
         # Reading them blocks on the step: queued steps can deadlock virtual CPU devices.
-        found = {name: self._of_groups(value) for name, value in metrics.items()}
-        return {"aux": aux, "faults": self._faults(nonfinite, divergence, found), **found}
-
-    def _faults(self, nonfinite: Any, divergence: Any, metrics: Any) -> tuple[str, ...]:
-        lines = []
-        if nonfinite is not None:
-            params = self.state.params
-            lines.append(faults.of_gradients(nonfinite, metrics["skipped"], params))
-        if divergence is not None:
-            names = self.step.compared(self.state)
-            lines.append(faults.of_copies(divergence, names, repairs=self.repairs))
-            if divergence.undecided or (divergence.diverged and not self.repairs):
+        found = {name: self._of_groups(value) for name, value in metrics.items() if name != "loss"}
+        faults = []
+        if nonfinite is not None and np.any(whole(nonfinite.in_a_row)):
+            then = "the step is skipped" if all(found["skipped"]) else "the others make the step"
+            faults.append(f"{nonfinite.describe(self.state.params)}; {then}")
+        if divergence is not None and divergence.diverged:
+            faults.append(self._of_copies(divergence))
+            if divergence.undecided or not self.repairs:
                 self.differs = int(divergence.step)
-        return tuple(line for line in lines if line)
+        return {"aux": aux, "faults": faults, **found}
+
+    def _of_copies(self, found: Divergence) -> str:
+        """The shards and the arrays whose copies differ."""
+        names = self.step.compared(self.state)
+        shards, leaves = np.flatnonzero(found.shards), np.flatnonzero(found.leaves)
+        what = ", ".join(names[leaf] for leaf in leaves[:_MOST])
+        more = f" and {len(leaves) - _MOST} more" if len(leaves) > _MOST else ""
+        who = f"on shard{'s' * (len(shards) > 1)} {', '.join(map(str, shards))}"
+        if found.undecided:
+            return f"the copies of {what}{more} differ {who}, and nobody can tell which is right"
+        then = "; it has been repaired" if self.repairs else ""
+        return f"another copy of {what}{more} than on most shards is {who}{then}"
 
     def finish(self) -> None:
         """Raise what the last steps have found.

@@ -1,81 +1,44 @@
 """Wrap any Optax optimizer, and every shard steps correctly."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from crossshard import distributed as distributed
-from crossshard import errors
-from crossshard.checkpoints.checkpoints import Checkpoints
 from crossshard.collectives.all_reduce import cross_replica_sum
 from crossshard.collectives.exchange import all_to_all, collective_permute
-from crossshard.diagnosis import Diagnosis, doctor
-from crossshard.errors import *  # noqa: F403
-from crossshard.gradients.incoming import Incoming
+from crossshard.errors import CrossshardError
 from crossshard.gradients.local import grad, value_and_grad
 from crossshard.gradients.reduction import Reduction
-from crossshard.inspection import Collective, Communication, inspect
+from crossshard.model.state import TrainState
 from crossshard.optimizer.cross_shard_optimizer import CrossShardOptimizer
-from crossshard.optimizer.optimizer import Optimizer
-from crossshard.pipeline.loss_scale import DynamicLossScale
-from crossshard.pipeline.nonfinite import Nonfinite, NonfiniteState
-from crossshard.pipeline.stage import Environment, Gradients, Stage
+from crossshard.pipeline.stage import Stage
+from crossshard.pipeline.stages.loss_scale import DynamicLossScale
+from crossshard.pipeline.stages.nonfinite import Nonfinite
 from crossshard.pipeline.state import CrossShardState
-from crossshard.plans import Plan, plan
-from crossshard.runners.runners import (
-    ShardedFunction,
-    batch_parallel,
-    replicate,
-    rewrite,
-    shard,
-)
-from crossshard.shards.context import ShardContext, get_shard_context, shard_context
+from crossshard.shards.context import get_shard_context, shard_context
 from crossshard.shards.devices import cpu_devices
-from crossshard.shards.placement import PER_SHARD, REPLICATED, Placement
-from crossshard.train_step.divergence import Divergence
-from crossshard.train_step.make_train_step import make_train_step
-from crossshard.train_step.state import TrainState
-from crossshard.train_step.train_step import TrainStep
-from crossshard.variables.per_shard import (
-    PerShardArray,
-    is_per_shard,
-    merge_shards,
-    set_per_shard,
-    set_shared,
-)
-from crossshard.verification.report import Fault, LeafReport, Verification
-from crossshard.verification.verify import verify
+from crossshard.step.make_train_step import make_train_step
+from crossshard.step.train_step import TrainStep
+
+if TYPE_CHECKING:
+    from crossshard.checkpoints import Checkpoints
+    from crossshard.nnx import merge_shards, shard
+    from crossshard.tools import doctor, inspect, plan, verify
 
 __version__ = "0.1.0"
 
 __all__ = [
-    *errors.__all__,
-    "PER_SHARD",
-    "REPLICATED",
     "Checkpoints",
-    "Collective",
-    "Communication",
     "CrossShardOptimizer",
     "CrossShardState",
-    "Diagnosis",
-    "Divergence",
+    "CrossshardError",
     "DynamicLossScale",
-    "Environment",
-    "Fault",
-    "Gradients",
-    "Incoming",
-    "LeafReport",
     "Nonfinite",
-    "NonfiniteState",
-    "Optimizer",
-    "PerShardArray",
-    "Placement",
-    "Plan",
     "Reduction",
-    "ShardContext",
-    "ShardedFunction",
     "Stage",
     "TrainState",
     "TrainStep",
-    "Verification",
     "all_to_all",
-    "batch_parallel",
     "collective_permute",
     "cpu_devices",
     "cross_replica_sum",
@@ -83,16 +46,35 @@ __all__ = [
     "get_shard_context",
     "grad",
     "inspect",
-    "is_per_shard",
     "make_train_step",
     "merge_shards",
     "plan",
-    "replicate",
-    "rewrite",
-    "set_per_shard",
-    "set_shared",
     "shard",
     "shard_context",
-    "verify",
     "value_and_grad",
+    "verify",
 ]
+
+# Loaded when they are asked for, since Orbax, Flax and the tools take longer than the rest.
+_LATER = {
+    "checkpoints": "Checkpoints",
+    "nnx": "merge_shards shard",
+    "tools": "doctor inspect plan verify",
+}
+_MODULES = ("checkpoints", "errors", "guards", "nnx", "pipeline", "step", "testing", "tf1", "tools")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    for module, names in _LATER.items():
+        if name in names.split():
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    for module in _MODULES:
+        if name in getattr(importlib.import_module(f"{__name__}.{module}"), "__all__", ()):
+            raise AttributeError(f"crossshard.{name} is in a module: crossshard.{module}.{name}.")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_MODULES, "distributed", "__version__"])

@@ -1,27 +1,67 @@
-"""All private Flax NNX API; no other file uses it."""
+"""Flax NNX, loaded when it is first used; and all private API of it, which no other file uses."""
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from __future__ import annotations
 
-from flax import nnx
-from flax.nnx.tracers import TraceState
+import sys
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flax import nnx as nnx
+    from flax.nnx.tracers import TraceState
+else:
+
+    class _Nnx:
+        """Stands for ``flax.nnx``, whose import takes longer than that of this package."""
+
+        def __getattr__(self, name: str) -> Any:
+            value = getattr(_loaded(), name)
+            setattr(self, name, value)
+            return value
+
+    nnx = _Nnx()
+
+_registrations: list[Callable[[], object]] = []
+
+
+def is_loaded() -> bool:
+    """Whether Flax NNX is loaded; as long as it is not, there are no variables."""
+    return "flax.nnx" in sys.modules
+
+
+def when_loaded(register: Callable[[], object]) -> None:
+    """Call ``register``, which makes a class known to Flax, once Flax is loaded."""
+    _registrations.append(register)
+    if is_loaded():
+        _loaded()
+
+
+def _loaded() -> Any:
+    from flax import nnx
+
+    while _registrations:
+        _registrations.pop()()
+    return nnx
 
 
 def current_trace() -> TraceState:
-    """The current trace, comparable by identity."""
+    """The current trace, comparable with ``==``."""
+    _loaded()
+    from flax.nnx.tracers import TraceState
+
     return TraceState()
 
 
-def variable_state(variable: nnx.Variable) -> tuple[Any, TraceState]:
-    """The value of a variable, and the trace that it belongs to."""
-    return variable.get_raw_value(), variable._trace_state
-
-
-def set_variable_state(variable: nnx.Variable, value: Any, trace: TraceState) -> None:
-    """Set the value of a variable and the trace that it belongs to."""
-    # NNX allows writes only in a variable's own trace, so this bypasses its check.
-    object.__setattr__(variable, "_raw_value", value)
-    object.__setattr__(variable, "_trace_state", trace)
+def describe_variable(variable: nnx.Variable) -> str:
+    """``Param float32[3,4]``, with its name if it has one."""
+    value = variable.get_raw_value()
+    name = variable.get_metadata("name", None)
+    kind = type(variable).__name__ + (f" {name!r}" if name else "")
+    if not hasattr(value, "dtype"):
+        return f"{kind} ({type(value).__name__})"
+    return f"{kind} {value.dtype}[{','.join(map(str, value.shape))}]"
 
 
 def is_writable(variable: nnx.Variable) -> bool:
@@ -29,14 +69,39 @@ def is_writable(variable: nnx.Variable) -> bool:
     return bool(variable._can_update)
 
 
-def module_trace(module: nnx.Pytree) -> TraceState:
-    """The trace that a module belongs to."""
-    return module._pytree__state._trace_state
+def bring_out(variable: nnx.Variable, value: Any) -> None:
+    """Write to a variable that may have been created in a trace that has ended."""
+    _set(variable, value, current_trace())
 
 
-def set_module_trace(module: nnx.Pytree, trace: TraceState) -> None:
-    """Set the trace that a module belongs to."""
-    module._pytree__state._trace_state = trace
+@contextmanager
+def rebound(
+    variables: Sequence[nnx.Variable], values: Sequence[Any], modules: Sequence[nnx.Pytree] = ()
+) -> Iterator[None]:
+    """Temporarily bind variables to values of the current trace.
+
+    The modules are moved to that trace too, so that ``nnx.grad`` and the like accept them.
+    """
+    before = [(variable.get_raw_value(), variable._trace_state) for variable in variables]
+    traces = [module._pytree__state._trace_state for module in modules]
+    trace = current_trace()
+    try:
+        for variable, value in zip(variables, values, strict=True):
+            _set(variable, value, trace)
+        for module in modules:
+            module._pytree__state._trace_state = trace
+        yield
+    finally:
+        for variable, state in zip(variables, before, strict=True):
+            _set(variable, *state)
+        for module, of_module in zip(modules, traces, strict=True):
+            module._pytree__state._trace_state = of_module
+
+
+def _set(variable: nnx.Variable, value: Any, trace: TraceState) -> None:
+    # NNX allows writes only in a variable's own trace, so this bypasses its check.
+    object.__setattr__(variable, "_raw_value", value)
+    object.__setattr__(variable, "_trace_state", trace)
 
 
 def graph_of(roots: Sequence[Any], as_hashable: Callable[[Any], Hashable]) -> Hashable:
@@ -51,3 +116,57 @@ def graph_of(roots: Sequence[Any], as_hashable: Callable[[Any], Hashable]) -> Ha
         )
         return nodes, attributes
     return graph
+
+
+# NNX's slot for what a variable holds.
+_HELD = "_raw_value"
+_thread = threading.local()
+_lock = threading.Lock()
+_number_of_watchers = 0
+
+
+class _WatchedSlot:
+    """NNX's slot, which tells this thread's watcher of reads that a trace takes for constants."""
+
+    def __init__(self, slot: Any):
+        self.slot = slot
+
+    def __get__(self, variable: Any, owner: Any = None) -> Any:
+        if variable is None:
+            return self
+        watcher = getattr(_thread, "watcher", None)
+        if watcher is not None:
+            told, outer = watcher
+            if variable._trace_state == outer and not is_writable(variable):
+                _thread.watcher = None  # it may look at the variable
+                try:
+                    told(variable)
+                finally:  # a step that catches the error is watched as before
+                    _thread.watcher = watcher
+        return self.slot.__get__(variable, owner)
+
+    def __set__(self, variable: Any, value: Any) -> None:
+        self.slot.__set__(variable, value)
+
+
+@contextmanager
+def watching_reads(told: Callable[[nnx.Variable], None], outer: TraceState) -> Iterator[None]:
+    """Call ``told``, which is to raise, when a traced function reads a variable of an outer trace.
+
+    JAX would compile its current value into the program.
+    """
+    global _number_of_watchers
+    before = getattr(_thread, "watcher", None)
+    with _lock:
+        _number_of_watchers += 1
+        if _number_of_watchers == 1:
+            setattr(nnx.Variable, _HELD, _WatchedSlot(getattr(nnx.Variable, _HELD)))
+    _thread.watcher = told, outer
+    try:
+        yield
+    finally:
+        _thread.watcher = before
+        with _lock:
+            _number_of_watchers -= 1
+            if not _number_of_watchers:
+                setattr(nnx.Variable, _HELD, vars(nnx.Variable)[_HELD].slot)

@@ -4,7 +4,6 @@ import ctypes
 import os
 import re
 import signal
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +23,6 @@ from jax._src.lax import parallel as _parallel
 _NAMES = ("all_gather_invariant", "_all_gather_invariant")
 _gather_invariant = next(getattr(_parallel, name) for name in _NAMES if hasattr(_parallel, name))
 _OURS, _JAX = (os.path.dirname(file) for file in (__file__, jax.__file__))
-_TREES = os.path.join(_JAX, "_src", "tree_util.py")
 
 # JAX notes the ten innermost lines of user code at most, before 0.10.2, and ours would fill them.
 # The lines of the command are kept: they tell that a step is not called by the user's own code.
@@ -218,15 +216,6 @@ def source_of_error(error: Exception) -> str:
     return _source([each for each in found if not each[0].startswith(_JAX)])
 
 
-def asked_by_jax() -> bool:
-    """Whether JAX asks the caller for a text, for a message of its own, and nobody through it."""
-    frame = sys._getframe(1)
-    # A key's path is made into a text by functions of JAX that anyone may call.
-    while frame.f_back and frame.f_code.co_filename.startswith((_OURS, _TREES)):
-        frame = frame.f_back
-    return frame.f_code.co_filename.startswith(_JAX)
-
-
 def _source(frames: list[tuple[str, int, str]]) -> str:
     """From stack frames, innermost first; an optimizer is named by its factory function."""
     frames = [frame for frame in frames if not frame[0].startswith(_OURS)]
@@ -370,6 +359,11 @@ def backend_is_running() -> bool:
 def at_top_level() -> bool:
     """Whether no function is being traced here."""
     return _core.trace_ctx.is_top_level()
+
+
+def outside_of_traces() -> AbstractContextManager[object]:
+    """Leave all traces."""
+    return _core.eval_context()
 
 
 def another_mesh_is_set(mesh: jax.sharding.Mesh) -> bool:

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from crossshard.errors import CommunicationError
-from crossshard.inspection.contract import Contract
-from crossshard.inspection.program import inspect, program_of
-from crossshard.inspection.report import Communication
+from crossshard.tools.inspection.contract import Contract
+from crossshard.tools.inspection.inspect import inspect, program_of
+from crossshard.tools.inspection.report import Communication
 
 __all__ = ["assert_communication"]
 
@@ -60,7 +60,7 @@ def assert_communication(
     """
     contract = Contract(max_bytes_ratio, forbid, in_loop, min_hidden)
     report = inspect(program_of(step, args, kwargs), parameters)
-    faults = contract.faults(report)
-    if faults:
-        raise CommunicationError("\n\n".join(map(str, faults)))
+    breaches = contract.breaches(report)
+    if breaches:
+        raise CommunicationError("\n\n".join(map(str, breaches)))
     return report

@@ -15,14 +15,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import crossshard
-from crossshard import (
+from crossshard import Checkpoints, CrossShardOptimizer, make_train_step
+from crossshard.errors import (
     ArgumentError,
     ArgumentTypeError,
     CheckpointMismatchError,
-    Checkpoints,
     CheckpointWarning,
-    CrossShardOptimizer,
-    make_train_step,
 )
 from tests.checkpoints.common import PARAMS, XS, arrays, check_same_bits, loss_fn, step_on, trained
 

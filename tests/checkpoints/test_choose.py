@@ -10,15 +10,14 @@ import numpy as np
 import optax
 import pytest
 
-from crossshard import (
+from crossshard import Checkpoints, make_train_step
+from crossshard.errors import (
     ArgumentError,
     ArgumentTypeError,
     CheckpointDamagedError,
     CheckpointError,
     CheckpointMismatchError,
-    Checkpoints,
     CheckpointWarning,
-    make_train_step,
 )
 from tests.checkpoints.common import PARAMS, XS, arrays, check_same_bits, loss_fn, step_on, trained
 
@@ -134,7 +133,7 @@ def test_a_state_of_another_mesh_is_refused(tmp_path: Path):
         )
         for devices in (jax.devices()[:2], jax.devices()[2:4])
     )
-    with pytest.raises(ArgumentError, match=r"lies on devices \[2, 3\], and the mesh .* \[0, 1\]"):
+    with pytest.raises(ArgumentError, match=r"is on devices \[2, 3\], and the mesh .* \[0, 1\]"):
         Checkpoints(tmp_path, step).save(other.init(PARAMS))
 
 

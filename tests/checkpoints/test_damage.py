@@ -10,13 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from crossshard import (
-    CheckpointDamagedError,
-    CheckpointMismatchError,
-    Checkpoints,
-    CheckpointWarning,
-)
-from crossshard.checkpoints.manifest import MOST_BYTES, _sha256
+from crossshard import Checkpoints
+from crossshard._hash import sha256
+from crossshard.checkpoints.manifest import MOST_BYTES, Damaged, read_manifest
+from crossshard.errors import CheckpointDamagedError, CheckpointMismatchError, CheckpointWarning
 from tests.checkpoints.common import PARAMS, XS, arrays, check_same_bits, step_on, trained
 
 STEP = lambda: step_on(2)
@@ -50,7 +47,7 @@ def edit(manifest: Path, change: Any) -> None:
     body = json.loads(manifest.read_text())
     del body["sha256"]
     change(body)
-    manifest.write_text(json.dumps({**body, "sha256": _sha256(body)}))
+    manifest.write_text(json.dumps({**body, "sha256": sha256(body)}))
 
 
 def manifest_of(folder: Path, number: int = 2) -> Path:
@@ -186,7 +183,7 @@ def test_a_run_goes_on_after_a_damaged_one(copy: Path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda body: body.update(version=3), "has version 3, and .* reads versions up to 2"),
+        (lambda body: body.update(version=2), "has version 2, and .* reads version 3"),
         (lambda body: body.update(extra=1), "an unknown key 'extra'"),
         (lambda body: body.pop("rng"), "no key 'rng'"),
         (lambda body: body["leaves"].pop(), "it has no "),
@@ -214,6 +211,28 @@ def test_arrays_of_another_size_are_refused_before_they_are_read(copy: Path, mon
     shutil.rmtree(copy / "00000001")
     with pytest.raises(CheckpointDamagedError, match=r"float32\[4000, 1000\] on disk"):
         restore(copy)
+
+
+WRONG = {
+    "below zero": lambda body: body.update(step=-1),
+    "a bool for a number": lambda body: body.update(step=True),
+    "a number for a text": lambda body: body.update(rng=3),
+    "a text for a list": lambda body: body.update(groups="0 1"),
+    "a text in a list of numbers": lambda body: body.update(groups=[[0], ["1"]]),
+    "a key too few": lambda body: body["leaves"][0].pop("hash"),
+    "a key too many": lambda body: body["fingerprint"].update(more=1),
+    "a fraction in a shape": lambda body: body["leaves"][0].update(shape=[1.0]),
+    "a number for an option": lambda body: body["fingerprint"]["options"].update(ema=0.9),
+    "nothing for an update": lambda body: body["fingerprint"].update(update=None),
+    "a path twice": lambda body: body["leaves"].append(body["leaves"][0]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_values_of_a_wrong_type_are_damage(name: str, copy: Path):
+    edit(manifest_of(copy), WRONG[name])
+    with pytest.raises(Damaged, match="values of a wrong type"):
+        read_manifest(manifest_of(copy), 2)
 
 
 # A sweep.

@@ -15,7 +15,8 @@ from typing import Any
 import jax
 import pytest
 
-from crossshard import CheckpointError, Checkpoints
+from crossshard import Checkpoints
+from crossshard.errors import CheckpointError
 from tests.checkpoints.common import PARAMS, arrays, check_same_bits, step_on, trained
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +73,7 @@ def test_a_full_disk_is_one_clear_error_and_the_last_good_one_stays(tmp_path: Pa
                     checkpoints.save(state, "bad")
                     try:
                         checkpoints.wait()
-                    except crossshard.CheckpointError as error:
+                    except crossshard.errors.CheckpointError as error:
                         print(error)
                 resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
                 print(sorted(set(os.listdir(folder)) - {"writer.json"}))

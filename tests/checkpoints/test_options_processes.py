@@ -9,7 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from crossshard import Checkpoints, CheckpointWarning
+from crossshard import Checkpoints
+from crossshard.errors import CheckpointWarning
 from tests.checkpoints.test_options import XS, params, saved, step_with
 from tests.processes import join, run_processes
 

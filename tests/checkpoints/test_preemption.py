@@ -8,7 +8,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from crossshard import CheckpointError, Checkpoints
+from crossshard import Checkpoints
+from crossshard.errors import CheckpointError
 from tests.checkpoints.common import XS, arrays, check_same_bits, step_on, trained
 
 LOOP = """

@@ -32,7 +32,7 @@ def main(process: int, port: int, out: str, folder: str) -> None:
             checkpoints.save(state, {"at": number})
         try:
             checkpoints.save(state, {"at": process})
-        except crossshard.ArgumentError as error:
+        except crossshard.errors.ArgumentError as error:
             said["data"] = str(error)
     whole = [np.asarray(x) for x in jax.tree.leaves(step.unshard(state))]
     # Process 1 alone sees this link; both must take the checkpoint before.

@@ -195,13 +195,15 @@ def test_build_gives_the_form_and_leaves_the_values():
     assert int(both["opt"].state.inner_state[0].count) == 0
     assert jax.tree.structure(nnx.state(both)) == jax.tree.structure(nnx.state(old))
     model, opt = both["model"], both["opt"]
-    with crossshard.shard_context(2), pytest.raises(crossshard.NestedContextError):
+    with crossshard.shard_context(2), pytest.raises(crossshard.errors.NestedContextError):
         step.build(model, opt, X, Y)
 
 
 def test_one_that_is_not_built_says_what_to_write(tmp_path: Path):
     old, new = trained("momentum"), made("momentum", seed=7)
-    with pytest.raises(crossshard.ArgumentError, match=r"no state yet: call build\(model\) first"):
+    with pytest.raises(
+        crossshard.errors.ArgumentError, match=r"no state yet: call build\(model\) first"
+    ):
         new["opt"].state = old["opt"].state
     with pytest.raises(ValueError, match="do not match"):
         with_arrays(tmp_path, old, new)

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import crossshard
-from crossshard import CrossShardOptimizer, GroupAssignmentError, cross_replica_sum
+from crossshard import CrossShardOptimizer, cross_replica_sum
+from crossshard.errors import GroupAssignmentError
 from tests.collectives.test_collectives import MODES, per_shard, summed
 
 RULES = {

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import crossshard
 from crossshard import Checkpoints, CrossShardOptimizer, make_train_step
-from tests.train_step.faults import Snapshot, many_bits
+from tests.step.faults import Snapshot, many_bits
 
 STEPS = 3
 _rng = np.random.default_rng(3)
@@ -225,7 +225,7 @@ def copies_that_differ(action: str, job: Job) -> Any:
         for batch in batches[3:]:
             state, metrics = step(state, batch)
             seen.append(metrics["divergence"])
-    except crossshard.DivergenceError as error:
+    except crossshard.errors.DivergenceError as error:
         said = str(error).split(" (device")[0]
         return {"seen": seen, "said": np.frombuffer(said.encode(), np.uint8)}
     # The copies differ, so that this process's are not those of all.
@@ -381,7 +381,7 @@ def runners_of_whole_arrays_and_first_outputs(job: Job) -> Any:
         "first": several[0],
         # Of numbers of both signs, a sum would be rounded by the order of the additions.
         "mean of squares": (several[1] ** 2).mean(),
-        "replicas": crossshard.replicate(lambda x: jax.lax.psum(x, "shards"), replicas),
+        "replicas": crossshard.nnx.replicate(lambda x: jax.lax.psum(x, "shards"), replicas),
     }
 
 
@@ -396,14 +396,18 @@ def runners_of_processes_that_differ(job: Job) -> Any:
         model = nnx.Linear(16, 4, rngs=nnx.Rngs(seed))
         step(model, CrossShardOptimizer(optax.sgd(rate)), x)
 
-    with pytest.raises(crossshard.ArgumentError, match=r"process 1 passed Param float32\[16,4\]"):
+    with pytest.raises(
+        crossshard.errors.ArgumentError, match=r"process 1 passed Param float32\[16,4\]"
+    ):
         call(job.process, 0.1)
     # Of the others, each is odd.
-    with pytest.raises(crossshard.ProgramMismatchError, match=r"1.* differs?\."):
+    with pytest.raises(crossshard.errors.ProgramMismatchError, match=r"1.* differs?\."):
         call(0, 0.1 * (1 + job.process))
     of_first = crossshard.shard(num_shards=job.devices)(lambda x: x)
     if job.process:
-        with pytest.raises(crossshard.ArgumentError, match=f"no device of process {job.process}"):
+        with pytest.raises(
+            crossshard.errors.ArgumentError, match=f"no device of process {job.process}"
+        ):
             of_first(x)
     own = crossshard.shard(mesh=Mesh(jax.local_devices(), "shards"))(lambda x: x.sum())
     np.testing.assert_allclose(own(x).sum(), x.sum(), rtol=1e-5)

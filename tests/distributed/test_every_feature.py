@@ -15,7 +15,7 @@ import pytest
 from jax.extend.backend import get_backend
 
 import crossshard
-from crossshard.inspection.collectives import KINDS
+from crossshard.tools.inspection.collectives import KINDS
 from tests.distributed.features import FEATURES, Job
 from tests.processes import join, run_processes
 
@@ -29,7 +29,7 @@ FURTHER = [(4, 1), (1, 1), (1, 2), (1, 4), (2, 1), (2, 4), (4, 2), (4, 4)]
 def run(job: Job, out: Path) -> dict[str, str]:
     """Run all features in turn; write their arrays, and return what went wrong."""
     arrays, failures = {}, {}
-    warnings.simplefilter("ignore", crossshard.DivergenceWarning)
+    warnings.simplefilter("ignore", crossshard.errors.DivergenceWarning)
     kinds = collectives_of_all_programs() if job.processes > 1 else set[str]()
     for name, function in FEATURES.items():
         # So that a job which waits for ever says in what.

@@ -3,9 +3,9 @@
 import pytest
 
 from crossshard.distributed import PROCESS_LOST, PROCESS_STALLED
-from crossshard.distributed.judge import FAILURE_SECONDS, ROWS_SECONDS, Judge
-from crossshard.distributed.reports import Kind, Report, State, Verdict
-from crossshard.distributed.timeouts import Timeouts
+from crossshard.distributed.supervisor.judge import FAILURE_SECONDS, ROWS_SECONDS, Judge
+from crossshard.distributed.supervisor.reports import Kind, Report, State, Verdict
+from crossshard.distributed.supervisor.timeouts import Timeouts
 
 TIMEOUT = 10.0
 

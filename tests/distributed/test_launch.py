@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from crossshard.cli import main
+from crossshard.tools.cli import main
 from tests.quick import deep
 
 TUNABLES = (
@@ -55,7 +55,7 @@ def launch(*arguments: object, **options: object) -> subprocess.Popen[str]:
     ours = ("XLA_FLAGS", "NPROC", "PYTHONUNBUFFERED")
     environment = {k: v for k, v in os.environ.items() if k not in ours}
     return subprocess.Popen(
-        [sys.executable, "-m", "crossshard.cli", "launch", *map(str, arguments)],
+        [sys.executable, "-m", "crossshard.tools.cli", "launch", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

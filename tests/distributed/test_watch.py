@@ -18,9 +18,9 @@ from crossshard import _jax
 from crossshard.distributed import PROCESS_LOST, PROCESS_STALLED
 from crossshard.distributed.addresses import free_port
 from crossshard.distributed.job import VERDICTS, Job
-from crossshard.distributed.reports import Kind, Report, State, Verdict
-from crossshard.distributed.timeouts import Timeouts
-from crossshard.distributed.watch import _Watch
+from crossshard.distributed.supervisor.reports import Kind, Report, State, Verdict
+from crossshard.distributed.supervisor.timeouts import Timeouts
+from crossshard.distributed.supervisor.watch import _Watch
 from tests.quick import deep
 
 PATIENCE = 240
@@ -157,8 +157,8 @@ def test_a_process_that_fails_or_leaves_keeps_its_code(start, who, fault, says, 
 
 CHATTER = """
 import os, threading, time
-from crossshard.distributed.reports import Kind, Verdict
-from crossshard.distributed.watch import _leave
+from crossshard.distributed.supervisor.reports import Kind, Verdict
+from crossshard.distributed.supervisor.watch import _leave
 
 def chatter():
     while True:

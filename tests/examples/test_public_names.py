@@ -1,21 +1,20 @@
 """The examples and the benchmarks use crossshard as its users do: by its public names alone."""
 
 import ast
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import crossshard
-import crossshard.testing
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(f for folder in ("examples", "benchmarks") for f in (ROOT / folder).rglob("*.py"))
-PUBLIC = {
-    "crossshard": {*crossshard.__all__, "__version__", "distributed", "errors", "testing"},
-    "crossshard.distributed": set(crossshard.distributed.__all__),
-    "crossshard.errors": set(crossshard.errors.__all__),
-    "crossshard.testing": set(crossshard.testing.__all__),
+MODULES = "checkpoints distributed errors guards nnx pipeline step testing tf1 tools".split()
+PUBLIC = {"crossshard": {*crossshard.__all__, "__version__", *MODULES}} | {
+    f"crossshard.{name}": {*importlib.import_module(f"crossshard.{name}").__all__}
+    for name in MODULES
 }
 
 

@@ -12,7 +12,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import crossshard
-from crossshard import AxisError, CrossShardOptimizer
+from crossshard import CrossShardOptimizer
+from crossshard.errors import AxisError
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(8, 6)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""A loss whose gradient autodiff sums over an axis that counts no shards: refused, or right."""
+"""A loss whose gradient autodiff sums over an axis that is not a shard axis: refused, or right."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,11 +14,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import crossshard
-from crossshard import AxisError, CrossShardOptimizer
+from crossshard import CrossShardOptimizer
+from crossshard.errors import AxisError
 from tests.gradients.test_axes import PARAMS, SPECS, X, gradient
 
 BY_MODEL = (SPECS, P("data"))
-NAMED = r"psum or pmean over 'model' \(.*test_model_sums.py:\d+\), which counts no shards.*2 times"
+NAMED = r"psum or pmean over 'model' \(.*_sums.py:\d+\), which is not a shard axis.*2 times"
 
 
 def traced(
@@ -78,7 +79,7 @@ def test_a_sum_over_another_axis_is_refused(name: str):
 
 
 def test_a_sum_over_one_of_several_axes_is_refused_where_none_is_named():
-    with pytest.raises(AxisError, match=r"not named as one that counts shards.*axis_name='data'"):
+    with pytest.raises(AxisError, match=r"not named as a shard axis.*axis_name='data'"):
         traced(updates(with_sum(plain), axis_name=None))
 
 
@@ -174,7 +175,7 @@ def gathered(params: Any, x: Any, reduce: Callable[[Any], Any] = lambda loss: lo
 
 
 def test_a_gather_of_what_is_computed_is_refused_without_types():
-    with pytest.raises(AxisError, match=r"an all_gather over 'model' \(.*which counts no shards"):
+    with pytest.raises(AxisError, match=r"an all_gather over 'model' \(.*not a shard axis"):
         traced(updates(gathered))
 
 

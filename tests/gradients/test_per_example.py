@@ -9,7 +9,8 @@ import optax
 import pytest
 from optax import contrib
 
-from crossshard import ArgumentError, CrossShardOptimizer
+from crossshard import CrossShardOptimizer
+from crossshard.errors import ArgumentError
 
 SHARDS, ROWS, CLIP = 4, 3, 0.5
 X = np.random.default_rng(0).normal(size=(SHARDS, ROWS, 5)).astype(np.float32)

@@ -10,7 +10,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import crossshard
-from crossshard import ArgumentError, CrossShardOptimizer, shard_context
+from crossshard import CrossShardOptimizer, shard_context
+from crossshard.errors import ArgumentError
 from tests.quick import deep_but
 
 RNG = np.random.default_rng(0)

@@ -82,5 +82,6 @@ def test_multi_steps_around_the_optimizer_is_named():
         gradient = crossshard.grad(lambda w, x: ((x @ w) ** 2).mean())(w, x)
         return opt.update(gradient, opt.init(w), w)[0]
 
-    with pytest.raises(crossshard.IncomingError, match=r"inside optax.MultiSteps.*accumulate_ste"):
+    match = r"inside optax.MultiSteps.*accumulate_ste"
+    with pytest.raises(crossshard.errors.DoubleReductionError, match=match):
         on_shards(step).trace(W, X)

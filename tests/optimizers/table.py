@@ -1,6 +1,7 @@
 """Every update rule of optax and optax.contrib, set up so that it moves far in a few steps."""
 
 import dataclasses
+import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
@@ -73,7 +74,16 @@ _ADAM = optax.scale_by_adam
 # What people call an optimizer: used alone, it trains. A name is the factory's, with a note after
 # a space where it comes more than once; those of optax.contrib stand behind "contrib.".
 OPTIMIZERS: dict[str, Row] = {
-    "adabelief": Row(lambda: optax.adabelief(0.05)),
+    # With a learning rate alone.
+    **{
+        name: Row(functools.partial(getattr(optax, name), 0.05))
+        for name in "adabelief adamax amsgrad nadam optimistic_adam rmsprop rprop "
+        "sign_sgd signum yogi".split()
+    },
+    **{
+        f"contrib.{name}": Row(functools.partial(getattr(contrib, name), 0.05))
+        for name in ("acprop", "adopt", "madgrad")
+    },
     "adadelta": Row(lambda: optax.adadelta(1.0, eps=1e-2)),
     "adafactor": Row(lambda: optax.adafactor(0.2, min_dim_size_to_factor=1)),
     "adafactor (momentum, unfactored)": Row(
@@ -81,42 +91,31 @@ OPTIMIZERS: dict[str, Row] = {
     ),
     "adagrad": Row(lambda: optax.adagrad(0.2)),
     "adam": Row(lambda: optax.adam(0.05)),
-    "adamax": Row(lambda: optax.adamax(0.05)),
     "adamaxw": Row(lambda: optax.adamaxw(0.05, weight_decay=0.1)),
     "adamw": Row(lambda: optax.adamw(_DECAY, weight_decay=0.1)),
     "adamw (matrices decay)": Row(lambda: optax.adamw(0.05, weight_decay=0.1, mask=_matrices)),
     "adan": Row(lambda: optax.adan(0.05, weight_decay=0.1)),
-    "amsgrad": Row(lambda: optax.amsgrad(0.05)),
     "fromage": Row(lambda: optax.fromage(0.1)),
     "lamb": Row(lambda: optax.lamb(0.1, weight_decay=0.1)),
     "lars": Row(lambda: optax.lars(0.5, weight_decay=0.1, trust_coefficient=0.1)),
     "lbfgs (no line search)": Row(lambda: optax.lbfgs(0.2, memory_size=3, linesearch=None)),
     "lion": Row(lambda: optax.lion(0.02, weight_decay=0.1)),
-    "nadam": Row(lambda: optax.nadam(0.05)),
     "nadamw": Row(lambda: optax.nadamw(0.05, weight_decay=0.1)),
     # One key on every shard, so one noise; that is how the parameters stay replicas.
     "noisy_sgd": Row(lambda: optax.noisy_sgd(0.1, eta=0.1, key=7)),
     "novograd": Row(lambda: optax.novograd(0.2, weight_decay=0.1)),
-    "optimistic_adam": Row(lambda: optax.optimistic_adam(0.05)),
     "optimistic_adam_v2": Row(lambda: optax.optimistic_adam_v2(0.05, alpha=0.5)),
     "optimistic_gradient_descent": Row(lambda: optax.optimistic_gradient_descent(0.1)),
     "polyak_sgd": Row(lambda: optax.polyak_sgd(0.5, f_min=0.1), value=True),
     # b2 and threshold such that both of its ways of stepping are taken.
     "radam": Row(lambda: optax.radam(0.05, b2=0.9, threshold=4.0)),
-    "rmsprop": Row(lambda: optax.rmsprop(0.05)),
     "rmsprop (centered, momentum)": Row(
         lambda: optax.rmsprop(0.05, centered=True, momentum=0.5, nesterov=True)
     ),
-    "rprop": Row(lambda: optax.rprop(0.05)),
     "sgd": Row(lambda: optax.sgd(0.1)),
     "sgd (schedule, Nesterov)": Row(lambda: optax.sgd(_DECAY, momentum=0.9, nesterov=True)),
-    "sign_sgd": Row(lambda: optax.sign_sgd(0.05)),
-    "signum": Row(lambda: optax.signum(0.05)),
     "sm3": Row(lambda: optax.sm3(0.2)),
-    "yogi": Row(lambda: optax.yogi(0.05)),
-    "contrib.acprop": Row(lambda: contrib.acprop(0.05)),
     "contrib.ademamix": Row(lambda: contrib.ademamix(0.05, b3=0.99, weight_decay=0.1)),
-    "contrib.adopt": Row(lambda: contrib.adopt(0.05)),
     "contrib.cocob": Row(lambda: contrib.cocob(alpha=2.0)),
     "contrib.dadapt_adamw": Row(lambda: contrib.dadapt_adamw(estim_lr0=0.05)),
     "contrib.dog": Row(lambda: contrib.dog(init_step=("distance", 0.1))),
@@ -125,7 +124,6 @@ OPTIMIZERS: dict[str, Row] = {
     ),
     "contrib.dowg": Row(lambda: contrib.dowg(init_estim_sq_dist=0.05)),
     "contrib.galore": Row(lambda: contrib.galore(0.1, rank=2, update_proj_gap=2)),
-    "contrib.madgrad": Row(lambda: contrib.madgrad(0.05)),
     "contrib.mechanize": Row(lambda: contrib.mechanize(optax.sgd(0.5), s_init=0.1)),
     "contrib.momo": Row(lambda: contrib.momo(0.5), value=True),
     "contrib.momo_adam": Row(lambda: contrib.momo_adam(0.1), value=True),
@@ -160,12 +158,20 @@ OPTIMIZERS: dict[str, Row] = {
 
 # What optimizers are built of, each in the smallest composition that trains.
 TRANSFORMS: dict[str, Row] = {
+    **{
+        name: Row(lambda name=name: _then_step(getattr(optax, name)()))
+        for name in (
+            "centralize normalize_by_update_norm scale_by_adam scale_by_adamax scale_by_adan "
+            "scale_by_amsgrad scale_by_belief scale_by_novograd scale_by_optimistic_gradient "
+            "scale_by_param_block_norm scale_by_param_block_rms scale_by_rss scale_by_sm3 "
+            "scale_by_trust_ratio scale_by_yogi"
+        ).split()
+    },
     "adaptive_grad_clip": Row(lambda: _then_step(optax.adaptive_grad_clip(0.5))),
     "add_decayed_weights": Row(lambda: _then_step(optax.add_decayed_weights(0.5, _matrices))),
     "add_noise": Row(lambda: _then_step(optax.add_noise(0.1, 0.5, key=7))),
     "apply_every": Row(lambda: optax.chain(optax.apply_every(2), optax.sgd(0.1))),
     "apply_if_finite": Row(lambda: optax.apply_if_finite(optax.adam(0.05), 2)),
-    "centralize": Row(lambda: _then_step(optax.centralize())),
     "chain": Row(lambda: optax.chain(optax.clip_by_global_norm(0.2), optax.adamw(0.05))),
     "clip": Row(lambda: _then_step(optax.clip(0.1))),
     "clip_by_block_rms": Row(lambda: _then_step(optax.clip_by_block_rms(0.1))),
@@ -212,17 +218,11 @@ TRANSFORMS: dict[str, Row] = {
     "named_chain": Row(
         lambda: optax.named_chain(("clip", optax.clip(0.1)), ("adam", optax.adam(0.05)))
     ),
-    "normalize_by_update_norm": Row(lambda: _then_step(optax.normalize_by_update_norm())),
     "partition": Row(
         lambda: optax.partition({"matrix": optax.adam(0.05), "vector": optax.sgd(0.1)}, _by_rank)
     ),
     "scale": Row(lambda: optax.scale(-0.1)),
     "scale_by_adadelta": Row(lambda: _then_step(optax.scale_by_adadelta(eps=1e-2), rate=1.0)),
-    "scale_by_adam": Row(lambda: _then_step(optax.scale_by_adam())),
-    "scale_by_adamax": Row(lambda: _then_step(optax.scale_by_adamax())),
-    "scale_by_adan": Row(lambda: _then_step(optax.scale_by_adan())),
-    "scale_by_amsgrad": Row(lambda: _then_step(optax.scale_by_amsgrad())),
-    "scale_by_belief": Row(lambda: _then_step(optax.scale_by_belief())),
     "scale_by_distance_over_gradients": Row(
         lambda: _then_step(optax.scale_by_distance_over_gradients(reps_rel=0.1), rate=1.0)
     ),
@@ -232,10 +232,6 @@ TRANSFORMS: dict[str, Row] = {
     "scale_by_lbfgs": Row(lambda: _then_step(optax.scale_by_lbfgs(3), rate=0.2)),
     "scale_by_learning_rate": Row(lambda: optax.scale_by_learning_rate(_DECAY)),
     "scale_by_lion": Row(lambda: _then_step(optax.scale_by_lion(), rate=0.02)),
-    "scale_by_novograd": Row(lambda: _then_step(optax.scale_by_novograd())),
-    "scale_by_optimistic_gradient": Row(lambda: _then_step(optax.scale_by_optimistic_gradient())),
-    "scale_by_param_block_norm": Row(lambda: _then_step(optax.scale_by_param_block_norm())),
-    "scale_by_param_block_rms": Row(lambda: _then_step(optax.scale_by_param_block_rms())),
     "scale_by_polyak": Row(
         lambda: optax.chain(optax.scale_by_polyak(max_learning_rate=0.5), optax.scale(-1.0)),
         value=True,
@@ -243,13 +239,9 @@ TRANSFORMS: dict[str, Row] = {
     "scale_by_radam": Row(lambda: _then_step(optax.scale_by_radam(b2=0.9, threshold=4.0))),
     "scale_by_rms": Row(lambda: _then_step(optax.scale_by_rms(bias_correction=True))),
     "scale_by_rprop": Row(lambda: optax.chain(optax.scale_by_rprop(0.05), optax.scale(-1.0))),
-    "scale_by_rss": Row(lambda: _then_step(optax.scale_by_rss())),
     "scale_by_schedule": Row(lambda: optax.scale_by_schedule(lambda count: -0.2 / (1.0 + count))),
     "scale_by_sign": Row(lambda: _then_step(optax.scale_by_sign(), rate=0.05)),
-    "scale_by_sm3": Row(lambda: _then_step(optax.scale_by_sm3())),
     "scale_by_stddev": Row(lambda: _then_step(optax.scale_by_stddev(), rate=0.02)),
-    "scale_by_trust_ratio": Row(lambda: _then_step(optax.scale_by_trust_ratio())),
-    "scale_by_yogi": Row(lambda: _then_step(optax.scale_by_yogi())),
     "selective_transform": Row(
         lambda: optax.selective_transform(optax.adam(0.05), freeze_mask=_BIAS),
         not_stateful=_MASK_IS_A_TREE,

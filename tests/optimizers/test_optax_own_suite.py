@@ -101,7 +101,7 @@ def every_optimizer_wrapped(counts: dict[str, int]) -> Iterator[None]:
     from optax._src import alias
 
     import crossshard
-    from crossshard.pipeline.pipeline import Pipeline
+    from crossshard.pipeline.stages.aggregate import Aggregate
 
     making: list[str] = []
 
@@ -120,11 +120,11 @@ def every_optimizer_wrapped(counts: dict[str, int]) -> Iterator[None]:
 
         return make
 
-    def counted(self: Pipeline, *args: Any, **kwargs: Any) -> Any:
+    def counted(self: Aggregate, *args: Any, **kwargs: Any) -> Any:
         counts["reductions"] += 1
-        return reduce(self, *args, **kwargs)
+        return update(self, *args, **kwargs)
 
-    reduce, Pipeline.reduce = Pipeline.reduce, counted
+    update, Aggregate.update = Aggregate.update, counted
     for name, factory in list(vars(alias).items()):
         if getattr(optax, name, None) is factory and _makes_optimizer(factory):
             both = wrapped(name, factory)

@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from crossshard import AxisError, CrossShardOptimizer
+from crossshard import CrossShardOptimizer
+from crossshard.errors import AxisError
 
 PARAMS = {"w": np.ones((64, 32), np.float32)}
 

@@ -33,10 +33,7 @@ AXIS = "shards"
 SHARDS = 8
 STEPS = 6
 BATCH = 16
-GROUPS = {
-    "neighbours": [[0, 1, 2, 3], [4, 5, 6, 7]],
-    "interleaved": [[0, 2, 4, 6], [1, 3, 5, 7]],
-}
+GROUPS = {"neighbours": [[0, 1, 2, 3], [4, 5, 6, 7]], "interleaved": [[0, 2, 4, 6], [1, 3, 5, 7]]}
 ALL = tuple(range(SHARDS))
 
 # Of a thousand seeds, one under which rules do not magnify rounding: a change of the start by one
@@ -49,10 +46,7 @@ _shift = np.linspace(-1.0, 1.0, BATCH)[:, None]
 X = np.float32(_rng.normal(size=(STEPS, BATCH, 3)) * (1.5 + _shift) + _shift)
 Y = np.float32(_rng.normal(size=(STEPS, BATCH, 2)) + 2 * _shift)
 READOUT = np.float32(_rng.normal(size=(4, 2)) / 2)
-START = {
-    "bias": np.float32(_rng.normal(size=4)),
-    "kernel": np.float32(_rng.normal(size=(3, 4))),
-}
+START = {"bias": np.float32(_rng.normal(size=4)), "kernel": np.float32(_rng.normal(size=(3, 4)))}
 
 
 def loss(params: Any, x: Any, y: Any) -> jax.Array:
@@ -194,7 +188,7 @@ def stateful(names: tuple[str, ...]) -> dict[str, Any]:
     }
 
     @crossshard.shard(num_shards=SHARDS)
-    def step(x: Any, y: Any) -> None:
+    def step(variables: Any, opts: Any, x: Any, y: Any) -> None:
         for name, opt in opts.items():
             own = variables[name]
             of_own = lambda own=own: loss({key: v[...] for key, v in own.items()}, x, y)
@@ -202,7 +196,7 @@ def stateful(names: tuple[str, ...]) -> dict[str, Any]:
             opt.apply_gradients(pairs, **({"value": of_own()} if ROWS[name].value else {}))
 
     for x, y in zip(X, Y, strict=True):
-        step(x, y)
+        step(variables, opts, x, y)
     reached = {
         name: ({key: v[...] for key, v in variables[name].items()}, opts[name].state)
         for name in names
@@ -327,9 +321,7 @@ def test_the_stateful_idiom_equals_one_shard_on_the_whole_batch(names: tuple[str
 
 
 @pytest.mark.parametrize(
-    "wrap",
-    [lambda opt: opt, optax.contrib.split_real_and_imaginary],
-    ids=["whole", "split"],
+    "wrap", [lambda opt: opt, optax.contrib.split_real_and_imaginary], ids=["whole", "split"]
 )
 @pytest.mark.parametrize("opt", [optax.sgd(0.1), optax.adam(0.05)], ids=["sgd", "adam"])
 def test_complex_parameters(opt: Any, wrap: Callable[[Any], Any]) -> None:

@@ -1,4 +1,4 @@
-"""What an optimizer closes over, as a schedule may: it is followed, or refused by a sentence."""
+"""What an optimizer closes over, as a schedule may: given to the step it is read, or refused."""
 
 import functools
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from flax import nnx
 
 import crossshard
 from crossshard import CrossShardOptimizer
+from crossshard.errors import VariableError
 from tests.quick import deep_but
 
 X = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
@@ -65,13 +66,15 @@ def made(name: str) -> tuple[nnx.Variable, nnx.Linear, CrossShardOptimizer]:
         [(name, held) for name in CLOSED_OVER for held in (False, True)],
     ),
 )
-def test_a_runner_follows_it(name: str, held: bool):
+def test_a_step_that_is_given_it_reads_it(name: str, held: bool):
     rate, model, opt = made(name)
-    holder = nnx.Dict(model=model, opt=opt)
+    holder = nnx.Dict(model=model, opt=opt, rate=rate)
     step = crossshard.shard(num_shards=8)(
-        (lambda holder, x: train(holder.model, holder.opt, x)) if held else train
+        (lambda holder, x: train(holder.model, holder.opt, x))
+        if held
+        else (lambda model, opt, rate, x: train(model, opt, x))
     )
-    run = functools.partial(step, *([holder] if held else [model, opt]), X)
+    run = functools.partial(step, *([holder] if held else [model, opt, rate]), X)
     before = np.asarray(model.kernel[...])
     run()
     after = np.asarray(model.kernel[...])
@@ -90,24 +93,30 @@ def test_a_global_step_that_only_the_schedule_reads():
     opt = CrossShardOptimizer(optax.sgd(lambda _: 10.0 ** -global_step[...]))
 
     @crossshard.shard(num_shards=8)
-    def step(x: Any) -> None:
+    def step(w: Any, opt: Any, global_step: Any, x: Any) -> None:
         opt.minimize(lambda: w[...] * x.mean(), var_list=[w])
 
     for value in range(3):
         global_step[...] = jnp.array(value)
-        step(np.ones(8, np.float32))
+        step(w, opt, global_step, np.ones(8, np.float32))
     np.testing.assert_allclose(w[...], -1.11, rtol=1e-6)
 
 
 @of_each
-def test_where_it_cannot_be_followed_it_is_refused(name: str):
-    _, model, opt = made(name)
+def test_where_it_is_not_given_it_is_refused(name: str):
+    rate, model, opt = made(name)
     opt.build(model)
     message = r"reads Variable float32\[\].*closes over.*inject_hyperparams"
-    with crossshard.shard_context(1), pytest.raises(crossshard.VariableError, match=message):
+    with crossshard.shard_context(1), pytest.raises(VariableError, match=message):
         nnx.jit(train)(model, opt, X)
-    with pytest.raises(crossshard.VariableError, match=message):
-        crossshard.make_train_step(lambda p, x: (x * p).mean(), opt)
+    with pytest.raises(VariableError, match=message):
+        crossshard.shard(num_shards=8)(train)(model, opt, X)
+    # inject_hyperparams reads it once, when the state is made, and keeps its value there.
+    step = crossshard.make_train_step(
+        lambda p, x: (x * p).mean(), CrossShardOptimizer(CLOSED_OVER[name](rate))
+    )
+    with pytest.raises(VariableError, match=message):
+        step(step.init(jnp.ones(3)), X)
 
 
 def test_outside_of_any_trace_it_is_read_as_it_is():
@@ -121,4 +130,5 @@ def test_outside_of_any_trace_it_is_read_as_it_is():
 
 def test_an_optimizer_that_closes_over_none_is_refused_nowhere():
     for rule in (optax.sgd(0.1), optax.adam(optax.cosine_decay_schedule(0.1, 10)), optax.lamb(0.1)):
-        crossshard.make_train_step(lambda p, x: (x * p).mean(), CrossShardOptimizer(rule))
+        step = crossshard.make_train_step(lambda p, x: (x * p).mean(), CrossShardOptimizer(rule))
+        step.init(jnp.ones(3))

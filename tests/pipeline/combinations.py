@@ -34,7 +34,7 @@ REFUSALS: dict[str, Refusal] = {
         lambda c: "learning_rate" in c.metrics and not c.schedule,
         errors.ArgumentError,
         "no learning rate",
-        "a constant of optax.sgd(0.1) is closed over and cannot be read",
+        "the state of optax.sgd(0.1) does not have it",
     ),
     "slices of what needs whole arrays": (
         lambda c: (

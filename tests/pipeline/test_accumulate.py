@@ -200,23 +200,23 @@ def test_random_keys_and_statistics_are_those_of_small_steps():
 
 def test_rows_that_do_not_divide_are_refused():
     step = make_train_step(loss_fn, optax.sgd(0.1), num_shards=N, accumulate_steps=3)
-    with pytest.raises(crossshard.ArgumentError, match="divide"):
+    with pytest.raises(crossshard.errors.ArgumentError, match="divide"):
         step(step.init(W), {"x": np.ones((N * 4, 3)), "y": np.ones(N * 4)})
 
 
 def test_an_optimizer_that_accumulates_calls_is_refused_in_a_step():
     opt = optimizer("sgd", accumulate_steps=2)
-    with pytest.raises(crossshard.ArgumentError, match="accumulates over calls"):
+    with pytest.raises(crossshard.errors.ArgumentError, match="accumulates over calls"):
         make_train_step(loss_fn, opt, num_shards=N)
 
 
 @pytest.mark.parametrize(
     ("bad", "kind"),
     [
-        (0, crossshard.ArgumentError),
-        (-1, crossshard.ArgumentError),
-        (2.0, crossshard.ArgumentTypeError),
-        (True, crossshard.ArgumentTypeError),
+        (0, crossshard.errors.ArgumentError),
+        (-1, crossshard.errors.ArgumentError),
+        (2.0, crossshard.errors.ArgumentTypeError),
+        (True, crossshard.errors.ArgumentTypeError),
     ],
 )
 def test_what_is_not_a_number_of_microbatches_is_refused(bad: Any, kind: Any):
@@ -230,7 +230,7 @@ def test_summed_gradients_are_refused():
     opt = optimizer("sgd", accumulate_steps=2)
     with crossshard.shard_context(1):
         state = opt.init(W)
-    with pytest.raises(crossshard.IncomingError, match="accumulate_steps"):
+    with pytest.raises(crossshard.errors.IncomingError, match="accumulate_steps"):
         jax.vmap(lambda g: opt.update(g, state, incoming="summed")[0], axis_name="shards")(
             jnp.ones((N, 3))
         )

@@ -22,7 +22,7 @@ ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 SMALL = 2e-5
 EXACT = (
     *("count", "scale", "good_steps", "skipped", "loss_scale", "compared", "differs"),
-    *crossshard.NonfiniteState._fields,
+    *crossshard.pipeline.NonfiniteState._fields,
 )
 
 

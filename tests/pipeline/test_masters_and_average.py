@@ -151,20 +151,22 @@ def test_groups_have_their_own_averages():
 
 def test_no_average_to_return_is_said():
     step = make_train_step(loss_fn, optax.sgd(RATE), num_shards=N)
-    with pytest.raises(crossshard.ArgumentError, match=r"ema=0\.999"):
+    with pytest.raises(crossshard.errors.ArgumentError, match=r"ema=0\.999"):
         step.model(step.init(W), ema=True)
 
 
 @pytest.mark.parametrize("option", [{"ema": DECAY}, {"master_dtype": "float32"}])
 def test_parameters_that_are_not_passed_are_asked_for(option: dict[str, Any]):
     opt = CrossShardOptimizer(optax.sgd(RATE), **option)
-    with pytest.raises(crossshard.ArgumentError, match=r"opt.update\(grads, state, params\)"):
+    with pytest.raises(
+        crossshard.errors.ArgumentError, match=r"opt.update\(grads, state, params\)"
+    ):
         jax.vmap(lambda g: opt.update(g, opt.init(g))[0], axis_name="shards")(jnp.ones((N, 3)))
 
 
 @pytest.mark.parametrize("bad", ["bfloat16", "float16", "int32", "wide", 32, 1.5])
 def test_what_is_not_a_dtype_of_masters_is_refused(bad: Any):
-    with pytest.raises(crossshard.ArgumentError, match="master_dtype must be float32"):
+    with pytest.raises(crossshard.errors.ArgumentError, match="master_dtype must be float32"):
         CrossShardOptimizer(optax.sgd(RATE), master_dtype=bad)
 
 
@@ -203,16 +205,16 @@ def test_a_schedule_in_64_bits_leaves_the_average_its_dtype():
 @pytest.mark.parametrize(
     ("bad", "kind"),
     [
-        (0.0, crossshard.ArgumentError),
-        (1.0, crossshard.ArgumentError),
-        (-0.5, crossshard.ArgumentError),
-        (float("nan"), crossshard.ArgumentError),
-        ("0.9", crossshard.ArgumentTypeError),
-        (True, crossshard.ArgumentTypeError),
-        (0, crossshard.ArgumentError),
-        (lambda count: (0.9, count), crossshard.ArgumentTypeError),
-        (lambda count: count, crossshard.ArgumentTypeError),
-        (lambda: 0.9, crossshard.ArgumentTypeError),
+        (0.0, crossshard.errors.ArgumentError),
+        (1.0, crossshard.errors.ArgumentError),
+        (-0.5, crossshard.errors.ArgumentError),
+        (float("nan"), crossshard.errors.ArgumentError),
+        ("0.9", crossshard.errors.ArgumentTypeError),
+        (True, crossshard.errors.ArgumentTypeError),
+        (0, crossshard.errors.ArgumentError),
+        (lambda count: (0.9, count), crossshard.errors.ArgumentTypeError),
+        (lambda count: count, crossshard.errors.ArgumentTypeError),
+        (lambda: 0.9, crossshard.errors.ArgumentTypeError),
     ],
 )
 def test_what_is_not_a_decay_is_refused(bad: Any, kind: Any):

@@ -77,10 +77,11 @@ def test_a_skipped_step_moves_nothing():
 
 SCHEDULE = optax.linear_schedule(0.3, 0.0, 3)
 TELLING = {
-    "a schedule": lambda: optax.sgd(SCHEDULE),
-    "adam with a schedule": lambda: optax.adam(SCHEDULE),
-    "behind a clip": lambda: optax.chain(optax.clip(1.0), optax.sgd(SCHEDULE)),
-    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.sgd)(SCHEDULE),
+    "sgd": lambda: optax.inject_hyperparams(optax.sgd)(SCHEDULE),
+    "adam": lambda: optax.inject_hyperparams(optax.adam)(SCHEDULE),
+    "behind a clip": lambda: optax.chain(
+        optax.clip(1.0), optax.inject_hyperparams(optax.sgd)(SCHEDULE)
+    ),
 }
 
 
@@ -109,12 +110,13 @@ def test_a_learning_rate_that_is_changed_between_steps():
     ("inner", "told"),
     [
         (optax.sgd(0.1), "no learning rate"),
-        (optax.chain(optax.sgd(SCHEDULE), optax.sgd(SCHEDULE)), "several learning rates"),
+        (optax.sgd(SCHEDULE), "no learning rate"),
+        (optax.chain(*[optax.inject_hyperparams(optax.sgd)(0.1)] * 2), "several learning rates"),
     ],
 )
 def test_a_learning_rate_that_is_not_told_is_refused(inner: Any, told: str):
     step = make_train_step(loss_fn, inner, num_shards=N, metrics="learning_rate")
-    with pytest.raises(crossshard.ArgumentError, match=told):
+    with pytest.raises(crossshard.errors.ArgumentError, match=told):
         step.init(W)
 
 
@@ -177,17 +179,17 @@ def test_norms_add_no_more_than_numbers(weight_update: str):
 
 
 def test_names_that_are_no_metrics_are_refused():
-    with pytest.raises(crossshard.ArgumentError, match=r"'gradnorm'.*grad_norm"):
+    with pytest.raises(crossshard.errors.ArgumentError, match=r"'gradnorm'.*grad_norm"):
         make_train_step(loss_fn, optax.sgd(RATE), num_shards=N, metrics=("gradnorm",))
-    with pytest.raises(crossshard.ArgumentTypeError, match="must be names"):
+    with pytest.raises(crossshard.errors.ArgumentTypeError, match="must be names"):
         CrossShardOptimizer(optax.sgd(RATE), metrics=3)
-    with pytest.raises(crossshard.ArgumentTypeError, match="must be names"):
+    with pytest.raises(crossshard.errors.ArgumentTypeError, match="must be names"):
         CrossShardOptimizer(optax.sgd(RATE), metrics=(jnp.linalg.norm,))
 
 
 def test_what_needs_local_gradients_refuses_summed_ones():
     opt = CrossShardOptimizer(optax.sgd(RATE), metrics="local_grad_norm")
-    with pytest.raises(crossshard.IncomingError, match="metrics"):
+    with pytest.raises(crossshard.errors.IncomingError, match="metrics"):
         jax.vmap(lambda g: opt.update(g, opt.init(g), incoming="summed")[0], axis_name="shards")(
             jnp.ones((N, 3))
         )
@@ -195,5 +197,5 @@ def test_what_needs_local_gradients_refuses_summed_ones():
 
 def test_the_norm_of_the_parameters_needs_them():
     opt = CrossShardOptimizer(optax.sgd(RATE), metrics="param_norm")
-    with pytest.raises(crossshard.ArgumentError, match=r"opt\.update"):
+    with pytest.raises(crossshard.errors.ArgumentError, match=r"opt\.update"):
         jax.vmap(lambda g: opt.update(g, opt.init(g))[0], axis_name="shards")(jnp.ones((N, 3)))

@@ -1,4 +1,4 @@
-"""A parameter split over axes that do not count shards keeps that split, and its state does too."""
+"""A parameter that is split over other axes keeps that split, and its state does too."""
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +106,7 @@ def test_the_specs_keep_the_split():
 
 def test_a_sharded_weight_update_of_split_parameters_is_refused():
     opt = CrossShardOptimizer(optax.adam(0.1), weight_update="sharded", axis_name="data")
-    with pytest.raises(crossshard.WeightUpdateError, match="replicated"):
+    with pytest.raises(crossshard.errors.WeightUpdateError, match="replicated"):
         opt.state_specs(placed(mesh_of(4, 2)), 4)
 
 
@@ -114,7 +114,7 @@ def test_parameters_split_over_the_shards_are_refused():
     mesh = mesh_of(4, 2)
     params = {"w": jax.device_put(np.zeros((8, 8)), NamedSharding(mesh, P("data")))}
     opt = CrossShardOptimizer(optax.adam(0.1), axis_name="data")
-    with pytest.raises(crossshard.ArgumentError, match="Every shard"):
+    with pytest.raises(crossshard.errors.ArgumentError, match="Every shard"):
         opt.state_specs(params, 4)
 
 
@@ -146,14 +146,16 @@ WHOLE = {
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no vma"])
 @pytest.mark.parametrize("name", WHOLE)
 def test_an_optimizer_that_needs_whole_tensors_is_refused_on_blocks_of_them(name, check_vma):
-    with pytest.raises(crossshard.WeightUpdateError, match=r"split over 'model'.*axis_names=") as e:
+    with pytest.raises(
+        crossshard.errors.WeightUpdateError, match=r"split over 'model'.*axis_names="
+    ) as e:
         updated(WHOLE[name](), check_vma)
     assert ("check_vma=True" in str(e.value)) is not check_vma
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no vma"])
 def test_so_is_a_preprocessor_that_needs_them(check_vma):
-    with pytest.raises(crossshard.WeightUpdateError, match="clip_by_global_norm"):
+    with pytest.raises(crossshard.errors.WeightUpdateError, match="clip_by_global_norm"):
         updated(optax.sgd(0.1), check_vma, preprocess=optax.clip_by_global_norm(1.0))
 
 

@@ -203,7 +203,7 @@ def by_variables(opt):
 
     for x, y in zip(X, Y, strict=True):
         step(model, opt, x.reshape(-1, 40), y.reshape(-1, 32))
-    each = lambda v: v[...].array if crossshard.is_per_shard(v) else np.stack([v[...]] * N)
+    each = lambda v: v[...].array if crossshard.nnx.is_per_shard(v) else np.stack([v[...]] * N)
     return {"kernel": each(model.kernel), "bias": each(model.bias)}
 
 
@@ -319,7 +319,7 @@ def test_a_preprocessor_that_draws_draws_its_own_on_every_shard():
 
 def test_summed_gradients_are_refused():
     opt = CrossShardOptimizer(optax.sgd(1.0), preprocess=optax.clip_by_global_norm(1.0))
-    with pytest.raises(crossshard.IncomingError, match="each shard's local gradient"):
+    with pytest.raises(crossshard.errors.IncomingError, match="each shard's local gradient"):
         jax.vmap(lambda g: opt.update(g, opt.init(g), incoming="summed")[0], axis_name="shards")(
             jnp.ones(4)
         )
@@ -327,7 +327,7 @@ def test_summed_gradients_are_refused():
 
 def test_an_unknown_number_of_shards_is_refused_where_the_state_needs_it():
     opt = CrossShardOptimizer(optax.sgd(1.0), preprocess=optax.trace(0.9))
-    with pytest.raises(crossshard.ShardContextError, match="shard_context"):
+    with pytest.raises(crossshard.errors.ShardContextError, match="shard_context"):
         opt.init(jnp.ones(3))
     with crossshard.shard_context(4):
         assert opt.init(jnp.ones(3)).preprocess.trace.shape == (4, 3)
@@ -337,22 +337,22 @@ def test_a_state_of_all_shards_is_refused_where_one_is_wanted():
     opt = CrossShardOptimizer(optax.sgd(1.0), preprocess=optax.trace(0.9))
     with crossshard.shard_context(4):
         state = opt.init(jnp.ones(3))
-    with pytest.raises(crossshard.ArgumentError, match="state_specs"):
+    with pytest.raises(crossshard.errors.ArgumentError, match="state_specs"):
         jax.vmap(lambda g: opt.update(g, state)[0], axis_name="shards")(jnp.ones((4, 3)))
 
 
 @pytest.mark.parametrize("bad", [3, "clip", optax.sgd, object()])
 def test_what_is_not_a_transformation_is_refused(bad):
-    with pytest.raises(crossshard.ArgumentTypeError, match="preprocess"):
+    with pytest.raises(crossshard.errors.ArgumentTypeError, match="preprocess"):
         CrossShardOptimizer(optax.sgd(1.0), preprocess=bad)
 
 
 def test_a_preprocessor_that_reduces_is_refused():
-    with pytest.raises(crossshard.NestedReductionError):
+    with pytest.raises(crossshard.errors.NestedReductionError):
         CrossShardOptimizer(optax.sgd(1.0), preprocess=CrossShardOptimizer(optax.identity()))
     hidden = optax.chain(CrossShardOptimizer(optax.identity()))
     opt = CrossShardOptimizer(optax.sgd(1.0), preprocess=hidden)
-    with pytest.raises(crossshard.NestedReductionError):
+    with pytest.raises(crossshard.errors.NestedReductionError):
         jax.vmap(lambda g: opt.update(g, opt.init(g))[0], axis_name="shards")(jnp.ones(4))
 
 

@@ -106,7 +106,7 @@ def test_a_sharded_step_scatters_half_and_gathers_the_same():
 
 @pytest.mark.parametrize("bad", ["float16", "int8", "bfloat", 16, "float64", "float8_e4m3fn"])
 def test_what_is_no_wire_is_refused(bad: Any):
-    with pytest.raises(crossshard.ArgumentError, match="reduce_dtype must be bfloat16"):
+    with pytest.raises(crossshard.errors.ArgumentError, match="reduce_dtype must be bfloat16"):
         CrossShardOptimizer(optax.sgd(1.0), reduce_dtype=bad)
-    with pytest.raises(crossshard.ArgumentError, match="reduce_dtype must be bfloat16"):
+    with pytest.raises(crossshard.errors.ArgumentError, match="reduce_dtype must be bfloat16"):
         make_train_step(loss_fn, optax.sgd(1.0), num_shards=N, reduce_dtype=bad)

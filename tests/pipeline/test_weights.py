@@ -102,7 +102,7 @@ def by_variables(opt: CrossShardOptimizer, minimize: bool) -> list[Any]:
     found = []
     for x, weight in zip(X, WEIGHTS, strict=True):
         step(model, opt, x, weight)
-        is_one = not crossshard.is_per_shard(model.w)
+        is_one = not crossshard.nnx.is_per_shard(model.w)
         found.append(np.stack([model.w[...]] * N) if is_one else model.w[...].array)
     return found
 
@@ -178,19 +178,19 @@ def test_a_step_in_which_nothing_weighs_changes_no_bit(inner: str, weight_update
 
 def test_a_weight_in_a_sum_is_refused_in_every_way():
     opt = CrossShardOptimizer(optax.sgd(RATE), "sum")
-    with pytest.raises(crossshard.ArgumentError, match="reduction is SUM"):
+    with pytest.raises(crossshard.errors.ArgumentError, match="reduction is SUM"):
         make_train_step(loss_fn, opt, num_shards=N, weight="n")
     for way in ("update, types", "minimize", "pairs"):
-        with pytest.raises(crossshard.ArgumentError, match="reduction is SUM"):
+        with pytest.raises(crossshard.errors.ArgumentError, match="reduction is SUM"):
             WAYS[way](CrossShardOptimizer(optax.sgd(RATE), "sum"))
 
 
 @pytest.mark.parametrize(
     ("bad", "kind"),
     [
-        (np.ones(2, np.float32), crossshard.ArgumentError),
-        ("n", crossshard.ArgumentTypeError),
-        (object(), crossshard.ArgumentTypeError),
+        (np.ones(2, np.float32), crossshard.errors.ArgumentError),
+        ("n", crossshard.errors.ArgumentTypeError),
+        (object(), crossshard.errors.ArgumentTypeError),
     ],
 )
 def test_what_is_not_one_number_is_refused(bad: Any, kind: Any):

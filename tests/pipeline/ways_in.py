@@ -1,20 +1,18 @@
 """Runs a combination of options in each of the three ways in, and in the model of numpy."""
 
 import dataclasses
-import functools
+import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import crossshard
 from crossshard import CrossShardOptimizer, DynamicLossScale, make_train_step
 from tests.reference import pipeline_model as numpy_model
+from tests.step.common import in_shard_map, on_variables
 
 N, STEPS, ROWS = 4, 6, 2
 GROUPS = ((0, 2), (1, 3))
@@ -168,15 +166,22 @@ def weight_of(batch: Any) -> jax.Array:
 def inner_of(combination: Combination) -> optax.GradientTransformation:
     first = numpy_model.OPTIMIZERS[combination.optimizer][1]
     rate: Any = optax.linear_schedule(first, 0.0, 10) if combination.schedule else first
-    return {
-        "sgd": lambda: optax.sgd(rate),
-        "momentum": lambda: optax.sgd(rate, momentum=numpy_model.DECAY),
-        "adam": lambda: optax.adam(rate, eps=numpy_model.EPS),
-        "clip, sgd": lambda: optax.chain(
+    made = {
+        "sgd": optax.sgd,
+        "momentum": lambda rate: optax.sgd(rate, momentum=numpy_model.DECAY),
+        "adam": lambda rate: optax.adam(rate, eps=numpy_model.EPS),
+        "clip, sgd": lambda rate: optax.chain(
             optax.clip_by_global_norm(numpy_model.INNER_CLIP), optax.sgd(rate)
         ),
-        "lamb": lambda: optax.lamb(rate, eps=numpy_model.EPS),
-    }[combination.optimizer]()
+        "lamb": lambda rate: optax.lamb(rate, eps=numpy_model.EPS),
+    }[combination.optimizer]
+    if "learning_rate" not in combination.metrics or not combination.schedule:
+        return made(rate)
+    # Only so does the state tell the rate.
+    told = optax.inject_hyperparams(
+        lambda learning_rate: made(learning_rate), hyperparam_dtype=jnp.float32
+    )
+    return told(learning_rate=rate)
 
 
 def scale_of(combination: Combination) -> tuple[float, int] | None:
@@ -244,7 +249,7 @@ _DIMENSIONS = {"kernel": 2, "bias": 1}
 
 def _each(x: Any, name: str = "") -> np.ndarray:
     """``[shards, …]`` of an array that is stored so, or once for all shards."""
-    x = np.asarray(x.array if isinstance(x, crossshard.PerShardArray) else x).astype(np.float64)
+    x = np.asarray(x.array if isinstance(x, crossshard.nnx.PerShardArray) else x).astype(np.float64)
     dimensions = _DIMENSIONS.get(name, 0)
     if x.ndim == dimensions:
         return np.broadcast_to(x, (N, *x.shape))
@@ -256,7 +261,7 @@ def _tree(name: str, tree: Any) -> Shown:
     return {f"{name}/{key}": _each(x, key) for key, x in tree.items()}
 
 
-def _found(state: crossshard.NonfiniteState | tuple[()]) -> Shown:
+def _found(state: crossshard.pipeline.NonfiniteState | tuple[()]) -> Shown:
     """What the state says of the last update: whose gradient was not finite."""
     return {name: _each(x) for name, x in state._asdict().items()} if state else {}
 
@@ -287,45 +292,34 @@ def by_update(combination: Combination) -> Run:
     """As an Optax transformation, in a shard_map of the user's."""
     where = "sharded" if combination.is_sharded else "replicated"
     opt = optimizer_of(combination, weight_update=where, **options_of(combination))
-    params = params_of(combination)
-    mesh = jax.make_mesh((N,), ("shards",), axis_types=(AxisType.Auto,), devices=jax.devices()[:N])
-    has_types = "no types" not in combination.way
-    over = functools.partial(jax.shard_map, mesh=mesh, check_vma=has_types)
-    specs = opt.state_specs(params, N)
-    # Under groups parameters and states differ between shards.
-    grouped = combination.grouped
-    one = lambda tree: jax.tree.map(lambda x: x[0], tree) if grouped else tree
-    each = lambda tree: jax.tree.map(lambda x: x[None], tree) if grouped else tree
-    carried = (P("shards"), P("shards")) if grouped else (P(), specs)
+    calls = in_shard_map(
+        opt,
+        loss_fn,
+        params_of(combination),
+        calls_of(combination),
+        check_vma="no types" not in combination.way,
+        weigh=None if combination.weights is None else weight_of,
+    )
+    steps = []
+    for params, state in itertools.islice(calls, *last_calls(combination)):
+        found = _named(state.metrics) | _found(state.nonfinite)
+        steps.append(_tree("params", params) | found)
+    if combination.is_sharded and combination.grouped:
+        state = state._replace(inner_state=_of_groups(state.inner_state))
+    return Run(steps, _state(state))
 
-    @jax.jit
-    @functools.partial(over, in_specs=P(), out_specs=carried)
-    def init(params: Any) -> Any:
-        return each((params, opt.init(params)))
 
-    @jax.jit
-    @functools.partial(over, in_specs=(carried, P("shards")), out_specs=carried)
-    def step(carry: Any, batch: Any) -> Any:
-        params, state = one(carry)
-        batch = jax.tree.map(lambda x: x[0], batch)
-        _, gradients = crossshard.value_and_grad(loss_fn, loss_scale=state.loss_scale)(
-            params, batch
-        )
-        weight = {} if combination.weights is None else {"weight": weight_of(batch)}
-        updates, state = opt.update(gradients, state, params, **weight)
-        return each((optax.apply_updates(params, updates), state))
-
-    carry, steps = init(params), []
+def calls_of(combination: Combination) -> Any:
+    """The batch of each call: that of one microbatch."""
     for t in range(STEPS):
         batch = batch_of(combination, t)
         for microbatch in range(combination.accumulate):
-            carry = step(carry, {name: x[microbatch] for name, x in batch.items()})
-        found = _named(carry[1].metrics) | _found(carry[1].nonfinite)
-        steps.append(_tree("params", carry[0]) | found)
-    state = carry[1]
-    if combination.is_sharded and grouped:
-        state = state._replace(inner_state=_of_groups(state.inner_state))
-    return Run(steps, _state(state))
+            yield {name: x[microbatch] for name, x in batch.items()}
+
+
+def last_calls(combination: Combination) -> tuple[int, None, int]:
+    """The slice of the calls with which a step ends."""
+    return combination.accumulate - 1, None, combination.accumulate
 
 
 def _of_groups(tree: Any) -> Any:
@@ -343,40 +337,21 @@ def _of_groups(tree: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
-class Linear(nnx.Module):
-    """The model of the stateful idiom."""
-
-    def __init__(self, params: Any):
-        self.kernel = nnx.Param(params["kernel"])
-        self.bias = nnx.Param(params["bias"])
-
-
 def by_variables(combination: Combination) -> Run:
     """On NNX variables, in place."""
-    opt = optimizer_of(combination, **options_of(combination))
-    model, count = Linear(params_of(combination)), nnx.Variable(jnp.array(0))
-    weighted = combination.weights is not None
-
-    @crossshard.shard(num_shards=N)
-    def step(model: Any, opt: Any, count: Any, batch: Any) -> None:
-        batch = jax.tree.map(lambda x: x[0], batch)
-        loss = lambda: loss_fn({"kernel": model.kernel[...], "bias": model.bias[...]}, batch)
-        weight = {"weight": weight_of(batch)} if weighted else {}
-        if "minimize" in combination.way:
-            opt.minimize(loss, count, var_list=model, **weight)
-        else:
-            opt.apply_gradients(opt.compute_gradients(loss, var_list=model), count, **weight)
-
+    calls = on_variables(
+        optimizer_of(combination, **options_of(combination)),
+        loss_fn,
+        params_of(combination),
+        calls_of(combination),
+        minimize="minimize" in combination.way,
+        weigh=None if combination.weights is None else weight_of,
+    )
     steps = []
-    for t in range(STEPS):
-        batch = batch_of(combination, t)
-        for microbatch in range(combination.accumulate):
-            step(model, opt, count, {name: x[microbatch] for name, x in batch.items()})
-        shown = _tree("params", {"kernel": model.kernel[...], "bias": model.bias[...]})
-        # Before the first step there is no state.
-        found = _named(opt.state.metrics) | _found(opt.state.nonfinite)
-        steps.append(shown | {"count": _each(count[...])} | found)
-    return Run(steps, _state(opt.state))
+    for params, state, count in itertools.islice(calls, *last_calls(combination)):
+        found = _named(state.metrics) | _found(state.nonfinite)
+        steps.append(_tree("params", params) | {"count": _each(count)} | found)
+    return Run(steps, _state(state))
 
 
 def by_train_step(combination: Combination) -> Run:

@@ -224,7 +224,9 @@ class Model:
                 for shard in self.groups[index]:
                     self.traces[shard] = before_traces[shard]
             found |= {"skipped": skipped, "loss_scale": scale}
-            found["learning_rate"] = learning_rate(options, self.replicas[index].count)
+            # A step that is skipped has none, and tells that of the last update.
+            count = self.replicas[index].count
+            found["learning_rate"] = learning_rate(options, max(0, count - skipped))
             found |= self._update(self.replicas[index], found["gradient"], skipped)
         if options.scale is not None and not all(weightless):
             self._rescale(overflowed)

@@ -53,7 +53,7 @@ def test_stateful_idiom_follows_the_original(run: Recording):
     trained = list(variables.values())
 
     @crossshard.shard(num_shards=shards)
-    def step(x: jax.Array, y: jax.Array) -> Any:
+    def step(given: Any, x: jax.Array, y: jax.Array) -> Any:
         def loss() -> jax.Array:
             return recordings.loss({n: v[...] for n, v in variables.items()}, x[0], y[0])
 
@@ -68,7 +68,7 @@ def test_stateful_idiom_follows_the_original(run: Recording):
     assert opt.get_slot_names() == []
     x, y = run.arrays["x"], run.arrays["y"]
     for t in range(run.case["steps"]):
-        value, handed_out, params = step(x[t], y[t])
+        value, handed_out, params = step([variables, opt, global_step], x[t], y[t])
         agree(run, f"loss {t}", {"loss": value}, {"loss": run.arrays["loss"][t]})
         agree(run, f"params {t}", params, {n: v[t] for n, v in run.under("params/").items()})
         if t == 0:

@@ -7,7 +7,8 @@ import numpy as np
 import optax
 import pytest
 
-from crossshard import CrossShardOptimizer, GroupAssignmentError
+from crossshard import CrossShardOptimizer
+from crossshard.errors import GroupAssignmentError
 from crossshard.shards.groups import GroupAssignment, check_group_assignment
 
 # What is given, and what the message must say of it.

@@ -9,36 +9,25 @@ from typing import Any, Self
 
 import jax
 
-from crossshard import _jax
-from crossshard.checkpoints import storage
+from crossshard import _check
 from crossshard.checkpoints.fingerprint import fingerprint
 from crossshard.checkpoints.folder import Folder
-from crossshard.checkpoints.hashes import hash_of
 from crossshard.checkpoints.keeping import Keeping, notes_of
-from crossshard.checkpoints.leaves import check_devices, from_disk, leaves_of
-from crossshard.checkpoints.manifest import (
-    FILE,
-    Damaged,
-    check_data,
-    read_manifest,
-)
-from crossshard.checkpoints.match import Different, match
+from crossshard.checkpoints.leaves import check_devices
+from crossshard.checkpoints.manifest import Damaged, Fingerprint, check_data
 from crossshard.checkpoints.preemption import Preemption
+from crossshard.checkpoints.reading import Found, read_params, read_state
 from crossshard.checkpoints.saving import Saving
-from crossshard.checkpoints.together import agree_to_read, listed
-from crossshard.checkpoints.weights import read_params
 from crossshard.errors import (
     ArgumentError,
     ArgumentTypeError,
     CheckpointDamagedError,
     CheckpointError,
-    CheckpointMismatchError,
     CheckpointWarning,
 )
-from crossshard.train_step.layout import StateLayout
-from crossshard.train_step.options import NEW, completed
-from crossshard.train_step.state import TrainState
-from crossshard.train_step.train_step import TrainStep, layout_of, loss_of
+from crossshard.model.layout import StateLayout
+from crossshard.model.state import TrainState
+from crossshard.step.train_step import TrainStep, config_of, layout_of
 
 
 class Checkpoints:
@@ -80,20 +69,14 @@ class Checkpoints:
             raise ArgumentTypeError(
                 f"step must come from make_train_step; got {type(step).__name__}."
             )
-        for name, given in (("keep", keep), ("keep_best", keep_best)):
-            if not isinstance(given, int) or isinstance(given, bool):
-                raise ArgumentTypeError(f"{name} must be an int; got {type(given).__name__}.")
-        if keep < 1:
-            raise ArgumentError(f"keep must be at least 1, to have a checkpoint; got {keep}.")
-        if keep_best < 0:
-            raise ArgumentError(f"keep_best must be at least 0; got {keep_best}.")
+        _check.whole_number("keep", keep)
+        _check.whole_number("keep_best", keep_best, least=0)
         self._folder, self._step, self._keep = Folder(folder), step, keep
         self._preemption: Preemption | None = None
-        self._fingerprints: dict[int, tuple[StateLayout, dict[str, Any]]] = {}
-        numbers = listed(self._folder.path, self._created, step.mesh)
-        self._saving = Saving(
-            self._folder, step.mesh, Keeping(self._folder, keep, keep_best), numbers
-        )
+        self._fingerprints: dict[int, tuple[StateLayout, Fingerprint]] = {}
+        numbers = self._folder.numbers(step.mesh, create=True)
+        keeping = Keeping(self._folder, keep, keep_best)
+        self._saving = Saving(self._folder, step.mesh, keeping, numbers)
         self._may_write = not numbers
 
     def __repr__(self) -> str:
@@ -131,7 +114,7 @@ class Checkpoints:
           pin: whether to keep this checkpoint for ever.
 
         Raises:
-          ArgumentError, ArgumentTypeError: the state is not of this step, or lies on other devices;
+          ArgumentError, ArgumentTypeError: the state is not of this step, or is on other devices;
             JSON cannot hold the data, processes pass other data, or the folder has another run's
             checkpoints.
           CheckpointError: it cannot be written, the one before could not be, or another run writes
@@ -226,10 +209,9 @@ class Checkpoints:
           CheckpointError: the folder cannot be read.
           CheckpointMismatchError: it is another model's or optimizer's, or has other dtypes.
         """
-        layout = self._layout_to_restore(state, strict)
-        found = self._latest(lambda number: self._restore(number, layout, state, strict))
+        found = self._latest(self._reader(state, strict))
         self._may_write = True
-        return found
+        return None if found is None else self._restored(found)
 
     def restore(
         self, state: TrainState, step: int, *, strict: bool = True
@@ -249,10 +231,9 @@ class Checkpoints:
           CheckpointDamagedError: it is not whole.
           CheckpointError, CheckpointMismatchError: as for ``restore_latest``.
         """
-        layout = self._layout_to_restore(state, strict)
-        found = self._chosen(step, lambda number: self._restore(number, layout, state, strict))
+        found = self._chosen(step, self._reader(state, strict))
         self._may_write = True
-        return found
+        return self._restored(found)
 
     def restore_params(self, state: TrainState, step: int | None = None) -> TrainState:
         """A state with the parameters of a checkpoint, whatever optimizer has trained them.
@@ -297,16 +278,28 @@ class Checkpoints:
         Raises:
           CheckpointError: the folder cannot be read.
         """
-        return listed(self._folder.path, self._folder.numbers, self._step.mesh)
+        return self._folder.numbers(self._step.mesh)
 
-    def _layout_to_restore(self, state: TrainState, strict: Any) -> StateLayout:
-        if not isinstance(strict, bool):
-            raise ArgumentTypeError(f"strict is True or False; got {strict!r:.60}.")
-        return layout_of(self._step, state)
+    def _reader(self, state: TrainState, strict: Any) -> Callable[[int], Found]:
+        _check.flag("strict", strict)
+        layout = layout_of(self._step, state)
 
-    def _created(self) -> list[int]:
-        self._folder.create()
-        return self._folder.numbers()
+        def read(number: int) -> Found:
+            own = self._fingerprint(layout, state)
+            return read_state(self._folder, number, layout, state, own, strict=strict)
+
+        return read
+
+    def _restored(self, found: Found) -> tuple[TrainState, Any]:
+        if found.notes:
+            warnings.warn(
+                f"{self._folder.path}, checkpoint {found.number} is of a step that differs: "
+                f"{'; '.join(found.notes)}.",
+                CheckpointWarning,
+                # Of the caller of restore or restore_latest.
+                stacklevel=3,
+            )
+        return self._step.reshard(found.state), found.data
 
     def _latest(self, read: Callable[[int], Any]) -> Any:
         """What is read of the latest checkpoint that is whole; ``None`` if there is none."""
@@ -352,54 +345,14 @@ class Checkpoints:
                 f"another one of steps()."
             ) from None
 
-    def _restore(
-        self, number: int, layout: StateLayout, state: TrainState, strict: bool
-    ) -> tuple[Any, Any]:
-        """A state and its data; raises Damaged, in every process, if one finds it so."""
-        refused: Exception | None = None
-        try:
-            self._folder.check(number)
-            folder = self._folder.of(number)
-            manifest = read_manifest(folder / storage.MANIFEST / FILE, number)
-            leaves = leaves_of(layout, state, manifest.shards)
-            own = self._fingerprint(layout, state)
-            matched = match(manifest, leaves, layout, state, own, strict=strict)
-            read = storage.read(folder, matched.read, len(manifest.leaves))
-        except Different as error:
-            refused = CheckpointMismatchError(
-                f"Checkpoint {number} in {self._folder.path} is not of this step: {error}"
-            )
-        except (Damaged, CheckpointMismatchError) as error:
-            refused = error
-        agree_to_read(refused, self._step.mesh)
-        # The processes compute the hashes together, so all of them must have come this far.
-        with _jax.in_place_of_the_users_mesh(layout.mesh):
-            written = [(manifest.leaves[place], x) for place, x in read.items()]
-            wrong = [leaf.path for leaf, x in written if hash_of(x) != leaf.hash]
-        if wrong:
-            more = f", as do {len(wrong) - 1} more arrays" if len(wrong) > 1 else ""
-            refused = Damaged(f"{wrong[0]} has not the values that were written{more}")
-        agree_to_read(refused, self._step.mesh)
-        if matched.notes:
-            warnings.warn(
-                f"{self._folder.path}, checkpoint {number} is of a step that differs: "
-                f"{'; '.join(matched.notes)}.",
-                CheckpointWarning,
-                # Of the caller of restore or restore_latest.
-                stacklevel=5,
-            )
-        arrays = [NEW if place is None else read[place] for place in matched.places]
-        with _jax.in_place_of_the_users_mesh(layout.mesh):
-            shardings = [leaf.on_disk.sharding for leaf in leaves]
-            whole = completed(layout, from_disk(state, arrays), shardings)
-        return self._step.reshard(whole), manifest.data
-
-    def _fingerprint(self, layout: StateLayout, state: TrainState) -> dict[str, Any]:
+    def _fingerprint(self, layout: StateLayout, state: TrainState) -> Fingerprint:
         # It traces the optimizer, and a loop saves the states of one layout. The layout is kept, so
         # that no other one gets its id.
         if id(layout) not in self._fingerprints:
             one = 0 if layout.groups is None else 1
             types = lambda x: jax.ShapeDtypeStruct(x.shape[one:], x.dtype)
-            found = fingerprint(layout, loss_of(self._step), jax.tree.map(types, state.params))
+            found = fingerprint(
+                layout, config_of(self._step).loss, jax.tree.map(types, state.params)
+            )
             self._fingerprints[id(layout)] = layout, found
         return self._fingerprints[id(layout)][1]

@@ -1,6 +1,5 @@
 """Fingerprint: tells a step from others, by its options and by its optimizer's state and update."""
 
-import hashlib
 from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
@@ -10,42 +9,37 @@ import jax.numpy as jnp
 import numpy as np
 
 from crossshard import _jax
+from crossshard._hash import sha256
+from crossshard.checkpoints.manifest import Fingerprint, Update
 from crossshard.gradients.nesting import inside_optimizer
-from crossshard.pipeline.moving_average import describe_decay
-from crossshard.pipeline.optimize import takes_value
+from crossshard.model.layout import StateLayout
 from crossshard.pipeline.pipeline import Pipeline
-from crossshard.pipeline.preprocess import Preprocess
 from crossshard.pipeline.stage import Stage
-from crossshard.train_step.layout import StateLayout
-from crossshard.train_step.local import Loss
+from crossshard.pipeline.stages.preprocess import Preprocess
+from crossshard.pipeline.update.moving_average import describe_decay
+from crossshard.pipeline.update.optimize import takes_value
+from crossshard.step.shard_loss import ShardLoss
 
 
-def fingerprint(layout: StateLayout, loss: Loss, params: Any) -> dict[str, Any]:
-    """What tells a step from another one, as far as the meaning of its state depends on it.
+def fingerprint(layout: StateLayout, loss: ShardLoss, params: Any) -> Fingerprint:
+    """What tells a step from another one.
 
     Args:
       layout: the layout of the state, with the pipeline.
       loss: the loss of the step.
       params: the types of one set of parameters.
-
-    Returns:
-      Of the wrapped optimizer, without master weights and moving average: the ``"states"`` of which
-      its own consists; a hash of the ``"operations"`` of its update, and one of its
-      ``"equations"``, which are these with their numbers; and each kind of equation once, as
-      ``"words"``. Only the same ``"jax"`` and ``"optax"`` trace it alike. The same of
-      ``"preprocess"``, and what other ``"options"`` are.
     """
     pipeline = layout.pipeline
-    return {
-        **_of_update(pipeline.inner, params),
-        "jax": jax.__version__,
-        "optax": version("optax"),
-        "preprocess": _of_stage(pipeline.preprocess, params),
-        "options": _options(pipeline, loss),
-    }
+    return Fingerprint(
+        update=_of_update(pipeline.inner, params),
+        preprocess=_of_stage(pipeline.preprocess, params),
+        options=_options(pipeline, loss),
+        jax=jax.__version__,
+        optax=version("optax"),
+    )
 
 
-def _of_update(optimizer: Any, params: Any) -> dict[str, Any]:
+def _of_update(optimizer: Any, params: Any) -> Update:
     def update(gradients: Any, state: Any, params: Any, value: Any) -> Any:
         extra_args = {"value": value} if takes_value(optimizer) else {}
         return optimizer.update(gradients, state, params, **extra_args)
@@ -57,35 +51,29 @@ def _of_update(optimizer: Any, params: Any) -> dict[str, Any]:
     found = list(_equations(jaxpr))
     # Where it comes from is asked once for each, since it takes longer than all else.
     kinds = {words: equation for _, words, equation in found}
-    return {
-        "states": list(_types(state)),
-        "operations": _sha256([operation for operation, _, _ in found]),
-        "equations": _sha256([words for _, words, _ in found]),
-        "words": [
-            words + _maker(kinds[words]) for words in dict.fromkeys(each[1] for each in found)
-        ],
-    }
+    return Update(
+        states=list(_types(state)),
+        operations=sha256([operation for operation, _, _ in found]),
+        equations=sha256([words for _, words, _ in found]),
+        words=[words + _maker(kinds[words]) for words in dict.fromkeys(each[1] for each in found)],
+    )
 
 
-def _of_stage(stage: Stage | None, params: Any) -> dict[str, Any] | None:
+def _of_stage(stage: Stage | None, params: Any) -> Update | None:
     if stage is None:
         return None
     if isinstance(stage, Preprocess):
         return _of_update(stage.transformation, params)
     # What a stage of the user's own computes cannot be traced outside of a step.
     numbers = [f"{k}={v}" for k, v in sorted(vars(stage).items()) if type(v) in _NUMBERS]
-    return {
-        "states": [type(stage).__qualname__],
-        "operations": "",
-        "equations": _sha256(numbers),
-        "words": numbers,
-    }
+    return Update([type(stage).__qualname__], "", sha256(numbers), numbers)
 
 
-def _options(pipeline: Pipeline, loss: Loss) -> dict[str, str | None]:
+def _options(pipeline: Pipeline, loss: ShardLoss) -> dict[str, str | None]:
     """The options, in words, that change what a step does; ``None`` for those that are off."""
     options: dict[str, Any] = {
         "reduction": pipeline.reduction.name,
+        "preprocess": None if pipeline.preprocess is None else "on",
         "accumulate_steps": loss.accumulate_steps,
         "weight": None if loss.weight is None else "on",
         "reduce_dtype": pipeline.reduce_dtype,
@@ -95,10 +83,6 @@ def _options(pipeline: Pipeline, loss: Loss) -> dict[str, str | None]:
         "ema": None if pipeline.ema is None else describe_decay(pipeline.ema),
     }
     return {name: None if value is None else str(value) for name, value in options.items()}
-
-
-def _sha256(lines: list[str]) -> str:
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 _NUMBERS = (int, float)

@@ -1,6 +1,6 @@
 """Folder: the numbered checkpoints in a folder, here or remote, and what may not leave it."""
 
-import math
+import json
 import os
 import re
 import shutil
@@ -9,16 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+from jax.sharding import Mesh
+
 from crossshard.checkpoints.manifest import MOST_BYTES, Damaged
-from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.distributed.agreement import exchange
+from crossshard.errors import ArgumentError, ArgumentTypeError, CheckpointError
 
 # Orbax writes it last. On a disk it also renames the folder of a checkpoint once that is complete.
 _MARKER = "commit_success.txt"
 _DIGITS = 8
 _UNFINISHED = re.compile(r"\d{8,}\.(orbax-checkpoint-tmp.*|deleted)")
-# Beside a checkpoint's manifest. Who wants to keep a checkpoint can make the first file by hand.
-PINNED, SCORE = "pinned", "score.txt"
-_NOTES = "manifest"
 # What Orbax's library for paths and its library for arrays both know.
 _REMOTE = "gs://"
 
@@ -47,21 +48,40 @@ class Folder:
         """The folder of a checkpoint."""
         return self.path / f"{number:0{_DIGITS}d}"
 
-    def numbers(self) -> list[int]:
-        """The numbers of the complete checkpoints, ascending."""
-        found = self._numbered()
-        return [each for each in found if not self.remote or self._is_committed(each)]
+    def numbers(self, mesh: Mesh, *, create: bool = False) -> list[int]:
+        """The numbers of the complete checkpoints, ascending, as the first process sees them.
+
+        Args:
+          mesh: the mesh whose processes ask.
+          create: whether to create the folder if it does not exist.
+
+        Raises:
+          CheckpointError: it cannot see them, in every process.
+        """
+        own: Any = []
+        if jax.process_index() == 0:
+            try:
+                if create:
+                    self.path.mkdir(parents=True, exist_ok=True)
+                own = [
+                    each for each in self._numbered() if not self.remote or self._committed(each)
+                ]
+            except (OSError, ImportError) as error:
+                own = str(error)
+        first = json.loads(exchange("Checkpoints", json.dumps(own), mesh)[0])
+        if isinstance(first, str):
+            raise CheckpointError(
+                f"{self.path} cannot be used as a folder of checkpoints: {first}. Choose a folder "
+                f"that this user may write to."
+            )
+        return [int(number) for number in first]
 
     def _numbered(self) -> list[int]:
         names = (name for name in self._names() if re.fullmatch(r"\d{8,18}", name, re.ASCII))
         return sorted(int(name) for name in names if self.of(int(name)).name == name)
 
-    def _is_committed(self, number: int) -> bool:
+    def _committed(self, number: int) -> bool:
         return bool((self.of(number) / _MARKER).is_file())
-
-    def create(self) -> None:
-        """Create it if it does not exist."""
-        self.path.mkdir(parents=True, exist_ok=True)
 
     def why_not_writable(self) -> str:
         """The reason why nothing can be written; empty if it can, or if only trying tells."""
@@ -87,23 +107,11 @@ class Folder:
                 # Arrays are read in pieces, these at once.
                 if path.parent.name != "d" and stat.S_ISREG(mode) and size > MOST_BYTES:
                     raise Damaged(f"{name} has {size:,} bytes")
-            committed = self._is_committed(number)
+            committed = self._committed(number)
         except OSError as error:
             raise Damaged(f"it cannot be read ({error})") from None
         if not committed:
             raise Damaged(f"it was not committed: {_MARKER} is missing")
-
-    def is_pinned(self, number: int) -> bool:
-        """Whether a checkpoint is to be kept."""
-        return bool((self.of(number) / _NOTES / PINNED).exists())
-
-    def score(self, number: int) -> float | None:
-        """The score of a checkpoint; ``None`` if it has none that is a number."""
-        try:
-            found = float((self.of(number) / _NOTES / SCORE).read_text())
-        except (OSError, ValueError):
-            return None
-        return None if math.isnan(found) else found
 
     def take_out(self, number: int) -> Any:
         """Take a checkpoint's name from it, so that no half of it has it; the path to delete."""
@@ -127,7 +135,7 @@ class Folder:
             if _UNFINISHED.fullmatch(name):
                 self.delete(self.path / name)
         for number in self._numbered() if self.remote else []:
-            if not self._is_committed(number):
+            if not self._committed(number):
                 self.delete(self.of(number))
 
     def _names(self) -> list[str]:

@@ -1,10 +1,16 @@
 """Keeping: which checkpoints of a folder stay, and the deletion of the others."""
 
+import math
 import threading
 from typing import Any
 
-from crossshard.checkpoints.folder import PINNED, SCORE, Folder
+from crossshard import _check
+from crossshard.checkpoints import manifest
+from crossshard.checkpoints.folder import Folder
 from crossshard.errors import ArgumentTypeError
+
+# Beside a checkpoint's manifest. Who wants to keep a checkpoint can make the first file by hand.
+_PINNED, _SCORE = "pinned", "score.txt"
 
 
 class Keeping:
@@ -30,7 +36,7 @@ class Keeping:
         return [
             number
             for number in numbers
-            if number < oldest and number not in best and not self._folder.is_pinned(number)
+            if number < oldest and number not in best and not self._note(number, _PINNED).exists()
         ]
 
     def delete(self, number: int) -> None:
@@ -53,9 +59,17 @@ class Keeping:
             self._deleting.pop().join()
 
     def _score(self, number: int) -> float | None:
+        """The score of a checkpoint; ``None`` if it has none that is a number, or none counts."""
         if self._best and number not in self._scores:
-            self._scores[number] = self._folder.score(number)
+            try:
+                found = float(self._note(number, _SCORE).read_text())
+            except (OSError, ValueError):
+                found = math.nan
+            self._scores[number] = None if math.isnan(found) else found
         return self._scores.get(number)
+
+    def _note(self, number: int, name: str) -> Any:
+        return self._folder.of(number) / manifest.FOLDER / name
 
 
 def notes_of(score: Any, pin: Any) -> dict[str, str]:
@@ -64,12 +78,11 @@ def notes_of(score: Any, pin: Any) -> dict[str, str]:
     Raises:
       ArgumentTypeError: the score is no number, or ``pin`` no bool.
     """
-    if not isinstance(pin, bool):
-        raise ArgumentTypeError(f"pin must be True or False; got {type(pin).__name__}.")
+    _check.flag("pin", pin)
     if score is None:
-        return {PINNED: ""} if pin else {}
+        return {_PINNED: ""} if pin else {}
     try:
         number = float(score)
     except (TypeError, ValueError):
         raise ArgumentTypeError(f"score must be a number; got {type(score).__name__}.") from None
-    return {SCORE: repr(number), **({PINNED: ""} if pin else {})}
+    return {_SCORE: repr(number), **({_PINNED: ""} if pin else {})}

@@ -11,11 +11,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard.errors import ArgumentError
+from crossshard.model.layout import StateLayout
+from crossshard.model.state import TrainState
 from crossshard.shards.partition import partition_along_axis
 from crossshard.shards.placement import Placement
-from crossshard.train_step.layout import StateLayout
-from crossshard.train_step.options import NEW
-from crossshard.train_step.state import TrainState
+from crossshard.step.options import NEW
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Leaf:
     Attributes:
       path: where it is in the state, such as ``.params['w']``.
       dtype: the name of its dtype; of a typed key ``key<…>``.
-      on_disk: its type on disk, unpadded, and how it lies on the mesh before and after: split over
+      on_disk: its type on disk, unpadded, and its sharding before and after: split over
         the shards along an axis that they divide, if there is one, since memory is short.
-      placement: how it lies in the state.
+      placement: that in the state.
     """
 
     path: str
@@ -77,17 +77,18 @@ def _unpack(placement: Placement, x: Any) -> jax.Array:
 
 
 def check_devices(layout: StateLayout, state: TrainState) -> None:
-    """Raise unless a state lies on the devices of a layout.
+    """Raise unless a state is on the devices of a layout.
 
     Raises:
-      ArgumentError: it lies on others, as a state of another step on another mesh does.
+      ArgumentError: it is on others, as a state of another step on another mesh does.
     """
-    own = set(layout.mesh.devices.flat)
+    devices = set(layout.mesh.devices.flat)
     for x in jax.tree.leaves(state):
-        if isinstance(x, jax.Array) and not x.sharding.device_set <= own:
-            names = [sorted(device.id for device in each) for each in (x.sharding.device_set, own)]
+        if isinstance(x, jax.Array) and not x.sharding.device_set <= devices:
+            both = x.sharding.device_set, devices
+            names = [sorted(device.id for device in each) for each in both]
             raise ArgumentError(
-                f"The state lies on devices {names[0]}, and the mesh of this step has "
+                f"The state is on devices {names[0]}, and the mesh of this step has "
                 f"{names[1]}. Take it there with step.reshard(other.unshard(state)), or save it "
                 f"with the Checkpoints of the step that it is of."
             )
@@ -97,8 +98,8 @@ def to_disk(leaf: Leaf, x: jax.Array) -> jax.Array:
     """An array as it is on disk: itself where it can be, else a copy of it."""
     several = jax.process_count() > 1
     # Of several processes each writes a part, also of what all of them have.
-    lies = not several or x.sharding.is_equivalent_to(leaf.on_disk.sharding, x.ndim)
-    if not (lies and _is_unpacked(leaf, x)):
+    is_split_so = not several or x.sharding.is_equivalent_to(leaf.on_disk.sharding, x.ndim)
+    if not (is_split_so and _is_unpacked(leaf, x)):
         return _copier(leaf.placement, leaf.on_disk.sharding)(x)
     return x if several else _one_copy(x)
 
@@ -140,16 +141,16 @@ def _copier(placement: Placement, sharding: NamedSharding) -> Callable[[Any], ja
 
 def from_disk(state: TrainState, arrays: list[Any]) -> TrainState:
     """An unsharded state of these arrays, or ``NEW``, with dtypes and static parts of another."""
-    like, tree = jax.tree.flatten(state)
-    return tree.unflatten([_like(own, x) for own, x in zip(like, arrays, strict=True)])
+    types, tree = jax.tree.flatten(state)
+    return tree.unflatten([_like(like, x) for like, x in zip(types, arrays, strict=True)])
 
 
-def _like(own: Any, x: Any) -> Any:
+def _like(like: Any, x: Any) -> Any:
     if x is NEW:
         return x
-    if _is_key(own):
-        return jax.random.wrap_key_data(x, impl=_impl_of(own))
-    return x if x.dtype == own.dtype else x.astype(own.dtype)
+    if _is_key(like):
+        return jax.random.wrap_key_data(x, impl=_impl_of(like))
+    return x if x.dtype == like.dtype else x.astype(like.dtype)
 
 
 def _impl_of(key: Any) -> Any:

@@ -13,6 +13,8 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from crossshard.distributed.identity import is_gone, machine, own_identity
+
 FILE = "writer.json"
 # A writer touches its file so often. One on another machine that has not for so long is dead.
 _BEAT, _DEAD = 5.0, 30.0
@@ -46,12 +48,13 @@ class Lock:
                 return ""
             self.release()
             return f"{_named(holder)} has taken the folder over, as this process did not respond"
+        process, began = own_identity().split()
         text = json.dumps(
             {
-                "process": os.getpid(),
-                "started": _started(os.getpid()),
+                "process": int(process),
+                "began": int(began),
                 "host": socket.gethostname(),
-                "machine": _machine(),
+                "machine": machine(),
                 "since": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M:%S} UTC",
                 "token": self._token,
             }
@@ -94,12 +97,10 @@ class Lock:
         return _read(self._path)
 
     def _is_dead(self, holder: dict[str, Any]) -> bool:
-        if holder.get("machine") == _machine():
-            process, started = holder.get("process"), holder.get("started")
-            now = _started(process) if isinstance(process, int) else ""
-            # Where a process does not tell when it started, the number may be another one's.
-            if now == "" or (now is not None and started is not None):
-                return now != started
+        if holder.get("machine") == machine():
+            gone = is_gone(f"{holder.get('process')} {holder.get('began')}")
+            if gone is not None:
+                return gone
         # Without a look at clocks, which may differ.
         before, end = self._touched(), time.monotonic() + _DEAD
         while before is not None and time.monotonic() < end:
@@ -127,9 +128,9 @@ class Lock:
                 self._path.unlink()
 
     def _whose(self, holder: dict[str, Any]) -> str:
-        if (holder.get("machine"), holder.get("process")) == (_machine(), os.getpid()):
+        if (holder.get("machine"), holder.get("process")) == (machine(), os.getpid()):
             return "another Checkpoints of this process writes there. Close that one first"
-        here = holder.get("machine") == _machine()
+        here = holder.get("machine") == machine()
         then = "End it" if here else f"End it, or delete {self._path} if it has ended"
         return f"{_named(holder)} writes there. {then}, or choose another folder"
 
@@ -170,30 +171,3 @@ def _give_back(path: Any, token: str, process: int, ended: threading.Event) -> N
     if os.getpid() == process and _read(path).get("token") == token:
         with contextlib.suppress(OSError):
             path.unlink()
-
-
-def _machine() -> str:
-    """What tells apart machines, their boots, and containers with processes of their own."""
-    found = [socket.gethostname()]
-    with contextlib.suppress(OSError):
-        found.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        found.append(os.readlink("/proc/self/ns/pid"))
-    return " ".join(found)
-
-
-def _started(process: int) -> str | None:
-    """When a process of this machine started; empty if it has ended, ``None`` if unknown."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        return "" if fields[0] in "ZX" else fields[19]
-    except OSError:
-        pass
-    if Path("/proc/self/stat").exists():
-        return ""
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return ""
-    except OSError:
-        pass
-    return None

@@ -1,17 +1,17 @@
 """Manifest: what a checkpoint holds, as JSON: checked before anything else of it is read."""
 
 import dataclasses
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
+from crossshard._hash import sha256
+from crossshard._typed import typed
 from crossshard.errors import ArgumentError, ArgumentTypeError, CheckpointMismatchError
 
-VERSION = 2
-# Of the first, the fingerprint knows less.
-_READ = (1, VERSION)
-FILE = "manifest.json"
+VERSION = 3
+# Where it is, in the folder of a checkpoint.
+FOLDER, FILE = "manifest", "manifest.json"
 # A thousand times what a large model needs. Files of which Orbax reads all are held to it too.
 MOST_BYTES = 64 << 20
 # So that a number on disk cannot ask for all memory: an array of each shard has this many rows.
@@ -20,6 +20,42 @@ _MOST_SHARDS = 1 << 16
 
 class Damaged(Exception):
     """A checkpoint is not what was written; the text says what is wrong with it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """What tells the update of an optimizer or a preprocessor from others.
+
+    Attributes:
+      states: the states of which its own consists.
+      operations: a hash of its operations.
+      equations: a hash of its equations, which are the operations with their numbers.
+      words: each kind of equation once, in words.
+    """
+
+    states: list[str]
+    operations: str
+    equations: str
+    words: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fingerprint:
+    """What tells a step from others, as far as the meaning of its state depends on it.
+
+    Attributes:
+      update: that of the wrapped optimizer, without master weights and moving average.
+      preprocess: that of ``preprocess``; ``None`` without one.
+      options: the options that change what a step does, in words; ``None`` for one that is off.
+      jax: the version of JAX. Only the same two versions trace an update alike.
+      optax: the version of Optax.
+    """
+
+    update: Update
+    preprocess: Update | None
+    options: dict[str, str | None]
+    jax: str
+    optax: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +85,7 @@ class Manifest:
       shards: the number of shards that wrote it.
       groups: the groups whose parameters differ; ``None`` if there are none.
       rng: the implementation of the random key.
-      optimizer: the fingerprint of the optimizer.
+      fingerprint: that of the step.
       leaves: the arrays.
       data: what the user saved beside the state.
     """
@@ -59,14 +95,14 @@ class Manifest:
     shards: int
     groups: list[list[int]] | None
     rng: str
-    optimizer: dict[str, Any]
+    fingerprint: Fingerprint
     leaves: list[WrittenLeaf]
     data: Any
 
     def to_json(self) -> dict[str, Any]:
         """As it is written."""
         body = {"version": VERSION, **dataclasses.asdict(self)}
-        return {**body, "sha256": _sha256(body)}
+        return {**body, "sha256": sha256(body)}
 
 
 def check_data(data: Any) -> None:
@@ -103,12 +139,12 @@ def read_manifest(file: Path, number: int) -> Manifest:
     """
     body = _parsed(file)
     checksum = body.pop("sha256", None)
-    if checksum != _sha256(body):
+    if checksum != sha256(body):
         raise Damaged("the manifest does not have the checksum that it was written with")
     version = body.pop("version", None)
-    if version not in _READ:
+    if version != VERSION:
         raise CheckpointMismatchError(
-            f"{file} has version {version!r:.20}, and this crossshard reads versions up to "
+            f"{file} has version {version!r:.20}, and this crossshard reads version "
             f"{VERSION}. Install the crossshard that wrote it, or choose another folder."
         )
     known = {field.name for field in dataclasses.fields(Manifest)}
@@ -117,7 +153,13 @@ def read_manifest(file: Path, number: int) -> Manifest:
         raise CheckpointMismatchError(
             f"{file} has {what} {key!r:.60}, so something else wrote it. Choose another folder."
         )
-    manifest = _checked(body, version)
+    try:
+        manifest: Manifest = typed(Manifest, body)
+        paths = [leaf.path for leaf in manifest.leaves]
+        if manifest.shards > _MOST_SHARDS or len({*paths}) < len(paths):
+            raise ValueError("It has too many shards, or a path twice.")
+    except ValueError:
+        raise Damaged("the manifest has values of a wrong type") from None
     if manifest.number != number:
         raise Damaged(f"its manifest is that of checkpoint {manifest.number}")
     return manifest
@@ -137,73 +179,3 @@ def _parsed(file: Path) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise Damaged("the manifest is no JSON object")
     return body
-
-
-def _sha256(body: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _checked(body: dict[str, Any], version: int) -> Manifest:
-    """The manifest of a parsed body, all of whose parts have the right types."""
-    optimizer, groups = body["optimizer"], body["groups"]
-    right = (
-        all(_is_count(body[key]) for key in ("number", "step"))
-        and _is_count(body["shards"], _MOST_SHARDS)
-        and isinstance(body["rng"], str)
-        and _is_fingerprint(optimizer, version)
-        and (groups is None or _is_list(groups, lambda group: _is_list(group, _is_count)))
-        and _is_list(body["leaves"], _is_leaf)
-        and len({leaf["path"] for leaf in body["leaves"]}) == len(body["leaves"])
-    )
-    if not right:
-        raise Damaged("the manifest has values of a wrong type")
-    leaves = [WrittenLeaf(**{**leaf, "shape": tuple(leaf["shape"])}) for leaf in body["leaves"]]
-    return Manifest(**{**body, "leaves": leaves})
-
-
-def _is_fingerprint(found: Any, version: int) -> bool:
-    if not isinstance(found, dict):
-        return False
-    more = () if version == 1 else (*_OF_VERSION_2, "preprocess", "options")
-    stage, options = found.get("preprocess"), found.get("options", {})
-    return (
-        _is_update(found, (*_OF_VERSION_1, "jax", "optax", *more))
-        and (stage is None or _is_update(stage, (*_OF_VERSION_1, *_OF_VERSION_2)))
-        and isinstance(options, dict)
-        and all(value is None or _is_text(value) for value in options.values())
-    )
-
-
-_OF_VERSION_1, _OF_VERSION_2 = ("states", "operations"), ("words", "equations")
-
-
-def _is_update(found: Any, keys: tuple[str, ...]) -> bool:
-    texts = {"operations", "equations", "jax", "optax"}.intersection(keys)
-    lists = {"states", "words"}.intersection(keys)
-    return (
-        isinstance(found, dict)
-        and set(found) == set(keys)
-        and all(_is_text(found[key]) for key in texts)
-        and all(_is_list(found[key], _is_text) for key in lists)
-    )
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_leaf(leaf: Any) -> bool:
-    return (
-        isinstance(leaf, dict)
-        and set(leaf) == {"path", "shape", "dtype", "hash"}
-        and all(isinstance(leaf[key], str) for key in ("path", "dtype", "hash"))
-        and _is_list(leaf["shape"], _is_count)
-    )
-
-
-def _is_list(value: Any, of: Any) -> bool:
-    return isinstance(value, list) and all(map(of, value))
-
-
-def _is_count(value: Any, most: int = 1 << 62) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most

@@ -1,26 +1,30 @@
 """Saving: writes checkpoints one after the other, and deletes those that do not stay."""
 
 import dataclasses
+import errno
 import json
+import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import Mesh
 
 from crossshard import _jax
-from crossshard.checkpoints import storage
+from crossshard._hash import hash_later, sha256
 from crossshard.checkpoints.folder import Folder
-from crossshard.checkpoints.hashes import hash_later
 from crossshard.checkpoints.keeping import Keeping
 from crossshard.checkpoints.leaves import leaves_of, to_disk
 from crossshard.checkpoints.lock import Lock
-from crossshard.checkpoints.manifest import FILE, Manifest, WrittenLeaf
+from crossshard.checkpoints.manifest import FILE, Fingerprint, Manifest, WrittenLeaf
 from crossshard.checkpoints.match import groups_of
-from crossshard.checkpoints.together import agree_to_write
-from crossshard.errors import CheckpointError
-from crossshard.train_step.layout import StateLayout
-from crossshard.train_step.state import TrainState
+from crossshard.distributed.agreement import exchange
+from crossshard.errors import ArgumentError, CheckpointError
+from crossshard.model.layout import StateLayout
+from crossshard.model.state import TrainState
+
+if TYPE_CHECKING:
+    from crossshard.checkpoints.storage import Writer
 
 
 class Saving:
@@ -42,7 +46,7 @@ class Saving:
     def __init__(self, folder: Folder, mesh: Mesh, keeping: Keeping, numbers: list[int]):
         self._folder, self._mesh, self._keeping = folder, mesh, keeping
         self._lock = Lock(folder.path, remote=folder.remote)
-        self._writer: storage.Writer | None = None
+        self._writer: Writer | None = None
         # The checkpoint that is being written.
         self._pending: int | None = None
         self.numbers, self.damaged = numbers, set[int]()
@@ -52,7 +56,7 @@ class Saving:
         self,
         layout: StateLayout,
         state: TrainState,
-        optimizer: dict[str, Any],
+        fingerprint: Fingerprint,
         data: Any,
         notes: Mapping[str, str],
     ) -> None:
@@ -61,7 +65,7 @@ class Saving:
         Args:
           layout: its layout.
           state: the state.
-          optimizer: the fingerprint of the optimizer.
+          fingerprint: that of the step.
           data: what the user saves beside it.
           notes: texts to write beside the manifest, by the names of their files.
 
@@ -78,11 +82,11 @@ class Saving:
             layout.number_of_shards,
             groups_of(layout),
             str(state.rng_impl),
-            optimizer,
+            fingerprint,
             [WrittenLeaf(leaf.path, leaf.on_disk.shape, leaf.dtype, "") for leaf in leaves],
             data,
         )
-        reason = agree_to_write(self._why_not(), manifest.to_json(), self._mesh)
+        reason = _agreed(self._why_not(), manifest, self._mesh)
         if reason:
             raise CheckpointError(
                 f"Checkpoint {number} cannot be written to {self._folder.path}: {reason}."
@@ -94,7 +98,10 @@ class Saving:
                 arrays = list(map(to_disk, leaves, jax.tree.leaves(state)))
             hashes = [hash_later(x, on_host=_is_on_host(x)) for x in arrays]
             files = lambda: {FILE: json.dumps(_completed(manifest, hashes)), **notes}
-            self._writer = self._writer or storage.Writer()
+            # Here and not above: it imports Orbax.
+            from crossshard.checkpoints.storage import Writer
+
+            self._writer = self._writer or Writer()
             self._writer.start(self._folder.of(number), arrays, files)
         except Exception as error:
             raise self._failed(error) from error
@@ -163,7 +170,7 @@ class Saving:
         number, self._pending = self._pending, None
         # Orbax's checkpointer keeps its error; the next save gets a new one.
         self._writer = self.taken = None
-        reason = self._folder.why_not_writable() or storage.in_words(error)
+        reason = self._folder.why_not_writable() or _in_words(error)
         if jax.process_index() == 0 and self._folder.path.is_dir():
             self._folder.delete_unfinished()
         return CheckpointError(
@@ -175,6 +182,27 @@ class Saving:
         if not good or not self._folder.of(good[-1]).is_dir():
             return ""
         return f" Checkpoint {good[-1]} is the last one that was, and is as it was."
+
+
+def _agreed(reason: str, manifest: Manifest, mesh: Mesh) -> str:
+    """The first process's reason not to write; empty if it can.
+
+    Raises:
+      ArgumentError: the processes would write different states or data.
+    """
+    body = manifest.to_json()
+    state = {**body, "data": None, "sha256": None}
+    said = json.dumps([reason, sha256(state), sha256(body)])
+    all_said = [json.loads(each) for each in exchange("save", said, mesh)]
+    first = all_said[0]
+    for process, own in enumerate(all_said):
+        if own[1:] != first[1:]:
+            what = "data" if own[1] == first[1] else "a state"
+            raise ArgumentError(
+                f"To save, process {process} of the mesh passed {what} other than the first one. "
+                f"Every process passes the same; where all of them stand is one dict."
+            )
+    return str(first[0])
 
 
 def _completed(manifest: Manifest, hashes: list[Callable[[], str]]) -> dict[str, Any]:
@@ -190,3 +218,13 @@ def _is_on_host(x: jax.Array) -> bool:
     """Whether the host can read all of an array without a copy."""
     devices: Any = x.sharding.device_set
     return x.is_fully_addressable and all(device.platform == "cpu" for device in devices)
+
+
+def _in_words(error: BaseException) -> str:
+    """What went wrong; TensorStore tells it in the middle of a long text."""
+    text = " ".join(str(error).split())
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO):
+        if os.strerror(number) in text:
+            full = number in (errno.ENOSPC, errno.EDQUOT)
+            return f"{os.strerror(number)}{', the disk is full' if full else ''}"
+    return f"{type(error).__name__}, {text:.300}"

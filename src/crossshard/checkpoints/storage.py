@@ -1,38 +1,71 @@
-"""Storage: writes and reads the arrays of a checkpoint with Orbax."""
+"""Storage: writes and reads the arrays of a checkpoint with Orbax.
 
-import errno
+It takes half a second to import, and most programs save nothing: import it where it is needed.
+"""
+
+import dataclasses
 import logging
 import math
-import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint import future
 
 from crossshard.checkpoints.leaves import Leaf
-from crossshard.checkpoints.manifest import Damaged
+from crossshard.checkpoints.manifest import FOLDER, Damaged
 
-# The two parts of a checkpoint, and the folders that they are in.
-ARRAYS, MANIFEST = "state", "manifest"
-
-
+# The folder of the arrays, beside that of the manifest.
+_ARRAYS = "state"
 # So that a device that reads a part of an array need not read all of it.
 _PIECE = 16 << 20
 
 
+class _NotesHandler(ocp.AsyncCheckpointHandler):
+    """Writes, in the background and in the first process, texts that a function returns.
+
+    The manifest is one of them: it has the hashes, which are computed while the arrays are written.
+    """
+
+    async def async_save(self, directory: Any, args: "_Notes") -> list[Any]:
+        """Begin; the files are there before the checkpoint is complete."""
+
+        async def write() -> None:
+            if jax.process_index() == 0:
+                for name, text in args.files().items():
+                    (directory / name).write_text(text)
+
+        return [future.CommitFutureAwaitingContractedSignals(write(), name="crossshard")]
+
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        """Not used: the arrays are written in the background, too."""
+        raise NotImplementedError
+
+    def restore(self, *args: Any, **kwargs: Any) -> None:
+        """Not used: crossshard reads the file itself, with distrust."""
+        raise NotImplementedError
+
+
+# Orbax knows no handler that has arguments for one of both only.
+@ocp.args.register_with_handler(_NotesHandler, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class _Notes(ocp.args.CheckpointArgs):
+    files: Callable[[], dict[str, str]]
+
+
 class Writer:
-    """Writes checkpoints in the background, each complete or not at all."""
+    """Writes checkpoints in the background, each complete or not at all.
+
+    Numbers, retention and agreement are not Orbax's ``CheckpointManager``'s: each of its saves,
+    deletions and restores begins at a barrier, where all processes wait for one that has failed,
+    and it knows neither damaged checkpoints nor another writer.
+    """
 
     def __init__(self) -> None:
-        # Here and not above: it takes half a second to import, and most programs save nothing.
-        import orbax.checkpoint as ocp
-
-        from crossshard.checkpoints import later
-
-        self._ocp, self._later = ocp, later.Later
-        handlers = {ARRAYS: ocp.PyTreeCheckpointHandler(), MANIFEST: later.LaterHandler()}
+        handlers = {_ARRAYS: ocp.PyTreeCheckpointHandler(), FOLDER: _NotesHandler()}
         # Else threads that write wait ten minutes, also at exit, for one that cannot make a folder.
         options = ocp.AsyncOptions(create_directories_asynchronously=False)
         composite = ocp.CompositeCheckpointHandler(
@@ -48,17 +81,17 @@ class Writer:
 
         The notes are the manifest, and what stands beside it: texts by the names of their files.
 
-        Orbax has them on the host by then. There an array on a CPU device is not copied: while
-        someone looks at its memory, JAX donates it to no one.
+        Orbax has the arrays on the host by then. There an array on a CPU device is not copied:
+        while someone looks at its memory, JAX donates it to no one.
         """
         _QUIET.folders.add(str(folder))
         named = {str(place): array for place, array in enumerate(arrays)}
-        pieces = self._ocp.SaveArgs(chunk_byte_size=_PIECE)
+        pieces = ocp.SaveArgs(chunk_byte_size=_PIECE)
         parts = {
-            ARRAYS: self._ocp.args.PyTreeSave(named, dict.fromkeys(named, pieces)),
-            MANIFEST: self._later(notes),
+            _ARRAYS: ocp.args.PyTreeSave(named, dict.fromkeys(named, pieces)),
+            FOLDER: _Notes(notes),
         }
-        self._orbax.save(folder, args=self._ocp.args.Composite(**parts))
+        self._orbax.save(folder, args=ocp.args.Composite(**parts))
 
     def wait(self) -> None:
         """Wait until it is written, and raise if it could not be."""
@@ -68,16 +101,6 @@ class Writer:
         """Wait, and end the threads."""
         self._orbax.close()
         _QUIET.end()
-
-
-def in_words(error: BaseException) -> str:
-    """What went wrong; TensorStore tells it in the middle of a long text."""
-    text = " ".join(str(error).split())
-    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO):
-        if os.strerror(number) in text:
-            full = number in (errno.ENOSPC, errno.EDQUOT)
-            return f"{os.strerror(number)}{', the disk is full' if full else ''}"
-    return f"{type(error).__name__}, {text:.300}"
 
 
 class _Quiet(logging.Filter):
@@ -128,10 +151,8 @@ def read(folder: Path, leaves: Mapping[int, Leaf], number: int) -> dict[int, jax
     Raises:
       Damaged: an array is missing, has another shape, or cannot be read.
     """
-    import orbax.checkpoint as ocp
-
     # Without the checkpointer, at whose barrier the other processes would wait for one that fails.
-    handler, folder = ocp.PyTreeCheckpointHandler(), folder / ARRAYS
+    handler, folder = ocp.PyTreeCheckpointHandler(), folder / _ARRAYS
     try:
         types = handler.metadata(folder).tree
     except Exception as error:  # Orbax and TensorStore raise what they like on damaged files.

@@ -116,7 +116,7 @@ def _on_blocks(
     shards: Shards,
     groups: GroupAssignment | None,
 ) -> list[jax.Array]:
-    """``move`` applied to each device's blocks of arrays that lie split over other axes.
+    """``move`` applied to each device's blocks of arrays that are split over other axes.
 
     Left to XLA, it would gather the blocks before a reduce-scatter.
     """

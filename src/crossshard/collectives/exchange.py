@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from crossshard import _check
 from crossshard.collectives.all_reduce import check_numeric, gather_over_shards
 from crossshard.errors import ArgumentError, ArgumentTypeError, ShardContextError
 from crossshard.shards.axes import Shards, current_shards
@@ -142,11 +143,10 @@ def _need_axes(shards: Shards, function: str) -> None:
 
 
 def _dimension(x: jax.Array, dimension: Any, name: str) -> int:
-    if isinstance(dimension, bool) or not isinstance(dimension, int | np.integer):
-        raise ArgumentTypeError(f"{name} must be an int; got {dimension!r}.")
+    dimension = _check.whole_number(name, dimension, least=None)
     if not -x.ndim <= dimension < x.ndim:
         raise ArgumentError(f"{name} {dimension} does not exist in an array of shape {x.shape}.")
-    return int(dimension) % x.ndim
+    return dimension % x.ndim
 
 
 def _check_pairs(pairs: Any, number: int) -> list[tuple[int, int]]:

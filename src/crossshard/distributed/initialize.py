@@ -5,11 +5,11 @@ from collections.abc import Mapping
 
 import jax
 
-from crossshard import _jax
+from crossshard import _check, _jax
 from crossshard.distributed.addresses import bind_address, check_unused, split_address
 from crossshard.distributed.job import ADDRESS, NUMBER, OWN, Job, find_job
-from crossshard.distributed.timeouts import Timeouts, check_seconds
-from crossshard.distributed.watch import watch, watch_alone
+from crossshard.distributed.supervisor.timeouts import Timeouts, check_seconds
+from crossshard.distributed.supervisor.watch import watch, watch_alone
 from crossshard.errors import ArgumentError, ArgumentTypeError, DistributedError
 
 _JAX_HEARTBEAT_SECONDS = 100
@@ -64,7 +64,7 @@ def initialize(
     >>> initialize().num_processes
     1
     """
-    _check(coordinator_address, num_processes, process_id)
+    _check_types(coordinator_address, num_processes, process_id)
     check_seconds("timeout", timeout)
     timeouts = Timeouts.read(stall_timeout, _STALL_SECONDS)
     match coordinator_address, num_processes, process_id:
@@ -126,11 +126,11 @@ def _connect(job: Job, bind: str | None, timeout: float, stall_timeout: float) -
         ) from error
 
 
-def _check(address: object, number: object, own: object) -> None:
+def _check_types(address: object, number: object, own: object) -> None:
     if address is not None and not isinstance(address, str):
         raise ArgumentTypeError(
             f"coordinator_address must be host:port, a str; got {type(address).__name__}."
         )
     for name, value in (("num_processes", number), ("process_id", own)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            raise ArgumentTypeError(f"{name} must be an int; got {type(value).__name__}.")
+        if value is not None:
+            _check.whole_number(name, value, least=None)

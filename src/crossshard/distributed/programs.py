@@ -1,14 +1,14 @@
 """Programs: whether all processes of a mesh are about to run the same one."""
 
 import dataclasses
-import zlib
 from collections.abc import Mapping
 from importlib.metadata import version
 
 import jax
 from jax.sharding import Mesh
 
-from crossshard.distributed.agreement import Verdict, compare, processes_of
+from crossshard._hash import crc32
+from crossshard.distributed.agreement import Disagreement, compare, processes_of
 from crossshard.errors import ProgramMismatchError
 
 # Lines of a program that are compared at once, to find those that differ.
@@ -39,7 +39,7 @@ def check_same_program(lowered: jax.stages.Lowered, mesh: Mesh) -> None:
         return
     lines = lowered.as_text().splitlines()
     devices = [device.id for device in mesh.devices.flat]
-    verdict = compare(
+    found = compare(
         "a first step",
         lambda: {
             "mesh": f"{dict(mesh.shape)} of devices {devices}",
@@ -48,27 +48,27 @@ def check_same_program(lowered: jax.stages.Lowered, mesh: Mesh) -> None:
         },
         mesh,
     )
-    if verdict is None and mesh.devices.flat[0].platform == "cpu":
+    if found is None and mesh.devices.flat[0].platform == "cpu":
         # In its first run gloo connects the processes, and gives up if one is half a minute late.
         lowered.compile()
-        verdict = compare("a compiled first step", dict, mesh)
-    if verdict is None:
+        found = compare("a compiled first step", dict, mesh)
+    if found is None:
         return
-    if verdict.name == "program":
-        verdict = _first_line(lines, mesh) or verdict
-    if verdict.name is None:
-        raise ProgramMismatchError(verdict.what)
-    odd = ", ".join(map(str, verdict.odd))
-    which = f"process {odd} differs" if len(verdict.odd) == 1 else f"processes {odd} differ"
+    if found.name == "program":
+        found = _first_line(lines, mesh) or found
+    if found.name is None:
+        raise ProgramMismatchError(found.what)
+    odd = ", ".join(map(str, found.odd))
+    which = f"process {odd} differs" if len(found.odd) == 1 else f"processes {odd} differ"
     raise ProgramMismatchError(
-        f"The processes would not run the same step: {which}. Its {verdict.name} is "
-        f"{verdict.passed}; that of process {verdict.other} is {verdict.expected}. Every process "
+        f"The processes would not run the same step: {which}. Its {found.name} is "
+        f"{found.passed}; that of process {found.other} is {found.expected}. Every process "
         f"must build the same step, with the same optimizer, options and shapes; only the rows of "
         f"the batch are its own."
     )
 
 
-def _first_line(lines: list[str], mesh: Mesh) -> Verdict | None:
+def _first_line(lines: list[str], mesh: Mesh) -> Disagreement | None:
     """The first line that differs."""
     starts = range(0, len(lines), _BLOCK)
     blocks = {f"block {start:08}": _checksum(lines[start : start + _BLOCK]) for start in starts}
@@ -90,4 +90,4 @@ def _lines(lines: list[str], start: int) -> Mapping[str, str]:
 
 
 def _checksum(lines: list[str]) -> str:
-    return f"checksum {zlib.crc32(chr(10).join(lines).encode()):08x} of {len(lines)} lines"
+    return f"checksum {crc32(chr(10).join(lines))} of {len(lines)} lines"

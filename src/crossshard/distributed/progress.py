@@ -3,9 +3,9 @@
 import collections
 import contextlib
 import re
-import zlib
 from collections.abc import Iterator
 
+from crossshard._hash import crc32
 from crossshard.errors import ArgumentError
 
 # What other processes take for a name, too.
@@ -39,7 +39,7 @@ class Progress:
         """Note the rows of the latest call, of which others see one word."""
         rows = re.sub(r"[^\w\[\],.<>]", "_", rows, flags=re.ASCII)
         if len(rows) > _LONGEST:
-            rows = f"{rows[:_LONGEST]}...{zlib.crc32(rows.encode()):08x}"
+            rows = f"{rows[:_LONGEST]}...{crc32(rows)}"
         if rows != self.rows[0]:
             self.rows = (rows, self.calls)
 

@@ -1,5 +1,7 @@
 """Local gradients: ``grad`` and ``value_and_grad`` that never sum over the shards."""
 
+from __future__ import annotations
+
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -7,8 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
+from crossshard import _check
+from crossshard._flax import nnx, rebound
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.loss_scale import scaled, unscale
 from crossshard.gradients.model_sums import check_sums
@@ -16,8 +19,6 @@ from crossshard.gradients.scalars import check_scalar, is_inexact, is_number
 from crossshard.gradients.varying_types import explained_types
 from crossshard.shards.axes import Shards, check_no_further, check_one_way, shards_of_gradient
 from crossshard.shards.context import check_axis_name
-from crossshard.variables.binding import rebound
-from crossshard.variables.discovery import variables_in
 
 
 def value_and_grad(
@@ -72,11 +73,10 @@ def value_and_grad(
     # The state of a stage that is off is (), so that a loop may always pass it.
     is_off = loss_scale is None or (isinstance(loss_scale, tuple) and not loss_scale)
     scale = None if is_off else jnp.asarray(getattr(loss_scale, "scale", loss_scale))
-    if not callable(fun):
-        raise ArgumentTypeError(f"fun must be a function; got {fun!r:.60}.")
+    _check.function("fun", fun)
 
     @functools.wraps(fun)
-    def differentiate(*args: Any, **kwargs: Any) -> Any:
+    def value_and_local_grad(*args: Any, **kwargs: Any) -> Any:
         numbers = _check_argnums(argnums, len(args))
         params = list(_arrays(args[number] for number in numbers))
         shards = shards_of_gradient(names, params)
@@ -100,7 +100,7 @@ def value_and_grad(
                 grads = grads[0] if isinstance(argnums, int) else grads
         return ((loss, aux) if has_aux else loss), unscale(grads, scale)
 
-    return differentiate
+    return value_and_local_grad
 
 
 def grad(
@@ -122,11 +122,11 @@ def grad(
     both = value_and_grad(fun, argnums, has_aux, holomorphic, allow_int, axis_name=axis_name)
 
     @functools.wraps(fun)
-    def differentiate(*args: Any, **kwargs: Any) -> Any:
+    def value_and_local_grad(*args: Any, **kwargs: Any) -> Any:
         value, gradients = both(*args, **kwargs)
         return (gradients, value[1]) if has_aux else gradients
 
-    return differentiate
+    return value_and_local_grad
 
 
 def split_loss(
@@ -170,8 +170,13 @@ def _is_nnx(tree: Any) -> bool:
 def _arrays(args: Iterable[Any]) -> Iterator[Any]:
     """The arrays of some arguments."""
     for arg in args:
-        values = [v.get_raw_value() for v in variables_in([arg])] if _is_nnx(arg) else arg
+        values = [v.get_raw_value() for v in _variables(arg)] if _is_nnx(arg) else arg
         yield from (leaf for leaf in jax.tree.leaves(values) if hasattr(leaf, "dtype"))
+
+
+def _variables(node: Any) -> list[nnx.Variable]:
+    """The variables below a node of NNX's graph, each once."""
+    return [leaf for _, leaf in nnx.iter_graph(node) if isinstance(leaf, nnx.Variable)]
 
 
 def _nnx_grad(
@@ -184,7 +189,7 @@ def _nnx_grad(
     names: tuple[str, ...],
 ) -> Any:
     nodes = [args[number] for number in numbers if _is_nnx(args[number])]
-    parameters = [v for v in variables_in(nodes) if isinstance(v, nnx.Param)]
+    parameters = [v for v in _variables(nodes) if isinstance(v, nnx.Param)]
     values = [jax.tree.map(shards.as_varying, v.get_raw_value()) for v in parameters]
     local = [
         jax.tree.map(shards.as_varying, arg) if place in numbers and not _is_nnx(arg) else arg

@@ -1,4 +1,4 @@
-"""Refuses a loss whose gradient autodiff would sum over an axis that counts no shards."""
+"""Refuses a loss whose gradient autodiff would sum over an axis that is not a shard axis."""
 
 import enum
 import math
@@ -20,11 +20,11 @@ def check_sums(trace: Callable[[], Any], axis_name: tuple[str, ...]) -> None:
     Without types, autodiff turns a ``psum`` into a ``psum``, and an ``all_gather`` into a scatter
     that sums. That is right over shards, whose losses are added, and wrong over an axis along which
     all compute the same loss. The loss is traced only where an axis without types is bound besides
-    those that count shards.
+    the shard axes.
 
     Args:
       trace: returns the jaxpr of the loss as a function of what is differentiated.
-      axis_name: the axes that count shards; empty if they are not named.
+      axis_name: the shard axes; empty if they are not named.
 
     Raises:
       AxisError: such a ``psum``, or such an ``all_gather`` of more than parameters, is on the way
@@ -80,7 +80,7 @@ class _Sums(Analysis[Any]):
         return [fact if each and not stops else still for each in floating]
 
     def _sum_in(self, equation: Any, fact: _Of) -> Any:
-        """This equation, or one that it runs, if it sums over an axis that counts no shards."""
+        """This equation, or one that it runs, if it sums over an axis that is not a shard axis."""
         # A gather of parameters alone puts together what each shard with its own rows needs.
         if _axes_of(equation, self._axes, ("psum", "all_gather")[: fact.value - 1]):
             return equation
@@ -93,7 +93,7 @@ def _axes_of(
 ) -> tuple[str, ...]:
     """The axes of a collective that count no shards, or that nobody has named."""
     summed = _jax.untyped_axes(equation, names)
-    # All of several may count shards.
+    # All of several may be shard axes.
     if not axes.named and summed.issuperset(axes.bound):
         return ()
     return tuple(axis for axis in axes.further if axis in summed)
@@ -106,7 +106,7 @@ def _refusal(equation: Any, axes: UntypedAxes) -> str:
     what = "an all_gather" if equation.primitive.name == "all_gather" else "a psum or pmean"
     names = ", ".join(map(repr, over))
     shards = axes.named or tuple(axis for axis in axes.bound if axis not in over)
-    counted = "counts no shards" if axes.named else "is not named as one that counts shards"
+    counted = "is not a shard axis" if axes.named else "is not named as a shard axis"
     return (
         f"The loss has {what} over {names}{f' ({line})' if line else ''}, which {counted}. Under "
         f"check_vma=False autodiff sums over {names} again, so that the gradient would be {number} "

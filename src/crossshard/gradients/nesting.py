@@ -1,10 +1,14 @@
-"""Nesting: refuses a CrossShardOptimizer inside another one, which would reduce twice."""
+"""What an inner optimizer may not do: reduce again, or read variables from outside of a trace."""
+
+from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from crossshard.errors import NestedReductionError
+from crossshard import _flax, _jax
+from crossshard._flax import describe_variable, nnx
+from crossshard.errors import NestedReductionError, VariableError
 
 _thread = threading.local()
 
@@ -15,7 +19,8 @@ def inside_optimizer() -> Iterator[None]:
     outer = getattr(_thread, "inside", False)
     _thread.inside = True
     try:
-        yield
+        with watching_constants(_refuse_variable):
+            yield
     finally:
         _thread.inside = outer
 
@@ -32,3 +37,24 @@ def refuse_nesting() -> None:
             "A CrossShardOptimizer was updated inside another one's update: the gradients would be "
             "reduced twice. Keep the outer one and take the inner one's .inner."
         )
+
+
+@contextmanager
+def watching_constants(told: Callable[[nnx.Variable], None]) -> Iterator[None]:
+    """Call ``told``, which is to raise, when a trace reads a variable from outside of traces."""
+    if not _flax.is_loaded():
+        yield
+        return
+    with _jax.outside_of_traces():
+        outermost = _flax.current_trace()
+    with _flax.watching_reads(told, outermost):
+        yield
+
+
+def _refuse_variable(variable: nnx.Variable) -> None:
+    raise VariableError(
+        f"The optimizer reads {describe_variable(variable)}, which it closes over: a compiled step "
+        f"would keep its current value. Pass it to a step of crossshard.shard as an argument; or "
+        f"let a schedule read the count that Optax passes to it, or keep values that change in the "
+        f"optimizer's state, with optax.inject_hyperparams."
+    )

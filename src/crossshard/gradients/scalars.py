@@ -4,8 +4,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
+from crossshard._flax import nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError
 
 

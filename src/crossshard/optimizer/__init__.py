@@ -1,1 +1,1 @@
-"""CrossShardOptimizer, its two idioms and its slots."""
+"""CrossShardOptimizer: one object for the Optax way and the stateful way; the latter is in nnx."""

@@ -1,18 +1,22 @@
 """Argument checks of compute_gradients, apply_gradients and minimize."""
 
+from __future__ import annotations
+
 import difflib
-import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+import optax
 
-from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
-from crossshard.gradients.incoming import check_gradient_dtype
-from crossshard.variables.describe import describe_variable
-from crossshard.variables.discovery import package
+from crossshard._flax import describe_variable, nnx
+from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError, WeightUpdateError
+from crossshard.gradients.nesting import inside_optimizer
+from crossshard.gradients.status import check_gradient_dtype
+from crossshard.jaxprs.dependence import depends
+from crossshard.pipeline.update.optimize import takes_keyword
+from crossshard.pipeline.update.plan import WeightUpdate
 
 
 def check_name(name: Any) -> str:
@@ -22,6 +26,15 @@ def check_name(name: Any) -> str:
     if not name:
         raise ArgumentError("name must not be empty: it is how the optimizer is found in profiles.")
     return name
+
+
+def check_whole(weight_update: WeightUpdate) -> None:
+    """Raise WeightUpdateError if each shard updates its slice: slots are whole."""
+    if weight_update is WeightUpdate.SHARDED:
+        raise WeightUpdateError(
+            "weight_update='sharded' is for the Optax idiom and make_train_step: a slot has "
+            "the full shape of its variable. Leave weight_update out here."
+        )
 
 
 def check_pairs(grads_and_vars: Any) -> list[tuple[jax.Array | None, nnx.Variable]]:
@@ -100,35 +113,43 @@ def check_global_step(global_step: Any) -> None:
         )
 
 
-def check_gates(gate_gradients: Any, aggregation_method: Any, colocate: Any) -> None:
-    """Check arguments that TensorFlow accepts and that have no effect under XLA."""
-    whole = isinstance(gate_gradients, int) and not isinstance(gate_gradients, bool)
-    if not whole or gate_gradients not in (0, 1, 2):
-        raise ArgumentError(
-            f"gate_gradients must be one of Optimizer.GATE_NONE (0), GATE_OP (1) and GATE_GRAPH "
-            f"(2); got {gate_gradients!r}."
-        )
-    if aggregation_method is not None and not isinstance(aggregation_method, int):
+def check_loss(loss: Any) -> Callable[[], Any]:
+    """``loss`` if it is callable, else an error that shows how to write one."""
+    if not callable(loss):
         raise ArgumentTypeError(
-            f"aggregation_method must be None or an int; got {aggregation_method!r}."
+            f"A loss must be a function without arguments, because a computed value cannot be "
+            f"differentiated; got {type(loss).__name__}. Write lambda: loss_fn(model, x)."
         )
-    if not isinstance(colocate, bool):
-        raise ArgumentTypeError(f"colocate_gradients_with_ops must be a bool; got {colocate!r}.")
+    return loss
 
 
-def check_keywords(given: Iterable[str], ours: Sequence[str], functions: Sequence[Any]) -> None:
-    """Raise unless every keyword is one of ours, or one that an optimizer's functions may take.
+def check_gates(gate_gradients: Any) -> None:
+    """Check an argument that TensorFlow accepts and that has no effect under XLA."""
+    if isinstance(gate_gradients, bool) or gate_gradients not in (0, 1, 2):
+        raise ArgumentError(
+            f"gate_gradients must be one of CrossShardOptimizer.GATE_NONE (0), GATE_OP (1) and "
+            f"GATE_GRAPH (2); got {gate_gradients!r}."
+        )
 
-    A chain passes every keyword to all of its parts, so the functions of all parts are checked.
+
+def check_keywords(
+    transformations: Sequence[optax.GradientTransformation],
+    params: Any,
+    given: Mapping[str, Any],
+    *,
+    a_stage_may_read: bool,
+) -> None:
+    """Raise for a keyword that is a misspelt one of ours, or that no transformation reads.
 
     Raises:
-      ArgumentTypeError: a keyword that none of them takes.
+      ArgumentTypeError: such a keyword.
     """
-    for name in given:
-        if name in _FOR_ANY_OPTIMIZER or any(may_take(function, name) for function in functions):
+    # Optax's names for the loss and its gradient: optimizers that do not use them ignore them.
+    for name in sorted(given.keys() - {"value", "grad"}):
+        close = difflib.get_close_matches(name, _OURS, 1)
+        known = reads(transformations, params, name, given)
+        if known or (not close and (a_stage_may_read or known is None)):
             continue
-        known = ["grads_and_vars", "global_step", "name", *ours]
-        close = difflib.get_close_matches(name, known, 1)
         meant = f" Did you mean {close[0]!r}?" if close else ""
         raise ArgumentTypeError(
             f"apply_gradients was given {name!r}, which neither it nor the inner optimizer "
@@ -137,16 +158,32 @@ def check_keywords(given: Iterable[str], ours: Sequence[str], functions: Sequenc
         )
 
 
-# Optax's names for the loss and its gradient: optimizers that do not use them ignore them.
-_FOR_ANY_OPTIMIZER = ("value", "grad")
+_OURS = ("grads_and_vars", "global_step", "name", "incoming", "weight")
 
 
-def may_take(function: Any, name: str) -> bool:
-    """Whether a function of an optimizer may take a keyword."""
-    of_optax = package(function) == "optax"
-    if of_optax and "<locals>" not in function.__qualname__ and "." not in function.__qualname__:
-        return False  # a factory of optimizers, not part of one
-    code = function.__code__
-    named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    takes_any = bool(code.co_flags & inspect.CO_VARKEYWORDS)
-    return name in named or name in code.co_consts or (takes_any and not of_optax)
+def reads(
+    transformations: Sequence[optax.GradientTransformation],
+    params: Any,
+    name: str,
+    given: Mapping[str, Any],
+) -> bool | None:
+    """Whether an update depends on a keyword; ``None`` if one cannot be traced alone."""
+    found = [_reads(transformation, params, name, given) for transformation in transformations]
+    return None if None in found and True not in found else any(found)
+
+
+def _reads(
+    transformation: optax.GradientTransformation, params: Any, name: str, given: Mapping[str, Any]
+) -> bool | None:
+    if not takes_keyword(transformation, name):
+        return False
+
+    def update(value: Any, params: Any, gradients: Any) -> Any:
+        with inside_optimizer():
+            state = transformation.init(params)
+            return transformation.update(gradients, state, params, **{**given, name: value})
+
+    try:
+        return depends(update, given[name], params, params)
+    except Exception:  # with a function as the value, for example: the step itself will tell
+        return None

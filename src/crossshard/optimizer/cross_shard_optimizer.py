@@ -1,53 +1,59 @@
 """CrossShardOptimizer: an Optax optimizer whose gradients are reduced over the shards."""
 
+from __future__ import annotations
+
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, Self, Unpack, final
 
 import jax
+import jax.numpy as jnp
 import optax
-from flax import nnx
 
-from crossshard.errors import (
-    ArgumentError,
-    IncomingError,
-    NestedReductionError,
-    ShardContextError,
-    VariableError,
-    WeightUpdateError,
-)
-from crossshard.gradients.incoming import Incoming, check_incoming
+from crossshard import _flax
+from crossshard._flax import nnx
+from crossshard.errors import ArgumentError, ArgumentTypeError, NestedReductionError
 from crossshard.gradients.reduction import Reduction, check_reduction
-from crossshard.optimizer.arguments import check_name, check_pairs
-from crossshard.optimizer.node import describe_optimizer
-from crossshard.optimizer.optimizer import GradientsAndVariables, Optimizer
-from crossshard.optimizer.provenance import ReturnedGradients
+from crossshard.gradients.status import GradientStatus, check_incoming
+from crossshard.nnx.binding import check_writable
+from crossshard.nnx.computed import Computed
+from crossshard.nnx.differentiate import differentiate
+from crossshard.nnx.graph import HasSlots
+from crossshard.nnx.making import check_structure, explained, keyed_variables, make_missing_slots
+from crossshard.nnx.names import named_variables, trained_by_default
+from crossshard.nnx.slots import SlotStore, as_params, as_seen, as_stored
+from crossshard.optimizer.arguments import (
+    check_gates,
+    check_global_step,
+    check_keywords,
+    check_loss,
+    check_name,
+    check_pairs,
+    check_whole,
+    reads,
+)
+from crossshard.optimizer.node import register_node
 from crossshard.optimizer.transformation import (
     Transformation,
     check_preprocess,
     check_transformation,
 )
-from crossshard.pipeline.accumulate import (
-    Accumulate,
-    AccumulateState,
-    check_accumulate_steps,
-)
-from crossshard.pipeline.options import check_options
+from crossshard.pipeline.options import Options, check_names, check_options
 from crossshard.pipeline.pipeline import Pipeline
-from crossshard.pipeline.plan import UpdateStrategy, WeightUpdate, check_weight_update
-from crossshard.pipeline.stage import Environment
-from crossshard.pipeline.state import CrossShardState
-from crossshard.shards.axes import Shards
+from crossshard.pipeline.stages.accumulate import Accumulate
+from crossshard.pipeline.stages.preprocess import Preprocess
+from crossshard.pipeline.update.plan import UpdateStrategy, WeightUpdate, check_weight_update
+from crossshard.shards.axes import shards_of_gradient
 from crossshard.shards.context import check_axis_name, check_num_shards
 from crossshard.shards.devices import axes_in_sight
 from crossshard.shards.groups import check_group_assignment
-from crossshard.variables.describe import describe_variable
-from crossshard.variables.discovery import variables_behind
 
-_returned = ReturnedGradients()
+GradientsAndVariables = Sequence[tuple[jax.Array | None, "nnx.Variable"]]
 
 
-class CrossShardOptimizer(Optimizer):
+@final
+class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
     """An optimizer that averages gradients across shards.
 
     It is an Optax transformation (``init``, ``update``), for ``optax.chain``, ``nnx.Optimizer``,
@@ -70,29 +76,15 @@ class CrossShardOptimizer(Optimizer):
       preprocess: an Optax transformation, or a ``Stage``, that is applied to each shard's local
         gradient before it is reduced, such as ``optax.clip_by_global_norm(1.0)`` for clipping per
         shard. Its state is one per shard; ``state_specs`` returns its specs.
-      accumulate_steps: the number of calls whose mean gradient is reduced, at the last of them, for
-        one update; the others send nothing, and return zeros.
-      metrics: names of metrics of each update, such as ``"grad_norm"``, which ``state.metrics``
-        holds; ``make_train_step`` lists them.
-      reduce_dtype: the dtype in which gradients are sent: ``bfloat16`` halves the bytes. They are
-        added in float32.
-      loss_scale: ``"dynamic"``, or a ``DynamicLossScale``: updates that are not finite are skipped.
-        Pass ``loss_scale=state.loss_scale`` to ``crossshard.value_and_grad``, which scales the
-        loss; ``compute_gradients`` and ``make_train_step`` scale it themselves.
-      master_dtype: ``float32``: the state holds the parameters in this dtype too, and those of 16
-        bits are rounded from them; a parameter that is set in between becomes its master.
-      ema: the decay of a moving average of the parameters, such as 0.999, or a schedule, a
-        function of the number of updates so far. The state holds the average:
-        ``optax.tree.get(state, "ema")``.
-      nonfinite: what to do about a gradient that is NaN or infinite: ``"quarantine"`` leaves the
-        shard out of the mean, ``"skip"`` leaves parameters and state as they were, on all shards.
-        ``state.nonfinite`` names the shard and the leaf. See ``Nonfinite``.
       axis_name: the mesh axes of the shards; inferred from the bound axes if ``None``.
       incoming: the default of ``update``'s ``incoming``.
       weight_update: ``"replicated"``, or ``"sharded"``: each shard updates its slice of the
         parameters and has its slice of the optimizer state (ZeRO-1). In the Optax idiom the
         optimizer must be elementwise, and ``state_specs`` returns the specs of the state;
         ``make_train_step`` shards any optimizer.
+      **options: stages to add: ``accumulate_steps``, ``metrics``, ``reduce_dtype``,
+        ``loss_scale``, ``master_dtype``, ``ema``, ``nonfinite``; see
+        ``crossshard.pipeline.Options``.
 
     Raises:
       ArgumentError: an unknown reduction or weight update, or an empty name.
@@ -107,28 +99,29 @@ class CrossShardOptimizer(Optimizer):
     Array([-2., -2.], dtype=float32)
     """
 
-    _own_keywords = ("incoming", "weight")
-    _transformation: Transformation
+    GATE_NONE = 0
+    GATE_OP = 1
+    GATE_GRAPH = 2
 
-    def __init__(
-        self,
+    _transformation: Transformation
+    # The trace in which it was created; None if NNX or JAX rebuilt it from its leaves.
+    _made_in: Any
+
+    def __new__(
+        cls,
         opt: optax.GradientTransformation,
         reduction: str = Reduction.MEAN,
         name: str = "CrossShardOptimizer",
         group_assignment: Any = None,
         *,
         preprocess: Any = None,
-        accumulate_steps: int = 1,
-        metrics: str | Iterable[str] = (),
-        reduce_dtype: Any = None,
-        loss_scale: Any = None,
-        master_dtype: Any = None,
-        ema: float | Callable[[Any], Any] | None = None,
-        nonfinite: Any = None,
         axis_name: str | tuple[str, ...] | None = None,
         incoming: str | None = None,
         weight_update: str = WeightUpdate.REPLICATED,
-    ):
+        **options: Unpack[Options],
+    ) -> Self:
+        check_names(CrossShardOptimizer, options, Options)
+        accumulate_steps, stages = check_options(options)
         reduction = check_reduction(reduction)
         inner = check_transformation(opt)
         _refuse_nested(inner)
@@ -140,16 +133,9 @@ class CrossShardOptimizer(Optimizer):
             check_axis_name(axis_name),
             check_incoming(incoming),
             preprocess=check_preprocess(preprocess),
-            **check_options(
-                metrics=metrics,
-                reduce_dtype=reduce_dtype,
-                loss_scale=loss_scale,
-                master_dtype=master_dtype,
-                ema=ema,
-                nonfinite=nonfinite,
-            ),
+            **stages,
         )
-        if check_accumulate_steps(accumulate_steps) > 1:
+        if accumulate_steps > 1:
             pipeline = dataclasses.replace(pipeline, accumulate=Accumulate(accumulate_steps))
         where = check_weight_update(weight_update)
         if where is WeightUpdate.AUTO:
@@ -157,8 +143,57 @@ class CrossShardOptimizer(Optimizer):
                 "weight_update='auto' is for make_train_step, which shards the state itself; pass "
                 "'replicated' or 'sharded'."
             )
-        self._transformation = Transformation(pipeline, where, check_name(name))
-        self._construct(self._transformation, inner, name)
+        transformation = Transformation(pipeline, where, check_name(name), inner)
+        return cls._made(transformation, SlotStore(), _flax.current_trace())
+
+    @classmethod
+    def _made(cls, transformation: Transformation, slots: SlotStore, made_in: Any = None) -> Self:
+        """An optimizer; ``made_in`` is ``None`` for one that JAX or NNX rebuilds from its parts."""
+        self = super().__new__(cls, transformation.init, transformation.update)
+        self._transformation = transformation
+        self._made_in = made_in
+        self.slots = slots
+        self.computed = Computed()
+        return self
+
+    def __init_subclass__(cls) -> NoReturn:
+        raise ArgumentTypeError(
+            "CrossShardOptimizer has no subclasses. Write what is to happen to the reduced "
+            "gradients as an Optax transformation and wrap that, optax.chain(yours, optax.adam("
+            "1e-3)); what is to happen to each shard's own is preprocess=."
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:
+        return repr(self._transformation)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo[id(self)] = new = self._made(self._transformation, self.slots.copied(memo))
+        return new
+
+    def __copy__(self) -> Self:
+        return self.__deepcopy__({})
+
+    def __reduce__(self) -> NoReturn:
+        raise ArgumentTypeError(
+            "A CrossShardOptimizer cannot be pickled, since Optax's transformations are functions "
+            "within functions. Save opt.state, or nnx.state(opt); create the optimizer anew, call "
+            "build(model), and restore the state into it."
+        )
+
+    @property
+    def inner(self) -> optax.GradientTransformation:
+        """The wrapped transformation."""
+        return self._transformation.inner
+
+    def get_name(self) -> str:
+        """The name given at construction."""
+        return self._transformation.name
 
     @property
     def _pipeline(self) -> Pipeline:
@@ -188,7 +223,7 @@ class CrossShardOptimizer(Optimizer):
         Args:
           params: the parameters, or their shapes and dtypes.
           num_shards: the number of shards.
-          axis_name: the mesh axes that count shards. If ``None``, those of the optimizer; else
+          axis_name: the shard axes. If ``None``, those of the optimizer; else
             ``"shards"``, or all axes of the mesh that ``params`` lie on, or that
             ``jax.set_mesh`` has set.
 
@@ -220,60 +255,45 @@ class CrossShardOptimizer(Optimizer):
         sharded = self._transformation.weight_update is WeightUpdate.SHARDED
         return self._pipeline.describe(UpdateStrategy.PARTS if sharded else None)
 
-    def __repr__(self) -> str:
-        return (
-            f"CrossShardOptimizer({describe_optimizer(self.inner)}, "
-            f"reduction={self.reduction.name}, group_assignment={self.group_assignment}, "
-            f"name={self.get_name()!r})"
-        )
+    # The stateful idiom.
 
-    def _initial(self, params: Any) -> Any:
-        return self._pipeline.init(params)
+    def compute_gradients(
+        self,
+        loss: Callable[[], Any],
+        var_list: Any = None,
+        gate_gradients: int = GATE_OP,
+        aggregation_method: Any = None,
+        colocate_gradients_with_ops: bool = False,
+        grad_loss: Any = None,
+    ) -> list[tuple[jax.Array | None, nnx.Variable]]:
+        """The gradients of a loss with respect to variables, before any reduction.
 
-    def _step(
-        self, gradients: Any, state: Any, params: Any, extra_args: Any
-    ) -> tuple[Any, Any, jax.Array | None]:
-        updates, after, reduced = self._transformation.update_local(
-            gradients, state, params, **extra_args
-        )
-        skip = reduced.skip
-        if skip is not None and not self._pipeline.over_all_shards:
-            # Groups may differ, and a global step is one for all of them.
-            shards, groups = self._pipeline.shards(warn=False), self._pipeline.groups
-            skip = Environment(shards, groups).on_all_shards(skip)
-        return updates, after, skip
+        Under MEAN the loss is divided by the number of shards that reduce together.
 
-    def _may_differ(self, path: Any) -> bool:
-        state = CrossShardState(**dict.fromkeys(CrossShardState._fields, (0,)))
-        state = state._replace(accumulate=AccumulateState(0, 0, 0, 0))
-        placements = self._pipeline.placements(state)
-        return any(
-            path[:1] == (jax.tree_util.GetAttrKey(name),)
-            and any(placement.per_shard for placement in jax.tree.leaves(getattr(placements, name)))
-            for name in CrossShardState._fields
-        )
+        Args:
+          loss: a function without arguments that returns a floating scalar. What it writes to
+            besides, such as batch statistics, was given to the step, or is below ``var_list``.
+          var_list: an NNX module, or a list of variables; every ``nnx.Param`` that was given to
+            the step if ``None``.
+          gate_gradients: 0, 1 or 2; this argument and the next two are TensorFlow's, and have no
+            effect under XLA.
+          aggregation_method: see ``gate_gradients``.
+          colocate_gradients_with_ops: see ``gate_gradients``.
+          grad_loss: a scalar that multiplies the gradients.
 
-    def _axis_name(self) -> tuple[str, ...]:
-        return self._pipeline.axis_name
+        Returns:
+          ``(gradient, variable)`` pairs; the gradient is ``None`` if the loss does not depend on
+          the variable.
 
-    def _differentiate(
-        self, loss: Callable[[], Any], var_list: Any, grad_loss: Any
-    ) -> tuple[jax.Array, list[tuple[jax.Array | None, nnx.Variable]]]:
-        """Under MEAN the loss is divided by the number of shards that reduce together."""
-        shards = self._pipeline.shards()
-        divisor = self._pipeline.divisor(shards.number)
-        value, pairs = self._gradients_of(loss, var_list, grad_loss, divisor, self._loss_scale())
-        self._provenance.add([variable for _, variable in pairs], shards.number)
-        gradients = [gradient for gradient, _ in pairs if gradient is not None]
-        _returned.add(gradients, self._functions.given, shards.number)
-        return value, pairs
-
-    def _loss_scale(self) -> jax.Array | None:
-        """The current scale of the loss; ``None`` without one."""
-        stage, state = self._pipeline.loss_scale, self._slots.tree
-        if stage is None:
-            return None
-        return stage.init(None).scale if state is None else state.loss_scale.scale.get_value()
+        Raises:
+          ArgumentError, ArgumentTypeError: the loss is not a function or does not return a scalar,
+            or there are no variables.
+          VariableError: a variable that is not floating, or a duplicate; or the loss writes to one
+            that was not given.
+        """
+        del aggregation_method, colocate_gradients_with_ops
+        check_gates(gate_gradients)
+        return self._compute(loss, var_list, grad_loss)[1]
 
     def apply_gradients(
         self,
@@ -289,7 +309,8 @@ class CrossShardOptimizer(Optimizer):
 
         Args:
           grads_and_vars: ``(gradient, variable)`` pairs; those without a gradient are skipped.
-          global_step: an integer variable that is incremented by 1 after the update.
+          global_step: an integer variable that is incremented by 1 after the update, unless the
+            update is skipped.
           name: the name of this step's scope in profiles and HLO.
           incoming: the status of gradients that do not come from this optimizer's
             ``compute_gradients``: ``"local"`` (averaged under MEAN), ``"scaled"`` (already divided,
@@ -301,109 +322,206 @@ class CrossShardOptimizer(Optimizer):
           **extra_args: extra arguments of the inner optimizer, such as ``value=loss``.
 
         Raises:
-          ArgumentError, ArgumentTypeError, VariableError: see ``Optimizer``.
+          ArgumentError, ArgumentTypeError: no pairs, no gradients, or an item that is not a pair;
+            an optimizer whose state cannot be slots; a keyword that the optimizer does not read.
+          VariableError: a duplicate variable, one of another shape than its gradient, or one that
+            was not given to the step.
           IncomingError: under MEAN, gradients that ``compute_gradients`` did not return in this
             step, without ``incoming``.
           ShardContextError: gradients that were computed with another number of shards.
         """
-        self._refuse_parts()
+        check_whole(self._transformation.weight_update)
         pairs = check_pairs(grads_and_vars)
-        shards = self._pipeline.shards(warn=False)
+        check_global_step(global_step)
+        scope = contextlib.nullcontext() if name is None else jax.named_scope(check_name(name))
         given = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
-        origin = self._origin(given, shards, check_incoming(incoming))
-        super().apply_gradients(
-            pairs, global_step, name, incoming=origin, weight=weight, **extra_args
-        )
-        self._provenance.note_applied([variable for _, variable in given])
+        variables = [variable for _, variable in given]
+        counted = [] if global_step is None else [global_step]
+        for variable in [*variables, *counted, *self.slots.all()]:
+            check_writable(variable)
+        origin = check_incoming(incoming) or self._origin(variables)
+        keyed = keyed_variables(self, variables, [variable for _, variable in pairs])
+        self._check_keywords(keyed, extra_args)
+        self._make_missing_slots(keyed)
+        gradients = {key: jnp.asarray(g) for key, (g, _) in zip(keyed, given, strict=True)}
+        skipped = self._step(keyed, gradients, scope, incoming=origin, weight=weight, **extra_args)
+        for variable in counted:
+            count, skip = variable.get_value(), self._pipeline.skips_everywhere(skipped)
+            variable.set_value(count + 1 if skip is None else jnp.where(skip, count, count + 1))
+
+    def minimize(
+        self,
+        loss: Callable[[], Any],
+        global_step: nnx.Variable | None = None,
+        var_list: Any = None,
+        gate_gradients: int = GATE_OP,
+        aggregation_method: Any = None,
+        colocate_gradients_with_ops: bool = False,
+        name: str | None = None,
+        grad_loss: Any = None,
+        **extra_args: Any,
+    ) -> jax.Array:
+        """``compute_gradients`` and ``apply_gradients``; returns this shard's loss, unscaled.
+
+        The loss is also passed to inner optimizers that read ``value=``. For arguments and errors
+        see the two methods.
+        """
+        del aggregation_method, colocate_gradients_with_ops
+        check_gates(gate_gradients)
+        value, pairs = self._compute(loss, var_list, grad_loss)
+        params = as_params(keyed_variables(self, [variable for _, variable in pairs]))
+        # A loss that is not read would still be summed over the shards.
+        with_loss = {"value": value, **extra_args}
+        used = reads(self._transformation.transformations, params, "value", with_loss)
+        extra_args = extra_args if used is False else with_loss
+        self.apply_gradients(pairs, global_step, name, **extra_args)
+        return value
 
     def build(self, var_list: Any) -> None:
-        """Create the slots of these variables now; see ``Optimizer.build``."""
-        self._refuse_parts()
-        super().build(var_list)
+        """Create the slots of these variables now instead of at the first step.
 
-    def _refuse_parts(self) -> None:
-        if self._transformation.weight_update is WeightUpdate.SHARDED:
-            raise WeightUpdateError(
-                "weight_update='sharded' is for the Optax idiom and make_train_step: a slot has "
-                "the full shape of its variable. Leave weight_update out here."
-            )
+        Args:
+          var_list: an NNX module, or a list of variables.
 
-    def _origin(
-        self, given: list[tuple[Any, nnx.Variable]], shards: Shards, declared: Incoming | None
-    ) -> Incoming | None:
-        if declared is not None:
-            return declared
-        variables = [variable for _, variable in given]
-        provenance, known = self._provenance, []
-        again = provenance.first_applied(variables)
-        if again is not None and self._pipeline.divisor(shards.number) > 1:
-            raise IncomingError(
-                f"The gradient of {describe_variable(again)} has been applied already in this "
-                f"step. Call compute_gradients again, or pass incoming='scaled' to apply the same "
-                f"gradients twice."
-            )
-        for gradient, variable in given:
-            number = provenance.number_of_shards(variable)
-            if number is None:
-                number = _returned.number_of_shards(gradient, self._functions.given)
-            if number not in (None, shards.number):
-                raise ShardContextError(
-                    f"The gradient of {describe_variable(variable)} was computed under {number} "
-                    f"shards and is applied under {shards.number}. Call compute_gradients and "
-                    f"apply_gradients in the same step."
-                )
-            known.append(number is not None)
-        if all(known):
-            return Incoming.SCALED
-        if self._pipeline.incoming is not None or self._pipeline.divisor(shards.number) == 1:
-            return None
-        unknown = variables[known.index(False)]
-        raise IncomingError(
-            f"The gradient of {describe_variable(unknown)} does not come from this optimizer's "
-            f"compute_gradients in this step, so it may or may not be divided by "
-            f"{self._pipeline.divisor(shards.number)} already. Pass incoming='local' to average "
-            f"local gradients, or incoming='scaled' if they are divided already, or only to be "
-            f"summed, which is what TensorFlow's apply_gradients does."
+        Raises:
+          ArgumentError: the inner optimizer's state cannot be slots.
+          ArgumentTypeError, VariableError: see ``compute_gradients``.
+        """
+        check_whole(self._transformation.weight_update)
+        found = named_variables(var_list)
+        self.computed.names.update(found)
+        self._make_missing_slots(
+            keyed_variables(self, [variable for variable, _ in found.values()])
         )
 
+    def get_slot(self, var: nnx.Variable | str, name: str) -> Any:
+        """The slot of a variable, as a variable; ``None`` if there is no such slot.
 
-def pipeline_of(optimizer: CrossShardOptimizer, **options: Any) -> Pipeline:
-    """The pipeline of an optimizer, with further options, see ``check_options``.
+        ``var`` is the variable, or its name in ``state``: its path in the module, as in
+        ``get_slot("dense/kernel", "m")``.
+
+        Names are those of the fields of the Optax state (``mu``, ``nu``, ``trace``,
+        ``sum_of_squares`` …) or TensorFlow's (``m``, ``v``, ``momentum``, ``accumulator`` …).
+        """
+        return self.slots.find(var, name)
+
+    def get_slot_names(self) -> list[str]:
+        """The names of the slots, as Optax names them; empty before the first step."""
+        return self.slots.slot_names()
+
+    def variables(self) -> list[nnx.Variable]:
+        """Every variable of the state: slots and shared ones, such as a step count."""
+        return self.slots.all()
+
+    @property
+    def state(self) -> Any:
+        """A copy of the Optax state, a pytree of arrays; ``None`` before the first step.
+
+        Assign a pytree of the same structure to restore it, after ``build`` or a first step, or to
+        change it: ``opt.state = optax.tree.set(opt.state, learning_rate=jnp.float32(0.01))``.
+        """
+        return self.slots.values()
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.slots.restore(state, self._pipeline.may_differ)
+
+    # What the methods share.
+
+    def _compute(
+        self, loss: Callable[[], Any], var_list: Any, grad_loss: Any
+    ) -> tuple[jax.Array, list[tuple[jax.Array | None, nnx.Variable]]]:
+        """This shard's loss, and the pairs that ``compute_gradients`` returns."""
+        loss, axes = check_loss(loss), self._pipeline.axis_name
+        number = self._pipeline.shards().number
+        found = named_variables(trained_by_default() if var_list is None else var_list)
+        variables = [variable for variable, _ in found.values()]
+        value, gradients = differentiate(
+            loss,
+            variables,
+            shards_of_gradient(axes),
+            self._pipeline.divisor(number),
+            grad_loss,
+            var_list,
+            self._loss_scale(),
+            axes,
+        )
+        self.computed.add(found, number)
+        return value, list(zip(gradients, variables, strict=True))
+
+    def _loss_scale(self) -> jax.Array | None:
+        """The current scale of the loss; ``None`` without one."""
+        stage, state = self._pipeline.loss_scale, self.slots.tree
+        if stage is None:
+            return None
+        return stage.init(None).scale if state is None else state.loss_scale.scale.get_value()
+
+    def _origin(self, variables: list[nnx.Variable]) -> GradientStatus | None:
+        """What the gradients of variables are, if nobody has declared it."""
+        number = self._pipeline.shards(warn=False).number
+        divisor = self._pipeline.divisor(number)
+        declared = self._pipeline.incoming is not None
+        return self.computed.origin(variables, number, divisor, declared=declared)
+
+    def _check_keywords(self, keyed: Mapping[str, nnx.Variable], given: dict[str, Any]) -> None:
+        is_stage = not isinstance(self._pipeline.preprocess, Preprocess | None)
+        run = self._transformation.transformations
+        check_keywords(run, as_params(keyed), given, a_stage_may_read=is_stage)
+
+    def _step(
+        self,
+        keyed: Mapping[str, nnx.Variable],
+        gradients: dict[str, Any],
+        scope: contextlib.AbstractContextManager[Any],
+        /,
+        **arguments: Any,
+    ) -> jax.Array | None:
+        """Update variables and their slots; returns whether this shard's group skipped that."""
+        params, stored = as_params(keyed), self.slots.values(keyed)
+        before = as_seen(stored)
+        with scope, explained(self._transformation.of_optax):
+            updates, after, reduced = self._transformation.update_local(
+                gradients, before, params, **arguments
+            )
+            stepped = optax.apply_updates(params, updates)
+        check_structure(self._transformation.of_optax, before, after)
+        for key, variable in keyed.items():
+            variable.set_value(stepped[key])
+        self.slots.write(as_stored(after, stored))
+        self.computed.note_applied(list(keyed.values()))
+        return reduced.skip
+
+    def _make_missing_slots(self, keyed: Mapping[str, nnx.Variable]) -> None:
+        def make(missing: Mapping[str, nnx.Variable]) -> None:
+            with explained(self._transformation.of_optax, when_made=True):
+                made = self.slots.initial(self._pipeline.init, missing)
+            self.slots.add(missing, made)
+
+        make_missing_slots(self, keyed, make, self._made_in)
+
+
+register_node(CrossShardOptimizer)
+
+
+def pipeline_of(optimizer: CrossShardOptimizer, stages: Mapping[str, Any]) -> Pipeline:
+    """The pipeline of an optimizer, with further stages, as ``check_options`` returns them.
 
     Raises:
       ArgumentError: the optimizer has such an option already.
     """
-    pipeline, given = optimizer._pipeline, check_options(**options)
-    for name in given:
+    pipeline = optimizer._pipeline
+    for name in stages:
         if getattr(pipeline, name):
             raise ArgumentError(
                 f"Both the optimizer and make_train_step were given {name}. Pass it to one of them."
             )
-    return dataclasses.replace(pipeline, **given)
-
-
-def refuse_variables_behind(optimizer: CrossShardOptimizer) -> None:
-    """Raise if an optimizer closes over variables, which a compiled step would not update.
-
-    Raises:
-      VariableError: it closes over a variable.
-    """
-    for variable in variables_behind(optimizer):
-        raise VariableError(
-            f"The optimizer reads {describe_variable(variable)}, which it closes over: a compiled "
-            f"step would keep its current value. Let a schedule read the count that Optax passes "
-            f"to it, or keep values that change in the optimizer's state, with "
-            f"optax.inject_hyperparams."
-        )
+    return dataclasses.replace(pipeline, **stages)
 
 
 def _refuse_nested(inner: Any) -> None:
-    """Raise NestedReductionError if an optimizer is, or wraps, a CrossShardOptimizer."""
-    wrapped = inner
-    while isinstance(wrapped, Optimizer):
-        if isinstance(wrapped, CrossShardOptimizer):
-            raise NestedReductionError(
-                f"{inner!r} already reduces over the shards; wrapping it again would reduce "
-                f"twice. Wrap its .inner."
-            )
-        wrapped = wrapped.inner
+    """Raise NestedReductionError if an optimizer is a CrossShardOptimizer."""
+    if isinstance(inner, CrossShardOptimizer):
+        raise NestedReductionError(
+            f"{inner!r} already reduces over the shards; wrapping it again would reduce twice. "
+            f"Wrap its .inner."
+        )

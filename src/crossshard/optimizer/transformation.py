@@ -16,25 +16,26 @@ from crossshard.errors import (
     ShardContextError,
     WeightUpdateError,
 )
-from crossshard.gradients.incoming import check_incoming
 from crossshard.gradients.nesting import refuse_nesting
-from crossshard.pipeline.arrays import Arrays, LocalParts, WholeArrays
+from crossshard.gradients.status import check_incoming
 from crossshard.pipeline.arrive import arrive
-from crossshard.pipeline.blocks import check_blocks
-from crossshard.pipeline.nonfinite import OnNonfinite
 from crossshard.pipeline.pipeline import Pipeline
-from crossshard.pipeline.plan import UpdatePlan, WeightUpdate, plan_update
-from crossshard.pipeline.preprocess import Preprocess
-from crossshard.pipeline.stage import Environment, Gradients, Stage
+from crossshard.pipeline.stage import Gradients, Stage, StageContext
+from crossshard.pipeline.stages.nonfinite import OnNonfinite
+from crossshard.pipeline.stages.preprocess import Preprocess
+from crossshard.pipeline.stages.weigh import as_weight, check_reduction
 from crossshard.pipeline.state import CrossShardState
-from crossshard.pipeline.weigh import as_weight, check_reduction
+from crossshard.pipeline.update.arrays import Arrays, LocalParts, WholeArrays
+from crossshard.pipeline.update.blocks import check_blocks
+from crossshard.pipeline.update.plan import UpdatePlan, WeightUpdate, plan_update
 from crossshard.shards.axes import Shards
 from crossshard.shards.context import get_shard_context
+from crossshard.shards.groups import size_of_group
 from crossshard.shards.partition import Partition, map_partitions, slice_index
 from crossshard.shards.placement import Placement
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Transformation:
     """A pipeline for code that runs on each shard.
 
@@ -45,11 +46,34 @@ class Transformation:
       pipeline: the stages.
       weight_update: whether each shard updates all weights, or its slice of them.
       name: the name of its scope in profiles and HLO.
+      inner: the transformation that was wrapped.
     """
 
     pipeline: Pipeline
     weight_update: WeightUpdate
     name: str
+    inner: optax.GradientTransformation
+
+    def __repr__(self) -> str:
+        groups = self.pipeline.groups
+        return (
+            f"CrossShardOptimizer({self.of_optax}, reduction={self.pipeline.reduction.name}, "
+            f"group_assignment={None if groups is None else list(map(list, groups.groups))}, "
+            f"name={self.name!r})"
+        )
+
+    @property
+    def of_optax(self) -> str:
+        """What was wrapped, by the name of the function that makes it."""
+        made_by = getattr(self.inner.update, "__qualname__", type(self.inner).__name__)
+        return "optax " + made_by.split(".")[0]
+
+    @property
+    def transformations(self) -> list[optax.GradientTransformationExtraArgs]:
+        """Those of Optax that it runs: the inner optimizer, and ``preprocess`` if it is one."""
+        preprocess = self.pipeline.preprocess
+        before = [preprocess.transformation] if isinstance(preprocess, Preprocess) else []
+        return [self.pipeline.optimizer, *before]
 
     def init(self, params: optax.Params) -> CrossShardState:
         """This shard's state before the first step."""
@@ -74,7 +98,6 @@ class Transformation:
         **extra_args: Any,
     ) -> tuple[optax.Updates, CrossShardState]:
         """The updates, equal on all shards of a group, and the next state of this shard."""
-        refuse_nesting()
         if not isinstance(state, CrossShardState):
             raise ArgumentTypeError(
                 f"The state must be the CrossShardState that init returned; got "
@@ -109,10 +132,7 @@ class Transformation:
             )
         with jax.named_scope(self.name):
             shards = self.pipeline.shards()
-            own = [self.pipeline.optimizer]
-            if isinstance(self.pipeline.preprocess, Preprocess):
-                own.append(self.pipeline.preprocess.transformation)
-            check_blocks(own, updates if params is None else params, shards)
+            check_blocks(self.transformations, updates if params is None else params, shards)
             # Optax's names for the loss and the gradient, which some optimizers also take.
             extra = {
                 name: extra_args[name]
@@ -127,7 +147,7 @@ class Transformation:
                 extra=extra,
                 weight=self._weight(weight),
             )
-            environment = Environment(
+            context = StageContext(
                 shards,
                 self.pipeline.groups,
                 params,
@@ -136,7 +156,8 @@ class Transformation:
                 self._arrays(updates if params is None else params, state.inner_state, shards),
                 self.pipeline.divisor(shards.number),
             )
-            return self.pipeline.update(gradients, state, environment)
+            reduced, after = self.pipeline.update(gradients, state, context)
+            return reduced.updated.result, after, reduced
 
     def specs(self, params: Any, number_of_shards: int, axes: tuple[str, ...]) -> CrossShardState:
         """The specs of the state on a mesh whose ``axes`` count shards.
@@ -172,7 +193,7 @@ class Transformation:
         return plan_update(
             self.pipeline.optimizer,
             params,
-            self.pipeline.shards_per_group(number_of_shards),
+            size_of_group(self.pipeline.groups, number_of_shards),
             self.weight_update,
             only_parts=True,
         )
@@ -238,12 +259,12 @@ def _local(placement: Placement, x: Any) -> Any:
 
 
 def _other_axes(param: Any, axes: tuple[str, ...]) -> PartitionSpec:
-    """A parameter's spec on the mesh axes that do not count shards."""
+    """A parameter's spec on the other mesh axes."""
     spec = getattr(getattr(param, "sharding", None), "spec", PartitionSpec())
     named = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
     if set(axes).intersection(name for names in named for name in names):
         raise ArgumentError(
-            f"A parameter is split over the axes that count shards, {', '.join(axes)}: {spec}. "
+            f"A parameter is split over the shard axes, {', '.join(axes)}: {spec}. "
             f"Every shard must have the full parameter."
         )
     return spec if any(entry is not None for entry in spec) else PartitionSpec()

@@ -1,1 +1,25 @@
 """The gradient pipeline: the stages between autodiff and the optimizer, and their order."""
+
+from crossshard.gradients.status import GradientStatus
+from crossshard.pipeline.options import Options
+from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
+from crossshard.pipeline.stages.loss_scale import DynamicLossScale
+from crossshard.pipeline.stages.nonfinite import Nonfinite, NonfiniteState
+from crossshard.pipeline.state import CrossShardState
+from crossshard.shards.placement import PER_SHARD, REPLICATED, Placement
+
+__all__ = [
+    "PER_SHARD",
+    "REPLICATED",
+    "CrossShardState",
+    "DynamicLossScale",
+    "GradientStatus",
+    "Gradients",
+    "Nonfinite",
+    "NonfiniteState",
+    "Options",
+    "Phase",
+    "Placement",
+    "Stage",
+    "StageContext",
+]

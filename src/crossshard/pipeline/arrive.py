@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from crossshard.gradients.incoming import (
-    Incoming,
+from crossshard.gradients.status import (
+    GradientStatus,
+    Statuses,
     check_gradient_dtype,
     is_sparse,
     leaf_name,
@@ -23,7 +24,7 @@ def arrive(
     values: Any,
     shards: Shards,
     *,
-    declared: Incoming | None = None,
+    declared: GradientStatus | None = None,
     extra: Mapping[str, Any] | None = None,
     weight: jax.Array | None = None,
 ) -> Gradients:
@@ -44,39 +45,29 @@ def arrive(
     declared = declared or pipeline.incoming
     extra = dict(extra or {})
 
-    def status(name: str, leaf: Any, declared: Incoming | None) -> Incoming | None:
+    how: Any = {"reduction": pipeline.reduction, "grouped": not pipeline.over_all_shards}
+
+    def of_leaf(name: str, leaf: Any, declared: GradientStatus | None) -> GradientStatus | None:
         check_gradient_dtype(name, leaf)
         if jnp.result_type(leaf) == jax.dtypes.float0:
             return None
-        return read_incoming(
-            name,
-            leaf,
-            shards,
-            declared,
-            reduction=pipeline.reduction,
-            grouped=not pipeline.over_all_shards,
-        )
+        return read_incoming(name, leaf, shards, declared, **how)
 
-    def of_tree(tree: Any, declared: Incoming | None) -> tuple[Incoming | None, ...]:
+    def of_tree(tree: Any, declared: GradientStatus | None) -> Statuses:
         paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse)
-        return tuple(status(leaf_name(path), leaf, declared) for path, leaf in paths)
+        return tuple(of_leaf(leaf_name(path), leaf, declared) for path, leaf in paths)
 
-    extra_status: tuple[Incoming | None, ...] = ()
+    extra_status: Statuses = ()
     for name in sorted(extra):
         known = _of_loss(extra[name], shards, declared) if name == "value" else declared
         extra_status += of_tree({name: extra[name]}, known)
-    return Gradients(
-        values,
-        extra,
-        weight,
-        status=of_tree(values, declared),
-        extra_status=extra_status,
-    )
+    status = of_tree(values, declared)
+    return Gradients(values, extra, weight, status=status, extra_status=extra_status)
 
 
-def _of_loss(loss: Any, shards: Shards, declared: Incoming | None) -> Incoming | None:
+def _of_loss(loss: Any, shards: Shards, declared: GradientStatus | None) -> GradientStatus | None:
     """The status of a loss: local, unless it is invariant."""
-    if declared not in (None, Incoming.SCALED):
+    if declared not in (None, GradientStatus.SCALED):
         return declared
     invariant = shards.has_vma and not shards.is_varying(loss)
-    return Incoming.REDUCED if invariant else Incoming.LOCAL
+    return GradientStatus.REDUCED if invariant else GradientStatus.LOCAL

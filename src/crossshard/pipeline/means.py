@@ -2,13 +2,13 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Inexact, Shaped
 
 from crossshard.collectives.all_reduce import widen
 
 
-def to_average(x: Any, weight: jax.Array | None) -> jax.Array:
+def to_average(x: Any, weight: Float[Array, ""] | None) -> Inexact[Array, "..."]:
     """This shard's summand of a mean: times its weight, and zero if that is zero, even for NaN."""
     wide = widen(x)
     if weight is None:
@@ -16,13 +16,15 @@ def to_average(x: Any, weight: jax.Array | None) -> jax.Array:
     return jnp.where(weight != 0, wide * weight.astype(wide.dtype), 0)
 
 
-def to_sum(x: Any, weight: jax.Array | None) -> jax.Array:
+def to_sum(x: Any, weight: Float[Array, ""] | None) -> Shaped[Array, "..."]:
     """This shard's summand of a sum: zero if its weight is zero."""
     wide = widen(x) if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else jnp.asarray(x)
     return wide if weight is None else jnp.where(weight != 0, wide, 0)
 
 
-def average(total: jax.Array, weight: jax.Array | None, number: int = 1) -> jax.Array:
+def average(
+    total: Inexact[Array, "*shape"], weight: Float[Array, ""] | None, number: int = 1
+) -> Inexact[Array, "*shape"]:
     """The mean, from the sum of all summands and weights; zero if nothing has weight.
 
     Args:

@@ -1,39 +1,98 @@
-"""Options: the checked values of the pipeline's optional stages."""
+"""Options: the stages that a user may ask for, declared once for all ways to use the package."""
 
-from typing import Any
+import difflib
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypedDict
 
-from crossshard.errors import ArgumentError
+from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.scalars import dtype_among
-from crossshard.pipeline.loss_scale import check_loss_scale
-from crossshard.pipeline.masters import check_master_dtype
-from crossshard.pipeline.metrics import check_metrics
-from crossshard.pipeline.moving_average import check_ema
-from crossshard.pipeline.nonfinite import check_nonfinite
+from crossshard.pipeline.stages.accumulate import check_accumulate_steps
+from crossshard.pipeline.stages.loss_scale import DynamicLossScale, check_loss_scale
+from crossshard.pipeline.stages.metrics import check_metrics
+from crossshard.pipeline.stages.nonfinite import Nonfinite, check_nonfinite
+from crossshard.pipeline.update.masters import check_master_dtype
+from crossshard.pipeline.update.moving_average import check_ema
 
 
-def check_options(
-    *,
-    reduce_dtype: Any = None,
-    loss_scale: Any = None,
-    master_dtype: Any = None,
-    ema: Any = None,
-    metrics: Any = (),
-    nonfinite: Any = None,
-) -> dict[str, Any]:
-    """The fields of a ``Pipeline`` for the options that are not left out.
+class Options(TypedDict, total=False):
+    """The options that ``CrossShardOptimizer`` and ``make_train_step`` share.
+
+    Keys:
+      accumulate_steps: the number of microbatches whose mean gradient is reduced once, for one
+        update. In ``make_train_step`` each shard's rows are split into them and computed one after
+        the other, with random keys and statistics as in as many small steps. In an optimizer they
+        are calls of ``update``, of which all but the last send nothing and return zeros.
+      metrics: names of further metrics of each update: ``"grad_norm"``, ``"local_grad_norm"``,
+        ``"update_norm"``, ``"param_norm"``, ``"learning_rate"``, ``"noise_scale"``,
+        ``"noise_variance"``, ``"noise_signal"``. A step returns them; an optimizer's state holds
+        them in ``state.metrics``.
+      reduce_dtype: the dtype in which gradients are sent: ``bfloat16`` halves the bytes. They are
+        added in float32.
+      loss_scale: ``"dynamic"``, or a ``DynamicLossScale``: updates that are not finite are skipped.
+        ``make_train_step`` and ``compute_gradients`` scale the loss themselves; for ``update``
+        pass ``loss_scale=state.loss_scale`` to ``crossshard.value_and_grad``.
+      master_dtype: ``float32``: the state holds the parameters in this dtype too, and those of 16
+        bits are rounded from them; a parameter that is set in between becomes its master.
+      ema: the decay of a moving average of the parameters, such as 0.999, or a schedule, a
+        function of the number of updates so far. ``step.model(state, ema=True)``, or
+        ``optax.tree.get(state, "ema")``.
+      nonfinite: what to do about a gradient that is NaN or infinite: ``"quarantine"`` leaves the
+        shard out of the mean, ``"skip"`` leaves parameters and state as they were, on all shards,
+        and ``"raise"``, in ``make_train_step`` alone, ends the run. ``metrics["nonfinite"]``, or
+        ``state.nonfinite``, names the shard and the leaf. See ``Nonfinite``.
+
+    >>> from crossshard import CrossShardOptimizer
+    >>> import optax
+    >>> options = Options(reduce_dtype="bfloat16", nonfinite="skip")
+    >>> CrossShardOptimizer(optax.sgd(0.1), **options).describe()
+    'local gradient → mean over all shards in bfloat16 → skip if not finite → update'
+    """
+
+    accumulate_steps: int
+    metrics: str | Iterable[str]
+    reduce_dtype: Any
+    loss_scale: str | DynamicLossScale | None
+    master_dtype: Any
+    ema: float | Callable[[Any], Any] | None
+    nonfinite: str | Nonfinite | None
+
+
+def check_options(options: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+    """The number of microbatches, and the fields of a ``Pipeline`` for what is not left out.
 
     Raises:
       ArgumentError, ArgumentTypeError: an invalid value.
     """
-    checked = {
-        "reduce_dtype": _check_reduce_dtype(reduce_dtype),
-        "loss_scale": check_loss_scale(loss_scale),
-        "master_dtype": check_master_dtype(master_dtype),
-        "ema": check_ema(ema),
-        "metrics": check_metrics(metrics),
-        "nonfinite": check_nonfinite(nonfinite),
+    checks = {
+        "reduce_dtype": _check_reduce_dtype,
+        "loss_scale": check_loss_scale,
+        "master_dtype": check_master_dtype,
+        "ema": check_ema,
+        "metrics": check_metrics,
+        "nonfinite": check_nonfinite,
     }
-    return {name: value for name, value in checked.items() if value}
+    checked = {name: check(options[name]) for name, check in checks.items() if name in options}
+    number = check_accumulate_steps(options.get("accumulate_steps", 1))
+    return number, {name: value for name, value in checked.items() if value}
+
+
+def check_names(function: Any, options: Mapping[str, Any], declared: Any) -> None:
+    """Raise unless each option is one that a ``TypedDict`` declares.
+
+    Raises:
+      ArgumentTypeError: an unknown name; says which one was meant.
+    """
+    declared_names = sorted(typing.get_type_hints(declared))
+    for name in options.keys() - declared_names:
+        known = [*inspect.signature(function).parameters, *declared_names]
+        close = difflib.get_close_matches(name, known, 1)
+        meant = f" Did you mean {close[0]}?" if close else ""
+        raise ArgumentTypeError(
+            f"{function.__name__} takes no argument {name!r}.{meant} Its options are "
+            f"{', '.join(declared_names)}."
+        )
 
 
 def _check_reduce_dtype(dtype: Any) -> Any:

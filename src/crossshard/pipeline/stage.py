@@ -1,21 +1,42 @@
-"""Stage: one transformation of the gradients between autodiff and the optimizer."""
+"""Stage: one transformation of the gradients between autodiff and the updated parameters."""
 
 import abc
 import dataclasses
+import enum
 from collections.abc import Mapping
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool
 
 from crossshard.collectives.all_reduce import sum_over_shards
-from crossshard.gradients.incoming import Incoming
-from crossshard.pipeline.arrays import Arrays, WholeArrays
+from crossshard.errors import IncomingError
+from crossshard.gradients.status import GradientStatus, Statuses
+from crossshard.pipeline.update.arrays import Arrays, WholeArrays
 from crossshard.shards.axes import Shards
 from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.placement import REPLICATED, Placement
 
 
+class Phase(enum.IntEnum):
+    """When a stage runs, in this order.
+
+    CALL: at every call, of which only the last of several runs what follows.
+    ARRIVAL: on each shard's gradient as it arrived.
+    LOCAL: on each shard's gradient before it is reduced.
+    REDUCTION: over the shards.
+    UPDATE: on the reduced gradient: on each shard, or on global arrays outside of ``shard_map``.
+    """
+
+    CALL = enum.auto()
+    ARRIVAL = enum.auto()
+    LOCAL = enum.auto()
+    REDUCTION = enum.auto()
+    UPDATE = enum.auto()
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Gradients:
     """The gradients of one step, as a stage takes and returns them.
@@ -29,8 +50,11 @@ class Gradients:
       sums: arrays by name, that the aggregate only sums over the shards, or the group.
       skip: bool[], after the aggregate: whether the step leaves everything unchanged; ``None`` for
         never.
-      status: for each leaf of ``values`` how far it is reduced; ``None`` for float0.
+      updated: an ``Updated``, after the optimizer; else ``None``.
+      status: before the aggregate for each leaf of ``values`` how far it is reduced; ``None`` for
+        float0.
       extra_status: the same for ``extra``.
+      dtypes: the dtypes that the reduced ``extra`` and ``values`` are to have, leaf by leaf.
       widened: whether ``values`` have more bits than the gradients that they stand for.
 
     >>> Gradients({"w": 1.0}).replace(values={"w": 0.5}).values
@@ -42,9 +66,11 @@ class Gradients:
     weight: jax.Array | None = None
     sums: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     skip: jax.Array | None = None
-    status: tuple[Incoming | None, ...] = ()
-    extra_status: tuple[Incoming | None, ...] = ()
-    widened: bool = False
+    updated: Any = None
+    status: Statuses = dataclasses.field(default=(), metadata={"static": True})
+    extra_status: Statuses = dataclasses.field(default=(), metadata={"static": True})
+    dtypes: tuple[Any, ...] = dataclasses.field(default=(), metadata={"static": True})
+    widened: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def replace(self, **changes: Any) -> Self:
         """A copy with these fields changed."""
@@ -52,7 +78,7 @@ class Gradients:
 
 
 @dataclasses.dataclass(frozen=True)
-class Environment:
+class StageContext:
     """The context in which a stage runs.
 
     Attributes:
@@ -66,10 +92,11 @@ class Environment:
         sent. Empty if it reads all.
       examples: the number of examples of one shard's gradient; 1 if it is not known.
       skips_by_loop: whether an update that may be skipped runs in a loop of one turn, or none.
+      apply_updates: whether the update returns updated parameters, rather than updates.
 
     >>> from crossshard.shards.axes import current_shards
     >>> import jax, jax.numpy as jnp
-    >>> index = lambda x: Environment(current_shards()).shards.index()
+    >>> index = lambda x: StageContext(current_shards()).shards.index()
     >>> jax.vmap(index, axis_name="shards")(jnp.zeros(3))
     Array([0, 1, 2], dtype=int32)
     """
@@ -83,9 +110,10 @@ class Environment:
     unread: tuple[bool, ...] = ()
     examples: int = 1
     skips_by_loop: bool = False
+    apply_updates: bool = False
 
-    def on_all_shards(self, flag: jax.Array, *, of_parts: bool = False) -> jax.Array:
-        """bool[]: whether a flag is set on all shards, of all groups.
+    def on_all_shards(self, flag: Bool[Array, ""], *, of_parts: bool = False) -> Bool[Array, ""]:
+        """Whether a flag is set on all shards, of all groups.
 
         ``of_parts`` says that it was computed from arrays which may be split over the shards.
         """
@@ -101,11 +129,16 @@ class Stage(abc.ABC):
 
     Attributes:
       placement: the placement of its state on the mesh, ``REPLICATED`` or ``PER_SHARD``.
+      phase: when it runs; by default when ``preprocess`` does.
+      scope: its name in profiles.
+      state_field: the field of ``CrossShardState`` with its state; empty without one.
+      needs_local: before the reduction, what it does to each shard's local gradient, as an error
+        says; empty if it takes gradients that are already summed.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> from crossshard import CrossShardOptimizer, Stage
     >>> class Halve(Stage):
-    ...     def update(self, gradients, state, environment):
+    ...     def update(self, gradients, state, context):
     ...         half = jax.tree.map(lambda g: g / 2, gradients.values)
     ...         return gradients.replace(values=half), state
     >>> opt = CrossShardOptimizer(optax.sgd(1.0), preprocess=Halve())
@@ -115,6 +148,10 @@ class Stage(abc.ABC):
     """
 
     placement: Placement = REPLICATED
+    phase: Phase = Phase.LOCAL
+    scope: str = "preprocess"
+    state_field: str = "preprocess"
+    needs_local: str = "preprocess applies to"
 
     def init(self, params: Any) -> Any:
         """The state before the first step; one shard's, if the state is per shard."""
@@ -127,10 +164,32 @@ class Stage(abc.ABC):
 
     @abc.abstractmethod
     def update(
-        self, gradients: Gradients, state: Any, environment: Environment
+        self, gradients: Gradients, state: Any, context: StageContext
     ) -> tuple[Gradients, Any]:
         """The gradients for the next stage, and this stage's next state."""
 
     def describe(self) -> str:
-        """A short description of the stage."""
-        return type(self).__name__
+        """A short description; empty for the half of a stage, which has no state of its own."""
+        return type(self).__name__ if self.state_field else ""
+
+
+def as_local(gradients: Gradients, context: StageContext, what: str) -> Gradients:
+    """The gradients of each shard's own loss, which is ``what`` a stage needs.
+
+    Raises:
+      IncomingError: they are already summed.
+    """
+    summed = {GradientStatus.SUMMED, GradientStatus.REDUCED}.intersection(gradients.status)
+    if summed and context.shards.number > 1:
+        raise IncomingError(
+            f"{what} each shard's local gradient before it is reduced, and these gradients are "
+            f"already {summed.pop()}. Differentiate with crossshard.value_and_grad, or leave "
+            f"{what.split()[0]} out."
+        )
+    leaves, tree = jax.tree.flatten(gradients.values)
+    local = [
+        leaf * context.divisor if status is GradientStatus.SCALED else leaf
+        for leaf, status in zip(leaves, gradients.status, strict=True)
+    ]
+    status = tuple(status and GradientStatus.LOCAL for status in gradients.status)
+    return gradients.replace(values=tree.unflatten(local), status=status)

@@ -138,7 +138,7 @@ class UntypedAxes:
     """The bound axes without types.
 
     Attributes:
-      named: the axes that are known to count shards; empty if none is named.
+      named: the known shard axes; empty if none is named.
       bound: all bound axes.
       further: of the others, those without types, with their sizes.
     """
@@ -182,7 +182,7 @@ def check_one_way(loss: Any, shards: Shards, axis_name: tuple[str, ...]) -> None
 
 
 def check_no_further(loss: Any, shards: Shards, params: Iterable[Any]) -> None:
-    """Raise if a loss varies over an axis that counts no shards, so that autodiff would sum it.
+    """Raise if a loss varies over an axis that is not a shard axis, so that autodiff would sum it.
 
     Over an axis along which each of the parameters varies too, it sums nothing.
 
@@ -200,7 +200,7 @@ def check_no_further(loss: Any, shards: Shards, params: Iterable[Any]) -> None:
     named = tuple(axis for axis in bound if axis in (*over, *shards.axes))
     raise AxisError(
         f"The loss varies by its type over {', '.join(map(repr, over))}, which is not among the "
-        f"axes that count shards ({', '.join(map(repr, shards.axes))}), so that autodiff would sum "
+        f"shard axes ({', '.join(map(repr, shards.axes))}), so that autodiff would sum "
         f"the gradient over {number} losses. If these are equal, return jax.lax.pmean(loss, "
         f"{axes!r}); if they are parts of one loss, jax.lax.psum(loss, {axes!r}). If they are of "
         f"rows of their own, write axis_name={named!r}, or jax.lax.pmean where parameters are "

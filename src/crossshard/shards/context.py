@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from crossshard import _check
 from crossshard.errors import ArgumentError, ArgumentTypeError, NestedContextError
 
 _thread = threading.local()
@@ -25,15 +26,7 @@ class ShardContext:
 
 def check_num_shards(num_shards: object) -> int:
     """``num_shards`` as an int of at least 1, or an error."""
-    if isinstance(num_shards, bool) or not hasattr(num_shards, "__index__"):
-        raise ArgumentTypeError(
-            f"num_shards must be an int of at least 1; got {num_shards!r} "
-            f"({type(num_shards).__name__})."
-        )
-    count = int(num_shards.__index__())
-    if count < 1:
-        raise ArgumentError(f"num_shards must be an int of at least 1; got {count}.")
-    return count
+    return _check.whole_number("num_shards", num_shards, hint="Pass at least 1.")
 
 
 def check_axis_name(axis_name: object) -> tuple[str, ...]:

@@ -97,7 +97,7 @@ def shard_mesh(num_shards: int) -> jax.sharding.Mesh:
 
 
 def mesh_for(num_shards: int, mesh: Any) -> jax.sharding.Mesh:
-    """The given mesh, all axes of which count shards, or a mesh of ``num_shards`` devices.
+    """The given mesh, all axes of which are shard axes, or a mesh of ``num_shards`` devices.
 
     Raises:
       ArgumentError: the mesh has another number of devices; there are fewer devices.
@@ -168,7 +168,7 @@ def warn_of_deadlock(mesh: jax.sharding.Mesh) -> None:
 def axes_in_sight(arrays: Any, number: int) -> tuple[str, ...]:
     """The axes that count ``number`` shards, where none is named.
 
-    ``"shards"``, unless the arrays lie on a mesh without it, or ``jax.set_mesh`` has set one.
+    ``"shards"``, unless the arrays are on a mesh without it, or ``jax.set_mesh`` has set one.
 
     Raises:
       AxisError: all axes of that mesh together count another number.

@@ -1,4 +1,4 @@
-"""How arrays lie over the axes of a mesh that do not count shards, such as those of a model."""
+"""How arrays are split over the other axes of a mesh, such as those of a model."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -21,18 +21,18 @@ def only(spec: Iterable[Any], axes: Iterable[str]) -> OtherAxes:
 
 
 def other_axes_of(tree: Any, mesh: Mesh, axes: Sequence[str]) -> tuple[OtherAxes, ...]:
-    """For each array of a pytree its spec on the axes of the mesh that do not count shards.
+    """For each array of a pytree its spec on the other axes of the mesh.
 
     Args:
       tree: arrays, or types with shardings.
       mesh: the mesh of the step.
-      axes: the axes of it that count shards.
+      axes: its shard axes.
 
     Returns:
       One entry per leaf; empty if no array is split.
 
     Raises:
-      ArgumentError: an array lies on another mesh, or is split over the shards.
+      ArgumentError: an array is on another mesh, or is split over the shards.
     """
     found = tuple(
         _other_axes_of(_name(path[1:]), x, mesh, axes)
@@ -47,12 +47,12 @@ def _other_axes_of(name: str, x: Any, mesh: Mesh, axes: Sequence[str]) -> OtherA
         return ()
     others = [axis for axis in mesh.axis_names if axis not in axes]
     spec = getattr(sharding, "spec", None)
-    lies = f"{name} is sharded over devices ({sharding if spec is None else spec})"
+    found = f"{name} is sharded over devices ({sharding if spec is None else spec})"
     if not others:
         raise ArgumentError(
-            f"{lies}, but in a step every shard has all parameters in full. Replicate it, with "
+            f"{found}, but in a step every shard has all parameters in full. Replicate it, with "
             f"jax.device_put(params, NamedSharding(mesh, PartitionSpec())). For a model that is "
-            f"split over an axis, name the axes that count shards: make_train_step(..., mesh=mesh, "
+            f"split over an axis, name the shard axes: make_train_step(..., mesh=mesh, "
             f"axis_name=...)."
         )
     if not isinstance(sharding, NamedSharding) or (
@@ -60,13 +60,13 @@ def _other_axes_of(name: str, x: Any, mesh: Mesh, axes: Sequence[str]) -> OtherA
         or getattr(sharding.mesh, "devices", mesh.devices).tolist() != mesh.devices.tolist()
     ):
         raise ArgumentError(
-            f"{lies}, which is not the mesh of the step, with axes {dict(mesh.shape)}. Write "
+            f"{found}, which is not the mesh of the step, with axes {dict(mesh.shape)}. Write "
             f"jax.device_put(params, NamedSharding(mesh, spec)), with a spec over "
             f"{', '.join(others)}."
         )
     if only(sharding.spec, axes):
         raise ArgumentError(
-            f"{lies}, and {', '.join(axes)} counts shards: every shard has all parameters. The "
+            f"{found}, and {', '.join(axes)} is a shard axis: every shard has all parameters. The "
             f"step itself splits the optimizer state over the shards. Split parameters over "
             f"{', '.join(others)} only, or leave out of axis_name what splits them."
         )
@@ -80,7 +80,7 @@ def other_axes_like(
 
     An array belongs to the parameter whose path ends its own, as in ``mu['layer']['kernel']``.
     """
-    lies: dict[tuple[Any, ...], OtherAxes] = {
+    known: dict[tuple[Any, ...], OtherAxes] = {
         (*map(str, path), x.shape): own
         for (path, x), own in zip(
             jax.tree_util.tree_leaves_with_path(params), other_axes, strict=True
@@ -91,10 +91,10 @@ def other_axes_like(
     def of(path: tuple[Any, ...], shape: tuple[int, ...]) -> OtherAxes:
         names = [*map(str, path)]
         ends = ((*names[start:], shape) for start in range(len(names) + 1))
-        return next((lies[end] for end in ends if end in lies), ())
+        return next((known[end] for end in ends if end in known), ())
 
     leaves = jax.tree_util.tree_leaves_with_path(state)
-    return tuple(of(path, x.shape) if lies else () for path, x in leaves)
+    return tuple(of(path, x.shape) if known else () for path, x in leaves)
 
 
 def check_fits(params: Any, other_axes: Sequence[OtherAxes], mesh: Mesh) -> None:
@@ -110,7 +110,7 @@ def check_fits(params: Any, other_axes: Sequence[OtherAxes], mesh: Mesh) -> None
         except ValueError as error:
             reason = str(error).splitlines()[0].rstrip(".")
             raise ArgumentError(
-                f"{_name(path)}, of shape {x.shape}, lies split as {PartitionSpec(*own)}, which a "
+                f"{_name(path)}, of shape {x.shape}, is split as {PartitionSpec(*own)}, which a "
                 f"mesh of {dict(mesh.shape)} cannot: {reason}. For a state of another mesh write "
                 f"step.reshard(other.unshard(state))."
             ) from error

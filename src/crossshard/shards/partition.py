@@ -69,7 +69,7 @@ class Partition:
       number: the number of slices; 1 if the array is replicated.
       axis: the axis to split; ``None`` to split the flattened array.
       tile: the smallest slice that the platform scatters efficiently.
-      other_axes: its spec on mesh axes that do not count shards. The axis to split is free of them.
+      other_axes: its spec on other mesh axes. The axis to split is free of them.
     """
 
     shape: tuple[int, ...]
@@ -126,7 +126,7 @@ class Partition:
         return (self.number * self.local_shape[0], *self.local_shape[1:])
 
     def spec(self, axes: tuple[str, ...]) -> PartitionSpec:
-        """The ``PartitionSpec`` of the packed array, given the axes that count shards."""
+        """The ``PartitionSpec`` of the packed array, given the shard axes."""
         if self.number == 1:
             return PartitionSpec(*self.other_axes)
         axis = self.axis or 0
@@ -177,7 +177,7 @@ def partition_for(
 ) -> Partition:
     """A partition that keeps the order of elements; tiny arrays stay replicated.
 
-    An array that lies split over other axes is split along one that is free.
+    An array that is split over other axes is split along one that is free.
     """
     if other_axes:
         return partition_along_axis(shape, number, tile, other_axes)

@@ -21,7 +21,7 @@ class Placement:
       per_shard: whether each shard has its own array, stored as ``[shards, …]``.
       groups: with both, the groups within which the array is split: each shard has its slice of
         its group's array.
-      other_axes: its spec on mesh axes that do not count shards, one entry per dimension.
+      other_axes: its spec on other mesh axes, one entry per dimension.
 
     >>> Placement(per_shard=True).stored_shape((3,), number_of_shards=8)
     (8, 3)
@@ -38,7 +38,7 @@ class Placement:
         return self.partition is not None and self.partition.number > 1
 
     def spec(self, axes: tuple[str, ...]) -> PartitionSpec:
-        """The ``PartitionSpec`` of the stored array, given the axes that count shards."""
+        """The ``PartitionSpec`` of the stored array, given the shard axes."""
         if self.per_shard:
             return PartitionSpec(axes, *self.other_axes)
         if self.partition is not None and (self.is_split or self.partition.other_axes):

@@ -27,7 +27,7 @@ def put(x: Any, sharding: NamedSharding, *, whole: bool = False) -> jax.Array:
 
 
 def put_whole_unless_on(x: Any, sharding: NamedSharding) -> jax.Array:
-    """``put_whole``, but what lies on the mesh already may be split over it, and stays."""
+    """``put_whole``, but what is on the mesh already may be split over it, and stays."""
     on_mesh = getattr(getattr(x, "sharding", None), "mesh", None) == sharding.mesh
     return x if on_mesh else put_whole(x, sharding)
 
@@ -55,10 +55,10 @@ def on_every_device(x: jax.Array) -> jax.Array:
 def types_on(mesh: Mesh, tree: Any, other_axes: Sequence[tuple[Any, ...]]) -> Any:
     """The types of arrays on a mesh: whole on each device, but for the axes of the first leaves."""
     leaves, structure = jax.tree.flatten(tree)
-    lie = [*other_axes, *[()] * (len(leaves) - len(other_axes))]
+    specs = [*other_axes, *[()] * (len(leaves) - len(other_axes))]
 
     def one(x: Any, own: tuple[Any, ...]) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(mesh, PartitionSpec(*own))
         return jax.ShapeDtypeStruct(x.shape, jnp.result_type(x), sharding=sharding)
 
-    return structure.unflatten(map(one, leaves, lie))
+    return structure.unflatten(map(one, leaves, specs))

@@ -15,8 +15,8 @@ import numpy as np
 
 from crossshard.distributed import PROCESS_LOST
 from crossshard.distributed.addresses import free_port
-from tests.examples.byte_lm.small import COMMAND, SMALL, bare_environment, small_text
-from tests.examples.byte_lm.test_processes import LAUNCH, started_by
+from tests.examples.byte_lm.small import COMMAND, LAUNCH, SMALL, bare_environment, small_text
+from tests.examples.byte_lm.test_processes import started_by
 
 SAVE_EVERY = 3
 # A multiple of every number of shards here.

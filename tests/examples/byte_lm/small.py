@@ -2,15 +2,20 @@
 
 import json
 import os
+import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import jax
 
+from examples.byte_lm.__main__ import main
 from examples.byte_lm.options import TrainOptions
 
 ROOT = Path(__file__).parents[3]
 COMMAND = [sys.executable, "-m", "examples.byte_lm"]
+LAUNCH = [sys.executable, "-m", "crossshard.tools.cli", "launch"]
 SMALL = ["--layers", "1", "--width", "32", "--context", "16"]
 # For a machine on which everything else happens, too.
 PATIENCE = 240
@@ -79,3 +84,70 @@ def check_picture(path: Path) -> None:
     picture = path.read_bytes()
     assert picture.startswith(b"\x89PNG")
     assert len(picture) > 10_000
+
+
+def run(folder: Path, out: str, *words: object) -> int:
+    """The command in this process."""
+    given = ["--data", small_text(folder), "--out", folder / out, *SMALL, *words]
+    return main(list(map(str, given)))
+
+
+def start(
+    folder: Path,
+    *words: str,
+    out: str = "out",
+    launch: list[str] | None = None,
+    shell: str | None = None,
+    **options: Any,
+) -> subprocess.Popen[str]:
+    """The command in a process of its own, its output in pipes unless told otherwise.
+
+    Args:
+      folder: where it runs.
+      words: those of the command.
+      out: the output folder.
+      launch: the words of a launcher of several processes.
+      shell: a line for a shell, whose ``"$@"`` the command is.
+      options: for ``Popen``; ``env`` adds to the environment.
+    """
+    given = [*COMMAND, "--data", str(small_text(folder)), "--out", out, *SMALL, *words]
+    given = [*LAUNCH, *launch, "--", *given] if launch else given
+    given = ["sh", "-c", shell, "sh", *given] if shell else given
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    usual = bare_environment() if launch else quick_environment()
+    environment = {**usual, **options.pop("env", {})}
+    return subprocess.Popen(given, cwd=folder, env=environment, **{**pipes, **options})
+
+
+def wait_for_steps(process: subprocess.Popen[str], out: Path, number: int = 3) -> None:
+    """Until so many steps are written down."""
+    until = time.monotonic() + PATIENCE
+    metrics = out / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < number:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def summary_of(out: Path, ended: str = "stopped") -> dict[str, Any]:
+    """The summary, once it agrees with the metrics and a picture is beside it."""
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["ended"] == ended
+    assert summary["steps"] == len(read_metrics(out))
+    check_picture(out / "curves.png")
+    return summary
+
+
+def numbers(out: Path) -> list[int]:
+    """The complete checkpoints that --resume may take; others may be beside them."""
+    names = (path.name for path in (out / "checkpoints").iterdir())
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def saved_hashes(out: Path, number: int, of: str = "") -> dict[str, str]:
+    """The hashes of the arrays of a checkpoint whose paths begin so."""
+    manifest = out / "checkpoints" / f"{number:08}" / "manifest" / "manifest.json"
+    leaves = json.loads(manifest.read_text())["leaves"]
+    found = {leaf["path"]: leaf["hash"] for leaf in leaves if leaf["path"].startswith(of)}
+    assert found
+    return found

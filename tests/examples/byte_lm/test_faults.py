@@ -4,7 +4,6 @@ import itertools
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,19 +12,13 @@ import numpy as np
 import pytest
 
 from examples.byte_lm import job
-from examples.byte_lm.__main__ import main
 from examples.byte_lm.training import Training
-from tests.examples.byte_lm.small import SMALL, read_metrics, small_text
-from tests.train_step.faults import Snapshot, one_bit
+from tests.examples.byte_lm.small import numbers, read_metrics, run, saved_hashes
+from tests.step.faults import Snapshot, one_bit
 
 # A byte that the text does not have.
 MARK = 255
 LEAF = "`[a-z0-9_/]+`"
-
-
-def run(folder: Path, out: str, *words: object) -> int:
-    given = ["--data", small_text(folder), "--out", folder / out, *SMALL, *words]
-    return main(list(map(str, given)))
 
 
 def break_shard(monkeypatch: pytest.MonkeyPatch, shard: int, steps: range, of: int = 2) -> None:
@@ -46,21 +39,6 @@ def break_shard(monkeypatch: pytest.MonkeyPatch, shard: int, steps: range, of: i
 
     monkeypatch.setattr(job, "batches", batches)
     monkeypatch.setattr(job, "loss", broken)
-
-
-def numbers(out: Path) -> list[int]:
-    """The checkpoints that --resume may take."""
-    names = (path.name for path in (out / "checkpoints").iterdir())
-    return sorted(int(name) for name in names if name.isdigit())
-
-
-def params_on_disk(out: Path, number: int) -> dict[str, str]:
-    """The hashes of the parameters in a checkpoint."""
-    manifest = out / "checkpoints" / f"{number:08}" / "manifest" / "manifest.json"
-    leaves = json.loads(manifest.read_text())["leaves"]
-    found = {x["path"]: x["hash"] for x in leaves if x["path"].startswith(".params")}
-    assert found
-    return found
 
 
 @pytest.mark.deep
@@ -103,7 +81,7 @@ def test_too_many_in_a_row_end_the_run_with_a_checkpoint_to_go_on_from(
     assert [step["step"] for step in steps] == list(range(1, 31))
     assert [step["skipped"] for step in steps] == [0] * 2 + [1] * 26 + [0] * 2
     # Nothing of what was skipped is left: the optimizer has taken four steps.
-    saved = [params_on_disk(out, number) for number in numbers(out)[-3:]]
+    saved = [saved_hashes(out, number, ".params") for number in numbers(out)[-3:]]
     assert saved[0] == saved[1] != saved[2]
 
 
@@ -173,20 +151,6 @@ def test_copies_that_differ_end_the_run_and_doubtful_checkpoints_are_put_aside(
         assert run(tmp_path, "repaired", *repairing) == 0
     steps, repaired = read_metrics(out), read_metrics(tmp_path / "repaired")
     assert [step["loss"] for step in repaired] == [step["loss"] for step in steps]
-    assert params_on_disk(tmp_path / "repaired", 8) == params_on_disk(out, 8)
+    assert saved_hashes(tmp_path / "repaired", 8, ".params") == saved_hashes(out, 8, ".params")
     (line,) = repaired[2]["faults"]
     assert line.endswith(f"{HEAD} than on most shards is on shard 0; it has been repaired")
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--check-divergence", "0"], "--check-divergence must be at least 1; got 0"),
-        (["--on-divergence", "repair"], "on_divergence='repair' needs comparisons"),
-        (["--nonfinite", "quarantine", "--reduction", "sum"], "the reduction is SUM"),
-        (["--nonfinite", "raise", "--loss-scale", "dynamic"], "Use nonfinite='skip'"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(tmp_path, capsys, words, said):
-    assert run(tmp_path, "out", *words) == 2
-    assert said in capsys.readouterr().err

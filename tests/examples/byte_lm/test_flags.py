@@ -144,7 +144,7 @@ def test_the_average_is_evaluated_and_the_norm_is_of_the_gradient(text):
 
 def scheduled() -> optax.GradientTransformation:
     """An optimizer that tells its learning rate."""
-    return optax.sgd(optax.linear_schedule(0.1, 0.0, 10))
+    return optax.inject_hyperparams(optax.sgd)(optax.linear_schedule(0.1, 0.0, 10))
 
 
 @pytest.mark.deep

@@ -11,8 +11,9 @@ import pytest
 from flax import nnx
 
 from crossshard import CrossShardOptimizer, make_train_step
-from examples.byte_lm.held_out import HeldOut, gzip_bits_per_byte
+from examples.byte_lm.held_out import HeldOut
 from examples.byte_lm.model import ByteTransformer, loss, nats
+from examples.byte_lm.text import gzip_bits_per_byte
 from examples.byte_lm.training import Training
 from tests.quick import deep
 

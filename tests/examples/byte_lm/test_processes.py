@@ -1,38 +1,21 @@
 """The command in several processes: what they train, who writes, and how they stop together."""
 
-import json
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.examples.byte_lm.small import (
-    COMMAND,
     PATIENCE,
-    SMALL,
-    bare_environment,
-    check_picture,
     read_metrics,
-    small_text,
+    start,
+    summary_of,
+    wait_for_steps,
 )
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.deep]
-
-LAUNCH = [sys.executable, "-m", "crossshard.cli", "launch"]
-
-
-def start(folder: Path, out: str, *words: str, launch: list[str]) -> subprocess.Popen[str]:
-    """The command, in as many processes as the words for the launcher say."""
-    launched = [*LAUNCH, *launch, "--"] if launch else []
-    given = [*COMMAND, "--data", str(small_text(folder)), "--out", out, *SMALL, *words]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([*launched, *given], cwd=folder, env=bare_environment(), **pipes)
 
 
 def lines_of(own: int, text: str) -> list[str]:
@@ -56,12 +39,12 @@ def lines_of(own: int, text: str) -> list[str]:
     ids=["groups", "four", "model axis"],
 )
 def test_processes_train_as_one_does(tmp_path: Path, launch: list[str], words: list[str]):
-    ran = start(tmp_path, "many", *words, "--steps", "6", launch=launch)
+    ran = start(tmp_path, *words, "--steps", "6", out="many", launch=launch)
     out, err = ran.communicate(timeout=PATIENCE)
     assert ran.returncode == 0, err
     assert err == ""
     shards = ["--shards", "2"] if "--model-shards" in words else []
-    alone = start(tmp_path, "one", *words, *shards, "--steps", "6", launch=[])
+    alone = start(tmp_path, *words, *shards, "--steps", "6", out="one")
     assert alone.communicate(timeout=PATIENCE)[1] == ""
     many, one = (read_metrics(tmp_path / name) for name in ("many", "one"))
     assert [step["loss"] for step in many] == pytest.approx([s["loss"] for s in one], rel=1e-6)
@@ -69,22 +52,13 @@ def test_processes_train_as_one_does(tmp_path: Path, launch: list[str], words: l
         assert ours["loss_per_shard"] == pytest.approx(theirs["loss_per_shard"], rel=1e-5)
         bits = "held_out_bits_per_byte"
         assert ours.get(bits, []) == pytest.approx(theirs.get(bits, []), rel=1e-5)
-    summary = json.loads((tmp_path / "many" / "summary.json").read_text())
+    summary = summary_of(tmp_path / "many", "finished")
     assert summary["proof"]["same"]
     assert summary["verification"]["faults"] == []
-    check_picture(tmp_path / "many" / "curves.png")
     # Process 0 prints, the others are silent.
     number = int(launch[1])
     assert f"virtual CPU devices in {number} processes" in "\n".join(lines_of(0, out))
     assert [lines_of(own, out) for own in range(1, number)] == [[]] * (number - 1)
-
-
-def wait_for_steps(process: subprocess.Popen[str], out: Path) -> None:
-    until = time.monotonic() + PATIENCE
-    while not (out / "metrics.jsonl").exists() or len(read_metrics(out)) < 3:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 def started_by(pid: int) -> list[int]:
@@ -94,26 +68,18 @@ def started_by(pid: int) -> list[int]:
     return [int(child) for child in found if is_ours(child)]
 
 
-def stopped_summary(out: Path) -> dict[str, Any]:
-    summary = json.loads((out / "summary.json").read_text())
-    assert summary["ended"] == "stopped"
-    assert summary["steps"] == len(read_metrics(out))
-    assert summary["held_out_bits_per_byte"]
-    check_picture(out / "curves.png")
-    return summary
-
-
 @pytest.mark.parametrize(
     ("number", "to"),
     [(signal.SIGINT, "all"), (signal.SIGTERM, "all"), (signal.SIGTERM, "the last")],
 )
 def test_all_processes_stop_after_the_same_step(tmp_path: Path, number: signal.Signals, to: str):
-    ran = start(tmp_path, "out", "--steps", "1000000", launch=["-n", "2"])
+    ran = start(tmp_path, "--steps", "1000000", launch=["-n", "2"])
     wait_for_steps(ran, tmp_path / "out")
     os.kill(ran.pid if to == "all" else started_by(ran.pid)[-1], number)
     out, err = ran.communicate(timeout=PATIENCE)
     assert ran.returncode == 128 + number, err
-    summary = stopped_summary(tmp_path / "out")
+    summary = summary_of(tmp_path / "out")
+    assert summary["held_out_bits_per_byte"]
     why = ", as you asked" if number == signal.SIGINT else f", by {number.name}"
     assert f"after {summary['steps']:,} steps{why}" in out
     assert lines_of(0, err) == lines_of(1, err) == []
@@ -121,15 +87,15 @@ def test_all_processes_stop_after_the_same_step(tmp_path: Path, number: signal.S
 
 def test_a_loss_that_is_not_finite_stops_all_processes(tmp_path: Path):
     words = ["--optimizer", "sgd", "--learning-rate", "1e30", "--steps", "50"]
-    ran = start(tmp_path, "out", *words, launch=["-n", "2", "--cpu-devices", "2"])
+    ran = start(tmp_path, *words, launch=["-n", "2", "--cpu-devices", "2"])
     out, _ = ran.communicate(timeout=PATIENCE)
     assert ran.returncode == 1
     assert "is not finite: the run diverged" in out
-    assert json.loads((tmp_path / "out" / "summary.json").read_text())["ended"] == "not finite"
+    summary_of(tmp_path / "out", "not finite")
 
 
 def test_shards_that_the_processes_cannot_share_are_refused(tmp_path: Path):
-    ran = start(tmp_path, "out", "--shards", "4", launch=["-n", "3"])
+    ran = start(tmp_path, "--shards", "4", launch=["-n", "3"])
     out, err = ran.communicate(timeout=PATIENCE)
     assert (ran.returncode, out) == (2, "")
     assert "4 shards cannot be split evenly over 3 processes. Pass --shards 12" in err

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from examples.byte_lm import job as jobs
-from examples.byte_lm.groups import parse_groups
 from examples.byte_lm.job import Job, prepare
 from examples.byte_lm.model import ByteTransformer, loss
 from examples.byte_lm.optimizers import make_optimizer
-from examples.byte_lm.proof import Batch, Comparison, Proof, verify
+from examples.byte_lm.options import parse_groups
+from examples.byte_lm.proof import Batch, Comparison, compare, verify
 from tests.examples.byte_lm.small import small_options
 from tests.quick import deep
 
@@ -40,7 +40,7 @@ def of_run(job: Job, judged_as: Job | None = None) -> Comparison:
     """The comparison that a run of three steps ends with, perhaps as if it were another's."""
     training = job.new_training()
     skipped = [training(batch).get("skipped") for batch in batches_of(job)]
-    return Proof(judged_as or job, batches_of(job)).of_run(training.values(), skipped)
+    return compare(judged_as or job, batches_of(job), training.values(), skipped)
 
 
 @pytest.mark.parametrize(

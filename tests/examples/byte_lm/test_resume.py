@@ -1,6 +1,5 @@
 """--save-every and --resume: a run that was interrupted goes on as if it had not been."""
 
-import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -9,14 +8,15 @@ import numpy as np
 import pytest
 
 from crossshard.errors import CheckpointWarning
-from examples.byte_lm.__main__ import main
-from tests.examples.byte_lm.small import PATIENCE, SMALL, read_metrics, small_text
-from tests.examples.byte_lm.test_ends import start, wait_for_steps
-
-
-def run(folder: Path, out: str, *words: object) -> int:
-    given = ["--data", small_text(folder), "--out", folder / out, *SMALL, *words]
-    return main(list(map(str, given)))
+from tests.examples.byte_lm.small import (
+    PATIENCE,
+    numbers,
+    read_metrics,
+    run,
+    saved_hashes,
+    start,
+    wait_for_steps,
+)
 
 
 def values(out: Path) -> list[dict[str, Any]]:
@@ -27,23 +27,11 @@ def values(out: Path) -> list[dict[str, Any]]:
     ]
 
 
-def numbers(out: Path) -> list[int]:
-    """The complete checkpoints; a killed run may leave another one beside them."""
-    names = (path.name for path in (out / "checkpoints").iterdir())
-    return sorted(int(name) for name in names if name.isdigit())
-
-
-def digests(out: Path, number: int) -> list[str]:
-    """The hashes of all arrays of a checkpoint."""
-    manifest = out / "checkpoints" / f"{number:08}" / "manifest" / "manifest.json"
-    return [leaf["hash"] for leaf in json.loads(manifest.read_text())["leaves"]]
-
-
 @pytest.mark.deep
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_run_ends_with_the_same_bits(tmp_path: Path, number: signal.Signals):
     words = ["--shards", "2", "--save-every", "4", "--ema", "0.9"]
-    process = start(tmp_path, *SMALL, "--steps", "1000000", *words)
+    process = start(tmp_path, "--steps", "1000000", *words)
     wait_for_steps(process, tmp_path / "out", 10)
     process.send_signal(number)
     printed = process.communicate(timeout=PATIENCE)[0]
@@ -60,7 +48,7 @@ def test_an_interrupted_run_ends_with_the_same_bits(tmp_path: Path, number: sign
     assert run(tmp_path, "whole", "--steps", steps, *words) == 0
     out, whole = tmp_path / "out", tmp_path / "whole"
     assert values(out) == values(whole)
-    assert digests(out, steps) == digests(whole, steps)
+    assert saved_hashes(out, steps) == saved_hashes(whole, steps)
 
 
 @pytest.mark.deep
@@ -123,18 +111,3 @@ def test_another_run_is_refused(
     assert run(saved, "out", "--steps", 4, "--shards", 2, "--resume", *words) == 1
     assert said in " ".join(capsys.readouterr().err.split())
     assert (saved / "out" / "metrics.jsonl").read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--save-every", "5"], "--save-every needs the folder of the run"),
-        (["--resume"], "--resume needs the folder of the run"),
-        (["--save-every", "0", "--out", "out"], "--save-every must be at least 1"),
-    ],
-)
-def test_options_that_do_not_go_together(
-    capsys: pytest.CaptureFixture[str], words: list[str], said: str
-):
-    assert main(words) == 2
-    assert said in " ".join(capsys.readouterr().err.split())

@@ -12,15 +12,15 @@ import time
 
 import pytest
 
-from examples.byte_lm.__main__ import main
 from tests.examples.byte_lm.small import (
     COMMAND,
     PATIENCE,
     SMALL,
     bare_environment,
-    check_picture,
     read_metrics,
+    run,
     small_text,
+    summary_of,
 )
 
 
@@ -59,12 +59,10 @@ def test_in_a_pipe_it_prints_lines_and_leaves_files(tmp_path):
     assert metrics[-1]["bits_per_byte"] < metrics[0]["bits_per_byte"] - 1
     looks = [line["held_out_bits_per_byte"] for line in metrics if "held_out_bits_per_byte" in line]
     assert len(looks) >= 10
-    summary = json.loads((out / "summary.json").read_text())
-    assert summary["ended"] == "finished"
+    summary = summary_of(out, "finished")
     assert summary["proof"]["optimizer"] == "adamw"
     assert summary["verification"]["faults"] == []
     assert json.loads((out / "options.json").read_text())["steps"] == 60
-    check_picture(out / "curves.png")
 
 
 @pytest.mark.deep
@@ -102,11 +100,7 @@ def test_in_a_terminal_a_bar_moves_until_a_signal_and_everything_is_written(tmp_
     assert re.search(bar, plain), plain
     assert re.search(rf"stopped +after {len(metrics):,} steps, {why}", plain)
     assert "not run, since the training did not finish" in plain
-    summary = json.loads((out / "summary.json").read_text())
-    assert summary["ended"] == "stopped"
-    assert summary["steps"] == len(metrics)
-    assert summary["held_out_bits_per_byte"]
-    check_picture(out / "curves.png")
+    assert summary_of(out)["held_out_bits_per_byte"]
 
 
 def read_terminal(ours: int, until: float) -> str | None:
@@ -129,37 +123,14 @@ def steps_drawn(shown: str) -> list[int]:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(
-    ("words", "names"),
-    [(["--data", "missing.txt"], "missing.txt"), (["--optimizer", "lbfgs"], "line search")],
-)
-def test_bad_input_is_one_line_and_two(tmp_path, words, names):
-    done = subprocess.run(
-        [*COMMAND, *words],
-        cwd=tmp_path,
-        env=bare_environment(),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("byte_lm: ")
-    assert done.stderr.count("\n") == 1
-    assert names in done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.deep
 def test_groups_are_judged_and_proven_apart(tmp_path, capsys):
-    words = ["--data", str(small_text(tmp_path)), "--out", str(tmp_path / "out"), *SMALL]
-    words += ["--groups", "[[0,3],[1,2]]", "--reduction", "sum", "--optimizer", "sgd"]
-    assert main([*words, "--learning-rate", "0.05", "--steps", "12"]) == 0
+    words = ["--groups", "[[0,3],[1,2]]", "--reduction", "sum", "--optimizer", "sgd"]
+    assert run(tmp_path, "out", *words, "--learning-rate", 0.05, "--steps", 12) == 0
     said = capsys.readouterr().out
     assert "4 virtual CPU devices: local gradient → sum over groups [[0, 3], [1, 2]]" in said
     assert re.search(r"held-out .* \(\d\.\d+, \d\.\d+ in the groups\)", said)
     assert "each group of 2 trained as one shard with its rows does" in said
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    summary = summary_of(tmp_path / "out", "finished")
     one, other = summary["held_out_bits_per_byte"]
     assert one != other
     assert summary["proof"]["relative"] < 1e-4
@@ -168,14 +139,12 @@ def test_groups_are_judged_and_proven_apart(tmp_path, capsys):
 
 def test_a_run_that_diverges_ends_there_and_says_so(tmp_path, capsys):
     out = tmp_path / "out"
-    words = ["--data", str(small_text(tmp_path)), "--out", str(out), *SMALL, "--shards", "2"]
-    assert main([*words, "--optimizer", "sgd", "--learning-rate", "1e30"]) == 1
+    assert run(tmp_path, "out", "--shards", 2, "--optimizer", "sgd", "--learning-rate", 1e30) == 1
     assert "is not finite: the run diverged" in capsys.readouterr().out
     metrics = read_metrics(out)
     assert len(metrics) < 10
     assert metrics[-1]["loss"] is None
-    assert json.loads((out / "summary.json").read_text())["ended"] == "not finite"
-    check_picture(out / "curves.png")
+    summary_of(out, "not finite")
 
 
 @pytest.mark.soak

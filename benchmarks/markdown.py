@@ -1,0 +1,28 @@
+"""Tables and last lines of pages."""
+
+import datetime
+from collections.abc import Collection, Sequence
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from benchmarks.machine import Machine
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], names: Collection[int] = (0,)) -> str:
+    """A table, whose columns of names stand left and those of numbers right."""
+    rule = ["---" if place in names else "---:" for place in range(len(head))]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *rows))
+
+
+def repeat(command: str, *packages: str) -> str:
+    """With which packages and when a page was made, and how to repeat it."""
+    versions = ", ".join(f"{name} {version(name.lower())}" for name in ("JAX", *packages))
+    today = datetime.datetime.now(datetime.UTC)
+    return f"{versions}, {today:%Y-%m-%d}. To repeat: `{command}`."
+
+
+def measured_on(machine: "Machine", command: str) -> str:
+    """The same, and on which machine."""
+    cpu = f"{machine.cpu}, {machine.cores} cores; load {machine.load:g} before it began"
+    return f"{cpu}; {repeat(command)}"

@@ -1,0 +1,60 @@
+"""Identity: names of this machine and of its processes, and which of these have ended."""
+
+import contextlib
+import os
+import re
+import socket
+from pathlib import Path
+
+from crossshard._hash import sha256
+
+_PROC = Path("/proc")
+
+
+def machine() -> str:
+    """A name of this machine, of its boot and of the container, where process ids mean the same."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append((_PROC / "sys/kernel/random/boot_id").read_text())
+        parts.append(os.readlink(_PROC / "self/ns/pid"))
+    return sha256(parts)[:16]
+
+
+def own_identity() -> str:
+    """The process id, and when the process began, since numbers are used again."""
+    pid = os.getpid()
+    return f"{pid} {_state_and_beginning(pid)[1]}"
+
+
+def is_gone(identity: str) -> bool | None:
+    """Whether the process of this machine with this identity has ended.
+
+    ``None`` if this is not known: it is not an identity, or a process has its number, and the
+    machine does not tell when that one began.
+    """
+    found = re.fullmatch(r"([1-9]\d{0,8}) (\d{1,19})", identity[:40], re.ASCII)
+    if found is None:
+        return None
+    pid, began = int(found[1]), int(found[2])
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        pass
+    if not began:
+        return None
+    state, now_began = _state_and_beginning(pid)
+    # A zombie has ended, and nobody has asked for its code yet.
+    return state in ("Z", "X") or now_began != began
+
+
+def _state_and_beginning(pid: int) -> tuple[str, int]:
+    """Of proc(5): the state, and the beginning in clock ticks; nothing where there is no /proc."""
+    if not _PROC.joinpath("self/stat").exists():
+        return "", 0
+    try:
+        fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "X", 0
+    return fields[0], int(fields[19])

@@ -1,0 +1,159 @@
+"""Endings: waits for the processes of a launcher, passes signals on, and ends them together."""
+
+import contextlib
+import math
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from crossshard.distributed.supervisor.reports import PROCESS_LOST, PROCESS_STALLED, Verdict
+
+# How long processes that leave because of another one wait for each other, at most.
+_LEAVING_SECONDS = 5.0
+_EVERY = 0.02
+_ENDING = tuple(getattr(signal, f"SIG{name}") for name in ("INT", "QUIT", "TERM", "HUP"))
+_PASSED_ON = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2)
+_BECAUSE_OF_ANOTHER = (PROCESS_LOST, PROCESS_STALLED)
+
+
+class Family:
+    """The processes of a launcher, which get its signals and end together.
+
+    Args:
+      grace: how many seconds they have to end before they are killed.
+      verdicts: the file in which they write why they leave.
+    """
+
+    def __init__(self, grace: float, verdicts: Path) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._grace = grace
+        self._verdicts = verdicts
+        self._received: list[int] = []
+        self._passed_on = 0
+        self._until = math.inf
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal has come."""
+        return bool(self._received)
+
+    @property
+    def must_end(self) -> bool:
+        """Whether a signal has come that ends them."""
+        return self._until < math.inf
+
+    @contextlib.contextmanager
+    def takes_signals(self) -> Iterator[None]:
+        """Keep signals to this process for the others, until ``pass_on`` sends them."""
+
+        def receive(number: int, frame: object) -> None:
+            self._received.append(number)
+            if number in _ENDING:
+                self._until = min(self._until, time.monotonic() + self._grace)
+
+        before = {number: signal.signal(number, receive) for number in _PASSED_ON}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def pass_on(self) -> None:
+        """Send what has been received to all processes.
+
+        Not from the handler of the signal, which may run while a process is being started.
+        """
+        while self._passed_on < len(self._received):
+            number = self._received[self._passed_on]
+            self._passed_on += 1
+            for process in self.processes:
+                _send(process, number)
+
+    def wait(self, number: int) -> tuple[int, int | None, str]:
+        """Wait until so many processes have ended well, one has not, or their time is over.
+
+        Returns:
+          The code of the job, the process that failed, and what there is to say of it.
+        """
+        left = dict(enumerate(self.processes))
+        while left and time.monotonic() < self._until:
+            self.pass_on()
+            for own, process in list(left.items()):
+                if process.poll() is not None:
+                    del left[own]
+                if process.returncode:
+                    code, failed, why = self._of_failure(own, process.returncode, left)
+                    # After Ctrl-C everybody knows why.
+                    return code, failed, why if number > 1 and not self._received else ""
+            time.sleep(_EVERY)
+        if not left and len(self.processes) == number:
+            return 0, None, ""
+        asked = next(each for each in self._received if each in _ENDING)
+        late = " ".join(map(str, left))
+        why = f"killed {self._grace:g} seconds after {signal.Signals(asked).name}: process {late}"
+        return 128 + asked, None, why if left else ""
+
+    def end(self) -> None:
+        """End all processes that still run, and what they have started."""
+        if not self.must_end:
+            for process in self.processes:
+                if process.poll() is None:
+                    _send(process, signal.SIGTERM)
+        until = min(self._until, time.monotonic() + self._grace)
+        while time.monotonic() < until and any(each.poll() is None for each in self.processes):
+            self.pass_on()
+            time.sleep(_EVERY)
+        for process in self.processes:
+            _send(process, signal.SIGKILL)
+            process.wait()
+
+    def _of_failure(
+        self, own: int, code: int, left: dict[int, subprocess.Popen[bytes]]
+    ) -> tuple[int, int | None, str]:
+        """The code of a job in which a process has failed, which one was the first, and how."""
+        failed: int | None = own
+        verdict = None
+        if code in _BECAUSE_OF_ANOTHER:
+            self._wait_for_leaving(left)
+            verdict = self._verdict()
+            failed = self._who_was_waited_for(left) if verdict is None else verdict.process
+            # They may see a death before this process can ask for its code.
+            if failed is not None and self.processes[failed].returncode:
+                own, code = failed, self.processes[failed].returncode
+        if verdict is not None and code in _BECAUSE_OF_ANOTHER:
+            what = verdict.sentence().partition(". ")[0].rstrip(".")
+            return code, failed, f"{what}; the others are ended"
+        how = f"with code {code}" if code > 0 else f"by {signal.Signals(-code).name}"
+        shown = code if code > 0 else 128 - code
+        return shown, failed, f"process {own} ended {how}; the others are ended"
+
+    def _wait_for_leaving(self, left: dict[int, subprocess.Popen[bytes]]) -> None:
+        until = min(self._until, time.monotonic() + _LEAVING_SECONDS)
+        while time.monotonic() < until and any(each.poll() is None for each in left.values()):
+            self.pass_on()
+            time.sleep(_EVERY)
+
+    def _who_was_waited_for(self, left: dict[int, subprocess.Popen[bytes]]) -> int | None:
+        """The process that does not leave, or with another code, where none of them has said it."""
+        codes = {own: process.poll() for own, process in left.items()}
+        return next((own for own, code in codes.items() if code not in _BECAUSE_OF_ANOTHER), None)
+
+    def _verdict(self) -> Verdict | None:
+        """Why they leave: what process 0 says, which judges, or else the first that says it."""
+        try:
+            text = self._verdicts.read_text("utf-8", "replace")
+        except OSError:
+            return None
+        said = [line.partition(" ") for line in text.splitlines()]
+        said.sort(key=lambda words: words[0] != "0")
+        found = (Verdict.parse(text, len(self.processes)) for _, _, text in said)
+        return next((verdict for verdict in found if verdict is not None), None)
+
+
+def _send(process: subprocess.Popen[bytes], number: int) -> None:
+    # The group may outlive the process that led it.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)

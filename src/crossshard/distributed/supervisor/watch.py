@@ -1,0 +1,307 @@
+"""Watch: ends this process, with a word on why, when another one is gone or does not move.
+
+Process 0 judges: it reads the reports of all, and the others read what it says. So each process
+sends the coordinator a few texts in a second, however many there are.
+"""
+
+import atexit
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+from crossshard import _jax
+from crossshard.distributed import identity
+from crossshard.distributed.addresses import split_address
+from crossshard.distributed.job import VERDICTS, Job
+from crossshard.distributed.progress import PROGRESS
+from crossshard.distributed.supervisor.aborts import as_usual_on_abort, before_abort
+from crossshard.distributed.supervisor.judge import Judge
+from crossshard.distributed.supervisor.reports import PROCESS_STALLED, Kind, Report, State, Verdict
+from crossshard.distributed.supervisor.stacks import place, stacks
+from crossshard.distributed.supervisor.timeouts import Timeouts
+
+_EVERY = 0.5
+# For the others to read the verdict, before process 0 takes the coordinator away.
+_FAREWELL_SECONDS = 2.0
+# For a process that comes to its end to be gone, on a busy machine.
+_END_SECONDS = 4.0
+# For a coordinator that does not answer to answer again.
+_ANSWER_SECONDS = 2.0
+# For a process that stood still to find that the others have left.
+_RECENT_SECONDS = 20.0
+_FOLDER = "crossshard/watch"
+
+
+def watch(job: Job, timeouts: Timeouts) -> None:
+    """Watch the other processes of a job, until this one ends.
+
+    Args:
+      job: the job, whose coordinator is connected.
+      timeouts: how many seconds a process may stand still while others wait for it.
+    """
+    _Watch(job, timeouts).start()
+
+
+def watch_alone(seconds: float) -> None:
+    """End this process, which is the only one of its job, if it enters nothing for so long.
+
+    Its time counts from the end of a call on: to compile a step may take as long as it does.
+    """
+
+    def tick() -> None:
+        calls, idle = 0, 0.0
+        while True:
+            time.sleep(_EVERY)
+            begins = PROGRESS.latest.partition(" ")[0] in ("nothing", "init")
+            moves = begins or PROGRESS.inside or PROGRESS.calls != calls
+            calls, idle = PROGRESS.calls, 0.0 if moves else idle + _EVERY
+            if idle >= seconds:
+                what = PROGRESS.latest
+                _leave(0, Verdict(Kind.ALONE, 0, what, int(idle), place()))
+
+    PROGRESS.is_alone = True
+    threading.Thread(target=tick, name="crossshard watch", daemon=True).start()
+
+
+class _Watch:
+    def __init__(self, job: Job, timeouts: Timeouts) -> None:
+        self._job = job
+        self._process = job.process_id
+        self._timeouts = timeouts
+        self._state = State.RUNNING
+        self._error = "nothing"
+        self._beat = 0
+        # Seconds in which this process ran; those of a suspended machine are nobody's fault.
+        self._clock = 0.0
+        self._answered = 0.0
+        self._failing_since: float | None = None
+        self._judge = Judge(job.num_processes, timeouts, self._clock)
+        self._first = Judge(1, timeouts, self._clock)  # in the eyes of the others
+        self._machine = identity.machine()
+        self._verdict: Verdict | None = None
+        # When the clock was last read, and the seconds and the end of the latest long gap.
+        self._ticked = time.monotonic()
+        self._gap = (0.0, 0.0)
+        self._released = threading.Event()
+        self._over = False
+
+    def start(self) -> None:
+        _jax.tell_processes(f"{_FOLDER}/{self._machine}/{self._process}", identity.own_identity())
+        before_abort(self._before_abort)
+        atexit.register(self._at_exit)
+        for target in (self._talk, self._tick):
+            threading.Thread(target=target, name="crossshard watch", daemon=True).start()
+
+    # In a thread, since a call does not return if the coordinator stands still.
+
+    def _talk(self) -> None:
+        while not self._over:
+            try:
+                self._exchange()
+                self._answered, self._failing_since = self._clock, None
+            except Exception as error:  # whatever the runtime raises
+                if not _jax.has_coordinator():
+                    # The script has called jax.distributed.shutdown().
+                    self._over = True
+                    self._released.set()
+                elif "UNAVAILABLE" in str(error) or self._failing_since is not None:
+                    self._failing_since = self._failing_since or self._clock
+            time.sleep(_EVERY)
+
+    def _exchange(self) -> None:
+        report = self._report()
+        _jax.tell_again(f"{_FOLDER}/reports/{self._process}", str(report))
+        if self._process == 0:
+            _jax.tell_again(f"{_FOLDER}/first/report", str(report))
+            verdict = self._judge.hear({**self._reports(), 0: report}, self._clock)
+        else:
+            verdict = self._of_first()
+        if verdict is not None:
+            self._obey(verdict)
+
+    def _of_first(self) -> Verdict | None:
+        texts = _jax.told_below(f"{_FOLDER}/first/")
+        told = Verdict.parse(texts.get("verdict", ""), self._job.num_processes)
+        if told is not None:
+            return told
+        report = Report.parse(texts.get("report", ""))
+        verdict = self._first.hear({0: report}, self._clock) if report else None
+        # That process 0 has come to its end says nothing of the others.
+        return verdict if verdict and verdict.kind is not Kind.DONE else None
+
+    def _report(self) -> Report:
+        self._beat += 1
+        gone = next(
+            (
+                process
+                for process, told in self._told(self._machine).items()
+                if process != self._process and identity.is_gone(told)
+            ),
+            -1,
+        )
+        rows, since = PROGRESS.rows
+        return Report(
+            self._beat,
+            PROGRESS.calls,
+            PROGRESS.latest,
+            self._state,
+            self._error,
+            gone,
+            place(),
+            rows,
+            since,
+        )
+
+    def _reports(self) -> dict[int, Report]:
+        parsed = {process: Report.parse(text) for process, text in self._told("reports").items()}
+        return {process: report for process, report in parsed.items() if report is not None}
+
+    def _told(self, below: str) -> dict[int, str]:
+        """What each process has told, by its number; whatever else is there is left out."""
+        found = _jax.told_below(f"{_FOLDER}/{below}/")
+        numbers = {str(process) for process in range(self._job.num_processes)}
+        return {int(key): text for key, text in found.items() if key in numbers}
+
+    # In another thread.
+
+    def _tick(self) -> None:
+        while not self._over:
+            time.sleep(_EVERY / 2)
+            self._clock += _EVERY / 2
+            self._note_gap()
+            silent = self._clock - self._answered
+            if self._failing_since is not None and (
+                self._clock - self._failing_since > _ANSWER_SECONDS
+            ):
+                self._leave(Verdict(Kind.DIED, 0))
+            elif silent >= self._timeouts.of(PROGRESS.latest) and self._process != 0:
+                self._leave(Verdict(Kind.SILENT, 0, seconds=int(silent)))
+
+    def _note_gap(self) -> None:
+        now = time.monotonic()
+        # The others count from the last time that they heard of this process.
+        if now - self._ticked >= self._timeouts.of(PROGRESS.latest) / 2:
+            self._gap = (now - self._ticked, now)
+        self._ticked = now
+
+    def _seen_from_outside(self, verdict: Verdict) -> Verdict:
+        """If this process stood still, the others have left for that, and have not died."""
+        self._note_gap()
+        seconds, until = self._gap
+        if verdict.kind is Kind.DIED and seconds and self._ticked - until < _RECENT_SECONDS:
+            return Verdict(Kind.SILENT, self._process, seconds=int(seconds))
+        return verdict
+
+    # The end.
+
+    def _obey(self, verdict: Verdict) -> None:
+        self._verdict = verdict
+        own_end = self._state is not State.RUNNING and verdict.process == self._process
+        if self._process == 0:
+            _jax.tell_again(f"{_FOLDER}/first/verdict", str(verdict))
+        if verdict.kind is not Kind.DONE:
+            with contextlib.suppress(Exception):
+                self._say_farewell(verdict)
+        self._over = True
+        if verdict.kind is Kind.DONE or own_end:
+            self._released.set()
+        else:
+            self._leave(verdict)
+
+    def _say_farewell(self, verdict: Verdict) -> None:
+        """Tell that this process ends; process 0 waits until all others have told it."""
+        ending = Report(self._beat + 1, PROGRESS.calls, PROGRESS.latest, State.ENDING)
+        _jax.tell_again(f"{_FOLDER}/reports/{self._process}", str(ending))
+        until = time.monotonic() + _FAREWELL_SECONDS
+        ends_itself = verdict.kind in (Kind.FAILED, Kind.LEFT)
+        others = {*range(1, self._job.num_processes)}
+        if verdict.kind in (Kind.DIED, Kind.SILENT):
+            others -= {verdict.process}
+        while self._process == 0 and others and time.monotonic() < until:
+            time.sleep(0.05)
+            heard = self._reports().items()
+            others -= {process for process, each in heard if each.state is State.ENDING}
+        if self._process == 0 != verdict.process and ends_itself:
+            self._wait_for_end_of(verdict.process)
+
+    def _wait_for_end_of(self, process: int) -> None:
+        """Let a process end with its own exit code, which it loses if the coordinator goes."""
+        told = self._told(self._machine).get(process)
+        until = time.monotonic() + (1 if told is None else _END_SECONDS)
+        while time.monotonic() < until and not (told and identity.is_gone(told)):
+            time.sleep(0.05)
+
+    def _leave(self, verdict: Verdict) -> None:
+        _leave(self._process, self._seen_from_outside(verdict))
+
+    def _before_abort(self) -> None:
+        if self._state is State.FAILED and self._released.is_set():
+            os._exit(1)
+        if self._verdict is None and _answers(str(self._job.coordinator_address)):
+            return  # it aborts for a reason of its own
+        self._leave(self._verdict or Verdict(Kind.DIED, 0))
+
+    def _at_exit(self) -> None:
+        """Wait for the others, which may need this process; keep its exit code."""
+        if self._over:
+            return
+        # Python has printed an exception that nobody caught.
+        failed: Any = getattr(sys, "last_type", None)
+        self._error = "nothing" if failed is None else failed.__name__[:60]
+        self._state = State.LEFT if failed is None else State.FAILED
+        with contextlib.suppress(KeyboardInterrupt):
+            self._released.wait()
+        if self._verdict is not None and self._verdict.kind is Kind.DONE:
+            return
+        # JAX would now wait for the others, some of which wait for this one.
+        if failed is None:
+            as_usual_on_abort()
+            _jax.abandon_coordination()
+            return
+        _flush()
+        if issubclass(failed, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        os._exit(1)
+
+
+def _leave(process: int, verdict: Verdict) -> None:
+    """End this process, with a word on why, and if one stands still, on where this one does."""
+    # The main thread may hold the lock of a stream.
+    flushing = threading.Thread(target=_flush, daemon=True)
+    flushing.start()
+    flushing.join(0.5)
+    line = f"crossshard: {verdict.sentence()} Process {process} leaves."
+    if verdict.code == PROCESS_STALLED:
+        line = f"{stacks()}\n{line}"
+    error = 2
+    # The main thread may be printing what it met since the others left: the word comes last.
+    with contextlib.suppress(OSError):
+        error = os.dup(2)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    with contextlib.suppress(OSError):
+        os.write(error, f"{line}\n".encode())
+    # Exit codes alone would not tell who left because of whom.
+    with contextlib.suppress(KeyError, OSError):
+        file = os.open(os.environ[VERDICTS], os.O_WRONLY | os.O_APPEND)
+        os.write(file, f"{process} {verdict}\n".encode())
+    os._exit(verdict.code)
+
+
+def _answers(address: str) -> bool:
+    try:
+        socket.create_connection(split_address(address), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()

@@ -1,0 +1,157 @@
+"""The status of an incoming gradient: read from its type or declared, never guessed."""
+
+import enum
+import math
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from crossshard import _check
+from crossshard.errors import ArgumentError, ArgumentTypeError, DoubleReductionError, IncomingError
+from crossshard.gradients.reduction import Reduction
+from crossshard.gradients.scalars import describe_type
+from crossshard.shards.axes import Shards
+
+
+class GradientStatus(enum.StrEnum):
+    """The status of a gradient when it reaches the optimizer.
+
+    LOCAL: not reduced; the gradient of this shard's own loss.
+    SCALED: divided for MEAN but not summed, as ``compute_gradients`` returns it.
+    SUMMED: summed over all shards by autodiff, but not divided for MEAN.
+    REDUCED: summed and divided; the optimizer only updates.
+    """
+
+    LOCAL = "local"
+    SCALED = "scaled"
+    SUMMED = "summed"
+    REDUCED = "reduced"
+
+
+# One for each leaf; ``None`` for float0.
+Statuses = tuple[GradientStatus | None, ...]
+
+
+def check_incoming(incoming: object) -> GradientStatus | None:
+    """The checked status, or ``None`` if none is declared."""
+    if incoming is None:
+        return None
+    return _check.choice("incoming", incoming, GradientStatus, "Or leave it out.")
+
+
+def read_incoming(
+    name: str,
+    gradient: Any,
+    shards: Shards,
+    declared: GradientStatus | None,
+    *,
+    reduction: Reduction,
+    grouped: bool,
+) -> GradientStatus:
+    """The status of a gradient, from its declaration or its type.
+
+    Raises:
+      DoubleReductionError: nothing is declared, and the gradient is invariant.
+      IncomingError: the gradient is declared summed or reduced, but is varying.
+    """
+    if declared is GradientStatus.SUMMED and grouped:
+        raise IncomingError(
+            f"{name} is declared as summed over all {shards.number} shards, but this optimizer "
+            f"reduces over groups, and a group's sum cannot be recovered from the total. "
+            f"Differentiate with crossshard.value_and_grad."
+        )
+    if not shards.has_vma:
+        return declared or GradientStatus.LOCAL
+    reduced = declared in (GradientStatus.SUMMED, GradientStatus.REDUCED)
+    if reduced and not grouped and shards.is_varying(gradient):
+        raise IncomingError(
+            f"{name} ({describe_type(gradient)}) is declared as {declared}, but by its type it is "
+            f"varying over {_axes(shards)}. Write incoming='local', or leave incoming out."
+        )
+    if declared is not None:
+        return declared
+    if not shards.invariant_axes(gradient):
+        return GradientStatus.LOCAL
+    if shards.number == 1:
+        return GradientStatus.REDUCED
+    raise DoubleReductionError(_double_reduction(name, gradient, shards, reduction))
+
+
+def _double_reduction(name: str, gradient: Any, shards: Shards, reduction: Reduction) -> str:
+    number = math.prod(map(lax.axis_size, shards.invariant_axes(gradient)))
+    mistake = (
+        f"averaging again would do nothing and the step would be {number} times too large"
+        if reduction is Reduction.MEAN
+        else f"summing again would make the step {number} times too large"
+    )
+    return (
+        f"{name} ({describe_type(gradient)}) arrived at CrossShardOptimizer.update already "
+        f"invariant over {_axes(shards, shards.invariant_axes(gradient))}: autodiff has summed it "
+        f"over {number} shards, so {mistake}. Differentiate with crossshard.value_and_grad, or "
+        f'write incoming="summed" ("reduced" if it is already averaged, "local" if it is a local '
+        f"gradient that happens to be equal on all shards). If this optimizer stands inside "
+        f"optax.MultiSteps, write CrossShardOptimizer(opt, accumulate_steps=k) in its place, with "
+        f"sums for each shard."
+    )
+
+
+def _axes(shards: Shards, axes: tuple[str, ...] | None = None) -> str:
+    names = shards.axes if axes is None else axes
+    return ("axis " if len(names) == 1 else "axes ") + ", ".join(map(repr, names))
+
+
+def leaf_name(path: tuple[Any, ...]) -> str:
+    """The path of a leaf, as in ``layers/0/kernel``."""
+    return f"`{jax.tree_util.keystr(path, simple=True, separator='/') or 'gradient'}`"
+
+
+def is_sparse(leaf: Any) -> bool:
+    """Whether a leaf is one of JAX's sparse arrays."""
+    # A sparse array implies that this is imported already; importing it here would import SciPy.
+    sparse = sys.modules.get("jax.experimental.sparse")
+    return sparse is not None and isinstance(leaf, sparse.JAXSparse)
+
+
+def check_gradient_dtype(name: str, gradient: Any) -> None:
+    """Raise unless the gradient is a dense array of real or complex numbers (or float0)."""
+    if is_sparse(gradient):
+        raise ArgumentTypeError(
+            f"{name} is a sparse array ({type(gradient).__name__}); gradients must be dense. "
+            f"Write gradient.todense()."
+        )
+    try:
+        dtype = jnp.result_type(gradient)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"{name} must be an array; got {type(gradient).__name__}."
+        ) from None
+    if not jnp.issubdtype(dtype, jnp.inexact) and dtype != jax.dtypes.float0:
+        raise ArgumentTypeError(
+            f"{name} has dtype {dtype}; a gradient must be floating, because a mean of {dtype} "
+            f"would be rounded."
+        )
+
+
+def check_shapes(gradients: Any, like: Any, what: str = "its parameter") -> None:
+    """Raise unless gradients have the shapes of their parameters, or of their updates.
+
+    Raises:
+      ArgumentError: the shapes differ, as with per-example gradients.
+    """
+    given, expected = (
+        jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse) for tree in (gradients, like)
+    )
+    if len(given) != len(expected):
+        return
+    for (path, gradient), (_, other) in zip(given, expected, strict=True):
+        if jnp.shape(gradient) != jnp.shape(other):
+            raise ArgumentError(
+                f"{leaf_name(path)} has shape {jnp.shape(gradient)} and {what} "
+                f"{jnp.shape(other)}. Gradients are averaged over the shards one by one, so "
+                f"per-example gradients, as optax.contrib.dpsgd takes them, cannot be reduced. "
+                f"Aggregate them on each shard first, with preprocess="
+                f"optax.contrib.differentially_private_aggregate(...) for example."
+            )

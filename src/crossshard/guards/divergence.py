@@ -1,0 +1,279 @@
+"""Divergence: every few steps, compares the shards' copies of the same arrays, and repairs them."""
+
+import dataclasses
+import enum
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from crossshard import _check
+from crossshard._hash import from_words, to_words, word_of
+from crossshard.collectives.all_reduce import sum_over_shards
+from crossshard.errors import ArgumentError
+from crossshard.model.layout import StateLayout
+from crossshard.model.state import TrainState, names_of
+from crossshard.shards.axes import Shards
+from crossshard.shards.groups import GroupAssignment
+from crossshard.shards.partition import slice_index
+from crossshard.shards.placement import Placement
+
+
+class OnDivergence(enum.StrEnum):
+    """What happens when copies differ.
+
+    RAISE: the host raises a ``DivergenceError``; the state is not touched.
+    REPAIR: the value of the majority is copied to all before the step is taken. Without a majority
+      it is as for RAISE.
+    """
+
+    RAISE = "raise"
+    REPAIR = "repair"
+
+
+class Divergence(NamedTuple):
+    """What a comparison of the shards' copies found, as ``metrics["divergence"]``.
+
+    The state is compared before the step is taken. ``TrainStep.compared`` names the leaves.
+
+    Attributes:
+      step: int32[], the step count of the state; -1 if it was not compared at this step.
+      diverged: bool[], whether any copies differ.
+      undecided: bool[], whether no majority has the same copy of some leaf, so that nobody can tell
+        which is right; then all of its shards are in ``shards``.
+      shards: bool[shards], those with a copy that differs from that of the majority.
+      leaves: bool[leaves], those of which copies differ.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from crossshard import make_train_step
+    >>> loss_fn = lambda w, x: (w * x).mean()
+    >>> step = make_train_step(loss_fn, optax.sgd(0.1), num_shards=1, check_divergence=100)
+    >>> state, metrics = step(step.init(jnp.float32(3)), jnp.ones(1))
+    >>> int(metrics["divergence"].step), bool(metrics["divergence"].diverged)
+    (0, False)
+    """
+
+    step: Any
+    diverged: Any
+    undecided: Any
+    shards: Any
+    leaves: Any
+
+
+def check_divergence_options(every: Any, on_divergence: Any) -> "Sentinel | None":
+    """The checked ``check_divergence`` and ``on_divergence`` arguments.
+
+    Raises:
+      ArgumentError: not a positive number, an unknown action, or an action without a number.
+      ArgumentTypeError: not a whole number.
+    """
+    action = _check.choice("on_divergence", on_divergence, OnDivergence)
+    if every is None:
+        if action is not OnDivergence.RAISE:
+            raise ArgumentError(
+                f"on_divergence={str(action)!r} needs comparisons that find something: write "
+                f"check_divergence=100, to compare every 100 steps."
+            )
+        return None
+    number = _check.whole_number("check_divergence", every, hint="It counts steps, such as 100.")
+    if number >= 2**31:
+        raise ArgumentError(f"check_divergence counts steps in 32 bits; got {number}.")
+    return Sentinel(number, action)
+
+
+class _Copies(enum.Enum):
+    """Which shards have a copy of an array."""
+
+    NONE = enum.auto()
+    OF_GROUP = enum.auto()
+    OF_ALL = enum.auto()
+
+
+def _copies(layout: StateLayout, state: TrainState) -> list[_Copies]:
+    """For each leaf of a state, which shards have a copy of it."""
+    placements = layout.placements(state)
+
+    def of(placement: Placement) -> _Copies:
+        if placement.per_shard or placement.is_split:
+            return _Copies.NONE
+        return _Copies.OF_ALL
+
+    found = jax.tree.map(of, placements)
+    if layout.groups is not None:
+        # One for each shard, but equal within a group.
+        of_group = lambda placement: _Copies.NONE if placement.is_split else _Copies.OF_GROUP
+        opt_state = placements.opt_state
+        found = dataclasses.replace(
+            found,
+            params=jax.tree.map(of_group, placements.params),
+            opt_state=found.opt_state._replace(
+                metrics=jax.tree.map(of_group, opt_state.metrics),
+                inner_state=jax.tree.map(of_group, opt_state.inner_state),
+            ),
+        )
+    return jax.tree.leaves(found)
+
+
+def names_of_compared(layout: StateLayout, state: TrainState) -> tuple[str, ...]:
+    """The names of the leaves that are compared, in their order."""
+    return tuple(
+        name
+        for name, copies in zip(names_of(state), _copies(layout, state), strict=True)
+        if copies is not _Copies.NONE
+    )
+
+
+class Majority(NamedTuple):
+    """What this shard knows of some leaves that the same shards have.
+
+    Attributes:
+      common: uint32[leaves], the word of the majority.
+      healthy: bool[leaves], whether this shard has that word.
+      equal: bool[leaves], whether all shards have it.
+      decided: bool[leaves], whether more than half of them have it.
+    """
+
+    common: jax.Array
+    healthy: jax.Array
+    equal: jax.Array
+    decided: jax.Array
+
+
+def judge(words: jax.Array, shards: Shards, groups: GroupAssignment | None) -> Majority:
+    """The majority of the words for each leaf, uint32[leaves]."""
+    size = shards.number if groups is None else groups.size
+    places = jnp.arange(32, dtype=jnp.uint32)
+    bits = (words[:, None] >> places) & 1
+    # If more than half have the same word, each of its bits is that of the majority. So the bytes
+    # to send do not depend on the number of shards.
+    counts = sum_over_shards(bits.astype(jnp.int32), shards, groups)
+    common = jnp.sum((2 * counts > size).astype(jnp.uint32) << places, axis=1, dtype=jnp.uint32)
+    healthy = words == common
+    number = sum_over_shards(healthy.astype(jnp.int32), shards, groups)
+    return Majority(common, healthy, number == size, 2 * number > size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sentinel:
+    """Compares the copies of a state before the step, each time the step count divides.
+
+    Attributes:
+      every: the number of steps from one comparison to the next.
+      on_divergence: what happens when copies differ.
+    """
+
+    every: int
+    on_divergence: OnDivergence
+
+    @property
+    def repairs(self) -> bool:
+        """Whether the value of the majority is copied to all."""
+        return self.on_divergence is OnDivergence.REPAIR
+
+    def describe(self) -> str:
+        """How often copies are compared, and what happens if they differ."""
+        return f"copies compared every {self.every} steps: {self.on_divergence} if they differ"
+
+    def __call__(self, layout: StateLayout, state: TrainState) -> tuple[TrainState, Divergence]:
+        """The state, repaired if this is asked for and possible, and what was found."""
+        mesh = layout.mesh
+        leaves, tree = jax.tree.flatten(state)
+        which = _copies(layout, state)
+        specs = [sharding.spec for sharding in jax.tree.leaves(layout.shardings(state))]
+        # Those of all shards first, so that each kind is one block.
+        order = [
+            [index for index, copies in enumerate(which) if copies is kind]
+            for kind in (_Copies.OF_ALL, _Copies.OF_GROUP)
+        ]
+        chosen = [index for kind in order for index in kind]
+        own_specs = [specs[index] for index in chosen]
+        run = jax.shard_map(
+            functools.partial(self._of_one_device, layout, len(order[0]), _inverse(chosen)),
+            mesh=mesh,
+            in_specs=(PartitionSpec(), own_specs),
+            out_specs=(PartitionSpec(), own_specs),
+            # Copies that differ are what it looks for.
+            check_vma=False,
+        )
+        found, repaired = run(state.step, [leaves[index] for index in chosen])
+        for index, leaf in zip(chosen, repaired, strict=True):
+            leaves[index] = leaf
+        return tree.unflatten(leaves), found
+
+    def _of_one_device(
+        self, layout: StateLayout, of_all: int, rank: Any, step: jax.Array, leaves: list[Any]
+    ) -> tuple[Divergence, Any]:
+        """What is found, and the leaves of one device; of the first ``of_all`` all have copies."""
+        mesh, names = layout.mesh, layout.axes
+        shards = Shards(layout.number_of_shards, names, manual=True)
+        on_any = lambda flags: lax.pmax(flags.astype(jnp.int32), mesh.axis_names) > 0
+
+        def compare(leaves: list[Any]) -> tuple[Divergence, list[Any]]:
+            words = jnp.stack([to_words(step), *map(word_of, leaves)])
+            majority = judge(words[: 1 + of_all], shards, None)
+            # The step count itself, since it is told; its hash is among the leaves.
+            count = lax.bitcast_convert_type(majority.common[0], jnp.int32)
+            majority = Majority(*(x[1:] for x in majority))
+            if layout.groups is not None:
+                of_group = judge(words[1 + of_all :], shards, layout.groups)
+                pairs = zip(majority, of_group, strict=True)
+                majority = Majority(*map(jnp.concatenate, pairs))
+            suspect = jnp.any(~(majority.healthy & majority.decided))
+            own = jnp.arange(shards.number) == shards.index()
+            undecided = jnp.any(~majority.decided)[None]
+            flags = on_any(jnp.concatenate([~majority.equal, own & suspect, undecided]))
+            differ, suspects = flags[: len(leaves)], flags[len(leaves) : -1]
+            found = Divergence(count, jnp.any(differ), flags[-1], suspects, differ[rank])
+            if not self.repairs:
+                # JAX would take them past the cond, and XLA then copies each before the step writes
+                # to it, every time.
+                return found, lax.optimization_barrier(leaves)
+
+            def repair(leaves: list[Any]) -> list[Any]:
+                repaired = []
+                for index, x in enumerate(leaves):
+                    own = majority.healthy[index], majority.decided[index]
+                    groups = None if index < of_all else layout.groups
+                    mend = functools.partial(_repaired, *own, shards, groups)
+                    # One by one, so that only those are sent, and one needs memory at a time.
+                    repaired.append(lax.cond(differ[index], mend, lambda x: x, x))
+                return repaired
+
+            return found, lax.cond(found.diverged, repair, lambda leaves: leaves, leaves)
+
+        def pass_over(leaves: list[Any]) -> tuple[Divergence, list[Any]]:
+            none = lambda number: jnp.zeros(number, bool)
+            clean = jnp.bool_(False)
+            found = Divergence(jnp.int32(-1), clean, clean, none(shards.number), none(len(leaves)))
+            return found, leaves
+
+        # Agreed on, since shards whose counts differ would wait for each other in collectives.
+        due = on_any(step % self.every == 0)
+        return lax.cond(due, compare, pass_over, leaves)
+
+
+def _repaired(
+    healthy: jax.Array,
+    decided: jax.Array,
+    shards: Shards,
+    groups: GroupAssignment | None,
+    x: Any,
+) -> jax.Array:
+    """A copy with the bits of the first healthy one, if it is known which are healthy."""
+    size = shards.number if groups is None else groups.size
+    place, places = slice_index(shards, groups), jnp.arange(size)
+    counts = sum_over_shards(((places == place) & healthy).astype(jnp.int32), shards, groups)
+    words = to_words(x)
+    of_first = jnp.where(place == jnp.argmax(counts), words, 0)
+    given = sum_over_shards(of_first, shards, groups)
+    return from_words(jnp.where(decided & ~healthy, given, words), x)
+
+
+def _inverse(order: list[int]) -> Any:
+    """The place of each chosen leaf in the order of the state."""
+    rank = sorted(range(len(order)), key=order.__getitem__)
+    return np.array(rank, np.int32)

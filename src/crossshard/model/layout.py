@@ -1,0 +1,329 @@
+"""StateLayout: the placement of each array of a step's state on the mesh."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from crossshard._flax import nnx
+from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.model.model_state import ModelState, holds_keys
+from crossshard.model.models import Skeleton
+from crossshard.model.state import TrainState
+from crossshard.nnx.per_shard import of_all
+from crossshard.pipeline.pipeline import Pipeline
+from crossshard.pipeline.state import CrossShardState
+from crossshard.pipeline.update.plan import UpdatePlan
+from crossshard.shards.groups import GroupAssignment
+from crossshard.shards.model_axes import OtherAxes, only, other_axes_like
+from crossshard.shards.partition import map_partitions
+from crossshard.shards.placement import PER_SHARD, REPLICATED, Placement
+from crossshard.shards.random_streams import own_stream
+
+
+@dataclasses.dataclass(frozen=True)
+class StateLayout:
+    """The placement of a state on the mesh.
+
+    Attributes:
+      mesh: the mesh.
+      axes: its shard axes.
+      plan: the partitions of parameters and optimizer state.
+      groups: the groups whose parameters differ; ``None`` if all shards have the same.
+      pipeline: the pipeline, whose stages have states.
+      params: the types of one set of parameters.
+      model_state: how the state that a loss returns is kept; ``None`` if it returns none.
+      other_axes: for each array of the parameters, the frozen arrays and the model state its
+        spec on the other axes of the mesh; empty if none is split over these.
+    """
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+    plan: UpdatePlan
+    groups: GroupAssignment | None
+    pipeline: Pipeline
+    params: Any = dataclasses.field(compare=False)
+    model_state: ModelState | None = None
+    other_axes: tuple[OtherAxes, ...] = ()
+
+    @functools.cached_property
+    def types(self) -> CrossShardState:
+        """The types of one shard's whole optimizer state, of all stages."""
+        types: CrossShardState = jax.eval_shape(self.pipeline.init, self.params)
+        return types
+
+    @property
+    def number_of_shards(self) -> int:
+        """The number of shards."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes)
+
+    @property
+    def unnamed_axes(self) -> tuple[str, ...]:
+        """The the other axes of the mesh."""
+        return tuple(axis for axis in self.mesh.axis_names if axis not in self.axes)
+
+    def keeps_per_shard(self, skeleton: Skeleton) -> bool:
+        """Whether each shard has its own model state."""
+        of_function = self.model_state is ModelState.PER_SHARD
+        return skeleton.is_nnx or of_function or self.groups is not None
+
+    def placements(self, state: TrainState) -> TrainState:
+        """The placement of every array of a state."""
+        params = REPLICATED if self.groups is None else PER_SHARD
+        model_state = PER_SHARD if self.keeps_per_shard(state.skeleton) else REPLICATED
+        inner = map_partitions(
+            lambda partition, _: Placement(
+                partition, self.groups is not None, self.groups, partition.other_axes
+            ),
+            self.plan.state,
+            state.opt_state.inner_state,
+        )
+        opt_state = self.pipeline.placements(state.opt_state, inner)
+        placements = dataclasses.replace(
+            state,
+            step=REPLICATED,
+            params=_all(params, state.params),
+            opt_state=opt_state,
+            frozen=_all(REPLICATED, state.frozen),
+            model_state=_all(model_state, state.model_state),
+            rng=REPLICATED,
+        )
+        return self._beside_shards(placements, state) if self.other_axes else placements
+
+    def _beside_shards(self, placements: TrainState, state: TrainState) -> TrainState:
+        """The placements with the other axes of the mesh."""
+        split = lambda placement, own: dataclasses.replace(placement, other_axes=own)
+        beside = lambda tree, own: jax.tree.structure(tree).unflatten(
+            map(split, jax.tree.leaves(tree), own)
+        )
+        number, of_frozen = len(jax.tree.leaves(state.params)), len(jax.tree.leaves(state.frozen))
+        of_params, others = self.other_axes[:number], self.other_axes[number:]
+        # One of several, or one for each shard: its shape ends with the parameter's.
+        params = jax.tree.map(self._one, placements.params, state.params)
+        stages = placements.opt_state[:-1], state.opt_state[:-1]
+        of_stages = other_axes_like(jax.tree.map(self._one, *stages), params, of_params)
+        stages_beside = beside(stages[0], of_stages)
+        return dataclasses.replace(
+            placements,
+            params=beside(placements.params, of_params),
+            opt_state=type(placements.opt_state)(*stages_beside, placements.opt_state.inner_state),
+            frozen=beside(placements.frozen, others[:of_frozen]),
+            model_state=beside(placements.model_state, others[of_frozen:]),
+        )
+
+    @staticmethod
+    def _one(placement: Placement, x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape[placement.per_shard :], x.dtype)
+
+    def specs(self, state: TrainState) -> TrainState:
+        """The spec of every array of a state over the shards."""
+        axes = self.axes
+        return self._map(
+            lambda placement, _: PartitionSpec(*only(placement.spec(axes), axes)), state
+        )
+
+    def shardings(self, state: TrainState) -> TrainState:
+        """The sharding of every array of a state."""
+        return self._map(
+            lambda placement, _: NamedSharding(self.mesh, placement.spec(self.axes)), state
+        )
+
+    def unsharded(self, state: TrainState) -> TrainState:
+        """The sharding of every array of an unsharded state: split over the other axes alone."""
+        return self._map(
+            lambda placement, _: NamedSharding(
+                self.mesh, PartitionSpec(*[None] * placement.per_shard, *placement.other_axes)
+            ),
+            state,
+        )
+
+    def constrain(self, state: TrainState) -> TrainState:
+        """The state as it is placed, since XLA decides about other axes."""
+        if not self.unnamed_axes:
+            return state
+        return jax.lax.with_sharding_constraint(state, self.shardings(state))
+
+    def local(self, state: TrainState) -> TrainState:
+        """One shard's state, inside ``shard_map``."""
+        return self._map(lambda placement, x: placement.local(x), state)
+
+    def stored(self, state: TrainState) -> TrainState:
+        """The inverse of ``local``."""
+        return self._map(lambda placement, x: placement.stored(x), state)
+
+    def pack(self, state: TrainState) -> TrainState:
+        """The state as it is stored, from arrays in the optimizer's own shapes."""
+        return self._map(lambda placement, x: placement.pack(x), state)
+
+    def unpack(self, state: TrainState) -> TrainState:
+        """The inverse of ``pack``."""
+        return self._map(lambda placement, x: placement.unpack(x), state)
+
+    def _map(self, function: Callable[[Placement, Any], Any], state: TrainState) -> TrainState:
+        return jax.tree.map(function, self.placements(state), state)
+
+    def initial(self, skeleton: Skeleton, rng_impl: Any, arrays: Any, rng: Any) -> TrainState:
+        """The state before the first step, from replicated parameters and model state."""
+        # Copied, since a step donates its state, and two arrays must not share a buffer.
+        params, frozen, model_state = jax.tree.map(strong_copy, arrays)
+        opt_state = jax.tree.map(strong_copy, self.pipeline.init(params))
+        state = TrainState(
+            jnp.int32(0),
+            params,
+            opt_state,
+            frozen,
+            model_state,
+            jnp.copy(rng),
+            skeleton,
+            rng_impl,
+            self.groups is not None,
+        )
+        return self.pack(self._spread(state))
+
+    def _spread(self, state: TrainState) -> TrainState:
+        """A replicated state with its per-shard arrays broadcast to ``[shards, …]``.
+
+        Each shard gets its own random streams.
+
+        Raises:
+          ArgumentError: what may be a key cannot be told from other numbers.
+        """
+
+        def streams(path: Any, leaf: Any) -> Any:
+            each = jax.tree.map(self._on_each, leaf)
+            if not holds_keys(path, leaf) or self.number_of_shards == 1:
+                return each
+            own = lambda keys: jax.vmap(own_stream)(keys, jnp.arange(self.number_of_shards))
+            return jax.tree.map(own, each)
+
+        on_each = lambda placement, x: self._on_each(x) if placement.per_shard else x
+        spread = self._map(on_each, state)
+        if not (state.skeleton.is_nnx or self.model_state is ModelState.PER_SHARD):
+            return spread
+        model_state = jax.tree_util.tree_map_with_path(
+            streams, state.model_state, is_leaf=_is_variable
+        )
+        return dataclasses.replace(spread, model_state=model_state)
+
+    def _on_each(self, x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(x, (self.number_of_shards, *x.shape))
+
+    def has_number_of_shards(self, state: TrainState) -> bool:
+        """Whether the arrays ``[shards, …]`` have as many shards as this mesh."""
+        fits = lambda placement, x: not placement.per_shard or x.shape[0] == self.number_of_shards
+        return all(jax.tree.leaves(self._map(fits, state)))
+
+    def on_other_shards(self, state: TrainState) -> TrainState:
+        """A state without groups, taken from another number of shards to this one."""
+        common = lambda placement, x: of_all(x) if placement.per_shard else x
+        return self._spread(self._map(common, state))
+
+    # The checks of a state.
+
+    def check(self, state: TrainState) -> None:
+        """Raise unless a state fits this step.
+
+        Raises:
+          ArgumentError: the optimizer state is another optimizer's or is sharded differently, or
+            the arrays ``[shards, …]`` have another number of shards.
+        """
+        self.check_optimizer(state)
+        placements = self.placements(state)
+        inner = [
+            placement.stored_shape(partition.shape, self.number_of_shards)
+            for placement, partition in zip(
+                jax.tree.leaves(placements.opt_state.inner_state), self.plan.state, strict=True
+            )
+        ]
+        _check_shapes("The optimizer state", state.opt_state.inner_state, inner)
+        for what, tree, where in (
+            ("The stages' state", state.opt_state[:-1], placements.opt_state[:-1]),
+            ("The state's parameters", state.params, placements.params),
+            ("What is frozen", state.frozen, placements.frozen),
+            ("The model state", state.model_state, placements.model_state),
+        ):
+            shapes = [
+                placement.stored_shape(leaf.shape[placement.per_shard :], self.number_of_shards)
+                for placement, leaf in zip(*map(jax.tree.leaves, (where, tree)), strict=True)
+            ]
+            _check_shapes(what, tree, shapes)
+
+    def check_optimizer(self, state: TrainState) -> None:
+        """Raise unless a state is of this step's optimizer, with groups if this step has them."""
+        if state.grouped != (self.groups is not None):
+            raise ArgumentError(
+                f"The state is of a step {'with' if state.grouped else 'without'} groups that "
+                f"diverge, and this step is one {'without' if state.grouped else 'with'} them. "
+                f"Choose parameters with other.model(state) and init with them."
+            )
+        others = [
+            name
+            for name in state.opt_state._fields[:-1]
+            if jax.tree.structure(getattr(state.opt_state, name))
+            != jax.tree.structure(getattr(self.types, name))
+        ]
+        if others:
+            raise ArgumentError(
+                f"The state is of a step with other options: of {' and '.join(others)} this one "
+                f"keeps another state, or none. Write step.reshard(other.unshard(state)), which "
+                f"makes what is new and drops what is gone."
+            )
+        structure = jax.tree.structure(state.opt_state.inner_state)
+        if structure != self.plan.structure:
+            raise ArgumentError(
+                f"The optimizer state is another optimizer's: expected {self.plan.structure}, got "
+                f"{structure}. If only ema or master_dtype differ, write "
+                f"step.reshard(other.unshard(state))."
+            )
+
+
+def _all(placement: Placement, tree: Any) -> Any:
+    return jax.tree.map(lambda _: placement, tree)
+
+
+def _check_shapes(what: str, tree: Any, expected: list[tuple[int, ...]]) -> None:
+    given = [leaf.shape for leaf in jax.tree.leaves(tree)]
+    if given != expected:
+        raise ArgumentError(
+            f"{what} was sharded by another step: the arrays have shapes {given}, and this step "
+            f"expects {expected}. Write step.reshard(other.unshard(state))."
+        )
+
+
+def strong_copy(x: Any) -> jax.Array:
+    """A copy without a weak type, which would compile the step a second time."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return jnp.copy(x)
+    return jnp.copy(jnp.asarray(x, x.dtype))
+
+
+def check_key(rng: Any) -> tuple[Any, jax.Array]:
+    """The implementation and the data of a key, from a key or a seed.
+
+    Raises:
+      ArgumentError: the seed is too large.
+      ArgumentTypeError: ``rng`` is neither a key nor a seed.
+    """
+    dtype = getattr(rng, "dtype", None)
+    if isinstance(rng, int | np.integer) and not isinstance(rng, bool):
+        if not -(1 << 63) <= rng < 1 << 63:
+            raise ArgumentError(f"rng must be a seed of at most 64 bits, with its sign; got {rng}.")
+        rng = jax.random.key(rng)
+    elif dtype == jnp.uint32 and rng.ndim == 1:  # as jax.random.PRNGKey makes them
+        rng = jax.random.wrap_key_data(jnp.asarray(rng))
+    elif dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key) or rng.shape != ():
+        raise ArgumentTypeError(
+            f"rng must be a seed or a key such as jax.random.key(0); got {rng!r:.60} "
+            f"({type(rng).__name__})."
+        )
+    return jax.random.key_impl(rng), jax.random.key_data(rng)
+
+
+def _is_variable(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Variable)

@@ -1,0 +1,202 @@
+"""Model state: what a loss keeps besides its parameters, one per shard or averaged."""
+
+import enum
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from crossshard import _check
+from crossshard._flax import nnx
+from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.gradients.scalars import is_inexact, is_number
+from crossshard.jaxprs.dependence import sources
+from crossshard.model.loss import is_named_as_key, is_named_as_rng
+from crossshard.pipeline.means import average, to_average
+from crossshard.pipeline.stage import Gradients
+from crossshard.shards.random_streams import is_key, may_be_raw_key
+
+
+class ModelState(enum.StrEnum):
+    """How the state that a loss returns is kept.
+
+    PER_SHARD: each shard keeps its own, stored ``[shards, …]``.
+    MEAN: floating arrays are averaged over the shards, or the group, after each step; others are
+      the same on all of them.
+    """
+
+    PER_SHARD = "per_shard"
+    MEAN = "mean"
+
+
+def check_model_state(model_state: object) -> ModelState | None:
+    """The checked ``model_state`` argument, or an ArgumentError that lists the values."""
+    if model_state is None:
+        return None
+    hint = "It says how a step keeps what the loss returns; the state is an argument of init."
+    return _check.choice("model_state", model_state, ModelState, hint)
+
+
+def check_initial(kind: ModelState | None, params: Any, model_state: Any) -> Any:
+    """The state before the first step as arrays; ``()`` if the loss takes none.
+
+    Raises:
+      ArgumentError: the state is missing or not taken, or an NNX module keeps it.
+      ArgumentTypeError: a leaf is neither an array nor a number.
+    """
+    if kind is None:
+        if model_state is not None:
+            raise ArgumentError(
+                "init got model_state=, but the loss takes none. Write make_train_step(..., "
+                "model_state='mean') or 'per_shard', and loss_fn(params, model_state, batch)."
+            )
+        return ()
+    if isinstance(params, nnx.Module):
+        raise ArgumentError(
+            f"model_state={str(kind)!r} is for functions, but {type(params).__name__} is an NNX "
+            f"module, whose variables keep its state, one per shard. Leave out model_state=."
+        )
+    if model_state is None:
+        raise ArgumentError(
+            f"The step has model_state={str(kind)!r}: pass the state before the first step, "
+            f"init(params, model_state=state)."
+        )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
+        if not is_number(leaf):
+            raise ArgumentTypeError(
+                f"model_state{jax.tree_util.keystr(path)} is {leaf!r:.40} "
+                f"({type(leaf).__name__}); a state holds arrays and numbers."
+            )
+    is_type = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
+    return jax.tree.map(lambda x: x if is_type(x) else jnp.asarray(x), model_state)
+
+
+def holds_keys(path: tuple[Any, ...], state: Any) -> bool:
+    """Whether an array of a per-shard state, or an NNX variable, holds random keys.
+
+    Raises:
+      ArgumentError: it may hold raw keys, and nothing says whether it does.
+    """
+    arrays = jax.tree.leaves(state)
+    if isinstance(state, nnx.RngState):
+        return isinstance(state, nnx.RngKey)
+    if any(map(is_key, arrays)):
+        return True
+    if not any(map(may_be_raw_key, arrays)):
+        return False
+    # "['rngs']['dropout']", "[0]", ".noise"
+    *outer, name = re.findall(r"\w+", jax.tree_util.keystr(path)) or [""]
+    if is_named_as_key(name) or any(map(is_named_as_rng, outer)):
+        return True
+    raise ArgumentError(
+        f"model_state{jax.tree_util.keystr(path)} is uint32{list(arrays[0].shape)}, as the keys of "
+        f"jax.random.PRNGKey and the seeds of Keras are, and each shard keeps its own: with the "
+        f"same key all shards would drop out the same units. Pass jax.random.wrap_key_data(x) in "
+        f"its place, of which the loss takes jax.random.key_data(x), or call it rng or seed: each "
+        f"shard then gets its own. If it is no key, keep it as int32."
+    )
+
+
+def split_state(out: Any, has_aux: bool) -> tuple[Any, Any]:
+    """The state in the output of a loss, and the output without it.
+
+    Raises:
+      ArgumentTypeError: the loss returns something else.
+    """
+    form = "(loss, (model_state, aux))" if has_aux else "(loss, model_state)"
+    if not _is_pair(out) or (has_aux and not _is_pair(out[1])):
+        raise ArgumentTypeError(
+            f"With model_state= a loss returns {form}; this one returned {type(out).__name__}."
+        )
+    loss, after = out
+    return (after[0], (loss, after[1])) if has_aux else (after, loss)
+
+
+def _is_pair(out: Any) -> bool:
+    return isinstance(out, tuple | list) and len(out) == 2
+
+
+def check_returned(before: Any, after: Any) -> Any:
+    """The state after the loss, of the types that it had before.
+
+    Raises:
+      ArgumentError: its structure, or the type of an array, has changed.
+    """
+    was, now = jax.tree.structure(before), jax.tree.structure(after)
+    if was != now:
+        raise ArgumentError(
+            f"The loss must return a model_state of the structure that it took: it took {was} and "
+            f"returned {now}."
+        )
+
+    def one(path: Any, old: Any, new: Any) -> Any:
+        # A Python number takes the dtype of the array before it.
+        new = new if hasattr(new, "dtype") else jnp.asarray(new, old.dtype)
+        if (old.shape, old.dtype) != (new.shape, new.dtype):
+            raise ArgumentError(
+                f"model_state{jax.tree_util.keystr(path)} was {old.dtype}{list(old.shape)}, and "
+                f"the loss returned {new.dtype}{list(new.shape)}. Return it as it came."
+            )
+        return new
+
+    return jax.tree_util.tree_map_with_path(one, before, after)
+
+
+def check_equal(state: Any, after: Callable[..., Any], own: Any) -> None:
+    """Raise if an array that is not averaged would differ between shards.
+
+    Args:
+      state: the state before the loss.
+      after: the state after the loss, as a function of ``own``.
+      own: what differs between shards: the rows of the batch, and the key.
+
+    Raises:
+      ArgumentError: the loss computes such an array from the batch or the key.
+    """
+    paths = jax.tree_util.tree_leaves_with_path(state)
+    if all(is_inexact(leaf) for _, leaf in paths):
+        return
+    for (path, leaf), bits in zip(paths, sources(after, own), strict=True):
+        if bits and not is_inexact(leaf):
+            raise ArgumentError(
+                f"model_state{jax.tree_util.keystr(path)} ({leaf.dtype}) is computed from the "
+                f"batch or the random key, so it differs between shards, and only floating arrays "
+                f"are averaged. Make it floating, or pass model_state='per_shard'."
+            )
+
+
+def unless_weightless(kind: ModelState | None, weight: jax.Array, after: Any, before: Any) -> Any:
+    """A shard's state after the loss of some rows, unchanged if they have weight 0."""
+
+    def one(new: Any, old: Any) -> Any:
+        # Counters and random streams go on, unless each shard has its own.
+        keeps = kind is ModelState.PER_SHARD or is_inexact(new)
+        return jnp.where(weight != 0, new, old) if keeps else new
+
+    return jax.tree.map(one, after, before)
+
+
+def to_reduce(kind: ModelState | None, after: Any, weight: jax.Array | None) -> dict[str, Any]:
+    """What the aggregate must sum, by name, to average a state."""
+    if kind is not ModelState.MEAN:
+        return {}
+    leaves = [leaf for leaf in jax.tree.leaves(after) if is_inexact(leaf)]
+    return {"model_state": [to_average(leaf, weight) for leaf in leaves]}
+
+
+def settled(kind: ModelState | None, after: Any, gradients: Gradients, number: int) -> Any:
+    """The state for the next step, if it is not skipped.
+
+    Args:
+      kind: how the state is kept; ``None`` if it is that of a module.
+      after: this shard's state after the loss.
+      gradients: the reduced gradients, with the sums of ``to_reduce``.
+      number: the number of shards in a mean.
+    """
+    if kind is not ModelState.MEAN:
+        return after
+    totals = iter(gradients.sums["model_state"])
+    mean = lambda x: average(next(totals), gradients.weight, number).astype(x.dtype)
+    return jax.tree.map(lambda x: mean(x) if is_inexact(x) else x, after)

@@ -1,0 +1,317 @@
+"""Partitions a model into trained and frozen arrays, other state and static structure."""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from crossshard._flax import nnx
+from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
+from crossshard.gradients.nesting import inside_optimizer
+from crossshard.gradients.scalars import is_inexact
+from crossshard.jaxprs.dependence import depends, hands_on
+from crossshard.model.trained import (
+    check_some_trained,
+    of_module,
+    of_pytree,
+    refuse_other_variable,
+)
+from crossshard.pipeline.update.optimize import takes_value
+
+
+@dataclasses.dataclass(frozen=True)
+class Skeleton:
+    """The static part of a model; hashable, so that a step compiles once for each.
+
+    Attributes:
+      tree: the treedef of a pytree, or the graphdef of an NNX module.
+      fixed: the static leaves of a pytree, with ``None`` in place of arrays.
+      frozen: the paths of the parameters of an NNX module that are not trained.
+    """
+
+    tree: Any
+    fixed: tuple[Any, ...] | None = None
+    frozen: frozenset[tuple[Any, ...]] = frozenset()
+
+    @property
+    def is_nnx(self) -> bool:
+        """Whether the model is an NNX module, whose other state a loss may write to."""
+        return self.fixed is None
+
+    def split(self, module: Any) -> Any:
+        """The graphdef of an NNX module, its trained and frozen parameters, and other state."""
+        is_trained = lambda path, value: _is_param(path, value) and path not in self.frozen
+        filters: Any = (is_trained, _is_param, ...)
+        return nnx.split(module, *filters)
+
+
+def partition(model: Any, wrt: Any = None) -> tuple[Any, ...]:
+    """Partition a pytree or an NNX module into skeleton, parameters, frozen arrays and state.
+
+    Parameters are the ``nnx.Param``s of a module, or the floating arrays of a pytree, that ``wrt``
+    chooses. The others are frozen, as are the other arrays of a pytree, such as integers. Only a
+    module has further state.
+
+    Raises:
+      ArgumentError: there are no parameters.
+      ArgumentTypeError: a leaf is neither an array nor hashable.
+    """
+    inside = [leaf for leaf in jax.tree.leaves(model, is_leaf=_is_nnx) if _is_nnx(leaf)]
+    if isinstance(model, nnx.State):
+        others = [leaf for leaf in inside if not isinstance(leaf, nnx.Param)]
+        if others:
+            raise ArgumentTypeError(
+                f"An nnx.State to train must hold only nnx.Param; this one also has an nnx "
+                f"{type(others[0]).__name__}. Split it off: graphdef, params, rest = "
+                f"nnx.split(model, nnx.Param, ...)."
+            )
+    elif inside and not isinstance(model, nnx.Pytree):
+        raise ArgumentTypeError(
+            f"Parameters are a pytree of arrays, or one module; got {type(model).__name__} with an "
+            f"nnx {type(inside[0]).__name__} in it, whose statistics would be trained as "
+            f"parameters. Put everything into one nnx.Module, nnx.Dict or nnx.List."
+        )
+    of = _partition_module if isinstance(model, nnx.Pytree) else _partition_pytree
+    parts = of(model, wrt)
+    check_some_trained(wrt, *parts[1:3])
+    if not jax.tree.leaves(parts[1]):
+        raise ArgumentError(
+            f"There is nothing to train: {type(model).__name__} has no floating array."
+        )
+    return parts
+
+
+def check_params(
+    model: Any,
+    params: Any,
+    frozen: Any,
+    optimizer: optax.GradientTransformationExtraArgs,
+    wrt: Any,
+) -> None:
+    """Raise if a step would train what is not meant to be trained.
+
+    Args:
+      model: the model that the caller passes to ``init``.
+      params: its parameters.
+      frozen: its other arrays that stay unchanged.
+      optimizer: the inner optimizer.
+      wrt: the caller's choice of what is trained; ``None`` without one.
+
+    Raises:
+      ArgumentError: the optimizer would update Linen's other collections or the base of a model
+        with LoRA.
+    """
+    _refuse_states(model)
+    paths = jax.tree_util.tree_leaves_with_path(params)
+    if wrt is not None:
+        return
+    if isinstance(model, Mapping) and not isinstance(model, nnx.State) and "params" in model:
+        of_params = jax.tree_util.DictKey("params")
+        others = [place for place, (path, _) in enumerate(paths) if path[0] != of_params]
+        if others and _moves(optimizer, params, others):
+            raise ArgumentError(
+                f"The parameters are a dict with 'params' in it, as Linen's variables, and the "
+                f"optimizer would also train {sorted(set(model) - {'params'})}. Write "
+                f"init(params, model_state=rest), where params = variables.pop('params'), with "
+                f"make_train_step(loss_fn, optimizer, model_state='mean') and loss_fn(params, "
+                f"rest, batch). To train everything, write wrt=lambda path, leaf: True."
+            )
+    if isinstance(model, nnx.Pytree):
+        of_lora = [
+            isinstance(variable, nnx.LoRAParam)
+            for variable in jax.tree.leaves(params, is_leaf=_is_nnx)
+            for _ in jax.tree.leaves(variable)
+        ]
+        others = [place for place, is_lora in enumerate(of_lora) if not is_lora]
+        if any(of_lora) and others and _moves(optimizer, params, others):
+            name = _name(paths[others[0]][0])
+            raise ArgumentError(
+                f"The model has nnx.LoRAParam, and the optimizer would also train others, such as "
+                f"{name}. To train only nnx.LoRAParam, write make_train_step(..., "
+                f"wrt=nnx.LoRAParam); to train all of them, wrt=nnx.Param."
+            )
+
+
+def _refuse_states(model: Any) -> None:
+    """Raise if a pytree holds a state among its parameters, whose arrays would be trained."""
+    equinox = sys.modules.get("equinox")
+    of_equinox = equinox.nn.State if equinox is not None else ()
+
+    def is_state(node: Any) -> bool:
+        return isinstance(node, of_equinox) or type(node).__module__.startswith("optax.")
+
+    nodes = filter(is_state, jax.tree.leaves(model, is_leaf=is_state))
+    state = next((node for node in nodes if jax.tree.leaves(node)), None)
+    if isinstance(state, of_equinox):
+        raise ArgumentError(
+            "The parameters hold an eqx.nn.State, and its statistics would be trained. Write "
+            "init(model, model_state=state), with make_train_step(loss_fn, optimizer, "
+            "model_state='mean') and loss_fn(model, state, batch)."
+        )
+    if state is not None:
+        raise ArgumentError(
+            f"The parameters, of type {type(model).__name__}, hold an optimizer state, "
+            f"{type(state).__name__}, which would be trained. Pass only the parameters, as in "
+            f"init(state.params); init creates the optimizer state."
+        )
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    # The path of an NNX variable's array ends in `.value`.
+    return "params" + jax.tree_util.keystr(path).removesuffix(".value")
+
+
+def _moves(
+    optimizer: optax.GradientTransformationExtraArgs, params: Any, places: list[int]
+) -> bool:
+    """Whether an optimizer updates the leaves at these positions; ``set_to_zero`` does not."""
+
+    def updates(gradients: Any, params: Any) -> list[Any]:
+        extra_args = {"value": 0.0} if takes_value(optimizer) else {}
+        with inside_optimizer():
+            result, _ = optimizer.update(gradients, optimizer.init(params), params, **extra_args)
+        leaves = jax.tree.leaves(result)
+        return [leaves[place] for place in places]
+
+    return depends(updates, params, params)
+
+
+def combine(skeleton: Skeleton, params: Any, frozen: Any, model_state: Any) -> Any:
+    """The inverse of ``partition``."""
+    if skeleton.fixed is None:
+        # New variables belong to the current trace, so that the loss may write to them.
+        return nnx.merge(skeleton.tree, *jax.tree.map(lambda x: x, (params, frozen, model_state)))
+    leaves = zip(
+        skeleton.fixed,
+        skeleton.tree.flatten_up_to(params),
+        skeleton.tree.flatten_up_to(frozen),
+        strict=True,
+    )
+    filled = [
+        fixed.value if fixed is not None else other if param is None else param
+        for fixed, param, other in leaves
+    ]
+    return skeleton.tree.unflatten(filled)
+
+
+def after_loss(skeleton: Skeleton, model: Any, params: Any, before: Any) -> tuple[Any, Any]:
+    """The parameters, trained and frozen, and the model state after the loss.
+
+    Args:
+      skeleton: the static part of the model.
+      model: the model that the loss got.
+      params: its trained and its frozen parameters before the loss.
+      before: its other state before the loss.
+
+    Raises:
+      VariableError: the loss added or removed variables.
+    """
+    if not skeleton.is_nnx:
+        return params, before
+    _, trained, frozen, after = skeleton.split(model)
+    written = trained, frozen
+    if jax.tree.structure((written, after)) != jax.tree.structure((params, before)):
+        raise VariableError(
+            "The loss added or removed variables of its module, but a step keeps those that init "
+            "got. Create them before init, or pop them in the loss."
+        )
+    return written, after
+
+
+def check_not_written(after: Any, params: Any, run: Callable[[Any], Any]) -> None:
+    """Raise if the loss wrote to the parameters.
+
+    Args:
+      after: the parameters after the loss.
+      params: the parameters before the loss.
+      run: the loss, from parameters before to parameters after.
+
+    Raises:
+      VariableError: the loss wrote to them.
+    """
+    if all(a is b for a, b in zip(*map(jax.tree.leaves, (after, params)), strict=True)):
+        return
+    # nnx.remat, nnx.jit and similar write every variable back, with its old value.
+    if not hands_on(run, params):
+        raise VariableError(
+            "The loss wrote to an nnx.Param of its module, which only the optimizer updates: the "
+            "value would be lost. Write it in the optimizer, with optax.keep_params_nonnegative "
+            "for example, or use another type of nnx.Variable."
+        )
+
+
+def _is_nnx(x: Any) -> bool:
+    return isinstance(x, nnx.Pytree | nnx.Variable)
+
+
+def _is_param(path: Any, value: Any) -> bool:
+    del path
+    leaves = jax.tree.leaves(value.get_raw_value()) if isinstance(value, nnx.Param) else []
+    return bool(leaves) and all(map(is_inexact, leaves))
+
+
+def _has_floats(variable: "nnx.Variable") -> bool:
+    return any(map(is_inexact, jax.tree.leaves(variable.get_raw_value())))
+
+
+def _partition_module(module: Any, wrt: Any) -> tuple[Any, ...]:
+    chosen, frozen = of_module(wrt), set()
+    for path, variable in nnx.to_flat_state(nnx.state(module)):
+        is_chosen = chosen(path, variable)
+        if _is_param(path, variable):
+            frozen |= set() if is_chosen else {path}
+        elif wrt is not None and is_chosen and _has_floats(variable):
+            refuse_other_variable(path, variable)
+    skeleton = Skeleton(None, frozen=frozenset(frozen))
+    graph, *arrays = skeleton.split(module)
+    return dataclasses.replace(skeleton, tree=graph), *arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fixed:
+    value: Any
+    # 1, 1.0 and True compare equal, but need different programs.
+    kind: type
+
+
+def _partition_pytree(model: Any, wrt: Any) -> tuple[Any, ...]:
+    chosen = of_pytree(wrt, model)
+    paths, tree = jax.tree_util.tree_flatten_with_path(model)
+    leaves = [jnp.asarray(x) if _is_number_to_train(path, x) else x for path, x in paths]
+    fixed = tuple(
+        None if _is_array(leaf) else _Fixed(_check_fixed(leaf), type(leaf)) for leaf in leaves
+    )
+    trained = [
+        _is_array(leaf) and is_inexact(leaf) and chosen(path, leaf)
+        for (path, _), leaf in zip(paths, leaves, strict=True)
+    ]
+    pairs = list(zip(leaves, trained, strict=True))
+    params = [leaf if is_trained else None for leaf, is_trained in pairs]
+    rest = [leaf if _is_array(leaf) and not is_trained else None for leaf, is_trained in pairs]
+    return Skeleton(tree, fixed), tree.unflatten(params), tree.unflatten(rest), ()
+
+
+def _is_number_to_train(path: tuple[Any, ...], leaf: Any) -> bool:
+    # A float in a dict or list is a parameter; in a module's field it is static.
+    of_container = jax.tree_util.DictKey | jax.tree_util.SequenceKey
+    return isinstance(leaf, float) and (not path or isinstance(path[-1], of_container))
+
+
+def _check_fixed(leaf: Any) -> Any:
+    try:
+        hash(leaf)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"A leaf of the parameters is neither an array nor hashable: {leaf!r:.60} "
+            f"({type(leaf).__name__})."
+        ) from None
+    return leaf
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)

@@ -1,0 +1,61 @@
+"""TrainState: the state of a step between batches."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from crossshard.model.models import Skeleton
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Parameters, optimizer state, step count and random key: a pytree of arrays on the mesh.
+
+    A step takes a state and returns the next. The state is donated: do not read it afterwards.
+
+    Attributes:
+      step: int32[], the number of steps taken.
+      params: the parameters, replicated; ``[shards, …]`` with groups.
+      opt_state: a ``CrossShardState``: the states of the stages and, as ``inner_state``, that of
+        the inner optimizer; partitioned over the shards if the weight update is sharded, and
+        ``[shards, …]`` with groups.
+      frozen: the arrays of the model that stay unchanged, replicated: the parameters that ``wrt``
+        leaves out, and those of a pytree that are not floating.
+      model_state: the other state of the model: the variables of an NNX module, ``[shards, …]``,
+        since each shard keeps its own statistics and random streams; or what the loss returns.
+      rng: uint32[…], the data of the key from which each step and shard derives its own: raw, since
+        typed keys slow down every call.
+      skeleton: the static part of the model.
+      rng_impl: the implementation of the key.
+      grouped: whether each group has its own parameters.
+      other_axes: for each array of ``params`` and ``model_state`` its spec on the
+        other axes of the mesh; empty if none is split over these.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from crossshard import make_train_step
+    >>> step = make_train_step(lambda w, x: (w * x).mean(), optax.sgd(0.1), num_shards=1)
+    >>> state = step.init(jnp.float32(3))
+    >>> int(state.step), float(state.params)
+    (0, 3.0)
+    """
+
+    step: Any
+    params: Any
+    opt_state: Any
+    frozen: Any
+    model_state: Any
+    rng: Any
+    skeleton: Skeleton = dataclasses.field(metadata={"static": True})
+    rng_impl: Any = dataclasses.field(metadata={"static": True})
+    grouped: bool = dataclasses.field(metadata={"static": True})
+    other_axes: tuple[Any, ...] = dataclasses.field(default=(), metadata={"static": True})
+
+
+def names_of(state: TrainState) -> tuple[str, ...]:
+    """The name of each array of a state, such as ``"opt_state.inner_state[0].mu"``."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    return tuple(
+        jax.tree_util.keystr(path).removeprefix(".").removesuffix(".value") for path in paths
+    )

@@ -1,0 +1,289 @@
+"""Variables that hold one value for all shards, or one value for each."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from crossshard import _flax, _jax
+from crossshard._flax import describe_variable, nnx
+from crossshard.errors import ArgumentError, VariableError
+from crossshard.shards.context import get_shard_context
+from crossshard.shards.put import on_every_device
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class PerShardArray:
+    """The values of all shards, held by a variable that differs between them.
+
+    It is not an array: a model that took the axis of the shards for the features of a batch would
+    compute nonsense, so arithmetic on it raises. ``merge_shards`` returns a model to compute with;
+    ``variable[...].array`` is the values, and so is ``np.asarray(variable[...])``.
+
+    In a checkpoint its path ends with ``per_shard``. To restore one, first call ``build`` of the
+    step with the new model and optimizer, so that they have the same structure.
+
+    Attributes:
+      array: ``[shards, …]``.
+
+    >>> from flax import nnx
+    >>> variable = nnx.Param(0.0)
+    >>> set_per_shard(variable, [1.0, 2.0])
+    >>> variable[...].array
+    Array([1., 2.], dtype=float32)
+    """
+
+    __slots__ = ("array",)
+    # NumPy then leaves arithmetic to the methods below.
+    __array_ufunc__ = None
+
+    def __init__(self, array: Any):
+        self.array = array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of all values: ``[shards, …]``."""
+        return self.array.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the values."""
+        return self.array.dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions, with the axis of the shards."""
+        return self.array.ndim
+
+    @property
+    def size(self) -> int:
+        """The number of elements of all values."""
+        return self.array.size
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of all values."""
+        return self.array.nbytes
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return np.array(self.array, dtype=dtype, copy=copy)
+
+    def __repr__(self) -> str:
+        return f"PerShardArray({self.array!r})"
+
+    def __format__(self, spec: str) -> str:
+        return self._refuse() if spec else repr(self)
+
+    def __getitem__(self, index: Any) -> PerShardArray:
+        return self if index is ... else self._refuse()
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """``variable[...] = value`` writes one value to every shard, or to each shard its row."""
+        value = jnp.asarray(value, self.dtype) if index is ... else self._refuse()
+        if value.shape not in (self.shape, self.shape[1:]):
+            raise VariableError(
+                f"The value of a variable that differs between {self.shape[0]} shards must have "
+                f"shape {self.shape[1:]}, or {self.shape} for one each; got {value.shape}."
+            )
+        self.array = jnp.broadcast_to(value, self.shape)
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise VariableError(
+            f"A variable that differs between {self.shape[0]} shards, {self.dtype}"
+            f"{list(self.shape)}, cannot be used as one value. Evaluate "
+            f"crossshard.merge_shards(model), which has one value for all shards; or read all "
+            f"values, [shards, …], as variable[...].array."
+        )
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], None]:
+        """The array, with a key that identifies it in a checkpoint."""
+        return ((jax.tree_util.GetAttrKey("per_shard"), self.array),), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Any) -> PerShardArray:
+        """The inverse."""
+        return cls(*children)
+
+
+_REFUSED = """
+    jax_array abs add bool complex contains divmod float floordiv ge gt index int invert iter le len
+    lt matmul mod mul neg pos pow radd rdivmod rfloordiv rmatmul rmod rmul round rpow rsub rtruediv
+    sub truediv
+""".split()
+for _name in _REFUSED:
+    setattr(PerShardArray, f"__{_name}__", PerShardArray._refuse)
+
+
+def _register() -> None:
+    from flax import serialization as flax
+
+    def from_saved(target: PerShardArray, saved: Any) -> PerShardArray:
+        return PerShardArray(flax.from_state_dict(target.array, saved["per_shard"]))
+
+    to_save = lambda value: {"per_shard": value.array}
+    flax.register_serialization_state(PerShardArray, to_save, from_saved)
+
+
+_flax.when_loaded(_register)
+
+
+def is_per_shard_array(leaf: Any) -> bool:
+    """Whether a leaf holds one array per shard."""
+    return isinstance(leaf, PerShardArray)
+
+
+def is_per_shard(variable: nnx.Variable) -> bool:
+    """Whether a variable differs between shards, and holds a ``PerShardArray``.
+
+    Runners store variables so that differ between shards after a step: parameters with groups,
+    batch statistics.
+
+    >>> from flax import nnx
+    >>> is_per_shard(nnx.Param(0.0))
+    False
+    """
+    return number_of_shards(_check_variable(variable)) is not None
+
+
+def number_of_shards(variable: nnx.Variable) -> int | None:
+    """Between how many shards a variable differs; ``None`` if it does not."""
+    value = variable.get_raw_value()
+    if isinstance(value, jax.Array):  # as nearly all are, and this is asked at every step
+        return None
+    leaves = jax.tree.leaves(value, is_leaf=is_per_shard_array)
+    sizes = (leaf.shape[0] for leaf in leaves if is_per_shard_array(leaf))
+    return next(sizes, None)
+
+
+def stacked(value: Any) -> Any:
+    """What a variable holds, with ``[shards, …]`` arrays where it differs between shards."""
+    if isinstance(value, jax.Array):
+        return value
+    unwrap = lambda leaf: leaf.array if is_per_shard_array(leaf) else leaf
+    return jax.tree.map(unwrap, value, is_leaf=is_per_shard_array)
+
+
+def per_shard(value: Any) -> Any:
+    """The inverse of ``stacked``, for a value of ``[shards, …]`` arrays."""
+    return jax.tree.map(PerShardArray, value)
+
+
+def set_shared(variable: nnx.Variable, value: Any) -> None:
+    """Write one value for all shards to a variable, even if it differed between them.
+
+    Raises:
+      VariableError: not a variable, or the value is not an array.
+
+    >>> from flax import nnx
+    >>> variable = nnx.Param(0.0)
+    >>> set_shared(variable, 1.0)
+    >>> variable.get_value()
+    Array(1., dtype=float32, weak_type=True)
+    """
+    variable.set_value(_check_value(variable, value))
+
+
+def set_per_shard(variable: nnx.Variable, values: Any) -> None:
+    """Write per-shard values ``[shards, …]`` to a variable, for example from a checkpoint.
+
+    Raises:
+      VariableError: not a variable, values without the axis of the shards, or called inside a step,
+        where a variable holds one shard's value.
+
+    >>> from flax import nnx
+    >>> variable = nnx.Param(0.0)
+    >>> set_per_shard(variable, [1.0, 2.0])
+    >>> is_per_shard(variable)
+    True
+    """
+    values = _check_value(variable, values)
+    if values.ndim == 0:
+        raise VariableError(
+            f"The per-shard values of {describe_variable(variable)} must have shape [shards, …]; "
+            f"got a scalar. Write it with crossshard.nnx.set_shared."
+        )
+    if get_shard_context() is not None and not _jax.at_top_level():
+        raise VariableError(
+            f"Inside a step {describe_variable(variable)} holds one shard's value; write that to "
+            f"it, or call set_per_shard outside."
+        )
+    variable.set_value(PerShardArray(values))
+
+
+def merge_shards(node: Any, shard: int | None = None) -> Any:
+    """A copy in which every variable has one value for all shards, to evaluate or to export.
+
+    Variables that differ between shards after a step, such as batch statistics, hold a
+    ``PerShardArray``, which a model cannot use outside of a step.
+
+    Args:
+      node: an NNX module, an optimizer, ``nnx.metrics``, or a pytree of these.
+      shard: the shard whose values to take. If ``None``, the mean of floating values, and the first
+        shard's of others.
+
+    Returns:
+      The copy; ``node`` does not change. If there are several processes, all must call it.
+
+    Raises:
+      ArgumentError: there is no such shard.
+      VariableError: an ``nnx.Param`` differs, as with ``group_assignment``, and ``shard`` is
+        ``None``: a mean of weights is a different model.
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> model = nnx.BatchNorm(1, use_running_average=True, rngs=nnx.Rngs(0))
+    >>> set_per_shard(model.mean, [[1.0], [3.0]])
+    >>> merge_shards(model).mean[...]
+    Array([2.], dtype=float32)
+    """
+    merged = nnx.clone(node)
+    for _, variable in nnx.iter_graph(merged):
+        number = number_of_shards(variable) if isinstance(variable, nnx.Variable) else None
+        if number is None:
+            continue
+        if shard is not None and not -number <= shard < number:
+            raise ArgumentError(f"shard must name one of the {number} shards; got {shard}.")
+        values = jax.tree.map(on_every_device, stacked(variable.get_raw_value()))
+        if shard is not None:
+            variable.set_raw_value(jax.tree.map(lambda x: x[shard], values))
+            continue
+        if isinstance(variable, nnx.Param) and not _all_equal(values):
+            raise VariableError(
+                f"{describe_variable(variable)} differs between {number} shards, and a mean of "
+                f"weights is a different model. Choose a shard: merge_shards(model, shard=0)."
+            )
+        variable.set_raw_value(jax.tree.map(of_all, values))
+    return merged
+
+
+def of_all(x: jax.Array) -> jax.Array:
+    """One value for all shards: the mean of floating values, else the first shard's."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x[0]
+    # The mean of equal values would round.
+    return jnp.where((x == x[0]).all(0), x[0], x.mean(0))
+
+
+def _all_equal(values: Any) -> bool:
+    rows = [np.asarray(leaf) for leaf in jax.tree.leaves(values)]
+    return all(np.array_equal(x, np.broadcast_to(x[0], x.shape), equal_nan=True) for x in rows)
+
+
+def _check_variable(variable: Any) -> nnx.Variable:
+    if not isinstance(variable, nnx.Variable):
+        raise VariableError(f"Expected an nnx variable; got {type(variable).__name__}.")
+    return variable
+
+
+def _check_value(variable: Any, value: Any) -> jax.Array:
+    _check_variable(variable)
+    value = value.array if isinstance(value, PerShardArray) else value
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError):
+        raise VariableError(
+            f"{describe_variable(variable)} must be set to an array; got {value!r:.60}."
+        ) from None

@@ -1,0 +1,414 @@
+"""Slots: an Optax state over named variables, with a variable at every leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from crossshard import _flax
+from crossshard._flax import describe_variable, nnx
+from crossshard.errors import ArgumentError, VariableError
+from crossshard.nnx.computed import Named
+from crossshard.nnx.per_shard import (
+    PerShardArray,
+    is_per_shard,
+    is_per_shard_array,
+    number_of_shards,
+    per_shard,
+    set_per_shard,
+    set_shared,
+    stacked,
+)
+
+T = TypeVar("T")
+
+# TensorFlow's names, and the fields of Optax's states that they mean.
+_TENSORFLOW_NAMES = {
+    "accum": "e_g",
+    "accum_update": "e_x",
+    "accumulator": "sum_of_squares",
+    "m": "mu",
+    "mg": "mu",
+    "momentum": "trace",
+    "rms": "nu",
+    "v": "nu",
+    "vhat": "nu_max",
+}
+
+
+class _Key(str):
+    """A parameter's name: a dict in a new state whose keys are such mirrors the parameters."""
+
+    __slots__ = ()
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Slots(dict[str, Any]):
+    """One value per variable, by the variable's key.
+
+    In a stored state it replaces each dict that mirrors the parameters, so that the state of one
+    variable is distinct from shared state (a step count). Optimizers, masks and labels see a plain
+    dict there.
+    """
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+        """The values with their keys, in the order of the keys."""
+        keys = tuple(sorted(self))
+        return [(jax.tree_util.DictKey(k), self[k]) for k in keys], keys
+
+    @classmethod
+    def tree_unflatten(cls, keys: tuple[str, ...], values: Iterable[Any]) -> Slots:
+        """The inverse."""
+        return cls(zip(keys, values, strict=True))
+
+
+def _is_slots(node: Any) -> bool:
+    return isinstance(node, Slots)
+
+
+def _map(function: Callable[..., Any], *states: Any) -> Any:
+    return jax.tree.map(function, *states, is_leaf=_is_slots)
+
+
+def as_params(keyed: Mapping[str, nnx.Variable]) -> dict[str, Any]:
+    """What an optimizer sees as parameters: a dict from names to the variables' values."""
+    return {_Key(key): variable.get_value() for key, variable in keyed.items()}
+
+
+class _NoName:
+    """The key of a variable without a name, which fails where its text is read."""
+
+    def __init__(self, place: int):
+        self._place = place
+
+    # JAX sorts the keys of a dict.
+    def __lt__(self, other: Any) -> bool:
+        return isinstance(other, _NoName) and self._place < other._place
+
+    def __gt__(self, other: Any) -> bool:
+        return not isinstance(other, _NoName) or self._place > other._place
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is str:
+            raise TypeError("no name")
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:
+        raise TypeError("no name")
+
+
+def _check_names_unread(init: Callable[[Any], Any], params: Mapping[str, Any]) -> None:
+    """Raise if an optimizer reads the names of variables, as a mask may, and one has none.
+
+    A mask that looks for ``"bias"`` would match nothing, and nobody would see it.
+    """
+    if not any(key.startswith("#") for key in params):
+        return
+    shown = lambda place, key: _NoName(place) if key.startswith("#") else key
+    nameless = {shown(i, key): x for i, (key, x) in enumerate(params.items())}
+    try:
+        jax.eval_shape(lambda: (init(nameless), None)[1])
+    except Exception as error:  # of any kind: with the keys as text it has just worked
+        lacking = ", ".join(key for key in params if key.startswith("#"))
+        raise VariableError(
+            f"The optimizer reads the names of its variables, as in a mask, and {lacking} of the "
+            f"list have none. Pass the module, var_list=model; or name the variables, "
+            f"nnx.Param(value, name='kernel')."
+        ) from error
+
+
+def as_seen(state: Any) -> Any:
+    """A stored state as an optimizer sees it, with plain dicts for slots."""
+    return _map(lambda x: dict(x) if _is_slots(x) else x, state)
+
+
+def as_stored(seen: Any, like: Any) -> Any:
+    """The inverse of ``as_seen``, for a state with the structure of the stored ``like``."""
+    return _map(lambda x, y: Slots(y) if _is_slots(x) else y, like, seen)
+
+
+def _as_first_stored(seen: Any) -> Any:
+    """The inverse of ``as_seen``, for an initial state: dicts with the parameters' keys."""
+
+    def mirrors(node: Any) -> bool:
+        return type(node) is dict and bool(node) and all(isinstance(k, _Key) for k in node)
+
+    as_slots = lambda x: Slots({str(key): value for key, value in x.items()})
+    return jax.tree.map(lambda x: as_slots(x) if mirrors(x) else x, seen, is_leaf=mirrors)
+
+
+def _merge(old: T, new: T, *, keep_common: bool = False) -> T:
+    """``old`` with the variables of ``new``; shared state is the new one, or is kept."""
+    return _map(
+        lambda x, y: Slots({**x, **y}) if _is_slots(x) else (x if keep_common else y), old, new
+    )
+
+
+def _by_name(state: Any) -> dict[str, Slots]:
+    """The slots by the name of their field; the first one of a name that occurs twice."""
+    found: dict[str, Slots] = {}
+    for path, node in jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_slots)[0]:
+        fields = [getattr(key, "name", getattr(key, "key", None)) for key in path]
+        names = [field for field in fields if isinstance(field, str) and field]
+        if _is_slots(node) and names:
+            found.setdefault(names[-1], node)
+    return found
+
+
+def _register() -> None:
+    from flax import serialization as flax
+
+    def from_saved(target: Slots, saved: Mapping[str, Any]) -> Slots:
+        if target.keys() != saved.keys():
+            raise ArgumentError(f"The saved state has {list(saved)}, and this one {list(target)}.")
+        return Slots({key: flax.from_state_dict(target[key], saved[key]) for key in target})
+
+    to_save = lambda slots: {key: flax.to_state_dict(value) for key, value in slots.items()}
+    flax.register_serialization_state(Slots, to_save, from_saved)
+
+
+_flax.when_loaded(_register)
+
+
+class SlotStore:
+    """The Optax state of an optimizer over the variables that it updates, each with a key.
+
+    A copy keeps the keys and binds its own variables on first use.
+    """
+
+    def __init__(
+        self,
+        variables: Mapping[str, nnx.Variable | None] | None = None,
+        built: Iterable[str] = (),
+        state: Any = None,
+    ):
+        self._variables = dict(variables or {})
+        # The keys that have slots.
+        self._built = set(built)
+        self._state = state
+
+    # Keys.
+
+    def keys(
+        self, variables: Sequence[nnx.Variable], order: Sequence[nnx.Variable], names: Named
+    ) -> list[str]:
+        """The keys of variables; the key of one without a name is its index in ``order``."""
+        # Keys without a variable are those of a copy: its variables are found by name or index.
+        taken = {key for key, variable in self._variables.items() if variable is not None}
+        keys = []
+        for variable in variables:
+            key = self.key_of(variable)
+            if key is None:
+                index = next(i for i, other in enumerate(order) if other is variable)
+                _, name = names.get(id(variable), (variable, f"#{index}"))
+                key, count = name, 0
+                while key in taken:
+                    count += 1
+                    key = f"{name}#{count}"
+            taken.add(key)
+            keys.append(key)
+        return keys
+
+    def key_of(self, variable: Any) -> str | None:
+        """The key of a variable; ``None`` if it has none."""
+        return next((key for key, known in self._variables.items() if known is variable), None)
+
+    @property
+    def known_keys(self) -> tuple[str, ...]:
+        """The keys of all variables, in order of first use."""
+        return tuple(self._variables)
+
+    @property
+    def built(self) -> frozenset[str]:
+        """The keys that have slots."""
+        return frozenset(self._built)
+
+    @property
+    def tree(self) -> Any:
+        """The state with a variable at every leaf; ``None`` before the first step."""
+        return self._state
+
+    def known_variables(self) -> list[nnx.Variable | None]:
+        """The variables that have a key, in order of first use; ``None`` in a copy."""
+        return list(self._variables.values())
+
+    # Creating.
+
+    def bind(self, variables: Mapping[str, nnx.Variable]) -> dict[str, nnx.Variable]:
+        """Bind variables to the keys that have slots; returns those without slots."""
+        has_slots = lambda key: key in self._built
+        self._variables.update({key: v for key, v in variables.items() if has_slots(key)})
+        return {key: v for key, v in variables.items() if not has_slots(key)}
+
+    def check_all_bound(self, missing: Mapping[str, nnx.Variable]) -> None:
+        """Raise if slots without variables may belong to the variables without slots.
+
+        Raises:
+          VariableError: a copy, a loop or a branch created the variables again, and names do not
+            match them.
+        """
+        unbound = [key for key, variable in self._variables.items() if variable is None]
+        if unbound:
+            which = [describe_variable(variable) for variable in missing.values()]
+            raise VariableError(
+                f"The slots of {', '.join(which)} cannot be found here: there are slots of "
+                f"{', '.join(sorted(unbound))}, and copies of an optimizer, nnx.cond, nnx.scan and "
+                f"the like create their variables again. Call optimizer.build(model) first, with "
+                f"the model or list from which these names are; in a branch or loop, inside it. It "
+                f"matches the slots to the variables."
+            )
+
+    def initial(self, init: Callable[[Any], Any], missing: Mapping[str, nnx.Variable]) -> Any:
+        """The Optax state over these variables, one per shard if they differ between shards."""
+        params = {key: stacked(value) for key, value in as_params(missing).items()}
+
+        def checked(params: Any) -> Any:
+            made = init(params)
+            _check_names_unread(init, params)
+            return made
+
+        if not any(map(is_per_shard, missing.values())):
+            return _as_first_stored(checked(params))
+        axes = {key: 0 if is_per_shard(missing[key]) else None for key in params}
+        return _as_first_stored(per_shard(jax.vmap(checked, in_axes=(axes,))(params)))
+
+    def add(self, missing: Mapping[str, nnx.Variable], made: Any) -> None:
+        """Add the initial state of variables that had none."""
+        self._variables.update(missing)
+        new = jax.tree.map(_as_variable, made, is_leaf=is_per_shard_array)
+        self._state = new if not self._built else _merge(self._state, new, keep_common=True)
+        self._built |= missing.keys()
+
+    # Reading and writing.
+
+    def all(self) -> list[nnx.Variable]:
+        """Every variable of the state."""
+        return list(jax.tree.leaves(self._state, is_leaf=_is_variable))
+
+    def find(self, variable: Any, name: str) -> Any:
+        """A slot of a variable, or of the variable of a name; ``None`` if there is none."""
+        key = variable if isinstance(variable, str) else self.key_of(variable)
+        slots = _by_name(self._state)
+        for field in (name, _TENSORFLOW_NAMES.get(name, name)):
+            slot = slots.get(field, Slots()).get(key or "")
+            if slot is not None and not isinstance(slot, optax.MaskedNode):
+                return slot
+        return None
+
+    def slot_names(self) -> list[str]:
+        """The names of the slots, as Optax names them."""
+        return list(_by_name(self._state))
+
+    def values(self, keys: Iterable[str] | None = None) -> Any:
+        """The state as arrays, of these variables alone if some are named, with what is shared."""
+        values = jax.tree.map(lambda v: stacked(v.get_value()), self._state, is_leaf=_is_variable)
+        if keys is None:
+            return values
+        keys = list(keys)
+        of_keys = lambda x: Slots({k: x[k] for k in keys if k in x}) if _is_slots(x) else x
+        return _map(of_keys, values)
+
+    def write(self, state: Any) -> None:
+        """Write the state after a step, of all variables or some."""
+        merged = _merge(self.values(), state)
+        for variable, value in zip(self.all(), jax.tree.leaves(merged), strict=True):
+            if variable.get_raw_value() is not value:
+                variable.set_raw_value(value)
+
+    def restore(self, state: Any, may_differ: Callable[[Any], bool]) -> None:
+        """Write a saved state, shared or per shard as it was saved.
+
+        Args:
+          state: the state, of this structure.
+          may_differ: whether the state at a path may differ between shards with equal parameters.
+
+        Raises:
+          ArgumentError: another structure, or a leaf of another shape.
+          VariableError: two variables of one shape have no names.
+        """
+        have = self.values()
+        if jax.tree.structure(have) != jax.tree.structure(state):
+            first = "" if self._built else " It has no state yet: call build(model) first."
+            raise ArgumentError(
+                f"The state must have the structure of this optimizer's own.{first} Expected "
+                f"{jax.tree.structure(have)}; got {jax.tree.structure(state)}."
+            )
+        self._check_told_apart()
+        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(have)[0]]
+        variables, values = self.all(), [jnp.asarray(x) for x in jax.tree.leaves(state)]
+        # Every leaf is checked before the first is written.
+        writers = [
+            self._writer(path, variable, value, may_differ(path))
+            for path, variable, value in zip(paths, variables, values, strict=True)
+        ]
+        for write, variable, value in zip(writers, variables, values, strict=True):
+            write(variable, value.astype(variable.get_raw_value().dtype))
+
+    def _check_told_apart(self) -> None:
+        shapes: dict[Any, nnx.Variable] = {}
+        for key in self._built:
+            variable = self._variables[key]
+            if variable is None or not key.startswith("#"):
+                continue
+            shape = jnp.shape(variable.get_raw_value())
+            if shape in shapes:
+                raise VariableError(
+                    f"{describe_variable(variable)} and {describe_variable(shapes[shape])} have no "
+                    f"names, so a state that was saved with them in another order would be "
+                    f"swapped. Pass the module, var_list=model; or name the variables, "
+                    f"nnx.Param(value, name='kernel')."
+                )
+            shapes[shape] = variable
+
+    def _writer(
+        self, path: Any, variable: nnx.Variable, value: jax.Array, may_differ: bool
+    ) -> Callable[[nnx.Variable, jax.Array], None]:
+        """The function that writes a saved value, shared or per shard as its shape shows."""
+        shape = jnp.shape(variable.get_raw_value())
+        shape = shape[1:] if is_per_shard(variable) else shape
+        if value.shape == shape:
+            return set_shared
+        differs = value.shape[1:] == shape and value.ndim == len(shape) + 1
+        held = [*self._variables.values(), *self.all()]
+        sizes = [number_of_shards(v) for v in held if v is not None]
+        if differs and (may_differ or value.shape[0] in sizes):
+            return set_per_shard
+        where = f"The state's {jax.tree_util.keystr(path)}"
+        if differs:
+            raise ArgumentError(
+                f"{where} has shape {value.shape}, one value for each of {value.shape[0]} shards, "
+                f"but this optimizer's parameters do not differ between shards. Restore them "
+                f"first, with crossshard.nnx.set_per_shard(variable, values)."
+            )
+        raise ArgumentError(
+            f"{where} must have shape {shape}, or [shards, …] of that if the variables differ "
+            f"between shards; got {value.shape}."
+        )
+
+    # Copies.
+
+    def of_this_trace(self) -> SlotStore:
+        """A store that begins with the same slots, and may be changed for one trace."""
+        return SlotStore(self._variables, self._built, self._state)
+
+    def copied(self, memo: Mapping[int, Any]) -> SlotStore:
+        """Copied slots, for the copies of the variables in ``memo``."""
+        known = {key: memo.get(id(v)) for key, v in self._variables.items()}
+        # copy.deepcopy of an nnx.Variable returns its array.
+        state = jax.tree.map(lambda v: v.copy(), self._state, is_leaf=_is_variable)
+        return SlotStore(known, self._built, state)
+
+
+def _as_variable(value: Any) -> nnx.Variable:
+    return nnx.OptState(value if isinstance(value, PerShardArray) else jnp.asarray(value))
+
+
+def _is_variable(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Variable)

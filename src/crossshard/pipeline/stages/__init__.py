@@ -1,0 +1,1 @@
+"""Stages: from a local gradient to a reduced one, a file each."""

@@ -1,0 +1,138 @@
+"""Accumulate: the mean gradient of several microbatches, which is reduced once."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from crossshard import _check
+from crossshard.collectives.all_reduce import widen
+from crossshard.errors import ArgumentError
+from crossshard.gradients.scalars import is_inexact
+from crossshard.gradients.status import check_shapes
+from crossshard.pipeline.means import average
+from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
+from crossshard.shards.placement import PER_SHARD, REPLICATED
+
+
+class AccumulateState(NamedTuple):
+    """The sums over the microbatches since the last update.
+
+    Attributes:
+      count: int32[], the number of microbatches.
+      values: the sum of the shard's gradients times their weights, with at least 32 bits.
+      value: float[], the same of the loss, if the caller passes it.
+      weight: float[], the sum of the weights; the number of microbatches if all count the same.
+    """
+
+    count: Any
+    values: Any
+    value: Any
+    weight: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulate(Stage):
+    """Sums the gradients of ``steps`` calls; only the last of them reduces and updates.
+
+    Attributes:
+      steps: the number of calls.
+    """
+
+    steps: int
+
+    phase = Phase.CALL
+    scope = state_field = "accumulate"
+    needs_local = "accumulate_steps adds up"
+
+    def init(self, params: Any) -> AccumulateState:
+        """Zeros."""
+        return AccumulateState(jnp.int32(0), *zeros(params))
+
+    def placements(self, state: AccumulateState) -> AccumulateState:
+        """The count is the same on all shards, and each shard has its own sums."""
+        return jax.tree.map(lambda _: PER_SHARD, state)._replace(count=REPLICATED)
+
+    def update(
+        self, gradients: Gradients, state: AccumulateState, context: StageContext
+    ) -> tuple[Gradients, AccumulateState]:
+        """The mean gradient of the microbatches so far, and the sums with this one."""
+        del context
+        if "grad" in gradients.extra:
+            raise ArgumentError(
+                "accumulate_steps does not accumulate the extra argument grad, which a line search "
+                "takes. Leave accumulate_steps out."
+            )
+        check_shapes(gradients.values, state.values)
+        loss, weight = gradients.extra.get("value"), gradients.weight
+        state = AccumulateState(
+            state.count + 1,
+            *add(
+                (state.values, state.value, state.weight),
+                gradients.values,
+                jnp.zeros(()) if loss is None else loss,
+                weight,
+            ),
+        )
+        values, value = mean(state.values, state.value, state.weight)
+        extra = gradients.extra if loss is None else {"value": value.astype(loss.dtype)}
+        total = None if weight is None else state.weight
+        return gradients.replace(values=values, extra=extra, weight=total, widened=True), state
+
+    def is_last(self, state: AccumulateState) -> Bool[Array, ""]:
+        """Whether this call is the last, given the state with it."""
+        return state.count >= self.steps
+
+    def describe(self) -> str:
+        """``accumulate 4 calls``."""
+        return f"accumulate {self.steps} calls"
+
+
+Sums = tuple[Any, Any, Any]
+
+
+def add(sums: Sums, gradients: Any, loss: Any, weight: jax.Array | None) -> Sums:
+    """The sums of gradients, losses and weights, with one more microbatch."""
+    values, value, total = sums
+
+    def one(x: Any, new: Any) -> Any:
+        if not is_inexact(new):
+            return x
+        wide = widen(new).astype(x.dtype)
+        # `where`, because the gradient of weight 0 may be NaN.
+        return x + (wide if weight is None else jnp.where(weight != 0, wide * weight, 0))
+
+    added = 1 if weight is None else weight
+    return jax.tree.map(one, values, gradients), one(value, loss), total + added
+
+
+def mean(values: Any, value: Any, weight: jax.Array) -> tuple[Any, Any]:
+    """The mean gradient and loss from their sums; zeros if all weights are zero."""
+
+    def one(x: Any) -> Any:
+        return average(x, weight) if is_inexact(x) else x
+
+    return jax.tree.map(one, values), one(value)
+
+
+def zeros(params: Any) -> Sums:
+    """The sums before the first microbatch."""
+    zero = jnp.zeros((), float)
+    return jax.tree.map(_zeros, params), zero, zero
+
+
+def _zeros(leaf: Any) -> jax.Array:
+    leaf = jnp.asarray(leaf)
+    return jnp.zeros_like(widen(leaf)) if is_inexact(leaf) else jnp.zeros_like(leaf)
+
+
+def check_accumulate_steps(steps: Any) -> int:
+    """The checked number of microbatches.
+
+    Raises:
+      ArgumentError: less than 1.
+      ArgumentTypeError: not an int.
+    """
+    return _check.whole_number("accumulate_steps", steps)

@@ -1,0 +1,170 @@
+"""Metrics: norms, learning rate and gradient noise scale, from the collectives of the step."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.pipeline.means import to_average
+from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
+from crossshard.pipeline.update.arrays import squared_norm
+from crossshard.shards.groups import size_of_group
+from crossshard.shards.placement import REPLICATED, Placement
+
+NAMES = {
+    "grad_norm": "the norm of the reduced gradient",
+    "local_grad_norm": "the root of the mean over the shards of the squared norms of their own",
+    "update_norm": "the norm of the update",
+    "param_norm": "the norm of the parameters after the update",
+    "learning_rate": "the learning rate, from optax.inject_hyperparams",
+    "noise_scale": "the gradient noise scale: noise_variance / noise_signal",
+    "noise_variance": "an estimate of the trace of the covariance of one example's gradient",
+    "noise_signal": "an estimate of the squared norm of the true gradient",
+}
+_OF_NOISE = frozenset({"noise_scale", "noise_variance", "noise_signal"})
+_OF_LOCAL = _OF_NOISE | {"local_grad_norm"}
+
+
+def need_local(names: Iterable[str]) -> bool:
+    """Whether metrics need the gradient of each shard."""
+    return not _OF_LOCAL.isdisjoint(names)
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalNorms(Stage):
+    """Measures each shard's gradient for those ``Metrics`` that need it."""
+
+    phase = Phase.LOCAL
+    scope = "metrics"
+    state_field = ""
+    needs_local = "metrics measure"
+
+    def update(
+        self, gradients: Gradients, state: Any, context: StageContext
+    ) -> tuple[Gradients, Any]:
+        """The same gradients, with what the aggregate is to sum."""
+        del context
+        squared, weight = squared_norm(gradients.values), gradients.weight
+        sums = {**gradients.sums, "squared_norm": to_average(squared, weight)}
+        if weight is not None:
+            sums["shards_with_weight"] = (weight != 0).astype(jnp.float32)
+        return gradients.replace(sums=sums), state
+
+
+@dataclasses.dataclass(frozen=True)
+class Metrics(Stage):
+    """Keeps the metrics of a step in the state.
+
+    The noise is estimated as in McCandlish et al. 2018 (arXiv 1812.06162, appendix A.1).
+
+    Attributes:
+      names: the names of the metrics.
+      optimizer: the optimizer that they measure.
+      placement: ``PER_SHARD`` if groups differ.
+    """
+
+    names: tuple[str, ...]
+    optimizer: optax.GradientTransformation
+    placement: Placement = REPLICATED
+
+    phase = Phase.UPDATE
+    scope = state_field = "metrics"
+
+    def init(self, params: Any) -> Any:
+        """Zeros, before the first update.
+
+        Raises:
+          ArgumentError: ``learning_rate``, of an optimizer whose state does not tell it.
+        """
+        if "learning_rate" in self.names:
+            learning_rate(jax.eval_shape(self.optimizer.init, params))
+        return {name: jnp.float32(0) for name in self.names}
+
+    def update(
+        self, gradients: Gradients, state: Any, context: StageContext
+    ) -> tuple[Gradients, Any]:
+        """The same gradients, and the metrics of the update."""
+        del state
+        updated = gradients.updated
+        if "param_norm" in self.names and updated.params is None:
+            raise ArgumentError(
+                "metrics has 'param_norm', which needs the parameters: opt.update(grads, state, "
+                "params)."
+            )
+        trees = {
+            "grad_norm": lambda: gradients.values,
+            "update_norm": lambda: updated.updates,
+            "param_norm": lambda: optax.apply_updates(updated.params, updated.updates),
+        }
+        found: dict[str, Any] = {
+            name: context.arrays.squared_norm(tree()) ** 0.5
+            for name, tree in trees.items()
+            if name in self.names
+        }
+        if "learning_rate" in self.names:
+            found["learning_rate"] = learning_rate(updated.state)
+        if need_local(self.names):
+            found |= _of_noise(gradients, context)
+        return gradients, {name: jnp.asarray(found[name], jnp.float32) for name in self.names}
+
+    def describe(self) -> str:
+        """Nothing."""
+        return ""
+
+
+def _of_noise(gradients: Gradients, context: StageContext) -> Mapping[str, Any]:
+    number = size_of_group(context.groups, context.shards.number)
+    total = gradients.weight
+    active: Any = number if total is None else gradients.sums["shards_with_weight"]
+    local = gradients.sums["squared_norm"] / (number if total is None else total)
+    # Under SUM the reduced gradient is not divided.
+    scale = 1 if context.divisor == number else number
+    reduced = context.arrays.squared_norm(gradients.values) / scale**2
+    examples: Any = number * context.examples if total is None else total
+    variance = (local - reduced) * examples / (active - 1)
+    signal = reduced - variance / examples
+    return {
+        "local_grad_norm": local**0.5,
+        "noise_variance": variance,
+        "noise_signal": signal,
+        "noise_scale": variance / signal,
+    }
+
+
+def learning_rate(state: Any) -> Any:
+    """float[]: the learning rate of an update, from the optimizer's state after it.
+
+    Raises:
+      ArgumentError: the state does not tell it.
+    """
+    # Beside a schedule's value inject_hyperparams keeps the schedule's state by the same name.
+    found = optax.tree.get_all_with_path(state, "learning_rate")
+    told = [value for _, value in found if jax.tree_util.all_leaves([value])]
+    if len(told) == 1:
+        return told[0]
+    raise ArgumentError(
+        f"metrics has 'learning_rate', but the optimizer's state tells "
+        f"{'several learning rates' if told else 'no learning rate'}. Write "
+        f"optax.inject_hyperparams(optax.adam)(learning_rate=...); a schedule may be the rate."
+    )
+
+
+def check_metrics(metrics: Any) -> tuple[str, ...]:
+    """The checked names of metrics.
+
+    Raises:
+      ArgumentError: an unknown name.
+      ArgumentTypeError: not names.
+    """
+    names = (metrics,) if isinstance(metrics, str) else metrics
+    if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
+        raise ArgumentTypeError(f"metrics must be names, such as ('grad_norm',); got {metrics!r}.")
+    names = tuple(dict.fromkeys(names))
+    for name in names:
+        if name not in NAMES:
+            raise ArgumentError(f"metrics has {name!r}; the metrics are {', '.join(NAMES)}.")
+    return names

@@ -1,0 +1,242 @@
+"""Nonfinite: what a step does about a gradient that is NaN or infinite, and whose it was."""
+
+import dataclasses
+import enum
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from crossshard import _check
+from crossshard.collectives.all_reduce import sum_over_shards
+from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.gradients.reduction import Reduction
+from crossshard.gradients.scalars import is_inexact
+from crossshard.gradients.status import leaf_name
+from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
+
+
+class OnNonfinite(enum.StrEnum):
+    """What a step does about a gradient that is not finite.
+
+    QUARANTINE: the shard counts with weight 0, and the mean is that of the others.
+    SKIP: parameters and states stay as they are, on all shards.
+    RAISE: the same, and ``make_train_step`` raises at once.
+    """
+
+    QUARANTINE = "quarantine"
+    SKIP = "skip"
+    RAISE = "raise"
+
+
+class NonfiniteState(NamedTuple):
+    """What was found at the last update.
+
+    Attributes:
+      shard: int32[], the first shard whose gradient was not finite; -1 if all were.
+      leaf: int32[], the first such leaf of its gradient; -1 if all were.
+      shards: int32[], the number of shards whose gradients were not finite.
+      overflow: bool[], whether the reduced gradient was not finite although those that it was
+        computed from were.
+      in_a_row: int32[], the number of updates in a row at which something was not finite.
+
+    >>> found = NonfiniteState(shard=3, leaf=1, shards=1, overflow=False, in_a_row=2)
+    >>> found.describe({"bias": 0.0, "kernel": 0.0})
+    'the gradient of `kernel` is not finite on shard 3'
+    """
+
+    shard: Any
+    leaf: Any
+    shards: Any
+    overflow: Any
+    in_a_row: Any
+
+    def describe(self, params: Any) -> str:
+        """What was found, in words, given the parameters."""
+        number = _value(self.shards)
+        if number:
+            path, _ = jax.tree_util.tree_leaves_with_path(params)[_value(self.leaf)]
+            others = f", and on {number - 1} more" if number > 1 else ""
+            return (
+                f"the gradient of {leaf_name(path)} is not finite on shard {_value(self.shard)}"
+                f"{others}"
+            )
+        if _value(self.overflow):
+            return "every shard's gradient is finite, and their reduction is not: it overflows"
+        return "all gradients are finite"
+
+
+@dataclasses.dataclass(frozen=True)
+class Nonfinite(Stage):
+    """Keeps gradients that are not finite from the parameters, and names the shard and the leaf.
+
+    A reduced gradient that is not finite is never applied: the step is skipped on all shards, and
+    parameters, states and step count stay as they are.
+
+    Attributes:
+      action: ``"quarantine"``, ``"skip"`` or ``"raise"``, see ``OnNonfinite``.
+      max_consecutive: the number of steps in a row with something that is not finite, after which
+        ``make_train_step`` raises, as in ``optax.apply_if_finite``; 1 with ``"raise"``.
+
+    >>> Nonfinite("skip", max_consecutive=5)
+    Nonfinite(action=<OnNonfinite.SKIP: 'skip'>, max_consecutive=5)
+    """
+
+    action: str = OnNonfinite.QUARANTINE
+    # More than the overflows of a dynamic loss scale that is 2.0**16 at first.
+    max_consecutive: int = 25
+
+    phase = Phase.UPDATE
+    scope = state_field = "nonfinite"
+
+    def __post_init__(self) -> None:
+        action = _check.choice("nonfinite", self.action, OnNonfinite)
+        _check.whole_number("max_consecutive", self.max_consecutive)
+        object.__setattr__(self, "action", action)
+        if action is OnNonfinite.RAISE:
+            object.__setattr__(self, "max_consecutive", 1)
+
+    @property
+    def excludes_shards(self) -> bool:
+        """Whether a shard whose gradient is not finite does not count."""
+        return self.action is OnNonfinite.QUARANTINE
+
+    def init(self, params: Any) -> NonfiniteState:
+        """Nothing was found yet."""
+        del params
+        none = jnp.int32(-1)
+        return NonfiniteState(none, none, jnp.int32(0), jnp.bool_(False), jnp.int32(0))
+
+    def update(
+        self, gradients: Gradients, state: NonfiniteState, context: StageContext
+    ) -> tuple[Gradients, NonfiniteState]:
+        """The same reduced gradients, skipped if they must not be applied; and what was found."""
+        reported = gradients.sums[_REPORTED]
+        if context.groups is not None:
+            own = reported[context.shards.index()]
+            reported = sum_over_shards(_at_own_place(own, context), context.shards)
+        bad = reported > 0
+        some = bad.any()
+        shard = jnp.argmax(bad).astype(jnp.int32)
+        finite = all_finite(gradients.values, context)
+        overflow = ~finite if self.excludes_shards else ~finite & ~some
+        skip = ~finite if self.excludes_shards else ~finite | some
+        after = NonfiniteState(
+            jnp.where(some, shard, -1),
+            jnp.where(some, reported[shard].astype(jnp.int32) - 1, -1),
+            bad.sum(dtype=jnp.int32),
+            overflow,
+            jnp.where(some | overflow, state.in_a_row + 1, 0),
+        )
+        skip = skip if gradients.skip is None else gradients.skip | skip
+        return gradients.replace(skip=skip), after
+
+    def describe(self) -> str:
+        """``skip if not finite``."""
+        return "skip if not finite"
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportNonfinite(Stage):
+    """Reports to ``Nonfinite`` which leaf of this shard's gradient is not finite.
+
+    Attributes:
+      excludes_shards: whether the shard then counts with weight 0.
+    """
+
+    excludes_shards: bool
+
+    phase = Phase.ARRIVAL
+    scope = "nonfinite"
+    state_field = ""
+    needs_local = "nonfinite checks"
+
+    def update(
+        self, gradients: Gradients, state: Any, context: StageContext
+    ) -> tuple[Gradients, Any]:
+        """The local gradients, with what this shard reports, and its weight in the mean."""
+        flags, weight = _flags(gradients.values), gradients.weight
+        # A shard of weight 0 may hold NaN.
+        counts = True if weight is None else weight != 0
+        # One more than the index of the leaf; 0 says that all are finite.
+        own = jnp.where(flags.any() & counts, jnp.argmax(flags) + 1, 0)
+        reported = _at_own_place(own.astype(jnp.float32), context)
+        gradients = gradients.replace(sums={**gradients.sums, _REPORTED: reported})
+        if self.excludes_shards:
+            given = jnp.asarray(context.examples, float) if weight is None else weight
+            gradients = gradients.replace(weight=jnp.where(flags.any(), 0, given))
+        return gradients, state
+
+    def describe(self) -> str:
+        """``quarantine``, if shards are left out."""
+        return "quarantine" if self.excludes_shards else ""
+
+
+_REPORTED = "nonfinite"
+
+
+def _flags(values: Any) -> Bool[Array, " leaves"]:
+    """Which leaves are not finite."""
+    leaves = jax.tree.leaves(values)
+    flags = [~jnp.isfinite(leaf).all() if is_inexact(leaf) else False for leaf in leaves]
+    return jnp.stack([jnp.asarray(flag) for flag in flags])
+
+
+def _at_own_place(own: Float[Array, ""], context: StageContext) -> Float[Array, " shards"]:
+    """Zeros, but for this shard's value."""
+    shards = context.shards
+    return jnp.where(jnp.arange(shards.number) == shards.index(), own, 0)
+
+
+def all_finite(values: Any, context: StageContext) -> Bool[Array, ""]:
+    """Whether the reduced gradients are finite, the same on all shards."""
+    leaves = [leaf for leaf in jax.tree.leaves(values) if is_inexact(leaf)]
+    finite = functools.reduce(jnp.logical_and, (jnp.isfinite(leaf).all() for leaf in leaves))
+    return context.on_all_shards(finite, of_parts=True)
+
+
+def _value(x: Any) -> int:
+    """A number of the state, also if the array has one for each shard, of which all are equal."""
+    local = x.addressable_data(0) if isinstance(x, jax.Array) else x
+    return int(np.ravel(jax.device_get(local))[0])
+
+
+def check_nonfinite(nonfinite: Any) -> Nonfinite | None:
+    """The stage of the ``nonfinite`` argument; ``None`` without one.
+
+    Raises:
+      ArgumentError: an unknown word.
+      ArgumentTypeError: neither a word nor a ``Nonfinite``.
+    """
+    if nonfinite is None or isinstance(nonfinite, Nonfinite):
+        return nonfinite
+    if isinstance(nonfinite, str):
+        return Nonfinite(nonfinite)
+    raise ArgumentTypeError(
+        f"nonfinite is 'quarantine', 'skip', 'raise', None or a crossshard.Nonfinite; got "
+        f"{nonfinite!r:.60} ({type(nonfinite).__name__})."
+    )
+
+
+def check_fits(nonfinite: Nonfinite, reduction: Reduction, *, has_loss_scale: bool) -> None:
+    """Raise ArgumentError if what is asked for contradicts the rest of a pipeline."""
+    if nonfinite.excludes_shards and reduction is Reduction.SUM:
+        raise ArgumentError(
+            "nonfinite='quarantine' leaves a shard out of the mean, but the reduction is SUM, "
+            "which would be smaller without it. Use MEAN, or nonfinite='skip'."
+        )
+    if has_loss_scale and nonfinite.action is not OnNonfinite.SKIP:
+        raise ArgumentError(
+            f"A dynamic loss scale is found by steps that overflow, and are skipped; "
+            f"nonfinite={str(nonfinite.action)!r} would {_INSTEAD[nonfinite.action]}. Use "
+            f"nonfinite='skip', which names the shard."
+        )
+
+
+_INSTEAD: dict[str, str] = {
+    OnNonfinite.QUARANTINE: "leave shards out instead",
+    OnNonfinite.RAISE: "end the run at the first of them",
+}

@@ -1,0 +1,68 @@
+"""Weigh: each shard's gradient times its weight in the mean."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.gradients.reduction import Reduction
+from crossshard.gradients.scalars import is_number
+from crossshard.pipeline.means import to_average
+from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, as_local
+
+
+def check_reduction(reduction: Reduction) -> None:
+    """Raise ArgumentError if shards cannot have weights: under SUM."""
+    if reduction is Reduction.SUM:
+        raise ArgumentError(
+            "weight is a shard's weight in a mean, but the optimizer's reduction is SUM. Use MEAN, "
+            "or leave weight out and weigh the loss."
+        )
+
+
+def as_weight(given: Any, what: str = "got") -> Float[Array, ""]:
+    """The weight of a shard in the mean, in JAX's default precision.
+
+    Raises:
+      ArgumentError: the weight is not a scalar.
+      ArgumentTypeError: the weight is not a number.
+    """
+    if not is_number(given):
+        raise ArgumentTypeError(
+            f"A shard's weight is one number; {what} {given!r:.40} ({type(given).__name__})."
+        )
+    value = jnp.asarray(given, float)
+    if value.shape != ():
+        raise ArgumentError(
+            f"A shard's weight is one number; {what} an array of shape {value.shape}. Sum it."
+        )
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Weigh(Stage):
+    """Multiplies gradients by the shard's weight; those of weight 0 are ignored, even NaN."""
+
+    phase = Phase.LOCAL
+    scope = "weigh"
+    state_field = ""
+    needs_local = ""
+
+    def update(
+        self, gradients: Gradients, state: Any, context: StageContext
+    ) -> tuple[Gradients, Any]:
+        """The gradients, and the values reduced with them, times the weight."""
+        weight = gradients.weight
+        if weight is None:
+            return gradients, state
+        gradients = as_local(gradients, context, "weight multiplies")
+        weigh = lambda leaf: to_average(leaf, weight)
+        extra, values = jax.tree.map(weigh, (dict(gradients.extra), gradients.values))
+        return gradients.replace(values=values, extra=extra), state
+
+    def describe(self) -> str:
+        """``weigh``."""
+        return "weigh"

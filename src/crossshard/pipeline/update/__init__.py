@@ -1,0 +1,1 @@
+"""Update: from a reduced gradient to new parameters, in full or in parts."""

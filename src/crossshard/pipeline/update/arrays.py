@@ -1,0 +1,175 @@
+"""The arrays of the inner optimizer: full arrays, this shard's slices, or global arrays."""
+
+import abc
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
+
+from crossshard.collectives.all_reduce import sum_over_shards, widen
+from crossshard.collectives.bucketing import bucketed_gather
+from crossshard.gradients.scalars import is_inexact
+from crossshard.shards.axes import Shards
+from crossshard.shards.groups import GroupAssignment
+from crossshard.shards.model_axes import only
+from crossshard.shards.partition import Partition, map_partitions, slice_index
+
+
+def squared_norm(tree: Any) -> Float[Array, ""]:
+    """The sum of the squares of the elements of all floating arrays."""
+    return sum((_squared(leaf) for leaf in jax.tree.leaves(tree)), jnp.float32(0))
+
+
+def _squared(leaf: Any) -> Any:
+    if not is_inexact(leaf):
+        return 0
+    return jnp.sum(jnp.square(jnp.abs(widen(leaf))))
+
+
+class Arrays(abc.ABC):
+    """How the arrays of an optimizer are split.
+
+    Attributes:
+      partitions: the partition of each parameter; ``None`` if none is split.
+      is_local: whether each shard sees only its slices.
+    """
+
+    partitions: tuple[Partition, ...] | None
+    is_local: bool = False
+
+    @abc.abstractmethod
+    def squared_norm(self, tree: Any) -> Float[Array, ""]:
+        """The squared norm of arrays that are split like the parameters."""
+
+    @abc.abstractmethod
+    def split(self, tree: Any) -> Any:
+        """The parameters as the optimizer takes them."""
+
+    @abc.abstractmethod
+    def gather(self, tree: Any) -> Any:
+        """Full arrays from those that the optimizer returned."""
+
+    @abc.abstractmethod
+    def place_gradients(self, tree: Any) -> Any:
+        """The reduced gradients as the optimizer takes them."""
+
+    @abc.abstractmethod
+    def place_state(self, tree: Any) -> Any:
+        """The optimizer's state as the next step takes it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeArrays(Arrays):
+    """Every shard updates every array in full."""
+
+    partitions = None
+
+    def squared_norm(self, tree: Any) -> Float[Array, ""]:
+        """The squared norm."""
+        return squared_norm(tree)
+
+    def split(self, tree: Any) -> Any:
+        """The same arrays."""
+        return tree
+
+    gather = place_gradients = place_state = split
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalParts(Arrays):
+    """Each shard updates its slice of each array, and the slices are all-gathered.
+
+    Attributes:
+      partitions: the partition of each parameter.
+      shards: the shards that have the slices.
+      groups: the groups within which arrays are split; ``None`` for all shards.
+    """
+
+    partitions: tuple[Partition, ...]
+    shards: Shards
+    groups: GroupAssignment | None = None
+
+    is_local = True
+
+    def squared_norm(self, tree: Any) -> Float[Array, ""]:
+        """The squared norm of the arrays of which this shard has slices."""
+        leaves = jax.tree.leaves(tree)
+        pairs = list(zip(leaves, self.partitions, strict=True))
+        own = squared_norm([leaf for leaf, partition in pairs if partition.number > 1])
+        whole = squared_norm([leaf for leaf, partition in pairs if partition.number == 1])
+        return sum_over_shards(own, self.shards, self.groups) + whole
+
+    def split(self, tree: Any) -> Any:
+        """This shard's slices."""
+        index = slice_index(self.shards, self.groups)
+        local = lambda partition, x: partition.local_slice(x, index)
+        return map_partitions(local, self.partitions, tree)
+
+    def gather(self, tree: Any) -> Any:
+        """Full arrays from the slices of all shards."""
+        parts, structure = jax.tree.flatten(tree)
+        whole = bucketed_gather(parts, self.partitions, self.shards, self.groups)
+        return structure.unflatten(whole)
+
+    def place_gradients(self, tree: Any) -> Any:
+        """The same slices."""
+        return tree
+
+    place_state = place_gradients
+
+
+@dataclasses.dataclass(frozen=True)
+class GlobalArrays(Arrays):
+    """The update runs once, on sharded global arrays; XLA inserts the communication.
+
+    Attributes:
+      partitions: the partition of each parameter.
+      state: the partition of each array of the optimizer's state.
+      shards: the shards that have the slices.
+      mesh: their mesh.
+    """
+
+    partitions: tuple[Partition, ...]
+    state: tuple[Partition, ...]
+    shards: Shards
+    mesh: Mesh
+
+    def squared_norm(self, tree: Any) -> Float[Array, ""]:
+        """The squared norm."""
+        return squared_norm(tree)
+
+    def split(self, tree: Any) -> Any:
+        """The same arrays, sharded over the mesh."""
+        return self._constrain(self.partitions, tree)
+
+    def gather(self, tree: Any) -> Any:
+        """The same arrays, replicated on every device."""
+        parts, structure = jax.tree.flatten(self._constrain(self.partitions, tree))
+        axes = self.shards.axes
+        # Explicit, since XLA for TPUs turns an all-gather over all chips into an all-reduce.
+        gather = jax.shard_map(
+            lambda parts: bucketed_gather(parts, self.partitions, self.shards),
+            mesh=self.mesh,
+            axis_names=frozenset(axes),
+            in_specs=([PartitionSpec(*only(each.spec(axes), axes)) for each in self.partitions],),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+        return structure.unflatten(gather(parts))
+
+    place_gradients = split
+
+    def place_state(self, tree: Any) -> Any:
+        """The state, sharded over the mesh."""
+        return self._constrain(self.state, tree)
+
+    def _constrain(self, partitions: tuple[Partition, ...], tree: Any) -> Any:
+        def one(partition: Partition, x: Any) -> jax.Array:
+            sharding = NamedSharding(self.mesh, partition.spec(self.shards.axes))
+            return lax.with_sharding_constraint(x, sharding)
+
+        return map_partitions(one, partitions, tree)

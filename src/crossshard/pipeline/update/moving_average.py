@@ -1,0 +1,137 @@
+"""Moving average: an optimizer that also averages its parameters over the steps."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.gradients.scalars import is_inexact, is_number
+from crossshard.pipeline.update.masters import widest
+
+# A number, or a schedule of the number of updates.
+Decay = float | Callable[[Any], Any]
+
+
+class MovingAverageState(NamedTuple):
+    """The moving average of the parameters, and the state of the optimizer.
+
+    Attributes:
+      ema: the average, with at least 32 bits; at first the parameters.
+      inner_state: the state of the inner optimizer.
+    """
+
+    ema: Any
+    inner_state: Any
+
+
+class ScheduledAverageState(NamedTuple):
+    """A moving average whose decay is a schedule, and the state of the optimizer.
+
+    Attributes:
+      ema: as in a ``MovingAverageState``.
+      ema_count: int32[], the number of updates so far.
+      inner_state: the state of the inner optimizer.
+    """
+
+    ema: Any
+    ema_count: jax.Array
+    inner_state: Any
+
+
+State = MovingAverageState | ScheduledAverageState
+
+
+def with_moving_average(
+    inner: optax.GradientTransformationExtraArgs, decay: Decay
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer that keeps ``ema = decay * ema + (1 - decay) * params`` after each update.
+
+    Args:
+      inner: the optimizer.
+      decay: a number, or a schedule: a function of the number of updates before this one.
+    """
+
+    def average(decay: Any, old: jax.Array, new: jax.Array) -> jax.Array:
+        return decay * old + (1 - decay) * new if is_inexact(old) else new
+
+    def init(params: Any) -> State:
+        ema, inner_state = jax.tree.map(_copy, params), inner.init(params)
+        if callable(decay):
+            return ScheduledAverageState(ema, jnp.int32(0), inner_state)
+        return MovingAverageState(ema, inner_state)
+
+    def averaged(state: State, after: Any) -> dict[str, Any]:
+        """The fields of the state that are the average's own, after an update."""
+        if isinstance(state, MovingAverageState):
+            constant = functools.partial(average, decay)
+            return {"ema": jax.tree.map(constant, state.ema, after)}
+        now = jnp.asarray(decay(state.ema_count))  # type: ignore[operator]
+        of = lambda old, new: average(now.astype(old.dtype), old, new)
+        ema = jax.tree.map(of, state.ema, after)
+        return {"ema": ema, "ema_count": optax.safe_increment(state.ema_count)}
+
+    def update(
+        updates: Any, state: State, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, State]:
+        if params is None:
+            raise ArgumentError(
+                "With ema an update needs the parameters: opt.update(grads, state, params)."
+            )
+        updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
+        after = optax.apply_updates(params, updates)
+        return updates, state._replace(**averaged(state, after), inner_state=inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _copy(x: Any) -> jax.Array:
+    return jnp.array(x, widest(x, jnp.float32), copy=True)
+
+
+def describe_decay(decay: Decay) -> str:
+    """A decay in a few words, the same in every process."""
+    if not callable(decay):
+        return str(decay)
+    return f"by {getattr(decay, '__qualname__', type(decay).__name__)}"
+
+
+def check_ema(decay: Any) -> Decay | None:
+    """The decay of the moving average; ``None`` without one.
+
+    Raises:
+      ArgumentError: not between 0 and 1.
+      ArgumentTypeError: not a number, and no function that returns one.
+    """
+    if decay is None:
+        return None
+    if callable(decay):
+        _check_schedule(decay)
+        return decay  # type: ignore[no-any-return]
+    if not is_number(decay) or isinstance(decay, bool) or jnp.shape(decay):
+        raise ArgumentTypeError(
+            f"ema must be the decay of the moving average, a number such as 0.999, or a schedule, "
+            f"a function of the number of updates; got {decay!r:.60} ({type(decay).__name__})."
+        )
+    if not 0 < float(decay) < 1:
+        raise ArgumentError(
+            f"ema is the decay of the moving average of the parameters, between 0 and 1, such as "
+            f"0.999; got {decay!r}."
+        )
+    return float(decay)
+
+
+def _check_schedule(decay: Callable[[Any], Any]) -> None:
+    try:
+        found = jax.eval_shape(decay, jax.ShapeDtypeStruct((), jnp.int32))
+    except Exception as error:  # a user's function may raise anything
+        raise ArgumentTypeError(
+            f"ema is a function that cannot be called with an update's number, int32[]: {error}"
+        ) from error
+    if not isinstance(found, jax.ShapeDtypeStruct) or found.shape or not is_inexact(found):
+        raise ArgumentTypeError(
+            f"A schedule for ema returns the decay, float[]; this one returned {found}."
+        )

@@ -1,0 +1,157 @@
+"""Optimize: the wrapped optimizer's update, on full arrays, slices or global arrays."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from crossshard.gradients.nesting import inside_optimizer
+from crossshard.gradients.status import check_shapes
+from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
+from crossshard.pipeline.update.masters import with_masters
+from crossshard.pipeline.update.moving_average import Decay, describe_decay, with_moving_average
+from crossshard.shards.groups import over_all_shards
+
+
+class Updated(NamedTuple):
+    """The result of an optimizer's update.
+
+    Attributes:
+      result: full updates, or full updated parameters.
+      updates: the updates, split as the optimizer's arrays are.
+      params: the parameters before it, split in the same way; ``None`` if the caller passed none.
+      state: the optimizer's next state.
+    """
+
+    result: Any
+    updates: Any = None
+    params: Any = None
+    state: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimize(Stage):
+    """The wrapped optimizer, on full arrays, on slices, or on global arrays.
+
+    Attributes:
+      inner: the optimizer, as the user passed it.
+      master_dtype: the dtype of master weights; ``None`` without them.
+      ema: the decay of the moving average of the parameters, or a schedule; ``None`` without one.
+    """
+
+    inner: optax.GradientTransformationExtraArgs
+    master_dtype: Any = None
+    ema: Decay | None = None
+
+    phase = Phase.UPDATE
+    scope = ""
+    state_field = "inner_state"
+
+    @functools.cached_property
+    def optimizer(self) -> optax.GradientTransformationExtraArgs:
+        """The optimizer, with a moving average and master weights if asked for."""
+        optimizer = self.inner
+        if self.ema is not None:
+            optimizer = with_moving_average(optimizer, self.ema)
+        if self.master_dtype is not None:
+            optimizer = with_masters(optimizer, self.master_dtype)
+        return optimizer
+
+    def init(self, params: Any) -> Any:
+        """The optimizer's own state."""
+        return self.optimizer.init(params)
+
+    def update(
+        self, gradients: Gradients, state: Any, context: StageContext
+    ) -> tuple[Gradients, Any]:
+        """The reduced gradients with the update, and the optimizer's next state."""
+        arrays, skip, applies = context.arrays, gradients.skip, context.apply_updates
+        extra_args, params = self._extra_args(gradients, context), context.params
+        if not over_all_shards(context.groups):
+            # Typed as they leave, or the branches of an optimizer would not have equal types.
+            typed = lambda x: context.shards.as_varying(x) if jnp.shape(x) else x
+            state, params = jax.tree.map(typed, (state, params))
+        params = None if params is None else arrays.split(params)
+        reduced = arrays.place_gradients(gradients.values)
+
+        def update(state: Any, params: Any) -> _Results:
+            with inside_optimizer():
+                updates, after = self.optimizer.update(reduced, state, params, **extra_args)
+            if params is None:
+                check_shapes(reduced, updates, "its update")
+            return updates, after, optax.apply_updates(params, updates) if applies else None
+
+        with jax.named_scope("update"):
+            if skip is None:
+                updates, after, updated = update(state, params)
+            elif applies and context.skips_by_loop:
+                updates, after, updated = _in_loop(update, state, params, skip)
+            else:
+                new = update(state, params)
+                updates, after, updated = _select(new, state, params if applies else None, skip)
+        with jax.named_scope("gather"):
+            # Gathering parameters is cheaper than gathering updates and applying them everywhere.
+            result = arrays.gather(updated if applies else updates)
+        after = arrays.place_state(after)
+        return gradients.replace(updated=Updated(result, updates, params, after)), after
+
+    def _extra_args(self, gradients: Gradients, context: StageContext) -> dict[str, Any]:
+        # Only optimizers that take the loss of a whole step get it; explicit arguments always pass.
+        given, takes_loss = context.extra_args, takes_value(self.optimizer)
+        extra = {k: x for k, x in gradients.extra.items() if k in given or takes_loss}
+        return {**given, **extra}
+
+    def describe(self) -> str:
+        """``update``, and what the optimizer keeps besides its own state."""
+        kept = [] if self.master_dtype is None else [f"{self.master_dtype} masters"]
+        kept += [] if self.ema is None else [f"moving average {describe_decay(self.ema)}"]
+        return f"update ({', '.join(kept)})" if kept else "update"
+
+
+# The updates, the optimizer's next state, and the updated parameters.
+_Results = tuple[Any, Any, Any]
+
+
+def _select(new: _Results, state: Any, params: Any, skip: jax.Array) -> _Results:
+    """The results of an update, or what was before if it is skipped."""
+    old = jax.tree.map(jnp.zeros_like, new[0]), state, params
+    return jax.tree.map(lambda old, new: jnp.where(skip, old, new), old, new)
+
+
+def _in_loop(
+    update: Callable[[Any, Any], _Results], state: Any, params: Any, skip: jax.Array
+) -> _Results:
+    """The same, from a loop that runs once or not at all.
+
+    It works in place, where XLA for CPUs copies arrays that a select may keep.
+    """
+    types = jax.eval_shape(update, state, params)
+    of = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+    if of(types[1:]) != of((state, params)):
+        # A loop keeps its types, and a select converts them.
+        return _select(update(state, params), state, params, skip)
+    none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), types[0])
+
+    def turn(before: tuple[Any, ...]) -> tuple[Any, ...]:
+        _, _, state, params = before
+        return jnp.bool_(True), *update(state, params)
+
+    _, *results = lax.while_loop(lambda carry: ~carry[0], turn, (skip, none, state, params))
+    return tuple(results)
+
+
+def takes_value(optimizer: optax.GradientTransformation) -> bool:
+    """Whether an optimizer's update accepts the loss as ``value``."""
+    return takes_keyword(optimizer, "value")
+
+
+def takes_keyword(optimizer: optax.GradientTransformation, name: str) -> bool:
+    """Whether an optimizer's update accepts an extra argument of this name."""
+    kinds = {p.name: p.kind for p in inspect.signature(optimizer.update).parameters.values()}
+    return name in kinds or inspect.Parameter.VAR_KEYWORD in kinds.values()

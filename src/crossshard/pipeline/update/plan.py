@@ -1,0 +1,256 @@
+"""Plan: how the weight update is computed, and how it is sharded (ZeRO-1).
+
+Xu et al. 2020, "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training"
+(arXiv 2004.13336).
+"""
+
+import dataclasses
+import enum
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import optax
+
+from crossshard import _check
+from crossshard.errors import ArgumentError, CrossshardError, WeightUpdateError
+from crossshard.gradients.nesting import inside_optimizer
+from crossshard.jaxprs.elementwise import why_not_elementwise
+from crossshard.pipeline.update.optimize import takes_value
+from crossshard.pipeline.update.unread import Unread, find_unread
+from crossshard.shards.model_axes import OtherAxes, other_axes_like
+from crossshard.shards.partition import (
+    ANY,
+    Partition,
+    TileShape,
+    map_partitions,
+    partition_along_axis,
+    partition_for,
+)
+
+
+class WeightUpdate(enum.StrEnum):
+    """Where the weights are updated.
+
+    REPLICATED: every shard updates all weights and has the full optimizer state.
+    SHARDED: every shard updates its slice and has its slice of the optimizer state.
+    AUTO: sharded if the optimizer is elementwise and the parameters are large enough, else
+      replicated.
+    """
+
+    AUTO = "auto"
+    REPLICATED = "replicated"
+    SHARDED = "sharded"
+
+
+def check_weight_update(weight_update: object) -> WeightUpdate:
+    """The checked value, or an ArgumentError that lists the values."""
+    return _check.choice("weight_update", weight_update, WeightUpdate)
+
+
+class UpdateStrategy(enum.StrEnum):
+    """How an update is computed."""
+
+    WHOLE = "whole on every shard"
+    PARTS = "in parts"
+    GLOBAL = "on sharded global arrays"
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdatePlan:
+    """How the parameters and the optimizer state of one update are split, and why.
+
+    Attributes:
+      strategy: how the update is computed.
+      why: the reason, in a few words.
+      params: the partition of each parameter.
+      state: the partition of each array of the optimizer state.
+      structure: the tree structure of the optimizer state.
+      unread: for each parameter, whether its gradient need be neither computed nor sent.
+    """
+
+    strategy: UpdateStrategy
+    why: str
+    params: tuple[Partition, ...]
+    state: tuple[Partition, ...]
+    structure: Any
+    unread: tuple[bool, ...] = ()
+
+
+# Below this the two collectives of a sharded update cost more than the split saves.
+_WORTH_BYTES = 1 << 19
+
+
+def plan_update(
+    inner: optax.GradientTransformationExtraArgs,
+    params: Any,
+    number: int,
+    wanted: WeightUpdate = WeightUpdate.AUTO,
+    *,
+    only_parts: bool = False,
+    tile: TileShape = ANY,
+    leave_unread: bool = False,
+    other_axes: Sequence[OtherAxes] = (),
+) -> UpdatePlan:
+    """Plan the update of these parameters on ``number`` shards.
+
+    Args:
+      inner: the inner optimizer.
+      params: a pytree with shapes and dtypes.
+      number: the number of shards that share one set of parameters.
+      wanted: the requested weight update.
+      only_parts: whether only slices are possible, as inside ``shard_map``.
+      tile: the smallest slice that the platform scatters efficiently.
+      leave_unread: whether gradients that the optimizer does not read may be left out.
+      other_axes: for each parameter its spec on other axes; empty if none
+        is split over these.
+
+    Raises:
+      ArgumentError: the optimizer's state changes its structure, or the optimizer needs arguments
+        that a step does not have.
+      WeightUpdateError: only slices are possible, and the optimizer is not elementwise.
+    """
+    params = jax.tree.map(_abstract, params)
+    with inside_optimizer():
+        state = jax.eval_shape(inner.init, params)
+    leaves, (arrays, structure) = jax.tree.leaves(params), jax.tree.flatten(state)
+    of_params = other_axes or [()] * len(leaves)
+    of_state = other_axes_like(state, params, of_params)
+    # One function for both checks: JAX traces it on whole arrays once.
+    update = functools.partial(_update, inner)
+    _check_state_stays(update, params, state)
+
+    if leave_unread:
+        unread = find_unread(update, params, state, _LOSS)
+    else:
+        unread = Unread((False,) * len(leaves), (False,) * len(leaves), (False,) * len(arrays))
+
+    def whole(why: str) -> UpdatePlan:
+        unsplit = _unsplit(params, of_params), _unsplit(state, of_state)
+        return UpdatePlan(UpdateStrategy.WHOLE, why, *unsplit, structure, unread.gradients)
+
+    if wanted is WeightUpdate.REPLICATED:
+        return whole("as requested")
+    if number == 1:
+        return whole("there is one shard")
+    # What is not sent is not gathered either.
+    partitions = tuple(
+        Partition(leaf.shape, other_axes=own)
+        if still
+        else partition_for(leaf.shape, number, tile, own)
+        for leaf, own, still in zip(leaves, of_params, unread.still, strict=True)
+    )
+    to_split = [
+        math.prod(leaf.shape) * leaf.dtype.itemsize
+        for leaf, partition in zip(leaves, partitions, strict=True)
+        if partition.number > 1
+    ]
+    if not to_split:
+        return whole("every parameter is tiny")
+    if wanted is WeightUpdate.AUTO and sum(to_split) < _WORTH_BYTES:
+        return whole("the parameters are too small to gain from it")
+    alike = {(each.shape, each.other_axes): each for each in partitions if each.number > 1}
+    parts = UpdatePlan(
+        UpdateStrategy.PARTS,
+        "the update is elementwise",
+        partitions,
+        tuple(
+            whole if still else alike.get((whole.shape, whole.other_axes), whole)
+            for whole, still in zip(_unsplit(state, of_state), unread.state, strict=True)
+        ),
+        structure,
+        unread.gradients,
+    )
+    obstacle = _obstacle(update, params, state, parts)
+    if obstacle is None:
+        return parts
+    if only_parts and wanted is WeightUpdate.SHARDED:
+        raise WeightUpdateError(
+            f"The weight update cannot be sharded here: with groups, or inside your own shard_map, "
+            f"each shard updates its slice alone, and this update is not elementwise: {obstacle}. "
+            f"Pass weight_update='replicated', or use make_train_step without groups."
+        )
+    if wanted is WeightUpdate.AUTO:
+        return whole(f"the update is not elementwise: {obstacle}")
+    along_axis = lambda each: partition_along_axis(each.shape, number, tile, each.other_axes)
+    return UpdatePlan(
+        UpdateStrategy.GLOBAL,
+        f"the update is not elementwise: {obstacle}",
+        tuple(
+            each if still else along_axis(each)
+            for each, still in zip(_unsplit(params, of_params), unread.still, strict=True)
+        ),
+        tuple(map(along_axis, _unsplit(state, of_state))),
+        structure,
+        unread.gradients,
+    )
+
+
+_LOSS = jax.ShapeDtypeStruct((), "float32")
+
+
+def _check_state_stays(update: Callable[..., Any], params: Any, state: Any) -> None:
+    try:
+        _, after = jax.eval_shape(update, params, state, params, _LOSS)
+    except CrossshardError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if "required keyword-only argument" not in str(error):
+            raise ArgumentError(
+                f"The optimizer cannot update these parameters: {type(error).__name__}, "
+                f"{str(error).splitlines()[0]}. One that takes parameters of a form of its own, as "
+                f"optax.lookahead does, is for the Optax idiom: init and update, in a loop of your "
+                f"own."
+            ) from error
+        raise ArgumentError(
+            f"The optimizer needs more than gradients and the loss, which is all that a step has: "
+            f"{str(error).splitlines()[0]}. Optimizers with a line search need the loss function; "
+            f"call them in a loop of your own."
+        ) from error
+    was, now = (
+        (jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)])
+        for tree in (state, after)
+    )
+    if was != now:
+        raise ArgumentError(
+            f"The optimizer's state changes its structure or dtypes in a step, but a step is "
+            f"compiled for one of them: from {was} to {now}."
+        )
+
+
+def _unsplit(tree: Any, other_axes: Sequence[OtherAxes]) -> tuple[Partition, ...]:
+    leaves = zip(jax.tree.leaves(tree), other_axes, strict=True)
+    return tuple(Partition(leaf.shape, other_axes=own) for leaf, own in leaves)
+
+
+def _obstacle(update: Callable[..., Any], params: Any, state: Any, plan: UpdatePlan) -> str | None:
+    params_slices, state_slices = _in_parts(params, plan.params), _in_parts(state, plan.state)
+    slices = (params_slices, state_slices, params_slices, _LOSS)
+    return why_not_elementwise(update, (params, state, params, _LOSS), slices)
+
+
+def _update(
+    inner: optax.GradientTransformationExtraArgs,
+    params: Any,
+    state: Any,
+    gradients: Any,
+    value: Any,
+) -> tuple[Any, Any]:
+    extra_args = {"value": value} if takes_value(inner) else {}
+    with inside_optimizer():
+        updates, after = inner.update(gradients, state, params, **extra_args)
+    return optax.apply_updates(params, updates), after
+
+
+def _in_parts(tree: Any, partitions: tuple[Partition, ...]) -> Any:
+    """The shapes and dtypes of one shard's slices."""
+    local = lambda partition, x: jax.ShapeDtypeStruct(partition.local_shape, x.dtype)
+    return map_partitions(local, partitions, tree)
+
+
+def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    # JAX 0.12 warns of a type of 64 bits, where it would narrow an array without a word.
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype)

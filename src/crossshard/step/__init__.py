@@ -1,0 +1,7 @@
+"""The whole training step: loss, gradients, reduction, sharded weight update."""
+
+from crossshard.model.state import TrainState
+from crossshard.step.make_train_step import StepOptions, make_train_step
+from crossshard.step.train_step import TrainStep
+
+__all__ = ["StepOptions", "TrainState", "TrainStep", "make_train_step"]

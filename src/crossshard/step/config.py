@@ -1,0 +1,53 @@
+"""StepConfig: what a step is made of, checked, before it has seen a model."""
+
+import dataclasses
+from typing import Any
+
+from jax.sharding import Mesh
+
+from crossshard.pipeline.pipeline import Pipeline
+from crossshard.pipeline.update.plan import WeightUpdate
+from crossshard.shards.mesh import number_of_shards
+from crossshard.step.shard_loss import ShardLoss
+from crossshard.step.step_function import StepFunction
+
+
+@dataclasses.dataclass(frozen=True)
+class StepConfig:
+    """What a step is made of.
+
+    Attributes:
+      function: the computation.
+      mesh: the mesh.
+      axes: its shard axes.
+      weight_update: where the weights are updated.
+      wrt: what chooses the trained parameters; ``None`` for all.
+      donate: whether a call overwrites its state.
+    """
+
+    function: StepFunction
+    mesh: Mesh
+    axes: tuple[str, ...]
+    weight_update: WeightUpdate
+    wrt: Any = None
+    donate: bool = True
+
+    @property
+    def loss(self) -> ShardLoss:
+        """The loss, with what it does to a batch."""
+        return self.function.loss
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The pipeline of the gradients."""
+        return self.function.pipeline
+
+    @property
+    def number_of_shards(self) -> int:
+        """The number of shards."""
+        return number_of_shards(self.mesh, self.axes)
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether each group has its own parameters."""
+        return not self.pipeline.over_all_shards

@@ -1,0 +1,71 @@
+"""Export: the parameters and the model of a state, of one shard or of all."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from crossshard.errors import ArgumentError
+from crossshard.model.models import combine
+from crossshard.model.state import TrainState
+from crossshard.nnx.per_shard import of_all
+from crossshard.step.config import StepConfig
+from crossshard.step.layouts import Layouts
+
+
+def model_of(state: TrainState, arrays: tuple[Any, Any, Any], config: StepConfig) -> Any:
+    """The model of such arrays, copied, since the next step donates the state."""
+    arrays = jax.tree.map(jnp.copy, arrays)
+    model = combine(state.skeleton, *arrays)
+    return model if config.loss.model_state is None else (model, arrays[2])
+
+
+def arrays_of(
+    state: TrainState,
+    shard: int | None,
+    config: StepConfig,
+    layouts: Layouts,
+    unshard: Callable[[TrainState], TrainState] | None,
+) -> tuple[Any, Any, Any]:
+    """The parameters, the frozen arrays and the model state of a shard, or of all.
+
+    Args:
+      state: a state of the step.
+      shard: the shard; ``None`` for what all have, and the mean of statistics.
+      config: what the step is made of.
+      layouts: its layouts.
+      unshard: given, the moving average of the parameters is taken, from the unsharded state.
+
+    Raises:
+      ArgumentError: groups have other parameters and no shard is chosen, or there is no average.
+    """
+    if config.is_grouped and shard is None:
+        raise ArgumentError(
+            f"With group_assignment {config.pipeline.groups} the parameters differ between "
+            f"shards. Choose one: model(state, shard=0)."
+        )
+    # An index is an array on the host.
+    with jax.transfer_guard("allow"):
+        params = state.params if unshard is None else _average(state, config, unshard)
+        if config.is_grouped:
+            params = jax.tree.map(lambda x: x[shard], params)
+        model_state = state.model_state
+        if layouts.of_state(state).keeps_per_shard(state.skeleton):
+            of_shard = lambda x: of_all(x) if shard is None else x[shard]
+            model_state = jax.tree.map(of_shard, model_state)
+        return params, state.frozen, model_state
+
+
+def _average(
+    state: TrainState, config: StepConfig, unshard: Callable[[TrainState], TrainState]
+) -> Any:
+    """The moving average of the parameters, in their shapes and dtypes."""
+    if config.pipeline.ema is None:
+        raise ArgumentError(
+            "This step keeps no moving average of the parameters. Write "
+            "make_train_step(..., ema=0.999)."
+        )
+    average = optax.tree.get(unshard(state).opt_state.inner_state, "ema")
+    return jax.tree.map(lambda p, x: x.astype(p.dtype), state.params, average)

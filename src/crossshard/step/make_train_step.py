@@ -1,0 +1,190 @@
+"""make_train_step: from a loss and an optimizer to the compiled step of all shards."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Unpack
+
+import optax
+from jax.sharding import Mesh
+
+from crossshard import _check
+from crossshard.errors import ArgumentError
+from crossshard.gradients.status import GradientStatus
+from crossshard.guards.divergence import check_divergence_options
+from crossshard.model.loss import with_rng
+from crossshard.model.model_state import check_model_state
+from crossshard.model.trained import check_wrt
+from crossshard.optimizer.cross_shard_optimizer import (
+    CrossShardOptimizer,
+    pipeline_of,
+)
+from crossshard.pipeline.options import Options, check_names, check_options
+from crossshard.pipeline.pipeline import Pipeline
+from crossshard.pipeline.stages.weigh import check_reduction
+from crossshard.pipeline.update.plan import WeightUpdate, check_weight_update
+from crossshard.shards.mesh import mesh_and_axes, number_of_shards
+from crossshard.step.aux_reduction import check_aux_reduction
+from crossshard.step.batches import check_weight
+from crossshard.step.config import StepConfig
+from crossshard.step.entries import check_entries
+from crossshard.step.shard_loss import ShardLoss
+from crossshard.step.step_function import StepFunction
+from crossshard.step.train_step import TrainStep
+
+
+class StepOptions(Options, total=False):
+    """The options of ``make_train_step``: those of the pipeline, and these.
+
+    Keys:
+      aux_reduction: how ``metrics["aux"]`` is reduced over the shards, or the group: ``"mean"``,
+        weighted as the loss is, ``"sum"``, ``"per_shard"`` as for ``None``, or a pytree prefix of
+        ``aux`` with these.
+      check_divergence: compare the shards' copies of parameters and state, bit by bit, before every
+        step whose number divides by this one; never if ``None``. ``metrics["divergence"]`` is a
+        ``Divergence``.
+      on_divergence: ``"raise"``: a later call raises a DivergenceError, which names the shard and
+        the array. ``"repair"``: the copy that more than half of the shards have is given to all,
+        with a DivergenceWarning; without such a majority it is an error.
+
+    >>> StepOptions(check_divergence=100, on_divergence="repair")
+    {'check_divergence': 100, 'on_divergence': 'repair'}
+    """
+
+    aux_reduction: Any
+    check_divergence: int | None
+    on_divergence: Literal["raise", "repair"]
+
+
+def make_train_step(
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    *,
+    mesh: Mesh | None = None,
+    num_shards: int | None = None,
+    axis_name: str | tuple[str, ...] | None = None,
+    weight_update: str = WeightUpdate.AUTO,
+    weight: str | Callable[[Any], Any] | None = None,
+    has_aux: bool = False,
+    wrt: Any = None,
+    model_state: str | None = None,
+    replicated_entries: Sequence[str] = (),
+    donate: bool = True,
+    **options: Unpack[StepOptions],
+) -> TrainStep:
+    """Build the whole training step of all shards: loss, gradients, reduction, weight update.
+
+    ``state = step.init(params)`` returns the state, ``state, metrics = step(state, batch)`` takes
+    a step and donates the state. The parameters equal those of one device with the whole batch,
+    however the update is sharded.
+
+    Args:
+      loss_fn: ``loss_fn(params, batch)``, or ``loss_fn(params, batch, rng)``, the mean loss of one
+        shard's rows of the batch, float[]. ``params`` is the model that ``init`` got: a pytree,
+        an Equinox module, or an NNX module, which the loss may write to. ``rng`` is a key of this
+        step and shard: the third parameter must be named like one, such as ``rng``, ``key`` or
+        ``seed``; it is also passed to an optional parameter (``rng=None``, or a name that ends in
+        ``rng`` or ``key``).
+      optimizer: an Optax transformation, whose gradients are averaged over the shards; or a
+        CrossShardOptimizer with its own reduction and groups.
+      mesh: the mesh to run on. If ``None``, a mesh of ``num_shards`` devices.
+      num_shards: the number of shards; all devices if ``None``.
+      axis_name: the shard axes of the mesh; all if ``None``. Parameters that are split
+        over other axes, as arrays with a ``NamedSharding``, stay so: the loss is given global
+        arrays, whose work XLA splits, and may run its own ``shard_map`` over these axes.
+      weight_update: ``"sharded"``: each shard updates its slice of the parameters and keeps its
+        slice of the optimizer state (ZeRO-1, Xu et al. 2020, arXiv 2004.13336).
+        ``"replicated"``: each updates all. ``"auto"``: sharded if the optimizer is proven
+        elementwise and it pays.
+      weight: the number of examples or tokens of a shard: the name of the batch entry to sum,
+        such as a mask, or a function from a shard's batch to float[]. The mean is then
+        sum(w · g) / sum(w), and a batch whose rows do not divide is padded with zeros.
+      has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
+      wrt: what is trained: an NNX filter, such as ``nnx.LoRAParam``, for a module, or a function
+        of path and leaf, ``(path, leaf) -> bool``, for a pytree; all parameters if ``None``. What
+        is not trained is neither differentiated nor sent, and has no optimizer state.
+      model_state: for functional code whose state changes besides its parameters, such as Linen's
+        ``batch_stats``: the loss is ``loss_fn(params, model_state, batch)`` and returns ``(loss,
+        model_state)``, or ``(loss, (model_state, aux))`` with ``has_aux``. ``"mean"``: floating
+        arrays are averaged over the shards after each step; ``"per_shard"``: each shard keeps its
+        own.
+      replicated_entries: the names of the entries of a dict batch that every shard gets whole,
+        such as a temperature or a table: scalars or arrays, neither split nor padded. Several
+        processes must pass the same ones.
+      donate: whether a call overwrites the state that it is given. ``False`` keeps it valid, which
+        takes memory for a second one.
+      **options: ``aux_reduction``, ``check_divergence`` and ``on_divergence``, see
+        ``crossshard.step.StepOptions``; and stages to add: ``accumulate_steps``, ``metrics``,
+        ``reduce_dtype``, ``loss_scale``, ``master_dtype``, ``ema``, ``nonfinite``, see
+        ``crossshard.pipeline.Options``.
+
+    Returns:
+      A TrainStep.
+
+    Raises:
+      ArgumentError: an unknown ``weight_update``, an impossible number of shards, weight with SUM.
+      AxisError: ``axis_name`` names no axis of the mesh.
+      ArgumentTypeError: not a function, not an optimizer, or not a mesh; or the loss takes arrays
+        beside the batch.
+      VariableError: the optimizer closes over an NNX variable, as a schedule may.
+
+    >>> import jax.numpy as jnp, optax
+    >>> loss_fn = lambda w, batch: ((batch["x"] * w - batch["y"]) ** 2).mean()
+    >>> train_step = make_train_step(loss_fn, optax.sgd(0.1), num_shards=1)
+    >>> state = train_step.init(jnp.float32(0))
+    >>> state, metrics = train_step(state, {"x": jnp.ones(4), "y": jnp.ones(4)})
+    >>> float(state.params), float(metrics["loss"])
+    (0.20000000298023224, 1.0)
+    """
+    _check.function("loss_fn", loss_fn)
+    if not isinstance(optimizer, CrossShardOptimizer):
+        optimizer = CrossShardOptimizer(optimizer)
+    check_names(make_train_step, options, StepOptions)
+    accumulate_steps, stages = check_options(options)
+    pipeline = pipeline_of(optimizer, stages)
+    where, axes = mesh_and_axes(num_shards, mesh, axis_name, pipeline.axis_name)
+    kind = check_model_state(model_state)
+    takes = ("params", "batch") if kind is None else ("params", "model_state", "batch")
+    loss_fn, takes_rng = with_rng(loss_fn, takes)
+    weigh = check_weight(weight)
+    loss = ShardLoss(
+        loss_fn,
+        takes_rng,
+        has_aux,
+        weigh,
+        accumulate_steps,
+        kind,
+        check_aux_reduction(options.get("aux_reduction"), has_aux),
+        check_entries(replicated_entries, weigh),
+    )
+    pipeline = _check_pipeline(pipeline, number_of_shards(where, axes), weight)
+    sentinel = check_divergence_options(
+        options.get("check_divergence"), options.get("on_divergence", "raise")
+    )
+    function = StepFunction(loss, pipeline, optimizer.get_name(), sentinel)
+    sharding = check_weight_update(weight_update)
+    if sharding is WeightUpdate.AUTO and optimizer.weight_update is WeightUpdate.SHARDED:
+        sharding = WeightUpdate.SHARDED
+    donates = _check.flag("donate", donate)
+    return TrainStep(StepConfig(function, where, axes, sharding, check_wrt(wrt), donates))
+
+
+def _check_pipeline(pipeline: Pipeline, number: int, weight: Any) -> Pipeline:
+    """The optimizer's pipeline for a step of so many shards, or an error if it does not fit."""
+    if weight is not None:
+        check_reduction(pipeline.reduction)
+    if pipeline.accumulate is not None:
+        raise ArgumentError(
+            "The optimizer accumulates over calls, but a step accumulates in one program. Pass "
+            "accumulate_steps to make_train_step instead."
+        )
+    if pipeline.groups is not None:
+        pipeline.groups.check_covers(number)
+    if pipeline.over_all_shards:
+        # One group of all shards, in any order, is the same as no groups.
+        pipeline = dataclasses.replace(pipeline, groups=None)
+    if pipeline.incoming not in (None, GradientStatus.LOCAL):
+        raise ArgumentError(
+            f"The optimizer declares incoming={str(pipeline.incoming)!r}, but a step computes the "
+            f"gradients itself, and they are local. Leave incoming out."
+        )
+    return pipeline

@@ -1,0 +1,107 @@
+"""Program: a step as it is compiled, and what is checked before it runs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from crossshard import _jax
+from crossshard.distributed.agreement import compare, processes_of
+from crossshard.distributed.programs import check_same_program
+from crossshard.distributed.progress import PROGRESS
+from crossshard.model.state import TrainState
+from crossshard.shards.devices import are_of_all_processes
+from crossshard.step.arguments import check_not_of_mesh
+from crossshard.step.batches import BatchPlacer
+from crossshard.step.compiler_options import compiler_options
+from crossshard.step.config import StepConfig
+from crossshard.step.donation import Donation
+from crossshard.step.entries import EntryPlacer
+from crossshard.step.layouts import Layouts
+
+Metrics = dict[str, Any]
+
+
+class Program:
+    """The compiled function of a step, which is compiled anew for each kind of batch.
+
+    Attributes:
+      options: what it is compiled with.
+    """
+
+    def __init__(self, config: StepConfig, layouts: Layouts):
+        mesh, loss, groups = config.mesh, config.loss, config.pipeline.groups
+        self._config = config
+        self._layouts = layouts
+        names, number = loss.replicated_entries, loss.accumulate_steps
+        self._place = (
+            EntryPlacer(mesh, config.axes, loss.weight, names, number)
+            if names
+            else BatchPlacer(mesh, config.axes, loss.weight, number)
+        )
+        self._in_processes = len(processes_of(mesh)) > 1
+        self._is_watched = are_of_all_processes(mesh)
+        self._agreed: set[Any] = set()
+        self._donation = Donation(mesh)
+        reduce_together = groups.size if config.is_grouped and groups else mesh.size
+        self.options = compiler_options(mesh.devices.flat[0].platform, reduce_together)
+        self._compiled = jax.jit(
+            self._run,
+            donate_argnums=(0,) if config.donate else (),
+            compiler_options=self.options or None,
+        )
+        # JAX refuses options for what runs inside another jit.
+        self._traced = jax.jit(self._run)
+
+    def _run(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        layout = self._layouts.of_state(state)
+        layout.check(state)
+        return self._config.function(layout, state, batch)
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """The next state and the metrics; see ``TrainStep``."""
+        # Under jax.grad the backward pass needs the state again, so it is not donated.
+        run = self._compiled if _jax.at_top_level() else self._traced
+        if self._config.donate and run is self._compiled:
+            self._donation.check(state, batch)
+        if self._in_processes or _jax.another_mesh_is_set(self._config.mesh):
+            with _jax.in_place_of_the_users_mesh(self._config.mesh):
+                if self._is_watched and self._in_processes:
+                    PROGRESS.take(self._place.rows_of(batch))
+                placed = self._place(batch)
+                if self._in_processes and run is self._compiled:
+                    self._check_same(state, placed)
+                return self._explained(run, state, placed)
+        # Without a context, which costs a microsecond at every step.
+        return self._explained(run, state, self._place(batch))
+
+    def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
+        """The lowered program for a state and a batch, or for their types."""
+        with _jax.in_place_of_the_users_mesh(self._config.mesh):
+            return self._explained(self._compiled.lower, state, self._place.abstract(batch))
+
+    def trace(self, state: Any, batch: Any) -> jax.stages.Traced:
+        """The traced program for a state and a batch, or for their types."""
+        with _jax.in_place_of_the_users_mesh(self._config.mesh):
+            return self._explained(self._compiled.trace, state, self._place.abstract(batch))
+
+    def _check_same(self, state: TrainState, batch: Any) -> None:
+        """Before the first run of a program, raise unless every process runs the same one."""
+        leaves, tree = jax.tree.flatten(batch)
+        # With weights each process may pass another number of rows, at any step.
+        free = self._config.loss.weight is not None
+        key = tree, *((x.shape[free:], x.dtype) for x in leaves), len(self._layouts)
+        if key in self._agreed:
+            return
+        self._agreed.add(key)
+        mesh = self._config.mesh
+        rows = lambda: {"rows": str([x.shape[:1] for x in leaves])}
+        if not free or compare("step", rows, mesh) is None:
+            check_same_program(self._explained(self._compiled.lower, state, batch), mesh)
+
+    def _explained(self, compiled: Callable[..., Any], state: Any, batch: Any) -> Any:
+        try:
+            return compiled(state, batch)
+        except ValueError as error:
+            check_not_of_mesh(error, self._config.axes)
+            raise

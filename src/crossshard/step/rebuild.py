@@ -1,0 +1,113 @@
+"""Rebuild: a step again with another optimizer, to be compared with itself on one shard."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from crossshard.errors import ArgumentError
+from crossshard.gradients.reduction import Reduction
+from crossshard.pipeline.pipeline import Pipeline
+from crossshard.pipeline.update.plan import WeightUpdate
+from crossshard.step.entries import split_entries
+from crossshard.step.train_step import TrainStep, config_of
+
+
+def with_sgd(step: TrainStep, optimizer: optax.GradientTransformation, *, alone: bool) -> TrainStep:
+    """The same step with another optimizer, for many shards or for one.
+
+    Args:
+      step: the step.
+      optimizer: in the place of the wrapped one.
+      alone: for one shard, without what only several need; on devices of this process.
+
+    Raises:
+      ArgumentError: no shard has all of its devices in this process.
+    """
+    config = config_of(step)
+    # Metrics may be those of the optimizer that it had.
+    pipeline = dataclasses.replace(config.pipeline, inner=optimizer, metrics=())
+    if not alone:
+        function = dataclasses.replace(config.function, pipeline=pipeline, sentinel=None)
+        return TrainStep(dataclasses.replace(config, function=function))
+    pipeline = Pipeline(
+        pipeline.inner, Reduction.MEAN, None, pipeline.axis_name, preprocess=pipeline.preprocess
+    )
+    loss = dataclasses.replace(config.loss, accumulate_steps=1)
+    function = dataclasses.replace(config.function, pipeline=pipeline, loss=loss, sentinel=None)
+    mesh = _own_shard(config.mesh, config.axes)
+    update = WeightUpdate.REPLICATED
+    return TrainStep(
+        dataclasses.replace(config, function=function, mesh=mesh, weight_update=update)
+    )
+
+
+def _own_shard(mesh: Mesh, axes: tuple[str, ...]) -> Mesh:
+    """The part of a mesh that is one shard, the first of this process."""
+    sizes = [mesh.shape[axis] if axis in axes else 1 for axis in mesh.axis_names]
+    for place in np.ndindex(*sizes):
+        of_shard = tuple(
+            slice(index, index + 1) if axis in axes else slice(None)
+            for axis, index in zip(mesh.axis_names, place, strict=True)
+        )
+        devices = mesh.devices[of_shard]
+        if all(device.process_index == jax.process_index() for device in devices.flat):
+            return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+    raise ArgumentError(
+        "A step is compared with one shard in each process, and no shard has all of its devices in "
+        f"process {jax.process_index()}. Split the model over fewer devices, or take one process."
+    )
+
+
+def on_part_of_mesh(x: Any, mesh: Mesh) -> Any:
+    """An array that is on devices of which a mesh has one shard's; others as they are."""
+    spec = getattr(getattr(x, "sharding", None), "spec", None)
+    if spec is None:
+        return x
+    spec = PartitionSpec() if x.sharding.is_fully_replicated else spec
+    here = set(mesh.devices.flat)
+    pieces = [piece.data for piece in x.addressable_shards if piece.device in here]
+    if len(pieces) < len(here):
+        return x
+    return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(mesh, spec), pieces)
+
+
+def own_rows(step: TrainStep, batch: Any) -> Any:
+    """What this process passes of a batch of all processes.
+
+    Raises:
+      ArgumentError: the rows do not divide over the shards.
+    """
+    if jax.process_count() == 1:
+        return batch
+    config = config_of(step)
+    rows_of_shards = NamedSharding(config.mesh, PartitionSpec(config.axes))
+    shards = config.number_of_shards
+
+    def cut(leaf: Any) -> Any:
+        if len(leaf) % shards:
+            raise ArgumentError(
+                f"Each process passes its own shards' rows, and {len(leaf)} rows do not divide "
+                f"over {shards} shards. Pass a multiple of {shards} rows."
+            )
+        pieces = (rows_of_shards.addressable_devices_indices_map((len(leaf),)) or {}).values()
+        own = sorted({piece[0].indices(len(leaf)) for piece in pieces if piece})
+        return np.concatenate([np.asarray(leaf[slice(*each)]) for each in own])
+
+    names = config.loss.replicated_entries
+    if not names:
+        return jax.tree.map(cut, batch)
+    rows, whole = split_entries(batch, names)
+    return {**jax.tree.map(cut, rows), **whole}
+
+
+def groups_of(step: TrainStep) -> tuple[tuple[tuple[int, ...], ...], float]:
+    """The shards that reduce together, and the factor of their reduction: N under SUM."""
+    config = config_of(step)
+    groups = config.pipeline.groups
+    members = (tuple(range(config.number_of_shards)),) if groups is None else groups.groups
+    is_sum = config.pipeline.reduction is Reduction.SUM
+    return members, float(len(members[0])) if is_sum else 1.0

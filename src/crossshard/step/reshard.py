@@ -1,0 +1,68 @@
+"""Reshard: a state in the optimizer's own shapes, and on another number of shards."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from crossshard import _jax
+from crossshard.errors import ArgumentError, CheckpointWarning
+from crossshard.model.state import TrainState
+from crossshard.shards.model_axes import only
+from crossshard.shards.put import put_whole_unless_on
+from crossshard.step.config import StepConfig
+from crossshard.step.initial import check_equal_everywhere
+from crossshard.step.layouts import Layouts
+from crossshard.step.options import adopted, completed
+
+
+class Resharder:
+    """Moves states between the layout of a step and the optimizer's own shapes."""
+
+    def __init__(self, config: StepConfig, layouts: Layouts):
+        self._config = config
+        self._layouts = layouts
+        self._compiled: dict[Any, Callable[[TrainState], TrainState]] = {}
+
+    def unshard(self, state: TrainState) -> TrainState:
+        """See ``TrainStep.unshard``."""
+        layout = self._layouts.of_state(state)
+        return self._run(layout.unpack, state, layout.unsharded(state))
+
+    def reshard(self, state: TrainState) -> TrainState:
+        """See ``TrainStep.reshard``."""
+        config = self._config
+        others = [axis for axis in config.mesh.axis_names if axis not in config.axes]
+        kept = tuple(only(each, others) for each in state.other_axes)
+        state = dataclasses.replace(state, other_axes=kept if any(kept) else ())
+        layout = self._layouts.of_state(state)
+        state, what = adopted(layout, state)
+        if what:
+            text = f"The state is of a step with other options: {'; '.join(what)}."
+            # At the user's line, behind TrainStep.reshard.
+            warnings.warn(text, CheckpointWarning, stacklevel=3)
+        state = completed(layout, state)
+        layout.check_optimizer(state)
+        check_equal_everywhere(config, "reshard", {"a state": state})
+        state = jax.tree.map(put_whole_unless_on, state, layout.unsharded(state))
+        if not layout.has_number_of_shards(state):
+            if config.is_grouped:
+                raise ArgumentError(
+                    f"The state has groups over another number of shards than "
+                    f"{layout.number_of_shards}. Choose one shard's parameters with "
+                    f"other.model(state, shard=0) and init with them."
+                )
+            state = layout.on_other_shards(state)
+        return self._run(layout.pack, state, layout.shardings(state))
+
+    def _run(self, how: Callable[[Any], Any], state: TrainState, to: TrainState) -> TrainState:
+        # A loop that saves would compile it each time. Layouts live as long.
+        key = how, jax.tree.structure(state)
+        if key not in self._compiled:
+            run = lambda state: how(jax.tree.map(jnp.copy, state))
+            self._compiled[key] = jax.jit(run, out_shardings=to)
+        with _jax.in_place_of_the_users_mesh(self._config.mesh):
+            return self._compiled[key](state)

@@ -1,0 +1,226 @@
+"""ShardLoss: the loss and gradient of one shard's rows, in one piece or in microbatches."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from crossshard.gradients.local import split_loss, value_and_grad
+from crossshard.model import model_state as model_states
+from crossshard.model.model_state import ModelState
+from crossshard.model.models import after_loss, check_not_written, combine
+from crossshard.model.state import TrainState
+from crossshard.pipeline.stage import Gradients
+from crossshard.shards.axes import Shards
+from crossshard.shards.context import shard_context
+from crossshard.step import aux_reduction
+from crossshard.step.aux_reduction import AuxReduction
+from crossshard.step.batches import Weight, check_weight_is_read, weight_of
+from crossshard.step.entries import split_entries
+from crossshard.step.microbatches import LocalResult, over_microbatches
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardLoss:
+    """The loss of a step, as a function of one shard's state and rows.
+
+    Attributes:
+      function: the loss of some rows of the batch.
+      takes_rng: whether it takes a PRNG key.
+      has_aux: whether it returns ``(loss, aux)``.
+      weight: the weight function of the mean; ``None`` if all shards count the same.
+      accumulate_steps: the number of microbatches of a shard's rows.
+      model_state: how the state that it returns is kept; ``None`` if it returns none.
+      aux_reduction: how ``aux`` is reduced over the shards, a pytree prefix of it.
+      replicated_entries: the names of the batch's entries that every shard gets whole.
+    """
+
+    function: Callable[..., Any]
+    takes_rng: bool = False
+    has_aux: bool = False
+    weight: Weight | None = None
+    accumulate_steps: int = 1
+    model_state: ModelState | None = None
+    aux_reduction: Any = AuxReduction.PER_SHARD
+    replicated_entries: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return str(getattr(self.function, "__qualname__", type(self.function).__name__))
+
+    def split(self, batch: Any) -> tuple[Any, dict[str, Any]]:
+        """The entries of a batch that are split over the shards, and those that are not."""
+        names = self.replicated_entries
+        return split_entries(batch, names) if names else (batch, {})
+
+    def number_of_rows(self, batch: Any) -> int:
+        """The number of rows of a batch."""
+        return int(jax.tree.leaves(self.split(batch)[0])[0].shape[0])
+
+    def local_gradient(
+        self, state: TrainState, batch: Any, shards: Shards, unread: tuple[bool, ...], scale: Any
+    ) -> LocalResult:
+        """One shard's loss and gradients.
+
+        Args:
+          state: this shard's state.
+          batch: its rows of the batch.
+          shards: the shards.
+          unread: for each parameter, whether its gradient is not to be computed.
+          scale: float[], the loss scale; ``None`` without one.
+        """
+        number, (rows, whole) = self.accumulate_steps, self.split(batch)
+
+        def compute(rows: Any, model_state: Any, count: Any) -> LocalResult:
+            batch = {**rows, **whole} if self.replicated_entries else rows
+            here = dataclasses.replace(state, model_state=model_state)
+            return self._of_rows(here, batch, shards, unread, scale, count)
+
+        if number == 1:
+            return compute(rows, state.model_state, state.step)
+        count = lambda index: state.step * number + index
+        local, aux, weights = over_microbatches(
+            number,
+            lambda rows, model_state, index: compute(rows, model_state, count(index)),
+            state.params,
+            state.model_state,
+            rows,
+        )
+        return local._replace(aux=aux_reduction.of_microbatches(self.aux_reduction, aux, weights))
+
+    def _of_rows(
+        self,
+        state: TrainState,
+        batch: Any,
+        shards: Shards,
+        unread: tuple[bool, ...],
+        scale: Any,
+        count: Any,
+    ) -> LocalResult:
+        """The loss and gradients of some rows; ``count`` counts the microbatches of all steps."""
+        keys: tuple[jax.Array, ...] = ()
+        if self.takes_rng:
+            key = jax.random.wrap_key_data(state.rng, impl=state.rng_impl)
+            of_step = jax.random.fold_in(key, count)
+            keys = (jax.random.fold_in(of_step, lax.axis_index(shards.axes)),)
+
+        def run(
+            params: Any, batch: Any = batch, keys: tuple[jax.Array, ...] = keys
+        ) -> tuple[Any, Any, Any, Any]:
+            trained, frozen = params
+            model = combine(state.skeleton, trained, frozen, state.model_state)
+            if self.model_state is None:
+                loss, aux = split_loss(self.function(model, batch, *keys), self.has_aux)
+                return loss, aux, *after_loss(state.skeleton, model, params, state.model_state)
+            # A copy, since Equinox's State may be used once.
+            before = jax.tree.map(lambda x: x, state.model_state)
+            after, out = model_states.split_state(
+                self.function(model, before, batch, *keys), self.has_aux
+            )
+            after = model_states.check_returned(state.model_state, after)
+            return *split_loss(out, self.has_aux), params, after
+
+        def loss_of(params: Any) -> tuple[Any, Any]:
+            both = params, state.frozen
+            loss, aux, written, after = run(both)
+            aux_reduction.check_aux(aux)
+            check_not_written(written, both, lambda both: run(both)[2])
+            return loss, (after, aux)
+
+        with shard_context(shards.number, axis_name=shards.axes):
+            if self.weight is not None:
+                of_batch = lambda batch: run((state.params, state.frozen), batch)[0]
+                check_weight_is_read(self.weight, batch, of_batch)
+            if self.model_state is ModelState.MEAN:
+                self._check_equal(state, batch, run, keys)
+            with jax.named_scope("loss"):
+                (loss, (after, aux)), gradients = value_and_grad_of_read(
+                    loss_of, state.params, unread, scale
+                )
+        weight = None if self.weight is None else weight_of(self.weight, batch)
+        if weight is not None:
+            after = model_states.unless_weightless(
+                self.model_state, weight, after, state.model_state
+            )
+        return LocalResult(jnp.asarray(loss), gradients, weight, after, aux)
+
+    def _check_equal(
+        self, state: TrainState, batch: Any, run: Callable[..., Any], keys: tuple[jax.Array, ...]
+    ) -> None:
+        """Raise if model state that is not averaged would differ between shards."""
+        rows, whole = self.split(batch)
+
+        def of_own(own: tuple[Any, Any]) -> Any:
+            rows, keys = own
+            given = {**rows, **whole} if self.replicated_entries else rows
+            return run((state.params, state.frozen), given, keys)[3]
+
+        model_states.check_equal(state.model_state, of_own, (rows, keys))
+
+    def with_weight(self, local: LocalResult, weight: Any, before: TrainState) -> LocalResult:
+        """What one shard computes, with another weight: with 0 its model state stays as before."""
+        after = model_states.unless_weightless(
+            self.model_state, weight, local.model_state, before.model_state
+        )
+        return local._replace(weight=weight, model_state=after)
+
+    # What is reduced with the gradients.
+
+    def sums(self, local: LocalResult) -> dict[str, Any]:
+        """What the aggregate must sum, by name, besides the gradients and the loss."""
+        of_state = model_states.to_reduce(self.model_state, local.model_state, local.weight)
+        return of_state | aux_reduction.to_reduce(self.aux_reduction, local.aux, local.weight)
+
+    def settled_state(self, local: LocalResult, gradients: Gradients, number: int) -> Any:
+        """The model state for the next step, given the reduced gradients of ``number`` shards."""
+        return model_states.settled(self.model_state, local.model_state, gradients, number)
+
+    def reduced_aux(
+        self, local: LocalResult, gradients: Gradients, number: int, grouped: bool
+    ) -> Any:
+        """One shard's ``aux`` as the metrics store it, given the reduced gradients."""
+        return aux_reduction.reduced(
+            self.aux_reduction, local.aux, gradients, number, grouped=grouped
+        )
+
+    def aux_specs(self, each: Any, reduced: Any) -> Any:
+        """The specs of ``aux``, given that of per-shard and that of reduced values."""
+        is_per_shard = lambda reduction: reduction is AuxReduction.PER_SHARD
+        return jax.tree.map(lambda x: each if is_per_shard(x) else reduced, self.aux_reduction)
+
+
+def value_and_grad_of_read(
+    loss_of: Callable[[Any], tuple[Any, Any]],
+    params: Any,
+    unread: Sequence[bool],
+    loss_scale: Any = None,
+) -> tuple[Any, Any]:
+    """The loss with its auxiliary output, and the gradients, without computing unread ones.
+
+    Args:
+      loss_of: the loss as a function of the parameters, which returns ``(loss, aux)``.
+      params: the parameters.
+      unread: for each, whether the optimizer does not read its gradient.
+      loss_scale: the scale of the loss; see ``crossshard.value_and_grad``.
+    """
+    if not any(unread):
+        out, gradients = value_and_grad(loss_of, has_aux=True, loss_scale=loss_scale)(params)
+        return out, gradients
+    leaves, tree = jax.tree.flatten(params)
+    places = list(itertools.compress(range(len(leaves)), (not each for each in unread)))
+
+    def filled(arrays: Sequence[Any], others: Sequence[Any]) -> Any:
+        every = list(others)
+        for place, array in zip(places, arrays, strict=True):
+            every[place] = array
+        return tree.unflatten(every)
+
+    of_read = lambda arrays: loss_of(filled(arrays, leaves))
+    compute = value_and_grad(of_read, has_aux=True, loss_scale=loss_scale)
+    out, gradients = compute([leaves[place] for place in places])
+    return out, filled(gradients, list(map(jnp.zeros_like, leaves)))

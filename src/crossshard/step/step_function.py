@@ -1,0 +1,261 @@
+"""StepFunction: the computation of a step, from each shard's loss to the updated parameters."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from crossshard.gradients.status import GradientStatus
+from crossshard.guards.divergence import Sentinel
+from crossshard.model.layout import StateLayout
+from crossshard.model.state import TrainState
+from crossshard.pipeline.arrive import arrive
+from crossshard.pipeline.pipeline import Pipeline
+from crossshard.pipeline.stage import Gradients, Phase, StageContext
+from crossshard.pipeline.update.arrays import Arrays, GlobalArrays, LocalParts, WholeArrays
+from crossshard.pipeline.update.plan import UpdateStrategy
+from crossshard.shards.axes import Shards
+from crossshard.shards.devices import torus_factors
+from crossshard.shards.groups import size_of_group
+from crossshard.shards.model_axes import only
+from crossshard.shards.partition import map_partitions
+from crossshard.step.batches import check_same_rows
+from crossshard.step.entries import specs_of
+from crossshard.step.microbatches import LocalResult
+from crossshard.step.shard_loss import ShardLoss
+
+
+class Progress(NamedTuple):
+    """How far a step has come.
+
+    Attributes:
+      state: the next state, as far as it is known.
+      aux: what the loss returned besides, reduced; ``None`` if it returns nothing.
+      metrics: the other metrics that are known.
+      gradients: the reduced gradients; ``None`` once they are applied.
+    """
+
+    state: TrainState
+    aux: Any
+    metrics: dict[str, Any]
+    gradients: Gradients | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class StepFunction:
+    """The step as a pure function of the state and the batch.
+
+    Attributes:
+      loss: the loss of one shard's rows of the batch.
+      pipeline: the pipeline of the gradients.
+      name: the name of the pipeline's operations in profiles and HLO.
+      sentinel: what compares the shards' copies of the state; ``None`` if nothing does.
+    """
+
+    loss: ShardLoss
+    pipeline: Pipeline
+    name: str
+    sentinel: Sentinel | None = None
+
+    def __call__(
+        self, layout: StateLayout, state: TrainState, batch: Any
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """The next state and the metrics.
+
+        Raises:
+          ArgumentError: the arrays of the batch have different numbers of rows.
+        """
+        check_same_rows(jax.tree_util.tree_leaves_with_path(self.loss.split(batch)[0]))
+        if self.sentinel is None:
+            return self._step(layout, state, batch)
+        with jax.named_scope("check_divergence"):
+            state, found = self.sentinel(layout, state)
+        after, metrics = self._step(layout, state, batch)
+        return after, {**metrics, "divergence": found}
+
+    def _step(
+        self, layout: StateLayout, state: TrainState, batch: Any
+    ) -> tuple[TrainState, dict[str, Any]]:
+        context = self._context(layout, batch)
+        # XLA splits the work of an update that needs whole arrays: it runs outside of shard_map.
+        is_global = layout.plan.strategy is UpdateStrategy.GLOBAL
+
+        def on_one_shard(state: TrainState, batch: Any) -> Progress:
+            before = layout.local(state)
+            here = dataclasses.replace(context, params=before.params)
+            done = self._reduce(before, batch, here)
+            if not is_global:
+                done = self._update(before, done, here)
+            # Groups differ, and `aux` has an axis for the shards already.
+            stored = lambda x: x if layout.groups is None else x[None]
+            metrics = jax.tree.map(stored, done.metrics)
+            return done._replace(state=layout.stored(done.state), metrics=metrics)
+
+        each = PartitionSpec(layout.axes)
+        on_all_shards = jax.shard_map(
+            on_one_shard,
+            mesh=layout.mesh,
+            axis_names=frozenset(layout.axes),
+            in_specs=(layout.specs(state), specs_of(batch, self.loss.replicated_entries, each)),
+            out_specs=self._out_specs(layout, state, is_global),
+            # Gradients are local by construction, and gathered parameters are equal.
+            check_vma=False,
+        )
+        done = on_all_shards(state, batch)
+        if is_global:
+            done = self._update(state, done, dataclasses.replace(context, params=state.params))
+        aux = {"aux": done.aux} if self.loss.has_aux else {}
+        return layout.constrain(done.state), done.metrics | aux
+
+    def _reduce(self, before: TrainState, batch: Any, context: StageContext) -> Progress:
+        """From the loss of one shard's rows to the reduced gradients."""
+        loss, pipeline, opt_state = self.loss, self.pipeline, before.opt_state
+        scale = opt_state.loss_scale.scale if pipeline.loss_scale is not None else None
+        local = loss.local_gradient(before, batch, context.shards, context.unread, scale)
+        gradients = self._arrive(local, context.shards)
+        with jax.named_scope(self.name):
+            gradients, opt_state = pipeline.run((Phase.ARRIVAL,), gradients, opt_state, context)
+        if pipeline.excludes_shards:
+            local = loss.with_weight(local, gradients.weight, before)
+        gradients = gradients.replace(sums={**loss.sums(local), **gradients.sums})
+        with jax.named_scope(self.name):
+            phases = (Phase.LOCAL, Phase.REDUCTION)
+            gradients, opt_state = pipeline.run(phases, gradients, opt_state, context)
+        together = size_of_group(context.groups, context.shards.number)
+        metrics = {"loss": gradients.extra["value"]}
+        if loss.weight is not None:
+            metrics["weight"] = gradients.weight
+        grouped = context.groups is not None
+        aux = loss.reduced_aux(local, gradients, together, grouped) if loss.has_aux else None
+        after = dataclasses.replace(
+            before,
+            step=before.step + 1,
+            opt_state=opt_state,
+            model_state=loss.settled_state(local, gradients, together),
+        )
+        return Progress(after, aux, metrics, gradients)
+
+    def _update(self, before: TrainState, reduced: Progress, context: StageContext) -> Progress:
+        """From the reduced gradients to the next state: on one shard, or on global arrays."""
+        after, aux, metrics, gradients = reduced
+        assert gradients is not None
+        with jax.named_scope(self.name):
+            gradients, opt_state = self.pipeline.finish(
+                gradients, after.opt_state, before.opt_state, context
+            )
+        after = dataclasses.replace(after, params=gradients.updated.result, opt_state=opt_state)
+        after = _unless_skipped(gradients.skip, after, before, context)
+        metrics = metrics | self._metrics_of_stages(before, after, gradients.skip)
+        return Progress(after, aux, metrics)
+
+    def _context(self, layout: StateLayout, batch: Any) -> StageContext:
+        shards = Shards(
+            layout.number_of_shards,
+            layout.axes,
+            manual=True,
+            torus_factors=torus_factors(layout.mesh),
+            other_axes=layout.unnamed_axes,
+        )
+        is_global = layout.plan.strategy is UpdateStrategy.GLOBAL
+        on_cpus = layout.mesh.devices.flat[0].platform == "cpu"
+        return StageContext(
+            shards,
+            layout.groups,
+            arrays=_arrays(layout, shards),
+            divisor=self.pipeline.divisor(shards.number),
+            unread=layout.plan.unread,
+            examples=self.loss.number_of_rows(batch) // shards.number,
+            skips_by_loop=layout.groups is None and not is_global and on_cpus,
+            apply_updates=True,
+        )
+
+    def _arrive(self, local: LocalResult, shards: Shards) -> Gradients:
+        gradients = arrive(
+            self.pipeline,
+            local.values,
+            shards,
+            declared=GradientStatus.LOCAL,
+            extra={"value": local.loss},
+            weight=local.weight,
+        )
+        widened = self.loss.accumulate_steps > 1 or self.pipeline.loss_scale is not None
+        return gradients.replace(widened=widened)
+
+    def _out_specs(self, layout: StateLayout, state: TrainState, is_global: bool) -> Progress:
+        """The specs of what leaves ``shard_map``."""
+        names, each = layout.axes, PartitionSpec(layout.axes)
+        whole: Any = PartitionSpec()
+        of_group: Any = whole if layout.groups is None else each
+        aux = self.loss.aux_specs(each, of_group) if self.loss.has_aux else None
+        if not is_global:
+            return Progress(layout.specs(state), aux, of_group)
+        of_part = lambda part, _: PartitionSpec(*only(part.spec(names), names))
+        split = map_partitions(of_part, layout.plan.params, state.params)
+        gradients = Gradients(split, {"value": whole}, whole, whole, whole)
+        return Progress(layout.specs(state), aux, of_group, gradients)
+
+    # Texts and metrics.
+
+    def describe(self, strategy: UpdateStrategy | None = None) -> str:
+        """The stages in the order in which they run, in one line."""
+        text = self.pipeline.describe(strategy, weighted=self.loss.weight is not None)
+        number = self.loss.accumulate_steps
+        if number == 1:
+            return text
+        first, rest = text.split(" → ", 1)
+        return f"{first} → accumulate {number} microbatches → {rest}"
+
+    def names_of_metrics(self) -> list[str]:
+        """The names of the metrics, in the order of their importance."""
+        weight = ["weight"] if self.loss.weight is not None else []
+        aux = ["aux"] if self.loss.has_aux else []
+        divergence = ["divergence"] if self.sentinel is not None else []
+        return ["loss", *weight, *aux, *self._names_of_stages(), *divergence]
+
+    def _names_of_stages(self) -> list[str]:
+        """The names of the metrics that ``_metrics_of_stages`` returns."""
+        scale = ["loss_scale"] if self.pipeline.loss_scale is not None else []
+        nonfinite = ["nonfinite"] if self.pipeline.nonfinite is not None else []
+        may_skip = bool(scale or nonfinite) or self.loss.weight is not None
+        skipped = ["skipped"] if may_skip else []
+        return [*self.pipeline.metrics, *scale, *nonfinite, *skipped]
+
+    def _metrics_of_stages(
+        self, before: TrainState, after: TrainState, skip: jax.Array | None
+    ) -> dict[str, Any]:
+        """The metrics that stages keep in their state, and whether the step was skipped."""
+        scale = before.opt_state.loss_scale.scale if self.pipeline.loss_scale is not None else None
+        found = {
+            **(after.opt_state.metrics or {}),
+            "loss_scale": scale,
+            "nonfinite": after.opt_state.nonfinite,
+            "skipped": skip,
+        }
+        return {name: found[name] for name in self._names_of_stages()}
+
+
+def _unless_skipped(
+    skip: jax.Array | None, after: TrainState, before: TrainState, context: StageContext
+) -> TrainState:
+    """The next state; if the step is skipped, with the step count and model state from before."""
+    if skip is None:
+        return after
+    # Groups may differ, and the count is one for all of them.
+    by_all = context.on_all_shards(skip)
+    keep = lambda new, old: jnp.where(skip, old, new)
+    return dataclasses.replace(
+        after,
+        step=jnp.where(by_all, before.step, after.step),
+        model_state=jax.tree.map(keep, after.model_state, before.model_state),
+    )
+
+
+def _arrays(layout: StateLayout, shards: Shards) -> Arrays:
+    plan = layout.plan
+    if plan.strategy is UpdateStrategy.WHOLE and not shards.other_axes:
+        return WholeArrays()
+    if plan.strategy is not UpdateStrategy.GLOBAL:
+        return LocalParts(plan.params, shards, layout.groups)
+    return GlobalArrays(plan.params, plan.state, shards, layout.mesh)

@@ -1,0 +1,409 @@
+"""TrainStep: the compiled step, and its state: created, resharded, exported, evaluated."""
+
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from crossshard import _check, _jax
+from crossshard.distributed.progress import PROGRESS, entering
+from crossshard.errors import ArgumentError
+from crossshard.guards.divergence import names_of_compared
+from crossshard.guards.replay import copy, differing
+from crossshard.model.layout import StateLayout
+from crossshard.model.state import TrainState
+from crossshard.shards.devices import are_of_all_processes
+from crossshard.step import initial
+from crossshard.step.arguments import check_state, refuse_more
+from crossshard.step.config import StepConfig
+from crossshard.step.description import describe, summarize
+from crossshard.step.evaluate import Evaluator
+from crossshard.step.export import arrays_of, model_of
+from crossshard.step.layouts import Layouts
+from crossshard.step.predict import Predictor
+from crossshard.step.program import Program
+from crossshard.step.reshard import Resharder
+from crossshard.step.watch import Watch
+
+
+class TrainStep:
+    """A training step of all shards, as ``make_train_step`` returns it.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from crossshard import make_train_step
+    >>> step = make_train_step(lambda w, x: (w * x).mean(), optax.sgd(0.1), num_shards=1)
+    >>> _ = step.init(jnp.float32(3))
+    >>> print(step.describe().splitlines()[0])
+    local gradient → mean over all shards → update on every shard
+    """
+
+    def __init__(self, config: StepConfig):
+        self._config = config
+        self._layouts = Layouts(config)
+        self._program = Program(config, self._layouts)
+        self._resharder = Resharder(config, self._layouts)
+        mesh, axes, loss = config.mesh, config.axes, config.loss
+        of_loss = mesh, axes, loss.weight, loss.replicated_entries, loss.model_state is not None
+        self._evaluate, self._predict = Evaluator(*of_loss), Predictor(*of_loss)
+        self._watch = Watch(config.function, mesh, axes)
+        self._is_watched = are_of_all_processes(mesh) or PROGRESS.is_alone
+        # Of the last call of init, for the descriptions.
+        self._latest: tuple[StateLayout, TrainState] | None = None
+
+    def __repr__(self) -> str:
+        config = self._config
+        axes = ", ".join(f"{name}: {size}" for name, size in config.mesh.shape.items())
+        strategy = None if self._latest is None else self._latest[0].plan.strategy
+        return f"TrainStep({config.loss.name} on {axes}; {config.function.describe(strategy)})"
+
+    def __str__(self) -> str:
+        config = self._config
+        return summarize(config.function, config.number_of_shards, config.wrt, self._latest)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that the step runs on."""
+        return self._config.mesh
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """The options that the step is compiled with, here or by ``lower(...).compile()``.
+
+        Those of GPUs that bring the communication beside the matrix products, unless you have set
+        them in XLA_FLAGS; empty on other devices. Within a ``jax.jit`` of your own JAX takes only
+        that one's: ``jax.jit(run, compiler_options=step.compiler_options)``.
+        """
+        return dict(self._program.options)
+
+    def __call__(
+        self, state: TrainState, batch: Any, *more: Any
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """Take one step.
+
+        Args:
+          state: the state from ``init`` or the last step; it is donated, unless the step was made
+            with ``donate=False``.
+          batch: a pytree of arrays, split over the shards along axis 0. If there are several
+            processes, each passes its own rows.
+          *more: refused: all arrays belong into one batch.
+
+        Returns:
+          The next state, and the metrics: ``"loss"``, float[], reduced like the gradients
+          (``[shards]`` with groups); with ``weight``, ``"weight"``, float[], the sum of the
+          weights of all shards, or of the group; with ``has_aux``, ``"aux"``, ``[shards, …]``, or
+          ``[shards, accumulate_steps, …]``, or reduced by ``aux_reduction``; the requested
+          ``metrics``; with ``check_divergence``, ``"divergence"``, a ``Divergence``; with
+          ``nonfinite``, ``"nonfinite"``, a ``NonfiniteState``; with ``loss_scale``,
+          ``"loss_scale"``, float[], the scale of this step. With ``weight``, ``loss_scale`` or
+          ``nonfinite``, ``"skipped"``, bool[]: if all weights are 0, or the gradient is not
+          finite, parameters, states and step count are unchanged.
+
+        Raises:
+          ArgumentError, ArgumentTypeError: the batch cannot be split, or the state is not of this
+            step, or a leaf of the batch is a buffer of it, which is donated.
+          ProgramMismatchError: another process is about to run another program.
+          NonfiniteError: with ``nonfinite``: the call before the last was the last of
+            ``max_consecutive`` in a row that were not finite. ``state`` stays valid.
+          DivergenceError: with ``check_divergence``, shards had different copies of an array at the
+            call before the last; ``state`` stays valid.
+        """
+        if more:
+            refuse_more(more)
+        if not self._is_watched:
+            return self._step(state, batch)
+        with entering("step"):
+            return self._step(state, batch)
+
+    def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        check_state(state)
+        if not (self._watch.is_on and _jax.at_top_level()):
+            return self._program(state, batch)
+        # Before the state is donated, so that the caller can save it.
+        self._watch.look(state.params, lambda: self.compared(state))
+        after, metrics = self._program(state, batch)
+        self._watch.add(metrics)
+        return after, metrics
+
+    def _entering(self, call: str) -> contextlib.AbstractContextManager[Any]:
+        """What tells the other processes that this one is in a call."""
+        return entering(call) if self._is_watched else contextlib.nullcontext()
+
+    def finish(self, state: TrainState) -> None:
+        """Wait for the last steps, and raise what they have found, as further calls would.
+
+        Call it after the last step, with ``nonfinite`` or ``check_divergence``. If there are
+        several processes, all of them call it.
+
+        Args:
+          state: the state after the last step; it stays valid.
+
+        Raises:
+          NonfiniteError: as a call does.
+          DivergenceError: as a call does.
+
+        >>> import jax.numpy as jnp, optax
+        >>> from crossshard import make_train_step
+        >>> from crossshard.errors import NonfiniteError
+        >>> loss_fn = lambda w, x: (w * x).mean()
+        >>> step = make_train_step(loss_fn, optax.sgd(0.1), num_shards=1, nonfinite="raise")
+        >>> state, _ = step(step.init(jnp.float32(3)), jnp.array([jnp.nan]))
+        >>> try:
+        ...     step.finish(state)
+        ... except NonfiniteError as error:
+        ...     print(str(error).partition(".")[0])
+        The gradient of `gradient` is not finite on shard 0
+        """
+        with self._entering("finish"):
+            check_state(state)
+            self._watch.look(state.params, lambda: self.compared(state), running=0)
+
+    def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
+        """Lower the step for arrays, or for their types (see ``abstract_init``).
+
+        The batch is as for a call: if there are several processes, this one's own rows.
+        """
+        check_state(state)
+        return self._program.lower(state, batch)
+
+    def trace(self, state: Any, batch: Any) -> jax.stages.Traced:
+        """Trace the step for arrays or types, as ``lower`` does; its ``jaxpr`` can be read."""
+        check_state(state)
+        return self._program.trace(state, batch)
+
+    # State.
+
+    def init(self, params: Any, rng: Any = 0, *, model_state: Any = None) -> TrainState:
+        """The state before the first step, on the devices of the mesh.
+
+        Args:
+          params: the model that the loss takes: a pytree of arrays, an Equinox module or an NNX
+            module. It is copied.
+          rng: a PRNG key or a seed; each step and shard derives its own key.
+          model_state: the state besides the parameters, where the step has ``model_state``.
+
+        Raises:
+          ArgumentError: there is nothing to train, the optimizer would train what is not meant
+            to be trained, parameters are sharded, or another process passes something else.
+          ArgumentTypeError: a leaf is neither an array nor hashable, or ``rng`` is not a key.
+        """
+        # What init moves to the devices it is told to move.
+        with jax.transfer_guard("allow"), self._entering("init"):
+            prepared = initial.prepare(self._config, self._layouts, params, rng, model_state)
+            self._latest = prepared.layout, prepared.types
+            return initial.run(self._config, prepared)
+
+    def abstract_init(self, params: Any, *, model_state: Any = None) -> TrainState:
+        """The types and shardings of ``init``'s state, to ``lower`` without devices."""
+        prepared = initial.prepare(self._config, self._layouts, params, 0, model_state)
+        self._latest = prepared.layout, prepared.types
+        return prepared.types
+
+    def unshard(self, state: TrainState) -> TrainState:
+        """The state replicated over the shards, its arrays in the optimizer's own shapes.
+
+        Use it to save, to inspect, or to ``reshard`` on another number of shards. Arrays stay split
+        over other axes. The given state stays valid.
+        """
+        check_state(state)
+        return self._resharder.unshard(state)
+
+    def reshard(self, state: TrainState) -> TrainState:
+        """Shard an unsharded state for this step, from any number of shards.
+
+        If the number changes, statistics of an NNX module and the state of the preprocessor are
+        averaged, and random streams get new keys. If the state is of a step with other options,
+        what a new one keeps is made, what one that is gone kept is dropped, and a
+        ``CheckpointWarning`` says so.
+
+        Raises:
+          ArgumentError: the state is another optimizer's or preprocessor's, or its groups are not
+            of this step.
+        """
+        check_state(state)
+        return self._resharder.reshard(state)
+
+    def model(self, state: TrainState, shard: int | None = None, *, ema: bool = False) -> Any:
+        """The model with the parameters of a state, to evaluate or to export.
+
+        Args:
+          state: a state of this step.
+          shard: the shard whose model to return. If ``None``, model state that differs between
+            shards is averaged if floating (statistics), otherwise taken from the first shard.
+          ema: whether to return the moving average of the parameters, in their dtypes.
+
+        Returns:
+          The model; ``(params, model_state)`` if the step has ``model_state``.
+
+        Raises:
+          ArgumentError: parameters differ between groups, and ``shard`` is ``None``; or there is no
+            moving average.
+        """
+        return model_of(state, self._arrays(state, shard, ema), self._config)
+
+    def _arrays(self, state: TrainState, shard: int | None, ema: bool) -> tuple[Any, Any, Any]:
+        check_state(state)
+        unshard = self.unshard if ema else None
+        return arrays_of(state, shard, self._config, self._layouts, unshard)
+
+    def evaluate(
+        self,
+        state: TrainState,
+        batches: Iterable[Any],
+        metric_fn: Callable[..., Any],
+        shard: int | None = None,
+        *,
+        ema: bool = False,
+    ) -> Any:
+        """The mean of a metric over all examples of a data set, as on one device.
+
+        Args:
+          state: a state of this step.
+          batches: an iterable of batches, of any number of rows. If there are several processes,
+            each passes its own rows, in as many batches.
+          metric_fn: ``metric_fn(model, batch)``, or ``metric_fn(params, model_state, batch)`` if
+            the step has ``model_state``: the values of each example, a pytree of ``[rows, …]``,
+            which depend on no other example. Pass the same function each time: it is compiled
+            once for each shape of a batch.
+          shard: the shard whose model to evaluate; see ``model``.
+          ema: whether to evaluate the moving average of the parameters.
+
+        Returns:
+          The mean of each value over all examples, float64[…]; with ``weight``, weighted by each
+          example's own weight, or by that of its parts if the entry has their shape.
+
+        Raises:
+          ArgumentError: there is no batch, no example counts, a value is not per example,
+            processes pass unequal numbers of batches, parameters differ between groups and
+            ``shard`` is ``None``, or there is no moving average.
+          ArgumentTypeError: ``batches`` is a single batch, or a value is not a real array.
+
+        >>> import jax.numpy as jnp, optax
+        >>> from crossshard import make_train_step
+        >>> step = make_train_step(lambda w, x: (w * x).mean(), optax.sgd(0.1), num_shards=1)
+        >>> batches = [jnp.ones(2), 4 * jnp.ones(1)]
+        >>> float(step.evaluate(step.init(jnp.float32(3)), batches, lambda w, x: w * x))
+        6.0
+        """
+        _check.function("metric_fn", metric_fn)
+        arrays = self._arrays(state, shard, ema)
+        return self._evaluate(metric_fn, state.skeleton, arrays, batches)
+
+    def predict(
+        self,
+        state: TrainState,
+        batches: Iterable[Any],
+        predict_fn: Callable[..., Any],
+        shard: int | None = None,
+        *,
+        ema: bool = False,
+    ) -> Any:
+        """What a function returns for each row of a data set, collected on the host.
+
+        Args:
+          state: as for ``evaluate``, like ``batches``, ``shard`` and ``ema``.
+          predict_fn: ``predict_fn(model, batch)``, or ``predict_fn(params, model_state, batch)``: a
+            pytree of ``[rows, …]``, of which each row depends on no other.
+
+        Returns:
+          The pytree with the rows of all batches in their order, numpy ``[rows, …]``. If there are
+          several processes, each gets its own rows.
+
+        Raises: as for ``evaluate``; weights do not count here.
+
+        >>> import jax.numpy as jnp, optax
+        >>> from crossshard import make_train_step
+        >>> step = make_train_step(lambda w, x: (w * x).mean(), optax.sgd(0.1), num_shards=1)
+        >>> batches = [jnp.ones(2), 4 * jnp.ones(1)]
+        >>> step.predict(step.init(jnp.float32(3)), batches, lambda w, x: w * x)
+        array([ 3.,  3., 12.], dtype=float32)
+        """
+        _check.function("predict_fn", predict_fn)
+        arrays = self._arrays(state, shard, ema)
+        return self._predict(predict_fn, state.skeleton, arrays, batches)
+
+    # Description.
+
+    def compared(self, state: TrainState) -> tuple[str, ...]:
+        """The names of the arrays that ``check_divergence`` compares, in their order.
+
+        These are the arrays of which all shards, or all of a group, have a copy: not those of which
+        each shard has a slice, and not those that are each shard's own.
+
+        Args:
+          state: a state of this step, or its types.
+
+        >>> import jax.numpy as jnp, optax
+        >>> from crossshard import make_train_step
+        >>> step = make_train_step(lambda w, x: (w * x).mean(), optax.sgd(0.1), num_shards=1)
+        >>> step.compared(step.init(jnp.float32(3)))
+        ('step', 'params', 'rng')
+        """
+        check_state(state)
+        return names_of_compared(self._layouts.of_state(state), state)
+
+    def replay(self, state: TrainState, batch: Any) -> dict[str, tuple[int, ...]]:
+        """Take a step twice, and tell what of the next state differs, bit by bit.
+
+        It finds arithmetic that is wrong now and then, in slices of which no other shard has a copy
+        too. The given state stays valid and is not stepped; there must be memory for two more.
+
+        Args:
+          state: a state of this step.
+          batch: as for a call.
+
+        Returns:
+          The names of the arrays that differ, and for each the shards whose part or copy does;
+          empty if none differs.
+
+        >>> import jax.numpy as jnp, optax
+        >>> from crossshard import make_train_step
+        >>> step = make_train_step(lambda w, x: (w * x).mean(), optax.sgd(0.1), num_shards=1)
+        >>> step.replay(step.init(jnp.float32(3)), jnp.ones(1))
+        {}
+        """
+        check_state(state)
+        if not _jax.at_top_level():
+            raise ArgumentError(
+                "replay compares two runs on the host, which a function that jax traces cannot. "
+                "Call it outside of jax.jit."
+            )
+        first, again = (self._replayed(state, batch) for _ in range(2))
+        with _jax.in_place_of_the_users_mesh(self._config.mesh):
+            return differing(self._layouts.of_state(state), first, again)
+
+    def _replayed(self, state: TrainState, batch: Any) -> TrainState:
+        with self._entering("replay"):
+            return self._program(copy(state), batch)[0]
+
+    def describe(self) -> str:
+        """The pipeline, the weight update with its reason, and the arrays with their sizes.
+
+        Raises:
+          ArgumentError: neither ``init`` nor ``abstract_init`` has been called.
+        """
+        if self._latest is None:
+            raise ArgumentError(
+                "How the weights are updated depends on the parameters: call init(params), or "
+                "abstract_init(params), first."
+            )
+        return describe(self._config.function, *self._latest)
+
+
+def config_of(step: TrainStep) -> StepConfig:
+    """What a step is made of."""
+    return step._config
+
+
+def layout_of(step: TrainStep, state: TrainState) -> StateLayout:
+    """The layout of a state of this step.
+
+    Raises:
+      ArgumentError: the state is another optimizer's, placed as in another step, or was donated.
+      ArgumentTypeError: it is not a state.
+    """
+    check_state(state)
+    layout = step._layouts.of_state(state)
+    layout.check(state)
+    return layout

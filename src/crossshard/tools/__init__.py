@@ -1,0 +1,71 @@
+"""Tools: inspect, plan, verify, doctor and the command; each is loaded when it is asked for."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from crossshard.tools.diagnosis.doctor import doctor
+    from crossshard.tools.diagnosis.report import CollectiveTest, Devices, Diagnosis, Finding
+    from crossshard.tools.inspection.collectives import Collective
+    from crossshard.tools.inspection.hlo import Array
+    from crossshard.tools.inspection.inspect import inspect
+    from crossshard.tools.inspection.parameters import Parameters
+    from crossshard.tools.inspection.report import Communication, Memory
+    from crossshard.tools.planning.recommend import plan
+    from crossshard.tools.planning.report import Candidate, LinkUse, MemoryUse, Plan, Seconds
+    from crossshard.tools.planning.topology import Topology, topology
+    from crossshard.tools.verification.report import Fault, LeafReport, Verification
+    from crossshard.tools.verification.verify import verify
+
+__all__ = [
+    "Array",
+    "Candidate",
+    "Collective",
+    "CollectiveTest",
+    "Communication",
+    "Devices",
+    "Diagnosis",
+    "Fault",
+    "Finding",
+    "LeafReport",
+    "LinkUse",
+    "Memory",
+    "MemoryUse",
+    "Parameters",
+    "Plan",
+    "Seconds",
+    "Topology",
+    "Verification",
+    "doctor",
+    "inspect",
+    "plan",
+    "topology",
+    "verify",
+]
+
+# The same once more for Python, which skips the imports above: importing crossshard loads no tool.
+_HOMES = {
+    "diagnosis.doctor": "doctor",
+    "diagnosis.report": "CollectiveTest Devices Diagnosis Finding",
+    "inspection.collectives": "Collective",
+    "inspection.hlo": "Array",
+    "inspection.inspect": "inspect",
+    "inspection.parameters": "Parameters",
+    "inspection.report": "Communication Memory",
+    "planning.recommend": "plan",
+    "planning.report": "Candidate LinkUse MemoryUse Plan Seconds",
+    "planning.topology": "Topology topology",
+    "verification.report": "Fault LeafReport Verification",
+    "verification.verify": "verify",
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names.split():
+            return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,219 @@
+"""Contracts on communication: the most bytes, the kinds of collectives, and what must be hidden."""
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from crossshard import _check
+from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.tools.inspection.collectives import KINDS, PRODUCTS, Collective, bytes_sent
+from crossshard.tools.inspection.hlo import width
+from crossshard.tools.inspection.report import Communication, collective_table
+
+# Allowance for padding, relative to the bytes of the parameters.
+_PADDING = 0.005
+# Allowance for losses and metrics in a bucket of gradients, in numbers of 32 bits.
+_NUMBERS = 16
+_SYNCHRONOUS = (
+    ". The others are synchronous: compile for the devices that train, since XLA for CPUs does not "
+    "compute while it sends"
+)
+# The bits in which narrower gradients are summed.
+_SUMMED_IN = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Breach:
+    """A violation of a contract.
+
+    Attributes:
+      sentence: the violation, and how to fix it.
+      shown: a table of the offending collectives.
+    """
+
+    sentence: str
+    shown: str
+
+    def __str__(self) -> str:
+        return f"{self.sentence}:\n{self.shown}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Contract:
+    """Limits on the communication of a step.
+
+    Attributes:
+      max_bytes_ratio: the allowed multiple of the lower bound.
+      forbid: kinds of collectives that must not occur.
+      in_loop: whether collectives are allowed in loops.
+      min_hidden: the least share of the bytes that must be sent behind matrix products, or one for
+        each of some kinds; ``None`` for no limit.
+
+    Raises:
+      ArgumentError: an unknown kind, a ratio that is not a number of at least 0, or a share that is
+        not one from 0 to 1.
+      ArgumentTypeError: ``forbid`` or ``in_loop`` has an invalid type.
+    """
+
+    max_bytes_ratio: float = 1.0
+    forbid: Iterable[str] = ()
+    in_loop: bool = False
+    min_hidden: float | Mapping[str, float] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "forbid", _checked_kinds(self.forbid))
+        object.__setattr__(self, "max_bytes_ratio", _checked_ratio(self.max_bytes_ratio))
+        _check.flag("in_loop", self.in_loop)
+        object.__setattr__(self, "min_hidden", _checked_shares(self.min_hidden))
+
+    def breaches(self, report: Communication) -> list[Breach]:
+        """The violations of a step; scalars are not counted."""
+        # Over the axes of a model the user communicates as the model needs it.
+        sending = [each for each in report.collectives if each.bytes_sent and not each.within_shard]
+        return [
+            *self._forbidden(sending),
+            *([] if self.in_loop else _looping(sending)),
+            *_too_much(sending, report, self.max_bytes_ratio),
+            *_not_hidden(sending, report, self.min_hidden),
+        ]
+
+    def _forbidden(self, sending: list[Collective]) -> list[Breach]:
+        found = [each for each in sending if each.kind in self.forbid]
+        kinds = ", ".join(kind for kind in self.forbid if kind in {each.kind for each in found})
+        table = collective_table(found)
+        return [Breach(f"The step has forbidden collectives, {kinds}", table)] if found else []
+
+
+def _checked_kinds(forbid: Any) -> tuple[str, ...]:
+    if not isinstance(forbid, Iterable):
+        raise ArgumentTypeError(
+            f'forbid must be kinds of collectives, such as ("all-reduce",); got {forbid!r}.'
+        )
+    kinds = (forbid,) if isinstance(forbid, str) else tuple(forbid)
+    unknown = [kind for kind in kinds if kind not in KINDS]
+    if unknown:
+        raise ArgumentError(f"forbid must name kinds among {', '.join(KINDS)}; got {unknown[0]!r}.")
+    return kinds
+
+
+def _checked_ratio(ratio: Any) -> float:
+    if not isinstance(ratio, numbers.Real) or isinstance(ratio, bool) or not float(ratio) >= 0:
+        raise ArgumentError(f"max_bytes_ratio must be a number of at least 0; got {ratio!r}.")
+    return float(ratio)
+
+
+def _checked_shares(shares: Any) -> float | dict[str, float] | None:
+    if shares is None:
+        return None
+    each = shares if isinstance(shares, Mapping) else {None: shares}
+    for kind, share in each.items():
+        if kind is not None and kind not in KINDS:
+            raise ArgumentError(
+                f"min_hidden must name kinds among {', '.join(KINDS)}; got {kind!r}."
+            )
+        is_number = isinstance(share, numbers.Real) and not isinstance(share, bool)
+        if not is_number or not 0 <= float(share) <= 1:
+            raise ArgumentError(
+                f"min_hidden must be a share from 0 to 1, or one for each of some kinds, such as "
+                f'{{"reduce-scatter": 0.8}}; got {shares!r}.'
+            )
+    return dict(shares) if isinstance(shares, Mapping) else float(shares)
+
+
+def _looping(sending: list[Collective]) -> list[Breach]:
+    found = [each for each in sending if each.in_loop]
+    if not found:
+        return []
+    return [
+        Breach(
+            "The step communicates within a loop; reduce gradients once after it, or pass "
+            "in_loop=True if that is intended, for example to gather layers one by one, or for "
+            "a loop over steps",
+            collective_table(found),
+        )
+    ]
+
+
+def _not_hidden(
+    sending: list[Collective],
+    report: Communication,
+    min_hidden: float | Mapping[str, float] | None,
+) -> list[Breach]:
+    if min_hidden is None:
+        return []
+    shares = min_hidden if isinstance(min_hidden, Mapping) else {None: min_hidden}
+    breaches = []
+    for kind, share in shares.items():
+        kinds = KINDS if kind is None else (kind,)
+        hidden = report.hidden_share_of(*kinds)
+        if hidden is None or hidden >= share:
+            continue
+        exposed = [each for each in sending if each.kind in kinds and each.behind != PRODUCTS]
+        of_kind = "" if kind is None else f" of {kind}"
+        reason = "" if any(each.asynchronous for each in exposed) else _SYNCHRONOUS
+        sentence = (
+            f"The step sends {hidden:.1%} of its bytes{of_kind} behind matrix products, but at "
+            f"least {share:.1%} must be{reason}"
+        )
+        breaches.append(Breach(sentence, collective_table(exposed)))
+    return breaches
+
+
+def _too_much(
+    sending: list[Collective], report: Communication, max_bytes_ratio: float
+) -> list[Breach]:
+    if not sending or math.isinf(max_bytes_ratio):
+        return []
+    if not report.lower_bound:
+        return [
+            Breach(
+                "The step communicates, but its parameters cannot be found in its program. "
+                "Pass parameters=, as arrays or a number of bytes (--parameters on the command "
+                'line), or max_bytes_ratio=float("inf")',
+                report.table(),
+            )
+        ]
+    if report.uncounted_loops:
+        return [
+            Breach(
+                "The step communicates in a loop of unknown length, so its bytes cannot be "
+                "counted. Give the loop a fixed length, or pass "
+                'max_bytes_ratio=float("inf")',
+                collective_table(report.uncounted_loops),
+            )
+        ]
+    allowance = bytes_sent("all-reduce", report.shards, _NUMBERS * 4)
+    sent = report.bytes_between_shards - _widening(sending, report)
+    if sent <= max_bytes_ratio * report.lower_bound * (1 + _PADDING) + allowance:
+        return []
+    sentence = f"The step sends {sent / report.lower_bound:.3f} times the lower bound"
+    if in_branches := sum(each.bytes_sent for each in sending if each.counted and each.in_branch):
+        rest = (sent - in_branches) / report.lower_bound
+        sentence = sentence.replace("sends", "sends at most")
+        sentence += f" ({rest:.3f} without what is in branches)"
+    return [
+        Breach(
+            f"{sentence}, but only {max_bytes_ratio:g} is allowed",
+            report.table(),
+        )
+    ]
+
+
+def _widening(sending: list[Collective], report: Communication) -> float:
+    """The extra bytes of summing narrow gradients in 32 bits instead of the parameters' dtypes.
+
+    At most one reduction of each gradient counts.
+    """
+    narrow = [each for each in report.parameters if each.dtype and width(each.dtype) < _SUMMED_IN]
+    if not narrow:
+        return 0
+    narrowest = min(width(each.dtype or "") for each in narrow)
+    wide = sum(
+        each.bytes_sent * (1 - narrowest / _SUMMED_IN)
+        for each in sending
+        if each.counted and {width(dtype) for dtype in each.dtypes} == {_SUMMED_IN}
+    )
+    once = sum(each.lower_bound * (_SUMMED_IN / width(each.dtype or "") - 1) for each in narrow)
+    return min(wide, once)

@@ -1,0 +1,335 @@
+"""Parser for the text of optimized HLO modules.
+
+The text is stable across JAX versions; the objects behind it are private. Attributes are parsed
+lazily, because a pod's program has megabytes of them.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+from crossshard.errors import ArgumentError
+
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]')
+_COMMENT = re.compile(r"/\*.*?\*/")
+_NAME = re.compile(r"%([\w.\-]+)")
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$")
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
+_OPCODE = re.compile(r" ([\w\-]+)\(")
+_ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
+_BITS = re.compile(r"[a-z]+(\d+)")
+
+
+def width(dtype: str) -> int:
+    """The bits per element of an XLA dtype."""
+    bits = _BITS.match(dtype)
+    # pred takes a byte; tokens and opaque values take none.
+    return int(bits[1]) if bits else 8 if dtype == "pred" else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """The shape of one array on one device.
+
+    Attributes:
+      dtype: its XLA name: ``f32``, ``bf16``, ``pred``, ``s4``.
+      dimensions: its shape; dynamic dimensions by their bound.
+    """
+
+    dtype: str
+    dimensions: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.dimensions)
+
+    @property
+    def bytes(self) -> int:
+        """Its size in bytes, without layout padding."""
+        return math.ceil(self.size * width(self.dtype) / 8)
+
+    @property
+    def is_inexact(self) -> bool:
+        """Whether its dtype is floating or complex."""
+        return self.dtype.startswith(("f", "bf", "c"))
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dimensions))}]"
+
+
+# An array, or a tuple of shapes.
+Shape = Array | tuple["Shape", ...]
+
+
+def leaves(shape: Shape) -> Iterator[Array]:
+    """The arrays in a shape, in order."""
+    if isinstance(shape, Array):
+        yield shape
+    else:
+        for part in shape:
+            yield from leaves(part)
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+      name: without the ``%``.
+      opcode: ``all-reduce``, ``fusion``, ``parameter`` …
+      shape: the shape of its output.
+      operands: the names of its operands, in the same computation.
+      is_root: whether it is the root of its computation.
+      argument: the text in parentheses; for a parameter, its number.
+      text: all after the name.
+    """
+
+    name: str
+    opcode: str
+    shape: Shape
+    operands: tuple[str, ...]
+    is_root: bool
+    argument: str
+    text: str
+    _end: int
+
+    @property
+    def rest(self) -> str:
+        """The text after the parentheses."""
+        return self.text[self._end :]
+
+    @functools.cached_property
+    def attributes(self) -> Mapping[str, str]:
+        """The attributes by name, each as its text."""
+        return _attributes(self.rest)
+
+    def quoted(self, attribute: str, key: str) -> str | None:
+        """The value of ``key="…"``, or ``"key":"…"`` in JSON, in an attribute."""
+        text = self.attributes.get(attribute, "")
+        found = re.search(rf'\b{key}"?[=:]"((?:[^"\\]|\\.)*)"', text)
+        return _unescaped(found[1]) if found else None
+
+    def called(self, attribute: str) -> tuple[str, ...]:
+        """The names of the computations in an attribute."""
+        return tuple(_NAME.findall(self.attributes.get(attribute, "")))
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """A list of instructions, in the order in which they run.
+
+    Attributes:
+      name: without the ``%``.
+      instructions: by name, each after its operands.
+    """
+
+    name: str
+    instructions: Mapping[str, Instruction]
+
+    @functools.cached_property
+    def root(self) -> Instruction:
+        """The root instruction, whose value the computation returns."""
+        return next(each for each in self.instructions.values() if each.is_root)
+
+    @functools.cached_property
+    def parameters(self) -> tuple[Instruction, ...]:
+        """The parameters, by their number."""
+        found = (each for each in self.instructions.values() if each.opcode == "parameter")
+        return tuple(sorted(found, key=lambda each: int(each.argument)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """An HLO module.
+
+    Attributes:
+      computations: by name.
+      entry: the entry computation.
+      partitions: the number of devices that one replica is split over.
+      replicas: the number of replicas.
+    """
+
+    computations: Mapping[str, Computation]
+    entry: Computation
+    partitions: int
+    replicas: int
+    _frames: Mapping[int, tuple[str, int]]
+
+    def lines(self, instruction: Instruction) -> tuple[str, ...]:
+        """The ``file:line`` of an instruction and of its callers, innermost first.
+
+        Empty if unknown.
+        """
+        # Names may contain text that looks like an attribute.
+        metadata = _QUOTED.sub('""', instruction.attributes.get("metadata", ""))
+        # Older XLA writes the line in the metadata, newer XLA in a table at the top.
+        file = instruction.quoted("metadata", "source_file")
+        line = re.search(r"\bsource_line=(\d+)", metadata)
+        if file and line:
+            return (f"{file}:{line[1]}",)
+        found: list[str] = []
+        frame = re.search(r"\bstack_frame_id=(\d+)", metadata)
+        number = int(frame[1]) if frame else 0
+        while number in self._frames:
+            line_of_frame, number = self._frames[number]
+            found.append(line_of_frame)
+        return tuple(found)
+
+
+def parse(text: str) -> Module:
+    """Parse a module.
+
+    Args:
+      text: the output of ``compiled.as_text()``.
+
+    Raises:
+      ArgumentError: the text is not an HLO module.
+
+    >>> module = parse('''HloModule tiny, num_partitions=2
+    ...
+    ... ENTRY %main (p: f32[4]) -> f32[4] {
+    ...   %p = f32[4]{0} parameter(0)
+    ...   ROOT %twice = f32[4]{0} add(%p, %p), metadata={source_file="step.py" source_line=7}
+    ... }''')
+    >>> module.partitions, module.entry.root.opcode, module.entry.root.operands
+    (2, 'add', ('p', 'p'))
+    >>> module.lines(module.entry.root)
+    ('step.py:7',)
+    """
+    header, _, _ = text.partition("\n")
+    if not header.startswith("HloModule"):
+        raise ArgumentError(f"The program's text must be an HLO module; it starts {header[:80]!r}.")
+    settings = _attributes(header)
+    computations, entry = _computations(text)
+    if entry is None:
+        raise ArgumentError(f"The program's text has no entry computation: {header[:80]!r}.")
+    return Module(
+        computations,
+        entry,
+        partitions=int(settings.get("num_partitions", 1)),
+        replicas=int(settings.get("replica_count", 1)),
+        _frames=_stack_frames(text),
+    )
+
+
+def _computations(text: str) -> tuple[dict[str, Computation], Computation | None]:
+    computations: dict[str, Computation] = {}
+    entry: Computation | None = None
+    current: dict[str, Instruction] | None = None
+    for line in text.splitlines():
+        if current is not None and (line[:1] == " "):
+            instruction = _instruction(line)
+            current[instruction.name] = instruction
+        elif head := _COMPUTATION.match(line):
+            current = {}
+            computations[head[2]] = Computation(head[2], current)
+            if head[1]:
+                entry = computations[head[2]]
+        else:
+            current = None
+    return computations, entry
+
+
+def _instruction(line: str) -> Instruction:
+    head = _INSTRUCTION.match(line)
+    if head is None:
+        raise ArgumentError(_unknown("instruction", line))
+    shape_end = end_of_bracket(line, head.end()) if line[head.end()] == "(" else head.end()
+    opcode = _OPCODE.search(line, shape_end)
+    if opcode is None:
+        raise ArgumentError(_unknown("instruction", line))
+    opening = opcode.end() - 1
+    closing = end_of_bracket(line, opening)
+    argument = line[opening + 1 : closing - 1]
+    # A constant's text may contain anything.
+    operands = () if opcode[1] == "constant" else tuple(_NAME.findall(argument))
+    return Instruction(
+        name=head[2],
+        opcode=opcode[1],
+        shape=_shape(line[head.end() : opcode.start()]),
+        operands=operands,
+        is_root=bool(head[1]),
+        argument=argument,
+        text=line[head.end() :],
+        _end=closing - head.end(),
+    )
+
+
+def end_of_bracket(text: str, opening: int) -> int:
+    """The index after the matching bracket."""
+    depth = 0
+    for token in _TOKEN.finditer(text, opening):
+        depth += (token[0] in "({[") - (token[0] in ")}]")
+        if depth == 0:
+            return token.end()
+    raise ArgumentError(f"The program's text has an unclosed bracket: {text[opening:][:80]!r}.")
+
+
+def _split(text: str) -> list[str]:
+    """The parts between commas outside of brackets and quotes."""
+    parts, depth, start = [], 0, 0
+    for token in _TOKEN.finditer(text):
+        if token[0] == "," and depth == 0:
+            parts.append(text[start : token.start()].strip())
+            start = token.end()
+        elif token[0] != ",":
+            depth += (token[0] in "({[") - (token[0] in ")}]")
+    return [*parts, text[start:].strip()]
+
+
+def _attributes(text: str) -> dict[str, str]:
+    pairs = (part.partition("=") for part in _split(text))
+    return {key: value for key, equals, value in pairs if equals}
+
+
+def _shape(text: str) -> Shape:
+    text = _COMMENT.sub("", text).strip()
+    if text.startswith("("):
+        inner = text[1 : end_of_bracket(text, 0) - 1]
+        return tuple(_shape(part) for part in _split(inner)) if inner.strip() else ()
+    array = _ARRAY.match(text)
+    if array is None:
+        raise ArgumentError(_unknown("shape", text))
+    return Array(array[1], tuple(int(n) for n in re.findall(r"\d+", array[2])))
+
+
+def _unknown(what: str, text: str) -> str:
+    return f"The program's text has an unknown {what}: {text.strip()[:80]!r}."
+
+
+def _unescaped(text: str) -> str:
+    return re.sub(r"\\(.)", r"\1", text)
+
+
+def _stack_frames(text: str) -> dict[int, tuple[str, int]]:
+    """The stack frame tables: for each frame, its line and its caller."""
+    names = re.finditer(r'^(\d+) "(.*)"$', _section(text, "FileNames"), re.M)
+    files = {m[1]: _unescaped(m[2]) for m in names}
+    location = r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)"
+    lines = {
+        m[1]: f"{files.get(m[2], '?')}:{m[3]}"
+        for m in re.finditer(location, _section(text, "FileLocations"), re.M)
+    }
+    frame = r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
+    frames = re.findall(frame, _section(text, "StackFrames"), re.M)
+    # XLA writes the caller's number plus one, so the outermost frame, which has no caller, appears
+    # to call itself.
+    offset = int(any(number == parent for number, _, parent in frames))
+    return {
+        int(number): (lines[where], int(parent or 0) - offset)
+        for number, where, parent in frames
+        if where in lines
+    }
+
+
+def _section(text: str, title: str) -> str:
+    start = text.find(f"\n{title}\n")
+    if start < 0:
+        return ""
+    start += len(title) + 2
+    end = text.find("\n\n", start)
+    return text[start : end if end >= 0 else None]

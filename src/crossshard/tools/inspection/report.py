@@ -1,0 +1,340 @@
+"""Communication reports: data classes, text table and JSON."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable
+
+from crossshard._text import count, exact_size, table
+from crossshard.tools.inspection.collectives import KERNELS, KINDS, NOTHING, PRODUCTS, Collective
+from crossshard.tools.inspection.hlo import width
+from crossshard.tools.inspection.parameters import Parameters
+
+# The properties that JSON has in addition to the attributes.
+_COUNTED = (
+    *("bytes_sent", "scalar_bytes_sent", "parameter_bytes", "parameter_dtypes"),
+    *("bytes_in_branches", "bytes_by_axes", "bytes_between_shards", "lower_bound", "ratio"),
+    *("bytes_behind_matrix_products", "bytes_behind_other_kernels", "bytes_exposed"),
+    "hidden_share",
+)
+
+# XLA marks sums that it widens, and may convert what it only moves without a mark.
+_SUMS = {"all-reduce", "reduce-scatter"}
+
+HEAD = ("collective", "operands", "sent per shard", "groups", "when", "source")
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes per device, from the compiler's memory analysis.
+
+    Attributes:
+      argument: the arguments.
+      output: the results.
+      temp: the temporaries.
+      alias: the arguments that are aliased to outputs.
+      peak: the peak memory.
+    """
+
+    argument: int
+    output: int
+    temp: int
+    alias: int
+    peak: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Communication:
+    """The communication of one call of a compiled program, on each of its devices.
+
+    Scalar operands, such as losses and metrics, are listed but not counted in ``bytes_sent``, the
+    lower bound or the ratio. Of a conditional's branches, that which sends most is counted, so that
+    a call sends at most as much.
+
+    Attributes:
+      collectives: in the order in which they run.
+      devices: the number of devices that the program runs on.
+      shards: the number of shards that keep a copy of the parameters, of most of their bytes if it
+        differs; without known parameters, the number of devices that collectives connect.
+      parameters: the parameters by dtype and shards; empty if neither found nor given.
+      memory: the compiler's memory analysis, or ``None``.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import crossshard
+    >>> report = crossshard.inspect(jax.jit(lambda w: 2 * w).lower(jnp.zeros(3)))
+    >>> report.devices, report.bytes_sent, report.ratio
+    (1, 0, None)
+    """
+
+    collectives: tuple[Collective, ...]
+    devices: int
+    shards: int
+    parameters: tuple[Parameters, ...]
+    memory: Memory | None
+
+    @property
+    def counted(self) -> tuple[Collective, ...]:
+        """The collectives without those in branches that send less than another."""
+        return tuple(each for each in self.collectives if each.counted)
+
+    @property
+    def bytes_sent(self) -> float:
+        """The bytes that one shard sends, without scalars."""
+        return sum(each.bytes_sent for each in self.counted)
+
+    @property
+    def bytes_in_branches(self) -> float:
+        """Those of them that it sends only if a conditional takes the branch that sends most."""
+        return sum(each.bytes_sent for each in self.counted if each.in_branch)
+
+    @property
+    def scalar_bytes_sent(self) -> float:
+        """The bytes that one shard sends for scalars."""
+        return sum(each.scalar_bytes_sent for each in self.counted)
+
+    @property
+    def bytes_by_axes(self) -> dict[str, float]:
+        """The bytes that one shard sends along each mesh axis, or several, without scalars.
+
+        Those of collectives whose axes are unknown are left out.
+        """
+        found: dict[str, float] = {}
+        for each in self.counted:
+            if each.bytes_sent and each.axes:
+                name = ", ".join(each.axes)
+                found[name] = found.get(name, 0) + each.bytes_sent
+        return found
+
+    @property
+    def bytes_between_shards(self) -> float:
+        """``bytes_sent`` without what devices send to others with the same data."""
+        return sum(each.bytes_sent for each in self.counted if not each.within_shard)
+
+    @property
+    def bytes_behind_matrix_products(self) -> float:
+        """The bytes that a shard sends while matrix products are scheduled, without scalars."""
+        return self._bytes_behind(PRODUCTS)
+
+    @property
+    def bytes_behind_other_kernels(self) -> float:
+        """The bytes that it sends while only other kernels are, such as those of the update."""
+        return self._bytes_behind(KERNELS)
+
+    @property
+    def bytes_exposed(self) -> float:
+        """The bytes that it sends while nothing else is; all those of synchronous collectives."""
+        return self._bytes_behind(NOTHING)
+
+    @property
+    def hidden_share(self) -> float | None:
+        """The share of ``bytes_sent`` behind matrix products; ``None`` if nothing is sent."""
+        return self.hidden_share_of(*KINDS)
+
+    def hidden_share_of(self, *kinds: str) -> float | None:
+        """``hidden_share`` of some kinds of collectives only; ``None`` if they send nothing.
+
+        Gradients travel in ``"all-reduce"`` and ``"reduce-scatter"``; between CPUs of a job in
+        ``"all-to-all"``, too.
+        """
+        sent = sum(each.bytes_sent for each in self.counted if each.kind in kinds)
+        return self._bytes_behind(PRODUCTS, kinds) / sent if sent else None
+
+    def _bytes_behind(self, what: str, kinds: Iterable[str] = KINDS) -> float:
+        return sum(
+            each.bytes_sent for each in self.counted if each.behind == what and each.kind in kinds
+        )
+
+    @property
+    def parameter_bytes(self) -> int | None:
+        """The bytes of one copy of the parameters; ``None`` if unknown."""
+        return sum(each.bytes for each in self.parameters) or None
+
+    @property
+    def parameter_dtypes(self) -> tuple[str, ...]:
+        """The known dtypes of the parameters by XLA's names, each once."""
+        return tuple(dict.fromkeys(each.dtype for each in self.parameters if each.dtype))
+
+    @property
+    def lower_bound(self) -> float | None:
+        """2(N−1)/N · P: the least that one of N shards sends to average P bytes.
+
+        Summed over parameters with different numbers of shards and over the updates of a loop.
+        """
+        return sum(each.lower_bound for each in self.parameters) if self.parameters else None
+
+    @property
+    def ratio(self) -> float | None:
+        """``bytes_between_shards`` over the lower bound; ``None`` if there is no bound."""
+        return self.bytes_between_shards / self.lower_bound if self.lower_bound else None
+
+    @property
+    def uncounted_loops(self) -> tuple[Collective, ...]:
+        """The collectives in loops of unknown length, counted once."""
+        return tuple(each for each in self.collectives if each.times is None)
+
+    @property
+    def widened(self) -> tuple[str, ...]:
+        """The dtypes sent that are wider than those of all parameters."""
+        sent = (dtype for each in self._wide for dtype in each.dtypes)
+        return tuple(dict.fromkeys(dtype for dtype in sent if self._is_wide(dtype)))
+
+    def to_json(self, indent: int | None = None) -> str:
+        """The report as JSON.
+
+        The keys are the attributes of this class and of its fields, and the properties
+        ``bytes_sent``, ``scalar_bytes_sent``, ``bytes_in_branches``, ``bytes_by_axes``,
+        ``bytes_between_shards``, ``parameter_bytes``, ``parameter_dtypes``, ``lower_bound``,
+        ``ratio``, ``bytes_behind_matrix_products``, ``bytes_behind_other_kernels``,
+        ``bytes_exposed`` and ``hidden_share``.
+        """
+        fields = dataclasses.asdict(self)
+        for key in _COUNTED:
+            fields[key] = getattr(self, key)
+        return json.dumps(fields, indent=indent)
+
+    def table(self) -> str:
+        """The collectives as a plain text table, followed by the totals."""
+        return "\n".join([collective_table(self.collectives), *self.totals()])
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def totals(self) -> list[str]:
+        """The lines under the table: total bytes, lower bound and memory."""
+        scalars = self.scalar_bytes_sent
+        extra = f", and {exact_size(scalars)} for scalars" * bool(scalars)
+        branches = any(each.in_branch for each in self.collectives)
+        least = "at least " if self.uncounted_loops else "at most " * branches
+        lines = [
+            f"each of {self.devices} devices sends {least}{exact_size(self.bytes_sent)}{extra}"
+        ]
+        lines += self._by_axes()
+        if self.uncounted_loops:
+            lines.append("a loop of unknown length (?) is counted once")
+        if branches:
+            lines.append(
+                f"of each conditional the branch that sends most is counted: "
+                f"{exact_size(self.bytes_in_branches)} of these"
+            )
+        lines += self._bound(least)
+        lines += self._overlap()
+        if self._wide:
+            lines.append(self._widening())
+        if self.memory is not None:
+            parts = dataclasses.asdict(self.memory).items()
+            words = (f"{name} {exact_size(number)}" for name, number in parts)
+            lines.append(f"memory per device: {', '.join(words)}")
+        return lines
+
+    def _by_axes(self) -> list[str]:
+        """The bytes along each axis, if there are several or some stay within a shard."""
+        within = {", ".join(each.axes) for each in self.collectives if each.within_shard}
+        if len(self.bytes_by_axes) < 2 and not within:
+            return []
+        parts = (
+            f"{axes or 'an unknown axis'} {exact_size(sent)}"
+            + ", within a shard and not in the bound" * (axes in within)
+            for axes, sent in self.bytes_by_axes.items()
+        )
+        return [f"along {'; '.join(parts)}"]
+
+    def _bound(self, least: str) -> list[str]:
+        if self.lower_bound is None:
+            return ["the parameters were not found in the program, so there is no lower bound"]
+        ratio = "" if self.ratio is None else f"; ratio {least}{self.ratio:.3f}"
+        alike = {(each.shards, each.updates) for each in self.parameters}
+        bounds = [
+            _bound_of(
+                sum(each.bytes for each in self.parameters if (each.shards, each.updates) == kind),
+                *kind,
+            )
+            for kind in sorted(alike, reverse=True)
+        ]
+        if len(bounds) == 1:
+            return [bounds[0] + ratio]
+        return [*bounds, f"together {exact_size(self.lower_bound)}{ratio}"]
+
+    def _overlap(self) -> list[str]:
+        if not self.bytes_sent:
+            return []
+        if not any(each.asynchronous and each.bytes_sent for each in self.collectives):
+            return ["no collective is asynchronous, so all bytes are exposed"]
+        return [
+            f"{exact_size(self.bytes_behind_matrix_products)} ({self.hidden_share:.0%}) behind "
+            f"matrix products, {exact_size(self.bytes_behind_other_kernels)} behind other kernels, "
+            f"{exact_size(self.bytes_exposed)} exposed"
+        ]
+
+    @property
+    def _wide(self) -> list[Collective]:
+        return [
+            each
+            for each in self.collectives
+            if each.bytes_sent and any(map(self._is_wide, each.dtypes))
+        ]
+
+    def _is_wide(self, dtype: str) -> bool:
+        return width(dtype) > max(map(width, self.parameter_dtypes), default=math.inf)
+
+    def _widening(self) -> str:
+        """The line on dtypes that are wider than the parameters, and what widened them."""
+        kinds: dict[str, list[str]] = {}
+        for each in self._wide:
+            who = "by the step, or by XLA for CPUs"
+            if each.widened:
+                who = "by XLA, as it does for CPUs"
+            elif each.kind in _SUMS:
+                who = "by the step itself"
+            kinds.setdefault(who, []).append(each.kind)
+        sent, parameters = ", ".join(self.widened), ", ".join(self.parameter_dtypes)
+        by = [f"{', '.join(dict.fromkeys(found))} {who}" for who, found in kinds.items()]
+        return f"sent as {sent}, but the parameters are {parameters}; widened: {'; '.join(by)}"
+
+
+def _bound_of(parameters: int, shards: int, updates: int) -> str:
+    kind = Parameters(None, parameters, shards, updates)
+    often = f" · {updates} updates" if updates != 1 else ""
+    return (
+        f"{shards} shards need 2(N−1)/N · P{often} = {exact_size(kind.lower_bound)} for "
+        f"{exact_size(parameters)} of parameters"
+    )
+
+
+def collective_table(collectives: Iterable[Collective]) -> str:
+    """A plain text table of collectives."""
+    return table(HEAD, list(map(row, collectives)))
+
+
+def row(each: Collective) -> tuple[str, ...]:
+    """A collective as a row of the table, one text for each column."""
+    shown = [str(operand) for operand in each.operands[:2]]
+    more = len(each.operands) - len(shown)
+    if more:
+        shown.append(f"and {more} more")
+    when = [f"{'?' if each.times is None else each.times} times"] * each.in_loop
+    when += ["in a branch"] * each.in_branch
+    when += [_beside(each)] * each.asynchronous
+    among = f"{len(each.groups)} of {each.group_size}"
+    if each.within_shard:
+        among += " in a shard"
+    if each.kind == "collective-permute":
+        among = f"{len(each.groups)} pairs"
+    return (
+        each.kind,
+        ", ".join(shown),
+        exact_size(each.bytes_sent + each.scalar_bytes_sent),
+        among,
+        ", ".join(when),
+        _where(each),
+    )
+
+
+def _beside(each: Collective) -> str:
+    if each.matrix_products:
+        return f"behind {count(each.matrix_products, 'matrix product')}"
+    return f"behind {count(each.other_kernels, 'kernel')}" if each.other_kernels else "exposed"
+
+
+def _where(each: Collective) -> str:
+    line = each.source or each.op_name or each.name
+    return f"{line} (1 of {each.combined} combined)" if each.combined > 1 else line

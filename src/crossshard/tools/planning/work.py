@@ -1,0 +1,119 @@
+"""What is planned: a loss, an optimizer, and the shapes of parameters and batch."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.step.make_train_step import make_train_step
+
+DATA, MODEL = "data", "model"
+# Chosen by the plan itself.
+_OURS = {"mesh", "num_shards", "axis_name", "weight_update"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A step to plan.
+
+    Attributes:
+      loss_fn: as ``make_train_step`` takes it.
+      params: arrays or types, or an NNX module of them.
+      batch: the global batch by the number of devices.
+      optimizer: an Optax transformation.
+      model_specs: how parameters are split over the axis ``model``; ``None`` if they are not split.
+      options: further arguments of ``make_train_step``.
+    """
+
+    loss_fn: Callable[..., Any]
+    params: Any
+    batch: Callable[[int], Any]
+    optimizer: optax.GradientTransformation
+    model_specs: Any
+    options: Mapping[str, Any]
+
+    def types_on(self, mesh: Mesh) -> Any:
+        """The types of the parameters, split over the axis ``model`` if the mesh has it."""
+        if MODEL not in mesh.axis_names:
+            return self.params
+        specs = self.model_specs
+        if not callable(specs):
+            flat = _flat_specs(specs, self.params)
+            specs = lambda path, leaf: flat[jax.tree_util.keystr(path)]
+
+        def lay(path: Any, leaf: Any) -> Any:
+            sharding = NamedSharding(mesh, specs(path, leaf))
+            try:
+                sharding.shard_shape(leaf.shape)
+            except ValueError as error:
+                raise ArgumentError(
+                    f"params{jax.tree_util.keystr(path)}, of shape {leaf.shape}, cannot be split "
+                    f"as {sharding.spec} over {dict(mesh.shape)}."
+                ) from error
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        if isinstance(self.params, nnx.Pytree):
+            graph, state = nnx.split(self.params)
+            return nnx.merge(graph, jax.tree_util.tree_map_with_path(lay, state))
+        return jax.tree_util.tree_map_with_path(lay, self.params)
+
+    def traced(self, mesh: Mesh, weight_update: str) -> tuple[Any, jax.stages.Traced]:
+        """The types of the step's state, and the step traced for it."""
+        axis = DATA if MODEL in mesh.axis_names else None
+        step = make_train_step(
+            self.loss_fn,
+            self.optimizer,
+            mesh=mesh,
+            axis_name=axis,
+            weight_update=weight_update,
+            **self.options,
+        )
+        state = step.abstract_init(self.types_on(mesh))
+        return state, step.trace(state, self.batch(mesh.size))
+
+
+def make_work(
+    loss_fn: Any,
+    params: Any,
+    batch: Any,
+    optimizer: Any,
+    model_specs: Any = None,
+    options: Mapping[str, Any] | None = None,
+) -> Work:
+    """The step that ``crossshard.plan``'s arguments describe.
+
+    Raises:
+      ArgumentError: an option that the plan chooses itself.
+      ArgumentTypeError: model_specs are neither specs nor a function.
+    """
+    options = dict(options or {})
+    chosen = sorted(_OURS & set(options))
+    if chosen:
+        raise ArgumentError(f"plan compares meshes and updates itself; leave out {chosen[0]}.")
+    is_model = isinstance(params, nnx.Pytree) or not callable(params)
+    types = params if is_model else nnx.eval_shape(params)
+    of_devices = batch if callable(batch) else lambda devices: batch
+    return Work(loss_fn, types, of_devices, optimizer, model_specs, options)
+
+
+def _flat_specs(specs: Any, params: Any) -> dict[str, PartitionSpec]:
+    is_spec = lambda x: x is None or isinstance(x, PartitionSpec)
+    try:
+        whole = jax.tree.map(
+            lambda spec, part: jax.tree.map(lambda _: spec or PartitionSpec(), part),
+            specs,
+            params,
+            is_leaf=is_spec,
+        )
+    except ValueError as error:
+        raise ArgumentTypeError(
+            "model_specs must be a function of path and leaf, or a pytree of PartitionSpec like "
+            f"params: {str(error).splitlines()[0]}"
+        ) from error
+    found = jax.tree_util.tree_leaves_with_path(whole, is_leaf=is_spec)
+    return {jax.tree_util.keystr(path): spec for path, spec in found}

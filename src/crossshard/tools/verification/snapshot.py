@@ -1,0 +1,148 @@
+"""Snapshots of a step's state: each array by name, as numpy arrays, one for each copy of it."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from crossshard.model.state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Copies:
+    """An array of a state, as its devices have it.
+
+    Attributes:
+      values: ``[copies, …]``; one copy if all devices have the same.
+      dtype: the array's own.
+      is_key: whether it is a PRNG key, whose data ``values`` are.
+    """
+
+    values: np.ndarray
+    dtype: Any
+    is_key: bool = False
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it has real numbers."""
+        return bool(jnp.issubdtype(self.dtype, jnp.floating))
+
+
+def holds_nnx(tree: Any) -> bool:
+    """Whether a tree has NNX modules or optimizers, which a step may change in place."""
+    leaves = jax.tree.leaves(tree, is_leaf=_is_nnx)
+    return any(map(_is_nnx, leaves))
+
+
+def snapshot(state: Sequence[Any]) -> dict[str, Copies]:
+    """Every array of the arguments of a step, by its path.
+
+    All processes that have a part of an array must call this.
+    """
+    tree: Any = tuple(state)
+    if holds_nnx(tree):
+        tree = nnx.state(tree)
+    elif len(tree) == 1:
+        (tree,) = tree
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(leaf, jax.Array | np.ndarray | np.generic | float | int):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            found[name.removesuffix("/value").removesuffix("/array") or "params"] = copies_of(leaf)
+    return found
+
+
+def copies_of(x: Any) -> Copies:
+    """An array, as each device of this process has it."""
+    if not isinstance(x, jax.Array):
+        value = np.asarray(x)
+        return Copies(value[None], value.dtype)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return Copies(np.asarray(jax.random.key_data(x))[None], x.dtype, is_key=True)
+    if not (x.is_fully_addressable or x.is_fully_replicated):
+        # Others have a part of it.
+        everywhere = NamedSharding(x.sharding.mesh, PartitionSpec())  # type: ignore[attr-defined]
+        x = jax.jit(lambda x: x, out_shardings=everywhere)(x)
+    by_index: dict[Any, list[Any]] = {}
+    order = _order(x.sharding)
+    for shard in sorted(x.addressable_shards, key=lambda each: order[each.device]):
+        by_index.setdefault(str(shard.index), []).append(shard)
+    number = min(map(len, by_index.values()))
+    whole = np.empty((number, *x.shape), x.dtype)
+    for pieces in by_index.values():
+        for copy, shard in enumerate(pieces[:number]):
+            whole[(copy, *shard.index)] = np.asarray(shard.data)
+    same = all(piece.tobytes() == whole[0].tobytes() for piece in whole[1:])
+    return Copies(whole[:1] if same else whole, x.dtype)
+
+
+def fresh(state: Sequence[Any], seed: int = 0) -> tuple[Any, ...]:
+    """Copies of the arguments of a step, whose typed random keys are other ones if seed is not 0.
+
+    Args:
+      state: the arguments, which stay as they are.
+      seed: what is folded into the keys.
+    """
+    copy = lambda x: _copy(x, seed)
+    return map_arrays(copy, tuple(_with_other_keys(each, seed) for each in state))
+
+
+def map_arrays(function: Callable[[Any], Any], tree: Any) -> Any:
+    """A tree, which may have NNX modules, with other arrays; the modules are copies."""
+    if not holds_nnx(tree):
+        return jax.tree.map(function, tree)
+    split: Any = nnx.split(tree)
+    graph, arrays = split
+    return nnx.merge(graph, jax.tree.map(function, arrays))
+
+
+def has_keys(state: Sequence[Any]) -> bool:
+    """Whether there are typed random keys among the arguments."""
+    tree: Any = tuple(state)
+    leaves = jax.tree.leaves(nnx.state(tree) if holds_nnx(tree) else tree)
+    return any(map(_is_key, leaves)) or any(isinstance(x, TrainState) for x in state)
+
+
+def _with_other_keys(x: Any, seed: int) -> Any:
+    # Its key is raw.
+    if not seed or not isinstance(x, TrainState):
+        return x
+    key = jax.random.wrap_key_data(x.rng, impl=x.rng_impl)
+    return dataclasses.replace(x, rng=jax.random.key_data(jax.random.fold_in(key, seed)))
+
+
+def _copy(x: Any, seed: int) -> Any:
+    if _is_key(x):
+        fold = jax.random.fold_in
+        for _ in range(x.ndim):
+            fold = jax.vmap(fold, (0, None))
+        copied = jax.random.wrap_key_data(
+            jnp.copy(jax.random.key_data(x)), impl=jax.random.key_impl(x)
+        )
+        return fold(copied, seed) if seed else copied
+    if isinstance(x, jax.Array):
+        return jnp.copy(x)
+    return x.copy() if isinstance(x, np.ndarray) else x
+
+
+def _is_key(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _is_nnx(x: Any) -> bool:
+    return isinstance(x, nnx.Pytree)
+
+
+def _order(sharding: Any) -> dict[Any, int]:
+    mesh = getattr(sharding, "mesh", None)
+    devices = (
+        sorted(sharding.device_set, key=lambda each: each.id)
+        if mesh is None
+        else list(mesh.devices.flat)
+    )
+    return {device: place for place, device in enumerate(devices)}

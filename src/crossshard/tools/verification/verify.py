@@ -1,0 +1,173 @@
+"""``verify``: runs a step on 1 and on N shards, and says what is wrong."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from crossshard._hash import checksum
+from crossshard.distributed.agreement import check_agreement, exchange
+from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.shards.context import check_num_shards
+from crossshard.shards.groups import check_group_assignment
+from crossshard.step.rebuild import groups_of, on_part_of_mesh, own_rows, with_sgd
+from crossshard.step.train_step import TrainStep
+from crossshard.tools.verification.conclude import conclude
+from crossshard.tools.verification.evidence import Request
+from crossshard.tools.verification.measurement import Measurement
+from crossshard.tools.verification.report import Fault, Verification
+from crossshard.tools.verification.snapshot import map_arrays
+
+
+def verify(
+    step: Callable[..., Any] | TrainStep,
+    *batch: Any,
+    num_shards: int | None = None,
+    key: Any = None,
+    groups: Sequence[Sequence[int]] | None = None,
+) -> Verification:
+    """Run a training step on 1 and on N shards with plain SGD, and say what is wrong with it.
+
+    The update on N shards is compared, for each parameter, with that of one device on the whole
+    batch, and with what one device makes of each shard's own rows. The former two should be equal.
+
+    Args:
+      step: ``make_step(optimizer, num_shards) -> (step, *state)``: your code that builds the step
+        and its first state, with this optimizer in the place of your own, for so many devices. The
+        step is called ``step(*state, *batch)`` and returns the next state first, and then what it
+        likes; NNX modules and optimizers may be changed in place. It splits the batch itself. Or a
+        ``TrainStep``, which is built again with SGD; the batch is then ``params, batch``. If there
+        are several processes, all of them make this call with a ``TrainStep`` and all rows.
+      *batch: the arguments after the state; the rows are along axis 0. Shard ``i`` of N should get
+        the ``i``-th of N equal parts.
+      num_shards: N; all devices if ``None``.
+      key: a random key, which is passed to the step as the last argument. Pass it if the step draws
+        random numbers, or keep typed keys in the state: the means of 16 steps with other keys are
+        compared then.
+      groups: the shards that reduce together, if they are not all.
+
+    Returns:
+      The faults, a comparison for each parameter, and the words: print it.
+
+    Raises:
+      ArgumentError: the step cannot be run as described, or N shards with these rows; the
+        processes of a job pass different rows.
+      ArgumentTypeError: ``make_step`` does not return a step with its state.
+
+    >>> import jax, jax.numpy as jnp, optax
+    >>> def make_step(optimizer, num_shards):
+    ...     def step(w, state, x):
+    ...         gradient = num_shards * jax.grad(lambda w: jnp.mean((x @ w - 1) ** 2))(w)
+    ...         updates, state = optimizer.update(gradient, state, w)
+    ...         return optax.apply_updates(w, updates), state
+    ...
+    ...     w = jnp.zeros(3)
+    ...     return step, w, optimizer.init(w)
+    >>> x = jax.random.normal(jax.random.key(0), (16, 3))
+    >>> print(verify(make_step, x, num_shards=8))
+    wrong on 8 shards and 16 rows:
+      0: 8.000 = N: summed over the shards, not averaged; or a pmean came after autodiff had summed
+    """
+    if isinstance(step, TrainStep):
+        request = _of_train_step(step, batch, num_shards, key, groups)
+    elif callable(step):
+        number = len(jax.devices()) if num_shards is None else check_num_shards(num_shards)
+        together = _check_groups(groups, number)
+        if jax.process_count() > 1:
+            raise ArgumentError(
+                f"In a job of {jax.process_count()} processes, verify takes a TrainStep, such as "
+                "crossshard.make_train_step returns. Verify make_step in one process, with virtual "
+                "devices."
+            )
+        request = Request(step, step, batch, key, together)
+    else:
+        raise ArgumentTypeError(
+            "verify takes make_step, a function of (optimizer, num_shards), or a TrainStep; got "
+            f"{type(step).__name__}."
+        )
+    if request.number < 2:
+        raise ArgumentError(
+            "verify compares N shards with one, and there is one device. Call "
+            "crossshard.cpu_devices(8) before the first JAX operation."
+        )
+    measurement = Measurement(request)
+    evidence = measurement.evidence()
+    found = conclude(evidence)
+    if isinstance(step, TrainStep):
+        # It splits the batch by itself.
+        return with_those_of_others(found, step.mesh)
+    if not found.ok:
+        return found
+    # The last question takes three compilations.
+    flops = measurement.flops()
+    return conclude(dataclasses.replace(evidence, notes=measurement.notes), flops)
+
+
+def _check_groups(groups: Any, number: int) -> tuple[tuple[int, ...], ...]:
+    if groups is None:
+        return (tuple(range(number)),)
+    checked = check_group_assignment(groups)
+    if checked is None:
+        return (tuple(range(number)),)
+    checked.check_covers(number)
+    return checked.groups
+
+
+def _of_train_step(
+    step: TrainStep, given: Sequence[Any], num_shards: Any, key: Any, groups: Any
+) -> Request:
+    if any(each is not None for each in (num_shards, groups)):
+        raise ArgumentError(
+            "A TrainStep has its own number of shards and groups; leave num_shards and groups out."
+        )
+    if len(given) not in (2, 3):
+        raise ArgumentTypeError(
+            "verify(train_step, params, batch), or (train_step, params, model_state, batch), as "
+            f"the loss takes them; got {len(given)} arguments after the step."
+        )
+    params, *model_state, batch = given
+    check_agreement(
+        "verify",
+        lambda: {"batch": checksum(batch)},
+        step.mesh,
+        "Pass all rows in every process; each takes those of its own shards.",
+    )
+    shards, factor = groups_of(step)
+
+    def make(optimizer: Any, number: int) -> Any:
+        alone = number == 1
+        built = with_sgd(step, optimizer, alone=alone)
+        arrays = (params, *model_state)
+        if alone:
+            arrays = map_arrays(lambda x: on_part_of_mesh(x, built.mesh), arrays)
+        state = built.init(arrays[0], 0 if key is None else key, model_state=(*arrays[1:], None)[0])
+        take = lambda state, batch: built(state, own_rows(built, batch))
+        return built if alone else take, state
+
+    return Request(make, make, (batch,), None, shards, factor)
+
+
+def with_those_of_others(found: Verification, mesh: Mesh) -> Verification:
+    """With the faults that other processes found, since each looks at its own devices."""
+    own = [dataclasses.asdict(fault) for fault in found.faults]
+    of_each = [
+        [_fault(**fault) for fault in json.loads(told)]
+        for told in exchange("verify", json.dumps(own), mesh)
+    ]
+    everywhere = [fault for fault in of_each[0] if all(fault in faults for faults in of_each)]
+    others = [
+        dataclasses.replace(fault, sentence=f"{fault.sentence} (found in process {process})")
+        for process, faults in enumerate(of_each)
+        for fault in faults
+        if fault not in everywhere
+    ]
+    return dataclasses.replace(found, faults=(*everywhere, *others))
+
+
+def _fault(
+    kind: str, sentence: str, leaves: list[str], ratio: float | None, shards: list[int]
+) -> Fault:
+    return Fault(kind, sentence, tuple(leaves), ratio, tuple(shards))

@@ -1,1 +1,0 @@
-"""The whole training step: loss, gradients, reduction, sharded weight update."""

@@ -1,1 +1,0 @@
-"""NNX variables: discovery, binding to a trace, shared and per-shard values."""

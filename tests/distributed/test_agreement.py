@@ -1,0 +1,33 @@
+"""What processes tell each other comes back as it was, and other text is refused."""
+
+import dataclasses
+import json
+
+import pytest
+
+from crossshard.distributed.agreement import _LONGEST, Disagreement, _Call, _read
+from crossshard.errors import DistributedError
+
+ODD = Disagreement("", "seed", (1, 3), "a", 0, "b")
+
+
+@pytest.mark.parametrize("told", [_Call("step", {"rows": "3"}), Disagreement("at another"), ODD])
+def test_it_comes_back(told: _Call | Disagreement):
+    assert _read(type(told), json.dumps(dataclasses.asdict(told)), 0) == told
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[", "null", "3", '"step"', "[" * 100_000),
+        '["step", {}]',
+        '{"name": "step"}',
+        '{"name": "step", "given": {"rows": 3}}',
+        '{"name": "step", "given": {}, "more": ""}',
+        json.dumps({"name": "step", "given": {"rows": "x" * _LONGEST}}),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_what_is_no_call_is_refused(text: str):
+    with pytest.raises(DistributedError, match="holds for process 2 is not what crossshard wrote"):
+        _read(_Call, text, 2)

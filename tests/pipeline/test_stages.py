@@ -1,0 +1,80 @@
+"""The order of the stages is data: one tuple, sorted by phase, that everything else loops over."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from crossshard import CrossShardOptimizer, CrossShardState
+from crossshard.errors import NestedReductionError
+from crossshard.pipeline.means import to_average
+from crossshard.pipeline.stage import Phase
+from crossshard.pipeline.update.plan import UpdateStrategy, WeightUpdate, plan_update
+
+EVERY = {
+    "preprocess": optax.trace(0.9),
+    "accumulate_steps": 2,
+    "metrics": ("grad_norm", "local_grad_norm"),
+    "nonfinite": "skip",
+    "loss_scale": "dynamic",
+    "master_dtype": "float32",
+    "ema": 0.9,
+}
+
+
+def stages(options):
+    return CrossShardOptimizer(optax.sgd(0.1), **options)._pipeline.stages
+
+
+@pytest.mark.parametrize("options", [{}, EVERY], ids=["none", "all"])
+def test_they_stand_in_the_order_of_their_phases(options):
+    phases = [stage.phase for stage in stages(options)]
+    assert phases == sorted(phases)
+    assert phases.count(Phase.REDUCTION) == 1
+
+
+def test_each_has_its_own_field_of_the_state():
+    fields = [stage.state_field for stage in stages(EVERY) if stage.state_field]
+    assert sorted(fields) == sorted(CrossShardState._fields)
+
+
+def test_those_that_are_not_asked_for_are_not_there():
+    without = {type(stage).__name__ for stage in stages({})}
+    assert without == {"NoteDtypes", "Weigh", "Aggregate", "Optimize"}
+
+
+def test_what_stages_say_of_shapes_is_checked():
+    with pytest.raises(TypeError, match="parameter 'weight'"):
+        to_average(jnp.ones(3), jnp.ones(3))
+    with pytest.raises(TypeError, match="parameter 'weight'"):
+        to_average(jnp.ones(3), jnp.int32(1))
+
+
+def test_an_optimizer_that_is_only_updated_inside_another_one_is_refused():
+    inner, gradient = CrossShardOptimizer(optax.sgd(1.0)), jnp.ones((8, 3))
+    state = inner.init(gradient[0])
+    hidden = optax.GradientTransformation(
+        lambda params: optax.EmptyState(),
+        lambda updates, none, params=None: (inner.update(updates, state)[0], none),
+    )
+    outer = CrossShardOptimizer(hidden)
+    with pytest.raises(NestedReductionError, match="twice"):
+        jax.vmap(lambda g: outer.update(g, outer.init(g))[0], axis_name="shards")(gradient)
+
+
+def test_an_update_is_traced_once_on_whole_arrays_and_once_on_slices():
+    seen: list[tuple[int, ...]] = []
+
+    def update(gradients: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        del params, extra_args
+        seen.append(gradients.shape)
+        return -gradients, state
+
+    optimizer = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    params = jax.ShapeDtypeStruct((64, 64), np.float32)
+    plan = plan_update(optimizer, params, 8, WeightUpdate.SHARDED)
+    assert plan.strategy is UpdateStrategy.PARTS
+    assert seen == [(64, 64), (8, 64)]

@@ -1,0 +1,129 @@
+"""aux_reduction: what a loss returns besides its value, each shard's, averaged or summed."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from crossshard import CrossShardOptimizer, make_train_step
+from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.testing import assert_communication
+from tests.step.common import sgd_step
+
+X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+MASK = np.array([1, 1, 1, 0, 1, 1, 0, 0], np.float32)
+BATCH = {"x": X, "mask": MASK}
+
+
+def loss_fn(w: Any, batch: Any) -> tuple[jax.Array, Any]:
+    rows, counts = (batch["x"] @ w) ** 2, batch["mask"]
+    # NaN on a shard without counted rows.
+    mean = (rows * counts).sum() / counts.sum()
+    aux = {"mean": mean, "features": batch["x"].sum(0), "count": (counts > 0).sum(), "none": None}
+    return mean, aux
+
+
+W = np.ones(3, np.float32)
+CLIP = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(
+    ("optimizer", "weight_update"), [(optax.sgd(0.1), "replicated"), (CLIP, "sharded")]
+)
+def test_a_prefix_says_how_each_is_reduced(optimizer: Any, weight_update: str, microbatches: int):
+    reduction = {"mean": "mean", "features": "sum", "count": "sum", "none": None}
+    step = make_train_step(
+        loss_fn,
+        optimizer,
+        num_shards=4,
+        weight="mask",
+        has_aux=True,
+        aux_reduction=reduction,
+        weight_update=weight_update,
+        accumulate_steps=microbatches,
+    )
+    _, metrics = step(step.init(W), BATCH)
+    aux = metrics["aux"]
+    np.testing.assert_allclose(aux["mean"], ((X @ W) ** 2 * MASK).sum() / 5, rtol=1e-5)
+    # The last shard has no weight, and of microbatches of one row that of row 3 has none either.
+    counted = X[:6] if microbatches == 1 else X[MASK > 0]
+    np.testing.assert_allclose(aux["features"], counted.sum(0), rtol=1e-5, atol=1e-5)
+    assert aux["count"] == 5
+    assert aux["count"].dtype == jnp.int32
+    assert aux["none"] is None
+
+
+def unweighted(w: Any, batch: Any) -> tuple[jax.Array, Any]:
+    mean = ((batch["x"] @ w) ** 2).mean()
+    return mean, (mean, batch["x"].sum(0))
+
+
+def test_one_word_is_for_all_of_it_and_nothing_more_is_sent():
+    step, plain = (
+        sgd_step(unweighted, 0.1, 4, has_aux=True, aux_reduction=word) for word in ("mean", None)
+    )
+    _, metrics = step(step.init(W), BATCH)
+    mean, features = metrics["aux"]
+    np.testing.assert_allclose(mean, ((X @ W) ** 2).mean(), rtol=1e-5)
+    np.testing.assert_allclose(features, X.sum(0) / 4, rtol=1e-5, atol=1e-6)
+    _, metrics = plain(plain.init(W), BATCH)
+    np.testing.assert_allclose(metrics["aux"][1], X.reshape(4, 2, 3).sum(1), rtol=1e-5, atol=1e-6)
+    report = assert_communication(step, step.abstract_init(W), BATCH, max_bytes_ratio=10)
+    assert [each.kind for each in report.collectives] == ["all-reduce"]
+    # The gradient, the loss and aux, 32 bits each.
+    assert report.bytes_sent == pytest.approx(2 * 3 / 4 * 4 * (3 + 1 + 4))
+
+
+def test_each_group_has_its_own():
+    opt = CrossShardOptimizer(optax.sgd(0.1), group_assignment=[[0, 2], [1, 3]])
+    step = make_train_step(
+        unweighted, opt, num_shards=4, has_aux=True, aux_reduction=("mean", "sum")
+    )
+    _, metrics = step(step.init(W), BATCH)
+    each = ((X @ W) ** 2).reshape(4, 2).mean(1)
+    means = [each[[0, 2]].mean(), each[[1, 3]].mean()]
+    np.testing.assert_allclose(metrics["aux"][0], means * 2, rtol=1e-5)
+    sums = X.reshape(4, 2, 3).sum(1)
+    expected = np.stack([sums[[0, 2]].sum(0), sums[[1, 3]].sum(0)] * 2)
+    np.testing.assert_allclose(metrics["aux"][1], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_cannot_be_reduced():
+    step_of = lambda reduction, **kwargs: sgd_step(
+        loss_fn, 0.1, 2, aux_reduction=reduction, **kwargs
+    )
+    with pytest.raises(ArgumentError, match=r"has_aux=True"):
+        step_of("mean")
+    with pytest.raises(ArgumentError, match=r"'per_shard', 'mean' or 'sum'; got 'max'"):
+        step_of({"mean": "max"}, has_aux=True)
+    step = step_of({"other": "mean"}, has_aux=True)
+    with pytest.raises(ArgumentError, match="must begin as aux does"):
+        step(step.init(W), BATCH)
+    for steps in (1, 2):
+        step = step_of("mean", has_aux=True, accumulate_steps=steps)
+        with pytest.raises(ArgumentTypeError, match=r"aux\['count'\] is int32.*'sum'"):
+            step(step.init(W), BATCH)
+
+
+def flags(w: Any, batch: Any) -> tuple[jax.Array, Any]:
+    return (w * batch).mean(), {"key": jax.random.key(0), "positive": batch[0, 0] > 0}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", ["key", "positive"])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_keys_and_flags_are_named(reduction: str, name: str, steps: int):
+    step = sgd_step(
+        flags,
+        0.1,
+        2,
+        has_aux=True,
+        accumulate_steps=steps,
+        aux_reduction={"key": "per_shard", "positive": "per_shard"} | {name: reduction},
+    )
+    with pytest.raises(ArgumentTypeError, match=rf"aux\['{name}'\] is .*'per_shard'"):
+        step(step.init(np.ones(3, np.float32)), X)

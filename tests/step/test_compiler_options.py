@@ -1,0 +1,128 @@
+"""The options that a step is compiled with: those of GPUs, and none where the user has set them."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import crossshard
+from crossshard.step import program
+from crossshard.step.compiler_options import compiler_options
+
+SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
+THRESHOLD = "xla_gpu_reduce_scatter_combine_threshold_bytes"
+
+
+@pytest.fixture(autouse=True)
+def no_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+
+
+@pytest.mark.parametrize("shards", [2, 8, 32, 1024])
+def test_gradients_are_combined_as_for_all_reduces(shards: int):
+    options = compiler_options("gpu", shards)
+    # XLA counts the output of a reduce-scatter, 1/N of the gradients.
+    assert options[THRESHOLD] * shards <= 30 * 2**20 < (options[THRESHOLD] + 1) * shards
+    assert options[SCHEDULER] is True
+
+
+@pytest.mark.parametrize(("platform", "shards"), [("cpu", 8), ("tpu", 8), ("gpu", 1)])
+def test_other_steps_have_none(platform: str, shards: int):
+    assert compiler_options(platform, shards) == {}
+
+
+def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_gpu_autotune_level=0 --{SCHEDULER}=false")
+    assert list(compiler_options("gpu", 8)) == [THRESHOLD]
+    monkeypatch.setenv("XLA_FLAGS", f"--{THRESHOLD}=1")
+    assert list(compiler_options("gpu", 8)) == [SCHEDULER]
+    # XLA also reads a file of flags.
+    (tmp_path / "flags").write_text(f"--{SCHEDULER}=true\n--{THRESHOLD}=1\n")
+    monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags"))
+    assert compiler_options("gpu", 8) == {}
+    monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "nowhere"))
+    assert len(compiler_options("gpu", 8)) == 2
+
+
+def test_this_jax_knows_them():
+    # The flags of all platforms are compiled into each; an unknown one is an error.
+    options = compiler_options("gpu", 8)
+    assert jax.jit(lambda x: x + 1, compiler_options=options)(1) == 2
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        jax.jit(lambda x: x + 1, compiler_options={"xla_gpu_no_such": 1})(1)
+
+
+PARAMS = jnp.ones((8, 4))
+BATCH = jnp.ones((16, 8))
+
+
+def make() -> crossshard.TrainStep:
+    return crossshard.make_train_step(
+        lambda w, x: ((x @ w) ** 2).mean(), optax.sgd(0.1), num_shards=8
+    )
+
+
+def test_on_cpu_a_step_has_none():
+    assert make().compiler_options == {}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Steps compile as if these devices were GPUs; a list of who asked, with what."""
+    calls: list[Any] = []
+
+    def options(platform: str, shards: int) -> dict[str, Any]:
+        calls.append((platform, shards))
+        return compiler_options("gpu", shards)
+
+    monkeypatch.setattr(program, "compiler_options", options)
+    return calls
+
+
+def test_a_call_and_a_lowered_step_have_the_same(monkeypatch: pytest.MonkeyPatch):
+    # XLA refuses an unknown option where it gets it, and only there.
+    monkeypatch.setattr(program, "compiler_options", lambda *_: {"xla_no_such": 1})
+    step = make()
+    state = step.init(PARAMS)
+    lowered = step.lower(state, BATCH)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such"):
+        lowered.compile()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such"):
+        step(state, BATCH)
+
+
+def test_a_step_runs_with_them(asked: list[Any]):
+    step = make()
+    assert asked == [("cpu", 8)]
+    assert step.compiler_options == compiler_options("gpu", 8)
+    _, metrics = step(step.init(PARAMS), BATCH)
+    assert metrics["loss"] == 64
+
+
+def test_an_option_given_to_compile_wins(asked: list[Any]):
+    step = make()
+    lowered = step.lower(step.abstract_init(PARAMS), BATCH)
+    lowered.compile(compiler_options={THRESHOLD: 1})
+    with pytest.raises(jax.errors.JaxRuntimeError, match=THRESHOLD):
+        lowered.compile(compiler_options={THRESHOLD: "many"})
+
+
+def test_within_a_jit_they_are_for_the_outer_one(asked: list[Any]):
+    step = make()
+    state = step.init(PARAMS)
+    outer = jax.jit(lambda s, x: step(s, x), compiler_options=step.compiler_options)
+    _, metrics = outer(state, BATCH)
+    assert metrics["loss"] == 64
+    # JAX refuses options of an inner one.
+    _, metrics = jax.jit(lambda s, x: step(s, x))(state, BATCH)
+    assert metrics["loss"] == 64
+
+
+def test_shards_are_those_that_reduce_together(asked: list[Any]):
+    groups = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    optimizer = crossshard.CrossShardOptimizer(optax.sgd(0.1), group_assignment=groups)
+    crossshard.make_train_step(lambda w, x: (x @ w).mean(), optimizer, num_shards=8)
+    assert asked == [("cpu", 4)]

@@ -1,0 +1,153 @@
+"""Processes that give what must be the same, and is not: all are told, by the name of one."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from crossshard import make_train_step
+from crossshard.distributed import agreement
+from crossshard.errors import ArgumentError
+from tests.processes import DEVICES, PROCESSES, join, run_processes
+
+SHARDS = PROCESSES * DEVICES
+W = np.float32([1, 2, 3])
+
+
+def loss_fn(w: Any, batch: Any) -> jax.Array:
+    return (w * batch["x"]).mean()
+
+
+def masked(w: Any, batch: Any) -> jax.Array:
+    return ((w * batch["x"]).mean(-1) * batch["mask"]).sum() / batch["mask"].sum()
+
+
+class Net(nnx.Module):
+    def __init__(self) -> None:
+        self.linear = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except ArgumentError as error:
+        return str(error)
+    return "taken"
+
+
+def rows(number: int, value: float) -> dict[str, np.ndarray]:
+    return {"x": np.full((number, 3), value, np.float32)}
+
+
+def main(process: int, port: int, out: str) -> None:
+    """One process: what it is told of each thing that it gives otherwise than the other."""
+    join(process, port)
+    make = lambda loss=loss_fn, opt=None, **kwargs: make_train_step(
+        loss, opt or optax.sgd(0.1), num_shards=SHARDS, **kwargs
+    )
+    step, found = make(), {}
+    found["parameters"] = refusal(lambda: step.init(np.full(3, process, np.float32)))
+    found["seed"] = refusal(lambda: step.init(W, process))
+    found["dtype"] = refusal(lambda: step.init(W.astype(np.float16) if process else W))
+    opt = optax.adam(0.1) if process else optax.sgd(0.1)
+    found["optimizer"] = refusal(lambda: make(opt=opt).init(W))
+    state = step.init(W.astype(np.float64) if process else jnp.asarray(W))
+    # The check itself: what a process may not do with another one's call.
+    other = step.init(W)
+    found["call"] = refusal(lambda: step.init(W) if process else step(other, rows(4, 1.0)))
+    whole = jax.device_get(step.unshard(state))
+    moved = jax.tree.map(lambda x: x + process, whole)
+    found["state"] = refusal(lambda: step.reshard(moved))
+    found["same state"] = refusal(lambda: step.reshard(whole))
+    # Rows of 0 in one process, and of 3 in the other.
+    uneven = rows(8, 3.0) if process else rows(2, 0.0)
+    found["rows"] = refusal(lambda: step(state, uneven))
+    state, metrics = step(state, rows(2, 3.0 * process))
+    found["even rows"] = float(metrics["loss"])
+    weighted = make(masked, weight="mask")
+    given = uneven | {"mask": np.ones(len(uneven["x"]), np.float32)}
+    _, metrics = weighted(weighted.init(np.ones(3, np.float32)), given)
+    found["weighted rows"] = float(metrics["loss"])
+    # The own part of the batch is lowered, as it is stepped.
+    own = rows(2, 1.0)
+    found["lowered"] = step.lower(state, own).in_avals[0][1]["x"].shape
+    given = rows(3, 1.0) | {"mask": np.ones(3, np.float32)}
+    state = weighted.init(W)
+    found["lowered, padded"] = weighted.lower(state, given).in_avals[0][1]["x"].shape
+    # Keys: a module's, and a batch's.
+    dropped = make(lambda net, batch: (net.dropout(net.linear(batch["x"])) ** 2).mean())
+    dropped(dropped.init(Net()), rows(2, 1.0))
+    keyed = make(lambda w, batch: (w * jax.vmap(jax.random.normal)(batch["key"])[:, None]).mean())
+    keys = jax.random.split(jax.random.key(process), 2)
+    _, metrics = keyed(keyed.init(W), {"key": keys})
+    found["keys"] = float(metrics["loss"])
+    # One that does not come.
+    agreement._SECONDS = 1
+    if process:
+        time.sleep(3)
+    else:
+        found["missing"] = refusal(lambda: step.init(W))
+    Path(out).write_text(json.dumps(found))
+    jax.distributed.shutdown()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each process was told."""
+    return run_processes("step.test_disagreement", tmp_path_factory.mktemp("processes"))
+
+
+SAID = {
+    "parameters": "To init, process 1 passed parameters checksum ",
+    "dtype": "To init, process 1 passed ",
+    "seed": "To init, process 1 passed rng checksum ",
+    "optimizer": "To init, process 1 passed optimizer checksum ",
+    "call": "Process 1 is at init, and process 0 at step.",
+    "state": "To reshard, process 1 passed a state checksum ",
+    "rows": "To step, process 1 passed batch['x'] float32[8, 3], and process 0 float32[2, 3].",
+}
+
+
+@pytest.mark.parametrize("what", SAID)
+def test_every_process_is_told_which_one_gave_something_else(
+    found: list[dict[str, Any]], what: str
+):
+    assert found[0][what] == found[1][what]
+    assert found[0][what].startswith(SAID[what])
+
+
+def test_a_process_that_does_not_come_is_named(found: list[dict[str, Any]]):
+    assert found[0]["missing"].startswith("Process 1 has not reached init in 1 seconds")
+
+
+@pytest.mark.parametrize("process", range(PROCESSES))
+def test_processes_that_agree_step(found: list[dict[str, Any]], process: int):
+    told = found[process]
+    assert told["same state"] == "taken"
+    # The mean of w is 2; half of the rows are 0 and half 3, and with weights 2 of 10 are 0.
+    assert told["even rows"] == pytest.approx(2 * 1.5)
+    assert told["weighted rows"] == pytest.approx(2.4)
+
+
+@pytest.mark.parametrize("process", range(PROCESSES))
+def test_lower_takes_what_a_step_takes(found: list[dict[str, Any]], process: int):
+    assert found[process]["lowered"] == [2 * PROCESSES, 3]
+    assert found[process]["lowered, padded"] == [4 * PROCESSES, 3]
+
+
+def test_keys_of_each_process(found: list[dict[str, Any]]):
+    keys = [
+        key for process in range(PROCESSES) for key in jax.random.split(jax.random.key(process))
+    ]
+    expected = 2 * np.mean([jax.random.normal(key) for key in keys])
+    for told in found:
+        assert told["keys"] == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,304 @@
+"""Copies that differ between shards are found, named and repaired; clean ones are not accused."""
+
+import collections
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import crossshard
+from crossshard import make_train_step
+from crossshard.guards.divergence import judge
+from crossshard.shards.axes import Shards
+from tests.quick import deep
+from tests.step.faults import KINDS, Snapshot, one_bit
+
+_rng = np.random.default_rng(7)
+PARAMS = {
+    "kernel": np.float32(_rng.normal(size=(64, 32)) / 8),  # large enough to be split
+    "bias": np.float32(_rng.normal(size=(32,))),
+    "half": jnp.bfloat16(_rng.normal(size=(3, 5))),
+    "table": np.arange(6),  # never trained
+}
+BATCH = np.float32(_rng.normal(size=(16, 64)))
+ODD_AND_EVEN = [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+def loss_fn(params: Any, batch: Any) -> jax.Array:
+    hidden = jnp.tanh(batch @ params["kernel"] + params["bias"] + params["table"].mean() / 10)
+    return (hidden**2).mean() + (params["half"].astype(jnp.float32) ** 2).sum()
+
+
+def clip_and_adam() -> optax.GradientTransformation:
+    return optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.01))
+
+
+def in_groups() -> crossshard.CrossShardOptimizer:
+    return crossshard.CrossShardOptimizer(optax.adamw(0.01), group_assignment=ODD_AND_EVEN)
+
+
+# Optimizer, and further options.
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sgd": (lambda: optax.sgd(0.1), {}),
+    "momentum": (lambda: optax.sgd(0.1, momentum=0.9), {"weight_update": "replicated"}),
+    "adamw": (lambda: optax.adamw(0.01), {"weight_update": "replicated"}),
+    "adamw in parts": (lambda: optax.adamw(0.01), {"weight_update": "sharded"}),
+    "clip, global arrays": (clip_and_adam, {"weight_update": "sharded"}),
+    "lamb, global arrays": (lambda: optax.lamb(0.01), {"weight_update": "sharded"}),
+    "groups": (in_groups, {"weight_update": "replicated"}),
+    "groups in parts": (in_groups, {"weight_update": "sharded"}),
+    "stages": (
+        lambda: optax.adamw(0.01),
+        {
+            "weight_update": "replicated",
+            "loss_scale": "dynamic",
+            "metrics": ("grad_norm", "local_grad_norm"),
+            "ema": 0.9,
+            "accumulate_steps": 2,
+        },
+    ),
+}
+MODEL_AXIS = "model axis"
+
+
+def build(case: str, **options: Any) -> tuple[Any, Any]:
+    """A step and its state before the first step."""
+    if case == MODEL_AXIS:
+        mesh = jax.make_mesh((4, 2), ("data", "model"))
+        lie = {"kernel": PartitionSpec(None, "model"), "bias": PartitionSpec("model")}
+        put = lambda name, x: jax.device_put(x, NamedSharding(mesh, lie.get(name, PartitionSpec())))
+        params = {name: put(name, x) for name, x in PARAMS.items()}
+        own = {"axis_name": "data", "weight_update": "sharded"}
+        step = make_train_step(loss_fn, optax.adamw(0.01), mesh=mesh, **own, **options)
+        return step, step.init(params)
+    optimizer, own = CASES[case]
+    step = make_train_step(loss_fn, optimizer(), num_shards=8, **own, **options)
+    return step, step.init(PARAMS)
+
+
+def compared_leaves(step: Any, state: Any) -> list[int]:
+    """The places of the compared leaves among all of a state."""
+    names = [
+        jax.tree_util.keystr(path).removeprefix(".")
+        for path, _ in jax.tree_util.tree_leaves_with_path(state)
+    ]
+    return [names.index(name) for name in step.compared(state)]
+
+
+def told(found: crossshard.guards.Divergence) -> tuple[str, list[int], list[int]]:
+    """Whether copies differ, on which shards, and of which leaves."""
+    word = "undecided" if found.undecided else "diverged" if found.diverged else "clean"
+    return word, np.flatnonzero(found.shards).tolist(), np.flatnonzero(found.leaves).tolist()
+
+
+CLEAN = ("clean", [], [])
+
+
+class Told:
+    """A step whose findings are read from the metrics: no later call raises."""
+
+    def __init__(self, step: Any):
+        self.mesh, self.compared = step.mesh, step.compared
+        self._run = jax.jit(step.__call__)
+
+    def __call__(self, state: Any, batch: Any) -> Any:
+        return self._run(state, batch)
+
+
+def find_faults(case: str, number: int, seed: int, **options: Any) -> None:
+    """Inject faults, each into a clean state before a check, and a repair if that is asked for."""
+    step, state = build(case, check_divergence=1, **options)
+    step = Told(step)
+    for _ in range(2):
+        state, metrics = step(state, BATCH)
+        assert told(metrics["divergence"]) == CLEAN
+    rng, clean = np.random.default_rng(seed), Snapshot.of(state)
+    after, metrics = step(clean.restored(), BATCH)
+    undisturbed = Snapshot.of(after)
+    assert told(metrics["divergence"]) == CLEAN
+    names, leaves = step.compared(state), compared_leaves(step, state)
+    per_shard = 2 if case == MODEL_AXIS else 1
+    for index in range(number):
+        place, device = rng.integers(len(leaves)), rng.integers(8)
+        fault = KINDS[index % len(KINDS)]
+        broken = clean.restored(
+            leaves[place], jax.devices()[device], lambda x, fault=fault: fault(x, rng)
+        )
+        after, metrics = step(broken, BATCH)
+        expected = ("diverged", [device // per_shard], [place])
+        assert told(metrics["divergence"]) == expected, (fault.__name__, names[place])
+        if options:
+            assert Snapshot.of(after).has_same_bits(undisturbed), (fault.__name__, names[place])
+
+
+def test_faults_are_found_and_named_and_clean_steps_are_not_accused():
+    find_faults("adamw", 20, seed=1)
+
+
+# The others compile for long, and run in the soak test.
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("sgd", deep("adamw in parts"), deep("clip, global arrays")),
+        *("groups in parts", deep(MODEL_AXIS)),
+    ],
+)
+def test_a_repaired_step_has_the_bits_of_an_undisturbed_one(case: str):
+    find_faults(case, 15, seed=2, on_divergence="repair")
+
+
+@pytest.mark.soak
+def test_a_thousand_faults_are_found_and_named(soak_steps: int, capsys: pytest.CaptureFixture[str]):
+    # All cases, or the first for fewer steps: they compile for long.
+    cases = [*CASES, MODEL_AXIS][: max(1, soak_steps // 2000)]
+    for case in cases:
+        find_faults(case, 50, seed=3)
+        find_faults(case, 50, seed=4, on_divergence="repair")
+        with capsys.disabled():
+            print(f"\n{case}: 100 faults found and named, 50 of them repaired", end="")
+
+
+@pytest.mark.parametrize("case", [*CASES, MODEL_AXIS])
+def test_what_is_compared_is_what_several_shards_have(case: str):
+    step, state = build(case)
+    names = step.compared(state)
+    assert {"step", "rng", "frozen['table']", "params['kernel']"} <= set(names)
+    has = {name: any(name in each for each in names) for name in ("mu['kernel']", "mu['bias']")}
+    is_adam = "sgd" not in case and "momentum" not in case
+    options = CASES[case][1] if case in CASES else {"weight_update": "sharded"}
+    in_parts = options.get("weight_update") == "sharded"
+    assert has == {"mu['kernel']": is_adam and not in_parts, "mu['bias']": is_adam}
+
+
+def on_device(clean: Snapshot, leaf: int, *devices: int) -> Any:
+    """The state with a bit flipped in the copies of some devices."""
+    blocks = Snapshot(clean.state, [dict(each) for each in clean.copies])
+    for number in devices:
+        x = blocks.copies[leaf][jax.devices()[number]].copy()
+        one_bit(x, np.random.default_rng(number))
+        blocks.copies[leaf][jax.devices()[number]] = x
+    return blocks.restored()
+
+
+def small(shards: int, **options: Any) -> tuple[Any, Snapshot, int]:
+    """A step, its state before the first step, and the leaf of the parameters."""
+    loss = lambda w, x: ((x - w) ** 2).mean()
+    step = make_train_step(loss, optax.sgd(0.1), num_shards=shards, **options)
+    state = step.init(jnp.ones(5))
+    return step, Snapshot.of(state), step.compared(state).index("params")
+
+
+ROWS = np.ones((8, 5), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("shards", "faulty", "word", "named"),
+    [(8, (1, 6, 7), "diverged", [1, 6, 7]), (4, (0, 3), "undecided", [0, 1, 2, 3])],
+)
+def test_several_faulty_shards_are_outvoted(shards: int, faulty: Any, word: str, named: Any):
+    step, clean, leaf = small(shards, check_divergence=1)
+    found = Told(step)(on_device(clean, leaf, *faulty), ROWS)[1]["divergence"]
+    assert told(found) == (word, named, [leaf])
+
+
+def test_of_two_shards_nobody_can_tell_which_is_right():
+    step, clean, leaf = small(2, check_divergence=1, on_divergence="repair")
+    after, metrics = step(on_device(clean, leaf, 1), ROWS)
+    assert told(metrics["divergence"]) == ("undecided", [0, 1], [leaf])
+    copies = [np.asarray(shard.data) for shard in after.params.addressable_shards]
+    assert not np.array_equal(*copies)
+    after, _ = step(after, ROWS)
+    with pytest.raises(
+        crossshard.errors.DivergenceError, match=r"shard 0.*shard 1.*nobody can tell"
+    ):
+        step(after, ROWS)
+
+
+def test_the_error_names_shard_and_leaf_and_leaves_the_state_valid():
+    step, clean, leaf = small(8, check_divergence=1)
+    state, _ = step(on_device(clean, leaf, 5), ROWS)
+    state, _ = step(state, ROWS)
+    message = r"step 0 another copy of params .* shard 5 \(device 5 of process 0\)"
+    with pytest.raises(crossshard.errors.DivergenceError, match=message):
+        step(state, ROWS)
+    assert int(state.step) == 2  # it has not been donated
+
+
+def test_a_repair_warns_and_the_next_steps_are_quiet():
+    step, clean, leaf = small(8, check_divergence=1, on_divergence="repair")
+    state, _ = step(on_device(clean, leaf, 5), ROWS)
+    state, _ = step(state, ROWS)
+    with pytest.warns(crossshard.errors.DivergenceWarning, match="shard 5") as warned:
+        state, _ = step(state, ROWS)
+    assert warned[0].filename == __file__
+    for _ in range(3):
+        state, _ = step(state, ROWS)
+
+
+def test_a_fault_is_found_at_the_next_check():
+    step, _, leaf = small(8, check_divergence=5)
+    state, seen = step.init(jnp.ones(5)), []
+    run = Told(step)
+    for number in range(11):
+        if number == 7:
+            state = on_device(Snapshot.of(state), leaf, 2)
+        state, metrics = run(state, ROWS)
+        seen.append((int(metrics["divergence"].step), told(metrics["divergence"])[0]))
+    checked = {0: "clean", 5: "clean", 10: "diverged"}
+    assert seen == [(n, checked[n]) if n in checked else (-1, "clean") for n in range(11)]
+
+
+@pytest.mark.parametrize("repair", ["raise", "repair"])
+def test_a_wrong_step_count_does_not_leave_the_others_waiting(repair: str):
+    # One shard thinks that a comparison is due, or all others do.
+    step, _, _ = small(8, check_divergence=8, on_divergence=repair)
+    for true, wrong in ((3, 8), (8, 9)):
+        state = step.init(jnp.ones(5))
+        clean = Snapshot.of(state)
+        for device in clean.copies[0]:
+            clean.copies[0][device] = np.int32(true)
+        clean.copies[0][jax.devices()[4]] = np.int32(wrong)
+        after, metrics = Told(step)(clean.restored(), ROWS)
+        found = metrics["divergence"]
+        assert told(found) == ("diverged", [4], [0])
+        assert int(found.step) == true
+        counts = {int(shard.data) for shard in after.step.addressable_shards}
+        assert counts == ({true + 1} if repair == "repair" else {true + 1, wrong + 1})
+
+
+def test_a_skipped_step_is_compared_again():
+    loss = lambda w, batch: (batch["x"] * w).sum() / batch["mask"].sum()
+    step = make_train_step(loss, optax.sgd(0.1), num_shards=8, weight="mask", check_divergence=1)
+    state, mask = step.init(jnp.float32(1)), np.ones(8, np.float32)
+    seen = []
+    for factor in (1, 0, 1):
+        state, metrics = step(state, {"x": mask, "mask": factor * mask})
+        seen.append((int(metrics["divergence"].step), bool(metrics["skipped"])))
+    assert seen == [(0, False), (1, True), (1, False)]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 7, 8])
+def test_a_majority_is_more_than_half(number: int):
+    # Words whose bits are among those of others, so that the bits alone have a majority.
+    words = np.random.default_rng(number).choice(
+        np.uint32([0, 1, 3, 7]), size=(number, 200), p=(0.1, 0.6, 0.2, 0.1)
+    )
+    shards = Shards(number, ("shards",))
+    verdict = jax.vmap(lambda own: judge(own, shards, None), axis_name="shards")(words)
+    verdict = jax.tree.map(np.asarray, verdict)
+    for leaf, column in enumerate(words.T):
+        ((most, votes),) = collections.Counter(column.tolist()).most_common(1)
+        assert set(verdict.decided[:, leaf].tolist()) == {2 * votes > number}
+        assert set(verdict.equal[:, leaf].tolist()) == {votes == number}
+        if 2 * votes > number:
+            assert verdict.healthy[:, leaf].tolist() == (column == most).tolist()
+
+
+def test_it_is_described():
+    step, _, _ = small(8, check_divergence=7)
+    assert "copies compared every 7 steps" in step.describe()
+    assert "divergence" in str(step)

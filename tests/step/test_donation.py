@@ -1,0 +1,73 @@
+"""A batch that holds a buffer of the state is refused, unless the state is not donated."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from crossshard import make_train_step
+from crossshard.errors import ArgumentError, ArgumentTypeError
+
+X = np.ones((8, 1024), np.float32)
+W = np.ones(1024, np.float32)
+
+
+def loss_fn(w: Any, batch: Any) -> jax.Array:
+    return ((batch["x"] @ (w - batch["target"])) ** 2).mean()
+
+
+def step_of(shards: int, **options: Any) -> Any:
+    names = ["target"]
+    return make_train_step(
+        loss_fn, optax.adam(0.1), num_shards=shards, replicated_entries=names, **options
+    )
+
+
+SHARING: dict[str, Callable[[Any, Any], Any]] = {
+    "itself": lambda step, w: w,
+    "the same shape": lambda step, w: w.reshape(1024),
+    "another object": lambda step, w: jax.device_put(
+        w, NamedSharding(step.mesh, PartitionSpec(None))
+    ),
+    "the last device's": lambda step, w: w.addressable_data(step.mesh.size - 1),
+}
+
+
+@pytest.mark.parametrize("shards", [1, 8])
+def test_an_array_of_the_state_in_the_batch_is_named(shards: int):
+    step = step_of(shards)
+    state, _ = step(step.init(W), {"x": X, "target": 0 * W})  # with buffers of the step's own
+    for share in SHARING.values():
+        with pytest.raises(ArgumentError, match=r"batch\['target'\] .* state\.params,.*jnp\.copy"):
+            step(state, {"x": X, "target": share(step, state.params)})
+    # Copies, views of numpy and what is as long are fine, and the state is still there.
+    for other in (jnp.copy(state.params), np.array(state.params), jnp.zeros(1024)):
+        state, _ = step(state, {"x": X, "target": other})
+    moment = state.opt_state.inner_state[0].mu
+    with pytest.raises(ArgumentError, match=r"state\.opt_state\.inner_state\[0\]\.mu,"):
+        step(state, {"x": X, "target": moment})
+
+
+def test_rows_that_are_the_state_are_named():
+    step = make_train_step(lambda w, x: (w.sum() * x).mean(), optax.sgd(0.1), num_shards=1)
+    state = step.init(W)
+    with pytest.raises(ArgumentError, match=r"batch shares its buffer with state\.params,"):
+        step(state, state.params)
+
+
+def test_a_state_that_is_not_donated_stays_valid():
+    step, donating = step_of(8, donate=False), step_of(8)
+    state = step.init(W)
+    after, metrics = step(state, {"x": X, "target": state.params})
+    assert metrics["loss"] == 0
+    again, _ = step(state, {"x": X, "target": 0 * W})
+    expected, _ = donating(donating.init(W), {"x": X, "target": 0 * W})
+    np.testing.assert_array_equal(again.params, expected.params)
+    np.testing.assert_array_equal(after.params, state.params)
+    with pytest.raises(ArgumentTypeError, match="donate must be"):
+        step_of(8, donate="no")

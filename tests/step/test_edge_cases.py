@@ -1,0 +1,228 @@
+"""Edge cases of a whole step: each is right, or refused by name."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+
+from crossshard import CrossShardOptimizer, make_train_step
+from crossshard.errors import ArgumentError
+from tests.quick import deep
+from tests.step.common import assert_close, sgd_step, train
+
+_rng = np.random.default_rng(0)
+START = {"a": np.float32(_rng.normal(size=(64, 64))), "b": np.float32(_rng.normal(size=1025))}
+X = np.float32(_rng.normal(size=(8, 64)))
+
+
+def loss_fn(params: Any, batch: Any) -> jax.Array:
+    first = (jnp.tanh(batch @ params["a"]) ** 2).mean() * 10
+    return first + (jnp.sin(params["b"]) ** 2).mean() * 100 * batch[:, 0].mean()
+
+
+def trained(rule: Any, steps: int = 2, **kwargs: Any) -> Any:
+    step = make_train_step(loss_fn, rule, num_shards=8, **kwargs)
+    return jax.device_get(train(step, step.init(START), [X] * steps).params)
+
+
+def leafwise(function: Any) -> Any:
+    return optax.GradientTransformation(
+        lambda params: (), lambda g, s, p=None: (jax.tree.map(function, g), s)
+    )
+
+
+@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
+@pytest.mark.parametrize(
+    "rule", [optax.sgd(0.1), deep(optax.adam(0.1, eps=1e-3)), deep(optax.adafactor(0.1))]
+)
+def test_one_group_of_all_shards_in_any_order_is_no_group(rule: Any, weight_update: str):
+    grouped = CrossShardOptimizer(rule, group_assignment=[[3, 1, 2, 0, 7, 6, 5, 4]])
+    assert_close(
+        trained(grouped, weight_update=weight_update), trained(rule, weight_update=weight_update)
+    )
+
+
+def _longest(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.where(abs(a) > abs(b), a, b)
+
+
+MIXING = {
+    "a loop as long as a leaf": lambda g: lax.fori_loop(0, g.shape[0], lambda i, c: c * 0.99, -g),
+    "a scan as long as a leaf": lambda g: lax.scan(
+        lambda c, _: (c * 0.99, None), -g, None, length=g.shape[0]
+    )[0],
+    "a window": lambda g: (
+        -lax.reduce_window(g, np.float32(0), _longest, (3,) * g.ndim, (1,) * g.ndim, "SAME")
+    ),
+    "a reshape that turns": lambda g: (
+        -lax.reshape(g, g.shape, dimensions=tuple(range(g.ndim))[::-1])
+    ),
+    "a running sum": lambda g: -jnp.cumsum(g, 0),
+    "a sort": lambda g: -jnp.sort(g, 0),
+    "a roll": lambda g: -jnp.roll(g, 1, 0),
+    "a mean over an axis": lambda g: g.mean(0, keepdims=True) - g,
+    "a place": lambda g: -g * jnp.arange(g.size).reshape(g.shape) / g.size,
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_a_rule_that_mixes_places_is_not_taken_for_elementwise(name: str):
+    rule = leafwise(MIXING[name])
+    step = make_train_step(loss_fn, rule, num_shards=8, weight_update="sharded")
+    step.abstract_init(START)
+    assert "not elementwise" in step.describe()
+    assert_close(trained(rule, weight_update="sharded"), trained(rule, weight_update="replicated"))
+
+
+def test_rules_that_print_and_rules_that_assert_shapes_work():
+    def printing(g: Any) -> Any:
+        jax.debug.callback(lambda: None)
+        return -0.1 * g
+
+    def exact(g: Any, s: Any, p: Any = None) -> Any:
+        if g["a"].shape != (64, 64):
+            raise AssertionError(g["a"].shape)
+        return jax.tree.map(lambda x: -0.1 * x, g), s
+
+    for rule in (leafwise(printing), optax.GradientTransformation(lambda p: (), exact)):
+        assert_close(trained(rule, weight_update="sharded"), trained(optax.sgd(0.1)))
+
+
+class Normed(nnx.Module):
+    def __init__(self) -> None:
+        self.linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        self.norm = nnx.BatchNorm(4, momentum=0.0, rngs=nnx.Rngs(0))
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+        self.table = jnp.ones(3)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.dropout(self.norm(self.linear(x)))
+
+
+def normed_loss(model: Any, batch: Any) -> jax.Array:
+    return (model(batch) ** 2).mean()
+
+
+@pytest.mark.parametrize(("first", "then"), [(8, 4), deep((4, 8)), deep((1, 4)), deep((4, 3))])
+def test_statistics_and_streams_go_on_with_other_shards(first: int, then: int):
+    one, other = (sgd_step(normed_loss, 0.1, n) for n in (first, then))
+    state, _ = one(one.init(Normed()), X[:, :4])
+    mean = one.model(state).norm.mean.get_value()
+    moved = other.reshard(one.unshard(state))
+    np.testing.assert_allclose(other.model(moved).norm.mean.get_value(), mean, atol=1e-6)
+    keys = [
+        jax.random.key_data(other.model(moved, shard=s).dropout.rngs.key.get_value()).tolist()
+        for s in range(then)
+    ]
+    assert len({tuple(key) for key in keys}) == then
+    other(moved, np.ones((24, 4), np.float32))
+
+
+def test_states_of_other_groups_are_refused():
+    def make(number: int, groups: Any) -> Any:
+        rule = CrossShardOptimizer(optax.sgd(0.1), group_assignment=groups)
+        return make_train_step(loss_fn, rule, num_shards=number)
+
+    eight, four = make(8, [[0, 1, 2, 3], [4, 5, 6, 7]]), make(4, [[0, 1], [2, 3]])
+    plain = make(4, None)
+    state = eight.unshard(eight.init(START))
+    with pytest.raises(ArgumentError, match="groups over another number of shards"):
+        four.reshard(state)
+    with pytest.raises(ArgumentError, match="with groups that diverge"):
+        plain.reshard(state)
+    with pytest.raises(ArgumentError, match="without groups that diverge"):
+        four.reshard(plain.unshard(plain.init(START)))
+
+
+def test_settings_of_modules_in_a_list_are_not_trained():
+    modules = [eqx.nn.Linear(4, 4, key=jax.random.key(0)), eqx.nn.Dropout(0.5)]
+    step = make_train_step(
+        lambda p, b, rng: (p[1](jax.vmap(p[0])(b), key=rng) ** 2).mean(),
+        optax.adamw(0.1, weight_decay=0.1),
+        num_shards=4,
+    )
+    state, _ = step(step.init(modules), np.ones((8, 4), np.float32))
+    assert step.model(state)[1].p == 0.5
+    step = sgd_step(lambda p, b: p * b.mean(), 0.1, 4)
+    state, _ = step(step.init(2.0), np.ones(4, np.float32))
+    np.testing.assert_allclose(state.params, 1.9)
+
+
+def test_padding_does_not_enter_statistics():
+    def loss(model: Any, batch: Any) -> jax.Array:
+        return ((model(batch["x"]) ** 2).mean(-1) * batch["mask"]).sum() / batch["mask"].sum()
+
+    step = sgd_step(loss, 0.0, 4, weight="mask")
+    state = step.init(Normed())
+    batch = {"x": X[:2, :4], "mask": np.ones(2, np.float32)}
+    state, _ = step(state, batch)
+    means = [step.model(state, shard=s).norm.mean.get_value() for s in range(4)]
+    assert np.abs(means[:2]).max() > 0
+    np.testing.assert_array_equal(means[2:], np.zeros((2, 4)))
+
+
+def test_a_weight_that_is_nan_shows():
+    step = sgd_step(lambda p, b: (p * b["x"]).mean(), 0.1, 4, weight=lambda b: b["mask"].sum())
+    batch = {"x": np.ones(4, np.float32), "mask": np.array([1, np.nan, 1, 1], np.float32)}
+    state, metrics = step(step.init(jnp.float32(1)), batch)
+    assert np.isnan(metrics["loss"])
+    assert np.isnan(state.params)
+
+
+def test_a_model_outlives_the_state_it_is_of():
+    step = sgd_step(lambda p, b: (p["w"] * b).mean() * p["n"].sum(), 0.1, 4)
+    state = step.init({"w": np.ones(3, np.float32), "n": np.arange(3)})
+    model = step.model(state)
+    step(state, np.ones((8, 3), np.float32))
+    np.testing.assert_array_equal(model["n"], np.arange(3))
+    np.testing.assert_array_equal(model["w"], np.ones(3))
+
+
+def test_a_state_that_was_used_is_refused():
+    step = make_train_step(loss_fn, optax.adam(0.1), num_shards=4)
+    state = step.init(START)
+    step(state, X)
+    for call in (lambda: step(state, X), lambda: step.unshard(state), lambda: step.model(state)):
+        with pytest.raises(ArgumentError, match="has been used"):
+            call()
+
+
+def test_a_step_in_jit_under_a_mesh_that_is_set():
+    step = sgd_step(loss_fn, 0.1, 8)
+    expected = trained(optax.sgd(0.1), steps=1)
+    kinds = [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit]
+    others = [jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind,) * 2) for kind in kinds]
+    for mesh in (step.mesh, *others):
+        with jax.set_mesh(mesh):
+            state, _ = step(step.init(START), X)
+            assert_close(state.params, expected)
+    with jax.set_mesh(step.mesh):
+        state, _ = jax.jit(lambda s, b: step(s, b))(step.init(START), X)
+        assert_close(state.params, expected)
+
+
+def test_a_padded_batch_may_hold_keys():
+    def loss(params: Any, batch: Any) -> jax.Array:
+        noise = jax.vmap(lambda key: jax.random.normal(key))(batch["key"])
+        return (params * noise * batch["mask"]).sum() / batch["mask"].sum()
+
+    step = sgd_step(loss, 0.1, 4, weight="mask")
+    keys = jax.random.split(jax.random.key(0), 7)
+    batch = {"key": keys, "mask": np.ones(7, np.float32)}
+    _, metrics = step(step.init(jnp.float32(1)), batch)
+    expected = jax.vmap(lambda key: jax.random.normal(key))(keys).mean()
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+
+
+def test_settings_of_another_type_are_another_program():
+    step = sgd_step(lambda m, b: (m["w"] * b).mean() * (2 if m["k"] is True else 1), 0.0, 2)
+    one, true = (step.init({"w": np.ones(3, np.float32), "k": k}) for k in (1, True))
+    x = np.ones((4, 3), np.float32)
+    assert float(step(one, x)[1]["loss"]) == 1
+    assert float(step(true, x)[1]["loss"]) == 2

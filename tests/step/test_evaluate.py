@@ -1,0 +1,220 @@
+"""evaluate: the mean of a metric over a whole data set, as numpy takes it; and what print says."""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from crossshard import CrossShardOptimizer, make_train_step
+from crossshard.errors import ArgumentError, ArgumentTypeError
+from tests.step import common
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(45, 4)).astype(np.float32)
+# The first row counts: what is padded has copies of it.
+MASK = np.arange(45) % 3 != 1
+W = np.arange(4, dtype=np.float32)
+
+
+def cut(arrays: Any, *sizes: int) -> list[Any]:
+    """Batches of these many rows."""
+    ends = np.cumsum(sizes)[:-1]
+    leaves, tree = jax.tree.flatten(arrays)
+    parts = zip(*(np.split(leaf[: sum(sizes)], ends) for leaf in leaves), strict=True)
+    return [tree.unflatten(part) for part in parts]
+
+
+def loss_fn(w: Any, batch: Any) -> jax.Array:
+    rows = (batch["x"] @ w) ** 2
+    return (rows * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def metrics_of(w: Any, batch: Any) -> dict[str, jax.Array]:
+    out = batch["x"] @ w
+    return {"square": out**2, "positive": out > 0, "features": batch["x"]}
+
+
+DATA = {"x": X, "mask": MASK}
+EXPECTED = {"square": (X @ W) ** 2, "positive": X @ W > 0, "features": X}
+
+
+def step_of(loss: Any = loss_fn, shards: int = 8, **kwargs: Any) -> Any:
+    return make_train_step(loss, optax.sgd(0.1), num_shards=shards, **kwargs)
+
+
+assert_close = functools.partial(common.assert_close, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [(16, 16, 13), (3, 20, 22), (45,), (1, 16, 16, 12)])
+def test_the_mean_is_that_of_all_examples(sizes: tuple[int, ...]):
+    step = step_of()
+    found = step.evaluate(step.init(W), iter(cut(DATA, *sizes)), metrics_of)
+    assert_close(found, jax.tree.map(lambda x: x.mean(0), EXPECTED))
+
+
+@pytest.mark.parametrize("weight", ["mask", lambda batch: batch["mask"].sum()])
+def test_examples_count_by_their_weight(weight: Any):
+    step = step_of(weight=weight)
+    # Nothing may come from rows that do not count.
+    data = {"x": np.where(MASK[:, None], X, np.nan), "mask": MASK}
+    found = step.evaluate(step.init(W), cut(data, 16, 16, 13), metrics_of)
+    assert_close(found, jax.tree.map(lambda x: x[MASK].mean(0), EXPECTED))
+
+
+def test_sums_of_many_batches_do_not_round():
+    step = step_of()
+    batches = [np.full(8, 2.0**24, np.float32), *[np.ones(8, np.float32)] * 15]
+    found = step.evaluate(step.init(W), batches, lambda w, x: x)
+    # In 32 bits the next number after 2**24 is 2**24 + 2.
+    assert found == (2**24 + 15) / 16
+
+
+def test_tokens_count_by_their_own_weight():
+    step = step_of(weight="mask")
+    tokens = RNG.normal(size=(21, 5)).astype(np.float32)
+    mask = RNG.uniform(size=(21, 5)) < 0.5
+    metric = lambda w, batch: {"token": batch["x"], "example": batch["x"].sum(1)}
+    batches = cut({"x": tokens, "mask": mask}, 16, 5)
+    found = step.evaluate(step.init(W), batches, metric)
+    of_examples = np.average(tokens.sum(1), weights=mask.sum(1))
+    assert_close(found, {"token": tokens[mask].mean(), "example": of_examples})
+
+
+def test_one_program_for_batches_of_one_length_and_a_shorter_end():
+    traced = []
+
+    def metric(w: Any, batch: Any) -> jax.Array:
+        traced.append(batch["x"].shape)
+        return batch["x"] @ w
+
+    step = step_of()
+    state = step.init(W)
+    for _ in range(2):
+        np.testing.assert_allclose(
+            step.evaluate(state, cut(DATA, 16, 16, 5), metric), (X[:37] @ W).mean(), rtol=1e-5
+        )
+    assert traced == [(2, 4)]
+
+
+def test_batches_that_lie_on_the_mesh_and_entries_that_are_whole():
+    step = step_of(replicated_entries=("scale",))
+    sharding = NamedSharding(step.mesh, P("shards"))
+    batches = [
+        {**jax.device_put(batch, sharding), "scale": scale}
+        for batch, scale in zip(cut(DATA, 16, 16), (1.0, 3.0), strict=True)
+    ]
+    found = step.evaluate(step.init(W), batches, lambda w, batch: batch["x"] @ w * batch["scale"])
+    values = X[:32] @ W * np.repeat([1, 3], 16)
+    np.testing.assert_allclose(found, values.mean(), rtol=1e-5)
+
+
+# Models.
+
+
+def test_statistics_of_a_module_are_merged():
+    model = nnx.Sequential(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
+    step = step_of(lambda model, batch: (model(batch["x"]) ** 2).mean())
+    state, _ = step(step.init(model), {"x": X[:40]})
+
+    def metric(model: Any, batch: Any) -> jax.Array:
+        model.eval()
+        return model(batch["x"]) ** 2
+
+    for of in ({}, {"shard": 3}):
+        trained = step.model(state, **of)
+        trained.eval()
+        found = step.evaluate(state, cut({"x": X}, 20, 25), metric, **of)
+        assert_close(found, (trained(X) ** 2).mean(0))
+
+
+@pytest.mark.parametrize("kind", ["mean", "per_shard"])
+def test_state_of_a_function(kind: str):
+    norm = nn.BatchNorm(momentum=0.5)
+    variables = norm.init(jax.random.key(0), X, use_running_average=False)
+    params, stats = variables["params"], {"batch_stats": variables["batch_stats"]}
+
+    def loss(params: Any, stats: Any, batch: Any) -> Any:
+        out, stats = norm.apply(
+            {"params": params, **stats}, batch, use_running_average=False, mutable=["batch_stats"]
+        )
+        return (out**2).mean(), stats
+
+    def metric(params: Any, stats: Any, batch: Any) -> jax.Array:
+        return norm.apply({"params": params, **stats}, batch, use_running_average=True)
+
+    step = step_of(loss, model_state=kind)
+    state, _ = step(step.init(params, model_state=stats), X[:40])
+    found = step.evaluate(state, [X[:30], X[30:]], metric)
+    assert_close(found, metric(*step.model(state), X).mean(0))
+
+
+def test_a_group_is_chosen():
+    opt = CrossShardOptimizer(optax.sgd(0.01), group_assignment=[[0, 1], [2, 3]])
+    step = make_train_step(loss_fn, opt, num_shards=4)
+    state, _ = step(step.init(W), {"x": X[:8], "mask": np.ones(8)})
+    with pytest.raises(ArgumentError, match="Choose one"):
+        step.evaluate(state, [DATA], metrics_of)
+    for shard in (0, 3):
+        found = step.evaluate(state, [DATA], metrics_of, shard=shard)
+        np.testing.assert_allclose(
+            found["square"], ((X @ step.model(state, shard)) ** 2).mean(), rtol=1e-5
+        )
+
+
+@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
+def test_the_moving_average_is_evaluated(weight_update: str):
+    step = step_of(shards=2, weight_update=weight_update, ema=0.25)
+    state, _ = step(step.init(W), {"x": X[:8], "mask": np.ones(8)})
+    average = 0.25 * W + 0.75 * np.asarray(state.params)
+    found = step.evaluate(state, cut(DATA, 40, 5), metrics_of, ema=True)
+    np.testing.assert_allclose(found["square"], ((X @ average) ** 2).mean(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("batches", "metric", "error", "said"),
+    [
+        (DATA, metrics_of, ArgumentTypeError, r"got dict. Write \[batch\]"),
+        ([], metrics_of, ArgumentError, "no batch"),
+        ([DATA], loss_fn, ArgumentError, r"value has shape \(\).*Leave out the mean"),
+        ([{**DATA, "mask": 0 * MASK}], metrics_of, ArgumentError, "No example counts"),
+        ([{"x": X, "mask": MASK[:3]}], metrics_of, ArgumentError, r"as many rows; got \[3, 45\]"),
+        ([DATA], "accuracy", ArgumentTypeError, "metric_fn must be a function"),
+    ],
+)
+def test_what_cannot_be_evaluated(batches: Any, metric: Any, error: type, said: str):
+    step = step_of(weight="mask")
+    with pytest.raises(error, match=said):
+        step.evaluate(step.init(W), batches, metric)
+
+
+# print.
+
+
+def test_print_says_what_a_step_is():
+    step = make_train_step(
+        lambda w, batch: (loss_fn(w, batch), jnp.float32(0)),
+        optax.adamw(1e-3),
+        num_shards=4,
+        weight="mask",
+        has_aux=True,
+        wrt=lambda path, leaf: True,
+    )
+    before = str(step).splitlines()
+    assert before[0].startswith("Training step of ")
+    assert before[0].endswith("<lambda> on 4 shards")
+    assert before[1] == "trains only what wrt=<lambda> chooses"
+    assert before[2:4] == [
+        "metrics: loss, weight, aux, skipped",
+        "local gradient → weigh → mean over all shards → update",
+    ]
+    step.init(W)
+    assert str(step).splitlines()[3:] == step.describe().splitlines()
+    assert len(repr(step).splitlines()) == 1

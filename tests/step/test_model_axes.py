@@ -1,0 +1,369 @@
+"""Steps on meshes with other axes than the shard axes, over which the model is split."""
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from crossshard import CrossShardOptimizer, make_train_step
+from crossshard.errors import ArgumentError, ArgumentTypeError, AxisError
+from crossshard.testing import assert_communication
+from tests.quick import deep, deep_but
+from tests.step.common import assert_close, on_one_device, train
+
+RNG = np.random.default_rng(0)
+NAMES = {2: ("data", "model"), 3: ("slice", "data", "model")}
+
+
+def normal(*shape: int) -> np.ndarray:
+    return 0.1 * RNG.normal(size=shape).astype(np.float32)
+
+
+def mesh_of(*sizes: int) -> jax.sharding.Mesh:
+    return jax.make_mesh(sizes, NAMES[len(sizes)], axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def placed(mesh: jax.sharding.Mesh, params: Any, split: Any) -> Any:
+    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+    return jax.tree.map(put, params, split)
+
+
+def step_of(loss: Any, optimizer: Any, mesh: Any, update: str = "sharded", **kwargs: Any) -> Any:
+    axes = mesh.axis_names[:-1]
+    options = {"mesh": mesh, "axis_name": axes, "weight_update": update}
+    return make_train_step(loss, optimizer, **options, **kwargs)
+
+
+# A transformer as Megatron splits it: columns, then rows, and the embedding over the vocabulary.
+
+WORDS, WIDTH, HEADS, HEAD, HIDDEN = 64, 32, 4, 8, 128
+TRANSFORMER = {
+    "embedding": normal(WORDS, WIDTH),
+    "norms": np.ones((3, WIDTH), np.float32),
+    "qkv": normal(WIDTH, 3, HEADS, HEAD),
+    "out": normal(HEADS, HEAD, WIDTH),
+    "up": normal(WIDTH, HIDDEN),
+    "bias": np.zeros(HIDDEN, np.float32),
+    "down": normal(HIDDEN, WIDTH),
+}
+MEGATRON = {
+    "embedding": P("model"),
+    "norms": P(),
+    "qkv": P(None, None, "model"),
+    "out": P("model"),
+    "up": P(None, "model"),
+    "bias": P("model"),
+    "down": P("model", None),
+}
+TOKENS = RNG.integers(0, WORDS, size=(20, 16, 9))
+
+
+def transformer(params: Any, tokens: Any) -> jax.Array:
+    norm = lambda x, scale: x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-3) * scale
+    x = params["embedding"][tokens[:, :-1]]
+    y = norm(x, params["norms"][0])
+    q, k, v = jnp.einsum("bsd,dchk->cbshk", y, params["qkv"])
+    scores = jnp.einsum("bshk,bthk->bhst", q, k) / HEAD**0.5
+    scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e9)
+    y = jnp.einsum("bhst,bthk->bshk", jax.nn.softmax(scores), v)
+    x = x + jnp.einsum("bshk,hkd->bsd", y, params["out"])
+    y = jnp.tanh(norm(x, params["norms"][1]) @ params["up"] + params["bias"])
+    x = norm(x + y @ params["down"], params["norms"][2])
+    logits = x @ params["embedding"].T
+    labels = tokens[:, 1:, None]
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels, -1).mean()
+
+
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.1),
+    "adamw": lambda: optax.adamw(1e-3, eps=1e-4),
+    "lamb": lambda: optax.lamb(1e-3, eps=1e-4),
+    "adafactor": lambda: optax.adafactor(1e-3, min_dim_size_to_factor=16),
+    "muon": lambda: optax.contrib.muon(1e-3),
+    "clip": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1.0, 0.9)),
+}
+
+
+@pytest.mark.parametrize("name", deep_but(["sgd", "muon"], OPTIMIZERS))
+def test_a_transformer_split_over_the_model_axis_follows_one_device(name: str):
+    optimizer, mesh = OPTIMIZERS[name](), mesh_of(4, 2)
+    step = step_of(transformer, optimizer, mesh)
+    state = step.init(placed(mesh, TRANSFORMER, MEGATRON))
+    for tokens in TOKENS:
+        state, metrics = step(state, tokens)
+    want, _ = on_one_device(transformer, optimizer, TRANSFORMER, TOKENS)
+    assert_close(state.params, want, 1e-5)
+    loss = transformer(on_one_device(transformer, optimizer, TRANSFORMER, TOKENS[:-1])[0], tokens)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    for key, spec in MEGATRON.items():
+        whole = NamedSharding(mesh, spec)
+        for kept in (state.params[key], step.model(state)[key]):
+            assert kept.sharding.is_equivalent_to(whole, kept.ndim), key
+
+
+@pytest.mark.parametrize("name", [deep("sgd"), "adamw", deep("adafactor")])
+def test_a_checkpoint_goes_on_with_another_split(name: str):
+    optimizer = OPTIMIZERS[name]()
+    step = step_of(transformer, optimizer, mesh_of(4, 2))
+    state = train(step, step.init(placed(mesh_of(4, 2), TRANSFORMER, MEGATRON)), TOKENS[:8])
+    saved = step.unshard(state)
+    _, plain = on_one_device(transformer, optimizer, TRANSFORMER, TOKENS[:8])
+    assert_close(saved.opt_state.inner_state, plain, 1e-5)
+    # As a file would return it: numbers, without devices.
+    leaves, tree = jax.tree.flatten(saved)
+    saved = tree.unflatten(map(np.asarray, leaves))
+    for sizes, start, stop in [((2, 4), 8, 14), ((8, 1), 14, 20)]:
+        other = step_of(transformer, optimizer, mesh_of(*sizes))
+        state = other.reshard(saved)
+        state = train(other, state, TOKENS[start:stop])
+        assert other._program._compiled._cache_size() == 1
+        saved = other.unshard(state)
+    assert_close(state.params, on_one_device(transformer, optimizer, TRANSFORMER, TOKENS)[0], 1e-5)
+
+
+# A network of two matrices, whose blocks are too large to share a bucket with the loss.
+
+PARAMS = {"up": normal(64, 1024), "down": normal(1024, 64)}
+SPLIT = {"up": P(None, "model"), "down": P("model")}
+BATCHES = normal(4, 32, 64) * 10
+
+
+def network(params: Any, x: Any) -> jax.Array:
+    return ((jnp.tanh(x @ params["up"]) @ params["down"] - x) ** 2).mean()
+
+
+def blockwise(params: Any, x: Any) -> jax.Array:
+    """The same, which names the blocks itself."""
+
+    @jax.shard_map(
+        axis_names={"model"}, in_specs=(P(), P(None, "model"), P("model")), out_specs=P()
+    )
+    def run(x: Any, up: Any, down: Any) -> Any:
+        return jax.lax.psum(jnp.tanh(x @ up) @ down, "model")
+
+    return ((run(x, params["up"], params["down"]) - x) ** 2).mean()
+
+
+def constrained(params: Any, x: Any) -> jax.Array:
+    """The same, with a constraint on the hidden layer."""
+    hidden = jax.lax.with_sharding_constraint(jnp.tanh(x @ params["up"]), P(None, "model"))
+    return ((hidden @ params["down"] - x) ** 2).mean()
+
+
+@pytest.mark.parametrize(
+    ("name", "update", "sizes"),
+    deep_but(
+        [
+            ("sgd", "replicated", (4, 2)),
+            ("sgd", "sharded", (2, 2, 2)),
+            ("adamw", "sharded", (4, 2)),
+        ],
+        itertools.product(["sgd", "adamw"], ["replicated", "sharded"], [(4, 2), (2, 2, 2)]),
+    ),
+)
+def test_the_data_axes_carry_exactly_the_bound(name: str, update: str, sizes: tuple[int, ...]):
+    mesh = mesh_of(*sizes)
+    types = jax.tree.map(
+        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
+        PARAMS,
+        SPLIT,
+    )
+    step = step_of(network, OPTIMIZERS[name](), mesh, update)
+    state = step.abstract_init(types)
+    report = assert_communication(step, state, BATCHES[0], max_bytes_ratio=1.0)
+    local = sum(x.nbytes for x in PARAMS.values()) // 2
+    over_model = report.bytes_by_axes["model"]
+    assert report.bytes_sent - over_model == 2 * 3 / 4 * local == report.lower_bound
+    assert (report.shards, report.parameter_bytes, report.ratio) == (4, local, 1)
+    # The loss's own: what the rows of down give is summed over the model axis.
+    assert over_model == 2 * 1 / 2 * BATCHES[0].nbytes / 4
+    assert [each.within_shard for each in report.collectives if "model" in each.axes] == [True]
+    axes = "data" if len(sizes) == 2 else ("slice", "data")
+    if (name, update) == ("adamw", "sharded"):
+        mu = state.opt_state.inner_state[0].mu
+        assert mu["up"].sharding.spec == P(axes, "model")
+        assert mu["down"].sharding.spec == P("model", axes)
+
+
+@pytest.mark.parametrize("loss", [blockwise, constrained])
+@pytest.mark.parametrize("name", ["sgd", deep("lamb")])
+def test_a_loss_may_split_its_work_itself(name: str, loss: Any):
+    mesh, optimizer = mesh_of(4, 2), OPTIMIZERS[name]()
+    step = step_of(loss, optimizer, mesh)
+    state = train(step, step.init(placed(mesh, PARAMS, SPLIT)), BATCHES)
+    assert_close(state.params, on_one_device(network, optimizer, PARAMS, BATCHES)[0], 1e-6)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_groups_on_the_data_axis(name: str):
+    mesh, inner, groups = mesh_of(4, 2), OPTIMIZERS[name](), [[0, 3], [1, 2]]
+    step = step_of(network, CrossShardOptimizer(inner, group_assignment=groups), mesh)
+    state = train(step, step.init(placed(mesh, PARAMS, SPLIT)), BATCHES)
+    saved = step.unshard(state)
+    assert_close(step.reshard(saved), state, 0)
+    for group in groups:
+        rows = BATCHES.reshape(4, 4, 8, 64)[:, group].reshape(4, 16, 64)
+        params, inner_state = on_one_device(network, inner, PARAMS, rows)
+        assert_close(step.model(state, group[0]), params, 1e-6)
+        of_group = jax.tree.map(lambda x, i=group[1]: x[i] if x.ndim else x, saved.opt_state)
+        assert_close(of_group.inner_state, inner_state, 1e-6)
+
+
+def test_a_preprocessor_and_weights_see_whole_tensors():
+    mesh, clip = mesh_of(4, 2), optax.clip_by_global_norm(0.02)
+    mask = np.array([1] * 8 + [1] * 5 + [0] * 19, np.float32)
+
+    def loss(params: Any, batch: Any, rng: Any = None) -> Any:
+        noise = 0.0 if rng is None else jax.random.normal(rng, batch["x"].shape)
+        noise = batch.get("noise", noise)
+        errors = ((jnp.tanh((batch["x"] + noise) @ params["up"]) @ params["down"]) ** 2).mean(1)
+        return (errors * batch["mask"]).sum() / batch["mask"].sum(), noise
+
+    opt = CrossShardOptimizer(optax.sgd(0.5), preprocess=optax.chain(clip, optax.trace(0.5)))
+    step = step_of(loss, opt, mesh, weight="mask", has_aux=True)
+    state, params = step.init(placed(mesh, PARAMS, SPLIT), 1), PARAMS
+    traces = [jax.tree.map(jnp.zeros_like, PARAMS)] * 2
+    for x in BATCHES:
+        state, metrics = step(state, {"x": x, "mask": mask})
+        total = jax.tree.map(jnp.zeros_like, PARAMS)
+        for shard, weight in enumerate((8, 5)):
+            rows = slice(8 * shard, 8 * shard + 8)
+            noise = metrics["aux"][shard]
+            batch = {"x": x[rows], "mask": mask[rows], "noise": noise}
+            gradient = jax.grad(lambda p, b: loss(p, b)[0])(params, batch)
+            scale = 0.02 / optax.tree.norm(gradient)
+            assert scale < 1
+            traces[shard] = jax.tree.map(
+                lambda t, g, s=scale: t / 2 + s * g, traces[shard], gradient
+            )
+            total = jax.tree.map(lambda t, g, w=weight: t + w * g, total, traces[shard])
+        params = jax.tree.map(lambda p, t: p - 0.5 * t / 13, params, total)
+        assert len({float(noise.sum()) for noise in metrics["aux"]}) == 4
+    assert_close(state.params, params, 1e-6)
+    assert state.opt_state.preprocess[1].trace["up"].sharding.spec == P("data", None, "model")
+
+
+def test_an_nnx_module_stays_split():
+    class Network(nnx.Module):
+        def __init__(self, up: jax.Array, down: jax.Array):
+            self.up, self.down = nnx.Param(up), nnx.Param(down)
+            self.largest = nnx.Variable(jnp.zeros(()))
+
+    def loss(model: Any, x: Any) -> Any:
+        model.largest[...] = jnp.maximum(model.largest[...], jnp.abs(x).max())
+        return network({"up": model.up[...], "down": model.down[...]}, x)
+
+    mesh, optimizer = mesh_of(4, 2), OPTIMIZERS["sgd"]()
+    step = step_of(loss, optimizer, mesh)
+    state = train(step, step.init(Network(**placed(mesh, PARAMS, SPLIT))), BATCHES)
+    after = step.model(state)
+    want, _ = on_one_device(network, optimizer, PARAMS, BATCHES)
+    assert_close({name: getattr(after, name)[...] for name in SPLIT}, want, 1e-6)
+    assert after.up[...].sharding.spec == P(None, "model")
+    largest = jnp.abs(BATCHES).reshape(4, 4, -1).max((0, 2))
+    np.testing.assert_array_equal(jax.tree.leaves(state.model_state), [largest])
+
+
+def test_an_equinox_module_stays_split():
+    eqx = pytest.importorskip("equinox")
+    mesh, optimizer = mesh_of(4, 2), OPTIMIZERS["lamb"]()
+    whole = eqx.nn.MLP(64, 64, 128, 1, key=jax.random.key(0))
+    loss = lambda model, x: ((jax.vmap(model)(x) - x) ** 2).mean()
+    weights = lambda model: [layer.weight for layer in model.layers]
+    specs = [P("model"), P(None, "model")]
+    model = eqx.tree_at(weights, whole, placed(mesh, weights(whole), specs))
+    step = step_of(loss, optimizer, mesh)
+    state = train(step, step.init(model), BATCHES)
+    arrays, static = eqx.partition(whole, eqx.is_inexact_array)
+    of_arrays = lambda arrays, x: loss(eqx.combine(arrays, static), x)
+    want, _ = on_one_device(of_arrays, optimizer, arrays, BATCHES)
+    after = step.model(state)
+    assert_close(weights(after), weights(want), 1e-6)
+    assert [x.sharding.spec for x in weights(after)] == specs
+
+
+def test_what_it_says():
+    mesh = mesh_of(4, 2)
+    step = step_of(network, optax.adam(0.1), mesh)
+    step.init(placed(mesh, PARAMS, SPLIT))
+    assert step.describe().splitlines()[1:] == [
+        "4 shards over data on the mesh (data: 4, model: 2); weight update in parts: the update is "
+        "elementwise",
+        "parameters: 524 kB in 2 arrays, whole on every shard; 2 of them split over model, "
+        "262 kB on each device",
+        "optimizer state: 1.05 MB in 5 arrays, 131 kB of it on each device",
+    ]
+
+
+# Of other sizes, of the same with other names, and of the same with the devices in another order.
+AUTO = jax.devices(), (4, 2), ("data", "model")
+NOT_THE_MESH = r"params\['down'\].*not the mesh of the step"
+OTHERS = {
+    "shards": (
+        *AUTO,
+        P("data", "model"),
+        r"params\['down'\].*data is a shard axis.*over model only",
+    ),
+    "sizes": (jax.devices(), (2, 4), ("data", "model"), SPLIT["down"], NOT_THE_MESH),
+    "names": (jax.devices(), (4, 2), ("rows", "model"), SPLIT["down"], NOT_THE_MESH),
+    "order": (jax.devices()[::-1], (4, 2), ("data", "model"), SPLIT["down"], NOT_THE_MESH),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_parameter_that_does_not_fit_the_mesh_is_refused_by_name(other: str):
+    devices, sizes, names, down, said = OTHERS[other]
+    mesh = jax.sharding.Mesh(np.reshape(devices, sizes), names)
+    params = placed(mesh, PARAMS, {**SPLIT, "down": down})
+    with pytest.raises(ArgumentError, match=said):
+        step_of(network, optax.sgd(0.1), mesh_of(4, 2)).init(params)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"axis_name": "date"}, AxisError, "'date'.*'data': 4"),
+        ({"axis_name": 3}, ArgumentTypeError, "3"),
+        ({"axis_name": "data", "num_shards": 8}, ArgumentError, "4 shards"),
+        ({"axis_name": "data", "mesh": None}, AxisError, "Pass mesh="),
+    ],
+)
+def test_axes_that_do_not_fit_are_refused(options: Any, error: type, words: str):
+    with pytest.raises(error, match=words):
+        make_train_step(network, optax.sgd(0.1), **{"mesh": mesh_of(4, 2), **options})
+
+
+def test_axes_named_twice_must_agree():
+    opt = functools.partial(CrossShardOptimizer, optax.sgd(0.1))
+    mesh = mesh_of(4, 2)
+    with pytest.raises(ArgumentError, match="one of the two places"):
+        make_train_step(network, opt(axis_name="model"), mesh=mesh, axis_name="data")
+    step = make_train_step(network, opt(axis_name="data"), mesh=mesh)
+    step.init(placed(mesh, PARAMS, SPLIT))
+    assert "4 shards over data" in step.describe()
+
+
+def test_a_state_of_a_mesh_without_the_axis_is_refused_until_it_is_resharded():
+    mesh = mesh_of(4, 2)
+    state = step_of(network, optax.sgd(0.1), mesh).init(placed(mesh, PARAMS, SPLIT))
+    step = make_train_step(network, optax.sgd(0.1), num_shards=8)
+    with pytest.raises(ArgumentError, match=r"params\['down'\].*reshard\("):
+        step(state, BATCHES[0])
+    state, _ = step(step.reshard(state), BATCHES[0])
+    assert_close(state.params, on_one_device(network, optax.sgd(0.1), PARAMS, BATCHES[:1])[0], 1e-6)
+
+
+def test_a_loss_that_constrains_the_data_axis_is_refused():
+    mesh = mesh_of(4, 2)
+    loss = lambda p, x: network(p, jax.lax.with_sharding_constraint(x, P("data")))
+    step = step_of(loss, optax.sgd(0.1), mesh)
+    with pytest.raises(ArgumentError, match="data are the shard axes"):
+        step(step.init(placed(mesh, PARAMS, SPLIT)), BATCHES[0])

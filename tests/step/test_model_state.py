@@ -1,0 +1,232 @@
+"""model_state: state that a loss returns, averaged over the shards or one for each."""
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from crossshard import CrossShardOptimizer, make_train_step
+from crossshard.errors import ArgumentError
+from crossshard.testing import assert_communication
+from tests.quick import deep
+from tests.step import common
+from tests.step.common import sgd_step, train
+
+SHARDS = 8
+RNG = np.random.default_rng(0)
+X = np.float32(RNG.normal(size=(3, 24, 4)) + 1)
+GROUPS = [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        x = nn.BatchNorm(use_running_average=False, momentum=0.9)(nn.Dense(40, use_bias=False)(x))
+        return nn.Dense(40)(jnp.tanh(x))
+
+
+VARIABLES = Normed().init(jax.random.key(0), X[0])
+PARAMS, STATS = VARIABLES["params"], {"batch_stats": VARIABLES["batch_stats"]}
+
+
+def loss_fn(params: Any, stats: Any, batch: Any) -> tuple[jax.Array, Any]:
+    out, after = Normed().apply({"params": params, **stats}, batch, mutable=["batch_stats"])
+    return ((out - 1) ** 2).mean(), after
+
+
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.1),
+    # With a smaller eps, the rounding of a gradient near zero would be as large as a step.
+    "adamw": optax.adamw(1e-2, eps=1e-3),
+    "clip": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)),
+}
+
+
+def of_one_device(kind: str, optimizer: Any, shards: int) -> tuple[Any, Any]:
+    """The parameters, and the state of each shard, by vmap."""
+    params, own = PARAMS, optimizer.init(PARAMS)
+    each = jax.vmap(jax.value_and_grad(loss_fn, has_aux=True), (None, 0, 0))
+    stats = jax.tree.map(lambda x: jnp.stack([x] * shards), STATS)
+    for batch in X:
+        rows = batch.reshape(shards, -1, batch.shape[-1])
+        (_, stats), gradients = each(params, stats, rows)
+        if kind == "mean":
+            stats = jax.tree.map(lambda x: jnp.broadcast_to(x.mean(0), x.shape), stats)
+        gradient = jax.tree.map(lambda g: g.mean(0), gradients)
+        updates, own = optimizer.update(gradient, own, params)
+        params = optax.apply_updates(params, updates)
+    return params, stats
+
+
+assert_close = functools.partial(common.assert_close, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["mean", "per_shard"])
+@pytest.mark.parametrize(
+    ("name", "weight_update"),
+    [("sgd", "replicated"), ("adamw", "sharded"), deep(("clip", "sharded"))],
+)
+def test_batch_statistics_of_linen(name: str, kind: str, weight_update: str):
+    step = make_train_step(
+        loss_fn, OPTIMIZERS[name], num_shards=8, model_state=kind, weight_update=weight_update
+    )
+    state = train(step, step.init(PARAMS, model_state=STATS), X)
+    params, stats = of_one_device(kind, OPTIMIZERS[name], SHARDS)
+    merged = jax.tree.map(lambda x: x.mean(0), stats)
+    assert_close(step.model(state), (params, merged))
+    assert_close(state.model_state, merged if kind == "mean" else stats)
+    other = make_train_step(loss_fn, OPTIMIZERS[name], num_shards=4, model_state=kind)
+    assert_close(other.model(other.reshard(step.unshard(state))), (params, merged))
+    if kind == "per_shard":
+        assert_close(step.model(state, shard=3)[1], jax.tree.map(lambda x: x[3], stats))
+
+
+def test_each_group_averages_its_own():
+    opt = CrossShardOptimizer(optax.sgd(0.1), group_assignment=GROUPS)
+    step = make_train_step(loss_fn, opt, num_shards=8, model_state="mean")
+    state, _ = step(step.init(PARAMS, model_state=STATS), X[0])
+    for shard, group in ((0, GROUPS[0]), (5, GROUPS[1])):
+        rows = X[0].reshape(8, 3, 4)[np.array(group)]
+        (_, stats), gradients = jax.vmap(
+            jax.value_and_grad(loss_fn, has_aux=True), (None, None, 0)
+        )(PARAMS, STATS, rows)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g.mean(0), PARAMS, gradients)
+        merged = jax.tree.map(lambda x: x.mean(0), stats)
+        assert_close(step.model(state, shard=shard), (params, merged))
+
+
+def test_means_travel_with_the_loss():
+    step = make_train_step(loss_fn, OPTIMIZERS["sgd"], num_shards=8, model_state="mean")
+    state = step.abstract_init(PARAMS, model_state=STATS)
+    report = assert_communication(step, state, X[0], max_bytes_ratio=float("inf"))
+    assert [each.kind for each in report.collectives] == ["all-reduce"]
+    numbers = sum(leaf.size for leaf in jax.tree.leaves((PARAMS, STATS))) + 1
+    assert report.bytes_sent == pytest.approx(2 * 7 / 8 * 4 * numbers)
+    assert "model state: " in step.describe()
+
+
+# Weights.
+
+
+def counting(params: Any, state: Any, batch: Any) -> tuple[jax.Array, Any]:
+    """A mean that is NaN without rows, and a count of steps."""
+    mean = (batch["x"].sum(1) * batch["mask"]).sum() / batch["mask"].sum()
+    return params * mean, {"mean": 0.5 * (state["mean"] + mean), "count": state["count"] + 1}
+
+
+@pytest.mark.parametrize("kind", ["mean", "per_shard"])
+def test_a_shard_without_weight_does_not_count(kind: str):
+    step = sgd_step(counting, 0.1, 4, model_state=kind, weight="mask")
+    start = {"mean": np.float32(2), "count": 3}
+    state = step.init(np.float32(1), model_state=start)
+    nothing = {"x": X[0][:8], "mask": np.zeros(8)}
+    state, _ = step(state, nothing)
+    assert_close(step.model(state), (1.0, start))
+    mask = np.array([1, 1, 0, 0, 1, 0, 0, 0])
+    state, _ = step(state, {"x": X[0][:8], "mask": mask})
+    rows = X[0][:8].sum(1)
+    means = 0.5 * (2 + np.array([rows[:2].mean(), rows[4]]))
+    params, merged = step.model(state)
+    np.testing.assert_allclose(params, 1 - 0.1 * rows[mask > 0].mean(), rtol=1e-5)
+    if kind == "mean":
+        np.testing.assert_allclose(merged["mean"], (2 * means[0] + means[1]) / 3, rtol=1e-6)
+        assert merged["count"] == 4
+    else:
+        own = [means[0], 2, means[1], 2]
+        np.testing.assert_allclose(state.model_state["mean"], own, rtol=1e-6)
+        np.testing.assert_array_equal(state.model_state["count"], [4, 3, 4, 3])
+
+
+@pytest.mark.parametrize("kind", ["mean", "per_shard"])
+def test_a_microbatch_without_weight_does_not_count(kind: str):
+    step = sgd_step(counting, 0.1, 2, model_state=kind, weight="mask", accumulate_steps=2)
+    state = step.init(np.float32(1), model_state={"mean": np.float32(2), "count": 3})
+    # Without rows: the second microbatch of shard 0, and the first of shard 1.
+    mask = np.array([1, 1, 0, 0, 0, 0, 1, 0])
+    state, metrics = step(state, {"x": X[0][:8], "mask": mask})
+    rows = X[0][:8].sum(1)
+    own = 0.5 * (2 + np.array([rows[:2].mean(), rows[6]]))
+    np.testing.assert_allclose(metrics["loss"], rows[mask > 0].mean(), rtol=1e-5)
+    if kind == "mean":
+        merged = step.model(state)[1]
+        np.testing.assert_allclose(merged["mean"], (2 * own[0] + own[1]) / 3, rtol=1e-6)
+        assert merged["count"] == 5
+    else:
+        np.testing.assert_allclose(state.model_state["mean"], own, rtol=1e-6)
+        np.testing.assert_array_equal(state.model_state["count"], [4, 4])
+
+
+# Equinox, keys, aux.
+
+
+def test_a_state_of_equinox_with_aux():
+    class Model(eqx.Module):
+        norm: eqx.nn.BatchNorm
+        linear: eqx.nn.Linear
+
+        def __init__(self, key: Any) -> None:
+            self.norm = eqx.nn.BatchNorm(4, "batch", mode="batch")
+            self.linear = eqx.nn.Linear(4, 1, key=key)
+
+        def __call__(self, x: Any, state: Any) -> Any:
+            x, state = self.norm(x, state)
+            return self.linear(x), state
+
+    def loss(model: Any, state: Any, batch: Any) -> Any:
+        run = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+        out, state = run(batch, state)
+        return ((out - batch[:, :1]) ** 2).mean(), (state, {"largest": out.max()})
+
+    model, start = eqx.nn.make_with_state(Model)(jax.random.key(0))
+    # Every shard has the same rows, so that all is as on one device.
+    step = sgd_step(loss, 0.1, 4, has_aux=True, model_state="mean")
+    state, metrics = step(step.init(model, model_state=start), np.tile(X[0], (4, 1)))
+    assert metrics["aux"]["largest"].shape == (4,)
+    (_, (after, _)), slope = eqx.filter_value_and_grad(loss, has_aux=True)(model, start, X[0])
+    trained, kept = step.model(state)
+    assert isinstance(kept, eqx.nn.State)
+    assert_close(jax.tree.leaves(kept), jax.tree.leaves(after))
+    np.testing.assert_allclose(
+        trained.linear.weight, model.linear.weight - 0.1 * slope.linear.weight, atol=1e-6
+    )
+
+
+def test_each_shard_draws_from_its_own_key():
+    def loss(w: Any, key: Any, batch: Any) -> Any:
+        key, sub = jax.random.split(key)
+        return (w * batch).mean(), (key, jax.random.uniform(sub))
+
+    kwargs = {"num_shards": 4, "model_state": "per_shard", "has_aux": True}
+    step = make_train_step(loss, optax.sgd(0.1), **kwargs)
+    state, metrics = step(step.init(jnp.ones(4), model_state=jax.random.key(0)), X[0])
+    assert len(set(np.asarray(metrics["aux"]))) == 4
+    two = make_train_step(loss, optax.sgd(0.1), **{**kwargs, "num_shards": 2})
+    _, metrics = two(two.reshard(step.unshard(state)), X[0])
+    assert len(set(np.asarray(metrics["aux"]))) == 2
+
+
+def step_of(loss: Any = counting, kind: Any = "mean", **kwargs: Any) -> Any:
+    return sgd_step(loss, 0.1, 2, model_state=kind, **kwargs)
+
+
+START = {"mean": np.float32(2), "count": 3}
+BATCH = {"x": X[0], "mask": np.ones(24)}
+
+
+def test_a_count_of_rows_cannot_be_averaged():
+    def loss(w: Any, state: Any, batch: Any) -> Any:
+        count = state["count"] + batch["mask"].sum().astype(int)
+        return w * batch["x"].mean(), {"mean": state["mean"], "count": count}
+
+    step = step_of(loss)
+    with pytest.raises(ArgumentError, match=r"model_state\['count'\] \(int32\).*'per_shard'"):
+        step(step.init(np.float32(1), model_state=START), BATCH)
+    step = step_of(loss, "per_shard")
+    state, _ = step(step.init(np.float32(1), model_state=START), BATCH)
+    np.testing.assert_array_equal(state.model_state["count"], [15, 15])

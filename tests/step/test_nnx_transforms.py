@@ -1,0 +1,111 @@
+"""NNX's own transforms inside of a model: they hand its variables out anew, and write nothing."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from crossshard import make_train_step
+from crossshard.errors import VariableError
+from tests.step.common import assert_close, on_one_device, train
+
+X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.norm(jnp.tanh(self.linear(x)))
+
+
+class Model(nnx.Module):
+    def __init__(self, through: Callable[[Layer, jax.Array], jax.Array]):
+        self.layer = Layer(nnx.Rngs(0))
+        self.through = through
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.through(self.layer, x)
+
+
+def plainly(layer: Layer, x: jax.Array) -> jax.Array:
+    return layer(x)
+
+
+def through_cond(layer: Layer, x: jax.Array) -> jax.Array:
+    return nnx.cond(x.sum() > -1e9, plainly, lambda layer, x: layer(2 * x), layer, x)
+
+
+def loss_fn(model: Any, batch: Any) -> jax.Array:
+    return (model(batch) ** 2).mean()
+
+
+def trained(model: Any, number: int = 4) -> Any:
+    step = make_train_step(loss_fn, optax.sgd(0.1), num_shards=number)
+    state = train(step, step.init(model), [X] * 3)
+    return jax.device_get(nnx.to_pure_dict(nnx.state(step.model(state).layer)))
+
+
+@pytest.mark.parametrize(
+    "through", [nnx.remat(plainly), nnx.jit(plainly), through_cond], ids=["remat", "jit", "cond"]
+)
+def test_a_transform_in_a_model_changes_nothing(through: Any):
+    assert_close(trained(Model(through)), trained(Model(plainly)), 1e-6, 1e-5)
+
+
+class Stack(nnx.Module):
+    """Two layers, whose parameters are stacked and scanned over."""
+
+    def __init__(self) -> None:
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def make(key: jax.Array) -> nnx.Linear:
+            return nnx.Linear(4, 4, rngs=nnx.Rngs(key))
+
+        self.layer = make(jax.random.split(jax.random.key(0), 2))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def through(x: jax.Array, layer: nnx.Linear) -> jax.Array:
+            return jnp.tanh(layer(x))
+
+        return through(x, self.layer)
+
+
+def test_layers_that_are_scanned_over():
+    start = nnx.to_pure_dict(nnx.state(Stack().layer))
+
+    def loss(params: Any, x: Any) -> jax.Array:
+        for layer in range(2):
+            x = jnp.tanh(x @ params["kernel"][layer] + params["bias"][layer])
+        return (x**2).mean()
+
+    params, _ = on_one_device(loss, optax.sgd(0.1), start, [X] * 3)
+    assert_close(trained(Stack()), params, 1e-6, 1e-5)
+
+
+@pytest.mark.parametrize("transform", [nnx.remat, nnx.jit, lambda function: function])
+def test_what_is_written_inside_of_a_transform_is_still_refused(transform: Any):
+    def writing(layer: Layer, x: jax.Array) -> jax.Array:
+        layer.linear.bias[...] = layer.linear.bias[...] * 0.5
+        return layer(x)
+
+    with pytest.raises(VariableError, match=r"wrote to an nnx\.Param"):
+        trained(Model(transform(writing)))
+
+
+def test_parameters_that_change_places_are_written():
+    def swapping(layer: Layer, x: jax.Array) -> jax.Array:
+        norm = layer.norm
+        assert norm.scale is not None
+        norm.bias[...], norm.scale[...] = norm.scale[...], norm.bias[...]
+        return layer(x)
+
+    with pytest.raises(VariableError, match=r"wrote to an nnx\.Param"):
+        trained(Model(nnx.jit(swapping)))

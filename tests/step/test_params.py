@@ -1,0 +1,252 @@
+"""What init takes for parameters: what is not meant to be trained, or is sharded, is refused."""
+
+from typing import Any
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training import train_state
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from crossshard import make_train_step
+from crossshard.errors import ArgumentError
+from tests.step.common import assert_close, sgd_step
+
+X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+
+
+def loss_fn(model: Any, batch: Any) -> jax.Array:
+    return (model(batch) ** 2).mean()
+
+
+# NNX states.
+
+
+def test_a_state_of_params_is_a_pytree_of_parameters():
+    model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    graphdef, params = nnx.split(model, nnx.Param)
+    expected = jax.tree.map(
+        lambda p, g: p - 0.1 * g,
+        nnx.to_pure_dict(params),
+        nnx.to_pure_dict(nnx.grad(loss_fn)(model, X)),
+    )
+    step = sgd_step(lambda params, batch: loss_fn(nnx.merge(graphdef, params), batch), 0.1, 4)
+    state, _ = step(step.init(params), X)
+    trained = step.model(state)
+    assert isinstance(trained, nnx.State)
+    assert_close(nnx.to_pure_dict(trained), expected, 1e-6, 1e-5)
+
+
+def test_a_state_whose_module_has_an_attribute_named_params():
+    class Named(nnx.Module):
+        def __init__(self) -> None:
+            self.params, self.scale = nnx.Param(jnp.ones(4)), nnx.Param(jnp.float32(2))
+
+    _, params = nnx.split(Named(), nnx.Param)
+    loss = lambda params, batch: (batch @ params["params"][...]).mean() * params["scale"][...]
+    step = sgd_step(loss, 0.1, 2)
+    state, _ = step(step.init(params), X)
+    np.testing.assert_allclose(state.params["scale"][...], 2 - 0.1 * X.sum(1).mean(), rtol=1e-5)
+
+
+def test_init_in_jit():
+    step = sgd_step(matmul, 0.1, 2)
+    np.testing.assert_array_equal(jax.jit(lambda w: step.init(w).params)(W), W)
+
+
+# LoRA.
+
+
+def lora() -> nnx.Module:
+    model = nnx.LoRALinear(4, 3, lora_rank=2, rngs=nnx.Rngs(0))
+    model.lora.lora_b[...] = jnp.ones((2, 3))
+    return model
+
+
+def is_lora(params: Any) -> Any:
+    return jax.tree.map(
+        lambda variable: isinstance(variable, nnx.LoRAParam),
+        params,
+        is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
+    )
+
+
+@pytest.mark.parametrize("kind", [nnx.LoRAParam, nnx.Param])
+def test_lora_as_the_error_says_it(kind: Any):
+    model = lora()
+    gradients = nnx.grad(loss_fn, argnums=nnx.DiffState(0, kind))(model, X)
+    before = nnx.to_pure_dict(nnx.state(model, kind))
+    expected = jax.tree.map(lambda p, g: p - 0.1 * g, before, nnx.to_pure_dict(gradients))
+    step = sgd_step(loss_fn, 0.1, 4, wrt=kind)
+    state, _ = step(step.init(model), X)
+    got = nnx.to_pure_dict(nnx.state(step.model(state), kind))
+    assert_close(got, expected, 1e-6, 1e-5)
+
+
+def test_lora_whose_base_the_optimizer_leaves_alone():
+    opt = optax.partition({True: optax.sgd(0.1), False: optax.set_to_zero()}, is_lora)
+    step = make_train_step(loss_fn, opt, num_shards=2)
+    model = lora()
+    before = jax.device_get(nnx.to_pure_dict(nnx.state(model)))
+    state, _ = step(step.init(model), X)
+    after = nnx.to_pure_dict(nnx.state(step.model(state)))
+    np.testing.assert_array_equal(after["kernel"], before["kernel"])
+    assert not np.allclose(after["lora"]["lora_a"], before["lora"]["lora_a"])
+
+
+# Linen.
+
+
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.BatchNorm(use_running_average=False)(nn.Dense(4)(x))
+
+
+def linen_loss(variables: Any, batch: Any) -> jax.Array:
+    out, _ = Normed().apply(variables, batch, mutable=["batch_stats"])
+    return (out**2).mean()
+
+
+def test_linens_statistics_are_not_parameters():
+    variables = Normed().init(jax.random.key(0), X)
+    step = make_train_step(linen_loss, optax.adamw(0.1), num_shards=2)
+    with pytest.raises(ArgumentError, match=r"train \['batch_stats'\].*model_state='mean'"):
+        step.init(variables)
+
+
+def test_linens_statistics_as_the_error_says_it():
+    variables = Normed().init(jax.random.key(0), X)
+    rest = {"batch_stats": variables["batch_stats"]}
+    step = sgd_step(lambda params, batch: linen_loss({"params": params, **rest}, batch), 0.1, 2)
+    step(step.init(variables["params"]), X)
+    model = nnx.bridge.lazy_init(nnx.bridge.ToNNX(Normed(), rngs=nnx.Rngs(0)), X)
+    step = make_train_step(
+        lambda model, batch: (model(batch, mutable=["batch_stats"]) ** 2).mean(),
+        optax.adamw(0.1),
+        num_shards=2,
+    )
+    state, _ = step(step.init(model), X)
+    # The variance of the first step is that of Linen's own momentum, and does not decay.
+    norm = nnx.to_pure_dict(nnx.state(step.model(state), nnx.BatchStat))["BatchNorm_0"]
+    assert np.all(np.asarray(norm["var"]) > 0.98)
+
+
+def test_linens_other_collections_that_the_optimizer_leaves_alone():
+    variables = Normed().init(jax.random.key(0), X)
+    labels = lambda variables: {name: name == "params" for name in variables}
+    opt = optax.partition({True: optax.sgd(0.1), False: optax.set_to_zero()}, labels)
+    step = make_train_step(linen_loss, opt, num_shards=2)
+    state, _ = step(step.init(variables), X)
+    jax.tree.map(
+        np.testing.assert_array_equal, state.params["batch_stats"], variables["batch_stats"]
+    )
+
+
+# Other axes than the shard axes.
+
+
+def two_axes() -> Mesh:
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+W = np.ones((64, 4), np.float32)
+ROWS = np.ones((8, 64), np.float32)
+
+
+def matmul(w: Any, batch: Any) -> jax.Array:
+    return ((batch @ w) ** 2).mean()
+
+
+@pytest.mark.parametrize("spec", [P(None, "model"), P(("data", "model")), P("data")])
+def test_parameters_that_lie_split_are_refused(spec: P):
+    mesh = two_axes()
+    step = make_train_step(matmul, optax.sgd(0.1), mesh=mesh)
+    for params in ({"w": W}, [W]):
+        split = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec)), params)
+        with pytest.raises(ArgumentError, match=r"params\[('w'|0)\] is sharded.*axis_name=\.\.\."):
+            step.init(split)
+        with pytest.raises(ArgumentError, match=r"params\[('w'|0)\] is sharded"):
+            step.abstract_init(split)
+    step.init(jax.device_put(W, NamedSharding(mesh, P())))
+
+
+def _constrained(w: Any, batch: Any) -> jax.Array:
+    sharding = NamedSharding(two_axes(), P(None, "model"))
+    return matmul(jax.lax.with_sharding_constraint(w, sharding), batch)
+
+
+def _constrained_by_spec(w: Any, batch: Any) -> jax.Array:
+    return matmul(jax.lax.with_sharding_constraint(w, P(None, "model")), batch)
+
+
+def _mapped(w: Any, batch: Any) -> jax.Array:
+    run = jax.shard_map(
+        matmul, mesh=two_axes(), in_specs=(P(None, "model"), P()), out_specs=P(), check_vma=False
+    )
+    return run(w, batch)
+
+
+@pytest.mark.parametrize(
+    ("loss", "mesh"),
+    [
+        (_constrained, two_axes()),
+        (_constrained_by_spec, two_axes()),
+        (_mapped, two_axes()),
+        # No axis of this name.
+        (_constrained_by_spec, Mesh(jax.devices(), ("shards",))),
+    ],
+)
+def test_a_loss_that_shards_arrays_is_refused(loss: Any, mesh: Mesh):
+    step = make_train_step(loss, optax.sgd(0.1), mesh=mesh)
+    state = step.init(W)
+    for call in (step, step.lower):
+        with pytest.raises(ArgumentError, match="shards an array over the mesh"):
+            call(state, ROWS)
+
+
+def test_linens_boxes():
+    class Boxed(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            init = nn.with_partitioning(nn.initializers.ones, (None, "model"))
+            return nn.Dense(4, kernel_init=init)(x)
+
+    loss = lambda params, batch: (Boxed().apply({"params": params}, batch) ** 2).mean()
+    params = Boxed().init(jax.random.key(0), ROWS)["params"]
+    step = make_train_step(loss, optax.sgd(0.1), mesh=two_axes())
+    with pytest.raises(ArgumentError, match=r"flax\.linen\.unbox\(params\)"):
+        step(step.init(params), ROWS)
+    _, metrics = step(step.init(nn.unbox(params)), ROWS)
+    assert float(metrics["loss"]) == 64.0**2
+
+
+def test_a_state_of_equinox_among_the_parameters_is_refused():
+    class Model(eqx.Module):
+        norm: eqx.nn.BatchNorm
+        linear: eqx.nn.Linear
+
+        def __init__(self, key):
+            self.norm = eqx.nn.BatchNorm(3, "batch", mode="batch")
+            self.linear = eqx.nn.Linear(3, 1, key=key)
+
+    step = make_train_step(lambda model, x: x.mean(), optax.adamw(0.1), num_shards=2)
+    with pytest.raises(ArgumentError, match=r"eqx\.nn\.State"):
+        step.init(eqx.nn.make_with_state(Model)(jax.random.key(0)))
+
+
+@pytest.mark.parametrize("optimizer", [optax.adam(0.1), optax.sgd(0.1, 0.9)])
+def test_an_optimizer_state_among_the_parameters_is_refused(optimizer):
+    params = {"w": jnp.ones(3)}
+    state = train_state.TrainState.create(apply_fn=None, params=params, tx=optimizer)
+    step = make_train_step(lambda state, x: x.mean(), optimizer, num_shards=2)
+    with pytest.raises(ArgumentError, match=r"init\(state\.params\)"):
+        step.init(state)
+    with pytest.raises(ArgumentError, match="optimizer state"):
+        step.init({"params": params, "opt": optimizer.init(params)})

@@ -1,0 +1,73 @@
+"""Arrays of one batch have as many rows, or are named as whole."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import crossshard
+from crossshard import make_train_step
+from crossshard.errors import ArgumentError
+
+BATCH = {"x": np.ones((32, 4), np.float32), "class_weight": np.arange(16, dtype=np.float32)}
+W = np.ones(4, np.float32)
+
+
+def loss_fn(w: Any, batch: Any) -> jax.Array:
+    return (batch["x"] @ w).mean() * batch["class_weight"].sum()
+
+
+@pytest.mark.parametrize("weight", [None, lambda batch: batch["x"].shape[0]])
+@pytest.mark.parametrize("placed", [False, True])
+def test_a_table_among_the_rows_is_refused_or_named(weight: Any, placed: bool):
+    step = make_train_step(loss_fn, optax.sgd(0.1), num_shards=8, weight=weight)
+    batch: Any = BATCH
+    if placed:
+        batch = jax.device_put(batch, NamedSharding(step.mesh, PartitionSpec("shards")))
+    state = step.init(W)
+    names = r"\['class_weight'\] has 16, and batch\['x'\] 32\..*replicated_entries"
+    for call in (step, step.lower, jax.jit(lambda state, batch: step(state, batch))):
+        with pytest.raises(ArgumentError, match=names):
+            call(state, batch)
+    whole = make_train_step(
+        loss_fn, optax.sgd(0.1), num_shards=8, replicated_entries=["class_weight"]
+    )
+    assert whole(whole.init(W), BATCH)[1]["loss"] == loss_fn(W, BATCH)
+
+
+def of_shard(x: Any, table: Any) -> Any:
+    return (x * table.sum()).sum()
+
+
+def test_a_runner_splits_arrays_of_one_length_unless_told_otherwise():
+    x, table = BATCH["x"], BATCH["class_weight"]
+    names = r"input 0 and input 1 .*32 and 16.*input_shard_axes"
+    with pytest.raises(ArgumentError, match=names):
+        crossshard.shard(of_shard, [x, table], num_shards=8)
+    with pytest.raises(ArgumentError, match=names):
+        crossshard.nnx.batch_parallel(of_shard, [x, table], num_shards=8)
+    with pytest.raises(ArgumentError, match=r"input 0 and input 'table'"):
+        crossshard.shard(num_shards=8)(of_shard)(x, table=table)
+    of_batch = lambda batch: of_shard(batch["x"], batch["class_weight"])
+    with pytest.raises(ArgumentError, match=r"input 0\['class_weight'\] and input 0\['x'\]"):
+        crossshard.shard(of_batch, [BATCH], num_shards=8, input_shard_axes=[0])
+    found = crossshard.shard(of_shard, [x, table], num_shards=8, input_shard_axes=[0, None])
+    np.testing.assert_allclose(jnp.sum(found), (x * table.sum()).sum())
+    # One of them per shard, as keys are: that is said by its axis.
+    each = crossshard.shard(
+        lambda x, own: x.sum() * own.sum(), [x, jnp.arange(8.0)], 8, input_shard_axes=[0, 0]
+    )
+    np.testing.assert_allclose(each, 16 * np.arange(8))
+
+
+def test_axes_of_one_s_own_are_compared_along_these():
+    mesh = Mesh(np.array(jax.devices()[:4]), "shards")
+    times = jnp.ones((3, 8))
+    found = crossshard.shard(
+        lambda x, y: (x[:, None] * y.T).sum(), [jnp.ones(8), times], 4, [0, 1], mesh=mesh
+    )
+    assert found.sum() == 24

@@ -1,0 +1,548 @@
+"""make_train_step: against one device, numpy, groups alone, and the compiled program."""
+
+import functools
+import itertools
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, Mesh
+
+import crossshard
+from crossshard import Reduction, make_train_step
+from tests.quick import deep, deep_but
+from tests.step.common import assert_close, on_one_device, sgd_step, train
+
+STEPS = 5
+ROWS = 24
+
+
+def _mesh(*sizes: int, kind: AxisType = AxisType.Auto) -> dict[str, Mesh]:
+    names = tuple("abc"[: len(sizes)])
+    devices = np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes)
+    return {"mesh": Mesh(devices, names, axis_types=(kind,) * len(sizes))}
+
+
+# Every axis of a mesh counts shards.
+SHARDS = {number: {"num_shards": number} for number in (1, 2, 4, 8)} | {
+    "two": _mesh(2, 4),
+    "three": _mesh(2, 2, 2),
+    "explicit": _mesh(8, kind=AxisType.Explicit),
+}
+WAYS = [(1, "auto"), (2, "sharded"), (4, "sharded"), (8, "replicated"), (8, "sharded"), (8, "auto")]
+
+
+_rng = np.random.default_rng(7)
+_shift = np.linspace(-1, 1, ROWS)[:, None]
+XS = np.float32(_rng.normal(size=(STEPS, ROWS, 40)) + _shift)
+YS = np.float32(_rng.normal(size=(STEPS, ROWS, 3)) + 2 * _shift)
+START = {
+    "first": {
+        "kernel": np.float32(_rng.normal(size=(40, 64)) / 8),
+        "bias": np.zeros(64, np.float32),
+    },
+    "second": {
+        "kernel": np.float32(_rng.normal(size=(64, 33)) / 8),
+        "bias": np.float32(_rng.normal(size=33) / 8),
+    },
+    "last": np.float32(_rng.normal(size=(33, 3)) / 8),
+    "scale": np.float32(0.5),
+}
+
+
+def loss_fn(params: Any, batch: Any) -> jax.Array:
+    hidden = batch["x"]
+    for layer in (params["first"], params["second"]):
+        hidden = jnp.tanh(hidden @ layer["kernel"] + layer["bias"])
+    return ((params["scale"] * hidden @ params["last"] - batch["y"]) ** 2).mean()
+
+
+def batches(rows: Any = slice(None)) -> list[dict[str, np.ndarray]]:
+    return [{"x": x[rows], "y": y[rows]} for x, y in zip(XS, YS, strict=True)]
+
+
+def _delayed_sgd(learning_rate: float) -> optax.GradientTransformation:
+    """Steps with the gradient of the step before, so that parameters read it from the state."""
+    init = lambda params: jax.tree.map(jnp.zeros_like, params)
+    scaled = lambda last: jax.tree.map(lambda g: -learning_rate * g, last)
+    update = lambda gradients, last, params=None: (scaled(last), gradients)
+    return optax.GradientTransformation(init, update)
+
+
+# With Adam's own eps, 1e-8, a gradient near zero would step by what rounding left of it.
+RULES = {
+    "sgd": optax.sgd(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "adamw": optax.adamw(0.01, eps=1e-4, weight_decay=0.1),
+    "clip + adam": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.01, eps=1e-4)),
+    "reads the loss": optax.polyak_sgd(0.5),
+    "reads the gradient from its state": _delayed_sgd(0.1),
+}
+
+
+@functools.cache
+def plain(rule: str, rows: tuple[int, ...] | None = None) -> Any:
+    """What plain Optax reaches on one device on the whole batch."""
+    given = batches(slice(None) if rows is None else list(rows))
+    return on_one_device(loss_fn, RULES[rule], START, given, needs_value="loss" in rule)
+
+
+def trained_by(step: Any, params: Any = START) -> Any:
+    return train(step, step.init(params), batches())
+
+
+@pytest.mark.parametrize(
+    ("rule", "shards", "weight_update"),
+    deep_but(
+        [
+            *(("sgd", *way) for way in WAYS),
+            ("momentum", 2, "sharded"),
+            ("adamw", 8, "sharded"),
+            ("clip + adam", 8, "replicated"),
+            ("clip + adam", 8, "sharded"),
+            *((rule, 8, where) for rule in [*RULES][4:] for where in ("replicated", "sharded")),
+            ("sgd", "two", "replicated"),
+            ("sgd", "three", "sharded"),
+            ("sgd", "explicit", "sharded"),
+            ("clip + adam", "two", "sharded"),
+        ],
+        [
+            *((rule, *way) for rule in [*RULES][:4] for way in WAYS),
+            *itertools.product([*RULES][4:], [8], ["replicated", "sharded"]),
+            *itertools.product(["sgd", "clip + adam"], [*SHARDS][4:], ["replicated", "sharded"]),
+        ],
+    ),
+)
+def test_shards_step_as_one_device_on_the_whole_batch(rule: str, shards: Any, weight_update: str):
+    step = make_train_step(loss_fn, RULES[rule], weight_update=weight_update, **SHARDS[shards])
+    state = step.unshard(trained_by(step))
+    params, opt_state = plain(rule)
+    assert jax.tree.structure(state.params) == jax.tree.structure(params)
+    tolerance = 1e-5 if "loss" in rule else 2e-6
+    assert_close(state.params, params, tolerance)
+    assert_close(state.opt_state.inner_state, opt_state, tolerance)
+    assert int(state.step) == STEPS
+
+
+@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
+def test_sum(weight_update: str):
+    opt = crossshard.CrossShardOptimizer(optax.sgd(0.01), Reduction.SUM)
+    step = make_train_step(loss_fn, opt, num_shards=8, weight_update=weight_update)
+    params, _ = on_one_device(loss_fn, optax.sgd(8 * 0.01), START, batches())
+    assert_close(trained_by(step).params, params, 2e-6)
+
+
+@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
+def test_the_first_step_of_sgd_is_what_numpy_says(weight_update: str):
+    rng = np.random.default_rng(1)
+    w, x, y = rng.normal(size=(64, 40)), rng.normal(size=(16, 64)), rng.normal(size=(16, 40))
+    gradient = 2 * x.T @ (x @ w - y) / y.size
+    step = sgd_step(
+        lambda w, b: ((b["x"] @ w - b["y"]) ** 2).mean(), 0.5, 8, weight_update=weight_update
+    )
+    state, metrics = step(step.init(np.float32(w)), {"x": np.float32(x), "y": np.float32(y)})
+    np.testing.assert_allclose(state.params, w - 0.5 * gradient, atol=1e-6)
+    np.testing.assert_allclose(metrics["loss"], ((x @ w - y) ** 2).mean(), rtol=1e-6)
+
+
+GROUPS = {"halves": [[0, 1, 2, 3], [4, 5, 6, 7]], "pairs": [[5, 0], [1, 7], [2, 3], [6, 4]]}
+
+
+@pytest.mark.parametrize(
+    ("rule", "weight_update", "kind"),
+    deep_but(
+        [
+            ("sgd", "replicated", "pairs"),
+            ("sgd", "sharded", "pairs"),
+            ("adamw", "sharded", "halves"),
+        ],
+        itertools.product(["sgd", "adamw"], ["replicated", "sharded"], GROUPS),
+    ),
+)
+def test_each_group_steps_as_it_would_alone(rule: str, weight_update: str, kind: str):
+    groups = GROUPS[kind]
+    opt = crossshard.CrossShardOptimizer(RULES[rule], group_assignment=groups)
+    step = make_train_step(loss_fn, opt, num_shards=8, weight_update=weight_update)
+    if weight_update == "sharded":
+        assert "in parts" in _described(step)
+    state = step.unshard(trained_by(step))
+    of_shard = np.arange(ROWS).reshape(8, -1)
+    for group in groups:
+        rows = tuple(of_shard[group].ravel().tolist())
+        for shard in group:
+            own = jax.tree.map(
+                lambda x, shard=shard: x[shard], (state.params, state.opt_state.inner_state)
+            )
+            assert_close(own, plain(rule, rows), 2e-6)
+            assert_close(step.model(state, shard=shard), own[0], 0)
+
+
+def _described(step: Any) -> str:
+    step.abstract_init(START)
+    return step.describe()
+
+
+def test_groups_of_a_rule_that_is_not_elementwise_are_refused_when_sharded():
+    opt = crossshard.CrossShardOptimizer(RULES["clip + adam"], group_assignment=[[0, 1], [2, 3]])
+    auto = make_train_step(loss_fn, opt, num_shards=4)
+    assert "whole on every shard" in _described(auto)
+    step = make_train_step(loss_fn, opt, num_shards=4, weight_update="sharded")
+    with pytest.raises(crossshard.errors.WeightUpdateError, match=r"not elementwise: reduce_sum"):
+        step.init(START)
+
+
+# What lies where.
+
+
+@pytest.mark.parametrize("number", [2, deep(4), 8])
+def test_the_optimizer_state_of_a_shard_is_its_part(number: int):
+    params = {f"w{i}": np.zeros((64, 64), np.float32) for i in range(4)}
+    step = make_train_step(
+        lambda p, b: sum((w * b).sum() for w in p.values()),
+        optax.adam(0.1),
+        num_shards=number,
+        weight_update="sharded",
+    )
+    state, _ = step(step.init(params), np.ones((number, 64), np.float32))
+    on_first = sum(
+        shard.data.nbytes
+        for leaf in jax.tree.leaves(state.opt_state)
+        for shard in leaf.addressable_shards
+        if shard.device == jax.devices()[0]
+    )
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state))
+    assert on_first == pytest.approx(whole / number, rel=0.01)
+
+
+def test_the_users_arrays_are_copied_and_the_states_buffers_used_again():
+    params = jax.tree.map(jnp.asarray, START)
+    step = make_train_step(loss_fn, optax.adam(0.1), num_shards=8, weight_update="sharded")
+    before = step.init(params)
+    whole = step.unshard(before)
+    after, _ = step(before, batches()[0])
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((before.params, before.opt_state)))
+    for tree in (params, whole, after):
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(tree))
+    assert_close(whole.params, START, 0)
+
+
+def test_a_rule_that_keeps_the_parameters_has_a_copy():
+    kept = optax.GradientTransformation(lambda params: params, lambda g, s, _=None: (g, s))
+    step = make_train_step(loss_fn, kept, num_shards=2, weight_update="sharded")
+    trained_by(step)
+
+
+@pytest.mark.parametrize("rule", ["momentum", deep("clip + adam")])
+@pytest.mark.parametrize(("first", "then"), [(8, 3), deep((3, 8)), deep((2, 4)), (1, 8)])
+def test_a_state_goes_on_with_another_number_of_shards(rule: str, first: int, then: int):
+    one, other = (
+        make_train_step(loss_fn, RULES[rule], num_shards=number, weight_update="sharded")
+        for number in (first, then)
+    )
+    state = train(one, one.init(START), batches()[:2])
+    state = train(other, other.reshard(jax.device_get(one.unshard(state))), batches()[2:])
+    state = other.unshard(state)
+    assert_close((state.params, state.opt_state.inner_state), plain(rule), 2e-6)
+    assert int(state.step) == STEPS
+
+
+# Leaves of every kind.
+
+
+def _zoo_loss(params: Any, batch: Any) -> jax.Array:
+    leaves = [x for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
+    terms = [((leaf.astype(jnp.float32) - 0.1 * i) ** 2).sum() for i, leaf in enumerate(leaves)]
+    return sum(terms) * batch.mean()
+
+
+def _zoo() -> Any:
+    rng = np.random.default_rng(3)
+    draw = lambda *shape: np.float32(rng.normal(size=shape))
+    shared = draw(1031)
+    return {
+        "scalar": np.float32(3),
+        "tiny": draw(5),
+        "odd": draw(37, 29),
+        "odd3": draw(3, 17, 23),
+        "even": draw(64, 17),
+        "conv": draw(3, 3, 16, 8),
+        "prime": draw(1031),
+        "half": jnp.asarray(draw(64, 33), jnp.bfloat16),
+        "empty": {},
+        "nothing": None,
+        "zero": np.zeros((0, 4), np.float32),
+        "shared": [shared, shared],
+        "whole": np.arange(2000),
+        "mask": np.array([True, False]),
+    }
+
+
+_MASK = lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+ZOO_RULES = {
+    "sgd": optax.sgd(0.1),
+    "adam": optax.adam(0.1),
+    "decay of matrices": optax.adamw(0.1, weight_decay=0.1, mask=_MASK),
+    "frozen by mask": optax.chain(optax.adam(0.1), optax.masked(optax.set_to_zero(), _MASK)),
+    "partition": optax.partition({True: optax.adam(0.1), False: optax.set_to_zero()}, _MASK),
+    "state in f32": optax.adam(0.1, mu_dtype=jnp.float32),
+    "global norm": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+    "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=8),
+}
+
+
+@pytest.mark.parametrize(
+    ("rule", "number"),
+    deep_but(
+        [("sgd", 8), ("adam", 3), ("global norm", 8)],
+        [*((rule, 8) for rule in ZOO_RULES), ("adam", 3), ("global norm", 3)],
+    ),
+)
+def test_leaves_of_every_kind(rule: str, number: int):
+    batch = np.ones(24, np.float32)
+    results = []
+    for shards, weight_update in ((1, "replicated"), (number, "replicated"), (number, "sharded")):
+        step = make_train_step(
+            _zoo_loss, ZOO_RULES[rule], num_shards=shards, weight_update=weight_update
+        )
+        state = step.unshard(train(step, step.init(_zoo()), [batch] * 4))
+        model = step.model(state)
+        np.testing.assert_array_equal(model["whole"], np.arange(2000))
+        np.testing.assert_array_equal(model["mask"], [True, False])
+        assert model["half"].dtype == jnp.bfloat16
+        assert jax.tree.structure(model) == jax.tree.structure(_zoo())
+        results.append(jax.tree.map(lambda x: np.asarray(x, np.float64), model))
+    for result in results[1:]:
+        assert_close(result, results[0], 1e-5)
+    moved = jax.tree.map(
+        lambda a, b: np.abs(a - np.asarray(b, float)).max(initial=0), model, _zoo()
+    )
+    assert max(moved["prime"], moved["odd"]) > 0.01
+
+
+def test_sixteen_bit_parameters_keep_a_state_of_their_rule():
+    params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
+    opt = optax.adam(0.1, mu_dtype=jnp.float32)
+    step = make_train_step(
+        lambda p, b: (p["w"].astype(jnp.float32) * b.mean()).sum(),
+        opt,
+        num_shards=8,
+        weight_update="sharded",
+    )
+    state = train(step, step.init(params), [np.ones(8, np.float32)] * 2)
+    assert state.params["w"].dtype == jnp.bfloat16
+    assert state.opt_state.inner_state[0].mu["w"].dtype == jnp.float32
+    assert state.opt_state.inner_state[0].nu["w"].dtype == opt.init(params)[0].nu["w"].dtype
+
+
+# Weights.
+
+
+def _masked_loss(params: Any, batch: Any) -> jax.Array:
+    error = ((batch["x"] @ params - batch["y"]) ** 2).mean(-1)
+    return (error * batch["mask"]).sum() / batch["mask"].sum()
+
+
+@pytest.mark.parametrize(
+    ("rule", "rows", "weight_update"),
+    deep_but(
+        [("sgd", 17, "replicated"), ("sgd", 17, "sharded"), ("adamw", 24, "sharded")],
+        itertools.product(["sgd", "adamw"], [24, 17, 1], ["replicated", "sharded"]),
+    ),
+)
+def test_a_weighted_mean_over_uneven_shards(rule: str, rows: int, weight_update: str):
+    """Of 17 rows over 8 shards some get 3, one 2 and some none, whose loss is 0/0."""
+    rng = np.random.default_rng(rows)
+    w = np.float32(rng.normal(size=(40, 33)))
+    x, y = np.float32(rng.normal(size=(rows, 40))), np.float32(rng.normal(size=(rows, 33)))
+    mask = np.float32(rng.integers(0, 2, rows))
+    mask[0] = 1
+    opt, batch = RULES[rule], {"x": x, "y": y, "mask": mask}
+    expected, _ = on_one_device(_masked_loss, opt, w, [batch])
+    weight = "mask" if rows == 24 else lambda batch: batch["mask"].sum()
+    step = make_train_step(
+        _masked_loss, opt, num_shards=8, weight_update=weight_update, weight=weight
+    )
+    state, metrics = step(step.init(w), batch)
+    np.testing.assert_allclose(state.params, expected, atol=2e-6)
+    np.testing.assert_allclose(metrics["loss"], _masked_loss(w, batch), rtol=1e-5)
+
+
+# What a loss may be.
+
+
+@pytest.mark.parametrize("number", [1, 4])
+def test_keys_differ_between_steps_and_shards_and_come_again(number: int):
+    step = sgd_step(
+        lambda p, b, rng: (p * b.mean(), jax.random.normal(rng)), 0.1, number, has_aux=True
+    )
+
+    def drawn(rng: Any) -> Any:
+        state = step.init(jnp.float32(1), rng)
+        seen = []
+        for _ in range(3):
+            state, metrics = step(state, np.ones(4, np.float32))
+            seen += metrics["aux"].tolist()
+        return seen
+
+    assert len(set(drawn(0))) == 3 * number
+    assert drawn(0) == drawn(jax.random.key(0)) == drawn(jax.random.PRNGKey(0))
+    assert not set(drawn(0)) & set(drawn(1))
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.first = nnx.Linear(40, 64, rngs=rngs)
+        self.norm = nnx.BatchNorm(64, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.last = nnx.Linear(64, 33, rngs=rngs)
+        self.tied = self.first
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.last(self.dropout(nnx.relu(self.norm(self.tied(x)))))
+
+
+def _net_loss(model: Net, batch: Any) -> jax.Array:
+    return ((model(batch["x"]).mean(-1, keepdims=True) - batch["y"]) ** 2).mean()
+
+
+def test_an_nnx_module_keeps_statistics_and_streams_of_each_shard():
+    net = Net(nnx.Rngs(0))
+    step = sgd_step(_net_loss, 0.1, 4, weight_update="sharded")
+    state = trained_by(step, net)
+    kernel = net.first.kernel.get_value()
+    trained = step.model(state)
+    assert trained.tied is trained.first
+    assert not np.allclose(trained.first.kernel.get_value(), kernel)
+    for shard in range(4):
+        assert int(step.model(state, shard=shard).dropout.rngs.count.get_value()) == STEPS
+    means = [step.model(state, shard=s).norm.mean.get_value() for s in range(4)]
+    assert np.shape(means) == (4, 64)
+    np.testing.assert_allclose(trained.norm.mean.get_value(), np.mean(means, 0), atol=1e-6)
+    assert not np.allclose(means[0], means[1])
+    trained.eval()
+    assert trained(XS[0]).shape == (ROWS, 33)
+
+
+def test_an_nnx_module_without_randomness_steps_as_one_device():
+    class Plain(nnx.Module):
+        def __init__(self) -> None:
+            rngs = nnx.Rngs(0)
+            self.layers = nnx.List([nnx.Linear(40, 48, rngs=rngs), nnx.Linear(48, 3, rngs=rngs)])
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.layers[1](jnp.tanh(self.layers[0](x)))
+
+    loss = lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean()
+    model = Plain()
+    reference = nnx.Optimizer(model, optax.adam(0.01, eps=1e-4), wrt=nnx.Param)
+    step = make_train_step(loss, optax.adam(0.01, eps=1e-4), num_shards=8, weight_update="sharded")
+    state = trained_by(step, model)
+    for batch in batches():
+        gradients = nnx.grad(loss)(model, batch)
+        reference.update(model, gradients)
+    assert_close(
+        nnx.to_pure_dict(nnx.state(step.model(state))), nnx.to_pure_dict(nnx.state(model)), 2e-6
+    )
+
+
+def test_an_equinox_module_steps_as_one_device():
+    mlp = eqx.nn.MLP(40, 3, 48, 2, key=jax.random.key(0))
+    loss = lambda model, batch: ((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2).mean()
+    step = make_train_step(loss, optax.adam(0.01, eps=1e-4), num_shards=8, weight_update="sharded")
+    trained = step.model(trained_by(step, mlp))
+    opt = optax.adam(0.01, eps=1e-4)
+    opt_state = opt.init(eqx.filter(mlp, eqx.is_inexact_array))
+    for batch in batches():
+        gradients = eqx.filter_grad(loss)(mlp, batch)
+        updates, opt_state = opt.update(gradients, opt_state)
+        mlp = eqx.apply_updates(mlp, updates)
+    assert_close(eqx.filter(trained, eqx.is_array), eqx.filter(mlp, eqx.is_array), 2e-6)
+    assert trained.activation is mlp.activation
+
+
+def test_sums_inside_of_the_loss_see_the_shards():
+    step = sgd_step(lambda p, b: p * crossshard.cross_replica_sum(b.sum()), 1.0, 4)
+    state, metrics = step(step.init(jnp.float32(1)), np.arange(4, dtype=np.float32))
+    assert float(metrics["loss"]) == 6
+    assert float(state.params) == -5
+
+
+# The compiled step.
+
+
+def test_it_is_compiled_once():
+    count = 0
+
+    def counted(params: Any, batch: Any) -> jax.Array:
+        nonlocal count
+        count += 1
+        return loss_fn(params, batch)
+
+    step = make_train_step(counted, optax.adam(0.1), num_shards=8, weight_update="sharded")
+    trained_by(step)
+    assert count == 1
+
+
+def test_it_is_lowered_for_types_as_for_arrays():
+    step = make_train_step(loss_fn, optax.adam(0.1), num_shards=8, weight_update="sharded")
+    abstract, state = step.abstract_init(START), step.init(START)
+    assert jax.tree.structure(abstract) == jax.tree.structure(state)
+    for one, other in zip(jax.tree.leaves(abstract), jax.tree.leaves(state), strict=True):
+        assert (one.shape, one.dtype, one.sharding) == (other.shape, other.dtype, other.sharding)
+    batch = batches()[0]
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    assert step.lower(abstract, types).as_text() == step.lower(state, batch).as_text()
+
+
+def test_it_is_lowered_for_the_batch_as_it_will_be_padded():
+    step = sgd_step(_masked_loss, 0.1, 8, weight="mask")
+    types = {
+        "x": jax.ShapeDtypeStruct((10, 40), jnp.float32),
+        "y": jax.ShapeDtypeStruct((10, 33), jnp.float32),
+        "mask": jax.ShapeDtypeStruct((10,), jnp.float32),
+    }
+    lowered = step.lower(step.abstract_init(np.ones((40, 33), np.float32)), types)
+    assert lowered.in_avals[0][1]["x"].shape == (16, 40)
+    del types["mask"]
+    with pytest.raises(crossshard.errors.ArgumentError, match="names an entry"):
+        step.lower(step.abstract_init(np.ones((40, 33), np.float32)), types)
+
+
+def test_a_step_may_be_scanned():
+    step = make_train_step(loss_fn, optax.adam(0.1), num_shards=8, weight_update="sharded")
+    state = step.init(START)
+    stacked = {"x": jnp.asarray(XS), "y": jnp.asarray(YS)}
+    state, _ = jax.jit(lambda s, b: jax.lax.scan(step, s, b))(state, stacked)
+    step = make_train_step(loss_fn, optax.adam(0.1), num_shards=8, weight_update="sharded")
+    assert_close(state.params, jax.device_get(trained_by(step).params), 2e-6)
+
+
+def test_describe():
+    step = make_train_step(
+        loss_fn, RULES["clip + adam"], num_shards=8, weight_update="sharded", weight=len
+    )
+    step.init(START)
+    said = step.describe()
+    assert "local gradient → weigh → mean over all shards → update on sharded global arrays" in said
+    assert "reduce_sum over a full parameter (clip_by_global_norm, optax/" in said
+    assert "on each shard" in said
+
+
+def test_init_traces_the_initial_state_once():
+    calls = []
+
+    def init(params: Any) -> Any:
+        calls.append(params)
+        return jax.tree.map(jnp.zeros_like, params)
+
+    optimizer = optax.GradientTransformation(init, lambda g, s, p=None: (g, s))
+    step = make_train_step(lambda p, b: (p * b).mean(), optimizer, num_shards=4)
+    step.init(np.ones(3, np.float32))
+    # And once to plan the update.
+    assert len(calls) == 2

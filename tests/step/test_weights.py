@@ -1,0 +1,175 @@
+"""weight: what a shard counts, of which the loss must know, and steps in which nothing counts."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from crossshard import CrossShardOptimizer, make_train_step
+from crossshard.errors import ArgumentError
+from tests.quick import deep_but
+from tests.step.common import assert_same, on_one_device, sgd_step, train
+
+RNG = np.random.default_rng(0)
+W = RNG.normal(size=(40, 33)).astype(np.float32)
+X = RNG.normal(size=(24, 40)).astype(np.float32)
+GROUPS = [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+def masked(w: Any, batch: Any) -> jax.Array:
+    rows = ((batch["x"] @ w - 1) ** 2).mean(-1)
+    return (rows * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def batch_of(mask: Any) -> Any:
+    return {"x": X[: len(mask)], "mask": np.float32(mask)}
+
+
+# A loss that does not know of the weight.
+
+BLIND = {
+    "plain": lambda w, batch: ((batch["x"] @ w) ** 2).mean(),
+    "its shape alone": lambda w, batch: ((batch["x"] @ w) ** 2).sum() / batch["mask"].size,
+    "in jit, and thrown away": lambda w, batch: jax.jit(
+        lambda w, batch: ((batch["x"] @ w) ** 2, batch["mask"])
+    )(w, batch)[0].mean(),
+    "in aux alone": lambda w, batch: (((batch["x"] @ w) ** 2).mean(), batch["mask"].sum()),
+}
+SEEING = {
+    "a mask": masked,
+    "in jit": jax.jit(masked),
+    "in remat": jax.checkpoint(masked),
+    "where": lambda w, batch: jnp.mean(((batch["x"] @ w) ** 2).mean(-1), where=batch["mask"] > 0),
+    "a branch": lambda w, batch: jax.lax.cond(
+        batch["mask"].sum() > 0, lambda: masked(w, batch), lambda: 0.0
+    ),
+    "a scan": lambda w, batch: (
+        jax.lax.scan(
+            lambda total, row: (total + ((row["x"] @ w) ** 2).mean() * row["mask"], None),
+            0.0,
+            batch,
+        )[0]
+        / batch["mask"].sum()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BLIND)
+@pytest.mark.parametrize("rows", [24, 17])
+def test_a_loss_that_does_not_read_the_weight_is_refused(name: str, rows: int):
+    step = sgd_step(BLIND[name], 0.1, 8, weight="mask", has_aux="aux" in name)
+    with pytest.raises(ArgumentError, match=r"the loss does not read it.*weight=lambda batch"):
+        step(step.init(W), batch_of(np.ones(rows)))
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_a_loss_that_reads_it_is_taken(name: str):
+    step = sgd_step(SEEING[name], 0.1, 8, weight="mask")
+    mask = np.arange(17) % 3 != 0
+    _, metrics = step(step.init(W), batch_of(mask))
+    assert np.isfinite(metrics["loss"])
+    assert float(metrics["weight"]) == mask.sum()
+
+
+def test_a_module_whose_loss_does_not_read_the_weight():
+    net = nnx.Sequential(nnx.Linear(40, 3, rngs=nnx.Rngs(0)), nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
+    blind = lambda net, batch: (net(batch["x"]) ** 2).mean()
+    step = sgd_step(blind, 0.1, 2, weight="mask")
+    with pytest.raises(ArgumentError, match="does not read it"):
+        step(step.init(net), batch_of(np.ones(8)))
+
+
+def test_a_function_may_count_what_the_loss_does_not_read():
+    blind = lambda w, batch: ((batch["x"] @ w) ** 2).mean()
+    step = sgd_step(blind, 0.1, 2, weight=lambda batch: batch["mask"].sum())
+    _, metrics = step(step.init(W), batch_of([1, 0, 1, 1]))
+    rows = ((X[:4] @ W) ** 2).mean(-1).reshape(2, 2).mean(-1)
+    np.testing.assert_allclose(metrics["loss"], (rows[0] + 2 * rows[1]) / 3, rtol=1e-5)
+
+
+# Nothing counts.
+
+REPLICATED, SHARDED = ({"weight_update": where} for where in ("replicated", "sharded"))
+CLIPPED = functools.partial(optax.chain, optax.clip_by_global_norm(1.0))
+WAYS: dict[str, tuple[Any, Any, Any]] = {
+    "whole": (REPLICATED, optax.chain, None),
+    "in parts": (SHARDED, optax.chain, None),
+    "on global arrays": (SHARDED, CLIPPED, None),
+    "groups": (REPLICATED, optax.chain, GROUPS),
+    "groups, in parts": (SHARDED, optax.chain, GROUPS),
+}
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.1),
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+    "adamw": lambda: optax.adamw(0.1, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("optimizer", deep_but(["adamw"], OPTIMIZERS))
+def test_a_batch_that_weighs_nothing_changes_no_bit(optimizer: str, way: str):
+    kwargs, wrap, groups = WAYS[way]
+    opt = CrossShardOptimizer(
+        wrap(OPTIMIZERS[optimizer]()), group_assignment=groups, preprocess=optax.trace(0.5)
+    )
+    step = make_train_step(masked, opt, num_shards=8, weight="mask", ema=0.9, **kwargs)
+    state = step.init(W)
+    assert {"in parts": "in parts", "on global arrays": "global"}.get(way, "") in step.describe()
+    state, metrics = step(state, batch_of(np.ones(24)))
+    each = 4 if groups else 8
+    np.testing.assert_array_equal(metrics["weight"], np.full(metrics["weight"].shape, 3.0 * each))
+    assert not np.allclose(state.params, W)
+    before = jax.tree.map(np.array, state)
+    for x in (X, np.full_like(X, np.nan)):
+        state, metrics = step(state, {"x": x, "mask": np.zeros(24, np.float32)})
+        assert_same(state, before)
+        assert np.all(metrics["skipped"])
+        assert not np.any(metrics["weight"])
+        assert not np.any(metrics["loss"])
+    state, metrics = step(state, batch_of(np.ones(24)))
+    assert not np.any(metrics["skipped"])
+    assert int(state.step) == 2
+
+
+def test_equal_weights_are_none():
+    loss = lambda w, batch: ((batch["x"] @ w - 1) ** 2).mean()
+    states = []
+    for weight in (None, lambda batch: 7.0):
+        step = sgd_step(loss, 0.1, 4, weight=weight)
+        states.append(train(step, step.init(W), [batch_of(np.ones(8))]))
+    np.testing.assert_allclose(states[0].params, states[1].params, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", deep_but(["sgd", "adamw"], OPTIMIZERS))
+@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
+def test_a_group_that_weighs_nothing_stays_and_the_other_steps(weight_update: str, optimizer: str):
+    opt = CrossShardOptimizer(OPTIMIZERS[optimizer](), group_assignment=GROUPS)
+    step = make_train_step(masked, opt, num_shards=8, weight="mask", weight_update=weight_update)
+    mask = np.repeat(np.arange(8) % 2, 3)
+    state, metrics = step(step.init(W), batch_of(mask))
+    np.testing.assert_array_equal(metrics["weight"], [0, 12] * 4)
+    np.testing.assert_array_equal(step.model(state, shard=0), W)
+    alone, _ = on_one_device(masked, OPTIMIZERS[optimizer](), W, [batch_of(mask)])
+    np.testing.assert_allclose(step.model(state, shard=1), alone, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_are_as_precise_as_what_is_trained():
+    with jax.enable_x64(True):
+        weights = np.array([1.0, 1e-9, 3.0, 1 / 3])
+        step = sgd_step(
+            lambda w, batch: (w * batch["x"] * batch["c"]).sum() / batch["c"].sum(),
+            1.0,
+            4,
+            weight="c",
+        )
+        x = np.array([1.0, 2.0, 5.0, 7.0])
+        state, metrics = step(step.init(np.float64(1)), {"x": x, "c": weights})
+        assert metrics["weight"].dtype == np.float64
+        expected = (weights * x).sum() / weights.sum()
+        np.testing.assert_allclose(1 - state.params, expected, rtol=1e-14)
+        np.testing.assert_allclose(metrics["weight"], weights.sum(), rtol=1e-15)

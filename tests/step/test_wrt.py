@@ -1,0 +1,227 @@
+"""wrt: what is not trained is neither differentiated nor sent, and stays as it was."""
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from crossshard import CrossShardOptimizer, make_train_step
+from crossshard.errors import ArgumentError, VariableError
+from crossshard.testing import assert_communication
+from tests.quick import deep, deep_but
+from tests.step import common
+from tests.step.common import assert_same, on_one_device, sgd_step, train
+
+RNG = np.random.default_rng(0)
+# Frozen and trained arrays of one shape, large enough to travel alone, and small ones in buckets.
+PARAMS = {
+    name: {"kernel": np.float32(RNG.normal(size=(64, 64)) / 8), "bias": np.zeros(64, np.float32)}
+    for name in ("body", "neck", "head")
+}
+BATCH = np.float32(RNG.normal(size=(16, 64)))
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.1),
+    "adamw": optax.adamw(1e-2),
+    # Not elementwise, so that it runs on global arrays.
+    "clip": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
+}
+
+
+def loss_fn(params: Any, batch: Any) -> jax.Array:
+    for name in ("body", "neck", "head"):
+        batch = jnp.tanh(batch @ params[name]["kernel"] + params[name]["bias"])
+    return ((batch - 0.5) ** 2).mean()
+
+
+def is_trained(path: Any, leaf: Any) -> bool:
+    return path[0].key == "head" or (path[0].key == "neck" and leaf.ndim == 1)
+
+
+def split(params: Any) -> tuple[Any, Any]:
+    trained = {"neck": {"bias": params["neck"]["bias"]}, "head": params["head"]}
+    return trained, {"body": params["body"], "neck": {"kernel": params["neck"]["kernel"]}}
+
+
+def loss_of_trained(trained: Any, batch: Any) -> jax.Array:
+    frozen = split(PARAMS)[1]
+    neck = {**frozen["neck"], **trained["neck"]}
+    return loss_fn({"body": frozen["body"], "neck": neck, "head": trained["head"]}, batch)
+
+
+assert_close = functools.partial(common.assert_close, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
+@pytest.mark.parametrize("name", deep_but(["sgd", "clip"], OPTIMIZERS))
+def test_a_pytree_of_which_a_part_is_trained(name: str, weight_update: str):
+    kwargs = {"wrt": is_trained, "weight_update": weight_update}
+    step = make_train_step(loss_fn, OPTIMIZERS[name], num_shards=8, **kwargs)
+    other = make_train_step(loss_fn, OPTIMIZERS[name], num_shards=4, **kwargs)
+    state, _ = step(step.init(PARAMS), BATCH)
+    # The optimizer has never seen what is frozen.
+    assert {leaf.size for leaf in jax.tree.leaves(step.unshard(state).opt_state)} <= {1, 64, 4096}
+    assert len(jax.tree.leaves(state.params)) == 3
+    state, _ = other(other.reshard(step.unshard(state)), BATCH)
+    trained, frozen = split(other.model(state))
+    given = split(PARAMS)[0], [BATCH] * 2
+    assert_close(trained, on_one_device(loss_of_trained, OPTIMIZERS[name], *given)[0])
+    assert_same(frozen, split(PARAMS)[1])
+
+
+@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
+@pytest.mark.parametrize("name", deep_but(["adamw"], OPTIMIZERS))
+def test_nothing_frozen_is_sent_or_copied(name: str, weight_update: str):
+    step = make_train_step(
+        loss_fn, OPTIMIZERS[name], num_shards=8, wrt=is_trained, weight_update=weight_update
+    )
+    trained, frozen = split(PARAMS)
+    report = assert_communication(step, step.abstract_init(PARAMS), BATCH, parameters=trained)
+    assert report.bytes_sent == pytest.approx(report.lower_bound, rel=0.01)
+    # The whole state is updated in place, what is frozen included.
+    assert report.memory.output - report.memory.alias < 4096
+    assert report.memory.alias >= sum(leaf.nbytes for leaf in jax.tree.leaves((trained, frozen)))
+
+
+def test_each_group_trains_its_own_part():
+    opt = CrossShardOptimizer(optax.sgd(0.1), group_assignment=[[0, 1], [2, 3]])
+    step = make_train_step(loss_fn, opt, num_shards=4, wrt=is_trained)
+    state, _ = step(step.init(PARAMS), BATCH)
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(state.params)} == {4}
+    for shard, rows in ((0, BATCH[:8]), (3, BATCH[8:])):
+        gradient = jax.grad(loss_fn)(PARAMS, rows)
+        updated = jax.tree.map(lambda p, g: p - 0.1 * g, PARAMS, gradient)
+        trained, frozen = split(step.model(state, shard=shard))
+        assert_close(trained, split(updated)[0])
+        assert_same(frozen, split(PARAMS)[1])
+
+
+# NNX and Equinox.
+
+
+class Lora(nnx.Module):
+    """A base with statistics and an adapter."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.base = nnx.LoRALinear(4, 3, lora_rank=2, rngs=rngs)
+        self.base.lora.lora_b[...] = jnp.ones((2, 3))
+        self.norm = nnx.BatchNorm(3, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.norm(self.base(x))
+
+
+def lora_loss(model: Any, batch: Any) -> jax.Array:
+    return ((model(batch) - batch[:, :3]) ** 2).mean()
+
+
+@pytest.mark.parametrize(
+    "optimizer", [deep(optax.sgd(0.1)), optax.adamw(0.1)], ids=["sgd", "adamw"]
+)
+@pytest.mark.parametrize(
+    "wrt",
+    [
+        nnx.LoRAParam,
+        nnx.All(nnx.Param, nnx.PathContains("lora")),
+        lambda path, leaf: "lora" in path,
+    ],
+    ids=["type", "filter", "function"],
+)
+def test_lora_on_a_frozen_base(wrt: Any, optimizer: Any):
+    # Every shard has the same rows, so that statistics of a batch are those of one device.
+    rows = BATCH[:4, :4]
+    model = Lora()
+    own = nnx.Optimizer(model, optimizer, wrt=nnx.LoRAParam)
+    step = make_train_step(lora_loss, optimizer, num_shards=4, wrt=wrt)
+    state = step.init(model)
+    for _ in range(3):
+        state, _ = step(state, np.tile(rows, (4, 1)))
+        own.update(model, nnx.grad(lora_loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(model, rows))
+    assert_close(nnx.to_pure_dict(nnx.state(step.model(state))), nnx.to_pure_dict(nnx.state(model)))
+    assert {x.ndim for x in jax.tree.leaves(state.frozen)} == {1, 2}
+    assert {x.shape[0] for x in jax.tree.leaves(state.model_state)} == {4}
+
+
+def test_a_loss_that_writes_a_frozen_parameter_is_refused():
+    def loss(model: Any, batch: Any) -> jax.Array:
+        model.base.kernel[...] = 0.9 * model.base.kernel[...]
+        return lora_loss(model, batch)
+
+    step = sgd_step(loss, 0.1, 2, wrt=nnx.LoRAParam)
+    with pytest.raises(VariableError, match=r"wrote to an nnx\.Param"):
+        step(step.init(Lora()), BATCH[:, :4])
+
+
+def test_an_equinox_module():
+    model = eqx.nn.MLP(64, 64, 64, 2, key=jax.random.key(0))
+    loss = lambda model, batch: (jax.vmap(model)(batch) ** 2).mean()
+    of_last = lambda path, leaf: jax.tree_util.keystr(path[:2]) == ".layers[2]"
+    step = sgd_step(loss, 0.1, 8, wrt=of_last)
+    state, _ = step(step.init(model), BATCH)
+    trained = step.model(state)
+    gradient = eqx.filter_grad(loss)(model, BATCH)
+    for place, layer in enumerate(trained.layers):
+        rate = 0.1 if place == 2 else 0.0
+        before, slope = model.layers[place], gradient.layers[place]
+        np.testing.assert_allclose(layer.weight, before.weight - rate * slope.weight, atol=1e-6)
+        np.testing.assert_allclose(layer.bias, before.bias - rate * slope.bias, atol=1e-6)
+
+
+def test_a_filter_of_modules():
+    with pytest.raises(ArgumentError, match=r"none of .*params\['base'\]"):
+        sgd_step(lora_loss, 0.1, 2, wrt="no tag").init(Lora())
+    with pytest.raises(ArgumentError, match=r"norm/mean, an nnx BatchStat.*nnx\.All\(nnx\.Param"):
+        sgd_step(lora_loss, 0.1, 2, wrt=nnx.PathContains("norm")).init(Lora())
+
+
+# What an optimizer leaves alone.
+
+LABELS = lambda params: jax.tree_util.tree_map_with_path(
+    lambda path, leaf: "train" if is_trained(path, leaf) else "freeze", params
+)
+FROZEN = lambda params: jax.tree.map(lambda label: label == "freeze", LABELS(params))
+
+
+def leaving_alone(optimizer: Any) -> dict[str, Any]:
+    return {
+        "partition": optax.partition({"train": optimizer, "freeze": optax.set_to_zero()}, LABELS),
+        # Moments of what is frozen, which nothing reads.
+        "after": optax.chain(optimizer, optax.masked(optax.set_to_zero(), FROZEN)),
+        # The norm is that of all gradients.
+        "norm": optax.chain(
+            optax.clip_by_global_norm(0.1),
+            optax.partition({"train": optimizer, "freeze": optax.set_to_zero()}, LABELS),
+        ),
+    }
+
+
+@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
+@pytest.mark.parametrize("way", ["partition", "after", "norm"])
+@pytest.mark.parametrize("name", [deep("sgd"), "adamw"])
+def test_what_an_optimizer_leaves_alone_is_not_sent(name: str, way: str, weight_update: str):
+    optimizer = leaving_alone(OPTIMIZERS[name])[way]
+    step = make_train_step(loss_fn, optimizer, num_shards=8, weight_update=weight_update)
+    state = train(step, step.init(PARAMS), [BATCH] * 2)
+    assert_close(state.params, on_one_device(loss_fn, optimizer, PARAMS, [BATCH] * 2)[0])
+    sent = PARAMS if way == "norm" else split(PARAMS)[0]
+    report = assert_communication(step, step.abstract_init(PARAMS), BATCH, parameters=sent)
+    assert report.bytes_sent == pytest.approx(report.lower_bound, rel=0.01)
+
+
+def test_a_frozen_leaf_that_decays_keeps_decaying():
+    optimizer = optax.chain(
+        optax.masked(optax.set_to_zero(), FROZEN), optax.add_decayed_weights(0.1), optax.sgd(0.1)
+    )
+    trained, whole = (sum(x.nbytes for x in jax.tree.leaves(t)) for t in (split(PARAMS)[0], PARAMS))
+    for weight_update, gathered in (("replicated", trained), ("sharded", whole)):
+        step = make_train_step(loss_fn, optimizer, num_shards=8, weight_update=weight_update)
+        state, _ = step(step.init(PARAMS), BATCH)
+        assert_close(split(state.params)[1], jax.tree.map(lambda x: 0.99 * x, split(PARAMS)[1]))
+        report = assert_communication(step, step.abstract_init(PARAMS), BATCH, parameters=PARAMS)
+        assert report.bytes_sent == pytest.approx(7 / 8 * (trained + gathered), rel=0.02)

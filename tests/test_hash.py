@@ -1,0 +1,184 @@
+"""Hashes find every change: of an array in a step, and of one on disk, however it is split."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from crossshard import _hash
+from crossshard._hash import from_words, hash_of, to_words, word_of
+
+# In a step: against numpy, and against faults that a plain sum would miss.
+
+DTYPES = (
+    "bool int4 uint4 int8 uint8 int16 int32 uint32 float8_e4m3fn float8_e5m2 bfloat16 float16 "
+    "float32 complex64"
+).split()
+
+
+def expected(x: np.ndarray) -> int:
+    """The hash of a float32 array, in Python's integers."""
+    total = 0
+    for index, word in enumerate(x.reshape(-1).view(np.uint32).tolist()):
+        mixed = word ^ (index * 0x9E3779B9) % 2**32
+        mixed = (mixed ^ (mixed >> 16)) * 0x85EBCA6B % 2**32
+        mixed = (mixed ^ (mixed >> 13)) * 0xC2B2AE35 % 2**32
+        total += mixed ^ (mixed >> 16)
+    return total % 2**32
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (3, 4), (2, 3, 5)])
+def test_a_word_is_what_python_computes(shape: tuple[int, ...]):
+    x = np.float32(np.random.default_rng(0).normal(size=shape))
+    assert int(word_of(x)) == expected(x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_bits_of_a_dtype_come_back(dtype: str):
+    x = np.random.default_rng(1).integers(256, size=(4, 8), dtype=np.uint8)
+    x = (x % 2 == 1) if dtype == "bool" else x.view(np.uint8)
+    x = jnp.asarray(x) if dtype in ("bool", "uint8") else _of_bytes(x, dtype)
+    words = jax.jit(to_words)(x)
+    back = jax.jit(from_words)(words, x)
+    assert words.dtype == jnp.uint32
+    assert (back.dtype, back.shape) == (x.dtype, x.shape)
+    assert np.asarray(back).tobytes() == np.asarray(x).tobytes()
+
+
+def _of_bytes(x: np.ndarray, dtype: str) -> jax.Array:
+    if dtype in ("int4", "uint4"):
+        return jnp.asarray(x % 8).astype(dtype)
+    return jnp.asarray(x.view(jnp.dtype(dtype)))
+
+
+def test_typed_keys_come_back():
+    keys = jax.random.split(jax.random.key(3), 4)
+    back = from_words(to_words(keys), keys)
+    assert back.dtype == keys.dtype
+    np.testing.assert_array_equal(jax.random.key_data(back), jax.random.key_data(keys))
+
+
+def test_64_bits():
+    with jax.enable_x64(True):
+        for dtype in (jnp.float64, jnp.int64):
+            x = jnp.arange(5).astype(dtype) - 2
+            words = to_words(x)
+            assert words.shape == (5, 2)
+            np.testing.assert_array_equal(from_words(words, x), x)
+
+
+def test_a_word_sees_every_pair_of_flipped_signs():
+    x = np.float32(np.random.default_rng(2).normal(size=(6, 10)))
+    clean = int(word_of(x))
+    flipped = []
+    for one in range(x.size):
+        for other in range(one):
+            signs = np.ones(x.size, np.float32)
+            signs[[one, other]] = -1
+            flipped.append(x * signs.reshape(x.shape))
+    found = jax.jit(jax.vmap(word_of))(np.stack(flipped))
+    assert clean not in np.asarray(found).tolist()
+
+
+def test_a_word_sees_every_single_bit():
+    x = np.float32(np.random.default_rng(3).normal(size=33))
+    bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
+    flipped = np.stack([x.view(np.uint32)] * 33 * 32)
+    flipped[np.arange(33 * 32), np.repeat(np.arange(33), 32)] ^= np.tile(bits, 33)
+    found = jax.jit(jax.vmap(word_of))(flipped.view(np.float32))
+    assert int(word_of(x)) not in np.asarray(found).tolist()
+
+
+def test_a_word_sees_elements_that_change_places():
+    x = np.float32(np.arange(12)).reshape(3, 4)
+    assert int(word_of(x)) != int(word_of(x[::-1]))
+    assert int(word_of(x)) != int(word_of(np.ascontiguousarray(x[:, ::-1])))
+
+
+# On disk.
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(16, 24)).astype(np.float32)
+
+
+def with_devices(x: jax.Array) -> str:
+    first, second = jax.device_get(_hash._on_devices(x))
+    return f"{int(first):08x}{int(second):08x}"
+
+
+def test_it_is_the_same_however_an_array_is_split_and_where_it_is_computed():
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    whole = hash_of(jnp.asarray(X))
+    for spec in (P(), P("a"), P(None, "b"), P("b", "a"), P(("a", "b"))):
+        split = jax.device_put(X, NamedSharding(mesh, spec))
+        assert hash_of(split) == with_devices(split) == whole
+
+
+def test_it_is_what_a_loop_over_the_elements_computes():
+    """The definition, with Python's integers."""
+
+    def mixed(x: int, first: int, shift: int, second: int) -> int:
+        x = (x ^ x >> 16) * first % 2**32
+        x = (x ^ x >> shift) * second % 2**32
+        return x ^ x >> 16
+
+    halves = ""
+    for step, *factors in (
+        (0x9E3779B1, 0x85EBCA6B, 13, 0xC2B2AE35),
+        (0x85EBCA77, 0x7FEB352D, 15, 0x846CA68B),
+    ):
+        total = 0
+        for (i, j), word in np.ndenumerate(X.view(np.uint32)):
+            place = mixed((i * step + j) % 2**32, *factors)
+            total += mixed(int(word) ^ place ^ step, *factors)
+        halves += f"{total % 2**32:08x}"
+    assert hash_of(jnp.asarray(X)) == halves
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "float16", "int8", "uint32", "bool", "complex64", "int4"]
+)
+def test_every_kind_of_array(dtype: str):
+    x = jnp.asarray(RNG.integers(0, 2, size=(5, 7))).astype(dtype)
+    changed = x.at[3, 2].set(x[3, 2] == 0)
+    assert hash_of(x) == with_devices(x) != hash_of(changed)
+    assert hash_of(x[:0]) == hash_of(x[:, :0])
+
+
+def test_zeros_of_both_signs_and_all_nans_differ():
+    words = np.array([0, 1 << 31, 0x7FC00000, 0x7FC00001, 0xFFC00000], np.uint32)
+    assert len({hash_of(jnp.asarray(word.view(np.float32))) for word in words}) == 5
+    assert np.dtype(ml_dtypes.bfloat16).itemsize == 2
+
+
+def test_no_flip_of_one_or_two_bits_or_signs_goes_unnoticed():
+    clean = X[:4, :6].copy()
+    seen = {hash_of(jnp.asarray(clean))}
+    flips = [(k, bit) for k in range(24) for bit in range(32)]
+    pairs = [(flips[a], flips[b]) for a, b in RNG.integers(len(flips), size=(500, 2)) if a != b]
+    signs = [((a, 31), (b, 31)) for a in range(24) for b in range(a)]
+    for group in [*((flip,) for flip in flips), *pairs, *signs]:
+        other = clean.copy()
+        for k, bit in set(group):
+            other.reshape(-1).view(np.uint32)[k] ^= np.uint32(1 << bit)
+        seen.add(_of_host(other))
+    distinct = {tuple(sorted(set(group))) for group in [*((f,) for f in flips), *pairs, *signs]}
+    assert len(seen) == 1 + len(distinct)
+
+
+def test_swapped_rows_and_elements_are_found():
+    clean = _of_host(X)
+    for a in range(16):
+        for b in range(a):
+            rows = X.copy()
+            rows[[a, b]] = rows[[b, a]]
+            assert _of_host(rows) != clean
+    assert _of_host(X.T.copy()) != clean
+
+
+def _of_host(x: np.ndarray) -> str:
+    first, second = _hash._on_host(x)
+    return f"{int(first):08x}{int(second):08x}"

@@ -1,0 +1,161 @@
+"""Steps for pods and clusters: bytes by hand, by another reader of the HLO, and by `inspect`.
+
+data/make_sent.py says what the programs are, and has compiled those that are kept there. Where
+libtpu or JAX for CUDA is installed they are compiled anew, and read whole.
+"""
+
+import importlib.util
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from crossshard.tools.inspection.collectives import collectives
+from crossshard.tools.inspection.hlo import parse
+
+DATA = Path(__file__).parent / "data"
+PATIENCE = 900
+
+TPUS = {"v5e:4x4": 16, "v5e:16x16": 256, "v6e:8x8": 64, "v5p:4x4x4": 64, "v5p:16x16x16": 4096}
+GPUS = {"h100:1x8": 8, "h100:128x8": 1024}
+ALL = TPUS | GPUS
+PROGRAMS = ["replicated", "sharded", "plain"]
+
+
+# By hand: what a device of n sends of arrays of so many bytes.
+def summed(n: int, whole: float) -> float:
+    return 2 * (n - 1) / n * whole
+
+
+def moved(n: int, whole: float) -> float:
+    return (n - 1) / n * whole
+
+
+MATRICES = 4 * (512 * 1024 + 1024 * 1024 + 1024 * 1024)
+# An array that is not split, and the loss, which is in its bucket.
+TINY = 4 * (512 + 1)
+
+
+def by_hand(topology: str, program: str) -> float:
+    n = ALL[topology]
+    if program == "replicated":
+        return summed(n, MATRICES + TINY)
+    if program == "sharded":
+        sent = 2 * moved(n, MATRICES) + summed(n, TINY)
+        # In two stages of 64. A slice has five rows of 128 at the end, and XLA for TPUs, which
+        # scatters sixteen or more, makes the second stage an all-reduce of what the first has left.
+        return sent + moved(64, MATRICES / 64) * (topology == "v5p:16x16x16")
+    # XLA for TPUs gathers over 64 chips or more by a sum of zeros and the device's own piece.
+    gathered = summed if topology in TPUS and n >= 64 else moved
+    return summed(n, 4 * 512 * 384) + gathered(n, 4 * n * 16 * 256)
+
+
+WIDTHS = {"f32": 4, "bf16": 2, "f16": 2, "u32": 4, "s32": 4}
+COLLECTIVE = re.compile(
+    r" = (?P<shape>.*) (?P<kind>all-reduce|reduce-scatter|all-gather|collective-permute)"
+    r"(?P<start>-start)?\("
+)
+
+
+def by_another_reader(text: str) -> float:
+    """The bytes that a device sends, from the results of a program's collectives alone."""
+    devices = int(re.search(r"num_partitions=(\d+)", text)[1])
+    total, chains = 0.0, set()
+    for computation in re.split(r"^}", text, flags=re.M):
+        # XLA for TPUs writes a reduce-scatter as a sum that is fused with its slice.
+        sliced = " dynamic-slice(" in computation and "\nENTRY " not in computation
+        for line in computation.splitlines():
+            found = COLLECTIVE.search(line)
+            chain = re.search(r'chain_id="(\w+)"', line)
+            if found is None or (chain and (chain[1], found["kind"]) in chains):
+                continue
+            chains |= {(chain[1], found["kind"])} if chain else set()
+            each = [
+                WIDTHS[dtype] * math.prod(int(size) for size in sizes.split(",") if size)
+                for dtype, sizes in re.findall(r"(\w+)\[([\d,]*)\]", found["shape"])
+            ]
+            kind, n = found["kind"], size_of_groups(line, devices)
+            if kind == "collective-permute":
+                total += each[-3 if found["start"] else -1]
+                continue
+            if found["start"] and kind != "all-reduce":
+                # Operands stand before results.
+                each = each[len(each) // 2 :]
+            result = sum(each)
+            total += {
+                "all-reduce": moved(n, result) if sliced else summed(n, result),
+                "reduce-scatter": (n - 1) * result,
+                "all-gather": moved(n, result),
+            }[kind]
+    return total
+
+
+def size_of_groups(line: str, devices: int) -> int:
+    if iota := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
+        return int(iota[1])
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
+        return len(listed[1].split(","))
+    return devices
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("topology", ALL)
+def test_what_was_compiled_before(topology: str, program: str):
+    text = (DATA / f"sent_{topology.replace(':', '_')}_{program}.hlo").read_text()
+    read = sum(each.bytes_sent + each.scalar_bytes_sent for each in collectives(parse(text)))
+    assert read == pytest.approx(by_hand(topology, program), rel=1e-12)
+    assert by_another_reader(text) == pytest.approx(read, rel=1e-12)
+
+
+def compiled(folder: Path, *topologies: str) -> Path:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "NPROC"))}
+    command = [sys.executable, str(DATA / "make_sent.py"), str(folder), *topologies]
+    done = subprocess.run(command, env=env, text=True, capture_output=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def for_tpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled(tmp_path_factory.mktemp("tpus"), *TPUS)
+
+
+@pytest.fixture(scope="module")
+def for_gpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled(tmp_path_factory.mktemp("gpus"), *GPUS)
+
+
+def check(folder: Path, topology: str, program: str) -> None:
+    path = folder / f"sent_{topology.replace(':', '_')}_{program}"
+    report = json.loads(path.with_suffix(".json").read_text())
+    sent = report["bytes_sent"] + report["scalar_bytes_sent"]
+    hand, other = (
+        by_hand(topology, program),
+        by_another_reader(path.with_suffix(".full").read_text()),
+    )
+    print(f"{topology} {program}: by hand {hand:,.0f}, reader {other:,.0f}, inspect {sent:,.0f}")
+    assert report["devices"] == ALL[topology]
+    assert sent == pytest.approx(hand, rel=1e-12)
+    assert other == pytest.approx(hand, rel=1e-12)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("topology", TPUS)
+def test_what_is_compiled_for_tpus(for_tpus: Path, topology: str, program: str):
+    check(for_tpus, topology, program)
+
+
+@pytest.mark.skipif(
+    not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)),
+    reason="JAX for CUDA is not installed",
+)
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("topology", GPUS)
+def test_what_is_compiled_for_gpus(for_gpus: Path, topology: str, program: str):
+    check(for_gpus, topology, program)

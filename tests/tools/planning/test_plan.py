@@ -1,0 +1,239 @@
+"""`plan` on CPU devices: its bytes are those counted by hand, and by the compiler."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import crossshard
+from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.tools.planning.recommend import recommended
+from crossshard.tools.planning.report import Candidate, MemoryUse, Seconds
+
+SHARDS = 8
+W = {
+    "up": jax.ShapeDtypeStruct((16, 64), jnp.float32),
+    "down": jax.ShapeDtypeStruct((64, 16), jnp.float32),
+    "bias": jax.ShapeDtypeStruct((64,), jnp.float32),
+}
+# 4 bytes for each of 16 · 64 + 64 · 16 + 64 parameters.
+BYTES = 8448
+X = jax.ShapeDtypeStruct((32, 16), jnp.float32)
+
+
+def loss_fn(w, x):
+    return jnp.mean((jnp.tanh(x @ w["up"] + w["bias"]) @ w["down"] - x) ** 2)
+
+
+def planned(**changed):
+    given = {"params": W, "batch": X, "optimizer": optax.adam(1e-3), "topology": f"cpu:{SHARDS}"}
+    return crossshard.plan(loss_fn, **{**given, **changed})
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return planned()
+
+
+def test_the_bytes_are_those_counted_by_hand(plan):
+    replicated, sharded = plan.candidates
+    assert (plan.parameters, plan.devices) == (BYTES // 4, SHARDS)
+    assert (replicated.weight_update, sharded.weight_update) == ("replicated", "sharded")
+    assert dict(replicated.mesh) == {"data": SHARDS}
+    for each in plan.candidates:
+        assert each.memory.parameters == each.memory.gradients == BYTES
+        # XLA combines the all-reduce of the loss with that of an array, so it counts.
+        assert each.links.sent == 2 * 7 / 8 * (BYTES + 4)
+        assert dict(each.links.by_link) == {"inside a host": pytest.approx(each.links.sent)}
+        # Forward, and backward for both weights and the hidden layer; four rows on each shard.
+        assert each.flops == 2 * 4 * 16 * 64 * 5
+    # Two moments and a count, of each parameter or of an eighth of it; a bias of 256 bytes is
+    # updated by every shard.
+    assert replicated.memory.optimizer_state == 2 * BYTES + 4
+    assert sharded.memory.optimizer_state == 2 * (BYTES - 256) // 8 + 2 * 256 + 4
+    assert dict(replicated.links.collectives) == {"all-reduce": 1}
+    assert {"all-gather", "reduce-scatter"} <= set(sharded.links.collectives)
+
+
+def test_sgd_has_no_state():
+    for each in planned(optimizer=optax.sgd(0.1)).candidates:
+        assert each.memory.optimizer_state == 0
+
+
+def test_what_is_needed_is_what_the_compiler_says(plan):
+    for each in plan.candidates:
+        step = crossshard.make_train_step(
+            loss_fn, optax.adam(1e-3), num_shards=SHARDS, weight_update=each.weight_update
+        )
+        stats = step.lower(step.abstract_init(W), X).compile().memory_analysis()
+        results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+        assert each.memory.temporaries == stats.temp_size_in_bytes
+        assert each.memory.needed == (
+            stats.argument_size_in_bytes + stats.temp_size_in_bytes + results
+        )
+        use = each.memory
+        known = use.parameters + use.optimizer_state + use.other
+        assert known == stats.argument_size_in_bytes
+        # Four rows of the batch, and the rest of the state: a key and a count.
+        assert use.other >= 4 * 16 * 4
+
+
+@pytest.mark.deep
+def test_a_model_that_is_split():
+    specs = {"up": P(None, "model"), "down": P("model", None), "bias": P("model")}
+    found = planned(model_specs=specs)
+    meshes = [tuple(each.mesh.values()) for each in found.candidates[::2]]
+    assert meshes == [(8,), (4, 2), (2, 4), (1, 8)]
+    assert all(list(each.mesh) in (["data"], ["data", "model"]) for each in found.candidates)
+    for each in found.candidates:
+        assert each.memory.parameters == BYTES // each.mesh.get("model", 1)
+    again = planned(model_specs=lambda path, leaf: specs[path[0].key])
+    assert [each.memory for each in again.candidates] == [x.memory for x in found.candidates]
+
+
+def test_a_model_of_70_billion_parameters_is_a_matter_of_shapes():
+    layers, width = 80, 8192
+    big = jax.ShapeDtypeStruct((layers, 13 * width, width), jnp.float32)
+
+    def loss_fn(w, x):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w.T)[:, :width] @ w[:width], None), x, w)
+        return jnp.mean(x**2)
+
+    found = crossshard.plan(
+        loss_fn,
+        big,
+        jax.ShapeDtypeStruct((SHARDS, width), jnp.float32),
+        optax.adam(1e-3),
+        topology=f"cpu:{SHARDS}",
+    )
+    assert found.parameters == 80 * 13 * 8192**2  # 69.8 billion
+    assert found.recommended is None
+    assert "None fits" in found.why
+    for each in found.candidates:
+        assert not each.fits
+        assert each.memory.parameters == 4 * found.parameters
+
+
+def test_a_module_of_flax_that_is_never_made():
+    def make():
+        return nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+
+    found = crossshard.plan(
+        lambda model, x: jnp.mean(model(x) ** 2),
+        make,
+        lambda devices: jax.ShapeDtypeStruct((2 * devices, 16), jnp.float32),
+        optax.sgd(0.1),
+        topology="cpu:4",
+    )
+    assert found.parameters == 16 * 17
+    assert [each.memory.parameters for each in found.candidates] == [4 * 16 * 17] * 2
+
+
+def test_without_times_the_one_that_needs_least_is_recommended(plan):
+    least = min(each.memory.needed for each in plan.candidates)
+    chosen = plan.candidates[plan.recommended]
+    assert (chosen.fits, chosen.memory.needed) == (True, least)
+    assert all(each.seconds is None for each in plan.candidates)
+    assert plan.why.startswith(f"Recommended: {chosen.name}. It needs ")
+
+
+def candidate(name, needed, step):
+    seconds = None if step is None else Seconds(step, 0, 0, 0, step)
+    memory = MemoryUse(0, 0, 0, None, 0, needed, available=1000)
+    return Candidate({name: 8}, "sharded", memory, None, 0, seconds, 0)
+
+
+@pytest.mark.parametrize(
+    ("found", "place", "why"),
+    [
+        ([("a", 900, 2.0), ("b", 800, 3.0)], 0, "takes 2.00 s, and one of the next, b 8"),
+        ([("a", 900, 2.0), ("b", 800, 2.09)], 1, "within 5% of the fastest"),
+        ([("a", 1001, None), ("b", 1000, 3.0)], 1, "the only one that fits"),
+        ([("a", 1000, 2.0)], 0, "It fits"),
+        ([("a", 1200, None), ("b", 1100, None)], None, "None fits. b 8, sharded needs least"),
+    ],
+)
+def test_the_fastest_that_fits_is_recommended_or_one_as_fast_that_needs_less(found, place, why):
+    chosen, words = recommended([candidate(*each) for each in found])
+    assert chosen == place
+    assert why in words
+
+
+def test_as_json_and_as_text(plan):
+    read = json.loads(plan.to_json())
+    assert read["topology"] == "cpu:8"
+    first = read["candidates"][0]
+    assert first["fits"] is True
+    assert first["memory"]["left"] == first["memory"]["available"] - first["memory"]["needed"]
+    assert first["seconds"] is None
+    text = str(plan)
+    assert "data 8, sharded" in text
+    assert "8.45 kB" in text
+    assert "no estimates of time for CPUs" in text
+    assert "estimated time of a step" not in text
+
+
+TOPOLOGIES = {
+    "v9:4x4": "v5e:4x4",
+    "h100": "h100:4x8",
+    "cpu:2x2": "one number",
+    "cpu:0": "cpu:8",
+    3: "cpu:8",
+    "v5e:999999x999999": "v5e:4x4",
+}
+
+
+def test_a_wrong_topology_is_refused_with_those_that_are_known():
+    for name, words in TOPOLOGIES.items():
+        with pytest.raises(ArgumentError, match=words) as raised:
+            planned(topology=name)
+        assert "\n" not in str(raised.value)
+        assert str(name) in str(raised.value)
+
+
+UNEVEN = {
+    "model_specs": {"up": P("model"), "down": P(), "bias": P()},
+    "params": {**W, "up": jax.ShapeDtypeStruct((15, 64), jnp.float32)},
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        # Compilers that are not installed.
+        ({"topology": "v5e:4x4"}, ArgumentError, r'pip install "crossshard\[tpu\]"'),
+        ({"topology": "h100:1x8"}, ArgumentError, r'pip install "crossshard\[gpus\]"'),
+        # What the plan chooses itself.
+        ({"weight_update": "sharded"}, ArgumentError, "leave out weight_update"),
+        (UNEVEN, ArgumentError, r"params\['up'\].*cannot be split"),
+        ({"model_specs": {"up": P()}}, ArgumentTypeError, "like params"),
+    ],
+)
+def test_what_is_refused(given, error, words, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(error, match=words):
+        planned(**given)
+
+
+def test_options_of_the_step():
+    found = planned(accumulate_steps=2, metrics="grad_norm", reduce_dtype=jnp.bfloat16)
+    assert len(found.candidates) == 2
+    assert all(each.fits for each in found.candidates)
+
+
+def test_the_demo_says_how_its_model_may_be_split():
+    from crossshard.tools.planning.choices import choices
+    from crossshard.tools.planning.topology import topology
+    from crossshard.tools.planning.work import make_work
+    from examples.byte_lm.planned import planned
+
+    for split, meshes in ((False, 1), (True, 4)):
+        given = planned(layers=1, width=64, split=split)
+        specs, has_aux = given.pop("model_specs"), given.pop("has_aux")
+        work = make_work(**given, model_specs=specs, options={"has_aux": has_aux})
+        assert len(choices(work, topology("cpu:8"))) == 2 * meshes
+        assert work.batch(6)["read"].shape == (18, 64)
