@@ -157,3 +157,39 @@ def test_the_process_that_stood_still_is_left_out(monkeypatch: pytest.MonkeyPatc
     assert "died" not in err
     for own in range(3):
         assert f"[{own}] The main thread:\n" in err
+
+
+ENDS_WHILE_IT_LEAVES = """
+import sys, threading, time
+import crossshard
+from crossshard import _jax
+from crossshard.distributed.supervisor import watch
+
+job = crossshard.distributed.initialize(stall_timeout=2)
+leaving, flush = threading.Event(), watch._flush
+
+def slowly():
+    leaving.set()
+    time.sleep(0.4)
+    flush()
+
+watch._flush = slowly
+if job.process_id == 0:
+    with crossshard.distributed.entering("step"):
+        leaving.wait()
+    _jax.abandon_coordination()
+    sys.stderr.write("a part of a line")
+    sys.exit(1)
+time.sleep(600)
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_process_whose_script_ends_meanwhile_still_says_where_it_stood():
+    ran = launch("-n", 2, *python(ENDS_WHILE_IT_LEAVES))
+    _, err = ran.communicate(timeout=PATIENCE)
+    assert ran.returncode == PROCESS_STALLED, err
+    assert "[0] a part of a line\n" in err
+    for own in range(2):
+        assert f"[{own}] The main thread:\n" in err
+    assert "[0]   <string>:18 in <module>\n" in err

@@ -293,7 +293,7 @@ def test_a_single_process_that_stands_still_leaves_with_its_stack():
     )
     assert (ran.returncode, ran.stdout) == (PROCESS_STALLED, "now\n"), ran.stderr
     assert ran.stderr == (
-        "The main thread:\n"
+        "\nThe main thread:\n"
         "  <string>:17 in <module>\n"
         "crossshard: nothing was entered for 2 seconds after step 1. It stands at <string>:17. "
         "Process 0 leaves.\n"

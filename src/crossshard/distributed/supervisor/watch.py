@@ -35,6 +35,8 @@ _ANSWER_SECONDS = 2.0
 # For a process that stood still to find that the others have left.
 _RECENT_SECONDS = 20.0
 _FOLDER = "crossshard/watch"
+# Nobody gives it back: the first thread that leaves ends the process, and has the last word.
+_LEAVING = threading.Lock()
 
 
 def watch(job: Job, timeouts: Timeouts) -> None:
@@ -84,6 +86,7 @@ class _Watch:
         self._first = Judge(1, timeouts, self._clock)  # in the eyes of the others
         self._machine = identity.machine()
         self._verdict: Verdict | None = None
+        self._stacks: str | None = None
         # When the clock was last read, and the seconds and the end of the latest long gap.
         self._ticked = time.monotonic()
         self._gap = (0.0, 0.0)
@@ -201,6 +204,8 @@ class _Watch:
 
     def _obey(self, verdict: Verdict) -> None:
         self._verdict = verdict
+        # Before the others leave, which the main thread may meet.
+        self._stacks = stacks()
         own_end = self._state is not State.RUNNING and verdict.process == self._process
         if self._process == 0:
             _jax.tell_again(f"{_FOLDER}/first/verdict", str(verdict))
@@ -237,7 +242,7 @@ class _Watch:
             time.sleep(0.05)
 
     def _leave(self, verdict: Verdict) -> None:
-        _leave(self._process, self._seen_from_outside(verdict))
+        _leave(self._process, self._seen_from_outside(verdict), self._stacks)
 
     def _before_abort(self) -> None:
         if self._state is State.FAILED and self._released.is_set():
@@ -249,6 +254,9 @@ class _Watch:
     def _at_exit(self) -> None:
         """Wait for the others, which may need this process; keep its exit code."""
         if self._over:
+            # Another thread may be about to say why this process leaves.
+            with contextlib.suppress(KeyboardInterrupt):
+                self._released.wait()
             return
         # Python has printed an exception that nobody caught.
         failed: Any = getattr(sys, "last_type", None)
@@ -270,15 +278,17 @@ class _Watch:
         os._exit(1)
 
 
-def _leave(process: int, verdict: Verdict) -> None:
-    """End this process, with a word on why, and if one stands still, on where this one does."""
+def _leave(process: int, verdict: Verdict, stood: str | None = None) -> None:
+    """End this process, with a word on why, and if one stands still, on where this one stood."""
+    _LEAVING.acquire()
     # The main thread may hold the lock of a stream.
     flushing = threading.Thread(target=_flush, daemon=True)
     flushing.start()
     flushing.join(0.5)
     line = f"crossshard: {verdict.sentence()} Process {process} leaves."
     if verdict.code == PROCESS_STALLED:
-        line = f"{stacks()}\n{line}"
+        # The main thread may have printed a part of a line.
+        line = f"\n{stood or stacks()}\n{line}"
     error = 2
     # The main thread may be printing what it met since the others left: the word comes last.
     with contextlib.suppress(OSError):
