@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from crossshard.collectives.all_reduce import sum_over_shards
 from crossshard.collectives.scatter import gather_parts, scatter_sum
@@ -122,7 +121,7 @@ def _on_blocks(
     """
     sizes = jax.sharding.get_abstract_mesh().shape
     blocks = [partition.of_block(sizes) for partition in partitions]
-    specs = [PartitionSpec(*partition.other_axes) for partition in partitions]
+    specs = [partition.other_axes for partition in partitions]
     of_device = dataclasses.replace(shards, other_axes=())
     run = jax.shard_map(
         lambda xs: move(xs, blocks, of_device, groups),

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.state import CrossShardState
 from crossshard.pipeline.update.plan import UpdatePlan
 from crossshard.shards.groups import GroupAssignment
-from crossshard.shards.model_axes import OtherAxes, only, other_axes_like
+from crossshard.shards.model_axes import only, other_axes_like
 from crossshard.shards.partition import map_partitions
 from crossshard.shards.placement import PER_SHARD, REPLICATED, Placement
 from crossshard.shards.random_streams import own_stream
@@ -50,7 +50,7 @@ class StateLayout:
     pipeline: Pipeline
     params: Any = dataclasses.field(compare=False)
     model_state: ModelState | None = None
-    other_axes: tuple[OtherAxes, ...] = ()
+    other_axes: tuple[PartitionSpec, ...] = ()
 
     @functools.cached_property
     def types(self) -> CrossShardState:
@@ -65,7 +65,7 @@ class StateLayout:
 
     @property
     def unnamed_axes(self) -> tuple[str, ...]:
-        """The the other axes of the mesh."""
+        """The other axes of the mesh."""
         return tuple(axis for axis in self.mesh.axis_names if axis not in self.axes)
 
     def keeps_per_shard(self, skeleton: Skeleton) -> bool:
@@ -78,9 +78,7 @@ class StateLayout:
         params = REPLICATED if self.groups is None else PER_SHARD
         model_state = PER_SHARD if self.keeps_per_shard(state.skeleton) else REPLICATED
         inner = map_partitions(
-            lambda partition, _: Placement(
-                partition, self.groups is not None, self.groups, partition.other_axes
-            ),
+            lambda partition, _: Placement(partition, self.groups is not None, self.groups),
             self.plan.state,
             state.opt_state.inner_state,
         )
@@ -98,23 +96,26 @@ class StateLayout:
 
     def _beside_shards(self, placements: TrainState, state: TrainState) -> TrainState:
         """The placements with the other axes of the mesh."""
-        split = lambda placement, own: dataclasses.replace(placement, other_axes=own)
-        beside = lambda tree, own: jax.tree.structure(tree).unflatten(
-            map(split, jax.tree.leaves(tree), own)
-        )
+
+        def beside(where: Any, tree: Any, specs: Sequence[PartitionSpec]) -> Any:
+            each = zip(jax.tree.leaves(where), jax.tree.leaves(tree), specs, strict=True)
+            placements = [own.beside(x.shape[own.per_shard :], spec) for own, x, spec in each]
+            return jax.tree.structure(where).unflatten(placements)
+
         number, of_frozen = len(jax.tree.leaves(state.params)), len(jax.tree.leaves(state.frozen))
         of_params, others = self.other_axes[:number], self.other_axes[number:]
         # One of several, or one for each shard: its shape ends with the parameter's.
         params = jax.tree.map(self._one, placements.params, state.params)
         stages = placements.opt_state[:-1], state.opt_state[:-1]
         of_stages = other_axes_like(jax.tree.map(self._one, *stages), params, of_params)
-        stages_beside = beside(stages[0], of_stages)
         return dataclasses.replace(
             placements,
-            params=beside(placements.params, of_params),
-            opt_state=type(placements.opt_state)(*stages_beside, placements.opt_state.inner_state),
-            frozen=beside(placements.frozen, others[:of_frozen]),
-            model_state=beside(placements.model_state, others[of_frozen:]),
+            params=beside(placements.params, state.params, of_params),
+            opt_state=type(placements.opt_state)(
+                *beside(*stages, of_stages), placements.opt_state.inner_state
+            ),
+            frozen=beside(placements.frozen, state.frozen, others[:of_frozen]),
+            model_state=beside(placements.model_state, state.model_state, others[of_frozen:]),
         )
 
     @staticmethod
@@ -124,9 +125,7 @@ class StateLayout:
     def specs(self, state: TrainState) -> TrainState:
         """The spec of every array of a state over the shards."""
         axes = self.axes
-        return self._map(
-            lambda placement, _: PartitionSpec(*only(placement.spec(axes), axes)), state
-        )
+        return self._map(lambda placement, _: only(placement.spec(axes), axes), state)
 
     def shardings(self, state: TrainState) -> TrainState:
         """The sharding of every array of a state."""

@@ -31,6 +31,7 @@ from crossshard.pipeline.update.plan import UpdatePlan, WeightUpdate, plan_updat
 from crossshard.shards.axes import Shards
 from crossshard.shards.context import get_shard_context
 from crossshard.shards.groups import size_of_group
+from crossshard.shards.model_axes import only
 from crossshard.shards.partition import Partition, map_partitions, slice_index
 from crossshard.shards.placement import Placement
 
@@ -177,9 +178,10 @@ class Transformation:
         if split:
             placements = optax.tree.map_params(
                 self.pipeline,
-                lambda placement, axes: dataclasses.replace(placement, other_axes=axes),
+                lambda placement, spec, x: placement.beside(jnp.shape(x), spec),
                 placements,
                 other_axes,
+                params,
             )
         return jax.tree.map(lambda placement: placement.spec(axes), placements)
 
@@ -261,8 +263,7 @@ def _local(placement: Placement, x: Any) -> Any:
 def _other_axes(param: Any, axes: tuple[str, ...]) -> PartitionSpec:
     """A parameter's spec on the other mesh axes."""
     spec = getattr(getattr(param, "sharding", None), "spec", PartitionSpec())
-    named = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
-    if set(axes).intersection(name for names in named for name in names):
+    if only(spec, axes):
         raise ArgumentError(
             f"A parameter is split over the shard axes, {', '.join(axes)}: {spec}. "
             f"Every shard must have the full parameter."

@@ -8,19 +8,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard.errors import ArgumentError
 
-# One entry per dimension, as in a PartitionSpec, without trailing `None`s.
-OtherAxes = tuple[Any, ...]
 
-
-def only(spec: Iterable[Any], axes: Iterable[str]) -> OtherAxes:
-    """The entries of a spec that name these axes."""
-    kept = [tuple(name for name in _names(entry) if name in axes) for entry in spec]
+def only(spec: Iterable[Any], axes: Iterable[str]) -> PartitionSpec:
+    """The spec of these axes alone, without trailing ``None``s."""
+    kept = [tuple(name for name in _names(entry) if name in axes) or None for entry in spec]
     while kept and not kept[-1]:
         kept.pop()
-    return tuple(names if len(names) > 1 else names[0] if names else None for names in kept)
+    return PartitionSpec(*kept)
 
 
-def other_axes_of(tree: Any, mesh: Mesh, axes: Sequence[str]) -> tuple[OtherAxes, ...]:
+def other_axes_of(tree: Any, mesh: Mesh, axes: Sequence[str]) -> tuple[PartitionSpec, ...]:
     """For each array of a pytree its spec on the other axes of the mesh.
 
     Args:
@@ -41,10 +38,10 @@ def other_axes_of(tree: Any, mesh: Mesh, axes: Sequence[str]) -> tuple[OtherAxes
     return found if any(found) else ()
 
 
-def _other_axes_of(name: str, x: Any, mesh: Mesh, axes: Sequence[str]) -> OtherAxes:
+def _other_axes_of(name: str, x: Any, mesh: Mesh, axes: Sequence[str]) -> PartitionSpec:
     sharding = getattr(x, "sharding", None)
     if sharding is None or sharding.is_fully_replicated:
-        return ()
+        return PartitionSpec()
     others = [axis for axis in mesh.axis_names if axis not in axes]
     spec = getattr(sharding, "spec", None)
     found = f"{name} is sharded over devices ({sharding if spec is None else spec})"
@@ -74,13 +71,13 @@ def _other_axes_of(name: str, x: Any, mesh: Mesh, axes: Sequence[str]) -> OtherA
 
 
 def other_axes_like(
-    state: Any, params: Any, other_axes: Sequence[OtherAxes]
-) -> tuple[OtherAxes, ...]:
+    state: Any, params: Any, other_axes: Sequence[PartitionSpec]
+) -> tuple[PartitionSpec, ...]:
     """For each array of an optimizer's state the entry of its parameter, if it has its shape.
 
     An array belongs to the parameter whose path ends its own, as in ``mu['layer']['kernel']``.
     """
-    known: dict[tuple[Any, ...], OtherAxes] = {
+    known: dict[tuple[Any, ...], PartitionSpec] = {
         (*map(str, path), x.shape): own
         for (path, x), own in zip(
             jax.tree_util.tree_leaves_with_path(params), other_axes, strict=True
@@ -88,16 +85,16 @@ def other_axes_like(
         if own
     }
 
-    def of(path: tuple[Any, ...], shape: tuple[int, ...]) -> OtherAxes:
+    def of(path: tuple[Any, ...], shape: tuple[int, ...]) -> PartitionSpec:
         names = [*map(str, path)]
         ends = ((*names[start:], shape) for start in range(len(names) + 1))
-        return next((known[end] for end in ends if end in known), ())
+        return next((known[end] for end in ends if end in known), PartitionSpec())
 
     leaves = jax.tree_util.tree_leaves_with_path(state)
-    return tuple(of(path, x.shape) if known else () for path, x in leaves)
+    return tuple(of(path, x.shape) if known else PartitionSpec() for path, x in leaves)
 
 
-def check_fits(params: Any, other_axes: Sequence[OtherAxes], mesh: Mesh) -> None:
+def check_fits(params: Any, other_axes: Sequence[PartitionSpec], mesh: Mesh) -> None:
     """Raise unless parameters can be split so on a mesh.
 
     Raises:
@@ -106,11 +103,11 @@ def check_fits(params: Any, other_axes: Sequence[OtherAxes], mesh: Mesh) -> None
     leaves = jax.tree_util.tree_leaves_with_path(params)
     for (path, x), own in zip(leaves, other_axes, strict=False):
         try:
-            NamedSharding(mesh, PartitionSpec(*own)).shard_shape(x.shape)
+            NamedSharding(mesh, own).shard_shape(x.shape)
         except ValueError as error:
             reason = str(error).splitlines()[0].rstrip(".")
             raise ArgumentError(
-                f"{_name(path)}, of shape {x.shape}, is split as {PartitionSpec(*own)}, which a "
+                f"{_name(path)}, of shape {x.shape}, is split as {own}, which a "
                 f"mesh of {dict(mesh.shape)} cannot: {reason}. For a state of another mesh write "
                 f"step.reshard(other.unshard(state))."
             ) from error

@@ -22,6 +22,8 @@ _SMALL = 1 << 15
 _LITTLE = 16
 # Between processes on CPUs it takes milliseconds.
 _SMALL_BETWEEN_CPUS = 1 << 20
+# The spec of an array on other axes that do not split it.
+WHOLE = PartitionSpec()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Partition:
     number: int = 1
     axis: int | None = 0
     tile: TileShape = ANY
-    other_axes: tuple[Any, ...] = ()
+    other_axes: PartitionSpec = WHOLE
 
     @property
     def _elements(self) -> int:
@@ -128,7 +130,7 @@ class Partition:
     def spec(self, axes: tuple[str, ...]) -> PartitionSpec:
         """The ``PartitionSpec`` of the packed array, given the shard axes."""
         if self.number == 1:
-            return PartitionSpec(*self.other_axes)
+            return self.other_axes
         axis = self.axis or 0
         before, after = self.other_axes[:axis], self.other_axes[axis + 1 :]
         return PartitionSpec(*before, *[None] * (axis - len(before)), axes, *after)
@@ -139,7 +141,7 @@ class Partition:
         for dimension, names in enumerate(self.other_axes):
             for name in (names,) if isinstance(names, str) else names or ():
                 shape[dimension] //= sizes[name]
-        return dataclasses.replace(self, shape=tuple(shape), other_axes=())
+        return dataclasses.replace(self, shape=tuple(shape), other_axes=WHOLE)
 
     def pack(self, array: Any) -> jax.Array:
         """The slices of an array, concatenated and padded."""
@@ -173,7 +175,10 @@ def slice_index(shards: Shards, groups: GroupAssignment | None = None) -> jax.Ar
 
 
 def partition_for(
-    shape: Sequence[int], number: int, tile: TileShape = ANY, other_axes: tuple[Any, ...] = ()
+    shape: Sequence[int],
+    number: int,
+    tile: TileShape = ANY,
+    other_axes: PartitionSpec = WHOLE,
 ) -> Partition:
     """A partition that keeps the order of elements; tiny arrays stay replicated.
 
@@ -190,7 +195,10 @@ def partition_for(
 
 
 def partition_along_axis(
-    shape: Sequence[int], number: int, tile: TileShape = ANY, other_axes: tuple[Any, ...] = ()
+    shape: Sequence[int],
+    number: int,
+    tile: TileShape = ANY,
+    other_axes: PartitionSpec = WHOLE,
 ) -> Partition:
     """A partition along an axis; arrays without a free one that divides stay replicated."""
     shape = tuple(shape)

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from crossshard.shards.groups import GroupAssignment
-from crossshard.shards.partition import Partition
+from crossshard.shards.partition import WHOLE, Partition
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,6 @@ class Placement:
       per_shard: whether each shard has its own array, stored as ``[shards, …]``.
       groups: with both, the groups within which the array is split: each shard has its slice of
         its group's array.
-      other_axes: its spec on other mesh axes, one entry per dimension.
 
     >>> Placement(per_shard=True).stored_shape((3,), number_of_shards=8)
     (8, 3)
@@ -30,7 +29,11 @@ class Placement:
     partition: Partition | None = None
     per_shard: bool = False
     groups: GroupAssignment | None = None
-    other_axes: tuple[Any, ...] = ()
+
+    @property
+    def other_axes(self) -> PartitionSpec:
+        """Its spec on the other axes of the mesh."""
+        return WHOLE if self.partition is None else self.partition.other_axes
 
     @property
     def is_split(self) -> bool:
@@ -41,9 +44,14 @@ class Placement:
         """The ``PartitionSpec`` of the stored array, given the shard axes."""
         if self.per_shard:
             return PartitionSpec(axes, *self.other_axes)
-        if self.partition is not None and (self.is_split or self.partition.other_axes):
-            return self.partition.spec(axes)
-        return PartitionSpec(*self.other_axes)
+        return WHOLE if self.partition is None else self.partition.spec(axes)
+
+    def beside(self, shape: tuple[int, ...], other_axes: PartitionSpec) -> "Placement":
+        """The same, for an array of a shape that is split over other axes, too."""
+        partition = self.partition or Partition(tuple(shape))
+        return dataclasses.replace(
+            self, partition=dataclasses.replace(partition, other_axes=other_axes)
+        )
 
     def local(self, stored: Any) -> Any:
         """One shard's array, from its block of the stored array."""

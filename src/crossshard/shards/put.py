@@ -52,13 +52,13 @@ def on_every_device(x: jax.Array) -> jax.Array:
     return jax.device_put(x, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
-def types_on(mesh: Mesh, tree: Any, other_axes: Sequence[tuple[Any, ...]]) -> Any:
+def types_on(mesh: Mesh, tree: Any, other_axes: Sequence[PartitionSpec]) -> Any:
     """The types of arrays on a mesh: whole on each device, but for the axes of the first leaves."""
     leaves, structure = jax.tree.flatten(tree)
-    specs = [*other_axes, *[()] * (len(leaves) - len(other_axes))]
+    specs = [*other_axes, *[PartitionSpec()] * (len(leaves) - len(other_axes))]
 
-    def one(x: Any, own: tuple[Any, ...]) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(mesh, PartitionSpec(*own))
+    def one(x: Any, own: PartitionSpec) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, own)
         return jax.ShapeDtypeStruct(x.shape, jnp.result_type(x), sharding=sharding)
 
     return structure.unflatten(map(one, leaves, specs))

@@ -4,11 +4,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.pipeline.update.plan import plan_update
-from crossshard.shards.model_axes import OtherAxes, check_fits, only
+from crossshard.shards.model_axes import check_fits, only
 from crossshard.shards.partition import ANY, TPU
 from crossshard.step.config import StepConfig
 
@@ -30,7 +31,7 @@ class Layouts:
             params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
         return self.of_params(params, state.other_axes)
 
-    def of_params(self, params: Any, other_axes: tuple[OtherAxes, ...]) -> StateLayout:
+    def of_params(self, params: Any, other_axes: tuple[PartitionSpec, ...]) -> StateLayout:
         """The layout of a state with such parameters.
 
         Args:
@@ -45,7 +46,7 @@ class Layouts:
             self._known[key] = self._plan(params, types, other_axes)
         return self._known[key]
 
-    def _plan(self, params: Any, types: Any, other_axes: tuple[OtherAxes, ...]) -> StateLayout:
+    def _plan(self, params: Any, types: Any, other_axes: tuple[PartitionSpec, ...]) -> StateLayout:
         config = self._config
         mesh, pipeline = config.mesh, config.pipeline
         groups = pipeline.groups if config.is_grouped else None

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import PartitionSpec
 
 from crossshard import _check
 from crossshard.errors import ArgumentError, CrossshardError, WeightUpdateError
@@ -20,9 +21,10 @@ from crossshard.gradients.nesting import inside_optimizer
 from crossshard.jaxprs.elementwise import why_not_elementwise
 from crossshard.pipeline.update.optimize import takes_value
 from crossshard.pipeline.update.unread import Unread, find_unread
-from crossshard.shards.model_axes import OtherAxes, other_axes_like
+from crossshard.shards.model_axes import other_axes_like
 from crossshard.shards.partition import (
     ANY,
+    WHOLE,
     Partition,
     TileShape,
     map_partitions,
@@ -92,7 +94,7 @@ def plan_update(
     only_parts: bool = False,
     tile: TileShape = ANY,
     leave_unread: bool = False,
-    other_axes: Sequence[OtherAxes] = (),
+    other_axes: Sequence[PartitionSpec] = (),
 ) -> UpdatePlan:
     """Plan the update of these parameters on ``number`` shards.
 
@@ -116,7 +118,7 @@ def plan_update(
     with inside_optimizer():
         state = jax.eval_shape(inner.init, params)
     leaves, (arrays, structure) = jax.tree.leaves(params), jax.tree.flatten(state)
-    of_params = other_axes or [()] * len(leaves)
+    of_params = other_axes or [WHOLE] * len(leaves)
     of_state = other_axes_like(state, params, of_params)
     # One function for both checks: JAX traces it on whole arrays once.
     update = functools.partial(_update, inner)
@@ -220,7 +222,7 @@ def _check_state_stays(update: Callable[..., Any], params: Any, state: Any) -> N
         )
 
 
-def _unsplit(tree: Any, other_axes: Sequence[OtherAxes]) -> tuple[Partition, ...]:
+def _unsplit(tree: Any, other_axes: Sequence[PartitionSpec]) -> tuple[Partition, ...]:
     leaves = zip(jax.tree.leaves(tree), other_axes, strict=True)
     return tuple(Partition(leaf.shape, other_axes=own) for leaf, own in leaves)
 
