@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from crossshard import _jax
 from crossshard.errors import ArgumentError, ArgumentTypeError, CrossshardError
+from crossshard.gradients.scalars import is_number
 from crossshard.model.state import TrainState
 
 
@@ -64,3 +66,55 @@ def refuse_more(more: Sequence[Any]) -> None:
         f"batch['y']. Pass a random key to init(params, rng=key): each step and shard derives its "
         f"own from it."
     )
+
+
+# The arrays of a batch.
+
+
+def check_rows(path: Any, leaf: Any) -> None:
+    """Raise unless a leaf of a batch is an array with rows.
+
+    Raises:
+      ArgumentError: it has no rows.
+      ArgumentTypeError: JAX cannot hold it.
+    """
+    where = f"batch{jax.tree_util.keystr(path)}"
+    if is_number(leaf) and not np.shape(leaf):
+        raise ArgumentError(
+            f"{where} is a scalar, which has no rows to split over the shards. Name the entry in "
+            f"replicated_entries, so that every shard gets it whole. A loss that closes over a "
+            f"number keeps the value that it had when it was compiled."
+        )
+    if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+        raise ArgumentTypeError(
+            f"{where} must be an array; got {leaf!r:.60} ({type(leaf).__name__})."
+        )
+    check_dtype(where, leaf)
+    if not leaf.shape[0]:
+        raise ArgumentError(f"{where} has 0 rows, which have no mean. Leave such a batch out.")
+
+
+def check_same_rows(paths: Sequence[tuple[Any, Any]]) -> None:
+    """Raise unless all arrays of a batch, each with its path, have as many rows.
+
+    Raises:
+      ArgumentError: one has another number: each shard would get a part of, say, a table.
+    """
+    (first, leaf), *others = paths
+    for path, other in others:
+        if other.shape[0] == leaf.shape[0]:
+            continue
+        names = [jax.tree_util.keystr(each) for each in (first, path)]
+        raise ArgumentError(
+            f"All arrays of a batch must have as many rows, since each is split over the shards "
+            f"along axis 0; got {sorted([leaf.shape[0], other.shape[0]])}: batch{names[0]} has "
+            f"{leaf.shape[0]}, and batch{names[1]} {other.shape[0]}. Name an entry that every "
+            f"shard gets whole, such as a table, in make_train_step(..., replicated_entries=...)."
+        )
+
+
+def check_dtype(where: str, leaf: Any) -> None:
+    """Raise if JAX cannot hold an array."""
+    kind = getattr(getattr(leaf, "dtype", None), "kind", "")
+    if kind in "OSUMm" and kind:
+        raise ArgumentTypeError(f"{where} is an array of {leaf.dtype}, which JAX cannot hold.")

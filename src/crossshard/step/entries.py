@@ -11,7 +11,8 @@ from crossshard.distributed.agreement import check_agreement
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.scalars import is_number
 from crossshard.shards.put import put
-from crossshard.step.batches import BatchPlacer, SumOf, Weight, check_dtype
+from crossshard.step.arguments import check_dtype
+from crossshard.step.weight import SumOf, Weight
 
 
 def check_entries(names: Any, weight: Weight | None) -> tuple[str, ...]:
@@ -35,12 +36,14 @@ def check_entries(names: Any, weight: Weight | None) -> tuple[str, ...]:
     return given
 
 
-def split_entries(batch: Any, names: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_entries(batch: Any, names: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:
     """The entries of a batch that are split, and those that every shard gets whole.
 
     Raises:
       ArgumentError: the batch does not have them.
     """
+    if not names:
+        return batch, {}
     if not isinstance(batch, dict) or not set(names) <= set(batch):
         known = list(batch) if isinstance(batch, dict) else type(batch).__name__
         raise ArgumentError(
@@ -50,6 +53,11 @@ def split_entries(batch: Any, names: tuple[str, ...]) -> tuple[dict[str, Any], d
     return rows, {name: batch[name] for name in names}
 
 
+def join_entries(rows: Any, whole: dict[str, Any]) -> Any:
+    """The inverse of ``split_entries``."""
+    return {**rows, **whole} if whole else rows
+
+
 def specs_of(batch: Any, names: tuple[str, ...], split: PartitionSpec) -> Any:
     """The specs of a batch, given that of the entries that are split."""
     if not names:
@@ -57,65 +65,22 @@ def specs_of(batch: Any, names: tuple[str, ...], split: PartitionSpec) -> Any:
     return {name: PartitionSpec() if name in names else split for name in batch}
 
 
-class EntryPlacer(BatchPlacer):
-    """Puts batches on the devices of a mesh, some entries whole and the others split."""
+class WholeEntries:
+    """Puts the entries that every shard gets whole on the devices of a mesh."""
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        axes: tuple[str, ...],
-        weight: Weight | None,
-        names: tuple[str, ...],
-        microbatches: int = 1,
-    ):
-        # A weight function takes the whole batch.
-        whole = weight and (lambda rows: weight({**rows, **self._latest}))
-        super().__init__(mesh, axes, whole, microbatches)
+    def __init__(self, mesh: Mesh, names: tuple[str, ...]):
+        self._mesh = mesh
         self._names = names
-        self._latest: dict[str, Any] = {}
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._equal: set[Any] = set()
 
-    def abstract(self, batch: Any) -> Any:
-        """The types and shardings of a batch on the mesh; raises as for the batch itself."""
-        rows, whole = self._split(batch)
+    def split(self, batch: Any) -> tuple[Any, dict[str, Any]]:
+        """The entries of a batch that are split, and the whole ones as arrays.
 
-        def one(x: Any) -> jax.ShapeDtypeStruct:
-            dtype = jax.dtypes.canonicalize_dtype(x.dtype)
-            return jax.ShapeDtypeStruct(x.shape, dtype, sharding=self._everywhere)
-
-        return {**super().abstract(rows), **jax.tree.map(one, whole)}
-
-    def __call__(self, batch: Any) -> Any:
-        """Put a batch on the devices; see ``BatchPlacer``.
-
-        If there are several processes, all must pass the same whole entries. They are compared
-        only when their shapes are new.
+        Raises:
+          ArgumentError: the batch does not have them.
+          ArgumentTypeError: a whole entry holds something else than numbers.
         """
-        whole = self.place_whole(batch)
-        return {**super().__call__(self._split(batch)[0]), **whole}
-
-    def place_whole(self, batch: Any) -> dict[str, Any]:
-        """The entries that every shard gets whole, on the devices."""
-        _, whole = self._split(batch)
-        leaves = jax.tree.leaves(whole)
-        key = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
-        if key not in self._equal and not any(isinstance(x, jax.core.Tracer) for x in leaves):
-            check_agreement(
-                "step",
-                lambda: {f"batch[{name!r}]": checksum(entry) for name, entry in whole.items()},
-                self._mesh,
-                "Every process must pass the same entries of replicated_entries.",
-            )
-            self._equal.add(key)
-        return {name: jax.tree.map(self._put_whole, entry) for name, entry in whole.items()}
-
-    def _put_whole(self, x: Any) -> jax.Array:
-        if isinstance(x, jax.core.Tracer):
-            return jax.lax.with_sharding_constraint(x, self._everywhere)
-        return x if getattr(x, "sharding", None) == self._everywhere else put(x, self._everywhere)
-
-    def _split(self, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         rows, whole = split_entries(batch, self._names)
         for path, leaf in jax.tree_util.tree_leaves_with_path(whole):
             where = f"batch{jax.tree_util.keystr(path)}"
@@ -125,6 +90,43 @@ class EntryPlacer(BatchPlacer):
                     f"({type(leaf).__name__})."
                 )
             check_dtype(where, leaf)
-        # As arrays, since a Python number would be a part of the program.
-        self._latest = jax.tree.map(lambda x: x if hasattr(x, "dtype") else np.asarray(x), whole)
-        return rows, self._latest
+        # A Python number would be a part of the program.
+        return rows, jax.tree.map(lambda x: x if hasattr(x, "dtype") else np.asarray(x), whole)
+
+    def abstract(self, whole: dict[str, Any]) -> dict[str, Any]:
+        """Their types and shardings."""
+
+        def one(x: Any) -> jax.ShapeDtypeStruct:
+            dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+            return jax.ShapeDtypeStruct(x.shape, dtype, sharding=self._everywhere)
+
+        return {name: jax.tree.map(one, entry) for name, entry in whole.items()}
+
+    def place(self, whole: dict[str, Any]) -> dict[str, Any]:
+        """The entries on the devices.
+
+        If there are several processes, the entries are compared when their shapes are new.
+
+        Raises:
+          ArgumentError: another process passes others.
+        """
+        leaves = jax.tree.leaves(whole)
+        key = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+        if leaves and key not in self._equal and not any(map(_is_traced, leaves)):
+            check_agreement(
+                "step",
+                lambda: {f"batch[{name!r}]": checksum(entry) for name, entry in whole.items()},
+                self._mesh,
+                "Every process must pass the same entries of replicated_entries.",
+            )
+            self._equal.add(key)
+        return {name: jax.tree.map(self._put, entry) for name, entry in whole.items()}
+
+    def _put(self, x: Any) -> jax.Array:
+        if _is_traced(x):
+            return jax.lax.with_sharding_constraint(x, self._everywhere)
+        return x if getattr(x, "sharding", None) == self._everywhere else put(x, self._everywhere)
+
+
+def _is_traced(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer)

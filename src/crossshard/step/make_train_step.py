@@ -24,12 +24,12 @@ from crossshard.pipeline.stages.weigh import check_reduction
 from crossshard.pipeline.update.plan import WeightUpdate, check_weight_update
 from crossshard.shards.mesh import mesh_and_axes, number_of_shards
 from crossshard.step.aux_reduction import check_aux_reduction
-from crossshard.step.batches import check_weight
 from crossshard.step.config import StepConfig
 from crossshard.step.entries import check_entries
 from crossshard.step.shard_loss import ShardLoss
 from crossshard.step.step_function import StepFunction
 from crossshard.step.train_step import TrainStep
+from crossshard.step.weight import check_weight
 
 
 class StepOptions(Options, total=False):

@@ -5,22 +5,20 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.scalars import is_number
 from crossshard.model.models import Skeleton
-from crossshard.step.evaluate import Evaluator
+from crossshard.step.config import StepConfig
+from crossshard.step.data_set import OverDataSets
 
 
-class Predictor(Evaluator):
+class Predictor:
     """The values of each row of data sets, compiled once for each function and shape of a batch."""
 
-    call = "predict"
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        rows = NamedSharding(self._mesh, self._split)
+    def __init__(self, config: StepConfig):
+        self._over = OverDataSets("predict", config)
+        rows = self._over.rows
         self._rows = jax.jit(self._rows_of_batch, static_argnums=(0, 1), out_shardings=rows)
 
     def __call__(
@@ -30,14 +28,14 @@ class Predictor(Evaluator):
         arrays: tuple[Any, Any, Any],
         batches: Iterable[Any],
     ) -> Any:
-        """The values of all rows that this process passes, in their order; see ``Evaluator``."""
+        """The values of all rows that this process passes, in their order; see ``TrainStep``."""
 
         def run(batch: Any, counted: jax.Array) -> tuple[Any, jax.Array]:
             return self._rows(predict_fn, skeleton, arrays, batch, counted), counted
 
         found: list[Any] = []
         latest = None
-        for each in self._over(batches, run):
+        for each in self._over.over(batches, run):
             # One batch later, while the devices compute the next one.
             found += [] if latest is None else [_own_rows(*latest)]
             latest = each
@@ -46,15 +44,9 @@ class Predictor(Evaluator):
         return jax.tree.map(lambda *parts: np.concatenate(parts), *found)
 
     def _rows_of_batch(
-        self,
-        predict_fn: Callable[..., Any],
-        skeleton: Skeleton,
-        arrays: tuple[Any, Any, Any],
-        batch: Any,
-        counted: jax.Array,
+        self, predict_fn: Callable[..., Any], skeleton: Skeleton, *batch: Any
     ) -> Any:
-        def of_shard(arrays: tuple[Any, Any, Any], batch: Any, counted: jax.Array) -> Any:
-            values = self._of_shard(predict_fn, skeleton, arrays, batch)
+        def checked(values: Any, batch: Any, counted: jax.Array) -> Any:
             paths = jax.tree_util.tree_leaves_with_path(values)
             if not paths:
                 raise ArgumentError("predict_fn returned nothing.")
@@ -62,7 +54,8 @@ class Predictor(Evaluator):
                 _check_rows(path, value, counted.shape[0])
             return values
 
-        return self._on_shards(of_shard, batch, self._split)(arrays, batch, counted)
+        rows = self._over.rows.spec
+        return self._over.on_shards(predict_fn, checked, skeleton, *batch, out_specs=rows)
 
 
 def _check_rows(path: Any, value: Any, rows: int) -> None:

@@ -16,7 +16,6 @@ from crossshard.step.batches import BatchPlacer
 from crossshard.step.compiler_options import compiler_options
 from crossshard.step.config import StepConfig
 from crossshard.step.donation import Donation
-from crossshard.step.entries import EntryPlacer
 from crossshard.step.layouts import Layouts
 
 Metrics = dict[str, Any]
@@ -34,11 +33,7 @@ class Program:
         self._config = config
         self._layouts = layouts
         names, number = loss.replicated_entries, loss.accumulate_steps
-        self._place = (
-            EntryPlacer(mesh, config.axes, loss.weight, names, number)
-            if names
-            else BatchPlacer(mesh, config.axes, loss.weight, number)
-        )
+        self._place = BatchPlacer(mesh, config.axes, loss.weight, names, number)
         self._in_processes = len(processes_of(mesh)) > 1
         self._is_watched = are_of_all_processes(mesh)
         self._agreed: set[Any] = set()

@@ -12,7 +12,7 @@ from crossshard.errors import ArgumentError
 from crossshard.gradients.reduction import Reduction
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.update.plan import WeightUpdate
-from crossshard.step.entries import split_entries
+from crossshard.step.entries import join_entries
 from crossshard.step.train_step import TrainStep, config_of
 
 
@@ -97,11 +97,8 @@ def own_rows(step: TrainStep, batch: Any) -> Any:
         own = sorted({piece[0].indices(len(leaf)) for piece in pieces if piece})
         return np.concatenate([np.asarray(leaf[slice(*each)]) for each in own])
 
-    names = config.loss.replicated_entries
-    if not names:
-        return jax.tree.map(cut, batch)
-    rows, whole = split_entries(batch, names)
-    return {**jax.tree.map(cut, rows), **whole}
+    rows, whole = config.loss.split(batch)
+    return join_entries(jax.tree.map(cut, rows), whole)
 
 
 def groups_of(step: TrainStep) -> tuple[tuple[tuple[int, ...], ...], float]:

@@ -19,9 +19,9 @@ from crossshard.shards.axes import Shards
 from crossshard.shards.context import shard_context
 from crossshard.step import aux_reduction
 from crossshard.step.aux_reduction import AuxReduction
-from crossshard.step.batches import Weight, check_weight_is_read, weight_of
-from crossshard.step.entries import split_entries
+from crossshard.step.entries import join_entries, split_entries
 from crossshard.step.microbatches import LocalResult, over_microbatches
+from crossshard.step.weight import Weight, check_weight_is_read, weight_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +55,7 @@ class ShardLoss:
 
     def split(self, batch: Any) -> tuple[Any, dict[str, Any]]:
         """The entries of a batch that are split over the shards, and those that are not."""
-        names = self.replicated_entries
-        return split_entries(batch, names) if names else (batch, {})
+        return split_entries(batch, self.replicated_entries)
 
     def number_of_rows(self, batch: Any) -> int:
         """The number of rows of a batch."""
@@ -77,8 +76,8 @@ class ShardLoss:
         number, (rows, whole) = self.accumulate_steps, self.split(batch)
 
         def compute(rows: Any, model_state: Any, count: Any) -> LocalResult:
-            batch = {**rows, **whole} if self.replicated_entries else rows
             here = dataclasses.replace(state, model_state=model_state)
+            batch = join_entries(rows, whole)
             return self._of_rows(here, batch, shards, unread, scale, count)
 
         if number == 1:
@@ -157,8 +156,7 @@ class ShardLoss:
 
         def of_own(own: tuple[Any, Any]) -> Any:
             rows, keys = own
-            given = {**rows, **whole} if self.replicated_entries else rows
-            return run((state.params, state.frozen), given, keys)[3]
+            return run((state.params, state.frozen), join_entries(rows, whole), keys)[3]
 
         model_states.check_equal(state.model_state, of_own, (rows, keys))
 

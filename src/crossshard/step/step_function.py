@@ -21,7 +21,7 @@ from crossshard.shards.devices import torus_factors
 from crossshard.shards.groups import size_of_group
 from crossshard.shards.model_axes import only
 from crossshard.shards.partition import map_partitions
-from crossshard.step.batches import check_same_rows
+from crossshard.step.arguments import check_same_rows
 from crossshard.step.entries import specs_of
 from crossshard.step.microbatches import LocalResult
 from crossshard.step.shard_loss import ShardLoss

@@ -44,11 +44,9 @@ class TrainStep:
         self._layouts = Layouts(config)
         self._program = Program(config, self._layouts)
         self._resharder = Resharder(config, self._layouts)
-        mesh, axes, loss = config.mesh, config.axes, config.loss
-        of_loss = mesh, axes, loss.weight, loss.replicated_entries, loss.model_state is not None
-        self._evaluate, self._predict = Evaluator(*of_loss), Predictor(*of_loss)
-        self._watch = Watch(config.function, mesh, axes)
-        self._is_watched = are_of_all_processes(mesh) or PROGRESS.is_alone
+        self._evaluate, self._predict = Evaluator(config), Predictor(config)
+        self._watch = Watch(config.function, config.mesh, config.axes)
+        self._is_watched = are_of_all_processes(config.mesh) or PROGRESS.is_alone
         # Of the last call of init, for the descriptions.
         self._latest: tuple[StateLayout, TrainState] | None = None
 

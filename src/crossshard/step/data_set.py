@@ -1,0 +1,163 @@
+"""Data sets: run a function on each batch of one, of any number of rows, on every shard."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from crossshard import _jax
+from crossshard.distributed.agreement import check_agreement, processes_of
+from crossshard.distributed.progress import PROGRESS, entering
+from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.model.models import Skeleton, combine
+from crossshard.shards.context import shard_context
+from crossshard.shards.devices import are_of_all_processes
+from crossshard.shards.put import own_parts, put
+from crossshard.step.arguments import check_rows
+from crossshard.step.config import StepConfig
+from crossshard.step.entries import WholeEntries, join_entries, specs_of
+
+
+class OverDataSets:
+    """Runs functions on each batch of a data set, on every shard.
+
+    Every batch is padded to as many rows as the longest before it. A row of padding is a copy of
+    the first row, and does not count.
+
+    Args:
+      call: the name of the method that runs them, for the other processes.
+      config: what the step is made of.
+
+    Attributes:
+      axes: the shard axes.
+      rows: the sharding of rows that are split over the shards.
+    """
+
+    def __init__(self, call: str, config: StepConfig):
+        self.axes = config.axes
+        self.rows = NamedSharding(config.mesh, PartitionSpec(config.axes))
+        self._call = call
+        self._mesh = config.mesh
+        self._number = config.number_of_shards
+        # The shards whose rows this process passes.
+        self._parts = own_parts(self.rows, self._number)
+        self._in_processes = len(processes_of(config.mesh)) > 1
+        self._is_watched = are_of_all_processes(config.mesh) or PROGRESS.is_alone
+        self._names = config.loss.replicated_entries
+        self._whole = WholeEntries(config.mesh, self._names)
+        self._takes_state = config.loss.model_state is not None
+
+    def over(self, batches: Iterable[Any], run: Callable[[Any, jax.Array], Any]) -> Iterator[Any]:
+        """What ``run`` returns for each batch on the devices, given which of its rows count.
+
+        Raises:
+          ArgumentError: there is no batch, its arrays have unequal numbers of rows, or processes
+            pass unequal numbers of batches.
+          ArgumentTypeError: ``batches`` is a single batch.
+        """
+        if isinstance(batches, dict | str) or hasattr(batches, "dtype"):
+            raise ArgumentTypeError(
+                f"batches is an iterable of batches; got {type(batches).__name__}. Write [batch] "
+                f"for a single one."
+            )
+        longest, number = 0, 0
+        for batch in batches:
+            with self._entering(), _jax.in_place_of_the_users_mesh(self._mesh):
+                with jax.transfer_guard("allow"):
+                    placed, counted = self._place(batch, longest, number)
+                found = run(placed, counted)
+            yield found
+            number += 1
+            longest = max(longest, counted.shape[0] * self._parts // self._number)
+        with self._entering():
+            self._check_agreement(f"{number}")
+        if not number:
+            raise ArgumentError("There is no batch: batches is empty.")
+
+    # A batch.
+
+    def _place(self, batch: Any, longest: int, before: int) -> tuple[Any, jax.Array]:
+        """A batch on the devices, padded, and which of its rows count, float32[rows]."""
+        rows, whole = self._whole.split(batch)
+        paths, tree = jax.tree_util.tree_flatten_with_path(rows)
+        for path, leaf in paths:
+            check_rows(path, leaf)
+        lengths = sorted({leaf.shape[0] for _, leaf in paths})
+        if len(lengths) != 1:
+            raise ArgumentError(
+                f"All arrays of a batch to evaluate must have as many rows; got {lengths}."
+            )
+        leaves, counted = [leaf for _, leaf in paths], np.ones(lengths, np.float32)
+        is_placed = all(getattr(leaf, "sharding", None) == self.rows for leaf in leaves)
+        own = lengths[0] * self._parts // self._number if is_placed else lengths[0]
+        number = own if is_placed else max(longest, math.ceil(own / self._parts) * self._parts)
+        each = ", ".join(f"{leaf.dtype}{[number, *leaf.shape[1:]]}" for leaf in leaves)
+        self._check_agreement(f"{before} and a further one of {each}")
+        if not is_placed:
+            leaves = [put(_padded(leaf, number), self.rows) for leaf in leaves]
+            counted = np.pad(counted, (0, number - lengths[0]))
+        elif self._parts < self._number:
+            counted = counted[: lengths[0] * self._parts // self._number]
+        placed = join_entries(tree.unflatten(leaves), self._whole.place(whole))
+        return placed, put(counted, self.rows)
+
+    def _entering(self) -> contextlib.AbstractContextManager[None]:
+        return entering(self._call) if self._is_watched else contextlib.nullcontext()
+
+    def _check_agreement(self, batches: str) -> None:
+        """Raise unless every process passes a batch now, of as many rows, or none does.
+
+        Before each batch: JAX's CPU devices make the host wait within a sum that others never join.
+        On accelerators the last batch is still under way.
+        """
+        if self._in_processes:
+            check_agreement(
+                self._call,
+                lambda: {"batches:": batches},
+                self._mesh,
+                "Pass as many batches in every process, of as many rows, of which only the last "
+                "may have fewer: they are padded to the longest before them.",
+            )
+
+    def on_shards(
+        self,
+        function: Callable[..., Any],
+        finish: Callable[[Any, Any, jax.Array], Any],
+        skeleton: Skeleton,
+        arrays: Any,
+        batch: Any,
+        counted: jax.Array,
+        *,
+        out_specs: PartitionSpec,
+    ) -> Any:
+        """``finish(values, rows, counted)`` of what a function returns for the rows of a shard."""
+
+        def of_shard(arrays: Any, batch: Any, counted: jax.Array) -> Any:
+            model = [combine(skeleton, *arrays), *([arrays[2]] if self._takes_state else [])]
+            with shard_context(self._number, axis_name=self.axes):
+                values = function(*model, batch)
+            return finish(values, batch, counted)
+
+        split = self.rows.spec
+        run = jax.shard_map(
+            of_shard,
+            mesh=self._mesh,
+            axis_names=frozenset(self.axes),
+            in_specs=(PartitionSpec(), specs_of(batch, self._names, split), split),
+            out_specs=out_specs,
+            check_vma=False,
+        )
+        return run(arrays, batch, counted)
+
+
+def _padded(leaf: Any, rows: int) -> Any:
+    missing = rows - leaf.shape[0]
+    if not missing:
+        return leaf
+    xp: Any = jnp if isinstance(leaf, jax.Array) else np
+    return xp.concatenate([leaf, xp.broadcast_to(leaf[:1], (missing, *leaf.shape[1:]))])
