@@ -149,27 +149,6 @@ def test_groups_have_their_own_averages():
         np.testing.assert_allclose(found, average[shard], rtol=0, atol=2e-6)
 
 
-def test_no_average_to_return_is_said():
-    step = make_train_step(loss_fn, optax.sgd(RATE), num_shards=N)
-    with pytest.raises(crossshard.errors.ArgumentError, match=r"ema=0\.999"):
-        step.model(step.init(W), ema=True)
-
-
-@pytest.mark.parametrize("option", [{"ema": DECAY}, {"master_dtype": "float32"}])
-def test_parameters_that_are_not_passed_are_asked_for(option: dict[str, Any]):
-    opt = CrossShardOptimizer(optax.sgd(RATE), **option)
-    with pytest.raises(
-        crossshard.errors.ArgumentError, match=r"opt.update\(grads, state, params\)"
-    ):
-        jax.vmap(lambda g: opt.update(g, opt.init(g))[0], axis_name="shards")(jnp.ones((N, 3)))
-
-
-@pytest.mark.parametrize("bad", ["bfloat16", "float16", "int32", "wide", 32, 1.5])
-def test_what_is_not_a_dtype_of_masters_is_refused(bad: Any):
-    with pytest.raises(crossshard.errors.ArgumentError, match="master_dtype must be float32"):
-        CrossShardOptimizer(optax.sgd(RATE), master_dtype=bad)
-
-
 @both
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_schedule_warms_the_average_up(weight_update: str, dtype: str):
@@ -200,23 +179,3 @@ def test_a_schedule_in_64_bits_leaves_the_average_its_dtype():
         with crossshard.shard_context(1):
             after = jax.eval_shape(lambda g, s, p: opt.update(g, s, p)[1], params, types, params)
     assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, types)
-
-
-@pytest.mark.parametrize(
-    ("bad", "kind"),
-    [
-        (0.0, crossshard.errors.ArgumentError),
-        (1.0, crossshard.errors.ArgumentError),
-        (-0.5, crossshard.errors.ArgumentError),
-        (float("nan"), crossshard.errors.ArgumentError),
-        ("0.9", crossshard.errors.ArgumentTypeError),
-        (True, crossshard.errors.ArgumentTypeError),
-        (0, crossshard.errors.ArgumentError),
-        (lambda count: (0.9, count), crossshard.errors.ArgumentTypeError),
-        (lambda count: count, crossshard.errors.ArgumentTypeError),
-        (lambda: 0.9, crossshard.errors.ArgumentTypeError),
-    ],
-)
-def test_what_is_not_a_decay_is_refused(bad: Any, kind: Any):
-    with pytest.raises(kind, match="ema"):
-        make_train_step(loss_fn, optax.sgd(RATE), num_shards=N, ema=bad)

@@ -173,29 +173,3 @@ def test_norms_add_no_more_than_numbers(weight_update: str):
     if weight_update == "replicated":
         # The local norm travels with the loss; all else is known on every shard.
         assert len(with_them.collectives) == len(without.collectives)
-
-
-# What is refused.
-
-
-def test_names_that_are_no_metrics_are_refused():
-    with pytest.raises(crossshard.errors.ArgumentError, match=r"'gradnorm'.*grad_norm"):
-        make_train_step(loss_fn, optax.sgd(RATE), num_shards=N, metrics=("gradnorm",))
-    with pytest.raises(crossshard.errors.ArgumentTypeError, match="must be names"):
-        CrossShardOptimizer(optax.sgd(RATE), metrics=3)
-    with pytest.raises(crossshard.errors.ArgumentTypeError, match="must be names"):
-        CrossShardOptimizer(optax.sgd(RATE), metrics=(jnp.linalg.norm,))
-
-
-def test_what_needs_local_gradients_refuses_summed_ones():
-    opt = CrossShardOptimizer(optax.sgd(RATE), metrics="local_grad_norm")
-    with pytest.raises(crossshard.errors.IncomingError, match="metrics"):
-        jax.vmap(lambda g: opt.update(g, opt.init(g), incoming="summed")[0], axis_name="shards")(
-            jnp.ones((N, 3))
-        )
-
-
-def test_the_norm_of_the_parameters_needs_them():
-    opt = CrossShardOptimizer(optax.sgd(RATE), metrics="param_norm")
-    with pytest.raises(crossshard.errors.ArgumentError, match=r"opt\.update"):
-        jax.vmap(lambda g: opt.update(g, opt.init(g))[0], axis_name="shards")(jnp.ones((N, 3)))

@@ -11,14 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import crossshard
 from crossshard import CrossShardOptimizer, Nonfinite, make_train_step
 from crossshard.errors import NonfiniteError
 from tests.quick import deep
+from tests.step.common import in_shard_map, on_variables
 
 N, STEPS, RATE = 4, 7, 0.1
 GROUPS = [[0, 2], [1, 3]]
@@ -139,51 +137,22 @@ def test_a_whole_step(
         assert np.all(np.isfinite(metrics["loss"])) or skipped
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+WAYS = {
+    "types": lambda *run: in_shard_map(*run),
+    "no types": lambda *run: in_shard_map(*run, check_vma=False),
+    "variables": lambda *run: on_variables(*run),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("action", ["quarantine", "skip"])
-def test_in_ones_own_shard_map(action: str, check_vma: bool):
-    opt = optimizer(0.9, nonfinite=Nonfinite(action))
-    mesh = jax.make_mesh((N,), ("shards",), axis_types=(AxisType.Auto,), devices=jax.devices()[:N])
-
-    @jax.jit
-    @functools.partial(
-        jax.shard_map,
-        mesh=mesh,
-        in_specs=(P(), P(), P("shards")),
-        out_specs=(P(), P()),
-        check_vma=check_vma,
-    )
-    def step(params: Any, state: Any, batch: Any) -> Any:
-        gradient = crossshard.grad(loss_fn)(params, batch)
-        updates, state = opt.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state
-
-    params, state = jax.tree.map(jnp.asarray, PARAMS), opt.init(PARAMS)
-    for t in range(STEPS):
-        params, state = step(params, state, rows(batch_of(t)))
+def test_in_code_of_ones_own(action: str, way: str):
+    opt = optimizer(0.9, nonfinite=Nonfinite(action) if way == "types" else action)
+    calls = WAYS[way](opt, loss_fn, PARAMS, map(batch_of, range(STEPS)))
+    for t, (params, state, *_) in enumerate(calls):
         kind = {"momentum": 0.9, "weighted": False, "grouped": False}
         check(t, action, params, state.nonfinite, **kind)
-
-
-class Model(nnx.Module):
-    def __init__(self):
-        self.bias, self.kernel = (nnx.Param(jnp.asarray(x)) for x in PARAMS.values())
-
-
-@pytest.mark.parametrize("action", ["quarantine", "skip"])
-def test_on_variables(action: str):
-    opt, model = optimizer(0.9, nonfinite=action), Model()
-
-    @crossshard.shard(num_shards=N)
-    def step(model: Any, opt: Any, batch: Any) -> None:
-        params = lambda: {"bias": model.bias[...], "kernel": model.kernel[...]}
-        opt.minimize(lambda: loss_fn(params(), batch), var_list=model)
-
-    for t in range(STEPS):
-        step(model, opt, rows(batch_of(t)))
-        params = {"bias": model.bias[...], "kernel": model.kernel[...]}
-        kind = {"momentum": 0.9, "weighted": False, "grouped": False}
-        check(t, action, params, opt.state.nonfinite, **kind)
+    assert t == STEPS - 1
 
 
 # What a reduction makes of finite gradients.
@@ -303,20 +272,6 @@ def test_noise_is_that_of_the_others():
     np.testing.assert_allclose(measured(with_bad, nonfinite="quarantine"), measured(x), rtol=1e-5)
 
 
-def test_a_shard_without_weight_is_not_accused():
-    step = make_train_step(
-        lambda w, b: (w * b["x"]).mean(),
-        optax.sgd(1.0),
-        num_shards=2,
-        weight=lambda b: b["n"].sum(),
-        nonfinite="skip",
-    )
-    batch = {"x": np.float32([1, 1, np.inf, np.nan]), "n": np.float32([1, 1, 0, 0])}
-    state, metrics = step(step.init(np.float32(3)), batch)
-    assert not metrics["skipped"]
-    assert (float(state.params), int(metrics["nonfinite"].shards)) == (2, 0)
-
-
 def test_with_a_loss_scale_the_shard_is_named_too():
     step = make_train_step(
         lambda w, x: (w.astype(jnp.float32) * x).sum(),
@@ -398,20 +353,6 @@ def test_a_state_goes_on_with_another_number_of_shards():
 # What is refused, and what is said.
 
 
-@pytest.mark.parametrize(
-    ("bad", "error"),
-    [
-        ("off", crossshard.errors.ArgumentError),
-        (True, crossshard.errors.ArgumentTypeError),
-        (Nonfinite, crossshard.errors.ArgumentTypeError),
-    ],
-)
-def test_what_is_no_action_is_refused(bad: Any, error: type[Exception]):
-    for build in (make, lambda bad: CrossShardOptimizer(optax.sgd(0.1), nonfinite=bad)):
-        with pytest.raises(error, match=r"'quarantine', 'skip'(,| or) 'raise'"):
-            build(bad)
-
-
 @pytest.mark.parametrize("number", [0, -1, 1.5, True, "3"])
 def test_a_number_that_is_none_of_steps_is_refused(number: Any):
     with pytest.raises(crossshard.CrossshardError, match="max_consecutive must be"):
@@ -427,12 +368,6 @@ def test_what_contradicts_it_is_refused():
     opt = CrossShardOptimizer(optax.sgd(0.1), nonfinite="raise")
     with pytest.raises(crossshard.errors.ArgumentError, match=r"read state\.nonfinite"):
         opt.update(1.0, opt.init(1.0))
-    opt = CrossShardOptimizer(optax.sgd(0.1), nonfinite="skip")
-    with (
-        crossshard.shard_context(2),
-        pytest.raises(crossshard.errors.IncomingError, match="nonfinite checks"),
-    ):
-        opt.update(1.0, opt.init(1.0), incoming="reduced")
 
 
 def test_it_is_described():

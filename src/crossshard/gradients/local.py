@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from crossshard import _check
 from crossshard._flax import nnx, rebound
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.gradients.loss_scale import scaled, unscale
 from crossshard.gradients.model_sums import check_sums
 from crossshard.gradients.scalars import check_scalar, is_inexact, is_number
+from crossshard.gradients.scaled_loss import scaled, unscale
 from crossshard.gradients.varying_types import explained_types
 from crossshard.shards.axes import Shards, check_no_further, check_one_way, shards_of_gradient
 from crossshard.shards.context import check_axis_name
@@ -229,12 +229,8 @@ def _jax_grad(
     places = list(itertools.compress(range(len(leaves)), differentiated))
 
     def of_arrays(arrays: list[Any]) -> Any:
-        whole = list(leaves)
-        for place, array in zip(places, arrays, strict=True):
-            whole[place] = array
-        filled = list(args)
-        for number, value in zip(numbers, tree.unflatten(whole), strict=True):
-            filled[number] = value
+        given = dict(zip(numbers, tree.unflatten(_with(leaves, places, arrays)), strict=True))
+        filled = [given.get(number, arg) for number, arg in enumerate(args)]
         return loss(*filled, **kwargs)
 
     arrays = [shards.as_varying(leaves[place]) for place in places]
@@ -242,10 +238,13 @@ def _jax_grad(
     gradients, out = jax.grad(
         of_arrays, has_aux=True, holomorphic=holomorphic, allow_int=allow_int
     )(arrays)
-    whole: list[Any] = [None] * len(leaves)
-    for place, gradient in zip(places, gradients, strict=True):
-        whole[place] = gradient
-    return tree.unflatten(whole), out
+    return tree.unflatten(_with([None] * len(leaves), places, gradients)), out
+
+
+def _with(leaves: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    """The leaves, with these values at their places."""
+    found = dict(zip(places, values, strict=True))
+    return [found.get(place, leaf) for place, leaf in enumerate(leaves)]
 
 
 def _differentiable(number: int, arg: Any, allow_int: bool) -> list[bool]:

@@ -43,6 +43,7 @@ class Accumulate(Stage):
 
     steps: int
 
+    placement = PER_SHARD
     phase = Phase.CALL
     scope = state_field = "accumulate"
     needs_local = "accumulate_steps adds up"
@@ -53,7 +54,7 @@ class Accumulate(Stage):
 
     def placements(self, state: AccumulateState) -> AccumulateState:
         """The count is the same on all shards, and each shard has its own sums."""
-        return jax.tree.map(lambda _: PER_SHARD, state)._replace(count=REPLICATED)
+        return super().placements(state)._replace(count=REPLICATED)
 
     def update(
         self, gradients: Gradients, state: AccumulateState, context: StageContext
@@ -79,7 +80,7 @@ class Accumulate(Stage):
         values, value = mean(state.values, state.value, state.weight)
         extra = gradients.extra if loss is None else {"value": value.astype(loss.dtype)}
         total = None if weight is None else state.weight
-        return gradients.replace(values=values, extra=extra, weight=total, widened=True), state
+        return gradients.replace(values=values, extra=extra, weight=total), state
 
     def is_last(self, state: AccumulateState) -> Bool[Array, ""]:
         """Whether this call is the last, given the state with it."""
