@@ -12,7 +12,7 @@ from flax import nnx
 
 import crossshard
 from crossshard import CrossShardOptimizer, make_train_step
-from tests.step.common import assert_same, on_variables, shard_map_of
+from tests.step.common import assert_same, on_variables, sgd_step, shard_map_of
 
 N, K, STEPS, RATE = 4, 3, 3, 0.1
 RNG = np.random.default_rng(0)
@@ -156,7 +156,7 @@ def test_random_keys_and_statistics_are_those_of_small_steps():
 
     def stepped(**options: Any) -> Any:
         # A learning rate of 0, so that small steps and microbatches see the same parameters.
-        return make_train_step(loss, optax.sgd(0.0), num_shards=N, has_aux=True, **options)
+        return sgd_step(loss, 0.0, N, has_aux=True, **options)
 
     whole, small = stepped(accumulate_steps=K), stepped()
     rows = {"x": np.moveaxis(X[0], 0, 1).reshape(-1, 3)}

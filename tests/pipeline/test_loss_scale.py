@@ -11,7 +11,8 @@ import pytest
 
 import crossshard
 from crossshard import CrossShardOptimizer, DynamicLossScale, make_train_step
-from tests.step.common import assert_same, in_shard_map, on_variables
+from tests.pipeline.ways import IN_ONES_OWN
+from tests.step.common import assert_same, sgd_step
 
 N, K, STEPS, RATE, DECAY = 4, 2, 8, 0.1, 0.9
 GROUPS = [[0, 2], [1, 3]]
@@ -112,13 +113,6 @@ def test_an_infinity_in_one_microbatch_of_one_shard_skips_exactly_that_step(
                 np.testing.assert_array_equal(shard.data, kept.params)
 
 
-WAYS = {
-    "types": lambda *run: in_shard_map(*run),
-    "no types": lambda *run: in_shard_map(*run, check_vma=False),
-    "variables": lambda *run: on_variables(*run),
-}
-
-
 @pytest.mark.parametrize(
     ("way", "name"),
     [("types", "momentum"), ("no types", "momentum"), *(("variables", name) for name in MOMENTA)],
@@ -126,7 +120,7 @@ WAYS = {
 def test_in_code_of_ones_own(way: str, name: str):
     loss = lambda params, x: loss_fn(params["w"], x.reshape(-1, 40))
     before = W
-    calls = WAYS[way](optimizer(name, **OPTIONS), loss, {"w": W}, X)
+    calls = IN_ONES_OWN[way](optimizer(name, **OPTIONS), loss, {"w": W}, X)
     for t, (params, state, *count) in enumerate(calls):
         check(t, name, params["w"], state)
         if t in BAD:
@@ -159,9 +153,7 @@ def test_small_gradients_are_kept_and_large_ones_found_in_float16():
     small, one = np.full((N, 2), 2e-8, np.float32), np.ones((N, 2), np.float32)
 
     def moved(loss_scale: Any, x: np.ndarray) -> Any:
-        step = make_train_step(
-            loss, optax.sgd(1e6), num_shards=N, loss_scale=loss_scale, master_dtype="float32"
-        )
+        step = sgd_step(loss, 1e6, N, loss_scale=loss_scale, master_dtype="float32")
         state, metrics = step(step.init(np.ones(2, np.float16)), x)
         return np.asarray(optax.tree.get(state.opt_state, "masters")) - 1, metrics
 
@@ -174,12 +166,8 @@ def test_small_gradients_are_kept_and_large_ones_found_in_float16():
 
 @pytest.mark.parametrize("option", [{"loss_scale": "dynamic"}, {"nonfinite": "skip"}])
 def test_a_weightless_infinity_does_not_count(option: dict[str, str]):
-    step = make_train_step(
-        lambda w, b: (w * b["x"]).mean(),
-        optax.sgd(1.0),
-        num_shards=2,
-        weight=lambda b: b["n"].sum(),
-        **option,
+    step = sgd_step(
+        lambda w, b: (w * b["x"]).mean(), 1.0, 2, weight=lambda b: b["n"].sum(), **option
     )
     batch = {"x": np.float32([1, 1, np.inf, np.nan]), "n": np.float32([1, 1, 0, 0])}
     state, metrics = step(step.init(np.float32(3)), batch)
@@ -194,10 +182,12 @@ def test_a_weightless_infinity_does_not_count(option: dict[str, str]):
 
 
 def test_the_scale_stays_finite_and_above_zero():
-    step = make_train_step(
-        lambda w, x: (w * x).mean(), optax.sgd(0.0), num_shards=2,
+    step = sgd_step(
+        lambda w, x: (w * x).mean(),
+        0.0,
+        2,
         loss_scale=DynamicLossScale(2.0**119, growth_interval=1),
-    )  # fmt: skip
+    )
     state = step.init(np.float32(1e-30))
     for _ in range(4):
         state, metrics = step(state, np.full(2, 1e-30, np.float32))

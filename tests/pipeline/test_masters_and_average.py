@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import crossshard
 from crossshard import CrossShardOptimizer, make_train_step
 from tests.reference.pipeline_model import round_to
+from tests.step.common import sgd_step
 
 N, STEPS, RATE, DECAY = 4, 20, 0.01, 0.8
 RNG = np.random.default_rng(0)
@@ -68,9 +69,7 @@ def test_masters_move_by_steps_that_the_parameters_cannot(
 @both
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_what_the_user_sets_is_not_undone(dtype: str, weight_update: str):
-    step = make_train_step(
-        loss_fn, optax.sgd(RATE), num_shards=N, weight_update=weight_update, master_dtype="float32"
-    )
+    step = sgd_step(loss_fn, RATE, N, weight_update=weight_update, master_dtype="float32")
     state = step.init(jnp.asarray(W, dtype))
     for t in range(2):
         state, _ = step(state, X[t].reshape(-1, 40))
@@ -86,7 +85,7 @@ def test_what_the_user_sets_is_not_undone(dtype: str, weight_update: str):
 
 
 def test_parameters_that_are_nan_are_not_brought_back_by_their_masters():
-    step = make_train_step(loss_fn, optax.sgd(RATE), num_shards=N, master_dtype="float32")
+    step = sgd_step(loss_fn, RATE, N, master_dtype="float32")
     state = step.init(jnp.ones(40, jnp.bfloat16))
     state = dataclasses.replace(state, params=state.params.at[0].set(jnp.nan))
     state, _ = step(state, X[0, :, 0])
@@ -96,8 +95,8 @@ def test_parameters_that_are_nan_are_not_brought_back_by_their_masters():
 def test_without_masters_small_steps_are_lost():
     # An eighth of a unit in the last place of 1.
     x = np.full((N, 40), 2.0**-10, np.float32)
-    still = make_train_step(loss_fn, optax.sgd(1.0), num_shards=N)
-    moving = make_train_step(loss_fn, optax.sgd(1.0), num_shards=N, master_dtype="float32")
+    still = sgd_step(loss_fn, 1.0, N)
+    moving = sgd_step(loss_fn, 1.0, N, master_dtype="float32")
     one = jnp.ones((40,), jnp.bfloat16)
     a, b = still.init(one), moving.init(one)
     for _ in range(16):
@@ -108,9 +107,7 @@ def test_without_masters_small_steps_are_lost():
 
 @both
 def test_the_average_of_float32_parameters(weight_update: str):
-    step = make_train_step(
-        loss_fn, optax.sgd(RATE), num_shards=N, weight_update=weight_update, ema=DECAY
-    )
+    step = sgd_step(loss_fn, RATE, N, weight_update=weight_update, ema=DECAY)
     state, want = step.init(W), expected("float32", 0.0)
     for t in range(STEPS):
         state, _ = step(state, X[t].reshape(-1, 40))
@@ -121,10 +118,7 @@ def test_the_average_of_float32_parameters(weight_update: str):
 
 
 def test_the_models_average_has_the_dtype_of_the_model():
-    step = make_train_step(
-        loss_fn, optax.sgd(RATE), num_shards=N, weight_update="sharded", master_dtype="float32",
-        ema=DECAY,
-    )  # fmt: skip
+    step = sgd_step(loss_fn, RATE, N, weight_update="sharded", master_dtype="float32", ema=DECAY)
     state, _ = step(step.init(jnp.asarray(W, jnp.bfloat16)), X[0].reshape(-1, 40))
     model = step.model(state, ema=True)
     ema = optax.tree.get(state.opt_state, "ema")

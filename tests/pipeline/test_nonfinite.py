@@ -15,8 +15,9 @@ import pytest
 import crossshard
 from crossshard import CrossShardOptimizer, Nonfinite, make_train_step
 from crossshard.errors import NonfiniteError
+from tests.pipeline.ways import IN_ONES_OWN
 from tests.quick import deep
-from tests.step.common import in_shard_map, on_variables
+from tests.step.common import sgd_step
 
 N, STEPS, RATE = 4, 7, 0.1
 GROUPS = [[0, 2], [1, 3]]
@@ -137,18 +138,11 @@ def test_a_whole_step(
         assert np.all(np.isfinite(metrics["loss"])) or skipped
 
 
-WAYS = {
-    "types": lambda *run: in_shard_map(*run),
-    "no types": lambda *run: in_shard_map(*run, check_vma=False),
-    "variables": lambda *run: on_variables(*run),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", IN_ONES_OWN)
 @pytest.mark.parametrize("action", ["quarantine", "skip"])
 def test_in_code_of_ones_own(action: str, way: str):
     opt = optimizer(0.9, nonfinite=Nonfinite(action) if way == "types" else action)
-    calls = WAYS[way](opt, loss_fn, PARAMS, map(batch_of, range(STEPS)))
+    calls = IN_ONES_OWN[way](opt, loss_fn, PARAMS, map(batch_of, range(STEPS)))
     for t, (params, state, *_) in enumerate(calls):
         kind = {"momentum": 0.9, "weighted": False, "grouped": False}
         check(t, action, params, state.nonfinite, **kind)
@@ -161,12 +155,8 @@ def test_in_code_of_ones_own(action: str, way: str):
 @pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
 @pytest.mark.parametrize("action", ["quarantine", "skip"])
 def test_a_reduction_that_overflows_is_told_from_a_bad_shard(action: str, weight_update: str):
-    step = make_train_step(
-        lambda w, x: (w * x).sum(),
-        optax.sgd(1.0),
-        num_shards=N,
-        nonfinite=action,
-        weight_update=weight_update,
+    step = sgd_step(
+        lambda w, x: (w * x).sum(), 1.0, N, nonfinite=action, weight_update=weight_update
     )
     w = np.zeros((64, 64), np.float32)
     x = np.ones((N, 64, 64), np.float32)
@@ -185,13 +175,7 @@ def test_a_reduction_that_overflows_is_told_from_a_bad_shard(action: str, weight
 def test_a_bad_microbatch_leaves_out_its_shard():
     x = RNG.normal(size=(N, 2, 3)).astype(np.float32)
     x[1, 1] = np.nan
-    step = make_train_step(
-        lambda w, x: (w * x).mean(),
-        optax.sgd(1.0),
-        num_shards=N,
-        accumulate_steps=2,
-        nonfinite="quarantine",
-    )
+    step = sgd_step(lambda w, x: (w * x).mean(), 1.0, N, accumulate_steps=2, nonfinite="quarantine")
     state, metrics = step(step.init(np.zeros(3, np.float32)), x.reshape(-1, 3))
     good = np.delete(x, 1, 0).reshape(-1, 3)
     np.testing.assert_allclose(state.params, -good.mean(0) / 3, rtol=1e-5)
@@ -234,14 +218,8 @@ def test_statistics_of_a_bad_shard_do_not_count(kind: str):
         out, after = Normed().apply({"params": params, **stats}, x, mutable=["batch_stats"])
         return (out**2).sum(), (after, {"mean": x.mean()})
 
-    step = make_train_step(
-        loss,
-        optax.sgd(0.1),
-        num_shards=N,
-        model_state=kind,
-        nonfinite="quarantine",
-        has_aux=True,
-        aux_reduction="mean",
+    step = sgd_step(
+        loss, 0.1, N, model_state=kind, nonfinite="quarantine", has_aux=True, aux_reduction="mean"
     )
     stats = {"batch_stats": variables["batch_stats"]}
     state = step.init(variables["params"], model_state=stats)
@@ -265,7 +243,7 @@ def test_noise_is_that_of_the_others():
     with_bad = np.insert(x, 2, np.nan, axis=0)
 
     def measured(x: np.ndarray, **options: Any) -> Any:
-        step = make_train_step(loss, optax.sgd(1.0), num_shards=len(x), metrics=names, **options)
+        step = sgd_step(loss, 1.0, len(x), metrics=names, **options)
         metrics = step(step.init(np.float32(0)), x.reshape(-1))[1]
         return [float(metrics[name]) for name in names]
 
@@ -273,10 +251,10 @@ def test_noise_is_that_of_the_others():
 
 
 def test_with_a_loss_scale_the_shard_is_named_too():
-    step = make_train_step(
+    step = sgd_step(
         lambda w, x: (w.astype(jnp.float32) * x).sum(),
-        optax.sgd(1.0),
-        num_shards=2,
+        1.0,
+        2,
         loss_scale=crossshard.DynamicLossScale(2.0**15),
         nonfinite="skip",
     )
@@ -291,9 +269,7 @@ def test_with_a_loss_scale_the_shard_is_named_too():
 
 @pytest.mark.parametrize("action", ["quarantine", "skip"])
 def test_the_report_travels_with_the_gradients(action: str):
-    step = make_train_step(
-        loss_fn, optax.sgd(0.1), num_shards=N, nonfinite=action, weight_update="replicated"
-    )
+    step = sgd_step(loss_fn, 0.1, N, nonfinite=action, weight_update="replicated")
     found = crossshard.inspect(step.lower(step.abstract_init(PARAMS), rows(batch_of(0))))
     assert [each.kind for each in found.collectives] == ["all-reduce"]
 
@@ -302,7 +278,7 @@ def test_the_report_travels_with_the_gradients(action: str):
 
 
 def make(action: Any, **options: Any) -> Any:
-    return make_train_step(loss_fn, optax.sgd(RATE), num_shards=N, nonfinite=action, **options)
+    return sgd_step(loss_fn, RATE, N, nonfinite=action, **options)
 
 
 @pytest.mark.parametrize(
@@ -339,10 +315,7 @@ def test_in_a_loop_of_ones_own_the_state_tells():
 
 
 def test_a_state_goes_on_with_another_number_of_shards():
-    step, other = (
-        make("skip"),
-        make_train_step(loss_fn, optax.sgd(RATE), num_shards=2, nonfinite="skip"),
-    )
+    step, other = make("skip"), sgd_step(loss_fn, RATE, 2, nonfinite="skip")
     state, _ = step(step.init(PARAMS), rows(batch_of(1)))
     state = other.reshard(step.unshard(state))
     assert [int(x) for x in state.opt_state.nonfinite] == [2, 1, 1, 0, 1]

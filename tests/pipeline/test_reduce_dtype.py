@@ -10,9 +10,10 @@ import optax
 import pytest
 
 import crossshard
-from crossshard import CrossShardOptimizer, make_train_step
+from crossshard import CrossShardOptimizer
 from tests.pipeline.ways import trained
 from tests.reference.pipeline_model import to_bfloat16
+from tests.step.common import sgd_step
 
 N = 8
 GROUPS = [[0, 3, 5, 6], [1, 2, 4, 7]]
@@ -64,9 +65,7 @@ def test_each_shard_rounds_once_and_sums_have_32_bits(way: str, reduction: str, 
 )
 def test_half_of_the_gradients_are_sent(weight_update: str, whole: float, half: float):
     def sent(**options: Any) -> Any:
-        step = make_train_step(
-            loss_fn, optax.sgd(1.0), num_shards=N, weight_update=weight_update, **options
-        )
+        step = sgd_step(loss_fn, 1.0, N, weight_update=weight_update, **options)
         return crossshard.inspect(step.lower(step.init({"w": W}), G), {"w": W}).bytes_sent
 
     assert sent() == pytest.approx(whole * 7 / 8 * W.nbytes, rel=0.01)

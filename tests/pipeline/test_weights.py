@@ -12,6 +12,7 @@ import crossshard
 from crossshard import CrossShardOptimizer, make_train_step
 from tests.pipeline.ways import WAYS, trained
 from tests.quick import deep, deep_but
+from tests.step.common import sgd_step
 
 N, STEPS, RATE, DECAY = 4, 3, 0.1, 0.3
 GROUPS = [[0, 2], [1, 3]]
@@ -130,10 +131,8 @@ def test_what_is_not_one_number_is_refused(bad: Any, kind: Any):
 
 
 def test_equal_weights_are_none():
-    plain = make_train_step(lambda w, b: loss_fn(w, b["x"]), optax.sgd(RATE), num_shards=N)
-    weighed = make_train_step(
-        lambda w, b: loss_fn(w, b["x"]), optax.sgd(RATE), num_shards=N, weight=lambda b: 7.0
-    )
+    plain = sgd_step(lambda w, b: loss_fn(w, b["x"]), RATE, N)
+    weighed = sgd_step(lambda w, b: loss_fn(w, b["x"]), RATE, N, weight=lambda b: 7.0)
     batch = {"x": RNG.normal(size=(2 * N, 3)).astype(np.float32)}
     a, _ = plain(plain.init(W), batch)
     b, _ = weighed(weighed.init(W), batch)

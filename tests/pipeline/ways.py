@@ -73,6 +73,15 @@ WAYS: dict[str, Callable[..., Trained]] = {
 }
 
 
+# Where one's own code calls the optimizer: from the optimizer, the loss, the parameters and the
+# batches, [shards, …], to the parameters and the state after each call.
+IN_ONES_OWN: dict[str, Callable[..., Iterator[Any]]] = {
+    "types": in_shard_map,
+    "no types": functools.partial(in_shard_map, check_vma=False),
+    "variables": on_variables,
+}
+
+
 def trained(
     way: str,
     opt: CrossShardOptimizer,

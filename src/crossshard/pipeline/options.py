@@ -9,8 +9,8 @@ from typing import Any, TypedDict
 
 import jax.numpy as jnp
 
+from crossshard import _check
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.pipeline.stages.accumulate import check_accumulate_steps
 from crossshard.pipeline.stages.loss_scale import DynamicLossScale, check_loss_scale
 from crossshard.pipeline.stages.metrics import check_metrics
 from crossshard.pipeline.stages.nonfinite import Nonfinite, check_nonfinite
@@ -75,7 +75,7 @@ def check_options(options: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
         "nonfinite": check_nonfinite,
     }
     checked = {name: check(options[name]) for name, check in checks.items() if name in options}
-    number = check_accumulate_steps(options.get("accumulate_steps", 1))
+    number = _check.whole_number("accumulate_steps", options.get("accumulate_steps", 1))
     return number, {name: value for name, value in checked.items() if value}
 
 
