@@ -74,6 +74,7 @@ def value_and_grad(
     is_off = loss_scale is None or (isinstance(loss_scale, tuple) and not loss_scale)
     scale = None if is_off else jnp.asarray(getattr(loss_scale, "scale", loss_scale))
     _check.function("fun", fun)
+    of_pytrees = functools.partial(_jax_grad, holomorphic=holomorphic, allow_int=allow_int)
 
     @functools.wraps(fun)
     def value_and_local_grad(*args: Any, **kwargs: Any) -> Any:
@@ -88,16 +89,11 @@ def value_and_grad(
             # An invariant loss is cast to varying: each shard differentiates its own copy.
             return shards.as_varying(scaled(loss, scale)), (loss, aux)
 
+        of_modules = any(_is_nnx(args[number]) for number in numbers)
+        differentiate = _nnx_grad if of_modules else of_pytrees
         with explained_types(shards):
-            if any(_is_nnx(args[number]) for number in numbers):
-                grads, (loss, aux) = _nnx_grad(
-                    local_loss, argnums, numbers, shards, args, kwargs, names
-                )
-            else:
-                grads, (loss, aux) = _jax_grad(
-                    local_loss, numbers, shards, args, kwargs, holomorphic, allow_int, names
-                )
-                grads = grads[0] if isinstance(argnums, int) else grads
+            grads, (loss, aux) = differentiate(local_loss, numbers, args, kwargs, shards, names)
+        grads = grads[0] if isinstance(argnums, int) else grads
         return ((loss, aux) if has_aux else loss), unscale(grads, scale)
 
     return value_and_local_grad
@@ -181,11 +177,10 @@ def _variables(node: Any) -> list[nnx.Variable]:
 
 def _nnx_grad(
     loss: Callable[..., Any],
-    argnums: Any,
     numbers: tuple[int, ...],
-    shards: Shards,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    shards: Shards,
     names: tuple[str, ...],
 ) -> Any:
     nodes = [args[number] for number in numbers if _is_nnx(args[number])]
@@ -197,7 +192,7 @@ def _nnx_grad(
     ]
     with rebound(parameters, values):
         check_sums(lambda: _jaxpr_of_parameters(loss, numbers, local, kwargs), names)
-        return nnx.grad(loss, argnums=argnums, has_aux=True)(*local, **kwargs)
+        return nnx.grad(loss, argnums=numbers, has_aux=True)(*local, **kwargs)
 
 
 def _jaxpr_of_parameters(
@@ -215,12 +210,13 @@ def _jaxpr_of_parameters(
 def _jax_grad(
     loss: Callable[..., Any],
     numbers: tuple[int, ...],
-    shards: Shards,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    shards: Shards,
+    names: tuple[str, ...],
+    *,
     holomorphic: bool,
     allow_int: bool,
-    names: tuple[str, ...],
 ) -> Any:
     leaves, tree = jax.tree.flatten(tuple(args[number] for number in numbers))
     differentiated = [

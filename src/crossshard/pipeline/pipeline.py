@@ -136,7 +136,7 @@ class Pipeline:
             if isinstance(stage, Weigh) and not (weighted or self.excludes_shards):
                 continue
             if stage is self.optimize:
-                texts += [stage.describe().replace("update", update, 1), *gather]
+                texts += [self.optimize.describe(update), *gather]
             else:
                 texts.append(stage.describe())
         # Two stages that skip are one to the reader.
