@@ -90,7 +90,7 @@ def value_and_grad(
             return shards.as_varying(scaled(loss, scale)), (loss, aux)
 
         of_modules = any(_is_nnx(args[number]) for number in numbers)
-        differentiate = _nnx_grad if of_modules else of_pytrees
+        differentiate: Callable[..., Any] = _nnx_grad if of_modules else of_pytrees
         with explained_types(shards):
             grads, (loss, aux) = differentiate(local_loss, numbers, args, kwargs, shards, names)
         grads = grads[0] if isinstance(argnums, int) else grads
