@@ -73,7 +73,7 @@ def flag(name: str, given: object) -> bool:
     return given
 
 
-def function(name: str, given: Any) -> Callable[..., Any]:
+def function(name: str, given: object) -> Callable[..., Any]:
     """What can be called.
 
     Raises:
@@ -81,7 +81,7 @@ def function(name: str, given: Any) -> Callable[..., Any]:
     """
     if not callable(given):
         raise ArgumentTypeError(f"{name} must be a function; got {described(given)}.")
-    return given  # type: ignore[no-any-return]
+    return given
 
 
 def described(given: object) -> str:

@@ -395,11 +395,6 @@ def manual_sizes(equation: Any) -> tuple[int, ...]:
     return tuple(params["mesh"].shape[name] for name in names)
 
 
-def jaxprs_in(equation: Any) -> list[Any]:
-    """The jaxprs that an equation calls, whatever it is."""
-    return list(_core.jaxprs_in_params(equation.params))
-
-
 def placing(function: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:
     """The function of these arguments, whose ``device_put`` also places what ``jit`` traces."""
     closed, out = jax.make_jaxpr(function, return_shape=True)(*args)

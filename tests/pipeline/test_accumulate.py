@@ -1,6 +1,5 @@
 """accumulate_steps: the gradient of k microbatches, which is reduced once, against numpy."""
 
-import functools
 import re
 from typing import Any
 
@@ -10,11 +9,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import crossshard
 from crossshard import CrossShardOptimizer, make_train_step
+from tests.step.common import assert_same, on_variables, sgd_step, shard_map_of
 
 N, K, STEPS, RATE = 4, 3, 3, 0.1
 RNG = np.random.default_rng(0)
@@ -56,46 +54,39 @@ def batch_of(step: int) -> dict[str, np.ndarray]:
     return {"x": x, "y": Y[step], "weight": WEIGHTS[step][..., None].repeat(2, -1) / 2}
 
 
-def in_shard_map(opt: CrossShardOptimizer, check_vma: bool = True) -> Any:
-    """``init`` and ``step`` of the Optax idiom, jitted."""
-    mesh = jax.make_mesh((N,), ("shards",), axis_types=(AxisType.Auto,), devices=jax.devices()[:N])
-    over = functools.partial(jax.shard_map, mesh=mesh, check_vma=check_vma)
-    specs = opt.state_specs(W, N)
+def weight_of(batch: Any) -> jax.Array:
+    return batch["weight"].sum()
 
-    def step(w: Any, state: Any, batch: Any) -> Any:
-        batch = jax.tree.map(lambda x: x[0], batch)
-        gradient = crossshard.grad(loss_fn)(w, batch)
-        weight = {"weight": batch["weight"].sum()} if "weight" in batch else {}
-        updates, state = opt.update(gradient, state, w, **weight)
-        return optax.apply_updates(w, updates), state
 
-    init = jax.jit(over(opt.init, in_specs=P(), out_specs=specs))
-    carried = (P(), specs)
-    return init, jax.jit(over(step, in_specs=(*carried, P("shards")), out_specs=carried))
+def calls() -> Any:
+    """The batch of each call, with the number of its step and of its microbatch."""
+    for t in range(STEPS):
+        for k in range(K):
+            yield t, k, jax.tree.map(lambda x, k=k: x[k], batch_of(t))
 
 
 @pytest.mark.parametrize("name", MOMENTA)
 @pytest.mark.parametrize(("weighted", "check_vma"), [(True, True), (False, False)])
 def test_k_calls_are_one_step(name: str, weighted: bool, check_vma: bool):
-    init, step = in_shard_map(optimizer(name, accumulate_steps=K), check_vma)
-    w, state = jnp.asarray(W), init(W)
+    opt = optimizer(name, accumulate_steps=K)
+    init, step = shard_map_of(opt, loss_fn, W, N, check_vma, weight_of if weighted else None)
+    w, state = init(W)
     want = expected(MOMENTA[name], weighted)
-    for t in range(STEPS):
-        batch = batch_of(t) if weighted else {"x": X[t], "y": Y[t]}
-        for k in range(K):
-            before = w, state.inner_state
-            w, state = step(w, state, jax.tree.map(lambda x, k=k: x[k], batch))
-            if k < K - 1:
-                assert int(state.accumulate.count) == k + 1
-                jax.tree.map(np.testing.assert_array_equal, before, (w, state.inner_state))
-        assert not any(np.any(x) for x in jax.tree.leaves(state.accumulate))
-        np.testing.assert_allclose(w, want[t], rtol=0, atol=2e-6)
+    for t, k, batch in calls():
+        before = w, state.inner_state
+        w, state = step((w, state), batch if weighted else {"x": X[t, k], "y": Y[t, k]})
+        if k < K - 1:
+            assert int(state.accumulate.count) == k + 1
+            assert_same((w, state.inner_state), before)
+        else:
+            assert not any(np.any(x) for x in jax.tree.leaves(state.accumulate))
+            np.testing.assert_allclose(w, want[t], rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", MOMENTA)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_microbatches_of_a_step(name: str, weighted: bool):
-    weight = (lambda batch: batch["weight"].sum()) if weighted else None
+    weight = weight_of if weighted else None
     step = make_train_step(
         loss_fn, optimizer(name), num_shards=N, accumulate_steps=K, weight=weight
     )
@@ -109,35 +100,22 @@ def test_microbatches_of_a_step(name: str, weighted: bool):
             np.testing.assert_allclose(metrics["weight"], WEIGHTS[t].sum(), rtol=1e-6)
 
 
-class Model(nnx.Module):
-    def __init__(self):
-        self.w = nnx.Param(jnp.asarray(W))
-
-
 @pytest.mark.parametrize("name", MOMENTA)
 def test_variables_and_their_global_step(name: str):
-    opt, model = optimizer(name, accumulate_steps=K), Model()
-    count = nnx.Variable(jnp.array(0))
-
-    @crossshard.shard(num_shards=N)
-    def step(model: Any, opt: Any, count: Any, batch: Any) -> None:
-        batch = jax.tree.map(lambda x: x[0], batch)
-        weight = batch["weight"].sum()
-        opt.minimize(lambda: loss_fn(model.w[...], batch), count, var_list=model, weight=weight)
-
-    want = expected(MOMENTA[name], True)
-    for t in range(STEPS):
-        for k in range(K):
-            assert int(count[...]) == t
-            step(model, opt, count, jax.tree.map(lambda x, k=k: x[k], batch_of(t)))
-        np.testing.assert_allclose(model.w[...], want[t], rtol=0, atol=2e-6)
+    opt, want = optimizer(name, accumulate_steps=K), expected(MOMENTA[name], True)
+    loss = lambda params, batch: loss_fn(params["w"], batch)
+    batches = (batch for _, _, batch in calls())
+    found = on_variables(opt, loss, {"w": W}, batches, weigh=weight_of)
+    for (t, k, _), (params, _, count) in zip(calls(), found, strict=True):
+        assert count == t + (k == K - 1)
+        if k == K - 1:
+            np.testing.assert_allclose(params["w"], want[t], rtol=0, atol=2e-6)
 
 
 def test_only_the_last_call_sends_read_from_the_program():
     def text(opt: CrossShardOptimizer) -> str:
-        init, step = in_shard_map(opt, check_vma=False)
-        batch = {"x": X[0, 0], "y": Y[0, 0]}
-        return step.lower(W, init(W), batch).compile().as_text()
+        init, step = shard_map_of(opt, loss_fn, W, N, False, None)
+        return step.lower(init(W), {"x": X[0, 0], "y": Y[0, 0]}).compile().as_text()
 
     always = text(optimizer("sgd"))
     sometimes = text(optimizer("sgd", accumulate_steps=K))
@@ -178,7 +156,7 @@ def test_random_keys_and_statistics_are_those_of_small_steps():
 
     def stepped(**options: Any) -> Any:
         # A learning rate of 0, so that small steps and microbatches see the same parameters.
-        return make_train_step(loss, optax.sgd(0.0), num_shards=N, has_aux=True, **options)
+        return sgd_step(loss, 0.0, N, has_aux=True, **options)
 
     whole, small = stepped(accumulate_steps=K), stepped()
     rows = {"x": np.moveaxis(X[0], 0, 1).reshape(-1, 3)}
@@ -195,54 +173,14 @@ def test_random_keys_and_statistics_are_those_of_small_steps():
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
-# Refusals.
-
-
-def test_rows_that_do_not_divide_are_refused():
-    step = make_train_step(loss_fn, optax.sgd(0.1), num_shards=N, accumulate_steps=3)
-    with pytest.raises(crossshard.errors.ArgumentError, match="divide"):
-        step(step.init(W), {"x": np.ones((N * 4, 3)), "y": np.ones(N * 4)})
-
-
-def test_an_optimizer_that_accumulates_calls_is_refused_in_a_step():
-    opt = optimizer("sgd", accumulate_steps=2)
-    with pytest.raises(crossshard.errors.ArgumentError, match="accumulates over calls"):
-        make_train_step(loss_fn, opt, num_shards=N)
-
-
-@pytest.mark.parametrize(
-    ("bad", "kind"),
-    [
-        (0, crossshard.errors.ArgumentError),
-        (-1, crossshard.errors.ArgumentError),
-        (2.0, crossshard.errors.ArgumentTypeError),
-        (True, crossshard.errors.ArgumentTypeError),
-    ],
-)
-def test_what_is_not_a_number_of_microbatches_is_refused(bad: Any, kind: Any):
-    with pytest.raises(kind, match="accumulate_steps"):
-        CrossShardOptimizer(optax.sgd(0.1), accumulate_steps=bad)
-    with pytest.raises(kind, match="accumulate_steps"):
-        make_train_step(loss_fn, optax.sgd(0.1), accumulate_steps=bad)
-
-
-def test_summed_gradients_are_refused():
-    opt = optimizer("sgd", accumulate_steps=2)
-    with crossshard.shard_context(1):
-        state = opt.init(W)
-    with pytest.raises(crossshard.errors.IncomingError, match="accumulate_steps"):
-        jax.vmap(lambda g: opt.update(g, state, incoming="summed")[0], axis_name="shards")(
-            jnp.ones((N, 3))
-        )
-
-
 def test_a_step_without_weight_among_its_microbatches_changes_nothing():
-    init, step = in_shard_map(optimizer("momentum", accumulate_steps=2))
-    w, state = jnp.asarray(W), init(W)
+    opt = optimizer("momentum", accumulate_steps=2)
+    init, step = shard_map_of(opt, loss_fn, W, N, True, weight_of)
+    w, state = init(W)
     for t in range(2):
         nothing = {**batch_of(t), "weight": np.zeros((K, N, 2), np.float32)}
         nothing["x"] = np.full_like(nothing["x"], np.nan)
-        w, state = step(w, state, jax.tree.map(lambda x: x[0], nothing))
+        w, state = step((w, state), jax.tree.map(lambda x: x[0], nothing))
     np.testing.assert_array_equal(w, W)
     assert not np.any(optax.tree.get(state, "trace"))
     assert not any(np.any(x) for x in jax.tree.leaves(state.accumulate))

@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import crossshard
 from crossshard import CrossShardOptimizer, DynamicLossScale, make_train_step
+from tests.pipeline.ways import IN_ONES_OWN
+from tests.step.common import assert_same, sgd_step
 
 N, K, STEPS, RATE, DECAY = 4, 2, 8, 0.1, 0.9
 GROUPS = [[0, 2], [1, 3]]
@@ -71,19 +70,15 @@ OPTIONS: dict[str, Any] = {
 def check(t: int, name: str, w: Any, state: Any) -> None:
     """The parameters and the state after a step."""
     params, ema, traces = (x[t] for x in expected(MOMENTA[name]))
+    found = optax.tree.get(state.inner_state, "ema"), jax.tree.map(np.asarray, state.preprocess)
+    (got_ema,), (got_traces,) = map(jax.tree.leaves, found)
     np.testing.assert_allclose(w, params, rtol=0, atol=2e-5)
-    np.testing.assert_allclose(optax.tree.get(state.inner_state, "ema"), ema, rtol=0, atol=2e-5)
-    np.testing.assert_allclose(
-        np.reshape(state.preprocess.trace, traces.shape), traces, rtol=0, atol=2e-5
-    )
+    np.testing.assert_allclose(got_ema, ema, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(got_traces.reshape(traces.shape), traces, rtol=0, atol=2e-5)
     assert float(state.loss_scale.scale) == SCALES[t + 1]
     assert int(state.loss_scale.good_steps) == GOOD_STEPS[t + 1]
     assert np.isfinite(state.metrics["grad_norm"]) == (t not in BAD)
     np.testing.assert_allclose(state.metrics["param_norm"], np.linalg.norm(params), rtol=1e-5)
-
-
-def same(before: Any, after: Any) -> None:
-    jax.tree.map(np.testing.assert_array_equal, before, after)
 
 
 @pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
@@ -109,7 +104,7 @@ def test_an_infinity_in_one_microbatch_of_one_shard_skips_exactly_that_step(
         check(t, name, state.params, state.opt_state)
         if t in BAD:
             old, new = kept.opt_state, state.opt_state
-            same(
+            assert_same(
                 (kept.params, old.inner_state, old.preprocess),
                 (state.params, new.inner_state, new.preprocess),
             )
@@ -118,57 +113,21 @@ def test_an_infinity_in_one_microbatch_of_one_shard_skips_exactly_that_step(
                 np.testing.assert_array_equal(shard.data, kept.params)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_in_ones_own_shard_map(check_vma: bool):
-    opt = optimizer("momentum", **OPTIONS)
-    mesh = jax.make_mesh((N,), ("shards",), axis_types=(AxisType.Auto,), devices=jax.devices()[:N])
-    over = functools.partial(jax.shard_map, mesh=mesh, check_vma=check_vma)
-    specs = opt.state_specs(W, N)
-
-    @jax.jit
-    @functools.partial(over, in_specs=(P(), specs, P("shards")), out_specs=(P(), specs))
-    def step(w: Any, state: Any, x: Any) -> Any:
-        differentiate = crossshard.value_and_grad(loss_fn, loss_scale=state.loss_scale)
-        _, gradient = differentiate(w, x.reshape(-1, 40))
-        updates, state = opt.update(gradient, state, w)
-        return optax.apply_updates(w, updates), state
-
-    w, state = jnp.asarray(W), jax.jit(over(opt.init, in_specs=P(), out_specs=specs))(W)
-    for t in range(STEPS):
-        before = w
-        w, state = step(w, state, X[t])
-        check(t, "momentum", w, state)
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [("types", "momentum"), ("no types", "momentum"), *(("variables", name) for name in MOMENTA)],
+)
+def test_in_code_of_ones_own(way: str, name: str):
+    loss = lambda params, x: loss_fn(params["w"], x.reshape(-1, 40))
+    before = W
+    calls = IN_ONES_OWN[way](optimizer(name, **OPTIONS), loss, {"w": W}, X)
+    for t, (params, state, *count) in enumerate(calls):
+        check(t, name, params["w"], state)
         if t in BAD:
-            same(before, w)
-
-
-class Model(nnx.Module):
-    def __init__(self):
-        self.w = nnx.Param(jnp.asarray(W))
-
-
-@pytest.mark.parametrize("name", MOMENTA)
-def test_on_variables_with_a_global_step(name: str):
-    opt, model = optimizer(name, **OPTIONS), Model()
-    count = nnx.Variable(jnp.array(0))
-
-    @crossshard.shard(num_shards=N)
-    def step(model: Any, opt: Any, count: Any, x: Any) -> None:
-        opt.minimize(lambda: loss_fn(model.w[...], x.reshape(-1, 40)), count, var_list=model)
-
-    for t in range(STEPS):
-        before = np.array(model.w[...])
-        step(model, opt, count, X[t])
-        state = jax.tree.map(lambda x: x, opt.state)
-        flat = state._replace(
-            preprocess=jax.tree.map(np.asarray, state.preprocess),
-            inner_state=state.inner_state._replace(ema=state.inner_state.ema["w"]),
-        )
-        flat = flat._replace(preprocess=flat.preprocess._replace(trace=flat.preprocess.trace["w"]))
-        check(t, name, model.w[...], flat)
-        assert int(count[...]) == sum(s not in BAD for s in range(t + 1))
-        if t in BAD:
-            np.testing.assert_array_equal(model.w[...], before)
+            assert_same(before, params["w"])
+        assert count in ([], [sum(s not in BAD for s in range(t + 1))])
+        before = np.array(params["w"])
+    assert t == STEPS - 1
 
 
 def test_all_groups_skip_and_have_one_scale():
@@ -194,9 +153,7 @@ def test_small_gradients_are_kept_and_large_ones_found_in_float16():
     small, one = np.full((N, 2), 2e-8, np.float32), np.ones((N, 2), np.float32)
 
     def moved(loss_scale: Any, x: np.ndarray) -> Any:
-        step = make_train_step(
-            loss, optax.sgd(1e6), num_shards=N, loss_scale=loss_scale, master_dtype="float32"
-        )
+        step = sgd_step(loss, 1e6, N, loss_scale=loss_scale, master_dtype="float32")
         state, metrics = step(step.init(np.ones(2, np.float16)), x)
         return np.asarray(optax.tree.get(state.opt_state, "masters")) - 1, metrics
 
@@ -207,30 +164,30 @@ def test_small_gradients_are_kept_and_large_ones_found_in_float16():
     assert metrics["skipped"]
 
 
-def test_a_weightless_infinity_does_not_count():
-    step = make_train_step(
-        lambda w, b: (w * b["x"]).mean(),
-        optax.sgd(1.0),
-        num_shards=2,
-        weight=lambda b: b["n"].sum(),
-        loss_scale="dynamic",
+@pytest.mark.parametrize("option", [{"loss_scale": "dynamic"}, {"nonfinite": "skip"}])
+def test_a_weightless_infinity_does_not_count(option: dict[str, str]):
+    step = sgd_step(
+        lambda w, b: (w * b["x"]).mean(), 1.0, 2, weight=lambda b: b["n"].sum(), **option
     )
     batch = {"x": np.float32([1, 1, np.inf, np.nan]), "n": np.float32([1, 1, 0, 0])}
     state, metrics = step(step.init(np.float32(3)), batch)
     assert not metrics["skipped"]
     assert float(state.params) == 2
-    # No weight at all says nothing about the scale.
+    assert "nonfinite" not in option or int(metrics["nonfinite"].shards) == 0
+    # No weight at all says nothing about the scale, or about a shard.
     before = jax.tree.map(np.array, state)
     state, metrics = step(state, {**batch, "n": np.zeros(4, np.float32)})
     assert metrics["skipped"]
-    same(before, state)
+    assert_same(before, state)
 
 
 def test_the_scale_stays_finite_and_above_zero():
-    step = make_train_step(
-        lambda w, x: (w * x).mean(), optax.sgd(0.0), num_shards=2,
+    step = sgd_step(
+        lambda w, x: (w * x).mean(),
+        0.0,
+        2,
         loss_scale=DynamicLossScale(2.0**119, growth_interval=1),
-    )  # fmt: skip
+    )
     state = step.init(np.float32(1e-30))
     for _ in range(4):
         state, metrics = step(state, np.full(2, 1e-30, np.float32))
@@ -243,16 +200,6 @@ def test_the_state_of_a_scale_that_is_off_scales_nothing():
     assert state.loss_scale == ()
     value, gradient = crossshard.value_and_grad(jnp.square, loss_scale=state.loss_scale)(3.0)
     assert (float(value), float(gradient)) == (9.0, 6.0)
-
-
-@pytest.mark.parametrize("bad", [1024, 2.0**15, "static", True, DynamicLossScale])
-def test_what_is_not_a_loss_scale_is_refused(bad: Any):
-    for build in (
-        lambda: CrossShardOptimizer(optax.sgd(0.1), loss_scale=bad),
-        lambda: make_train_step(loss_fn, optax.sgd(0.1), num_shards=N, loss_scale=bad),
-    ):
-        with pytest.raises(crossshard.errors.ArgumentTypeError, match="DynamicLossScale"):
-            build()
 
 
 @pytest.mark.parametrize(

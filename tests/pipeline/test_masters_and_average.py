@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import crossshard
 from crossshard import CrossShardOptimizer, make_train_step
 from tests.reference.pipeline_model import round_to
+from tests.step.common import sgd_step
 
 N, STEPS, RATE, DECAY = 4, 20, 0.01, 0.8
 RNG = np.random.default_rng(0)
@@ -68,9 +69,7 @@ def test_masters_move_by_steps_that_the_parameters_cannot(
 @both
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_what_the_user_sets_is_not_undone(dtype: str, weight_update: str):
-    step = make_train_step(
-        loss_fn, optax.sgd(RATE), num_shards=N, weight_update=weight_update, master_dtype="float32"
-    )
+    step = sgd_step(loss_fn, RATE, N, weight_update=weight_update, master_dtype="float32")
     state = step.init(jnp.asarray(W, dtype))
     for t in range(2):
         state, _ = step(state, X[t].reshape(-1, 40))
@@ -86,7 +85,7 @@ def test_what_the_user_sets_is_not_undone(dtype: str, weight_update: str):
 
 
 def test_parameters_that_are_nan_are_not_brought_back_by_their_masters():
-    step = make_train_step(loss_fn, optax.sgd(RATE), num_shards=N, master_dtype="float32")
+    step = sgd_step(loss_fn, RATE, N, master_dtype="float32")
     state = step.init(jnp.ones(40, jnp.bfloat16))
     state = dataclasses.replace(state, params=state.params.at[0].set(jnp.nan))
     state, _ = step(state, X[0, :, 0])
@@ -96,8 +95,8 @@ def test_parameters_that_are_nan_are_not_brought_back_by_their_masters():
 def test_without_masters_small_steps_are_lost():
     # An eighth of a unit in the last place of 1.
     x = np.full((N, 40), 2.0**-10, np.float32)
-    still = make_train_step(loss_fn, optax.sgd(1.0), num_shards=N)
-    moving = make_train_step(loss_fn, optax.sgd(1.0), num_shards=N, master_dtype="float32")
+    still = sgd_step(loss_fn, 1.0, N)
+    moving = sgd_step(loss_fn, 1.0, N, master_dtype="float32")
     one = jnp.ones((40,), jnp.bfloat16)
     a, b = still.init(one), moving.init(one)
     for _ in range(16):
@@ -108,9 +107,7 @@ def test_without_masters_small_steps_are_lost():
 
 @both
 def test_the_average_of_float32_parameters(weight_update: str):
-    step = make_train_step(
-        loss_fn, optax.sgd(RATE), num_shards=N, weight_update=weight_update, ema=DECAY
-    )
+    step = sgd_step(loss_fn, RATE, N, weight_update=weight_update, ema=DECAY)
     state, want = step.init(W), expected("float32", 0.0)
     for t in range(STEPS):
         state, _ = step(state, X[t].reshape(-1, 40))
@@ -121,10 +118,7 @@ def test_the_average_of_float32_parameters(weight_update: str):
 
 
 def test_the_models_average_has_the_dtype_of_the_model():
-    step = make_train_step(
-        loss_fn, optax.sgd(RATE), num_shards=N, weight_update="sharded", master_dtype="float32",
-        ema=DECAY,
-    )  # fmt: skip
+    step = sgd_step(loss_fn, RATE, N, weight_update="sharded", master_dtype="float32", ema=DECAY)
     state, _ = step(step.init(jnp.asarray(W, jnp.bfloat16)), X[0].reshape(-1, 40))
     model = step.model(state, ema=True)
     ema = optax.tree.get(state.opt_state, "ema")
@@ -147,27 +141,6 @@ def test_groups_have_their_own_averages():
     for shard in range(N):
         found = step.model(state, shard, ema=True)
         np.testing.assert_allclose(found, average[shard], rtol=0, atol=2e-6)
-
-
-def test_no_average_to_return_is_said():
-    step = make_train_step(loss_fn, optax.sgd(RATE), num_shards=N)
-    with pytest.raises(crossshard.errors.ArgumentError, match=r"ema=0\.999"):
-        step.model(step.init(W), ema=True)
-
-
-@pytest.mark.parametrize("option", [{"ema": DECAY}, {"master_dtype": "float32"}])
-def test_parameters_that_are_not_passed_are_asked_for(option: dict[str, Any]):
-    opt = CrossShardOptimizer(optax.sgd(RATE), **option)
-    with pytest.raises(
-        crossshard.errors.ArgumentError, match=r"opt.update\(grads, state, params\)"
-    ):
-        jax.vmap(lambda g: opt.update(g, opt.init(g))[0], axis_name="shards")(jnp.ones((N, 3)))
-
-
-@pytest.mark.parametrize("bad", ["bfloat16", "float16", "int32", "wide", 32, 1.5])
-def test_what_is_not_a_dtype_of_masters_is_refused(bad: Any):
-    with pytest.raises(crossshard.errors.ArgumentError, match="master_dtype must be float32"):
-        CrossShardOptimizer(optax.sgd(RATE), master_dtype=bad)
 
 
 @both
@@ -200,23 +173,3 @@ def test_a_schedule_in_64_bits_leaves_the_average_its_dtype():
         with crossshard.shard_context(1):
             after = jax.eval_shape(lambda g, s, p: opt.update(g, s, p)[1], params, types, params)
     assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, types)
-
-
-@pytest.mark.parametrize(
-    ("bad", "kind"),
-    [
-        (0.0, crossshard.errors.ArgumentError),
-        (1.0, crossshard.errors.ArgumentError),
-        (-0.5, crossshard.errors.ArgumentError),
-        (float("nan"), crossshard.errors.ArgumentError),
-        ("0.9", crossshard.errors.ArgumentTypeError),
-        (True, crossshard.errors.ArgumentTypeError),
-        (0, crossshard.errors.ArgumentError),
-        (lambda count: (0.9, count), crossshard.errors.ArgumentTypeError),
-        (lambda count: count, crossshard.errors.ArgumentTypeError),
-        (lambda: 0.9, crossshard.errors.ArgumentTypeError),
-    ],
-)
-def test_what_is_not_a_decay_is_refused(bad: Any, kind: Any):
-    with pytest.raises(kind, match="ema"):
-        make_train_step(loss_fn, optax.sgd(RATE), num_shards=N, ema=bad)

@@ -11,14 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import crossshard
 from crossshard import CrossShardOptimizer, Nonfinite, make_train_step
 from crossshard.errors import NonfiniteError
+from tests.pipeline.ways import IN_ONES_OWN
 from tests.quick import deep
+from tests.step.common import sgd_step
 
 N, STEPS, RATE = 4, 7, 0.1
 GROUPS = [[0, 2], [1, 3]]
@@ -139,51 +138,15 @@ def test_a_whole_step(
         assert np.all(np.isfinite(metrics["loss"])) or skipped
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("way", IN_ONES_OWN)
 @pytest.mark.parametrize("action", ["quarantine", "skip"])
-def test_in_ones_own_shard_map(action: str, check_vma: bool):
-    opt = optimizer(0.9, nonfinite=Nonfinite(action))
-    mesh = jax.make_mesh((N,), ("shards",), axis_types=(AxisType.Auto,), devices=jax.devices()[:N])
-
-    @jax.jit
-    @functools.partial(
-        jax.shard_map,
-        mesh=mesh,
-        in_specs=(P(), P(), P("shards")),
-        out_specs=(P(), P()),
-        check_vma=check_vma,
-    )
-    def step(params: Any, state: Any, batch: Any) -> Any:
-        gradient = crossshard.grad(loss_fn)(params, batch)
-        updates, state = opt.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state
-
-    params, state = jax.tree.map(jnp.asarray, PARAMS), opt.init(PARAMS)
-    for t in range(STEPS):
-        params, state = step(params, state, rows(batch_of(t)))
+def test_in_code_of_ones_own(action: str, way: str):
+    opt = optimizer(0.9, nonfinite=Nonfinite(action) if way == "types" else action)
+    calls = IN_ONES_OWN[way](opt, loss_fn, PARAMS, map(batch_of, range(STEPS)))
+    for t, (params, state, *_) in enumerate(calls):
         kind = {"momentum": 0.9, "weighted": False, "grouped": False}
         check(t, action, params, state.nonfinite, **kind)
-
-
-class Model(nnx.Module):
-    def __init__(self):
-        self.bias, self.kernel = (nnx.Param(jnp.asarray(x)) for x in PARAMS.values())
-
-
-@pytest.mark.parametrize("action", ["quarantine", "skip"])
-def test_on_variables(action: str):
-    opt, model = optimizer(0.9, nonfinite=action), Model()
-
-    @crossshard.shard(num_shards=N)
-    def step(model: Any, opt: Any, batch: Any) -> None:
-        params = lambda: {"bias": model.bias[...], "kernel": model.kernel[...]}
-        opt.minimize(lambda: loss_fn(params(), batch), var_list=model)
-
-    for t in range(STEPS):
-        step(model, opt, rows(batch_of(t)))
-        params = {"bias": model.bias[...], "kernel": model.kernel[...]}
-        kind = {"momentum": 0.9, "weighted": False, "grouped": False}
-        check(t, action, params, opt.state.nonfinite, **kind)
+    assert t == STEPS - 1
 
 
 # What a reduction makes of finite gradients.
@@ -192,12 +155,8 @@ def test_on_variables(action: str):
 @pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
 @pytest.mark.parametrize("action", ["quarantine", "skip"])
 def test_a_reduction_that_overflows_is_told_from_a_bad_shard(action: str, weight_update: str):
-    step = make_train_step(
-        lambda w, x: (w * x).sum(),
-        optax.sgd(1.0),
-        num_shards=N,
-        nonfinite=action,
-        weight_update=weight_update,
+    step = sgd_step(
+        lambda w, x: (w * x).sum(), 1.0, N, nonfinite=action, weight_update=weight_update
     )
     w = np.zeros((64, 64), np.float32)
     x = np.ones((N, 64, 64), np.float32)
@@ -216,13 +175,7 @@ def test_a_reduction_that_overflows_is_told_from_a_bad_shard(action: str, weight
 def test_a_bad_microbatch_leaves_out_its_shard():
     x = RNG.normal(size=(N, 2, 3)).astype(np.float32)
     x[1, 1] = np.nan
-    step = make_train_step(
-        lambda w, x: (w * x).mean(),
-        optax.sgd(1.0),
-        num_shards=N,
-        accumulate_steps=2,
-        nonfinite="quarantine",
-    )
+    step = sgd_step(lambda w, x: (w * x).mean(), 1.0, N, accumulate_steps=2, nonfinite="quarantine")
     state, metrics = step(step.init(np.zeros(3, np.float32)), x.reshape(-1, 3))
     good = np.delete(x, 1, 0).reshape(-1, 3)
     np.testing.assert_allclose(state.params, -good.mean(0) / 3, rtol=1e-5)
@@ -265,14 +218,8 @@ def test_statistics_of_a_bad_shard_do_not_count(kind: str):
         out, after = Normed().apply({"params": params, **stats}, x, mutable=["batch_stats"])
         return (out**2).sum(), (after, {"mean": x.mean()})
 
-    step = make_train_step(
-        loss,
-        optax.sgd(0.1),
-        num_shards=N,
-        model_state=kind,
-        nonfinite="quarantine",
-        has_aux=True,
-        aux_reduction="mean",
+    step = sgd_step(
+        loss, 0.1, N, model_state=kind, nonfinite="quarantine", has_aux=True, aux_reduction="mean"
     )
     stats = {"batch_stats": variables["batch_stats"]}
     state = step.init(variables["params"], model_state=stats)
@@ -296,32 +243,18 @@ def test_noise_is_that_of_the_others():
     with_bad = np.insert(x, 2, np.nan, axis=0)
 
     def measured(x: np.ndarray, **options: Any) -> Any:
-        step = make_train_step(loss, optax.sgd(1.0), num_shards=len(x), metrics=names, **options)
+        step = sgd_step(loss, 1.0, len(x), metrics=names, **options)
         metrics = step(step.init(np.float32(0)), x.reshape(-1))[1]
         return [float(metrics[name]) for name in names]
 
     np.testing.assert_allclose(measured(with_bad, nonfinite="quarantine"), measured(x), rtol=1e-5)
 
 
-def test_a_shard_without_weight_is_not_accused():
-    step = make_train_step(
-        lambda w, b: (w * b["x"]).mean(),
-        optax.sgd(1.0),
-        num_shards=2,
-        weight=lambda b: b["n"].sum(),
-        nonfinite="skip",
-    )
-    batch = {"x": np.float32([1, 1, np.inf, np.nan]), "n": np.float32([1, 1, 0, 0])}
-    state, metrics = step(step.init(np.float32(3)), batch)
-    assert not metrics["skipped"]
-    assert (float(state.params), int(metrics["nonfinite"].shards)) == (2, 0)
-
-
 def test_with_a_loss_scale_the_shard_is_named_too():
-    step = make_train_step(
+    step = sgd_step(
         lambda w, x: (w.astype(jnp.float32) * x).sum(),
-        optax.sgd(1.0),
-        num_shards=2,
+        1.0,
+        2,
         loss_scale=crossshard.DynamicLossScale(2.0**15),
         nonfinite="skip",
     )
@@ -336,9 +269,7 @@ def test_with_a_loss_scale_the_shard_is_named_too():
 
 @pytest.mark.parametrize("action", ["quarantine", "skip"])
 def test_the_report_travels_with_the_gradients(action: str):
-    step = make_train_step(
-        loss_fn, optax.sgd(0.1), num_shards=N, nonfinite=action, weight_update="replicated"
-    )
+    step = sgd_step(loss_fn, 0.1, N, nonfinite=action, weight_update="replicated")
     found = crossshard.inspect(step.lower(step.abstract_init(PARAMS), rows(batch_of(0))))
     assert [each.kind for each in found.collectives] == ["all-reduce"]
 
@@ -347,7 +278,7 @@ def test_the_report_travels_with_the_gradients(action: str):
 
 
 def make(action: Any, **options: Any) -> Any:
-    return make_train_step(loss_fn, optax.sgd(RATE), num_shards=N, nonfinite=action, **options)
+    return sgd_step(loss_fn, RATE, N, nonfinite=action, **options)
 
 
 @pytest.mark.parametrize(
@@ -384,10 +315,7 @@ def test_in_a_loop_of_ones_own_the_state_tells():
 
 
 def test_a_state_goes_on_with_another_number_of_shards():
-    step, other = (
-        make("skip"),
-        make_train_step(loss_fn, optax.sgd(RATE), num_shards=2, nonfinite="skip"),
-    )
+    step, other = make("skip"), sgd_step(loss_fn, RATE, 2, nonfinite="skip")
     state, _ = step(step.init(PARAMS), rows(batch_of(1)))
     state = other.reshard(step.unshard(state))
     assert [int(x) for x in state.opt_state.nonfinite] == [2, 1, 1, 0, 1]
@@ -396,20 +324,6 @@ def test_a_state_goes_on_with_another_number_of_shards():
 
 
 # What is refused, and what is said.
-
-
-@pytest.mark.parametrize(
-    ("bad", "error"),
-    [
-        ("off", crossshard.errors.ArgumentError),
-        (True, crossshard.errors.ArgumentTypeError),
-        (Nonfinite, crossshard.errors.ArgumentTypeError),
-    ],
-)
-def test_what_is_no_action_is_refused(bad: Any, error: type[Exception]):
-    for build in (make, lambda bad: CrossShardOptimizer(optax.sgd(0.1), nonfinite=bad)):
-        with pytest.raises(error, match=r"'quarantine', 'skip'(,| or) 'raise'"):
-            build(bad)
 
 
 @pytest.mark.parametrize("number", [0, -1, 1.5, True, "3"])
@@ -427,12 +341,6 @@ def test_what_contradicts_it_is_refused():
     opt = CrossShardOptimizer(optax.sgd(0.1), nonfinite="raise")
     with pytest.raises(crossshard.errors.ArgumentError, match=r"read state\.nonfinite"):
         opt.update(1.0, opt.init(1.0))
-    opt = CrossShardOptimizer(optax.sgd(0.1), nonfinite="skip")
-    with (
-        crossshard.shard_context(2),
-        pytest.raises(crossshard.errors.IncomingError, match="nonfinite checks"),
-    ):
-        opt.update(1.0, opt.init(1.0), incoming="reduced")
 
 
 def test_it_is_described():

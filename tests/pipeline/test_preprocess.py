@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import crossshard
 from crossshard import CrossShardOptimizer, make_train_step
+from tests.pipeline.ways import WAYS, trained
 from tests.quick import deep, deep_but
+from tests.step.common import assert_close
 
 N, STEPS, CLIP = 8, 5, 0.5
 GROUPS = [[0, 2, 4, 6], [1, 3, 5, 7]]
@@ -138,135 +139,49 @@ def optimizer_for(preprocess, optimizer, reduction, grouped, **how):
     )
 
 
-def by_shard_map(opt, check_vma):
-    """The Optax idiom, with the state made and carried inside and outside of shard_map."""
-    mesh = jax.make_mesh((N,), ("shards",), axis_types=(jax.sharding.AxisType.Auto,))
-    specs = opt.state_specs(INIT, N)
-    over = functools.partial(jax.shard_map, mesh=mesh, check_vma=check_vma)
-    # Under groups parameters and state differ between shards.
-    grouped = opt.group_assignment is not None
-    one = lambda tree: jax.tree.map(lambda x: x[0], tree) if grouped else tree
-    each = lambda tree: jax.tree.map(lambda x: x[None], tree) if grouped else tree
-    carried = (P("shards"), P("shards")) if grouped else (P(), specs)
-
-    @jax.jit
-    @functools.partial(over, in_specs=P(), out_specs=carried)
-    def init(params):
-        return each((params, opt.init(params)))
-
-    @jax.jit
-    @functools.partial(over, in_specs=(carried, P("shards")), out_specs=carried)
-    def step(carry, batch):
-        params, state = one(carry)
-        gradients = crossshard.grad(loss_of)(params, jax.tree.map(lambda x: x[0], batch))
-        updates, state = opt.update(gradients, state, params)
-        return each((optax.apply_updates(params, updates), state))
-
-    carry = init(INIT)
-    for batch in zip(X, Y, strict=True):
-        carry = step(carry, batch)
-    spread = lambda x: x if grouped else jnp.broadcast_to(x, (N, *x.shape))
-    return jax.tree.map(spread, carry[0])
+def train(way, opt):
+    batches = zip(X, Y, strict=True)
+    *_, (last, _) = trained(way, opt, loss_of, INIT, batches, number=N)
+    return last
 
 
-def by_vmap(opt):
-    def run(x, y):
-        params = jax.tree.map(jnp.asarray, INIT)
-        state = opt.init(params)
-        for batch in zip(x, y, strict=True):
-            updates, state = opt.update(jax.grad(loss_of)(params, batch), state, params)
-            params = optax.apply_updates(params, updates)
-        return params
-
-    return jax.vmap(run, in_axes=1, axis_name="shards")(X, Y)
-
-
-def by_train_step(opt, weight_update):
-    step = make_train_step(loss_of, opt, num_shards=N, weight_update=weight_update)
-    state = step.init(INIT)
-    for x, y in zip(X, Y, strict=True):
-        state, _ = step(state, (x.reshape(-1, 40), y.reshape(-1, 32)))
-    params = state.params
-    if opt.group_assignment is None:
-        params = jax.tree.map(lambda x: jnp.broadcast_to(x, (N, *x.shape)), params)
-    return params
-
-
-def by_variables(opt):
-    model = nnx.Linear(40, 32, rngs=nnx.Rngs(0))
-    model.kernel[...], model.bias[...] = map(jnp.asarray, (INIT["kernel"], INIT["bias"]))
-
-    @crossshard.shard(num_shards=N)
-    def step(model, opt, x, y):
-        loss = lambda: ((model(x) - y) ** 2).mean()
-        opt.apply_gradients(opt.compute_gradients(loss, var_list=model))
-
-    for x, y in zip(X, Y, strict=True):
-        step(model, opt, x.reshape(-1, 40), y.reshape(-1, 32))
-    each = lambda v: v[...].array if crossshard.nnx.is_per_shard(v) else np.stack([v[...]] * N)
-    return {"kernel": each(model.kernel), "bias": each(model.bias)}
-
-
-WAYS = {
-    "shard_map, with types": lambda opt: by_shard_map(opt, True),
-    "shard_map, without types": lambda opt: by_shard_map(opt, False),
-    "vmap": by_vmap,
-    "train step, replicated": lambda opt: by_train_step(opt, "replicated"),
-    "train step, in parts": lambda opt: by_train_step(opt, "sharded"),
-    "variables": by_variables,
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", sorted(WAYS.keys() - {"variables, minimize"}))
 @pytest.mark.parametrize(
-    ("preprocess", "optimizer"),
-    deep_but(
-        [(Clip, Sgd), (ClippedMomentum, Adam)],
-        itertools.product([Clip, Momentum, ClippedMomentum], [Sgd, Adam]),
-    ),
+    ("preprocess", "optimizer", "reduction", "grouped"),
+    [
+        *deep_but(
+            [(Clip, Sgd, "mean", False), (ClippedMomentum, Adam, "mean", False)],
+            itertools.product([Clip, Momentum, ClippedMomentum], [Sgd, Adam], ["mean"], [False]),
+        ),
+        (ClippedMomentum, Sgd, "sum", False),
+        (ClippedMomentum, Sgd, "mean", True),
+        deep((ClippedMomentum, Sgd, "sum", True)),
+    ],
 )
-def test_it_follows_numpy(way, preprocess, optimizer):
-    got = WAYS[way](optimizer_for(preprocess, optimizer, "mean", False))
-    want = expected(preprocess, optimizer, "mean", False)
-    for name in INIT:
-        np.testing.assert_allclose(got[name], want[name], rtol=0, atol=5e-6)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    ("reduction", "grouped"), [("sum", False), ("mean", True), deep(("sum", True))]
-)
-def test_it_composes_with_sums_and_groups(way, reduction, grouped):
-    got = WAYS[way](optimizer_for(ClippedMomentum, Sgd, reduction, grouped))
-    want = expected(ClippedMomentum, Sgd, reduction, grouped)
-    for name in INIT:
-        np.testing.assert_allclose(got[name], want[name], rtol=0, atol=5e-6)
+def test_it_follows_numpy(way, preprocess, optimizer, reduction, grouped):
+    got = train(way, optimizer_for(preprocess, optimizer, reduction, grouped))
+    assert_close(got, expected(preprocess, optimizer, reduction, grouped), atol=5e-6)
 
 
 def test_a_sharded_weight_update_in_ones_own_shard_map():
     opt = optimizer_for(ClippedMomentum, Adam, "mean", False, weight_update="sharded")
     assert opt.state_specs(INIT, N).inner_state[0].mu["kernel"] == P("shards")
-    got = by_shard_map(opt, False)
-    want = expected(ClippedMomentum, Adam, "mean", False)
-    for name in INIT:
-        np.testing.assert_allclose(got[name], want[name], rtol=0, atol=5e-6)
+    got = train("update, no types", opt)
+    assert_close(got, expected(ClippedMomentum, Adam, "mean", False), atol=5e-6)
 
 
 def test_on_global_arrays():
     inner = optax.chain(optax.clip_by_global_norm(0.01), optax.sgd(LEARNING_RATE))
-    ways = {}
-    for weight_update in ("replicated", "sharded"):
-        opt = CrossShardOptimizer(inner, preprocess=optax.trace(0.9))
-        ways[weight_update] = by_train_step(opt, weight_update)
-    for name in INIT:
-        np.testing.assert_allclose(
-            ways["sharded"][name], ways["replicated"][name], rtol=0, atol=1e-6
-        )
+    one, other = (
+        train(way, CrossShardOptimizer(inner, preprocess=optax.trace(0.9)))
+        for way in ("step, replicated", "step, sharded")
+    )
+    assert_close(one, other, atol=1e-6)
 
 
 def test_clipping_before_the_mean_is_not_clipping_after_it():
     after = optax.chain(optax.clip_by_global_norm(CLIP), optax.sgd(LEARNING_RATE))
-    one = by_train_step(CrossShardOptimizer(after), "replicated")
+    one = train("step, replicated", CrossShardOptimizer(after))
     other = expected(Clip, Sgd, "mean", False)
     assert np.abs(np.asarray(one["kernel"]) - other["kernel"]).max() > 1e-3
 
@@ -317,14 +232,6 @@ def test_a_preprocessor_that_draws_draws_its_own_on_every_shard():
     assert spread[8] == pytest.approx(8**-0.5, rel=0.1)
 
 
-def test_summed_gradients_are_refused():
-    opt = CrossShardOptimizer(optax.sgd(1.0), preprocess=optax.clip_by_global_norm(1.0))
-    with pytest.raises(crossshard.errors.IncomingError, match="each shard's local gradient"):
-        jax.vmap(lambda g: opt.update(g, opt.init(g), incoming="summed")[0], axis_name="shards")(
-            jnp.ones(4)
-        )
-
-
 def test_an_unknown_number_of_shards_is_refused_where_the_state_needs_it():
     opt = CrossShardOptimizer(optax.sgd(1.0), preprocess=optax.trace(0.9))
     with pytest.raises(crossshard.errors.ShardContextError, match="shard_context"):
@@ -339,12 +246,6 @@ def test_a_state_of_all_shards_is_refused_where_one_is_wanted():
         state = opt.init(jnp.ones(3))
     with pytest.raises(crossshard.errors.ArgumentError, match="state_specs"):
         jax.vmap(lambda g: opt.update(g, state)[0], axis_name="shards")(jnp.ones((4, 3)))
-
-
-@pytest.mark.parametrize("bad", [3, "clip", optax.sgd, object()])
-def test_what_is_not_a_transformation_is_refused(bad):
-    with pytest.raises(crossshard.errors.ArgumentTypeError, match="preprocess"):
-        CrossShardOptimizer(optax.sgd(1.0), preprocess=bad)
 
 
 def test_a_preprocessor_that_reduces_is_refused():

@@ -43,7 +43,7 @@ def test_each_has_its_own_field_of_the_state():
 
 def test_those_that_are_not_asked_for_are_not_there():
     without = {type(stage).__name__ for stage in stages({})}
-    assert without == {"NoteDtypes", "Weigh", "Aggregate", "Optimize"}
+    assert without == {"Weigh", "Aggregate", "Optimize"}
 
 
 def test_what_stages_say_of_shapes_is_checked():

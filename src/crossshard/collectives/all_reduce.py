@@ -25,7 +25,7 @@ def sum_over_shards(x: Any, shards: Shards, groups: GroupAssignment | None = Non
         if len(groups.groups) > 1:
             return _sum_over_group(shards.as_varying(x), shards, groups)
     if not shards.axes:
-        _refuse_unbound(shards)
+        check_bound(shards, "summed over")
         return x
     # An unreduced value is a pending sum, so it must not be cast to varying first.
     unreduced = tuple(axis for axis in shards.axes if axis in _jax.unreduced_axes(x))
@@ -37,7 +37,7 @@ def sum_over_shards(x: Any, shards: Shards, groups: GroupAssignment | None = Non
 def _sum_over_group(x: Any, shards: Shards, groups: GroupAssignment) -> Any:
     if groups.size == 1 or jnp.size(x) == 0:
         return x
-    _refuse_unbound(shards)
+    check_bound(shards, "summed over")
     if not shards.manual:
         parts = gather_over_shards(x, shards)[groups.members].sum(1)
         return parts[jnp.asarray(groups.group_of)[shards.index()]]
@@ -62,11 +62,12 @@ def gather_over_shards(x: Any, shards: Shards) -> jax.Array:
     return x.reshape(math.prod(x.shape[:depth]), *x.shape[depth:])
 
 
-def _refuse_unbound(shards: Shards) -> None:
+def check_bound(shards: Shards, done: str) -> None:
+    """Raise ShardContextError if several shards have no mesh axis over which anything is done."""
     if shards.number > 1 and not shards.axes:
         raise ShardContextError(
             f"The shard context has {shards.number} shards, but no mesh axis is bound here, so "
-            f"nothing can be summed over them. Run the step with "
+            f"nothing can be {done} them. Run the step with "
             f"crossshard.shard(num_shards={shards.number}), or inside jax.shard_map."
         )
 

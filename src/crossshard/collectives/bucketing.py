@@ -1,6 +1,7 @@
 """Bucketing: small arrays of one dtype share a collective."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections import Counter
@@ -10,14 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from crossshard.collectives.all_reduce import sum_over_shards
-from crossshard.collectives.scatter import gather_parts, scatter_sum
-from crossshard.collectives.wire import (
-    is_narrow,
-    narrow_gather,
-    narrow_scatter_sum,
-    narrow_sum,
-)
+from crossshard.collectives.wire import send_gathered, send_scattered, send_sum
 from crossshard.shards.axes import Shards
 from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.partition import Partition
@@ -41,13 +35,8 @@ def bucketed_sum(
     """
     if shards.other_axes:
         return _on_blocks(bucketed_sum, xs, partitions, shards, groups)
-
-    def scatter(x: jax.Array, axis: int) -> jax.Array:
-        how = narrow_scatter_sum if is_narrow(x) else scatter_sum
-        return how(x, axis, shards, groups)
-
-    def total(x: jax.Array) -> jax.Array:
-        return (narrow_sum if is_narrow(x) else sum_over_shards)(x, shards, groups)
+    scatter = functools.partial(send_scattered, shards=shards, groups=groups)
+    total = functools.partial(send_sum, shards=shards, groups=groups)
 
     def move(bucket: Bucket) -> list[jax.Array]:
         (first, partition), *others = bucket
@@ -76,9 +65,7 @@ def bucketed_gather(
     """Each array in full, all-gathered from its slices; replicated arrays are unchanged."""
     if shards.other_axes:
         return _on_blocks(bucketed_gather, parts, partitions, shards, groups)
-
-    def gather(x: jax.Array, axis: int) -> jax.Array:
-        return (narrow_gather if is_narrow(x) else gather_parts)(x, axis, shards, groups)
+    gather = functools.partial(send_gathered, shards=shards, groups=groups)
 
     def move(bucket: Bucket) -> list[jax.Array]:
         (first, partition), *others = bucket

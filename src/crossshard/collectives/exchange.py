@@ -9,9 +9,9 @@ import numpy as np
 from jax import lax
 
 from crossshard import _check
-from crossshard.collectives.all_reduce import check_numeric, gather_over_shards
-from crossshard.errors import ArgumentError, ArgumentTypeError, ShardContextError
-from crossshard.shards.axes import Shards, current_shards
+from crossshard.collectives.all_reduce import check_bound, check_numeric, gather_over_shards
+from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.shards.axes import current_shards
 from crossshard.shards.context import check_axis_name
 from crossshard.shards.groups import GroupAssignment, check_group_assignment
 
@@ -72,7 +72,7 @@ def all_to_all(
     with jax.named_scope(name or "all_to_all"):
         if groups.size == 1:
             return x
-        _need_axes(shards, "all_to_all")
+        check_bound(shards, "exchanged between")
         if shards.manual:
             return lax.all_to_all(
                 shards.as_varying(x),
@@ -122,7 +122,7 @@ def collective_permute(
     pairs = _check_pairs(source_target_pairs, shards.number)
     with jax.named_scope(name or "collective_permute"):
         if not shards.axes:
-            _need_axes(shards, "collective_permute")
+            check_bound(shards, "sent between")
             return x if pairs else jnp.zeros_like(x)
         if shards.manual:
             return lax.ppermute(shards.as_varying(x), shards.axes, pairs)
@@ -132,14 +132,6 @@ def collective_permute(
         source = jnp.asarray(source_of)[shards.index()]
         received = gather_over_shards(x, shards)[source]
         return jnp.where(source >= 0, received, jnp.zeros_like(received))
-
-
-def _need_axes(shards: Shards, function: str) -> None:
-    if not shards.axes and shards.number > 1:
-        raise ShardContextError(
-            f"{function} is called on {shards.number} shards, but no mesh axis is bound here. "
-            f"Run the step with crossshard.shard(num_shards={shards.number})."
-        )
 
 
 def _dimension(x: jax.Array, dimension: Any, name: str) -> int:

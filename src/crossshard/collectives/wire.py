@@ -1,4 +1,4 @@
-"""Wire: sums and gathers over the shards of arrays that are sent in 16 bits."""
+"""Wire: sums and gathers over the shards; arrays of 16 bits are sent so, and added in float32."""
 
 from typing import Any
 
@@ -12,15 +12,12 @@ from crossshard.shards.axes import Shards
 from crossshard.shards.groups import GroupAssignment
 
 
-def is_narrow(x: Any) -> bool:
-    """Whether an array has fewer bits than those in which it is to be added."""
-    return jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
-
-
-def narrow_scatter_sum(
+def send_scattered(
     x: jax.Array, axis: int, shards: Shards, groups: GroupAssignment | None = None
 ) -> jax.Array:
-    """float32: this shard's slice along ``axis`` of the sum of arrays of 16 bits."""
+    """This shard's slice along ``axis`` of the sum."""
+    if not _is_narrow(x):
+        return scatter_sum(x, axis, shards, groups)
     if not shards.manual:
         return scatter_sum(x.astype(jnp.float32), axis, shards, groups)
     return lax.platform_dependent(
@@ -30,8 +27,10 @@ def narrow_scatter_sum(
     )
 
 
-def narrow_sum(x: jax.Array, shards: Shards, groups: GroupAssignment | None = None) -> jax.Array:
-    """The sum of arrays of 16 bits, rounded to 16 bits once more; float32."""
+def send_sum(x: jax.Array, shards: Shards, groups: GroupAssignment | None = None) -> jax.Array:
+    """The sum, which of 16 bits is rounded to 16 bits once more."""
+    if not _is_narrow(x):
+        return sum_over_shards(x, shards, groups)
     if not shards.manual or shards.number == 1:
         return sum_over_shards(x.astype(jnp.float32), shards, groups)
 
@@ -47,15 +46,22 @@ def narrow_sum(x: jax.Array, shards: Shards, groups: GroupAssignment | None = No
     return total.astype(jnp.float32)
 
 
-def narrow_gather(
+def send_gathered(
     x: jax.Array, axis: int, shards: Shards, groups: GroupAssignment | None = None
 ) -> jax.Array:
-    """The slices of all shards, or of the group, concatenated along ``axis``; 16 bits are sent."""
+    """The slices of all shards, or of the group, concatenated along ``axis``."""
+    if not _is_narrow(x):
+        return gather_parts(x, axis, shards, groups)
     return lax.platform_dependent(
         x,
         cpu=lambda x: _gather_bits(x, axis, shards, groups),
         default=lambda x: gather_parts(x, axis, shards, groups),
     )
+
+
+def _is_narrow(x: Any) -> bool:
+    """Whether an array has fewer bits than those in which it is to be added."""
+    return jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
 
 
 def _gather_bits(

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from crossshard import _check
 from crossshard._flax import nnx, rebound
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.gradients.loss_scale import scaled, unscale
 from crossshard.gradients.model_sums import check_sums
 from crossshard.gradients.scalars import check_scalar, is_inexact, is_number
+from crossshard.gradients.scaled_loss import scaled, unscale
 from crossshard.gradients.varying_types import explained_types
 from crossshard.shards.axes import Shards, check_no_further, check_one_way, shards_of_gradient
 from crossshard.shards.context import check_axis_name
@@ -74,6 +74,7 @@ def value_and_grad(
     is_off = loss_scale is None or (isinstance(loss_scale, tuple) and not loss_scale)
     scale = None if is_off else jnp.asarray(getattr(loss_scale, "scale", loss_scale))
     _check.function("fun", fun)
+    of_pytrees = functools.partial(_jax_grad, holomorphic=holomorphic, allow_int=allow_int)
 
     @functools.wraps(fun)
     def value_and_local_grad(*args: Any, **kwargs: Any) -> Any:
@@ -88,16 +89,11 @@ def value_and_grad(
             # An invariant loss is cast to varying: each shard differentiates its own copy.
             return shards.as_varying(scaled(loss, scale)), (loss, aux)
 
+        of_modules = any(_is_nnx(args[number]) for number in numbers)
+        differentiate: Callable[..., Any] = _nnx_grad if of_modules else of_pytrees
         with explained_types(shards):
-            if any(_is_nnx(args[number]) for number in numbers):
-                grads, (loss, aux) = _nnx_grad(
-                    local_loss, argnums, numbers, shards, args, kwargs, names
-                )
-            else:
-                grads, (loss, aux) = _jax_grad(
-                    local_loss, numbers, shards, args, kwargs, holomorphic, allow_int, names
-                )
-                grads = grads[0] if isinstance(argnums, int) else grads
+            grads, (loss, aux) = differentiate(local_loss, numbers, args, kwargs, shards, names)
+        grads = grads[0] if isinstance(argnums, int) else grads
         return ((loss, aux) if has_aux else loss), unscale(grads, scale)
 
     return value_and_local_grad
@@ -181,11 +177,10 @@ def _variables(node: Any) -> list[nnx.Variable]:
 
 def _nnx_grad(
     loss: Callable[..., Any],
-    argnums: Any,
     numbers: tuple[int, ...],
-    shards: Shards,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    shards: Shards,
     names: tuple[str, ...],
 ) -> Any:
     nodes = [args[number] for number in numbers if _is_nnx(args[number])]
@@ -197,7 +192,7 @@ def _nnx_grad(
     ]
     with rebound(parameters, values):
         check_sums(lambda: _jaxpr_of_parameters(loss, numbers, local, kwargs), names)
-        return nnx.grad(loss, argnums=argnums, has_aux=True)(*local, **kwargs)
+        return nnx.grad(loss, argnums=numbers, has_aux=True)(*local, **kwargs)
 
 
 def _jaxpr_of_parameters(
@@ -215,12 +210,13 @@ def _jaxpr_of_parameters(
 def _jax_grad(
     loss: Callable[..., Any],
     numbers: tuple[int, ...],
-    shards: Shards,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    shards: Shards,
+    names: tuple[str, ...],
+    *,
     holomorphic: bool,
     allow_int: bool,
-    names: tuple[str, ...],
 ) -> Any:
     leaves, tree = jax.tree.flatten(tuple(args[number] for number in numbers))
     differentiated = [
@@ -229,12 +225,8 @@ def _jax_grad(
     places = list(itertools.compress(range(len(leaves)), differentiated))
 
     def of_arrays(arrays: list[Any]) -> Any:
-        whole = list(leaves)
-        for place, array in zip(places, arrays, strict=True):
-            whole[place] = array
-        filled = list(args)
-        for number, value in zip(numbers, tree.unflatten(whole), strict=True):
-            filled[number] = value
+        given = dict(zip(numbers, tree.unflatten(_with(leaves, places, arrays)), strict=True))
+        filled = [given.get(number, arg) for number, arg in enumerate(args)]
         return loss(*filled, **kwargs)
 
     arrays = [shards.as_varying(leaves[place]) for place in places]
@@ -242,10 +234,13 @@ def _jax_grad(
     gradients, out = jax.grad(
         of_arrays, has_aux=True, holomorphic=holomorphic, allow_int=allow_int
     )(arrays)
-    whole: list[Any] = [None] * len(leaves)
-    for place, gradient in zip(places, gradients, strict=True):
-        whole[place] = gradient
-    return tree.unflatten(whole), out
+    return tree.unflatten(_with([None] * len(leaves), places, gradients)), out
+
+
+def _with(leaves: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    """The leaves, with these values at their places."""
+    found = dict(zip(places, values, strict=True))
+    return [found.get(place, leaf) for place, leaf in enumerate(leaves)]
 
 
 def _differentiable(number: int, arg: Any, allow_int: bool) -> list[bool]:

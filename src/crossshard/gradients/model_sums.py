@@ -10,7 +10,7 @@ import numpy as np
 
 from crossshard import _jax
 from crossshard.errors import AxisError
-from crossshard.jaxprs.walk import Analysis, Equations, follow
+from crossshard.jaxprs.walk import Analysis, Equations, equations_within, follow
 from crossshard.shards.axes import UntypedAxes, untyped_axes
 
 
@@ -73,19 +73,14 @@ class _Sums(Analysis[Any]):
         (equation,) = equations
         fact = self.join(inputs)
         if fact in (_Of.PARAMETERS, _Of.BOTH) and self.enters(equations):
-            fact = self._sum_in(equation, fact) or fact
+            # A gather of parameters alone puts together what each shard with its own rows needs.
+            names = ("psum",) if fact is _Of.PARAMETERS else ("psum", "all_gather")
+            run = (equation, *equations_within(equation))
+            fact = next((each for each in run if _axes_of(each, self._axes, names)), fact)
         still = None if fact in (None, _Of.PARAMETERS) else _Of.DATA
         stops = equation.primitive.name == "stop_gradient"
         floating = [jnp.issubdtype(out.aval.dtype, jnp.inexact) for out in equation.outvars]
         return [fact if each and not stops else still for each in floating]
-
-    def _sum_in(self, equation: Any, fact: _Of) -> Any:
-        """This equation, or one that it runs, if it sums over an axis that is not a shard axis."""
-        # A gather of parameters alone puts together what each shard with its own rows needs.
-        if _axes_of(equation, self._axes, ("psum", "all_gather")[: fact.value - 1]):
-            return equation
-        inner = (each for jaxpr in _jax.jaxprs_in(equation) for each in _jax.opened(jaxpr).eqns)
-        return next(filter(None, (self._sum_in(each, fact) for each in inner)), None)
 
 
 def _axes_of(

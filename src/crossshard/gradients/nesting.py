@@ -25,14 +25,9 @@ def inside_optimizer() -> Iterator[None]:
         _thread.inside = outer
 
 
-def is_inside_optimizer() -> bool:
-    """Whether the code here is part of an inner optimizer."""
-    return getattr(_thread, "inside", False)
-
-
 def refuse_nesting() -> None:
     """Raise NestedReductionError inside of an inner optimizer."""
-    if is_inside_optimizer():
+    if getattr(_thread, "inside", False):
         raise NestedReductionError(
             "A CrossShardOptimizer was updated inside another one's update: the gradients would be "
             "reduced twice. Keep the outer one and take the inner one's .inner."

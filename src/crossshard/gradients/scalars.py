@@ -18,19 +18,6 @@ def is_number(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex)
 
 
-def dtype_among(dtype: Any, names: tuple[str, ...]) -> Any:
-    """The dtype that is given, if it is one of these; else ``None``.
-
-    >>> dtype_among("float32", ("float32",)), dtype_among("float", ("bfloat16",))
-    (dtype('float32'), None)
-    """
-    try:
-        found = jnp.dtype(dtype)
-    except TypeError:
-        return None
-    return found if found.name in names else None
-
-
 def is_inexact(leaf: Any) -> bool:
     """Whether a number is floating or complex, so that it can be differentiated."""
     return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))

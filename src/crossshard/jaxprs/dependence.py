@@ -45,7 +45,13 @@ def returned_inputs(function: Callable[..., Any], *args: Any) -> list[int | None
     """
     jaxpr = jax.make_jaxpr(function)(*args)
     facts = follow(_Origin(), [jaxpr], list(range(len(jaxpr.in_avals))))
-    return [None if fact == _ZERO else fact for fact in facts]
+
+    def input_of(fact: int | None, out: Any) -> int | None:
+        # A scan stacks what its body returns unchanged, so the shapes must be equal too.
+        is_input = fact not in (None, _ZERO) and _alike(jaxpr.in_avals[fact], out)
+        return fact if is_input else None
+
+    return list(map(input_of, facts, jaxpr.out_avals))
 
 
 def hands_on(function: Callable[[Any], Any], given: Any) -> bool:
@@ -57,11 +63,7 @@ def hands_on(function: Callable[[Any], Any], given: Any) -> bool:
     >>> hands_on(lambda xs: xs[::-1], [jnp.ones(2), jnp.ones(2)])
     False
     """
-    jaxpr = jax.make_jaxpr(function)(given)
-    indices = range(len(jaxpr.in_avals))
-    outputs = follow(_Origin(), [jaxpr], list(indices))
-    # A scan stacks what its body returns unchanged, so the shapes must be equal too.
-    return list(outputs) == list(indices) and jaxpr.in_avals == jaxpr.out_avals
+    return returned_inputs(function, given) == list(range(len(jax.tree.leaves(given))))
 
 
 class _Reads(Analysis[int]):
@@ -73,9 +75,6 @@ class _Reads(Analysis[int]):
 
     def join(self, facts: Sequence[int]) -> int:
         return functools.reduce(operator.or_, facts, 0)
-
-    def is_top(self, fact: int) -> bool:
-        return fact == _ALL
 
     def control(self, equations: Equations, decides: int) -> int:
         del equations
@@ -105,9 +104,6 @@ class _Origin(Analysis[int | None]):
     def join(self, facts: Sequence[int | None]) -> int | None:
         return facts[0] if all(fact == facts[0] for fact in facts) else None
 
-    def is_top(self, fact: int | None) -> bool:
-        return fact is None
-
     def control(self, equations: Equations, decides: int | None) -> None:
         """Nothing: both branches may return the same input."""
         del equations, decides
@@ -120,9 +116,13 @@ class _Origin(Analysis[int | None]):
         if name in _OF_ZERO_ZERO and all(fact == _ZERO for fact in inputs):
             return [_ZERO] * len(equation.outvars)
         if name in ("add", "add_any", "sub") and inputs[1] == _ZERO:
-            one, out = (each.aval for each in (equation.invars[0], equation.outvars[0]))
-            return [inputs[0] if (one.shape, one.dtype) == (out.shape, out.dtype) else None]
+            alike = _alike(equation.invars[0].aval, equation.outvars[0].aval)
+            return [inputs[0] if alike else None]
         return [None] * len(equation.outvars)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    return (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 _ZERO = -1

@@ -129,9 +129,6 @@ class _Elementwise(Analysis[Kind]):
             return _Mixed("an array that is full on one path and a slice on another")
         return _Kind.SLICE
 
-    def is_top(self, fact: Kind) -> bool:
-        return isinstance(fact, _Mixed)
-
     def control(self, equations: Equations, decides: Kind) -> Kind | None:
         if decides is _Kind.SAME:
             return None
@@ -144,7 +141,7 @@ class _Elementwise(Analysis[Kind]):
         return _Mixed(_CONTROL["scan"], _jax.source_of(equations[0]))
 
     def returned(self, equations: Equations, fact: Kind) -> Kind:
-        # A value without a source line takes that of the call.
+        # A value without a source line, as in a jit that JAX has traced before, takes the call's.
         if isinstance(fact, _Mixed) and not fact.source:
             return _Mixed(fact.reason, _jax.source_of(equations[0]))
         return fact

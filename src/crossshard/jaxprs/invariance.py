@@ -9,10 +9,10 @@ import numbers
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr
 
 from crossshard import _jax
-from crossshard.jaxprs.walk import Analysis, Equations, follow
+from crossshard.jaxprs.walk import Analysis, Equations, equations_within, follow
 
 Axes = frozenset[str]
 
@@ -63,18 +63,10 @@ class _Variance(Analysis[Axes]):
         if any(map(_jax.is_ref, equation.invars)):
             varies = self._mesh_axes
         else:
-            varies = self.join([*inputs, self._named_within(equation)])
+            varies = self.join([*inputs, *map(self._named_by, equations_within(equation))])
         over = self._named_by(equation)
         out = varies - over if _jax.equalizes(equation) else varies | over
         return [out] * len(equation.outvars)
 
     def _named_by(self, equation: Any) -> Axes:
         return _names_in(_jax.named_axes(equation)) & self._mesh_axes
-
-    def _named_within(self, equation: Any) -> Axes:
-        """The mesh axes named anywhere in the jaxprs of an unknown equation."""
-        found = _INVARIANT
-        for inner in jaxprs_in_params(equation.params):
-            for each in _jax.opened(inner).eqns:
-                found |= self._named_by(each) | self._named_within(each)
-        return found

@@ -5,7 +5,7 @@ Several jaxprs that should match, such as two traces of one function, are walked
 """
 
 import abc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from crossshard import _jax
@@ -45,7 +45,10 @@ class Analysis(abc.ABC, Generic[Fact]):
 
     @abc.abstractmethod
     def join(self, facts: Sequence[Fact]) -> Fact:
-        """The fact of a value that may come from any of several paths."""
+        """The fact of a value that may come from any of several paths.
+
+        What a branch or a loop adds to its outputs is the first of them.
+        """
 
     @abc.abstractmethod
     def control(self, equations: Equations, decides: Fact) -> Fact | None:
@@ -55,11 +58,6 @@ class Analysis(abc.ABC, Generic[Fact]):
           equations: the branch or loop.
           decides: the fact of the value that chooses the branch or ends the loop.
         """
-
-    def is_top(self, fact: Fact) -> bool:
-        """Whether joining this fact with any other returns it."""
-        del fact
-        return False
 
     def enters(self, equations: Equations) -> bool:
         """Whether to walk what a call, branch or loop runs, rather than to transfer it whole."""
@@ -109,6 +107,14 @@ def follow(
     return [fact_of(atoms) for atoms in _aligned(jaxpr.outvars for jaxpr in opened)]
 
 
+def equations_within(equation: Any) -> Iterator[Any]:
+    """Every equation that an equation of any kind runs, however deep; not itself."""
+    for jaxpr in _jax.jaxprs_within(equation):
+        for each in _jax.opened(jaxpr).eqns:
+            yield each
+            yield from equations_within(each)
+
+
 def _aligned(sequences: Iterable[Sequence[Any]]) -> list[tuple[Any, ...]]:
     sequences = list(sequences)
     if len({len(each) for each in sequences}) > 1:
@@ -142,8 +148,6 @@ def _through_cond(
     inputs: Sequence[Fact],
 ) -> Sequence[Fact]:
     added = analysis.control(equations, inputs[0])
-    if added is not None and analysis.is_top(added):
-        return [added] * len(equations[0].outvars)
     branches = _aligned(each.branches for each in conds)
     return _joined(analysis, [follow(analysis, each, inputs[1:]) for each in branches], added)
 
@@ -159,8 +163,6 @@ def _through_while(
     while True:
         (continues,) = follow(analysis, conds, [*of_cond, *carry])
         added = analysis.control(equations, continues)
-        if added is not None and analysis.is_top(added):
-            return [added] * len(carry)
         after = follow(analysis, bodies, [*of_body, *carry])
         after = _joined(analysis, [carry, after], added)
         if after == carry:
@@ -175,8 +177,6 @@ def _through_scan(
     inputs: Sequence[Fact],
 ) -> Sequence[Fact]:
     added = analysis.control(equations, analysis.constant([each.steps for each in loops]))
-    if added is not None and analysis.is_top(added):
-        return [added] * len(equations[0].outvars)
     bodies = [each.body for each in loops]
     constants, carry, arrays = _split(inputs, loops[0].constants, loops[0].carried)
     rows = [analysis.element(equations, fact) for fact in arrays]
@@ -197,6 +197,6 @@ def _split(inputs: Sequence[Fact], first: int, second: int) -> tuple[Sequence[Fa
 def _joined(
     analysis: Analysis[Fact], alternatives: Sequence[Sequence[Fact]], added: Fact | None
 ) -> list[Fact]:
-    """For each value, the join over the alternatives."""
+    """For each value, the join over the alternatives and what the control flow adds."""
     more = [] if added is None else [added]
-    return [analysis.join([*facts, *more]) for facts in zip(*alternatives, strict=True)]
+    return [analysis.join([*more, *facts]) for facts in zip(*alternatives, strict=True)]

@@ -13,9 +13,9 @@ from crossshard import _flax
 from crossshard._flax import nnx
 from crossshard.collectives.all_reduce import widen
 from crossshard.errors import VariableError
-from crossshard.gradients.loss_scale import scaled, unscale
 from crossshard.gradients.model_sums import check_sums
 from crossshard.gradients.scalars import check_scalar
+from crossshard.gradients.scaled_loss import scaled, unscale
 from crossshard.gradients.varying_types import explained_types
 from crossshard.nnx.binding import bound, check_writable
 from crossshard.nnx.graph import modules_in, reached_in, same_arrays

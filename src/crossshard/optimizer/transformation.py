@@ -23,9 +23,9 @@ from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import Gradients, Stage, StageContext
 from crossshard.pipeline.stages.nonfinite import OnNonfinite
 from crossshard.pipeline.stages.preprocess import Preprocess
-from crossshard.pipeline.stages.weigh import as_weight, check_reduction
+from crossshard.pipeline.stages.weigh import as_weight, check_weighable
 from crossshard.pipeline.state import CrossShardState
-from crossshard.pipeline.update.arrays import Arrays, LocalParts, WholeArrays
+from crossshard.pipeline.update.arrays import Arrays, LocalParts
 from crossshard.pipeline.update.blocks import check_blocks
 from crossshard.pipeline.update.plan import UpdatePlan, WeightUpdate, plan_update
 from crossshard.shards.axes import Shards
@@ -147,6 +147,7 @@ class Transformation:
                 declared=check_incoming(incoming),
                 extra=extra,
                 weight=self._weight(weight),
+                params=params,
             )
             context = StageContext(
                 shards,
@@ -188,7 +189,7 @@ class Transformation:
     def _weight(self, weight: Any) -> jax.Array | None:
         if weight is None:
             return None
-        check_reduction(self.pipeline.reduction)
+        check_weighable(self.pipeline.reduction)
         return as_weight(weight)
 
     def _plan(self, params: Any, number_of_shards: int) -> UpdatePlan:
@@ -202,7 +203,7 @@ class Transformation:
 
     def _arrays(self, params: Any, state: Any, shards: Shards) -> Arrays:
         if self.weight_update is WeightUpdate.REPLICATED:
-            return WholeArrays()
+            return Arrays()
         plan = self._plan(params, shards.number)
         given = [jnp.shape(leaf) for leaf in jax.tree.leaves(state)]
         expected = [partition.local_shape for partition in plan.state]

@@ -27,8 +27,10 @@ def arrive(
     declared: GradientStatus | None = None,
     extra: Mapping[str, Any] | None = None,
     weight: jax.Array | None = None,
+    params: Any = None,
+    widened: bool = False,
 ) -> Gradients:
-    """The gradients with the status of each leaf.
+    """The gradients with the status of each leaf, and the dtype in which it is to be reduced.
 
     Args:
       pipeline: the pipeline that will reduce them.
@@ -37,6 +39,8 @@ def arrive(
       declared: their declared status; ``None`` for the pipeline's, or to read it from their types.
       extra: further values to reduce with them.
       weight: float[], the weight of this shard.
+      params: the parameters, if they are known.
+      widened: whether the values have more bits than the gradients that they stand for.
 
     Raises:
       DoubleReductionError, IncomingError: see ``read_incoming``.
@@ -62,7 +66,27 @@ def arrive(
         known = _of_loss(extra[name], shards, declared) if name == "value" else declared
         extra_status += of_tree({name: extra[name]}, known)
     status = of_tree(values, declared)
-    return Gradients(values, extra, weight, status=status, extra_status=extra_status)
+
+    def dtype_of(leaf: Any, param: Any, status: GradientStatus | None) -> Any:
+        # compute_gradients divides in float32, and 16-bit parameters need 16-bit gradients.
+        is_wide = widened or pipeline.accumulate is not None or status is GradientStatus.SCALED
+        dtype = jnp.result_type(param if is_wide else leaf)
+        if pipeline.master_dtype is not None and status is not None:
+            dtype = jnp.promote_types(dtype, pipeline.master_dtype)
+        return dtype
+
+    # The parameters of optax.lookahead have more leaves than the gradients.
+    like = jax.tree.leaves(values if params is None else params)
+    dtypes = map(dtype_of, jax.tree.leaves(values), like, status)
+    dtypes_of_extra = map(jnp.result_type, jax.tree.leaves(extra))
+    return Gradients(
+        values,
+        extra,
+        weight,
+        status=status,
+        extra_status=extra_status,
+        dtypes=(*dtypes_of_extra, *dtypes),
+    )
 
 
 def _of_loss(loss: Any, shards: Shards, declared: GradientStatus | None) -> GradientStatus | None:

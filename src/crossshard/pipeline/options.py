@@ -1,18 +1,19 @@
 """Options: the stages that a user may ask for, declared once for all ways to use the package."""
 
 import difflib
+import functools
 import inspect
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypedDict
 
+import jax.numpy as jnp
+
+from crossshard import _check
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.gradients.scalars import dtype_among
-from crossshard.pipeline.stages.accumulate import check_accumulate_steps
 from crossshard.pipeline.stages.loss_scale import DynamicLossScale, check_loss_scale
 from crossshard.pipeline.stages.metrics import check_metrics
 from crossshard.pipeline.stages.nonfinite import Nonfinite, check_nonfinite
-from crossshard.pipeline.update.masters import check_master_dtype
 from crossshard.pipeline.update.moving_average import check_ema
 
 
@@ -65,16 +66,16 @@ def check_options(options: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     Raises:
       ArgumentError, ArgumentTypeError: an invalid value.
     """
-    checks = {
-        "reduce_dtype": _check_reduce_dtype,
+    checks: dict[str, Callable[[Any], Any]] = {
+        "reduce_dtype": functools.partial(_check_dtype, "reduce_dtype"),
         "loss_scale": check_loss_scale,
-        "master_dtype": check_master_dtype,
+        "master_dtype": functools.partial(_check_dtype, "master_dtype"),
         "ema": check_ema,
         "metrics": check_metrics,
         "nonfinite": check_nonfinite,
     }
     checked = {name: check(options[name]) for name, check in checks.items() if name in options}
-    number = check_accumulate_steps(options.get("accumulate_steps", 1))
+    number = _check.whole_number("accumulate_steps", options.get("accumulate_steps", 1))
     return number, {name: value for name, value in checked.items() if value}
 
 
@@ -95,17 +96,26 @@ def check_names(function: Any, options: Mapping[str, Any], declared: Any) -> Non
         )
 
 
-def _check_reduce_dtype(dtype: Any) -> Any:
-    if dtype is None:
-        return None
-    found = dtype_among(dtype, ("bfloat16", "float32"))
-    if found is not None:
-        return found
-    why = _OF_FLOAT16 if dtype_among(dtype, ("float16",)) else ""
-    raise ArgumentError(
-        f"reduce_dtype must be bfloat16, or float32 for gradients of 64 bits; got "
-        f"{dtype!r:.60}.{why}"
-    )
+# The dtypes that an option takes, and in words.
+_DTYPES = {
+    "reduce_dtype": (
+        ("bfloat16", "float32"),
+        "bfloat16, or float32 for gradients of 64 bits; float16 would make those below 6e-8 zero",
+    ),
+    "master_dtype": (
+        ("float32", "float64"),
+        "float32 or float64, the dtype in which weights of 16 bits are also kept",
+    ),
+}
 
 
-_OF_FLOAT16 = " Gradients below 6e-8 would be zero in float16, and a sum above 65504 infinite."
+def _check_dtype(name: str, given: Any) -> Any:
+    """The dtype that an option gives; ``None`` without one."""
+    among, words = _DTYPES[name]
+    try:
+        found = None if given is None else jnp.dtype(given)
+        if found is None or found.name in among:
+            return found
+    except TypeError:
+        pass
+    raise ArgumentError(f"{name} must be {words}; got {given!r:.60}.")

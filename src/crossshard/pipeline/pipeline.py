@@ -19,8 +19,8 @@ from crossshard.gradients.nesting import refuse_nesting
 from crossshard.gradients.reduction import Reduction
 from crossshard.gradients.status import GradientStatus
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, as_local
-from crossshard.pipeline.stages.accumulate import Accumulate, AccumulateState
-from crossshard.pipeline.stages.aggregate import Aggregate, NoteDtypes
+from crossshard.pipeline.stages.accumulate import Accumulate
+from crossshard.pipeline.stages.aggregate import Aggregate
 from crossshard.pipeline.stages.loss_scale import DynamicLossScale
 from crossshard.pipeline.stages.metrics import LocalNorms, Metrics, need_local
 from crossshard.pipeline.stages.nonfinite import Nonfinite, ReportNonfinite, check_fits
@@ -87,7 +87,6 @@ class Pipeline:
         of_metrics = REPLICATED if self.over_all_shards else PER_SHARD
         every = (
             self.accumulate,
-            NoteDtypes(self.master_dtype),
             self.nonfinite and ReportNonfinite(self.excludes_shards),
             self.preprocess,
             LocalNorms() if need_local(self.metrics) else None,
@@ -121,14 +120,8 @@ class Pipeline:
 
     def may_differ(self, path: Any) -> bool:
         """Whether the state at a path may differ between shards with equal parameters."""
-        state = CrossShardState(**dict.fromkeys(CrossShardState._fields, (0,)))
-        state = state._replace(accumulate=AccumulateState(0, 0, 0, 0))
-        placements = self.placements(state)
-        return any(
-            path[:1] == (jax.tree_util.GetAttrKey(name),)
-            and any(placement.per_shard for placement in jax.tree.leaves(getattr(placements, name)))
-            for name in CrossShardState._fields
-        )
+        stage = self._stateful.get(path[0].name)
+        return stage is not None and stage.placement.per_shard
 
     def placements(self, state: CrossShardState, inner: Any = ()) -> CrossShardState:
         """The placement of each array of a state, given those of the inner optimizer."""
@@ -143,7 +136,7 @@ class Pipeline:
             if isinstance(stage, Weigh) and not (weighted or self.excludes_shards):
                 continue
             if stage is self.optimize:
-                texts += [stage.describe().replace("update", update, 1), *gather]
+                texts += [self.optimize.describe(update), *gather]
             else:
                 texts.append(stage.describe())
         # Two stages that skip are one to the reader.

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool
 from crossshard.collectives.all_reduce import sum_over_shards
 from crossshard.errors import IncomingError
 from crossshard.gradients.status import GradientStatus, Statuses
-from crossshard.pipeline.update.arrays import Arrays, WholeArrays
+from crossshard.pipeline.update.arrays import Arrays
 from crossshard.shards.axes import Shards
 from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.placement import REPLICATED, Placement
@@ -54,8 +54,8 @@ class Gradients:
       status: before the aggregate for each leaf of ``values`` how far it is reduced; ``None`` for
         float0.
       extra_status: the same for ``extra``.
-      dtypes: the dtypes that the reduced ``extra`` and ``values`` are to have, leaf by leaf.
-      widened: whether ``values`` have more bits than the gradients that they stand for.
+      dtypes: the dtypes that the reduced ``extra`` and ``values`` are to have, leaf by leaf; stages
+        may widen them on the way.
 
     >>> Gradients({"w": 1.0}).replace(values={"w": 0.5}).values
     {'w': 0.5}
@@ -70,11 +70,14 @@ class Gradients:
     status: Statuses = dataclasses.field(default=(), metadata={"static": True})
     extra_status: Statuses = dataclasses.field(default=(), metadata={"static": True})
     dtypes: tuple[Any, ...] = dataclasses.field(default=(), metadata={"static": True})
-    widened: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def replace(self, **changes: Any) -> Self:
         """A copy with these fields changed."""
         return dataclasses.replace(self, **changes)
+
+    def skipped_if(self, flag: Bool[Array, ""]) -> Self:
+        """The same gradients, whose step leaves everything unchanged if the flag is set."""
+        return self.replace(skip=flag if self.skip is None else self.skip | flag)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +108,7 @@ class StageContext:
     groups: GroupAssignment | None = None
     params: Any = None
     extra_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    arrays: Arrays = dataclasses.field(default_factory=WholeArrays)
+    arrays: Arrays = dataclasses.field(default_factory=Arrays)
     divisor: int = 1
     unread: tuple[bool, ...] = ()
     examples: int = 1

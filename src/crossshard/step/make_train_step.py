@@ -20,7 +20,7 @@ from crossshard.optimizer.cross_shard_optimizer import (
 )
 from crossshard.pipeline.options import Options, check_names, check_options
 from crossshard.pipeline.pipeline import Pipeline
-from crossshard.pipeline.stages.weigh import check_reduction
+from crossshard.pipeline.stages.weigh import check_weighable
 from crossshard.pipeline.update.plan import WeightUpdate, check_weight_update
 from crossshard.shards.mesh import mesh_and_axes, number_of_shards
 from crossshard.step.aux_reduction import check_aux_reduction
@@ -171,7 +171,7 @@ def make_train_step(
 def _check_pipeline(pipeline: Pipeline, number: int, weight: Any) -> Pipeline:
     """The optimizer's pipeline for a step of so many shards, or an error if it does not fit."""
     if weight is not None:
-        check_reduction(pipeline.reduction)
+        check_weighable(pipeline.reduction)
     if pipeline.accumulate is not None:
         raise ArgumentError(
             "The optimizer accumulates over calls, but a step accumulates in one program. Pass "

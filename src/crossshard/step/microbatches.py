@@ -65,6 +65,6 @@ def over_microbatches(
     (sums, model_state), (aux, weights) = lax.scan(
         one, (zeros(params), model_state), (jnp.arange(number), pieces)
     )
-    values, loss = mean(*sums)
+    values, loss = mean(sums)
     total = None if weights is None else sums[2]
     return LocalResult(loss, values, total, model_state, None), aux, weights

@@ -14,7 +14,7 @@ from crossshard.model.layout import StateLayout, strong_copy
 from crossshard.model.state import TrainState
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.update.masters import MastersState
-from crossshard.pipeline.update.moving_average import State as AverageState
+from crossshard.pipeline.update.moving_average import MovingAverageState
 from crossshard.shards.placement import PER_SHARD, REPLICATED, Placement
 
 # In place of an array that a state lacks.
@@ -90,7 +90,7 @@ def _wrapped(inner: Any) -> tuple[Any, dict[str, bool]]:
     """The state of the optimizer that the user passed, and what is around it."""
     masters = isinstance(inner, MastersState)
     inner = inner.inner_state if masters else inner
-    average = isinstance(inner, AverageState)
+    average = isinstance(inner, MovingAverageState)
     return inner.inner_state if average else inner, {"masters": masters, "average": average}
 
 

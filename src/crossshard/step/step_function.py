@@ -14,7 +14,7 @@ from crossshard.model.state import TrainState
 from crossshard.pipeline.arrive import arrive
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import Gradients, Phase, StageContext
-from crossshard.pipeline.update.arrays import Arrays, GlobalArrays, LocalParts, WholeArrays
+from crossshard.pipeline.update.arrays import Arrays, GlobalArrays, LocalParts
 from crossshard.pipeline.update.plan import UpdateStrategy
 from crossshard.shards.axes import Shards
 from crossshard.shards.devices import torus_factors
@@ -114,7 +114,7 @@ class StepFunction:
         loss, pipeline, opt_state = self.loss, self.pipeline, before.opt_state
         scale = opt_state.loss_scale.scale if pipeline.loss_scale is not None else None
         local = loss.local_gradient(before, batch, context.shards, context.unread, scale)
-        gradients = self._arrive(local, context.shards)
+        gradients = self._arrive(local, context)
         with jax.named_scope(self.name):
             gradients, opt_state = pipeline.run((Phase.ARRIVAL,), gradients, opt_state, context)
         if pipeline.excludes_shards:
@@ -171,17 +171,17 @@ class StepFunction:
             apply_updates=True,
         )
 
-    def _arrive(self, local: LocalResult, shards: Shards) -> Gradients:
-        gradients = arrive(
+    def _arrive(self, local: LocalResult, context: StageContext) -> Gradients:
+        return arrive(
             self.pipeline,
             local.values,
-            shards,
+            context.shards,
             declared=GradientStatus.LOCAL,
             extra={"value": local.loss},
             weight=local.weight,
+            params=context.params,
+            widened=self.loss.accumulate_steps > 1 or self.pipeline.loss_scale is not None,
         )
-        widened = self.loss.accumulate_steps > 1 or self.pipeline.loss_scale is not None
-        return gradients.replace(widened=widened)
 
     def _out_specs(self, layout: StateLayout, state: TrainState, is_global: bool) -> Progress:
         """The specs of what leaves ``shard_map``."""
@@ -255,7 +255,7 @@ def _unless_skipped(
 def _arrays(layout: StateLayout, shards: Shards) -> Arrays:
     plan = layout.plan
     if plan.strategy is UpdateStrategy.WHOLE and not shards.other_axes:
-        return WholeArrays()
+        return Arrays()
     if plan.strategy is not UpdateStrategy.GLOBAL:
         return LocalParts(plan.params, shards, layout.groups)
     return GlobalArrays(plan.params, plan.state, shards, layout.mesh)

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from crossshard import _check
 from crossshard.collectives.all_reduce import widen
 from crossshard.errors import ArgumentError
 from crossshard.gradients.scalars import is_inexact
@@ -43,6 +42,7 @@ class Accumulate(Stage):
 
     steps: int
 
+    placement = PER_SHARD
     phase = Phase.CALL
     scope = state_field = "accumulate"
     needs_local = "accumulate_steps adds up"
@@ -53,7 +53,7 @@ class Accumulate(Stage):
 
     def placements(self, state: AccumulateState) -> AccumulateState:
         """The count is the same on all shards, and each shard has its own sums."""
-        return jax.tree.map(lambda _: PER_SHARD, state)._replace(count=REPLICATED)
+        return super().placements(state)._replace(count=REPLICATED)
 
     def update(
         self, gradients: Gradients, state: AccumulateState, context: StageContext
@@ -67,19 +67,13 @@ class Accumulate(Stage):
             )
         check_shapes(gradients.values, state.values)
         loss, weight = gradients.extra.get("value"), gradients.weight
-        state = AccumulateState(
-            state.count + 1,
-            *add(
-                (state.values, state.value, state.weight),
-                gradients.values,
-                jnp.zeros(()) if loss is None else loss,
-                weight,
-            ),
-        )
-        values, value = mean(state.values, state.value, state.weight)
+        count = state.count + 1
+        sums = add(state[1:], gradients.values, jnp.zeros(()) if loss is None else loss, weight)
+        values, value = mean(sums)
         extra = gradients.extra if loss is None else {"value": value.astype(loss.dtype)}
-        total = None if weight is None else state.weight
-        return gradients.replace(values=values, extra=extra, weight=total, widened=True), state
+        total = None if weight is None else sums[2]
+        gradients = gradients.replace(values=values, extra=extra, weight=total)
+        return gradients, AccumulateState(count, *sums)
 
     def is_last(self, state: AccumulateState) -> Bool[Array, ""]:
         """Whether this call is the last, given the state with it."""
@@ -90,12 +84,12 @@ class Accumulate(Stage):
         return f"accumulate {self.steps} calls"
 
 
+# Of gradients, losses and weights.
 Sums = tuple[Any, Any, Any]
 
 
 def add(sums: Sums, gradients: Any, loss: Any, weight: jax.Array | None) -> Sums:
-    """The sums of gradients, losses and weights, with one more microbatch."""
-    values, value, total = sums
+    """The sums with one more microbatch."""
 
     def one(x: Any, new: Any) -> Any:
         if not is_inexact(new):
@@ -104,35 +98,23 @@ def add(sums: Sums, gradients: Any, loss: Any, weight: jax.Array | None) -> Sums
         # `where`, because the gradient of weight 0 may be NaN.
         return x + (wide if weight is None else jnp.where(weight != 0, wide * weight, 0))
 
-    added = 1 if weight is None else weight
-    return jax.tree.map(one, values, gradients), one(value, loss), total + added
+    values, value = jax.tree.map(one, sums[:2], (gradients, loss))
+    return values, value, sums[2] + (1 if weight is None else weight)
 
 
-def mean(values: Any, value: Any, weight: jax.Array) -> tuple[Any, Any]:
-    """The mean gradient and loss from their sums; zeros if all weights are zero."""
-
-    def one(x: Any) -> Any:
-        return average(x, weight) if is_inexact(x) else x
-
-    return jax.tree.map(one, values), one(value)
+def mean(sums: Sums) -> tuple[Any, Any]:
+    """The mean gradient and loss; zeros if all weights are zero."""
+    one = lambda x: average(x, sums[2]) if is_inexact(x) else x
+    values, value = jax.tree.map(one, sums[:2])
+    return values, value
 
 
 def zeros(params: Any) -> Sums:
     """The sums before the first microbatch."""
+
+    def one(leaf: Any) -> jax.Array:
+        leaf = jnp.asarray(leaf)
+        return jnp.zeros_like(widen(leaf)) if is_inexact(leaf) else jnp.zeros_like(leaf)
+
     zero = jnp.zeros((), float)
-    return jax.tree.map(_zeros, params), zero, zero
-
-
-def _zeros(leaf: Any) -> jax.Array:
-    leaf = jnp.asarray(leaf)
-    return jnp.zeros_like(widen(leaf)) if is_inexact(leaf) else jnp.zeros_like(leaf)
-
-
-def check_accumulate_steps(steps: Any) -> int:
-    """The checked number of microbatches.
-
-    Raises:
-      ArgumentError: less than 1.
-      ArgumentTypeError: not an int.
-    """
-    return _check.whole_number("accumulate_steps", steps)
+    return jax.tree.map(one, params), zero, zero

@@ -89,15 +89,11 @@ class DynamicLossScale(Stage):
             jnp.where(finite, jnp.where(grows, grown, state.scale), shrunk),
             jnp.where(finite & ~grows, state.good_steps + 1, 0),
         )
-        if gradients.skip is None:
-            return gradients.replace(skip=~finite), after
-        # A step without gradients says nothing about the scale.
-        # Without groups all shards have one total weight, also on global arrays.
-        idle = gradients.skip
-        if context.groups is not None:
-            idle = context.on_all_shards(idle)
-        after = jax.tree.map(lambda new, old: jnp.where(idle, old, new), after, state)
-        return gradients.replace(skip=gradients.skip | ~finite), after
+        if gradients.skip is not None:
+            # A step without gradients says nothing about the scale.
+            idle = context.on_all_shards(gradients.skip)
+            after = jax.tree.map(lambda new, old: jnp.where(idle, old, new), after, state)
+        return gradients.skipped_if(~finite), after
 
     def describe(self) -> str:
         """``skip if not finite``."""

@@ -123,7 +123,6 @@ class Nonfinite(Stage):
         shard = jnp.argmax(bad).astype(jnp.int32)
         finite = all_finite(gradients.values, context)
         overflow = ~finite if self.excludes_shards else ~finite & ~some
-        skip = ~finite if self.excludes_shards else ~finite | some
         after = NonfiniteState(
             jnp.where(some, shard, -1),
             jnp.where(some, reported[shard].astype(jnp.int32) - 1, -1),
@@ -131,8 +130,7 @@ class Nonfinite(Stage):
             overflow,
             jnp.where(some | overflow, state.in_a_row + 1, 0),
         )
-        skip = skip if gradients.skip is None else gradients.skip | skip
-        return gradients.replace(skip=skip), after
+        return gradients.skipped_if(~finite if self.excludes_shards else ~finite | some), after
 
     def describe(self) -> str:
         """``skip if not finite``."""
@@ -230,13 +228,7 @@ def check_fits(nonfinite: Nonfinite, reduction: Reduction, *, has_loss_scale: bo
         )
     if has_loss_scale and nonfinite.action is not OnNonfinite.SKIP:
         raise ArgumentError(
-            f"A dynamic loss scale is found by steps that overflow, and are skipped; "
-            f"nonfinite={str(nonfinite.action)!r} would {_INSTEAD[nonfinite.action]}. Use "
-            f"nonfinite='skip', which names the shard."
+            f"A dynamic loss scale is found by steps that overflow, and are skipped, which "
+            f"nonfinite={str(nonfinite.action)!r} does not do. Use nonfinite='skip', which names "
+            f"the shard."
         )
-
-
-_INSTEAD: dict[str, str] = {
-    OnNonfinite.QUARANTINE: "leave shards out instead",
-    OnNonfinite.RAISE: "end the run at the first of them",
-}

@@ -14,7 +14,7 @@ from crossshard.pipeline.means import to_average
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, as_local
 
 
-def check_reduction(reduction: Reduction) -> None:
+def check_weighable(reduction: Reduction) -> None:
     """Raise ArgumentError if shards cannot have weights: under SUM."""
     if reduction is Reduction.SUM:
         raise ArgumentError(

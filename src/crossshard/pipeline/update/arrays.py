@@ -1,7 +1,7 @@
 """The arrays of the inner optimizer: full arrays, this shard's slices, or global arrays."""
 
-import abc
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -30,53 +30,38 @@ def _squared(leaf: Any) -> Any:
     return jnp.sum(jnp.square(jnp.abs(widen(leaf))))
 
 
-class Arrays(abc.ABC):
-    """How the arrays of an optimizer are split.
+class Arrays:
+    """The arrays of an optimizer: whole ones, of which every shard updates all.
 
     Attributes:
-      partitions: the partition of each parameter; ``None`` if none is split.
       is_local: whether each shard sees only its slices.
     """
 
-    partitions: tuple[Partition, ...] | None
-    is_local: bool = False
+    is_local = False
 
-    @abc.abstractmethod
+    def partitions_of(self, params: Any) -> Sequence[Partition]:
+        """The partition of each parameter."""
+        return [Partition(jnp.shape(leaf)) for leaf in jax.tree.leaves(params)]
+
     def squared_norm(self, tree: Any) -> Float[Array, ""]:
         """The squared norm of arrays that are split like the parameters."""
-
-    @abc.abstractmethod
-    def split(self, tree: Any) -> Any:
-        """The parameters as the optimizer takes them."""
-
-    @abc.abstractmethod
-    def gather(self, tree: Any) -> Any:
-        """Full arrays from those that the optimizer returned."""
-
-    @abc.abstractmethod
-    def place_gradients(self, tree: Any) -> Any:
-        """The reduced gradients as the optimizer takes them."""
-
-    @abc.abstractmethod
-    def place_state(self, tree: Any) -> Any:
-        """The optimizer's state as the next step takes it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class WholeArrays(Arrays):
-    """Every shard updates every array in full."""
-
-    partitions = None
-
-    def squared_norm(self, tree: Any) -> Float[Array, ""]:
-        """The squared norm."""
         return squared_norm(tree)
 
     def split(self, tree: Any) -> Any:
-        """The same arrays."""
+        """The parameters as the optimizer takes them."""
         return tree
 
-    gather = place_gradients = place_state = split
+    def gather(self, tree: Any) -> Any:
+        """Full arrays from those that the optimizer returned."""
+        return tree
+
+    def place_gradients(self, tree: Any) -> Any:
+        """The reduced gradients as the optimizer takes them."""
+        return tree
+
+    def place_state(self, tree: Any) -> Any:
+        """The optimizer's state as the next step takes it."""
+        return tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +79,11 @@ class LocalParts(Arrays):
     groups: GroupAssignment | None = None
 
     is_local = True
+
+    def partitions_of(self, params: Any) -> Sequence[Partition]:
+        """Those of the plan."""
+        del params
+        return self.partitions
 
     def squared_norm(self, tree: Any) -> Float[Array, ""]:
         """The squared norm of the arrays of which this shard has slices."""
@@ -115,12 +105,6 @@ class LocalParts(Arrays):
         whole = bucketed_gather(parts, self.partitions, self.shards, self.groups)
         return structure.unflatten(whole)
 
-    def place_gradients(self, tree: Any) -> Any:
-        """The same slices."""
-        return tree
-
-    place_state = place_gradients
-
 
 @dataclasses.dataclass(frozen=True)
 class GlobalArrays(Arrays):
@@ -138,9 +122,10 @@ class GlobalArrays(Arrays):
     shards: Shards
     mesh: Mesh
 
-    def squared_norm(self, tree: Any) -> Float[Array, ""]:
-        """The squared norm."""
-        return squared_norm(tree)
+    def partitions_of(self, params: Any) -> Sequence[Partition]:
+        """Those of the plan."""
+        del params
+        return self.partitions
 
     def split(self, tree: Any) -> Any:
         """The same arrays, sharded over the mesh."""

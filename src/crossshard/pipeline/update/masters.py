@@ -8,7 +8,7 @@ import optax
 from jax import lax
 
 from crossshard.errors import ArgumentError
-from crossshard.gradients.scalars import dtype_among, is_inexact
+from crossshard.gradients.scalars import is_inexact
 
 
 class MastersState(NamedTuple):
@@ -87,20 +87,3 @@ def widest(leaf: Any, dtype: Any) -> Any:
     """The wider of the dtype of a leaf and that of the masters."""
     own = jnp.result_type(leaf)
     return jnp.promote_types(own, dtype) if jnp.issubdtype(own, jnp.inexact) else own
-
-
-def check_master_dtype(dtype: Any) -> Any:
-    """The dtype of master weights; ``None`` without them.
-
-    Raises:
-      ArgumentError: not a floating dtype of 32 or 64 bits.
-    """
-    if dtype is None:
-        return None
-    found = dtype_among(dtype, ("float32", "float64"))
-    if found is None:
-        raise ArgumentError(
-            f"master_dtype must be float32 or float64, the dtype in which weights of 16 bits are "
-            f"also kept; got {dtype!r:.60}."
-        )
-    return found

@@ -1,6 +1,5 @@
 """Moving average: an optimizer that also averages its parameters over the steps."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,28 +20,13 @@ class MovingAverageState(NamedTuple):
 
     Attributes:
       ema: the average, with at least 32 bits; at first the parameters.
+      ema_count: int32[], the number of updates so far; ``()`` unless the decay is a schedule.
       inner_state: the state of the inner optimizer.
     """
 
     ema: Any
+    ema_count: Any
     inner_state: Any
-
-
-class ScheduledAverageState(NamedTuple):
-    """A moving average whose decay is a schedule, and the state of the optimizer.
-
-    Attributes:
-      ema: as in a ``MovingAverageState``.
-      ema_count: int32[], the number of updates so far.
-      inner_state: the state of the inner optimizer.
-    """
-
-    ema: Any
-    ema_count: jax.Array
-    inner_state: Any
-
-
-State = MovingAverageState | ScheduledAverageState
 
 
 def with_moving_average(
@@ -55,35 +39,31 @@ def with_moving_average(
       decay: a number, or a schedule: a function of the number of updates before this one.
     """
 
-    def average(decay: Any, old: jax.Array, new: jax.Array) -> jax.Array:
-        return decay * old + (1 - decay) * new if is_inexact(old) else new
-
-    def init(params: Any) -> State:
-        ema, inner_state = jax.tree.map(_copy, params), inner.init(params)
-        if callable(decay):
-            return ScheduledAverageState(ema, jnp.int32(0), inner_state)
-        return MovingAverageState(ema, inner_state)
-
-    def averaged(state: State, after: Any) -> dict[str, Any]:
-        """The fields of the state that are the average's own, after an update."""
-        if isinstance(state, MovingAverageState):
-            constant = functools.partial(average, decay)
-            return {"ema": jax.tree.map(constant, state.ema, after)}
-        now = jnp.asarray(decay(state.ema_count))  # type: ignore[operator]
-        of = lambda old, new: average(now.astype(old.dtype), old, new)
-        ema = jax.tree.map(of, state.ema, after)
-        return {"ema": ema, "ema_count": optax.safe_increment(state.ema_count)}
+    def init(params: Any) -> MovingAverageState:
+        count = jnp.int32(0) if callable(decay) else ()
+        return MovingAverageState(jax.tree.map(_copy, params), count, inner.init(params))
 
     def update(
-        updates: Any, state: State, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, State]:
+        updates: Any, state: MovingAverageState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, MovingAverageState]:
         if params is None:
             raise ArgumentError(
                 "With ema an update needs the parameters: opt.update(grads, state, params)."
             )
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
         after = optax.apply_updates(params, updates)
-        return updates, state._replace(**averaged(state, after), inner_state=inner_state)
+        now = jnp.asarray(decay(state.ema_count)) if callable(decay) else decay
+
+        def average(old: jax.Array, new: jax.Array) -> jax.Array:
+            if not is_inexact(old):
+                return new
+            # A schedule's decay may have another dtype; a number has none of its own.
+            by = now.astype(old.dtype) if isinstance(now, jax.Array) else now
+            return by * old + (1 - by) * new
+
+        ema = jax.tree.map(average, state.ema, after)
+        count = optax.safe_increment(state.ema_count) if callable(decay) else ()
+        return updates, MovingAverageState(ema, count, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

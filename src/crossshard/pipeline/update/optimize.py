@@ -107,11 +107,11 @@ class Optimize(Stage):
         extra = {k: x for k, x in gradients.extra.items() if k in given or takes_loss}
         return {**given, **extra}
 
-    def describe(self) -> str:
-        """``update``, and what the optimizer keeps besides its own state."""
+    def describe(self, update: str = "update") -> str:
+        """How it updates, and what the optimizer keeps besides its own state."""
         kept = [] if self.master_dtype is None else [f"{self.master_dtype} masters"]
         kept += [] if self.ema is None else [f"moving average {describe_decay(self.ema)}"]
-        return f"update ({', '.join(kept)})" if kept else "update"
+        return f"{update} ({', '.join(kept)})" if kept else update
 
 
 # The updates, the optimizer's next state, and the updated parameters.

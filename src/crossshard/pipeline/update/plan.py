@@ -121,73 +121,59 @@ def plan_update(
     of_params = other_axes or [WHOLE] * len(leaves)
     of_state = other_axes_like(state, params, of_params)
     # One function for both checks: JAX traces it on whole arrays once.
-    update = functools.partial(_update, inner)
+    update = as_function(inner)
     _check_state_stays(update, params, state)
 
+    whole_params, whole_state = _unsplit(params, of_params), _unsplit(state, of_state)
     if leave_unread:
         unread = find_unread(update, params, state, _LOSS)
     else:
         unread = Unread((False,) * len(leaves), (False,) * len(leaves), (False,) * len(arrays))
 
-    def whole(why: str) -> UpdatePlan:
-        unsplit = _unsplit(params, of_params), _unsplit(state, of_state)
-        return UpdatePlan(UpdateStrategy.WHOLE, why, *unsplit, structure, unread.gradients)
-
+    planned = functools.partial(UpdatePlan, structure=structure, unread=unread.gradients)
+    whole = lambda why: planned(UpdateStrategy.WHOLE, why, whole_params, whole_state)
     if wanted is WeightUpdate.REPLICATED:
         return whole("as requested")
     if number == 1:
         return whole("there is one shard")
     # What is not sent is not gathered either.
-    partitions = tuple(
-        Partition(leaf.shape, other_axes=own)
-        if still
-        else partition_for(leaf.shape, number, tile, own)
-        for leaf, own, still in zip(leaves, of_params, unread.still, strict=True)
+    in_parts = tuple(
+        each if still else partition_for(each.shape, number, tile, each.other_axes)
+        for each, still in zip(whole_params, unread.still, strict=True)
     )
     to_split = [
         math.prod(leaf.shape) * leaf.dtype.itemsize
-        for leaf, partition in zip(leaves, partitions, strict=True)
+        for leaf, partition in zip(leaves, in_parts, strict=True)
         if partition.number > 1
     ]
     if not to_split:
         return whole("every parameter is tiny")
     if wanted is WeightUpdate.AUTO and sum(to_split) < _WORTH_BYTES:
         return whole("the parameters are too small to gain from it")
-    alike = {(each.shape, each.other_axes): each for each in partitions if each.number > 1}
-    parts = UpdatePlan(
-        UpdateStrategy.PARTS,
-        "the update is elementwise",
-        partitions,
-        tuple(
-            whole if still else alike.get((whole.shape, whole.other_axes), whole)
-            for whole, still in zip(_unsplit(state, of_state), unread.state, strict=True)
-        ),
-        structure,
-        unread.gradients,
+    alike = {(each.shape, each.other_axes): each for each in in_parts if each.number > 1}
+    state_in_parts = tuple(
+        each if still else alike.get((each.shape, each.other_axes), each)
+        for each, still in zip(whole_state, unread.state, strict=True)
     )
-    obstacle = _obstacle(update, params, state, parts)
+    obstacle = why_not_in_parts(update, params, state, in_parts, state_in_parts)
     if obstacle is None:
-        return parts
+        why = "the update is elementwise"
+        return planned(UpdateStrategy.PARTS, why, in_parts, state_in_parts)
     if only_parts and wanted is WeightUpdate.SHARDED:
         raise WeightUpdateError(
             f"The weight update cannot be sharded here: with groups, or inside your own shard_map, "
             f"each shard updates its slice alone, and this update is not elementwise: {obstacle}. "
             f"Pass weight_update='replicated', or use make_train_step without groups."
         )
+    why = f"the update is not elementwise: {obstacle}"
     if wanted is WeightUpdate.AUTO:
-        return whole(f"the update is not elementwise: {obstacle}")
+        return whole(why)
     along_axis = lambda each: partition_along_axis(each.shape, number, tile, each.other_axes)
-    return UpdatePlan(
-        UpdateStrategy.GLOBAL,
-        f"the update is not elementwise: {obstacle}",
-        tuple(
-            each if still else along_axis(each)
-            for each, still in zip(_unsplit(params, of_params), unread.still, strict=True)
-        ),
-        tuple(map(along_axis, _unsplit(state, of_state))),
-        structure,
-        unread.gradients,
+    split = tuple(
+        each if still else along_axis(each)
+        for each, still in zip(whole_params, unread.still, strict=True)
     )
+    return planned(UpdateStrategy.GLOBAL, why, split, tuple(map(along_axis, whole_state)))
 
 
 _LOSS = jax.ShapeDtypeStruct((), "float32")
@@ -227,29 +213,31 @@ def _unsplit(tree: Any, other_axes: Sequence[PartitionSpec]) -> tuple[Partition,
     return tuple(Partition(leaf.shape, other_axes=own) for leaf, own in leaves)
 
 
-def _obstacle(update: Callable[..., Any], params: Any, state: Any, plan: UpdatePlan) -> str | None:
-    params_slices, state_slices = _in_parts(params, plan.params), _in_parts(state, plan.state)
-    slices = (params_slices, state_slices, params_slices, _LOSS)
-    return why_not_elementwise(update, (params, state, params, _LOSS), slices)
+def as_function(optimizer: optax.GradientTransformationExtraArgs) -> Callable[..., Any]:
+    """An optimizer as ``(params, state, gradients, loss) -> (params, state)``, to be traced."""
+
+    def update(params: Any, state: Any, gradients: Any, loss: Any) -> tuple[Any, Any]:
+        extra_args = {"value": loss} if takes_value(optimizer) else {}
+        with inside_optimizer():
+            updates, after = optimizer.update(gradients, state, params, **extra_args)
+        return optax.apply_updates(params, updates), after
+
+    return update
 
 
-def _update(
-    inner: optax.GradientTransformationExtraArgs,
+def why_not_in_parts(
+    update: Callable[..., Any],
     params: Any,
     state: Any,
-    gradients: Any,
-    value: Any,
-) -> tuple[Any, Any]:
-    extra_args = {"value": value} if takes_value(inner) else {}
-    with inside_optimizer():
-        updates, after = inner.update(gradients, state, params, **extra_args)
-    return optax.apply_updates(params, updates), after
-
-
-def _in_parts(tree: Any, partitions: tuple[Partition, ...]) -> Any:
-    """The shapes and dtypes of one shard's slices."""
+    of_params: Sequence[Partition],
+    of_state: Sequence[Partition],
+) -> str | None:
+    """Why an update ``as_function`` cannot run on slices of these arrays; ``None`` if it can."""
     local = lambda partition, x: jax.ShapeDtypeStruct(partition.local_shape, x.dtype)
-    return map_partitions(local, partitions, tree)
+    slices = map_partitions(local, of_params, params)
+    of_slices = map_partitions(local, of_state, state)
+    whole = (params, state, params, _LOSS)
+    return why_not_elementwise(update, whole, (slices, of_slices, slices, _LOSS))
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:

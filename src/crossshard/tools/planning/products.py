@@ -54,7 +54,7 @@ def _in(jaxpr: Any, devices: int, times: int) -> Iterator[Product]:
             yield from max(of_branches, key=lambda found: sum(p.flops * p.times for p in found))
         else:
             often = equation.params["length"] if name == "scan" else 1
-            for inner in _jax.jaxprs_in(equation):
+            for inner in _jax.jaxprs_within(equation):
                 yield from _in(_jax.opened(inner), devices, times * often)
 
 

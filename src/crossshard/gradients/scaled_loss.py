@@ -1,4 +1,4 @@
-"""Loss scale: gradients of a loss that is multiplied first, so that float16 does not underflow."""
+"""Scaled loss: gradients of a loss that is multiplied first, so that float16 does not underflow."""
 
 from typing import Any
 

@@ -1,0 +1,69 @@
+"""What the options of the pipeline refuse, in an optimizer and in a whole step."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from crossshard import CrossShardOptimizer, DynamicLossScale, Nonfinite, make_train_step
+from crossshard.errors import ArgumentError, ArgumentTypeError, IncomingError
+
+SCALE, WIRE, MASTERS = "DynamicLossScale", "reduce_dtype must be bf", "master_dtype must be float32"
+ACTIONS = r"'quarantine', 'skip'(,| or) 'raise'"
+NO_VALUES: list[tuple[str, list[Any], type[Exception], str]] = [
+    ("accumulate_steps", [0, -1], ArgumentError, "accumulate_steps"),
+    ("accumulate_steps", [2.0, True], ArgumentTypeError, "accumulate_steps"),
+    ("loss_scale", [1024, 2.0**15, "static", True, DynamicLossScale], ArgumentTypeError, SCALE),
+    ("reduce_dtype", ["float16", "int8", "bfloat", 16, "float64"], ArgumentError, WIRE),
+    ("reduce_dtype", ["float8_e4m3fn"], ArgumentError, WIRE),
+    ("master_dtype", ["bfloat16", "float16", "int32", "wide", 32, 1.5], ArgumentError, MASTERS),
+    ("ema", [0.0, 1.0, -0.5, float("nan"), 0], ArgumentError, "ema"),
+    ("ema", ["0.9", True, lambda: 0.9, lambda n: n, lambda n: (0.9, n)], ArgumentTypeError, "ema"),
+    ("metrics", [("gradnorm",)], ArgumentError, r"'gradnorm'.*grad_norm"),
+    ("metrics", [3, (jnp.linalg.norm,)], ArgumentTypeError, "must be names"),
+    ("nonfinite", ["off"], ArgumentError, ACTIONS),
+    ("nonfinite", [True, Nonfinite], ArgumentTypeError, ACTIONS),
+    ("preprocess", [3, "clip", optax.sgd, object()], ArgumentTypeError, "preprocess"),
+]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "error", "match"),
+    [(name, value, *said) for name, values, *said in NO_VALUES for value in values],
+)
+def test_what_is_no_value_of_an_option(option: str, value: Any, error: Any, match: str):
+    with pytest.raises(error, match=match):
+        CrossShardOptimizer(optax.sgd(0.1), **{option: value})
+    if option != "preprocess":
+        with pytest.raises(error, match=match):
+            make_train_step(lambda w, x: w * x, optax.sgd(0.1), num_shards=4, **{option: value})
+
+
+def updated(opt: CrossShardOptimizer, **kwargs: Any) -> Any:
+    step = lambda g: opt.update(g, opt.init(g), **kwargs)[0]
+    return jax.vmap(step, axis_name="shards")(jnp.ones((4, 3)))
+
+
+@pytest.mark.parametrize("incoming", ["summed", "reduced"])
+@pytest.mark.parametrize(
+    ("option", "match"),
+    [
+        ({"accumulate_steps": 2}, "accumulate_steps adds up each shard's local gradient"),
+        ({"metrics": "local_grad_norm"}, "metrics measure each shard's local gradient"),
+        ({"preprocess": optax.clip(1.0)}, "preprocess applies to each shard's local gradient"),
+        ({"nonfinite": "skip"}, "nonfinite checks each shard's local gradient"),
+    ],
+)
+def test_what_needs_local_gradients_refuses_others(option: Any, match: str, incoming: str):
+    with pytest.raises(IncomingError, match=match):
+        updated(CrossShardOptimizer(optax.sgd(0.1), **option), incoming=incoming)
+
+
+@pytest.mark.parametrize("option", ["ema", "master_dtype", "metrics"])
+def test_parameters_that_are_not_passed_are_asked_for(option: str):
+    values: Any = {"ema": 0.8, "master_dtype": "float32", "metrics": "param_norm"}
+    opt = CrossShardOptimizer(optax.sgd(0.1), **{option: values[option]})
+    with pytest.raises(ArgumentError, match=r"opt.update\(grads, state, params\)"):
+        updated(opt)
