@@ -13,7 +13,6 @@ from flax import nnx
 import crossshard
 from crossshard import CrossShardOptimizer, Reduction
 from crossshard.errors import IncomingError, ShardContextWarning
-from tests.stateful import assert_same, training
 
 ATOL = {"rtol": 0, "atol": 1e-6}
 
@@ -286,23 +285,6 @@ def test_slots():
     assert len(opt.variables()) == 3  # two slots and the step count
 
 
-@pytest.mark.parametrize(
-    ("rule", "names"),
-    [
-        (optax.sgd(0.1, 0.9), {"momentum": "trace"}),
-        (optax.adagrad(0.1), {"accumulator": "sum_of_squares"}),
-        (optax.rmsprop(0.1, momentum=0.9), {"rms": "nu", "momentum": "trace"}),
-        (optax.adadelta(0.1), {"accum": "e_g", "accum_update": "e_x"}),
-    ],
-)
-def test_tensorflows_slot_names(rule: Any, names: dict[str, str]):
-    w = param()
-    opt = CrossShardOptimizer(rule)
-    opt.build([w])
-    for theirs, ours in names.items():
-        assert opt.get_slot(w, theirs) is opt.get_slot(w, ours) is not None
-
-
 def test_the_wrapped_optimizer_can_be_reached_and_read():
     inner = optax.sgd(0.1)
     opt = CrossShardOptimizer(inner, "sum", group_assignment=[[0, 1]])
@@ -311,50 +293,6 @@ def test_the_wrapped_optimizer_can_be_reached_and_read():
     assert "SUM" in repr(opt)
     assert "[[0, 1]]" in repr(opt)
     assert "optax" in repr(opt)
-
-
-def test_the_whole_state_is_saved_and_restored(tmp_path: Any):
-    import orbax.checkpoint as ocp
-
-    opt, model = CrossShardOptimizer(optax.adam(0.1)), nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    step = training(lambda model, x: (model(x) ** 2).mean(), 2)
-    rows = np.random.default_rng(0).normal(size=(5, 4, 2)).astype(np.float32)
-    for x in rows[:2]:
-        step(model, opt, x)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", opt.state)
-        checkpointer.wait_until_finished()
-        fresh = CrossShardOptimizer(optax.adam(0.1))
-        other = nnx.clone(model)
-        fresh.build(other)
-        fresh.state = checkpointer.restore(tmp_path / "state", fresh.state)
-    # The count too: Adam's bias correction would differ without it.
-    assert int(optax.tree.get(fresh.state, "count")) == 2
-    for x in rows[2:]:
-        step(model, opt, x)
-        step(other, fresh, x)
-    assert_same(model, other)
-
-
-def test_grouped_parameters_are_held_per_shard_and_reading_shows_it():
-    w, shared = param(np.zeros(3)), nnx.Variable(jnp.ones(2))
-    opt = CrossShardOptimizer(optax.sgd(0.1, 0.9), group_assignment=[[0, 1], [2, 3]])
-
-    @crossshard.shard(num_shards=4)
-    def step(w: Any, shared: Any, opt: Any, x: jax.Array) -> Any:
-        return opt.minimize(lambda: (w[...] * x * shared[...].sum()).sum(), var_list=[w])
-
-    x = np.arange(12.0, dtype=np.float32).reshape(4, 3)
-    for _ in range(3):
-        step(w, shared, opt, x)
-    assert crossshard.nnx.is_per_shard(w)
-    assert not crossshard.nnx.is_per_shard(shared)
-    value = np.asarray(w.get_value())
-    assert value.shape == (4, 3)
-    close(value[0], value[1])
-    close(value[2], value[3])
-    assert np.abs(value[0] - value[2]).max() > 0.1
-    assert opt.get_slot(w, "momentum").get_value().shape == (4, 3)
 
 
 # The substrate.

@@ -246,7 +246,7 @@ def test_flax_serialization():
     jax.tree.map(np.testing.assert_array_equal, *states)
     other = CrossShardOptimizer(optax.inject_hyperparams(optax.adam)(0.5))
     other.build(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
-    with pytest.raises(ArgumentError, match=r"has .*dense/kernel"):
+    with pytest.raises(ValueError, match="keys do not match"):
         flax.serialization.from_bytes(other.state, saved)
 
 

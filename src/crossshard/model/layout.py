@@ -65,7 +65,7 @@ class StateLayout:
 
     @property
     def unnamed_axes(self) -> tuple[str, ...]:
-        """The the other axes of the mesh."""
+        """The other axes of the mesh."""
         return tuple(axis for axis in self.mesh.axis_names if axis not in self.axes)
 
     def keeps_per_shard(self, skeleton: Skeleton) -> bool:
