@@ -412,21 +412,6 @@ def test_a_step_is_traced_no_more_than_it_must():
     assert len(traces) > after_two
 
 
-@pytest.mark.parametrize("outlives", ["optimizer", "model"])
-def test_an_optimizer_and_its_variables_live_equally_long(outlives: str):
-    lasting_opt, lasting_model = momentum(), Net()
-
-    @crossshard.shard(num_shards=2)
-    def step(opt: Any, model: Any, x: Any) -> None:
-        opt = opt if outlives == "optimizer" else momentum()
-        model = model if outlives == "model" else Net()
-        opt.minimize(lambda: mse(model, x), var_list=model)
-
-    with pytest.raises(VariableError, match="either both passed"):
-        step(lasting_opt, lasting_model, X)
-    assert lasting_opt.variables() == []
-
-
 def test_one_optimizer_on_two_models_of_one_structure():
     def train(run: Any) -> Any:
         opt, first, second = momentum(), Net(0), Net(1)
