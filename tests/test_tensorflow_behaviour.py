@@ -138,6 +138,19 @@ def test_without_a_list_there_is_none_outside_of_a_step():
 # apply_gradients.
 
 
+def test_gradients_are_summed_over_the_group_and_none_passes_through():
+    w, unused = param(np.zeros(())), param(5.0)
+    opt = sgd(group_assignment=[[0, 2], [1, 3]])
+
+    @crossshard.shard(num_shards=4)
+    def step(w: Any, unused: Any, opt: Any, x: jax.Array) -> None:
+        opt.apply_gradients(opt.compute_gradients(lambda: w[...] * x[0], [w, unused]))
+
+    step(w, unused, opt, np.arange(4.0, dtype=np.float32))
+    close(w.get_value(), [-1.0, -2.0, -1.0, -2.0])
+    close(unused.get_value(), 5.0)
+
+
 def test_gradients_of_unknown_origin_are_refused_under_mean():
     w = param(np.zeros(()))
     opt = sgd()
