@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -136,26 +135,20 @@ def check_keywords(
     *,
     a_stage_may_read: bool,
 ) -> None:
-    """Raise for a keyword that is a misspelt one of ours, or that no transformation reads.
+    """Raise for a keyword that no transformation reads, such as a misspelt one of ours.
 
     Raises:
       ArgumentTypeError: such a keyword.
     """
     # Optax's names for the loss and its gradient: optimizers that do not use them ignore them.
     for name in sorted(given.keys() - {"value", "grad"}):
-        close = difflib.get_close_matches(name, _OURS, 1)
-        known = reads(transformations, params, name, given)
-        if known or (not close and (a_stage_may_read or known is None)):
+        if a_stage_may_read or reads(transformations, params, name, given) is not False:
             continue
-        meant = f" Did you mean {close[0]!r}?" if close else ""
         raise ArgumentTypeError(
-            f"apply_gradients was given {name!r}, which neither it nor the inner optimizer "
-            f"takes.{meant} Pass hyperparameters, such as a learning rate, when you create the "
-            f"optimizer, or keep them in its state with optax.inject_hyperparams."
+            f"apply_gradients was given {name!r}, which neither it nor the inner optimizer takes. "
+            f"Pass hyperparameters, such as a learning rate, when you create the optimizer, or "
+            f"keep them in its state with optax.inject_hyperparams."
         )
-
-
-_OURS = ("grads_and_vars", "global_step", "name", "incoming", "weight")
 
 
 def reads(
