@@ -73,8 +73,13 @@ def reached_in(values: Iterable[Any]) -> Reached:
                 modules.setdefault(id(node), node)
             elif isinstance(node, jax.Array | np.ndarray):
                 constants.append(node)
-    found: Any = (list(each.values()) for each in (roots, variables, modules, optimizers))
-    return Reached(*found, constants)
+    return Reached(
+        list(roots.values()),
+        list(variables.values()),
+        list(modules.values()),
+        list(optimizers.values()),
+        constants,
+    )
 
 
 def is_stateful(value: Any) -> bool:
