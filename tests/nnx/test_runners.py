@@ -461,6 +461,13 @@ def test_variables_that_are_only_read_are_read_anew_at_each_call():
             np.testing.assert_array_equal(run(w, X), value * X)
 
 
+def test_a_variable_that_is_given_twice():
+    one, ten = (nnx.Variable(jnp.float32(value)) for value in (1, 10))
+    run = crossshard.shard(num_shards=2)(lambda v, w, either, x: x * either[...])
+    for either, value in ((one, 1), (ten, 10)):
+        np.testing.assert_array_equal(run(one, ten, either, X), value * X)
+
+
 def test_containers_written_anew_are_no_new_programs():
     traces = []
     model = Net()

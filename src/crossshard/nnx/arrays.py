@@ -47,9 +47,11 @@ class Arguments:
 
     def key(self) -> Any:
         """The cache key of the arguments."""
+        first: dict[int, int] = {}
         whole = tuple(
-            (place, None if is_stateful(leaf) else ByValue(leaf))
-            for place, leaf in self.whole.items()
+            # Of a module, which of the modules it is: one may be given twice.
+            (place, first.setdefault(id(x), place) if is_stateful(x) else ByValue(x))
+            for place, x in self.whole.items()
         )
         types = tuple((leaf.shape, leaf.dtype) for leaf in self.leaves)
         return self.tree, whole, self.specs, types
