@@ -13,7 +13,6 @@ from flax import nnx
 import crossshard
 from crossshard import CrossShardOptimizer, Reduction
 from crossshard.errors import IncomingError, ShardContextWarning
-from tests.stateful import assert_same, training
 
 ATOL = {"rtol": 0, "atol": 1e-6}
 
@@ -129,20 +128,11 @@ def test_none_also_through_jit_scan_and_stop_gradient():
     assert [g is None for g, _ in pairs] == [False, True, True]
 
 
-def test_without_a_list_every_parameter_is_trained():
-    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    trained: list[Any] = []
-
-    @crossshard.shard(num_shards=1)
-    def step(model: nnx.Linear) -> None:
-        pairs = sgd().compute_gradients(lambda: model(jnp.ones((1, 2))).sum())
-        trained.extend(v for _, v in pairs)
-
-    step(model)
-    assert {id(v) for v in trained} == {id(model.kernel), id(model.bias)}
-    # Outside of a step nothing says what there is.
+def test_without_a_list_there_is_none_outside_of_a_step():
+    # Which those are, nothing says outside of a step.
+    w = param()
     with crossshard.shard_context(1), pytest.raises(ValueError, match="var_list=model"):
-        sgd().compute_gradients(lambda: model(jnp.ones((1, 2))).sum())
+        sgd().compute_gradients(lambda: w[...])
 
 
 # apply_gradients.
@@ -201,15 +191,6 @@ def test_float64():
     with jax.enable_x64(True):
         x = np.linspace(0, 1, 8) + 1e-12
         assert abs(float(averaged(x)) + x.mean()) < 1e-15
-
-
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.bool_])
-def test_other_dtypes_are_refused_with_the_leafs_name(dtype: Any):
-    w = param(np.ones(2))
-    with crossshard.shard_context(1), pytest.raises(TypeError, match=np.dtype(dtype).name):
-        sgd().apply_gradients([(jnp.ones(2, dtype), w)])
-    with crossshard.shard_context(1), pytest.raises(TypeError, match="`layer/w`"):
-        sgd().update({"layer": {"w": jnp.ones(2, dtype)}}, sgd().init({"layer": {"w": 1.0}}))
 
 
 def test_the_global_step_is_incremented_once_per_step():
@@ -286,23 +267,6 @@ def test_slots():
     assert len(opt.variables()) == 3  # two slots and the step count
 
 
-@pytest.mark.parametrize(
-    ("rule", "names"),
-    [
-        (optax.sgd(0.1, 0.9), {"momentum": "trace"}),
-        (optax.adagrad(0.1), {"accumulator": "sum_of_squares"}),
-        (optax.rmsprop(0.1, momentum=0.9), {"rms": "nu", "momentum": "trace"}),
-        (optax.adadelta(0.1), {"accum": "e_g", "accum_update": "e_x"}),
-    ],
-)
-def test_tensorflows_slot_names(rule: Any, names: dict[str, str]):
-    w = param()
-    opt = CrossShardOptimizer(rule)
-    opt.build([w])
-    for theirs, ours in names.items():
-        assert opt.get_slot(w, theirs) is opt.get_slot(w, ours) is not None
-
-
 def test_the_wrapped_optimizer_can_be_reached_and_read():
     inner = optax.sgd(0.1)
     opt = CrossShardOptimizer(inner, "sum", group_assignment=[[0, 1]])
@@ -311,50 +275,6 @@ def test_the_wrapped_optimizer_can_be_reached_and_read():
     assert "SUM" in repr(opt)
     assert "[[0, 1]]" in repr(opt)
     assert "optax" in repr(opt)
-
-
-def test_the_whole_state_is_saved_and_restored(tmp_path: Any):
-    import orbax.checkpoint as ocp
-
-    opt, model = CrossShardOptimizer(optax.adam(0.1)), nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    step = training(lambda model, x: (model(x) ** 2).mean(), 2)
-    rows = np.random.default_rng(0).normal(size=(5, 4, 2)).astype(np.float32)
-    for x in rows[:2]:
-        step(model, opt, x)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", opt.state)
-        checkpointer.wait_until_finished()
-        fresh = CrossShardOptimizer(optax.adam(0.1))
-        other = nnx.clone(model)
-        fresh.build(other)
-        fresh.state = checkpointer.restore(tmp_path / "state", fresh.state)
-    # The count too: Adam's bias correction would differ without it.
-    assert int(optax.tree.get(fresh.state, "count")) == 2
-    for x in rows[2:]:
-        step(model, opt, x)
-        step(other, fresh, x)
-    assert_same(model, other)
-
-
-def test_grouped_parameters_are_held_per_shard_and_reading_shows_it():
-    w, shared = param(np.zeros(3)), nnx.Variable(jnp.ones(2))
-    opt = CrossShardOptimizer(optax.sgd(0.1, 0.9), group_assignment=[[0, 1], [2, 3]])
-
-    @crossshard.shard(num_shards=4)
-    def step(w: Any, shared: Any, opt: Any, x: jax.Array) -> Any:
-        return opt.minimize(lambda: (w[...] * x * shared[...].sum()).sum(), var_list=[w])
-
-    x = np.arange(12.0, dtype=np.float32).reshape(4, 3)
-    for _ in range(3):
-        step(w, shared, opt, x)
-    assert crossshard.nnx.is_per_shard(w)
-    assert not crossshard.nnx.is_per_shard(shared)
-    value = np.asarray(w.get_value())
-    assert value.shape == (4, 3)
-    close(value[0], value[1])
-    close(value[2], value[3])
-    assert np.abs(value[0] - value[2]).max() > 0.1
-    assert opt.get_slot(w, "momentum").get_value().shape == (4, 3)
 
 
 # The substrate.

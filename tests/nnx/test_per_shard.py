@@ -156,8 +156,7 @@ def test_how_it_is_read_and_written():
     assert isinstance(variable[...], PerShardArray)
     np.testing.assert_array_equal(variable[...].array, values)
     np.testing.assert_array_equal(np.asarray(variable[...]), values)
-    assert (variable[...].shape, variable[...].ndim, variable[...].size) == ((8, 4), 2, 32)
-    assert variable[...].dtype == np.float32
+    assert (variable[...].shape, variable[...].dtype) == ((8, 4), np.float32)
     assert "[28., 29., 30., 31.]" in repr(variable)
     variable[...] = jnp.ones(4)
     np.testing.assert_array_equal(variable[...].array, np.ones((8, 4)))

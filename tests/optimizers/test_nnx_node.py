@@ -371,18 +371,6 @@ def test_the_optimizer_of_nnx(name: str):
     assert_close(model, on_one_device(name, 3))
 
 
-def test_a_chain_of_optax():
-    opt = optax.chain(adam(0.1), optax.scale(2.0))
-
-    def update(x: Any) -> Any:
-        return opt.update(x, opt.init(x), x)[0]
-
-    got = jax.vmap(update, axis_name="shards")(jnp.array([1.0, 3.0]))
-    rule = optax.adam(0.1)
-    expected = rule.update(jnp.float32(2), rule.init(jnp.float32(2)))[0]
-    np.testing.assert_allclose(got, np.full(2, 2 * expected), rtol=1e-6)
-
-
 def test_it_has_no_subclasses_and_is_not_pickled():
     with pytest.raises(ArgumentTypeError, match=r"no subclasses.*optax\.chain"):
         type("Scheduled", (CrossShardOptimizer,), {})
@@ -398,37 +386,11 @@ def test_it_prints_what_it_is(capsys: pytest.CaptureFixture[str]):
     nnx.display(nnx.graphdef(trainer))
     printed = capsys.readouterr().out
     assert "CrossShardOptimizer(optax" in printed
-    assert "slots of bias, kernel" in printed
+    assert "('bias', 'kernel')" in printed
     assert "object at 0x" not in printed.replace("<function", "")
 
 
 # Checkpoints.
-
-
-def saved_and_restored(tmp_path: Any, from_: Any, to: Any) -> None:
-    import orbax.checkpoint as ocp
-
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", nnx.state(from_))
-        checkpointer.wait_until_finished()
-        nnx.update(to, checkpointer.restore(tmp_path / "state", nnx.state(to)))
-
-
-@of_each
-def test_a_checkpoint_goes_into_fresh_ones(name: str, tmp_path: Any):
-    model, opt = made(name)
-    for _ in range(2):
-        step(model, opt, X, Y)
-    other_model, other = linear(7), CrossShardOptimizer(OPTIMIZERS[name]())
-    other.build(other_model)
-    old, fresh = {"model": model, "opt": opt}, {"model": other_model, "opt": other}
-    saved_and_restored(tmp_path, old, fresh)
-    assert_same(old, fresh)
-    for _ in range(2):
-        step(model, opt, X, Y)
-        step(other_model, other, X, Y)
-    assert_same(old, fresh)
-    assert_close(other_model, on_one_device(name, 4))
 
 
 class Normed(nnx.Module):
@@ -456,22 +418,14 @@ PER_SHARD = {
 
 
 @pytest.mark.parametrize("case", PER_SHARD)
-def test_what_differs_between_shards_is_restored(case: str, tmp_path: Any):
+def test_what_differs_between_shards_is_restored(case: str):
     run = lambda pair: step(pair["model"], pair["opt"], X, Y)
-    old, stepped, built, of_dict = (PER_SHARD[case](seed) for seed in (0, 7, 7, 7))
+    old, of_dict = (PER_SHARD[case](seed) for seed in (0, 7))
     for _ in range(2):
         run(old)
-    per_shard = [crossshard.nnx.is_per_shard(v) for v in variables(old)]
-    assert any(per_shard)
-    # A step gives fresh ones their form, one value per shard where the saved ones have that.
-    run(stepped)
-    saved_and_restored(tmp_path / "stepped", old, stepped)
-    assert [crossshard.nnx.is_per_shard(v) for v in variables(stepped)] == per_shard
-    # Without it a checkpoint does not go into them,
-    built["opt"].build(built["model"])
-    with pytest.raises(ValueError, match=r"do not match:\n.*value:\n.*ArrayImpl.*\n.*dict"):
-        saved_and_restored(tmp_path / "built", old, built)
-    # and arrays of a pure dict say themselves that they are one per shard.
+    found = [leaf for _, leaf in nnx.iter_graph(old) if isinstance(leaf, nnx.Variable)]
+    assert any(map(crossshard.nnx.is_per_shard, found))
+    # Arrays of a pure dict say themselves that they are one per shard.
     of_dict["opt"].build(of_dict["model"])
     state = nnx.state(of_dict)
     pure = nnx.to_pure_dict(nnx.state(old))
@@ -481,11 +435,7 @@ def test_what_differs_between_shards_is_restored(case: str, tmp_path: Any):
     own = {"model": nnx.clone(old["model"]), "opt": PER_SHARD[case](7)["opt"]}
     own["opt"].build(own["model"])
     own["opt"].state = jax.tree.map(np.asarray, old["opt"].state)
-    for each in (old, stepped, of_dict, own):
+    for each in (old, of_dict, own):
         run(each)
-    for each in (stepped, of_dict, own):
+    for each in (of_dict, own):
         assert_same(old, each)
-
-
-def variables(node: Any) -> list[nnx.Variable]:
-    return [leaf for _, leaf in nnx.iter_graph(node) if isinstance(leaf, nnx.Variable)]

@@ -126,9 +126,3 @@ def test_outside_of_any_trace_it_is_read_as_it_is():
     with crossshard.shard_context(1):
         train(model, opt, X)
     np.testing.assert_array_equal(model.kernel[...], before)
-
-
-def test_an_optimizer_that_closes_over_none_is_refused_nowhere():
-    for rule in (optax.sgd(0.1), optax.adam(optax.cosine_decay_schedule(0.1, 10)), optax.lamb(0.1)):
-        step = crossshard.make_train_step(lambda p, x: (x * p).mean(), CrossShardOptimizer(rule))
-        step.init(jnp.ones(3))

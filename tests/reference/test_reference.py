@@ -12,7 +12,6 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import crossshard
-from tests.quick import deep_but
 from tests.reference import recordings
 from tests.reference.recordings import Recording
 
@@ -20,12 +19,11 @@ RECORDINGS = recordings.load()
 every_recording = pytest.mark.parametrize("run", RECORDINGS, ids=lambda run: run.name)
 
 
-def wrapped(run: Recording, axis_name: Any = None) -> crossshard.CrossShardOptimizer:
+def wrapped(run: Recording) -> crossshard.CrossShardOptimizer:
     return crossshard.CrossShardOptimizer(
         run.rule(),
         reduction=run.case["reduction"],
         group_assignment=run.case["group_assignment"],
-        axis_name=axis_name,
     )
 
 
@@ -97,41 +95,21 @@ def optax_step(run: Recording, opt: Any, params: Any, state: Any, x: Any, y: Any
     return optax.apply_updates(params, updates), state, value
 
 
-# By mode of running shards: the axes to name, where they cannot be told.
-AXES = {
-    "check_vma": None,
-    "no_check_vma": None,
-    "vmap": None,
-    "pmap": None,
-    "two_axes": ("slice", "shard"),
-}
-
-
-def has_groups(run: Recording) -> bool:
-    return bool(run.case["group_assignment"])
-
-
-# In one mode all runs, and in every mode the first, and the first that has groups.
-FIRST = [RECORDINGS[0].name, next(run.name for run in RECORDINGS if has_groups(run))]
-
-
-@pytest.mark.parametrize(
-    ("run", "mode"),
-    deep_but(
-        lambda case: case[1] == "check_vma" or case[0].name in FIRST,
-        [(run, mode) for mode in AXES for run in RECORDINGS],
-    ),
-    ids=lambda value: getattr(value, "name", value),
-)
-def test_optax_idiom_follows_the_original(run: Recording, mode: str):
+@every_recording
+def test_optax_idiom_follows_the_original(run: Recording):
     shards = run.case["num_shards"]
-    if mode == "two_axes" and shards != 8:
-        pytest.skip("two axes need more than one shard on each")
-    opt = wrapped(run, AXES[mode])
+    opt = wrapped(run)
     params = {name: jnp.asarray(value) for name, value in run.under("init/").items()}
     state = opt.init(params)
     params, state = jax.tree.map(lambda v: jnp.stack([v] * shards), (params, state))
-    step = over_shards(partial(optax_step, run, opt), shards, mode)
+
+    def of_one(*args: Any) -> Any:
+        out = optax_step(run, opt, *jax.tree.map(lambda x: x[0], args))
+        return jax.tree.map(lambda x: x[None], out)
+
+    mesh = jax.sharding.Mesh(jax.devices()[:shards], ("shards",))
+    each = P("shards")
+    step = jax.jit(jax.shard_map(of_one, mesh=mesh, in_specs=each, out_specs=each))
     for t in range(run.case["steps"]):
         params, state, value = step(params, state, run.arrays["x"][t], run.arrays["y"][t])
         agree(run, f"loss {t}", {"loss": value}, {"loss": run.arrays["loss"][t]})
@@ -140,27 +118,3 @@ def test_optax_idiom_follows_the_original(run: Recording, mode: str):
         recorded = run.under(f"slot/{theirs}/")
         if recorded:
             agree(run, slot, optax.tree.get(state, slot), recorded)
-
-
-def over_shards(step: Any, shards: int, mode: str) -> Any:
-    """The step with every argument and result as [shards, …]."""
-    if mode == "vmap":
-        return jax.jit(jax.vmap(step, axis_name="shards"))
-    if mode == "pmap":
-        return jax.pmap(step, axis_name="shards", devices=jax.devices()[:shards])
-
-    def of_one(*args: Any) -> Any:
-        out = step(*jax.tree.map(lambda x: x[0], args))
-        return jax.tree.map(lambda x: x[None], out)
-
-    names = AXES[mode] or ("shards",)
-    devices = np.array(jax.devices()[:shards]).reshape((2, -1) if AXES[mode] else (-1,))
-    return jax.jit(
-        jax.shard_map(
-            of_one,
-            mesh=jax.sharding.Mesh(devices, names),
-            in_specs=P(names),
-            out_specs=P(names),
-            check_vma=mode != "no_check_vma",
-        )
-    )

@@ -6,8 +6,8 @@ they are from here, ``making`` makes the slots that are missing, ``slots`` gives
 state over these variables as an Optax state, ``optimizer.transformation`` passes both through the
 ``pipeline``, as in the Optax idiom, and ``optimizer.cross_shard_optimizer`` writes the values.
 Around it, ``runners`` finds what a step was given (``graph``), ``program`` traces it once per shard
-with that bound (``binding``), and compiles it; ``arrays`` is what is split and joined, and
-``per_shard`` what differs between shards.
+with that bound (``binding``), and compiles it; ``arrays`` is what is split and joined, ``keys``
+says when a program fits again, and ``per_shard`` is what differs between shards.
 """
 
 from crossshard.nnx.per_shard import (

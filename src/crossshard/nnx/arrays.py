@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,91 +14,8 @@ from crossshard._flax import nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.scalars import is_number
 from crossshard.nnx.graph import is_stateful
+from crossshard.nnx.keys import ByValue
 from crossshard.shards.put import own_parts, put
-
-# ``replicate`` stacks the arrays of its replicas, so each shard drops the axis of the split.
-REPLICAS = "replicas"
-
-
-@dataclasses.dataclass(frozen=True)
-class Whole:
-    """An argument that every shard gets unchanged: a module, an optimizer, a Python value."""
-
-    value: Any
-
-    def key(self) -> Any:
-        """The cache key of this argument."""
-        leaves, tree = jax.tree.flatten(self.value, is_leaf=is_stateful)
-        return tree, tuple(None if is_stateful(leaf) else Hashable(leaf) for leaf in leaves)
-
-
-class Hashable:
-    """A value as a cache key: compares by type and value, or by identity if it is an array."""
-
-    def __init__(self, value: Any):
-        self.value = value
-        try:
-            self._hash = hash(value)
-        except TypeError:
-            self._hash = hash(type(value))
-
-    @property
-    def is_written_to(self) -> bool:
-        """Whether it is mutable and compares by value."""
-        of_class = [getattr(type(self.value), name) for name in ("__hash__", "__eq__")]
-        return of_class[0] is None and of_class[1] != object.__eq__
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Hashable) or type(self.value) is not type(other.value):
-            return False
-        try:
-            return bool(self.value == other.value)
-        except ValueError:  # such as arrays, which compare element by element
-            return self.value is other.value
-
-
-class Constant:
-    """An array that a program has as a constant, as a cache key: compares by value."""
-
-    def __init__(self, value: Any):
-        # An array of numpy may be written to.
-        self._value = value.copy() if isinstance(value, np.ndarray) else value
-
-    def __hash__(self) -> int:
-        return hash((self._value.shape, self._value.dtype))
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Constant):
-            return False
-        ours, theirs = self._value, other._value
-        if ours is theirs:
-            return True
-        if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
-            return False
-        if not all(getattr(each, "is_fully_addressable", True) for each in (ours, theirs)):
-            return False  # other processes have the rest
-        return _bytes_of(ours) == _bytes_of(theirs)
-
-
-def _bytes_of(array: Any) -> bytes:
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        array = jax.random.key_data(array)
-    return np.asarray(array).tobytes()
-
-
-def kept_key(key: Any) -> Any:
-    """A copy of a key that stays the same when a mutable value in it changes."""
-    if isinstance(key, tuple):
-        return tuple(map(kept_key, key))
-    if not isinstance(key, Hashable) or not key.is_written_to:
-        return key
-    try:
-        return Hashable(copy.deepcopy(key.value))
-    except Exception:  # a user's class may raise anything
-        return key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,21 +25,15 @@ class Arguments:
     Attributes:
       leaves: the arrays, on the mesh.
       specs: their specs.
-      items: for each argument ``Whole``, or the tree structure of its arrays.
-      names: the names of the keyword arguments, which come last.
-      squeeze: whether each shard drops axis 0 of its arrays.
+      whole: by its place among all leaves, what every shard gets unchanged: a module, an optimizer,
+        a Python value.
+      tree: the structure of the positional and the keyword arguments.
     """
 
     leaves: tuple[jax.Array, ...]
     specs: tuple[PartitionSpec, ...]
-    items: tuple[Any, ...]
-    names: tuple[str, ...]
-    squeeze: bool = False
-
-    @property
-    def whole(self) -> list[Any]:
-        """The arguments that are not split."""
-        return [item.value for item in self.items if isinstance(item, Whole)]
+    whole: dict[int, Any]
+    tree: Any
 
     def own_rows(self) -> str:
         """The types of what this process has of the arrays that are split, for the others."""
@@ -137,22 +47,23 @@ class Arguments:
 
     def key(self) -> Any:
         """The cache key of the arguments."""
-        items = tuple(item.key() if isinstance(item, Whole) else item for item in self.items)
+        first: dict[int, int] = {}
+        whole = tuple(
+            # Of a module, which of the modules it is: one may be given twice.
+            (place, first.setdefault(id(x), place) if is_stateful(x) else ByValue(x))
+            for place, x in self.whole.items()
+        )
         types = tuple((leaf.shape, leaf.dtype) for leaf in self.leaves)
-        return items, self.names, self.specs, types, self.squeeze
+        return self.tree, whole, self.specs, types
 
-    def rebuild(self, leaves: tuple[Any, ...]) -> tuple[list[Any], dict[str, Any]]:
-        """The positional and keyword arguments, with these leaves."""
-        rest = [leaf[0] for leaf in leaves] if self.squeeze else list(leaves)
-        values = []
-        for item in self.items:
-            if isinstance(item, Whole):
-                values.append(item.value)
-            else:
-                values.append(item.unflatten(rest[: item.num_leaves]))
-                rest = rest[item.num_leaves :]
-        positional = len(values) - len(self.names)
-        return values[:positional], dict(zip(self.names, values[positional:], strict=True))
+    def rebuild(self, leaves: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The positional and keyword arguments, with these arrays."""
+        arrays = iter(leaves)
+        places = range(self.tree.num_leaves)
+        args, kwargs = self.tree.unflatten(
+            [self.whole[place] if place in self.whole else next(arrays) for place in places]
+        )
+        return args, kwargs
 
 
 def is_whole(value: Any) -> bool:
@@ -180,7 +91,7 @@ def is_numeric(leaf: Any) -> bool:
 def split_arguments(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    axes: tuple[int | None, ...] | str | None,
+    axes: tuple[int | None, ...] | None,
     mesh: jax.sharding.Mesh,
 ) -> Arguments:
     """Put the arrays of a call on the mesh; each of several processes passes its own part.
@@ -189,8 +100,7 @@ def split_arguments(
       ArgumentError: an axis that does not exist or does not divide evenly, arrays of different
         lengths, or a list of axes that does not match the arguments.
     """
-    squeeze = axes == REPLICAS
-    per_argument = axes if isinstance(axes, tuple) else (0,) * len(args)
+    per_argument = (0,) * len(args) if axes is None else axes
     if len(per_argument) != len(args):
         raise ArgumentError(
             f"input_shard_axes has {len(per_argument)} entries for {len(args)} inputs; pass one "
@@ -198,22 +108,20 @@ def split_arguments(
         )
     leaves: list[jax.Array] = []
     specs: list[PartitionSpec] = []
-    items: list[Any] = []
+    whole: dict[int, Any] = {}
+    # In the order of the leaves, which is that of the names of the keyword arguments.
     named = [(f"input {place}", value) for place, value in enumerate(args)]
-    named += [(f"input {name!r}", value) for name, value in kwargs.items()]
+    named += [(f"input {name!r}", value) for name, value in sorted(kwargs.items())]
     lengths: dict[str, int] = {}
     for (name, value), axis in zip(named, per_argument + (0,) * len(kwargs), strict=True):
-        if is_whole(value):
-            items.append(Whole(value))
-            continue
-        paths, tree = jax.tree_util.tree_flatten_with_path(value)
-        items.append(tree)
-        for path, leaf in paths:
+        passed_whole = is_whole(value)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_stateful):
+            if passed_whole:
+                whole[len(leaves) + len(whole)] = leaf
+                continue
             where = name + jax.tree_util.keystr(path)
-            spec = _spec(where, leaf, axis, mesh, squeeze)
-            specs.append(spec)
-            # Every process stacks all replicas.
-            leaves.append(put(leaf, NamedSharding(mesh, spec), whole=squeeze))
+            specs.append(_spec(where, leaf, axis, mesh))
+            leaves.append(put(leaf, NamedSharding(mesh, specs[-1])))
             if axis is not None:
                 lengths[where] = leaves[-1].shape[axis]
         if axes is not None:
@@ -221,12 +129,11 @@ def split_arguments(
             _check_lengths(lengths)
             lengths = {}
     _check_lengths(lengths)
-    return Arguments(tuple(leaves), tuple(specs), tuple(items), tuple(kwargs), squeeze)
+    tree = jax.tree.structure((args, kwargs), is_leaf=is_stateful)
+    return Arguments(tuple(leaves), tuple(specs), whole, tree)
 
 
-def _spec(
-    where: str, leaf: Any, axis: int | None, mesh: jax.sharding.Mesh, squeeze: bool
-) -> PartitionSpec:
+def _spec(where: str, leaf: Any, axis: int | None, mesh: jax.sharding.Mesh) -> PartitionSpec:
     if not is_numeric(leaf):
         raise ArgumentTypeError(
             f"{where} holds arrays and a {type(leaf).__name__}, which cannot be split over the "
@@ -248,7 +155,7 @@ def _spec(
     axis %= len(shape)
     is_own = getattr(leaf, "is_fully_addressable", True)
     shards = own_parts(NamedSharding(mesh, PartitionSpec(mesh.axis_names)), mesh.size)
-    shards = shards if is_own and not squeeze else mesh.size
+    shards = shards if is_own else mesh.size
     if shape[axis] % shards:
         of_process = "" if shards == mesh.size else " of this process"
         raise ArgumentError(
@@ -272,6 +179,20 @@ def _check_lengths(lengths: dict[str, int]) -> None:
             )
 
 
+class LaidOut(NamedTuple):
+    """One shard's part of an output.
+
+    Attributes:
+      local: the array, in the shape for its spec.
+      spec: the spec of the joined array.
+      from_all: whether the output is joined over the shards, or the first shard's.
+    """
+
+    local: jax.Array
+    spec: PartitionSpec
+    from_all: bool
+
+
 @dataclasses.dataclass(frozen=True)
 class Outputs:
     """How the outputs of the shards are joined.
@@ -279,18 +200,16 @@ class Outputs:
     Attributes:
       from_all: for each output whether to join all shards' or take the first's; one value for all.
       axes: for each output the axis to join along; ``None`` for axis 0 of all.
-      stack: whether all outputs are stacked along a new axis 0 instead of joined.
     """
 
     from_all: tuple[bool, ...] = (True,)
     axes: tuple[int | None, ...] | None = None
-    stack: bool = False
 
-    def plan(self, out: Any) -> tuple[list[tuple[bool, int]], Any]:
-        """For each output leaf whether it is from all shards, and its axis; and the tree structure.
+    def lay_out(self, out: Any, names: tuple[str, ...]) -> list[LaidOut]:
+        """The leaves of one shard's outputs.
 
         Raises:
-          ArgumentError: options that do not match the number of outputs.
+          ArgumentError: options that do not match the outputs.
         """
         several = isinstance(out, list | tuple) and not hasattr(out, "_fields")
         tops = list(out) if several else [out]
@@ -301,28 +220,19 @@ class Outputs:
                 raise ArgumentError(
                     f"{name} has {len(given)} entries for {len(tops)} outputs; pass one per output."
                 )
-        leaves = [
-            (flag, axis or 0)
+        return [
+            _laid_out(x, flag, axis or 0, names)
             for top, flag, axis in zip(tops, flags, axes, strict=True)
-            for _ in jax.tree.leaves(top)
+            for x in jax.tree.leaves(top)
         ]
-        return leaves, jax.tree.structure(out)
 
-    def lay_out(self, x: Any, from_all: bool, axis: int) -> Any:
-        """One shard's output, in the shape for its spec."""
-        if self.stack or not from_all or x.ndim == 0:
-            return x[None]
-        if not -x.ndim <= axis < x.ndim:
-            raise ArgumentError(
-                f"output_shard_axes names axis {axis} of an output of shape {x.shape}."
-            )
-        return x
 
-    def spec(self, x: Any, from_all: bool, axis: int, names: tuple[str, ...]) -> PartitionSpec:
-        """The spec of an output, given one shard's ``x``."""
-        if self.stack or not from_all or x.ndim == 0:
-            return PartitionSpec(names)
-        return PartitionSpec(*[None] * (axis % x.ndim), names)
+def _laid_out(x: jax.Array, from_all: bool, axis: int, names: tuple[str, ...]) -> LaidOut:
+    if not from_all or x.ndim == 0:
+        return LaidOut(x[None], PartitionSpec(names), from_all)
+    if not -x.ndim <= axis < x.ndim:
+        raise ArgumentError(f"output_shard_axes names axis {axis} of an output of shape {x.shape}.")
+    return LaidOut(x, PartitionSpec(*[None] * (axis % x.ndim), names), from_all)
 
 
 def as_output(value: Any) -> Any:

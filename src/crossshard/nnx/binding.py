@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from crossshard import _flax
 from crossshard._flax import describe_variable, nnx
 from crossshard.errors import VariableError
 from crossshard.gradients.nesting import watching_constants
-from crossshard.nnx.graph import HasSlots, Reached, modules_in
+from crossshard.nnx.graph import HasSlots, Reached
 from crossshard.nnx.slots import SlotStore
 
 _thread = threading.local()
@@ -21,63 +20,46 @@ class Bound:
     """The objects that a runner binds while it traces its step.
 
     Attributes:
-      variables: the variables.
-      modules: the modules.
-      optimizers: the optimizers.
-      roots: the objects that hold all of these.
+      variables: the variables with arrays.
+      reached: all that the step was given.
       lacking: functions that make the slots that the step lacks, to be called after its trace.
     """
 
     def __init__(self, variables: Sequence[nnx.Variable], reached: Reached):
-        self.variables = list(variables)
-        self.roots = reached.roots
-        self.modules = modules_in(reached.roots)
-        self.optimizers = reached.optimizers
+        self.variables = variables
+        self.reached = reached
         self.lacking: list[Callable[[], None]] = []
         self._slots: dict[int, tuple[HasSlots, SlotStore]] = {}
 
     def has(self, given: nnx.Variable | HasSlots) -> bool:
         """Whether a variable or an optimizer was given to the step."""
-        known: Sequence[Any] = (
-            self.variables if isinstance(given, nnx.Variable) else self.optimizers
-        )
-        return any(given is each for each in known)
+        return any(given is each for each in (*self.variables, *self.reached.optimizers))
 
     def lacks(self, optimizer: HasSlots, make: Callable[[], None]) -> None:
         """Note how to make slots, and give the optimizer a store of its own for this trace."""
         self.lacking.append(make)
         self._slots.setdefault(id(optimizer), (optimizer, optimizer.slots))
-        optimizer.slots = optimizer.slots.of_this_trace()
+        optimizer.slots = SlotStore(optimizer.slots.variables, optimizer.slots.tree)
 
-    def leave(self) -> None:
-        """Drop what belongs to the trace that ends."""
-        for optimizer in self.optimizers:
-            optimizer.computed.clear()
-        for optimizer, slots in self._slots.values():
-            optimizer.slots = slots
-
-
-@contextmanager
-def binding(bound: Bound) -> Iterator[None]:
-    """Set what the step was given, and refuse what it reads besides."""
-    _thread.bound = bound
-    try:
-        with watching_constants(_refuse):
-            yield
-    finally:
-        _thread.bound = None
-        bound.leave()
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Trace with this bound; what the step reads besides is refused."""
+        _thread.bound = self
+        try:
+            with watching_constants(_refuse):
+                yield
+        finally:
+            _thread.bound = None
+            # What belongs to the trace ends with it.
+            for optimizer in self.reached.optimizers:
+                optimizer.computed.clear()
+            for optimizer, slots in self._slots.values():
+                optimizer.slots = slots
 
 
 def bound() -> Bound | None:
     """What the step that is traced was given; ``None`` outside of a runner."""
     return getattr(_thread, "bound", None)
-
-
-def is_in_step(variable: nnx.Variable) -> bool:
-    """Whether the variable is bound to a step, and holds one shard's value."""
-    around = bound()
-    return around is not None and around.has(variable)
 
 
 def _refuse(variable: nnx.Variable) -> None:
@@ -91,7 +73,8 @@ def check_writable(variable: nnx.Variable) -> None:
     """Raise unless the variable can be written in the current trace."""
     if _flax.is_writable(variable):
         return
-    if is_in_step(variable):
+    around = bound()
+    if around is not None and around.has(variable):
         raise VariableError(
             f"{describe_variable(variable)} belongs to the step, and would be written inside of "
             f"jax.lax.cond, jax.lax.scan, jax.jit or the like, which do not support NNX. Use "

@@ -66,7 +66,7 @@ class Computed:
                 f"step. Call compute_gradients again, or pass incoming='scaled' to apply the same "
                 f"gradients twice."
             )
-        numbers = [self._number_of_shards(variable) for variable in variables]
+        numbers = [self._shards.get(id(variable)) for variable in variables]
         for variable, computed in zip(variables, numbers, strict=True):
             if computed not in (None, number):
                 raise ShardContextError(
@@ -85,7 +85,3 @@ class Computed:
             f"incoming='scaled' if they are divided already, or only to be summed, which is what "
             f"TensorFlow's apply_gradients does."
         )
-
-    def _number_of_shards(self, variable: nnx.Variable) -> int | None:
-        """The number of shards when its gradient was returned; ``None`` if it was not."""
-        return self._shards.get(id(variable)) if id(variable) in self.names else None

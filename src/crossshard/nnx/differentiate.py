@@ -18,7 +18,7 @@ from crossshard.gradients.scalars import check_scalar
 from crossshard.gradients.scaled_loss import scaled, unscale
 from crossshard.gradients.varying_types import explained_types
 from crossshard.nnx.binding import bound, check_writable
-from crossshard.nnx.graph import modules_in, reached_in, same_arrays
+from crossshard.nnx.graph import reached_in, same_arrays
 from crossshard.shards.axes import Shards, check_no_further
 
 
@@ -43,20 +43,19 @@ def differentiate(
     Writes of the loss to other variables (batch statistics, counters) are kept.
     """
     around = bound()
-    roots = [*([] if around is None else around.roots), *reached_in([given]).roots]
-    modules = modules_in(roots)
+    below = reached_in([[] if around is None else around.reached.roots, given])
     differentiated = {id(variable) for variable in variables}
-    others = [v for v in reached_in(roots).variables if id(v) not in differentiated]
+    others = [v for v in below.variables if id(v) not in differentiated]
     known = differentiated | {id(other) for other in others}
     reached: set[int] = set()
     written: list[nnx.Variable] = []
 
     def of_values(values: list[Any], rest: list[Any]) -> Any:
         marked = [_mark(value, place, reached) for place, value in enumerate(values)]
-        with _flax.rebound([*variables, *others], [*marked, *rest], modules):
+        with _flax.rebound([*variables, *others], [*marked, *rest], below.modules):
             out = _called(loss)
             after = [other.get_raw_value() for other in others]
-            made = [v for v in reached_in(roots).variables if id(v) not in known]
+            made = [v for v in reached_in(below.roots).variables if id(v) not in known]
         value = jnp.asarray(check_scalar(out))
         check_no_further(value, shards, values)
         changed = [not same_arrays(a, b) for a, b in zip(after, rest, strict=True)]

@@ -34,12 +34,14 @@ class Reached:
     Attributes:
       roots: the modules, variables and optimizers that were given.
       variables: every variable below these.
+      modules: every NNX module below these.
       optimizers: every optimizer below these.
       constants: every array that is an attribute itself, not a variable's value.
     """
 
     roots: list[Any]
     variables: list[nnx.Variable]
+    modules: list[nnx.Pytree]
     optimizers: list[HasSlots]
     constants: list[Any]
 
@@ -53,6 +55,7 @@ def reached_in(values: Iterable[Any]) -> Reached:
     leaves = (leaf for value in values for leaf in jax.tree.leaves(value, is_leaf=is_stateful))
     roots = {id(leaf): leaf for leaf in leaves if is_stateful(leaf)}
     variables: dict[int, nnx.Variable] = {}
+    modules: dict[int, nnx.Pytree] = {}
     optimizers: dict[int, HasSlots] = {}
     constants: list[Any] = []
     for root in roots.values():
@@ -66,17 +69,17 @@ def reached_in(values: Iterable[Any]) -> Reached:
                 variables.setdefault(id(node), node)
             elif isinstance(node, HasSlots):
                 optimizers.setdefault(id(node), node)
+            elif isinstance(node, nnx.Pytree):
+                modules.setdefault(id(node), node)
             elif isinstance(node, jax.Array | np.ndarray):
                 constants.append(node)
     return Reached(
-        list(roots.values()), list(variables.values()), list(optimizers.values()), constants
+        list(roots.values()),
+        list(variables.values()),
+        list(modules.values()),
+        list(optimizers.values()),
+        constants,
     )
-
-
-def modules_in(roots: Iterable[Any]) -> list[nnx.Pytree]:
-    """Every NNX module below the roots, each once."""
-    nodes = (node for root in roots for _, node in nnx.iter_graph(root))
-    return list({id(node): node for node in nodes if isinstance(node, nnx.Pytree)}.values())
 
 
 def is_stateful(value: Any) -> bool:

@@ -77,7 +77,7 @@ def known_names(variables: Iterable[nnx.Variable]) -> Named:
             unnamed[id(variable)] = variable
     around = bound()
     in_roots: list[list[tuple[str, nnx.Variable]]] = []
-    for root in [] if around is None else around.roots:
+    for root in [] if around is None else around.reached.roots:
         if unnamed and isinstance(root, nnx.Pytree):
             named = [(name, v) for name, v in _paths(root, nnx.Variable) if id(v) in unnamed]
             for _, variable in named:

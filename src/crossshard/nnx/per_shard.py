@@ -53,21 +53,6 @@ class PerShardArray:
         """The dtype of the values."""
         return self.array.dtype
 
-    @property
-    def ndim(self) -> int:
-        """The number of dimensions, with the axis of the shards."""
-        return self.array.ndim
-
-    @property
-    def size(self) -> int:
-        """The number of elements of all values."""
-        return self.array.size
-
-    @property
-    def nbytes(self) -> int:
-        """The number of bytes of all values."""
-        return self.array.nbytes
-
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         return np.array(self.array, dtype=dtype, copy=copy)
 

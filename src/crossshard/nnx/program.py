@@ -22,9 +22,10 @@ from crossshard.distributed.programs import check_same_program
 from crossshard.distributed.progress import PROGRESS
 from crossshard.errors import VariableError
 from crossshard.jaxprs.invariance import varying_axes_of_outputs
-from crossshard.nnx.arrays import Arguments, Constant, Hashable, Outputs, as_output, is_numeric
-from crossshard.nnx.binding import Bound, binding
+from crossshard.nnx.arrays import Arguments, Outputs, as_output, is_numeric
+from crossshard.nnx.binding import Bound
 from crossshard.nnx.graph import Reached, reached_in, same_arrays
+from crossshard.nnx.keys import ByValue
 from crossshard.nnx.per_shard import is_per_shard, number_of_shards, per_shard, stacked
 from crossshard.shards.context import shard_context
 from crossshard.shards.placement import PER_SHARD as PER_SHARD_PLACEMENT
@@ -38,12 +39,12 @@ def program_key(reached: Reached, arguments: Arguments) -> Any:
     places = {id(variable): place for place, variable in enumerate(reached.variables)}
     # An optimizer's slots belong to certain variables, perhaps those of another model.
     slots_of = tuple(
-        tuple(places.get(id(v)) for v in optimizer.slots.known_variables())
+        tuple(places.get(id(v)) for v in optimizer.slots.variables.values())
         for optimizer in reached.optimizers
     )
     types = tuple(_type_of(variable.get_raw_value()) for variable in reached.variables)
-    constants = tuple(map(Constant, reached.constants))
-    return _flax.graph_of(reached.roots, Hashable), types, slots_of, constants, arguments.key()
+    constants = tuple(map(ByValue, reached.constants))
+    return _flax.graph_of(reached.roots, ByValue), types, slots_of, constants, arguments.key()
 
 
 def _type_of(value: Any) -> Any:
@@ -75,10 +76,12 @@ class _Held:
 
     def value(self, sharding: NamedSharding) -> Any:
         """Its input value, on the devices."""
+
+        def placed(x: Any) -> Any:
+            return x if getattr(x, "sharding", None) == sharding else put_whole(x, sharding)
+
         value = self.raw_value
-        if isinstance(value, jax.Array):
-            return _placed(value, sharding)
-        return jax.tree.map(lambda x: _placed(x, sharding), value)
+        return placed(value) if isinstance(value, jax.Array) else jax.tree.map(placed, value)
 
     def local(self, value: Any, names: tuple[str, ...]) -> Any:
         """One shard's part of the input value; random streams become distinct."""
@@ -87,42 +90,37 @@ class _Held:
             return own_stream(value, lax.axis_index(names))
         return jax.tree.map(self.placement.local, value)
 
-    def stored(self, value: Any) -> Any:
-        """The inverse: one shard's part of the output value."""
-        return jax.tree.map(self.placement.stored, value)
-
     def write(self, value: Any) -> None:
         """Write the output value."""
         self.variable.set_raw_value(per_shard(value) if self.placement.per_shard else value)
 
-    def spread(self, size: int) -> bool:
-        """Broadcast the value to ``[shards, …]`` if the program has it per shard."""
-        if not self.placement.per_shard or is_per_shard(self.variable):
-            return False
-        on_each = lambda x: jnp.broadcast_to(x, (size, *jnp.shape(x)))
-        self.write(jax.tree.map(on_each, self.variable.get_raw_value()))
-        return True
-
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """The findings of one trace of the step: its variables, its outputs, the slots it lacks."""
+    """The findings of one trace of the step.
+
+    Attributes:
+      changed: for each variable whether the step writes it.
+      specs: the specs of the outputs.
+      from_all: for each output whether it is joined over the shards, or the first shard's.
+      tree: the structure of the outputs.
+      lacking: functions that make the slots that the step lacks.
+    """
 
     changed: list[bool]
-    outputs: list[tuple[bool, int]]
-    output_specs: list[PartitionSpec]
-    output_tree: Any
+    specs: list[PartitionSpec]
+    from_all: list[bool]
+    tree: Any
     lacking: list[Callable[[], None]]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class _Call:
-    """One call of a program: what it reaches, its arguments, variables and arrays."""
+    """One call of a program: what it reaches, its arguments and its variables."""
 
     reached: Reached
     arguments: Arguments
     held: list[_Held]
-    leaves: tuple[jax.Array, ...]
 
 
 @contextmanager
@@ -156,47 +154,59 @@ class Program:
         self._computation = computation
         self._mesh = mesh
         self._outputs = outputs
-        self._call: _Call | None = None
         self._has_processes = len(processes_of(mesh)) > 1
         self._is_compared = False
-        with self._calling(reached, arguments, _placements(reached, mesh.size)):
-            self._found, differs = self._settle()
-            self._entering = [each.placement for each in self._now.held]
+        call, self._found, differs = self._settle(
+            _Call(reached, arguments, _hold(reached, mesh.size))
+        )
+        self._entering = [each.placement for each in call.held]
         self._leaving = [
             PER_SHARD_PLACEMENT if stays else REPLICATED
             for stays in itertools.compress(differs, self._found.changed)
         ]
         names = mesh.axis_names
         self._shardings = [NamedSharding(mesh, each.spec(names)) for each in self._entering]
+        # Set while it runs, since it may be traced then, and dropped after: it holds the model.
+        self._call: _Call | None = None
         self._compiled = jax.jit(self._run)
 
     def spread(self, reached: Reached) -> bool:
-        """Store variables that will differ per shard; returns whether there were any."""
-        held = _hold(reached, self._entering, self._mesh.size)
-        return bool(sum(each.spread(self._mesh.size) for each in held))
+        """Store variables that will differ as ``[shards, …]``; returns whether there were any."""
+        return self._spread(_hold(reached, self._mesh.size, self._entering))
+
+    def _spread(self, held: Sequence[_Held]) -> bool:
+        is_new = lambda each: each.placement.per_shard and not is_per_shard(each.variable)
+        new = list(filter(is_new, held))
+        on_each = lambda x: jnp.broadcast_to(x, (self._mesh.size, *jnp.shape(x)))
+        for each in new:
+            each.write(jax.tree.map(on_each, each.variable.get_raw_value()))
+        return bool(new)
 
     def __call__(self, reached: Reached, arguments: Arguments) -> Any:
         """Run the step on these arrays and write its variables."""
-        with self._calling(reached, arguments, self._entering):
-            held = self._now.held
-            for each in held:
-                each.spread(self._mesh.size)
-            values = [each.value(how) for each, how in zip(held, self._shardings, strict=True)]
+        held = _hold(reached, self._mesh.size, self._entering)
+        self._spread(held)
+        values = [each.value(how) for each, how in zip(held, self._shardings, strict=True)]
+        self._call = _Call(reached, arguments, held)
+        try:
             if self._has_processes:
                 PROGRESS.take(arguments.own_rows())
                 self._compare(held, values, arguments)
             outputs, after = self._compiled(values, arguments.leaves)
-            written = self._written()
-        for each, value in zip(written, after, strict=True):
-            each.write(value)
-        return self._found.output_tree.unflatten(outputs)
+        finally:
+            self._call = None
+        written = itertools.compress(held, self._found.changed)
+        for each, placement, value in zip(written, self._leaving, after, strict=True):
+            dataclasses.replace(each, placement=placement).write(value)
+        return self._found.tree.unflatten(outputs)
 
     def _compare(self, held: Sequence[_Held], values: Sequence[Any], arguments: Arguments) -> None:
         """Raise unless every process brings the same new variables, whole inputs and program.
 
         What is on the mesh already comes from a step, and is not compared again.
         """
-        is_new = lambda each: any(map(_is_of_this_process, jax.tree.leaves(each.raw_value)))
+        is_local = lambda x: getattr(x, "is_fully_addressable", True)
+        is_new = lambda each: any(map(is_local, jax.tree.leaves(each.raw_value)))
         new = [(place, each) for place, each in enumerate(held) if is_new(each)]
         given = {
             f"{describe_variable(each.variable)}, variable {place} of the step,": each.raw_value
@@ -224,103 +234,69 @@ class Program:
             check_same_program(self._compiled.lower(values, arguments.leaves), self._mesh)
             self._is_compared = True
 
-    def _written(self) -> list[_Held]:
-        """The variables that the step writes, with their output placements."""
-        written = itertools.compress(self._now.held, self._found.changed)
-        return [
-            dataclasses.replace(each, placement=placement)
-            for each, placement in zip(written, self._leaving, strict=True)
-        ]
-
-    @contextmanager
-    def _calling(
-        self, reached: Reached, arguments: Arguments, placements: Sequence[Placement]
-    ) -> Iterator[None]:
-        """Set the current call, and drop it after, so that models are not kept alive."""
-        self._call = _Call(
-            reached,
-            dataclasses.replace(arguments, leaves=()),
-            _hold(reached, placements, self._mesh.size),
-            arguments.leaves,
-        )
-        try:
-            yield
-        finally:
-            self._call = None
-
-    @property
-    def _now(self) -> _Call:
-        assert self._call is not None
-        return self._call
-
-    # The placements of the variables.
-
-    def _settle(self) -> tuple[_Found, list[bool]]:
+    def _settle(self, call: _Call) -> tuple[_Call, _Found, list[bool]]:
         """Trace until no slots are missing, and all that differs after the step is per shard.
 
-        Returns the findings, and which variables may differ after the step.
+        Returns the call as it is then, the findings, and which variables may differ after the step.
         """
         while True:
-            size = self._mesh.size
-            found, differs = self._trace(self._now.leaves)
+            found, differs = self._trace(call)
             if found.lacking:
                 for make in found.lacking:
                     make()
-                self._now.reached = reached = reached_in(self._now.reached.roots)
-                self._now.held = _hold(reached, _placements(reached, size), size)
+                reached = reached_in(call.reached.roots)
+                call = _Call(reached, call.arguments, _hold(reached, self._mesh.size))
                 continue
-            held = self._now.held
             settled = [
                 PER_SHARD_PLACEMENT if changed and may_differ else each.placement
-                for each, changed, may_differ in zip(held, found.changed, differs, strict=True)
+                for each, changed, may_differ in zip(call.held, found.changed, differs, strict=True)
             ]
-            if settled == [each.placement for each in held]:
-                return found, differs
-            self._now.held = _hold(self._now.reached, settled, size)
+            if settled == [each.placement for each in call.held]:
+                return call, found, differs
+            held = _hold(call.reached, self._mesh.size, settled)
+            call = dataclasses.replace(call, held=held)
 
-    def _trace(self, leaves: tuple[jax.Array, ...]) -> tuple[_Found, list[bool]]:
+    def _trace(self, call: _Call) -> tuple[_Found, list[bool]]:
         """Trace the step; returns the findings, and which variables may differ after it."""
         found: list[_Found] = []
 
         def of_one_shard(values: Any, leaves: Any) -> Any:
-            _, after, finding = self._step(values, leaves)
+            _, after, finding = self._step(call, values, leaves)
             found.append(finding)
             return jax.tree.map(lambda x: x[None], after)
 
-        everywhere = PartitionSpec(self._mesh.axis_names)
-        abstract = [held.abstract(self._mesh.size) for held in self._now.held]
-        traced, after = jax.make_jaxpr(
-            self._over_mesh(of_one_shard, everywhere), return_shape=True
-        )(abstract, leaves)
+        run = self._over_mesh(call, of_one_shard, PartitionSpec(self._mesh.axis_names))
+        abstract = [held.abstract(self._mesh.size) for held in call.held]
+        traced, after = jax.make_jaxpr(run, return_shape=True)(abstract, call.arguments.leaves)
         axes = jax.tree.structure(after).unflatten(varying_axes_of_outputs(traced))
         return found[-1], [any(jax.tree.leaves(value)) for value in axes]
 
-    def _step(self, values: Any, leaves: Any) -> tuple[list[Any], list[Any], _Found]:
+    def _step(self, call: _Call, values: Any, leaves: Any) -> tuple[list[Any], list[Any], _Found]:
         """One shard's step; returns its outputs, its variables after it, and the findings."""
         names = self._mesh.axis_names
-        held = self._now.held
-        variables = [each.variable for each in held]
-        before = [each.local(value, names) for each, value in zip(held, values, strict=True)]
-        bound = Bound(variables, self._now.reached)
-        args, kwargs = self._now.arguments.rebuild(leaves)
-        with (
-            _kept_attributes(bound.modules),
-            _flax.rebound(variables, before, bound.modules),
-        ):
-            with shard_context(self._mesh.size, axis_name=names), binding(bound):
+        variables = [each.variable for each in call.held]
+        before = [each.local(value, names) for each, value in zip(call.held, values, strict=True)]
+        bound, modules = Bound(variables, call.reached), call.reached.modules
+        args, kwargs = call.arguments.rebuild(leaves)
+        with _kept_attributes(modules), _flax.rebound(variables, before, modules):
+            with shard_context(self._mesh.size, axis_name=names), bound.current():
                 outputs = as_output(self._computation(*args, **kwargs))
                 after = [variable.get_raw_value() for variable in variables]
-            self._check_none_was_created()
+            self._check_none_was_created(call)
         changed = [not same_arrays(a, b) for a, b in zip(after, before, strict=True)]
-        how, tree = self._outputs.plan(outputs)
-        flat = list(zip(jax.tree.leaves(outputs), how, strict=True))
-        specs = [self._outputs.spec(x, *each, names) for x, each in flat]
-        local = [self._outputs.lay_out(x, *each) for x, each in flat]
-        return local, after, _Found(changed, how, specs, tree, bound.lacking)
+        out = self._outputs.lay_out(outputs, names)
+        found = _Found(
+            changed,
+            [each.spec for each in out],
+            [each.from_all for each in out],
+            jax.tree.structure(outputs),
+            bound.lacking,
+        )
+        return [each.local for each in out], after, found
 
-    def _check_none_was_created(self) -> None:
-        known = {id(held.variable) for held in self._now.held}
-        for variable in _numeric(reached_in(self._now.reached.roots), self._mesh.size):
+    def _check_none_was_created(self, call: _Call) -> None:
+        known = {id(held.variable) for held in call.held}
+        for variable in _numeric(reached_in(call.reached.roots), self._mesh.size):
             if id(variable) not in known:
                 raise VariableError(
                     f"The step created {describe_variable(variable)} in a module that was passed "
@@ -328,22 +304,24 @@ class Program:
                     f"step."
                 )
 
-    # Running the step.
-
     def _run(self, values: Any, leaves: Any) -> tuple[list[Any], list[Any]]:
-        written = self._written()
+        """The whole step: its outputs, and the variables that it writes."""
+        call = self._call
+        assert call is not None
 
         def of_one_shard(values: Any, leaves: Any) -> Any:
-            outputs, after, found = self._step(values, leaves)
-            kept = itertools.compress(after, found.changed)
-            return outputs, [held.stored(x) for held, x in zip(written, kept, strict=True)]
+            outputs, after, _ = self._step(call, values, leaves)
+            written = zip(
+                self._leaving, itertools.compress(after, self._found.changed), strict=True
+            )
+            return outputs, [jax.tree.map(placement.stored, value) for placement, value in written]
 
-        specs = [held.placement.spec(self._mesh.axis_names) for held in written]
-        run = self._over_mesh(of_one_shard, (self._found.output_specs, specs))
+        specs = [placement.spec(self._mesh.axis_names) for placement in self._leaving]
+        run = self._over_mesh(call, of_one_shard, (self._found.specs, specs))
         outputs, after = run(values, leaves)
         joined = [
             x if from_all else self._of_first(x)
-            for x, (from_all, _) in zip(outputs, self._found.outputs, strict=True)
+            for x, from_all in zip(outputs, self._found.from_all, strict=True)
         ]
         return joined, after
 
@@ -353,30 +331,28 @@ class Program:
             return x[0]
         return lax.with_sharding_constraint(x[0], NamedSharding(self._mesh, PartitionSpec()))
 
-    def _over_mesh(self, function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
-        names = self._mesh.axis_names
-        variables = [held.placement.spec(names) for held in self._now.held]
+    def _over_mesh(
+        self, call: _Call, function: Callable[..., Any], out_specs: Any
+    ) -> Callable[..., Any]:
+        variables = [held.placement.spec(self._mesh.axis_names) for held in call.held]
         return jax.shard_map(
             function,
             mesh=self._mesh,
-            in_specs=(variables, self._now.arguments.specs),
+            in_specs=(variables, call.arguments.specs),
             out_specs=out_specs,
             # Read from the jaxpr which variables differ: JAX's types reject some correct steps.
             check_vma=False,
         )
 
 
-def _hold(reached: Reached, placements: Sequence[Placement], size: int) -> list[_Held]:
-    """The reached variables, with these placements."""
-    return [_Held(*pair) for pair in zip(_numeric(reached, size), placements, strict=True)]
-
-
-def _placements(reached: Reached, size: int) -> list[Placement]:
-    """The current placements of the reached variables."""
-    return [
-        PER_SHARD_PLACEMENT if is_per_shard(variable) else REPLICATED
-        for variable in _numeric(reached, size)
-    ]
+def _hold(
+    reached: Reached, size: int, placements: Sequence[Placement] | None = None
+) -> list[_Held]:
+    """The reached variables, with these placements, or with their current ones."""
+    variables = _numeric(reached, size)
+    if placements is None:
+        placements = [PER_SHARD_PLACEMENT if is_per_shard(v) else REPLICATED for v in variables]
+    return [_Held(*pair) for pair in zip(variables, placements, strict=True)]
 
 
 def _numeric(reached: Reached, size: int) -> list[nnx.Variable]:
@@ -391,14 +367,6 @@ def _numeric(reached: Reached, size: int) -> list[nnx.Variable]:
                 f"shards, or write one with crossshard.nnx.set_shared(variable, value)."
             )
     return numeric
-
-
-def _placed(x: Any, sharding: NamedSharding) -> Any:
-    return x if getattr(x, "sharding", None) == sharding else put_whole(x, sharding)
-
-
-def _is_of_this_process(x: Any) -> bool:
-    return getattr(x, "is_fully_addressable", True)
 
 
 def _holds_arrays(value: Any) -> bool:

@@ -10,25 +10,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from crossshard import _jax
 from crossshard.distributed.agreement import processes_of
 from crossshard.distributed.progress import PROGRESS, entering
 from crossshard.errors import ArgumentError, ArgumentTypeError, NestedContextError
-from crossshard.nnx.arrays import (
-    REPLICAS,
-    Arguments,
-    Hashable,
-    Outputs,
-    is_whole,
-    kept_key,
-    split_arguments,
-)
+from crossshard.nnx.arrays import Arguments, Outputs, as_output, is_whole, split_arguments
 from crossshard.nnx.graph import Reached, reached_in
+from crossshard.nnx.keys import ByValue, kept
 from crossshard.nnx.program import Program, program_key
 from crossshard.shards.context import check_num_shards, get_shard_context
 from crossshard.shards.devices import are_of_all_processes, mesh_for
-from crossshard.shards.put import on_every_device
+from crossshard.shards.put import on_every_device, put_whole
 
 _TRACING = threading.RLock()
 
@@ -49,7 +43,7 @@ class ShardedFunction:
         self,
         computation: Callable[..., Any],
         mesh: jax.sharding.Mesh,
-        input_shard_axes: tuple[int | None, ...] | str | None,
+        input_shard_axes: tuple[int | None, ...] | None,
         outputs: Outputs,
     ):
         functools.update_wrapper(self, computation)
@@ -68,11 +62,10 @@ class ShardedFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function on every shard and join the outputs."""
-        with self._alone():
-            if not self._is_watched:
-                return self._run(args, kwargs)
-            with entering("step"):
-                return self._run(args, kwargs)
+        watched = entering("step") if self._is_watched else contextlib.nullcontext()
+        with self._alone(), watched:
+            program, reached, arguments = self._program(args, kwargs)
+            return program(reached, arguments)
 
     def build(self, *args: Any, **kwargs: Any) -> None:
         """Prepare the variables for a call with these arguments, and do not run it.
@@ -115,32 +108,22 @@ class ShardedFunction:
                 f"num_shards={len(jax.devices())}, for the devices of all of them; or "
                 f"mesh=jax.sharding.Mesh(jax.local_devices(), 'shards'), for a step of its own."
             )
-        if _jax.bound_axes():
-            raise NestedContextError(
-                f"A runner over {self._mesh.size} shards was called where the axes "
-                f"{', '.join(_jax.bound_axes())} are bound, inside shard_map, pmap or vmap. Call "
-                f"it outside; inside, call the function itself."
-            )
         if not _jax.at_top_level():
             raise NestedContextError(
-                f"A runner over {self._mesh.size} shards was called inside jax.jit, nnx.jit, "
-                f"jax.grad, jax.lax.scan or the like. It compiles its step itself, and writes "
+                f"A runner over {self._mesh.size} shards was called inside jax.jit, jax.vmap, "
+                f"jax.shard_map, nnx.jit or the like. It compiles its step itself, and writes "
                 f"variables: call it outside; or call the function itself."
             )
         # While one thread traces, the variables hold values of its trace.
         with _TRACING, _jax.in_place_of_the_users_mesh(self._mesh):
             yield
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        program, reached, arguments = self._program(args, kwargs)
-        return program(reached, arguments)
-
     def _program(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Program, Reached, Arguments]:
         """The program for these arguments, what it reaches, and the arguments on the mesh."""
         arguments = split_arguments(args, kwargs, self._input_shard_axes, self._mesh)
-        reached = reached_in(arguments.whole)
+        reached = reached_in(arguments.whole.values())
         key = program_key(reached, arguments)
         program = self._programs.get(key)
         if program is None:
@@ -148,9 +131,9 @@ class ShardedFunction:
             # It has made the slots that were missing, and its key is another one then.
             reached = reached_in(reached.roots)
             key = program_key(reached, arguments)
-            self._programs[kept_key(key)] = program
+            self._programs[kept(key)] = program
             if program.spread(reached):
-                self._programs[kept_key(program_key(reached, arguments))] = program
+                self._programs[kept(program_key(reached, arguments))] = program
         return program, reached, arguments
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -219,22 +202,28 @@ def shard(
     return _sharded(computation, where, axes, outputs)(*(inputs or []))
 
 
-def _sharded(computation: Callable[..., Any], *how: Any) -> ShardedFunction:
-    """The runner of a computation, cached per function."""
+def _sharded(
+    computation: Callable[..., Any],
+    mesh: jax.sharding.Mesh,
+    axes: tuple[int | None, ...] | None,
+    outputs: Outputs,
+    wrap: Callable[[Any], Any] = lambda computation: computation,
+) -> ShardedFunction:
+    """The runner of a computation, cached per function, or calls would recompile each time."""
     _check_callable(computation)
-    # Cached, because calls with a computation would otherwise recompile each time.
+    how = mesh, axes, outputs, wrap
     if not isinstance(computation, types.FunctionType):
-        return _remembered(Hashable(computation), *how)
+        return _remembered(ByValue(computation), *how)
     # Cached on the function, so that the runners are freed with it.
     known = vars(computation).setdefault("__crossshard_runners__", {})
     if how not in known:
-        known[how] = ShardedFunction(computation, *how)
+        known[how] = ShardedFunction(wrap(computation), mesh, axes, outputs)
     return known[how]
 
 
 @functools.lru_cache(maxsize=8)
-def _remembered(computation: Hashable, *how: Any) -> ShardedFunction:
-    return ShardedFunction(computation.value, *how)
+def _remembered(computation: ByValue, mesh: Any, axes: Any, outputs: Any, wrap: Any) -> Any:
+    return ShardedFunction(wrap(computation.value), mesh, axes, outputs)
 
 
 def batch_parallel(
@@ -291,13 +280,21 @@ def replicate(
     where = mesh_for(len(lists), mesh)
     if where.size != len(lists):
         raise ArgumentError(f"The mesh has {where.size} devices for {len(lists)} replicas.")
-    outputs = Outputs((True,), None, stack=True)
-    runner = _sharded(computation, where, REPLICAS, outputs)
-    stacked = runner(
-        *(_stack(place, values) for place, values in enumerate(zip(*lists, strict=True)))
-    )
-    stacked = jax.tree.map(on_every_device, stacked)
-    return [jax.tree.map(lambda x, r=r: x[r], stacked) for r in range(len(lists))]
+    rows = NamedSharding(where, PartitionSpec(where.axis_names))
+    stacked = [_stack(place, values, rows) for place, values in enumerate(zip(*lists, strict=True))]
+    joined = _sharded(computation, where, None, Outputs(), _of_one_replica)(*stacked)
+    joined = jax.tree.map(on_every_device, joined)
+    return [jax.tree.map(lambda x, r=r: x[r], joined) for r in range(len(lists))]
+
+
+def _of_one_replica(computation: Callable[..., Any]) -> Callable[..., Any]:
+    """The computation on one row each of stacked arrays, which returns one row of each output."""
+
+    def run(*rows: Any) -> Any:
+        own = [row if is_whole(row) else jax.tree.map(lambda x: x[0], row) for row in rows]
+        return jax.tree.map(lambda x: x[None], as_output(computation(*own)))
+
+    return run
 
 
 def rewrite(computation: Callable[..., Any], inputs: list[Any] | None = None) -> Any:
@@ -312,7 +309,8 @@ def rewrite(computation: Callable[..., Any], inputs: list[Any] | None = None) ->
     return replicate(computation, [inputs or []])[0]
 
 
-def _stack(place: int, values: tuple[Any, ...]) -> Any:
+def _stack(place: int, values: tuple[Any, ...], rows: NamedSharding) -> Any:
+    """The arrays of all replicas as one, which every process passes; other values as they are."""
     first = values[0]
     if is_whole(first):
         if any(value is not first for value in values):
@@ -321,11 +319,12 @@ def _stack(place: int, values: tuple[Any, ...]) -> Any:
             )
         return first
     try:
-        return jax.tree.map(lambda *xs: jnp.stack(xs), *values)
+        stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *values)
     except (TypeError, ValueError) as error:
         raise ArgumentError(
             f"Argument {place} must have the same structure and shapes on all replicas: {error}"
         ) from None
+    return jax.tree.map(lambda x: put_whole(x, rows), stacked)
 
 
 def _check_callable(computation: Any) -> Callable[..., Any]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from crossshard import _flax
 from crossshard._flax import describe_variable, nnx
 from crossshard.errors import ArgumentError, VariableError
 from crossshard.nnx.computed import Named
@@ -23,8 +22,6 @@ from crossshard.nnx.per_shard import (
     set_shared,
     stacked,
 )
-
-T = TypeVar("T")
 
 # TensorFlow's names, and the fields of Optax's states that they mean.
 _TENSORFLOW_NAMES = {
@@ -66,12 +63,8 @@ class Slots(dict[str, Any]):
         return cls(zip(keys, values, strict=True))
 
 
-def _is_slots(node: Any) -> bool:
-    return isinstance(node, Slots)
-
-
 def _map(function: Callable[..., Any], *states: Any) -> Any:
-    return jax.tree.map(function, *states, is_leaf=_is_slots)
+    return jax.tree.map(function, *states, is_leaf=lambda x: isinstance(x, Slots | nnx.Variable))
 
 
 def as_params(keyed: Mapping[str, nnx.Variable]) -> dict[str, Any]:
@@ -80,17 +73,14 @@ def as_params(keyed: Mapping[str, nnx.Variable]) -> dict[str, Any]:
 
 
 class _NoName:
-    """The key of a variable without a name, which fails where its text is read."""
+    """A key whose text cannot be read."""
 
     def __init__(self, place: int):
         self._place = place
 
     # JAX sorts the keys of a dict.
-    def __lt__(self, other: Any) -> bool:
-        return isinstance(other, _NoName) and self._place < other._place
-
-    def __gt__(self, other: Any) -> bool:
-        return not isinstance(other, _NoName) or self._place > other._place
+    def __lt__(self, other: _NoName) -> bool:
+        return self._place < other._place
 
     def __eq__(self, other: object) -> bool:
         if type(other) is str:
@@ -109,90 +99,57 @@ def _check_names_unread(init: Callable[[Any], Any], params: Mapping[str, Any]) -
 
     A mask that looks for ``"bias"`` would match nothing, and nobody would see it.
     """
-    if not any(key.startswith("#") for key in params):
+    lacking = [key for key in params if key.startswith("#")]
+    if not lacking:
         return
-    shown = lambda place, key: _NoName(place) if key.startswith("#") else key
-    nameless = {shown(i, key): x for i, (key, x) in enumerate(params.items())}
+    nameless = {_NoName(place): x for place, x in enumerate(params.values())}
     try:
         jax.eval_shape(lambda: (init(nameless), None)[1])
     except Exception as error:  # of any kind: with the keys as text it has just worked
-        lacking = ", ".join(key for key in params if key.startswith("#"))
         raise VariableError(
-            f"The optimizer reads the names of its variables, as in a mask, and {lacking} of the "
-            f"list have none. Pass the module, var_list=model; or name the variables, "
-            f"nnx.Param(value, name='kernel')."
+            f"The optimizer reads the names of its variables, as in a mask, and "
+            f"{', '.join(lacking)} of the list have none. Pass the module, var_list=model; or name "
+            f"the variables, nnx.Param(value, name='kernel')."
         ) from error
 
 
-def as_seen(state: Any) -> Any:
-    """A stored state as an optimizer sees it, with plain dicts for slots."""
-    return _map(lambda x: dict(x) if _is_slots(x) else x, state)
-
-
-def as_stored(seen: Any, like: Any) -> Any:
-    """The inverse of ``as_seen``, for a state with the structure of the stored ``like``."""
-    return _map(lambda x, y: Slots(y) if _is_slots(x) else y, like, seen)
-
-
-def _as_first_stored(seen: Any) -> Any:
-    """The inverse of ``as_seen``, for an initial state: dicts with the parameters' keys."""
+def _with_slots(made: Any) -> Any:
+    """An initial state with ``Slots`` for the dicts that mirror the parameters."""
 
     def mirrors(node: Any) -> bool:
         return type(node) is dict and bool(node) and all(isinstance(k, _Key) for k in node)
 
     as_slots = lambda x: Slots({str(key): value for key, value in x.items()})
-    return jax.tree.map(lambda x: as_slots(x) if mirrors(x) else x, seen, is_leaf=mirrors)
-
-
-def _merge(old: T, new: T, *, keep_common: bool = False) -> T:
-    """``old`` with the variables of ``new``; shared state is the new one, or is kept."""
-    return _map(
-        lambda x, y: Slots({**x, **y}) if _is_slots(x) else (x if keep_common else y), old, new
-    )
+    return jax.tree.map(lambda x: as_slots(x) if mirrors(x) else x, made, is_leaf=mirrors)
 
 
 def _by_name(state: Any) -> dict[str, Slots]:
     """The slots by the name of their field; the first one of a name that occurs twice."""
     found: dict[str, Slots] = {}
-    for path, node in jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_slots)[0]:
+    is_slots = lambda node: isinstance(node, Slots)
+    for path, node in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_slots)[0]:
         fields = [getattr(key, "name", getattr(key, "key", None)) for key in path]
         names = [field for field in fields if isinstance(field, str) and field]
-        if _is_slots(node) and names:
+        if isinstance(node, Slots) and names:
             found.setdefault(names[-1], node)
     return found
-
-
-def _register() -> None:
-    from flax import serialization as flax
-
-    def from_saved(target: Slots, saved: Mapping[str, Any]) -> Slots:
-        if target.keys() != saved.keys():
-            raise ArgumentError(f"The saved state has {list(saved)}, and this one {list(target)}.")
-        return Slots({key: flax.from_state_dict(target[key], saved[key]) for key in target})
-
-    to_save = lambda slots: {key: flax.to_state_dict(value) for key, value in slots.items()}
-    flax.register_serialization_state(Slots, to_save, from_saved)
-
-
-_flax.when_loaded(_register)
 
 
 class SlotStore:
     """The Optax state of an optimizer over the variables that it updates, each with a key.
 
     A copy keeps the keys and binds its own variables on first use.
+
+    Attributes:
+      variables: the variables by their keys, in order of first use; ``None`` in a copy.
+      tree: the state with a variable at every leaf; ``None`` before the first step.
     """
 
     def __init__(
-        self,
-        variables: Mapping[str, nnx.Variable | None] | None = None,
-        built: Iterable[str] = (),
-        state: Any = None,
+        self, variables: Mapping[str, nnx.Variable | None] | None = None, tree: Any = None
     ):
-        self._variables = dict(variables or {})
-        # The keys that have slots.
-        self._built = set(built)
-        self._state = state
+        self.variables = dict(variables or {})
+        self.tree = tree
 
     # Keys.
 
@@ -201,7 +158,7 @@ class SlotStore:
     ) -> list[str]:
         """The keys of variables; the key of one without a name is its index in ``order``."""
         # Keys without a variable are those of a copy: its variables are found by name or index.
-        taken = {key for key, variable in self._variables.items() if variable is not None}
+        taken = {key for key, variable in self.variables.items() if variable is not None}
         keys = []
         for variable in variables:
             key = self.key_of(variable)
@@ -218,34 +175,15 @@ class SlotStore:
 
     def key_of(self, variable: Any) -> str | None:
         """The key of a variable; ``None`` if it has none."""
-        return next((key for key, known in self._variables.items() if known is variable), None)
-
-    @property
-    def known_keys(self) -> tuple[str, ...]:
-        """The keys of all variables, in order of first use."""
-        return tuple(self._variables)
-
-    @property
-    def built(self) -> frozenset[str]:
-        """The keys that have slots."""
-        return frozenset(self._built)
-
-    @property
-    def tree(self) -> Any:
-        """The state with a variable at every leaf; ``None`` before the first step."""
-        return self._state
-
-    def known_variables(self) -> list[nnx.Variable | None]:
-        """The variables that have a key, in order of first use; ``None`` in a copy."""
-        return list(self._variables.values())
+        return next((key for key, known in self.variables.items() if known is variable), None)
 
     # Creating.
 
     def bind(self, variables: Mapping[str, nnx.Variable]) -> dict[str, nnx.Variable]:
         """Bind variables to the keys that have slots; returns those without slots."""
-        has_slots = lambda key: key in self._built
-        self._variables.update({key: v for key, v in variables.items() if has_slots(key)})
-        return {key: v for key, v in variables.items() if not has_slots(key)}
+        missing = {key: v for key, v in variables.items() if key not in self.variables}
+        self.variables.update({key: v for key, v in variables.items() if key not in missing})
+        return missing
 
     def check_all_bound(self, missing: Mapping[str, nnx.Variable]) -> None:
         """Raise if slots without variables may belong to the variables without slots.
@@ -254,7 +192,7 @@ class SlotStore:
           VariableError: a copy, a loop or a branch created the variables again, and names do not
             match them.
         """
-        unbound = [key for key, variable in self._variables.items() if variable is None]
+        unbound = [key for key, variable in self.variables.items() if variable is None]
         if unbound:
             which = [describe_variable(variable) for variable in missing.values()]
             raise VariableError(
@@ -275,27 +213,44 @@ class SlotStore:
             return made
 
         if not any(map(is_per_shard, missing.values())):
-            return _as_first_stored(checked(params))
+            return _with_slots(checked(params))
         axes = {key: 0 if is_per_shard(missing[key]) else None for key in params}
-        return _as_first_stored(per_shard(jax.vmap(checked, in_axes=(axes,))(params)))
+        return _with_slots(per_shard(jax.vmap(checked, in_axes=(axes,))(params)))
 
     def add(self, missing: Mapping[str, nnx.Variable], made: Any) -> None:
-        """Add the initial state of variables that had none."""
-        self._variables.update(missing)
+        """Add the initial state of variables that had none; what is shared stays as it is."""
+        both = lambda old, new: Slots({**old, **new}) if isinstance(old, Slots) else old
         new = jax.tree.map(_as_variable, made, is_leaf=is_per_shard_array)
-        self._state = new if not self._built else _merge(self._state, new, keep_common=True)
-        self._built |= missing.keys()
+        self.tree = _map(both, self.tree, new) if self.variables else new
+        self.variables.update(missing)
 
     # Reading and writing.
 
-    def all(self) -> list[nnx.Variable]:
-        """Every variable of the state."""
-        return list(jax.tree.leaves(self._state, is_leaf=_is_variable))
+    def _seen(self, keys: Iterable[str] | None) -> Any:
+        """The state's variables, with plain dicts for slots, of all variables or of these."""
+        chosen = self.variables if keys is None else set(keys)
+        as_dict = lambda x: {k: x[k] for k in x if k in chosen} if isinstance(x, Slots) else x
+        return _map(as_dict, self.tree)
+
+    def all(self, keys: Iterable[str] | None = None) -> list[nnx.Variable]:
+        """Every variable of the state, or what is shared and the slots of these variables."""
+        return list(jax.tree.leaves(self._seen(keys), is_leaf=_is_variable))
+
+    def values(self, keys: Iterable[str] | None = None) -> Any:
+        """The arrays of ``all`` as an optimizer sees its state: slots are plain dicts."""
+        read = lambda variable: stacked(variable.get_value())
+        return jax.tree.map(read, self._seen(keys), is_leaf=_is_variable)
+
+    def write(self, keys: Iterable[str], state: Any) -> None:
+        """Write the state after a step of these variables, as ``values`` returned it before."""
+        for variable, value in zip(self.all(keys), jax.tree.leaves(state), strict=True):
+            if variable.get_raw_value() is not value:
+                variable.set_raw_value(value)
 
     def find(self, variable: Any, name: str) -> Any:
         """A slot of a variable, or of the variable of a name; ``None`` if there is none."""
         key = variable if isinstance(variable, str) else self.key_of(variable)
-        slots = _by_name(self._state)
+        slots = _by_name(self.tree)
         for field in (name, _TENSORFLOW_NAMES.get(name, name)):
             slot = slots.get(field, Slots()).get(key or "")
             if slot is not None and not isinstance(slot, optax.MaskedNode):
@@ -304,23 +259,7 @@ class SlotStore:
 
     def slot_names(self) -> list[str]:
         """The names of the slots, as Optax names them."""
-        return list(_by_name(self._state))
-
-    def values(self, keys: Iterable[str] | None = None) -> Any:
-        """The state as arrays, of these variables alone if some are named, with what is shared."""
-        values = jax.tree.map(lambda v: stacked(v.get_value()), self._state, is_leaf=_is_variable)
-        if keys is None:
-            return values
-        keys = list(keys)
-        of_keys = lambda x: Slots({k: x[k] for k in keys if k in x}) if _is_slots(x) else x
-        return _map(of_keys, values)
-
-    def write(self, state: Any) -> None:
-        """Write the state after a step, of all variables or some."""
-        merged = _merge(self.values(), state)
-        for variable, value in zip(self.all(), jax.tree.leaves(merged), strict=True):
-            if variable.get_raw_value() is not value:
-                variable.set_raw_value(value)
+        return list(_by_name(self.tree))
 
     def restore(self, state: Any, may_differ: Callable[[Any], bool]) -> None:
         """Write a saved state, shared or per shard as it was saved.
@@ -335,7 +274,7 @@ class SlotStore:
         """
         have = self.values()
         if jax.tree.structure(have) != jax.tree.structure(state):
-            first = "" if self._built else " It has no state yet: call build(model) first."
+            first = "" if self.variables else " It has no state yet: call build(model) first."
             raise ArgumentError(
                 f"The state must have the structure of this optimizer's own.{first} Expected "
                 f"{jax.tree.structure(have)}; got {jax.tree.structure(state)}."
@@ -345,7 +284,7 @@ class SlotStore:
         variables, values = self.all(), [jnp.asarray(x) for x in jax.tree.leaves(state)]
         # Every leaf is checked before the first is written.
         writers = [
-            self._writer(path, variable, value, may_differ(path))
+            set_per_shard if self._differs(path, variable, value, may_differ(path)) else set_shared
             for path, variable, value in zip(paths, variables, values, strict=True)
         ]
         for write, variable, value in zip(writers, variables, values, strict=True):
@@ -353,8 +292,7 @@ class SlotStore:
 
     def _check_told_apart(self) -> None:
         shapes: dict[Any, nnx.Variable] = {}
-        for key in self._built:
-            variable = self._variables[key]
+        for key, variable in self.variables.items():
             if variable is None or not key.startswith("#"):
                 continue
             shape = jnp.shape(variable.get_raw_value())
@@ -367,19 +305,19 @@ class SlotStore:
                 )
             shapes[shape] = variable
 
-    def _writer(
+    def _differs(
         self, path: Any, variable: nnx.Variable, value: jax.Array, may_differ: bool
-    ) -> Callable[[nnx.Variable, jax.Array], None]:
-        """The function that writes a saved value, shared or per shard as its shape shows."""
+    ) -> bool:
+        """Whether a saved value is one per shard, as its shape shows."""
         shape = jnp.shape(variable.get_raw_value())
         shape = shape[1:] if is_per_shard(variable) else shape
         if value.shape == shape:
-            return set_shared
-        differs = value.shape[1:] == shape and value.ndim == len(shape) + 1
-        held = [*self._variables.values(), *self.all()]
+            return False
+        differs = value.ndim == len(shape) + 1 and value.shape[1:] == shape
+        held = [*self.variables.values(), *self.all()]
         sizes = [number_of_shards(v) for v in held if v is not None]
         if differs and (may_differ or value.shape[0] in sizes):
-            return set_per_shard
+            return True
         where = f"The state's {jax.tree_util.keystr(path)}"
         if differs:
             raise ArgumentError(
@@ -391,19 +329,6 @@ class SlotStore:
             f"{where} must have shape {shape}, or [shards, …] of that if the variables differ "
             f"between shards; got {value.shape}."
         )
-
-    # Copies.
-
-    def of_this_trace(self) -> SlotStore:
-        """A store that begins with the same slots, and may be changed for one trace."""
-        return SlotStore(self._variables, self._built, self._state)
-
-    def copied(self, memo: Mapping[int, Any]) -> SlotStore:
-        """Copied slots, for the copies of the variables in ``memo``."""
-        known = {key: memo.get(id(v)) for key, v in self._variables.items()}
-        # copy.deepcopy of an nnx.Variable returns its array.
-        state = jax.tree.map(lambda v: v.copy(), self._state, is_leaf=_is_variable)
-        return SlotStore(known, self._built, state)
 
 
 def _as_variable(value: Any) -> nnx.Variable:

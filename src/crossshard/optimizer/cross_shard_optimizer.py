@@ -22,7 +22,7 @@ from crossshard.nnx.differentiate import differentiate
 from crossshard.nnx.graph import HasSlots
 from crossshard.nnx.making import check_structure, explained, keyed_variables, make_missing_slots
 from crossshard.nnx.names import named_variables, trained_by_default
-from crossshard.nnx.slots import SlotStore, as_params, as_seen, as_stored
+from crossshard.nnx.slots import SlotStore, as_params
 from crossshard.optimizer.arguments import (
     check_gates,
     check_global_step,
@@ -173,7 +173,8 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         return repr(self._transformation)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo[id(self)] = new = self._made(self._transformation, self.slots.copied(memo))
+        # With other slots, and no variables until it meets theirs.
+        memo[id(self)] = new = jax.tree.map(lambda x: x, self)
         return new
 
     def __copy__(self) -> Self:
@@ -341,12 +342,24 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             check_writable(variable)
         origin = check_incoming(incoming) or self._origin(variables)
         keyed = keyed_variables(self, variables, [variable for _, variable in pairs])
-        self._check_keywords(keyed, extra_args)
+        run = self._transformation.transformations
+        is_stage = not isinstance(self._pipeline.preprocess, Preprocess | None)
+        check_keywords(run, as_params(keyed), extra_args, a_stage_may_read=is_stage)
         self._make_missing_slots(keyed)
         gradients = {key: jnp.asarray(g) for key, (g, _) in zip(keyed, given, strict=True)}
-        skipped = self._step(keyed, gradients, scope, incoming=origin, weight=weight, **extra_args)
+        params, before = as_params(keyed), self.slots.values(keyed)
+        with scope, explained(self._transformation.of_optax):
+            updates, after, reduced = self._transformation.update_local(
+                gradients, before, params, origin, weight, extra_args
+            )
+            stepped = optax.apply_updates(params, updates)
+        check_structure(self._transformation.of_optax, before, after)
+        for key, variable in keyed.items():
+            variable.set_value(stepped[key])
+        self.slots.write(keyed, after)
+        self.computed.note_applied(variables)
         for variable in counted:
-            count, skip = variable.get_value(), self._pipeline.skips_everywhere(skipped)
+            count, skip = variable.get_value(), self._pipeline.skips_everywhere(reduced.skip)
             variable.set_value(count + 1 if skip is None else jnp.where(skip, count, count + 1))
 
     def minimize(
@@ -462,34 +475,6 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         divisor = self._pipeline.divisor(number)
         declared = self._pipeline.incoming is not None
         return self.computed.origin(variables, number, divisor, declared=declared)
-
-    def _check_keywords(self, keyed: Mapping[str, nnx.Variable], given: dict[str, Any]) -> None:
-        is_stage = not isinstance(self._pipeline.preprocess, Preprocess | None)
-        run = self._transformation.transformations
-        check_keywords(run, as_params(keyed), given, a_stage_may_read=is_stage)
-
-    def _step(
-        self,
-        keyed: Mapping[str, nnx.Variable],
-        gradients: dict[str, Any],
-        scope: contextlib.AbstractContextManager[Any],
-        /,
-        **arguments: Any,
-    ) -> jax.Array | None:
-        """Update variables and their slots; returns whether this shard's group skipped that."""
-        params, stored = as_params(keyed), self.slots.values(keyed)
-        before = as_seen(stored)
-        with scope, explained(self._transformation.of_optax):
-            updates, after, reduced = self._transformation.update_local(
-                gradients, before, params, **arguments
-            )
-            stepped = optax.apply_updates(params, updates)
-        check_structure(self._transformation.of_optax, before, after)
-        for key, variable in keyed.items():
-            variable.set_value(stepped[key])
-        self.slots.write(as_stored(after, stored))
-        self.computed.note_applied(list(keyed.values()))
-        return reduced.skip
 
     def _make_missing_slots(self, keyed: Mapping[str, nnx.Variable]) -> None:
         def make(missing: Mapping[str, nnx.Variable]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -10,32 +9,19 @@ import jax
 from crossshard import _flax
 from crossshard._flax import nnx
 from crossshard.nnx.slots import SlotStore
-from crossshard.optimizer.transformation import Transformation
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class _Static:
-    """All of an optimizer but its slots; equal for an optimizer and its rebuilt copies."""
-
-    transformation: Transformation
-    keys: tuple[str, ...]
-    built: frozenset[str]
-
-    def __repr__(self) -> str:
-        return f"slots of {', '.join(self.keys) or 'nothing'}"
 
 
 def register_node(kind: Any) -> None:
     """Register ``CrossShardOptimizer``, which its own file passes here."""
 
-    def flatten(optimizer: Any) -> tuple[Any, _Static]:
-        slots = optimizer.slots
-        static = _Static(optimizer._transformation, slots.known_keys, slots.built)
-        return ((jax.tree_util.GetAttrKey("state"), slots.tree),), static
+    def flatten(optimizer: Any) -> tuple[Any, Any]:
+        # Equal for an optimizer and its rebuilt copies.
+        static = optimizer._transformation, tuple(optimizer.slots.variables)
+        return ((jax.tree_util.GetAttrKey("state"), optimizer.slots.tree),), static
 
-    def unflatten(static: _Static, children: Any) -> Any:
-        slots = SlotStore(dict.fromkeys(static.keys), static.built, *children)
-        return kind._made(static.transformation, slots)
+    def unflatten(static: Any, children: Any) -> Any:
+        transformation, keys = static
+        return kind._made(transformation, SlotStore(dict.fromkeys(keys), *children))
 
     jax.tree_util.register_pytree_with_keys(kind, flatten, unflatten)
     # As nnx.Optimizer is.

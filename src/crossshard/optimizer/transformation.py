@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -66,8 +66,7 @@ class Transformation:
     @property
     def of_optax(self) -> str:
         """What was wrapped, by the name of the function that makes it."""
-        made_by = getattr(self.inner.update, "__qualname__", type(self.inner).__name__)
-        return "optax " + made_by.split(".")[0]
+        return f"optax {_maker_of(self.inner)}"
 
     @property
     def transformations(self) -> list[optax.GradientTransformationExtraArgs]:
@@ -104,25 +103,18 @@ class Transformation:
                 f"The state must be the CrossShardState that init returned; got "
                 f"{type(state).__name__}. The state of the inner optimizer is its inner_state."
             )
-        updates, after, _ = self.update_local(
-            updates,
-            self._map_stages(_local, state),
-            params,
-            incoming=incoming,
-            weight=weight,
-            **extra_args,
-        )
+        local = self._map_stages(_local, state)
+        updates, after, _ = self.update_local(updates, local, params, incoming, weight, extra_args)
         return updates, self._map_stages(lambda placement, x: placement.stored(x), after)
 
     def update_local(
         self,
         updates: optax.Updates,
         state: CrossShardState,
-        params: optax.Params | None = None,
-        *,
-        incoming: str | None = None,
-        weight: jax.typing.ArrayLike | None = None,
-        **extra_args: Any,
+        params: optax.Params | None,
+        incoming: str | None,
+        weight: jax.typing.ArrayLike | None,
+        extra_args: Mapping[str, Any],
     ) -> tuple[optax.Updates, CrossShardState, Gradients]:
         """``update`` on a state without the axis of the shards; also the reduced gradients."""
         nonfinite = self.pipeline.nonfinite
@@ -133,7 +125,11 @@ class Transformation:
             )
         with jax.named_scope(self.name):
             shards = self.pipeline.shards()
-            check_blocks(self.transformations, updates if params is None else params, shards)
+            # Per-example gradients do not have the shapes of the parameters yet.
+            like = updates if params is None else params
+            check_blocks(self.transformations, like, shards)
+            if weight is not None:
+                check_weighable(self.pipeline.reduction)
             # Optax's names for the loss and the gradient, which some optimizers also take.
             extra = {
                 name: extra_args[name]
@@ -146,7 +142,7 @@ class Transformation:
                 shards,
                 declared=check_incoming(incoming),
                 extra=extra,
-                weight=self._weight(weight),
+                weight=None if weight is None else as_weight(weight),
                 params=params,
             )
             context = StageContext(
@@ -154,8 +150,7 @@ class Transformation:
                 self.pipeline.groups,
                 params,
                 extra_args,
-                # Per-example gradients do not have the shapes of the parameters yet.
-                self._arrays(updates if params is None else params, state.inner_state, shards),
+                self._arrays(like, state.inner_state, shards),
                 self.pipeline.divisor(shards.number),
             )
             reduced, after = self.pipeline.update(gradients, state, context)
@@ -185,12 +180,6 @@ class Transformation:
                 params,
             )
         return jax.tree.map(lambda placement: placement.spec(axes), placements)
-
-    def _weight(self, weight: Any) -> jax.Array | None:
-        if weight is None:
-            return None
-        check_weighable(self.pipeline.reduction)
-        return as_weight(weight)
 
     def _plan(self, params: Any, number_of_shards: int) -> UpdatePlan:
         return plan_update(
@@ -276,18 +265,20 @@ def _is_spec(leaf: Any) -> bool:
     return isinstance(leaf, PartitionSpec)
 
 
+def _maker_of(transformation: optax.GradientTransformation) -> str:
+    """The name of the function that makes a transformation."""
+    name = getattr(transformation.update, "__qualname__", type(transformation).__name__)
+    return name.split(".")[0]
+
+
 _ROOTS_OF_OTHERS = {
     "keras": "Keras",
     "tf_keras": "Keras",
     "tensorflow": "TensorFlow",
     "torch": "PyTorch",
 }
-_EQUIVALENTS = {
-    "adadelta": "adadelta", "adagrad": "adagrad", "adam": "adam", "adamax": "adamax",
-    "adamw": "adamw", "gradientdescent": "sgd", "lamb": "lamb", "lion": "lion",
-    "momentum": "sgd(lr, momentum)", "nadam": "nadam", "radam": "radam", "rmsprop": "rmsprop",
-    "rprop": "rprop", "sgd": "sgd", "adafactor": "adafactor", "lbfgs": "lbfgs",
-}  # fmt: skip
+# Where an optimizer of theirs has another name in Optax.
+_EQUIVALENTS = {"gradientdescent": "sgd", "momentum": "sgd(lr, momentum)"}
 
 
 def check_transformation(opt: Any, what: str = "The optimizer") -> optax.GradientTransformation:
@@ -303,7 +294,7 @@ def check_transformation(opt: Any, what: str = "The optimizer") -> optax.Gradien
         library = _ROOTS_OF_OTHERS.get(base.__module__.split(".")[0])
         if library:
             stem = given.__name__.lower().removesuffix("optimizer")
-            equivalent = _EQUIVALENTS.get(stem)
+            equivalent = _EQUIVALENTS.get(stem, stem if hasattr(optax, stem) else None)
             write = f"optax.{equivalent}" if equivalent else "an Optax optimizer"
             raise ArgumentTypeError(
                 f"{what} must be an Optax transformation; got {library}'s "
@@ -339,5 +330,4 @@ def check_preprocess(preprocess: Any) -> Stage | None:
             f"preprocess must be a stage; got the class {preprocess.__name__}. Call it."
         )
     transformation = check_transformation(preprocess, "preprocess")
-    name = getattr(transformation.update, "__qualname__", type(transformation).__name__)
-    return Preprocess(optax.with_extra_args_support(transformation), name.split(".")[0])
+    return Preprocess(optax.with_extra_args_support(transformation), _maker_of(transformation))
