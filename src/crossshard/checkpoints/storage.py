@@ -4,9 +4,7 @@ It takes half a second to import, and most programs save nothing: import it wher
 """
 
 import dataclasses
-import logging
 import math
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -72,7 +70,6 @@ class Writer:
             composite_options=ocp.CompositeOptions(async_options=options), **handlers
         )
         self._orbax = ocp.AsyncCheckpointer(composite, async_options=options)
-        _QUIET.begin()
 
     def start(
         self, folder: Path, arrays: list[jax.Array], notes: Callable[[], dict[str, str]]
@@ -84,7 +81,6 @@ class Writer:
         Orbax has the arrays on the host by then. There an array on a CPU device is not copied:
         while someone looks at its memory, JAX donates it to no one.
         """
-        _QUIET.folders.add(str(folder))
         named = {str(place): array for place, array in enumerate(arrays)}
         pieces = ocp.SaveArgs(chunk_byte_size=_PIECE)
         parts = {
@@ -100,44 +96,6 @@ class Writer:
     def close(self) -> None:
         """Wait, and end the threads."""
         self._orbax.close()
-        _QUIET.end()
-
-
-class _Quiet(logging.Filter):
-    """Leaves out what libraries print of failed writes, since ``wait`` raises it.
-
-    Orbax's threads log their errors, asyncio those of tasks that nobody waits for any more, and
-    TensorStore complains of each write whose thread has gone.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.folders: set[str] = set()
-        self._before: Any = None
-
-    def begin(self) -> None:
-        # They stay: asyncio logs a task when it is collected, which may be after the end.
-        for library in ("absl", "asyncio"):
-            logging.getLogger(library).addFilter(self)
-        if self._before is None:
-            self._before, sys.unraisablehook = sys.unraisablehook, self._unraisable
-
-    def end(self) -> None:
-        if self._before is not None and sys.unraisablehook == self._unraisable:
-            sys.unraisablehook, self._before = self._before, None
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno < logging.ERROR:
-            return True
-        return not any(folder in record.getMessage() for folder in self.folders)
-
-    def _unraisable(self, found: Any) -> None:
-        late = isinstance(found.exc_value, RuntimeError) and found.object is None
-        if not (late and str(found.exc_value) == "Event loop is closed"):
-            self._before(found)
-
-
-_QUIET = _Quiet()
 
 
 def read(folder: Path, leaves: Mapping[int, Leaf], number: int) -> dict[int, jax.Array]:

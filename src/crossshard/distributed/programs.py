@@ -1,14 +1,13 @@
 """Programs: whether all processes of a mesh are about to run the same one."""
 
 import dataclasses
-from collections.abc import Mapping
 from importlib.metadata import version
 
 import jax
 from jax.sharding import Mesh
 
 from crossshard._hash import crc32
-from crossshard.distributed.agreement import Disagreement, compare, processes_of
+from crossshard.distributed.agreement import Disagreement, compare, exchange, processes_of
 from crossshard.errors import ProgramMismatchError
 
 # Lines of a program that are compared at once, to find those that differ.
@@ -29,6 +28,7 @@ def check_same_program(lowered: jax.stages.Lowered, mesh: Mesh) -> None:
       mesh: the mesh that it runs on.
 
     Raises:
+      ArgumentError: a process has not reached this call, or is at another one.
       ProgramMismatchError: names the process that differs, and the first line that does.
 
     >>> import jax.numpy as jnp
@@ -48,16 +48,15 @@ def check_same_program(lowered: jax.stages.Lowered, mesh: Mesh) -> None:
         },
         mesh,
     )
-    if found is None and mesh.devices.flat[0].platform == "cpu":
-        # In its first run gloo connects the processes, and gives up if one is half a minute late.
-        lowered.compile()
-        found = compare("a compiled first step", dict, mesh)
     if found is None:
+        if mesh.devices.flat[0].platform == "cpu":
+            # In its first run gloo connects the processes, and gives up if one is half a minute
+            # late.
+            lowered.compile()
+            exchange("a compiled first step", "", mesh)
         return
     if found.name == "program":
         found = _first_line(lines, mesh) or found
-    if found.name is None:
-        raise ProgramMismatchError(found.what)
     odd = ", ".join(map(str, found.odd))
     which = f"process {odd} differs" if len(found.odd) == 1 else f"processes {odd} differ"
     raise ProgramMismatchError(
@@ -70,23 +69,17 @@ def check_same_program(lowered: jax.stages.Lowered, mesh: Mesh) -> None:
 
 def _first_line(lines: list[str], mesh: Mesh) -> Disagreement | None:
     """The first line that differs."""
+    # Numbers of one length, since what is given is compared in the order of its names.
     starts = range(0, len(lines), _BLOCK)
-    blocks = {f"block {start:08}": _checksum(lines[start : start + _BLOCK]) for start in starts}
+    blocks = {f"{start:08}": _checksum(lines[start : start + _BLOCK]) for start in starts}
     found = compare("the blocks of a program", lambda: blocks, mesh)
-    if found is None or found.name is None:
-        return found
-    start = int(found.name.removeprefix("block "))
-    found = compare("the lines of a program", lambda: _lines(lines, start), mesh)
-    if found is None or found.name is None:
-        return found
-    number = int(found.name.removeprefix("line "))
-    return dataclasses.replace(found, name=f"line {number} of the lowered step")
-
-
-def _lines(lines: list[str], start: int) -> Mapping[str, str]:
-    # Numbers of one length, since the names are compared in alphabetical order.
-    block = lines[start : start + _BLOCK]
-    return {f"line {start + 1 + n:08}": f"`{line.strip():.200}`" for n, line in enumerate(block)}
+    if found is None:
+        return None
+    block = range(int(found.name), min(int(found.name) + _BLOCK, len(lines)))
+    given = {f"{number + 1:08}": f"`{lines[number].strip():.200}`" for number in block}
+    found = compare("the lines of a program", lambda: given, mesh)
+    name = "" if found is None else f"line {int(found.name)} of the lowered step"
+    return found and dataclasses.replace(found, name=name)
 
 
 def _checksum(lines: list[str]) -> str:

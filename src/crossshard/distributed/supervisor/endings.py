@@ -114,32 +114,28 @@ class Family:
         self, own: int, code: int, left: dict[int, subprocess.Popen[bytes]]
     ) -> tuple[int, int | None, str]:
         """The code of a job in which a process has failed, which one was the first, and how."""
-        failed: int | None = own
-        verdict = None
         if code in _BECAUSE_OF_ANOTHER:
             self._wait_for_leaving(left)
             verdict = self._verdict()
-            failed = self._who_was_waited_for(left) if verdict is None else verdict.process
+            if verdict is None:
+                return code, None, f"process {own} ended with code {code}; the others are ended"
             # They may see a death before this process can ask for its code.
-            if failed is not None and self.processes[failed].returncode:
-                own, code = failed, self.processes[failed].returncode
-        if verdict is not None and code in _BECAUSE_OF_ANOTHER:
-            what = verdict.sentence().partition(". ")[0].rstrip(".")
-            return code, failed, f"{what}; the others are ended"
+            own, code = verdict.process, self.processes[verdict.process].returncode or code
+            if code in _BECAUSE_OF_ANOTHER:
+                what = verdict.sentence().partition(". ")[0].rstrip(".")
+                return code, own, f"{what}; the others are ended"
         how = f"with code {code}" if code > 0 else f"by {signal.Signals(-code).name}"
-        shown = code if code > 0 else 128 - code
-        return shown, failed, f"process {own} ended {how}; the others are ended"
+        return (
+            code if code > 0 else 128 - code,
+            own,
+            f"process {own} ended {how}; the others are ended",
+        )
 
     def _wait_for_leaving(self, left: dict[int, subprocess.Popen[bytes]]) -> None:
         until = min(self._until, time.monotonic() + _LEAVING_SECONDS)
         while time.monotonic() < until and any(each.poll() is None for each in left.values()):
             self.pass_on()
             time.sleep(_EVERY)
-
-    def _who_was_waited_for(self, left: dict[int, subprocess.Popen[bytes]]) -> int | None:
-        """The process that does not leave, or with another code, where none of them has said it."""
-        codes = {own: process.poll() for own, process in left.items()}
-        return next((own for own, code in codes.items() if code not in _BECAUSE_OF_ANOTHER), None)
 
     def _verdict(self) -> Verdict | None:
         """Why they leave: what process 0 says, which judges, or else the first that says it."""
@@ -149,8 +145,8 @@ class Family:
             return None
         said = [line.partition(" ") for line in text.splitlines()]
         said.sort(key=lambda words: words[0] != "0")
-        found = (Verdict.parse(text, len(self.processes)) for _, _, text in said)
-        return next((verdict for verdict in found if verdict is not None), None)
+        found = (Verdict.parse(text) for _, _, text in said)
+        return next((each for each in found if each and each.process < len(self.processes)), None)
 
 
 def _send(process: subprocess.Popen[bytes], number: int) -> None:
