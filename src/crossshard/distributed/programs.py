@@ -1,6 +1,5 @@
 """Programs: whether all processes of a mesh are about to run the same one."""
 
-import dataclasses
 from importlib.metadata import version
 
 import jax
@@ -10,8 +9,8 @@ from crossshard._hash import crc32
 from crossshard.distributed.agreement import Disagreement, compare, exchange, processes_of
 from crossshard.errors import ProgramMismatchError
 
-# Lines of a program that are compared at once, to find those that differ.
-_BLOCK = 64
+# Lines of a program that are compared, to find the first that differs.
+_MOST = 500_000
 
 
 def check_same_program(lowered: jax.stages.Lowered, mesh: Mesh) -> None:
@@ -37,14 +36,14 @@ def check_same_program(lowered: jax.stages.Lowered, mesh: Mesh) -> None:
     """
     if len(processes_of(mesh)) == 1:
         return
-    lines = lowered.as_text().splitlines()
+    text = lowered.as_text()
     devices = [device.id for device in mesh.devices.flat]
     found = compare(
         "a first step",
         lambda: {
             "mesh": f"{dict(mesh.shape)} of devices {devices}",
             "JAX": f"{jax.__version__} with jaxlib {version('jaxlib')}",
-            "program": _checksum(lines),
+            "program": f"checksum {crc32(text)} of {text.count(chr(10))} lines",
         },
         mesh,
     )
@@ -56,7 +55,7 @@ def check_same_program(lowered: jax.stages.Lowered, mesh: Mesh) -> None:
             exchange("a compiled first step", "", mesh)
         return
     if found.name == "program":
-        found = _first_line(lines, mesh) or found
+        found = _first_line(text.splitlines(), mesh) or found
     odd = ", ".join(map(str, found.odd))
     which = f"process {odd} differs" if len(found.odd) == 1 else f"processes {odd} differ"
     raise ProgramMismatchError(
@@ -70,17 +69,11 @@ def check_same_program(lowered: jax.stages.Lowered, mesh: Mesh) -> None:
 def _first_line(lines: list[str], mesh: Mesh) -> Disagreement | None:
     """The first line that differs."""
     # Numbers of one length, since what is given is compared in the order of its names.
-    starts = range(0, len(lines), _BLOCK)
-    blocks = {f"{start:08}": _checksum(lines[start : start + _BLOCK]) for start in starts}
-    found = compare("the blocks of a program", lambda: blocks, mesh)
+    sums = {f"{number:08}": crc32(line) for number, line in enumerate(lines[:_MOST], 1)}
+    found = compare("the lines of a program", lambda: sums, mesh)
     if found is None:
         return None
-    block = range(int(found.name), min(int(found.name) + _BLOCK, len(lines)))
-    given = {f"{number + 1:08}": f"`{lines[number].strip():.200}`" for number in block}
-    found = compare("the lines of a program", lambda: given, mesh)
-    name = "" if found is None else f"line {int(found.name)} of the lowered step"
-    return found and dataclasses.replace(found, name=name)
-
-
-def _checksum(lines: list[str]) -> str:
-    return f"checksum {crc32(chr(10).join(lines))} of {len(lines)} lines"
+    number = int(found.name)
+    line = f"`{lines[number - 1].strip():.200}`" if number <= len(lines) else "nothing"
+    given = {f"line {number} of the lowered step": line}
+    return compare("a line of a program", lambda: given, mesh)
