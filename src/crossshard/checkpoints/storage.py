@@ -71,7 +71,13 @@ def checkpointer() -> ocp.AsyncCheckpointer:
     # Orbax's threads log their errors, and asyncio those of tasks that nobody waits for any more.
     for library in ("absl", "asyncio"):
         logging.getLogger(library).addFilter(_is_told)
-    handlers = {_ARRAYS: ocp.PyTreeCheckpointHandler(), FOLDER: _NotesHandler()}
+    # Of an array that several devices have one writes it, instead of each a slice, which is a copy.
+    of_arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, of_arrays))
+    handlers = {
+        _ARRAYS: ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
+        FOLDER: _NotesHandler(),
+    }
     # Else threads that write wait ten minutes, also at exit, for one that cannot make a folder.
     options = ocp.AsyncOptions(create_directories_asynchronously=False)
     composite = ocp.CompositeCheckpointHandler(

@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 
 from crossshard._hash import crc32
 from crossshard.distributed.agreement import Disagreement, compare, exchange, processes_of
-from crossshard.errors import ProgramMismatchError
+from crossshard.errors import ArgumentError, ProgramMismatchError
 
 # Lines of a program that are compared, to find the first that differs.
 _MOST = 500_000
@@ -27,8 +27,8 @@ def check_same_program(lowered: jax.stages.Lowered, mesh: Mesh) -> None:
       mesh: the mesh that it runs on.
 
     Raises:
-      ArgumentError: a process has not reached this call, or is at another one.
-      ProgramMismatchError: names the process that differs, and the first line that does.
+      ProgramMismatchError: names the process that differs, and the first line that does; or the
+        one that has not reached this call, or is at another one.
 
     >>> import jax.numpy as jnp
     >>> lowered = jax.jit(jnp.sin).lower(1.0)
@@ -36,26 +36,12 @@ def check_same_program(lowered: jax.stages.Lowered, mesh: Mesh) -> None:
     """
     if len(processes_of(mesh)) == 1:
         return
-    text = lowered.as_text()
-    devices = [device.id for device in mesh.devices.flat]
-    found = compare(
-        "a first step",
-        lambda: {
-            "mesh": f"{dict(mesh.shape)} of devices {devices}",
-            "JAX": f"{jax.__version__} with jaxlib {version('jaxlib')}",
-            "program": f"checksum {crc32(text)} of {text.count(chr(10))} lines",
-        },
-        mesh,
-    )
+    try:
+        found = _difference(lowered, mesh)
+    except ArgumentError as error:
+        raise ProgramMismatchError(str(error)) from None
     if found is None:
-        if mesh.devices.flat[0].platform == "cpu":
-            # In its first run gloo connects the processes, and gives up if one is half a minute
-            # late.
-            lowered.compile()
-            exchange("a compiled first step", "", mesh)
         return
-    if found.name == "program":
-        found = _first_line(text.splitlines(), mesh) or found
     odd = ", ".join(map(str, found.odd))
     which = f"process {odd} differs" if len(found.odd) == 1 else f"processes {odd} differ"
     raise ProgramMismatchError(
@@ -64,6 +50,24 @@ def check_same_program(lowered: jax.stages.Lowered, mesh: Mesh) -> None:
         f"must build the same step, with the same optimizer, options and shapes; only the rows of "
         f"the batch are its own."
     )
+
+
+def _difference(lowered: jax.stages.Lowered, mesh: Mesh) -> Disagreement | None:
+    text = lowered.as_text()
+    devices = [device.id for device in mesh.devices.flat]
+    given = {
+        "mesh": f"{dict(mesh.shape)} of devices {devices}",
+        "JAX": f"{jax.__version__} with jaxlib {version('jaxlib')}",
+        "program": f"checksum {crc32(text)} of {text.count(chr(10))} lines",
+    }
+    found = compare("a first step", lambda: given, mesh)
+    if found is None and mesh.devices.flat[0].platform == "cpu":
+        # In its first run gloo connects the processes, and gives up if one is half a minute late.
+        lowered.compile()
+        exchange("a compiled first step", "", mesh)
+    if found is not None and found.name == "program":
+        found = _first_line(text.splitlines(), mesh) or found
+    return found
 
 
 def _first_line(lines: list[str], mesh: Mesh) -> Disagreement | None:
