@@ -118,8 +118,6 @@ _ROUNDS = (
 )
 # One odd factor for each of the two halves, so that no two positions collide in both.
 _STEPS = (0x9E3779B1, 0x85EBCA77)
-# Smaller arrays are hashed with numpy: a compilation for their shape takes longer.
-_FEW = 1 << 18
 # Numpy's intermediate results of so many elements stay in a core's cache.
 _BLOCK = 1 << 15
 
@@ -149,26 +147,24 @@ def hash_of(x: jax.Array) -> str:
     >>> hash_of(x) == hash_of(x + 0), hash_of(x) == hash_of(x[::-1])
     (True, False)
     """
-    return hash_later(x, on_host=x.is_fully_addressable and x.size < _FEW)()
+    return hash_later(x)()
 
 
-def hash_later(x: jax.Array, *, on_host: bool) -> Callable[[], str]:
+def hash_later(x: jax.Array) -> Callable[[], str]:
     """A function that returns the hash of an array, which may be donated meanwhile.
 
-    Args:
-      x: the array.
-      on_host: whether to hash with numpy, when the function is called, what the host has or gets
-        now; else the devices do it next, and the function waits for them.
+    What the host has is hashed with numpy when the function is called. Other arrays are hashed by
+    their devices, which do it next, and the function waits for them.
     """
     if x.is_fully_replicated:
         # Of the copy that is written, and without the same work on every device.
         copies = {shard.replica_id: shard.data for shard in x.addressable_shards}
         x = copies[min(copies)]
-    if not on_host:
+    if not _is_on_host(x):
         with _jax.in_place_of_the_users_mesh(_mesh_of(x)):
             halves = _on_devices(x)
         return lambda: _text(*jax.device_get(halves))
-    # Where the device is this CPU, a view: while there is one, JAX leaves its memory alone.
+    # Views: while there is one, JAX leaves the memory alone.
     parts = [
         (np.asarray(shard.data), tuple(along.start or 0 for along in shard.index))
         for shard in x.addressable_shards
@@ -180,6 +176,12 @@ def hash_later(x: jax.Array, *, on_host: bool) -> Callable[[], str]:
         return _text(*(sum(int(each[half]) for each in found) % 2**32 for half in (0, 1)))
 
     return add_up
+
+
+def _is_on_host(x: jax.Array) -> bool:
+    """Whether the host can read all of an array without a copy."""
+    devices: Any = x.sharding.device_set
+    return x.is_fully_addressable and all(device.platform == "cpu" for device in devices)
 
 
 def _mesh_of(x: jax.Array) -> Mesh:

@@ -94,7 +94,7 @@ class Saving:
         try:
             with _jax.in_place_of_the_users_mesh(layout.mesh):
                 arrays = list(map(to_disk, leaves, jax.tree.leaves(state)))
-            hashes = [hash_later(x, on_host=_is_on_host(x)) for x in arrays]
+            hashes = [hash_later(x) for x in arrays]
             files = lambda: {FILE: json.dumps(_completed(manifest, hashes)), **notes}
             # Here and not above: it imports Orbax.
             from crossshard.checkpoints import storage
@@ -210,9 +210,3 @@ def _completed(manifest: Manifest, hashes: list[Callable[[], str]]) -> dict[str,
         for leaf, of_it in zip(manifest.leaves, hashes, strict=True)
     ]
     return dataclasses.replace(manifest, leaves=leaves).to_json()
-
-
-def _is_on_host(x: jax.Array) -> bool:
-    """Whether the host can read all of an array without a copy."""
-    devices: Any = x.sharding.device_set
-    return x.is_fully_addressable and all(device.platform == "cpu" for device in devices)

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from crossshard.distributed.supervisor.reports import PROCESS_LOST, PROCESS_STALLED, Verdict
@@ -115,10 +115,7 @@ class Family:
             for process in self.processes:
                 if process.poll() is None:
                     _send(process, signal.SIGTERM)
-        until = min(self._until, time.monotonic() + self._grace)
-        while time.monotonic() < until and any(each.poll() is None for each in self.processes):
-            self.pass_on()
-            time.sleep(_EVERY)
+        self._wait_for(self.processes, self._grace)
         for process in self.processes:
             _send(process, signal.SIGKILL)
             process.wait()
@@ -127,7 +124,7 @@ class Family:
         """The ending of a job in which a process has failed, perhaps because of another one."""
         others = "the others are ended"
         if code in _BECAUSE_OF_ANOTHER:
-            self._wait_for_leaving(left)
+            self._wait_for(left.values(), _LEAVING_SECONDS)
             verdict = self._verdict()
             if verdict is None:
                 return Ending(code, None, f"process {own} ended with code {code}; {others}")
@@ -139,9 +136,10 @@ class Family:
         how = f"with code {code}" if code > 0 else f"by {signal.Signals(-code).name}"
         return Ending(code if code > 0 else 128 - code, own, f"process {own} ended {how}; {others}")
 
-    def _wait_for_leaving(self, left: dict[int, subprocess.Popen[bytes]]) -> None:
-        until = min(self._until, time.monotonic() + _LEAVING_SECONDS)
-        while time.monotonic() < until and any(each.poll() is None for each in left.values()):
+    def _wait_for(self, processes: Iterable[subprocess.Popen[bytes]], seconds: float) -> None:
+        """Wait until these have ended, or their time is over."""
+        until = min(self._until, time.monotonic() + seconds)
+        while time.monotonic() < until and any(each.poll() is None for each in processes):
             self.pass_on()
             time.sleep(_EVERY)
 
