@@ -9,15 +9,15 @@ import jax
 from jax.sharding import Mesh
 
 from crossshard import _jax
-from crossshard._hash import hash_later, sha256
+from crossshard._hash import crc32, hash_later
 from crossshard.checkpoints.folder import Folder, in_words
 from crossshard.checkpoints.keeping import Keeping
 from crossshard.checkpoints.leaves import leaves_of, to_disk
 from crossshard.checkpoints.lock import Lock
 from crossshard.checkpoints.manifest import FILE, Fingerprint, Manifest, WrittenLeaf
 from crossshard.checkpoints.match import groups_of
-from crossshard.distributed.agreement import exchange
-from crossshard.errors import ArgumentError, CheckpointError
+from crossshard.distributed.agreement import check_agreement, exchange
+from crossshard.errors import CheckpointError
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 
@@ -68,6 +68,7 @@ class Saving:
           notes: texts to write beside the manifest, by the names of their files.
 
         Raises:
+          ArgumentError: the processes would write different states or data.
           CheckpointError: it cannot be written, or the one before could not be.
         """
         self._finish()
@@ -84,7 +85,16 @@ class Saving:
             [WrittenLeaf(leaf.path, leaf.on_disk.shape, leaf.dtype, "") for leaf in leaves],
             data,
         )
-        reason = _agreed(self._why_not(), manifest, self._mesh)
+        check_agreement(
+            "save",
+            lambda: {
+                "a state": _sum(dataclasses.replace(manifest, data=None).to_json()),
+                "data": _sum(data),
+            },
+            self._mesh,
+            "Every process passes the same; where all of them stand is one dict.",
+        )
+        reason = exchange("save", self._why_not(), self._mesh)[0]
         if reason:
             raise CheckpointError(
                 f"Checkpoint {number} cannot be written to {self._folder.path}: {reason}."
@@ -182,25 +192,8 @@ class Saving:
         return f" Checkpoint {good[-1]} is the last one that was, and is as it was."
 
 
-def _agreed(reason: str, manifest: Manifest, mesh: Mesh) -> str:
-    """The first process's reason not to write; empty if it can.
-
-    Raises:
-      ArgumentError: the processes would write different states or data.
-    """
-    body = manifest.to_json()
-    state = {**body, "data": None, "sha256": None}
-    said = json.dumps([reason, sha256(state), sha256(body)])
-    all_said = [json.loads(each) for each in exchange("save", said, mesh)]
-    first = all_said[0]
-    for process, own in enumerate(all_said):
-        if own[1:] != first[1:]:
-            what = "data" if own[1] == first[1] else "a state"
-            raise ArgumentError(
-                f"To save, process {process} of the mesh passed {what} other than the first one. "
-                f"Every process passes the same; where all of them stand is one dict."
-            )
-    return str(first[0])
+def _sum(value: Any) -> str:
+    return f"checksum {crc32(json.dumps(value, sort_keys=True))}"
 
 
 def _completed(manifest: Manifest, hashes: list[Callable[[], str]]) -> dict[str, Any]:
