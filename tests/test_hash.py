@@ -11,29 +11,12 @@ from jax.sharding import PartitionSpec as P
 from crossshard import _hash
 from crossshard._hash import from_words, hash_of, to_words, word_of
 
-# In a step: against numpy, and against faults that a plain sum would miss.
+# The bits of arrays.
 
 DTYPES = (
     "bool int4 uint4 int8 uint8 int16 int32 uint32 float8_e4m3fn float8_e5m2 bfloat16 float16 "
     "float32 complex64"
 ).split()
-
-
-def expected(x: np.ndarray) -> int:
-    """The hash of a float32 array, in Python's integers."""
-    total = 0
-    for index, word in enumerate(x.reshape(-1).view(np.uint32).tolist()):
-        mixed = word ^ (index * 0x9E3779B9) % 2**32
-        mixed = (mixed ^ (mixed >> 16)) * 0x85EBCA6B % 2**32
-        mixed = (mixed ^ (mixed >> 13)) * 0xC2B2AE35 % 2**32
-        total += mixed ^ (mixed >> 16)
-    return total % 2**32
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (3, 4), (2, 3, 5)])
-def test_a_word_is_what_python_computes(shape: tuple[int, ...]):
-    x = np.float32(np.random.default_rng(0).normal(size=shape))
-    assert int(word_of(x)) == expected(x)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -70,35 +53,7 @@ def test_64_bits():
             np.testing.assert_array_equal(from_words(words, x), x)
 
 
-def test_a_word_sees_every_pair_of_flipped_signs():
-    x = np.float32(np.random.default_rng(2).normal(size=(6, 10)))
-    clean = int(word_of(x))
-    flipped = []
-    for one in range(x.size):
-        for other in range(one):
-            signs = np.ones(x.size, np.float32)
-            signs[[one, other]] = -1
-            flipped.append(x * signs.reshape(x.shape))
-    found = jax.jit(jax.vmap(word_of))(np.stack(flipped))
-    assert clean not in np.asarray(found).tolist()
-
-
-def test_a_word_sees_every_single_bit():
-    x = np.float32(np.random.default_rng(3).normal(size=33))
-    bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
-    flipped = np.stack([x.view(np.uint32)] * 33 * 32)
-    flipped[np.arange(33 * 32), np.repeat(np.arange(33), 32)] ^= np.tile(bits, 33)
-    found = jax.jit(jax.vmap(word_of))(flipped.view(np.float32))
-    assert int(word_of(x)) not in np.asarray(found).tolist()
-
-
-def test_a_word_sees_elements_that_change_places():
-    x = np.float32(np.arange(12)).reshape(3, 4)
-    assert int(word_of(x)) != int(word_of(x[::-1]))
-    assert int(word_of(x)) != int(word_of(np.ascontiguousarray(x[:, ::-1])))
-
-
-# On disk.
+# In a step and on disk.
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(16, 24)).astype(np.float32)
@@ -145,6 +100,8 @@ def test_every_kind_of_array(dtype: str):
     x = jnp.asarray(RNG.integers(0, 2, size=(5, 7))).astype(dtype)
     changed = x.at[3, 2].set(x[3, 2] == 0)
     assert hash_of(x) == with_devices(x) != hash_of(changed)
+    # In a step, its first half.
+    assert f"{int(word_of(x)):08x}" == hash_of(x)[:8] != hash_of(changed)[:8]
     assert hash_of(x[:0]) == hash_of(x[:, :0])
 
 
@@ -166,7 +123,7 @@ def test_no_flip_of_one_or_two_bits_or_signs_goes_unnoticed():
             other.reshape(-1).view(np.uint32)[k] ^= np.uint32(1 << bit)
         seen.add(_of_host(other))
     distinct = {tuple(sorted(set(group))) for group in [*((f,) for f in flips), *pairs, *signs]}
-    assert len(seen) == 1 + len(distinct)
+    assert len(seen) == len({each[:8] for each in seen}) == 1 + len(distinct)
 
 
 def test_swapped_rows_and_elements_are_found():
@@ -175,8 +132,8 @@ def test_swapped_rows_and_elements_are_found():
         for b in range(a):
             rows = X.copy()
             rows[[a, b]] = rows[[b, a]]
-            assert _of_host(rows) != clean
-    assert _of_host(X.T.copy()) != clean
+            assert _of_host(rows)[:8] != clean[:8]
+    assert _of_host(X.T.copy())[:8] != clean[:8]
 
 
 def _of_host(x: np.ndarray) -> str:

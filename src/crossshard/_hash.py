@@ -2,8 +2,8 @@
 
 | of what | how many bits | name |
 |---|---|---|
-| an array, inside of a compiled step | 32 | ``word_of`` |
 | an array, however it is split, for a checkpoint | 64 | ``hash_of``, ``hash_later`` |
+| an array, inside of a compiled step | half of these | ``word_of`` |
 | a pytree that each process has in full, to compare them | 32 | ``checksum`` |
 | a text, to make it short | 32 | ``crc32`` |
 | texts and numbers, to tell them from others | 256 | ``sha256`` |
@@ -109,38 +109,7 @@ def from_words(words: jax.Array, like: Any) -> jax.Array:
     return lax.bitcast_convert_type(words if bits > 32 else words.astype(f"uint{bits}"), dtype)
 
 
-# Arrays inside of a step.
-
-
-def word_of(x: Any) -> jax.Array:
-    """uint32[]: the sum over all elements of their bits, mixed with their index.
-
-    For each index the mixing is a bijection, so that a change of one word is never missed. Changes
-    of several cancel each other in one of 2**32 cases: a plain sum, or one weighted by the index,
-    would miss every pair of flipped signs. The constants are those of MurmurHash3 (Appleby 2011).
-
-    >>> x = jnp.array([1.0, 2.0])
-    >>> bool(word_of(x) == word_of(x[::-1])), bool(word_of(x) == word_of(-x))
-    (False, False)
-    """
-    words = to_words(x)
-    mixed = words ^ (_index(words.shape) * jnp.uint32(0x9E3779B9))
-    mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(0x85EBCA6B)
-    mixed = (mixed ^ (mixed >> 13)) * jnp.uint32(0xC2B2AE35)
-    return jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32)
-
-
-def _index(shape: tuple[int, ...]) -> jax.Array:
-    """uint32[…]: the index of each element in row-major order."""
-    # Without a reshape, which would copy arrays that TPUs keep in tiles.
-    index, stride = jnp.zeros(shape, jnp.uint32), 1
-    for axis in reversed(range(len(shape))):
-        index += lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride % 2**32)
-        stride *= shape[axis]
-    return index
-
-
-# Arrays on disk.
+# Arrays in a step and on disk.
 
 # A shift and a factor for each round, which mix all bits: of MurmurHash3, and of "lowbias32".
 _ROUNDS = (
@@ -149,10 +118,21 @@ _ROUNDS = (
 )
 # One odd factor for each of the two halves, so that no two positions collide in both.
 _STEPS = (0x9E3779B1, 0x85EBCA77)
-# Smaller arrays are hashed with numpy: a compilation for their shape takes longer.
-_FEW = 1 << 18
 # Numpy's intermediate results of so many elements stay in a core's cache.
 _BLOCK = 1 << 15
+
+
+def word_of(x: Any) -> jax.Array:
+    """uint32[]: the first half of an array's hash, inside of a compiled step.
+
+    A change of one 32-bit word is never missed: for each position the mixing is a bijection.
+    Changes of several cancel each other in one of 2**32 cases.
+
+    >>> x = jnp.array([1.0, 2.0])
+    >>> bool(word_of(x) == word_of(x[::-1])), bool(word_of(x) == word_of(-x))
+    (False, False)
+    """
+    return cast(jax.Array, _half(_each(to_words(x), x.ndim), _places(x.shape, 0), 0, jnp))
 
 
 def hash_of(x: jax.Array) -> str:
@@ -167,26 +147,24 @@ def hash_of(x: jax.Array) -> str:
     >>> hash_of(x) == hash_of(x + 0), hash_of(x) == hash_of(x[::-1])
     (True, False)
     """
-    return hash_later(x, on_host=x.is_fully_addressable and x.size < _FEW)()
+    return hash_later(x)()
 
 
-def hash_later(x: jax.Array, *, on_host: bool) -> Callable[[], str]:
+def hash_later(x: jax.Array) -> Callable[[], str]:
     """A function that returns the hash of an array, which may be donated meanwhile.
 
-    Args:
-      x: the array.
-      on_host: whether to hash with numpy, when the function is called, what the host has or gets
-        now; else the devices do it next, and the function waits for them.
+    What the host has is hashed with numpy when the function is called. Other arrays are hashed by
+    their devices, which do it next, and the function waits for them.
     """
     if x.is_fully_replicated:
         # Of the copy that is written, and without the same work on every device.
         copies = {shard.replica_id: shard.data for shard in x.addressable_shards}
         x = copies[min(copies)]
-    if not on_host:
+    if not _is_on_host(x):
         with _jax.in_place_of_the_users_mesh(_mesh_of(x)):
             halves = _on_devices(x)
         return lambda: _text(*jax.device_get(halves))
-    # Where the device is this CPU, a view: while there is one, JAX leaves its memory alone.
+    # Views: while there is one, JAX leaves the memory alone.
     parts = [
         (np.asarray(shard.data), tuple(along.start or 0 for along in shard.index))
         for shard in x.addressable_shards
@@ -198,6 +176,12 @@ def hash_later(x: jax.Array, *, on_host: bool) -> Callable[[], str]:
         return _text(*(sum(int(each[half]) for each in found) % 2**32 for half in (0, 1)))
 
     return add_up
+
+
+def _is_on_host(x: jax.Array) -> bool:
+    """Whether the host can read all of an array without a copy."""
+    devices: Any = x.sharding.device_set
+    return x.is_fully_addressable and all(device.platform == "cpu" for device in devices)
 
 
 def _mesh_of(x: jax.Array) -> Mesh:

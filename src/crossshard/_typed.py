@@ -1,6 +1,7 @@
 """Typed: what JSON has read, as the dataclass that it must be; nobody vouches for such a text."""
 
 import dataclasses
+import enum
 import types
 import typing
 from typing import Any
@@ -10,7 +11,7 @@ def typed(kind: Any, value: Any) -> Any:
     """What JSON has read, as a value of an annotation.
 
     Args:
-      kind: a dataclass, or one of int from 0, str, list, tuple, dict, ``… | None`` and Any.
+      kind: a dataclass, int from 0, str, a StrEnum, list, tuple, dict, ``… | None`` or Any.
       value: what was read.
 
     Raises:
@@ -26,6 +27,8 @@ def typed(kind: Any, value: Any) -> Any:
             return kind(**{name: typed(hints[name], value[name]) for name in hints})  # type: ignore[operator]
     elif origin is types.UnionType:
         return None if value is None else typed(of[0], value)
+    elif isinstance(kind, enum.EnumType):
+        return kind(value)
     elif origin in (list, tuple) and isinstance(value, list):
         return origin(typed(of[0], each) for each in value)
     elif origin is dict and isinstance(value, dict):

@@ -1,6 +1,7 @@
 """A model, its steps and its batches, which the tests of checkpoints share."""
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from crossshard import TrainStep, make_train_step
+from crossshard import Checkpoints, TrainStep, make_train_step
 
 _rng = np.random.default_rng(0)
 # Split along an axis, padded for any number of shards, and not split at all.
@@ -61,3 +62,15 @@ def check_same_bits(one: list[np.ndarray], other: list[np.ndarray]) -> None:
     for a, b in zip(one, other, strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         assert a.tobytes() == b.tobytes()
+
+
+def write(folder: Path, number: int) -> dict[int, list[np.ndarray]]:
+    """Save after each of so many steps; the arrays of each checkpoint."""
+    step, found = step_on(2), {}
+    state = step.init(PARAMS)
+    with Checkpoints(folder, step) as checkpoints:
+        for at, x in enumerate(XS[:number], 1):
+            state, _ = step(state, x)
+            found[at] = arrays(step, state)
+            checkpoints.save(state, {"at": at})
+    return found

@@ -20,7 +20,6 @@ from crossshard.errors import (
     ArgumentError,
     ArgumentTypeError,
     CheckpointMismatchError,
-    CheckpointWarning,
 )
 from tests.checkpoints.common import PARAMS, XS, arrays, check_same_bits, loss_fn, step_on, trained
 
@@ -210,40 +209,6 @@ def test_what_else_a_state_holds(tmp_path: Path):
 # Saving.
 
 
-def test_the_newest_are_kept(tmp_path: Path):
-    step = step_on(2)
-    state = trained(step, 1)
-    with Checkpoints(tmp_path, step, keep=2) as checkpoints:
-        assert checkpoints.restore_latest(state) is None
-        for x in XS[1:5]:
-            checkpoints.save(state, {"step": int(state.step)})
-            state, _ = step(state, x)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["00000003", "00000004"]
-    _, data = Checkpoints(tmp_path, step).restore_latest(state)
-    assert data == {"step": 4}
-
-
-def test_the_step_may_donate_the_state_while_it_is_written(tmp_path: Path):
-    step = step_on(8)
-    state = trained(step, 1)
-    before = arrays(step, state)
-    with Checkpoints(tmp_path, step) as checkpoints:
-        checkpoints.save(state)
-        for x in XS[1:]:
-            state, _ = step(state, x)
-    check_same_bits(arrays(step, restored(tmp_path, step)), before)
-
-
-def test_two_saves_of_one_step_are_two_checkpoints(tmp_path: Path):
-    step = step_on(2)
-    state = trained(step, 1)
-    with Checkpoints(tmp_path, step) as checkpoints:
-        checkpoints.save(state, "first")
-        checkpoints.save(state, "second")
-    found, data = Checkpoints(tmp_path, step).restore_latest(state)
-    assert (int(found.step), data) == (1, "second")
-
-
 def test_another_runs_checkpoints_are_not_overwritten(tmp_path: Path):
     step = step_on(2)
     state = trained(step, 1)
@@ -265,45 +230,6 @@ def test_the_users_mesh_does_not_matter(tmp_path: Path):
 
 
 # Refusals.
-
-
-def other_steps() -> dict[str, tuple[Any, Any, str]]:
-    step = lambda optimizer: make_train_step(loss_fn, optimizer, num_shards=2)
-    half = jax.tree.map(jnp.bfloat16, PARAMS)
-    wide = PARAMS | {"odd": np.zeros((37, 30), np.float32)}
-    more = PARAMS | {"scale": np.ones(2, np.float32)}
-    fewer = {"even": PARAMS["even"], "odd": PARAMS["odd"], "bias": {"b": PARAMS["bias"]}}
-    adam = optax.adamw(0.01, eps=1e-4)
-    return {
-        "sgd": (
-            step(optax.sgd(0.1)),
-            PARAMS,
-            "state is ScaleByAdamState, .* this one's EmptyState",
-        ),
-        "nadamw": (step(optax.nadamw(0.01)), PARAMS, "the operations of its update differ"),
-        "lamb": (step(optax.lamb(0.01)), PARAMS, "state is ScaleByAdamState"),
-        "dtype": (step(adam), half, r"\.params\['bias'\] is float32 in it, and bfloat16 here"),
-        "shape": (step(adam), wide, r"\.params\['odd'\] has the shape \(37, 29\)"),
-        "more": (step(adam), more, r"it has no \.params\['scale'\]"),
-        "another": (step(adam), fewer, r"it has no \.params\['bias'\]\['b'\]"),
-    }
-
-
-def test_another_model_optimizer_or_dtype_is_refused_by_name(tmp_path: Path):
-    step = step_on(2, "sharded", "adamw")
-    saved(tmp_path, step, trained(step, 1))
-    for name, (other, params, message) in other_steps().items():
-        with pytest.raises(CheckpointMismatchError, match=message):
-            print(name, restored(tmp_path, other, params))
-    # Another learning rate is the same optimizer, and is said.
-    faster = make_train_step(loss_fn, optax.adamw(0.5, eps=1e-4), num_shards=2)
-    with pytest.warns(CheckpointWarning, match=r"it has mul\(-0\.01, x\).* this one mul\(-0\.5, x"):
-        assert int(restored(tmp_path, faster).step) == 1
-    keyed = step.init(PARAMS, jax.random.key(0, impl="rbg"))
-    with pytest.raises(
-        CheckpointMismatchError, match="random key is of threefry2x32, and here of rbg"
-    ):
-        Checkpoints(tmp_path, step).restore_latest(keyed)
 
 
 @pytest.mark.parametrize(

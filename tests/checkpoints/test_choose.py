@@ -19,20 +19,23 @@ from crossshard.errors import (
     CheckpointMismatchError,
     CheckpointWarning,
 )
-from tests.checkpoints.common import PARAMS, XS, arrays, check_same_bits, loss_fn, step_on, trained
+from tests.checkpoints.common import (
+    PARAMS,
+    XS,
+    arrays,
+    check_same_bits,
+    loss_fn,
+    step_on,
+    trained,
+    write,
+)
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Any]]:
-    """A folder with checkpoints 1, 2 and 3, and the arrays of each."""
-    folder, step, found = tmp_path_factory.mktemp("run"), step_on(2), {}
-    state = step.init(PARAMS)
-    with Checkpoints(folder, step) as checkpoints:
-        for x in XS[:3]:
-            state, _ = step(state, x)
-            found[int(state.step)] = arrays(step, state)
-            checkpoints.save(state, {"at": int(state.step)})
-    return folder, found
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, list[Any]]]:
+    """A folder with checkpoints 1 to 3, and the arrays of each."""
+    folder = tmp_path_factory.mktemp("run")
+    return folder, write(folder, 3)
 
 
 @pytest.fixture

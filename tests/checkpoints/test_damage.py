@@ -14,22 +14,16 @@ from crossshard import Checkpoints
 from crossshard._hash import sha256
 from crossshard.checkpoints.manifest import MOST_BYTES, Damaged, read_manifest
 from crossshard.errors import CheckpointDamagedError, CheckpointMismatchError, CheckpointWarning
-from tests.checkpoints.common import PARAMS, XS, arrays, check_same_bits, step_on, trained
+from tests.checkpoints.common import PARAMS, arrays, check_same_bits, step_on, write
 
 STEP = lambda: step_on(2)
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, list[Any]]]:
-    """A folder with checkpoints 1 and 2, and the arrays of each."""
-    folder, step, found = tmp_path_factory.mktemp("run"), STEP(), {}
-    state = trained(step, 1)
-    with Checkpoints(folder, step) as checkpoints:
-        for number in (1, 2):
-            found[number] = arrays(step, state)
-            checkpoints.save(state, {"at": number})
-            state, _ = step(state, XS[1])
-    return folder, found
+    """A folder with checkpoints 1 to 2, and the arrays of each."""
+    folder = tmp_path_factory.mktemp("run")
+    return folder, write(folder, 2)
 
 
 @pytest.fixture

@@ -181,7 +181,7 @@ def test_an_error_in_the_loop_is_not_hidden_by_one_of_the_checkpoint(tmp_path: P
     def loop() -> None:
         with Checkpoints(tmp_path, step) as checkpoints:
             checkpoints.save(state)
-            checkpoints._saving._writer.wait = lambda: full()  # type: ignore[union-attr,method-assign]
+            checkpoints._saving._orbax.wait_until_finished = full  # type: ignore[union-attr,method-assign]
             raise ZeroDivisionError
 
     def full() -> None:

@@ -66,13 +66,6 @@ def test_a_second_process_is_told_who_writes_and_takes_over_when_that_one_is_dea
     assert [path.name for path in tmp_path.iterdir()] == ["00000001"]
 
 
-def test_the_end_of_a_process_gives_the_folder_back(tmp_path: Path):
-    first = holder(tmp_path)
-    first.communicate()
-    assert first.returncode == 0
-    assert not (tmp_path / FILE).exists()
-
-
 def test_two_in_one_process_and_the_process_ends(tmp_path: Path):
     """Two that wrote the same checkpoint left threads for which the interpreter waited at exit."""
     code = f"""
@@ -153,16 +146,6 @@ def test_a_lock_of_another_machine_that_is_touched_is_respected(
     first.release()
     assert second.take() == ""
     second.release()
-
-
-def test_the_number_of_a_process_that_another_one_has_now(quick: None, tmp_path: Path):
-    first, second = Lock(tmp_path), Lock(tmp_path)
-    assert first.take() == ""
-    body = json.loads((tmp_path / FILE).read_text())
-    (tmp_path / FILE).write_text(json.dumps({**body, "process": 1}))
-    assert second.take() == ""
-    second.release()
-    first.release()
 
 
 def test_a_writer_that_was_taken_over_stops(quick: None, tmp_path: Path):

@@ -1,6 +1,7 @@
 """Options that are added to a trained run, taken away or changed: what a checkpoint does then."""
 
 import functools
+import itertools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from crossshard.errors import (
     CheckpointWarning,
 )
 from tests.checkpoints.common import arrays, check_same_bits
+from tests.quick import deep_but
 
 RNG = np.random.default_rng(0)
 W = np.float32(RNG.normal(size=(37, 16)) / 4)
@@ -114,8 +116,15 @@ ADDED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def check_added_and_taken_away(name: str, optimizer: str, update: str, folder: Path) -> None:
-    options, says = ADDED[name]
+QUICK = [("nonfinite", "sgd", "sharded"), ("several", "adam", "sharded")]
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "update"),
+    deep_but(QUICK, itertools.product(ADDED, OPTIMIZERS, ["sharded", "replicated"])),
+)
+def test_an_option_is_added_and_taken_away(name: str, optimizer: str, update: str, tmp_path: Path):
+    (options, says), folder = ADDED[name], tmp_path
     plain = step_with(optimizer, weight_update=update)
     state = trained(plain)
     saved(folder / "plain", plain, state)
@@ -142,21 +151,6 @@ def check_added_and_taken_away(name: str, optimizer: str, update: str, folder: P
     for x in (*XS[:6], *XS[2:6]):
         once_more, _ = plain(once_more, x)
     np.testing.assert_allclose(back.params["w"], once_more.params["w"], rtol=0, atol=2e-6)
-
-
-@pytest.mark.parametrize(("name", "optimizer"), [("nonfinite", "sgd"), ("several", "adam")])
-def test_an_option_is_added_and_taken_away(name: str, optimizer: str, tmp_path: Path):
-    check_added_and_taken_away(name, optimizer, "sharded", tmp_path)
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("update", ["sharded", "replicated"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", ADDED)
-def test_every_option_is_added_and_taken_away(
-    name: str, optimizer: str, update: str, tmp_path: Path
-):
-    check_added_and_taken_away(name, optimizer, update, tmp_path)
 
 
 def test_masters_of_16_bits_are_made_from_the_parameters_and_dropped(tmp_path: Path):

@@ -226,10 +226,15 @@ def copies_that_differ(action: str, job: Job) -> Any:
             state, metrics = step(state, batch)
             seen.append(metrics["divergence"])
     except crossshard.errors.DivergenceError as error:
-        said = str(error).split(" (device")[0]
+        said = str(error)
+    if said:
+        assert f" of process {job.processes - 1})" in said
+        said = said.split(" (device")[0]
         return {"seen": seen, "said": np.frombuffer(said.encode(), np.uint8)}
     # The copies differ, so that this process's are not those of all.
     assert action == "repair" or job.shards < 3, "It should have raised."
+    copies = {np.asarray(x.data).tobytes() for x in state.params["bias"].addressable_shards}
+    assert len(copies) == 1
     return {"seen": seen, "params": step.unshard(state).params}
 
 
@@ -255,6 +260,23 @@ def checkpoints(job: Job) -> Any:
     assert data == {"at": 1}
     state, metrics = step(state, batches[2])
     whole = step.unshard(state)
+    return {"params": whole.params, "opt_state": whole.opt_state, "loss": metrics["loss"]}
+
+
+@feature
+def checkpoint_of_other_options(job: Job) -> Any:
+    plain, more = job.step(), job.step(ema=0.5, nonfinite="skip", master_dtype="float32")
+    state, _ = plain(plain.init(START, 3), job.batches()[0])
+    with Checkpoints(job.folder / "plain", plain) as saved:
+        saved.save(state)
+    with pytest.warns(crossshard.errors.CheckpointWarning, match="ema is new.*nonfinite is new"):
+        found, _ = Checkpoints(job.folder / "plain", more).restore_latest(more.abstract_init(START))
+    with pytest.warns(crossshard.errors.CheckpointWarning, match="ema is new.*nonfinite is new"):
+        resharded = more.reshard(plain.unshard(state))
+    after = [more(each, job.batches()[1]) for each in (found, resharded)]
+    _, metrics = plain(state, job.batches()[1])
+    assert [float(each["loss"]) for _, each in after] == [float(metrics["loss"])] * 2
+    whole = more.unshard(after[0][0])
     return {"params": whole.params, "opt_state": whole.opt_state, "loss": metrics["loss"]}
 
 

@@ -5,14 +5,12 @@ import json
 
 import pytest
 
-from crossshard.distributed.agreement import _LONGEST, Disagreement, _Call, _read
+from crossshard.distributed.agreement import _LONGEST, _Answer, _Call, _read
 from crossshard.errors import DistributedError
 
-ODD = Disagreement("", "seed", (1, 3), "a", 0, "b")
 
-
-@pytest.mark.parametrize("told", [_Call("step", {"rows": "3"}), Disagreement("at another"), ODD])
-def test_it_comes_back(told: _Call | Disagreement):
+@pytest.mark.parametrize("told", [_Call("step", "3"), _Answer("", ["a", "b"], [0, 1, 0])])
+def test_it_comes_back(told: _Call | _Answer):
     assert _read(type(told), json.dumps(dataclasses.asdict(told)), 0) == told
 
 
@@ -22,9 +20,9 @@ def test_it_comes_back(told: _Call | Disagreement):
         *("", "[", "null", "3", '"step"', "[" * 100_000),
         '["step", {}]',
         '{"name": "step"}',
-        '{"name": "step", "given": {"rows": 3}}',
-        '{"name": "step", "given": {}, "more": ""}',
-        json.dumps({"name": "step", "given": {"rows": "x" * _LONGEST}}),
+        '{"name": "step", "text": {"rows": 3}}',
+        '{"name": "step", "text": "", "more": ""}',
+        json.dumps({"name": "step", "text": "x" * _LONGEST}),
     ],
     ids=lambda text: text[:40],
 )

@@ -79,12 +79,15 @@ def test_a_port_at_which_another_job_meets_is_refused():
     assert launch("-n", 1, "--port", port, *python("pass")).wait(PATIENCE) == 0
 
 
-# All leave with the same code, the one that stands still, too.
+# All leave with the same code, the one that stands still, too, unless it dies.
 ALL_LEAVE = """
-import os, sys
+import os, signal, sys, time
 own, gpu = os.environ["JAX_PROCESS_ID"], os.environ["JAX_LOCAL_DEVICE_IDS"]
 open(sys.argv[1], "a").write(f"{own}{gpu} ")
 if os.environ["JAX_NUM_PROCESSES"] == "3":
+    if own == "1" and "died" in sys.argv[2]:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
     if sys.argv[2]:
         open(os.environ["CROSSSHARD_VERDICTS"], "a").write(f"{own} {sys.argv[2]}\\n")
     sys.exit(82)
@@ -100,6 +103,20 @@ if os.environ["JAX_NUM_PROCESSES"] == "3":
             ["00", "12"],
             "process 1 has not entered step 7 for 120 seconds, and others wait for it; the others "
             "are ended.",
+        ),
+        # A death that the others have seen first.
+        (
+            str(Verdict(Kind.DIED, 1)),
+            0,
+            ["00", "12"],
+            "process 1 ended by SIGKILL; the others are ended.",
+        ),
+        # One of another job.
+        (
+            str(Verdict(Kind.DIED, 3)),
+            PROCESS_STALLED,
+            ["00", "11", "22"],
+            "ended with code 82; the others are ended.",
         ),
         # Nobody knows whose fault it was, so nobody is left out.
         ("", PROCESS_STALLED, ["00", "11", "22"], "ended with code 82; the others are ended."),

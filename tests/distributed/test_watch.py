@@ -103,14 +103,6 @@ def check_others(
 @pytest.mark.deep
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_killed_process_is_named_and_the_others_leave(start, who: int):
-    processes = start(who, "os.kill(os.getpid(), signal.SIGKILL)")
-    check_others(processes, who, "died.", PROCESS_LOST, 5)
-
-
-@pytest.mark.deep
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("who", [0, 1])
 def test_a_stopped_process_is_named_after_the_timeout(start, who: int):
     processes = start(who, "os.kill(os.getpid(), signal.SIGSTOP)")
     says = f"has not been heard of for {STALL_SECONDS} seconds."
@@ -144,12 +136,15 @@ def test_a_process_that_sleeps_is_named_with_the_step(start, who: int):
 @pytest.mark.parametrize(
     ("fault", "says", "code"),
     [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "died.", -signal.SIGKILL),
         ("raise ValueError('wrong')", "ended with ValueError.", 1),
         ("sys.exit(7)", "left before step 6, which others have entered.", 7),
         ("sys.exit()", "left before step 6, which others have entered.", 0),
     ],
 )
-def test_a_process_that_fails_or_leaves_keeps_its_code(start, who, fault, says, code):
+def test_a_process_that_dies_fails_or_leaves_is_named_and_keeps_its_code(
+    start, who, fault, says, code
+):
     processes = start(who, fault)
     check_others(processes, who, says, PROCESS_LOST, 5)
     assert processes[who].wait(PATIENCE) == code

@@ -1,11 +1,12 @@
 """Folder: the numbered checkpoints in a folder, here or remote, and what may not leave it."""
 
+import errno
+import itertools
 import json
 import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +101,16 @@ class Folder:
           Damaged: it is incomplete, holds a link or a device, or a file that is far too large.
         """
         try:
-            for path, mode, size in [] if self.remote else _walk(self.of(number)):
-                name = path.relative_to(self.path)
-                if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            top = self.of(number)
+            # `rglob` does not follow links.
+            for path in [] if self.remote else itertools.chain([top], top.rglob("*")):
+                found, name = path.lstat(), path.relative_to(self.path)
+                if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
                     raise Damaged(f"{name} is a link or a device, which is not followed")
                 # Arrays are read in pieces, these at once.
-                if path.parent.name != "d" and stat.S_ISREG(mode) and size > MOST_BYTES:
-                    raise Damaged(f"{name} has {size:,} bytes")
+                is_read_at_once = path.is_file() and path.parent.name != "d"
+                if is_read_at_once and found.st_size > MOST_BYTES:
+                    raise Damaged(f"{name} has {found.st_size:,} bytes")
             committed = self._committed(number)
         except OSError as error:
             raise Damaged(f"it cannot be read ({error})") from None
@@ -152,12 +156,11 @@ def _remote(text: str) -> Any:
     return epath.Path(text)
 
 
-def _walk(path: Path) -> Iterator[tuple[Path, int, int]]:
-    """A path and all that is in it, with their modes and sizes; links are not followed."""
-    found = os.lstat(path)
-    yield path, found.st_mode, found.st_size
-    if stat.S_ISDIR(found.st_mode):
-        with os.scandir(path) as entries:
-            names = [entry.name for entry in entries]
-        for name in names:
-            yield from _walk(path / name)
+def in_words(error: BaseException) -> str:
+    """What went wrong; TensorStore tells it in the middle of a long text."""
+    text = " ".join(str(error).split())
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO):
+        if os.strerror(number) in text:
+            full = number in (errno.ENOSPC, errno.EDQUOT)
+            return f"{os.strerror(number)}{', the disk is full' if full else ''}"
+    return f"{type(error).__name__}, {text:.300}"

@@ -7,8 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from crossshard.errors import ArgumentError
 from crossshard.model.layout import StateLayout
@@ -96,12 +95,12 @@ def check_devices(layout: StateLayout, state: TrainState) -> None:
 
 def to_disk(leaf: Leaf, x: jax.Array) -> jax.Array:
     """An array as it is on disk: itself where it can be, else a copy of it."""
-    several = jax.process_count() > 1
+    alone = jax.process_count() == 1
     # Of several processes each writes a part, also of what all of them have.
-    is_split_so = not several or x.sharding.is_equivalent_to(leaf.on_disk.sharding, x.ndim)
+    is_split_so = alone or x.sharding.is_equivalent_to(leaf.on_disk.sharding, x.ndim)
     if not (is_split_so and _is_unpacked(leaf, x)):
         return _copier(leaf.placement, leaf.on_disk.sharding)(x)
-    return x if several else _one_copy(x)
+    return x
 
 
 def _is_unpacked(leaf: Leaf, x: jax.Array) -> bool:
@@ -109,28 +108,6 @@ def _is_unpacked(leaf: Leaf, x: jax.Array) -> bool:
     if partition is not None and leaf.placement.is_split:
         return leaf.placement.groups is None and partition.axis is not None
     return not _is_key(x)
-
-
-def _one_copy(x: jax.Array) -> jax.Array:
-    """The array on some of its devices, which hold it once: Orbax would cut every copy."""
-    sharding = x.sharding
-    if not isinstance(sharding, NamedSharding):
-        return x
-    used = {name for entry in sharding.spec for name in _names(entry)}
-    mesh = sharding.mesh
-    first = tuple(slice(None) if name in used else 0 for name in mesh.axis_names)
-    names = tuple(name for name in mesh.axis_names if name in used)
-    if len(names) == len(mesh.axis_names):
-        return x
-    chosen = Mesh(np.asarray(mesh.devices[first]), names)
-    held = {shard.device: shard.data for shard in x.addressable_shards}
-    arrays = [held[device] for device in chosen.devices.flat]
-    to = NamedSharding(chosen, sharding.spec)
-    return jax.make_array_from_single_device_arrays(x.shape, to, arrays)
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
 # Most leaves of a model are alike, and a compilation takes longer than they do.

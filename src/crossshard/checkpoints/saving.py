@@ -1,9 +1,7 @@
 """Saving: writes checkpoints one after the other, and deletes those that do not stay."""
 
 import dataclasses
-import errno
 import json
-import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,20 +9,20 @@ import jax
 from jax.sharding import Mesh
 
 from crossshard import _jax
-from crossshard._hash import hash_later, sha256
-from crossshard.checkpoints.folder import Folder
+from crossshard._hash import crc32, hash_later
+from crossshard.checkpoints.folder import Folder, in_words
 from crossshard.checkpoints.keeping import Keeping
 from crossshard.checkpoints.leaves import leaves_of, to_disk
 from crossshard.checkpoints.lock import Lock
 from crossshard.checkpoints.manifest import FILE, Fingerprint, Manifest, WrittenLeaf
 from crossshard.checkpoints.match import groups_of
-from crossshard.distributed.agreement import exchange
-from crossshard.errors import ArgumentError, CheckpointError
+from crossshard.distributed.agreement import check_agreement, exchange
+from crossshard.errors import CheckpointError
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 
 if TYPE_CHECKING:
-    from crossshard.checkpoints.storage import Writer
+    import orbax.checkpoint as ocp
 
 
 class Saving:
@@ -46,7 +44,7 @@ class Saving:
     def __init__(self, folder: Folder, mesh: Mesh, keeping: Keeping, numbers: list[int]):
         self._folder, self._mesh, self._keeping = folder, mesh, keeping
         self._lock = Lock(folder.path, remote=folder.remote)
-        self._writer: Writer | None = None
+        self._orbax: ocp.AsyncCheckpointer | None = None
         # The checkpoint that is being written.
         self._pending: int | None = None
         self.numbers, self.damaged = numbers, set[int]()
@@ -70,6 +68,7 @@ class Saving:
           notes: texts to write beside the manifest, by the names of their files.
 
         Raises:
+          ArgumentError: the processes would write different states or data.
           CheckpointError: it cannot be written, or the one before could not be.
         """
         self._finish()
@@ -86,7 +85,16 @@ class Saving:
             [WrittenLeaf(leaf.path, leaf.on_disk.shape, leaf.dtype, "") for leaf in leaves],
             data,
         )
-        reason = _agreed(self._why_not(), manifest, self._mesh)
+        check_agreement(
+            "save",
+            lambda: {
+                "a state": _sum(dataclasses.replace(manifest, data=None).to_json()),
+                "data": _sum(data),
+            },
+            self._mesh,
+            "Every process passes the same; where all of them stand is one dict.",
+        )
+        reason = exchange("save", self._why_not(), self._mesh)[0]
         if reason:
             raise CheckpointError(
                 f"Checkpoint {number} cannot be written to {self._folder.path}: {reason}."
@@ -96,13 +104,13 @@ class Saving:
         try:
             with _jax.in_place_of_the_users_mesh(layout.mesh):
                 arrays = list(map(to_disk, leaves, jax.tree.leaves(state)))
-            hashes = [hash_later(x, on_host=_is_on_host(x)) for x in arrays]
+            hashes = [hash_later(x) for x in arrays]
             files = lambda: {FILE: json.dumps(_completed(manifest, hashes)), **notes}
             # Here and not above: it imports Orbax.
-            from crossshard.checkpoints.storage import Writer
+            from crossshard.checkpoints import storage
 
-            self._writer = self._writer or Writer()
-            self._writer.start(self._folder.of(number), arrays, files)
+            self._orbax = self._orbax or storage.checkpointer()
+            storage.start(self._orbax, self._folder.of(number), arrays, files)
         except Exception as error:
             raise self._failed(error) from error
 
@@ -124,17 +132,17 @@ class Saving:
         try:
             self.wait()
         finally:
-            if self._writer is not None:
-                writer, self._writer = self._writer, None
-                writer.close()
+            if self._orbax is not None:
+                self._orbax.close()
+                self._orbax = None
             self._lock.release()
 
     def _finish(self) -> None:
         if self._pending is None:
             return
-        assert self._writer is not None
+        assert self._orbax is not None
         try:
-            self._writer.wait()
+            self._orbax.wait_until_finished()
         except Exception as error:
             raise self._failed(error) from error
         self.numbers.append(self._pending)
@@ -159,7 +167,7 @@ class Saving:
             return ""
         try:
             reason = self._folder.why_not_writable() or self._lock.take()
-            if not reason and self._writer is None:
+            if not reason and self._orbax is None:
                 self._folder.delete_unfinished()
         except OSError as error:
             reason = str(error)
@@ -169,8 +177,8 @@ class Saving:
         """The error to raise if a checkpoint could not be written, after tidying up."""
         number, self._pending = self._pending, None
         # Orbax's checkpointer keeps its error; the next save gets a new one.
-        self._writer = self.taken = None
-        reason = self._folder.why_not_writable() or _in_words(error)
+        self._orbax = self.taken = None
+        reason = self._folder.why_not_writable() or in_words(error)
         if jax.process_index() == 0 and self._folder.path.is_dir():
             self._folder.delete_unfinished()
         return CheckpointError(
@@ -184,25 +192,8 @@ class Saving:
         return f" Checkpoint {good[-1]} is the last one that was, and is as it was."
 
 
-def _agreed(reason: str, manifest: Manifest, mesh: Mesh) -> str:
-    """The first process's reason not to write; empty if it can.
-
-    Raises:
-      ArgumentError: the processes would write different states or data.
-    """
-    body = manifest.to_json()
-    state = {**body, "data": None, "sha256": None}
-    said = json.dumps([reason, sha256(state), sha256(body)])
-    all_said = [json.loads(each) for each in exchange("save", said, mesh)]
-    first = all_said[0]
-    for process, own in enumerate(all_said):
-        if own[1:] != first[1:]:
-            what = "data" if own[1] == first[1] else "a state"
-            raise ArgumentError(
-                f"To save, process {process} of the mesh passed {what} other than the first one. "
-                f"Every process passes the same; where all of them stand is one dict."
-            )
-    return str(first[0])
+def _sum(value: Any) -> str:
+    return f"checksum {crc32(json.dumps(value, sort_keys=True))}"
 
 
 def _completed(manifest: Manifest, hashes: list[Callable[[], str]]) -> dict[str, Any]:
@@ -212,19 +203,3 @@ def _completed(manifest: Manifest, hashes: list[Callable[[], str]]) -> dict[str,
         for leaf, of_it in zip(manifest.leaves, hashes, strict=True)
     ]
     return dataclasses.replace(manifest, leaves=leaves).to_json()
-
-
-def _is_on_host(x: jax.Array) -> bool:
-    """Whether the host can read all of an array without a copy."""
-    devices: Any = x.sharding.device_set
-    return x.is_fully_addressable and all(device.platform == "cpu" for device in devices)
-
-
-def _in_words(error: BaseException) -> str:
-    """What went wrong; TensorStore tells it in the middle of a long text."""
-    text = " ".join(str(error).split())
-    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO):
-        if os.strerror(number) in text:
-            full = number in (errno.ENOSPC, errno.EDQUOT)
-            return f"{os.strerror(number)}{', the disk is full' if full else ''}"
-    return f"{type(error).__name__}, {text:.300}"

@@ -15,6 +15,7 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import future
 
+from crossshard.checkpoints.folder import in_words
 from crossshard.checkpoints.leaves import Leaf
 from crossshard.checkpoints.manifest import FOLDER, Damaged
 
@@ -56,88 +57,75 @@ class _Notes(ocp.args.CheckpointArgs):
     files: Callable[[], dict[str, str]]
 
 
-class Writer:
-    """Writes checkpoints in the background, each complete or not at all.
+# The checkpoints of whose failed writes ``wait_until_finished`` tells.
+_ours: set[str] = set()
+
+
+def checkpointer() -> ocp.AsyncCheckpointer:
+    """What writes checkpoints in the background, each complete or not at all.
 
     Numbers, retention and agreement are not Orbax's ``CheckpointManager``'s: each of its saves,
     deletions and restores begins at a barrier, where all processes wait for one that has failed,
     and it knows neither damaged checkpoints nor another writer.
     """
-
-    def __init__(self) -> None:
-        handlers = {_ARRAYS: ocp.PyTreeCheckpointHandler(), FOLDER: _NotesHandler()}
-        # Else threads that write wait ten minutes, also at exit, for one that cannot make a folder.
-        options = ocp.AsyncOptions(create_directories_asynchronously=False)
-        composite = ocp.CompositeCheckpointHandler(
-            composite_options=ocp.CompositeOptions(async_options=options), **handlers
-        )
-        self._orbax = ocp.AsyncCheckpointer(composite, async_options=options)
-        _QUIET.begin()
-
-    def start(
-        self, folder: Path, arrays: list[jax.Array], notes: Callable[[], dict[str, str]]
-    ) -> None:
-        """Begin to write; every process calls it. The arrays may be donated once it returns.
-
-        The notes are the manifest, and what stands beside it: texts by the names of their files.
-
-        Orbax has the arrays on the host by then. There an array on a CPU device is not copied:
-        while someone looks at its memory, JAX donates it to no one.
-        """
-        _QUIET.folders.add(str(folder))
-        named = {str(place): array for place, array in enumerate(arrays)}
-        pieces = ocp.SaveArgs(chunk_byte_size=_PIECE)
-        parts = {
-            _ARRAYS: ocp.args.PyTreeSave(named, dict.fromkeys(named, pieces)),
-            FOLDER: _Notes(notes),
-        }
-        self._orbax.save(folder, args=ocp.args.Composite(**parts))
-
-    def wait(self) -> None:
-        """Wait until it is written, and raise if it could not be."""
-        self._orbax.wait_until_finished()
-
-    def close(self) -> None:
-        """Wait, and end the threads."""
-        self._orbax.close()
-        _QUIET.end()
+    # Orbax's threads log their errors, and asyncio those of tasks that nobody waits for any more.
+    for library in ("absl", "asyncio"):
+        logging.getLogger(library).addFilter(_is_told)
+    # Of an array that several devices have one writes it, instead of each a slice, which is a copy.
+    of_arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, of_arrays))
+    handlers = {
+        _ARRAYS: ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
+        FOLDER: _NotesHandler(),
+    }
+    # Else threads that write wait ten minutes, also at exit, for one that cannot make a folder.
+    options = ocp.AsyncOptions(create_directories_asynchronously=False)
+    composite = ocp.CompositeCheckpointHandler(
+        composite_options=ocp.CompositeOptions(async_options=options), **handlers
+    )
+    return ocp.AsyncCheckpointer(composite, async_options=options)
 
 
-class _Quiet(logging.Filter):
-    """Leaves out what libraries print of failed writes, since ``wait`` raises it.
+def _is_told(record: logging.LogRecord) -> bool:
+    if record.levelno < logging.ERROR:
+        return True
+    return not any(folder in record.getMessage() for folder in _ours)
 
-    Orbax's threads log their errors, asyncio those of tasks that nobody waits for any more, and
-    TensorStore complains of each write whose thread has gone.
+
+_before = sys.unraisablehook
+
+
+def _unraisable(found: Any) -> None:
+    late = isinstance(found.exc_value, RuntimeError) and found.object is None
+    if not (late and str(found.exc_value) == "Event loop is closed"):
+        _before(found)
+
+
+# TensorStore complains of each write whose thread has gone since another one failed.
+sys.unraisablehook = _unraisable
+
+
+def start(
+    orbax: ocp.AsyncCheckpointer,
+    folder: Path,
+    arrays: list[jax.Array],
+    notes: Callable[[], dict[str, str]],
+) -> None:
+    """Begin to write; every process calls it. The arrays may be donated once it returns.
+
+    The notes are the manifest, and what stands beside it: texts by the names of their files.
+
+    Orbax has the arrays on the host by then. There an array on a CPU device is not copied:
+    while someone looks at its memory, JAX donates it to no one.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.folders: set[str] = set()
-        self._before: Any = None
-
-    def begin(self) -> None:
-        # They stay: asyncio logs a task when it is collected, which may be after the end.
-        for library in ("absl", "asyncio"):
-            logging.getLogger(library).addFilter(self)
-        if self._before is None:
-            self._before, sys.unraisablehook = sys.unraisablehook, self._unraisable
-
-    def end(self) -> None:
-        if self._before is not None and sys.unraisablehook == self._unraisable:
-            sys.unraisablehook, self._before = self._before, None
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno < logging.ERROR:
-            return True
-        return not any(folder in record.getMessage() for folder in self.folders)
-
-    def _unraisable(self, found: Any) -> None:
-        late = isinstance(found.exc_value, RuntimeError) and found.object is None
-        if not (late and str(found.exc_value) == "Event loop is closed"):
-            self._before(found)
-
-
-_QUIET = _Quiet()
+    _ours.add(str(folder))
+    named = {str(place): array for place, array in enumerate(arrays)}
+    pieces = ocp.SaveArgs(chunk_byte_size=_PIECE)
+    parts = {
+        _ARRAYS: ocp.args.PyTreeSave(named, dict.fromkeys(named, pieces)),
+        FOLDER: _Notes(notes),
+    }
+    orbax.save(folder, args=ocp.args.Composite(**parts))
 
 
 def read(folder: Path, leaves: Mapping[int, Leaf], number: int) -> dict[int, jax.Array]:
@@ -156,7 +144,7 @@ def read(folder: Path, leaves: Mapping[int, Leaf], number: int) -> dict[int, jax
     try:
         types = handler.metadata(folder).tree
     except Exception as error:  # Orbax and TensorStore raise what they like on damaged files.
-        raise Damaged(f"the description of its arrays cannot be read ({_first(error)})") from None
+        raise Damaged(f"the description of its arrays cannot be read ({in_words(error)})") from None
     for place, leaf in leaves.items():
         _check_type(leaf, types.get(str(place)) if isinstance(types, dict) else None)
     if set(types) != set(map(str, range(number))):
@@ -182,8 +170,8 @@ def read(folder: Path, leaves: Mapping[int, Leaf], number: int) -> dict[int, jax
             try:
                 restore([place], partial=True)
             except Exception as its_own:
-                raise Damaged(f"{leaf.path} cannot be read ({_first(its_own)})") from None
-        raise Damaged(f"its arrays cannot be read ({_first(error)})") from None
+                raise Damaged(f"{leaf.path} cannot be read ({in_words(its_own)})") from None
+        raise Damaged(f"its arrays cannot be read ({in_words(error)})") from None
     return {place: found[str(place)] for place in leaves}
 
 
@@ -201,9 +189,3 @@ def _check_type(leaf: Leaf, found: Any) -> None:
     chunk = found.storage.chunk_shape if found.storage is not None else None
     if chunk is not None and math.prod(chunk) > max(1, math.prod(shape)):
         raise Damaged(f"{leaf.path} is stored in pieces that are larger than it is, {chunk}")
-
-
-def _first(error: BaseException) -> str:
-    """The first line of an error's text."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]:.200}" if lines else type(error).__name__

@@ -17,10 +17,10 @@ from crossshard.errors import ArgumentError, DistributedError
 # A process may load its data, or compile, for minutes before it reaches the same line.
 _SECONDS = 600
 # Characters of what one process tells.
-_LONGEST = 1 << 22
+_LONGEST = 1 << 24
 
-# The number of comparisons of each set of processes; the same in all of them.
-_comparisons: collections.Counter[tuple[int, ...]] = collections.Counter()
+# The number of exchanges of each set of processes; the same in all of them.
+_exchanges: collections.Counter[tuple[int, ...]] = collections.Counter()
 
 
 def check_agreement(
@@ -40,8 +40,6 @@ def check_agreement(
       ArgumentError: a process passed something else, or has not reached this call.
     """
     found = compare(call, given, mesh)
-    if found is not None and found.name is None:
-        raise ArgumentError(f"{found.what} {_SAME_CALLS}")
     if found is not None:
         raise ArgumentError(
             f"To {call}, process {found.odd[0]} passed {found.name} {found.passed}, and "
@@ -50,19 +48,10 @@ def check_agreement(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
-    """What a process tells: the call that it makes, and a text for each argument."""
-
-    name: str
-    given: dict[str, str]
-
-
-@dataclasses.dataclass(frozen=True)
 class Disagreement:
     """How the processes of a mesh differ.
 
     Attributes:
-      what: which process is at another call, or at none; empty if all make the same call.
       name: what they do not agree on.
       odd: the processes that differ from most of the others, or from the first.
       passed: what the first of these passed.
@@ -70,12 +59,11 @@ class Disagreement:
       expected: what it passed.
     """
 
-    what: str = ""
-    name: str | None = None
-    odd: tuple[int, ...] = ()
-    passed: str = ""
-    other: int = 0
-    expected: str = ""
+    name: str
+    odd: tuple[int, ...]
+    passed: str
+    other: int
+    expected: str
 
 
 def compare(call: str, given: Callable[[], Mapping[str, str]], mesh: Mesh) -> Disagreement | None:
@@ -85,29 +73,54 @@ def compare(call: str, given: Callable[[], Mapping[str, str]], mesh: Mesh) -> Di
       call: the name of the call that every process makes.
       given: returns a text for each of its arguments, by name; not called if there is one process.
       mesh: the mesh.
+
+    Raises:
+      ArgumentError: a process has not reached this call, or is at another one.
     """
     processes = processes_of(mesh)
-    this = jax.process_index()
-    if len(processes) == 1 or this not in processes or not _jax.has_coordinator():
+    if len(processes) == 1:
         return None
-    key = _next_key(processes)
-    mine = _Call(call, dict(given()))
-    if this == processes[0]:
-        found = _judge(_gathered(key, mine, processes), processes)
-        _tell(f"{key}/verdict", found)
-        if found is None:
-            # Who has come here has read everything of the comparison before.
-            _jax.forget(_key(processes, _comparisons[processes] - 1))
-        return found
-    _tell(f"{key}/{this}", mine)
-    answer = _jax.told_by_processes(f"{key}/verdict", 2 * _SECONDS)
-    if answer is None:
-        return Disagreement(_missing(processes[0], call, 2 * _SECONDS))
-    return _read(Disagreement | None, answer, processes[0])
+    texts = exchange(call, json.dumps(dict(given())), mesh)
+    told = [_read(dict[str, str], *each) for each in zip(texts, processes, strict=False)]
+    for name in sorted({name for each in told for name in each}):
+        passed = [each.get(name, "nothing") for each in told]
+        # The first of the most common ones, so that of two processes the second is odd.
+        common = collections.Counter(passed).most_common(1)[0][0]
+        odd = [place for place, each in enumerate(passed) if each != common]
+        if odd:
+            other = processes[passed.index(common)]
+            places = tuple(processes[place] for place in odd)
+            return Disagreement(name, places, passed[odd[0]], other, common)
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What a process tells: the call that it makes, and a text."""
+
+    name: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Answer:
+    """What the first process answers: each text once, and which one is whose; or what is wrong."""
+
+    wrong: str
+    texts: list[str]
+    whose: list[int]
 
 
 def exchange(call: str, text: str, mesh: Mesh) -> tuple[str, ...]:
     """What each process of the mesh passed, in the order of the processes; in every process.
+
+    The first process reads what all have told, and the others read its answer. Nothing is sent if
+    all devices of the mesh belong to one process.
+
+    Args:
+      call: the name of the call that every process makes.
+      text: what this process passes.
+      mesh: the mesh.
 
     Raises:
       ArgumentError: a process has not reached this call, or is at another one.
@@ -116,30 +129,26 @@ def exchange(call: str, text: str, mesh: Mesh) -> tuple[str, ...]:
     this = jax.process_index()
     if len(processes) == 1 or this not in processes or not _jax.has_coordinator():
         return (text,)
-    key = _next_key(processes)
-    _tell(f"{key}/{this}", _Call(call, {"text": text}))
-    found = []
-    for process in processes:
-        told = _jax.told_by_processes(f"{key}/{process}", _SECONDS)
+    _exchanges[processes] += 1
+    number, folder = _exchanges[processes], f"crossshard/{crc32(repr(processes))}"
+    own = _Call(call, text)
+    if this == processes[0]:
+        answer = _gathered(f"{folder}/{number}", own, processes)
+        _tell(f"{folder}/{number}/answer", answer)
+        # Who has come here has read everything of the exchange before.
+        _jax.forget(f"{folder}/{number - 1}")
+    else:
+        _tell(f"{folder}/{number}/{this}", own)
+        told = _jax.told_by_processes(f"{folder}/{number}/answer", 2 * _SECONDS)
         if told is None:
-            raise ArgumentError(f"{_missing(process, call, _SECONDS)} {_SAME_CALLS}")
-        its = _read(_Call, told, process)
-        if its.name != call:
-            raise ArgumentError(
-                f"Process {process} is at {its.name}, and process {this} at {call}. {_SAME_CALLS}"
-            )
-        found.append(its.given["text"])
-    return tuple(found)
-
-
-def _next_key(processes: tuple[int, ...]) -> str:
-    """The key of their next comparison, the same in all of them."""
-    _comparisons[processes] += 1
-    return _key(processes, _comparisons[processes])
-
-
-def _key(processes: tuple[int, ...], number: int) -> str:
-    return f"crossshard/{crc32(repr(processes))}/{number}"
+            answer = _Answer(_missing(processes[0], call, 2 * _SECONDS), [], [])
+        else:
+            answer = _read(_Answer, told, processes[0])
+    if answer.wrong:
+        raise ArgumentError(
+            f"{answer.wrong} Every process of a mesh must make the same calls, in the same order."
+        )
+    return tuple(answer.texts[which] for which in answer.whose)
 
 
 def processes_of(mesh: Mesh) -> tuple[int, ...]:
@@ -147,19 +156,24 @@ def processes_of(mesh: Mesh) -> tuple[int, ...]:
     return tuple(sorted({device.process_index for device in mesh.devices.flat}))
 
 
-def _gathered(key: str, mine: _Call, processes: tuple[int, ...]) -> list[_Call | None]:
-    """What each process told, in their order; ``None`` from the first that has not on."""
-    found: list[_Call | None] = [mine]
+def _gathered(key: str, own: _Call, processes: tuple[int, ...]) -> _Answer:
+    """What all processes have told, or which one is at another call or at none."""
+    texts = [own.text]
     for process in processes[1:]:
         told = _jax.told_by_processes(f"{key}/{process}", _SECONDS)
-        found.append(None if told is None else _read(_Call, told, process))
         if told is None:
-            break
-    return found
+            return _Answer(_missing(process, own.name, _SECONDS), [], [])
+        its = _read(_Call, told, process)
+        if its.name != own.name:
+            wrong = f"Process {process} is at {its.name}, and process {processes[0]} at {own.name}."
+            return _Answer(wrong, [], [])
+        texts.append(its.text)
+    each_once = list(dict.fromkeys(texts))
+    return _Answer("", each_once, [each_once.index(text) for text in texts])
 
 
-def _tell(key: str, what: _Call | Disagreement | None) -> None:
-    _jax.tell_processes(key, json.dumps(None if what is None else dataclasses.asdict(what)))
+def _tell(key: str, what: _Call | _Answer) -> None:
+    _jax.tell_processes(key, json.dumps(dataclasses.asdict(what)))
 
 
 def _read(kind: Any, text: str, process: int) -> Any:
@@ -173,31 +187,5 @@ def _read(kind: Any, text: str, process: int) -> Any:
         ) from None
 
 
-def _judge(told: list[_Call | None], processes: tuple[int, ...]) -> Disagreement | None:
-    calls: list[_Call] = []
-    for process, each in zip(processes, told, strict=False):
-        if each is None:
-            return Disagreement(_missing(process, calls[0].name, _SECONDS))
-        calls.append(each)
-        if each.name != calls[0].name:
-            return Disagreement(
-                f"Process {process} is at {each.name}, and process {processes[0]} at "
-                f"{calls[0].name}."
-            )
-    for name in sorted({name for call in calls for name in call.given}):
-        passed = [call.given.get(name, "nothing") for call in calls]
-        if len(set(passed)) > 1:
-            # The first of the most common ones, so that of two processes the second is odd.
-            common = collections.Counter(passed).most_common(1)[0][0]
-            odd = [p for p, each in zip(processes, passed, strict=True) if each != common]
-            other = processes[passed.index(common)]
-            of_odd = passed[processes.index(odd[0])]
-            return Disagreement("", name, tuple(odd), of_odd, other, common)
-    return None
-
-
 def _missing(process: int, call: str, seconds: float) -> str:
     return f"Process {process} has not reached {call} in {seconds} seconds."
-
-
-_SAME_CALLS = "Every process of a mesh must make the same calls, in the same order."

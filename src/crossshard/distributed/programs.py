@@ -1,18 +1,16 @@
 """Programs: whether all processes of a mesh are about to run the same one."""
 
-import dataclasses
-from collections.abc import Mapping
 from importlib.metadata import version
 
 import jax
 from jax.sharding import Mesh
 
 from crossshard._hash import crc32
-from crossshard.distributed.agreement import Disagreement, compare, processes_of
-from crossshard.errors import ProgramMismatchError
+from crossshard.distributed.agreement import Disagreement, compare, exchange, processes_of
+from crossshard.errors import ArgumentError, ProgramMismatchError
 
-# Lines of a program that are compared at once, to find those that differ.
-_BLOCK = 64
+# Lines of a program that are compared, to find the first that differs.
+_MOST = 500_000
 
 
 def check_same_program(lowered: jax.stages.Lowered, mesh: Mesh) -> None:
@@ -29,7 +27,8 @@ def check_same_program(lowered: jax.stages.Lowered, mesh: Mesh) -> None:
       mesh: the mesh that it runs on.
 
     Raises:
-      ProgramMismatchError: names the process that differs, and the first line that does.
+      ProgramMismatchError: names the process that differs, and the first line that does; or the
+        one that has not reached this call, or is at another one.
 
     >>> import jax.numpy as jnp
     >>> lowered = jax.jit(jnp.sin).lower(1.0)
@@ -37,27 +36,12 @@ def check_same_program(lowered: jax.stages.Lowered, mesh: Mesh) -> None:
     """
     if len(processes_of(mesh)) == 1:
         return
-    lines = lowered.as_text().splitlines()
-    devices = [device.id for device in mesh.devices.flat]
-    found = compare(
-        "a first step",
-        lambda: {
-            "mesh": f"{dict(mesh.shape)} of devices {devices}",
-            "JAX": f"{jax.__version__} with jaxlib {version('jaxlib')}",
-            "program": _checksum(lines),
-        },
-        mesh,
-    )
-    if found is None and mesh.devices.flat[0].platform == "cpu":
-        # In its first run gloo connects the processes, and gives up if one is half a minute late.
-        lowered.compile()
-        found = compare("a compiled first step", dict, mesh)
+    try:
+        found = _difference(lowered, mesh)
+    except ArgumentError as error:
+        raise ProgramMismatchError(str(error)) from None
     if found is None:
         return
-    if found.name == "program":
-        found = _first_line(lines, mesh) or found
-    if found.name is None:
-        raise ProgramMismatchError(found.what)
     odd = ", ".join(map(str, found.odd))
     which = f"process {odd} differs" if len(found.odd) == 1 else f"processes {odd} differ"
     raise ProgramMismatchError(
@@ -68,26 +52,32 @@ def check_same_program(lowered: jax.stages.Lowered, mesh: Mesh) -> None:
     )
 
 
+def _difference(lowered: jax.stages.Lowered, mesh: Mesh) -> Disagreement | None:
+    text = lowered.as_text()
+    devices = [device.id for device in mesh.devices.flat]
+    given = {
+        "mesh": f"{dict(mesh.shape)} of devices {devices}",
+        "JAX": f"{jax.__version__} with jaxlib {version('jaxlib')}",
+        "program": f"checksum {crc32(text)} of {text.count(chr(10))} lines",
+    }
+    found = compare("a first step", lambda: given, mesh)
+    if found is None and mesh.devices.flat[0].platform == "cpu":
+        # In its first run gloo connects the processes, and gives up if one is half a minute late.
+        lowered.compile()
+        exchange("a compiled first step", "", mesh)
+    if found is not None and found.name == "program":
+        found = _first_line(text.splitlines(), mesh) or found
+    return found
+
+
 def _first_line(lines: list[str], mesh: Mesh) -> Disagreement | None:
     """The first line that differs."""
-    starts = range(0, len(lines), _BLOCK)
-    blocks = {f"block {start:08}": _checksum(lines[start : start + _BLOCK]) for start in starts}
-    found = compare("the blocks of a program", lambda: blocks, mesh)
-    if found is None or found.name is None:
-        return found
-    start = int(found.name.removeprefix("block "))
-    found = compare("the lines of a program", lambda: _lines(lines, start), mesh)
-    if found is None or found.name is None:
-        return found
-    number = int(found.name.removeprefix("line "))
-    return dataclasses.replace(found, name=f"line {number} of the lowered step")
-
-
-def _lines(lines: list[str], start: int) -> Mapping[str, str]:
-    # Numbers of one length, since the names are compared in alphabetical order.
-    block = lines[start : start + _BLOCK]
-    return {f"line {start + 1 + n:08}": f"`{line.strip():.200}`" for n, line in enumerate(block)}
-
-
-def _checksum(lines: list[str]) -> str:
-    return f"checksum {crc32(chr(10).join(lines))} of {len(lines)} lines"
+    # Numbers of one length, since what is given is compared in the order of its names.
+    sums = {f"{number:08}": crc32(line) for number, line in enumerate(lines[:_MOST], 1)}
+    found = compare("the lines of a program", lambda: sums, mesh)
+    if found is None:
+        return None
+    number = int(found.name)
+    line = f"`{lines[number - 1].strip():.200}`" if number <= len(lines) else "nothing"
+    given = {f"line {number} of the lowered step": line}
+    return compare("a line of a program", lambda: given, mesh)

@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,6 @@ from crossshard.model.state import TrainState, names_of
 from crossshard.shards.axes import Shards
 from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.partition import slice_index
-from crossshard.shards.placement import Placement
 
 
 class OnDivergence(enum.StrEnum):
@@ -85,46 +85,31 @@ def check_divergence_options(every: Any, on_divergence: Any) -> "Sentinel | None
     return Sentinel(number, action)
 
 
-class _Copies(enum.Enum):
-    """Which shards have a copy of an array."""
-
-    NONE = enum.auto()
-    OF_GROUP = enum.auto()
-    OF_ALL = enum.auto()
-
-
-def _copies(layout: StateLayout, state: TrainState) -> list[_Copies]:
-    """For each leaf of a state, which shards have a copy of it."""
+def _places(layout: StateLayout, state: TrainState) -> tuple[list[int], list[int]]:
+    """The places of the leaves of which all shards have a copy, and of those that a group has."""
     placements = layout.placements(state)
-
-    def of(placement: Placement) -> _Copies:
-        if placement.per_shard or placement.is_split:
-            return _Copies.NONE
-        return _Copies.OF_ALL
-
-    found = jax.tree.map(of, placements)
+    of_all = jax.tree.map(lambda x: not (x.per_shard or x.is_split), placements)
+    of_group = jax.tree.map(lambda _: False, placements)
     if layout.groups is not None:
         # One for each shard, but equal within a group.
-        of_group = lambda placement: _Copies.NONE if placement.is_split else _Copies.OF_GROUP
-        opt_state = placements.opt_state
-        found = dataclasses.replace(
-            found,
-            params=jax.tree.map(of_group, placements.params),
-            opt_state=found.opt_state._replace(
-                metrics=jax.tree.map(of_group, opt_state.metrics),
-                inner_state=jax.tree.map(of_group, opt_state.inner_state),
+        unsplit = functools.partial(jax.tree.map, lambda x: not x.is_split)
+        inner = placements.opt_state
+        of_group = dataclasses.replace(
+            of_group,
+            params=unsplit(placements.params),
+            opt_state=of_group.opt_state._replace(
+                metrics=unsplit(inner.metrics), inner_state=unsplit(inner.inner_state)
             ),
         )
-    return jax.tree.leaves(found)
+    in_groups = np.array(jax.tree.leaves(of_group))
+    everywhere = np.array(jax.tree.leaves(of_all)) & ~in_groups
+    return np.flatnonzero(everywhere).tolist(), np.flatnonzero(in_groups).tolist()
 
 
 def names_of_compared(layout: StateLayout, state: TrainState) -> tuple[str, ...]:
     """The names of the leaves that are compared, in their order."""
-    return tuple(
-        name
-        for name, copies in zip(names_of(state), _copies(layout, state), strict=True)
-        if copies is not _Copies.NONE
-    )
+    names = names_of(state)
+    return tuple(names[place] for place in sorted(itertools.chain(*_places(layout, state))))
 
 
 class Majority(NamedTuple):
@@ -182,17 +167,13 @@ class Sentinel:
         """The state, repaired if this is asked for and possible, and what was found."""
         mesh = layout.mesh
         leaves, tree = jax.tree.flatten(state)
-        which = _copies(layout, state)
         specs = [sharding.spec for sharding in jax.tree.leaves(layout.shardings(state))]
         # Those of all shards first, so that each kind is one block.
-        order = [
-            [index for index, copies in enumerate(which) if copies is kind]
-            for kind in (_Copies.OF_ALL, _Copies.OF_GROUP)
-        ]
-        chosen = [index for kind in order for index in kind]
+        of_all, of_group = _places(layout, state)
+        chosen = of_all + of_group
         own_specs = [specs[index] for index in chosen]
         run = jax.shard_map(
-            functools.partial(self._of_one_device, layout, len(order[0]), _inverse(chosen)),
+            functools.partial(self._of_one_device, layout, len(of_all), np.argsort(chosen)),
             mesh=mesh,
             in_specs=(PartitionSpec(), own_specs),
             out_specs=(PartitionSpec(), own_specs),
@@ -271,9 +252,3 @@ def _repaired(
     of_first = jnp.where(place == jnp.argmax(counts), words, 0)
     given = sum_over_shards(of_first, shards, groups)
     return from_words(jnp.where(decided & ~healthy, given, words), x)
-
-
-def _inverse(order: list[int]) -> Any:
-    """The place of each chosen leaf in the order of the state."""
-    rank = sorted(range(len(order)), key=order.__getitem__)
-    return np.array(rank, np.int32)

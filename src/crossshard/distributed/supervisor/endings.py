@@ -1,12 +1,13 @@
 """Endings: waits for the processes of a launcher, passes signals on, and ends them together."""
 
 import contextlib
+import dataclasses
 import math
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from crossshard.distributed.supervisor.reports import PROCESS_LOST, PROCESS_STALLED, Verdict
@@ -17,6 +18,21 @@ _EVERY = 0.02
 _ENDING = tuple(getattr(signal, f"SIG{name}") for name in ("INT", "QUIT", "TERM", "HUP"))
 _PASSED_ON = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2)
 _BECAUSE_OF_ANOTHER = (PROCESS_LOST, PROCESS_STALLED)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """How a job ended.
+
+    Attributes:
+      code: its exit code.
+      failed: which of its processes failed first; ``None`` if none did, or nobody knows.
+      why: what there is to say of it.
+    """
+
+    code: int
+    failed: int | None = None
+    why: str = ""
 
 
 class Family:
@@ -72,12 +88,8 @@ class Family:
             for process in self.processes:
                 _send(process, number)
 
-    def wait(self, number: int) -> tuple[int, int | None, str]:
-        """Wait until so many processes have ended well, one has not, or their time is over.
-
-        Returns:
-          The code of the job, the process that failed, and what there is to say of it.
-        """
+    def wait(self, number: int) -> Ending:
+        """Wait until so many processes have ended well, one has not, or their time is over."""
         left = dict(enumerate(self.processes))
         while left and time.monotonic() < self._until:
             self.pass_on()
@@ -85,16 +97,17 @@ class Family:
                 if process.poll() is not None:
                     del left[own]
                 if process.returncode:
-                    code, failed, why = self._of_failure(own, process.returncode, left)
+                    ending = self._of_failure(own, process.returncode, left)
                     # After Ctrl-C everybody knows why.
-                    return code, failed, why if number > 1 and not self._received else ""
+                    is_news = number > 1 and not self._received
+                    return ending if is_news else dataclasses.replace(ending, why="")
             time.sleep(_EVERY)
         if not left and len(self.processes) == number:
-            return 0, None, ""
+            return Ending(0)
         asked = next(each for each in self._received if each in _ENDING)
         late = " ".join(map(str, left))
         why = f"killed {self._grace:g} seconds after {signal.Signals(asked).name}: process {late}"
-        return 128 + asked, None, why if left else ""
+        return Ending(128 + asked, why=why if left else "")
 
     def end(self) -> None:
         """End all processes that still run, and what they have started."""
@@ -102,44 +115,33 @@ class Family:
             for process in self.processes:
                 if process.poll() is None:
                     _send(process, signal.SIGTERM)
-        until = min(self._until, time.monotonic() + self._grace)
-        while time.monotonic() < until and any(each.poll() is None for each in self.processes):
-            self.pass_on()
-            time.sleep(_EVERY)
+        self._wait_for(self.processes, self._grace)
         for process in self.processes:
             _send(process, signal.SIGKILL)
             process.wait()
 
-    def _of_failure(
-        self, own: int, code: int, left: dict[int, subprocess.Popen[bytes]]
-    ) -> tuple[int, int | None, str]:
-        """The code of a job in which a process has failed, which one was the first, and how."""
-        failed: int | None = own
-        verdict = None
+    def _of_failure(self, own: int, code: int, left: dict[int, subprocess.Popen[bytes]]) -> Ending:
+        """The ending of a job in which a process has failed, perhaps because of another one."""
+        others = "the others are ended"
         if code in _BECAUSE_OF_ANOTHER:
-            self._wait_for_leaving(left)
+            self._wait_for(left.values(), _LEAVING_SECONDS)
             verdict = self._verdict()
-            failed = self._who_was_waited_for(left) if verdict is None else verdict.process
+            if verdict is None:
+                return Ending(code, None, f"process {own} ended with code {code}; {others}")
             # They may see a death before this process can ask for its code.
-            if failed is not None and self.processes[failed].returncode:
-                own, code = failed, self.processes[failed].returncode
-        if verdict is not None and code in _BECAUSE_OF_ANOTHER:
-            what = verdict.sentence().partition(". ")[0].rstrip(".")
-            return code, failed, f"{what}; the others are ended"
+            own, code = verdict.process, self.processes[verdict.process].returncode or code
+            if code in _BECAUSE_OF_ANOTHER:
+                what = verdict.sentence().partition(". ")[0].rstrip(".")
+                return Ending(code, own, f"{what}; {others}")
         how = f"with code {code}" if code > 0 else f"by {signal.Signals(-code).name}"
-        shown = code if code > 0 else 128 - code
-        return shown, failed, f"process {own} ended {how}; the others are ended"
+        return Ending(code if code > 0 else 128 - code, own, f"process {own} ended {how}; {others}")
 
-    def _wait_for_leaving(self, left: dict[int, subprocess.Popen[bytes]]) -> None:
-        until = min(self._until, time.monotonic() + _LEAVING_SECONDS)
-        while time.monotonic() < until and any(each.poll() is None for each in left.values()):
+    def _wait_for(self, processes: Iterable[subprocess.Popen[bytes]], seconds: float) -> None:
+        """Wait until these have ended, or their time is over."""
+        until = min(self._until, time.monotonic() + seconds)
+        while time.monotonic() < until and any(each.poll() is None for each in processes):
             self.pass_on()
             time.sleep(_EVERY)
-
-    def _who_was_waited_for(self, left: dict[int, subprocess.Popen[bytes]]) -> int | None:
-        """The process that does not leave, or with another code, where none of them has said it."""
-        codes = {own: process.poll() for own, process in left.items()}
-        return next((own for own, code in codes.items() if code not in _BECAUSE_OF_ANOTHER), None)
 
     def _verdict(self) -> Verdict | None:
         """Why they leave: what process 0 says, which judges, or else the first that says it."""
@@ -149,8 +151,8 @@ class Family:
             return None
         said = [line.partition(" ") for line in text.splitlines()]
         said.sort(key=lambda words: words[0] != "0")
-        found = (Verdict.parse(text, len(self.processes)) for _, _, text in said)
-        return next((verdict for verdict in found if verdict is not None), None)
+        found = (Verdict.parse(text) for _, _, text in said)
+        return next((each for each in found if each and each.process < len(self.processes)), None)
 
 
 def _send(process: subprocess.Popen[bytes], number: int) -> None:

@@ -1,7 +1,6 @@
 """Launcher: starts the processes of a job on this machine, ends them, and starts them again."""
 
 import contextlib
-import dataclasses
 import os
 import queue
 import subprocess
@@ -16,28 +15,13 @@ from typing import IO, Any
 from crossshard.distributed.addresses import check_unused, free_port
 from crossshard.distributed.job import ADDRESS, DEVICES, LOOPBACK, NUMBER, OWN, TUNABLES, VERDICTS
 from crossshard.distributed.supervisor import guard
-from crossshard.distributed.supervisor.endings import Family
+from crossshard.distributed.supervisor.endings import Ending, Family
 from crossshard.errors import ArgumentError
 
 # How long a process may take to end after a signal, to save a checkpoint; as Slurm and Kubernetes.
 GRACE_SECONDS = 30.0
 # How long to read what a process wrote after it ended, if one that it started keeps its pipe.
 _DRAIN_SECONDS = 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Ending:
-    """How a job ended.
-
-    Attributes:
-      code: its exit code.
-      failed: which of its processes failed first; ``None`` if none did, or nobody knows.
-      interrupted: whether the launcher has received a signal.
-    """
-
-    code: int
-    failed: int | None = None
-    interrupted: bool = False
 
 
 def launch(
@@ -49,13 +33,14 @@ def launch(
     cpu_devices: int | None = None,
     port: int | None = None,
     grace: float = GRACE_SECONDS,
-) -> Ending:
+) -> tuple[Ending, bool]:
     """Run a command in several processes.
 
     Each line that a process writes is written with the number of the process before it. Signals go
     to all processes, which are killed if they have not ended in time. When one fails, the others
     are ended; the code is that of the first that failed, 128 plus the number of a signal as in
-    shells, and 0 if none did. They end with the launcher, too, if that is killed.
+    shells, and 0 if none did. They end with the launcher, too, if that is killed. Returns how it
+    ended, and whether the launcher has received a signal.
 
     Args:
       command: the program and its arguments.
@@ -91,9 +76,9 @@ def launch(
                     tell("+", process)
                     readers += _readers(process, own, number, lines, stdout, stderr)
                 writer.start()
-                code, failed, why = family.wait(number)
-                if why:
-                    lines.put((stderr, f"crossshard: {why}.\n".encode()))
+                ending = family.wait(number)
+                if ending.why:
+                    lines.put((stderr, f"crossshard: {ending.why}.\n".encode()))
             finally:
                 family.end()
                 for process in family.processes:
@@ -103,7 +88,7 @@ def launch(
         reader.join(max(0.0, until - time.monotonic()))
     lines.put(None)
     writer.join()
-    return Ending(code, failed, family.interrupted)
+    return ending, family.interrupted
 
 
 def launch_again(
@@ -133,8 +118,8 @@ def launch_again(
     """
     slots = list(range(number))
     for left in range(restarts, -1, -1):
-        ending = launch(command, slots, stderr=stderr, **options)
-        if ending.code == 0 or ending.interrupted or left == 0:
+        ending, interrupted = launch(command, slots, stderr=stderr, **options)
+        if ending.code == 0 or interrupted or left == 0:
             break
         may_drop = min_processes is not None and len(slots) > min_processes
         if may_drop and ending.failed is not None:

@@ -2,20 +2,35 @@
 
 import dataclasses
 import enum
-import re
+import json
 from typing import Self
 
-from crossshard.distributed.progress import NO_ROWS, ROWS
-from crossshard.distributed.supervisor.stacks import NOWHERE, PLACE
+from crossshard._typed import typed
+from crossshard.distributed.progress import NO_ROWS
+from crossshard.distributed.supervisor.stacks import NOWHERE
 
 # The exit codes of processes that leave because of another one; outside those of sysexits.h. The
 # first if that died, failed, or left while it was needed; the second if it does not move.
 PROCESS_LOST, PROCESS_STALLED = 81, 82
 
-_NUMBER = r"(\d{1,15})"
-_WORD = r"([A-Za-z_]\w{0,59})"
-_PLACE = rf"({NOWHERE}|{PLACE})"
-_LONGEST = 600
+_LONGEST = 2000
+
+
+class _Told:
+    """A dataclass that one process tells another."""
+
+    def __str__(self) -> str:
+        return json.dumps(dataclasses.asdict(self))  # type: ignore[call-overload]
+
+    @classmethod
+    def parse(cls, text: str) -> Self | None:
+        """What a text tells; ``None`` if it is no such text, or would move a terminal's cursor."""
+        try:
+            found: Self = typed(cls, json.loads(text[:_LONGEST]))
+        except (ValueError, RecursionError):
+            return None
+        texts = (value for value in vars(found).values() if isinstance(value, str))
+        return found if all(map(str.isprintable, texts)) else None
 
 
 class State(enum.StrEnum):
@@ -28,7 +43,7 @@ class State(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class Report(_Told):
     """What a process tells of itself.
 
     Attributes:
@@ -37,7 +52,7 @@ class Report:
       latest: the latest of them, such as ``"step 7"``.
       state: whether it still works.
       error: the class of the exception that it failed with; ``"nothing"`` without one.
-      gone: a process of the same machine that has died; -1 without one.
+      gone: a process of the same machine that has died; ``None`` without one.
       place: the line at which its main thread stands.
       rows: what its last step was given.
       rows_since: the first call with these rows.
@@ -48,40 +63,10 @@ class Report:
     latest: str = "nothing"
     state: State = State.RUNNING
     error: str = "nothing"
-    gone: int = -1
+    gone: int | None = None
     place: str = NOWHERE
     rows: str = NO_ROWS
     rows_since: int = 0
-
-    def __str__(self) -> str:
-        name, _, number = self.latest.partition(" ")
-        words = (self.beat, self.calls, name, number or 0, self.state, self.error, self.gone + 1)
-        return " ".join(map(str, (*words, self.place, self.rows, self.rows_since)))
-
-    @classmethod
-    def parse(cls, text: str) -> Self | None:
-        """The report that a text is; ``None`` if it is none."""
-        states = "|".join(State)
-        found = re.fullmatch(
-            rf"{_NUMBER} {_NUMBER} ([a-z][a-z_]{{0,19}}) {_NUMBER} ({states}) {_WORD} {_NUMBER} "
-            rf"{_PLACE} ({ROWS}) {_NUMBER}",
-            text[:_LONGEST],
-            re.ASCII,
-        )
-        if found is None:
-            return None
-        beat, calls, name, number, state, error, gone, place, rows, since = found.groups()
-        return cls(
-            int(beat),
-            int(calls),
-            f"{name} {int(number)}",
-            State(state),
-            error,
-            int(gone) - 1,
-            place,
-            rows,
-            int(since),
-        )
 
 
 class Kind(enum.StrEnum):
@@ -98,7 +83,7 @@ class Kind(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class Verdict(_Told):
     """Why all processes leave.
 
     Attributes:
@@ -155,24 +140,3 @@ class Verdict:
                 return f"nothing was entered for {self.seconds} seconds after {self.what}.{stands}"
             case Kind.DONE:
                 return "all processes have come to their ends."
-
-    def __str__(self) -> str:
-        said = f"{self.kind} {self.process} {self.seconds} {self.what}"
-        return f"{said} at {self.place} with {self.rows} not {self.other} {self.expected}"
-
-    @classmethod
-    def parse(cls, text: str, number: int) -> Self | None:
-        """The verdict on one of so many processes that a text is; ``None`` if it is none."""
-        kinds = "|".join(Kind)
-        found = re.fullmatch(
-            rf"({kinds}) {_NUMBER} {_NUMBER} ([A-Za-z_]\w{{0,59}}(?: \d{{1,15}})?) "
-            rf"at {_PLACE} with ({ROWS}) not {_NUMBER} ({ROWS})",
-            text[:_LONGEST],
-            re.ASCII,
-        )
-        if found is None:
-            return None
-        kind, process, seconds, what, place, rows, other, expected = found.groups()
-        if max(int(process), int(other)) >= number:
-            return None
-        return cls(Kind(kind), int(process), what, int(seconds), place, rows, int(other), expected)

@@ -1,7 +1,6 @@
 """Stacks: where the threads of this process stand, for the report of a stall. It opens no file."""
 
 import os
-import re
 import sys
 import sysconfig
 import threading
@@ -9,8 +8,6 @@ from pathlib import Path
 from types import FrameType
 
 NOWHERE = "nowhere"
-# What other processes take for a place, too.
-PLACE = r"[\w.<>-]{1,60}:\d{1,7}"
 
 _NOT_THE_USERS = tuple(
     {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -27,8 +24,9 @@ def place() -> str:
     frame = frame or innermost
     if frame is None:
         return NOWHERE
-    name = re.sub(r"[^\w.<>-]", "_", os.path.basename(frame.f_code.co_filename), flags=re.ASCII)
-    return f"{name[-60:] or '_'}:{frame.f_lineno}"
+    name = os.path.basename(frame.f_code.co_filename)
+    # Others print it.
+    return f"{name[-60:] if name.isprintable() else '_'}:{frame.f_lineno}"
 
 
 def stacks() -> str:

@@ -129,7 +129,7 @@ class _Watch:
 
     def _of_first(self) -> Verdict | None:
         texts = _jax.told_below(f"{_FOLDER}/first/")
-        told = Verdict.parse(texts.get("verdict", ""), self._job.num_processes)
+        told = Verdict.parse(texts.get("verdict", ""))
         if told is not None:
             return told
         report = Report.parse(texts.get("report", ""))
@@ -145,7 +145,7 @@ class _Watch:
                 for process, told in self._told(self._machine).items()
                 if process != self._process and identity.is_gone(told)
             ),
-            -1,
+            None,
         )
         rows, since = PROGRESS.rows
         return Report(
