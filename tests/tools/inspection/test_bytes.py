@@ -8,14 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax import lax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import crossshard
 from crossshard import CrossShardOptimizer, make_train_step
-from tests.tools.steps import GRID, LINE, SPLIT, WHOLE, gather, moved, over, placed, summed
+from tests.tools.steps import GRID, SPLIT, WHOLE, moved, over, placed, summed
 
 N, SGD = 8, optax.sgd(0.1)
 HALVES = [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -213,74 +211,9 @@ def a_ring() -> Counted:
 
 
 @program
-def sums_in_a_scan() -> Counted:
-    def step(x: Any, ws: Any) -> Any:
-        return lax.scan(lambda x, w: (jnp.tanh(x + lax.psum(w, "s")), None), x, ws)[0]
-
-    return over(step, (WHOLE, WHOLE), WHOLE).lower(a(6, 4), a(5, 6, 4)), 5 * summed(8, 4 * 6 * 4), 0
-
-
-@program
-def a_ring_in_a_loop_in_a_loop() -> Counted:
-    ring = [(i, (i + 1) % 8) for i in range(8)]
-
-    def step(x: Any) -> Any:
-        inner = lambda _, x: lax.ppermute(jnp.tanh(x), "s", ring)
-        return lax.fori_loop(0, 3, lambda _, x: lax.fori_loop(0, 4, inner, x), x)
-
-    return over(step, SPLIT, SPLIT).lower(a(16, 6)), 3 * 4 * 4 * 2 * 6, 0
-
-
-@program
-def steps_in_a_scan_of_ones_own() -> Counted:
-    step = make_train_step(loss_fn, SGD, num_shards=N, weight_update="sharded")
-
-    def three(state: Any, batches: Any) -> Any:
-        return lax.scan(step, state, batches)
-
-    lowered = jax.jit(three).lower(step.abstract_init(PARAMS), a(3, *BATCH.shape))
-    return lowered, 3 * (2 * moved(N, 4 * (W + V)) + summed(N, 4 * (B + 1))), 0
-
-
-@program
 def pmap() -> Counted:
     step = jax.pmap(lambda x: lax.pmean(x, "i") + lax.psum(1.0, "i"), axis_name="i")
     return step.lower(a(8, 20, 3)), summed(8, 4 * 20 * 3), 0
-
-
-@program
-def jit_on_global_arrays() -> Counted:
-    step = jax.jit(
-        lambda params, x: jax.tree.map(jnp.subtract, params, jax.grad(loss_fn)(params, x)),
-        out_shardings={name: NamedSharding(GRID, spec) for name, spec in LIES.items()},
-    )
-    # Gradients of a half over four shards; over the model axis 16 rows of the product with v.
-    sent = summed(4, 4 * (W + V + B) / 2) + summed(2, 4 * 16 * 64)
-    return step.lower(placed(PARAMS, LIES, GRID), placed(BATCH, P("data"), GRID)), sent, 0
-
-
-@program
-def an_nnx_model_under_nnx_jit() -> Counted:
-    model = nnx.Linear(48, 32, rngs=nnx.Rngs(0))
-
-    @nnx.jit
-    def step(model: Any, x: Any) -> None:
-        grads = nnx.grad(lambda model: jnp.mean(jnp.tanh(model(x)) ** 2))(model)
-        nnx.update(model, jax.tree.map(lambda p, g: p - g, nnx.state(model), grads))
-
-    nnx.update(model, jax.device_put(nnx.state(model), NamedSharding(LINE, WHOLE)))
-    x = jax.device_put(jnp.ones((64, 48)), NamedSharding(LINE, SPLIT))
-    return step.lower(model, x), summed(8, 4 * (48 * 32 + 32)), 0
-
-
-@program
-def parameters_stored_in_parts() -> Counted:
-    def step(w: Any, x: Any) -> Any:
-        return w - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh(x @ gather(w)) ** 2))(w)
-
-    # Gathered, and what the gather's transpose scatters.
-    lowered = over(step, (SPLIT, SPLIT), SPLIT).lower(a(64, 40), BATCH)
-    return lowered, 2 * moved(8, 4 * 64 * 40), 0
 
 
 @program

@@ -10,24 +10,19 @@ Nor does HLO mark the shards of the data, but the inputs show them: devices with
 different pieces of the layers are one shard.
 """
 
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from functools import reduce
-from operator import or_
 from typing import NamedTuple
 
-from crossshard.tools.inspection.collectives import is_scalar, operand_shapes, runs_of_collectives
-from crossshard.tools.inspection.execution import Execution, executions
+from crossshard.tools.inspection.collectives import is_scalar, runs_of_collectives
+from crossshard.tools.inspection.execution import Execution
 from crossshard.tools.inspection.hlo import Array, Module, Shape, leaves
-from crossshard.tools.inspection.hlo_dependence import Dependence, Source, union
-from crossshard.tools.inspection.loops import trip_count
+from crossshard.tools.inspection.hlo_dependence import union
 from crossshard.tools.inspection.parameters import Parameters
 from crossshard.tools.inspection.pieces import Pieces, is_whole
-from crossshard.tools.inspection.replica_groups import Groups, groups_of
 from crossshard.tools.inspection.replicas import joined_devices, shards
-
-# These are not evidence, because a hand-written step may also gather its moments.
-_COPYING = {"all-gather", "collective-broadcast"}
+from crossshard.tools.inspection.uses import Operand, Uses, union_of
 
 
 class Trained(NamedTuple):
@@ -50,22 +45,6 @@ class _Value(NamedTuple):
     replicated: bool
 
 
-class _Operand(NamedTuple):
-    """An operand of a collective that is no scalar.
-
-    Attributes:
-      source: it, as a source.
-      given: its dependence.
-      groups: the groups of the collective.
-      reduces: whether the collective is a reduction.
-    """
-
-    source: Source
-    given: int
-    groups: Groups
-    reduces: bool
-
-
 def find_trained(module: Module, inputs: Sequence[Pieces], outputs: Sequence[bool]) -> Trained:
     """The parameters, and the data of each device.
 
@@ -86,9 +65,9 @@ def find_trained(module: Module, inputs: Sequence[Pieces], outputs: Sequence[boo
     # Unlike a state, a batch is not returned.
     batches = {n for n, array in enumerate(shapes) if array not in results}
     runs = list(runs_of_collectives(module))
-    uses = _Uses(module, runs)
+    uses = Uses(module, runs)
     if left_out := _without_data(runs, uses, batches):
-        uses = _Uses(module, runs, left_out)
+        uses = Uses(module, runs, left_out)
     updates = _updates(given, list(map(_Value, results, outputs)), uses)
     data = _Data(inputs, uses, updates, batches)
     kept = {n: found for n in updates if (found := data.shards(n)) > 1}
@@ -122,101 +101,15 @@ def _arrays(shapes: Iterable[Shape]) -> list[Array]:
     return [array for shape in shapes for array in leaves(shape)]
 
 
-class _Uses:
-    """How a program uses its inputs, which are given by their numbers here.
-
-    Attributes:
-      depends: the dependences of the outputs and of the operands of collectives.
-      operands: those operands.
-      fed: for each input, the operands that depend on it.
-      reduced: for each input, those of them that are reduced, as a set.
-      gathers: for each input, the groups of the all-gathers that it reaches before a reduction.
-    """
-
-    def __init__(
-        self,
-        module: Module,
-        runs: Sequence[tuple[Execution, str]],
-        left_out: Collection[tuple[str, int]] = (),
-    ) -> None:
-        runs = [(run, kind) for run, kind in runs if not {*run.branches} & {*left_out}]
-        reducing = {run.instruction.name for run, kind in runs if kind not in _COPYING}
-        names = {run.instruction.name for run, _ in runs}
-        self._module = module
-        self.depends = Dependence(module, names, reducing, left_out)
-        self.operands = [
-            _Operand(source, self.depends.given[source.any], groups, kind not in _COPYING)
-            for run, kind in runs
-            for groups in [groups_of(run.instruction, kind, module)]
-            for source, shape in zip(
-                self.depends.operands[run.instruction.name],
-                operand_shapes(run, kind),
-                # A ragged all-to-all sends only its first operand.
-                strict=False,
-            )
-            if not all(map(is_scalar, leaves(shape)))
-        ]
-        reduced = _all(each.source.any for each in self.operands if each.reduces)
-        self.fed = [
-            [each for each in self.operands if each.given & source.any]
-            for source in self.depends.inputs
-        ]
-        self.reduced = [_all(each.source.any for each in fed if each.reduces) for fed in self.fed]
-        self.gathers = [
-            [each.groups for each in fed if not each.reduces and not each.given & reduced]
-            for fed in self.fed
-        ]
-
-    def reached(self, outputs: Iterable[int]) -> int:
-        """All that some outputs depend on."""
-        return _all(union(self.depends.outputs[i]) for i in outputs)
-
-    def in_a_row(self, number: int, outputs: Iterable[int]) -> int:
-        """The number of unrolled steps.
-
-        These are reductions that arrive in the new value, each of a gradient of the parameter that
-        the previous one has updated.
-        """
-        arriving, source = self.reached(outputs), self.depends.inputs[number]
-        rows: dict[int, int] = {}
-        for each in self.operands:
-            if each.source.direct & arriving and each.given & source.direct:
-                before = (rows[bit] for bit in rows if bit & each.given)
-                rows[each.source.any] = 1 + max(before, default=0)
-        return max(rows.values(), default=1)
-
-    def in_loops(self, number: int, outputs: Iterable[int]) -> int:
-        """The number of updates of an input by loops that carry it, in one call."""
-        reached, source = self.reached(outputs), self.depends.inputs[number]
-        names = {
-            name
-            for bit, name in self.depends.loops.items()
-            if bit & reached and self.depends.given[bit] & source.direct
-        }
-        if not names:
-            return 1
-        loops = [run for run in executions(self._module) if run.instruction.name in names]
-        outer = {name for run in loops for name in run.loops}
-        return sum(self._rounds(run) for run in loops if run.instruction.name not in outer)
-
-    def _rounds(self, run: Execution) -> int:
-        trips = trip_count(self._module, run.computation, run.instruction)
-        return 1 if trips is None or run.times is None else run.times * trips
-
-
-def _all(members: Iterable[int]) -> int:
-    return reduce(or_, members, 0)
-
-
 def _without_data(
-    runs: Sequence[tuple[Execution, str]], uses: _Uses, batches: Iterable[int]
+    runs: Sequence[tuple[Execution, str]], uses: Uses, batches: Iterable[int]
 ) -> frozenset[tuple[str, int]]:
     """The branches of conditionals that send nothing of a batch, if all gradients are elsewhere.
 
     Such a branch is no step: copies of the parameters, and of all else, are made equal in it.
     """
     depends = uses.depends
-    data = _all(depends.inputs[n].any for n in batches)
+    data = union_of(depends.inputs[n].any for n in batches)
     sent: dict[tuple[str, int], bool] = defaultdict(bool)
     elsewhere = False
     for run, _ in runs:
@@ -228,9 +121,7 @@ def _without_data(
     return frozenset(branch for branch in sent if not sent[branch] and elsewhere)
 
 
-def _updates(
-    given: Sequence[_Value], results: Sequence[_Value], uses: _Uses
-) -> dict[int, set[int]]:
+def _updates(given: Sequence[_Value], results: Sequence[_Value], uses: Uses) -> dict[int, set[int]]:
     """For each input that may be a parameter, the outputs that may be its new value."""
     alike: dict[_Value, list[int]] = defaultdict(list)
     for number, value in enumerate(given):
@@ -241,7 +132,7 @@ def _updates(
         sets = {i: uses.depends.outputs[i] for i, result in enumerate(results) if result == value}
         # An output that no input of its type reaches directly, such as the mean of the parameters
         # or a lower-precision copy, is paired with an input that it was reduced from.
-        directly = _all(uses.depends.inputs[n].direct for n in equals)
+        directly = union_of(uses.depends.inputs[n].direct for n in equals)
         untaken = {i for i in sets if not union(sets[i]) & directly}
         for number in equals:
             direct, reduced = uses.depends.inputs[number].direct, uses.reduced[number]
@@ -253,7 +144,7 @@ def _updates(
     return {n: found for n, found in updates.items() if not _is_state(n, updates, uses)}
 
 
-def _is_state(number: int, updates: dict[int, set[int]], uses: _Uses) -> bool:
+def _is_state(number: int, updates: dict[int, set[int]], uses: Uses) -> bool:
     """Whether an input is the optimizer state of unrolled steps.
 
     A moment feeds the second step's reduction, through its parameters, but not the first one's,
@@ -278,7 +169,7 @@ class _Data:
     def __init__(
         self,
         layouts: Sequence[Pieces],
-        uses: _Uses,
+        uses: Uses,
         updates: dict[int, set[int]],
         batches: Collection[int],
     ) -> None:
@@ -289,7 +180,7 @@ class _Data:
         split = [number for number, layout in enumerate(layouts) if not is_whole(layout)]
         self._split = [n for n in split if n not in updates and uses.fed[n]]
         # The layouts of layers that are split over devices and never gathered.
-        self._layers = {layouts[n] for n in split if n in updates and not uses.gathers[n]}
+        self._layers = frozenset(layouts[n] for n in split if n in updates and not uses.gathers[n])
 
     def shards(self, number: int, *, stored_apart: bool = False) -> int:
         """The number of shards that keep a copy of an input that may be a parameter.
@@ -308,24 +199,29 @@ class _Data:
 
     def seen(self, number: int) -> tuple[object, ...]:
         """For each device, its pieces of the data that an input is trained on."""
-        way = _all(each.source.any for each in self._way(number))
+        way = union_of(each.source.any for each in self._way(number))
         fed = [n for n in self._split if any(x.source.any & way for x in self._uses.fed[n])]
         # Moments that the optimizer gathers, as muon does, are not data.
-        data = {self._layouts[n]: None for n in fed if n in self._batches} or {
-            self._layouts[n]: None for n in fed
-        }
-        # Nor are layers.
-        inputs = [x for x in data if not any(_decides(layer, x) for layer in self._layers)]
-        devices = range(len(self._layouts[number]))
+        fed = [n for n in fed if n in self._batches] or fed
         by_device = any(each.given & self._uses.depends.device.any for each in self._way(number))
-        if by_device and not data:
-            return tuple(devices)
-        return tuple(tuple(layout[device] for layout in inputs or data) for device in devices)
+        if by_device and not fed:
+            return tuple(range(len(self._layouts[number])))
+        data = tuple(dict.fromkeys(self._layouts[n] for n in fed))
+        return _seen(data, self._layers, len(self._layouts[number]))
 
-    def _way(self, number: int) -> list[_Operand]:
+    def _way(self, number: int) -> list[Operand]:
         """The operands of collectives between an input and its new value."""
         reached = self._uses.reached(self._updates[number])
         return [each for each in self._uses.fed[number] if each.source.any & reached]
+
+
+@functools.lru_cache
+def _seen(
+    data: tuple[Pieces, ...], layers: frozenset[Pieces], devices: int
+) -> tuple[tuple[int, ...], ...]:
+    """For each device, its pieces of inputs, without those that are split as layers are."""
+    inputs = [each for each in data if not any(_decides(layer, each) for layer in layers)] or data
+    return tuple(tuple(layout[device] for layout in inputs) for device in range(devices))
 
 
 def _decides(one: Pieces, other: Pieces) -> bool:

@@ -169,21 +169,17 @@ class Dependence:
         shape = body.parameters[0].shape
         shapes = shape if isinstance(shape, tuple) else (shape,)
         sources = [self._source() for _ in shapes]
-        each = tuple(_spread(s, x.any | x.direct) for s, x in zip(shapes, sources, strict=True))
-        given = each if isinstance(shape, tuple) else each[0]
+        masks = [source.any | source.direct for source in sources]
+        given = (
+            tuple(map(_spread, shapes, masks))
+            if isinstance(shape, tuple)
+            else _spread(shape, masks[0])
+        )
         self._through(condition, [given])
         after = _unions(self._through(body, [given]), len(shapes))
         begins = _unions(carry, len(shapes))
         trained = [self._is_trained(x, new) for x, new in zip(sources, after, strict=True)]
-        values = begins
-        while True:
-            joined = [
-                old if new & source.any else old | self._replaced(new, sources, values)
-                for source, old, new in zip(sources, begins, after, strict=True)
-            ]
-            if joined == values:
-                break
-            values = joined
+        values = self._in_any_iteration(sources, begins, after)
         for bit, members in self.given.items():
             self.given[bit] = self._replaced(members, sources, values)
         results = [
@@ -205,6 +201,20 @@ class Dependence:
             for name in self._reductions
             for source in self.operands.get(name, [])
         )
+
+    def _in_any_iteration(
+        self, sources: Sequence[Source], begins: list[int], after: Sequence[int]
+    ) -> list[int]:
+        """What each element of a carry depends on; a state as at the beginning."""
+        values = begins
+        while True:
+            joined = [
+                old if new & source.any else old | self._replaced(new, sources, values)
+                for source, old, new in zip(sources, begins, after, strict=True)
+            ]
+            if joined == values:
+                return values
+            values = joined
 
     def _replaced(self, members: int, sources: Sequence[Source], values: Sequence[int]) -> int:
         """A set in which some sources are replaced by what they depend on."""
