@@ -1,5 +1,6 @@
 """The bytes of programs of every kind, against a count by hand from shapes and dtypes."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -55,90 +56,69 @@ def program(function: Callable[[], Counted]) -> Callable[[], Counted]:
     return function
 
 
-def sent_in_parts() -> float:
-    # Gradients of w and v are scattered, and parameters gathered; those of b and the loss summed.
-    return 2 * moved(N, 4 * (W + V)) + summed(N, 4 * (B + 1))
+def ours(update: Any, rule: Any, options: Any, arrays: float, scalars: float) -> Counted:
+    return step_of(rule, weight_update=update, **options), arrays, scalars
 
 
-@program
-def a_replicated_step() -> Counted:
+# Gradients of w and v are scattered, and parameters gathered; those of b and the loss summed.
+IN_PARTS = 2 * moved(N, 4 * (W + V)) + summed(N, 4 * (B + 1))
+ADAM, ADAMW = optax.adam(0.1), optax.adamw(0.1)
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), SGD)
+GROUPED = CrossShardOptimizer(SGD, group_assignment=HALVES)
+WIRE = {"reduce_dtype": "bfloat16"}
+LITTLE = {"params": {"w": a(64, 32), "b": a(32), "v": a(32, 64)}}
+MUCH = {"params": {"w": a(64, 2048), "b": a(2048), "v": a(2048, 64)}}
+HALF = {
+    "params": jax.tree.map(lambda x: a(*x.shape, dtype=jnp.bfloat16), PARAMS),
+    "batch": a(64, 64, dtype=jnp.bfloat16),
+    "master_dtype": "float32",
+}
+MODEL = {
+    "params": placed(PARAMS, LIES, PAIR),
+    "num_shards": None,
+    "mesh": PAIR,
+    "axis_name": "data",
+}
+STEPS = {
     # The loss is in one bucket with b.
-    return step_of(SGD, weight_update="replicated"), summed(N, 4 * (W + V + B + 1)), 0
-
-
-@program
-def a_sharded_step() -> Counted:
-    return step_of(optax.adamw(0.1), weight_update="sharded"), sent_in_parts(), 0
-
-
-@program
-def auto_with_little_is_replicated() -> Counted:
-    params = {"w": a(64, 32), "b": a(32), "v": a(32, 64)}
-    return step_of(optax.adamw(0.1), params), summed(N, 4 * (2 * 64 * 32 + 32 + 1)), 0
-
-
-@program
-def auto_with_much_is_sharded() -> Counted:
-    params = {"w": a(64, 2048), "b": a(2048), "v": a(2048, 64)}
-    split = 2 * moved(N, 4 * (2 * 64 * 2048 + 2048))
-    return step_of(optax.adamw(0.1), params), split, summed(N, 4)
-
-
-@program
-def a_clip_by_the_global_norm() -> Counted:
-    rule = optax.chain(optax.clip_by_global_norm(1.0), SGD)
+    "a replicated step": ("replicated", SGD, {}, summed(N, 4 * (W + V + B + 1)), 0),
+    "a sharded step": ("sharded", ADAMW, {}, IN_PARTS, 0),
+    "auto with little is replicated": (
+        *("auto", ADAMW, LITTLE, summed(N, 4 * (2 * 64 * 32 + 32 + 1)), 0),
+    ),
+    "auto with much is sharded": (
+        *("auto", ADAMW, MUCH, 2 * moved(N, 4 * (2 * 64 * 2048 + 2048)), summed(N, 4)),
+    ),
     # Squares of the slices of w and of v, each summed over the shards.
-    return step_of(rule, weight_update="sharded"), sent_in_parts(), 2 * summed(N, 4)
-
-
-@program
-def sixteen_bits_replicated() -> Counted:
+    "a clip by the global norm": ("sharded", CLIPPED, {}, IN_PARTS, 2 * summed(N, 4)),
     # CPUs exchange 16 bits and add by themselves, and gather what they rounded; b alike, in a
     # bucket of its own, and the loss in 32.
-    sent = 2 * moved(N, 2 * (W + V + B))
-    return step_of(SGD, reduce_dtype="bfloat16", weight_update="replicated"), sent, 7
-
-
-@program
-def sixteen_bits_sharded() -> Counted:
-    sent = moved(N, 2 * (W + V)) + moved(N, 4 * (W + V)) + 2 * moved(N, 2 * B)
-    return step_of(optax.adam(0.1), reduce_dtype="bfloat16", weight_update="sharded"), sent, 7
-
-
-@program
-def masters_of_parameters_in_sixteen_bits() -> Counted:
-    half = jax.tree.map(lambda x: a(*x.shape, dtype=jnp.bfloat16), PARAMS)
+    "16 bits, replicated": ("replicated", SGD, WIRE, 2 * moved(N, 2 * (W + V + B)), 7),
+    "16 bits, sharded": (
+        *("sharded", ADAM, WIRE),
+        *(moved(N, 2 * (W + V)) + moved(N, 4 * (W + V)) + 2 * moved(N, 2 * B), 7),
+    ),
     # Summed in 32 bits, gathered in 16.
-    sent = moved(N, 4 * (W + V)) + moved(N, 2 * (W + V)) + summed(N, 4 * (B + 1))
-    rule = optax.adam(0.1)
-    options = {"weight_update": "sharded", "master_dtype": "float32"}
-    return step_of(rule, half, a(64, 64, dtype=jnp.bfloat16), **options), sent, 0
-
-
-@program
-def four_microbatches() -> Counted:
-    return step_of(SGD, accumulate_steps=4, weight_update="sharded"), sent_in_parts(), 0
-
-
-@program
-def groups_of_four() -> Counted:
-    rule = CrossShardOptimizer(SGD, group_assignment=HALVES)
+    "masters of parameters in 16 bits": (
+        *("sharded", ADAM, HALF),
+        *(moved(N, 4 * (W + V)) + moved(N, 2 * (W + V)) + summed(N, 4 * (B + 1)), 0),
+    ),
+    "four microbatches": ("sharded", SGD, {"accumulate_steps": 4}, IN_PARTS, 0),
     # The bucket of b and the loss is padded to a multiple of four.
-    return step_of(rule, weight_update="replicated"), summed(4, 4 * (W + V + B + 1 + 3)), 0
-
-
-@program
-def a_moving_average_in_parts() -> Counted:
-    return step_of(SGD, ema=0.9, weight_update="sharded"), sent_in_parts(), 0
-
-
-@program
-def a_model_over_two_by_two_devices() -> Counted:
-    params = placed(PARAMS, LIES, PAIR)
-    mine = 2 * moved(2, 4 * (W + V) / 2) + summed(2, 4 * (B / 2 + 1))
+    "groups of four": ("replicated", GROUPED, {}, summed(4, 4 * (W + V + B + 1 + 3)), 0),
+    "a moving average in parts": ("sharded", SGD, {"ema": 0.9}, IN_PARTS, 0),
     # 32 rows of the product with v are summed over the model axis.
-    options = {"num_shards": None, "mesh": PAIR, "axis_name": "data", "weight_update": "sharded"}
-    return step_of(optax.adamw(0.1), params, **options), mine + summed(2, 4 * 32 * 64), 0
+    "a model over two by two devices": (
+        *("sharded", ADAMW, MODEL),
+        2 * moved(2, 4 * (W + V) / 2) + summed(2, 4 * (B / 2 + 1)) + summed(2, 4 * 32 * 64),
+        0,
+    ),
+    # With b the loss, the number of shards that count, and for each shard which leaf was bad.
+    "quarantine": (
+        *("replicated", SGD, {"nonfinite": "quarantine"}, summed(N, 4 * (W + V + B + 2 + N)), 0),
+    ),
+}
+PROGRAMS |= {name: functools.partial(ours, *row) for name, row in STEPS.items()}
 
 
 @program
@@ -152,13 +132,6 @@ def weighted_rows() -> Counted:
     lowered = step_of(SGD, PARAMS, {"x": BATCH, "rows": a(64)}, **options)
     # With b the loss and the sum of the weights.
     return lowered, summed(N, 4 * (W + V + B + 2)), 0
-
-
-@program
-def quarantine() -> Counted:
-    lowered = step_of(SGD, nonfinite="quarantine", weight_update="replicated")
-    # With b the loss, the number of shards that count, and for each shard which leaf was bad.
-    return lowered, summed(N, 4 * (W + V + B + 1 + 1 + N)), 0
 
 
 @program

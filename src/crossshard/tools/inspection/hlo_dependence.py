@@ -158,11 +158,10 @@ class Dependence:
     def _of_loop(self, loop: Instruction, carry: Depends) -> Depends:
         """The dependence of a loop's output, from one pass through its body.
 
-        In this pass each element of the carry is a source. Afterwards the source is replaced by
-        what the element depends on: at the beginning and, if it is no state, after any iteration.
-        The earlier value of a state adds nothing: the second step's moments depend on all that the
-        first one's did, and its gradient depends on the moments only through the parameters. So
-        iterations that train count as one step.
+        In this pass each element of the carry is a source, and is afterwards replaced by what it
+        depends on when the loop begins. Its later values add nothing: the second step's moments
+        depend on all that the first one's did, and its gradient depends on the moments only through
+        the parameters. So iterations that train count as one step.
         """
         (body,) = (self._module.computations[name] for name in loop.called("body"))
         (condition,) = (self._module.computations[name] for name in loop.called("condition"))
@@ -179,11 +178,10 @@ class Dependence:
         after = _unions(self._through(body, [given]), len(shapes))
         begins = _unions(carry, len(shapes))
         trained = [self._is_trained(x, new) for x, new in zip(sources, after, strict=True)]
-        values = self._in_any_iteration(sources, begins, after)
         for bit, members in self.given.items():
-            self.given[bit] = self._replaced(members, sources, values)
+            self.given[bit] = self._replaced(members, sources, begins)
         results = [
-            old | self._replaced(new, sources, values)
+            old | self._replaced(new, sources, begins)
             for old, new in zip(begins, after, strict=True)
         ]
         for number, source in enumerate(sources):
@@ -201,20 +199,6 @@ class Dependence:
             for name in self._reductions
             for source in self.operands.get(name, [])
         )
-
-    def _in_any_iteration(
-        self, sources: Sequence[Source], begins: list[int], after: Sequence[int]
-    ) -> list[int]:
-        """What each element of a carry depends on; a state as at the beginning."""
-        values = begins
-        while True:
-            joined = [
-                old if new & source.any else old | self._replaced(new, sources, values)
-                for source, old, new in zip(sources, begins, after, strict=True)
-            ]
-            if joined == values:
-                return values
-            values = joined
 
     def _replaced(self, members: int, sources: Sequence[Source], values: Sequence[int]) -> int:
         """A set in which some sources are replaced by what they depend on."""
