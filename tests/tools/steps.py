@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import optax
+import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -19,6 +20,15 @@ def mesh_of(**axes: int) -> Mesh:
     auto = (AxisType.Auto,) * len(axes)
     return jax.make_mesh((*axes.values(),), (*axes,), axis_types=auto, devices=devices)
 
+
+# Adam has moments, which may be taken for parameters; SGD has none.
+each_rule = pytest.mark.parametrize(
+    "rule",
+    [
+        pytest.param(optax.adam(1e-3), id="adam"),
+        pytest.param(optax.sgd(0.1), id="sgd", marks=pytest.mark.deep),
+    ],
+)
 
 FLOAT = 4
 LINE = mesh_of(s=8)

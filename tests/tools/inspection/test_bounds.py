@@ -20,6 +20,7 @@ from tests.tools.steps import (
     SPLIT,
     WHOLE,
     check,
+    each_rule,
     gather,
     mean,
     mesh_of,
@@ -32,14 +33,6 @@ from tests.tools.steps import (
 )
 
 SGD = optax.sgd(0.1)
-# Adam has moments, which may be taken for parameters; SGD has none.
-each_rule = pytest.mark.parametrize(
-    "rule",
-    [
-        pytest.param(optax.adam(1e-3), id="adam"),
-        pytest.param(SGD, id="sgd", marks=pytest.mark.deep),
-    ],
-)
 
 
 def lies_of(rule: Any, params: Any, specs: Any) -> Any:
@@ -96,6 +89,15 @@ def test_data_and_tensor_parallel(rule: Any, way: str):
     check(report, 4, ONE_SHARDS, sent=SENT + (0 if typed else summed(2, FLOAT * 64)))
     assert report.devices == 8
     assert report.lower_bound == summed(4, ONE_SHARDS)
+
+
+def test_rows_with_the_shape_of_a_layer_tell_the_shards_all_the_same():
+    # On a device both are [256, 64].
+    rows = jnp.ones((1024, 64))
+    step = lambda params, x, y: jax.tree.map(jnp.subtract, params, by_types(params, x, y))
+    report = read(step, (LIES, DATA, DATA), LIES, LAYERS, rows, rows, mesh=GRID, vma=True)
+    check(report, 4, ONE_SHARDS, ratio=1)
+    assert any(each.within_shard for each in report.collectives)
 
 
 @each_rule
@@ -374,7 +376,15 @@ def of_a_reduced_gradient(w: Any, x: Any) -> Any:
     return w - update
 
 
-@pytest.mark.parametrize(("step", "ratio"), [(side_by_side, 2), (of_a_reduced_gradient, 4)])
+def projected(w: Any, x: Any) -> Any:
+    # Nothing is reduced in the loop that makes the columns orthogonal.
+    new = w - mean(jax.grad(loss_of)(w, x))
+    return lax.fori_loop(0, 5, lambda _, w: 1.5 * w - 0.5 * w @ w.T @ w, new)
+
+
+@pytest.mark.parametrize(
+    ("step", "ratio"), [(side_by_side, 2), (of_a_reduced_gradient, 4), (projected, 1)]
+)
 def test_several_reductions_are_one_step(step: Callable, ratio: float):
     check(read(step, (WHOLE, SPLIT), WHOLE, W, X), 8, W.nbytes, ratio=ratio)
 

@@ -1,5 +1,6 @@
 """The bytes of programs of every kind, against a count by hand from shapes and dtypes."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,14 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax import lax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import crossshard
 from crossshard import CrossShardOptimizer, make_train_step
-from tests.tools.steps import GRID, LINE, SPLIT, WHOLE, gather, moved, over, placed, summed
+from tests.tools.steps import GRID, SPLIT, WHOLE, moved, over, placed, summed
 
 N, SGD = 8, optax.sgd(0.1)
 HALVES = [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -57,90 +56,69 @@ def program(function: Callable[[], Counted]) -> Callable[[], Counted]:
     return function
 
 
-def sent_in_parts() -> float:
-    # Gradients of w and v are scattered, and parameters gathered; those of b and the loss summed.
-    return 2 * moved(N, 4 * (W + V)) + summed(N, 4 * (B + 1))
+def ours(update: Any, rule: Any, options: Any, arrays: float, scalars: float) -> Counted:
+    return step_of(rule, weight_update=update, **options), arrays, scalars
 
 
-@program
-def a_replicated_step() -> Counted:
+# Gradients of w and v are scattered, and parameters gathered; those of b and the loss summed.
+IN_PARTS = 2 * moved(N, 4 * (W + V)) + summed(N, 4 * (B + 1))
+ADAM, ADAMW = optax.adam(0.1), optax.adamw(0.1)
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), SGD)
+GROUPED = CrossShardOptimizer(SGD, group_assignment=HALVES)
+WIRE = {"reduce_dtype": "bfloat16"}
+LITTLE = {"params": {"w": a(64, 32), "b": a(32), "v": a(32, 64)}}
+MUCH = {"params": {"w": a(64, 2048), "b": a(2048), "v": a(2048, 64)}}
+HALF = {
+    "params": jax.tree.map(lambda x: a(*x.shape, dtype=jnp.bfloat16), PARAMS),
+    "batch": a(64, 64, dtype=jnp.bfloat16),
+    "master_dtype": "float32",
+}
+MODEL = {
+    "params": placed(PARAMS, LIES, PAIR),
+    "num_shards": None,
+    "mesh": PAIR,
+    "axis_name": "data",
+}
+STEPS = {
     # The loss is in one bucket with b.
-    return step_of(SGD, weight_update="replicated"), summed(N, 4 * (W + V + B + 1)), 0
-
-
-@program
-def a_sharded_step() -> Counted:
-    return step_of(optax.adamw(0.1), weight_update="sharded"), sent_in_parts(), 0
-
-
-@program
-def auto_with_little_is_replicated() -> Counted:
-    params = {"w": a(64, 32), "b": a(32), "v": a(32, 64)}
-    return step_of(optax.adamw(0.1), params), summed(N, 4 * (2 * 64 * 32 + 32 + 1)), 0
-
-
-@program
-def auto_with_much_is_sharded() -> Counted:
-    params = {"w": a(64, 2048), "b": a(2048), "v": a(2048, 64)}
-    split = 2 * moved(N, 4 * (2 * 64 * 2048 + 2048))
-    return step_of(optax.adamw(0.1), params), split, summed(N, 4)
-
-
-@program
-def a_clip_by_the_global_norm() -> Counted:
-    rule = optax.chain(optax.clip_by_global_norm(1.0), SGD)
+    "a replicated step": ("replicated", SGD, {}, summed(N, 4 * (W + V + B + 1)), 0),
+    "a sharded step": ("sharded", ADAMW, {}, IN_PARTS, 0),
+    "auto with little is replicated": (
+        *("auto", ADAMW, LITTLE, summed(N, 4 * (2 * 64 * 32 + 32 + 1)), 0),
+    ),
+    "auto with much is sharded": (
+        *("auto", ADAMW, MUCH, 2 * moved(N, 4 * (2 * 64 * 2048 + 2048)), summed(N, 4)),
+    ),
     # Squares of the slices of w and of v, each summed over the shards.
-    return step_of(rule, weight_update="sharded"), sent_in_parts(), 2 * summed(N, 4)
-
-
-@program
-def sixteen_bits_replicated() -> Counted:
+    "a clip by the global norm": ("sharded", CLIPPED, {}, IN_PARTS, 2 * summed(N, 4)),
     # CPUs exchange 16 bits and add by themselves, and gather what they rounded; b alike, in a
     # bucket of its own, and the loss in 32.
-    sent = 2 * moved(N, 2 * (W + V + B))
-    return step_of(SGD, reduce_dtype="bfloat16", weight_update="replicated"), sent, 7
-
-
-@program
-def sixteen_bits_sharded() -> Counted:
-    sent = moved(N, 2 * (W + V)) + moved(N, 4 * (W + V)) + 2 * moved(N, 2 * B)
-    return step_of(optax.adam(0.1), reduce_dtype="bfloat16", weight_update="sharded"), sent, 7
-
-
-@program
-def masters_of_parameters_in_sixteen_bits() -> Counted:
-    half = jax.tree.map(lambda x: a(*x.shape, dtype=jnp.bfloat16), PARAMS)
+    "16 bits, replicated": ("replicated", SGD, WIRE, 2 * moved(N, 2 * (W + V + B)), 7),
+    "16 bits, sharded": (
+        *("sharded", ADAM, WIRE),
+        *(moved(N, 2 * (W + V)) + moved(N, 4 * (W + V)) + 2 * moved(N, 2 * B), 7),
+    ),
     # Summed in 32 bits, gathered in 16.
-    sent = moved(N, 4 * (W + V)) + moved(N, 2 * (W + V)) + summed(N, 4 * (B + 1))
-    rule = optax.adam(0.1)
-    options = {"weight_update": "sharded", "master_dtype": "float32"}
-    return step_of(rule, half, a(64, 64, dtype=jnp.bfloat16), **options), sent, 0
-
-
-@program
-def four_microbatches() -> Counted:
-    return step_of(SGD, accumulate_steps=4, weight_update="sharded"), sent_in_parts(), 0
-
-
-@program
-def groups_of_four() -> Counted:
-    rule = CrossShardOptimizer(SGD, group_assignment=HALVES)
+    "masters of parameters in 16 bits": (
+        *("sharded", ADAM, HALF),
+        *(moved(N, 4 * (W + V)) + moved(N, 2 * (W + V)) + summed(N, 4 * (B + 1)), 0),
+    ),
+    "four microbatches": ("sharded", SGD, {"accumulate_steps": 4}, IN_PARTS, 0),
     # The bucket of b and the loss is padded to a multiple of four.
-    return step_of(rule, weight_update="replicated"), summed(4, 4 * (W + V + B + 1 + 3)), 0
-
-
-@program
-def a_moving_average_in_parts() -> Counted:
-    return step_of(SGD, ema=0.9, weight_update="sharded"), sent_in_parts(), 0
-
-
-@program
-def a_model_over_two_by_two_devices() -> Counted:
-    params = placed(PARAMS, LIES, PAIR)
-    mine = 2 * moved(2, 4 * (W + V) / 2) + summed(2, 4 * (B / 2 + 1))
+    "groups of four": ("replicated", GROUPED, {}, summed(4, 4 * (W + V + B + 1 + 3)), 0),
+    "a moving average in parts": ("sharded", SGD, {"ema": 0.9}, IN_PARTS, 0),
     # 32 rows of the product with v are summed over the model axis.
-    options = {"num_shards": None, "mesh": PAIR, "axis_name": "data", "weight_update": "sharded"}
-    return step_of(optax.adamw(0.1), params, **options), mine + summed(2, 4 * 32 * 64), 0
+    "a model over two by two devices": (
+        *("sharded", ADAMW, MODEL),
+        2 * moved(2, 4 * (W + V) / 2) + summed(2, 4 * (B / 2 + 1)) + summed(2, 4 * 32 * 64),
+        0,
+    ),
+    # With b the loss, the number of shards that count, and for each shard which leaf was bad.
+    "quarantine": (
+        *("replicated", SGD, {"nonfinite": "quarantine"}, summed(N, 4 * (W + V + B + 2 + N)), 0),
+    ),
+}
+PROGRAMS |= {name: functools.partial(ours, *row) for name, row in STEPS.items()}
 
 
 @program
@@ -154,13 +132,6 @@ def weighted_rows() -> Counted:
     lowered = step_of(SGD, PARAMS, {"x": BATCH, "rows": a(64)}, **options)
     # With b the loss and the sum of the weights.
     return lowered, summed(N, 4 * (W + V + B + 2)), 0
-
-
-@program
-def quarantine() -> Counted:
-    lowered = step_of(SGD, nonfinite="quarantine", weight_update="replicated")
-    # With b the loss, the number of shards that count, and for each shard which leaf was bad.
-    return lowered, summed(N, 4 * (W + V + B + 1 + 1 + N)), 0
 
 
 @program
@@ -213,74 +184,9 @@ def a_ring() -> Counted:
 
 
 @program
-def sums_in_a_scan() -> Counted:
-    def step(x: Any, ws: Any) -> Any:
-        return lax.scan(lambda x, w: (jnp.tanh(x + lax.psum(w, "s")), None), x, ws)[0]
-
-    return over(step, (WHOLE, WHOLE), WHOLE).lower(a(6, 4), a(5, 6, 4)), 5 * summed(8, 4 * 6 * 4), 0
-
-
-@program
-def a_ring_in_a_loop_in_a_loop() -> Counted:
-    ring = [(i, (i + 1) % 8) for i in range(8)]
-
-    def step(x: Any) -> Any:
-        inner = lambda _, x: lax.ppermute(jnp.tanh(x), "s", ring)
-        return lax.fori_loop(0, 3, lambda _, x: lax.fori_loop(0, 4, inner, x), x)
-
-    return over(step, SPLIT, SPLIT).lower(a(16, 6)), 3 * 4 * 4 * 2 * 6, 0
-
-
-@program
-def steps_in_a_scan_of_ones_own() -> Counted:
-    step = make_train_step(loss_fn, SGD, num_shards=N, weight_update="sharded")
-
-    def three(state: Any, batches: Any) -> Any:
-        return lax.scan(step, state, batches)
-
-    lowered = jax.jit(three).lower(step.abstract_init(PARAMS), a(3, *BATCH.shape))
-    return lowered, 3 * (2 * moved(N, 4 * (W + V)) + summed(N, 4 * (B + 1))), 0
-
-
-@program
 def pmap() -> Counted:
     step = jax.pmap(lambda x: lax.pmean(x, "i") + lax.psum(1.0, "i"), axis_name="i")
     return step.lower(a(8, 20, 3)), summed(8, 4 * 20 * 3), 0
-
-
-@program
-def jit_on_global_arrays() -> Counted:
-    step = jax.jit(
-        lambda params, x: jax.tree.map(jnp.subtract, params, jax.grad(loss_fn)(params, x)),
-        out_shardings={name: NamedSharding(GRID, spec) for name, spec in LIES.items()},
-    )
-    # Gradients of a half over four shards; over the model axis 16 rows of the product with v.
-    sent = summed(4, 4 * (W + V + B) / 2) + summed(2, 4 * 16 * 64)
-    return step.lower(placed(PARAMS, LIES, GRID), placed(BATCH, P("data"), GRID)), sent, 0
-
-
-@program
-def an_nnx_model_under_nnx_jit() -> Counted:
-    model = nnx.Linear(48, 32, rngs=nnx.Rngs(0))
-
-    @nnx.jit
-    def step(model: Any, x: Any) -> None:
-        grads = nnx.grad(lambda model: jnp.mean(jnp.tanh(model(x)) ** 2))(model)
-        nnx.update(model, jax.tree.map(lambda p, g: p - g, nnx.state(model), grads))
-
-    nnx.update(model, jax.device_put(nnx.state(model), NamedSharding(LINE, WHOLE)))
-    x = jax.device_put(jnp.ones((64, 48)), NamedSharding(LINE, SPLIT))
-    return step.lower(model, x), summed(8, 4 * (48 * 32 + 32)), 0
-
-
-@program
-def parameters_stored_in_parts() -> Counted:
-    def step(w: Any, x: Any) -> Any:
-        return w - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh(x @ gather(w)) ** 2))(w)
-
-    # Gathered, and what the gather's transpose scatters.
-    lowered = over(step, (SPLIT, SPLIT), SPLIT).lower(a(64, 40), BATCH)
-    return lowered, 2 * moved(8, 4 * 64 * 40), 0
 
 
 @program

@@ -48,25 +48,26 @@ def test_what_the_program_leaves_out_has_no_layout():
 ALL = ((0, 1, 2, 3, 4, 5, 6, 7),)
 PAIRS = ((0, 1), (2, 3), (4, 5), (6, 7))
 FOURS = ((0, 2, 4, 6), (1, 3, 5, 7))
-EIGHT = range(8)
-WHOLE = [0] * 8
+EIGHT = tuple(range(8))
+WHOLE = (0,) * 8
+PAIRED = (0, 0, 1, 1, 2, 2, 3, 3)
 
 
 @pytest.mark.parametrize(
     ("pieces", "joining", "gathering", "data", "expected"),
     [
-        (WHOLE, [ALL], [], EIGHT, 8),
-        (WHOLE, [FOURS, PAIRS], [], EIGHT, 8),
-        (WHOLE, [PAIRS], [], EIGHT, 2),
-        (WHOLE, [], [], EIGHT, 1),
+        (WHOLE, (ALL,), (), EIGHT, 8),
+        (WHOLE, (FOURS, PAIRS), (), EIGHT, 8),
+        (WHOLE, (PAIRS,), (), EIGHT, 2),
+        (WHOLE, (), (), EIGHT, 1),
         # Pieces that are gathered, over all shards or over some; and that are not.
-        (EIGHT, [ALL], [ALL], EIGHT, 8),
-        ([0, 1] * 4, [PAIRS, FOURS], [PAIRS], EIGHT, 8),
-        (EIGHT, [ALL], [], EIGHT, 1),
+        (EIGHT, (ALL,), (ALL,), EIGHT, 8),
+        ((0, 1) * 4, (PAIRS, FOURS), (PAIRS,), EIGHT, 8),
+        (EIGHT, (ALL,), (), EIGHT, 1),
         # Pairs that see the same data are one shard, whether they hold the same or pieces.
-        (WHOLE, [ALL], [], [0, 0, 1, 1, 2, 2, 3, 3], 4),
-        ([0, 1] * 4, [FOURS, PAIRS], [], [0, 0, 1, 1, 2, 2, 3, 3], 4),
-        (EIGHT, [FOURS, PAIRS], [FOURS], [0, 0, 1, 1, 2, 2, 3, 3], 4),
+        (WHOLE, (ALL,), (), PAIRED, 4),
+        ((0, 1) * 4, (FOURS, PAIRS), (), PAIRED, 4),
+        (EIGHT, (FOURS, PAIRS), (FOURS,), PAIRED, 4),
     ],
 )
 def test_shards_by_hand(pieces: Any, joining: Any, gathering: Any, data: Any, expected: int):

@@ -17,6 +17,7 @@ import pytest
 
 from crossshard.tools.inspection.collectives import collectives
 from crossshard.tools.inspection.hlo import parse
+from tests.tools.steps import moved, summed
 
 DATA = Path(__file__).parent / "data"
 PATIENCE = 900
@@ -25,15 +26,6 @@ TPUS = {"v5e:4x4": 16, "v5e:16x16": 256, "v6e:8x8": 64, "v5p:4x4x4": 64, "v5p:16
 GPUS = {"h100:1x8": 8, "h100:128x8": 1024}
 ALL = TPUS | GPUS
 PROGRAMS = ["replicated", "sharded", "plain"]
-
-
-# By hand: what a device of n sends of arrays of so many bytes.
-def summed(n: int, whole: float) -> float:
-    return 2 * (n - 1) / n * whole
-
-
-def moved(n: int, whole: float) -> float:
-    return (n - 1) / n * whole
 
 
 MATRICES = 4 * (512 * 1024 + 1024 * 1024 + 1024 * 1024)

@@ -14,6 +14,7 @@ import crossshard
 from crossshard.tools.inspection.collectives import collectives
 from crossshard.tools.inspection.hlo import parse
 from crossshard.tools.inspection.source import source_of, users_line
+from tests.tools.inspection.test_hlo import ASYNCHRONOUS
 from tests.tools.steps import SPLIT, WHOLE, over
 
 PARAMS = {"a": jnp.ones((16, 32)), "b": jnp.ones((32, 8)), "c": jnp.ones((8, 8))}
@@ -114,43 +115,12 @@ def test_of_several_that_are_combined_one_line_is_kept_and_the_number_said():
     assert f"{line_of(step, '# theirs')} (1 of 3 combined)" in report.table()
 
 
-FRAMES = """HloModule frames, num_partitions=2
-
-FileNames
-1 "train.py"
-2 "OURS/optimizer/pipeline.py"
-
-FunctionNames
-1 "step"
-
-FileLocations
-1 {file_name_id=1 function_name_id=1 line=12 end_line=12 column=3 end_column=9}
-2 {file_name_id=1 function_name_id=1 line=30 end_line=30 column=3 end_column=9}
-3 {file_name_id=2 function_name_id=1 line=7 end_line=8 column=3 end_column=9}
-
-StackFrames
-1 {file_location_id=1 parent_frame_id=PARENT1}
-2 {file_location_id=2 parent_frame_id=PARENT2}
-3 {file_location_id=3 parent_frame_id=PARENT3}
-
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %sum = f32[] add(%a, %b)
-}
-
-ENTRY %main (p: f32[4]) -> f32[4] {
-  %p = f32[4]{0} parameter(0)
-  ROOT %r = f32[4]{0} all-reduce(%p), replica_groups={}, to_apply=%add, metadata={stack_frame_id=3}
-}
-"""
-
-
 def test_callers_in_both_ways_of_counting_them():
-    # Frame 3 is called by 1 in either: XLA of today writes one more than the number.
-    for parents in ("122", "011"):
-        text = FRAMES.replace("OURS/", OURS)
-        for number, parent in enumerate(parents, 1):
-            text = text.replace(f"PARENT{number}", parent)
-        (only,) = collectives(parse(text))
-        assert only.source == "train.py:12", parents
+    # Frame 1 calls 2, which is ours, in either: XLA of today writes one more than the number.
+    for first, second in ((1, 2), (0, 1)):
+        text = ASYNCHRONOUS.replace('"other.py"', f'"{OURS}optimizer/pipeline.py"')
+        text = text.replace("id=1 parent_frame_id=1", f"id=1 parent_frame_id={first}")
+        text = text.replace("id=2 parent_frame_id=1", f"id=2 parent_frame_id={second}")
+        text = text.replace("metadata={stack_frame_id=1}", "metadata={stack_frame_id=2}")
+        (gather,) = (each for each in collectives(parse(text)) if each.kind == "all-gather")
+        assert gather.source == "train.py:12"

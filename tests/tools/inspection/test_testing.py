@@ -14,7 +14,7 @@ from crossshard import CrossshardError, inspect, make_train_step
 from crossshard.errors import ArgumentError, ArgumentTypeError, CommunicationError
 from crossshard.testing import assert_communication
 from tests.tools import steps
-from tests.tools.steps import SPLIT, WHOLE, mean
+from tests.tools.steps import SPLIT, WHOLE, each_rule, mean
 
 SGD = optax.sgd(0.1)
 W = jnp.ones((16, 32))
@@ -162,13 +162,7 @@ def narrow_loss(params: Any, x: Any) -> Any:
     return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"]).astype(jnp.float32) ** 2)
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        pytest.param(SGD, id="sgd", marks=pytest.mark.deep),
-        pytest.param(optax.adam(1e-3), id="adam"),
-    ],
-)
+@each_rule
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
 def test_gradients_of_16_bits_are_summed_in_32(weight_update: Any, dtype: Any, rule: Any):
@@ -227,10 +221,6 @@ def test_a_report_says_who_has_widened():
         return jax.tree.map(lambda w, g: w - g.astype(w.dtype), params, mean(wide))
 
     table = inspect(jax.jit(by_itself).lower(NARROW, x)).table()
-    assert f"{said} the step itself" in table
-
-    step = make_train_step(narrow_loss, SGD, num_shards=8, weight_update="replicated")
-    table = inspect(step.lower(step.abstract_init(NARROW), x)).table()
     assert f"{said} the step itself" in table
 
 

@@ -33,7 +33,6 @@ STEPS = {
     "v5e_4x4_flat": (16, 8, 1.5),
     "v5e_4x4_axis": (16, 32, 1.025),
     "v5e_16x16_axis": (256, 32, 1.0),
-    "v6e_8x8_axis": (64, 8, 1.0),
     "v5p_4x4x4_flat": (64, 8, 2.0),
 }
 
@@ -52,8 +51,8 @@ def test_totals(name: str):
 
 
 def test_one_axis_of_a_mesh_is_scattered_and_all_of_a_flat_one_is_not():
-    for name in ("v5e_16x16_axis", "v6e_8x8_axis"):
-        assert kinds(name) == ["reduce-scatter"] * 2 + ["all-reduce"] + ["all-gather"] * 2
+    found = kinds("v5e_16x16_axis")
+    assert found == ["reduce-scatter"] * 2 + ["all-reduce"] + ["all-gather"] * 2
     assert kinds("v5e_4x4_flat") == ["all-reduce", "all-gather", "all-gather"]
     # Nor does it gather, over so many shards.
     assert kinds("v5p_4x4x4_flat") == ["all-reduce", "all-reduce"]

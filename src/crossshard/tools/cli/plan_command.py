@@ -11,7 +11,7 @@ from crossshard.errors import ArgumentError
 from crossshard.tools.cli.command import BROKEN, FINE, add_command
 from crossshard.tools.cli.factory import call_factory
 from crossshard.tools.cli.failures import in_one_sentence
-from crossshard.tools.planning.topology import known_topologies, topology
+from crossshard.tools.planning.topology import KNOWN, topology
 
 _DESCRIPTION = """\
 Compile a training step for a TPU slice, a GPU cluster or the CPU devices of this machine, with the
@@ -34,7 +34,7 @@ them, which is only traced; batch the global batch, as arrays or types, or a fun
 of devices. Also model_specs, how parameters may be split over an axis "model", and options of
 make_train_step, such as has_aux or accumulate_steps.
 
-Topologies: {known_topologies()}.
+Topologies: {KNOWN}.
 
 Exit codes: 0 if one fits; 1 if none does; 2 if the request cannot be carried out, with one line on
 stderr."""

@@ -1,8 +1,7 @@
 """The collectives of a program, and the bytes that a shard sends for each."""
 
 import dataclasses
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 from crossshard.tools.inspection.execution import Execution, executions
 from crossshard.tools.inspection.hlo import Array, Module, Shape, leaves
@@ -134,38 +133,34 @@ def collectives(module: Module) -> tuple[Collective, ...]:
     """The collectives of a program, in order of execution."""
     overlaps = Overlaps(module, KINDS)
     runs = list(runs_of_collectives(module))
-    found = [_read(run, kind, module, overlaps.of(run)) for run, kind in runs]
-    counted = set(_most([run for run, _ in runs], found, range(len(found))))
-    return tuple(
-        dataclasses.replace(each, counted=number in counted) for number, each in enumerate(found)
-    )
+    found = [(run, _read(run, kind, module, overlaps.of(run))) for run, kind in runs]
+    counted = {id(each) for _, each in _most(found)}
+    return tuple(dataclasses.replace(each, counted=id(each) in counted) for _, each in found)
 
 
 def _most(
-    runs: Sequence[Execution], found: Sequence[Collective], among: Iterable[int], depth: int = 0
-) -> list[int]:
-    """The indices of those that run if every conditional takes the branch that sends most.
+    found: Iterable[tuple[Execution, Collective]], depth: int = 0
+) -> list[tuple[Execution, Collective]]:
+    """Those that run if every conditional takes the branch that sends most.
 
     Args:
-      runs: the executions.
-      found: their collectives.
-      among: the indices of those in one branch, or of all.
-      depth: the number of conditionals around these.
+      found: the collectives of one branch, or of all, with their executions.
+      depth: the number of conditionals around the branch.
     """
-    kept: list[int] = []
-    conditionals: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for index in among:
-        if len(runs[index].branches) == depth:
-            kept.append(index)
+    kept: list[tuple[Execution, Collective]] = []
+    conditionals: dict[str, dict[int, list[tuple[Execution, Collective]]]] = {}
+    for run, each in found:
+        if len(run.branches) == depth:
+            kept.append((run, each))
         else:
-            name, number = runs[index].branches[depth]
-            conditionals[name][number].append(index)
+            name, number = run.branches[depth]
+            conditionals.setdefault(name, {}).setdefault(number, []).append((run, each))
     sent = lambda branch: (
-        sum(found[index].bytes_sent for index in branch),
-        sum(found[index].scalar_bytes_sent for index in branch),
+        sum(each.bytes_sent for _, each in branch),
+        sum(each.scalar_bytes_sent for _, each in branch),
     )
     for branches in conditionals.values():
-        kept += max((_most(runs, found, each, depth + 1) for each in branches.values()), key=sent)
+        kept += max((_most(each, depth + 1) for each in branches.values()), key=sent)
     return kept
 
 

@@ -3,14 +3,15 @@
 import dataclasses
 import math
 import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from crossshard import _check
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.tools.inspection.collectives import KINDS, PRODUCTS, Collective, bytes_sent
 from crossshard.tools.inspection.hlo import width
-from crossshard.tools.inspection.report import Communication, collective_table
+from crossshard.tools.inspection.report import Communication
+from crossshard.tools.inspection.text import collective_table
 
 # Allowance for padding, relative to the bytes of the parameters.
 _PADDING = 0.005
@@ -72,18 +73,76 @@ class Contract:
         """The violations of a step; scalars are not counted."""
         # Over the axes of a model the user communicates as the model needs it.
         sending = [each for each in report.collectives if each.bytes_sent and not each.within_shard]
-        return [
-            *self._forbidden(sending),
-            *([] if self.in_loop else _looping(sending)),
-            *_too_much(sending, report, self.max_bytes_ratio),
-            *_not_hidden(sending, report, self.min_hidden),
-        ]
+        found = [self._forbidden(sending), self._looping(sending)]
+        found += [self._too_much(sending, report), self._not_hidden(sending, report)]
+        return [breach for breaches in found for breach in breaches]
 
-    def _forbidden(self, sending: list[Collective]) -> list[Breach]:
-        found = [each for each in sending if each.kind in self.forbid]
-        kinds = ", ".join(kind for kind in self.forbid if kind in {each.kind for each in found})
-        table = collective_table(found)
-        return [Breach(f"The step has forbidden collectives, {kinds}", table)] if found else []
+    def _forbidden(self, sending: list[Collective]) -> Iterator[Breach]:
+        if found := [each for each in sending if each.kind in self.forbid]:
+            kinds = ", ".join(kind for kind in self.forbid if kind in {each.kind for each in found})
+            table = collective_table(found)
+            yield Breach(f"The step has forbidden collectives, {kinds}", table)
+
+    def _looping(self, sending: list[Collective]) -> Iterator[Breach]:
+        found = [each for each in sending if each.in_loop and not self.in_loop]
+        if found:
+            yield Breach(
+                "The step communicates within a loop; reduce gradients once after it, or pass "
+                "in_loop=True if that is intended, for example to gather layers one by one, or for "
+                "a loop over steps",
+                collective_table(found),
+            )
+
+    def _not_hidden(self, sending: list[Collective], report: Communication) -> Iterator[Breach]:
+        if self.min_hidden is None:
+            return
+        given = self.min_hidden
+        shares = given if isinstance(given, Mapping) else {None: given}
+        for kind, share in shares.items():
+            kinds = KINDS if kind is None else (kind,)
+            hidden = report.hidden_share_of(*kinds)
+            if hidden is None or hidden >= share:
+                continue
+            exposed = [each for each in sending if each.kind in kinds and each.behind != PRODUCTS]
+            of_kind = "" if kind is None else f" of {kind}"
+            reason = "" if any(each.asynchronous for each in exposed) else _SYNCHRONOUS
+            yield Breach(
+                f"The step sends {hidden:.1%} of its bytes{of_kind} behind matrix products, but at "
+                f"least {share:.1%} must be{reason}",
+                collective_table(exposed),
+            )
+
+    def _too_much(self, sending: list[Collective], report: Communication) -> Iterator[Breach]:
+        most = self.max_bytes_ratio
+        if not sending or math.isinf(most):
+            return
+        if not report.lower_bound:
+            yield Breach(
+                "The step communicates, but its parameters cannot be found in its program. "
+                "Pass parameters=, as arrays or a number of bytes (--parameters on the command "
+                'line), or max_bytes_ratio=float("inf")',
+                report.table(),
+            )
+        elif report.uncounted_loops:
+            yield Breach(
+                "The step communicates in a loop of unknown length, so its bytes cannot be "
+                'counted. Give the loop a fixed length, or pass max_bytes_ratio=float("inf")',
+                collective_table(report.uncounted_loops),
+            )
+        else:
+            sent = report.bytes_between_shards - _widening(sending, report)
+            allowance = bytes_sent("all-reduce", report.shards, _NUMBERS * 4)
+            if sent > most * report.lower_bound * (1 + _PADDING) + allowance:
+                ratio = f"{_times(sent, sending, report.lower_bound)}, but only {most:g} is allowed"
+                yield Breach(f"The step sends {ratio}", report.table())
+
+
+def _times(sent: float, sending: list[Collective], bound: float) -> str:
+    times = f"{sent / bound:.3f} times the lower bound"
+    if in_branches := sum(each.bytes_sent for each in sending if each.counted and each.in_branch):
+        rest = (sent - in_branches) / bound
+        return f"at most {times} ({rest:.3f} without what is in branches)"
+    return times
 
 
 def _checked_kinds(forbid: Any) -> tuple[str, ...]:
@@ -92,10 +151,14 @@ def _checked_kinds(forbid: Any) -> tuple[str, ...]:
             f'forbid must be kinds of collectives, such as ("all-reduce",); got {forbid!r}.'
         )
     kinds = (forbid,) if isinstance(forbid, str) else tuple(forbid)
-    unknown = [kind for kind in kinds if kind not in KINDS]
-    if unknown:
-        raise ArgumentError(f"forbid must name kinds among {', '.join(KINDS)}; got {unknown[0]!r}.")
+    _check_known("forbid", kinds)
     return kinds
+
+
+def _check_known(name: str, kinds: Iterable[Any]) -> None:
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ArgumentError(f"{name} must name kinds among {', '.join(KINDS)}; got {kind!r}.")
 
 
 def _checked_ratio(ratio: Any) -> float:
@@ -107,12 +170,9 @@ def _checked_ratio(ratio: Any) -> float:
 def _checked_shares(shares: Any) -> float | dict[str, float] | None:
     if shares is None:
         return None
-    each = shares if isinstance(shares, Mapping) else {None: shares}
-    for kind, share in each.items():
-        if kind is not None and kind not in KINDS:
-            raise ArgumentError(
-                f"min_hidden must name kinds among {', '.join(KINDS)}; got {kind!r}."
-            )
+    if isinstance(shares, Mapping):
+        _check_known("min_hidden", shares)
+    for share in shares.values() if isinstance(shares, Mapping) else [shares]:
         is_number = isinstance(share, numbers.Real) and not isinstance(share, bool)
         if not is_number or not 0 <= float(share) <= 1:
             raise ArgumentError(
@@ -120,85 +180,6 @@ def _checked_shares(shares: Any) -> float | dict[str, float] | None:
                 f'{{"reduce-scatter": 0.8}}; got {shares!r}.'
             )
     return dict(shares) if isinstance(shares, Mapping) else float(shares)
-
-
-def _looping(sending: list[Collective]) -> list[Breach]:
-    found = [each for each in sending if each.in_loop]
-    if not found:
-        return []
-    return [
-        Breach(
-            "The step communicates within a loop; reduce gradients once after it, or pass "
-            "in_loop=True if that is intended, for example to gather layers one by one, or for "
-            "a loop over steps",
-            collective_table(found),
-        )
-    ]
-
-
-def _not_hidden(
-    sending: list[Collective],
-    report: Communication,
-    min_hidden: float | Mapping[str, float] | None,
-) -> list[Breach]:
-    if min_hidden is None:
-        return []
-    shares = min_hidden if isinstance(min_hidden, Mapping) else {None: min_hidden}
-    breaches = []
-    for kind, share in shares.items():
-        kinds = KINDS if kind is None else (kind,)
-        hidden = report.hidden_share_of(*kinds)
-        if hidden is None or hidden >= share:
-            continue
-        exposed = [each for each in sending if each.kind in kinds and each.behind != PRODUCTS]
-        of_kind = "" if kind is None else f" of {kind}"
-        reason = "" if any(each.asynchronous for each in exposed) else _SYNCHRONOUS
-        sentence = (
-            f"The step sends {hidden:.1%} of its bytes{of_kind} behind matrix products, but at "
-            f"least {share:.1%} must be{reason}"
-        )
-        breaches.append(Breach(sentence, collective_table(exposed)))
-    return breaches
-
-
-def _too_much(
-    sending: list[Collective], report: Communication, max_bytes_ratio: float
-) -> list[Breach]:
-    if not sending or math.isinf(max_bytes_ratio):
-        return []
-    if not report.lower_bound:
-        return [
-            Breach(
-                "The step communicates, but its parameters cannot be found in its program. "
-                "Pass parameters=, as arrays or a number of bytes (--parameters on the command "
-                'line), or max_bytes_ratio=float("inf")',
-                report.table(),
-            )
-        ]
-    if report.uncounted_loops:
-        return [
-            Breach(
-                "The step communicates in a loop of unknown length, so its bytes cannot be "
-                "counted. Give the loop a fixed length, or pass "
-                'max_bytes_ratio=float("inf")',
-                collective_table(report.uncounted_loops),
-            )
-        ]
-    allowance = bytes_sent("all-reduce", report.shards, _NUMBERS * 4)
-    sent = report.bytes_between_shards - _widening(sending, report)
-    if sent <= max_bytes_ratio * report.lower_bound * (1 + _PADDING) + allowance:
-        return []
-    sentence = f"The step sends {sent / report.lower_bound:.3f} times the lower bound"
-    if in_branches := sum(each.bytes_sent for each in sending if each.counted and each.in_branch):
-        rest = (sent - in_branches) / report.lower_bound
-        sentence = sentence.replace("sends", "sends at most")
-        sentence += f" ({rest:.3f} without what is in branches)"
-    return [
-        Breach(
-            f"{sentence}, but only {max_bytes_ratio:g} is allowed",
-            report.table(),
-        )
-    ]
 
 
 def _widening(sending: list[Collective], report: Communication) -> float:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from crossshard.errors import ArgumentError
+from crossshard.tools.inspection.stack_frames import stack_frames, unescaped
 
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]')
@@ -111,7 +112,7 @@ class Instruction:
         """The value of ``key="…"``, or ``"key":"…"`` in JSON, in an attribute."""
         text = self.attributes.get(attribute, "")
         found = re.search(rf'\b{key}"?[=:]"((?:[^"\\]|\\.)*)"', text)
-        return _unescaped(found[1]) if found else None
+        return unescaped(found[1]) if found else None
 
     def called(self, attribute: str) -> tuple[str, ...]:
         """The names of the computations in an attribute."""
@@ -212,7 +213,7 @@ def parse(text: str) -> Module:
         entry,
         partitions=int(settings.get("num_partitions", 1)),
         replicas=int(settings.get("replica_count", 1)),
-        _frames=_stack_frames(text),
+        _frames=stack_frames(text),
     )
 
 
@@ -259,11 +260,17 @@ def _instruction(line: str) -> Instruction:
     )
 
 
+def _tokens(text: str, start: int = 0) -> Iterator[tuple[re.Match[str], int]]:
+    """The brackets, commas and quoted texts, each with the number of brackets open after it."""
+    depth = 0
+    for token in _TOKEN.finditer(text, start):
+        depth += (token[0] in "({[") - (token[0] in ")}]")
+        yield token, depth
+
+
 def end_of_bracket(text: str, opening: int) -> int:
     """The index after the matching bracket."""
-    depth = 0
-    for token in _TOKEN.finditer(text, opening):
-        depth += (token[0] in "({[") - (token[0] in ")}]")
+    for token, depth in _tokens(text, opening):
         if depth == 0:
             return token.end()
     raise ArgumentError(f"The program's text has an unclosed bracket: {text[opening:][:80]!r}.")
@@ -271,13 +278,11 @@ def end_of_bracket(text: str, opening: int) -> int:
 
 def _split(text: str) -> list[str]:
     """The parts between commas outside of brackets and quotes."""
-    parts, depth, start = [], 0, 0
-    for token in _TOKEN.finditer(text):
+    parts, start = [], 0
+    for token, depth in _tokens(text):
         if token[0] == "," and depth == 0:
             parts.append(text[start : token.start()].strip())
             start = token.end()
-        elif token[0] != ",":
-            depth += (token[0] in "({[") - (token[0] in ")}]")
     return [*parts, text[start:].strip()]
 
 
@@ -299,37 +304,3 @@ def _shape(text: str) -> Shape:
 
 def _unknown(what: str, text: str) -> str:
     return f"The program's text has an unknown {what}: {text.strip()[:80]!r}."
-
-
-def _unescaped(text: str) -> str:
-    return re.sub(r"\\(.)", r"\1", text)
-
-
-def _stack_frames(text: str) -> dict[int, tuple[str, int]]:
-    """The stack frame tables: for each frame, its line and its caller."""
-    names = re.finditer(r'^(\d+) "(.*)"$', _section(text, "FileNames"), re.M)
-    files = {m[1]: _unescaped(m[2]) for m in names}
-    location = r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)"
-    lines = {
-        m[1]: f"{files.get(m[2], '?')}:{m[3]}"
-        for m in re.finditer(location, _section(text, "FileLocations"), re.M)
-    }
-    frame = r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
-    frames = re.findall(frame, _section(text, "StackFrames"), re.M)
-    # XLA writes the caller's number plus one, so the outermost frame, which has no caller, appears
-    # to call itself.
-    offset = int(any(number == parent for number, _, parent in frames))
-    return {
-        int(number): (lines[where], int(parent or 0) - offset)
-        for number, where, parent in frames
-        if where in lines
-    }
-
-
-def _section(text: str, title: str) -> str:
-    start = text.find(f"\n{title}\n")
-    if start < 0:
-        return ""
-    start += len(title) + 2
-    end = text.find("\n\n", start)
-    return text[start : end if end >= 0 else None]

@@ -1,20 +1,14 @@
 """Dependence analysis of HLO: the inputs and collectives that each value depends on.
 
-Sets are integer bit masks. Tuples are tracked per element, so that a gradient and a moment that
-share a fusion or a loop stay separate. So do the arrays of a bucket: a concatenated array has one
-set for each of its arrays, and each of its elements depends on one of these sets.
-
-Each input has two bits: any dependence, and direct dependence, which passes no reduction. So has a
-reduction: its second bit is for a result that arrives as an array, not as a scalar such as a norm,
-and passes no other reduction. A collective has bits for each of its operands, since XLA combines
-those of different parameters.
+Sets of sources are integer bit masks. Tuples are tracked per element, so that a gradient and a
+moment that share a fusion or a loop stay separate. So do the arrays of a bucket: a concatenated
+array has one set for each of its arrays, and each of its elements depends on one of these sets.
 """
 
-import dataclasses
-import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import reduce
 from operator import or_
+from typing import NamedTuple
 
 from crossshard.tools.inspection.hlo import Array, Computation, Instruction, Module, Shape
 
@@ -30,158 +24,96 @@ _MOVING = _WHOLE | {
     *("reshape", "reverse", "slice", "transpose"),
 }
 
-_DEVICE = {"partition-id", "replica-id"}
-
 Sets = frozenset[int]
 
 # The sets of one array, or of each element of a tuple.
 Depends = Sets | tuple["Depends", ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Dependence:
-    """The dependences of a program's outputs and of chosen instructions.
+class Source(NamedTuple):
+    """What values depend on: an input, an operand of a collective, or what a loop carries.
 
     Attributes:
-      outputs: for each output, its sets.
-      operands: for each chosen instruction, one set for each of its operands.
-      inputs: for each input, its bit.
-      directly: for each input, its bit for direct dependence.
-      device: the bit of the device's id.
-      members: for each chosen instruction, the bit of each of its operands.
-      arriving: for each reduction, the bits for results that arrive as arrays.
-      trained: for each trained element of a loop's carry, its bit for direct dependence, with the
-        loop's name and the dependence of the element when the loop begins.
+      any: its bit for any dependence.
+      direct: its bit for dependence that passes no reduction, and no scalar such as a norm.
     """
 
-    outputs: tuple[Sets, ...]
-    operands: Mapping[str, tuple[int, ...]]
-    inputs: tuple[int, ...]
-    directly: tuple[int, ...]
-    device: int
-    members: Mapping[str, tuple[int, ...]]
-    arriving: Mapping[str, tuple[int, ...]]
-    trained: Mapping[int, tuple[str, int]]
+    any: int
+    direct: int
 
 
-def dependence(
-    module: Module,
-    chosen: Sequence[Instruction],
-    reductions: Collection[str],
-    left_out: Collection[tuple[str, int]] = (),
-) -> Dependence:
-    """Propagate dependence from inputs and chosen instructions to the outputs.
+class Dependence:
+    """The dependences of a program's outputs and of the operands of its collectives.
 
     Args:
       module: the program.
-      chosen: the instructions.
-      reductions: the names of those that end direct dependence.
+      collectives: the names of its collectives.
+      reductions: the names of those of them that end direct dependence.
       left_out: branches not to follow: names of conditionals with numbers.
-    """
-    parameters = module.entry.parameters
-    follow = _Follow(module, left_out)
-    inputs = tuple(follow.new_member() for _ in parameters)
-    directly = tuple(follow.new_member() for _ in parameters)
-    follow.device = follow.new_member()
-    for each in chosen:
-        follow.members[each.name] = tuple(follow.new_member() for _ in each.operands)
-        if each.name in reductions:
-            follow.arriving[each.name] = tuple(follow.new_member() for _ in each.operands)
-    follow.directly = sum(directly) + sum(map(sum, follow.arriving.values()))
-    given = [_spread(each.shape, inputs[i] | directly[i]) for i, each in enumerate(parameters)]
-    outputs = follow.through(module.entry, given)
-    return Dependence(
-        tuple(_leaves(outputs)),
-        {name: tuple(sets) for name, sets in follow.operands.items()},
-        inputs,
-        directly,
-        follow.device,
-        follow.members,
-        follow.arriving,
-        follow.trained,
-    )
-
-
-def union(depends: Depends) -> int:
-    """The union of all sets of a value."""
-    return reduce(or_, depends if isinstance(depends, frozenset) else map(union, depends), 0)
-
-
-def _leaves(depends: Depends) -> list[Sets]:
-    parts = (depends,) if isinstance(depends, frozenset) else depends
-    return [part if isinstance(part, frozenset) else frozenset({union(part)}) for part in parts]
-
-
-def _spread(shape: Shape, members: int) -> Depends:
-    if isinstance(shape, tuple):
-        return tuple(_spread(part, members) for part in shape)
-    return frozenset({members})
-
-
-def _join(one: Depends, other: Depends) -> Depends:
-    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
-        return tuple(map(_join, one, other))
-    return frozenset({union(one) | union(other)})
-
-
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """An element of a loop's carry.
 
     Attributes:
-      is_state: whether it depends on its value in the previous iteration.
-      is_trained: whether it also does so through a reduction.
+      outputs: for each output, its sets.
+      inputs: each input, as a source.
+      device: the device's id.
+      operands: for each collective, each of its operands.
+      loops: for each element of a loop's carry that an iteration trains, by its bit for direct
+        dependence, the name of the loop. Results of the loop have this bit.
+      given: for each operand, by its bit for any dependence, what it depends on itself; for each
+        trained element, by the bit above, what it depends on when the loop begins.
     """
 
-    is_state: bool
-    is_trained: bool
-
-
-class _Follow:
-    def __init__(self, module: Module, left_out: Collection[tuple[str, int]]):
-        self.operands: dict[str, list[int]] = {}
-        self.trained: dict[int, tuple[str, int]] = {}
-        self.members: dict[str, tuple[int, ...]] = {}
-        self.arriving: dict[str, tuple[int, ...]] = {}
-        self.directly = 0
-        self.device = 0
+    def __init__(
+        self,
+        module: Module,
+        collectives: Collection[str],
+        reductions: Collection[str],
+        left_out: Collection[tuple[str, int]] = (),
+    ) -> None:
         self._module = module
+        self._collectives = collectives
+        self._reductions = reductions
         self._left_out = left_out
         self._number = 0
-        self._parts: dict[str, tuple[_Part, ...]] = {}
-        self._trained_members: dict[tuple[str, int], int] = {}
+        # The bits of all sources for direct dependence.
+        self._direct = 0
+        self.inputs = [self._source() for _ in module.entry.parameters]
+        self.device = self._source()
+        self.operands: dict[str, list[Source]] = {}
+        self.loops: dict[int, str] = {}
+        self.given: dict[int, int] = {}
+        given = [
+            _spread(each.shape, source.any | source.direct)
+            for each, source in zip(module.entry.parameters, self.inputs, strict=True)
+        ]
+        self.outputs = _leaves(self._through(module.entry, given))
 
-    def new_member(self) -> int:
-        self._number += 1
-        return 1 << self._number - 1
+    def _source(self) -> Source:
+        source = Source(1 << self._number, 2 << self._number)
+        self._number += 2
+        self._direct |= source.direct
+        return source
 
-    def through(self, computation: Computation, given: Sequence[Depends]) -> Depends:
+    def _through(self, computation: Computation, given: Sequence[Depends]) -> Depends:
         """The dependence of a computation's output, given that of its parameters."""
         known: dict[str, Depends] = {}
         for each in computation.instructions.values():
             if each.opcode == "parameter":
                 known[each.name] = given[int(each.argument)]
-            else:
-                taken = [known[name] for name in each.operands]
-                if each.name in self.members:
-                    self._note(each, taken)
-                known[each.name] = self._as_it_arrives(each.shape, self._of(each, taken))
+                continue
+            taken = [known[name] for name in each.operands]
+            if each.name in self._collectives:
+                self._note(each, taken)
+            found = self._of(each, taken)
+            if isinstance(each.shape, Array) and each.shape.size <= 1:
+                found = frozenset({union(found) & ~self._direct})
+            known[each.name] = found
         return known[computation.root.name]
 
     def _note(self, each: Instruction, taken: list[Depends]) -> None:
-        sets = self.operands.setdefault(each.name, [0] * len(taken))
-        for number, depends in enumerate(taken):
-            sets[number] |= union(depends)
-
-    def _as_it_arrives(self, shape: Shape, depends: Depends) -> Depends:
-        """The dependence of a value; for a scalar, without reductions that arrive as arrays."""
-        if not isinstance(shape, Array) or shape.size > 1:
-            return depends
-        return frozenset({union(depends) & ~self._all_arriving})
-
-    @functools.cached_property
-    def _all_arriving(self) -> int:
-        return sum(map(sum, self.arriving.values()))
+        if each.name not in self.operands:
+            self.operands[each.name] = [self._source() for _ in taken]
+        for source, depends in zip(self.operands[each.name], taken, strict=True):
+            self.given[source.any] = self.given.get(source.any, 0) | union(depends)
 
     def _of(self, each: Instruction, taken: list[Depends]) -> Depends:
         if each.opcode == "tuple":
@@ -190,7 +122,7 @@ class _Follow:
             return taken[0][int(each.attributes["index"])]
         if each.opcode.removesuffix("-start") in ("fusion", "call", "async"):
             (name,) = each.called("calls") or each.called("to_apply")
-            inner = self.through(self._module.computations[name], taken)
+            inner = self._through(self._module.computations[name], taken)
             # The start of an asynchronous computation also outputs its operands and a context.
             return _spread(each.shape, union(inner)) if each.opcode.endswith("-start") else inner
         if each.opcode == "while":
@@ -199,8 +131,8 @@ class _Follow:
             return self._of_branches(each, taken)
         if each.opcode in _WHOLE and len(taken) == 1:
             return taken[0]
-        if each.opcode in _DEVICE:
-            return frozenset({self.device})
+        if each.opcode in ("partition-id", "replica-id"):
+            return frozenset({self.device.any})
         # Combined collectives act on each operand separately; an all-to-all mixes them.
         if isinstance(each.shape, tuple) and each.opcode in _BY_PART:
             return tuple(
@@ -215,89 +147,106 @@ class _Follow:
         return _spread(each.shape, self._passed(each, union(tuple(taken))))
 
     def _passed(self, each: Instruction, taken: int, operands: slice = slice(None)) -> int:
-        if each.name in self.arriving:
-            taken &= ~self.directly
-        for members in (self.members, self.arriving):
-            taken |= sum(members.get(each.name, ())[operands])
+        """What a result depends on, if some operands depend on ``taken``."""
+        is_reduction = each.name in self._reductions
+        if is_reduction:
+            taken &= ~self._direct
+        for source in self.operands.get(each.name, [])[operands]:
+            taken |= source.any | source.direct * is_reduction
         return taken
 
-    def _of_loop(self, each: Instruction, carry: Depends) -> Depends:
-        """The dependence of a loop's output; iterations that train are treated as steps.
+    def _of_loop(self, loop: Instruction, carry: Depends) -> Depends:
+        """The dependence of a loop's output, from one pass through its body.
 
-        The earlier value of a state element adds nothing: the second step's moments depend on all
-        that the first one's did, and its gradient depends on the moments only through the
-        parameters. So each iteration gets such an element as it was at the beginning.
+        In this pass each element of the carry is a source, and is afterwards replaced by what it
+        depends on when the loop begins. Its later values add nothing: the second step's moments
+        depend on all that the first one's did, and its gradient depends on the moments only through
+        the parameters. So iterations that train count as one step.
         """
-        (body,) = (self._module.computations[name] for name in each.called("body"))
-        (condition,) = (self._module.computations[name] for name in each.called("condition"))
-        parts = self._parts_of(each, body)
-        given = carry
-        while True:
-            self.through(condition, [given])
-            after = self.through(body, [given])
-            joined = _join(given, after)
-            if isinstance(joined, tuple) and isinstance(carry, tuple):
-                begins = zip(carry, joined, parts, strict=True)
-                joined = tuple(old if part.is_state else new for old, new, part in begins)
-            if joined == given:
-                break
-            given = joined
-        results = _join(carry, after)
-        if not isinstance(results, tuple) or not isinstance(carry, tuple):
-            return results
-        return tuple(
-            frozenset({union(result) | self._trained(each, number, union(carry[number]))})
-            if parts[number].is_trained
-            else result
-            for number, result in enumerate(results)
+        (body,) = (self._module.computations[name] for name in loop.called("body"))
+        (condition,) = (self._module.computations[name] for name in loop.called("condition"))
+        shape = body.parameters[0].shape
+        shapes = shape if isinstance(shape, tuple) else (shape,)
+        sources = [self._source() for _ in shapes]
+        masks = [source.any | source.direct for source in sources]
+        given = (
+            tuple(map(_spread, shapes, masks))
+            if isinstance(shape, tuple)
+            else _spread(shape, masks[0])
         )
-
-    def _trained(self, loop: Instruction, number: int, begins: int) -> int:
-        key = (loop.name, number)
-        member = self._trained_members.get(key) or self.new_member()
-        self._trained_members[key] = member
-        self.directly |= member
-        before = self.trained.get(member, (loop.name, 0))[1]
-        self.trained[member] = (loop.name, before | begins)
-        return member
-
-    def _parts_of(self, loop: Instruction, body: Computation) -> tuple[_Part, ...]:
-        """The kind of each element of the carry, from one iteration of the loop."""
-        if loop.name in self._parts:
-            return self._parts[loop.name]
-        shapes = body.parameters[0].shape
-        if not isinstance(shapes, tuple):
-            return ()
-        members = [self.new_member() for _ in shapes]
-        noted, self.operands = self.operands, {}
-        after = self.through(body, [tuple(map(_spread, shapes, members))])
-        reducing = [
-            (itself, given)
-            for name, sets in self.operands.items()
-            if name in self.arriving
-            for itself, given in zip(self.members[name], sets, strict=True)
+        self._through(condition, [given])
+        after = _unions(self._through(body, [given]), len(shapes))
+        begins = _unions(carry, len(shapes))
+        trained = [self._is_trained(x, new) for x, new in zip(sources, after, strict=True)]
+        for bit, members in self.given.items():
+            self.given[bit] = self._replaced(members, sources, begins)
+        results = [
+            old | self._replaced(new, sources, begins)
+            for old, new in zip(begins, after, strict=True)
         ]
-        self.operands = noted
-        parts = [union(part) for part in after] if isinstance(after, tuple) else [0] * len(shapes)
-        self._parts[loop.name] = tuple(
-            _Part(
-                is_state=bool(part & member),
-                is_trained=any(part & itself and member & sets for itself, sets in reducing),
-            )
-            for member, part in zip(members, parts, strict=True)
+        for number, source in enumerate(sources):
+            if trained[number]:
+                self.loops[source.direct] = loop.name
+                self.given[source.direct] = begins[number]
+                results[number] |= source.direct
+        sets = tuple(frozenset({members}) for members in results)
+        return sets if isinstance(shape, tuple) else sets[0]
+
+    def _is_trained(self, element: Source, after: int) -> bool:
+        """Whether a reduction of an element of a carry arrives in its value after an iteration."""
+        return any(
+            after & source.any and self.given.get(source.any, 0) & element.any
+            for name in self._reductions
+            for source in self.operands.get(name, [])
         )
-        return self._parts[loop.name]
+
+    def _replaced(self, members: int, sources: Sequence[Source], values: Sequence[int]) -> int:
+        """A set in which some sources are replaced by what they depend on."""
+        for source, value in zip(sources, values, strict=True):
+            if members & source.direct:
+                members |= value
+            elif members & source.any:
+                members |= value & ~self._direct
+            members &= ~(source.any | source.direct)
+        return members
 
     def _of_branches(self, each: Instruction, taken: list[Depends]) -> Depends:
         names = each.called("branch_computations") or (
             *each.called("true_computation"),
             *each.called("false_computation"),
         )
-        computations = [self._module.computations[name] for name in names]
-        pairs = list(zip(computations, taken[1:], strict=True))
-        followed = [n for n in range(len(pairs)) if (each.name, n) not in self._left_out]
-        branches = [
-            self.through(computation, [given])
-            for computation, given in (pairs[n] for n in followed or range(len(pairs)))
+        pairs = list(zip(names, taken[1:], strict=True))
+        followed = [p for n, p in enumerate(pairs) if (each.name, n) not in self._left_out]
+        found = [
+            self._through(self._module.computations[name], [given])
+            for name, given in followed or pairs
         ]
-        return _join(_spread(each.shape, union(taken[0])), reduce(_join, branches))
+        return reduce(_join, found, _spread(each.shape, union(taken[0])))
+
+
+def union(depends: Depends) -> int:
+    """The union of all sets of a value."""
+    return reduce(or_, depends if isinstance(depends, frozenset) else map(union, depends), 0)
+
+
+def _leaves(depends: Depends) -> list[Sets]:
+    parts = (depends,) if isinstance(depends, frozenset) else depends
+    return [part if isinstance(part, frozenset) else frozenset({union(part)}) for part in parts]
+
+
+def _unions(depends: Depends, number: int) -> list[int]:
+    """The union of the sets of each of so many elements."""
+    parts = depends if isinstance(depends, tuple) else (depends,) * number
+    return [union(part) for part in parts]
+
+
+def _spread(shape: Shape, members: int) -> Depends:
+    if isinstance(shape, tuple):
+        return tuple(_spread(part, members) for part in shape)
+    return frozenset({members})
+
+
+def _join(one: Depends, other: Depends) -> Depends:
+    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        return tuple(map(_join, one, other))
+    return frozenset({union(one) | union(other)})

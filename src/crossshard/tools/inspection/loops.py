@@ -1,6 +1,5 @@
 """Trip counts of loops, from XLA's annotation or from the loop counter."""
 
-import dataclasses
 import math
 import re
 
@@ -34,42 +33,28 @@ def _counted(module: Module, computation: Computation, loop: Instruction) -> int
         return None
     if test.opcode != "compare" or test.attributes.get("direction") != "LT":
         return None
-    counts = _Counts(computation, carry, body)
     counter = _element(condition, test.operands[0])
     if counter is None:
         return None
-    start = _constant(computation, carry.operands[counter])
-    limit = counts.value(condition, test.operands[1])
-    step = counts.growth(counter)
-    if start is None or limit is None or step is None or step < 1:
-        return None
-    return max(0, math.ceil((limit - start) / step))
 
-
-@dataclasses.dataclass(frozen=True)
-class _Counts:
-    """The loop-invariant integers of a loop."""
-
-    outside: Computation
-    carry: Instruction
-    body: Computation
-
-    def value(self, inside: Computation, name: str) -> int | None:
-        """The constant value of an instruction in the condition or body, if loop-invariant."""
+    def value(inside: Computation, name: str) -> int | None:
+        """The value of an instruction in the condition or body, if it is constant."""
         element = _element(inside, name)
         if element is None:
             return _constant(inside, name)
-        if _element(self.body, self.body.root.operands[element]) != element:
+        if _element(body, after.operands[element]) != element:
             return None
-        return _constant(self.outside, self.carry.operands[element])
+        return _constant(computation, carry.operands[element])
 
-    def growth(self, element: int) -> int | None:
-        """What the body adds to an element of the carry."""
-        after = _unchanged(self.body, self.body.root.operands[element])
-        if after.opcode != "add":
-            return None
-        increments = [name for name in after.operands if _element(self.body, name) != element]
-        return self.value(self.body, increments[0]) if len(increments) == 1 else None
+    added = _unchanged(body, after.operands[counter])
+    steps = [name for name in added.operands if _element(body, name) != counter]
+    if added.opcode != "add" or len(steps) != 1:
+        return None
+    start = _constant(computation, carry.operands[counter])
+    limit, step = value(condition, test.operands[1]), value(body, steps[0])
+    if start is None or limit is None or step is None or step < 1:
+        return None
+    return max(0, math.ceil((limit - start) / step))
 
 
 def _unchanged(computation: Computation, name: str) -> Instruction:

@@ -1,10 +1,10 @@
 """What runs while an asynchronous collective is under way, from the scheduled program."""
 
-import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from crossshard.tools.inspection.execution import Execution, called_computations
 from crossshard.tools.inspection.hlo import Computation, Instruction, Module
@@ -30,8 +30,7 @@ _CALLING = {"fusion", "call", "while", "conditional", *_ASYNC}
 _NOTHING, _KERNEL, _PRODUCT = range(3)
 
 
-@dataclasses.dataclass(frozen=True)
-class Overlap:
+class Overlap(NamedTuple):
     """What is scheduled between the start and the end of an asynchronous collective.
 
     Attributes:
@@ -42,25 +41,6 @@ class Overlap:
 
     matrix_products: int = 0
     other_kernels: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class _Schedule:
-    """The instructions of a computation, in order.
-
-    Attributes:
-      place: of each instruction, by name.
-      ends: the name of the end of each asynchronous instruction.
-      products: the number of matrix products before each place.
-      kernels: the number of other kernels before each place.
-      chains: the last place of each asynchronous chain of XLA for TPUs.
-    """
-
-    place: Mapping[str, int]
-    ends: Mapping[str, str]
-    products: Sequence[int]
-    kernels: Sequence[int]
-    chains: Mapping[str, int]
 
 
 class Overlaps:
@@ -75,7 +55,6 @@ class Overlaps:
         self._module = module
         self._collectives = frozenset(kinds)
         self._schedule = functools.cache(self._schedule_of)
-        self._most_of = functools.cache(self._most)
 
     def of(self, run: Execution) -> Overlap | None:
         """What runs beside a collective; ``None`` if it is synchronous."""
@@ -86,47 +65,36 @@ class Overlaps:
             if caller.opcode in _ASYNC:
                 start, computation = caller, around
             elif caller.opcode == "fusion" and chain is not None:
-                schedule = self._schedule(around.name)
-                return _between(schedule, schedule.place[caller.name], schedule.chains.get(chain))
+                return self._between(around, caller, chain)
         if not start.opcode.endswith("-start") or _is_sync(run.instruction) or _is_sync(start):
             return None
-        schedule = self._schedule(computation.name)
-        end = schedule.ends.get(start.name)
-        return _between(
-            schedule, schedule.place[start.name], None if end is None else schedule.place[end]
-        )
+        return self._between(computation, start, start.name)
 
-    def _schedule_of(self, name: str) -> _Schedule:
-        computation = self._module.computations[name]
+    def _between(self, computation: Computation, start: Instruction, ended: str) -> Overlap:
+        work, ends = self._schedule(computation.name)
+        first = list(computation.instructions).index(start.name) + 1
+        meanwhile = work[first : ends.get(ended, first)]
+        return Overlap(meanwhile.count(_PRODUCT), meanwhile.count(_KERNEL))
+
+    def _schedule_of(self, name: str) -> tuple[list[int], dict[str, int]]:
+        """What each instruction of a computation runs, and where what is asynchronous ends.
+
+        Ends are by the name of the start, or by the name of a chain of XLA for TPUs.
+        """
         start_of: dict[str, str] = {}
-        ends: dict[str, str] = {}
-        chains: dict[str, int] = {}
-        work = []
-        for place, each in enumerate(computation.instructions.values()):
+        ends: dict[str, int] = {}
+        instructions = self._module.computations[name].instructions.values()
+        for place, each in enumerate(instructions):
             if each.opcode.endswith(("-update", "-done")) and each.operands:
-                start = start_of.get(each.operands[0], each.operands[0])
-                start_of[each.name] = start
-                ends[start] = each.name
-            chains |= dict.fromkeys(self._chains_in(each), place)
-            work.append(self._work(each))
-        return _Schedule(
-            {name: place for place, name in enumerate(computation.instructions)},
-            ends,
-            _before(work, _PRODUCT),
-            _before(work, _KERNEL),
-            chains,
-        )
-
-    def _chains_in(self, instruction: Instruction) -> set[str]:
-        """The asynchronous chains that a fusion of XLA for TPUs begins, advances or ends."""
-        if instruction.opcode != "fusion" or instruction.attributes.get("kind") != "kCustom":
-            return set()
-        links = (
-            inner.quoted("frontend_attributes", "chain_id")
-            for computation in called_computations(self._module, instruction)
-            for inner in computation.instructions.values()
-        )
-        return {link for link in links if link is not None}
+                start_of[each.name] = start_of.get(each.operands[0], each.operands[0])
+                ends[start_of[each.name]] = place
+            # A fusion begins, advances or ends a chain.
+            if each.opcode == "fusion" and each.attributes.get("kind") == "kCustom":
+                for computation in called_computations(self._module, each):
+                    for inner in computation.instructions.values():
+                        chain = inner.quoted("frontend_attributes", "chain_id")
+                        ends |= {} if chain is None else {chain: place}
+        return [self._work(each) for each in instructions], ends
 
     def _work(self, instruction: Instruction) -> int:
         opcode = instruction.opcode
@@ -134,7 +102,8 @@ class Overlaps:
             return _PRODUCT
         if opcode in _CALLING:
             called = called_computations(self._module, instruction)
-            return max((self._most_of(each.name) for each in called), default=_NOTHING)
+            inner = (self._schedule(each.name)[0] for each in called)
+            return max(itertools.chain.from_iterable(inner), default=_NOTHING)
         if opcode == "custom-call":
             target = instruction.attributes.get("custom_call_target", "").strip('"')
             if target in _MARKS:
@@ -144,23 +113,6 @@ class Overlaps:
         if is_end or opcode in FREE or opcode.removesuffix("-start") in self._collectives:
             return _NOTHING
         return _KERNEL
-
-    def _most(self, name: str) -> int:
-        computation: Computation = self._module.computations[name]
-        return max(map(self._work, computation.instructions.values()), default=_NOTHING)
-
-
-def _before(work: Sequence[int], kind: int) -> list[int]:
-    return list(itertools.accumulate((each == kind for each in work), initial=0))
-
-
-def _between(schedule: _Schedule, start: int, end: int | None) -> Overlap:
-    if end is None:
-        return Overlap()
-    return Overlap(
-        schedule.products[end] - schedule.products[start + 1],
-        schedule.kernels[end] - schedule.kernels[start + 1],
-    )
 
 
 def _is_sync(instruction: Instruction) -> bool:

@@ -55,7 +55,12 @@ def named_bytes(parameters: Any) -> Mapping[str | None, int]:
         found[None] = int(parameters)
     else:
         for path, leaf in jax.tree_util.tree_leaves_with_path(parameters):
-            _check_leaf(jax.tree_util.keystr(path), leaf)
+            if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+                raise ArgumentTypeError(
+                    "parameters must be a pytree of arrays or of jax.ShapeDtypeStruct, or a number "
+                    f"of bytes; got {type(leaf).__name__} at "
+                    f"{jax.tree_util.keystr(path) or 'its root'}."
+                )
             size = math.prod(leaf.shape)
             if size > 1:
                 found[_xla_name(leaf.dtype.name)] += size * leaf.dtype.itemsize
@@ -65,14 +70,6 @@ def named_bytes(parameters: Any) -> Mapping[str | None, int]:
             f"{str(parameters)[:80]}, which has {found.total()} bytes to reduce."
         )
     return found
-
-
-def _check_leaf(path: str, leaf: Any) -> None:
-    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-        raise ArgumentTypeError(
-            "parameters must be a pytree of arrays or of jax.ShapeDtypeStruct, or a number of "
-            f"bytes; got {type(leaf).__name__} at {path or 'its root'}."
-        )
 
 
 def _xla_name(dtype: str) -> str:

@@ -1,7 +1,8 @@
 """The devices that collectives connect, and the number that keep a copy of a parameter."""
 
+import functools
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable
 
 from crossshard.tools.inspection.replica_groups import Groups
 
@@ -17,11 +18,12 @@ def joined_devices(joining: Iterable[Groups], devices: int) -> int:
     return max(Counter(_leaders(joining, devices)).values())
 
 
+@functools.lru_cache
 def shards(
-    pieces: Sequence[int],
-    joining: Iterable[Groups],
-    gathering: Iterable[Groups],
-    data: Sequence[Hashable],
+    pieces: tuple[int, ...],
+    joining: Collection[Groups],
+    gathering: Collection[Groups],
+    data: tuple[Hashable, ...],
 ) -> int:
     """The number of shards of a parameter: the devices with a copy of it and different data.
 
@@ -35,7 +37,7 @@ def shards(
       data: for each device, its data.
 
     >>> eight = ((0, 1, 2, 3, 4, 5, 6, 7),)
-    >>> shards([0, 1] * 4, [eight], [], data=[0, 0, 1, 1, 2, 2, 3, 3])
+    >>> shards((0, 1) * 4, (eight,), (), data=(0, 0, 1, 1, 2, 2, 3, 3))
     4
     """
     joined = _leaders(joining, len(pieces))

@@ -1,14 +1,15 @@
-"""Communication reports: data classes, text table and JSON."""
+"""Communication reports: data classes and JSON."""
 
 import dataclasses
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 
-from crossshard._text import count, exact_size, table
 from crossshard.tools.inspection.collectives import KERNELS, KINDS, NOTHING, PRODUCTS, Collective
 from crossshard.tools.inspection.hlo import width
 from crossshard.tools.inspection.parameters import Parameters
+from crossshard.tools.inspection.text import collective_table, totals
 
 # The properties that JSON has in addition to the attributes.
 _COUNTED = (
@@ -17,11 +18,6 @@ _COUNTED = (
     *("bytes_behind_matrix_products", "bytes_behind_other_kernels", "bytes_exposed"),
     "hidden_share",
 )
-
-# XLA marks sums that it widens, and may convert what it only moves without a mark.
-_SUMS = {"all-reduce", "reduce-scatter"}
-
-HEAD = ("collective", "operands", "sent per shard", "groups", "when", "source")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,12 +94,11 @@ class Communication:
 
         Those of collectives whose axes are unknown are left out.
         """
-        found: dict[str, float] = {}
+        found: dict[str, float] = defaultdict(float)
         for each in self.counted:
             if each.bytes_sent and each.axes:
-                name = ", ".join(each.axes)
-                found[name] = found.get(name, 0) + each.bytes_sent
-        return found
+                found[", ".join(each.axes)] += each.bytes_sent
+        return dict(found)
 
     @property
     def bytes_between_shards(self) -> float:
@@ -175,8 +170,9 @@ class Communication:
     @property
     def widened(self) -> tuple[str, ...]:
         """The dtypes sent that are wider than those of all parameters."""
-        sent = (dtype for each in self._wide for dtype in each.dtypes)
-        return tuple(dict.fromkeys(dtype for dtype in sent if self._is_wide(dtype)))
+        widest = max(map(width, self.parameter_dtypes), default=math.inf)
+        sent = (dtype for each in self.collectives if each.bytes_sent for dtype in each.dtypes)
+        return tuple(dict.fromkeys(dtype for dtype in sent if width(dtype) > widest))
 
     def to_json(self, indent: int | None = None) -> str:
         """The report as JSON.
@@ -201,140 +197,4 @@ class Communication:
 
     def totals(self) -> list[str]:
         """The lines under the table: total bytes, lower bound and memory."""
-        scalars = self.scalar_bytes_sent
-        extra = f", and {exact_size(scalars)} for scalars" * bool(scalars)
-        branches = any(each.in_branch for each in self.collectives)
-        least = "at least " if self.uncounted_loops else "at most " * branches
-        lines = [
-            f"each of {self.devices} devices sends {least}{exact_size(self.bytes_sent)}{extra}"
-        ]
-        lines += self._by_axes()
-        if self.uncounted_loops:
-            lines.append("a loop of unknown length (?) is counted once")
-        if branches:
-            lines.append(
-                f"of each conditional the branch that sends most is counted: "
-                f"{exact_size(self.bytes_in_branches)} of these"
-            )
-        lines += self._bound(least)
-        lines += self._overlap()
-        if self._wide:
-            lines.append(self._widening())
-        if self.memory is not None:
-            parts = dataclasses.asdict(self.memory).items()
-            words = (f"{name} {exact_size(number)}" for name, number in parts)
-            lines.append(f"memory per device: {', '.join(words)}")
-        return lines
-
-    def _by_axes(self) -> list[str]:
-        """The bytes along each axis, if there are several or some stay within a shard."""
-        within = {", ".join(each.axes) for each in self.collectives if each.within_shard}
-        if len(self.bytes_by_axes) < 2 and not within:
-            return []
-        parts = (
-            f"{axes or 'an unknown axis'} {exact_size(sent)}"
-            + ", within a shard and not in the bound" * (axes in within)
-            for axes, sent in self.bytes_by_axes.items()
-        )
-        return [f"along {'; '.join(parts)}"]
-
-    def _bound(self, least: str) -> list[str]:
-        if self.lower_bound is None:
-            return ["the parameters were not found in the program, so there is no lower bound"]
-        ratio = "" if self.ratio is None else f"; ratio {least}{self.ratio:.3f}"
-        alike = {(each.shards, each.updates) for each in self.parameters}
-        bounds = [
-            _bound_of(
-                sum(each.bytes for each in self.parameters if (each.shards, each.updates) == kind),
-                *kind,
-            )
-            for kind in sorted(alike, reverse=True)
-        ]
-        if len(bounds) == 1:
-            return [bounds[0] + ratio]
-        return [*bounds, f"together {exact_size(self.lower_bound)}{ratio}"]
-
-    def _overlap(self) -> list[str]:
-        if not self.bytes_sent:
-            return []
-        if not any(each.asynchronous and each.bytes_sent for each in self.collectives):
-            return ["no collective is asynchronous, so all bytes are exposed"]
-        return [
-            f"{exact_size(self.bytes_behind_matrix_products)} ({self.hidden_share:.0%}) behind "
-            f"matrix products, {exact_size(self.bytes_behind_other_kernels)} behind other kernels, "
-            f"{exact_size(self.bytes_exposed)} exposed"
-        ]
-
-    @property
-    def _wide(self) -> list[Collective]:
-        return [
-            each
-            for each in self.collectives
-            if each.bytes_sent and any(map(self._is_wide, each.dtypes))
-        ]
-
-    def _is_wide(self, dtype: str) -> bool:
-        return width(dtype) > max(map(width, self.parameter_dtypes), default=math.inf)
-
-    def _widening(self) -> str:
-        """The line on dtypes that are wider than the parameters, and what widened them."""
-        kinds: dict[str, list[str]] = {}
-        for each in self._wide:
-            who = "by the step, or by XLA for CPUs"
-            if each.widened:
-                who = "by XLA, as it does for CPUs"
-            elif each.kind in _SUMS:
-                who = "by the step itself"
-            kinds.setdefault(who, []).append(each.kind)
-        sent, parameters = ", ".join(self.widened), ", ".join(self.parameter_dtypes)
-        by = [f"{', '.join(dict.fromkeys(found))} {who}" for who, found in kinds.items()]
-        return f"sent as {sent}, but the parameters are {parameters}; widened: {'; '.join(by)}"
-
-
-def _bound_of(parameters: int, shards: int, updates: int) -> str:
-    kind = Parameters(None, parameters, shards, updates)
-    often = f" · {updates} updates" if updates != 1 else ""
-    return (
-        f"{shards} shards need 2(N−1)/N · P{often} = {exact_size(kind.lower_bound)} for "
-        f"{exact_size(parameters)} of parameters"
-    )
-
-
-def collective_table(collectives: Iterable[Collective]) -> str:
-    """A plain text table of collectives."""
-    return table(HEAD, list(map(row, collectives)))
-
-
-def row(each: Collective) -> tuple[str, ...]:
-    """A collective as a row of the table, one text for each column."""
-    shown = [str(operand) for operand in each.operands[:2]]
-    more = len(each.operands) - len(shown)
-    if more:
-        shown.append(f"and {more} more")
-    when = [f"{'?' if each.times is None else each.times} times"] * each.in_loop
-    when += ["in a branch"] * each.in_branch
-    when += [_beside(each)] * each.asynchronous
-    among = f"{len(each.groups)} of {each.group_size}"
-    if each.within_shard:
-        among += " in a shard"
-    if each.kind == "collective-permute":
-        among = f"{len(each.groups)} pairs"
-    return (
-        each.kind,
-        ", ".join(shown),
-        exact_size(each.bytes_sent + each.scalar_bytes_sent),
-        among,
-        ", ".join(when),
-        _where(each),
-    )
-
-
-def _beside(each: Collective) -> str:
-    if each.matrix_products:
-        return f"behind {count(each.matrix_products, 'matrix product')}"
-    return f"behind {count(each.other_kernels, 'kernel')}" if each.other_kernels else "exposed"
-
-
-def _where(each: Collective) -> str:
-    line = each.source or each.op_name or each.name
-    return f"{line} (1 of {each.combined} combined)" if each.combined > 1 else line
+        return totals(self)

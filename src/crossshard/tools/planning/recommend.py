@@ -100,10 +100,8 @@ def recommended(found: Sequence[Candidate]) -> tuple[int | None, str]:
     chosen = found[best]
     others = [place for place in fitting if place != best]
     why = f"Recommended: {chosen.name}. "
-    if not others and len(found) > 1:
-        why += "It is the only one that fits"
-    elif not others:
-        why += "It fits"
+    if not others:
+        why += "It is the only one that fits" if len(found) > 1 else "It fits"
     elif math.isinf(fastest):
         why += f"It needs {size(chosen.memory.needed)}, the least of those that fit"
     elif len(alike) > 1:
@@ -128,11 +126,9 @@ def _figures(where: Topology) -> str:
     chip = where.chip
     if chip is None:
         return "There are no estimates of time for CPUs."
-    inside = (
-        f"{chip.links} links of {chip.inside / 1e9:g} GB/s"
-        if chip.links > 1
-        else (f"{chip.inside / 1e9:g} GB/s inside a host")
-    )
+    inside = f"{chip.inside / 1e9:g} GB/s inside a host"
+    if chip.links > 1:
+        inside = f"{chip.links} links of {chip.inside / 1e9:g} GB/s"
     peaks = ", ".join(f"{peak / 1e12:g} {dtype}" for dtype, peak in chip.flops.items())
     return (
         f"Times are estimates from published peaks, which programs do not reach: {peaks} TFLOP/s, "

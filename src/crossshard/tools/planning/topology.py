@@ -17,17 +17,13 @@ from crossshard.tools.planning.chips import GPUS, TPUS, Chip
 from crossshard.tools.planning.targets import target
 from crossshard.tools.quiet import for_gpus, for_tpus, quiet
 
-_KNOWN = (
+# The names of topologies, in words.
+KNOWN = (
     "v5e:4x4 and v6e:8x8 (chips), v5p:4x4x4, "
     + ", ".join(f"{name}:4x8" for name in GPUS)
     + " (hosts x GPUs), cpu:8; in these forms with other numbers"
 )
 _MOST = 2**17
-
-
-def known_topologies() -> str:
-    """The names of topologies, in words."""
-    return _KNOWN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +71,7 @@ def topology(name: str) -> Topology:
     kind, sizes = (found[1], [int(n) for n in found[2].split("x")]) if found else ("", [0])
     known = kind in TPUS or kind in GPUS or kind == "cpu"
     if not known or not 0 < math.prod(sizes) <= _MOST:
-        raise ArgumentError(f"There is no topology {name!r:.60}. Known are {_KNOWN}.")
+        raise ArgumentError(f"There is no topology {name!r:.60}. Known are {KNOWN}.")
     if kind == "cpu":
         return _cpu(name, sizes)
     return _tpu(name, sizes) if kind in TPUS else _gpu(name, sizes)
@@ -98,17 +94,12 @@ def _tpu(name: str, sizes: list[int]) -> Topology:
         example = "x".join(["4"] * (chip.links // 2))
         raise ArgumentError(
             f"{chip.name} has {chip.links // 2} dimensions, as in {chip.name}:{example}; got "
-            f"{name!r}. Known are {_KNOWN}."
+            f"{name!r}. Known are {KNOWN}."
         )
     for_tpus()
     # Hosts have four chips or eight, except those with a single one.
     hosts = {"chips_per_host_bounds": (1, 1, 1)} if math.prod(sizes) == 1 else {}
-    try:
-        with quiet():
-            found = _described(platform="tpu", topology_name=name, **hosts)
-    except Exception as error:
-        raise ArgumentError(_refused(name, error)) from error
-    return Topology(name, chip, found.devices)
+    return _described(name, chip, platform="tpu", topology_name=name, **hosts)
 
 
 def _gpu(name: str, sizes: list[int]) -> Topology:
@@ -124,26 +115,26 @@ def _gpu(name: str, sizes: list[int]) -> Topology:
             f"A cluster is hosts x GPUs of a host, as in {chip.name}:4x8; got {name!r}."
         )
     for_gpus()
-    try:
-        with quiet():
-            found = _described(
-                platform="cuda",
-                topology_name=chip.name,
-                topology=f"1x{sizes[0]}x{sizes[1]}",
-                target_config=target(chip.name),
-            )
-    except Exception as error:
-        raise ArgumentError(_refused(name, error)) from error
-    return Topology(name, chip, found.devices)
+    return _described(
+        name,
+        chip,
+        platform="cuda",
+        topology_name=chip.name,
+        topology=f"1x{sizes[0]}x{sizes[1]}",
+        target_config=target(chip.name),
+    )
 
 
-def _described(**kwargs: Any) -> Any:
+def _described(name: str, chip: Chip, **description: Any) -> Topology:
     # Here, since importing crossshard brings in nothing that JAX, Optax and Flax do not.
     from jax.experimental import topologies
 
-    return topologies.get_topology_desc(**kwargs)
-
-
-def _refused(name: str, error: Exception) -> str:
-    first = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-    return f"There is no topology {name!r}: {first:.200}. Known are {_KNOWN}."
+    try:
+        with quiet():
+            found = topologies.get_topology_desc(**description)
+    except Exception as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise ArgumentError(
+            f"There is no topology {name!r}: {first:.200}. Known are {KNOWN}."
+        ) from error
+    return Topology(name, chip, found.devices)
