@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,15 +21,17 @@ def bare_environment(**changed: str) -> dict[str, str]:
     return {**ours, "JAX_PLATFORMS": "cpu", "TERM": "xterm-256color", **changed}
 
 
-def process(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """The command in an interpreter of its own, with nothing set."""
+def process(
+    folder: Path, *words: str, script: Path | None = None, platforms: str = "cpu", **kwargs: Any
+) -> subprocess.CompletedProcess[str]:
+    """The command in an interpreter of its own, with nothing set; as a module, or as a script."""
     return subprocess.run(
-        [sys.executable, "-m", "crossshard.tools.cli", *words],
+        [sys.executable, *(["-m", "crossshard.tools.cli"] if script is None else [script]), *words],
         cwd=folder,
-        env=bare_environment(),
+        env=bare_environment(JAX_PLATFORMS=platforms),
         text=True,
-        capture_output=True,
         timeout=PATIENCE,
+        **{"capture_output": True, **kwargs},
     )
 
 

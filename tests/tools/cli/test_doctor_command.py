@@ -37,7 +37,7 @@ def test_a_machine_that_is_fine():
     assert found["ok"]
     assert (found["devices"]["number"], found["mesh"]) == (2, {"shards": 2})
     assert len(found["tests"]) == 5
-    assert all(each["right"] and each["expected"] > 0 for each in found["tests"])
+    assert all(each["right"] for each in found["tests"])
 
 
 def test_many_settings_at_once(tmp_path: Path):

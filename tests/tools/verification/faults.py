@@ -210,7 +210,7 @@ FAULTS = {
         kinds.KEYS_EQUAL, dropout(own_keys=False), "random keys are equal on all shards", leaves=0
     ),
     "statistics of shard 0": Planted(
-        kinds.STATISTICS, statistics(lambda h, x: h.of(x, 0)), "batch statistics are one shard's", 1
+        kinds.STATISTICS, statistics(lambda h, x: h.of(x, 0)), "it is shard 0's own", 1
     ),
     "loss of shard 0": Planted(
         kinds.METRIC_ONE_SHARD, metric(lambda h, x: h.of(x, 0)), "it is shard 0's own", 1

@@ -99,15 +99,6 @@ def optax_with_adaptive_clipping_and_a_frozen_leaf(*args):
     return plain(*args)
 
 
-@in_shard_map()
-def optax_accumulation_in_a_scan(optimizer, n, params, state, x, y):
-    parts = x.reshape(-1, 2, 4), y.reshape(-1, 2)
-    add = lambda total, part: (jax.tree.map(jnp.add, total, jax.grad(mse)(params, *part)), None)
-    total, _ = lax.scan(add, jax.tree.map(jnp.zeros_like, params), parts)
-    gradients = jax.tree.map(lambda g: mean(g / len(parts[1])), total)
-    return updated(optimizer, params, state, gradients)
-
-
 @in_shard_map(X, Y, (np.arange(32) % 4 <= np.arange(32) // 8).astype(np.float32))
 def optax_with_a_token_weighted_mean(optimizer, n, params, state, x, y, mask):
     def loss(p: Any) -> Any:
@@ -193,7 +184,6 @@ def on_global_arrays(loss: Any, params: Any, lie: Any = None) -> Callable:
 
 WIDE = {"a": first_params()["a"].repeat(4, 1), "b": first_params()["b"].repeat(4)}
 COLUMNS = lambda p: P(*[None] * (p.ndim - 1), "s")
-right("jit on global arrays", on_global_arrays(mse, first_params()))
 right("jit with split parameters", on_global_arrays(mse, WIDE, COLUMNS))
 right(
     "jit with global dropout",
@@ -206,13 +196,12 @@ right(
 
 
 class LinenNet(nn.Module):
-    norm: str | None = None
+    norm: str = ""
 
     @nn.compact
     def __call__(self, x: Any, train: bool = True) -> Any:
         x = nn.Dense(16)(x)
-        if self.norm is not None:
-            x = nn.BatchNorm(not train, momentum=0.9, axis_name=self.norm or None)(x)
+        x = nn.BatchNorm(not train, momentum=0.9, axis_name=self.norm or None)(x)
         return nn.Dense(1)(nn.tanh(x))[:, 0]
 
 
@@ -220,11 +209,10 @@ class StatsState(TrainState):
     batch_stats: Any = None
 
 
-def linen_state(norm: str | None, optimizer: Any) -> StatsState:
+def linen_state(norm: str, optimizer: Any) -> StatsState:
     # With a bias before the norm, whose gradient is nothing but rounding.
-    variables = LinenNet(None if norm is None else "").init(jax.random.key(0), X)
-    stats = variables.get("batch_stats", {})
-    apply = LinenNet(norm).apply
+    variables = LinenNet().init(jax.random.key(0), X)
+    apply, stats = LinenNet(norm).apply, variables["batch_stats"]
     return StatsState.create(
         apply_fn=apply, params=variables["params"], tx=optimizer, batch_stats=stats
     )
@@ -234,13 +222,13 @@ def linen_gradients(state: StatsState, x: Any, y: Any) -> Any:
     def loss(params: Any) -> Any:
         variables = {"params": params, "batch_stats": state.batch_stats}
         out, new = state.apply_fn(variables, x, mutable=["batch_stats"])
-        return jnp.mean((out - y) ** 2), new.get("batch_stats", {})
+        return jnp.mean((out - y) ** 2), new["batch_stats"]
 
     (value, stats), gradients = jax.value_and_grad(loss, has_aux=True)(state.params)
     return value, stats, gradients
 
 
-def linen_pmap(norm: str | None, mean_of_stats: bool) -> Callable:
+def linen_pmap(norm: str, mean_of_stats: bool) -> Callable:
     """As in Flax's ImageNet example: pmap, replicated state, statistics averaged or not."""
 
     def make_step(optimizer: Any, n: int) -> Any:
@@ -258,7 +246,6 @@ def linen_pmap(norm: str | None, mean_of_stats: bool) -> Callable:
     return make_step
 
 
-right("linen train state in pmap", linen_pmap(None, False))
 right("linen batch norm over all shards in pmap", linen_pmap("s", True))
 right("linen batch norm of each shard in pmap", linen_pmap("", False))
 
@@ -375,19 +362,6 @@ def equinox_filter_shard(optimizer, n):
     return step, model, optimizer.init(eqx.filter(model, eqx.is_array))
 
 
-@step_factory()
-def equinox_in_shard_map(optimizer, n):
-    params, static = eqx.partition(eqx_model(), eqx.is_array)
-
-    def step(params: Any, state: Any, x: Any, y: Any) -> Any:
-        loss = lambda p: eqx_loss(eqx.combine(p, static), x, y)
-        value, gradients = jax.value_and_grad(loss)(params)
-        return *updated(optimizer, params, state, mean(gradients)), mean(value)
-
-    run = over(step, (WHOLE, WHOLE, SPLIT, SPLIT), WHOLE, mesh_of(s=n))
-    return run, params, optimizer.init(params)
-
-
 # crossshard's own idioms, and its examples.
 
 
@@ -448,19 +422,13 @@ def of_example(name: str, model: Any, batch: Any = None, **options: Any) -> None
     RIGHT[f"example {name}"] = run
 
 
-def linen(module: Any, batch: Any) -> list[Any]:
-    return [module.network.init(jax.random.key(0), batch["x"])["params"]]
-
-
 def linen_norm(module: Any, batch: Any) -> list[Any]:
     stats = module.network.init(jax.random.key(0), batch["x"], train=False)
     return [stats.pop("params"), stats]
 
 
 first = lambda module: {name: rows[:116] for name, rows in module.data().items()}
-of_example("linen_model", linen)
 of_example("linen_batch_norm", linen_norm, model_state="mean", loss_scale="dynamic")
-of_example("equinox_model", lambda module, batch: [module.initial_model()])
 of_example(
     "equinox_state",
     lambda module, batch: eqx.nn.make_with_state(module.Network)(jax.random.key(0)),

@@ -22,11 +22,6 @@ IN_SUITE = QUICK | {
 }
 
 
-def test_there_are_thirty():
-    assert len(RIGHT) >= 30
-    assert set(RIGHT) >= IN_SUITE
-
-
 @pytest.mark.parametrize(
     "name",
     [

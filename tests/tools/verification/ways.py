@@ -1,4 +1,4 @@
-"""One training step, run in seven ways; what it does on each shard is a function of ours."""
+"""One training step, run in five ways; what it does on each shard is a function of ours."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,7 +17,6 @@ from crossshard import _jax
 from tests.tools.steps import first_params, mesh_of, over, updated
 
 AXIS = "s"
-WAYS = ["vma", "no vma", "pmap", "jit", "nnx.shard_map", "nnx.jit", "nnx.pmap"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,161 +76,143 @@ class Plan:
     keyed: bool = False
 
 
-def first_stats(plan: Plan) -> dict[str, jax.Array]:
-    return {"mean": jnp.zeros(6)} if plan.stats else {}
+@dataclasses.dataclass(frozen=True)
+class Making:
+    """A step that is made of a plan, for n shards."""
+
+    plan: Plan
+    optimizer: Any
+    n: int
+    is_pmap: bool = False
+    vma: bool = False
+
+    @property
+    def mesh(self) -> Any:
+        return mesh_of(s=self.n)
+
+    @property
+    def stacked(self) -> bool:
+        return self.plan.per_shard or self.is_pmap
+
+    @property
+    def specs(self) -> tuple[Any, ...]:
+        """How the state, x, y and the key lie."""
+        rows = P() if self.plan.whole_batch else P(AXIS)
+        return (P(AXIS) if self.stacked else P(), rows, rows, *[P()] * self.plan.keyed)
+
+    def stack(self, tree: Any) -> Any:
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.n, *jnp.shape(x))), tree)
+
+    def split(self, x: Any) -> Any:
+        if self.plan.whole_batch:
+            return jnp.broadcast_to(x, (self.n, *x.shape))
+        return x.reshape(self.n, -1, *x.shape[1:])
+
+    def state(self) -> Any:
+        params = first_params()
+        state = params, self.optimizer.init(params), self.stats()
+        return self.stack(state) if self.stacked else state
+
+    def stats(self) -> dict[str, jax.Array]:
+        return {"mean": jnp.zeros(6)} if self.plan.stats else {}
+
+    def on_shard(self, params: Any, stats: Any, x: Any, y: Any, key: Any = None) -> Any:
+        return self.plan.body(Here(self.n, self.vma), params, stats, x, y, key)
+
+    def one(self, state: Any, x: Any, y: Any, *key: Any) -> Any:
+        params, opt_state, stats = state
+        gradients, loss, stats = self.on_shard(params, stats, x, y, *key)
+        return (*updated(self.optimizer, params, opt_state, gradients), stats), loss
+
+
+def in_shard_map(making: Making) -> Any:
+    def step(state: Any, x: Any, y: Any, *key: Any) -> Any:
+        first = jax.tree.map(lambda x: x[0], state) if making.stacked else state
+        after, loss = making.one(first, x, y, *key)
+        return (jax.tree.map(lambda x: x[None], after) if making.stacked else after), loss
+
+    specs = making.specs
+    return over(step, specs, (specs[0], P()), making.mesh, making.vma), making.state()
+
+
+def in_pmap(making: Making) -> Any:
+    axes = (0, 0, 0, None)[: 3 + making.plan.keyed]
+    run = jax.pmap(making.one, AXIS, in_axes=axes, devices=jax.devices()[: making.n])
+
+    def step(state: Any, x: Any, y: Any, *key: Any) -> Any:
+        state, loss = run(state, making.split(x), making.split(y), *key)
+        return state, loss[0]
+
+    return step, making.state()
+
+
+def in_jit(making: Making) -> Any:
+    """The shards are those of a ``vmap``, over global arrays."""
+    whole, at = making.plan.whole_batch, 0 if making.stacked else None
+    lie = NamedSharding(making.mesh, making.specs[1])
+
+    @jax.jit
+    def step(state: Any, x: Any, y: Any, *key: Any) -> Any:
+        x, y = (lax.with_sharding_constraint(each, lie) for each in (x, y))
+        rows = None if whole else 0
+        axes = (at, rows, rows, *[None for _ in key])
+        run = jax.vmap(making.one, axes, (at, None), axis_name=AXIS, axis_size=making.n)
+        return run(state, *((x, y) if whole else map(making.split, (x, y))), *key)
+
+    return step, making.state()
 
 
 class Net(nnx.Module):
-    def __init__(self, plan: Plan):
+    def __init__(self, uses_stats: bool):
         params = first_params()
         self.a, self.b = nnx.Param(params["a"]), nnx.Param(params["b"])
         self.mean = nnx.BatchStat(jnp.zeros(6))
-        self.uses = plan.stats
+        self.uses_stats = uses_stats
 
     def stats(self) -> dict[str, jax.Array]:
-        return {"mean": self.mean[...]} if self.uses else {}
+        return {"mean": self.mean[...]} if self.uses_stats else {}
+
+
+def in_nnx_shard_map(making: Making) -> Any:
+    """The model and the optimizer are changed in place."""
+    model = Net(making.plan.stats)
+    opt = nnx.Optimizer(model, making.optimizer, wrt=nnx.Param)
+
+    def reshape(how: Callable[[Any], Any], *nodes: Any) -> None:
+        for each in nodes if making.stacked else ():
+            nnx.update(each, jax.tree.map(how, nnx.state(each)))
+
+    reshape(lambda x: jnp.broadcast_to(x, (making.n, *x.shape)), model, opt)
+    lie, *rest = making.specs
+
+    @nnx.jit
+    @nnx.shard_map(mesh=making.mesh, in_specs=(lie, lie, *rest), out_specs=P(), check_vma=False)
+    def step(model: Any, opt: Any, x: Any, y: Any, *key: Any) -> Any:
+        reshape(lambda x: x[0], model, opt)
+        params = {"a": model.a[...], "b": model.b[...]}
+        gradients, loss, stats = making.on_shard(params, model.stats(), x, y, *key)
+        like = nnx.state(model, nnx.Param)
+        opt.update(model, jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(gradients)))
+        if stats:
+            model.mean[...] = stats["mean"]
+        reshape(lambda x: x[None], model, opt)
+        return loss
+
+    return step, model, opt
+
+
+WAYS: dict[str, Callable[[Plan, Any, int], Any]] = {
+    "vma": lambda *made: in_shard_map(Making(*made, vma=True)),
+    "no vma": lambda *made: in_shard_map(Making(*made)),
+    "pmap": lambda *made: in_pmap(Making(*made, is_pmap=True)),
+    "jit": lambda *made: in_jit(Making(*made)),
+    "nnx.shard_map": lambda *made: in_nnx_shard_map(Making(*made)),
+}
 
 
 def factory(way: str, plan: Plan) -> Callable[[Any, int], Any]:
     """``make_step`` of this way."""
-    return lambda optimizer, n: _build(way, plan, optimizer, n)
-
-
-def _build(way: str, plan: Plan, optimizer: Any, n: int) -> Any:
-    mesh = mesh_of(s=n)
-    stacked = plan.per_shard or way.endswith("pmap")
-    here = Here(n, way == "vma")
-    stack = lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *jnp.shape(x))), tree)
-    lie, rows = (P(AXIS) if stacked else P()), (P() if plan.whole_batch else P(AXIS))
-    keys = (P(),) if plan.keyed else ()
-
-    def split(x: Any) -> Any:
-        if plan.whole_batch:
-            return jnp.broadcast_to(x, (n, *x.shape))
-        return x.reshape(n, -1, *x.shape[1:])
-
-    def of_shard(params: Any, stats: Any, x: Any, y: Any, key: Any = None) -> Any:
-        return plan.body(here, params, stats, x, y, key)
-
-    if not way.startswith("nnx"):
-        params = first_params()
-        state: Any = (params, optimizer.init(params), first_stats(plan))
-        state = stack(state) if stacked else state
-
-        def one(state: Any, x: Any, y: Any, *key: Any) -> Any:
-            params, opt_state, stats = state
-            gradients, loss, stats = of_shard(params, stats, x, y, *key)
-            return (*updated(optimizer, params, opt_state, gradients), stats), loss
-
-        if way == "pmap":
-            axes = (0, 0, 0, None)[: 3 + plan.keyed]
-            run = jax.pmap(one, AXIS, in_axes=axes, devices=jax.devices()[:n])
-
-            def step(state: Any, x: Any, y: Any, *key: Any) -> Any:
-                state, loss = run(state, split(x), split(y), *key)
-                return state, loss[0]
-
-            return step, state
-        if way == "jit":
-
-            @jax.jit
-            def step(state: Any, x: Any, y: Any, *key: Any) -> Any:
-                place = lambda x: lax.with_sharding_constraint(
-                    x.reshape(x.shape), NamedSharding(mesh, rows)
-                )
-                at = 0 if stacked else None
-                axes = (at, 0, 0, *[None for _ in key])
-                run = jax.vmap(one, axes, (at, None), axis_name=AXIS)
-                if plan.whole_batch:
-                    return jax.vmap(one, (at, None, None), (at, None), AXIS, axis_size=n)(
-                        state, place(x), place(y)
-                    )
-                return run(state, split(place(x)), split(place(y)), *key)
-
-            return step, state
-
-        def step(state: Any, x: Any, y: Any, *key: Any) -> Any:
-            first = jax.tree.map(lambda x: x[0], state) if stacked else state
-            after, loss = one(first, x, y, *key)
-            return (jax.tree.map(lambda x: x[None], after) if stacked else after), loss
-
-        return over(step, (lie, rows, rows, *keys), (lie, P()), mesh, way == "vma"), state
-    return _build_nnx(way, plan, optimizer, n, mesh, stacked, of_shard, split)
-
-
-def _build_nnx(
-    way: str,
-    plan: Plan,
-    optimizer: Any,
-    n: int,
-    mesh: Any,
-    stacked: bool,
-    of_shard: Any,
-    split: Any,
-) -> Any:
-    lie, rows = (P(AXIS) if stacked else P()), (P() if plan.whole_batch else P(AXIS))
-    model = Net(plan)
-    opt = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
-
-    def reshape(how: Callable[[Any], Any], *nodes: Any) -> None:
-        for each in nodes:
-            nnx.update(each, jax.tree.map(how, nnx.state(each)))
-
-    if stacked:
-        nodes = (model,) if way == "nnx.jit" else (model, opt)
-        reshape(lambda x: jnp.broadcast_to(x, (n, *x.shape)), *nodes)
-
-    def update(model: Any, opt: Any, gradients: Any, stats: Any) -> None:
-        like = nnx.state(model, nnx.Param)
-        opt.update(model, jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(gradients)))
-        if plan.stats:
-            model.mean[...] = stats["mean"]
-
-    params_of = lambda model: {"a": model.a[...], "b": model.b[...]}
-
-    def one(model: Any, opt: Any, x: Any, y: Any, *key: Any) -> Any:
-        gradients, loss, stats = of_shard(params_of(model), model.stats(), x, y, *key)
-        update(model, opt, gradients, stats)
-        return loss
-
-    if way == "nnx.pmap":
-        axes = (0, 0, 0, 0, None)[: 4 + plan.keyed]
-        run = nnx.pmap(one, axis_name=AXIS, in_axes=axes, devices=jax.devices()[:n])
-        step = lambda model, opt, x, y, *key: run(model, opt, split(x), split(y), *key)[0]
-        return step, model, opt
-    if way == "nnx.jit":
-
-        @nnx.jit
-        def step(model: Any, opt: Any, x: Any, y: Any, *key: Any) -> Any:
-            place = lambda x: lax.with_sharding_constraint(x, NamedSharding(mesh, rows))
-            at = 0 if stacked else None
-            axes = (at, at, None if plan.whole_batch else 0, None if plan.whole_batch else 0)
-            run = jax.vmap(
-                of_shard, (*axes, *[None for _ in key]), (at, None, at), AXIS, axis_size=n
-            )
-            part = (lambda x: x) if plan.whole_batch else split
-            gradients, loss, stats = run(
-                params_of(model), model.stats(), part(place(x)), part(place(y)), *key
-            )
-            update(model, opt, gradients, stats)
-            return loss
-
-        return step, model, opt
-    keys = (P(),) if plan.keyed else ()
-
-    @nnx.jit
-    @nnx.shard_map(
-        mesh=mesh, in_specs=(lie, lie, rows, rows, *keys), out_specs=P(), check_vma=False
-    )
-    def mapped(model: Any, opt: Any, x: Any, y: Any, *key: Any) -> Any:
-        if stacked:
-            reshape(lambda x: x[0], model, opt)
-        loss = one(model, opt, x, y, *key)
-        if stacked:
-            reshape(lambda x: x[None], model, opt)
-        return loss
-
-    return mapped, model, opt
+    return lambda optimizer, n: WAYS[way](plan, optimizer, n)
 
 
 # The loss, and a batch whose parts differ.

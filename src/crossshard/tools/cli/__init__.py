@@ -60,11 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     version = f"crossshard {crossshard.__version__}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    doctor_command.add_to(commands)
-    inspect_command.add_to(commands)
-    launch_command.add_to(commands)
-    plan_command.add_to(commands)
-    verify_command.add_to(commands)
+    for command in (doctor_command, inspect_command, launch_command, plan_command, verify_command):
+        command.add_to(commands)
     return parser
 
 

@@ -14,7 +14,7 @@ from crossshard.tools.diagnosis.self_test import SIZES
 _DESCRIPTION = """\
 Look at this machine, JAX and the job before a run: versions, devices, the mesh, settings, and what
 describes the processes. Run each collective over all devices, compare its values with numpy's and
-its speed with what the machine should give. Say what looks wrong, and what to write instead."""
+its speed with published figures. Say what looks wrong, and what to write instead."""
 
 _EPILOG = """\
 Of a job it is run in every process, as training would be; the first one prints the report, and each
@@ -22,12 +22,8 @@ other one what is wrong only there:
 
     crossshard launch -n 2 --cpu-devices 2 -- crossshard doctor
 
-Speeds are bytes that a device sends in a second. They stand beside published figures for TPUs and
-GPUs, and on CPUs beside the copying of as many bytes in the memory of this machine.
-
-Keys of the JSON: ok, versions, devices (platform, kind, number, local, processes, process, memory),
-mesh, job, settings, tests (a list of: kind, size, bytes_sent, seconds, expected, right),
-expected_from, findings and notes (lists of: kind, sentence), stuck.
+Speeds are bytes that a device sends in a second. For TPUs and GPUs they stand beside published
+figures.
 
 Exit codes: 0 nothing looks wrong; 1 something does; 2 the request cannot be carried out, with one
 line on stderr."""

@@ -1,45 +1,46 @@
-"""Loads a user's factory, and lowers the step that it returns."""
+"""Loads a user's factory, lowers the step that it returns, and says in a line what fails in it."""
 
 import contextlib
-import difflib
-import importlib
 import os
+import pkgutil
 import sys
-from collections.abc import Callable
+import textwrap
+import traceback
+from collections.abc import Iterator
 from typing import Any
 
-from crossshard.errors import ArgumentError
-from crossshard.tools.cli.failures import in_one_sentence
+from crossshard.errors import ArgumentError, CrossshardError
 from crossshard.tools.inspection.inspect import is_program, program_of
+from crossshard.tools.inspection.source import users_line
+
+# The longest message shown, since JAX's may fill pages.
+_LONGEST = 600
 
 
 def make_program(name: str) -> Any:
     """The program of the step that a factory returns, lowered for its arguments.
 
-    The factory's own output goes to stderr.
-
     Args:
-      name: ``package.module:factory``; the current directory is on the path.
+      name: as for ``call_factory``.
 
     Raises:
       ArgumentError: the factory does not exist, fails, or does not return a step.
     """
     returned = call_factory(name)
-    with contextlib.redirect_stdout(sys.stderr):
-        if is_program(returned):
-            return returned
-        if not isinstance(returned, tuple) or not returned:
-            raise ArgumentError(
-                f"{name} returned {_described(returned)}; it must return (step, args…), or a "
-                "lowered or compiled program."
-            )
-        step, *args = returned
-        with in_one_sentence(f"The step of {name} cannot be lowered"):
-            return program_of(step, args, {})
+    if is_program(returned):
+        return returned
+    if not isinstance(returned, tuple) or not returned:
+        raise ArgumentError(
+            f"{name} returned {type(returned).__name__}; it must return (step, args…), or a "
+            "lowered or compiled program."
+        )
+    step, *args = returned
+    with in_one_sentence(f"The step of {name} cannot be lowered"):
+        return program_of(step, args, {})
 
 
 def call_factory(name: str) -> Any:
-    """What a factory returns; its own output goes to stderr.
+    """What a factory returns.
 
     Args:
       name: ``package.module:factory``; the current directory is on the path.
@@ -47,49 +48,37 @@ def call_factory(name: str) -> Any:
     Raises:
       ArgumentError: the factory does not exist, or fails.
     """
-    with contextlib.redirect_stdout(sys.stderr):
-        factory = _load(name)
-        with in_one_sentence(f"{name} raised"):
-            return factory()
-
-
-def _load(name: str) -> Callable[[], Any]:
-    module_name, _, attribute = name.partition(":")
-    is_module = all(part.isidentifier() for part in module_name.split("."))
-    if not attribute or not is_module or module_name.endswith(".py"):
+    module, _, attribute = name.partition(":")
+    if not attribute or module.endswith(".py"):
         raise ArgumentError(
             f"Name the factory as package.module:factory, for example train:make for make in "
             f"train.py; got {name!r}."
         )
     if not sys.flags.safe_path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    with in_one_sentence(f"{name} cannot be imported in {os.getcwd()}"):
+        factory = pkgutil.resolve_name(name)
+    if not callable(factory):
+        what = type(factory).__name__
+        raise ArgumentError(f"{name} must be a function without arguments; got {what}.")
+    with in_one_sentence(f"{name} raised"):
+        return factory()
+
+
+@contextlib.contextmanager
+def in_one_sentence(what: str) -> Iterator[None]:
+    """Run the user's code: any exception becomes an ``ArgumentError``; its output goes to stderr.
+
+    Args:
+      what: the start of the sentence, which names what failed.
+    """
     try:
-        with in_one_sentence(f"{module_name} cannot be imported"):
-            found: Any = importlib.import_module(module_name)
-    except ArgumentError as error:
-        missing = error.__cause__
-        if isinstance(missing, ModuleNotFoundError) and _is_part(missing.name, module_name):
-            raise ArgumentError(
-                f"There is no module {missing.name} in {os.getcwd()} or elsewhere on the path."
-            ) from missing
-        raise
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            close = difflib.get_close_matches(part, dir(found), 1)
-            hint = f"; did you mean {close[0]}?" if close else "."
-            raise ArgumentError(f"{module_name} has no {attribute}{hint}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise ArgumentError(
-            f"{name} must be a function without arguments; got {_described(found)}."
-        )
-    return found
-
-
-def _is_part(missing: str | None, module_name: str) -> bool:
-    return missing is not None and f"{module_name}.".startswith(f"{missing}.")
-
-
-def _described(value: Any) -> str:
-    name = getattr(value, "__name__", None)
-    return f"{type(value).__name__} {name}" if name else type(value).__name__
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except (Exception, SystemExit) as error:
+        frames = reversed(traceback.extract_tb(error.__traceback__))
+        line = users_line(f"{frame.filename}:{frame.lineno}" for frame in frames)
+        message = textwrap.shorten(str(error), _LONGEST, placeholder=" …")
+        if line or not isinstance(error, CrossshardError):
+            message = f"{type(error).__name__}: {message}" if message else type(error).__name__
+        raise ArgumentError(f"{what}: {message}{f' ({line})' if line else ''}") from error

@@ -9,8 +9,7 @@ from typing import Any
 import crossshard
 from crossshard.errors import ArgumentError
 from crossshard.tools.cli.command import BROKEN, FINE, add_command, add_devices, make_devices
-from crossshard.tools.cli.factory import make_program
-from crossshard.tools.cli.failures import in_one_sentence
+from crossshard.tools.cli.factory import in_one_sentence, make_program
 from crossshard.tools.inspection.collectives import KINDS
 from crossshard.tools.inspection.contract import Contract
 from crossshard.tools.inspection.parameters import named_bytes
@@ -34,15 +33,6 @@ is on the path, as with python -m. The factory's own output goes to stderr.
     crossshard inspect train:make --devices 8
 
 Kinds of collectives: {", ".join(KINDS)}.
-
-Keys of the JSON: collectives (a list of: kind, operands (each: dtype, dimensions), groups,
-group_size, bytes_sent, scalar_bytes_sent, source, op_name, in_loop, in_branch, times, widened,
-axes, within_shard, counted, asynchronous, matrix_products, other_kernels, name), devices, shards,
-parameters (a list of: dtype, bytes, shards, updates), memory (argument, output, temp, alias, peak),
-bytes_sent, scalar_bytes_sent, bytes_in_branches, bytes_by_axes, bytes_between_shards,
-parameter_bytes, parameter_dtypes, lower_bound, ratio, bytes_behind_matrix_products,
-bytes_behind_other_kernels, bytes_exposed, hidden_share. Bytes are those that one shard sends in one
-call of the step. Unknown values are null.
 
 Exit codes: 0 success; 1 the step breaks --max-bytes-ratio, --forbid or --min-hidden, with the
 reason on stderr; 2 the request cannot be carried out, with one line on stderr."""

@@ -9,8 +9,7 @@ import jax
 import crossshard
 from crossshard.errors import ArgumentError
 from crossshard.tools.cli.command import BROKEN, FINE, add_command
-from crossshard.tools.cli.factory import call_factory
-from crossshard.tools.cli.failures import in_one_sentence
+from crossshard.tools.cli.factory import call_factory, in_one_sentence
 from crossshard.tools.planning.topology import KNOWN, topology
 
 _DESCRIPTION = """\

@@ -9,8 +9,7 @@ import jax
 import crossshard
 from crossshard.errors import ArgumentError
 from crossshard.tools.cli.command import BROKEN, FINE, add_command, add_devices, make_devices
-from crossshard.tools.cli.factory import call_factory
-from crossshard.tools.cli.failures import in_one_sentence
+from crossshard.tools.cli.factory import call_factory, in_one_sentence
 
 _DESCRIPTION = """\
 Run a training step on 1 and on N shards with plain SGD, and say for each parameter what is wrong:
@@ -32,9 +31,6 @@ directory is on the path, as with python -m. The factory's own output goes to st
         return make_step, x, y
 
     crossshard verify train:check --devices 8
-
-Keys of the JSON: ok, num_shards, rows, faults (a list of: kind, sentence, leaves, ratio, shards),
-leaves (a list of: name, shape, ratio, residual, tolerance, verdict), notes.
 
 Exit codes: 0 the step is right; 1 it is not; 2 the request cannot be carried out, with one line on
 stderr."""

@@ -19,9 +19,9 @@ from crossshard.tools.diagnosis import (
     settings,
     versions,
 )
-from crossshard.tools.diagnosis.deadline import LateError, within
-from crossshard.tools.diagnosis.report import Devices, Diagnosis, Finding
-from crossshard.tools.diagnosis.self_test import MEMORY_COPY, SIZES, Tested, enter, late
+from crossshard.tools.diagnosis.deadline import LateError, enter, late, within
+from crossshard.tools.diagnosis.report import CollectiveTest, Devices, Diagnosis, Finding
+from crossshard.tools.diagnosis.self_test import SIZES
 from crossshard.tools.quiet import quiet
 
 # Before the 40 seconds after which XLA for CPUs aborts the process.
@@ -37,7 +37,7 @@ def doctor(
 
     It reads versions, devices, settings and what describes the processes of the job, and runs each
     collective that crossshard uses over all devices: compares its values with numpy's, and its
-    speed with published figures, or on CPUs with a copy of as many bytes in memory.
+    speed with published figures for TPUs and GPUs.
 
     In a job of several processes all call it, after ``crossshard.distributed.initialize()``.
 
@@ -78,7 +78,7 @@ def diagnose(
     flags = settings.refused_flags()
     devices, of_start = (None, flags) if flags else _started(timeout)
     found += of_start
-    mesh, tested = None, Tested([], [], MEMORY_COPY, any(each.kind == "stuck" for each in found))
+    mesh, tests = None, list[CollectiveTest]()
     if devices is not None:
         found += [*machine.findings(devices), *settings.findings_about_devices(devices)]
         found += differences.findings({**known, **settings.shown()}, timeout)
@@ -86,19 +86,19 @@ def diagnose(
         if run_self_test and devices.number > 1:
             # Gloo writes to stdout.
             with quiet(1):
-                tested = self_test.run(mesh, sizes, timeout)
-        found += tested.findings
+                tests, wrong = self_test.run(mesh, sizes, timeout)
+            found += wrong
+    stuck = any(each.kind == "stuck" for each in found)
     return Diagnosis(
         known,
         devices,
         {} if mesh is None else dict(mesh.shape),
         _as_data(job),
         settings.shown(),
-        tuple(tested.tests),
-        tested.expected_from,
-        tuple(found if tested.stuck else differences.own(found, timeout)),
+        tuple(tests),
+        tuple(found if stuck else differences.own(found, timeout)),
         tuple(settings.notes(devices)),
-        tested.stuck,
+        stuck,
     )
 
 

@@ -1,5 +1,6 @@
 """Machine: the devices that JAX finds here, and those that it leaves unused."""
 
+import collections
 import importlib.util
 import os
 import warnings
@@ -18,6 +19,11 @@ _DEV = Path("/dev")
 _SHM = "/dev/shm"
 # Docker gives 64 MB, which NCCL fills with the buffers of a few GPUs.
 _LEAST_SHM = 2**30
+# The extra of JAX that brings the plugin for a platform, and its modules.
+_PLUGINS = {
+    "cuda": ("cuda12", "jax_cuda12_plugin", "jax_cuda13_plugin"),
+    "tpu": ("tpu", "libtpu"),
+}
 
 
 def look() -> Devices:
@@ -38,16 +44,14 @@ def why_jax_does_not_start(error: BaseException) -> str:
     """A sentence on an exception that JAX raises in place of its devices."""
     config: Any = jax.config
     given = config.jax_platforms or ""
-    first = (str(error).splitlines() or [""])[0].partition(" (set JAX_PLATFORMS")[0]
+    first = (str(error).splitlines() or [""])[0].partition(" (set JAX_PLATFORMS")[0].rstrip(".")
     if not given:
         return f"JAX does not start: {first or type(error).__name__:.300}."
     # JAX may fail without a word where a plugin is not installed.
-    missing = [extra for name, extra in _extras().items() if name in given and not _has(name)]
+    missing = [extra for name, (extra, *_) in _PLUGINS.items() if name in given and not _has(name)]
     hint = f'Install it, pip install "jax[{missing[0]}]", or unset' if missing else "Unset"
-    return (
-        f"JAX_PLATFORMS={given}, but JAX has no such devices here"
-        f"{f': {first.rstrip(chr(46)):.300}' if first else ''}. {hint} JAX_PLATFORMS."
-    )
+    why = f": {first:.300}" if first else ""
+    return f"JAX_PLATFORMS={given}, but JAX has no such devices here{why}. {hint} JAX_PLATFORMS."
 
 
 def findings(devices: Devices) -> Iterator[Finding]:
@@ -75,20 +79,17 @@ def _of_unused_accelerators() -> Iterator[Finding]:
             given = os.environ["CUDA_VISIBLE_DEVICES"]
             why = f"CUDA_VISIBLE_DEVICES={given!r} hides it. Unset it."
         elif not _has(name):
-            why = f'the plugin is missing. pip install "jax[{_extras()[name]}]=={jax.__version__}".'
+            why = (
+                f'the plugin is missing. pip install "jax[{_PLUGINS[name][0]}]=={jax.__version__}".'
+            )
         else:
             why = f"the plugin failed. JAX_PLATFORMS={name} crossshard doctor says why."
         yield Finding("unused accelerator", what + why)
 
 
-def _extras() -> dict[str, str]:
-    """The extras of JAX that bring its plugins, by platform."""
-    return {"cuda": "cuda12", "tpu": "tpu"}
-
-
-def _has(name: str) -> bool:
+def _has(platform: str) -> bool:
     """Whether the plugin for a platform is installed."""
-    modules = {"cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}[name]
+    _, *modules = _PLUGINS[platform]
     return any(importlib.util.find_spec(each) is not None for each in modules)
 
 
@@ -120,11 +121,9 @@ def _of_kinds(devices: Sequence[Any]) -> Iterator[Finding]:
             f"The devices are of several kinds, {', '.join(kinds)}: the slowest sets the pace. "
             f"Train on one kind, with a mesh of those devices.",
         )
-    own: dict[int, int] = {}
-    for each in devices:
-        own[each.process_index] = own.get(each.process_index, 0) + 1
+    own = collections.Counter(each.process_index for each in devices)
     if len(set(own.values())) > 1:
-        fewest = min(own, key=lambda process: own[process])
+        fewest = min(own, key=own.__getitem__)
         yield Finding(
             "uneven processes",
             f"Process {fewest} has {own[fewest]} devices and another has {max(own.values())}. Give "
@@ -134,7 +133,5 @@ def _of_kinds(devices: Sequence[Any]) -> Iterator[Finding]:
 
 def _memory(device: Any) -> int | None:
     if device.platform == "cpu":
-        names = ("SC_PHYS_PAGES", "SC_PAGE_SIZE")
-        known = all(name in os.sysconf_names for name in names)
-        return os.sysconf(names[0]) * os.sysconf(names[1]) if known else None
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return (device.memory_stats() or {}).get("bytes_limit")

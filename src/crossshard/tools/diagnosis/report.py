@@ -54,7 +54,7 @@ class CollectiveTest:
       size: bytes of the larger of operand and result, on each device.
       bytes_sent: that a device sends, with the optimal algorithm.
       seconds: of one run, the median of several.
-      expected: bytes/s that a device should send; ``None`` if unknown.
+      expected: bytes/s that a device should send by published figures; ``None`` if unknown.
       right: whether the devices of this process got the values that numpy has.
     """
 
@@ -84,13 +84,12 @@ class Diagnosis:
         whether they have met.
       settings: the environment variables that JAX, XLA and crossshard read here.
       tests: the collectives that were run; empty without a self-test.
-      expected_from: what ``expected`` of the tests is.
       findings: what looks wrong. Of several processes, the first has its own; each other one has
         those that the first does not have.
       notes: what is no fault, but has a price.
       stuck: whether a collective, or JAX itself, has not come to an end.
 
-    >>> Diagnosis({}, None, {}, {}, {}, (), "", (), ()).ok
+    >>> Diagnosis({}, None, {}, {}, {}, (), (), ()).ok
     True
     """
 
@@ -100,7 +99,6 @@ class Diagnosis:
     job: Mapping[str, Any]
     settings: Mapping[str, str]
     tests: tuple[CollectiveTest, ...]
-    expected_from: str
     findings: tuple[Finding, ...]
     notes: tuple[Finding, ...]
     stuck: bool = False
@@ -121,7 +119,7 @@ class Diagnosis:
         ]
         lines = [_wrapped(f"{name:<11}{text or 'none'}") for name, text in rows]
         if self.tests:
-            lines += ["", _table(self.tests, self.expected_from)]
+            lines += ["", _table(self.tests)]
         return "\n".join([*lines, "", *self._conclusion()])
 
     __str__ = describe
@@ -169,16 +167,16 @@ def _of_job(job: Mapping[str, Any]) -> str:
     return f"{number}{told}; this is {job['process_id']}, {met}{where}"
 
 
-def _table(tests: tuple[CollectiveTest, ...], expected_from: str) -> str:
-    head = ("collective", "size", "sent", "time", "speed", expected_from, "part", "values")
-    return table(head, [_row(each) for each in tests])
-
-
-def _row(each: CollectiveTest) -> tuple[str, ...]:
-    expected = "?" if each.expected is None else rate(each.expected)
-    part = "?" if each.expected is None else f"{100 * each.bandwidth / each.expected:.3g} %"
-    sent, values = size(each.bytes_sent), "right" if each.right else "WRONG"
-    return (
-        *(each.kind, size(each.size), sent, time(each.seconds)),
-        *(rate(each.bandwidth), expected, part, values),
-    )
+def _table(tests: tuple[CollectiveTest, ...]) -> str:
+    is_known = any(each.expected is not None for each in tests)
+    head = ("collective", "size", "sent", "time", "speed", *(["published", "part"] * is_known))
+    rows = []
+    for each in tests:
+        sent = (size(each.size), size(each.bytes_sent), time(each.seconds), rate(each.bandwidth))
+        part = (
+            (rate(each.expected), f"{100 * each.bandwidth / each.expected:.3g} %")
+            if each.expected
+            else ("?", "?") * is_known
+        )
+        rows.append((each.kind, *sent, *part, "right" if each.right else "WRONG"))
+    return table((*head, "values"), rows)

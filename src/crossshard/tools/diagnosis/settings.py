@@ -19,12 +19,38 @@ _config: Any = jax.config
 
 _SHOWN = ("JAX_", "XLA_", "NCCL_", "LIBTPU_", "CUDA_VISIBLE", "GLIBC_TUNABLES", "NPROC")
 
-# What has a price that its user may have forgotten.
-_PRICES = (
-    ("jax_enable_x64", "arrays are float64 by default: twice the memory and bytes sent"),
-    ("jax_debug_nans", "each step waits for its results and reads them all"),
-    ("jax_debug_infs", "each step waits for its results and reads them all"),
-    ("jax_check_tracer_leaks", "each traced function is traced slowly, and more than once"),
+_UNLESS_MEANT = "Unset it, unless that is meant."
+_READS_ALL = f"each step waits for its results and reads them all. {_UNLESS_MEANT}"
+# JAX's options that have a price, which their user may have forgotten.
+_PRICES = {
+    "jax_enable_x64": (
+        f"arrays are float64 by default: twice the memory and bytes sent. {_UNLESS_MEANT}"
+    ),
+    "jax_debug_nans": _READS_ALL,
+    "jax_debug_infs": _READS_ALL,
+    "jax_check_tracer_leaks": (
+        f"each traced function is traced slowly, and more than once. {_UNLESS_MEANT}"
+    ),
+    "jax_default_matmul_precision": (
+        "it holds for every matrix product of the program. Unset it, and pass precision= where it "
+        "matters."
+    ),
+}
+# For GPUs: a variable, what it is set to, the kind of the note, and what it does.
+_GPU_MEMORY = (
+    (
+        "XLA_PYTHON_CLIENT_PREALLOCATE",
+        ("false", "0"),
+        "preallocate",
+        "memory is taken piece by piece, and may be too scattered for a large array. Unset it, "
+        "unless programs share the GPU.",
+    ),
+    (
+        "XLA_PYTHON_CLIENT_ALLOCATOR",
+        ("platform",),
+        "allocator",
+        "each array is allocated by CUDA itself, which is slow. Unset it.",
+    ),
 )
 
 
@@ -35,19 +61,16 @@ def shown() -> dict[str, str]:
 
 def notes(devices: Devices | None) -> Iterator[Finding]:
     """What is right for some, and slow."""
-    for name, price in _PRICES:
-        if getattr(_config, name, False):
-            yield Finding(name, f"{_given(name, True)}: {price}. Unset it, unless that is meant.")
-    precision = _config.jax_default_matmul_precision
-    if precision not in (None, "default"):
-        yield Finding(
-            "jax_default_matmul_precision",
-            f"{_given('jax_default_matmul_precision', precision)} holds for every matrix product "
-            f"of the program. Unset it, and pass precision= where it matters.",
-        )
+    for name, price in _PRICES.items():
+        value = getattr(_config, name, None)
+        if value not in (None, False, "default"):
+            yield Finding(name, f"{_given(name, value)}: {price}")
     if devices is None:
         return
-    yield from _of_gpu_memory(devices)
+    for name, values, kind, price in _GPU_MEMORY if devices.platform == "gpu" else ():
+        given = os.environ.get(name, "")
+        if given.lower() in values:
+            yield Finding(kind, f"{name}={given}: {price}")
     is_of_cpus = devices.platform == "cpu" and devices.processes > 1
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if is_of_cpus and sys.platform == "linux" and "malloc.arena_max" not in tunables:
@@ -59,14 +82,13 @@ def notes(devices: Devices | None) -> Iterator[Finding]:
         )
 
 
-def findings() -> Iterator[Finding]:
+def findings() -> list[Finding]:
     """What is wrong whatever the devices are."""
-    if _config.jax_disable_jit:
-        yield Finding(
-            "jax_disable_jit",
-            f"{_given('jax_disable_jit', True)}: nothing is compiled, and each operation runs by "
-            f"itself. Unset it.",
-        )
+    if not _config.jax_disable_jit:
+        return []
+    given = _given("jax_disable_jit", True)
+    sentence = f"{given}: nothing is compiled, and each operation runs by itself. Unset it."
+    return [Finding("jax_disable_jit", sentence)]
 
 
 def refused_flags() -> list[Finding]:
@@ -83,43 +105,36 @@ def refused_flags() -> list[Finding]:
     )
     refused = re.search(r"Unknown flags? in XLA_FLAGS: *(.+)", started.stderr)
     if refused:
-        what = refused[1].strip()
-        return [Finding("XLA_FLAGS", f"XLA does not know {what} of XLA_FLAGS. Take it out.")]
-    if "Could not open file" in started.stderr:
-        return [
-            Finding(
-                "XLA_FLAGS",
-                f"XLA_FLAGS={flags} does not start with --, so XLA takes it for the name of a file "
-                f"that is not there. Write XLA_FLAGS=--{flags}.",
-            )
-        ]
-    return []
+        what = f"XLA does not know {refused[1].strip()} of XLA_FLAGS. Take it out."
+    elif "Could not open file" in started.stderr:
+        what = (
+            f"XLA_FLAGS={flags} does not start with --, so XLA takes it for the name of a file "
+            f"that is not there. Write XLA_FLAGS=--{flags}."
+        )
+    else:
+        return []
+    return [Finding("XLA_FLAGS", what)]
 
 
-def findings_about_devices(devices: Devices) -> Iterator[Finding]:
+def findings_about_devices(devices: Devices) -> list[Finding]:
     """What contradicts the devices that JAX has found."""
     asked = dict(_asked_cpu_devices())
-    if not asked:
-        return
-    words = " and ".join(f"{name} says {number}" for name, number in asked.items())
+    what = f"{' and '.join(f'{name} says {n}' for name, n in asked.items())} virtual CPU devices"
     if len(set(asked.values())) > 1:
-        yield Finding(
-            "virtual devices",
-            f"{words} virtual CPU devices, and this process has {devices.local} "
-            f"{devices.platform}. Set one of the two.",
+        why = f", and this process has {devices.local} {devices.platform}. Set one of the two."
+    elif asked and devices.platform != "cpu":
+        why = (
+            f", but JAX uses {devices.platform}. Set JAX_PLATFORMS=cpu to train on them, or unset "
+            "it."
         )
-    elif devices.platform != "cpu":
-        yield Finding(
-            "virtual devices",
-            f"{words} virtual CPU devices, but JAX uses {devices.platform}. Set "
-            f"JAX_PLATFORMS=cpu to train on them, or unset it.",
+    elif asked and devices.local not in asked.values():
+        why = (
+            f", but JAX has made {devices.local}: it was set after the first JAX operation. Set it "
+            "before, or call crossshard.cpu_devices before."
         )
-    elif devices.local not in asked.values():
-        yield Finding(
-            "virtual devices",
-            f"{words} virtual CPU devices, but JAX has made {devices.local}: it was set after the "
-            f"first JAX operation. Set it before, or call crossshard.cpu_devices before.",
-        )
+    else:
+        return []
+    return [Finding("virtual devices", what + why)]
 
 
 def asks_for_cpus() -> bool:
@@ -137,24 +152,6 @@ def _asked_cpu_devices() -> Iterator[tuple[str, int]]:
         yield "JAX_NUM_CPU_DEVICES", int(given)
     elif _config.jax_num_cpu_devices > 0:
         yield "jax_num_cpu_devices", _config.jax_num_cpu_devices
-
-
-def _of_gpu_memory(devices: Devices) -> Iterator[Finding]:
-    if devices.platform != "gpu":
-        return
-    preallocate = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "")
-    if preallocate.lower() in ("false", "0"):
-        yield Finding(
-            "preallocate",
-            f"XLA_PYTHON_CLIENT_PREALLOCATE={preallocate}: memory is taken piece by piece, and may "
-            f"be too scattered for a large array. Unset it, unless programs share the GPU.",
-        )
-    if os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform":
-        yield Finding(
-            "allocator",
-            "XLA_PYTHON_CLIENT_ALLOCATOR=platform: each array is allocated by CUDA itself, which "
-            "is slow. Unset it.",
-        )
 
 
 def _given(name: str, value: object) -> str:

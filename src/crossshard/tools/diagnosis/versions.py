@@ -47,23 +47,16 @@ def findings(versions: Mapping[str, str]) -> Iterator[Finding]:
                 f"{name} is {versions[name]} and jaxlib {jaxlib}, so JAX does not use the "
                 f'accelerator: pip install "jax[{extra}]=={versions["jax"]}".',
             )
-    for name, wanted in _requirements().items():
-        if name in versions and not _fits(versions[name], wanted):
+    is_installed = _version("crossshard") is not None
+    for line in (importlib.metadata.requires("crossshard") or []) if is_installed else []:
+        found = re.fullmatch(r"([\w-]+)\s*\(?([<>=,.\d\s]+)\)?", line)
+        if found and found[1] in versions and not _fits(versions[found[1]], found[2]):
+            name, wanted = found.groups()
             yield Finding(
                 "versions",
                 f"{name} is {versions[name]}, and crossshard supports {wanted}: "
                 f'pip install "{name}{wanted}".',
             )
-
-
-def _requirements() -> dict[str, str]:
-    """What crossshard says to pip: ``{"jax": "<0.13,>=0.10.0", …}``."""
-    try:
-        lines = importlib.metadata.requires("crossshard") or []
-    except importlib.metadata.PackageNotFoundError:
-        return {}
-    found = (re.fullmatch(r"([\w-]+)\s*\(?([<>=,.\d\s]+)\)?", line) for line in lines)
-    return {each[1]: each[2] for each in found if each}
 
 
 def _fits(version: str, wanted: str) -> bool:
@@ -72,20 +65,17 @@ def _fits(version: str, wanted: str) -> bool:
     >>> _fits("0.10.2", "<0.13,>=0.10.0"), _fits("0.13.0", "<0.13,>=0.10.0")
     (True, False)
     """
-    bounds = re.findall(r"(>=|<)\s*([\d.]+)", wanted)
     has = _numbers(version)
     return all(
-        (has >= _numbers(bound)) if sign == ">=" else (has < _numbers(bound))
-        for sign, bound in bounds
+        (has >= _numbers(bound)) == (sign == ">=")
+        for sign, bound in re.findall(r"(>=|<)\s*([\d.]+)", wanted)
     )
 
 
-def _numbers(version: str) -> list[int]:
-    numbers = re.match(r"[\d.]*", version)
-    found = [int(part) for part in (numbers[0] if numbers else "").split(".") if part]
-    while found and found[-1] == 0:
-        found.pop()
-    return found
+def _numbers(version: str) -> tuple[int, ...]:
+    """Three of them, so that 0.13 is 0.13.0; what follows, as in ``rc1``, is left out."""
+    found = re.findall(r"\d+", re.split(r"[^\d.]", version)[0])
+    return tuple(int(each) for each in (*found, 0, 0, 0)[:3])
 
 
 def _version(name: str) -> str | None:

@@ -23,20 +23,36 @@ from crossshard.tools.verification.snapshot import (
 Snapshot = dict[str, Copies]
 Factory = Callable[[Any, int], Any]
 
+_ARRAYS = (jax.Array, np.ndarray)
+
 
 @dataclasses.dataclass(frozen=True)
-class Taken:
-    """A step that was taken.
+class Run:
+    """Two steps with the same batch: the idle one, and the first that changes parameters.
 
     Attributes:
-      before: the arrays of the state before it.
-      after: those after it.
-      metrics: the floating scalars that it returned besides, by their path.
+      start: the arrays of the state before them.
+      idle: those after the idle step.
+      last: those after both.
+      metrics: the floating scalars that the idle step returned besides, by their path.
     """
 
-    before: Snapshot
-    after: Snapshot
+    start: Snapshot
+    idle: Snapshot
+    last: Snapshot
     metrics: Snapshot
+
+    def parameters(self) -> list[str]:
+        """The names of what the idle step leaves and the next one changes."""
+        return [
+            name
+            for name, before in self.start.items()
+            if before.is_float
+            and name in self.idle
+            and name in self.last
+            and np.array_equal(before.values, self.idle[name].values)
+            and not np.array_equal(before.values, self.last[name].values)
+        ]
 
 
 class BuiltStep:
@@ -67,7 +83,7 @@ class BuiltStep:
         """Whether the state has typed random keys."""
         return has_keys(self._state)
 
-    def run(self, batch: Sequence[Any], key: Any = None, seed: int = 0) -> list[Taken]:
+    def run(self, batch: Sequence[Any], key: Any = None, seed: int = 0) -> Run:
         """Take the idle step and the first that changes parameters, with the same batch.
 
         Args:
@@ -76,33 +92,28 @@ class BuiltStep:
           seed: other keys for other seeds.
         """
         state = fresh(self._state, seed)
-        args = self._args(batch, key, seed)
-        taken, before = [], snapshot(state)
-        for _ in range(2):
-            state, metrics = self._call(state, args)
-            after = snapshot(state)
-            taken.append(Taken(before, after, metrics))
-            before = after
-        return taken
+        start, args = snapshot(state), self._args(batch, key, seed)
+        state, metrics = self._call(state, args)
+        idle = snapshot(state)
+        state, _ = self._call(state, args)
+        return Run(start, idle, snapshot(state), metrics)
 
     def flops(self, batch: Sequence[Any], key: Any = None) -> float | None:
         """The floating-point operations of one device, as the compiler counts them, if it does."""
-        state, args = fresh(self._state), self._args(batch, key, 0)
+        state = fresh(self._state)
         graph, arrays = nnx.split(state) if holds_nnx(state) else (None, state)
-
-        def pure(arrays: Any, args: Any) -> Any:
-            state = arrays if graph is None else nnx.merge(graph, arrays)
-            out = self._step(*state, *args)
-            return _arrays(out), None if graph is None else nnx.state(state)
-
-        # What is no array is a constant.
-        leaves, tree = jax.tree.flatten((arrays, args))
-        own = [leaf for leaf in leaves if _is_array(leaf)]
+        leaves, tree = jax.tree.flatten((arrays, self._args(batch, key, 0)))
+        own = [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]
 
         def of_arrays(*own: Any) -> Any:
             given = iter(own)
-            filled = [next(given) if _is_array(leaf) else leaf for leaf in leaves]
-            return pure(*tree.unflatten(filled))
+            # What is no array is a constant.
+            filled = [next(given) if isinstance(leaf, _ARRAYS) else leaf for leaf in leaves]
+            arrays, args = tree.unflatten(filled)
+            state = arrays if graph is None else nnx.merge(graph, arrays)
+            out = self._step(*state, *args)
+            changed = None if graph is None else nnx.state(state)
+            return [x for x in jax.tree.leaves((out, changed)) if isinstance(x, jax.Array)]
 
         compiled = jax.jit(_jax.placing(of_arrays, own)).lower(*own).compile()
         shardings = jax.tree.leaves(compiled.output_shardings)
@@ -116,25 +127,23 @@ class BuiltStep:
         return [*fresh(batch), *fresh(keys)]
 
     def _call(self, state: tuple[Any, ...], args: list[Any]) -> tuple[tuple[Any, ...], Snapshot]:
-        structure = jax.tree.structure
-        in_place = holds_nnx(state)
-        returned = [each for each in state if not holds_nnx(each)]
-        trees = [structure(each) for each in returned]
+        trees = [jax.tree.structure(each) for each in state if not holds_nnx(each)]
         out = self._step(*state, *args)
-        if len(returned) == 1 and structure(out) == trees[0]:
+        if len(trees) == 1 and jax.tree.structure(out) == trees[0]:
             out = (out,)
         outs = list(out) if isinstance(out, tuple) else [out]
-        if [structure(each) for each in outs[: len(trees)]] == trees:
-            following, outs = iter(outs[: len(trees)]), outs[len(trees) :]
+        returned, rest = outs[: len(trees)], outs[len(trees) :]
+        if list(map(jax.tree.structure, returned)) == trees:
+            following = iter(returned)
             state = tuple(each if holds_nnx(each) else next(following) for each in state)
-        elif not in_place:
-            raise ArgumentError(
-                "The step must return its next state first: a tuple that starts with "
-                f"{'trees' if len(trees) > 1 else 'a tree'} of the same structure as the "
-                f"{len(trees)} of the state that make_step returned. It returned "
-                f"{_described(out)}."
-            )
-        return state, _scalars(outs)
+            return state, _scalars(rest)
+        if holds_nnx(state):
+            return state, _scalars(outs)  # all of it was changed in place
+        raise ArgumentError(
+            "The step must return its next state first: a tuple that starts with "
+            f"{'trees' if len(trees) > 1 else 'a tree'} of the same structure as the "
+            f"{len(trees)} of the state that make_step returned. It returned {_described(out)}."
+        )
 
 
 def rows_of(batch: Sequence[Any]) -> int:
@@ -168,14 +177,6 @@ def _scalars(outs: Sequence[Any]) -> Snapshot:
                 name = jax.tree_util.keystr(path, simple=True, separator="/")
                 found[name or "the value"] = copies
     return found
-
-
-def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array | np.ndarray)
-
-
-def _arrays(tree: Any) -> list[Any]:
-    return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
 
 
 def _described(value: Any) -> str:

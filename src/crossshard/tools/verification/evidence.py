@@ -2,45 +2,95 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from crossshard.tools.verification.built_step import Factory
+from crossshard.tools.verification.arithmetic import norm
+from crossshard.tools.verification.report import Fault
 
 
 @dataclasses.dataclass(frozen=True)
-class LeafEvidence:
-    """The updates of one parameter, divided by the learning rate, in float64 and flat.
+class Case:
+    """The updates of one group of shards, of one parameter or of several.
+
+    They are divided by the learning rate, in float64 and flat.
 
     Attributes:
-      name: its path in the state.
-      shape: its shape on one device.
       many: ``[copies, size]``, of N shards; one copy if all shards have the same.
-      one: ``[groups, size]``, of one device with all rows of each group.
+      one: ``[size]``, of one device with all rows of the group: what is wanted.
       own: ``[shards, size]``, of one device with each shard's rows; ``None`` if it was not run.
-      noise: the rounding of the subtraction, and of the mean of random steps, as a norm.
-      epsilon: the relative rounding of its dtype.
+      members: the numbers of these shards.
+      of_all: the number of shards in all groups.
+      rows: those of this group.
+      tolerance: the relative difference that is rounding.
+      noise: the norm of a difference that is rounding or chance.
+      is_random: whether the updates are means of random ones.
     """
+
+    many: np.ndarray
+    one: np.ndarray
+    own: np.ndarray | None
+    members: tuple[int, ...]
+    of_all: int
+    rows: int
+    tolerance: float
+    noise: float
+    is_random: bool
+
+    @property
+    def number(self) -> int:
+        """The number of shards in this group."""
+        return len(self.members)
+
+    @property
+    def update(self) -> np.ndarray:
+        """The update, where the copies agree."""
+        return self.many[0]
+
+    @property
+    def ratio(self) -> float | None:
+        """The update over that of one device, by least squares."""
+        square = float(self.one @ self.one)
+        return float(self.update @ self.one) / square if square else None
+
+    @property
+    def residual(self) -> float:
+        """What the ratio leaves, relative to the update."""
+        scale = norm(self.update)
+        return norm(self.update - (self.ratio or 0) * self.one) / scale if scale else 0.0
+
+    @property
+    def copies_differ(self) -> bool:
+        """Whether copies differ by more than rounding."""
+        scale = norm(self.many[0]) + norm(self.one)
+        return any(norm(x - self.many[0]) > 1e-5 * scale for x in self.many[1:])
+
+    def close(self, one: np.ndarray, other: np.ndarray) -> bool:
+        """Whether two updates are equal, up to rounding and chance."""
+        scale = max(norm(one), norm(other))
+        return norm(one - other) <= self.tolerance * scale + self.noise
+
+
+def joined(cases: Sequence[Case]) -> Case:
+    """Several parameters of one group as if they were one; the copies of each agree."""
+    own = [case.own for case in cases if case.own is not None]
+    return dataclasses.replace(
+        cases[0],
+        many=np.concatenate([case.update for case in cases])[None],
+        one=np.concatenate([case.one for case in cases]),
+        own=np.concatenate(own, axis=1) if own else None,
+        tolerance=max(case.tolerance for case in cases),
+        noise=norm(np.array([case.noise for case in cases])),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One parameter: its path in the state, its shape on one device, and a case for each group."""
 
     name: str
     shape: tuple[int, ...]
-    many: np.ndarray
-    one: np.ndarray
-    own: np.ndarray | None
-    noise: float
-    epsilon: float
-
-
-@dataclasses.dataclass(frozen=True)
-class StateEvidence:
-    """An array of the state that is no parameter, or a metric: the same, but as it is."""
-
-    name: str
-    many: np.ndarray
-    one: np.ndarray
-    own: np.ndarray | None
-    is_stacked: bool
+    cases: tuple[Case, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,47 +98,19 @@ class Evidence:
     """All that was measured.
 
     Attributes:
-      groups: the shards that reduce together.
+      number: the number of shards.
       rows: those of the batch.
-      parameters: what an update changes.
-      others: statistics and the like.
-      metrics: what the step returns besides.
-      is_random: whether other keys make another step.
+      leaves: what an update changes.
+      has_statistics: whether a step changes other real numbers, too, such as those of batch norm.
+      beside: what is wrong with these, and with metrics.
       keys_are_equal: whether shards that swap their rows leave a random step as it is.
-      notes: what could not be measured.
+      notes: what could not be measured, and what is no fault.
     """
 
-    groups: tuple[tuple[int, ...], ...]
+    number: int
     rows: int
-    parameters: tuple[LeafEvidence, ...]
-    others: tuple[StateEvidence, ...]
-    metrics: tuple[StateEvidence, ...]
-    is_random: bool
+    leaves: tuple[Leaf, ...]
+    has_statistics: bool
+    beside: tuple[Fault, ...]
     keys_are_equal: bool
     notes: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """What is to be verified.
-
-    Attributes:
-      many: the factory of the step on N shards.
-      one: the factory of the step on one device, which may be the same.
-      batch: the arguments after the state.
-      key: the random key; ``None`` if the step takes none.
-      groups: the shards that reduce together.
-      factor: by which the update on N shards should differ: the size of a group under SUM.
-    """
-
-    many: Factory
-    one: Factory
-    batch: Sequence[Any]
-    key: Any
-    groups: tuple[tuple[int, ...], ...]
-    factor: float = 1.0
-
-    @property
-    def number(self) -> int:
-        """The number of shards."""
-        return sum(map(len, self.groups))

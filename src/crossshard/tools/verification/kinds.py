@@ -33,6 +33,7 @@ METRIC_SUMMED = "metric summed"
 METRIC_AVERAGED = "metric averaged twice"
 
 _SUMMED = "summed over the shards, not averaged; or a pmean came after autodiff had summed"
+_LOCAL_NORM = "clipped or normalised by a local norm"
 
 # How far a factor may be from one that has a name.
 NEAR = 5e-3
@@ -58,28 +59,27 @@ def name_ratio(
     >>> name_ratio(8.0, 8, 64, 8)[1]
     '8.000 = N: summed over the shards, not averaged; or a pmean came after autodiff had summed'
     """
-    n = number
-    each = rows / n
-    known = []
-    if of_all != n:
-        known = [
-            (n / of_all, "n/N", GROUP_SIZE, f"the sum of {n} shards was divided by all {of_all}"),
-            (of_all, "N", GROUP_SIZE, f"summed over all {of_all} shards, not averaged in groups"),
-        ]
-    known += [
+    if ratio < 0:
+        return SCALED, f"{ratio:.3f}: it goes the other way"
+    n, part = number, rows / number
+    known = [
         (n, "N", SUMMED, _SUMMED),
         (1 / n, "1/N", AVERAGED_TWICE, "averaged twice"),
         (n * n, "N²", SUMMED_TWICE, "summed twice, and never averaged"),
         (1 / n**2, "1/N²", AVERAGED_TWICE, "averaged three times"),
-        (math.sqrt(n), "√N", LOCAL_NORM, "clipped or normalised by a local norm"),
-        (1 / math.sqrt(n), "1/√N", LOCAL_NORM, "clipped or normalised by a local norm"),
-    ]
-    known += [
+        (math.sqrt(n), "√N", LOCAL_NORM, _LOCAL_NORM),
+        (1 / math.sqrt(n), "1/√N", LOCAL_NORM, _LOCAL_NORM),
         (rows, "the rows of the batch", SCALED_BY_ROWS, "a sum over rows, not a mean"),
         (1 / rows, "1/rows", SCALED_BY_ROWS, "divided by the rows once too often"),
-        (each, "the rows of a shard", SCALED_BY_ROWS, "scaled by the rows of each shard"),
-        (1 / each, "1/rows of a shard", SCALED_BY_ROWS, "divided by the rows of a shard too often"),
+        (part, "the rows of a shard", SCALED_BY_ROWS, "scaled by the rows of each shard"),
+        (1 / part, "1/rows of a shard", SCALED_BY_ROWS, "divided by the rows of a shard too often"),
     ]
+    if of_all != n:
+        known = [
+            (n / of_all, "n/N", GROUP_SIZE, f"the sum of {n} shards was divided by all {of_all}"),
+            (of_all, "N", GROUP_SIZE, f"summed over all {of_all} shards, not averaged in groups"),
+            *known,
+        ]
     if n > 1:
         for value, sign, kind, words in known:
             if near(ratio, value, within) and not near(ratio, 1):

@@ -7,19 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from crossshard.errors import ArgumentError
-from crossshard.tools.verification.arithmetic import (
-    apart,
-    parameters_of,
-    rms,
-    standard_error,
-    unstacked,
+from crossshard.tools.verification.arithmetic import apart, norm, rms, standard_error, unstacked
+from crossshard.tools.verification.beside import (
+    Runs,
+    changed_when_idle,
+    of_metrics,
+    of_statistics,
 )
-from crossshard.tools.verification.built_step import BuiltStep, Taken, rows_of, take_rows
-from crossshard.tools.verification.evidence import Evidence, LeafEvidence, Request
-from crossshard.tools.verification.states import metrics, others
+from crossshard.tools.verification.built_step import BuiltStep, Factory, Run, rows_of, take_rows
+from crossshard.tools.verification.evidence import Case, Evidence, Leaf
 
 # Steps of a random one, with other keys each, of which the mean is compared.
 SAMPLES = 16
+# Relative differences that are rounding, unless a dtype is coarser.
+_ROUNDING = 1e-4
 # By which factor updates may be smaller or larger than parameters, before SGD gets another rate.
 _FAR = 16.0
 # Gradients so much smaller than the largest leaf's may be nothing but rounding.
@@ -27,268 +28,272 @@ _SMALL = 1e-3
 
 
 class Measurement:
-    """Runs the step in all ways that tell something."""
+    """Runs the step in all ways that tell something.
 
-    def __init__(self, request: Request) -> None:
-        self._request = request
-        self._notes: list[str] = []
-        rows, number = rows_of(request.batch), request.number
-        self.rows = rows
-        self._blocks = np.arange(rows).reshape(number, -1) if rows % number == 0 else None
-        if self._blocks is None and len(request.groups) > 1:
+    Args:
+      make_step: the factory of the step.
+      batch: the arguments after the state.
+      key: the random key; ``None`` if the step takes none.
+      groups: the shards that reduce together.
+      factor: by which the update on N shards should differ: the size of a group under SUM.
+
+    Raises:
+      ArgumentError: there is one shard, or the rows do not divide over groups.
+    """
+
+    def __init__(
+        self,
+        make_step: Factory,
+        batch: Sequence[Any],
+        key: Any,
+        groups: Sequence[tuple[int, ...]],
+        factor: float = 1.0,
+    ) -> None:
+        self._make_step, self._batch, self._key = make_step, batch, key
+        self._groups, self._factor = groups, factor
+        self.number = sum(map(len, groups))
+        if self.number < 2:
             raise ArgumentError(
-                f"The {rows} rows of the batch do not divide over {number} shards, so nobody can "
-                f"tell which group has which. Pass a multiple of {number} rows."
+                "verify compares N shards with one, and there is one device. Call "
+                "crossshard.cpu_devices(8) before the first JAX operation."
+            )
+        self.rows = rows_of(batch)
+        divides = self.rows % self.number == 0
+        self._blocks = np.arange(self.rows).reshape(self.number, -1) if divides else None
+        self._notes: list[str] = []
+        if self._blocks is None and len(groups) > 1:
+            raise ArgumentError(
+                f"The {self.rows} rows of the batch do not divide over {self.number} shards, so "
+                f"nobody can tell which group has which. Pass a multiple of {self.number} rows."
             )
 
     def evidence(self) -> Evidence:
         """Run, and collect."""
-        request = self._request
         rate, self._alone = self._alone_at_a_good_rate()
-        self._together = BuiltStep(request.many, request.number, rate)
-        together = self._run_together(request.batch)
-        groups = [self._run_alone(self._rows(members)) for members in request.groups]
-        own = self._own()
-        is_random = self._is_random(groups[0])
-        is_exact = not is_random and request.factor == 1
-        names = parameters_of(groups)
-        self._shapes = {name: groups[0][1].before[name].values.shape[1:] for name in names}
-        self._check_names(names, groups[0][0], together[0])
-        self._rounding = {} if is_random else self._rounding_of(names, groups[0][1])
-        alone = None if own is None else [own]
-        parameters = (
-            self._sampled(names, own is not None)
-            if is_random
-            else tuple(self._leaf(name, [together[1]], [groups], alone) for name in names)
-        )
-        besides = sorted(set(groups[0][0].before) - set(names)) if not is_random else []
+        self._rate, self._together = rate, BuiltStep(self._make_step, self.number, rate)
+        many = self._run_together()
+        one = self._run_groups()
+        own = self._run_own()
+        self._is_random = self._other_keys_matter(one[0])
+        names = list(dict.fromkeys(name for run in one for name in run.parameters()))
+        self._shapes = {name: one[0].start[name].values.shape[1:] for name in names}
+        self._check_names(one[0], many)
+        self._rounding = {} if self._is_random else self._rounding_of(one[0])
+        besides = [] if self._is_random else sorted(set(one[0].start) - set(names))
+        statistics = changed_when_idle(besides, one[0])
+        faults = self._of_what_is_beside(statistics, Runs(self.number, many, one[0], own))
+        # Other keys, of which the mean is compared.
+        more = range(1, SAMPLES if self._is_random else 1)
+        samples_of_many = [many, *(self._run_together(seed) for seed in more)]
+        samples_of_one = [one, *(self._run_groups(seed) for seed in more)]
+        samples_of_own = None if own is None else [own, *(self._run_each(seed) for seed in more)]
         return Evidence(
-            groups=request.groups,
+            number=self.number,
             rows=self.rows,
-            parameters=parameters,
-            others=others(request.number, besides, together[0], groups, own),
-            metrics=metrics(request.number, together[0], groups, own) if is_exact else (),
-            is_random=is_random,
-            keys_are_equal=is_random and self._keys_are_equal(names, together[1], groups[0][1]),
+            leaves=tuple(
+                self._leaf(name, samples_of_many, samples_of_one, samples_of_own) for name in names
+            ),
+            has_statistics=bool(statistics),
+            beside=tuple(faults),
+            keys_are_equal=self._is_random and self._keys_are_equal(many, one[0]),
             notes=tuple(self._notes),
         )
 
-    def flops(self) -> tuple[float, float, float] | None:
-        """Operations of a device: on N shards, alone with all rows, alone with a shard's rows."""
-        batch, key = self._request.batch, self._request.key
-        if self._blocks is None:
-            return None
-        alone = self._alone
-        try:
-            found = [
-                self._together.flops(batch, key),
-                alone.flops(batch, key),
-                alone.flops(take_rows(batch, self._blocks[0]), key),
-            ]
-        except Exception as error:  # of any kind: not every step can be traced as a whole
-            self._note(f"whether the batch is split was not checked ({type(error).__name__})")
-            return None
-        many, one, part = found
-        if many is None or one is None or part is None:
-            self._note("whether the batch is split was not checked, as the compiler does not tell")
-            return None
-        return many, one, part
+    def flops(self) -> tuple[float, float, float] | str:
+        """Operations of a device: on N shards, alone with all rows, alone with a shard's rows.
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What could not be measured."""
-        return tuple(self._notes)
+        Returns:
+          They, or why it is not known.
+        """
+        if self._blocks is None:
+            return ""
+        part = take_rows(self._batch, self._blocks[0])
+        try:
+            many = self._together.flops(self._batch, self._key)
+            one = self._alone.flops(self._batch, self._key)
+            each = self._alone.flops(part, self._key)
+        except Exception as error:  # of any kind: not every step can be traced as a whole
+            return f"whether the batch is split was not checked ({type(error).__name__})"
+        if many is None or one is None or each is None:
+            return "whether the batch is split was not checked, as the compiler does not tell"
+        return many, one, each
 
     # Runs.
 
     def _alone_at_a_good_rate(self) -> tuple[float, BuiltStep]:
         """SGD on one device, whose updates are about as large as the parameters."""
-        request = self._request
-        alone = BuiltStep(request.one, 1, 1.0)
-        taken = alone.run(self._rows(request.groups[0]), request.key)
+        alone = BuiltStep(self._make_step, 1, 1.0)
+        run = alone.run(self._rows_of(self._groups[0]), self._key)
         ratios = []
-        for name in parameters_of([taken]):
-            before, after = (
-                x[name].values[0].astype(np.float64) for x in (taken[1].before, taken[1].after)
-            )
-            if np.any(before):
-                ratios.append(rms(before) / rms(after - before))
+        for name in run.parameters():
+            before, after = (x[name].values[0].astype(np.float64) for x in (run.idle, run.last))
+            ratios += [norm(before) / norm(after - before)] if np.any(before) else []
         wanted = float(np.median(ratios)) if ratios else 1.0
         if not np.isfinite(wanted) or 1 / _FAR <= wanted <= _FAR:
             return 1.0, alone
         # A power of 2, which rounds nothing.
         rate = float(2.0 ** np.clip(np.round(np.log2(wanted)), -60, 60))
-        return rate, BuiltStep(request.one, 1, rate)
+        return rate, BuiltStep(self._make_step, 1, rate)
 
-    def _rows(self, shards: Sequence[int]) -> Sequence[Any]:
-        if len(shards) == self._request.number or self._blocks is None:
-            return self._request.batch
-        return take_rows(self._request.batch, self._blocks[list(shards)].ravel())
+    def _rows_of(self, shards: Sequence[int]) -> Sequence[Any]:
+        if len(shards) == self.number or self._blocks is None:
+            return self._batch
+        return take_rows(self._batch, self._blocks[list(shards)].ravel())
 
-    def _run_alone(self, batch: Sequence[Any], seed: int = 0) -> list[Taken]:
-        return self._alone.run(batch, self._request.key, seed)
+    def _run_together(self, seed: int = 0) -> Run:
+        return self._together.run(self._batch, self._key, seed)
 
-    def _run_together(self, batch: Sequence[Any], seed: int = 0) -> list[Taken]:
-        return self._together.run(batch, self._request.key, seed)
+    def _run_groups(self, seed: int = 0) -> list[Run]:
+        """One device with the rows of each group."""
+        return [self._alone.run(self._rows_of(each), self._key, seed) for each in self._groups]
 
-    def _own(self, seed: int = 0) -> list[list[Taken]] | None:
-        """One device with each shard's rows."""
+    def _run_each(self, seed: int = 0) -> list[Run]:
+        """One device with the rows of each shard."""
+        shards = range(self.number)
+        return [self._alone.run(self._rows_of([i]), self._key, seed) for i in shards]
+
+    def _run_own(self) -> list[Run] | None:
+        """As ``_run_each``; ``None`` and a note if the step does not take a shard's rows alone."""
+        by_factor = "faults are told by their factor alone"
         if self._blocks is None:
-            self._note(
-                f"the {self.rows} rows do not divide over {self._request.number} shards, so that "
-                "faults are told by their factor alone"
+            self._notes.append(
+                f"the {self.rows} rows do not divide over {self.number} shards, so that {by_factor}"
             )
             return None
         try:
-            return [self._run_alone(self._rows([i]), seed) for i in range(self._request.number)]
+            return self._run_each()
         except Exception as error:  # of any kind: the user's step may want a fixed number of rows
-            self._note(
-                "the step on one device does not take a shard's rows alone, so that faults are "
-                f"told by their factor alone ({type(error).__name__})"
+            self._notes.append(
+                "the step on one device does not take a shard's rows alone, so that "
+                f"{by_factor} ({type(error).__name__})"
             )
             return None
 
-    def _note(self, note: str) -> None:
-        if note not in self._notes:
-            self._notes.append(note)
-
-    def _is_random(self, first: list[Taken]) -> bool:
-        if self._request.key is None and not self._alone.has_keys:
+    def _other_keys_matter(self, first: Run) -> bool:
+        if self._key is None and not self._alone.has_keys:
             return False
-        again = self._run_alone(self._rows(self._request.groups[0]), seed=1)
-        moved = lambda run, name: run[1].after[name].values - run[1].before[name].values
-        return any(apart(moved(again, x), moved(first, x)) > 1e-3 for x in parameters_of([first]))
+        again = self._alone.run(self._rows_of(self._groups[0]), self._key, seed=1)
+        moved = lambda run, name: run.last[name].values - run.idle[name].values
+        return any(apart(moved(again, x), moved(first, x)) > 1e-3 for x in first.parameters())
 
-    def _keys_are_equal(self, names: Sequence[str], together: Taken, alone: Taken) -> bool:
+    def _keys_are_equal(self, many: Run, one: Run) -> bool:
         """Whether a random update stays when each shard has the rows of the next one.
 
         A key that makes the same step as on one device is meant to be shared.
         """
-        request = self._request
         if self._blocks is None:
             return False
         placed = np.empty_like(self._blocks)
-        for members in map(list, request.groups):
+        for members in map(list, self._groups):
             placed[members] = np.roll(self._blocks[members], 1, axis=0)
-        moved = self._run_together(take_rows(request.batch, placed.ravel()))[1]
-        other = self._run_together(request.batch, seed=1)[1]
+        moved = self._together.run(take_rows(self._batch, placed.ravel()), self._key)
+        other = self._run_together(seed=1)
         # Asked last, so that all processes take the same steps, whatever they have found.
-        if self._most_apart(names, together, alone) < 1e-3:
+        if self._most_apart(many, one) < 1e-3:
             return False
-        by_key = self._most_apart(names, together, other)
-        return by_key > 0 and self._most_apart(names, together, moved) < 0.02 * by_key
+        by_key = self._most_apart(many, other)
+        return by_key > 0 and self._most_apart(many, moved) < 0.02 * by_key
 
-    def _most_apart(self, names: Sequence[str], one: Taken, other: Taken) -> float:
+    def _most_apart(self, one: Run, other: Run) -> float:
         """The largest relative difference of any parameter's updates."""
-        found = [0.0]
-        for name in names:
-            first, second = (self._update_of(x, name) for x in (one, other))
-            found.append(apart(first, second))
-        return max(found)
+        return max(
+            apart(self._update(one, name)[0], self._update(other, name)[0]) for name in self._shapes
+        )
 
-    def _rounding_of(self, names: Sequence[str], first: Taken) -> dict[str, float]:
+    def _rounding_of(self, first: Run) -> dict[str, float]:
         """How far the order of the rows moves an update that is next to nothing, as a norm."""
-        rows = rows_of(self._rows(self._request.groups[0]))
-        batch = take_rows(self._rows(self._request.groups[0]), np.arange(rows)[::-1])
-        again = self._run_alone(batch)[1]
-        pairs = {
-            name: [self._update(x, name, 1, self._shapes[name])[0] for x in (first, again)]
-            for name in names
-        }
-        largest = max(rms(x) for x, _ in pairs.values())
+        batch = self._rows_of(self._groups[0])
+        again = self._alone.run(take_rows(batch, np.arange(rows_of(batch))[::-1]), self._key)
+        updates = {name: self._update(first, name)[0] for name in self._shapes}
+        largest = max(map(rms, updates.values()))
         return {
-            name: float(np.linalg.norm(x - y)) if rms(x) < _SMALL * largest else 0.0
-            for name, (x, y) in pairs.items()
+            name: norm(update - self._update(again, name)[0])
+            for name, update in updates.items()
+            if rms(update) < _SMALL * largest
         }
 
-    # Leaves.
+    # What was found.
 
-    def _check_names(self, names: Sequence[str], alone: Taken, together: Taken) -> None:
-        if not names:
+    def _check_names(self, one: Run, many: Run) -> None:
+        if not self._shapes:
             raise ArgumentError(
                 "No array of the state changes in a step with the optimizer that make_step was "
                 "given. Use that one: make_step(optimizer, num_shards)."
             )
-        missing = [name for name in names if name not in together.after]
-        if missing:
-            raise ArgumentError(
-                f"The state has `{missing[0]}` on one shard, and not on {self._request.number}: "
-                f"there it has {', '.join(list(together.after)[:6])}. make_step must return "
-                "parameters of the same structure for any number."
-            )
-        for name in names:
-            one, many = alone.before[name].values[0], together.before[name].values[0]
-            start = unstacked(together.before[name], one.shape, self._request.number)[0]
-            if start is None:
+        for name, shape in self._shapes.items():
+            if name not in many.last:
                 raise ArgumentError(
-                    f"`{name}` has shape {list(one.shape)} on one shard and {list(many.shape)} on "
-                    f"{self._request.number}. It may be the same, or stacked, "
-                    f"[{self._request.number}, …]."
+                    f"The state has `{name}` on one shard, and not on {self.number}: there it has "
+                    f"{', '.join(list(many.last)[:6])}. make_step must return parameters of the "
+                    "same structure for any number."
                 )
-            if apart(start[0], one.reshape(start[0].shape)) > 1e-6:
+            first, start = one.start[name].values[0], many.start[name]
+            copies = unstacked(start, shape, self.number)
+            if copies is None:
                 raise ArgumentError(
-                    f"`{name}` does not start from the same values on 1 and on "
-                    f"{self._request.number} shards. Let make_step create it from a fixed seed."
+                    f"`{name}` has shape {list(shape)} on one shard and "
+                    f"{list(start.values.shape[1:])} on {self.number}. It may be the same, or "
+                    f"stacked, [{self.number}, …]."
+                )
+            if apart(copies[0], first.reshape(copies[0].shape)) > 1e-6:
+                raise ArgumentError(
+                    f"`{name}` does not start from the same values on 1 and on {self.number} "
+                    "shards. Let make_step create it from a fixed seed."
                 )
 
-    def _update(self, taken: Taken, name: str, number: int, shape: tuple[int, ...]) -> np.ndarray:
+    def _of_what_is_beside(self, statistics: Sequence[str], runs: Runs) -> list[Any]:
+        """The faults of statistics and metrics."""
+        if self._is_random or len(self._groups) > 1:
+            return []  # each group has its own
+        faults, notes = of_statistics(statistics, runs)
+        self._notes += notes
+        # Under SUM metrics have another factor.
+        return faults if self._factor != 1 else faults + of_metrics(runs)
+
+    def _update(self, run: Run, name: str) -> np.ndarray:
         """float64[copies, size], over the learning rate."""
-        after, _ = unstacked(taken.after[name], shape, number)
-        before, _ = unstacked(taken.before[name], shape, number)
-        assert after is not None
-        assert before is not None
-        moved = (before - after) / self._alone.learning_rate
+        idle, last = (
+            unstacked(x[name], self._shapes[name], self.number) for x in (run.idle, run.last)
+        )
+        assert idle is not None
+        assert last is not None
+        moved = (idle - last) / self._rate
         return moved.reshape(len(moved), -1)
-
-    def _update_of(self, taken: Taken, name: str) -> np.ndarray:
-        """That of the first copy, of a run on one or on N shards."""
-        shape = self._shapes[name]
-        is_alone = taken.after[name].values.shape[1:] == shape
-        return self._update(taken, name, 1 if is_alone else self._request.number, shape)[0]
 
     def _leaf(
         self,
         name: str,
-        together: Sequence[Taken],
-        groups: Sequence[list[list[Taken]]],
-        own: Sequence[list[list[Taken]]] | None,
-    ) -> LeafEvidence:
+        many: Sequence[Run],
+        one: Sequence[list[Run]],
+        own: Sequence[list[Run]] | None,
+    ) -> Leaf:
         """Of one run, or the mean of several with other keys."""
-        first = groups[0][0][1]
-        shape = first.before[name].values.shape[1:]
-        update = lambda taken, number: self._update(taken, name, number, shape)
-        many = [update(taken, self._request.number) for taken in together]
-        most = max(map(len, many))
-        many_all = np.stack([np.broadcast_to(x, (most, x.shape[1])) for x in many])
-        one_all = np.stack([[update(each[1], 1)[0] for each in sample] for sample in groups])
-        own_mean = None
-        if own is not None:
-            own_mean = np.mean([[update(each[1], 1)[0] for each in s] for s in own], axis=0)
-        before = first.before[name]
+        first_copy = lambda samples: np.stack(
+            [[self._update(run, name)[0] for run in runs] for runs in samples]
+        )
+        updates = [self._update(run, name) for run in many]
+        copies = max(map(len, updates))
+        of_many = np.stack([np.broadcast_to(x, (copies, x.shape[1])) for x in updates])
+        of_one = first_copy(one)
+        of_own = None if own is None else self._factor * first_copy(own).mean(axis=0)
+        before = one[0][0].start[name]
         epsilon = float(jnp.finfo(before.dtype).eps)
-        size = np.linalg.norm(before.values[0].astype(np.float64))
-        rounding = epsilon * size / self._alone.learning_rate
-        spread = [standard_error(x) for x in (many_all, one_all)] if len(many) > 1 else []
+        rounding = epsilon * norm(before.values[0].astype(np.float64)) / self._rate
+        spread = [standard_error(x) for x in (of_many, of_one)] if len(many) > 1 else []
         noises = [2 * rounding, 10 * self._rounding.get(name, 0.0), *(4 * x for x in spread)]
-        return LeafEvidence(
-            name=name,
-            shape=shape,
-            many=many_all.mean(axis=0),
-            one=self._request.factor * one_all.mean(axis=0),
-            own=own_mean if own_mean is None else self._request.factor * own_mean,
-            noise=float(np.linalg.norm(np.array(noises))),
-            epsilon=epsilon,
-        )
-
-    def _sampled(self, names: Sequence[str], with_own: bool) -> tuple[LeafEvidence, ...]:
-        """The mean of many steps with other keys."""
-        request = self._request
-        together, groups, own = [], [], []
-        for seed in range(SAMPLES):
-            together.append(self._run_together(request.batch, seed)[1])
-            groups.append([self._run_alone(self._rows(each), seed) for each in request.groups])
-            if with_own:
-                own.append(self._own(seed) or [])
-        return tuple(
-            self._leaf(name, together, groups, own if with_own else None) for name in names
-        )
+        cases = []
+        for index, members in enumerate(self._groups):
+            own_copies = list(members) if copies == self.number else slice(None)
+            case = Case(
+                many=of_many.mean(axis=0)[own_copies],
+                one=self._factor * of_one.mean(axis=0)[index],
+                own=None if of_own is None else of_own[list(members)],
+                members=members,
+                of_all=self.number,
+                rows=self.rows * len(members) // self.number,
+                tolerance=max(_ROUNDING, 4 * epsilon),
+                noise=norm(np.array(noises)),
+                is_random=self._is_random,
+            )
+            cases.append(case)
+        return Leaf(name, self._shapes[name], tuple(cases))

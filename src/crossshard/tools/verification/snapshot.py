@@ -88,8 +88,9 @@ def fresh(state: Sequence[Any], seed: int = 0) -> tuple[Any, ...]:
       state: the arguments, which stay as they are.
       seed: what is folded into the keys.
     """
-    copy = lambda x: _copy(x, seed)
-    return map_arrays(copy, tuple(_with_other_keys(each, seed) for each in state))
+    return map_arrays(
+        lambda x: _copy(x, seed), tuple(_with_other_keys(each, seed) for each in state)
+    )
 
 
 def map_arrays(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -117,14 +118,8 @@ def _with_other_keys(x: Any, seed: int) -> Any:
 
 
 def _copy(x: Any, seed: int) -> Any:
-    if _is_key(x):
-        fold = jax.random.fold_in
-        for _ in range(x.ndim):
-            fold = jax.vmap(fold, (0, None))
-        copied = jax.random.wrap_key_data(
-            jnp.copy(jax.random.key_data(x)), impl=jax.random.key_impl(x)
-        )
-        return fold(copied, seed) if seed else copied
+    if _is_key(x) and seed:
+        return jax.vmap(jax.random.fold_in, (0, None))(x.ravel(), seed).reshape(x.shape)
     if isinstance(x, jax.Array):
         return jnp.copy(x)
     return x.copy() if isinstance(x, np.ndarray) else x

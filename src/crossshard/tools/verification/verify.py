@@ -1,24 +1,20 @@
 """``verify``: runs a step on 1 and on N shards, and says what is wrong."""
 
-import dataclasses
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from crossshard._hash import checksum
-from crossshard.distributed.agreement import check_agreement, exchange
+from crossshard.distributed.agreement import check_agreement
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.shards.context import check_num_shards
 from crossshard.shards.groups import check_group_assignment
 from crossshard.step.rebuild import groups_of, on_part_of_mesh, own_rows, with_sgd
 from crossshard.step.train_step import TrainStep
-from crossshard.tools.verification.conclude import conclude
-from crossshard.tools.verification.evidence import Request
+from crossshard.tools.verification.conclude import conclude, with_flops
 from crossshard.tools.verification.measurement import Measurement
-from crossshard.tools.verification.report import Fault, Verification
+from crossshard.tools.verification.report import Verification
 from crossshard.tools.verification.snapshot import map_arrays
 
 
@@ -72,43 +68,27 @@ def verify(
       0: 8.000 = N: summed over the shards, not averaged; or a pmean came after autodiff had summed
     """
     if isinstance(step, TrainStep):
-        request = _of_train_step(step, batch, num_shards, key, groups)
-    elif callable(step):
-        number = len(jax.devices()) if num_shards is None else check_num_shards(num_shards)
-        together = _check_groups(groups, number)
-        if jax.process_count() > 1:
-            raise ArgumentError(
-                f"In a job of {jax.process_count()} processes, verify takes a TrainStep, such as "
-                "crossshard.make_train_step returns. Verify make_step in one process, with virtual "
-                "devices."
-            )
-        request = Request(step, step, batch, key, together)
-    else:
+        # It splits the batch by itself.
+        return conclude(_of_train_step(step, batch, num_shards, key, groups).evidence())
+    if not callable(step):
         raise ArgumentTypeError(
             "verify takes make_step, a function of (optimizer, num_shards), or a TrainStep; got "
             f"{type(step).__name__}."
         )
-    if request.number < 2:
+    if jax.process_count() > 1:
         raise ArgumentError(
-            "verify compares N shards with one, and there is one device. Call "
-            "crossshard.cpu_devices(8) before the first JAX operation."
+            f"In a job of {jax.process_count()} processes, verify takes a TrainStep, such as "
+            "crossshard.make_train_step returns. Verify make_step in one process, with virtual "
+            "devices."
         )
-    measurement = Measurement(request)
-    evidence = measurement.evidence()
-    found = conclude(evidence)
-    if isinstance(step, TrainStep):
-        # It splits the batch by itself.
-        return with_those_of_others(found, step.mesh)
-    if not found.ok:
-        return found
+    number = len(jax.devices()) if num_shards is None else check_num_shards(num_shards)
+    measurement = Measurement(step, batch, key, _check_groups(groups, number))
+    found = conclude(measurement.evidence())
     # The last question takes three compilations.
-    flops = measurement.flops()
-    return conclude(dataclasses.replace(evidence, notes=measurement.notes), flops)
+    return with_flops(found, measurement.flops()) if found.ok else found
 
 
 def _check_groups(groups: Any, number: int) -> tuple[tuple[int, ...], ...]:
-    if groups is None:
-        return (tuple(range(number)),)
     checked = check_group_assignment(groups)
     if checked is None:
         return (tuple(range(number)),)
@@ -118,8 +98,8 @@ def _check_groups(groups: Any, number: int) -> tuple[tuple[int, ...], ...]:
 
 def _of_train_step(
     step: TrainStep, given: Sequence[Any], num_shards: Any, key: Any, groups: Any
-) -> Request:
-    if any(each is not None for each in (num_shards, groups)):
+) -> Measurement:
+    if num_shards is not None or groups is not None:
         raise ArgumentError(
             "A TrainStep has its own number of shards and groups; leave num_shards and groups out."
         )
@@ -147,27 +127,4 @@ def _of_train_step(
         take = lambda state, batch: built(state, own_rows(built, batch))
         return built if alone else take, state
 
-    return Request(make, make, (batch,), None, shards, factor)
-
-
-def with_those_of_others(found: Verification, mesh: Mesh) -> Verification:
-    """With the faults that other processes found, since each looks at its own devices."""
-    own = [dataclasses.asdict(fault) for fault in found.faults]
-    of_each = [
-        [_fault(**fault) for fault in json.loads(told)]
-        for told in exchange("verify", json.dumps(own), mesh)
-    ]
-    everywhere = [fault for fault in of_each[0] if all(fault in faults for faults in of_each)]
-    others = [
-        dataclasses.replace(fault, sentence=f"{fault.sentence} (found in process {process})")
-        for process, faults in enumerate(of_each)
-        for fault in faults
-        if fault not in everywhere
-    ]
-    return dataclasses.replace(found, faults=(*everywhere, *others))
-
-
-def _fault(
-    kind: str, sentence: str, leaves: list[str], ratio: float | None, shards: list[int]
-) -> Fault:
-    return Fault(kind, sentence, tuple(leaves), ratio, tuple(shards))
+    return Measurement(make, (batch,), None, shards, factor)
