@@ -180,13 +180,6 @@ def a_context_of_three_over_eight(world: World) -> None:
         jax.vmap(update, axis_name="shards")(X)
 
 
-def a_variable_out_of_reach(world: World) -> None:
-    hidden = {"world": world}.get  # a built-in method, into which no runner looks
-    loss = lambda: hidden("world").loss()
-    step = lambda opt, x: opt.minimize(loss, var_list=[hidden("world").w])
-    crossshard.shard(num_shards=2)(step)(world.opt, X)
-
-
 def an_optimizer_out_of_reach(world: World) -> None:
     hidden = {"opt": CrossShardOptimizer(optax.adam(0.1))}.get
     step = lambda w, v, x: hidden("opt").minimize(world.loss, var_list=[w])
@@ -417,8 +410,6 @@ APPLY = [
         in_step(lambda world, x: world.opt.apply_gradients([(x[0], world.w)])),
         IncomingError, ValueError, "'w' float32[3]", "divided by 2", "incoming='local'",
         "'scaled'", "which is what TensorFlow's"),
-    bad("a variable out of reach", a_variable_out_of_reach, *VARIABLE, "'w' float32[3]",
-        "Pass its module"),
     bad("an optimizer out of reach", an_optimizer_out_of_reach, *VARIABLE, "CrossShardOptimizer(",
         "'w' float32[3]", "as arguments"),
     bad("a state of another structure", lambda world: setattr(world.opt, "state", {"a": 1.0}),

@@ -48,26 +48,15 @@ def test_the_wheel_is_made_of_the_package_alone():
     }
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with both distributions, where the build backend is installed."""
+@pytest.mark.deep
+def test_what_is_built_has_the_package_alone_and_what_is_linked_to(tmp_path: Path):
+    # Where the build backend is installed.
     pytest.importorskip("hatchling")
-    out = tmp_path_factory.mktemp("dist")
-    subprocess.run([sys.executable, "-m", "hatchling", "build", "-d", out], cwd=ROOT, check=True)
-    return out
-
-
-@pytest.mark.deep
-def test_a_built_wheel_has_neither_benchmarks_nor_examples(built: Path):
-    (wheel,) = built.glob("*.whl")
+    command = [sys.executable, "-m", "hatchling", "build", "-d", tmp_path]
+    subprocess.run(command, cwd=ROOT, check=True)
+    (wheel,), (archive,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
     tops = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
-    assert "crossshard" in tops
     assert {top for top in tops if not top.endswith(".dist-info")} == {"crossshard"}
-
-
-@pytest.mark.deep
-def test_a_built_source_distribution_has_what_is_linked_to(built: Path):
-    (archive,) = built.glob("*.tar.gz")
     with tarfile.open(archive) as names:
         held = {Path(*Path(name).parts[1:]) for name in names.getnames()}
     held |= {parent for path in held for parent in path.parents}

@@ -53,6 +53,12 @@ def _set(x: np.ndarray, value: float, rng: np.random.Generator) -> None:
 KINDS: tuple[Callable[..., None], ...] = (one_bit, many_bits, two_signs, not_a_number, infinite)
 
 
+def names_of(state: Any) -> list[str]:
+    """The names of a state's leaves, as a step tells them."""
+    paths = jax.tree_util.tree_leaves_with_path(state)
+    return [jax.tree_util.keystr(path).removeprefix(".") for path, _ in paths]
+
+
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
     """A state, from which many can be made, faulty or not.

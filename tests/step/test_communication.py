@@ -12,7 +12,6 @@ import pytest
 
 import crossshard
 from crossshard import make_train_step
-from crossshard.errors import CommunicationError
 from crossshard.testing import assert_communication
 from tests.quick import deep, deep_but
 from tests.step.common import assert_close, on_one_device
@@ -100,57 +99,3 @@ def test_the_sharded_step_needs_less_memory_by_the_state_it_saves():
     saved = 2 * in_parts * (SHARDS - 1) // SHARDS
     assert replicated.memory.peak - sharded.memory.peak >= saved
     assert sharded.memory.temp <= replicated.memory.temp
-
-
-def test_buffers_of_the_state_are_used_again():
-    for weight_update in ("replicated", "sharded"):
-        memory = crossshard.inspect(lowered(RULES["adamw"], weight_update)).memory
-        # All but the metrics.
-        assert memory.output - memory.alias < 4096
-
-
-def test_a_second_reduction_is_caught():
-    def again(params: Any, batch: Any) -> jax.Array:
-        summed = jax.tree.map(_summed_again, params)
-        return loss_fn(summed, batch)
-
-    with pytest.raises(CommunicationError, match=r"all-reduce"):
-        assert_communication(lowered(RULES["sgd"], "sharded", again))
-
-
-@jax.custom_vjp
-def _summed_again(x: jax.Array) -> jax.Array:
-    return x
-
-
-_summed_again.defvjp(lambda x: (x, None), lambda _, g: (jax.lax.pmean(g, "shards"),))
-
-
-def test_a_reduction_in_a_loop_is_caught():
-    def looping(params: Any, batch: Any) -> jax.Array:
-        def body(total: Any, part: Any) -> Any:
-            return total + loss_fn(jax.tree.map(_summed_again, params), part[None]), None
-
-        return jax.lax.scan(body, jnp.float32(0), batch)[0]
-
-    with pytest.raises(CommunicationError, match=r"loop"):
-        assert_communication(lowered(RULES["sgd"], "sharded", looping), max_bytes_ratio=100)
-
-
-def test_the_users_own_step_is_read_alike():
-    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
-    opt = optax.adam(1e-3)
-    spec = jax.sharding.PartitionSpec
-
-    def step(params: Any, state: Any, batch: Any) -> Any:
-        gradients = jax.lax.pmean(jax.grad(loss_fn)(params, batch), "x")
-        updates, state = opt.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state
-
-    run = jax.jit(
-        jax.shard_map(
-            step, mesh=mesh, in_specs=(spec(), spec(), spec("x")), out_specs=spec(), check_vma=False
-        )
-    )
-    report = assert_communication(run, PARAMS, opt.init(PARAMS), BATCH)
-    assert report.ratio == pytest.approx(1)

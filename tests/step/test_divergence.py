@@ -15,7 +15,7 @@ from crossshard import make_train_step
 from crossshard.guards.divergence import judge
 from crossshard.shards.axes import Shards
 from tests.quick import deep
-from tests.step.faults import KINDS, Snapshot, one_bit
+from tests.step.faults import KINDS, Snapshot, names_of, one_bit
 
 _rng = np.random.default_rng(7)
 PARAMS = {
@@ -80,15 +80,6 @@ def build(case: str, **options: Any) -> tuple[Any, Any]:
     return step, step.init(PARAMS)
 
 
-def compared_leaves(step: Any, state: Any) -> list[int]:
-    """The places of the compared leaves among all of a state."""
-    names = [
-        jax.tree_util.keystr(path).removeprefix(".")
-        for path, _ in jax.tree_util.tree_leaves_with_path(state)
-    ]
-    return [names.index(name) for name in step.compared(state)]
-
-
 def told(found: crossshard.guards.Divergence) -> tuple[str, list[int], list[int]]:
     """Whether copies differ, on which shards, and of which leaves."""
     word = "undecided" if found.undecided else "diverged" if found.diverged else "clean"
@@ -98,37 +89,31 @@ def told(found: crossshard.guards.Divergence) -> tuple[str, list[int], list[int]
 CLEAN = ("clean", [], [])
 
 
-class Told:
-    """A step whose findings are read from the metrics: no later call raises."""
-
-    def __init__(self, step: Any):
-        self.mesh, self.compared = step.mesh, step.compared
-        self._run = jax.jit(step.__call__)
-
-    def __call__(self, state: Any, batch: Any) -> Any:
-        return self._run(state, batch)
+def unwatched(step: Any) -> Any:
+    """The step, whose findings are read from the metrics: no later call raises."""
+    return jax.jit(step.__call__)
 
 
 def find_faults(case: str, number: int, seed: int, **options: Any) -> None:
     """Inject faults, each into a clean state before a check, and a repair if that is asked for."""
     step, state = build(case, check_divergence=1, **options)
-    step = Told(step)
+    run = unwatched(step)
     for _ in range(2):
-        state, metrics = step(state, BATCH)
+        state, metrics = run(state, BATCH)
         assert told(metrics["divergence"]) == CLEAN
     rng, clean = np.random.default_rng(seed), Snapshot.of(state)
-    after, metrics = step(clean.restored(), BATCH)
+    after, metrics = run(clean.restored(), BATCH)
     undisturbed = Snapshot.of(after)
     assert told(metrics["divergence"]) == CLEAN
-    names, leaves = step.compared(state), compared_leaves(step, state)
+    names, leaves = step.compared(state), names_of(state)
     per_shard = 2 if case == MODEL_AXIS else 1
     for index in range(number):
-        place, device = rng.integers(len(leaves)), rng.integers(8)
+        place, device = rng.integers(len(names)), rng.integers(8)
         fault = KINDS[index % len(KINDS)]
         broken = clean.restored(
-            leaves[place], jax.devices()[device], lambda x, fault=fault: fault(x, rng)
+            leaves.index(names[place]), jax.devices()[device], lambda x, fault=fault: fault(x, rng)
         )
-        after, metrics = step(broken, BATCH)
+        after, metrics = run(broken, BATCH)
         expected = ("diverged", [device // per_shard], [place])
         assert told(metrics["divergence"]) == expected, (fault.__name__, names[place])
         if options:
@@ -164,7 +149,9 @@ def test_a_thousand_faults_are_found_and_named(soak_steps: int, capsys: pytest.C
 
 @pytest.mark.parametrize("case", [*CASES, MODEL_AXIS])
 def test_what_is_compared_is_what_several_shards_have(case: str):
-    step, state = build(case)
+    step, state = build(case, check_divergence=7)
+    assert "copies compared every 7 steps" in step.describe()
+    assert "divergence" in str(step)
     names = step.compared(state)
     assert {"step", "rng", "frozen['table']", "params['kernel']"} <= set(names)
     has = {name: any(name in each for each in names) for name in ("mu['kernel']", "mu['bias']")}
@@ -176,12 +163,10 @@ def test_what_is_compared_is_what_several_shards_have(case: str):
 
 def on_device(clean: Snapshot, leaf: int, *devices: int) -> Any:
     """The state with a bit flipped in the copies of some devices."""
-    blocks = Snapshot(clean.state, [dict(each) for each in clean.copies])
     for number in devices:
-        x = blocks.copies[leaf][jax.devices()[number]].copy()
-        one_bit(x, np.random.default_rng(number))
-        blocks.copies[leaf][jax.devices()[number]] = x
-    return blocks.restored()
+        fault = lambda x, seed=number: one_bit(x, np.random.default_rng(seed))
+        clean = Snapshot.of(clean.restored(leaf, jax.devices()[number], fault))
+    return clean.restored()
 
 
 def small(shards: int, **options: Any) -> tuple[Any, Snapshot, int]:
@@ -201,7 +186,7 @@ ROWS = np.ones((8, 5), np.float32)
 )
 def test_several_faulty_shards_are_outvoted(shards: int, faulty: Any, word: str, named: Any):
     step, clean, leaf = small(shards, check_divergence=1)
-    found = Told(step)(on_device(clean, leaf, *faulty), ROWS)[1]["divergence"]
+    found = unwatched(step)(on_device(clean, leaf, *faulty), ROWS)[1]["divergence"]
     assert told(found) == (word, named, [leaf])
 
 
@@ -242,7 +227,7 @@ def test_a_repair_warns_and_the_next_steps_are_quiet():
 def test_a_fault_is_found_at_the_next_check():
     step, _, leaf = small(8, check_divergence=5)
     state, seen = step.init(jnp.ones(5)), []
-    run = Told(step)
+    run = unwatched(step)
     for number in range(11):
         if number == 7:
             state = on_device(Snapshot.of(state), leaf, 2)
@@ -262,7 +247,7 @@ def test_a_wrong_step_count_does_not_leave_the_others_waiting(repair: str):
         for device in clean.copies[0]:
             clean.copies[0][device] = np.int32(true)
         clean.copies[0][jax.devices()[4]] = np.int32(wrong)
-        after, metrics = Told(step)(clean.restored(), ROWS)
+        after, metrics = unwatched(step)(clean.restored(), ROWS)
         found = metrics["divergence"]
         assert told(found) == ("diverged", [4], [0])
         assert int(found.step) == true
@@ -296,9 +281,3 @@ def test_a_majority_is_more_than_half(number: int):
         assert set(verdict.equal[:, leaf].tolist()) == {votes == number}
         if 2 * votes > number:
             assert verdict.healthy[:, leaf].tolist() == (column == most).tolist()
-
-
-def test_it_is_described():
-    step, _, _ = small(8, check_divergence=7)
-    assert "copies compared every 7 steps" in step.describe()
-    assert "divergence" in str(step)

@@ -53,10 +53,6 @@ def _longest(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 MIXING = {
-    "a loop as long as a leaf": lambda g: lax.fori_loop(0, g.shape[0], lambda i, c: c * 0.99, -g),
-    "a scan as long as a leaf": lambda g: lax.scan(
-        lambda c, _: (c * 0.99, None), -g, None, length=g.shape[0]
-    )[0],
     "a window": lambda g: (
         -lax.reduce_window(g, np.float32(0), _longest, (3,) * g.ndim, (1,) * g.ndim, "SAME")
     ),
@@ -64,9 +60,6 @@ MIXING = {
         -lax.reshape(g, g.shape, dimensions=tuple(range(g.ndim))[::-1])
     ),
     "a running sum": lambda g: -jnp.cumsum(g, 0),
-    "a sort": lambda g: -jnp.sort(g, 0),
-    "a roll": lambda g: -jnp.roll(g, 1, 0),
-    "a mean over an axis": lambda g: g.mean(0, keepdims=True) - g,
     "a place": lambda g: -g * jnp.arange(g.size).reshape(g.shape) / g.size,
 }
 

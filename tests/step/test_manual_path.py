@@ -16,7 +16,7 @@ import crossshard
 from crossshard import CrossShardOptimizer
 from crossshard.errors import WeightUpdateError
 from tests.quick import deep
-from tests.step.common import assert_close, in_shard_map, on_one_device
+from tests.step.common import assert_close, on_one_device
 
 SHARDS = 8
 STEPS = 4
@@ -80,19 +80,6 @@ def test_it_steps_as_one_device(rule: str, sizes: tuple[int, ...], check_vma: bo
             np.testing.assert_allclose(leaf, other, atol=5e-6)
         if np.shape(other) == (41, 29):
             np.testing.assert_allclose(np.ravel(leaf)[: 41 * 29], np.ravel(other), atol=5e-6)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_groups(rule: str):
-    groups = [[5, 0], [1, 7], [2, 3], [6, 4]]
-    opt = CrossShardOptimizer(RULES[rule], group_assignment=groups, weight_update="sharded")
-    given = XS.reshape(STEPS, SHARDS, 2, 64)
-    *_, (params, _) = in_shard_map(opt, loss_fn, START, given, check_vma=False, number=SHARDS)
-    for group in groups:
-        rows = tuple(np.arange(16).reshape(8, 2)[group].ravel().tolist())
-        for shard in group:
-            own = jax.tree.map(lambda p, shard=shard: p[shard], params)
-            assert_close(own, plain(rule, rows)[0], 5e-6)
 
 
 def test_shards_that_vmap_simulates():

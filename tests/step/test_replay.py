@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from crossshard.errors import ArgumentError
-from tests.step.faults import Snapshot, one_bit
+from tests.step.faults import Snapshot, names_of, one_bit
 from tests.step.test_divergence import BATCH, MODEL_AXIS, build
 
 
@@ -30,12 +30,9 @@ def with_wrong_arithmetic(step: Any, name: str, device: int) -> None:
         runs.append(name)
         if len(runs) != 2:
             return after, metrics
-        names = [
-            jax.tree_util.keystr(path).removeprefix(".")
-            for path, _ in jax.tree_util.tree_leaves_with_path(after)
-        ]
         fault = lambda x: one_bit(x, np.random.default_rng(1))
-        broken = Snapshot.of(after).restored(names.index(name), jax.devices()[device], fault)
+        leaf = names_of(after).index(name)
+        broken = Snapshot.of(after).restored(leaf, jax.devices()[device], fault)
         return broken, metrics
 
     step._program = wrong

@@ -11,7 +11,6 @@ import optax
 import pytest
 
 from crossshard import CrossShardOptimizer, make_train_step
-from crossshard.errors import ArgumentError
 from tests.step.common import assert_close, sgd_step
 
 RNG = np.random.default_rng(0)
@@ -35,12 +34,32 @@ def _by_position(w: Any, batch: Any, rng: Any = None) -> jax.Array:
     return noisy(w, batch, rng)
 
 
-def _by_keyword(w: Any, batch: Any, *, dropout_rng: Any = None) -> jax.Array:
-    return noisy(w, batch, dropout_rng)
-
-
-def _after_a_setting(w: Any, batch: Any, train: bool = True, key: Any = None) -> jax.Array:
+def _after_settings(w: Any, batch: Any, train: bool = True, entry_key: Any = "x", key: Any = None):
+    assert entry_key == "x"
     return noisy(w, batch, key if train else None)
+
+
+def _with_settings_alone(w: Any, batch: Any, mask: Any = None, entry_key: str = "x") -> jax.Array:
+    assert (mask, entry_key) == (None, "x")
+    return (batch @ w).mean()
+
+
+GIVEN = [
+    _by_position,
+    _after_settings,
+    lambda w, batch, *, dropout_rng=None: noisy(w, batch, dropout_rng),
+    # Of the third one that must be given, the name is enough.
+    lambda w, batch, dropout_key: noisy(w, batch, dropout_key),
+    lambda w, batch, seeds: noisy(w, batch, seeds),
+    lambda w, batch, prngKey: noisy(w, batch, prngKey),
+    lambda w, batch, _: noisy(w, batch, _),
+]
+NOT_GIVEN = [
+    functools.partial(_by_position, rng=None),
+    lambda w, batch: (batch @ w).mean(),
+    lambda w, batch, *rest: noisy(w, batch, *rest, None),
+    _with_settings_alone,
+]
 
 
 def loss_of(loss: Any) -> float:
@@ -48,50 +67,14 @@ def loss_of(loss: Any) -> float:
     return float(step(step.init(W, 7), X)[1]["loss"])
 
 
-@pytest.mark.parametrize("loss", [_by_position, _by_keyword, _after_a_setting])
-def test_a_key_that_may_be_left_out_is_given(loss: Any):
+@pytest.mark.parametrize("loss", GIVEN)
+def test_a_key_is_given_to_what_is_named_like_one(loss: Any):
     assert loss_of(loss) == loss_of(noisy) != loss_of(lambda w, batch: noisy(w, batch, None))
 
 
-def test_a_key_that_was_bound_is_left_alone():
-    for bound in (functools.partial(_by_position, rng=None), lambda w, batch: (batch @ w).mean()):
-        np.testing.assert_allclose(loss_of(bound), (X @ W).mean(), rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "loss_fn",
-    [
-        lambda params, batch, dropout_key: params * jax.random.uniform(dropout_key),
-        lambda params, batch, seeds: params * jax.random.uniform(seeds),
-        lambda params, batch, prngKey: params * jax.random.uniform(prngKey),
-        lambda params, batch, *rest: params * jax.random.uniform(jax.random.key(len(rest))),
-        lambda params, batch, _: params * batch.mean(),
-    ],
-)
-def test_a_key_is_passed_to_a_third_parameter_named_like_one(loss_fn: Any):
-    step = sgd_step(loss_fn, 0.1, 1)
-    jax.eval_shape(step, step.abstract_init(jnp.float32(1)), np.ones(8, np.float32))
-
-
-def test_a_setting_is_not_taken_for_a_key():
-    def loss(w: Any, batch: Any, mask: Any = None, entry_key: str = "x") -> jax.Array:
-        assert mask is None
-        assert entry_key == "x"
-        return (batch @ w).mean()
-
+@pytest.mark.parametrize("loss", NOT_GIVEN)
+def test_no_key_is_given_to_what_was_bound_or_is_a_setting(loss: Any):
     np.testing.assert_allclose(loss_of(loss), (X @ W).mean(), rtol=1e-5)
-
-
-@pytest.mark.parametrize("scalar", [0.5, 3, np.float32(0.5), jnp.float32(0.5)])
-def test_a_scalar_in_the_batch_is_an_entry_that_every_shard_gets_whole(scalar: Any):
-    loss = lambda w, batch: loss_fn(w, batch["x"]) * batch["rate"]
-    batch = {"x": X, "rate": scalar}
-    step = sgd_step(loss, 0.1, 8)
-    with pytest.raises(ArgumentError, match=r"batch\['rate'\] is a scalar.*replicated_entries"):
-        step(step.init(W), batch)
-    step = sgd_step(loss, 0.1, 8, replicated_entries=("rate",))
-    _, metrics = step(step.init(W), batch)
-    np.testing.assert_allclose(metrics["loss"], loss_fn(W, X) * float(scalar), rtol=1e-5)
 
 
 # What a step is, and what can be done with it.

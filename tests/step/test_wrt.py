@@ -121,30 +121,34 @@ def lora_loss(model: Any, batch: Any) -> jax.Array:
     return ((model(batch) - batch[:, :3]) ** 2).mean()
 
 
-@pytest.mark.parametrize(
-    "optimizer", [deep(optax.sgd(0.1)), optax.adamw(0.1)], ids=["sgd", "adamw"]
+ADAPTERS = (
+    nnx.LoRAParam,
+    nnx.All(nnx.Param, nnx.PathContains("lora")),
+    lambda path, leaf: "lora" in path,
 )
+
+
 @pytest.mark.parametrize(
-    "wrt",
+    ("wrt", "kind", "optimizer"),
     [
-        nnx.LoRAParam,
-        nnx.All(nnx.Param, nnx.PathContains("lora")),
-        lambda path, leaf: "lora" in path,
+        *((wrt, nnx.LoRAParam, optax.adamw(0.1)) for wrt in ADAPTERS),
+        *(deep((wrt, nnx.LoRAParam, optax.sgd(0.1))) for wrt in ADAPTERS),
+        (nnx.Param, nnx.Param, optax.sgd(0.1)),
     ],
-    ids=["type", "filter", "function"],
 )
-def test_lora_on_a_frozen_base(wrt: Any, optimizer: Any):
+def test_lora_with_and_without_its_base(wrt: Any, kind: Any, optimizer: Any):
     # Every shard has the same rows, so that statistics of a batch are those of one device.
     rows = BATCH[:4, :4]
     model = Lora()
-    own = nnx.Optimizer(model, optimizer, wrt=nnx.LoRAParam)
+    own = nnx.Optimizer(model, optimizer, wrt=kind)
     step = make_train_step(lora_loss, optimizer, num_shards=4, wrt=wrt)
     state = step.init(model)
     for _ in range(3):
         state, _ = step(state, np.tile(rows, (4, 1)))
-        own.update(model, nnx.grad(lora_loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(model, rows))
+        own.update(model, nnx.grad(lora_loss, argnums=nnx.DiffState(0, kind))(model, rows))
     assert_close(nnx.to_pure_dict(nnx.state(step.model(state))), nnx.to_pure_dict(nnx.state(model)))
-    assert {x.ndim for x in jax.tree.leaves(state.frozen)} == {1, 2}
+    # Of the base, a kernel and a bias, and of the norm, a scale and a bias.
+    assert len(jax.tree.leaves(state.frozen)) == (4 if kind is nnx.LoRAParam else 0)
     assert {x.shape[0] for x in jax.tree.leaves(state.model_state)} == {4}
 
 
