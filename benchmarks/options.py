@@ -8,7 +8,7 @@ import tyro
 
 from crossshard.errors import ArgumentError
 
-Bench = Literal["update", "step", "processes", "accumulation", "ema", "overhead", "import"]
+Bench = Literal["update", "step", "processes", "accumulation", "ema"]
 BENCHES: tuple[Bench, ...] = get_args(Bench)
 
 # Virtual CPU devices beyond this measure only how threads queue.
@@ -32,18 +32,14 @@ class BenchOptions:
 
     ema: a moving average of the parameters, in parts and whole: time, and bytes of state.
 
-    overhead: the Python time of calling our step beyond that of its compiled program.
-
-    import: the time that importing crossshard takes after JAX and Optax.
-
     PyTorch and TensorFlow take part if `make bench-peers` has created their environments. Each
-    benchmark writes a table, a plot and its raw times to the output folder.
+    benchmark writes a table and its raw times to the output folder.
     """
 
     benches: Annotated[
         tyro.conf.Positional[tuple[Bench, ...]],
         tyro.conf.arg(
-            metavar="[update] [step] [processes] [accumulation] [ema] [overhead] [import]",
+            metavar="[update] [step] [processes] [accumulation] [ema]",
             help_behavior_hint="(default: all)",
         ),
     ] = BENCHES
@@ -54,7 +50,7 @@ class BenchOptions:
         tyro.conf.arg(
             metavar="INT ...",
             help_behavior_hint="(default: 8 2 for update, 1 2 4 8 for step, 2 4 for processes, 2 8 "
-            "for accumulation and ema, 1 8 for overhead)",
+            "for accumulation and ema)",
         ),
     ] = ()
     """Numbers of shards to run each benchmark with, or of processes."""
@@ -94,7 +90,4 @@ _SHARDS: dict[Bench, tuple[int, ...]] = {
     "processes": (2, 4),
     "accumulation": (2, 8),
     "ema": (2, 8),
-    "overhead": (1, 8),
-    # Nothing steps.
-    "import": (),
 }

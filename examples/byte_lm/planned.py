@@ -7,9 +7,22 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec
 
-from examples.byte_lm.model import ByteTransformer, loss, spec_of
+from examples.byte_lm.model import ByteTransformer, loss
 from examples.byte_lm.options import DEFAULT_BATCH, TrainOptions
+
+# How matrices are split over the mesh axis ``model``: columns, then rows (Megatron-LM, arXiv
+# 1909.08053).
+_COLUMNS, _ROWS = PartitionSpec(None, "model"), PartitionSpec("model", None)
+_MODEL_SPLIT = {
+    "embedding": _ROWS,
+    "qkv": _COLUMNS,
+    "attention_out": _ROWS,
+    "dense_in": _COLUMNS,
+    "dense_out": _ROWS,
+    "head": _COLUMNS,
+}
 
 
 def planned(
@@ -39,7 +52,7 @@ def planned(
         "params": lambda: ByteTransformer(layers=layers, width=width, rngs=nnx.Rngs(0)),
         "batch": rows,
         "optimizer": optax.adamw(1e-3),
-        "model_specs": spec_of if split else None,
+        "model_specs": _spec_of if split else None,
         "has_aux": True,
     }
 
@@ -47,3 +60,8 @@ def planned(
 def split() -> dict[str, Any]:
     """The same, looking at meshes on which devices share a model, too."""
     return planned(split=True)
+
+
+def _spec_of(path: Any, leaf: Any) -> PartitionSpec:
+    name = next((each.key for each in path if getattr(each, "key", None) in _MODEL_SPLIT), "")
+    return _MODEL_SPLIT.get(name, PartitionSpec())

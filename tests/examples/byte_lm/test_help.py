@@ -13,7 +13,7 @@ def test_help(capsys):
     assert not leaving.value.code
     said = capsys.readouterr()
     assert said.err == ""
-    for part in ("--shards", "INT", "--groups", "2x4", "default: adamw", "Ctrl-C", "exit code"):
+    for part in ("--shards", "INT", "default: adamw", "Ctrl-C", "exit code"):
         assert part in " ".join(said.out.split())
 
 

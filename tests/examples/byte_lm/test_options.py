@@ -1,47 +1,9 @@
-"""Options: groups in both notations, and batches that suit the shards."""
+"""Options: batches that suit the shards."""
 
 import pytest
 
-from crossshard.errors import ArgumentError, GroupAssignmentError
-from examples.byte_lm.options import TrainOptions, parse_groups
-
-
-@pytest.mark.parametrize(
-    ("text", "groups"),
-    [
-        ("2x4", ((0, 1, 2, 3), (4, 5, 6, 7))),
-        ("1x3", ((0, 1, 2),)),
-        ("3x1", ((0,), (1,), (2,))),
-        ("[[0, 3], [1, 2]]", ((0, 3), (1, 2))),
-        ("[]", ()),
-    ],
-)
-def test_groups_are_read(text, groups):
-    assert parse_groups(text) == groups
-
-
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ("two of four", "2x4"),
-        ("2x", "2x4"),
-        ("0x4", "2x4"),
-        ("4x0", "2x4"),
-        ("99999x99999", "2x4"),
-        ("[[0,1],[1,2]]", "more than once"),
-        ("[[0],[1,2]]", "equal sizes"),
-        ("[[0,1],[2,9]]", "0 to 3"),
-        ('{"a": 1}', "dict"),
-        ("[[0.5]]", "integer"),
-        ("null and void", "2x4"),
-        ("[" * 100_000, "2x4"),
-        ("[" * 700 + "]" * 700, "integer|2x4"),
-    ],
-    ids=lambda value: value[:15],
-)
-def test_what_is_not_a_partition_is_refused(text, names):
-    with pytest.raises(GroupAssignmentError, match=names):
-        parse_groups(text)
+from crossshard.errors import ArgumentError
+from examples.byte_lm.options import TrainOptions
 
 
 @pytest.mark.parametrize(("shards", "rows"), [(1, 16), (3, 18), (8, 16), (16, 16), (24, 24)])
