@@ -44,6 +44,7 @@ class JaxCandidate:
         params_of: Callable[[Any], Any],
     ) -> None:
         self.name = name
+        self.clock = time.perf_counter
         self.state = jax.block_until_ready(state)
         self._step = step
         self._batches = batches
@@ -52,12 +53,12 @@ class JaxCandidate:
     def run(self, steps: int) -> Turn:
         """Take this many steps, blocking after each."""
         state, step, batches = self.state, self._step, self._batches
-        began = time.perf_counter()
+        began = self.clock()
         for _ in range(steps):
             for batch in batches:
                 state, rest = step(state, batch)
             jax.block_until_ready((state, rest))
-        seconds = time.perf_counter() - began
+        seconds = self.clock() - began
         self.state = state
         return Turn(seconds, _sample(self._params_of(state)))
 

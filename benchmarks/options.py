@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Literal, get_args
 
 import tyro
 
@@ -36,24 +36,11 @@ class BenchOptions:
     benchmark writes a table and its raw times to the output folder.
     """
 
-    benches: Annotated[
-        tyro.conf.Positional[tuple[Bench, ...]],
-        tyro.conf.arg(
-            metavar="[update] [step] [processes] [accumulation] [ema]",
-            help_behavior_hint="(default: all)",
-        ),
-    ] = BENCHES
-    """The benchmarks to run."""
+    benches: tyro.conf.Positional[tuple[Bench, ...]] = BENCHES
+    """The benchmarks to run; by default all."""
 
-    shards: Annotated[
-        tuple[int, ...],
-        tyro.conf.arg(
-            metavar="INT ...",
-            help_behavior_hint="(default: 8 2 for update, 1 2 4 8 for step, 2 4 for processes, 2 8 "
-            "for accumulation and ema)",
-        ),
-    ] = ()
-    """Numbers of shards to run each benchmark with, or of processes."""
+    shards: tuple[int, ...] = ()
+    """Numbers of shards to run each benchmark with, or of processes; each has a default."""
 
     rounds: int = 15
     """Rounds; in each, every candidate in turn takes some steps."""

@@ -133,8 +133,8 @@ the noise. State is counted from the arrays on the first shard, without the para
 }
 
 
-def write(report: Report, out: Path) -> list[Path]:
-    """Write the page and the raw times, and return their paths.
+def write(report: Report, out: Path) -> None:
+    """Write the page and the raw times.
 
     Raises:
       ArgumentError: a file cannot be written.
@@ -145,7 +145,6 @@ def write(report: Report, out: Path) -> list[Path]:
         page.write_text(_page(report, times.name), encoding="utf-8")
     except OSError as error:
         raise _cannot_write(out, error) from None
-    return [page, times]
 
 
 def make_folder(out: Path) -> None:

@@ -2,15 +2,12 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
-
-import jax
 
 from benchmarks.baselines import Candidate
 from benchmarks.floor import cores, least_bytes, measure_bandwidth
 from benchmarks.given_gradients import given_gradients, scales
 from benchmarks.interleave import interleave
-from benchmarks.jax_baselines import bytes_on_one_shard, hand_written, ours
+from benchmarks.jax_baselines import hand_written, ours
 from benchmarks.options import BenchOptions
 from benchmarks.peer import Peer, PeerError
 from benchmarks.problem import NUMBERS_OF_ADAMW
@@ -46,9 +43,8 @@ def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> 
         problem = given_gradients(_MATRICES, width, shards)
         told = f"update of {problem.parameters:,} parameters, {shards} shards"
         screen.tell(f"{told}: starting all candidates")
-        sharded = ours(problem, shards, "sharded")
         candidates: list[Candidate] = [
-            sharded,
+            ours(problem, shards, "sharded"),
             ours(problem, shards, "replicated"),
             hand_written(problem, shards),
         ]
@@ -70,7 +66,6 @@ def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> 
             bandwidth = measure_bandwidth()
             screen.tell(told)
             timing, differences = interleave(candidates, options.rounds, screen.round)
-        screen.note(f"With {shards} shards, {_share(sharded.state.opt_state)}")
         yield Result(
             problem=f"update of {_MATRICES} matrices of {width} × {width}",
             parameters=problem.parameters,
@@ -80,13 +75,3 @@ def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> 
             floor_bytes=least_bytes(problem.parameters, shards),
             bandwidth=max(bandwidth, measure_bandwidth()),
         )
-
-
-def _share(state: Any) -> str:
-    """One shard's share of the optimizer state, from its arrays."""
-    whole = sum(array.nbytes for array in jax.tree.leaves(state))
-    held = bytes_on_one_shard(state)
-    return (
-        f"one shard of ours, sharded, holds {held:,} of the {whole:,} bytes of the optimizer's "
-        f"state: {held / whole:.4f} of it."
-    )

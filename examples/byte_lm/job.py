@@ -12,7 +12,6 @@ from flax import nnx
 
 from crossshard import CrossShardOptimizer, TrainStep, cpu_devices, make_train_step
 from crossshard.errors import ArgumentError
-from examples.byte_lm.held_out import HeldOut
 from examples.byte_lm.model import ByteTransformer, loss
 from examples.byte_lm.optimizers import InnerOptimizer, make_optimizer
 from examples.byte_lm.options import MOST_SHARDS, TrainOptions
@@ -61,10 +60,6 @@ class Job:
             self.options.accumulate_steps,
             repairs=self.options.on_divergence == "repair",
         )
-
-    def new_held_out(self) -> HeldOut:
-        """The held-out bytes, in rows."""
-        return HeldOut(self.text.held_out, self.options.context)
 
     def batches(self) -> Iterator[dict[str, np.ndarray]]:
         """The batches of the run, from the first; of all processes."""

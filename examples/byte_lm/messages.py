@@ -40,7 +40,7 @@ def print_job(screen: Screen, job: Job, folder: Path) -> None:
                 f"{job.parameters:,} parameters: {_plural(options.layers, 'layer')}, width "
                 f"{options.width}, context {options.context}",
             ),
-            ("optimizer", f"{job.inner.name}, {rate}"),
+            ("optimizer", f"{options.optimizer}, {rate}"),
             ("batch", f"{job.rows} rows of {options.context} bytes, {options.steps} steps"),
             ("output", printable(folder)),
         ]

@@ -5,8 +5,6 @@ import dataclasses
 import math
 import time
 
-import numpy as np
-
 import crossshard
 from crossshard.errors import DivergenceError, NonfiniteError
 from examples.byte_lm.held_out import HeldOut
@@ -34,7 +32,7 @@ def run(job: Job, record: Record, screen: Screen, stopping: Stopping) -> Summary
     """
     began = time.perf_counter()
     record.write_json("options.json", job.options)
-    training, held_out = job.new_training(), job.new_held_out()
+    training, held_out = job.new_training(), HeldOut(job.text.held_out, job.options.context)
     saving = Saving(job, training, stopping)
     taken = saving.resume()
     record.keep(taken)
@@ -128,7 +126,5 @@ def verify(job: Job) -> crossshard.tools.Verification:
     Adaptive optimizers would hide a wrong factor.
     """
     parts = job.shards * job.options.accumulate_steps
-    batch: dict[str, np.ndarray] = {
-        name: filled(rows, parts) for name, rows in next(job.batches()).items()
-    }
+    batch = {name: filled(rows, parts) for name, rows in next(job.batches()).items()}
     return crossshard.verify(job.step, job.first_model, batch)

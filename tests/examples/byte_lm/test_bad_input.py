@@ -43,6 +43,8 @@ def everything_in(folder: Path) -> list[Path]:
         ("--shards -1", "--shards .* -1"),
         ("--shards 9999", "9999 shards .* 1024"),
         ("--batch 12", "12 rows .* 8 shards.*--batch 8"),
+        ("--batch 20", "20 rows .* 8 shards.*--batch 16"),
+        ("--batch 5", "5 rows .* 8 shards.*--batch 8"),
         ("--batch 0", "--batch .* 0"),
         ("--accumulate-steps 3 --batch 16", "16 rows .* 8 shards .* 3.*24"),
         ("--accumulate-steps 0", "--accumulate-steps .* 0"),

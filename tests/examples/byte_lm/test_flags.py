@@ -16,6 +16,7 @@ from flax import nnx
 
 import crossshard
 from examples.byte_lm.__main__ import main
+from examples.byte_lm.held_out import HeldOut
 from examples.byte_lm.job import Job, prepare
 from examples.byte_lm.model import ByteTransformer, nats
 from tests.examples.byte_lm.small import SMALL, check_picture, read_metrics, small_options
@@ -132,7 +133,7 @@ def test_with_a_flag_shards_train_as_one_device_does(text, flags, chosen, within
 def test_the_average_is_evaluated_and_the_norm_is_of_the_gradient(text):
     job = job_of(text, ema=0.5, metrics=("grad_norm",))
     path = by_one(job)
-    training, held_out = job.new_training(), job.new_held_out()
+    training, held_out = job.new_training(), HeldOut(job.text.held_out, job.options.context)
     average = path[0]
     for batch, before, after in zip(job.batches(), path, path[1:], strict=False):
         norm = training(batch)["grad_norm"]

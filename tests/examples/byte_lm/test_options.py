@@ -1,17 +1,26 @@
-"""Options: batches that suit the shards."""
+"""Options: what the command says of them, and their defaults."""
 
 import pytest
+import tyro
 
-from crossshard.errors import ArgumentError
+from examples.byte_lm.__main__ import main
 from examples.byte_lm.options import TrainOptions
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit) as leaving:
+        main(["--help"])
+    assert not leaving.value.code
+    said = capsys.readouterr()
+    assert said.err == ""
+    for part in ("--shards", "INT", "default: adamw", "Ctrl-C", "exit code"):
+        assert part in " ".join(said.out.split())
+
+
+def test_no_words_mean_the_defaults():
+    assert tyro.cli(TrainOptions, args=[]) == TrainOptions()
 
 
 @pytest.mark.parametrize(("shards", "rows"), [(1, 16), (3, 18), (8, 16), (16, 16), (24, 24)])
 def test_the_batch_suits_the_shards(shards, rows):
     assert TrainOptions().rows(shards) == rows
-
-
-@pytest.mark.parametrize(("batch", "near"), [(20, "--batch 16"), (5, "--batch 8")])
-def test_a_batch_that_does_not_divide_is_refused_with_one_that_does(batch, near):
-    with pytest.raises(ArgumentError, match=f"{batch} rows .* 8 shards.*{near}"):
-        TrainOptions(batch=batch).rows(8)
