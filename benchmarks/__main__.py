@@ -4,12 +4,10 @@ import sys
 from collections.abc import Sequence
 
 import tyro
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.options import BenchOptions
 from benchmarks.progress import Screen
-from benchmarks.report import Report, make_folder
+from benchmarks.report import make_folder
 from benchmarks.run import run
 from crossshard.errors import CrossshardError
 
@@ -32,38 +30,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         make_folder(options.out)
     except CrossshardError as error:
         return _say(error, REFUSED)
-    # Do not wrap lines in a file or pipe.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 1000)
     try:
-        with Screen(console, options.rounds) as screen:
-            for report in run(options, screen):
-                with screen.paused():
-                    _print(console, report)
+        for report in run(options, Screen(options.rounds)):
+            print(report.tables())
     except CrossshardError as error:
         return _say(error, FAILED)
     except KeyboardInterrupt:
         return INTERRUPTED
-    console.print(f"Tables, plots and raw times are in {options.out}.", soft_wrap=True)
+    print(f"\nTables and raw times are in {options.out}.")
     return DONE
 
 
 def _say(error: CrossshardError, code: int) -> int:
     print("benchmarks: " + " ".join(str(error).split()), file=sys.stderr)
     return code
-
-
-def _print(console: Console, report: Report) -> None:
-    for shown in report.tables():
-        table = Table(
-            title=shown.title, title_justify="left", title_style="bold", header_style="cyan"
-        )
-        for head, left in zip(shown.columns, shown.left(), strict=True):
-            table.add_column(head, justify="left" if left else "right")
-        for row in shown.rows:
-            table.add_row(*row)
-        console.print()
-        console.print(table)
-    console.print()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Benchmark of accumulation: four microbatches and one update, ours against MultiSteps."""
 
 import dataclasses
-import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,45 +9,30 @@ import numpy as np
 import optax
 
 from benchmarks.baselines import HAND_WRITTEN_MULTI_STEPS, HAND_WRITTEN_SCAN
-from benchmarks.interleave import interleave
 from benchmarks.jax_baselines import JaxCandidate, hand_written, ours
 from benchmarks.options import BenchOptions
 from benchmarks.problem import Problem, adamw
 from benchmarks.progress import Screen
 from benchmarks.result import Result
-from benchmarks.step import problems
+from benchmarks.step import compared
 
 MICROBATCHES = 4
 
 _SIZES = (1_000_000, 10_000_000)
 
 
-def measure(options: BenchOptions, screen: Screen) -> Iterator[Result]:
+def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> Iterator[Result]:
     """A result for the transformer and for MLPs, with every number of shards."""
-    for name, make in problems(options.quick, _SIZES):
-        for shards in options.shards_for("accumulation"):
-            # Rows for every microbatch of every shard.
-            problem = make(MICROBATCHES * shards)
-            name_and_size = f"{name} of {problem.parameters:,} parameters"
-            told = f"accumulation, {name_and_size}, {shards} shards"
-            screen.tell(f"{told}: compiling")
-            candidates = make_candidates(problem, shards)
-            sent = {candidate.name: candidate.bytes_sent() for candidate in candidates}
-            least = candidates[0].communication().lower_bound
-            screen.tell(told)
-            timing, differences = interleave(candidates, options.rounds, screen.round)
-            # Free memory for the next candidates, as in the benchmark of steps.
-            del candidates
-            gc.collect()
-            yield Result(
-                name_and_size,
-                problem.parameters,
-                shards,
-                timing,
-                differences,
-                sent=sent,
-                least_sent=least,
-            )
+    del versions  # of peers
+    # Rows for every microbatch of every shard.
+    return compared(
+        "accumulation", options, screen, _SIZES, make_candidates, _sent, parts=MICROBATCHES
+    )
+
+
+def _sent(candidates: list[JaxCandidate]) -> dict[str, Any]:
+    sent = {candidate.name: candidate.bytes_sent() for candidate in candidates}
+    return {"sent": sent, "least_sent": candidates[0].communication().lower_bound}
 
 
 def make_candidates(problem: Problem, shards: int) -> list[JaxCandidate]:

@@ -5,7 +5,6 @@ and the cost of the other steps where none has.
 """
 
 import argparse
-import dataclasses
 import sys
 import time
 from pathlib import Path
@@ -13,9 +12,8 @@ from typing import Any, Literal
 
 import crossshard
 from benchmarks import markdown
-from benchmarks.baselines import Candidate, Turn
 from benchmarks.interleave import interleave
-from benchmarks.jax_baselines import ours
+from benchmarks.jax_baselines import JaxCandidate, ours
 from benchmarks.machine import this_machine
 from benchmarks.models import transformer
 from benchmarks.problem import Problem
@@ -108,31 +106,18 @@ def main() -> None:
     options.out.write_text("\n\n".join(paragraphs) + "\n", encoding="utf-8")
 
 
-def make_candidates(problem: Problem, shards: int, update: Update, action: str) -> list[Candidate]:
+def make_candidates(
+    problem: Problem, shards: int, update: Update, action: str
+) -> list[JaxCandidate]:
     """The five steps, of one weight update and one action."""
-    candidates: list[Candidate] = []
+    candidates = []
     for name, options in _CASES.items():
         repairs = {"on_divergence": action} if "check_divergence" in options else {}
         candidate = ours(problem, shards, update, **options, **repairs)
         candidate.name = name
-        candidates.append(_OfProcessor(candidate))
+        candidate.clock = time.process_time
+        candidates.append(candidate)
     return candidates
-
-
-@dataclasses.dataclass(frozen=True)
-class _OfProcessor:
-    """A candidate that is timed by the processors rather than by the clock."""
-
-    candidate: Candidate
-
-    @property
-    def name(self) -> str:
-        return self.candidate.name
-
-    def run(self, steps: int) -> Turn:
-        began = time.process_time()
-        turn = self.candidate.run(steps)
-        return Turn(time.process_time() - began, turn.sample)
 
 
 def cells(timing: Timing) -> list[str]:

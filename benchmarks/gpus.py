@@ -3,14 +3,12 @@
 Run it as `make bench-gpus` does, which builds an environment with JAX for CUDA.
 """
 
-import collections
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.sharding import Mesh
-from rich.console import Console
 
 import crossshard
 from benchmarks import by_hand, markdown
@@ -52,19 +50,6 @@ STEPS: dict[str, Callable[[Mesh, Shapes], Any]] = {
 }
 
 
-class Row(NamedTuple):
-    """One compiled step, as a row of the table."""
-
-    gpus: str
-    step: str
-    collectives: str
-    sent: str
-    ratio: str
-    gradients: str
-    gathers: str
-    memory: str
-
-
 _HEADS = (
     *("GPUs", "step", "collectives", "GB sent by a GPU", "÷ lower bound"),
     *("gradients hidden", "gathers hidden", "GB of memory"),
@@ -77,28 +62,23 @@ def cluster(hosts: int) -> Mesh:
     return gpus.mesh({by_hand.AXIS: gpus.size})
 
 
-def rows(model: Shapes) -> Iterator[Row]:
+def rows(model: Shapes) -> Iterator[list[str]]:
     """Compile every step of a model for every cluster."""
     for hosts in HOSTS:
         mesh = cluster(hosts)
         for name, lowered in STEPS.items():
             report = crossshard.inspect(lowered(mesh, model), parameters=model.params)
-            yield _row(mesh.size, name, report)
-
-
-def _row(gpus: int, step: str, report: crossshard.tools.Communication) -> Row:
-    kinds = collections.Counter(each.kind for each in report.collectives if each.bytes_sent)
-    assert report.memory is not None
-    return Row(
-        f"{gpus:,}",
-        step,
-        ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items())),
-        f"{report.bytes_sent / 1e9:.2f}",
-        f"{report.ratio:.3f}",
-        _share(report.hidden_share_of("reduce-scatter", "all-reduce")),
-        _share(report.hidden_share_of("all-gather")),
-        f"{report.memory.peak / 1e9:.1f}",
-    )
+            assert report.memory is not None
+            yield [
+                f"{mesh.size:,}",
+                name,
+                markdown.collectives(report),
+                f"{report.bytes_sent / 1e9:.2f}",
+                f"{report.ratio:.3f}",
+                _share(report.hidden_share_of("reduce-scatter", "all-reduce")),
+                _share(report.hidden_share_of("all-gather")),
+                f"{report.memory.peak / 1e9:.1f}",
+            ]
 
 
 def _share(share: float | None) -> str:
@@ -129,19 +109,18 @@ complete only at the end of the backward pass. In a `lax.scan` the gradients of 
 def main(out: Path = Path("docs/benchmarks/gpus.md")) -> None:
     """Print the tables and write them to a file, which has what is done if this is interrupted."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    console = Console(highlight=False)
-    tables: dict[str, list[Row]] = {}
+    tables: dict[str, list[list[str]]] = {}
     for title, model in _models().items():
-        console.print(f"{title}\n{' | '.join(_HEADS)}", soft_wrap=True)
+        print(f"{title}\n{' | '.join(_HEADS)}")
         tables[title] = []
         for row in rows(model):
-            console.print(" | ".join(row), soft_wrap=True)
+            print(" | ".join(row), flush=True)
             tables[title].append(row)
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(page(tables), encoding="utf-8")
 
 
-def page(tables: Mapping[str, Sequence[Row]]) -> str:
+def page(tables: Mapping[str, Sequence[Sequence[str]]]) -> str:
     """The page with these tables, by their titles."""
     parts = ["# GPU clusters", _WHAT.replace("\n\n", "\0").replace("\n", " ").replace("\0", "\n\n")]
     for title, found in tables.items():

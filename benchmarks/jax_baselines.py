@@ -29,8 +29,7 @@ class JaxCandidate:
 
     Args:
       name: the name in tables.
-      step: a jitted function of ``(state, batch)`` that returns the next state and other outputs,
-        or its compiled program.
+      step: a jitted function of ``(state, batch)`` that returns the next state and other outputs.
       state: the first state.
       batches: the batches of every step, on their devices: one call for each.
       params_of: returns the parameters of a state.
@@ -45,7 +44,8 @@ class JaxCandidate:
         params_of: Callable[[Any], Any],
     ) -> None:
         self.name = name
-        self.state = state
+        self.clock = time.perf_counter
+        self.state = jax.block_until_ready(state)
         self._step = step
         self._batches = batches
         self._params_of = params_of
@@ -53,19 +53,22 @@ class JaxCandidate:
     def run(self, steps: int) -> Turn:
         """Take this many steps, blocking after each."""
         state, step, batches = self.state, self._step, self._batches
-        began = time.perf_counter()
+        began = self.clock()
         for _ in range(steps):
             for batch in batches:
                 state, rest = step(state, batch)
             jax.block_until_ready((state, rest))
-        seconds = time.perf_counter() - began
+        seconds = self.clock() - began
         self.state = state
         return Turn(seconds, _sample(self._params_of(state)))
 
+    def lower(self) -> jax.stages.Lowered:
+        """The program of one call."""
+        return self._step.lower(self.state, self._batches[0])
+
     def communication(self) -> crossshard.tools.Communication:
         """What one call sends, read from its compiled program."""
-        lowered = self._step.lower(self.state, self._batches[0])
-        return crossshard.inspect(lowered, parameters=self._params_of(self.state))
+        return crossshard.inspect(self.lower(), parameters=self._params_of(self.state))
 
     def bytes_sent(self) -> float:
         """The bytes that one shard sends in all calls of a step, without scalars."""
@@ -129,11 +132,13 @@ def hand_written(
         ),
         donate_argnums=0,
     )
-    # Copied, since the first step donates them and other candidates need the originals.
-    copied = lambda: jax.tree.map(jnp.array, problem.params)
-    params, average = copied(), () if ema is None else copied()
-    state = params, optimizer.init(params), average
-    state = jax.device_put(state, NamedSharding(mesh, shared))
+
+    def init(params: Any) -> Any:
+        # Copied, since the first step donates them and other candidates need the originals.
+        copied = lambda: jax.tree.map(jnp.copy, params)
+        return copied(), optimizer.init(params), () if ema is None else copied()
+
+    state = jax.jit(init, out_shardings=NamedSharding(mesh, shared))(problem.params)
     on_devices = [on_shards(batch, num_shards) for batch in batches or [problem.batch]]
     return JaxCandidate(name, compiled, state, on_devices, lambda state: state[0])
 

@@ -53,20 +53,18 @@ def this_machine() -> Machine:
 
 
 def _cpu() -> str:
-    listed = Path("/proc/cpuinfo")
-    if listed.exists():
-        for line in listed.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return _listed("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
 
 
 def free_memory() -> int:
     """The bytes that can be allocated without swapping."""
-    listed = Path("/proc/meminfo")
-    if listed.exists():
-        for line in listed.read_text().splitlines():
-            if line.startswith("MemAvailable"):
-                return int(line.split()[1]) * 1024
+    if available := _listed("/proc/meminfo", "MemAvailable"):
+        return int(available.split()[0]) * 1024
     # Other systems report only the total; half of it is a safe guess.
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _listed(file: str, name: str) -> str:
+    """What stands after a name in a file of Linux; empty without one."""
+    lines = Path(file).read_text().splitlines() if Path(file).exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")

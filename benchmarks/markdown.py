@@ -1,9 +1,10 @@
-"""Tables and last lines of pages."""
+"""Cells, tables and last lines of pages."""
 
+import collections
 import datetime
 from collections.abc import Collection, Sequence
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from benchmarks.machine import Machine
@@ -13,6 +14,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], names: Collection[
     """A table, whose columns of names stand left and those of numbers right."""
     rule = ["---" if place in names else "---:" for place in range(len(head))]
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *rows))
+
+
+def collectives(report: Any) -> str:
+    """How many of each kind of collective a compiled step has, by its report."""
+    kinds = collections.Counter(each.kind for each in report.collectives if each.bytes_sent)
+    return ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
 
 
 def repeat(command: str, *packages: str) -> str:

@@ -2,13 +2,13 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Literal, get_args
 
 import tyro
 
 from crossshard.errors import ArgumentError
 
-Bench = Literal["update", "step", "processes", "accumulation", "ema", "overhead", "import"]
+Bench = Literal["update", "step", "processes", "accumulation", "ema"]
 BENCHES: tuple[Bench, ...] = get_args(Bench)
 
 # Virtual CPU devices beyond this measure only how threads queue.
@@ -32,32 +32,15 @@ class BenchOptions:
 
     ema: a moving average of the parameters, in parts and whole: time, and bytes of state.
 
-    overhead: the Python time of calling our step beyond that of its compiled program.
-
-    import: the time that importing crossshard takes after JAX and Optax.
-
     PyTorch and TensorFlow take part if `make bench-peers` has created their environments. Each
-    benchmark writes a table, a plot and its raw times to the output folder.
+    benchmark writes a table and its raw times to the output folder.
     """
 
-    benches: Annotated[
-        tyro.conf.Positional[tuple[Bench, ...]],
-        tyro.conf.arg(
-            metavar="[update] [step] [processes] [accumulation] [ema] [overhead] [import]",
-            help_behavior_hint="(default: all)",
-        ),
-    ] = BENCHES
-    """The benchmarks to run."""
+    benches: tyro.conf.Positional[tuple[Bench, ...]] = BENCHES
+    """The benchmarks to run; by default all."""
 
-    shards: Annotated[
-        tuple[int, ...],
-        tyro.conf.arg(
-            metavar="INT ...",
-            help_behavior_hint="(default: 8 2 for update, 1 2 4 8 for step, 2 4 for processes, 2 8 "
-            "for accumulation and ema, 1 8 for overhead)",
-        ),
-    ] = ()
-    """Numbers of shards to run each benchmark with, or of processes."""
+    shards: tuple[int, ...] = ()
+    """Numbers of shards to run each benchmark with, or of processes; each has a default."""
 
     rounds: int = 15
     """Rounds; in each, every candidate in turn takes some steps."""
@@ -94,7 +77,4 @@ _SHARDS: dict[Bench, tuple[int, ...]] = {
     "processes": (2, 4),
     "accumulation": (2, 8),
     "ema": (2, 8),
-    "overhead": (1, 8),
-    # Nothing steps.
-    "import": (),
 }

@@ -6,6 +6,7 @@ JSON, and answers the first line with its versions. Every later line is one turn
 between lines and exits at the end of its input.
 """
 
+import dataclasses
 import json
 import os
 import signal
@@ -13,10 +14,9 @@ import subprocess
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
-from benchmarks.baselines import Turn
+from benchmarks.baselines import Candidate, Turn
 from crossshard.errors import CrossshardError
 
 _SCRIPTS = Path(__file__).parent / "peers"
@@ -61,12 +61,7 @@ class Peer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -80,6 +75,13 @@ class Peer:
     def versions(self) -> dict[str, str]:
         """Its versions; waits until it is ready."""
         return self._ask({"variant": "versions"})["versions"]
+
+    def candidates(self, variants: Mapping[str, str]) -> list[Candidate]:
+        """A candidate for each variant, by their names in tables; all are built now."""
+        for variant in variants:
+            # Now, so that a failure leaves out this peer only.
+            self.run(variant, steps=0)
+        return [PeerCandidate(name, self, variant) for variant, name in variants.items()]
 
     def run(self, variant: str, steps: int) -> Turn:
         """Let it take this many steps of one variant."""
@@ -105,17 +107,17 @@ class Peer:
         return next((line.strip() for line in reversed(lines) if line.strip()), "it just ended.")
 
 
+@dataclasses.dataclass(frozen=True)
 class PeerCandidate:
     """One variant of a peer's step."""
 
-    def __init__(self, name: str, peer: Peer, variant: str) -> None:
-        self.name = name
-        self._peer = peer
-        self._variant = variant
+    name: str
+    peer: Peer
+    variant: str
 
     def run(self, steps: int) -> Turn:
         """Let the peer take this many steps."""
-        return self._peer.run(self._variant, steps)
+        return self.peer.run(self.variant, steps)
 
 
 def _environment() -> dict[str, str]:

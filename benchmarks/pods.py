@@ -3,17 +3,15 @@
 Run it with libtpu installed, as `make bench-pods` does.
 """
 
-import collections
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
-from rich.console import Console
 
 import crossshard
 from benchmarks import by_hand, markdown
@@ -51,17 +49,6 @@ def loss_fn(params: Any, batch: Any) -> jax.Array:
     return jax.nn.logsumexp(scores, axis=-1).mean() - scores[:, 0].mean()
 
 
-class Row(NamedTuple):
-    """The communication of one compiled step, as a row of the table."""
-
-    topology: str
-    step: str
-    collectives: str
-    sent: str
-    ratio: str
-    seconds: str
-
-
 def _lowered_ours(mesh: Mesh, optimizer: optax.GradientTransformation) -> Any:
     step = crossshard.make_train_step(loss_fn, optimizer, mesh=mesh, weight_update="sharded")
     return step.lower(step.abstract_init(PARAMS), _batch(mesh))
@@ -80,7 +67,7 @@ STEPS: dict[str, Callable[[Mesh], Any]] = {
 }
 
 
-def rows() -> Iterator[Row]:
+def rows() -> Iterator[list[str]]:
     """Compile every step for every topology."""
     for name in TOPOLOGIES:
         chips = crossshard.tools.topology(name)
@@ -88,19 +75,15 @@ def rows() -> Iterator[Row]:
         for step, lowered in STEPS.items():
             began = time.perf_counter()
             report = crossshard.inspect(lowered(mesh), parameters=PARAMS)
-            yield _row(name, step, report, time.perf_counter() - began)
-
-
-def _row(topology: str, step: str, report: Any, seconds: float) -> Row:
-    kinds = collections.Counter(each.kind for each in report.collectives if each.bytes_sent)
-    return Row(
-        topology,
-        step,
-        ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items())),
-        f"{report.bytes_sent / 1e6:.1f}",
-        f"{report.ratio:.3f}",
-        f"{seconds:.0f}",
-    )
+            seconds = time.perf_counter() - began
+            yield [
+                name,
+                step,
+                markdown.collectives(report),
+                f"{report.bytes_sent / 1e6:.1f}",
+                f"{report.ratio:.3f}",
+                f"{seconds:.0f}",
+            ]
 
 
 _HEADS = ("slice", "step", "collectives", "MB sent by a chip", "÷ lower bound", "s to compile")
@@ -108,11 +91,10 @@ _HEADS = ("slice", "step", "collectives", "MB sent by a chip", "÷ lower bound",
 
 def main(out: Path = Path("docs/benchmarks/pods.md")) -> None:
     """Print the table and write it to a file."""
-    console = Console(highlight=False)
-    console.print(" | ".join(_HEADS), soft_wrap=True)
+    print(" | ".join(_HEADS))
     found = []
     for row in rows():
-        console.print(" | ".join(row), soft_wrap=True)
+        print(" | ".join(row), flush=True)
         found.append(row)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(PARAMS))
     lines = [

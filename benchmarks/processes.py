@@ -7,21 +7,19 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.baselines import OURS_REPLICATED, OURS_SHARDED, Candidate
+from benchmarks.baselines import OURS_REPLICATED, OURS_SHARDED
 from benchmarks.floor import cores
 from benchmarks.interleave import interleave
 from benchmarks.options import BenchOptions
-from benchmarks.peer import Peer, PeerCandidate, PeerError
+from benchmarks.peer import Peer, PeerError
 from benchmarks.problem import NUMBERS_OF_ADAMW
 from benchmarks.progress import Screen
 from benchmarks.result import Result
 
-DDP, ZERO = "PyTorch gloo DDP", "PyTorch gloo DDP + ZeRO"
-
 _LAYERS, _ROWS = 4, 128
 _SIZES, _QUICK_SIZES = (1_000_000, 10_000_000), (1_000,)
 _OURS = {"replicated": OURS_REPLICATED, "sharded": OURS_SHARDED}
-_THEIRS = {"ddp": DDP, "zero": ZERO}
+_THEIRS = {"ddp": "PyTorch gloo DDP", "zero": "PyTorch gloo DDP + ZeRO"}
 
 
 def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> Iterator[Result]:
@@ -44,13 +42,13 @@ def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> 
             with contextlib.ExitStack() as running:
                 ours = Peer("crossshard", Path(sys.executable), "jax_ranks_peer.py", problem)
                 running.enter_context(ours)
-                candidates: list[Candidate] = _candidates(ours, _OURS)
+                candidates = ours.candidates(_OURS)
                 try:
                     python = options.peers / "peer-torch" / "bin" / "python"
                     theirs = Peer("PyTorch", python, "torch_ddp_peer.py", problem)
                     running.enter_context(theirs)
                     versions |= theirs.versions()
-                    candidates += _candidates(theirs, _THEIRS)
+                    candidates += theirs.candidates(_THEIRS)
                 except PeerError as why:
                     screen.note(f"Left out: {why}")
                 screen.tell(name)
@@ -62,10 +60,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _candidates(peer: Peer, variants: dict[str, str]) -> list[Candidate]:
-    for variant in variants:
-        # Built now: a failure here leaves out this peer only.
-        peer.run(variant, steps=0)
-    return [PeerCandidate(name, peer, variant) for variant, name in variants.items()]

@@ -1,4 +1,4 @@
-"""The report of a benchmark: a page with tables and a plot, and the raw times as JSON."""
+"""The report of a benchmark: a page with tables, and the raw times as JSON."""
 
 import dataclasses
 import json
@@ -9,9 +9,8 @@ from pathlib import Path
 from benchmarks import markdown
 from benchmarks.machine import Machine
 from benchmarks.options import Bench
-from benchmarks.plots import draw
 from benchmarks.result import Result
-from benchmarks.tables import Table, make_tables
+from benchmarks.tables import make_tables
 from crossshard.errors import ArgumentError
 
 
@@ -35,9 +34,12 @@ class Report:
     notes: Sequence[str]
     results: Sequence[Result]
 
-    def tables(self) -> list[Table]:
+    def tables(self) -> str:
         """The results, as they are printed and written."""
-        return make_tables(self.bench, self.results)
+        return "\n\n".join(
+            f"## {each.title}\n\n{markdown.table(each.columns, each.rows)}"
+            for each in make_tables(self.bench, self.results)
+        )
 
 
 _HEADS: dict[Bench, tuple[str, str]] = {
@@ -65,16 +67,6 @@ _HEADS: dict[Bench, tuple[str, str]] = {
         "A moving average of the parameters",
         "The whole step with AdamW in float32, then `ema = 0.999 · ema + 0.001 · params`: in parts "
         "on the shards, or whole on each of them.",
-    ),
-    "overhead": (
-        "Call overhead",
-        "What calling a step costs in Python, beyond calling its compiled program directly, on "
-        "steps that compute almost nothing. Both calls are waited for.",
-    ),
-    "import": (
-        "Import time",
-        "The time that importing crossshard takes after JAX and Optax. Flax, Orbax and the tools "
-        "are loaded when they are used.",
     ),
 }
 
@@ -138,28 +130,21 @@ array.""",
 the candidate less that of the same candidate without an average, which took turns too, and *MB of \
 average* is what its state has more. A difference whose quartiles have both signs is smaller than \
 the noise. State is counted from the arrays on the first shard, without the parameters.""",
-    "overhead": _IN_TURN,
-    "import": """\
-Each round starts a new interpreter, imports the dependencies and then crossshard, and times both. \
-Bytecode and file caches are warm. The table shows the median, the quartiles and the minimum over \
-the rounds; the last column is the difference of the two minima.""",
 }
 
 
-def write(report: Report, out: Path) -> list[Path]:
-    """Write the page, the plot and the raw times, and return their paths.
+def write(report: Report, out: Path) -> None:
+    """Write the page and the raw times.
 
     Raises:
       ArgumentError: a file cannot be written.
     """
-    page, times, plot = (out / f"{report.bench}{suffix}" for suffix in (".md", ".json", ".png"))
+    page, times = (out / f"{report.bench}{suffix}" for suffix in (".md", ".json"))
     try:
         times.write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n", encoding="utf-8")
-        page.write_text(_page(report, plot.name, times.name), encoding="utf-8")
-        draw(report.bench, report.results, plot)
+        page.write_text(_page(report, times.name), encoding="utf-8")
     except OSError as error:
         raise _cannot_write(out, error) from None
-    return [page, times, plot]
 
 
 def make_folder(out: Path) -> None:
@@ -182,17 +167,13 @@ def _cannot_write(out: Path, error: OSError) -> ArgumentError:
     )
 
 
-def _page(report: Report, plot: str, times: str) -> str:
+def _page(report: Report, times: str) -> str:
     title, what = _HEADS[report.bench]
     machine = report.machine
     paragraphs = [f"# {title}", what]
     if report.quick:
         paragraphs.append("**Run with `--quick`: sizes that only show that it runs.**")
-    paragraphs.append(f"![Plot of the tables below]({plot})")
-    for each in report.tables():
-        cells = markdown.table(each.columns, each.rows, range(each.labels))
-        paragraphs += [f"## {each.title}", cells]
-    paragraphs += [f"- {note}" for note in report.notes]
+    paragraphs += [report.tables(), *(f"- {note}" for note in report.notes)]
     paragraphs += ["## How it was measured", _METHODS[report.bench]]
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
     paragraphs.append(

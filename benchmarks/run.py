@@ -5,12 +5,19 @@ from collections.abc import Iterator
 import jax
 
 import crossshard
-from benchmarks import accumulation, ema, imports, overhead, processes, step, update
+from benchmarks import accumulation, ema, processes, step, update
 from benchmarks.machine import this_machine
-from benchmarks.options import Bench, BenchOptions
+from benchmarks.options import BenchOptions
 from benchmarks.progress import Screen
 from benchmarks.report import Report, write
-from benchmarks.result import Result
+
+_MEASURE = {
+    "update": update.measure,
+    "step": step.measure,
+    "processes": processes.measure,
+    "accumulation": accumulation.measure,
+    "ema": ema.measure,
+}
 
 
 def run(options: BenchOptions, screen: Screen) -> Iterator[Report]:
@@ -21,29 +28,11 @@ def run(options: BenchOptions, screen: Screen) -> Iterator[Report]:
     """
     # The peers run on the CPU, so all other candidates do too.
     jax.config.update("jax_platforms", "cpu")
-    shards = [n for bench in options.benches for n in options.shards_for(bench)]
-    crossshard.cpu_devices(max(shards, default=1))
+    crossshard.cpu_devices(max(n for bench in options.benches for n in options.shards_for(bench)))
     for bench in dict.fromkeys(options.benches):
         screen.notes.clear()
         machine = this_machine()
-        results = list(_results(bench, options, screen, machine.versions))
+        results = list(_MEASURE[bench](options, screen, machine.versions))
         report = Report(bench, machine, options.rounds, options.quick, [*screen.notes], results)
         write(report, options.out)
         yield report
-
-
-def _results(
-    bench: Bench, options: BenchOptions, screen: Screen, versions: dict[str, str]
-) -> Iterator[Result]:
-    if bench == "update":
-        return update.measure(options, screen, versions)
-    if bench == "processes":
-        return processes.measure(options, screen, versions)
-    benches = {
-        "step": step,
-        "accumulation": accumulation,
-        "ema": ema,
-        "overhead": overhead,
-        "import": imports,
-    }
-    return benches[bench].measure(options, screen)

@@ -4,7 +4,6 @@ Both take turns. Orbax writes the arrays alone, without hashes.
 """
 
 import argparse
-import shutil
 import statistics
 import sys
 import tempfile
@@ -95,30 +94,24 @@ def measured(shards: int, update: str, width: int, rounds: int) -> list[str]:
         times[name].append(time.perf_counter() - began)
         return found
 
-    folder = Path(tempfile.mkdtemp(prefix="crossshard-"))
-    try:
-        with (
-            crossshard.Checkpoints(folder / "ours", step, keep=1) as checkpoints,
-            ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler()) as orbax,
-        ):
-            for _ in range(1 + rounds):
-                for who, save, wait in (
-                    ("ours", checkpoints.save, checkpoints.wait),
-                    (
-                        "orbax",
-                        lambda state: orbax.save(
-                            folder / "orbax", {"leaves": jax.tree.leaves(state)}, force=True
-                        ),
-                        orbax.wait_until_finished,
-                    ),
-                ):
-                    state, _ = step(state, x)
-                    state, _ = timed("another", lambda: step(state, x))  # noqa: B023
-                    timed(who, lambda: save(state))  # noqa: B023
-                    state, _ = timed(f"step {who}", lambda: step(state, x))  # noqa: B023
-                    timed(f"written {who}", wait)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="crossshard-") as folder,
+        crossshard.Checkpoints(Path(folder, "ours"), step, keep=1) as checkpoints,
+        ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler()) as orbax,
+    ):
+        take = lambda: step(state, x)
+        leaves = lambda: {"leaves": jax.tree.leaves(state)}
+        by_orbax = lambda: orbax.save(Path(folder, "orbax"), leaves(), force=True)
+        ways = (
+            ("ours", lambda: checkpoints.save(state), checkpoints.wait),
+            ("orbax", by_orbax, orbax.wait_until_finished),
+        )
+        for who, save, wait in ways * (1 + rounds):
+            state, _ = take()
+            state, _ = timed("another", take)
+            timed(who, save)
+            state, _ = timed(f"step {who}", take)
+            timed(f"written {who}", wait)
     median = lambda name: three_digits(1000 * statistics.median(times[name][1:]))
     most = lambda name: three_digits(1000 * max(times[name][1:]))
     return [

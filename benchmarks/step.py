@@ -1,31 +1,66 @@
-"""Benchmark of whole steps, with forward and backward: ours against one written by hand."""
+"""Benchmarks of whole steps, with forward and backward: ours against one written by hand."""
 
 import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from benchmarks.interleave import interleave
-from benchmarks.jax_baselines import hand_written, ours
+from benchmarks.jax_baselines import JaxCandidate, hand_written, ours
 from benchmarks.machine import free_memory
 from benchmarks.models import mlp, transformer
-from benchmarks.options import BenchOptions
+from benchmarks.options import Bench, BenchOptions
 from benchmarks.problem import Problem
 from benchmarks.progress import Screen
 from benchmarks.result import Result
 
-TRANSFORMER = "the demo's transformer"
-
 _SIZES = (10_000, 100_000, 1_000_000, 10_000_000, 50_000_000)
 _QUICK_SIZES = (1_000, 10_000)
 
+Candidates = list[JaxCandidate]
 
-def measure(options: BenchOptions, screen: Screen) -> Iterator[Result]:
+
+def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> Iterator[Result]:
     """A result for every size of MLP and for the transformer, with every number of shards."""
-    for name, make in problems(options.quick):
-        for shards in options.shards_for("step"):
-            problem = make(shards)
-            count = f"{shards} shard{'s' * (shards > 1)}"
-            told = f"step of {problem.parameters:,} parameters ({name}), {count}"
+    del versions  # of peers
+    return compared("step", options, screen, _SIZES, make_candidates)
+
+
+def make_candidates(problem: Problem, shards: int) -> Candidates:
+    """Our three ways, and the step written by hand."""
+    return [
+        ours(problem, shards, "auto"),
+        ours(problem, shards, "sharded"),
+        ours(problem, shards, "replicated"),
+        hand_written(problem, shards),
+    ]
+
+
+def compared(
+    bench: Bench,
+    options: BenchOptions,
+    screen: Screen,
+    sizes: Sequence[int],
+    make: Callable[[Problem, int], Candidates],
+    facts: Callable[[Candidates], dict[str, Any]] = lambda candidates: {},
+    parts: int = 1,
+) -> Iterator[Result]:
+    """A result for the transformer and for MLPs, with every number of shards.
+
+    Args:
+      bench: the name of the benchmark.
+      options: its options.
+      screen: told what is measured.
+      sizes: of the MLPs.
+      make: makes the candidates of a problem on so many shards.
+      facts: further fields of a result, read from the candidates.
+      parts: the rows of each shard divide by this number.
+    """
+    for name, problem_of in _problems(options.quick, sizes):
+        for shards in options.shards_for(bench):
+            problem = problem_of(parts * shards)
+            title = f"{name} of {problem.parameters:,} parameters"
+            told = f"{bench}, {title}, {shards} shard{'s' * (shards > 1)}"
             needed, free = _needed_bytes(problem.parameters, shards), free_memory()
             if needed > free:
                 screen.note(
@@ -34,32 +69,28 @@ def measure(options: BenchOptions, screen: Screen) -> Iterator[Result]:
                 )
                 continue
             screen.tell(f"{told}: compiling")
-            candidates = [
-                ours(problem, shards, "auto"),
-                ours(problem, shards, "sharded"),
-                ours(problem, shards, "replicated"),
-                hand_written(problem, shards),
-            ]
+            candidates = make(problem, shards)
+            found = facts(candidates)
             screen.tell(told)
             timing, differences = interleave(candidates, options.rounds, screen.round)
             # Free memory for the next candidates. Compiled functions are in reference cycles,
             # which only a collection frees.
             del candidates
             gc.collect()
-            yield Result(name, problem.parameters, shards, timing, differences)
+            # The table of steps has a column for the parameters.
+            shown = name if bench == "step" else title
+            yield Result(shown, problem.parameters, shards, timing, differences, **found)
 
 
-def problems(
-    quick: bool, sizes: Sequence[int] = _SIZES
-) -> Iterator[tuple[str, Callable[[int], Problem]]]:
+def _problems(quick: bool, sizes: Sequence[int]) -> Iterator[tuple[str, Callable[[int], Problem]]]:
     """The transformer, and MLPs of these sizes: names, and functions from a number of shards."""
     small = {"layers": 1, "width": 32} if quick else {}
-    yield TRANSFORMER, functools.partial(transformer, **small)
+    yield "the demo's transformer", functools.partial(transformer, **small)
     for size in _QUICK_SIZES if quick else sizes:
         yield "MLP", functools.partial(mlp, size)
 
 
 def _needed_bytes(parameters: int, shards: int) -> int:
-    """Parameters and moments of all four candidates, gradients and updates of the one that runs."""
+    """Parameters and moments of four candidates, gradients and updates of the one that runs."""
     replicated, sharded = 3 * shards, shards + 2
     return (2 * replicated + 2 * sharded + 2 * shards) * parameters * 4

@@ -1,246 +1,117 @@
 """Results as tables of text, for the screen and the page."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from benchmarks import ema
 from benchmarks.baselines import HAND_WRITTEN, OURS_AUTO, OURS_REPLICATED, OURS_SHARDED
-from benchmarks.imports import WITH, WITHOUT
 from benchmarks.options import Bench
-from benchmarks.overhead import BARE, CALLED
 from benchmarks.result import Result
-from benchmarks.timing import Spread, Timing
+from benchmarks.timing import Spread
 
-_OURS = (OURS_AUTO, OURS_SHARDED, OURS_REPLICATED)
-_TIMES = ("ms per step", "quartiles", "minimum")
-_RATIOS = ("ours ÷ this", "quartiles", "minimum", "ratio of the minima")
+# A heading, and a cell for each row.
+Column = tuple[str, list[str]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table of text.
-
-    Attributes:
-      title: the title.
-      columns: the column headers.
-      rows: the cells of each row.
-      labels: the number of columns, from the left, with names rather than numbers.
-    """
+    """A table of text: its title, the headings of its columns, and the cells of each row."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    labels: int = 1
-
-    def left(self) -> list[bool]:
-        """Which columns are aligned left."""
-        return [index < self.labels for index in range(len(self.columns))]
 
 
 def make_tables(bench: Bench, results: Sequence[Result]) -> list[Table]:
     """The tables of a benchmark; none without results."""
-    each = {
-        "update": _of_update,
-        "processes": _of_processes,
-        "accumulation": _of_accumulation,
-        "ema": _of_ema,
-    }
-    if bench in each:
-        return [each[bench](result) for result in results]
-    if not results:
-        return []
     if bench == "step":
-        return [_of_steps(results)]
-    if bench == "overhead":
-        return [_of_differences("Microseconds per call", results, CALLED, BARE, 1e6)]
-    return [_of_differences("Milliseconds until imported", results, WITH, WITHOUT, 1e3)]
+        return [_of_steps(results)] if results else []
+    return [_of_candidates(bench, result) for result in results]
 
 
-def _of_update(result: Result) -> Table:
-    timing, floor = result.timing, result.floor_seconds
-    assert floor is not None
-    assert result.bandwidth is not None
-    rows = []
-    for name in timing.seconds:
-        spread = timing.spread(name)
-        rows.append(
-            [
-                name,
-                *_milliseconds(spread),
-                f"{spread.median / floor:.1f}",
-                f"{spread.least / floor:.1f}",
-                *_ratios(timing, name),
-                f"{result.differences[name]:.0e}",
-            ]
-        )
-    return Table(
-        f"{result.title()}: lower bound {three_digits(1000 * floor)} ms "
-        f"at {result.bandwidth / 1e9:.1f} GB/s",
-        [
-            "candidate",
-            *_TIMES,
-            "÷ lower bound",
-            "minimum ÷ lower bound",
-            *_RATIOS,
-            "differs by",
-        ],
-        rows,
-    )
+def _of_candidates(bench: Bench, result: Result) -> Table:
+    timing, title = result.timing, result.title()
+    names = [name for name in timing.seconds if not ema.is_without_average(name)]
+    columns: list[Column] = [("candidate", names)]
+    times = [timing.spread(name).times(1000) for name in names]
+    columns += _spreads("ms per step", times, three_digits)
+    floor = result.floor_seconds
+    if floor is not None and result.bandwidth is not None:
+        bandwidth = f"{result.bandwidth / 1e9:.1f} GB/s"
+        title += f": lower bound {three_digits(1000 * floor)} ms at {bandwidth}"
+        columns.append(("÷ lower bound", [f"{each.median / 1000 / floor:.1f}" for each in times]))
+        minima = [f"{each.least / 1000 / floor:.1f}" for each in times]
+        columns.append(("minimum ÷ lower bound", minima))
+    if bench == "processes":
+        for ours in (OURS_REPLICATED, OURS_SHARDED):
+            ratios = [timing.ratio(ours, name) for name in names]
+            columns += _spreads(f"{ours} ÷ this", ratios, _two_decimals)[:2]
+    else:
+        columns += _ratios("ours ÷ this", result, [(OURS_SHARDED, name) for name in names])
+    if bench == "ema":
+        columns += _of_average(result, names)
+    if result.sent is not None and result.least_sent is not None:
+        sent = [result.sent[name] for name in names]
+        columns.append(("MB sent", [three_digits(each / 1e6) for each in sent]))
+        columns.append(("÷ lower bound", [f"{each / result.least_sent:.3f}" for each in sent]))
+    if bench != "ema":
+        columns.append(("differs by", [f"{result.differences[name]:.0e}" for name in names]))
+    return _table(title, columns)
 
 
-def _of_processes(result: Result) -> Table:
-    timing, ours = result.timing, (OURS_REPLICATED, OURS_SHARDED)
-    rows = [
-        [
-            name,
-            *_milliseconds(timing.spread(name)),
-            *(cell for each in ours for cell in [*_ratio(timing.ratio(each, name))][:2]),
-            f"{result.differences[name]:.0e}",
-        ]
-        for name in timing.seconds
-    ]
-    return Table(
-        result.title(),
-        [
-            "candidate",
-            *_TIMES,
-            *(head for each in ours for head in (f"{each} ÷ this", "quartiles")),
-            "differs by",
-        ],
-        rows,
-    )
-
-
-def _of_accumulation(result: Result) -> Table:
-    timing = result.timing
-    assert result.sent is not None
-    assert result.least_sent is not None
-    rows = [
-        [
-            name,
-            *_milliseconds(timing.spread(name)),
-            *_ratios(timing, name),
-            three_digits(sent / 1e6),
-            f"{sent / result.least_sent:.3f}",
-            f"{result.differences[name]:.0e}",
-        ]
-        for name, sent in result.sent.items()
-    ]
-    return Table(
-        result.title(),
-        ["candidate", *_TIMES, *_RATIOS, "MB sent", "÷ lower bound", "differs by"],
-        rows,
-    )
-
-
-def _of_ema(result: Result) -> Table:
+def _of_average(result: Result, names: list[str]) -> list[Column]:
+    """What an average costs: the candidates with it less the same ones without."""
     timing, held = result.timing, result.held
     assert held is not None
-    rows = []
-    for name in (OURS_SHARDED, OURS_REPLICATED, HAND_WRITTEN):
-        without = ema.without_average(name)
-        more = timing.difference(name, without).times(1000)
-        rows.append(
-            [
-                name,
-                *_milliseconds(timing.spread(name)),
-                *_ratios(timing, name),
-                three_digits(more.median),
-                f"{three_digits(more.low)} to {three_digits(more.high)}",
-                three_digits(1000 * timing.difference_of_minimums(name, without)),
-                three_digits(held[name] / 1e6),
-                three_digits((held[name] - held[without]) / 1e6),
-            ]
-        )
-    return Table(
-        result.title(),
-        [
-            "candidate",
-            *_TIMES,
-            *_RATIOS,
-            "average costs, ms",
-            "quartiles",
-            "difference of the minima",
-            "MB of state on one shard",
-            "MB of average",
-        ],
-        rows,
-    )
+    pairs = [(name, ema.without_average(name)) for name in names]
+    more = [timing.difference(*pair).times(1000) for pair in pairs]
+    minima = [three_digits(1000 * timing.difference_of_minimums(*pair)) for pair in pairs]
+    return [
+        *_spreads("average costs, ms", more, three_digits)[:2],
+        ("difference of the minima", minima),
+        ("MB of state on one shard", [three_digits(held[name] / 1e6) for name in names]),
+        ("MB of average", [three_digits((held[one] - held[other]) / 1e6) for one, other in pairs]),
+    ]
 
 
 def _of_steps(results: Sequence[Result]) -> Table:
-    rows = []
-    for result in results:
-        timing = result.timing
-        row = [result.problem, f"{result.parameters:,}", f"{result.shards}"]
-        row += [three_digits(1000 * timing.spread(HAND_WRITTEN).median)]
-        for name in _OURS:
-            median, quartiles, _ = _ratio(timing.ratio(name, HAND_WRITTEN))
-            row += [median, quartiles, f"{timing.ratio_of_minimums(name, HAND_WRITTEN):.2f}"]
-        rows.append(row)
-    spread = ["quartiles", "ratio of the minima"]
-    return Table(
-        "Time of a step, relative to one written by hand",
-        [
-            "problem",
-            "parameters",
-            "shards",
-            "by hand, ms",
-            *(head for name in _OURS for head in (f"{name} ÷ by hand", *spread)),
-        ],
-        rows,
-    )
+    by_hand = [1000 * result.timing.spread(HAND_WRITTEN).median for result in results]
+    columns: list[Column] = [
+        ("problem", [result.problem for result in results]),
+        ("parameters", [f"{result.parameters:,}" for result in results]),
+        ("shards", [f"{result.shards}" for result in results]),
+        ("by hand, ms", [three_digits(each) for each in by_hand]),
+    ]
+    for name in (OURS_AUTO, OURS_SHARDED, OURS_REPLICATED):
+        ratios = [result.timing.ratio(name, HAND_WRITTEN) for result in results]
+        columns += _spreads(f"{name} ÷ by hand", ratios, _two_decimals)[:2]
+        minima = [result.timing.ratio_of_minimums(name, HAND_WRITTEN) for result in results]
+        columns.append(("ratio of the minima", [_two_decimals(each) for each in minima]))
+    return _table("Time of a step, relative to one written by hand", columns)
 
 
-def _of_differences(
-    title: str, results: Sequence[Result], ours: str, bare: str, unit: float
-) -> Table:
-    rows = []
-    for result in results:
-        timing = result.timing
-        more = timing.difference(ours, bare).times(unit)
-        rows.append(
-            [
-                result.title(),
-                f"{timing.spread(bare).times(unit).median:.0f}",
-                f"{timing.spread(ours).times(unit).median:.0f}",
-                f"{more.median:.0f}",
-                f"{more.low:.0f} to {more.high:.0f}",
-                f"{more.least:.0f}",
-                f"{unit * timing.difference_of_minimums(ours, bare):.0f}",
-            ]
-        )
-    return Table(
-        title,
-        [
-            "problem",
-            bare,
-            ours,
-            "difference",
-            "quartiles",
-            "minimum",
-            "difference of the minima",
-        ],
-        rows,
-    )
+def _ratios(heading: str, result: Result, pairs: list[tuple[str, str]]) -> list[Column]:
+    ratios = [result.timing.ratio(*pair) for pair in pairs]
+    minima = [_two_decimals(result.timing.ratio_of_minimums(*pair)) for pair in pairs]
+    return [*_spreads(heading, ratios, _two_decimals), ("ratio of the minima", minima)]
 
 
-def _milliseconds(spread: Spread) -> Iterator[str]:
-    spread = spread.times(1000)
-    yield three_digits(spread.median)
-    yield f"{three_digits(spread.low)} to {three_digits(spread.high)}"
-    yield three_digits(spread.least)
+def _spreads(heading: str, spreads: list[Spread], text: Callable[[float], str]) -> list[Column]:
+    """The medians, the quartiles and the minima."""
+    return [
+        (heading, [text(each.median) for each in spreads]),
+        ("quartiles", [f"{text(each.low)} to {text(each.high)}" for each in spreads]),
+        ("minimum", [text(each.least) for each in spreads]),
+    ]
 
 
-def _ratios(timing: Timing, name: str) -> Iterator[str]:
-    yield from _ratio(timing.ratio(OURS_SHARDED, name))
-    yield f"{timing.ratio_of_minimums(OURS_SHARDED, name):.2f}"
+def _table(title: str, columns: list[Column]) -> Table:
+    rows = zip(*(cells for _, cells in columns), strict=True)
+    return Table(title, [heading for heading, _ in columns], [list(row) for row in rows])
 
 
-def _ratio(spread: Spread) -> Iterator[str]:
-    yield f"{spread.median:.2f}"
-    yield f"{spread.low:.2f} to {spread.high:.2f}"
-    yield f"{spread.least:.2f}"
+def _two_decimals(number: float) -> str:
+    return f"{number:.2f}"
 
 
 def three_digits(number: float) -> str:

@@ -1,20 +1,15 @@
 """Benchmark of reduction and AdamW update alone, against all candidates and the lower bound."""
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
-import jax
 
 from benchmarks.baselines import Candidate
 from benchmarks.floor import cores, least_bytes, measure_bandwidth
 from benchmarks.given_gradients import given_gradients, scales
 from benchmarks.interleave import interleave
-from benchmarks.jax_baselines import bytes_on_one_shard, hand_written, ours
+from benchmarks.jax_baselines import hand_written, ours
 from benchmarks.options import BenchOptions
-from benchmarks.peer import Peer, PeerCandidate, PeerError
+from benchmarks.peer import Peer, PeerError
 from benchmarks.problem import NUMBERS_OF_ADAMW
 from benchmarks.progress import Screen
 from benchmarks.result import Result
@@ -23,25 +18,14 @@ _MATRICES, _WIDTH = 32, 512
 _QUICK_WIDTH = 64
 
 
-@dataclasses.dataclass(frozen=True)
-class _Framework:
-    """A baseline framework: name, environment, script, and the names of its variants in tables."""
-
-    name: str
-    folder: str
-    script: str
-    variants: dict[str, str]
-
-
-_FRAMEWORKS = (
-    _Framework(
-        "PyTorch",
+# By framework: the folder of its environment, its script, and its variants' names in tables.
+_FRAMEWORKS = {
+    "PyTorch": (
         "peer-torch",
         "torch_peer.py",
         {"all_reduce": "PyTorch gloo all-reduce + AdamW", "zero": "PyTorch gloo ZeRO + AdamW"},
     ),
-    _Framework(
-        "TensorFlow",
+    "TensorFlow": (
         "peer-tensorflow",
         "tensorflow_peer.py",
         {
@@ -49,7 +33,7 @@ _FRAMEWORKS = (
             "adam": "MirroredStrategy, v1 Adam (no decay: less work)",
         },
     ),
-)
+}
 
 
 def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> Iterator[Result]:
@@ -59,31 +43,29 @@ def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> 
         problem = given_gradients(_MATRICES, width, shards)
         told = f"update of {problem.parameters:,} parameters, {shards} shards"
         screen.tell(f"{told}: starting all candidates")
-        sharded = ours(problem, shards, "sharded")
         candidates: list[Candidate] = [
-            sharded,
+            ours(problem, shards, "sharded"),
             ours(problem, shards, "replicated"),
             hand_written(problem, shards),
         ]
+        asked = {
+            "shapes": [(width, width)] * _MATRICES,
+            "scales": scales(_MATRICES, shards),
+            **NUMBERS_OF_ADAMW,
+            "cores": cores(),
+        }
         with contextlib.ExitStack() as running:
-            for framework in _FRAMEWORKS:
+            for framework, (folder, script, variants) in _FRAMEWORKS.items():
+                python = options.peers / folder / "bin" / "python"
                 try:
-                    peer = _start(framework, options.peers, width, shards)
-                    running.enter_context(peer)
+                    peer = running.enter_context(Peer(framework, python, script, asked))
                     versions |= peer.versions()
-                    for way in framework.variants:
-                        # Built now: a failure here leaves out this peer only.
-                        peer.run(way, steps=0)
+                    candidates += peer.candidates(variants)
                 except PeerError as why:
                     screen.note(f"Left out: {why}")
-                    continue
-                candidates += [
-                    PeerCandidate(name, peer, way) for way, name in framework.variants.items()
-                ]
             bandwidth = measure_bandwidth()
             screen.tell(told)
             timing, differences = interleave(candidates, options.rounds, screen.round)
-        screen.note(f"With {shards} shards, {_share(sharded.state.opt_state)}")
         yield Result(
             problem=f"update of {_MATRICES} matrices of {width} × {width}",
             parameters=problem.parameters,
@@ -93,24 +75,3 @@ def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> 
             floor_bytes=least_bytes(problem.parameters, shards),
             bandwidth=max(bandwidth, measure_bandwidth()),
         )
-
-
-def _share(state: Any) -> str:
-    """One shard's share of the optimizer state, from its arrays."""
-    whole = sum(array.nbytes for array in jax.tree.leaves(state))
-    held = bytes_on_one_shard(state)
-    return (
-        f"one shard of ours, sharded, holds {held:,} of the {whole:,} bytes of the optimizer's "
-        f"state: {held / whole:.4f} of it."
-    )
-
-
-def _start(framework: _Framework, peers: Path, width: int, shards: int) -> Peer:
-    problem = {
-        "shapes": [(width, width)] * _MATRICES,
-        "scales": scales(_MATRICES, shards),
-        **NUMBERS_OF_ADAMW,
-        "cores": cores(),
-    }
-    python = peers / framework.folder / "bin" / "python"
-    return Peer(framework.name, python, framework.script, problem)

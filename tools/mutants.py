@@ -1,14 +1,13 @@
 """Plants the faults of mutants.toml one by one, and tells which of them `make test` would catch.
 
-The test that caught a fault the last time runs first. Where it no longer does, the tests that run
-the fault's lines are tried, which one run of all tests under coverage finds out.
+The test that caught a fault the last time runs first. Where it no longer does, the tests of the
+fault's room are tried, then those of combinations, then all.
 """
 
 import argparse
 import concurrent.futures
 import dataclasses
 import functools
-import itertools
 import json
 import os
 import re
@@ -17,21 +16,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
-from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "crossshard"
 # Which test caught a fault the last time; it runs first the next time.
 CAUGHT_BY = ROOT / "tools" / "mutants.json"
-# What a run of all tests leaves, until the package changes.
-COVERAGE, TIMES = ROOT / "build" / "coverage", ROOT / "build" / "coverage.xml"
-# A fault may make shards wait for each other for ever.
-SECONDS = 1800
+# A fault may make shards wait for each other for ever; all tests take a third of this.
+SECONDS = 3600
 WANTED = 0.95
 
 
@@ -83,62 +77,7 @@ def read_faults() -> list[Fault]:
     ]
 
 
-class Map:
-    """Which tests run which line, and how long each takes, as one run of all tests has found.
-
-    A test that starts other processes is not known to run what they run.
-    """
-
-    def __init__(self) -> None:
-        # Here and not above: who reads the list of faults needs no coverage.
-        import coverage
-
-        newest = max(file.stat().st_mtime for file in PACKAGE.rglob("*.py"))
-        if not COVERAGE.exists() or COVERAGE.stat().st_mtime < newest:
-            print("Running all tests, to know which of them run which line …", flush=True)
-            COVERAGE.parent.mkdir(exist_ok=True)
-            options = ["--cov=crossshard", "--cov-context=test", "--cov-report="]
-            command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal"]
-            environment = {**os.environ, "COVERAGE_FILE": str(COVERAGE)}
-            subprocess.run(
-                [*command, *options, f"--junitxml={TIMES}"], cwd=ROOT, env=environment, check=False
-            )
-        self._data = coverage.CoverageData(str(COVERAGE))
-        self._data.read()
-        self._files = {
-            file.partition("/src/crossshard/")[2]: file for file in self._data.measured_files()
-        }
-        self._seconds = {}
-        for case in ElementTree.parse(TIMES).iter("testcase"):
-            if len(case):
-                continue  # it failed, or was skipped
-            file = case.attrib["classname"].replace(".", "/")
-            self._seconds[f"{file}.py::{case.attrib['name']}"] = float(case.attrib["time"])
-
-    def pieces(self, fault: Fault) -> list[list[str]]:
-        """The tests that run a fault's lines: near ones, quick ones, all others, and processes."""
-        lines = self._data.contexts_by_lineno(self._files[fault.path])
-        within = range(fault.line, fault.line + fault.before.strip("\n").count("\n") + 2)
-        tests_of = lambda some: (
-            {each.partition("|")[0] for line in some for each in lines.get(line, ())}
-            & {*self._seconds}
-        )
-        # A line of the file itself runs once, when it is imported.
-        found = tests_of(within) or tests_of(lines)
-        known = sorted(found, key=self._seconds.__getitem__)
-        near = f"tests/{fault.path.split('/')[0]}/"
-        close = self._first([x for x in known if "test_combinations" in x], 20)
-        close += self._first([x for x in known if x.startswith(near) and x not in close], 60)
-        quick = self._first([x for x in known if x not in close], 90)
-        rest = [x for x in known if x not in close and x not in quick]
-        return [close, quick, rest, ["-m", "multiprocess and not deep and not soak", "tests"]]
-
-    def _first(self, tests: list[str], seconds: float) -> list[str]:
-        ends = itertools.accumulate(map(self._seconds.__getitem__, tests))
-        return [test for test, end in zip(tests, ends, strict=True) if end < seconds]
-
-
-def run(fault: Fault, tests: Callable[[], Map], caught_by: str | None) -> str | None:
+def run(fault: Fault, caught_by: str | None) -> str | None:
     """The test that catches a fault, or ``a time of … s``; ``None`` if none does."""
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "crossshard"
@@ -146,8 +85,10 @@ def run(fault: Fault, tests: Callable[[], Map], caught_by: str | None) -> str | 
         fault.plant(package)
         if caught_by and _first_failure([caught_by], folder) and _passes(caught_by):
             return caught_by
-        for piece in filter(None, tests().pieces(fault)):
-            found = _first_failure(piece, folder)
+        room = f"tests/{fault.path.split('/')[0]}"
+        near = [room] if (ROOT / room).is_dir() else []
+        for tests in filter(None, [near, ["tests/pipeline/test_combinations.py"], ["tests"]]):
+            found = _first_failure(tests, folder)
             if found and ("::" not in found or _passes(found)):
                 return found
     return None
@@ -164,10 +105,8 @@ def _passes(test: str) -> bool:
 def _first_failure(tests: list[str], folder: str) -> str | None:
     command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", "-p", "no:cacheprovider"]
     environment = {**os.environ, "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"}
-    listed = Path(folder) / "tests.txt"
-    listed.write_text("\n".join(tests))
     process = subprocess.Popen(
-        [*command, f"@{listed}"],
+        [*command, *tests],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
@@ -199,20 +138,12 @@ def main() -> int:
         for fault in read_faults()
         if not arguments.only or any(part in fault.name for part in arguments.only)
     ]
-    lock, cached = threading.Lock(), functools.cache(Map)
-
-    def tests() -> Map:
-        with lock:
-            return cached()
-
     recorded = json.loads(CAUGHT_BY.read_text()) if CAUGHT_BY.exists() else {}
     key = lambda fault: f"{fault.path}: {fault.what}"
     survivors = []
     started = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
-        running = {
-            pool.submit(run, fault, tests, recorded.get(key(fault))): fault for fault in faults
-        }
+        running = {pool.submit(run, fault, recorded.get(key(fault))): fault for fault in faults}
         for done in concurrent.futures.as_completed(running):
             fault, by = running[done], done.result()
             if by is None:

@@ -255,34 +255,22 @@ add("whole-most-sharded", whole, "adamw", "sharded", **_most | _clip_shard | _ke
 add("whole-most-global", whole, "clip", "sharded", **_most | _kept)
 
 
-def beside_a_model_axis(optimizer: str, weight_update: str, **kwargs: Any) -> Callable[[], Any]:
-    """A step whose parameters are split over another axis of the mesh, too."""
-    mesh = mesh_of(shard=4, model=2)
-    split = {name: P() for name in SHAPES} | {"embed": P(None, "model"), "kernel": P("model")}
-    params = {
-        name: jax.device_put(value, NamedSharding(mesh, split[name]))
-        for name, value in PARAMS.items()
-    }
-    step = crossshard.make_train_step(
-        loss_fn,
-        OPTIMIZERS[optimizer](),
-        mesh=mesh,
-        axis_name="shard",
-        weight_update=weight_update,
-        **kwargs,
-    )
-    state = step.init(params)
-
-    def call() -> None:
-        nonlocal state
-        state, _ = step(state, BATCH)
-
-    return call
+def split_over_a_model_axis() -> Any:
+    """The parameters, some of them split over another axis of the mesh."""
+    mesh = mesh_of(**_with_a_model["axes"])
+    split = {"embed": P(None, "model"), "kernel": P("model")}
+    place = lambda name: NamedSharding(mesh, split.get(name, P()))
+    return {name: jax.device_put(value, place(name)) for name, value in PARAMS.items()}
 
 
+_with_a_model: dict[str, Any] = {
+    "axes": {"shard": 4, "model": 2},
+    "axis_name": "shard",
+    "params": split_over_a_model_axis,
+}
 for _way, _optimizer in (("replicated", "sgd"), ("sharded", "adamw"), ("sharded", "clip")):
-    add(f"whole-model-axis-{_way}-{_optimizer}", beside_a_model_axis, _optimizer, _way)
-add("whole-model-axis-skip", beside_a_model_axis, "clip", "sharded", nonfinite="skip")
+    add(f"whole-model-axis-{_way}-{_optimizer}", whole, _optimizer, _way, **_with_a_model)
+add("whole-model-axis-skip", whole, "clip", "sharded", nonfinite="skip", **_with_a_model)
 
 
 # Modules.
@@ -502,29 +490,6 @@ def nnx_optimizer(optimizer: str, runner: bool = False) -> Callable[[], Any]:
 
 add("optax-nnx-optimizer", nnx_optimizer, "adamw")
 add("optax-nnx-optimizer-in-a-runner", nnx_optimizer, "adamw", runner=True)
-
-
-def equinox_idiom(check_vma: bool) -> Callable[[], Any]:
-    """A module of Equinox under shard_map."""
-    opt, mesh = wrapped("momentum"), mesh_of(shards=SHARDS)
-    arrays, static = eqx.partition(Layers(), eqx.is_inexact_array)
-
-    def update(arrays: Any, state: Any, x: jax.Array) -> Any:
-        loss = lambda module: net_loss(module, {"x": x})
-        grads = crossshard.grad(loss)(eqx.combine(arrays, static))
-        updates, state = opt.update(grads, state, arrays)
-        return eqx.apply_updates(arrays, updates), state
-
-    specs = (P(), P(), P("shards"))
-    run = jax.shard_map(
-        update, mesh=mesh, in_specs=specs, out_specs=(P(), P()), check_vma=check_vma
-    )
-    given = jax.device_put((arrays, opt.init(arrays)), NamedSharding(mesh, P()))
-    return functools.partial(jax.jit(run), *given, BATCH["x"])
-
-
-add("optax-equinox-checked", equinox_idiom, True)
-add("optax-equinox-unchecked", equinox_idiom, False)
 
 
 # The stateful idiom, in the runners.

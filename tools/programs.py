@@ -123,15 +123,6 @@ def write(folder: Path, pattern: str) -> int:
 # Comparing.
 
 
-def _same_regardless_of_order(before: str, after: str) -> bool:
-    from program_text import regardless_of_order
-
-    def parts(text: str) -> list[list[str]]:
-        return sorted(regardless_of_order(_START + rest) for rest in text.split(_START)[1:])
-
-    return parts(before) == parts(after)
-
-
 def _difference(name: str, before: str, after: str, context: int) -> list[str]:
     lines = before.splitlines(), after.splitlines()
     return list(
@@ -141,6 +132,8 @@ def _difference(name: str, before: str, after: str, context: int) -> list[str]:
 
 def compare(before: Path, after: Path, name: str | None) -> int:
     """Prints which programs are identical and how the others differ; 1 if one differs."""
+    from program_text import instructions
+
     first, second = (
         {file.stem: file.read_text() for file in folder.glob("*.hlo")} for folder in (before, after)
     )
@@ -154,7 +147,7 @@ def compare(before: Path, after: Path, name: str | None) -> int:
     both = sorted(first.keys() & second.keys())
     same = [name for name in both if first[name] == second[name]]
     unlike = [name for name in both if first[name] != second[name]]
-    moved = [name for name in unlike if _same_regardless_of_order(first[name], second[name])]
+    moved = [name for name in unlike if instructions(first[name]) == instructions(second[name])]
     different = [name for name in unlike if name not in moved]
     for name in different:
         lines = _difference(name, first[name], second[name], 0)
@@ -162,7 +155,7 @@ def compare(before: Path, after: Path, name: str | None) -> int:
         print(f"… {len(lines)} lines in all: --diff {name}\n")
     print(f"{sum(first[name].count(_START) for name in same)} programs identical")
     for what, names in (
-        ("the same but for an order, of instructions, parameters or results", moved),
+        ("of the same instructions, in another order or with other operands", moved),
         ("different", different),
         (f"not in {after}", sorted(first.keys() - second.keys())),
         (f"not in {before}", sorted(second.keys() - first.keys())),

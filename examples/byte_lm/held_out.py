@@ -1,4 +1,4 @@
-"""Bits per byte of held-out text, for the model of each group."""
+"""Bits per byte of held-out text."""
 
 import math
 from typing import Any
@@ -36,8 +36,8 @@ class HeldOut:
 
     def bits_per_byte(
         self, training: Training, *, sample: bool = False, ema: bool = False
-    ) -> list[float]:
-        """The bits per byte of the model of each group.
+    ) -> float:
+        """The bits per byte of the model.
 
         Args:
           training: whose parameters are those after the last step.
@@ -50,11 +50,8 @@ class HeldOut:
             training.own_rows({name: all_[part] for name, all_ in self._rows.items()})
             for part in of_call
         ]
-        means = [
-            training.step.evaluate(training.state, batches, _costs, shard, ema=ema)
-            for shard in training.of_groups
-        ]
-        return [float(each["nats"].sum() / each["bytes"].sum()) / math.log(2) for each in means]
+        means = training.step.evaluate(training.state, batches, _costs, ema=ema)
+        return float(means["nats"].sum() / means["bytes"].sum()) / math.log(2)
 
 
 def _costs(model: ByteTransformer, batch: Any) -> dict[str, jax.Array]:

@@ -56,7 +56,7 @@ def train(job: Job, training: Training, held_out: HeldOut, taken: int = 0) -> It
             "loss_per_shard": losses,
             "seconds": round(seconds, 6),
             "tokens_per_second": round(job.rows * options.context / seconds, 1),
-            **{name: each if each[1:] else each[0] for name, each in metrics.items()},
+            **metrics,
         }
         if faults:
             step["faults"] = faults

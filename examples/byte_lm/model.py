@@ -6,24 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard.errors import ArgumentError
 
 VOCABULARY = 256
 HEAD_WIDTH = 32
-
-# How matrices are split over a mesh axis: columns, then rows (Megatron-LM, arXiv 1909.08053).
-MODEL_AXIS = "model"
-_COLUMNS, _ROWS = PartitionSpec(None, MODEL_AXIS), PartitionSpec(MODEL_AXIS, None)
-_MODEL_SPLIT = {
-    "embedding": _ROWS,
-    "qkv": _COLUMNS,
-    "attention_out": _ROWS,
-    "dense_in": _COLUMNS,
-    "dense_out": _ROWS,
-    "head": _COLUMNS,
-}
 
 
 class ByteTransformer(nnx.Module):
@@ -99,25 +86,6 @@ class Block(nnx.Module):
         mixed = jax.nn.dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
         x_btd = x_btd + self.attention_out(mixed.reshape(batch, time, width))
         return x_btd + self.dense_out(nnx.gelu(self.dense_in(self.dense_norm(x_btd))))
-
-
-def params_by_name(params: Any) -> dict[str, jax.Array]:
-    """The arrays of an ``nnx.State`` by name, as ``"blocks/0/qkv/kernel"``."""
-    flat = nnx.to_flat_state(params)
-    return {"/".join(map(str, path)): leaf.get_raw_value() for path, leaf in flat}
-
-
-def split_over(mesh: Mesh, model: ByteTransformer) -> ByteTransformer:
-    """A copy of the model whose matrices are split over the mesh axis ``model``."""
-    graph, params = nnx.split(model)
-    place = lambda path, leaf: jax.device_put(leaf, NamedSharding(mesh, spec_of(path, leaf)))
-    return nnx.merge(graph, jax.tree_util.tree_map_with_path(place, params))
-
-
-def spec_of(path: Any, leaf: Any) -> PartitionSpec:
-    """How an array of the model is split over the mesh axis ``model``."""
-    name = next((each.key for each in path if getattr(each, "key", None) in _MODEL_SPLIT), "")
-    return _MODEL_SPLIT.get(name, PartitionSpec())
 
 
 def rotate(x_bthd: jax.Array) -> jax.Array:

@@ -25,15 +25,13 @@ _OTHERWISE = 2e-3
 
 @dataclasses.dataclass(frozen=True)
 class InnerOptimizer:
-    """An Optax transformation with its name.
+    """An Optax transformation with its learning rate.
 
     Attributes:
-      name: the name as given.
       transformation: the transformation.
       learning_rate: what it was given or sets itself; ``None`` if it knows none.
     """
 
-    name: str
     transformation: optax.GradientTransformation
     learning_rate: float | None
 
@@ -82,4 +80,4 @@ def make_optimizer(name: str, learning_rate: float | None) -> InnerOptimizer:
             f"{name} is not an optimizer: it returns {type(made).__name__}, and not an Optax "
             f"transformation."
         )
-    return InnerOptimizer(name, made, rate)
+    return InnerOptimizer(made, rate)

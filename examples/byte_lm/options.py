@@ -2,29 +2,20 @@
 
 import dataclasses
 import fnmatch
-import json
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-import optax
 from flax import nnx
 
-from crossshard import CrossShardOptimizer
-from crossshard.errors import ArgumentError, GroupAssignmentError
-from examples.byte_lm.model import VOCABULARY
+from crossshard.errors import ArgumentError
 
 DEFAULT_BATCH = 16
 # As many steps must be taken that --profile traces some: those before them compile.
 PROFILED = 7
 # Virtual CPU devices are threads and buffers; more would overload a machine.
 MOST_SHARDS = 1024
-
-# The shards of each group.
-Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +24,7 @@ class TrainOptions:
 
     The model reads bytes and predicts the next one. Every shard computes the gradient of its part
     of the batch, CrossShardOptimizer reduces them, and the Optax optimizer of your choice steps.
-    At the end the first steps are repeated on one shard, to prove that both trained alike.
+    At the end the step is verified: with plain SGD, all shards must take the step of one device.
 
     Ctrl-C stops after the current step, with everything so far written to the output folder; a
     second one ends at once.
@@ -41,7 +32,7 @@ class TrainOptions:
     With --save-every, what was stopped goes on with --resume, on as many shards or on others.
 
     The exit code is 0 if all went well, or if SIGTERM stopped a run that saves; 1 if the training
-    diverged, the proof failed or something could not be written; 2 if what was asked cannot be
+    diverged, the step is wrong or something could not be written; 2 if what was asked cannot be
     done; 3 if --nonfinite or --check-divergence ended the run; 130 after Ctrl-C.
     """
 
@@ -57,14 +48,8 @@ class TrainOptions:
     reduction: Literal["mean", "sum"] = "mean"
     """The reduction of gradients over the shards."""
 
-    groups: str | None = None
-    """Groups that reduce on their own: 2x4 for two groups of four, or JSON as [[0,2],[1,3]]."""
-
     shards: int | None = None
-    """By default as many as the groups have, else those of 8 CPU devices, or of all others."""
-
-    model_shards: int = 1
-    """Devices of each shard, over which the matrices of the model are split."""
+    """By default 8 on CPU devices, or all others."""
 
     weight_update: Literal["auto", "replicated", "sharded"] = "auto"
     """Whether each shard updates all parameters, or its slice of them."""
@@ -140,9 +125,7 @@ class TrainOptions:
 
     def check(self) -> None:
         """Raise an ``ArgumentError`` for an impossible number."""
-        for name in (
-            "shards", "model_shards", "accumulate_steps", "steps", "batch", "context", "save_every"
-        ):  # fmt: skip
+        for name in ("shards", "accumulate_steps", "steps", "batch", "context", "save_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ArgumentError(f"{_flag(name)} must be at least 1; got {value}.")
@@ -152,12 +135,6 @@ class TrainOptions:
         if self.profile and self.steps < PROFILED:
             raise ArgumentError(
                 f"--profile traces the last three of {PROFILED} steps; got --steps {self.steps}."
-            )
-        splits = math.gcd(VOCABULARY, self.width)
-        if splits % self.model_shards:
-            raise ArgumentError(
-                f"--model-shards must divide {splits}, which divides the width {self.width} and "
-                f"the {VOCABULARY} bytes; got {self.model_shards}."
             )
         if not 0 <= self.seed < 2**32:
             raise ArgumentError(f"--seed must be from 0 to 2**32 - 1; got {self.seed}.")
@@ -187,28 +164,6 @@ class TrainOptions:
         """Whether ``wrt`` chooses a variable of the model, as an NNX filter."""
         name = "/".join(map(str, path))
         return isinstance(variable, nnx.Param) and fnmatch.fnmatchcase(name, self.wrt or "*")
-
-
-def parse_groups(text: str) -> Groups:
-    """The groups in ``2x4`` (two groups of four neighbours) or in a JSON list of lists.
-
-    Raises:
-      GroupAssignmentError: neither form, or not a partition into groups of one size.
-    """
-    try:
-        if product := re.fullmatch(r"([1-9]\d{0,2})x([1-9]\d{0,2})", text.strip()):
-            shards = np.arange(int(product[1]) * int(product[2]))
-            listed = shards.reshape(-1, int(product[2])).tolist()
-        else:
-            listed = json.loads(text)
-        # Raises unless this is a partition into groups of one size.
-        CrossShardOptimizer(optax.identity(), group_assignment=listed)
-        return tuple(map(tuple, listed))
-    except (ValueError, TypeError, RecursionError) as error:
-        raise GroupAssignmentError(
-            f"--groups must be like 2x4 (two groups of four) or JSON like [[0,1],[2,3]]; "
-            f"got {text:.80} ({error})."
-        ) from None
 
 
 def _flag(name: str) -> str:

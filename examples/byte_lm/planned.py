@@ -7,9 +7,15 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec
 
-from examples.byte_lm.model import ByteTransformer, loss, spec_of
+from examples.byte_lm.model import ByteTransformer, loss
 from examples.byte_lm.options import DEFAULT_BATCH, TrainOptions
+
+# The matrices whose columns, or rows, are split over the mesh axis ``model`` (Megatron-LM, arXiv
+# 1909.08053).
+_BY_COLUMNS = {"qkv", "dense_in", "head"}
+_BY_ROWS = {"embedding", "attention_out", "dense_out"}
 
 
 def planned(
@@ -39,7 +45,7 @@ def planned(
         "params": lambda: ByteTransformer(layers=layers, width=width, rngs=nnx.Rngs(0)),
         "batch": rows,
         "optimizer": optax.adamw(1e-3),
-        "model_specs": spec_of if split else None,
+        "model_specs": _spec_of if split else None,
         "has_aux": True,
     }
 
@@ -47,3 +53,10 @@ def planned(
 def split() -> dict[str, Any]:
     """The same, looking at meshes on which devices share a model, too."""
     return planned(split=True)
+
+
+def _spec_of(path: Any, leaf: Any) -> PartitionSpec:
+    names = {getattr(each, "key", None) for each in path}
+    if names & _BY_COLUMNS:
+        return PartitionSpec(None, "model")
+    return PartitionSpec("model", None) if names & _BY_ROWS else PartitionSpec()

@@ -35,22 +35,20 @@ class Processes:
             return value
         return int(multihost_utils.process_allgather(np.int32(value)).max())
 
-    def own_rows(self, mesh: Mesh, batch: Any, multiple: int) -> Any:
+    def own_rows(self, mesh: Mesh, batch: Any, parts: int) -> Any:
         """The rows of a global batch that are those of this process's shards.
 
         Args:
-          mesh: the mesh, whose first axis counts the shards.
+          mesh: the mesh, whose one axis counts the shards.
           batch: the same in every process.
-          multiple: rows of zeros fill the batch up to a multiple of this number.
+          parts: of each shard's rows, which rows of zeros make equal.
         """
         if self.number == 1:
             return batch
-        shards = mesh.devices.shape[0]
-        of_shards = mesh.devices.reshape(shards, -1)
-        own = [i for i in range(shards) if any(d.process_index == self.own for d in of_shards[i])]
+        own = [device.process_index == self.own for device in mesh.devices]
 
         def cut(rows: np.ndarray) -> np.ndarray:
-            rows = filled(rows, multiple).reshape(shards, -1, rows.shape[1])
+            rows = filled(rows, mesh.size * parts).reshape(mesh.size, -1, rows.shape[1])
             return rows[own].reshape(-1, rows.shape[2])
 
         return jax.tree.map(cut, batch)

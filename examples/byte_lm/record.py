@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import datetime
 import errno
-import itertools
 import json
 import math
 import os
@@ -31,13 +30,13 @@ _FIXED = {
     "seconds",  # from the batch to the loss
     "tokens_per_second",
     "faults",  # what was found not to be finite, or to differ between shards
-    "held_out_bits_per_byte",  # of a sample of held-out text, one per group
+    "held_out_bits_per_byte",  # of a sample of held-out text
     "held_out_bits_per_byte_ema",  # the same with the moving average of the parameters
 }
 
 
 def metrics_of(step: Step) -> dict[str, Any]:
-    """The metrics of the stages: a number each, or one per group."""
+    """The metrics of the stages, a number each."""
     return {name: value for name, value in step.items() if name not in _FIXED}
 
 
@@ -138,16 +137,9 @@ def check_free(out: Path | None) -> None:
 
 
 def _make_folder(asked: Path | None) -> Path:
-    """Create it; two runs without one that start in the same second get different ones."""
-    if asked is not None:
-        asked.mkdir(parents=True, exist_ok=True)
-        return asked
-    first = _RUNS / datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
-    for number in itertools.count(1):
-        out = first if number == 1 else first.with_name(f"{first.name}-{number}")
-        with contextlib.suppress(FileExistsError):
-            out.mkdir(parents=True)
-            break
+    """Create it; without one a fresh one, called by the time."""
+    out = asked or _RUNS / datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
+    out.mkdir(parents=True, exist_ok=asked is not None)
     return out
 
 

@@ -2,11 +2,8 @@
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import time
-
-import numpy as np
 
 import crossshard
 from crossshard.errors import DivergenceError, NonfiniteError
@@ -15,13 +12,13 @@ from examples.byte_lm.job import Job
 from examples.byte_lm.loop import traced, train
 from examples.byte_lm.options import PROFILED
 from examples.byte_lm.plots import draw_curves
-from examples.byte_lm.proof import STEPS, Comparison, compare, verify
+from examples.byte_lm.processes import filled
 from examples.byte_lm.record import Record
 from examples.byte_lm.saving import Saving
 from examples.byte_lm.screen import Screen
 from examples.byte_lm.stopping import Stopping
 from examples.byte_lm.summary import Sent, Summary
-from examples.byte_lm.training import Training, Values
+from examples.byte_lm.training import Training
 
 
 def run(job: Job, record: Record, screen: Screen, stopping: Stopping) -> Summary:
@@ -31,18 +28,17 @@ def run(job: Job, record: Record, screen: Screen, stopping: Stopping) -> Summary
       job: the job from ``prepare``.
       record: the record to write to.
       screen: shows every recorded step and other work.
-      stopping: asked after every step, and within the proof, whether to stop.
+      stopping: asked after every step, and after other work, whether to stop.
     """
     began = time.perf_counter()
     record.write_json("options.json", job.options)
-    training, held_out = job.new_training(), job.new_held_out()
+    training, held_out = job.new_training(), HeldOut(job.text.held_out, job.options.context)
     saving = Saving(job, training, stopping)
     taken = saving.resume()
     record.keep(taken)
     if taken:
         screen.tell(f"going on after step {taken}")
     sent: Sent | None = None
-    early: Values = {}
     fault = ""
     if not stopping.agree():
         screen.tell("compiling the step")
@@ -50,24 +46,22 @@ def run(job: Job, record: Record, screen: Screen, stopping: Stopping) -> Summary
         sent = Sent(report.bytes_between_shards, report.ratio, report.hidden_share)
         with contextlib.closing(saving):
             try:
-                early = _train(job, training, held_out, record, screen, stopping, saving)
+                _train(job, training, held_out, record, screen, stopping, saving)
             except (NonfiniteError, DivergenceError) as error:
                 fault = f"{error} {saving.after_fault(len(record.steps))}"
     steps = record.steps
     finite = all(math.isfinite(step["loss"]) for step in steps[-1:])
-    bits: list[float] = []
-    bits_ema: list[float] = []
+    bits = bits_ema = None
     if steps and finite and not fault:
         screen.tell("evaluating on held-out text")
         bits = held_out.bits_per_byte(training)
-        bits_ema = held_out.bits_per_byte(training, ema=True) if job.options.ema else []
+        bits_ema = held_out.bits_per_byte(training, ema=True) if job.options.ema else None
     ended = "stopped" if stopping.agree() else "finished" if finite else "not finite"
-    ended = "fault" if fault else ended
     # The first step takes longer.
     timed, tokens = [step["seconds"] for step in steps[1:]], job.rows * job.options.context
     summary = Summary(
         steps=len(steps),
-        ended=ended,
+        ended="fault" if fault else ended,
         fault=fault,
         shards=job.shards,
         learning_rate=job.inner.learning_rate,
@@ -83,18 +77,14 @@ def run(job: Job, record: Record, screen: Screen, stopping: Stopping) -> Summary
     )
     record.write_json("summary.json", summary)
     if steps:
-        record.write("curves.png", draw_curves(job, steps, summary))
-    if summary.ended == "finished" and early:
-        screen.tell("repeating the first steps on one shard")
-        proof, verification = _prove(job, record, early), None
-        if not stopping.agree():
-            screen.tell("verifying the step with plain SGD")
-            verification = verify(job)
+        record.write("curves.png", draw_curves(steps, summary))
+    if summary.ended == "finished" and job.shards > 1:
+        screen.tell("verifying the step with plain SGD")
+        verification = verify(job)
         summary = dataclasses.replace(
             summary,
             ended="stopped" if stopping.agree() else "finished",
             seconds=time.perf_counter() - began,
-            proof=proof,
             verification=verification,
         )
         record.write_json("summary.json", summary)
@@ -109,36 +99,32 @@ def _train(
     screen: Screen,
     stopping: Stopping,
     saving: Saving,
-) -> Values:
-    """Train; return the parameters after the steps that the proof repeats.
+) -> None:
+    """Train until the last step, or until it is time to stop.
 
     Raises:
       NonfiniteError, DivergenceError: too many gradients were not finite, or copies differ.
     """
-    early: Values = {}
     taken = len(record.steps)
-    quarantines = job.options.nonfinite == "quarantine"
     steps = train(job, training, held_out, taken)
     if job.options.profile and job.processes.is_first and job.options.steps - taken >= PROFILED:
         steps = traced(steps, record, stopping)
     for step in steps:
         record.add(step)
         screen.show(step)
-        number = step["step"]
-        if number == min(STEPS, job.options.steps) and not taken:
-            # One shard cannot repeat a step that a part of its rows made.
-            left_out = quarantines and any("faults" in each for each in record.steps)
-            early = {} if left_out else training.values()
-        stops = stopping.agree() or number == job.options.steps
+        stops = stopping.agree() or step["step"] == job.options.steps
         if math.isfinite(step["loss"]):
-            saving.after(number, last=stops)
+            saving.after(step["step"], last=stops)
         if stops:
             break
     training.finish()
-    return early
 
 
-def _prove(job: Job, record: Record, early: Values) -> Comparison:
-    first = record.steps[:STEPS]
-    skipped = [np.atleast_1d(step["skipped"]) if "skipped" in step else None for step in first]
-    return compare(job, list(itertools.islice(job.batches(), len(first))), early, skipped)
+def verify(job: Job) -> crossshard.tools.Verification:
+    """Whether, with plain SGD, the step on all shards is the step of one device.
+
+    Adaptive optimizers would hide a wrong factor.
+    """
+    parts = job.shards * job.options.accumulate_steps
+    batch = {name: filled(rows, parts) for name, rows in next(job.batches()).items()}
+    return crossshard.verify(job.step, job.first_model, batch)

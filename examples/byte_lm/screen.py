@@ -4,10 +4,8 @@ import contextlib
 import math
 import textwrap
 from collections.abc import Iterable, Iterator
-from statistics import mean
 from typing import Self
 
-import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
@@ -116,8 +114,8 @@ class Screen:
             return
         width = len(str(self._steps))
         parts = [f"step {number:{width}}/{self._steps}", _loss(step), speed, left]
-        parts += [f"held-out {mean(look):.3f}"] if look else []
-        parts += [f"averaged {mean(look_ema):.3f}"] if look_ema else []
+        parts += [f"held-out {look:.3f}"] if look else []
+        parts += [f"averaged {look_ema:.3f}"] if look_ema else []
         self.say("  ".join(part for part in parts if part))
 
     def _stop(self) -> None:
@@ -142,6 +140,6 @@ class _Console(Console):
 
 
 def _loss(step: Step) -> str:
-    metrics = [f"{name} {np.mean(each):.4g}" for name, each in metrics_of(step).items()]
+    metrics = [f"{name} {each:.4g}" for name, each in metrics_of(step).items()]
     loss, bits = step["loss"], step["bits_per_byte"]
     return "  ".join([f"loss {loss:.3f}", f"{bits:.3f} bits/byte", *metrics])

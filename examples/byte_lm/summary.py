@@ -3,7 +3,6 @@
 import dataclasses
 
 from crossshard.tools import Verification
-from examples.byte_lm.proof import Comparison
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,15 +30,14 @@ class Summary:
     parameters: int
     # Of the last training batch.
     bits_per_byte: float | None
-    # Of all held-out bytes, one number per group; with the moving average of the parameters, too.
-    held_out_bits_per_byte: list[float]
-    held_out_bits_per_byte_ema: list[float]
+    # Of all held-out bytes; with the moving average of the parameters, too.
+    held_out_bits_per_byte: float | None
+    held_out_bits_per_byte_ema: float | None
     gzip_bits_per_byte: float
     held_out_bytes: int
     # In training, the first step and looks at held-out text left out.
     tokens_per_second: float | None
     seconds: float
     sent: Sent | None = None
-    # The run's first steps against the same on one shard, and the step with plain SGD.
-    proof: Comparison | None = None
+    # The step with plain SGD on all shards and on one device.
     verification: Verification | None = None

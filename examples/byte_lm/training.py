@@ -7,15 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from crossshard import TrainState, TrainStep
 from crossshard.errors import DivergenceWarning
 from crossshard.guards import Divergence
-from examples.byte_lm.model import params_by_name
 from examples.byte_lm.processes import ALONE, Processes, whole
 
-Values = dict[str, np.ndarray]
 # Arrays that a line names: a fault may be in every array.
 _MOST = 3
 
@@ -29,7 +26,6 @@ class Training:
       state: the state after the last step.
       processes: those that train together.
       accumulate_steps: the microbatches of each shard.
-      of_groups: a shard of each group; ``(None,)`` if all shards have one model.
       repairs: whether copies that differ are repaired.
       differs: the step count at which copies were found to differ and were not repaired.
     """
@@ -38,12 +34,11 @@ class Training:
     state: TrainState
     processes: Processes = ALONE
     accumulate_steps: int = 1
-    of_groups: tuple[int | None, ...] = (None,)
     repairs: bool = False
     differs: int | None = None
 
     def __call__(self, batch: Any) -> dict[str, Any]:
-        """Take a step; return its metrics, ``[groups]``, and what each shard returned as aux.
+        """Take a step; return its metrics, and what each shard returned as aux.
 
         The batch is that of all processes. The faults that were found are lines of text.
 
@@ -58,10 +53,10 @@ class Training:
         aux = {name: whole(value).astype(np.float64) for name, value in metrics.pop("aux").items()}
         nonfinite, divergence = (metrics.pop(name, None) for name in ("nonfinite", "divergence"))
         # Reading them blocks on the step: queued steps can deadlock virtual CPU devices.
-        found = {name: self._of_groups(value) for name, value in metrics.items() if name != "loss"}
+        found = {name: float(value) for name, value in metrics.items() if name != "loss"}
         faults = []
-        if nonfinite is not None and np.any(whole(nonfinite.in_a_row)):
-            then = "the step is skipped" if all(found["skipped"]) else "the others make the step"
+        if nonfinite is not None and nonfinite.in_a_row:
+            then = "the step is skipped" if found["skipped"] else "the others make the step"
             faults.append(f"{nonfinite.describe(self.state.params)}; {then}")
         if divergence is not None and divergence.diverged:
             faults.append(self._of_copies(divergence))
@@ -72,14 +67,15 @@ class Training:
     def _of_copies(self, found: Divergence) -> str:
         """The shards and the arrays whose copies differ."""
         names = self.step.compared(self.state)
-        shards, leaves = np.flatnonzero(found.shards), np.flatnonzero(found.leaves)
-        what = ", ".join(names[leaf] for leaf in leaves[:_MOST])
-        more = f" and {len(leaves) - _MOST} more" if len(leaves) > _MOST else ""
-        who = f"on shard{'s' * (len(shards) > 1)} {', '.join(map(str, shards))}"
+        leaves = [names[leaf] for leaf in np.flatnonzero(found.leaves)]
+        what = ", ".join(leaves[:_MOST]) + ", …" * (len(leaves) > _MOST)
+        who = ", ".join(map(str, np.flatnonzero(found.shards)))
         if found.undecided:
-            return f"the copies of {what}{more} differ {who}, and nobody can tell which is right"
+            return (
+                f"the copies of {what} on shards {who} differ, and nobody can tell which is right"
+            )
         then = "; it has been repaired" if self.repairs else ""
-        return f"another copy of {what}{more} than on most shards is {who}{then}"
+        return f"another copy of {what} than on most shards is on shard {who}{then}"
 
     def finish(self) -> None:
         """Raise what the last steps have found.
@@ -98,22 +94,7 @@ class Training:
 
     def own_rows(self, batch: Any, parts: int = 1) -> Any:
         """The rows that this process passes of a batch that each shard takes in so many parts."""
-        mesh = self.step.mesh
-        return self.processes.own_rows(mesh, batch, mesh.devices.shape[0] * parts)
-
-    def _of_groups(self, value: Any) -> tuple[float, ...]:
-        of_shards = whole(value).astype(np.float64)
-        return tuple(
-            float(of_shards if each is None else of_shards[each]) for each in self.of_groups
-        )
-
-    def values(self) -> Values:
-        """Copies of the parameters, or their masters, by name; ``[shards, …]`` if groups differ."""
-        trained = self.state.params
-        if optax.tree.get(self.state.opt_state, "masters") is not None:
-            trained = optax.tree.get(self.step.unshard(self.state).opt_state, "masters")
-        both = params_by_name(self.state.frozen) | params_by_name(trained)
-        return {name: whole(value) for name, value in both.items()}
+        return self.processes.own_rows(self.step.mesh, batch, parts)
 
 
 @jax.jit

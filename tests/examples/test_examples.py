@@ -50,17 +50,30 @@ def train(
     batches: Iterable[Any],
 ) -> Any:
     """The parameters after one step per batch, on one device."""
+    without = lambda params, stats, batch: (gradient(params, batch), stats)
+    return train_with_state(without, params, (), optimizer, batches)[0]
+
+
+def train_with_state(
+    gradient: Callable[[Any, Any, Any], Any],
+    params: Any,
+    stats: Any,
+    optimizer: optax.GradientTransformation,
+    batches: Iterable[Any],
+) -> Any:
+    """The same with statistics: ``gradient`` returns a gradient and the new ones."""
     params = jax.tree.map(jnp.asarray, params)
-    state = optimizer.init(params)
+    own = optimizer.init(params)
 
     @jax.jit
-    def step(params: Any, state: Any, batch: Any) -> Any:
-        updates, state = optimizer.update(gradient(params, batch), state, params)
-        return optax.apply_updates(params, updates), state
+    def step(params: Any, stats: Any, own: Any, batch: Any) -> Any:
+        slope, stats = gradient(params, stats, batch)
+        updates, own = optimizer.update(slope, own, params)
+        return optax.apply_updates(params, updates), stats, own
 
     for batch in batches:
-        params, state = step(params, state, batch)
-    return params
+        params, stats, own = step(params, stats, own, batch)
+    return params, stats
 
 
 def dense(params: Any, x: Any) -> Any:
@@ -143,31 +156,10 @@ def linen_model(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
     return module.main(optimizer), expected
 
 
-def train_with_state(
-    gradient: Callable[[Any, Any], Any], params: Any, stats: Any, optimizer: Any, steps: int
-) -> Any:
-    """The parameters and the statistics after these many steps with one batch, on one device.
-
-    ``gradient(params, stats)`` returns the gradient and the new statistics.
-    """
-    own = optimizer.init(params)
-
-    @jax.jit
-    def step(params: Any, stats: Any, own: Any) -> Any:
-        slope, stats = gradient(params, stats)
-        updates, own = optimizer.update(slope, own, params)
-        return optax.apply_updates(params, updates), stats, own
-
-    for _ in range(steps):
-        params, stats, own = step(params, stats, own)
-    return params, stats
-
-
 def linen_batch_norm(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
-    batch = module.data()
     half = lambda x: jnp.asarray(x, jnp.float16)
 
-    def loss(p: Any, stats: Any) -> Any:
+    def loss(p: Any, stats: Any, batch: Any) -> Any:
         x = jnp.float32(half(batch["x"]) @ half(p["Dense_0"]["kernel"]))
         mean, var = x.mean(0), (x**2).mean(0) - x.mean(0) ** 2
         x = (x - mean) * jax.lax.rsqrt(var + 1e-5)
@@ -176,17 +168,17 @@ def linen_batch_norm(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
         after = {"mean": 0.9 * stats["mean"] + 0.1 * mean, "var": 0.9 * stats["var"] + 0.1 * var}
         return -jnp.take_along_axis(scores, batch["label"][:, None], 1).mean(), after
 
+    batch = module.data()
     start = module.network.init(jax.random.key(0), batch["x"], train=False)
     stats = {"mean": jnp.zeros(32), "var": jnp.ones(32)}
     gradient = jax.grad(loss, has_aux=True)
-    params, stats = train_with_state(gradient, start["params"], stats, optimizer, 60)
+    params, stats = train_with_state(gradient, start["params"], stats, optimizer, [batch] * 60)
     return module.main(optimizer), (params, {"batch_stats": {"BatchNorm_0": stats}})
 
 
 def haiku_state(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
-    x, y = module.data()["x"], module.data()["y"]
-
-    def loss(p: Any, stats: Any) -> Any:
+    def loss(p: Any, stats: Any, batch: Any) -> Any:
+        x, y = batch["x"], batch["y"]
         mean, square = stats["mean"], stats["square"]
         hidden = (x - mean) / jnp.sqrt(square - mean**2) @ p["linear"]["w"] + p["linear"]["b"]
         out = jnp.tanh(hidden) @ p["linear_1"]["w"] + p["linear_1"]["b"]
@@ -196,16 +188,17 @@ def haiku_state(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
         }
         return ((out - y) ** 2).mean(), after
 
-    start, _ = module.network.init(jax.random.key(0), x)
+    batch = module.data()
+    start, _ = module.network.init(jax.random.key(0), batch["x"])
     stats = {"mean": jnp.zeros(1), "square": jnp.ones(1)}
-    params, stats = train_with_state(jax.grad(loss, has_aux=True), start, stats, optimizer, 100)
+    gradient = jax.grad(loss, has_aux=True)
+    params, stats = train_with_state(gradient, start, stats, optimizer, [batch] * 100)
     return module.main(optimizer), (params, {"~": stats})
 
 
 def equinox_state(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
-    x, y = module.data()["x"], module.data()["y"]
-
-    def loss(p: Any, stats: Any) -> Any:
+    def loss(p: Any, stats: Any, batch: Any) -> Any:
+        x, y = batch["x"], batch["y"]
         first, scale, shift, weight, bias = p
         hidden = x @ first.T
         mean = hidden.mean(0)
@@ -223,7 +216,7 @@ def equinox_state(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
 
     start, stats = arrays_of(*eqx.nn.make_with_state(module.Network)(jax.random.key(0)))
     gradient = jax.grad(loss, has_aux=True)
-    expected = train_with_state(gradient, start, stats, optimizer, 100)
+    expected = train_with_state(gradient, start, stats, optimizer, [module.data()] * 100)
     return arrays_of(*module.main(optimizer)), expected
 
 

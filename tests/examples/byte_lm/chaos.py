@@ -1,7 +1,7 @@
 """Kills a run at random moments, again and again, and checks what it leaves as its user would."""
 
+import collections
 import contextlib
-import dataclasses
 import os
 import re
 import signal
@@ -101,27 +101,6 @@ class Run:
             process.wait()
 
 
-@dataclasses.dataclass(frozen=True)
-class Cycle:
-    """What was done to a run, and what came of it.
-
-    Attributes:
-      number: the signal.
-      who: the process that got it.
-      moment: when.
-      launched: whether there was a launcher.
-      unfinished: whether a part of a checkpoint was left.
-      seconds: until each of the others ended, or the launcher; after SIGKILL only.
-    """
-
-    number: signal.Signals
-    who: int
-    moment: str
-    launched: bool
-    unfinished: bool
-    seconds: list[float]
-
-
 class Chaos:
     """A run that is stopped in random ways and resumed, until ``finish`` lets it end.
 
@@ -129,11 +108,17 @@ class Chaos:
       folder: an empty folder.
       seed: of what is drawn.
       tell: called with a line for each cycle.
+
+    Attributes:
+      out: the output folder.
+      seconds: from a SIGKILL to the end of each of the others, ascending, by whether they were
+        launched.
     """
 
     def __init__(self, folder: Path, seed: int, tell: Callable[[str], None]) -> None:
         self.out = folder / "out"
-        self.cycles: list[Cycle] = []
+        self.seconds: dict[bool, list[float]] = {True: [], False: []}
+        self._kills: collections.Counter[str] = collections.Counter()
         self._folder, self._tell = folder, tell
         self._rng = np.random.default_rng(seed)
         # The newest checkpoint that the run has said to be there, or that was seen.
@@ -164,18 +149,12 @@ class Chaos:
         self._check_log(run.printed(), before, said=moment != "the start")
         self._check_codes(run, number, who, moment)
         seconds = [at - killed for own, at in enumerate(ended) if launched or own != who]
-        self.cycles.append(
-            Cycle(
-                number,
-                who,
-                moment,
-                launched,
-                any(at > run.began for at in self._unfinished()),
-                seconds if number == signal.SIGKILL else [],
-            )
-        )
+        if number == signal.SIGKILL:
+            self.seconds[launched] = sorted([*self.seconds[launched], *seconds])
+        left = ["that left a part of a checkpoint"] * any(x > run.began for x in self._unfinished())
+        self._kills.update([number.name, f"at {moment}", f"to process {who}", *left])
         self._tell(
-            f"{len(self.cycles):4}  {number.name:7} to process {who} of {processes} x {devices}, "
+            f"{number.name:7} to process {who} of {processes} x {devices}, "
             f"{'launched' if launched else 'alone':8}  at {moment:9}  step {before} to "
             f"{self._newest()}  {max(seconds, default=0.0):.1f} s"
         )
@@ -194,32 +173,15 @@ class Chaos:
 
     def summary(self) -> str:
         """How many of what there were."""
-        count = lambda **wanted: sum(
-            all(getattr(each, name) == value for name, value in wanted.items())
-            for each in self.cycles
-        )
-        kinds = ", ".join(f"{count(number=number)} x {number.name}" for number in SIGNALS)
-        moments = ", ".join(f"{count(moment=moment)} at {moment}" for moment in MOMENTS)
-        lines = [
-            f"{len(self.cycles)} kills: {kinds}; {count(who=0)} to process 0; {moments}; "
-            f"{count(unfinished=True)} left a part of a checkpoint",
-            "nothing acknowledged lost, no checkpoint unreadable, no hang",
-        ]
+        kinds = ", ".join(f"{often} {what}" for what, often in sorted(self._kills.items()))
+        lines = [f"kills: {kinds}", "nothing acknowledged lost, no checkpoint unreadable, no hang"]
         for launched, who in ((False, "the other processes"), (True, "the launcher and all")):
-            found = self.seconds(launched=launched)
-            if found:
-                tenth = found[-1 - len(found) // 10]
+            if found := self.seconds[launched]:
                 lines.append(
                     f"after SIGKILL {who} ended in {statistics.median(found):.1f} s (median of "
-                    f"{len(found)}), nine of ten in {tenth:.1f}, all in {found[-1]:.1f}"
+                    f"{len(found)}), all in {found[-1]:.1f}"
                 )
         return "\n".join(lines)
-
-    def seconds(self, *, launched: bool) -> list[float]:
-        """From a kill to the end of each of the others, ascending."""
-        return sorted(
-            each for cycle in self.cycles if cycle.launched == launched for each in cycle.seconds
-        )
 
     def _start(self, processes: int, devices: int, *words: str, steps: int, launched: bool) -> Run:
         saves = ["--save-every", str(SAVE_EVERY), "--steps", str(steps), "--resume"]

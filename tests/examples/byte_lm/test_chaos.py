@@ -71,7 +71,7 @@ def undisturbed(folder: Path, steps: int, update: str) -> Path:
 def check_seconds(chaos: Chaos) -> None:
     # Five seconds are promised. Only the median is held to them: on a busy machine a process may
     # get no time for as long.
-    found = chaos.seconds(launched=False)
+    found = chaos.seconds[False]
     assert not found or statistics.median(found) <= 5
 
 

@@ -16,8 +16,9 @@ from flax import nnx
 
 import crossshard
 from examples.byte_lm.__main__ import main
+from examples.byte_lm.held_out import HeldOut
 from examples.byte_lm.job import Job, prepare
-from examples.byte_lm.model import ByteTransformer, nats, params_by_name
+from examples.byte_lm.model import ByteTransformer, nats
 from tests.examples.byte_lm.small import SMALL, check_picture, read_metrics, small_options
 from tests.examples.byte_lm.test_held_out import by_hand
 from tests.quick import deep
@@ -43,11 +44,14 @@ def trained(job: Job) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
     """The parameters after some steps, and the metrics of each."""
     training = job.new_training()
     metrics = [training(batch) for batch in itertools.islice(job.batches(), STEPS)]
-    return training.values(), metrics
+    masters = optax.tree.get(training.step.unshard(training.state).opt_state, "masters")
+    values = named(nnx.state(training.step.model(training.state)))
+    return (values if masters is None else named(masters)), metrics
 
 
 def named(params: Any) -> dict[str, np.ndarray]:
-    return {name: np.float32(leaf) for name, leaf in params_by_name(params).items()}
+    flat = nnx.to_flat_state(params)
+    return {"/".join(map(str, path)): np.float32(leaf.get_raw_value()) for path, leaf in flat}
 
 
 def with_values(model: ByteTransformer, values: dict[str, np.ndarray]) -> ByteTransformer:
@@ -99,7 +103,6 @@ HALF = {"dtype": "bfloat16", "param_dtype": "bfloat16", "master_dtype": "float32
         *map(
             deep,
             [
-                ({"shards": 2, "model_shards": 2}, "", EXACT, "split over model"),
                 ({"weight": True, "batch": 9}, "", EXACT, "weigh"),
                 ({"wrt": "blocks/*"}, "blocks/", EXACT, "frozen"),
                 ({"reduce_dtype": "bfloat16"}, "", OF_16_BITS, "in bfloat16"),
@@ -120,7 +123,7 @@ def test_with_a_flag_shards_train_as_one_device_does(text, flags, chosen, within
     assert re.search(described, job.step.describe())
     values, metrics = trained(job)
     path = by_one(job, chosen)
-    assert not any(each.get("skipped", (0,))[0] for each in metrics)
+    assert not any(each.get("skipped", 0) for each in metrics)
     assert distance(values, path[-1]) < within * distance(path[0], path[-1])
     if "reduce_dtype" in flags:
         assert crossshard.inspect(job.lowered).ratio == pytest.approx(0.5, rel=0.01)
@@ -130,16 +133,16 @@ def test_with_a_flag_shards_train_as_one_device_does(text, flags, chosen, within
 def test_the_average_is_evaluated_and_the_norm_is_of_the_gradient(text):
     job = job_of(text, ema=0.5, metrics=("grad_norm",))
     path = by_one(job)
-    training, held_out = job.new_training(), job.new_held_out()
+    training, held_out = job.new_training(), HeldOut(job.text.held_out, job.options.context)
     average = path[0]
     for batch, before, after in zip(job.batches(), path, path[1:], strict=False):
-        (norm,) = training(batch)["grad_norm"]
+        norm = training(batch)["grad_norm"]
         assert norm == pytest.approx(distance(before, after) / RATE, rel=1e-4)
         average = {name: 0.5 * average[name] + 0.5 * after[name] for name in average}
     for values, ema in ((path[-1], False), (average, True)):
         model = with_values(job.first_model, values)
         expected = by_hand(model, job.text.held_out, job.options.context)
-        assert held_out.bits_per_byte(training, ema=ema) == pytest.approx([expected], rel=1e-5)
+        assert held_out.bits_per_byte(training, ema=ema) == pytest.approx(expected, rel=1e-5)
 
 
 def scheduled() -> optax.GradientTransformation:
@@ -152,7 +155,7 @@ def test_all_flags_go_together_on_the_screen_and_in_the_record(text, tmp_path, c
     out = tmp_path / "out"
     words = ["--data", str(text), "--out", str(out), *SMALL, "--steps", "3"]
     words += ["--optimizer", f"{__name__}:scheduled", "--metrics", "grad_norm", "learning_rate"]
-    words += ["--shards", "2", "--model-shards", "2", "--weight-update", "sharded", "--weight"]
+    words += ["--shards", "2", "--weight-update", "sharded", "--weight"]
     words += ["--batch", "9", "--accumulate-steps", "2", "--wrt", "*kernel", "--ema", "0.9"]
     words += ["--dtype", "float16", "--param-dtype", "bfloat16", "--master-dtype", "float32"]
     words += ["--reduce-dtype", "bfloat16", "--loss-scale", "dynamic"]
@@ -160,7 +163,7 @@ def test_all_flags_go_together_on_the_screen_and_in_the_record(text, tmp_path, c
     said = capsys.readouterr().out
     line = r"step 3/3  loss .* grad_norm \S+  learning_rate \S+  loss_scale \S+  skipped 0 "
     assert re.search(line, said), said
-    assert re.search(r"held-out +\S+ bits per byte, \S+ bits per byte with averaged", said)
+    assert re.search(r"held-out +\S+ bits per byte, \S+ with averaged", said)
     assert re.search(r"sent +[\d,]+ bytes by each device in a step, 1\.\d+ of the least", said)
     metrics = read_metrics(out)
     assert all(0 < each["grad_norm"] < 10 for each in metrics if not each["skipped"])
@@ -171,6 +174,6 @@ def test_all_flags_go_together_on_the_screen_and_in_the_record(text, tmp_path, c
     assert all(len(each["loss_per_shard"]) == 2 for each in metrics)
     assert metrics[-1]["held_out_bits_per_byte_ema"] != metrics[-1]["held_out_bits_per_byte"]
     summary = json.loads((out / "summary.json").read_text())
-    assert len(summary["held_out_bits_per_byte_ema"]) == 1
+    assert summary["held_out_bits_per_byte_ema"] > 0
     assert json.loads((out / "options.json").read_text())["ema"] == 0.9
     check_picture(out / "curves.png")

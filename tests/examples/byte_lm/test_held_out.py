@@ -1,28 +1,20 @@
-"""Held-out bits per byte: every byte counted once, whatever the groups; beside what gzip needs."""
+"""Held-out bits per byte: every byte counted once; beside what gzip needs."""
 
 import gzip
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import optax
 import pytest
 from flax import nnx
 
-from crossshard import CrossShardOptimizer, make_train_step
+from crossshard import make_train_step
 from examples.byte_lm.held_out import HeldOut
 from examples.byte_lm.model import ByteTransformer, loss, nats
 from examples.byte_lm.text import gzip_bits_per_byte
 from examples.byte_lm.training import Training
-from tests.quick import deep
 
 TEXT = np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 40, np.uint8)
-GROUPS = {
-    "eight together": (tuple(range(8)),),
-    "two crossed": ((0, 3), (2, 1)),
-    "three alone": ((0,), (1,), (2,)),
-}
 
 nats_of = nnx.jit(nats)
 
@@ -37,44 +29,26 @@ def by_hand(model: ByteTransformer, text: np.ndarray, context: int) -> float:
     return cost / len(text) / math.log(2)
 
 
-def training(model: ByteTransformer, groups: Sequence[Sequence[int]], **options: Any) -> Training:
-    opt = CrossShardOptimizer(optax.sgd(0.1), group_assignment=groups)
-    number = sum(map(len, groups))
-    step = make_train_step(loss, opt, num_shards=number, has_aux=True, **options)
-    of_groups = tuple(group[0] for group in groups) if len(groups) > 1 else (None,)
-    return Training(step, step.init(model), of_groups=of_groups)
+def training(model: ByteTransformer, shards: int, weight: str | None = None) -> Training:
+    opt = optax.sgd(0.1)
+    step = make_train_step(loss, opt, num_shards=shards, has_aux=True, weight=weight)
+    return Training(step, step.init(model))
 
 
-@pytest.mark.parametrize(
-    ("groups", "weight"),
-    [
-        ("two crossed", "counts"),
-        ("three alone", None),
-        *map(
-            deep,
-            [
-                ("eight together", None),
-                ("eight together", "counts"),
-                ("two crossed", None),
-                ("three alone", "counts"),
-            ],
-        ),
-    ],
-)
-def test_every_group_predicts_every_byte_once(groups, weight):
-    groups = GROUPS[groups]
+@pytest.mark.parametrize("weight", [None, "counts"])
+def test_every_byte_is_predicted_once(weight):
     model = ByteTransformer(layers=1, width=32, rngs=nnx.Rngs(0))
     # Sharper than at the start, so that a byte left out would show.
     model.head.kernel.set_value(model.head.kernel.get_value() * 50)
     text = TEXT[:997]
-    found = HeldOut(text, 10).bits_per_byte(training(model, groups, weight=weight))
-    assert found == pytest.approx([by_hand(model, text, 10)] * len(groups), rel=1e-5)
+    found = HeldOut(text, 10).bits_per_byte(training(model, 8, weight))
+    assert found == pytest.approx(by_hand(model, text, 10), rel=1e-5)
 
 
 def test_the_sample_is_spread_over_the_text():
     model = ByteTransformer(layers=1, width=32, rngs=nnx.Rngs(0))
-    held_out, on_two = HeldOut(TEXT, 4), training(model, [[0, 1]])
-    (whole,), (sample,) = (held_out.bits_per_byte(on_two, sample=each) for each in (False, True))
+    held_out, on_two = HeldOut(TEXT, 4), training(model, 2)
+    whole, sample = (held_out.bits_per_byte(on_two, sample=each) for each in (False, True))
     assert sample != whole
     assert sample == pytest.approx(whole, rel=0.05)
 

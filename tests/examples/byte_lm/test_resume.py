@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from crossshard.errors import CheckpointWarning
 from tests.examples.byte_lm.small import (
     PATIENCE,
     numbers,
@@ -62,21 +61,6 @@ def test_on_another_number_of_shards(tmp_path: Path, capsys: pytest.CaptureFixtu
     np.testing.assert_allclose(*losses, rtol=1e-5)
     # Without --save-every nothing more is saved.
     assert numbers(tmp_path / "out") == [4]
-
-
-@pytest.mark.deep
-def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path):
-    words = ["--shards", 2, "--save-every", 2]
-    assert run(tmp_path, "out", "--steps", 4, *words) == 0
-    newest = tmp_path / "out" / "checkpoints" / "00000004"
-    largest = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
-    content = bytearray(largest.read_bytes())
-    content[len(content) // 2] ^= 255
-    largest.write_bytes(content)
-    with pytest.warns(CheckpointWarning, match="checkpoint 2 is taken"):
-        assert run(tmp_path, "out", "--steps", 6, *words, "--resume") == 0
-    assert run(tmp_path, "whole", "--steps", 6, *words) == 0
-    assert values(tmp_path / "out") == values(tmp_path / "whole")
 
 
 @pytest.mark.deep

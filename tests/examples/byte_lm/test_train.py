@@ -44,9 +44,8 @@ def test_in_a_pipe_it_prints_lines_and_leaves_files(tmp_path):
         r"step +1/60 +loss 5\.\d+ +\d\.\d+ bits/byte",
         r"step 60/60 .* tokens/s +00:00 left",
         r"held-out +\d\.\d+ bits per byte; gzip -9 needs \d\.\d+ for the same",
-        r"adamw +no parameter differs by more than \d\.\de-\d\d",
-        r"sgd +crossshard\.verify: fine: on 8 shards and 16 rows",
-        r"So 8 shards trained as one does, but for rounding",
+        r"proof +a step of plain SGD, .* crossshard\.verify: fine: on 8 shards and 16 rows",
+        r"So 8 shards train as one",
     ):
         assert re.search(said, done.stdout), said
 
@@ -60,7 +59,6 @@ def test_in_a_pipe_it_prints_lines_and_leaves_files(tmp_path):
     looks = [line["held_out_bits_per_byte"] for line in metrics if "held_out_bits_per_byte" in line]
     assert len(looks) >= 10
     summary = summary_of(out, "finished")
-    assert summary["proof"]["optimizer"] == "adamw"
     assert summary["verification"]["faults"] == []
     assert json.loads((out / "options.json").read_text())["steps"] == 60
 
@@ -120,21 +118,6 @@ def without_escapes(shown: str) -> str:
 
 def steps_drawn(shown: str) -> list[int]:
     return [int(number) for number in re.findall(r"(\d+)/1000000 ", without_escapes(shown))]
-
-
-@pytest.mark.deep
-def test_groups_are_judged_and_proven_apart(tmp_path, capsys):
-    words = ["--groups", "[[0,3],[1,2]]", "--reduction", "sum", "--optimizer", "sgd"]
-    assert run(tmp_path, "out", *words, "--learning-rate", 0.05, "--steps", 12) == 0
-    said = capsys.readouterr().out
-    assert "4 virtual CPU devices: local gradient → sum over groups [[0, 3], [1, 2]]" in said
-    assert re.search(r"held-out .* \(\d\.\d+, \d\.\d+ in the groups\)", said)
-    assert "each group of 2 trained as one shard with its rows does" in said
-    summary = summary_of(tmp_path / "out", "finished")
-    one, other = summary["held_out_bits_per_byte"]
-    assert one != other
-    assert summary["proof"]["relative"] < 1e-4
-    assert summary["verification"]["faults"] == []
 
 
 def test_a_run_that_diverges_ends_there_and_says_so(tmp_path, capsys):
