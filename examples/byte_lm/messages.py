@@ -1,13 +1,14 @@
 """The messages before and after a run."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.text import Text
 
 import crossshard
 from examples.byte_lm.job import Job
-from examples.byte_lm.record import Record
+from examples.byte_lm.proof import STEPS, Comparison
+from examples.byte_lm.record import Record, Step
 from examples.byte_lm.screen import Screen
 from examples.byte_lm.summary import Summary
 from examples.byte_lm.text import printable
@@ -58,7 +59,7 @@ def print_summary(screen: Screen, summary: Summary, record: Record, why_stopped:
         "fault": f"after {_plural(summary.steps, 'step')}, by a fault",
     }
     rows = [("stopped", stopped[summary.ended])] if summary.ended in stopped else []
-    rows += [*_measured(summary), *_proof(summary)]
+    rows += [*_measured(summary), *_proof(summary, record.steps)]
     rows.append(("written", f"{', '.join(record.written)} in {printable(record.folder)}"))
     screen.rows(rows)
 
@@ -81,17 +82,52 @@ def _measured(summary: Summary) -> Rows:
         yield "sent", f"{sent.bytes_sent:,.0f} bytes by each device in a step{least}{hidden}"
 
 
-def _proof(summary: Summary) -> Rows:
-    found = summary.verification
-    if found is None:
-        alone = summary.ended == "finished"
-        why = "one shard sends nothing" if alone else "the training did not finish"
+def _proof(summary: Summary, steps: Sequence[Step]) -> Rows:
+    proof, verification = summary.proof, summary.verification
+    if proof is None:
+        why = "the training did not finish"
+        if summary.ended == "finished":
+            left_out = any("faults" in step for step in steps[:STEPS])
+            why = "the run was resumed after its first steps"
+            why = "a shard was left out of one of the first steps" if left_out else why
         yield "proof", f"not run, since {why}"
         return
-    first, *more = found.describe().splitlines()
-    yield "proof", f"a step of plain SGD, which hides no factor, by crossshard.verify: {first}"
-    yield from (("", line) for line in more)
-    yield "", f"So {summary.shards} shards train as one." if found.ok else "THE STEP IS WRONG."
+    yield (
+        "proof",
+        f"the first {_plural(proof.steps, 'step')} again on one shard with the same batches, by "
+        f"JAX and Optax alone:",
+    )
+    yield (
+        f"  {proof.optimizer}",
+        f"no parameter differs by more than {proof.largest_difference:.1e}, where training "
+        f"moved them by up to {proof.largest_change:.1e}",
+    )
+    if verification is not None:
+        first, *more = verification.describe().splitlines()
+        yield "  sgd", f"crossshard.verify: {first}"
+        yield from (("", line) for line in more)
+    if verification is not None or summary.shards == 1:
+        yield "", verdict(summary.shards, proof, verification)
+    else:
+        yield "", "Not shown: with plain SGD, which hides no factor, the step was not verified."
+
+
+def verdict(
+    shards: int, proof: Comparison, verification: crossshard.tools.Verification | None
+) -> str:
+    """The conclusion of the proof, in a sentence or two."""
+    if proof.same and verification is not None and not verification.ok:
+        return "THE STEP IS WRONG: see above what crossshard.verify says of it."
+    if proof.same:
+        return (
+            f"So {_plural(shards, 'shard')} trained as one does, but for rounding. A gradient that "
+            f"was not shared would differ by as much as training moves, one that was summed twice "
+            f"by far more."
+        )
+    return (
+        f"THESE ARE NOT THE SAME: with {proof.optimizer} the parameters differ by "
+        f"{proof.relative:.1%} of what training moved them, most of all in {proof.where}."
+    )
 
 
 def _plural(number: int, noun: str) -> str:

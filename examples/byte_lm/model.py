@@ -115,3 +115,9 @@ def loss(model: ByteTransformer, batch: Any) -> tuple[jax.Array, dict[str, jax.A
     counts = batch.get("counts", jnp.ones_like(costs))
     sums = {"nats": (costs * counts).sum(), "bytes": counts.sum()}
     return sums["nats"] / sums["bytes"], sums
+
+
+def params_by_name(params: Any) -> dict[str, jax.Array]:
+    """The arrays of an ``nnx.State`` by name, as ``"blocks/0/qkv/kernel"``."""
+    flat = nnx.to_flat_state(params)
+    return {"/".join(map(str, path)): leaf.get_raw_value() for path, leaf in flat}

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import time
 
@@ -12,13 +13,13 @@ from examples.byte_lm.job import Job
 from examples.byte_lm.loop import traced, train
 from examples.byte_lm.options import PROFILED
 from examples.byte_lm.plots import draw_curves
-from examples.byte_lm.processes import filled
+from examples.byte_lm.proof import STEPS, Comparison, compare, verify
 from examples.byte_lm.record import Record
 from examples.byte_lm.saving import Saving
 from examples.byte_lm.screen import Screen
 from examples.byte_lm.stopping import Stopping
 from examples.byte_lm.summary import Sent, Summary
-from examples.byte_lm.training import Training
+from examples.byte_lm.training import Training, Values
 
 
 def run(job: Job, record: Record, screen: Screen, stopping: Stopping) -> Summary:
@@ -39,6 +40,7 @@ def run(job: Job, record: Record, screen: Screen, stopping: Stopping) -> Summary
     if taken:
         screen.tell(f"going on after step {taken}")
     sent: Sent | None = None
+    early: Values = {}
     fault = ""
     if not stopping.agree():
         screen.tell("compiling the step")
@@ -46,7 +48,7 @@ def run(job: Job, record: Record, screen: Screen, stopping: Stopping) -> Summary
         sent = Sent(report.bytes_between_shards, report.ratio, report.hidden_share)
         with contextlib.closing(saving):
             try:
-                _train(job, training, held_out, record, screen, stopping, saving)
+                early = _train(job, training, held_out, record, screen, stopping, saving)
             except (NonfiniteError, DivergenceError) as error:
                 fault = f"{error} {saving.after_fault(len(record.steps))}"
     steps = record.steps
@@ -78,13 +80,17 @@ def run(job: Job, record: Record, screen: Screen, stopping: Stopping) -> Summary
     record.write_json("summary.json", summary)
     if steps:
         record.write("curves.png", draw_curves(steps, summary))
-    if summary.ended == "finished" and job.shards > 1:
-        screen.tell("verifying the step with plain SGD")
-        verification = verify(job)
+    if summary.ended == "finished" and early:
+        screen.tell("repeating the first steps on one shard")
+        proof, verification = _prove(job, record, early), None
+        if not stopping.agree():
+            screen.tell("verifying the step with plain SGD")
+            verification = verify(job)
         summary = dataclasses.replace(
             summary,
             ended="stopped" if stopping.agree() else "finished",
             seconds=time.perf_counter() - began,
+            proof=proof,
             verification=verification,
         )
         record.write_json("summary.json", summary)
@@ -99,32 +105,36 @@ def _train(
     screen: Screen,
     stopping: Stopping,
     saving: Saving,
-) -> None:
-    """Train until the last step, or until it is time to stop.
+) -> Values:
+    """Train; return the parameters after the steps that the proof repeats.
 
     Raises:
       NonfiniteError, DivergenceError: too many gradients were not finite, or copies differ.
     """
+    early: Values = {}
     taken = len(record.steps)
+    quarantines = job.options.nonfinite == "quarantine"
     steps = train(job, training, held_out, taken)
     if job.options.profile and job.processes.is_first and job.options.steps - taken >= PROFILED:
         steps = traced(steps, record, stopping)
     for step in steps:
         record.add(step)
         screen.show(step)
-        stops = stopping.agree() or step["step"] == job.options.steps
+        number = step["step"]
+        if number == min(STEPS, job.options.steps) and not taken:
+            # One shard cannot repeat a step that a part of its rows made.
+            left_out = quarantines and any("faults" in each for each in record.steps)
+            early = {} if left_out else training.values()
+        stops = stopping.agree() or number == job.options.steps
         if math.isfinite(step["loss"]):
-            saving.after(step["step"], last=stops)
+            saving.after(number, last=stops)
         if stops:
             break
     training.finish()
+    return early
 
 
-def verify(job: Job) -> crossshard.tools.Verification:
-    """Whether, with plain SGD, the step on all shards is the step of one device.
-
-    Adaptive optimizers would hide a wrong factor.
-    """
-    parts = job.shards * job.options.accumulate_steps
-    batch = {name: filled(rows, parts) for name, rows in next(job.batches()).items()}
-    return crossshard.verify(job.step, job.first_model, batch)
+def _prove(job: Job, record: Record, early: Values) -> Comparison:
+    first = record.steps[:STEPS]
+    skipped = [bool(step.get("skipped")) for step in first]
+    return compare(job, list(itertools.islice(job.batches(), len(first))), early, skipped)

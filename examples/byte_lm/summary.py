@@ -3,6 +3,7 @@
 import dataclasses
 
 from crossshard.tools import Verification
+from examples.byte_lm.proof import Comparison
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,5 +40,7 @@ class Summary:
     tokens_per_second: float | None
     seconds: float
     sent: Sent | None = None
+    # The first steps again on one shard, by JAX and Optax alone.
+    proof: Comparison | None = None
     # The step with plain SGD on all shards and on one device.
     verification: Verification | None = None

@@ -7,12 +7,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from crossshard import TrainState, TrainStep
 from crossshard.errors import DivergenceWarning
 from crossshard.guards import Divergence
+from examples.byte_lm.model import params_by_name
 from examples.byte_lm.processes import ALONE, Processes, whole
 
+Values = dict[str, np.ndarray]
 # Arrays that a line names: a fault may be in every array.
 _MOST = 3
 
@@ -91,6 +94,14 @@ class Training:
     def is_finite(self) -> bool:
         """Whether all parameters are."""
         return bool(_all_finite(jax.tree.leaves(self.state.params)))
+
+    def values(self) -> Values:
+        """Copies of the parameters, or their masters, by name."""
+        trained = self.state.params
+        if optax.tree.get(self.state.opt_state, "masters") is not None:
+            trained = optax.tree.get(self.step.unshard(self.state).opt_state, "masters")
+        both = params_by_name(self.state.frozen) | params_by_name(trained)
+        return {name: whole(value) for name, value in both.items()}
 
     def own_rows(self, batch: Any, parts: int = 1) -> Any:
         """The rows that this process passes of a batch that each shard takes in so many parts."""

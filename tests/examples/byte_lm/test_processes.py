@@ -51,6 +51,7 @@ def test_processes_train_as_one_does(tmp_path: Path, launch: list[str], words: l
         bits = "held_out_bits_per_byte"
         assert ours.get(bits, 0) == pytest.approx(theirs.get(bits, 0), rel=1e-5)
     summary = summary_of(tmp_path / "many", "finished")
+    assert summary["proof"]["same"]
     assert summary["verification"]["faults"] == []
     # Process 0 prints, the others are silent.
     number = int(launch[1])

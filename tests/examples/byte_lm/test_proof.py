@@ -1,6 +1,7 @@
-"""The proof: passes where many shards take the step of one device, and fails where they do not."""
+"""The proof: passes where many shards train as one does, and fails where they do not."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ import pytest
 from examples.byte_lm import job as jobs
 from examples.byte_lm.job import Job, prepare
 from examples.byte_lm.model import ByteTransformer, loss
-from examples.byte_lm.run import verify
+from examples.byte_lm.optimizers import make_optimizer
+from examples.byte_lm.proof import Batch, Comparison, compare, verify
 from tests.examples.byte_lm.small import small_options
 from tests.quick import deep
 
@@ -17,6 +19,43 @@ from tests.quick import deep
 def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """A job of which others are made, since it takes long to make one."""
     return prepare(small_options(tmp_path_factory.mktemp("proof"), optimizer="adam"))
+
+
+def change(job: Job, optimizer: str, reduction: str, **options: Any) -> Job:
+    given = dataclasses.replace(job.options, optimizer=optimizer, reduction=reduction, **options)
+    return dataclasses.replace(job, options=given, inner=make_optimizer(optimizer, None))
+
+
+def batches_of(job: Job) -> list[Batch]:
+    return list(itertools.islice(job.batches(), 3))
+
+
+def of_run(job: Job) -> Comparison:
+    """The comparison that a run of three steps ends with."""
+    training = job.new_training()
+    skipped = [bool(training(batch).get("skipped")) for batch in batches_of(job)]
+    return compare(job, batches_of(job), training.values(), skipped)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "reduction", "relative"),
+    [("sgd", "mean", 1e-5), *map(deep, [("adam", "mean", 1e-3), ("polyak_sgd", "sum", 1e-4)])],
+)
+def test_shards_train_as_one_does(job: Job, optimizer: str, reduction: str, relative: float):
+    one = of_run(change(job, optimizer, reduction))
+    assert one.same
+    assert one.relative < relative
+    assert one.largest_difference < relative * one.largest_change * 10
+    assert one.largest_change > 1e-3
+    assert one.where
+    assert (one.optimizer, one.steps) == (optimizer, 3)
+
+
+def test_steps_that_were_not_taken_are_found(job: Job):
+    training, (first, *others) = job.new_training(), batches_of(job)
+    for batch in (first, first, *others[1:]):
+        training(batch)
+    assert not compare(job, [first, *others], training.values(), [False] * 3).same
 
 
 @pytest.mark.parametrize(
@@ -40,14 +79,20 @@ def test_the_step_is_verified_with_sgd(job: Job, options: dict[str, Any]):
     assert found.num_shards == 4
 
 
+def test_one_shard_is_not_verified(job: Job):
+    assert verify(prepare(dataclasses.replace(job.options, shards=1))) is None
+
+
 @pytest.mark.deep
-def test_a_wrong_factor_that_adam_hides_is_found(job: Job, monkeypatch: pytest.MonkeyPatch):
+def test_sgd_finds_a_wrong_factor_that_adam_hides(job: Job, monkeypatch: pytest.MonkeyPatch):
     def summed_loss(model: ByteTransformer, batch: Any) -> tuple[Any, Any]:
         """The sum over the rows, of which a mean over shards is another one."""
         mean, aux = loss(model, batch)
         return len(batch["read"]) * mean, aux
 
     monkeypatch.setattr(jobs, "loss", summed_loss)
-    found = verify(dataclasses.replace(job))  # without its step
+    job = dataclasses.replace(job)  # without its step
+    assert of_run(job).same
+    found = verify(job)
     assert not found.ok
     assert found.faults[0].ratio == pytest.approx(1 / 4, rel=1e-3)

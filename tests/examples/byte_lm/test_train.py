@@ -44,8 +44,9 @@ def test_in_a_pipe_it_prints_lines_and_leaves_files(tmp_path):
         r"step +1/60 +loss 5\.\d+ +\d\.\d+ bits/byte",
         r"step 60/60 .* tokens/s +00:00 left",
         r"held-out +\d\.\d+ bits per byte; gzip -9 needs \d\.\d+ for the same",
-        r"proof +a step of plain SGD, .* crossshard\.verify: fine: on 8 shards and 16 rows",
-        r"So 8 shards train as one",
+        r"adamw +no parameter differs by more than \d\.\de-\d\d",
+        r"sgd +crossshard\.verify: fine: on 8 shards and 16 rows",
+        r"So 8 shards trained as one does, but for rounding",
     ):
         assert re.search(said, done.stdout), said
 
@@ -59,6 +60,7 @@ def test_in_a_pipe_it_prints_lines_and_leaves_files(tmp_path):
     looks = [line["held_out_bits_per_byte"] for line in metrics if "held_out_bits_per_byte" in line]
     assert len(looks) >= 10
     summary = summary_of(out, "finished")
+    assert summary["proof"]["optimizer"] == "adamw"
     assert summary["verification"]["faults"] == []
     assert json.loads((out / "options.json").read_text())["steps"] == 60
 
