@@ -166,31 +166,26 @@ class Dependence:
         (body,) = (self._module.computations[name] for name in loop.called("body"))
         (condition,) = (self._module.computations[name] for name in loop.called("condition"))
         shape = body.parameters[0].shape
+        is_tuple = isinstance(shape, tuple)
         shapes = shape if isinstance(shape, tuple) else (shape,)
         sources = [self._source() for _ in shapes]
-        masks = [source.any | source.direct for source in sources]
-        given = (
-            tuple(map(_spread, shapes, masks))
-            if isinstance(shape, tuple)
-            else _spread(shape, masks[0])
-        )
+        elements = tuple(_spread(s, x.any | x.direct) for s, x in zip(shapes, sources, strict=True))
+        given = elements if is_tuple else elements[0]
         self._through(condition, [given])
         after = _unions(self._through(body, [given]), len(shapes))
         begins = _unions(carry, len(shapes))
         trained = [self._is_trained(x, new) for x, new in zip(sources, after, strict=True)]
         for bit, members in self.given.items():
             self.given[bit] = self._replaced(members, sources, begins)
-        results = [
-            old | self._replaced(new, sources, begins)
-            for old, new in zip(begins, after, strict=True)
-        ]
-        for number, source in enumerate(sources):
-            if trained[number]:
+        results: list[Depends] = []
+        for source, old, new, is_trained in zip(sources, begins, after, trained, strict=True):
+            members = old | self._replaced(new, sources, begins)
+            if is_trained:
                 self.loops[source.direct] = loop.name
-                self.given[source.direct] = begins[number]
-                results[number] |= source.direct
-        sets = tuple(frozenset({members}) for members in results)
-        return sets if isinstance(shape, tuple) else sets[0]
+                self.given[source.direct] = old
+                members |= source.direct
+            results.append(frozenset({members}))
+        return tuple(results) if is_tuple else results[0]
 
     def _is_trained(self, element: Source, after: int) -> bool:
         """Whether a reduction of an element of a carry arrives in its value after an iteration."""
@@ -200,13 +195,13 @@ class Dependence:
             for source in self.operands.get(name, [])
         )
 
-    def _replaced(self, members: int, sources: Sequence[Source], values: Sequence[int]) -> int:
-        """A set in which some sources are replaced by what they depend on."""
-        for source, value in zip(sources, values, strict=True):
+    def _replaced(self, members: int, sources: Sequence[Source], begins: Sequence[int]) -> int:
+        """A set in which elements of a carry are replaced by what they depend on."""
+        for source, old in zip(sources, begins, strict=True):
             if members & source.direct:
-                members |= value
+                members |= old
             elif members & source.any:
-                members |= value & ~self._direct
+                members |= old & ~self._direct
             members &= ~(source.any | source.direct)
         return members
 
