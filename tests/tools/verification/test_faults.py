@@ -50,6 +50,11 @@ def test_a_fault_is_named(name: str, way: str, order: int, soak_steps: int):
     assert not found.ok
 
 
+def test_stacked_statistics_of_one_shard_are_not_taken_for_each_shards_own():
+    (fault,) = run(FAULTS["statistics of shard 0"].plan, "pmap").faults
+    assert fault.kind == "statistics"
+
+
 @pytest.mark.parametrize(("name", "way", "order"), spread(RIGHT))
 def test_a_right_step_is_fine(name: str, way: str, order: int, soak_steps: int):
     skip_all_but(soak_steps, order)
