@@ -223,6 +223,13 @@ TABLE = [
     *(bad(f"the base of an adapter, {name}", lambda opt=opt: init(lora(), opt=opt)(), ArgumentError,
           "params['bias']…wrt=nnx.LoRAParam")
       for name, opt in (("sgd", optax.sgd(0.1)), ("adamw", optax.adamw(0.1)))),
+    bad("rows that do not divide into microbatches",
+        step_on(np.ones((16, 3), np.float32), accumulate_steps=3), ArgumentError, "divide"),
+    bad("an optimizer that accumulates over calls", make(opt=wrapped(accumulate_steps=2)),
+        ArgumentError, "accumulates over calls"),
+    bad("an average that nobody takes",
+        lambda: (step := make()()) and step.model(step.init(PARAMS), ema=True), ArgumentError,
+        "ema=0.999"),
     # wrt.
     bad("a mask as a filter", init(PARAMS, wrt={"head": True}), ArgumentTypeError,
         "wrt is {'head': True} (dict)…lambda path, leaf"),

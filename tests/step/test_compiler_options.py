@@ -14,6 +14,7 @@ from crossshard.step.compiler_options import compiler_options
 
 SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
 THRESHOLD = "xla_gpu_reduce_scatter_combine_threshold_bytes"
+GROUPS = [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 @pytest.fixture(autouse=True)
@@ -29,22 +30,17 @@ def test_gradients_are_combined_as_for_all_reduces(shards: int):
     assert options[SCHEDULER] is True
 
 
-@pytest.mark.parametrize(("platform", "shards"), [("cpu", 8), ("tpu", 8), ("gpu", 1)])
-def test_other_steps_have_none(platform: str, shards: int):
-    assert compiler_options(platform, shards) == {}
-
-
 def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setenv("XLA_FLAGS", f"--xla_gpu_autotune_level=0 --{SCHEDULER}=false")
-    assert list(compiler_options("gpu", 8)) == [THRESHOLD]
-    monkeypatch.setenv("XLA_FLAGS", f"--{THRESHOLD}=1")
-    assert list(compiler_options("gpu", 8)) == [SCHEDULER]
     # XLA also reads a file of flags.
     (tmp_path / "flags").write_text(f"--{SCHEDULER}=true\n--{THRESHOLD}=1\n")
-    monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags"))
-    assert compiler_options("gpu", 8) == {}
-    monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "nowhere"))
-    assert len(compiler_options("gpu", 8)) == 2
+    for flags, left in (
+        (f"--xla_gpu_autotune_level=0 --{SCHEDULER}=false", {THRESHOLD}),
+        (f"--{THRESHOLD}=1", {SCHEDULER}),
+        (tmp_path / "flags", set()),
+        (tmp_path / "nowhere", {SCHEDULER, THRESHOLD}),
+    ):
+        monkeypatch.setenv("XLA_FLAGS", str(flags))
+        assert compiler_options("gpu", 8).keys() == left
 
 
 def test_this_jax_knows_them():
@@ -59,13 +55,14 @@ PARAMS = jnp.ones((8, 4))
 BATCH = jnp.ones((16, 8))
 
 
-def make() -> crossshard.TrainStep:
-    return crossshard.make_train_step(
-        lambda w, x: ((x @ w) ** 2).mean(), optax.sgd(0.1), num_shards=8
-    )
+def make(**options: Any) -> crossshard.TrainStep:
+    opt = crossshard.CrossShardOptimizer(optax.sgd(0.1), **options)
+    return crossshard.make_train_step(lambda w, x: ((x @ w) ** 2).mean(), opt, num_shards=8)
 
 
-def test_on_cpu_a_step_has_none():
+def test_other_steps_have_none():
+    for platform, shards in (("cpu", 8), ("tpu", 8), ("gpu", 1)):
+        assert compiler_options(platform, shards) == {}
     assert make().compiler_options == {}
 
 
@@ -87,19 +84,19 @@ def test_a_call_and_a_lowered_step_have_the_same(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(program, "compiler_options", lambda *_: {"xla_no_such": 1})
     step = make()
     state = step.init(PARAMS)
-    lowered = step.lower(state, BATCH)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such"):
-        lowered.compile()
-    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such"):
-        step(state, BATCH)
+    for compiled in (step.lower(state, BATCH).compile, lambda: step(state, BATCH)):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such"):
+            compiled()
 
 
-def test_a_step_runs_with_them(asked: list[Any]):
+def test_a_step_runs_with_them_alone_and_within_a_jit(asked: list[Any]):
     step = make()
     assert asked == [("cpu", 8)]
     assert step.compiler_options == compiler_options("gpu", 8)
-    _, metrics = step(step.init(PARAMS), BATCH)
-    assert metrics["loss"] == 64
+    own, outer = lambda s, x: step(s, x), {"compiler_options": step.compiler_options}
+    # JAX refuses options of an inner jit.
+    for run in (step, jax.jit(own, **outer), jax.jit(own)):
+        assert run(step.init(PARAMS), BATCH)[1]["loss"] == 64
 
 
 def test_an_option_given_to_compile_wins(asked: list[Any]):
@@ -110,19 +107,6 @@ def test_an_option_given_to_compile_wins(asked: list[Any]):
         lowered.compile(compiler_options={THRESHOLD: "many"})
 
 
-def test_within_a_jit_they_are_for_the_outer_one(asked: list[Any]):
-    step = make()
-    state = step.init(PARAMS)
-    outer = jax.jit(lambda s, x: step(s, x), compiler_options=step.compiler_options)
-    _, metrics = outer(state, BATCH)
-    assert metrics["loss"] == 64
-    # JAX refuses options of an inner one.
-    _, metrics = jax.jit(lambda s, x: step(s, x))(state, BATCH)
-    assert metrics["loss"] == 64
-
-
 def test_shards_are_those_that_reduce_together(asked: list[Any]):
-    groups = [[0, 1, 2, 3], [4, 5, 6, 7]]
-    optimizer = crossshard.CrossShardOptimizer(optax.sgd(0.1), group_assignment=groups)
-    crossshard.make_train_step(lambda w, x: (x @ w).mean(), optimizer, num_shards=8)
+    make(group_assignment=GROUPS)
     assert asked == [("cpu", 4)]

@@ -13,7 +13,7 @@ import optax
 import pytest
 from flax import nnx
 
-from crossshard import make_train_step
+from crossshard import _jax, make_train_step
 from crossshard.distributed import agreement
 from crossshard.errors import ArgumentError
 from tests.processes import DEVICES, PROCESSES, join, run_processes
@@ -44,6 +44,34 @@ def refusal(call: Callable[[], Any]) -> str:
     return "taken"
 
 
+# The shapes of the batches that each process evaluates, and what all are told.
+EVALUATED = {
+    "none": ([], [(4, 3)], "batches: 0 and a further one of float32[4, 3], and process 0 0."),
+    "other rows": (
+        [(8, 3)],
+        [(4, 3)],
+        "batches: 0 and a further one of float32[4, 3], and process 0 0 and a further one of "
+        "float32[8, 3].",
+    ),
+    "more": (
+        [(4, 3)] * 3,
+        [(4, 3)] * 4,
+        "batches: 3 and a further one of float32[4, 3], and process 0 3.",
+    ),
+    "known rows in another order": (
+        [(8, 3), (4, 5), (8, 3)],
+        [(8, 3), (4, 5), (4, 5)],
+        "batches: 2 and a further one of float32[8, 5], and process 0 2 and a further one of "
+        "float32[8, 3].",
+    ),
+}
+
+
+def evaluate(step: Any, state: Any, batches: list[Any]) -> float:
+    """The mean of the sums of the rows of all processes."""
+    return float(step.evaluate(state, iter(batches), lambda w, x: x[:, :3] @ w))
+
+
 def rows(number: int, value: float) -> dict[str, np.ndarray]:
     return {"x": np.full((number, 3), value, np.float32)}
 
@@ -71,6 +99,15 @@ def main(process: int, port: int, out: str) -> None:
     # Rows of 0 in one process, and of 3 in the other.
     uneven = rows(8, 3.0) if process else rows(2, 0.0)
     found["rows"] = refusal(lambda: step(state, uneven))
+    for name, kind in EVALUATED.items():
+        batches = [np.ones(shape, np.float32) for shape in kind[process]]
+        found[name] = refusal(lambda batches=batches: evaluate(step, other, batches))
+    # As many batches, of which the last ones have other rows.
+    batches = [np.ones((4, 3), np.float32)] * 20
+    batches.append(np.full((1 + process, 3), 1 - process, np.float32))
+    found["evaluated"] = evaluate(step, other, batches)
+    # Of each comparison, only the next one is kept.
+    assert len(_jax._coordinator().key_value_dir_get("crossshard/")) < 30
     state, metrics = step(state, rows(2, 3.0 * process))
     found["even rows"] = float(metrics["loss"])
     weighted = make(masked, weight="mask")
@@ -83,6 +120,11 @@ def main(process: int, port: int, out: str) -> None:
     given = rows(3, 1.0) | {"mask": np.ones(3, np.float32)}
     state = weighted.init(W)
     found["lowered, padded"] = weighted.lower(state, given).in_avals[0][1]["x"].shape
+    # What is whole in every shard must be the same in every process.
+    times = lambda w, batch: loss_fn(w, batch) * batch["table"].sum()
+    step = make(times, replicated_entries=["table"])
+    table = {"table": np.full(3, process, np.float32)}
+    found["table"] = refusal(lambda: step(step.init(W), rows(2, 1.0) | table))
     # Keys: a module's, and a batch's.
     dropped = make(lambda net, batch: (net.dropout(net.linear(batch["x"])) ** 2).mean())
     dropped(dropped.init(Net()), rows(2, 1.0))
@@ -114,6 +156,12 @@ SAID = {
     "call": "Process 1 is at init, and process 0 at step.",
     "state": "To reshard, process 1 passed a state checksum ",
     "rows": "To step, process 1 passed batch['x'] float32[8, 3], and process 0 float32[2, 3].",
+    "table": "To step, process 1 passed batch['table'] checksum ",
+    **{name: f"To evaluate, process 1 passed {said}" for name, (_, _, said) in EVALUATED.items()},
+}
+ADVICE = {
+    "none": "Pass as many batches in every process",
+    "table": "pass the same entries of replicated_entries",
 }
 
 
@@ -123,6 +171,7 @@ def test_every_process_is_told_which_one_gave_something_else(
 ):
     assert found[0][what] == found[1][what]
     assert found[0][what].startswith(SAID[what])
+    assert ADVICE.get(what, "") in found[0][what]
 
 
 def test_a_process_that_does_not_come_is_named(found: list[dict[str, Any]]):
@@ -135,6 +184,8 @@ def test_processes_that_agree_step(found: list[dict[str, Any]], process: int):
     assert told["same state"] == "taken"
     # The mean of w is 2; half of the rows are 0 and half 3, and with weights 2 of 10 are 0.
     assert told["even rows"] == pytest.approx(2 * 1.5)
+    # W sums to 6. Of 163 rows, 161 are 1, and the last two of process 1 are 0.
+    assert told["evaluated"] == pytest.approx(6 * 161 / 163)
     assert told["weighted rows"] == pytest.approx(2.4)
 
 

@@ -93,13 +93,30 @@ class Normed(nnx.Module):
         self.norm = nnx.BatchNorm(4, momentum=0.0, rngs=nnx.Rngs(0))
         self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
         self.table = jnp.ones(3)
+        self.tied = self.linear
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.dropout(self.norm(self.linear(x)))
+        return self.dropout(self.norm(self.tied(x)))
 
 
 def normed_loss(model: Any, batch: Any) -> jax.Array:
     return (model(batch) ** 2).mean()
+
+
+def test_an_nnx_module_keeps_statistics_and_streams_of_each_shard():
+    model, step = Normed(), sgd_step(normed_loss, 0.1, 4)
+    kernel = model.linear.kernel.get_value()
+    state = train(step, step.init(model), [X[:, :4]] * 3)
+    trained = step.model(state)
+    assert trained.tied is trained.linear
+    assert not np.allclose(trained.linear.kernel.get_value(), kernel)
+    each = [step.model(state, shard=shard) for shard in range(4)]
+    assert [int(one.dropout.rngs.count.get_value()) for one in each] == [3] * 4
+    means = [one.norm.mean.get_value() for one in each]
+    np.testing.assert_allclose(trained.norm.mean.get_value(), np.mean(means, 0), atol=1e-6)
+    assert not np.allclose(means[0], means[1])
+    trained.eval()
+    assert trained(X[:, :4]).shape == (8, 4)
 
 
 @pytest.mark.parametrize(("first", "then"), [(8, 4), deep((4, 8)), deep((1, 4)), deep((4, 3))])

@@ -1,6 +1,5 @@
 """Steps on meshes with other axes than the shard axes, over which the model is split."""
 
-import functools
 import itertools
 from typing import Any
 
@@ -42,41 +41,31 @@ def step_of(loss: Any, optimizer: Any, mesh: Any, update: str = "sharded", **kwa
     return make_train_step(loss, optimizer, **options, **kwargs)
 
 
-# A transformer as Megatron splits it: columns, then rows, and the embedding over the vocabulary.
+# A language model, split over its heads and over the vocabulary.
 
-WORDS, WIDTH, HEADS, HEAD, HIDDEN = 64, 32, 4, 8, 128
-TRANSFORMER = {
+WORDS, WIDTH, HEADS, HEAD = 64, 32, 4, 8
+LANGUAGE = {
     "embedding": normal(WORDS, WIDTH),
-    "norms": np.ones((3, WIDTH), np.float32),
-    "qkv": normal(WIDTH, 3, HEADS, HEAD),
+    "heads": normal(WIDTH, HEADS, HEAD),
+    "bias": np.zeros((HEADS, HEAD), np.float32),
     "out": normal(HEADS, HEAD, WIDTH),
-    "up": normal(WIDTH, HIDDEN),
-    "bias": np.zeros(HIDDEN, np.float32),
-    "down": normal(HIDDEN, WIDTH),
+    "scale": np.ones(WIDTH, np.float32),
 }
-MEGATRON = {
+OF_LANGUAGE = {
     "embedding": P("model"),
-    "norms": P(),
-    "qkv": P(None, None, "model"),
-    "out": P("model"),
-    "up": P(None, "model"),
+    "heads": P(None, "model"),
     "bias": P("model"),
-    "down": P("model", None),
+    "out": P("model", None),
+    "scale": P(),
 }
 TOKENS = RNG.integers(0, WORDS, size=(20, 16, 9))
 
 
-def transformer(params: Any, tokens: Any) -> jax.Array:
-    norm = lambda x, scale: x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-3) * scale
+def language(params: Any, tokens: Any) -> jax.Array:
     x = params["embedding"][tokens[:, :-1]]
-    y = norm(x, params["norms"][0])
-    q, k, v = jnp.einsum("bsd,dchk->cbshk", y, params["qkv"])
-    scores = jnp.einsum("bshk,bthk->bhst", q, k) / HEAD**0.5
-    scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e9)
-    y = jnp.einsum("bhst,bthk->bshk", jax.nn.softmax(scores), v)
-    x = x + jnp.einsum("bshk,hkd->bsd", y, params["out"])
-    y = jnp.tanh(norm(x, params["norms"][1]) @ params["up"] + params["bias"])
-    x = norm(x + y @ params["down"], params["norms"][2])
+    heads = jnp.tanh(jnp.einsum("bsd,dhk->bshk", x, params["heads"]) + params["bias"])
+    x = x + jnp.einsum("bshk,hkd->bsd", heads, params["out"])
+    x = x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-3) * params["scale"]
     logits = x @ params["embedding"].T
     labels = tokens[:, 1:, None]
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels, -1).mean()
@@ -93,17 +82,17 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", deep_but(["sgd", "muon"], OPTIMIZERS))
-def test_a_transformer_split_over_the_model_axis_follows_one_device(name: str):
+def test_a_model_split_over_the_model_axis_follows_one_device(name: str):
     optimizer, mesh = OPTIMIZERS[name](), mesh_of(4, 2)
-    step = step_of(transformer, optimizer, mesh)
-    state = step.init(placed(mesh, TRANSFORMER, MEGATRON))
+    step = step_of(language, optimizer, mesh)
+    state = step.init(placed(mesh, LANGUAGE, OF_LANGUAGE))
     for tokens in TOKENS:
         state, metrics = step(state, tokens)
-    want, _ = on_one_device(transformer, optimizer, TRANSFORMER, TOKENS)
+    want, _ = on_one_device(language, optimizer, LANGUAGE, TOKENS)
     assert_close(state.params, want, 1e-5)
-    loss = transformer(on_one_device(transformer, optimizer, TRANSFORMER, TOKENS[:-1])[0], tokens)
+    loss = language(on_one_device(language, optimizer, LANGUAGE, TOKENS[:-1])[0], tokens)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
-    for key, spec in MEGATRON.items():
+    for key, spec in OF_LANGUAGE.items():
         whole = NamedSharding(mesh, spec)
         for kept in (state.params[key], step.model(state)[key]):
             assert kept.sharding.is_equivalent_to(whole, kept.ndim), key
@@ -112,21 +101,21 @@ def test_a_transformer_split_over_the_model_axis_follows_one_device(name: str):
 @pytest.mark.parametrize("name", [deep("sgd"), "adamw", deep("adafactor")])
 def test_a_checkpoint_goes_on_with_another_split(name: str):
     optimizer = OPTIMIZERS[name]()
-    step = step_of(transformer, optimizer, mesh_of(4, 2))
-    state = train(step, step.init(placed(mesh_of(4, 2), TRANSFORMER, MEGATRON)), TOKENS[:8])
+    step = step_of(language, optimizer, mesh_of(4, 2))
+    state = train(step, step.init(placed(mesh_of(4, 2), LANGUAGE, OF_LANGUAGE)), TOKENS[:8])
     saved = step.unshard(state)
-    _, plain = on_one_device(transformer, optimizer, TRANSFORMER, TOKENS[:8])
+    _, plain = on_one_device(language, optimizer, LANGUAGE, TOKENS[:8])
     assert_close(saved.opt_state.inner_state, plain, 1e-5)
     # As a file would return it: numbers, without devices.
     leaves, tree = jax.tree.flatten(saved)
     saved = tree.unflatten(map(np.asarray, leaves))
     for sizes, start, stop in [((2, 4), 8, 14), ((8, 1), 14, 20)]:
-        other = step_of(transformer, optimizer, mesh_of(*sizes))
+        other = step_of(language, optimizer, mesh_of(*sizes))
         state = other.reshard(saved)
         state = train(other, state, TOKENS[start:stop])
         assert other._program._compiled._cache_size() == 1
         saved = other.unshard(state)
-    assert_close(state.params, on_one_device(transformer, optimizer, TRANSFORMER, TOKENS)[0], 1e-5)
+    assert_close(state.params, on_one_device(language, optimizer, LANGUAGE, TOKENS)[0], 1e-5)
 
 
 # A network of two matrices, whose blocks are too large to share a bucket with the loss.
@@ -290,9 +279,13 @@ def test_an_equinox_module_stays_split():
     assert [x.sharding.spec for x in weights(after)] == specs
 
 
-def test_what_it_says():
+@pytest.mark.parametrize("own", [None, "data"])
+def test_what_it_says(own: str | None):
     mesh = mesh_of(4, 2)
-    step = step_of(network, optax.adam(0.1), mesh)
+    # The optimizer may name the axis as well.
+    opt = CrossShardOptimizer(optax.adam(0.1), axis_name=own)
+    other = None if own else "data"
+    step = make_train_step(network, opt, mesh=mesh, axis_name=other, weight_update="sharded")
     step.init(placed(mesh, PARAMS, SPLIT))
     assert step.describe().splitlines()[1:] == [
         "4 shards over data on the mesh (data: 4, model: 2); weight update in parts: the update is "
@@ -334,21 +327,14 @@ def test_a_parameter_that_does_not_fit_the_mesh_is_refused_by_name(other: str):
         ({"axis_name": 3}, ArgumentTypeError, "3"),
         ({"axis_name": "data", "num_shards": 8}, ArgumentError, "4 shards"),
         ({"axis_name": "data", "mesh": None}, AxisError, "Pass mesh="),
+        ({"axis_name": "data", "own": "model"}, ArgumentError, "one of the two places"),
     ],
 )
 def test_axes_that_do_not_fit_are_refused(options: Any, error: type, words: str):
+    options = {"mesh": mesh_of(4, 2), **options}
+    opt = CrossShardOptimizer(optax.sgd(0.1), axis_name=options.pop("own", None))
     with pytest.raises(error, match=words):
-        make_train_step(network, optax.sgd(0.1), **{"mesh": mesh_of(4, 2), **options})
-
-
-def test_axes_named_twice_must_agree():
-    opt = functools.partial(CrossShardOptimizer, optax.sgd(0.1))
-    mesh = mesh_of(4, 2)
-    with pytest.raises(ArgumentError, match="one of the two places"):
-        make_train_step(network, opt(axis_name="model"), mesh=mesh, axis_name="data")
-    step = make_train_step(network, opt(axis_name="data"), mesh=mesh)
-    step.init(placed(mesh, PARAMS, SPLIT))
-    assert "4 shards over data" in step.describe()
+        make_train_step(network, opt, **options)
 
 
 def test_a_state_of_a_mesh_without_the_axis_is_refused_until_it_is_resharded():

@@ -120,49 +120,35 @@ def counting(params: Any, state: Any, batch: Any) -> tuple[jax.Array, Any]:
     return params * mean, {"mean": 0.5 * (state["mean"] + mean), "count": state["count"] + 1}
 
 
-@pytest.mark.parametrize("kind", ["mean", "per_shard"])
-def test_a_shard_without_weight_does_not_count(kind: str):
-    step = sgd_step(counting, 0.1, 4, model_state=kind, weight="mask")
-    start = {"mean": np.float32(2), "count": 3}
-    state = step.init(np.float32(1), model_state=start)
-    nothing = {"x": X[0][:8], "mask": np.zeros(8)}
-    state, _ = step(state, nothing)
-    assert_close(step.model(state), (1.0, start))
-    mask = np.array([1, 1, 0, 0, 1, 0, 0, 0])
-    state, _ = step(state, {"x": X[0][:8], "mask": mask})
-    rows = X[0][:8].sum(1)
-    means = 0.5 * (2 + np.array([rows[:2].mean(), rows[4]]))
-    params, merged = step.model(state)
-    np.testing.assert_allclose(params, 1 - 0.1 * rows[mask > 0].mean(), rtol=1e-5)
-    if kind == "mean":
-        np.testing.assert_allclose(merged["mean"], (2 * means[0] + means[1]) / 3, rtol=1e-6)
-        assert merged["count"] == 4
-    else:
-        own = [means[0], 2, means[1], 2]
-        np.testing.assert_allclose(state.model_state["mean"], own, rtol=1e-6)
-        np.testing.assert_array_equal(state.model_state["count"], [4, 3, 4, 3])
+START = {"mean": np.float32(2), "count": 3}
 
 
+@pytest.mark.parametrize(("shards", "microbatches"), [(4, 1), (2, 2)])
 @pytest.mark.parametrize("kind", ["mean", "per_shard"])
-def test_a_microbatch_without_weight_does_not_count(kind: str):
-    step = sgd_step(counting, 0.1, 2, model_state=kind, weight="mask", accumulate_steps=2)
-    state = step.init(np.float32(1), model_state={"mean": np.float32(2), "count": 3})
-    # Without rows: the second microbatch of shard 0, and the first of shard 1.
+def test_what_has_no_weight_does_not_count(kind: str, shards: int, microbatches: int):
+    options = {"model_state": kind, "weight": "mask", "accumulate_steps": microbatches}
+    step = sgd_step(counting, 0.1, shards, **options)
+    state = step.init(np.float32(1), model_state=START)
+    state, _ = step(state, {"x": X[0][:8], "mask": np.zeros(8)})
+    assert_close(step.model(state), (1.0, START))
+    # Without rows: shards 1 and 2 of 4, or the second microbatch of 0, and the first of 1.
     mask = np.array([1, 1, 0, 0, 0, 0, 1, 0])
     state, metrics = step(state, {"x": X[0][:8], "mask": mask})
     rows = X[0][:8].sum(1)
     own = 0.5 * (2 + np.array([rows[:2].mean(), rows[6]]))
+    params, merged = step.model(state)
     np.testing.assert_allclose(metrics["loss"], rows[mask > 0].mean(), rtol=1e-5)
+    np.testing.assert_allclose(params, 1 - 0.1 * rows[mask > 0].mean(), rtol=1e-5)
     if kind == "mean":
-        merged = step.model(state)[1]
         np.testing.assert_allclose(merged["mean"], (2 * own[0] + own[1]) / 3, rtol=1e-6)
-        assert merged["count"] == 5
+        assert merged["count"] == 3 + microbatches
     else:
-        np.testing.assert_allclose(state.model_state["mean"], own, rtol=1e-6)
-        np.testing.assert_array_equal(state.model_state["count"], [4, 4])
+        means, counts = {4: ([own[0], 2, 2, own[1]], [4, 3, 3, 4]), 2: (own, [4, 4])}[shards]
+        np.testing.assert_allclose(state.model_state["mean"], means, rtol=1e-6)
+        np.testing.assert_array_equal(state.model_state["count"], counts)
 
 
-# Equinox, keys, aux.
+# Equinox, aux.
 
 
 def test_a_state_of_equinox_with_aux():
@@ -197,25 +183,6 @@ def test_a_state_of_equinox_with_aux():
     )
 
 
-def test_each_shard_draws_from_its_own_key():
-    def loss(w: Any, key: Any, batch: Any) -> Any:
-        key, sub = jax.random.split(key)
-        return (w * batch).mean(), (key, jax.random.uniform(sub))
-
-    kwargs = {"num_shards": 4, "model_state": "per_shard", "has_aux": True}
-    step = make_train_step(loss, optax.sgd(0.1), **kwargs)
-    state, metrics = step(step.init(jnp.ones(4), model_state=jax.random.key(0)), X[0])
-    assert len(set(np.asarray(metrics["aux"]))) == 4
-    two = make_train_step(loss, optax.sgd(0.1), **{**kwargs, "num_shards": 2})
-    _, metrics = two(two.reshard(step.unshard(state)), X[0])
-    assert len(set(np.asarray(metrics["aux"]))) == 2
-
-
-def step_of(loss: Any = counting, kind: Any = "mean", **kwargs: Any) -> Any:
-    return sgd_step(loss, 0.1, 2, model_state=kind, **kwargs)
-
-
-START = {"mean": np.float32(2), "count": 3}
 BATCH = {"x": X[0], "mask": np.ones(24)}
 
 
@@ -224,9 +191,9 @@ def test_a_count_of_rows_cannot_be_averaged():
         count = state["count"] + batch["mask"].sum().astype(int)
         return w * batch["x"].mean(), {"mean": state["mean"], "count": count}
 
-    step = step_of(loss)
+    step = sgd_step(loss, 0.1, 2, model_state="mean")
     with pytest.raises(ArgumentError, match=r"model_state\['count'\] \(int32\).*'per_shard'"):
         step(step.init(np.float32(1), model_state=START), BATCH)
-    step = step_of(loss, "per_shard")
+    step = sgd_step(loss, 0.1, 2, model_state="per_shard")
     state, _ = step(step.init(np.float32(1), model_state=START), BATCH)
     np.testing.assert_array_equal(state.model_state["count"], [15, 15])

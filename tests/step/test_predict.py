@@ -86,9 +86,7 @@ def test_of_the_average_a_shard_and_with_state():
     ("batches", "predict", "error", "said"),
     [
         ([X], lambda w, x: (x @ w).mean(), ArgumentError, r"value has shape \(\).*call evaluate"),
-        ([], lambda w, x: x @ w, ArgumentError, "no batch"),
         ([X], lambda w, x: {}, ArgumentError, "nothing"),
-        (X, lambda w, x: x @ w, ArgumentTypeError, r"Write \[batch\]"),
         ([X], "outputs", ArgumentTypeError, "predict_fn must be a function"),
     ],
 )

@@ -47,15 +47,15 @@ def test_a_raw_key_that_is_called_so_follows_the_typed_one(wrap: Any, key_of: An
     )
 
 
-def test_raw_keys_stay_different_and_are_made_so_again_on_another_number_of_shards():
-    step = step_of(lambda state: state["rng"])
-    raw = step.init(W, model_state={"rng": jax.random.PRNGKey(1)})
+@pytest.mark.parametrize("make", [jax.random.PRNGKey, jax.random.key])
+def test_keys_stay_different_and_are_made_so_again_on_another_number_of_shards(make: Any):
+    step, fewer = (step_of(lambda state: state["rng"], number) for number in (8, 2))
+    state = step.init(W, model_state={"rng": make(1)})
     for _ in range(2):
-        raw, metrics = step(raw, X)
+        state, metrics = step(state, X)
         assert len(np.unique(metrics["aux"], axis=0)) == 8
-    fewer = step_of(lambda state: state["rng"], num_shards=2)
-    again = fewer.reshard(step.unshard(raw)).model_state["rng"]
-    assert len(np.unique(again, axis=0)) == 2
+    _, metrics = fewer(fewer.reshard(step.unshard(state)), X)
+    assert len(np.unique(metrics["aux"], axis=0)) == 2
 
 
 @pytest.mark.parametrize(
