@@ -1,6 +1,8 @@
 """Verification in a job of two processes: of steps that are right, and of one that is not."""
 
+import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import crossshard
 from crossshard.errors import ArgumentError
+from crossshard.tools.verification.report import Fault
 from tests.processes import join, run_processes
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.deep]
@@ -70,8 +73,19 @@ def main(process: int, port: int, out: str) -> None:
     w = jax.device_put(np.full((3, 4), 0.5, np.float32), NamedSharding(mesh, P(None, "model")))
     step = crossshard.make_train_step(wide, optax.adam(0.1), mesh=mesh, axis_name="data")
     told["model axes"] = str(crossshard.verify(step, w, X))
+    if process:
+        see_a_fault()
+    told["of one process"] = str(crossshard.verify(step, w, X))
     Path(out).write_text(json.dumps(told))
     jax.distributed.shutdown()
+
+
+def see_a_fault() -> None:
+    # Only a device that computes wrongly would show one to a single process.
+    module = sys.modules["crossshard.tools.verification.verify"]
+    own = Fault("other", "w: another update", ("w",), 2.0, (1,))
+    conclude = module.conclude
+    module.conclude = lambda *seen: dataclasses.replace(conclude(*seen), faults=(own,))
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +108,11 @@ def test_a_loss_that_is_a_sum_is_found_in_both(told):
     first, second = (each["summed"] for each in told)
     assert first == second
     assert first.startswith("wrong on 4 shards and 16 rows:\n  all 2 parameters: 0.250 = 1/N")
+
+
+def test_both_tell_what_one_has_found(told):
+    wrong = "wrong on 2 shards and 16 rows:\n  w: another update (found in process 1)"
+    assert [each["of one process"] for each in told] == [wrong, wrong]
 
 
 def test_what_cannot_be_compared_is_refused(told):

@@ -1,12 +1,15 @@
 """``verify``: runs a step on 1 and on N shards, and says what is wrong."""
 
+import dataclasses
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from crossshard._hash import checksum
-from crossshard.distributed.agreement import check_agreement
+from crossshard.distributed.agreement import check_agreement, exchange
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.shards.context import check_num_shards
 from crossshard.shards.groups import check_group_assignment
@@ -14,7 +17,7 @@ from crossshard.step.rebuild import groups_of, on_part_of_mesh, own_rows, with_s
 from crossshard.step.train_step import TrainStep
 from crossshard.tools.verification.conclude import conclude, with_flops
 from crossshard.tools.verification.measurement import Measurement
-from crossshard.tools.verification.report import Verification
+from crossshard.tools.verification.report import Fault, Verification
 from crossshard.tools.verification.snapshot import map_arrays
 
 
@@ -69,7 +72,8 @@ def verify(
     """
     if isinstance(step, TrainStep):
         # It splits the batch by itself.
-        return conclude(_of_train_step(step, batch, num_shards, key, groups).evidence())
+        found = conclude(_of_train_step(step, batch, num_shards, key, groups).evidence())
+        return _with_those_of_others(found, step.mesh)
     if not callable(step):
         raise ArgumentTypeError(
             "verify takes make_step, a function of (optimizer, num_shards), or a TrainStep; got "
@@ -128,3 +132,21 @@ def _of_train_step(
         return built if alone else take, state
 
     return Measurement(make, (batch,), None, shards, factor)
+
+
+def _with_those_of_others(found: Verification, mesh: Mesh) -> Verification:
+    """With the faults that other processes found, since each looks at its own devices."""
+    own = json.dumps([dataclasses.asdict(fault) for fault in found.faults])
+    of_each = [list(map(_fault, json.loads(told))) for told in exchange("verify", own, mesh)]
+    everywhere = [fault for fault in of_each[0] if all(fault in faults for faults in of_each)]
+    others = [
+        dataclasses.replace(fault, sentence=f"{fault.sentence} (found in process {process})")
+        for process, faults in enumerate(of_each)
+        for fault in faults
+        if fault not in everywhere
+    ]
+    return dataclasses.replace(found, faults=(*everywhere, *others))
+
+
+def _fault(told: dict[str, Any]) -> Fault:
+    return Fault(**told | {name: tuple(told[name]) for name in ("leaves", "shards")})
