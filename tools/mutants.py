@@ -83,12 +83,10 @@ def run(fault: Fault, caught_by: str | None) -> str | None:
         package = Path(folder) / "crossshard"
         shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
         fault.plant(package)
-        if caught_by and _first_failure([caught_by], folder) and _passes(caught_by):
-            return caught_by
         room = f"tests/{fault.path.split('/')[0]}"
         near = [room] if (ROOT / room).is_dir() else []
-        for tests in filter(None, [near, ["tests/pipeline/test_combinations.py"], ["tests"]]):
-            found = _first_failure(tests, folder)
+        for tests in (caught_by, *near, "tests/pipeline/test_combinations.py", "tests"):
+            found = _first_failure(tests, folder) if tests else None
             if found and ("::" not in found or _passes(found)):
                 return found
     return None
@@ -99,14 +97,14 @@ def _passes(test: str) -> bool:
     """Whether a test passes without a fault: one that fails in any case has caught nothing."""
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(PACKAGE, Path(folder) / "crossshard")
-        return _first_failure([test], folder) is None
+        return _first_failure(test, folder) is None
 
 
-def _first_failure(tests: list[str], folder: str) -> str | None:
+def _first_failure(tests: str, folder: str) -> str | None:
     command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", "-p", "no:cacheprovider"]
     environment = {**os.environ, "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"}
     process = subprocess.Popen(
-        [*command, *tests],
+        [*command, tests],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
