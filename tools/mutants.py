@@ -1,7 +1,7 @@
 """Plants the faults of mutants.toml one by one, and tells which of them `make test` would catch.
 
 The test that caught a fault the last time runs first. Where it no longer does, the tests of the
-fault's room are tried, then those of combinations, then all.
+fault's room are tried, then files that meet most of the package, then all.
 """
 
 import argparse
@@ -27,6 +27,13 @@ CAUGHT_BY = ROOT / "tools" / "mutants.json"
 # A fault may make shards wait for each other for ever; all tests take a third of this.
 SECONDS = 3600
 WANTED = 0.95
+# Files that meet most of the package.
+_WIDE = (
+    "tests/test_bad_calls.py",
+    "tests/step/test_bad_calls.py",
+    "tests/test_modes.py",
+    "tests/pipeline/test_combinations.py",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +92,7 @@ def run(fault: Fault, caught_by: str | None) -> str | None:
         fault.plant(package)
         room = f"tests/{fault.path.split('/')[0]}"
         near = [room] if (ROOT / room).is_dir() else []
-        for tests in (caught_by, *near, "tests/pipeline/test_combinations.py", "tests"):
+        for tests in (caught_by, *near, *_WIDE, "tests"):
             found = _first_failure(tests, folder) if tests else None
             if found and ("::" not in found or _passes(found)):
                 return found
