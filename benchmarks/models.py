@@ -1,4 +1,4 @@
-"""Models for whole steps: MLPs, and the demo's transformer."""
+"""Models for whole steps: MLPs, the demo's transformer, and tiny layers."""
 
 import math
 from collections.abc import Callable
@@ -49,6 +49,18 @@ def transformer(shards: int, *, layers: int = 3, width: int = 160) -> Problem:
     text = np.random.default_rng(0).integers(VOCABULARY, size=(rows, _CONTEXT + 1), dtype=np.uint8)
     loss_fn = lambda model, batch: loss(model, batch)[0]
     return _of_module(model, loss_fn, {"read": text[:, :-1], "wanted": text[:, 1:]})
+
+
+def linear_layers(shards: int, *, layers: int, width: int = 8) -> Problem:
+    """An NNX module of this many small layers, which computes almost nothing."""
+    model = nnx.List([nnx.Linear(width, width, rngs=nnx.Rngs(0)) for _ in range(layers)])
+
+    def loss_fn(model: Any, x: jax.Array) -> jax.Array:
+        for layer in model:
+            x = layer(x)
+        return jnp.mean(x**2)
+
+    return _of_module(model, loss_fn, np.ones((shards, width), np.float32))
 
 
 def _of_module(module: Any, loss_fn: Callable[[Any, Any], jax.Array], batch: Any) -> Problem:

@@ -8,7 +8,7 @@ import tyro
 
 from crossshard.errors import ArgumentError
 
-Bench = Literal["update", "step", "processes", "accumulation", "ema"]
+Bench = Literal["update", "step", "processes", "accumulation", "ema", "overhead", "import"]
 BENCHES: tuple[Bench, ...] = get_args(Bench)
 
 # Virtual CPU devices beyond this measure only how threads queue.
@@ -31,6 +31,10 @@ class BenchOptions:
     hand: time, and bytes sent.
 
     ema: a moving average of the parameters, in parts and whole: time, and bytes of state.
+
+    overhead: the Python time of calling our step beyond that of its compiled program.
+
+    import: the time that importing crossshard takes after JAX and Optax.
 
     PyTorch and TensorFlow take part if `make bench-peers` has created their environments. Each
     benchmark writes a table and its raw times to the output folder.
@@ -77,4 +81,7 @@ _SHARDS: dict[Bench, tuple[int, ...]] = {
     "processes": (2, 4),
     "accumulation": (2, 8),
     "ema": (2, 8),
+    "overhead": (1, 8),
+    # Nothing steps.
+    "import": (),
 }

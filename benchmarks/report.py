@@ -68,6 +68,16 @@ _HEADS: dict[Bench, tuple[str, str]] = {
         "The whole step with AdamW in float32, then `ema = 0.999 · ema + 0.001 · params`: in parts "
         "on the shards, or whole on each of them.",
     ),
+    "overhead": (
+        "Call overhead",
+        "What calling a step costs in Python, beyond calling its compiled program directly, on "
+        "steps that compute almost nothing. Both calls are waited for.",
+    ),
+    "import": (
+        "Import time",
+        "The time that importing crossshard takes after JAX and Optax. Flax, Orbax and the tools "
+        "are loaded when they are used.",
+    ),
 }
 
 _IN_TURN = """\
@@ -130,6 +140,11 @@ array.""",
 the candidate less that of the same candidate without an average, which took turns too, and *MB of \
 average* is what its state has more. A difference whose quartiles have both signs is smaller than \
 the noise. State is counted from the arrays on the first shard, without the parameters.""",
+    "overhead": _IN_TURN,
+    "import": """\
+Each round starts a new interpreter, imports the dependencies and then crossshard, and times both. \
+Bytecode and file caches are warm. The table shows the median, the quartiles and the minimum over \
+the rounds; the last column is the difference of the two minima.""",
 }
 
 

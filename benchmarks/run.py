@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import jax
 
 import crossshard
-from benchmarks import accumulation, ema, processes, step, update
+from benchmarks import accumulation, ema, imports, overhead, processes, step, update
 from benchmarks.machine import this_machine
 from benchmarks.options import BenchOptions
 from benchmarks.progress import Screen
@@ -17,6 +17,8 @@ _MEASURE = {
     "processes": processes.measure,
     "accumulation": accumulation.measure,
     "ema": ema.measure,
+    "overhead": overhead.measure,
+    "import": imports.measure,
 }
 
 
@@ -28,7 +30,8 @@ def run(options: BenchOptions, screen: Screen) -> Iterator[Report]:
     """
     # The peers run on the CPU, so all other candidates do too.
     jax.config.update("jax_platforms", "cpu")
-    crossshard.cpu_devices(max(n for bench in options.benches for n in options.shards_for(bench)))
+    shards = [number for bench in options.benches for number in options.shards_for(bench)]
+    crossshard.cpu_devices(max(shards, default=1))
     for bench in dict.fromkeys(options.benches):
         screen.notes.clear()
         machine = this_machine()

@@ -5,10 +5,17 @@ from collections.abc import Callable, Sequence
 
 from benchmarks import ema
 from benchmarks.baselines import HAND_WRITTEN, OURS_AUTO, OURS_REPLICATED, OURS_SHARDED
+from benchmarks.imports import WITH, WITHOUT
 from benchmarks.options import Bench
+from benchmarks.overhead import BARE, CALLED
 from benchmarks.result import Result
 from benchmarks.timing import Spread
 
+# The title of a bench that times ours beside what it stands on, these two, and units per second.
+_BESIDE: dict[Bench, tuple[str, str, str, float]] = {
+    "overhead": ("Microseconds per call", CALLED, BARE, 1e6),
+    "import": ("Milliseconds until imported", WITH, WITHOUT, 1e3),
+}
 # A heading, and a cell for each row.
 Column = tuple[str, list[str]]
 
@@ -26,6 +33,8 @@ def make_tables(bench: Bench, results: Sequence[Result]) -> list[Table]:
     """The tables of a benchmark; none without results."""
     if bench == "step":
         return [_of_steps(results)] if results else []
+    if bench in _BESIDE:
+        return [_of_differences(results, *_BESIDE[bench])] if results else []
     return [_of_candidates(bench, result) for result in results]
 
 
@@ -90,6 +99,21 @@ def _of_steps(results: Sequence[Result]) -> Table:
     return _table("Time of a step, relative to one written by hand", columns)
 
 
+def _of_differences(
+    results: Sequence[Result], title: str, ours: str, bare: str, unit: float
+) -> Table:
+    """What ours costs beyond the other."""
+    timings = [result.timing for result in results]
+    columns: list[Column] = [("problem", [result.title() for result in results])]
+    for name in (bare, ours):
+        times = [timing.spread(name).times(unit) for timing in timings]
+        columns += _spreads(name, times, _whole)[:1]
+    more = [timing.difference(ours, bare).times(unit) for timing in timings]
+    minima = [_whole(unit * timing.difference_of_minimums(ours, bare)) for timing in timings]
+    columns += _spreads("difference", more, _whole)
+    return _table(title, [*columns, ("difference of the minima", minima)])
+
+
 def _ratios(heading: str, result: Result, pairs: list[tuple[str, str]]) -> list[Column]:
     ratios = [result.timing.ratio(*pair) for pair in pairs]
     minima = [_two_decimals(result.timing.ratio_of_minimums(*pair)) for pair in pairs]
@@ -108,6 +132,10 @@ def _spreads(heading: str, spreads: list[Spread], text: Callable[[float], str]) 
 def _table(title: str, columns: list[Column]) -> Table:
     rows = zip(*(cells for _, cells in columns), strict=True)
     return Table(title, [heading for heading, _ in columns], [list(row) for row in rows])
+
+
+def _whole(number: float) -> str:
+    return f"{number:.0f}"
 
 
 def _two_decimals(number: float) -> str:

@@ -1,6 +1,12 @@
-"""Draws the floors of the package, as pyproject.toml has them, into docs/floor-plan.svg."""
+"""Draws the floors of the package, as pyproject.toml has them, into docs/floor-plan.svg.
+
+With revisions it prints instead how many lines each room has in them: `floor_plan.py main HEAD`.
+"""
 
 import ast
+import collections
+import subprocess
+import sys
 import textwrap
 import tomllib
 from html import escape
@@ -61,6 +67,34 @@ def _box(left: float, top: float, width: float, height: float, room: str, text: 
     )
 
 
+def lines_of_rooms(revision: str) -> dict[str, int]:
+    """The lines of Python in each room, and in the folders beside the package."""
+    git = lambda *words: (
+        subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    )
+    found: collections.Counter[str] = collections.Counter()
+    for path in git("ls-tree", "-r", "--name-only", revision).splitlines():
+        if path.endswith(".py"):
+            parts = path.removesuffix(".py").split("/")
+            room = "/".join(parts[:3]) if parts[0] == "src" else parts[0]
+            found[room] += git("show", f"{revision}:{path}").count("\n")
+    return {**found, "src": sum(n for room, n in found.items() if room.startswith("src"))}
+
+
+def compare_lines(revisions: list[str]) -> str:
+    """A table of the lines of all rooms in some revisions."""
+    counts = [lines_of_rooms(revision) for revision in revisions]
+    rows = [f"{'':32}" + "".join(f"{revision:>14.12}" for revision in revisions)]
+    rooms = sorted({room for each in counts for room in each})
+    rows += [
+        f"{room:32}" + "".join(f"{each.get(room, 0):14,}" for each in counts) for room in rooms
+    ]
+    return "\n".join(rows)
+
+
 if __name__ == "__main__":
-    PICTURE.write_text(draw(), encoding="utf-8")
-    print(PICTURE.relative_to(ROOT))
+    if sys.argv[1:]:
+        print(compare_lines(sys.argv[1:]))
+    else:
+        PICTURE.write_text(draw(), encoding="utf-8")
+        print(PICTURE.relative_to(ROOT))

@@ -24,10 +24,12 @@ from benchmarks.baselines import (
 )
 from benchmarks.floor import least_bytes, measure_bandwidth
 from benchmarks.given_gradients import given_gradients
+from benchmarks.imports import WITH, WITHOUT
 from benchmarks.interleave import interleave
 from benchmarks.jax_baselines import hand_written, ours
 from benchmarks.models import mlp, transformer
 from benchmarks.options import BENCHES
+from benchmarks.overhead import BARE, CALLED
 from benchmarks.peer import Peer, PeerError
 from benchmarks.peers import ranks
 from benchmarks.result import Result
@@ -248,6 +250,24 @@ def test_an_average_costs_the_step_with_it_less_the_one_without():
     row = dict(zip(table.columns, table.rows[0], strict=True))
     assert (row["average costs, ms"], row["difference of the minima"]) == ("20.0", "15.0")
     assert (row["MB of state on one shard"], row["MB of average"]) == ("5.00", "2.00")
+
+
+@pytest.mark.parametrize(
+    ("bench", "more", "less", "unit"),
+    [("overhead", CALLED, BARE, 1e-6), ("import", WITH, WITHOUT, 1e-3)],
+)
+def test_what_ours_costs_beyond_is_ours_less_the_other(
+    bench: Any, more: str, less: str, unit: float
+):
+    seconds = {more: [30 * unit, 50 * unit], less: [20 * unit, 30 * unit]}
+    (table,) = make_tables(bench, [_result(seconds)])
+    row = dict(zip(table.columns, table.rows[0], strict=True))
+    assert (row[less], row[more], row["difference"], row["difference of the minima"]) == (
+        "25",
+        "40",
+        "15",
+        "10",
+    )
 
 
 def test_a_peer_that_ends_is_named_with_its_last_words():

@@ -28,15 +28,29 @@ class Donation:
         Raises:
           ArgumentError: one does.
         """
+        pointers: dict[Any, dict[int | None, int]] = {}
         for place, leaf in enumerate(jax.tree.leaves(batch)):
             if not isinstance(leaf, jax.Array) or leaf.is_deleted():
                 continue
             piece = leaf.addressable_data(0)
             if self._skeleton is not state.skeleton:
                 self._note(state)
-            alike = self._alike.get((piece.shape, piece.dtype))
-            if alike and piece.devices() <= self._device_numbers.keys():
-                self._compare(state, alike, piece, place, batch)
+            kind = piece.shape, piece.dtype
+            if kind not in self._alike or not piece.devices() <= self._device_numbers.keys():
+                continue
+            (device,) = piece.devices()
+            key = kind, self._device_numbers[device]
+            if key not in pointers:
+                pointers[key] = self._pointers(state, *key)
+            other = pointers[key].get(piece.unsafe_buffer_pointer())
+            if other is not None:
+                path, _ = jax.tree_util.tree_leaves_with_path(batch)[place]
+                raise ArgumentError(
+                    f"batch{jax.tree_util.keystr(path)} shares its buffer with "
+                    f"state.{names_of(state)[other]}, and the step donates the state: it would "
+                    f"overwrite what it reads. Pass jnp.copy(...) of it, or write "
+                    f"make_train_step(..., donate=False), with memory for two states."
+                )
 
     def _note(self, state: TrainState) -> None:
         """Remember which leaves of such states have which type on a device."""
@@ -50,21 +64,10 @@ class Donation:
                 self._alike.setdefault(kind, []).append(place)
         self._skeleton = state.skeleton
 
-    def _compare(
-        self, state: TrainState, alike: list[int], piece: jax.Array, place: int, batch: Any
-    ) -> None:
+    def _pointers(self, state: TrainState, kind: Any, number: int) -> dict[int | None, int]:
+        """The addresses of the leaves of a type on a device, with their places."""
         leaves = jax.tree.leaves(state)
-        (device,) = piece.devices()
-        number, pointer = self._device_numbers[device], piece.unsafe_buffer_pointer()
-        for other in alike:
-            if _pointer(leaves[other], number) == pointer:
-                path, _ = jax.tree_util.tree_leaves_with_path(batch)[place]
-                raise ArgumentError(
-                    f"batch{jax.tree_util.keystr(path)} shares its buffer with "
-                    f"state.{names_of(state)[other]}, and the step donates the state: it would "
-                    f"overwrite what it reads. Pass jnp.copy(...) of it, or write "
-                    f"make_train_step(..., donate=False), with memory for two states."
-                )
+        return {_pointer(leaves[place], number): place for place in self._alike[kind]}
 
 
 def _pointer(leaf: Any, number: int) -> int | None:
