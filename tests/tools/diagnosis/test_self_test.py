@@ -87,12 +87,19 @@ def test_float32_has_room_for_the_sums_on_every_number_of_shards():
         assert np.array_equal(total.astype(np.float32), total)
 
 
+def test_on_cpus_each_collective_stands_beside_a_copy_in_memory():
+    found = crossshard.doctor(sizes=(1_000_000,))
+    assert "  memory copy  part  " in str(found)
+    assert all(each.expected > 1e7 for each in found.tests)
+
+
 def test_a_collective_that_is_slow_beside_published_figures(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(self_test, "chip_of", lambda kind: GPUS["h100"])
     found = crossshard.doctor(sizes=(4_000, 1_000_000))
     # Eight GPUs of a host: each sends over NVLink.
     assert {round(each.expected) for each in found.tests} == {450_000_000_000}
-    assert "  published  part  " in str(found)
+    on_gpus = dataclasses.replace(found.devices, platform="gpu")
+    assert "  published  part  " in str(dataclasses.replace(found, devices=on_gpus))
     # Small ones take as long as they start.
     assert kinds(found) == ["slow"] * 5
     assert all("of 1.00 MB" in each.sentence for each in found.findings)

@@ -54,7 +54,8 @@ class CollectiveTest:
       size: bytes of the larger of operand and result, on each device.
       bytes_sent: that a device sends, with the optimal algorithm.
       seconds: of one run, the median of several.
-      expected: bytes/s that a device should send by published figures; ``None`` if unknown.
+      expected: bytes/s that a device should send by published figures, or on CPUs as a copy in
+        memory, measured in turn; ``None`` if unknown.
       right: whether the devices of this process got the values that numpy has.
     """
 
@@ -119,7 +120,8 @@ class Diagnosis:
         ]
         lines = [_wrapped(f"{name:<11}{text or 'none'}") for name, text in rows]
         if self.tests:
-            lines += ["", _table(self.tests)]
+            is_cpu = self.devices is not None and self.devices.platform == "cpu"
+            lines += ["", _table(self.tests, "memory copy" if is_cpu else "published")]
         return "\n".join([*lines, "", *self._conclusion()])
 
     __str__ = describe
@@ -167,16 +169,13 @@ def _of_job(job: Mapping[str, Any]) -> str:
     return f"{number}{told}; this is {job['process_id']}, {met}{where}"
 
 
-def _table(tests: tuple[CollectiveTest, ...]) -> str:
-    is_known = any(each.expected is not None for each in tests)
-    head = ("collective", "size", "sent", "time", "speed", *(["published", "part"] * is_known))
+def _table(tests: tuple[CollectiveTest, ...], expected: str) -> str:
+    head = ("collective", "size", "sent", "time", "speed", expected, "part", "values")
     rows = []
     for each in tests:
         sent = (size(each.size), size(each.bytes_sent), time(each.seconds), rate(each.bandwidth))
-        part = (
-            (rate(each.expected), f"{100 * each.bandwidth / each.expected:.3g} %")
-            if each.expected
-            else ("?", "?") * is_known
-        )
+        part = ("?", "?")
+        if each.expected:
+            part = (rate(each.expected), f"{100 * each.bandwidth / each.expected:.3g} %")
         rows.append((each.kind, *sent, *part, "right" if each.right else "WRONG"))
-    return table((*head, "values"), rows)
+    return table(head, rows)
