@@ -17,6 +17,7 @@ from jax._src import core as _core
 from jax._src import distributed as _distributed
 from jax._src import source_info_util as _source_info_util
 from jax._src import xla_bridge as _xla_bridge
+from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import parallel as _parallel
 
 # The name has an underscore since JAX 0.11.
@@ -147,6 +148,46 @@ def control_flow(equation: Any) -> Call | Cond | While | Scan | None:
         if len(inner) == 1 and len(opened(inner[0]).invars) == len(equation.invars):
             return Call(inner[0])
     return None
+
+
+def has_scan(jaxpr: Any) -> bool:
+    """Whether a scan stands anywhere in a jaxpr."""
+    equations = opened(jaxpr).eqns
+    within = (x for equation in equations for x in jaxprs_within(equation))
+    return any(each.primitive.name == "scan" for each in equations) or any(map(has_scan, within))
+
+
+def without_unread(jaxpr: Any) -> Any:
+    """A closed jaxpr without what none of its outputs is computed from, with the same inputs."""
+    outputs = [True] * len(jaxpr.jaxpr.outvars)
+    found, _ = _partial_eval.dce_jaxpr(jaxpr.jaxpr, outputs, instantiate=True)
+    return _core.ClosedJaxpr(found, jaxpr.consts)
+
+
+def closed(jaxpr: Any) -> Any:
+    """The closed jaxpr of an open one without constants, or of a closed one."""
+    return jaxpr if hasattr(jaxpr, "consts") else _core.ClosedJaxpr(jaxpr, ())
+
+
+def inlined(equation: Any) -> Any:
+    """The closed jaxpr of a ``jit`` that says nothing about shardings; ``None`` for all else."""
+    if equation.primitive.name not in ("jit", "pjit"):
+        return None
+    params = equation.params
+    placed = [*params["in_shardings"], *params["out_shardings"]]
+    free = all(type(each).__name__ == "UnspecifiedValue" for each in placed)
+    return params["jaxpr"] if free else None
+
+
+def is_checkpoint(equation: Any) -> bool:
+    """Whether an equation is a ``jax.checkpoint``."""
+    return equation.primitive.name in ("checkpoint", "remat", "remat2")
+
+
+def options_of_scan(equation: Any) -> dict[str, Any]:
+    """How a scan is to be compiled, as ``lax.scan`` takes it."""
+    names = ("unroll", "_split_transpose")
+    return {name: equation.params[name] for name in names if name in equation.params}
 
 
 def shard_map_parts(equation: Any) -> tuple[frozenset[str], Sequence[Any], Any]:
@@ -409,20 +450,28 @@ def placing(function: Callable[..., Any], args: Sequence[Any]) -> Callable[..., 
             if equation.primitive.name == "device_put":
                 found = list(map(_placed, given, equation.params["devices"]))
             else:
-                found = _bound(equation, given)
+                found = bound(equation, given)
             values |= dict(zip(equation.outvars, found, strict=True))
         return jax.tree.unflatten(tree, list(map(read, closed.jaxpr.outvars)))
 
     return run
 
 
-def _bound(equation: Any, given: list[Any]) -> list[Any]:
+def bound(equation: Any, given: Sequence[Any]) -> list[Any]:
+    """The outputs of an equation for these inputs, under its names and in its context."""
     params = equation.primitive.get_bind_params(equation.params)
     # Before JAX 0.10.2 a pair, with the functions that the primitive calls.
     functions, params = params if isinstance(params, tuple) else ((), params)
-    with equation.ctx.manager:
+    with at_source_of(equation), equation.ctx.manager:
         found = equation.primitive.bind(*functions, *given, **params)
     return list(found) if equation.primitive.multiple_results else [found]
+
+
+def at_source_of(equation: Any) -> AbstractContextManager[object]:
+    """Give what is computed the names and the source line of an equation."""
+    source = equation.source_info
+    names = _source_info_util.current_name_stack() + source.name_stack
+    return _source_info_util.user_context(source.traceback, name_stack=names)
 
 
 def _placed(x: Any, where: Any) -> Any:

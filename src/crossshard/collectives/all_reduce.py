@@ -48,9 +48,13 @@ def _sum_over_group(x: Any, shards: Shards, groups: GroupAssignment) -> Any:
 
 
 def widen(x: Any) -> jax.Array:
-    """``x`` in the dtype in which it is summed: float32 for 16 bits, which overflow or round."""
-    dtype = jnp.result_type(x)
-    return jnp.asarray(x, jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype)
+    """``x`` in the dtype in which it is summed."""
+    return jnp.asarray(x, wide(jnp.result_type(x)))
+
+
+def wide(dtype: Any) -> Any:
+    """The dtype in which one is summed: float32 for those of 16 bits, which overflow or round."""
+    return jnp.dtype(jnp.float32) if jnp.finfo(dtype).bits < 32 else dtype
 
 
 def gather_over_shards(x: Any, shards: Shards) -> jax.Array:

@@ -75,7 +75,10 @@ class StateLayout:
 
     def placements(self, state: TrainState) -> TrainState:
         """The placement of every array of a state."""
-        params = REPLICATED if self.groups is None else PER_SHARD
+        own = REPLICATED if self.groups is None else PER_SHARD
+        params = _all(own, state.params)
+        if self.plan.in_parts:
+            params = map_partitions(lambda each, _: Placement(each), self.plan.params, params)
         model_state = PER_SHARD if self.keeps_per_shard(state.skeleton) else REPLICATED
         inner = map_partitions(
             lambda partition, _: Placement(partition, self.groups is not None, self.groups),
@@ -86,7 +89,7 @@ class StateLayout:
         placements = dataclasses.replace(
             state,
             step=REPLICATED,
-            params=_all(params, state.params),
+            params=params,
             opt_state=opt_state,
             frozen=_all(REPLICATED, state.frozen),
             model_state=_all(model_state, state.model_state),

@@ -144,13 +144,14 @@ def check_returned(before: Any, after: Any) -> Any:
     return jax.tree_util.tree_map_with_path(one, before, after)
 
 
-def check_equal(state: Any, after: Callable[..., Any], own: Any) -> None:
+def check_equal(state: Any, after: Callable[..., Any], own: Any, params: Any) -> None:
     """Raise if an array that is not averaged would differ between shards.
 
     Args:
       state: the state before the loss.
-      after: the state after the loss, as a function of ``own``.
+      after: the state after the loss, as a function of ``own`` and the parameters.
       own: what differs between shards: the rows of the batch, and the key.
+      params: the parameters, or their types.
 
     Raises:
       ArgumentError: the loss computes such an array from the batch or the key.
@@ -158,8 +159,9 @@ def check_equal(state: Any, after: Callable[..., Any], own: Any) -> None:
     paths = jax.tree_util.tree_leaves_with_path(state)
     if all(is_inexact(leaf) for _, leaf in paths):
         return
-    for (path, leaf), bits in zip(paths, sources(after, own), strict=True):
-        if bits and not is_inexact(leaf):
+    of_own = (1 << len(jax.tree.leaves(own))) - 1
+    for (path, leaf), bits in zip(paths, sources(after, own, params), strict=True):
+        if bits & of_own and not is_inexact(leaf):
             raise ArgumentError(
                 f"model_state{jax.tree_util.keystr(path)} ({leaf.dtype}) is computed from the "
                 f"batch or the random key, so it differs between shards, and only floating arrays "

@@ -29,6 +29,7 @@ def arrive(
     weight: jax.Array | None = None,
     params: Any = None,
     widened: bool = False,
+    early: tuple[bool, ...] = (),
 ) -> Gradients:
     """The gradients with the status of each leaf, and the dtype in which it is to be reduced.
 
@@ -41,6 +42,7 @@ def arrive(
       weight: float[], the weight of this shard.
       params: the parameters, if they are known.
       widened: whether the values have more bits than the gradients that they stand for.
+      early: for each leaf whether the backward pass has summed it; see ``Gradients``.
 
     Raises:
       DoubleReductionError, IncomingError: see ``read_incoming``.
@@ -65,11 +67,15 @@ def arrive(
     for name in sorted(extra):
         known = _of_loss(extra[name], shards, declared) if name == "value" else declared
         extra_status += of_tree({name: extra[name]}, known)
-    status = of_tree(values, declared)
+    done = early or (False,) * len(jax.tree.leaves(values))
+    status = tuple(
+        GradientStatus.SUMMED if is_done else each
+        for each, is_done in zip(of_tree(values, declared), done, strict=True)
+    )
 
-    def dtype_of(leaf: Any, param: Any, status: GradientStatus | None) -> Any:
+    def dtype_of(leaf: Any, param: Any, status: GradientStatus | None, is_done: bool) -> Any:
         # compute_gradients divides in float32, and 16-bit parameters need 16-bit gradients.
-        is_wide = widened or pipeline.accumulate is not None or status is GradientStatus.SCALED
+        is_wide = is_done or widened or pipeline.accumulate is not None or status is GradientStatus.SCALED
         dtype = jnp.result_type(param if is_wide else leaf)
         if pipeline.master_dtype is not None and status is not None:
             dtype = jnp.promote_types(dtype, pipeline.master_dtype)
@@ -77,7 +83,7 @@ def arrive(
 
     # The parameters of optax.lookahead have more leaves than the gradients.
     like = jax.tree.leaves(values if params is None else params)
-    dtypes = map(dtype_of, jax.tree.leaves(values), like, status)
+    dtypes = map(dtype_of, jax.tree.leaves(values), like, status, done)
     dtypes_of_extra = map(jnp.result_type, jax.tree.leaves(extra))
     return Gradients(
         values,
@@ -85,6 +91,7 @@ def arrive(
         weight,
         status=status,
         extra_status=extra_status,
+        early=early,
         dtypes=(*dtypes_of_extra, *dtypes),
     )
 

@@ -67,9 +67,9 @@ def check_options(options: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
       ArgumentError, ArgumentTypeError: an invalid value.
     """
     checks: dict[str, Callable[[Any], Any]] = {
-        "reduce_dtype": functools.partial(_check_dtype, "reduce_dtype"),
+        "reduce_dtype": functools.partial(check_dtype, "reduce_dtype"),
         "loss_scale": check_loss_scale,
-        "master_dtype": functools.partial(_check_dtype, "master_dtype"),
+        "master_dtype": functools.partial(check_dtype, "master_dtype"),
         "ema": check_ema,
         "metrics": check_metrics,
         "nonfinite": check_nonfinite,
@@ -98,6 +98,10 @@ def check_names(function: Any, options: Mapping[str, Any], declared: Any) -> Non
 
 # The dtypes that an option takes, and in words.
 _DTYPES = {
+    "gather_dtype": (
+        ("bfloat16", "float16", "float32", "float64"),
+        "bfloat16, float16, float32 or float64, the dtype in which parameters are sent",
+    ),
     "reduce_dtype": (
         ("bfloat16", "float32"),
         "bfloat16, or float32 for gradients of 64 bits; float16 would make those below 6e-8 zero",
@@ -109,7 +113,7 @@ _DTYPES = {
 }
 
 
-def _check_dtype(name: str, given: Any) -> Any:
+def check_dtype(name: str, given: Any) -> Any:
     """The dtype that an option gives; ``None`` without one."""
     among, words = _DTYPES[name]
     try:

@@ -238,6 +238,12 @@ class Pipeline:
     # Queries of the callers before they call it.
 
     @property
+    def needs_own_gradient(self) -> bool:
+        """Whether a stage before the reduction needs the whole gradient of each shard."""
+        reads = self.preprocess, self.nonfinite
+        return any(stage is not None for stage in reads) or need_local(self.metrics)
+
+    @property
     def excludes_shards(self) -> bool:
         """Whether a shard whose gradient is not finite does not count."""
         return self.nonfinite is not None and self.nonfinite.excludes_shards

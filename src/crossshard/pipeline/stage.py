@@ -54,6 +54,8 @@ class Gradients:
       status: before the aggregate for each leaf of ``values`` how far it is reduced; ``None`` for
         float0.
       extra_status: the same for ``extra``.
+      early: for each leaf of ``values`` whether the backward pass has weighed and summed it, and left
+        this shard's slice; empty if none is. Such a leaf is ``SUMMED``.
       dtypes: the dtypes that the reduced ``extra`` and ``values`` are to have, leaf by leaf; stages
         may widen them on the way.
 
@@ -69,6 +71,7 @@ class Gradients:
     updated: Any = None
     status: Statuses = dataclasses.field(default=(), metadata={"static": True})
     extra_status: Statuses = dataclasses.field(default=(), metadata={"static": True})
+    early: tuple[bool, ...] = dataclasses.field(default=(), metadata={"static": True})
     dtypes: tuple[Any, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     def replace(self, **changes: Any) -> Self:
@@ -182,7 +185,9 @@ def as_local(gradients: Gradients, context: StageContext, what: str) -> Gradient
     Raises:
       IncomingError: they are already summed.
     """
-    summed = {GradientStatus.SUMMED, GradientStatus.REDUCED}.intersection(gradients.status)
+    early = gradients.early or (False,) * len(gradients.status)
+    pairs = list(zip(gradients.status, early, strict=True))
+    summed = {status for status, done in pairs if status in _SUMMED and not done}
     if summed and context.shards.number > 1:
         raise IncomingError(
             f"{what} each shard's local gradient before it is reduced, and these gradients are "
@@ -194,5 +199,8 @@ def as_local(gradients: Gradients, context: StageContext, what: str) -> Gradient
         leaf * context.divisor if status is GradientStatus.SCALED else leaf
         for leaf, status in zip(leaves, gradients.status, strict=True)
     ]
-    status = tuple(status and GradientStatus.LOCAL for status in gradients.status)
+    status = tuple(each if done else each and GradientStatus.LOCAL for each, done in pairs)
     return gradients.replace(values=tree.unflatten(local), status=status)
+
+
+_SUMMED = (GradientStatus.SUMMED, GradientStatus.REDUCED)

@@ -22,6 +22,8 @@ _SMALL = 1 << 15
 _LITTLE = 16
 # Between processes on CPUs it takes milliseconds.
 _SMALL_BETWEEN_CPUS = 1 << 20
+# A longer first axis is not that of stacked layers.
+_LAYERS = 256
 # The spec of an array on other axes that do not split it.
 WHOLE = PartitionSpec()
 
@@ -103,7 +105,21 @@ class Partition:
         if self.tile.size > 1 and self.number > 1:
             enough = len(self.shape) > 1 and self.local_shape[0] >= self.tile.rows
             return not (self._in_tiles or (self.axis == 0 and enough))
-        return math.prod(self.shape) < (_SMALL_BETWEEN_CPUS if between_cpus() else _SMALL)
+        return _is_few(self.shape)
+
+    @property
+    def row(self) -> "Partition | None":
+        """The partition of one slice along axis 0, such as one of several stacked layers.
+
+        ``None`` if the array is split along that axis, or a slice is too small for a collective.
+        """
+        split = self.number > 1
+        if len(self.shape) < 2 or (split and not self.axis) or any(self.other_axes[:1]):
+            return None
+        axis = (self.axis or 0) - 1 if split else 0
+        others = PartitionSpec(*self.other_axes[1:])
+        row = dataclasses.replace(self, shape=self.shape[1:], axis=axis, other_axes=others)
+        return None if _is_few(row.shape) else row
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -168,6 +184,11 @@ class Partition:
         )
 
 
+def _is_few(shape: Sequence[int]) -> bool:
+    """Whether starting a collective costs more than to copy such an array."""
+    return math.prod(shape) < (_SMALL_BETWEEN_CPUS if between_cpus() else _SMALL)
+
+
 def slice_index(shards: Shards, groups: GroupAssignment | None = None) -> jax.Array:
     """int32[]: which slice of an array is this shard's: its index, or its position in its group."""
     index = shards.index()
@@ -182,11 +203,14 @@ def partition_for(
 ) -> Partition:
     """A partition that keeps the order of elements; tiny arrays stay replicated.
 
-    An array that is split over other axes is split along one that is free.
+    What may be stacked layers is split within each layer, and an array that is split over other
+    axes along one that is free.
     """
-    if other_axes:
-        return partition_along_axis(shape, number, tile, other_axes)
     shape = tuple(shape)
+    if other_axes or _may_be_layers(shape):
+        along = partition_along_axis(shape, number, tile, other_axes)
+        if other_axes or (along.axis and along.local_shape[along.axis] >= tile.rows):
+            return along
     if math.prod(shape) < _FEW or number == 1:
         return Partition(shape)
     flat = len(shape) == 1 and tile.lanes > 1
@@ -206,7 +230,15 @@ def partition_along_axis(
     axes = [axis for axis, size in enumerate(shape) if size % number == 0 and axis not in taken]
     if math.prod(shape) < _FEW or number == 1 or not axes:
         return Partition(shape, other_axes=other_axes)
-    return Partition(shape, number, axes[0], tile, other_axes)
+    within = [axis for axis in axes if axis > 0] if _may_be_layers(shape) else axes
+    # XLA for TPUs needs so many rows of a slice.
+    filled = [axis for axis in within if shape[axis] // number >= tile.rows]
+    return Partition(shape, number, [*filled, *within, *axes][0], tile, other_axes)
+
+
+def _may_be_layers(shape: Sequence[int]) -> bool:
+    """Whether an array may be that of several layers, which a loop over them takes one by one."""
+    return len(shape) > 2 and shape[0] <= _LAYERS and not _is_few(shape[1:])
 
 
 def map_partitions(

@@ -21,6 +21,7 @@ class StepConfig:
       mesh: the mesh.
       axes: its shard axes.
       weight_update: where the weights are updated.
+      in_parts: whether the parameters rest in parts.
       wrt: what chooses the trained parameters; ``None`` for all.
       donate: whether a call overwrites its state.
     """
@@ -29,6 +30,7 @@ class StepConfig:
     mesh: Mesh
     axes: tuple[str, ...]
     weight_update: WeightUpdate
+    in_parts: bool = False
     wrt: Any = None
     donate: bool = True
 

@@ -64,6 +64,7 @@ class Layouts:
             leave_unread=pipeline.preprocess is None,
             tile=TPU if mesh.devices.flat[0].platform == "tpu" else ANY,
             other_axes=split[: len(jax.tree.leaves(params))],
+            in_parts=config.in_parts,
         )
         model_state = config.loss.model_state
         return StateLayout(mesh, config.axes, plan, groups, pipeline, types, model_state, split)

@@ -18,10 +18,10 @@ from crossshard.optimizer.cross_shard_optimizer import (
     CrossShardOptimizer,
     pipeline_of,
 )
-from crossshard.pipeline.options import Options, check_names, check_options
+from crossshard.pipeline.options import Options, check_dtype, check_names, check_options
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stages.weigh import check_weighable
-from crossshard.pipeline.update.plan import WeightUpdate, check_weight_update
+from crossshard.pipeline.update.plan import Rest, WeightUpdate, check_weight_update
 from crossshard.shards.mesh import mesh_and_axes, number_of_shards
 from crossshard.step.aux_reduction import check_aux_reduction
 from crossshard.step.config import StepConfig
@@ -36,6 +36,9 @@ class StepOptions(Options, total=False):
     """The options of ``make_train_step``: those of the pipeline, and these.
 
     Keys:
+      gather_dtype: with ``params="sharded"``, the dtype in which parameters are gathered. By default
+        that in which the loss first uses them: a parameter that it converts to ``bfloat16`` is sent
+        in 16 bits. Another one rounds what the loss sees.
       aux_reduction: how ``metrics["aux"]`` is reduced over the shards, or the group: ``"mean"``,
         weighted as the loss is, ``"sum"``, ``"per_shard"`` as for ``None``, or a pytree prefix of
         ``aux`` with these.
@@ -50,6 +53,7 @@ class StepOptions(Options, total=False):
     {'check_divergence': 100, 'on_divergence': 'repair'}
     """
 
+    gather_dtype: Any
     aux_reduction: Any
     check_divergence: int | None
     on_divergence: Literal["raise", "repair"]
@@ -63,6 +67,7 @@ def make_train_step(
     num_shards: int | None = None,
     axis_name: str | tuple[str, ...] | None = None,
     weight_update: str = WeightUpdate.AUTO,
+    params: str = Rest.REPLICATED,
     weight: str | Callable[[Any], Any] | None = None,
     has_aux: bool = False,
     wrt: Any = None,
@@ -95,6 +100,11 @@ def make_train_step(
         slice of the optimizer state (ZeRO-1, Xu et al. 2020, arXiv 2004.13336).
         ``"replicated"``: each updates all. ``"auto"``: sharded if the optimizer is proven
         elementwise and it pays.
+      params: ``"sharded"``: parameters rest in parts, too (FSDP): a device has 1/N of parameters,
+        masters, moving average and optimizer state. A layer is gathered where the loss uses it,
+        in the loop that runs over stacked layers and again in the backward pass where
+        ``jax.checkpoint`` recomputes it, and its gradient is summed where the backward pass makes
+        it. ``state.params`` are global arrays in their own shapes.
       weight: the number of examples or tokens of a shard: the name of the batch entry to sum,
         such as a mask, or a function from a shard's batch to float[]. The mean is then
         sum(w · g) / sum(w), and a batch whose rows do not divide is padded with zeros.
@@ -160,12 +170,38 @@ def make_train_step(
     sentinel = check_divergence_options(
         options.get("check_divergence"), options.get("on_divergence", "raise")
     )
-    function = StepFunction(loss, pipeline, optimizer.get_name(), sentinel)
+    gather_dtype = check_dtype("gather_dtype", options.get("gather_dtype"))
+    function = StepFunction(loss, pipeline, optimizer.get_name(), sentinel, gather_dtype)
     sharding = check_weight_update(weight_update)
     if sharding is WeightUpdate.AUTO and optimizer.weight_update is WeightUpdate.SHARDED:
         sharding = WeightUpdate.SHARDED
+    in_parts = _check_rest(params, sharding, pipeline, gather_dtype)
+    sharding = WeightUpdate.SHARDED if in_parts else sharding
     donates = _check.flag("donate", donate)
-    return TrainStep(StepConfig(function, where, axes, sharding, check_wrt(wrt), donates))
+    return TrainStep(StepConfig(function, where, axes, sharding, in_parts, check_wrt(wrt), donates))
+
+
+def _check_rest(params: str, update: WeightUpdate, pipeline: Pipeline, gather_dtype: Any) -> bool:
+    """Whether parameters rest in parts, or an error if they cannot."""
+    if _check.choice("params", params, Rest) is Rest.REPLICATED:
+        if gather_dtype is not None:
+            raise ArgumentError(
+                f"gather_dtype={str(gather_dtype)!r} rounds what the loss sees of parameters that "
+                f"rest in parts; those that are whole it would round for good. Pass "
+                f"params='sharded', or, for weights of 16 bits, master_dtype='float32'."
+            )
+        return False
+    if update is WeightUpdate.REPLICATED:
+        raise ArgumentError(
+            "params='sharded' leaves each shard its slice of the parameters, so that it cannot "
+            "update all of them. Leave weight_update='replicated' out."
+        )
+    if pipeline.groups is not None:
+        raise ArgumentError(
+            f"params='sharded' splits one set of parameters over all shards, and with "
+            f"group_assignment {pipeline.groups} each group has its own. Leave one of them out."
+        )
+    return True
 
 
 def _check_pipeline(pipeline: Pipeline, number: int, weight: Any) -> Pipeline:

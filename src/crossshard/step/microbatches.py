@@ -1,13 +1,13 @@
 """Microbatches: the mean gradient of a shard's rows, computed in several pieces in one program."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from crossshard.pipeline.stages.accumulate import add, mean, zeros
+from crossshard.pipeline.stages.accumulate import Sums, add, mean
 
 
 class LocalResult(NamedTuple):
@@ -19,6 +19,8 @@ class LocalResult(NamedTuple):
       weight: float[], the weight of the rows; ``None`` if all shards count the same.
       model_state: the model state after the loss.
       aux: what else the loss returned.
+      early: for each leaf of the gradient whether the backward pass has summed it over the shards;
+        empty if none is. See ``Gradients``.
     """
 
     loss: Any
@@ -26,23 +28,34 @@ class LocalResult(NamedTuple):
     weight: Any
     model_state: Any
     aux: Any
+    early: tuple[bool, ...] = ()
+
+
+# Computes the gradient of one microbatch from its rows, the model state and its index.
+Compute = Callable[[Any, Any, Any], LocalResult]
 
 
 def over_microbatches(
     number: int,
-    compute: Callable[[Any, Any, Any], LocalResult],
-    params: Any,
+    compute: Compute,
+    zero: Sums,
+    early: tuple[bool, ...],
     model_state: Any,
     batch: Any,
+    last: Callable[[Sums], Compute] | None = None,
 ) -> tuple[LocalResult, Any, Any]:
     """The mean over ``number`` microbatches, which are computed one after the other.
 
     Args:
       number: the number of microbatches.
-      compute: ``compute(rows, model_state, index)``, for the rows of one microbatch.
-      params: the parameters, whose shapes the gradients have.
+      compute: what computes one.
+      zero: the sums before the first.
+      early: for each leaf of the gradient whether each microbatch sums it over the shards; empty if
+        none does.
       model_state: the model state before the first microbatch.
       batch: one shard's rows of the batch.
+      last: from the sums of all microbatches but the last, what computes that. It returns the mean
+        of all in the gradients that it has summed over the shards. ``None`` if it is as the others.
 
     Returns:
       The means, weighted if there are weights, gradients with at least 32 bits, and the last model
@@ -50,21 +63,44 @@ def over_microbatches(
     """
     # The rows divide, or they would not have been placed.
     split = lambda rows: rows.reshape(number, rows.shape[0] // number, *rows.shape[1:])
-    pieces = jax.tree.map(split, batch)
+    pieces = jnp.arange(number), jax.tree.map(split, batch)
 
     def one(carry: Any, piece: Any) -> tuple[Any, Any]:
         sums, model_state = carry
         index, rows = piece
         found = compute(rows, model_state, index)
-        sums = add(sums, found.values, found.loss, found.weight)
-        # Dtypes as they were stored, or the carry would change its type.
-        as_stored = lambda new, old: new if new.dtype == old.dtype else new.astype(old.dtype)
-        after = jax.tree.map(as_stored, found.model_state, model_state)
-        return (sums, after), (found.aux, found.weight)
+        sums = add(sums, found.values, found.loss, found.weight, early)
+        return (sums, _as_stored(found.model_state, model_state)), (found.aux, found.weight)
 
-    (sums, model_state), (aux, weights) = lax.scan(
-        one, (zeros(params), model_state), (jnp.arange(number), pieces)
-    )
-    values, loss = mean(sums)
+    if last is None:
+        (sums, model_state), (aux, weights) = lax.scan(one, (zero, model_state), pieces)
+        values, loss = mean(sums, early, weighted=weights is not None)
+    else:
+        but_last = jax.tree.map(lambda x: x[:-1], pieces)
+        (sums, model_state), others = lax.scan(one, (zero, model_state), but_last)
+        index, rows = jax.tree.map(lambda x: x[-1], pieces)
+        found = last(sums)(rows, model_state, index)
+        early = found.early
+        own = _chosen(early, jax.tree.map(jnp.zeros_like, sums[0]), found.values)
+        sums = add(sums, own, found.loss, found.weight)
+        values, loss = mean(sums)
+        values = _chosen(early, found.values, values)
+        model_state = _as_stored(found.model_state, model_state)
+        join = lambda first, end: jnp.concatenate([first, jnp.asarray(end)[None]])
+        aux, weights = jax.tree.map(join, others, (found.aux, found.weight))
     total = None if weights is None else sums[2]
-    return LocalResult(loss, values, total, model_state, None), aux, weights
+    return LocalResult(loss, values, total, model_state, None, early), aux, weights
+
+
+def _as_stored(after: Any, before: Any) -> Any:
+    """A state in the dtypes of the one before, or the carry would change its type."""
+    return jax.tree.map(lambda x, y: x if x.dtype == y.dtype else x.astype(y.dtype), after, before)
+
+
+def _chosen(flags: Sequence[bool], if_set: Any, otherwise: Any) -> Any:
+    """A pytree with the leaves of one where the flag is set, and else of the other."""
+    if not flags:
+        return otherwise
+    leaves, tree = jax.tree.flatten(otherwise)
+    every = zip(flags, jax.tree.leaves(if_set), leaves, strict=True)
+    return tree.unflatten([one if flag else other for flag, one, other in every])

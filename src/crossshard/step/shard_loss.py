@@ -1,26 +1,26 @@
 """ShardLoss: the loss and gradient of one shard's rows, in one piece or in microbatches."""
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from crossshard.gradients.local import split_loss, value_and_grad
+from crossshard.gradients.local import split_loss
 from crossshard.model import model_state as model_states
 from crossshard.model.model_state import ModelState
 from crossshard.model.models import after_loss, check_not_written, combine
 from crossshard.model.state import TrainState
 from crossshard.pipeline.stage import Gradients
-from crossshard.shards.axes import Shards
+from crossshard.pipeline.stages.accumulate import zeros
 from crossshard.shards.context import shard_context
 from crossshard.step import aux_reduction
 from crossshard.step.aux_reduction import AuxReduction
+from crossshard.step.at_use import AtUse
 from crossshard.step.entries import join_entries, split_entries
-from crossshard.step.microbatches import LocalResult, over_microbatches
+from crossshard.step.microbatches import Compute, LocalResult, over_microbatches
 from crossshard.step.weight import Weight, check_weight_is_read, weight_of
 
 
@@ -62,46 +62,67 @@ class ShardLoss:
         return int(jax.tree.leaves(self.split(batch)[0])[0].shape[0])
 
     def local_gradient(
-        self, state: TrainState, batch: Any, shards: Shards, unread: tuple[bool, ...], scale: Any
+        self, state: TrainState, batch: Any, at_use: AtUse, scale: Any
     ) -> LocalResult:
         """One shard's loss and gradients.
 
         Args:
           state: this shard's state.
           batch: its rows of the batch.
-          shards: the shards.
-          unread: for each parameter, whether its gradient is not to be computed.
+          at_use: how it gets its parameters.
           scale: float[], the loss scale; ``None`` without one.
         """
         number, (rows, whole) = self.accumulate_steps, self.split(batch)
 
-        def compute(rows: Any, model_state: Any, count: Any) -> LocalResult:
+        def compute(rows: Any, model_state: Any, count: Any, at_use: AtUse) -> LocalResult:
             here = dataclasses.replace(state, model_state=model_state)
-            batch = join_entries(rows, whole)
-            return self._of_rows(here, batch, shards, unread, scale, count)
+            return self._of_rows(here, join_entries(rows, whole), at_use, scale, count)
 
         if number == 1:
-            return compute(rows, state.model_state, state.step)
-        count = lambda index: state.step * number + index
+            return compute(rows, state.model_state, state.step, at_use)
+
+        def with_(at_use: AtUse) -> Compute:
+            count = lambda index: state.step * number + index
+            return lambda rows, model_state, index: compute(
+                rows, model_state, count(index), at_use
+            )
+
+        # Whole gradients are added up, and the last microbatch sums them over the shards.
+        every, last = at_use, None
+        if not at_use.in_parts:
+            every = dataclasses.replace(at_use, waits=True)
+            of_one = jax.tree.map(lambda x: x[: x.shape[0] // number], rows)
+            if self._sums_in_loops(with_(at_use), of_one, state):
+                last = lambda sums: with_(dataclasses.replace(at_use, before=sums))
         local, aux, weights = over_microbatches(
             number,
-            lambda rows, model_state, index: compute(rows, model_state, count(index)),
-            state.params,
+            with_(every),
+            zeros(every.types_of_gradients(state.params)),
+            every.early,
             state.model_state,
             rows,
+            last,
         )
         return local._replace(aux=aux_reduction.of_microbatches(self.aux_reduction, aux, weights))
+
+    @staticmethod
+    def _sums_in_loops(compute: Compute, rows: Any, state: TrainState) -> bool:
+        """Whether the loss has loops in whose backward pass gradients are summed."""
+        found: list[bool] = []
+        look = lambda *args: found.append(any(compute(*args).early))
+        jax.eval_shape(look, rows, state.model_state, jnp.int32(0))
+        return found[0]
 
     def _of_rows(
         self,
         state: TrainState,
         batch: Any,
-        shards: Shards,
-        unread: tuple[bool, ...],
+        at_use: AtUse,
         scale: Any,
         count: Any,
     ) -> LocalResult:
         """The loss and gradients of some rows; ``count`` counts the microbatches of all steps."""
+        shards = at_use.shards
         keys: tuple[jax.Array, ...] = ()
         if self.takes_rng:
             key = jax.random.wrap_key_data(state.rng, impl=state.rng_impl)
@@ -131,34 +152,39 @@ class ShardLoss:
             check_not_written(written, both, lambda both: run(both)[2])
             return loss, (after, aux)
 
-        with shard_context(shards.number, axis_name=shards.axes):
-            if self.weight is not None:
-                of_batch = lambda batch: run((state.params, state.frozen), batch)[0]
-                check_weight_is_read(self.weight, batch, of_batch)
-            if self.model_state is ModelState.MEAN:
-                self._check_equal(state, batch, run, keys)
-            with jax.named_scope("loss"):
-                (loss, (after, aux)), gradients = value_and_grad_of_read(
-                    loss_of, state.params, unread, scale
-                )
         weight = None if self.weight is None else weight_of(self.weight, batch)
+        with shard_context(shards.number, axis_name=shards.axes):
+            types = at_use.types(state.params)
+            if self.weight is not None:
+                of_batch = lambda batch, params: run((params, state.frozen), batch)[0]
+                check_weight_is_read(self.weight, batch, of_batch, types)
+            if self.model_state is ModelState.MEAN:
+                self._check_equal(state, types, batch, run, keys)
+            with jax.named_scope("loss"):
+                found = at_use.value_and_grad(loss_of, state.params, weight, scale)
+        loss, (after, aux) = found.out
         if weight is not None:
             after = model_states.unless_weightless(
                 self.model_state, weight, after, state.model_state
             )
-        return LocalResult(jnp.asarray(loss), gradients, weight, after, aux)
+        return LocalResult(jnp.asarray(loss), found.gradients, weight, after, aux, found.early)
 
     def _check_equal(
-        self, state: TrainState, batch: Any, run: Callable[..., Any], keys: tuple[jax.Array, ...]
+        self,
+        state: TrainState,
+        params: Any,
+        batch: Any,
+        run: Callable[..., Any],
+        keys: tuple[jax.Array, ...],
     ) -> None:
         """Raise if model state that is not averaged would differ between shards."""
         rows, whole = self.split(batch)
 
-        def of_own(own: tuple[Any, Any]) -> Any:
+        def of_own(own: tuple[Any, Any], params: Any) -> Any:
             rows, keys = own
-            return run((state.params, state.frozen), join_entries(rows, whole), keys)[3]
+            return run((params, state.frozen), join_entries(rows, whole), keys)[3]
 
-        model_states.check_equal(state.model_state, of_own, (rows, keys))
+        model_states.check_equal(state.model_state, of_own, (rows, keys), params)
 
     def with_weight(self, local: LocalResult, weight: Any, before: TrainState) -> LocalResult:
         """What one shard computes, with another weight: with 0 its model state stays as before."""
@@ -190,35 +216,3 @@ class ShardLoss:
         """The specs of ``aux``, given that of per-shard and that of reduced values."""
         is_per_shard = lambda reduction: reduction is AuxReduction.PER_SHARD
         return jax.tree.map(lambda x: each if is_per_shard(x) else reduced, self.aux_reduction)
-
-
-def value_and_grad_of_read(
-    loss_of: Callable[[Any], tuple[Any, Any]],
-    params: Any,
-    unread: Sequence[bool],
-    loss_scale: Any = None,
-) -> tuple[Any, Any]:
-    """The loss with its auxiliary output, and the gradients, without computing unread ones.
-
-    Args:
-      loss_of: the loss as a function of the parameters, which returns ``(loss, aux)``.
-      params: the parameters.
-      unread: for each, whether the optimizer does not read its gradient.
-      loss_scale: the scale of the loss; see ``crossshard.value_and_grad``.
-    """
-    if not any(unread):
-        out, gradients = value_and_grad(loss_of, has_aux=True, loss_scale=loss_scale)(params)
-        return out, gradients
-    leaves, tree = jax.tree.flatten(params)
-    places = list(itertools.compress(range(len(leaves)), (not each for each in unread)))
-
-    def filled(arrays: Sequence[Any], others: Sequence[Any]) -> Any:
-        every = list(others)
-        for place, array in zip(places, arrays, strict=True):
-            every[place] = array
-        return tree.unflatten(every)
-
-    of_read = lambda arrays: loss_of(filled(arrays, leaves))
-    compute = value_and_grad(of_read, has_aux=True, loss_scale=loss_scale)
-    out, gradients = compute([leaves[place] for place in places])
-    return out, filled(gradients, list(map(jnp.zeros_like, leaves)))

@@ -22,6 +22,7 @@ from crossshard.shards.groups import size_of_group
 from crossshard.shards.model_axes import only
 from crossshard.shards.partition import map_partitions
 from crossshard.step.arguments import check_same_rows
+from crossshard.step.at_use import AtUse
 from crossshard.step.entries import specs_of
 from crossshard.step.microbatches import LocalResult
 from crossshard.step.shard_loss import ShardLoss
@@ -52,12 +53,15 @@ class StepFunction:
       pipeline: the pipeline of the gradients.
       name: the name of the pipeline's operations in profiles and HLO.
       sentinel: what compares the shards' copies of the state; ``None`` if nothing does.
+      gather_dtype: the dtype in which parameters that rest in parts are gathered; ``None`` for that
+        in which the loss uses them.
     """
 
     loss: ShardLoss
     pipeline: Pipeline
     name: str
     sentinel: Sentinel | None = None
+    gather_dtype: Any = None
 
     def __call__(
         self, layout: StateLayout, state: TrainState, batch: Any
@@ -84,10 +88,10 @@ class StepFunction:
 
         def on_one_shard(state: TrainState, batch: Any) -> Progress:
             before = layout.local(state)
-            here = dataclasses.replace(context, params=before.params)
-            done = self._reduce(before, batch, here)
+            done = self._reduce(before, batch, self._at_use(layout, context), context)
             if not is_global:
-                done = self._update(before, done, here)
+                at_rest = dataclasses.replace(context, params=before.params)
+                done = self._update(before, done, at_rest)
             # Groups differ, and `aux` has an axis for the shards already.
             stored = lambda x: x if layout.groups is None else x[None]
             metrics = jax.tree.map(stored, done.metrics)
@@ -109,11 +113,18 @@ class StepFunction:
         aux = {"aux": done.aux} if self.loss.has_aux else {}
         return layout.constrain(done.state), done.metrics | aux
 
-    def _reduce(self, before: TrainState, batch: Any, context: StageContext) -> Progress:
+    def _reduce(
+        self, before: TrainState, batch: Any, at_use: AtUse, context: StageContext
+    ) -> Progress:
         """From the loss of one shard's rows to the reduced gradients."""
         loss, pipeline, opt_state = self.loss, self.pipeline, before.opt_state
         scale = opt_state.loss_scale.scale if pipeline.loss_scale is not None else None
-        local = loss.local_gradient(before, batch, context.shards, context.unread, scale)
+        params = before.params
+        if at_use.waits:
+            params, at_use = at_use.whole(params), dataclasses.replace(at_use, in_parts=False)
+        context = dataclasses.replace(context, params=params)
+        given = dataclasses.replace(before, params=params)
+        local = loss.local_gradient(given, batch, at_use, scale)
         gradients = self._arrive(local, context)
         with jax.named_scope(self.name):
             gradients, opt_state = pipeline.run((Phase.ARRIVAL,), gradients, opt_state, context)
@@ -171,6 +182,19 @@ class StepFunction:
             apply_updates=True,
         )
 
+    def _at_use(self, layout: StateLayout, context: StageContext) -> AtUse:
+        plan, pipeline = layout.plan, self.pipeline
+        return AtUse(
+            plan.params,
+            context.shards,
+            context.groups,
+            plan.in_parts,
+            context.unread,
+            pipeline.reduce_dtype,
+            self.gather_dtype,
+            pipeline.needs_own_gradient,
+        )
+
     def _arrive(self, local: LocalResult, context: StageContext) -> Gradients:
         return arrive(
             self.pipeline,
@@ -181,6 +205,7 @@ class StepFunction:
             weight=local.weight,
             params=context.params,
             widened=self.loss.accumulate_steps > 1 or self.pipeline.loss_scale is not None,
+            early=local.early,
         )
 
     def _out_specs(self, layout: StateLayout, state: TrainState, is_global: bool) -> Progress:
@@ -257,5 +282,5 @@ def _arrays(layout: StateLayout, shards: Shards) -> Arrays:
     if plan.strategy is UpdateStrategy.WHOLE and not shards.other_axes:
         return Arrays()
     if plan.strategy is not UpdateStrategy.GLOBAL:
-        return LocalParts(plan.params, shards, layout.groups)
-    return GlobalArrays(plan.params, plan.state, shards, layout.mesh)
+        return LocalParts(plan.params, shards, layout.groups, plan.in_parts)
+    return GlobalArrays(plan.params, plan.state, shards, layout.mesh, plan.in_parts)

@@ -45,13 +45,16 @@ class SumOf:
         return jnp.sum(jnp.asarray(batch[self.key], float))
 
 
-def check_weight_is_read(weight: Weight, batch: Any, loss: Callable[[Any], Any]) -> None:
+def check_weight_is_read(
+    weight: Weight, batch: Any, loss: Callable[[Any, Any], Any], params: Any
+) -> None:
     """Raise if a loss does not read the entry of the batch that counts its rows.
 
     Args:
       weight: the weight function.
       batch: one shard's rows of the batch.
-      loss: the loss as a function of the batch.
+      loss: the loss as a function of the batch and the parameters.
+      params: the parameters, or their types.
 
     Raises:
       ArgumentError: the loss does not read the entry, so rows of weight 0 count in it.
@@ -61,7 +64,8 @@ def check_weight_is_read(weight: Weight, batch: Any, loss: Callable[[Any], Any])
     key = weight.key
     # Raises if there is no such entry.
     jax.eval_shape(weight, batch)
-    if not depends(lambda entry: loss({**batch, key: entry}), batch[key]):
+    of_entry = lambda entry, params: loss({**batch, key: entry}, params)
+    if not depends(of_entry, batch[key], params):
         raise ArgumentError(
             f"weight={key!r} means that batch[{key!r}] counts rows, but the loss does not read it, "
             f"so rows of weight 0, such as those of padding, count in its mean. Write "

@@ -1,13 +1,14 @@
 """Accumulate: the mean gradient of several microbatches, which is reduced once."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from crossshard.collectives.all_reduce import widen
+from crossshard.collectives.all_reduce import wide, widen
 from crossshard.errors import ArgumentError
 from crossshard.gradients.scalars import is_inexact
 from crossshard.gradients.status import check_shapes
@@ -88,33 +89,53 @@ class Accumulate(Stage):
 Sums = tuple[Any, Any, Any]
 
 
-def add(sums: Sums, gradients: Any, loss: Any, weight: jax.Array | None) -> Sums:
-    """The sums with one more microbatch."""
+def add(
+    sums: Sums,
+    gradients: Any,
+    loss: Any,
+    weight: jax.Array | None,
+    early: tuple[bool, ...] = (),
+) -> Sums:
+    """The sums with one more microbatch; gradients that are ``early`` are weighed already."""
 
-    def one(x: Any, new: Any) -> Any:
+    def one(x: Any, new: Any, weight: Any = weight) -> Any:
         if not is_inexact(new):
             return x
         wide = widen(new).astype(x.dtype)
         # `where`, because the gradient of weight 0 may be NaN.
         return x + (wide if weight is None else jnp.where(weight != 0, wide * weight, 0))
 
-    values, value = jax.tree.map(one, sums[:2], (gradients, loss))
-    return values, value, sums[2] + (1 if weight is None else weight)
+    weighed = lambda x, new, is_done: one(x, new, None if is_done else weight)
+    values = _map_leaves(weighed, early, sums[0], gradients)
+    return values, one(sums[1], loss), sums[2] + (1 if weight is None else weight)
 
 
-def mean(sums: Sums) -> tuple[Any, Any]:
-    """The mean gradient and loss; zeros if all weights are zero."""
-    one = lambda x: average(x, sums[2]) if is_inexact(x) else x
-    values, value = jax.tree.map(one, sums[:2])
-    return values, value
+def mean(sums: Sums, early: tuple[bool, ...] = (), *, weighted: bool = False) -> tuple[Any, Any]:
+    """The mean gradient and loss; zeros if all weights are zero.
+
+    With weights, gradients that are ``early`` stay sums: their weights are those of all shards.
+    """
+
+    def one(x: Any, is_done: bool = False) -> Any:
+        return average(x, sums[2]) if is_inexact(x) and not (is_done and weighted) else x
+
+    return _map_leaves(one, early, sums[0]), one(sums[1])
+
+
+def _map_leaves(function: Callable[..., Any], flags: Sequence[bool], *trees: Any) -> Any:
+    """``function(*leaves, flag)`` for each leaf; no flags are all unset."""
+    leaves, structure = jax.tree.flatten(trees[0])
+    others = (jax.tree.leaves(tree) for tree in trees[1:])
+    every = zip(leaves, *others, flags or [False] * len(leaves), strict=True)
+    return structure.unflatten([function(*each) for each in every])
 
 
 def zeros(params: Any) -> Sums:
-    """The sums before the first microbatch."""
+    """The sums before the first microbatch, given the gradients, or their types."""
 
     def one(leaf: Any) -> jax.Array:
-        leaf = jnp.asarray(leaf)
-        return jnp.zeros_like(widen(leaf)) if is_inexact(leaf) else jnp.zeros_like(leaf)
+        dtype = jnp.result_type(leaf)
+        return jnp.zeros_like(leaf, wide(dtype) if is_inexact(leaf) else dtype)
 
     zero = jnp.zeros((), float)
     return jax.tree.map(one, params), zero, zero

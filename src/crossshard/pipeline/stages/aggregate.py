@@ -51,7 +51,7 @@ class Aggregate(Stage):
         self, gradients: Gradients, state: Any, context: StageContext
     ) -> tuple[Gradients, Any]:
         """The reduced gradients: in full, or this shard's slice of each if arrays are split."""
-        if context.params is not None:
+        if context.params is not None and not any(gradients.early):
             check_shapes(gradients.values, context.params)
         shards, groups = context.shards, context.groups
         leaves, tree = jax.tree.flatten((dict(gradients.extra), gradients.values))
@@ -61,8 +61,9 @@ class Aggregate(Stage):
         # The weight and other sums travel in the bucket of the loss.
         others, other_tree = jax.tree.flatten((gradients.weight, dict(gradients.sums)))
         first = len(gradients.extra_status)
+        early = [False] * first + list(gradients.early or [False] * len(gradients.status))
         summands = [
-            widen(leaves[place]) if place < first else self._as_sent(leaves[place])
+            widen(leaves[place]) if place < first else as_sent(leaves[place], self.dtype)
             for place in to_sum
         ] + others
         split = [partitions[place] for place in to_sum] + [_unsplit(other) for other in others]
@@ -74,6 +75,8 @@ class Aggregate(Stage):
             if status[place] is None:
                 return leaf
             total = totals.get(place)
+            if total is None and early[place]:
+                total = leaf
             if total is None:
                 total = partitions[place].local_slice(widen(leaf), slice_index(shards, groups))
             if status[place] in _TO_DIVIDE:
@@ -85,9 +88,11 @@ class Aggregate(Stage):
         skip = None if total_weight is None else total_weight == 0
         return Gradients(values, extra, total_weight, totals_of_others, skip), state
 
-    def _as_sent(self, gradient: Any) -> jax.Array:
-        wide = widen(gradient)
-        return wide if self.dtype is None or jnp.iscomplexobj(wide) else wide.astype(self.dtype)
+
+def as_sent(gradient: Any, dtype: Any) -> jax.Array:
+    """A gradient in the dtype in which it is sent: this one, or its own with at least 32 bits."""
+    wide = widen(gradient)
+    return wide if dtype is None or jnp.iscomplexobj(wide) else wide.astype(dtype)
 
 
 _TO_SUM = (GradientStatus.LOCAL, GradientStatus.SCALED)

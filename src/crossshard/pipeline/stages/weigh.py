@@ -60,8 +60,11 @@ class Weigh(Stage):
             return gradients, state
         gradients = as_local(gradients, context, "weight multiplies")
         weigh = lambda leaf: to_average(leaf, weight)
-        extra, values = jax.tree.map(weigh, (dict(gradients.extra), gradients.values))
-        return gradients.replace(values=values, extra=extra), state
+        leaves, tree = jax.tree.flatten(gradients.values)
+        early = gradients.early or [False] * len(leaves)
+        values = [x if done else weigh(x) for x, done in zip(leaves, early, strict=True)]
+        extra = jax.tree.map(weigh, dict(gradients.extra))
+        return gradients.replace(values=tree.unflatten(values), extra=extra), state
 
     def describe(self) -> str:
         """``weigh``."""

@@ -72,11 +72,13 @@ class LocalParts(Arrays):
       partitions: the partition of each parameter.
       shards: the shards that have the slices.
       groups: the groups within which arrays are split; ``None`` for all shards.
+      at_rest: whether the parameters are given, and kept, as slices.
     """
 
     partitions: tuple[Partition, ...]
     shards: Shards
     groups: GroupAssignment | None = None
+    at_rest: bool = False
 
     is_local = True
 
@@ -95,12 +97,16 @@ class LocalParts(Arrays):
 
     def split(self, tree: Any) -> Any:
         """This shard's slices."""
+        if self.at_rest:
+            return tree
         index = slice_index(self.shards, self.groups)
         local = lambda partition, x: partition.local_slice(x, index)
         return map_partitions(local, self.partitions, tree)
 
     def gather(self, tree: Any) -> Any:
-        """Full arrays from the slices of all shards."""
+        """Full arrays from the slices of all shards, unless they rest so."""
+        if self.at_rest:
+            return tree
         parts, structure = jax.tree.flatten(tree)
         whole = bucketed_gather(parts, self.partitions, self.shards, self.groups)
         return structure.unflatten(whole)
@@ -115,12 +121,14 @@ class GlobalArrays(Arrays):
       state: the partition of each array of the optimizer's state.
       shards: the shards that have the slices.
       mesh: their mesh.
+      at_rest: whether the parameters stay sharded over the mesh.
     """
 
     partitions: tuple[Partition, ...]
     state: tuple[Partition, ...]
     shards: Shards
     mesh: Mesh
+    at_rest: bool = False
 
     def partitions_of(self, params: Any) -> Sequence[Partition]:
         """Those of the plan."""
@@ -132,8 +140,11 @@ class GlobalArrays(Arrays):
         return self._constrain(self.partitions, tree)
 
     def gather(self, tree: Any) -> Any:
-        """The same arrays, replicated on every device."""
-        parts, structure = jax.tree.flatten(self._constrain(self.partitions, tree))
+        """The same arrays, replicated on every device, unless they stay sharded."""
+        split = self._constrain(self.partitions, tree)
+        if self.at_rest:
+            return split
+        parts, structure = jax.tree.flatten(split)
         axes = self.shards.axes
         # Explicit, since XLA for TPUs turns an all-gather over all chips into an all-reduce.
         gather = jax.shard_map(

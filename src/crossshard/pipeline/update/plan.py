@@ -52,6 +52,17 @@ def check_weight_update(weight_update: object) -> WeightUpdate:
     return _check.choice("weight_update", weight_update, WeightUpdate)
 
 
+class Rest(enum.StrEnum):
+    """Where parameters rest between steps.
+
+    REPLICATED: every shard has all of them.
+    SHARDED: every shard has its slice of each, and the update is sharded too.
+    """
+
+    REPLICATED = "replicated"
+    SHARDED = "sharded"
+
+
 class UpdateStrategy(enum.StrEnum):
     """How an update is computed."""
 
@@ -71,6 +82,7 @@ class UpdatePlan:
       state: the partition of each array of the optimizer state.
       structure: the tree structure of the optimizer state.
       unread: for each parameter, whether its gradient need be neither computed nor sent.
+      in_parts: whether the parameters rest in parts, too.
     """
 
     strategy: UpdateStrategy
@@ -79,6 +91,7 @@ class UpdatePlan:
     state: tuple[Partition, ...]
     structure: Any
     unread: tuple[bool, ...] = ()
+    in_parts: bool = False
 
 
 # Below this the two collectives of a sharded update cost more than the split saves.
@@ -95,6 +108,7 @@ def plan_update(
     tile: TileShape = ANY,
     leave_unread: bool = False,
     other_axes: Sequence[PartitionSpec] = (),
+    in_parts: bool = False,
 ) -> UpdatePlan:
     """Plan the update of these parameters on ``number`` shards.
 
@@ -108,6 +122,7 @@ def plan_update(
       leave_unread: whether gradients that the optimizer does not read may be left out.
       other_axes: for each parameter its spec on other axes; empty if none
         is split over these.
+      in_parts: whether the parameters are to rest in parts.
 
     Raises:
       ArgumentError: the optimizer's state changes its structure, or the optimizer needs arguments
@@ -119,12 +134,12 @@ def plan_update(
         state = jax.eval_shape(inner.init, params)
     leaves, (arrays, structure) = jax.tree.leaves(params), jax.tree.flatten(state)
     of_params = other_axes or [WHOLE] * len(leaves)
-    of_state = other_axes_like(state, params, of_params)
+    axes_of_state = other_axes_like(state, params, of_params)
     # One function for both checks: JAX traces it on whole arrays once.
     update = as_function(inner)
     _check_state_stays(update, params, state)
 
-    whole_params, whole_state = _unsplit(params, of_params), _unsplit(state, of_state)
+    whole_params, whole_state = _unsplit(params, of_params), _unsplit(state, axes_of_state)
     if leave_unread:
         unread = find_unread(update, params, state, _LOSS)
     else:
@@ -136,29 +151,34 @@ def plan_update(
         return whole("as requested")
     if number == 1:
         return whole("there is one shard")
+    # Parameters that rest in parts keep their shapes, so that they are split along an axis.
+    split_one = partition_along_axis if in_parts else partition_for
     # What is not sent is not gathered either.
-    in_parts = tuple(
-        each if still else partition_for(each.shape, number, tile, each.other_axes)
-        for each, still in zip(whole_params, unread.still, strict=True)
+    stays = (False,) * len(leaves) if in_parts else unread.still
+    partitions = tuple(
+        each if still else split_one(each.shape, number, tile, each.other_axes)
+        for each, still in zip(whole_params, stays, strict=True)
     )
     to_split = [
         math.prod(leaf.shape) * leaf.dtype.itemsize
-        for leaf, partition in zip(leaves, in_parts, strict=True)
+        for leaf, partition in zip(leaves, partitions, strict=True)
         if partition.number > 1
     ]
     if not to_split:
         return whole("every parameter is tiny")
     if wanted is WeightUpdate.AUTO and sum(to_split) < _WORTH_BYTES:
         return whole("the parameters are too small to gain from it")
-    alike = {(each.shape, each.other_axes): each for each in in_parts if each.number > 1}
-    state_in_parts = tuple(
+    alike = {(each.shape, each.other_axes): each for each in partitions if each.number > 1}
+    state_stays = (False,) * len(arrays) if in_parts else unread.state
+    of_state = tuple(
         each if still else alike.get((each.shape, each.other_axes), each)
-        for each, still in zip(whole_state, unread.state, strict=True)
+        for each, still in zip(whole_state, state_stays, strict=True)
     )
-    obstacle = why_not_in_parts(update, params, state, in_parts, state_in_parts)
+    split = functools.partial(planned, in_parts=in_parts)
+    obstacle = why_not_in_parts(update, params, state, partitions, of_state)
     if obstacle is None:
         why = "the update is elementwise"
-        return planned(UpdateStrategy.PARTS, why, in_parts, state_in_parts)
+        return split(UpdateStrategy.PARTS, why, partitions, of_state)
     if only_parts and wanted is WeightUpdate.SHARDED:
         raise WeightUpdateError(
             f"The weight update cannot be sharded here: with groups, or inside your own shard_map, "
@@ -169,11 +189,11 @@ def plan_update(
     if wanted is WeightUpdate.AUTO:
         return whole(why)
     along_axis = lambda each: partition_along_axis(each.shape, number, tile, each.other_axes)
-    split = tuple(
+    partitions = tuple(
         each if still else along_axis(each)
-        for each, still in zip(whole_params, unread.still, strict=True)
+        for each, still in zip(whole_params, stays, strict=True)
     )
-    return planned(UpdateStrategy.GLOBAL, why, split, tuple(map(along_axis, whole_state)))
+    return split(UpdateStrategy.GLOBAL, why, partitions, tuple(map(along_axis, whole_state)))
 
 
 _LOSS = jax.ShapeDtypeStruct((), "float32")

@@ -1,0 +1,205 @@
+"""Deferred: evaluates a jaxpr, some of whose inputs become arrays only where they are used."""
+
+import abc
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from crossshard import _jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Inside:
+    """What an equation stands inside of.
+
+    Attributes:
+      turns: how often it runs: the product of the lengths of the scans around it.
+      loops: the number of these scans.
+      checkpointed: whether a ``jax.checkpoint`` is around it, so that it may run again in the
+        backward pass.
+    """
+
+    turns: int = 1
+    loops: int = 0
+    checkpointed: bool = False
+
+
+class Deferred(abc.ABC):
+    """An input of a jaxpr that becomes an array where the jaxpr uses it.
+
+    Attributes:
+      arrays: a pytree of the arrays that it is made of.
+    """
+
+    arrays: Any
+
+    @abc.abstractmethod
+    def of(self, arrays: Any) -> Self:
+        """The same, made of other arrays of these shapes."""
+
+    @abc.abstractmethod
+    def used(self, inside: Inside) -> jax.Array:
+        """The array, where it is used."""
+
+    @abc.abstractmethod
+    def in_dtype(self, dtype: Any) -> Self | None:
+        """The same in another dtype; ``None`` if it must be used to be converted."""
+
+    @abc.abstractmethod
+    def row(self) -> Self | None:
+        """What a turn of a scan gets of it, to be made of slices of its arrays along axis 0.
+
+        ``None`` if it must be used before the scan.
+        """
+
+
+def evaluate(jaxpr: Any, inputs: Sequence[Any], inside: Inside = Inside()) -> list[Any]:
+    """The outputs of a closed jaxpr, for inputs that are arrays or ``Deferred``.
+
+    What is used once is used in the place where it is: in the body of a scan that runs over it,
+    inside of a ``jax.checkpoint``, in a function that is called, and after it was converted. What
+    is used more often, or in another way, becomes an array before its first use.
+    """
+    uses = _Uses(jaxpr)
+    values = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
+    values |= dict(zip(jaxpr.jaxpr.invars, inputs, strict=True))
+
+    def whole(atom: Any) -> Any:
+        if _jax.is_literal(atom):
+            return atom.val
+        if isinstance(values[atom], Deferred):
+            values[atom] = values[atom].used(inside)
+        return values[atom]
+
+    def read(atom: Any) -> Any:
+        """The value; deferred if nothing else reads it."""
+        return values[atom] if uses.is_single(atom) else whole(atom)
+
+    converted = set()
+    for equation in jaxpr.jaxpr.eqns:
+        source = next((atom for atom in equation.invars[:1] if not _jax.is_literal(atom)), None)
+        dtype = uses.common_dtype(source)
+        if dtype is not None and isinstance(values[source], Deferred):
+            # All of its readers convert it to one dtype, so it is used in that.
+            narrow = values[source].in_dtype(dtype)
+            if narrow is not None:
+                values[source] = narrow.used(inside)
+                converted.add(source)
+        given = [read(atom) for atom in equation.invars]
+        if source in converted:
+            found: Sequence[Any] | None = given
+        elif not any(isinstance(x, Deferred) for x in given):
+            found = _jax.bound(equation, given)
+        else:
+            with _jax.at_source_of(equation), equation.ctx.manager:
+                found = _with_deferred(equation, given, inside)
+            if found is None:
+                found = _jax.bound(equation, list(map(whole, equation.invars)))
+        values |= dict(zip(equation.outvars, found, strict=True))
+    return list(map(whole, jaxpr.jaxpr.outvars))
+
+
+def _with_deferred(equation: Any, given: Sequence[Any], inside: Inside) -> Sequence[Any] | None:
+    """The outputs of an equation that hands a deferred input on; ``None`` if it uses it."""
+    if equation.primitive.name == "convert_element_type":
+        converted = _converted(equation, given[0])
+        return None if converted is None else [converted]
+    jaxpr = _jax.inlined(equation)
+    if jaxpr is not None:
+        return evaluate(jaxpr, given, inside)
+    if _jax.is_checkpoint(equation):
+        return _checkpointed(equation, given, inside)
+    scan = _jax.control_flow(equation)
+    if isinstance(scan, _jax.Scan):
+        return _scanned(equation, scan, given, inside)
+    return None
+
+
+def _converted(equation: Any, given: Deferred) -> Deferred | None:
+    params = equation.params
+    if params["weak_type"] or params["sharding"] is not None:
+        return None
+    return given.in_dtype(params["new_dtype"])
+
+
+def _checkpointed(equation: Any, given: Sequence[Any], inside: Inside) -> Sequence[Any]:
+    jaxpr = _jax.closed(equation.params["jaxpr"])
+    within = dataclasses.replace(inside, checkpointed=True)
+
+    def run(*arrays: Any) -> list[Any]:
+        return evaluate(jaxpr, _made_of(given, arrays), within)
+
+    kept = {name: equation.params[name] for name in ("policy", "prevent_cse")}
+    return jax.checkpoint(run, **kept)(*map(_arrays, given))
+
+
+def _scanned(
+    equation: Any, scan: _jax.Scan, given: Sequence[Any], inside: Inside
+) -> Sequence[Any]:
+    length, reverse = scan.steps
+    first = scan.constants + scan.carried
+    within = dataclasses.replace(
+        inside, turns=inside.turns * length, loops=inside.loops + 1
+    )
+    before = [x.used(inside) if isinstance(x, Deferred) else x for x in given[:first]]
+    rows, over = [], []
+    for x in given[first:]:
+        row = x.row() if isinstance(x, Deferred) else None
+        over.append(x.used(inside) if isinstance(x, Deferred) and row is None else _arrays(x))
+        rows.append(row)
+    constants, carry = before[: scan.constants], before[scan.constants :]
+
+    def turn(carry: Any, arrays: Any) -> tuple[Any, Any]:
+        out = evaluate(scan.body, [*constants, *carry, *_made_of(rows, arrays)], within)
+        return out[: scan.carried], out[scan.carried :]
+
+    carry, stacked = lax.scan(
+        turn, carry, over, length, reverse=reverse, **_jax.options_of_scan(equation)
+    )
+    return [*carry, *stacked]
+
+
+def _arrays(x: Any) -> Any:
+    return x.arrays if isinstance(x, Deferred) else x
+
+
+def _made_of(like: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+    """The arrays, of which those in the place of a ``Deferred`` make one."""
+    pairs = zip(like, arrays, strict=True)
+    return [x.of(own) if isinstance(x, Deferred) else own for x, own in pairs]
+
+
+class _Uses:
+    """Who reads each variable of a jaxpr."""
+
+    def __init__(self, jaxpr: Any):
+        self._readers: dict[Any, list[Any]] = collections.defaultdict(list)
+        for equation in jaxpr.jaxpr.eqns:
+            for atom in equation.invars:
+                if not _jax.is_literal(atom):
+                    self._readers[atom].append(equation)
+        for atom in jaxpr.jaxpr.outvars:
+            if not _jax.is_literal(atom):
+                self._readers[atom].append(None)
+
+    def is_single(self, atom: Any) -> bool:
+        """Whether one equation reads it, once."""
+        return not _jax.is_literal(atom) and len(self._readers[atom]) == 1
+
+    def common_dtype(self, atom: Any) -> Any:
+        """The dtype to which each of several readers converts it; ``None`` if they do not."""
+        readers = () if atom is None else self._readers[atom]
+        if len(readers) < 2:
+            return None
+        dtypes = {
+            None
+            if each is None or each.primitive.name != "convert_element_type"
+            else jnp.dtype(each.params["new_dtype"])
+            for each in readers
+        }
+        return dtypes.pop() if len(dtypes) == 1 else None
