@@ -150,13 +150,6 @@ def control_flow(equation: Any) -> Call | Cond | While | Scan | None:
     return None
 
 
-def has_scan(jaxpr: Any) -> bool:
-    """Whether a scan stands anywhere in a jaxpr."""
-    equations = opened(jaxpr).eqns
-    within = (x for equation in equations for x in jaxprs_within(equation))
-    return any(each.primitive.name == "scan" for each in equations) or any(map(has_scan, within))
-
-
 def without_unread(jaxpr: Any) -> Any:
     """A closed jaxpr without what none of its outputs is computed from, with the same inputs."""
     outputs = [True] * len(jaxpr.jaxpr.outvars)

@@ -21,7 +21,7 @@ def scatter_sum(
     # XLA for CPUs sends everything through gloo then, within a process, too. Of gloo's collectives
     # only the reduce-scatter fails if another process is half a minute late (jax#40831).
     by_exchange = lambda x: exchange(x, axis, shards, groups).sum(0, dtype=x.dtype)
-    return lax.platform_dependent(x, cpu=by_exchange, default=reduce_scatter)
+    return shards.by_platform(x, cpu=by_exchange, default=reduce_scatter)
 
 
 def _reduce_scatter(
@@ -74,7 +74,7 @@ def gather_sums(x: jax.Array, shards: Shards, groups: GroupAssignment) -> jax.Ar
         return gather(x)
     # The derivative of an all-gather is a reduce-scatter, and that of an exchange an exchange.
     by_exchange = lambda x: exchange(jnp.tile(x, groups.size), 0, shards, groups).ravel()
-    return lax.platform_dependent(x, cpu=by_exchange, default=gather)
+    return shards.by_platform(x, cpu=by_exchange, default=gather)
 
 
 def _schedule(shards: Shards, groups: GroupAssignment | None) -> list[Any]:

@@ -20,7 +20,7 @@ def send_scattered(
         return scatter_sum(x, axis, shards, groups)
     if not shards.manual:
         return scatter_sum(x.astype(jnp.float32), axis, shards, groups)
-    return lax.platform_dependent(
+    return shards.by_platform(
         x,
         cpu=lambda x: _exchange(x, axis, shards, groups),
         default=lambda x: scatter_sum(x, axis, shards, groups).astype(jnp.float32),
@@ -40,7 +40,7 @@ def send_sum(x: jax.Array, shards: Shards, groups: GroupAssignment | None = None
         part = _exchange(flat, 0, shards, groups).astype(x.dtype)
         return _gather_bits(part, 0, shards, groups)[: x.size].reshape(x.shape)
 
-    total = lax.platform_dependent(
+    total = shards.by_platform(
         x, cpu=by_exchange, default=lambda x: sum_over_shards(x, shards, groups)
     )
     return total.astype(jnp.float32)
@@ -52,7 +52,7 @@ def send_gathered(
     """The slices of all shards, or of the group, concatenated along ``axis``."""
     if not _is_narrow(x):
         return gather_parts(x, axis, shards, groups)
-    return lax.platform_dependent(
+    return shards.by_platform(
         x,
         cpu=lambda x: _gather_bits(x, axis, shards, groups),
         default=lambda x: gather_parts(x, axis, shards, groups),

@@ -57,13 +57,18 @@ class Deferred(abc.ABC):
         ``None`` if it must be used before the scan.
         """
 
+    @abc.abstractmethod
+    def rows(self, number: int) -> Self:
+        """So many rows of it, where it has a ``row``; to be made of slices of its arrays."""
+
 
 def evaluate(jaxpr: Any, inputs: Sequence[Any], inside: Inside = Inside()) -> list[Any]:
     """The outputs of a closed jaxpr, for inputs that are arrays or ``Deferred``.
 
     What is used once is used in the place where it is: in the body of a scan that runs over it,
-    inside of a ``jax.checkpoint``, in a function that is called, and after it was converted. What
-    is used more often, or in another way, becomes an array before its first use.
+    inside of a ``jax.checkpoint``, in a function that is called, and after it was converted; and
+    each row of what is only sliced in its own place. What is used more often, or in another way,
+    becomes an array before its first use.
     """
     uses = _Uses(jaxpr)
     values = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
@@ -77,8 +82,8 @@ def evaluate(jaxpr: Any, inputs: Sequence[Any], inside: Inside = Inside()) -> li
         return values[atom]
 
     def read(atom: Any) -> Any:
-        """The value; deferred if nothing else reads it."""
-        return values[atom] if uses.is_single(atom) else whole(atom)
+        """The value; deferred if nothing else reads it, or all take rows of it."""
+        return values[atom] if uses.may_wait(atom) else whole(atom)
 
     converted = set()
     for equation in jaxpr.jaxpr.eqns:
@@ -106,9 +111,10 @@ def evaluate(jaxpr: Any, inputs: Sequence[Any], inside: Inside = Inside()) -> li
 
 def _with_deferred(equation: Any, given: Sequence[Any], inside: Inside) -> Sequence[Any] | None:
     """The outputs of an equation that hands a deferred input on; ``None`` if it uses it."""
-    if equation.primitive.name == "convert_element_type":
-        converted = _converted(equation, given[0])
-        return None if converted is None else [converted]
+    of_first = {"convert_element_type": _converted, "slice": _sliced, "squeeze": _squeezed}
+    if equation.primitive.name in of_first:
+        deferred = of_first[equation.primitive.name](equation, given[0])
+        return None if deferred is None else [deferred]
     jaxpr = _jax.inlined(equation)
     if jaxpr is not None:
         return evaluate(jaxpr, given, inside)
@@ -125,6 +131,30 @@ def _converted(equation: Any, given: Deferred) -> Deferred | None:
     if params["weak_type"] or params["sharding"] is not None:
         return None
     return given.in_dtype(params["new_dtype"])
+
+
+def _sliced(equation: Any, given: Deferred) -> Deferred | None:
+    rows = _rows(equation)
+    if rows is None or given.row() is None:
+        return None
+    start, end = rows
+    take = lambda x: lax.slice_in_dim(x, start, end)
+    return given.rows(end - start).of(jax.tree.map(take, given.arrays))
+
+
+def _rows(equation: Any) -> tuple[int, int] | None:
+    """The first row that a slice takes, and the one after the last; ``None`` if it takes less."""
+    params = equation.params
+    if equation.primitive.name != "slice" or any(step != 1 for step in params["strides"] or ()):
+        return None
+    starts, ends = params["start_indices"], params["limit_indices"]
+    is_whole = not any(starts[1:]) and ends[1:] == equation.invars[0].aval.shape[1:]
+    return (starts[0], ends[0]) if starts and is_whole else None
+
+
+def _squeezed(equation: Any, given: Deferred) -> Deferred | None:
+    row = given.row() if tuple(equation.params["dimensions"]) == (0,) else None
+    return row and row.of(jax.tree.map(lambda x: x[0], given.arrays))
 
 
 def _checkpointed(equation: Any, given: Sequence[Any], inside: Inside) -> Sequence[Any]:
@@ -187,9 +217,12 @@ class _Uses:
             if not _jax.is_literal(atom):
                 self._readers[atom].append(None)
 
-    def is_single(self, atom: Any) -> bool:
-        """Whether one equation reads it, once."""
-        return not _jax.is_literal(atom) and len(self._readers[atom]) == 1
+    def may_wait(self, atom: Any) -> bool:
+        """Whether one equation reads it, once, or each of several takes rows of it."""
+        if _jax.is_literal(atom):
+            return False
+        readers = self._readers[atom]
+        return len(readers) == 1 or all(each is not None and _rows(each) for each in readers)
 
     def common_dtype(self, atom: Any) -> Any:
         """The dtype to which each of several readers converts it; ``None`` if they do not."""

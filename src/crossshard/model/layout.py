@@ -41,6 +41,8 @@ class StateLayout:
       model_state: how the state that a loss returns is kept; ``None`` if it returns none.
       other_axes: for each array of the parameters, the frozen arrays and the model state its
         spec on the other axes of the mesh; empty if none is split over these.
+      uses: where the loss uses each parameter, by its place, as found when a step was last traced;
+        of those that are gathered, or summed, there.
     """
 
     mesh: Mesh
@@ -51,6 +53,7 @@ class StateLayout:
     params: Any = dataclasses.field(compare=False)
     model_state: ModelState | None = None
     other_axes: tuple[PartitionSpec, ...] = ()
+    uses: dict[int, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     @functools.cached_property
     def types(self) -> CrossShardState:

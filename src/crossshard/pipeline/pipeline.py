@@ -128,10 +128,18 @@ class Pipeline:
         found = {name: s.placements(getattr(state, name)) for name, s in self._stateful.items()}
         return CrossShardState(**found)._replace(inner_state=inner)
 
-    def describe(self, strategy: UpdateStrategy | None = None, *, weighted: bool = False) -> str:
+    def describe(
+        self,
+        strategy: UpdateStrategy | None = None,
+        *,
+        weighted: bool = False,
+        in_parts: bool = False,
+    ) -> str:
         """The stages in the order in which they run, in one line."""
         update, *gather = _UPDATES[strategy]
         texts = [f"{self.incoming or 'local'} gradient"]
+        if in_parts:
+            texts, gather = [*gather, *texts], []
         for stage in self.stages:
             if isinstance(stage, Weigh) and not (weighted or self.excludes_shards):
                 continue

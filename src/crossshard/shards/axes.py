@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ class Shards:
       has_vma: whether types track what varies over the axes (``check_vma=True``).
       torus_factors: factors of a single axis, for multi-stage collectives.
       other_axes: the other axes of their mesh, over which XLA splits the work of each shard.
+      platform: that of their devices, as ``"cpu"``; empty if it is not known before XLA compiles.
     """
 
     number: int
@@ -35,6 +36,14 @@ class Shards:
     has_vma: bool = False
     torus_factors: tuple[int, ...] = ()
     other_axes: tuple[str, ...] = ()
+    platform: str = ""
+
+    def by_platform(self, x: Any, cpu: Callable[[Any], Any], default: Callable[[Any], Any]) -> Any:
+        """``cpu(x)`` on CPUs, and else ``default(x)``."""
+        if self.platform:
+            # Under jax.checkpoint, lax.platform_dependent would choose at run time.
+            return cpu(x) if self.platform == "cpu" else default(x)
+        return lax.platform_dependent(x, cpu=cpu, default=default)
 
     def scatter_schedule(self) -> list[tuple[str, list[list[int]] | None]]:
         """The stages of a reduce-scatter: an axis, and its groups if it is factored.

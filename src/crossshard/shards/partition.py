@@ -122,6 +122,11 @@ class Partition:
         return None if _is_few(row.shape) else row
 
     @property
+    def travels_alone(self) -> bool:
+        """Whether the array is split, and large enough for a collective of its own."""
+        return self.number > 1 and not (self.is_small or _is_few(self.shape))
+
+    @property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of one slice."""
         if self.number == 1:

@@ -28,10 +28,12 @@ class Use(NamedTuple):
     Attributes:
       inside: what the use stands inside of.
       dtype: the dtype in which it is used.
+      of_row: whether it uses one of its rows, or some.
     """
 
     inside: Inside
     dtype: Any
+    of_row: bool
 
 
 class Found(NamedTuple):
@@ -62,6 +64,8 @@ class AtUse:
       gather_dtype: the dtype in which parameters are sent; ``None`` for that in which they are
         used.
       waits: whether a stage needs each shard's own gradient, so that all are summed after it.
+      uses: where the loss uses each parameter that is gathered, or summed, there, by its place; for
+        ``describe``.
       before: the sums of the microbatches before this one, which is the last, as
         ``pipeline.stages.accumulate`` adds them; ``None`` if there are none, or if they are added
         later.
@@ -75,6 +79,7 @@ class AtUse:
     reduce_dtype: Any = None
     gather_dtype: Any = None
     waits: bool = False
+    uses: dict[int, list[Use]] = dataclasses.field(default_factory=dict, compare=False)
     before: Any = dataclasses.field(default=None, compare=False)
 
     def whole(self, params: Any) -> Any:
@@ -95,7 +100,7 @@ class AtUse:
         """Which gradients are summed where they are made, whatever the loss is."""
         if not self.in_parts:
             return ()
-        return tuple(each.number > 1 and not each.is_small for each in self.partitions)
+        return tuple(each.travels_alone for each in self.partitions)
 
     def types_of_gradients(self, params: Any) -> Any:
         """The types of the gradients of any loss."""
@@ -124,10 +129,12 @@ class AtUse:
         """
         leaves, tree = jax.tree.flatten(params)
         unread = self.unread or (False,) * len(leaves)
-        jaxpr, out_tree = None, None
-        if self.in_parts or not self.waits:
+        jaxpr, out_tree, late = None, None, set(itertools.compress(range(len(leaves)), self.early))
+        rows = [i for i, x in enumerate(self.partitions) if x.row is not None and not unread[i]]
+        if self.in_parts or (rows and not self.waits):
             jaxpr, out_tree = _traced(loss_of, self.types(params))
-        late = self._used_late(jaxpr, leaves, unread)
+        if rows and not (self.in_parts or self.waits):
+            late = self._used_in_rows(jaxpr, leaves, rows)
         if not self.in_parts and not late:
             out, gradients = self._of_whole(loss_of, leaves, tree, unread, loss_scale)
             return Found(out, gradients, ())
@@ -141,8 +148,9 @@ class AtUse:
 
         def of_read(given: Sequence[Any]) -> tuple[Any, Any]:
             of = dict(zip(read, given, strict=True))
+            self.uses.clear()
             inputs = [
-                self._leaf(place, x, of.get(place), weight, [])
+                self._leaf(place, x, of.get(place), weight, self.uses.setdefault(place, []))
                 if place in late
                 else of.get(place, whole.get(place, x))
                 for place, x in enumerate(leaves)
@@ -181,25 +189,22 @@ class AtUse:
         out, gradients = compute([leaves[place] for place in places])
         return out, filled(gradients, list(map(jnp.zeros_like, leaves)))
 
-    def _used_late(self, jaxpr: Any, leaves: Sequence[Any], unread: Sequence[bool]) -> set[int]:
-        """The places of the parameters that are gathered, or summed, where they are used."""
-        if self.in_parts:
-            return set(itertools.compress(range(len(leaves)), self.early))
-        if self.waits or not _jax.has_scan(jaxpr):
-            return set()
-        # Outside of loops XLA puts a sum where its gradient is made.
-        uses: dict[int, list[Use]] = {}
+    def _used_in_rows(self, jaxpr: Any, leaves: Sequence[Any], places: Sequence[int]) -> set[int]:
+        """Which of these parameters the loss uses row by row, as in a loop over its layers.
+
+        XLA puts the sum of a whole gradient where it is made, but one of a row in no loop.
+        """
+        uses: dict[int, list[Use]] = {place: [] for place in places}
 
         def survey(arrays: Sequence[Any]) -> Any:
             inputs: list[Any] = list(arrays)
-            for place, x in enumerate(arrays):
-                if not unread[place] and self.partitions[place].row is not None:
-                    found = uses.setdefault(place, [])
-                    inputs[place] = self._leaf(place, x, self._slot(place, x), None, found)
+            for place, found in uses.items():
+                x = arrays[place]
+                inputs[place] = self._leaf(place, x, self._slot(place, x), None, found)
             return evaluate(jaxpr, inputs)
 
         jax.eval_shape(survey, list(leaves))
-        return {place for place, found in uses.items() if any(use.inside.loops for use in found)}
+        return {place for place, found in uses.items() if any(use.of_row for use in found)}
 
     def _slot(self, place: int, x: Any) -> jax.Array:
         """Zeros in the place of a gradient: what the backward pass leaves of it."""
@@ -298,12 +303,14 @@ class _Leaf(Deferred):
       shared: what is the same for all rows: ``weight``, float[], of this shard, or ``None`` if all
         count the same; and ``before``, the sum of those of earlier microbatches.
       found: gets its uses.
+      of_row: whether it is a row of the parameter, or some.
     """
 
     way: _Way
     arrays: dict[str, Any]
     shared: dict[str, Any]
     found: list[Use]
+    of_row: bool = False
 
     def of(self, arrays: Any) -> Self:
         """The same, made of other arrays."""
@@ -311,11 +318,11 @@ class _Leaf(Deferred):
 
     def used(self, inside: Inside) -> jax.Array:
         """The parameter in full, whose gradient is summed here."""
-        self.found.append(Use(inside, self.way.dtype))
+        self.found.append(Use(inside, self.way.dtype, self.of_row))
         value, slot = self.arrays["value"], self.arrays["slot"]
         if slot is None:
             return self.way.forward(value)
-        if not self.way.at_use.in_parts and not inside.loops:
+        if not (self.way.at_use.in_parts or self.of_row):
             return value
         return _use(self.way, value, slot, self.shared, self.arrays.get("before"))
 
@@ -334,4 +341,13 @@ class _Leaf(Deferred):
     def row(self) -> Self | None:
         """What a turn of a scan over its first axis gets."""
         row = self.way.partition.row
-        return row and dataclasses.replace(self, way=dataclasses.replace(self.way, partition=row))
+        return None if row is None else self._split_as(row)
+
+    def rows(self, number: int) -> Self:
+        """So many rows."""
+        whole = self.way.partition
+        return self._split_as(dataclasses.replace(whole, shape=(number, *whole.shape[1:])))
+
+    def _split_as(self, partition: Partition) -> Self:
+        way = dataclasses.replace(self.way, partition=partition)
+        return dataclasses.replace(self, way=way, of_row=True)

@@ -11,7 +11,7 @@ from typing import Any
 _COMBINED = 30 << 20
 
 
-def compiler_options(platform: str, shards: int) -> dict[str, Any]:
+def compiler_options(platform: str, shards: int, *, in_parts: bool = False) -> dict[str, Any]:
     """The options for a step on these devices, without those that the user has set in XLA_FLAGS.
 
     XLA for GPUs combines reduce-scatters until their *outputs*, of which each shard has 1/N, have
@@ -31,10 +31,12 @@ def compiler_options(platform: str, shards: int) -> dict[str, Any]:
     """
     if platform != "gpu" or shards == 1:
         return {}
-    options = {
+    options: dict[str, Any] = {
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": _COMBINED // shards,
     }
+    if in_parts:
+        options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 2
     flags = _users_flags()
     return {name: value for name, value in options.items() if name not in flags}
 

@@ -1,15 +1,19 @@
 """The texts of ``TrainStep.describe`` and of ``print(step)``."""
 
 import math
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 
 from crossshard._text import size
 from crossshard.gradients.scalars import is_inexact
+from crossshard.gradients.status import leaf_name
 from crossshard.model.layout import StateLayout
 from crossshard.model.model_state import ModelState
 from crossshard.model.state import TrainState
+from crossshard.shards.partition import Partition
 from crossshard.step.step_function import StepFunction
 
 
@@ -23,10 +27,9 @@ def describe(function: StepFunction, layout: StateLayout, state: TrainState) -> 
     shards = f"{layout.number_of_shards} shards{over} on the mesh ({axes})"
     return "\n".join(
         [
-            function.describe(plan.strategy),
+            function.describe(plan),
             f"{shards}; weight update {plan.strategy}: {plan.why}",
-            f"parameters: {_sizes(state.params, None)}, whole on every shard"
-            + _split(layout, state),
+            *_parameters(function, layout, state),
             *([f"frozen: {_sizes(frozen, None)}, neither differentiated nor sent"] * bool(frozen)),
             *([f"model state: {_sizes(state.model_state, None)}, {_KEPT[kind]}"] if kind else []),
             f"optimizer state: {_sizes(state.opt_state, layout)}",
@@ -55,6 +58,55 @@ _KEPT = {
     ModelState.MEAN: "averaged over the shards",
     ModelState.PER_SHARD: "one for each shard",
 }
+
+
+def _parameters(function: StepFunction, layout: StateLayout, state: TrainState) -> list[str]:
+    """Where the parameters rest, where they are gathered, and where their gradients are summed."""
+    if not layout.plan.in_parts:
+        whole = f"parameters: {_sizes(state.params, None)}, whole on every shard"
+        names = _named(state.params, layout.uses)
+        summed = f"gradients summed row by row, in the backward pass: {', '.join(names)}"
+        return [whole + _split(layout, state), *([summed] * bool(names))]
+    lines = [f"parameters: {_sizes(state.params, layout)}"]
+    if function.pipeline.needs_own_gradient:
+        why = "since a stage needs each shard's own gradient"
+        return [*lines, f"  all are gathered at once, at the start of the step, {why}"]
+    if not layout.uses:
+        return [*lines, "  where each is gathered is known once the step has been lowered, or called"]
+    by_text: dict[str, list[int]] = {}
+    for place, (partition, x) in enumerate(
+        zip(layout.plan.params, jax.tree.leaves(state.params), strict=True)
+    ):
+        text = _gathered(function, partition, x, layout.uses.get(place))
+        by_text.setdefault(text, []).append(place)
+    return lines + [
+        f"  {text}: {', '.join(_named(state.params, places))}" for text, places in by_text.items()
+    ]
+
+
+def _gathered(function: StepFunction, partition: Partition, x: Any, uses: Any) -> str:
+    """Where a parameter that may rest in parts is gathered, how often, and in what."""
+    if partition.number == 1:
+        return "whole on every shard, since it is tiny or none of its axes divides"
+    if uses is None:
+        wire = function.gather_dtype or x.dtype
+        return f"gathered at the start of the step, with other small ones, in {wire}"
+    if not uses:
+        return "not gathered, since the loss does not use it"
+    found = []
+    for use in uses:
+        rows = "row by row" if use.of_row else "where it is used"
+        loop = f" in a loop of {use.inside.turns} turns" if use.inside.loops else ""
+        again = ", and again in the backward pass of jax.checkpoint" * use.inside.checkpointed
+        found.append(f"{rows}{loop}, in {function.gather_dtype or use.dtype}{again}")
+    times = [f"{count} times {text}" if count > 1 else text for text, count in Counter(found).items()]
+    return f"gathered {' and '.join(times)}"
+
+
+def _named(tree: Any, places: Iterable[int]) -> list[str]:
+    """The names of the leaves at these places."""
+    paths = jax.tree_util.tree_leaves_with_path(tree)
+    return [leaf_name(paths[place][0]) for place in places]
 
 
 def _split(layout: StateLayout, state: TrainState) -> str:

@@ -39,7 +39,8 @@ class Program:
         self._agreed: set[Any] = set()
         self._donation = Donation(mesh)
         reduce_together = groups.size if config.is_grouped and groups else mesh.size
-        self.options = compiler_options(mesh.devices.flat[0].platform, reduce_together)
+        platform = mesh.devices.flat[0].platform
+        self.options = compiler_options(platform, reduce_together, in_parts=config.in_parts)
         self._compiled = jax.jit(
             self._run,
             donate_argnums=(0,) if config.donate else (),

@@ -15,7 +15,7 @@ from crossshard.pipeline.arrive import arrive
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import Gradients, Phase, StageContext
 from crossshard.pipeline.update.arrays import Arrays, GlobalArrays, LocalParts
-from crossshard.pipeline.update.plan import UpdateStrategy
+from crossshard.pipeline.update.plan import UpdatePlan, UpdateStrategy
 from crossshard.shards.axes import Shards
 from crossshard.shards.devices import torus_factors
 from crossshard.shards.groups import size_of_group
@@ -162,15 +162,16 @@ class StepFunction:
         return Progress(after, aux, metrics)
 
     def _context(self, layout: StateLayout, batch: Any) -> StageContext:
+        platform = layout.mesh.devices.flat[0].platform
         shards = Shards(
             layout.number_of_shards,
             layout.axes,
             manual=True,
             torus_factors=torus_factors(layout.mesh),
             other_axes=layout.unnamed_axes,
+            platform=platform,
         )
         is_global = layout.plan.strategy is UpdateStrategy.GLOBAL
-        on_cpus = layout.mesh.devices.flat[0].platform == "cpu"
         return StageContext(
             shards,
             layout.groups,
@@ -178,7 +179,7 @@ class StepFunction:
             divisor=self.pipeline.divisor(shards.number),
             unread=layout.plan.unread,
             examples=self.loss.number_of_rows(batch) // shards.number,
-            skips_by_loop=layout.groups is None and not is_global and on_cpus,
+            skips_by_loop=layout.groups is None and not is_global and platform == "cpu",
             apply_updates=True,
         )
 
@@ -193,6 +194,7 @@ class StepFunction:
             pipeline.reduce_dtype,
             self.gather_dtype,
             pipeline.needs_own_gradient,
+            layout.uses,
         )
 
     def _arrive(self, local: LocalResult, context: StageContext) -> Gradients:
@@ -223,14 +225,17 @@ class StepFunction:
 
     # Texts and metrics.
 
-    def describe(self, strategy: UpdateStrategy | None = None) -> str:
+    def describe(self, plan: UpdatePlan | None = None) -> str:
         """The stages in the order in which they run, in one line."""
-        text = self.pipeline.describe(strategy, weighted=self.loss.weight is not None)
+        how: dict[str, Any] = {} if plan is None else {"in_parts": plan.in_parts}
+        strategy = None if plan is None else plan.strategy
+        weighted = self.loss.weight is not None
+        text = self.pipeline.describe(strategy, weighted=weighted, **how)
         number = self.loss.accumulate_steps
         if number == 1:
             return text
-        first, rest = text.split(" → ", 1)
-        return f"{first} → accumulate {number} microbatches → {rest}"
+        first, rest = text.split(" gradient → ", 1)
+        return f"{first} gradient → accumulate {number} microbatches → {rest}"
 
     def names_of_metrics(self) -> list[str]:
         """The names of the metrics, in the order of their importance."""

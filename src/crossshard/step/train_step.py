@@ -53,8 +53,8 @@ class TrainStep:
     def __repr__(self) -> str:
         config = self._config
         axes = ", ".join(f"{name}: {size}" for name, size in config.mesh.shape.items())
-        strategy = None if self._latest is None else self._latest[0].plan.strategy
-        return f"TrainStep({config.loss.name} on {axes}; {config.function.describe(strategy)})"
+        plan = None if self._latest is None else self._latest[0].plan
+        return f"TrainStep({config.loss.name} on {axes}; {config.function.describe(plan)})"
 
     def __str__(self) -> str:
         config = self._config
