@@ -168,14 +168,10 @@ def _checkpointed(equation: Any, given: Sequence[Any], inside: Inside) -> Sequen
     return jax.checkpoint(run, **kept)(*map(_arrays, given))
 
 
-def _scanned(
-    equation: Any, scan: _jax.Scan, given: Sequence[Any], inside: Inside
-) -> Sequence[Any]:
+def _scanned(equation: Any, scan: _jax.Scan, given: Sequence[Any], inside: Inside) -> Sequence[Any]:
     length, reverse = scan.steps
     first = scan.constants + scan.carried
-    within = dataclasses.replace(
-        inside, turns=inside.turns * length, loops=inside.loops + 1
-    )
+    within = dataclasses.replace(inside, turns=inside.turns * length, loops=inside.loops + 1)
     before = [x.used(inside) if isinstance(x, Deferred) else x for x in given[:first]]
     rows, over = [], []
     for x in given[first:]:

@@ -75,7 +75,9 @@ def arrive(
 
     def dtype_of(leaf: Any, param: Any, status: GradientStatus | None, is_done: bool) -> Any:
         # compute_gradients divides in float32, and 16-bit parameters need 16-bit gradients.
-        is_wide = is_done or widened or pipeline.accumulate is not None or status is GradientStatus.SCALED
+        is_wide = (
+            is_done or widened or pipeline.accumulate is not None or status is GradientStatus.SCALED
+        )
         dtype = jnp.result_type(param if is_wide else leaf)
         if pipeline.master_dtype is not None and status is not None:
             dtype = jnp.promote_types(dtype, pipeline.master_dtype)

@@ -54,8 +54,8 @@ class Gradients:
       status: before the aggregate for each leaf of ``values`` how far it is reduced; ``None`` for
         float0.
       extra_status: the same for ``extra``.
-      early: for each leaf of ``values`` whether the backward pass has weighed and summed it, and left
-        this shard's slice; empty if none is. Such a leaf is ``SUMMED``.
+      early: for each leaf of ``values`` whether the backward pass has weighed and summed it, and
+        left this shard's slice; empty if none is. Such a leaf is ``SUMMED``.
       dtypes: the dtypes that the reduced ``extra`` and ``values`` are to have, leaf by leaf; stages
         may widen them on the way.
 

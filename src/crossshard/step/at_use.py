@@ -129,65 +129,66 @@ class AtUse:
         """
         leaves, tree = jax.tree.flatten(params)
         unread = self.unread or (False,) * len(leaves)
-        jaxpr, out_tree, late = None, None, set(itertools.compress(range(len(leaves)), self.early))
-        rows = [i for i, x in enumerate(self.partitions) if x.row is not None and not unread[i]]
-        if self.in_parts or (rows and not self.waits):
-            jaxpr, out_tree = _traced(loss_of, self.types(params))
-        if rows and not (self.in_parts or self.waits):
-            late = self._used_in_rows(jaxpr, leaves, rows)
-        if not self.in_parts and not late:
-            out, gradients = self._of_whole(loss_of, leaves, tree, unread, loss_scale)
-            return Found(out, gradients, ())
-        small = [place for place in range(len(leaves)) if self.in_parts and place not in late]
-        whole = dict(zip(small, self._gathered([leaves[i] for i in small], small), strict=True))
         read = [place for place, each in enumerate(unread) if not each]
-        slots = [
-            self._slot(place, leaves[place]) if place in late else whole.get(place, leaves[place])
-            for place in read
-        ]
+        traced, late = self._late(loss_of, params, read)
+        whole = self._at_start(leaves, late)
+        given = list(whole)
+        for place in late.intersection(read):
+            given[place] = self._slot(place, leaves[place])
 
-        def of_read(given: Sequence[Any]) -> tuple[Any, Any]:
-            of = dict(zip(read, given, strict=True))
+        def of_read(arrays: Sequence[Any]) -> tuple[Any, Any]:
+            inputs = list(whole)
+            for place, x in zip(read, arrays, strict=True):
+                inputs[place] = x
+            if traced is None:
+                return loss_of(tree.unflatten(inputs))
             self.uses.clear()
-            inputs = [
-                self._leaf(place, x, of.get(place), weight, self.uses.setdefault(place, []))
-                if place in late
-                else of.get(place, whole.get(place, x))
-                for place, x in enumerate(leaves)
-            ]
-            found: tuple[Any, Any] = jax.tree.unflatten(out_tree, evaluate(jaxpr, inputs))
+            for place in late:
+                slot = None if unread[place] else inputs[place]
+                uses = self.uses.setdefault(place, [])
+                inputs[place] = self._leaf(place, leaves[place], slot, weight, uses)
+            jaxpr, out = traced
+            found: tuple[Any, Any] = jax.tree.unflatten(out, evaluate(jaxpr, inputs))
             return found
 
         compute = value_and_grad(of_read, has_aux=True, loss_scale=loss_scale)
-        out, found = compute(slots)
-        gradients = dict(zip(read, found, strict=True))
-        every = [
-            gradients[place] if place in gradients else jnp.zeros_like(whole.get(place, x))
-            for place, x in enumerate(leaves)
+        out, found = compute([given[place] for place in read])
+        gradients = [
+            jnp.zeros_like(x) if none else x for x, none in zip(given, unread, strict=True)
         ]
-        early = tuple(place in late for place in range(len(leaves)))
-        return Found(out, tree.unflatten(every), early)
+        for place, gradient in zip(read, found, strict=True):
+            gradients[place] = gradient
+        early = tuple(place in late for place in range(len(leaves))) if late else ()
+        return Found(out, tree.unflatten(gradients), early)
 
-    def _of_whole(
-        self,
-        loss_of: Callable[[Any], tuple[Any, Any]],
-        leaves: Sequence[Any],
-        tree: Any,
-        unread: Sequence[bool],
-        loss_scale: Any,
-    ) -> tuple[Any, Any]:
-        places = list(itertools.compress(range(len(leaves)), (not each for each in unread)))
+    def _late(
+        self, loss_of: Callable[[Any], tuple[Any, Any]], params: Any, read: Sequence[int]
+    ) -> tuple[Any, set[int]]:
+        """The traced loss, and the places of the parameters that wait until it uses them.
 
-        def filled(arrays: Sequence[Any], others: Sequence[Any]) -> Any:
-            every = list(others)
-            for place, array in zip(places, arrays, strict=True):
-                every[place] = array
-            return tree.unflatten(every)
+        ``None``, and none, where it gets all of them as they are.
+        """
+        rows = [place for place in read if self.partitions[place].row is not None]
+        if not self.in_parts and (self.waits or not rows):
+            return None, set()
+        jaxpr, out = jax.make_jaxpr(loss_of, return_shape=True)(self.types(params))
+        traced = _jax.without_unread(jaxpr), jax.tree.structure(out)
+        if self.in_parts:
+            return traced, set(itertools.compress(range(len(self.partitions)), self.early))
+        late = self._used_in_rows(traced[0], jax.tree.leaves(params), rows)
+        return (traced, late) if late else (None, late)
 
-        of_read = lambda arrays: loss_of(filled(arrays, leaves))
-        compute = value_and_grad(of_read, has_aux=True, loss_scale=loss_scale)
-        out, gradients = compute([leaves[place] for place in places])
-        return out, filled(gradients, list(map(jnp.zeros_like, leaves)))
+    def _at_start(self, leaves: Sequence[Any], late: set[int]) -> list[Any]:
+        """The parameters, of which those in parts that do not wait are gathered."""
+        if not self.in_parts:
+            return list(leaves)
+        places = [place for place in range(len(leaves)) if place not in late]
+        found = list(leaves)
+        for place, x in zip(
+            places, self._gathered([leaves[i] for i in places], places), strict=True
+        ):
+            found[place] = x
+        return found
 
     def _used_in_rows(self, jaxpr: Any, leaves: Sequence[Any], places: Sequence[int]) -> set[int]:
         """Which of these parameters the loss uses row by row, as in a loop over its layers.
@@ -226,12 +227,6 @@ class AtUse:
             sent = [x if self.gather_dtype is None else x.astype(self.gather_dtype) for x in parts]
             whole = bucketed_gather(sent, partitions, self.shards, self.groups)
             return [x.astype(part.dtype) for x, part in zip(whole, parts, strict=True)]
-
-
-def _traced(loss_of: Callable[[Any], Any], params: Any) -> tuple[Any, Any]:
-    """The jaxpr of the loss, and the tree of its outputs."""
-    jaxpr, out = jax.make_jaxpr(loss_of, return_shape=True)(params)
-    return _jax.without_unread(jaxpr), jax.tree.structure(out)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -72,7 +72,10 @@ def _parameters(function: StepFunction, layout: StateLayout, state: TrainState) 
         why = "since a stage needs each shard's own gradient"
         return [*lines, f"  all are gathered at once, at the start of the step, {why}"]
     if not layout.uses:
-        return [*lines, "  where each is gathered is known once the step has been lowered, or called"]
+        return [
+            *lines,
+            "  where each is gathered is known once the step has been lowered, or called",
+        ]
     by_text: dict[str, list[int]] = {}
     for place, (partition, x) in enumerate(
         zip(layout.plan.params, jax.tree.leaves(state.params), strict=True)
@@ -99,7 +102,9 @@ def _gathered(function: StepFunction, partition: Partition, x: Any, uses: Any) -
         loop = f" in a loop of {use.inside.turns} turns" if use.inside.loops else ""
         again = ", and again in the backward pass of jax.checkpoint" * use.inside.checkpointed
         found.append(f"{rows}{loop}, in {function.gather_dtype or use.dtype}{again}")
-    times = [f"{count} times {text}" if count > 1 else text for text, count in Counter(found).items()]
+    times = [
+        f"{count} times {text}" if count > 1 else text for text, count in Counter(found).items()
+    ]
     return f"gathered {' and '.join(times)}"
 
 

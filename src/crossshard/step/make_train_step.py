@@ -36,9 +36,9 @@ class StepOptions(Options, total=False):
     """The options of ``make_train_step``: those of the pipeline, and these.
 
     Keys:
-      gather_dtype: with ``params="sharded"``, the dtype in which parameters are gathered. By default
-        that in which the loss first uses them: a parameter that it converts to ``bfloat16`` is sent
-        in 16 bits. Another one rounds what the loss sees.
+      gather_dtype: with ``params="sharded"``, the dtype in which parameters are gathered. By
+        default that in which the loss first uses them: a parameter that it converts to ``bfloat16``
+        is sent in 16 bits. Another one rounds what the loss sees.
       aux_reduction: how ``metrics["aux"]`` is reduced over the shards, or the group: ``"mean"``,
         weighted as the loss is, ``"sum"``, ``"per_shard"`` as for ``None``, or a pytree prefix of
         ``aux`` with these.

@@ -17,8 +17,8 @@ from crossshard.pipeline.stage import Gradients
 from crossshard.pipeline.stages.accumulate import zeros
 from crossshard.shards.context import shard_context
 from crossshard.step import aux_reduction
-from crossshard.step.aux_reduction import AuxReduction
 from crossshard.step.at_use import AtUse
+from crossshard.step.aux_reduction import AuxReduction
 from crossshard.step.entries import join_entries, split_entries
 from crossshard.step.microbatches import Compute, LocalResult, over_microbatches
 from crossshard.step.weight import Weight, check_weight_is_read, weight_of
@@ -83,9 +83,7 @@ class ShardLoss:
 
         def with_(at_use: AtUse) -> Compute:
             count = lambda index: state.step * number + index
-            return lambda rows, model_state, index: compute(
-                rows, model_state, count(index), at_use
-            )
+            return lambda rows, model_state, index: compute(rows, model_state, count(index), at_use)
 
         # Whole gradients are added up, and the last microbatch sums them over the shards.
         every, last = at_use, None

@@ -190,8 +190,7 @@ def plan_update(
         return whole(why)
     along_axis = lambda each: partition_along_axis(each.shape, number, tile, each.other_axes)
     partitions = tuple(
-        each if still else along_axis(each)
-        for each, still in zip(whole_params, stays, strict=True)
+        each if still else along_axis(each) for each, still in zip(whole_params, stays, strict=True)
     )
     return split(UpdateStrategy.GLOBAL, why, partitions, tuple(map(along_axis, whole_state)))
 
