@@ -54,6 +54,12 @@ class TrainOptions:
     weight_update: Literal["auto", "replicated", "sharded"] = "auto"
     """Whether each shard updates all parameters, or its slice of them."""
 
+    params: Literal["replicated", "sharded"] = "replicated"
+    """Whether each shard keeps all parameters, or its slice of them."""
+
+    gather_dtype: str | None = None
+    """bfloat16 to send parameters that each shard keeps a slice of in 16 bits."""
+
     weight: bool = False
     """Rows end where their file does, shards count by their bytes, and --batch is any number."""
 
