@@ -142,7 +142,36 @@ def _share(share: float | None) -> str:
 
 
 _WHAT = """\
-TEXT"""
+Training steps with AdamW, compiled for clusters of H100s on a machine without GPUs, and read by
+`crossshard.inspect` from the scheduled programs. Each host has eight GPUs; the mesh has one
+axis over all of them. Nothing here has run on a GPU, so these are not times.
+
+*Gradients hidden* is the share of the bytes of all-reduces and reduce-scatters between whose start
+and end the program has a matrix product; *gathers hidden* is that of the gathers of parameters,
+and *GB not hidden* are the bytes of all collectives that have none beside them. In a loop every
+run counts. Any product hides a whole collective here, so a row with a single reduce-scatter has
+all of its gradients hidden or none. *Arguments* are what rests on a GPU
+between two steps; the peak includes them.
+
+*Replicated* steps sum gradients and update all parameters on every GPU; *sharded* ones scatter the
+sums, update a slice and gather the parameters. *In parts*, the parameters rest in slices, too, and
+each layer gathers its own. By hand they are written with `shard_map`; GSPMD is a `jax.jit` with
+shardings, from which XLA makes the collectives, and activations constrained to be split by rows.
+MaxText's flags are those for FSDP on 1,024 H100s. Ours is compiled with `step.compiler_options`,
+all others as JAX does by default.
+
+GSPMD sums gradients in bfloat16, which is half the bytes; ours and those by hand sum in float32.
+The lower bound of our steps is 2(N−1)/N · P. In parts, where gathers are in bfloat16, as the loss
+reads the parameters, it is (N−1)/N times 6 bytes for each parameter, and 8 for those that a
+checkpoint reads again.
+
+By hand, XLA combines reduce-scatters until their outputs have 30 MiB, which on 8 GPUs is 252 MB of
+gradients. A layer of the transformer has 201 MB, so each layer's gradients are one reduce-scatter,
+beside the products of the next; the whole MLP has 201 MB too, so its gradients are one, after the
+backward pass. On 32 GPUs about five layers of the transformer are one, on 256 all are.
+
+The transformer's embedding, 7.9% of its gradients, is also its output layer, so its gradient is
+complete only at the end of the backward pass."""
 
 
 def main(words: Sequence[str] | None = None) -> None:
