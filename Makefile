@@ -75,7 +75,7 @@ bench-pods: environment  ## compile steps for TPU pods, and write down what they
 	$(VENV)/bin/python -m benchmarks.pods
 
 bench-gpus: environment  ## compile steps for H100 clusters (installs 5 GB), and write down what hides
-	$(VENV)/bin/python -m nox -s gpus
+	$(VENV)/bin/python -m nox -s gpus -- $(BENCH)
 
 constraints: environment  ## resolve and rewrite constraints/ for every Python that is here
 	$(VENV)/bin/python -m nox -s constraints

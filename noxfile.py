@@ -60,7 +60,7 @@ def peer(session: nox.Session, peer: str) -> None:
 
 @nox.session(reuse_venv=True)
 def gpus(session: nox.Session) -> None:
-    """Compile steps for H100 clusters; 5 GB."""
+    """Compile steps for H100 clusters, those of what is passed on; 5 GB."""
     pins = f"constraints/py{sys.version_info.major}{sys.version_info.minor}-newest.txt"
     session.install("-c", pins, "-e", ".[examples,gpus]")
-    session.run("python", "-m", "benchmarks.gpus")
+    session.run("python", "-m", "benchmarks.gpus", *session.posargs)

@@ -1,10 +1,15 @@
 """Steps compiled for clusters of H100s, without GPUs: what they send, and what hides it.
 
-Run it as `make bench-gpus` does, which builds an environment with JAX for CUDA.
+Run it as `make bench-gpus` does, which builds an environment with JAX for CUDA. What was measured
+is kept in docs/benchmarks/gpus.json, so that one row can be measured again alone:
+`python -m benchmarks.gpus --models scan --gpus 32 --steps "ours, in parts"`.
 """
 
+import argparse
+import itertools
+import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,45 +20,66 @@ from benchmarks import by_hand, markdown
 from benchmarks.problem import adamw
 from benchmarks.shapes import Shapes, mlp, transformer
 
-HOSTS = (1, 4, 32, 128)
+GPUS = (8, 32, 256, 1024)
 _GPUS_OF_A_HOST = 8
+_IN_PARTS = "ours, in parts"
+
+_Row = dict[str, Any]
 
 
-def _models() -> dict[str, Shapes]:
+def _models() -> dict[str, tuple[str, Shapes]]:
     words, dense = transformer(), mlp()
     return {
-        f"An MLP of 12 layers, {dense.parameters / 1e6:.0f} million parameters": dense,
-        f"A transformer of 24 layers, {words.parameters / 1e6:.0f} million parameters": words,
-        "The same transformer with its layers in a `lax.scan`": transformer(scan=True),
+        "unrolled": (
+            f"A transformer of 24 layers, {words.parameters / 1e6:.0f} million parameters",
+            words,
+        ),
+        "unrolled-checkpoint": (
+            "The same transformer with `jax.checkpoint` around each layer",
+            transformer(checkpoint=True),
+        ),
+        "scan": (
+            "The same transformer with its layers in a `lax.scan`",
+            transformer(scan=True),
+        ),
+        "scan-checkpoint": (
+            "The same transformer with its layers in a `lax.scan` and `jax.checkpoint`",
+            transformer(scan=True, checkpoint=True),
+        ),
+        "mlp": (
+            f"An MLP of 12 layers, {dense.parameters / 1e6:.0f} million parameters",
+            dense,
+        ),
     }
 
 
-def _ours(weight_update: str) -> Callable[[Mesh, Shapes], Any]:
+def _ours(**options: Any) -> Callable[[Mesh, Shapes], Any]:
     def lowered(mesh: Mesh, model: Shapes) -> Any:
-        step = crossshard.make_train_step(
-            model.loss_fn, adamw(), mesh=mesh, weight_update=weight_update
-        )
+        step = crossshard.make_train_step(model.loss_fn, adamw(), mesh=mesh, **options)
         return step.lower(step.abstract_init(model.params), model.batch(mesh.size))
 
     return lowered
 
 
+def _theirs(step: Callable[..., Any], **options: Any) -> Callable[[Mesh, Shapes], Any]:
+    return lambda mesh, model: step(
+        mesh, model.params, model.loss_fn, model.batch(mesh.size), **options
+    )
+
+
 STEPS: dict[str, Callable[[Mesh, Shapes], Any]] = {
-    "ours, sharded": _ours("sharded"),
-    "by hand, sharded": lambda mesh, model: by_hand.sharded(
-        mesh, model.params, model.loss_fn, model.batch(mesh.size)
-    ),
-    "ours, replicated": _ours("replicated"),
-    "by hand, replicated": lambda mesh, model: by_hand.replicated(
-        mesh, model.params, model.loss_fn, model.batch(mesh.size)
+    "ours, replicated": _ours(weight_update="replicated"),
+    "by hand, replicated": _theirs(by_hand.replicated),
+    "ours, sharded": _ours(weight_update="sharded"),
+    "by hand, sharded": _theirs(by_hand.sharded),
+    "GSPMD, ZeRO-1": _theirs(by_hand.gspmd),
+    _IN_PARTS: _ours(params="sharded"),
+    "by hand, in parts": _theirs(by_hand.in_parts),
+    "GSPMD, FSDP": _theirs(by_hand.gspmd, split_params=True),
+    "GSPMD, FSDP, flags of MaxText": _theirs(
+        by_hand.gspmd, split_params=True, options=by_hand.MAXTEXT
     ),
 }
-
-
-_HEADS = (
-    *("GPUs", "step", "collectives", "GB sent by a GPU", "÷ lower bound"),
-    *("gradients hidden", "gathers hidden", "GB of memory"),
-)
 
 
 def cluster(hosts: int) -> Mesh:
@@ -62,23 +88,53 @@ def cluster(hosts: int) -> Mesh:
     return gpus.mesh({by_hand.AXIS: gpus.size})
 
 
-def rows(model: Shapes) -> Iterator[list[str]]:
-    """Compile every step of a model for every cluster."""
-    for hosts in HOSTS:
-        mesh = cluster(hosts)
-        for name, lowered in STEPS.items():
-            report = crossshard.inspect(lowered(mesh, model), parameters=model.params)
-            assert report.memory is not None
-            yield [
-                f"{mesh.size:,}",
-                name,
-                markdown.collectives(report),
-                f"{report.bytes_sent / 1e9:.2f}",
-                f"{report.ratio:.3f}",
-                _share(report.hidden_share_of("reduce-scatter", "all-reduce")),
-                _share(report.hidden_share_of("all-gather")),
-                f"{report.memory.peak / 1e9:.1f}",
-            ]
+def measured(name: str, mesh: Mesh, model: Shapes) -> _Row:
+    """Compile a step for a cluster, and read what it sends, what hides it, and its memory."""
+    report = crossshard.inspect(STEPS[name](mesh, model), parameters=model.params)
+    assert report.memory is not None
+    return {
+        "collectives": markdown.collectives(report),
+        "sent": report.bytes_sent,
+        "least": _least(name, mesh.size, model),
+        "behind_products": report.bytes_behind_matrix_products,
+        "behind_nothing": report.bytes_exposed,
+        "gradients_hidden": report.hidden_share_of("reduce-scatter", "all-reduce"),
+        "gathers_hidden": report.hidden_share_of("all-gather"),
+        "arguments": report.memory.argument,
+        "peak": report.memory.peak,
+    }
+
+
+def _least(name: str, shards: int, model: Shapes) -> float | None:
+    """The least bytes that our step must send; parts are gathered in 16 bits wherever read."""
+    whole = 4 * model.parameters
+    both = {"ours, replicated": 2 * whole, "ours, sharded": 2 * whole}
+    both[_IN_PARTS] = whole + 2 * (model.parameters + model.read_again)
+    return (shards - 1) / shards * both[name] if name in both else None
+
+
+_HEADS = (
+    *("GPUs", "step", "collectives", "GB sent by a GPU", "÷ lower bound"),
+    *("gradients hidden", "gathers hidden", "all hidden", "GB not hidden"),
+    *("GB of arguments", "GB at the peak"),
+)
+
+
+def _cells(row: _Row) -> list[str]:
+    sent, hidden, least = row["sent"], row["behind_products"], row["least"]
+    return [
+        f"{row['gpus']:,}",
+        row["step"],
+        row["collectives"],
+        f"{sent / 1e9:.2f}",
+        "–" if least is None else f"{sent / least:.3f}",
+        _share(row["gradients_hidden"]),
+        _share(row["gathers_hidden"]),
+        _share(hidden / sent),
+        f"{(sent - hidden) / 1e9:.2f}",
+        f"{row['arguments'] / 1e9:.1f}",
+        f"{row['peak'] / 1e9:.1f}",
+    ]
 
 
 def _share(share: float | None) -> str:
@@ -91,40 +147,81 @@ Training steps with AdamW, compiled for clusters of H100s on a machine without G
 axis over all of them. Nothing here has run on a GPU, so these are not times.
 
 *Gradients hidden* is the share of the bytes of all-reduces and reduce-scatters between whose start
-and end the program has a matrix product; *gathers hidden* is that of the gathers of the updated
-parameters, most of which are scheduled beside the update of the next array instead. Memory is the
-peak on one GPU. The lower bound is 2(N−1)/N · P. Steps by hand are compiled as JAX does by default,
-ours with `step.compiler_options`.
+and end the program has a matrix product; *gathers hidden* is that of the gathers of parameters,
+and *GB not hidden* are the bytes of all collectives that have none beside them. In a loop every
+run counts. Any product hides a whole collective here, so a row with a single reduce-scatter has
+all of its gradients hidden or none. *Arguments* are what rests on a GPU
+between two steps; the peak includes them.
+
+*Replicated* steps sum gradients and update all parameters on every GPU; *sharded* ones scatter the
+sums, update a slice and gather the parameters. *In parts*, the parameters rest in slices, too, and
+each layer gathers its own. By hand they are written with `shard_map`; GSPMD is a `jax.jit` with
+shardings, from which XLA makes the collectives, and activations constrained to be split by rows.
+MaxText's flags are those for FSDP on 1,024 H100s. Ours is compiled with `step.compiler_options`,
+all others as JAX does by default.
+
+GSPMD sums gradients in bfloat16, which is half the bytes; ours and those by hand sum in float32.
+The lower bound of our steps is 2(N−1)/N · P. In parts, where gathers are in bfloat16, as the loss
+reads the parameters, it is (N−1)/N times 6 bytes for each parameter, and 8 for those that a
+checkpoint reads again.
 
 By hand, XLA combines reduce-scatters until their outputs have 30 MiB, which on 8 GPUs is 252 MB of
 gradients. A layer of the transformer has 201 MB, so each layer's gradients are one reduce-scatter,
 beside the products of the next; the whole MLP has 201 MB too, so its gradients are one, after the
-backward pass. On 32 GPUs about five layers of the transformer are one, on 256 all are. Ours hides
-one point less on 8 GPUs: XLA puts some short reduce-scatters beside kernels that are not products.
+backward pass. On 32 GPUs about five layers of the transformer are one, on 256 all are.
 
 The transformer's embedding, 7.9% of its gradients, is also its output layer, so its gradient is
-complete only at the end of the backward pass. In a `lax.scan` the gradients of all layers are."""
+complete only at the end of the backward pass."""
 
 
-def main(out: Path = Path("docs/benchmarks/gpus.md")) -> None:
-    """Print the tables and write them to a file, which has what is done if this is interrupted."""
+def main(words: Sequence[str] | None = None) -> None:
+    """Measure rows, print them, and draw the page from all that were ever kept.
+
+    Args:
+      words: the command line; that of the process if ``None``.
+    """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    tables: dict[str, list[list[str]]] = {}
-    for title, model in _models().items():
-        print(f"{title}\n{' | '.join(_HEADS)}")
-        tables[title] = []
-        for row in rows(model):
-            print(" | ".join(row), flush=True)
-            tables[title].append(row)
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(page(tables), encoding="utf-8")
+    models = _models()
+    wanted = _wanted(words, models)
+    kept = wanted.out / "gpus.json"
+    rows = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else []
+    found = {(row["model"], row["gpus"], row["step"]): row for row in rows}
+    wanted.out.mkdir(parents=True, exist_ok=True)
+    print(" | ".join(("model", *_HEADS)))
+    for model, number, step in itertools.product(wanted.models, wanted.gpus, wanted.steps):
+        mesh = cluster(number // _GPUS_OF_A_HOST)
+        row = {"model": model, "gpus": number, "step": step}
+        row |= measured(step, mesh, models[model][1])
+        print(" | ".join((model, *_cells(row))), flush=True)
+        # At once, since a whole run is long.
+        found[model, number, step] = row
+        kept.write_text(json.dumps([*found.values()], indent=1) + "\n", encoding="utf-8")
+    titles = {model: title for model, (title, _) in models.items()}
+    (wanted.out / "gpus.md").write_text(page(titles, found.values()), encoding="utf-8")
 
 
-def page(tables: Mapping[str, Sequence[Sequence[str]]]) -> str:
-    """The page with these tables, by their titles."""
+def _wanted(words: Sequence[str] | None, models: Collection[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpus",
+        description="Compile steps for H100s; with no step, as in `--steps`, only draw the page.",
+    )
+    known = {"models": models, "gpus": GPUS, "steps": STEPS}
+    for name, choices in known.items():
+        kind = int if name == "gpus" else str
+        every = list(choices)
+        parser.add_argument(f"--{name}", type=kind, nargs="*", choices=every, default=every)
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
+    return parser.parse_args(words)
+
+
+def page(titles: Mapping[str, str], rows: Iterable[_Row]) -> str:
+    """The page with the rows of each model, in the order in which a whole run measures them."""
     parts = ["# GPU clusters", _WHAT.replace("\n\n", "\0").replace("\n", " ").replace("\0", "\n\n")]
-    for title, found in tables.items():
-        parts += [f"## {title}", markdown.table(_HEADS, found, names=(1, 2))]
+    order = list(STEPS)
+    rows = sorted(rows, key=lambda row: (row["gpus"], order.index(row["step"])))
+    for model, title in titles.items():
+        if cells := [_cells(row) for row in rows if row["model"] == model]:
+            parts += [f"## {title}", markdown.table(_HEADS, cells, names=(1, 2))]
     parts.append(markdown.repeat("make bench-gpus"))
     return "\n\n".join(parts) + "\n"
 

@@ -17,8 +17,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], names: Collection[
 
 
 def collectives(report: Any) -> str:
-    """How many of each kind of collective a compiled step has, by its report."""
-    kinds = collections.Counter(each.kind for each in report.collectives if each.bytes_sent)
+    """How many of each kind of collective a compiled step runs, by its report."""
+    kinds: collections.Counter[str] = collections.Counter()
+    for each in report.collectives:
+        if each.bytes_sent:
+            kinds[each.kind] += each.times or 1
     return ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
 
 

@@ -1,7 +1,6 @@
 """Models as shapes only, to compile steps for machines that are not there."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-_HEADS, _HEAD = 16, 128
+_HEAD = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,15 +17,18 @@ class Shapes:
 
     Attributes:
       params: the types of the parameters.
-      loss_fn: the loss of the parameters and one shard's batch.
+      loss_fn: the loss of the parameters and one shard's batch. An optional third argument is a
+        function from the parameters and the input of a layer to those that it computes with.
       row: the type of one row of the batch.
       rows: the rows of each shard.
+      read_again: the number of parameters that the backward pass reads anew, in checkpoints.
     """
 
     params: Any
-    loss_fn: Callable[[Any, Any], jax.Array]
+    loss_fn: Callable[..., jax.Array]
     row: jax.ShapeDtypeStruct
     rows: int
+    read_again: int = 0
 
     def batch(self, shards: int) -> jax.ShapeDtypeStruct:
         """The type of the batch of all shards."""
@@ -35,19 +37,28 @@ class Shapes:
     @property
     def parameters(self) -> int:
         """The number of parameters."""
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.params))
+        return _numbers(self.params)
+
+
+def _numbers(tree: Any) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
 
 
 def _floats(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
+def _as_they_are(layer: Any, x: Any) -> Any:
+    return layer, x
+
+
 def mlp(width: int = 2048, layers: int = 12, rows: int = 512) -> Shapes:
     """Dense layers of one width, in bfloat16 with float32 parameters."""
     params = [{"kernel": _floats(width, width), "bias": _floats(width)} for _ in range(layers)]
 
-    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
-        for layer in params:
+    def loss_fn(params: Any, x: jax.Array, read: Any = _as_they_are) -> jax.Array:
+        for each in params:
+            layer, x = read(each, x)
             x = jax.nn.gelu(x @ layer["kernel"].astype(x.dtype) + layer["bias"].astype(x.dtype))
         return jnp.mean(x.astype(jnp.float32) ** 2)
 
@@ -55,7 +66,13 @@ def mlp(width: int = 2048, layers: int = 12, rows: int = 512) -> Shapes:
 
 
 def transformer(
-    layers: int = 24, words: int = 50304, context: int = 2048, rows: int = 2, scan: bool = False
+    layers: int = 24,
+    words: int = 50304,
+    context: int = 2048,
+    rows: int = 2,
+    scan: bool = False,
+    checkpoint: bool = False,
+    heads: int = 16,
 ) -> Shapes:
     """A language model of 2,048 wide layers, in bfloat16 with float32 parameters.
 
@@ -65,8 +82,10 @@ def transformer(
       context: the tokens of a row.
       rows: the rows of each shard.
       scan: whether the layers are stacked, and a ``lax.scan`` runs over them.
+      checkpoint: whether the backward pass computes each layer again, ``jax.checkpoint``.
+      heads: the number of heads, each 128 wide.
     """
-    width = _HEADS * _HEAD
+    width = heads * _HEAD
     layer = {
         "before": _floats(width),
         "attention": _floats(width, 3 * width),
@@ -82,27 +101,30 @@ def transformer(
         "last": _floats(width),
     }
 
-    def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
-        x = params["words"].astype(jnp.bfloat16)[tokens[:, :-1]]
+    def loss_fn(params: Any, tokens: jax.Array, read: Any = _as_they_are) -> jax.Array:
+        block = lambda x, layer: (_block(*read(layer, x)), None)
+        block = jax.checkpoint(block) if checkpoint else block
+        embedding, tokens = read(params["words"], tokens)
+        x = embedding.astype(jnp.bfloat16)[tokens[:, :-1]]
         if scan:
-            x, _ = jax.lax.scan(lambda x, layer: (_block(layer, x), None), x, params["layers"])
+            x, _ = jax.lax.scan(block, x, params["layers"])
         else:
             for layer in params["layers"]:
-                x = _block(layer, x)
-        scores = _normed(x, params["last"]) @ params["words"].astype(jnp.bfloat16).T
+                x, _ = block(x, layer)
+        scores = _normed(x, params["last"]) @ embedding.astype(jnp.bfloat16).T
         scores = scores.astype(jnp.float32)
         right = jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1)[..., 0]
         return jnp.mean(jax.nn.logsumexp(scores, axis=-1) - right)
 
-    return Shapes(params, loss_fn, jax.ShapeDtypeStruct((context + 1,), jnp.int32), rows)
+    again = _numbers(params["layers"]) if checkpoint else 0
+    return Shapes(params, loss_fn, jax.ShapeDtypeStruct((context + 1,), jnp.int32), rows, again)
 
 
-@functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
 def _block(layer: Any, x: jax.Array) -> jax.Array:
     cast = lambda name: layer[name].astype(x.dtype)
     rows, length, width = x.shape
     mixed = _normed(x, layer["before"]) @ cast("attention")
-    query, key, value = jnp.split(mixed.reshape(rows, length, 3 * _HEADS, _HEAD), 3, axis=2)
+    query, key, value = jnp.split(mixed.reshape(rows, length, -1, _HEAD), 3, axis=2)
     seen = jax.nn.dot_product_attention(query, key, value, is_causal=True)
     x = x + seen.reshape(rows, length, width) @ cast("out")
     return x + jax.nn.gelu(_normed(x, layer["between"]) @ cast("up")) @ cast("down")
