@@ -36,7 +36,7 @@ def compiler_options(platform: str, shards: int, *, in_parts: bool = False) -> d
         "xla_gpu_reduce_scatter_combine_threshold_bytes": _COMBINED // shards,
     }
     if in_parts:
-        options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 2
+        options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 3
     flags = _users_flags()
     return {name: value for name, value in options.items() if name not in flags}
 
