@@ -29,9 +29,9 @@ def loss_fn(model, batch):
     return jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2)
 
 
-def main(optimizer=OPTIMIZER, steps=100):
+def main(optimizer=OPTIMIZER, steps=100, params="replicated"):
     """Train, and return the model."""
-    step = crossshard.make_train_step(loss_fn, optimizer)
+    step = crossshard.make_train_step(loss_fn, optimizer, params=params)
     state = step.init(initial_model())  # without eqx.partition: the floating arrays are trained
     batch = data()
     for number in range(steps):

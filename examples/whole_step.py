@@ -43,9 +43,11 @@ def loss_fn(model, batch):
     return (losses * batch["mask"]).sum() / batch["mask"].sum()
 
 
-def main(optimizer=OPTIMIZER, epochs=10):
+def main(optimizer=OPTIMIZER, epochs=10, params="replicated"):
     """Train, and return the model."""
-    step = crossshard.make_train_step(loss_fn, optimizer, weight_update="sharded", weight="mask")
+    step = crossshard.make_train_step(
+        loss_fn, optimizer, weight_update="sharded", params=params, weight="mask"
+    )
     state = step.init(Network(rngs=nnx.Rngs(0)))
     print(step.describe())
     points = data()

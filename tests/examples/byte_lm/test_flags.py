@@ -104,6 +104,7 @@ HALF = {"dtype": "bfloat16", "param_dtype": "bfloat16", "master_dtype": "float32
             deep,
             [
                 ({"weight": True, "batch": 9}, "", EXACT, "weigh"),
+                ({"params": "sharded"}, "", EXACT, "^gather → local"),
                 ({"wrt": "blocks/*"}, "blocks/", EXACT, "frozen"),
                 ({"reduce_dtype": "bfloat16"}, "", OF_16_BITS, "in bfloat16"),
                 (
