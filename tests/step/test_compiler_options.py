@@ -60,6 +60,13 @@ def make(**options: Any) -> crossshard.TrainStep:
     return crossshard.make_train_step(lambda w, x: ((x @ w) ** 2).mean(), opt, num_shards=8)
 
 
+def test_parameters_in_parts_travel_beside_the_sums(monkeypatch: pytest.MonkeyPatch):
+    limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
+    assert compiler_options("gpu", 8, in_parts=True) == {**compiler_options("gpu", 8), limit: 3}
+    monkeypatch.setenv("XLA_FLAGS", f"--{limit}=1")
+    assert limit not in compiler_options("gpu", 8, in_parts=True)
+
+
 def test_other_steps_have_none():
     for platform, shards in (("cpu", 8), ("tpu", 8), ("gpu", 1)):
         assert compiler_options(platform, shards) == {}
@@ -71,9 +78,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Steps compile as if these devices were GPUs; a list of who asked, with what."""
     calls: list[Any] = []
 
-    def options(platform: str, shards: int) -> dict[str, Any]:
+    def options(platform: str, shards: int, *, in_parts: bool) -> dict[str, Any]:
         calls.append((platform, shards))
-        return compiler_options("gpu", shards)
+        return compiler_options("gpu", shards, in_parts=in_parts)
 
     monkeypatch.setattr(program, "compiler_options", options)
     return calls
@@ -81,7 +88,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_a_call_and_a_lowered_step_have_the_same(monkeypatch: pytest.MonkeyPatch):
     # XLA refuses an unknown option where it gets it, and only there.
-    monkeypatch.setattr(program, "compiler_options", lambda *_: {"xla_no_such": 1})
+    monkeypatch.setattr(program, "compiler_options", lambda *_, **__: {"xla_no_such": 1})
     step = make()
     state = step.init(PARAMS)
     for compiled in (step.lower(state, BATCH).compile, lambda: step(state, BATCH)):
