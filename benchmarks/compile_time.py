@@ -1,7 +1,7 @@
-"""Compile time of a step with many small arrays: ours against the step written by hand.
+"""Compile time of a step with many arrays, or of many layers: ours against those by hand.
 
-Run it as `python -m benchmarks.compile_time --leaves 500`. Each step is built in its own
-interpreter, since JAX remembers what it has traced and compiled.
+Run it as `python -m benchmarks.compile_time`. Each step is built in its own interpreter, since JAX
+remembers what it has traced and compiled.
 """
 
 import argparse
@@ -19,34 +19,44 @@ from typing import Any
 from benchmarks import markdown
 
 SHARDS = 8
-STEPS = ("hand-written", "replicated", "sharded")
+BY_HAND = "by hand, "
+# What is built of each model, and the step by hand that it is measured against.
+OF_ARRAYS = dict.fromkeys(("replicated", "sharded"), f"{BY_HAND}replicated")
+OF_LAYERS = {name: BY_HAND + name for name in ("replicated", "sharded", "in parts")}
+MODELS = {"arrays": OF_ARRAYS, "unrolled": OF_LAYERS, "scan": OF_LAYERS}
 
 
 def main() -> None:
-    """Builds every step in turn, and prints or writes a table of seconds."""
+    """Builds every step in turn, and prints or writes tables of seconds."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--leaves", type=int, default=500, help="arrays of parameters")
     parser.add_argument("--width", type=int, default=64, help="columns of a matrix")
     parser.add_argument("--rounds", type=int, default=3, help="how often each step is built")
     parser.add_argument("--out", type=Path, help="write a page, such as docs/benchmarks/x.md")
-    parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)
+    parser.add_argument("--step", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.step:
-        print(json.dumps(_build(options.step, options.leaves, options.width)))
+        (model,) = options.models
+        print(json.dumps(_build(model, options.step, options.leaves, options.width)))
         return
-    rows = collections.defaultdict(list)
-    for number in range(options.rounds):
-        for name in STEPS:
-            print(f"\rround {number + 1} of {options.rounds}: {name:<13}", end="", file=sys.stderr)
-            rows[name].append(_in_a_process(name, options))
-    print(file=sys.stderr)
-    table = _table(rows)
-    print(table)
+    tables = {}
+    for model in options.models:
+        steps = [*dict.fromkeys(MODELS[model].values()), *MODELS[model]]
+        rows = collections.defaultdict(list)
+        for number in range(options.rounds):
+            for name in steps:
+                what = f"{model}, round {number + 1} of {options.rounds}: {name}"
+                print(f"\r{what:<60}", end="", file=sys.stderr)
+                rows[name].append(_in_a_process(model, name, options))
+        print(file=sys.stderr)
+        tables[model] = _table(rows, MODELS[model])
+        print(tables[model])
     if options.out is not None:
-        options.out.write_text(_page(table, options), encoding="utf-8")
+        options.out.write_text(_page(tables, options), encoding="utf-8")
 
 
-def _table(rows: dict[str, list[dict[str, tuple[float, float]]]]) -> str:
+def _table(rows: dict[str, list[dict[str, tuple[float, float]]]], against: dict[str, str]) -> str:
     """The medians over the rounds, of seconds and of ratios within a round."""
     head = ("step", "init", "trace and lower", "compile", "step ÷ by hand", "with init ÷ by hand")
     lines = []
@@ -57,32 +67,45 @@ def _table(rows: dict[str, list[dict[str, tuple[float, float]]]]) -> str:
             cells.append(f"{processor:.1f} ({clock:.1f})")
         for phases in (("lower", "compile"), ("init", "lower", "compile")):
             sums = lambda row, phases=phases: sum(row[phase][0] for phase in phases)
-            pairs = zip(found, rows["hand-written"], strict=True)
+            pairs = zip(found, rows[against.get(name, name)], strict=True)
             cells.append(f"{median(sums(ours) / sums(theirs) for ours, theirs in pairs):.2f}")
         lines.append(cells)
     return markdown.table(head, lines)
 
 
-def _page(table: str, options: argparse.Namespace) -> str:
-    paragraphs = (
+def _page(tables: dict[str, str], options: argparse.Namespace) -> str:
+    titles = {
+        "arrays": f"{options.leaves} arrays",
+        "unrolled": "A transformer of 24 layers, written out",
+        "scan": "The same transformer with its layers in a `lax.scan`",
+    }
+    what = {
+        "arrays": f"Half of them {options.width} × {options.width} and half of {options.width} "
+        f"elements. A step of ours sends small arrays in buckets, for which XLA compiles kernels "
+        f"that copy arrays in and read them out; by hand each array is an operand of one "
+        f"all-reduce. `init` traces the update to find out whether its state keeps its structure, "
+        f"and for a sharded step a second time, on the slices of one shard, to find out whether it "
+        f"is elementwise.",
+        "unrolled": "1.3 billion parameters, with `jax.checkpoint` around each layer, from types "
+        "alone. Each step is measured against the one by hand of its kind: see "
+        "[GPU clusters](gpus.md).",
+        "scan": "",
+    }
+    paragraphs = [
         "# Compile time",
-        f"A step with {options.leaves} arrays of parameters, half of them {options.width} × "
-        f"{options.width} and half of {options.width} elements, and AdamW on {SHARDS} virtual CPU "
-        f"devices. Seconds of processor time, and by the clock in brackets: medians of "
-        f"{options.rounds} rounds, in which each step is built in turn in an interpreter of its "
-        f"own. Ratios are of processor time, within a round.",
-        table,
-        "A step of ours sends small arrays in buckets, for which XLA compiles kernels that copy "
-        "arrays in and read them out; by hand each array is an operand of one all-reduce. `init` "
-        "traces the update to find out whether its state keeps its structure, and for a sharded "
-        "step a second time, on the slices of one shard, to find out whether it is elementwise.",
-        markdown.repeat("python -m benchmarks.compile_time"),
-    )
+        f"Steps with AdamW on {SHARDS} virtual CPU devices. Seconds of processor time, and by the "
+        f"clock in brackets: medians of {options.rounds} rounds, in which each step is built in "
+        f"turn in an interpreter of its own. Ratios are of processor time, within a round.",
+    ]
+    for model, table in tables.items():
+        paragraphs += [f"## {titles[model]}", *([what[model]] * bool(what[model])), table]
+    paragraphs.append(markdown.repeat("python -m benchmarks.compile_time"))
     return "\n\n".join(paragraphs) + "\n"
 
 
-def _in_a_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    arguments = ["--step", name, "--leaves", options.leaves, "--width", options.width]
+def _in_a_process(model: str, name: str, options: argparse.Namespace) -> dict[str, Any]:
+    sizes = ["--leaves", options.leaves, "--width", options.width]
+    arguments = ["--models", model, "--step", name, *sizes]
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -101,14 +124,11 @@ def _in_a_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
     return json.loads(ran.stdout.splitlines()[-1])
 
 
-def _build(name: Any, leaves: int, width: int) -> dict[str, tuple[float, float]]:
+def _build(model: str, name: str, leaves: int, width: int) -> dict[str, tuple[float, float]]:
     """The seconds of each phase: processor time and wall time."""
     import jax
     import jax.numpy as jnp
     import numpy as np
-
-    from benchmarks.jax_baselines import hand_written, ours
-    from benchmarks.problem import of_tree
 
     taken: dict[str, tuple[float, float]] = {}
 
@@ -118,25 +138,66 @@ def _build(name: Any, leaves: int, width: int) -> dict[str, tuple[float, float]]
         taken[phase] = time.process_time() - processor, time.perf_counter() - clock
         return result
 
+    jax.block_until_ready(jax.jit(jnp.negative)(np.ones(3)))  # starts the devices
+    start, lower = (_of_arrays if model == "arrays" else _of_layers)(model, name, leaves, width)
+    started = timed("init", start)
+    lowered = timed("lower", lambda: lower(started))
+    timed("compile", lowered.compile)
+    return taken
+
+
+# What starts a step, and what lowers what was started.
+_Phases = tuple[Callable[[], Any], Callable[[Any], Any]]
+
+
+def _of_arrays(model: str, name: str, leaves: int, width: int) -> _Phases:
+    import jax.numpy as jnp
+    import numpy as np
+
+    from benchmarks.jax_baselines import hand_written, ours
+    from benchmarks.problem import of_tree
+
+    del model
     params = [
         {"kernel": np.eye(width, dtype=np.float32), "bias": np.zeros(width, np.float32)}
         for _ in range(leaves // 2)
     ]
     batch = np.ones((2 * SHARDS, width), np.float32)
 
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
+    def loss_fn(params: Any, batch: Any) -> Any:
         for layer in params:
             batch = batch @ layer["kernel"] + layer["bias"]
         return jnp.mean(batch**2)
 
-    jax.block_until_ready(jax.jit(jnp.negative)(np.ones(3)))  # starts the devices
     problem = of_tree(params, loss_fn, batch)
-    by_hand = name == "hand-written"
+    by_hand = name.startswith(BY_HAND)
     make = lambda: hand_written(problem, SHARDS) if by_hand else ours(problem, SHARDS, name)
-    candidate = timed("init", make)
-    lowered = timed("lower", candidate.lower)
-    timed("compile", lowered.compile)
-    return taken
+    return make, lambda candidate: candidate.lower()
+
+
+def _of_layers(model: str, name: str, leaves: int, width: int) -> _Phases:
+    import jax
+
+    import crossshard
+    from benchmarks import by_hand
+    from benchmarks.problem import adamw
+    from benchmarks.shapes import transformer
+
+    del leaves, width
+    shapes = transformer(scan=model == "scan", checkpoint=True)
+    mesh = jax.make_mesh((SHARDS,), (by_hand.AXIS,), (jax.sharding.AxisType.Auto,))
+    batch = shapes.batch(SHARDS)
+    if name.startswith(BY_HAND):
+        of_name = {
+            "replicated": by_hand.replicated,
+            "sharded": by_hand.sharded,
+            "in parts": by_hand.in_parts,
+        }
+        lowered = of_name[name.removeprefix(BY_HAND)]
+        return lambda: None, lambda _: lowered(mesh, shapes.params, shapes.loss_fn, batch)
+    options = {"params": "sharded"} if name == "in parts" else {"weight_update": name}
+    step = crossshard.make_train_step(shapes.loss_fn, adamw(), mesh=mesh, **options)
+    return lambda: step.abstract_init(shapes.params), lambda state: step.lower(state, batch)
 
 
 if __name__ == "__main__":

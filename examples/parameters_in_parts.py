@@ -1,7 +1,6 @@
 """Parameters in parts: stacked layers in a `lax.scan`, each gathered where the loss uses it."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 

@@ -3,7 +3,7 @@
 import abc
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Self
 
 import jax
@@ -33,17 +33,24 @@ class Deferred(abc.ABC):
     """An input of a jaxpr that becomes an array where the jaxpr uses it.
 
     Attributes:
+      name: which it is, for those who want to know where it is used.
       arrays: a pytree of the arrays that it is made of.
     """
 
+    name: Any
     arrays: Any
+
+    @property
+    def kind(self) -> Hashable:
+        """What it is but for its arrays and its name; equal for those that may share a trace."""
+        return id(self)
 
     @abc.abstractmethod
     def of(self, arrays: Any) -> Self:
         """The same, made of other arrays of these shapes."""
 
     @abc.abstractmethod
-    def used(self, inside: Inside) -> jax.Array:
+    def used(self) -> jax.Array:
         """The array, where it is used."""
 
     @abc.abstractmethod
@@ -62,7 +69,13 @@ class Deferred(abc.ABC):
         """So many rows of it, where it has a ``row``; to be made of slices of its arrays."""
 
 
-def evaluate(jaxpr: Any, inputs: Sequence[Any], inside: Inside = Inside()) -> list[Any]:
+# Is told of each use: the name, what was used, and what the use stands inside of.
+Note = Callable[[Any, Deferred, Inside], None]
+
+
+def evaluate(
+    jaxpr: Any, inputs: Sequence[Any], note: Note = lambda name, used, inside: None
+) -> list[Any]:
     """The outputs of a closed jaxpr, for inputs that are arrays or ``Deferred``.
 
     What is used once is used in the place where it is: in the body of a scan that runs over it,
@@ -70,60 +83,133 @@ def evaluate(jaxpr: Any, inputs: Sequence[Any], inside: Inside = Inside()) -> li
     each row of what is only sliced in its own place. What is used more often, or in another way,
     becomes an array before its first use.
     """
-    uses = _Uses(jaxpr)
-    values = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
-    values |= dict(zip(jaxpr.jaxpr.invars, inputs, strict=True))
-
-    def whole(atom: Any) -> Any:
-        if _jax.is_literal(atom):
-            return atom.val
-        if isinstance(values[atom], Deferred):
-            values[atom] = values[atom].used(inside)
-        return values[atom]
-
-    def read(atom: Any) -> Any:
-        """The value; deferred if nothing else reads it, or all take rows of it."""
-        return values[atom] if uses.may_wait(atom) else whole(atom)
-
-    converted = set()
-    for equation in jaxpr.jaxpr.eqns:
-        source = next((atom for atom in equation.invars[:1] if not _jax.is_literal(atom)), None)
-        dtype = uses.common_dtype(source)
-        if dtype is not None and isinstance(values[source], Deferred):
-            # All of its readers convert it to one dtype, so it is used in that.
-            narrow = values[source].in_dtype(dtype)
-            if narrow is not None:
-                values[source] = narrow.used(inside)
-                converted.add(source)
-        given = [read(atom) for atom in equation.invars]
-        if source in converted:
-            found: Sequence[Any] | None = given
-        elif not any(isinstance(x, Deferred) for x in given):
-            found = _jax.bound(equation, given)
-        else:
-            with _jax.at_source_of(equation), equation.ctx.manager:
-                found = _with_deferred(equation, given, inside)
-            if found is None:
-                found = _jax.bound(equation, list(map(whole, equation.invars)))
-        values |= dict(zip(equation.outvars, found, strict=True))
-    return list(map(whole, jaxpr.jaxpr.outvars))
+    return _Evaluation(note).of(jaxpr, inputs, Inside())
 
 
-def _with_deferred(equation: Any, given: Sequence[Any], inside: Inside) -> Sequence[Any] | None:
-    """The outputs of an equation that hands a deferred input on; ``None`` if it uses it."""
-    of_first = {"convert_element_type": _converted, "slice": _sliced, "squeeze": _squeezed}
-    if equation.primitive.name in of_first:
-        deferred = of_first[equation.primitive.name](equation, given[0])
-        return None if deferred is None else [deferred]
-    jaxpr = _jax.inlined(equation)
-    if jaxpr is not None:
-        return evaluate(jaxpr, given, inside)
-    if _jax.is_checkpoint(equation):
-        return _checkpointed(equation, given, inside)
-    scan = _jax.control_flow(equation)
-    if isinstance(scan, _jax.Scan):
-        return _scanned(equation, scan, given, inside)
-    return None
+@dataclasses.dataclass(frozen=True)
+class _Evaluation:
+    """One evaluation of a jaxpr, with all that it calls.
+
+    Attributes:
+      note: is told of each use.
+      checkpoints: the functions under ``jax.checkpoint``, each with the inputs that it was traced
+        with and the uses in it. Equal layers share one, as they do without us.
+    """
+
+    note: Note
+    checkpoints: dict[Any, tuple[Callable[..., Any], Sequence[Any], list[Any]]] = dataclasses.field(
+        default_factory=dict
+    )
+
+    def of(self, jaxpr: Any, inputs: Sequence[Any], inside: Inside) -> list[Any]:
+        """The outputs of a closed jaxpr."""
+        uses = _Uses(jaxpr)
+        values = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
+        values |= dict(zip(jaxpr.jaxpr.invars, inputs, strict=True))
+
+        def whole(atom: Any) -> Any:
+            if _jax.is_literal(atom):
+                return atom.val
+            values[atom] = self._used(values[atom], inside)
+            return values[atom]
+
+        def read(atom: Any) -> Any:
+            """The value; deferred if nothing else reads it, or all take rows of it."""
+            return values[atom] if uses.may_wait(atom) else whole(atom)
+
+        converted = set()
+        for equation in jaxpr.jaxpr.eqns:
+            source = next((atom for atom in equation.invars[:1] if not _jax.is_literal(atom)), None)
+            dtype = uses.common_dtype(source)
+            if dtype is not None and isinstance(values[source], Deferred):
+                # All of its readers convert it to one dtype, so it is used in that.
+                narrow = values[source].in_dtype(dtype)
+                if narrow is not None:
+                    values[source] = self._used(narrow, inside)
+                    converted.add(source)
+            given = [read(atom) for atom in equation.invars]
+            if source in converted:
+                found: Sequence[Any] | None = given
+            elif not any(isinstance(x, Deferred) for x in given):
+                found = _jax.bound(equation, given)
+            else:
+                with _jax.at_source_of(equation), equation.ctx.manager:
+                    found = self._with_deferred(equation, given, inside)
+                if found is None:
+                    found = _jax.bound(equation, list(map(whole, equation.invars)))
+            values |= dict(zip(equation.outvars, found, strict=True))
+        return list(map(whole, jaxpr.jaxpr.outvars))
+
+    def _used(self, x: Any, inside: Inside) -> Any:
+        """An array, which is used here if it is deferred."""
+        if not isinstance(x, Deferred):
+            return x
+        self.note(x.name, x, inside)
+        return x.used()
+
+    def _with_deferred(
+        self, equation: Any, given: Sequence[Any], inside: Inside
+    ) -> Sequence[Any] | None:
+        """The outputs of an equation that hands a deferred input on; ``None`` if it uses it."""
+        of_first = {"convert_element_type": _converted, "slice": _sliced, "squeeze": _squeezed}
+        if equation.primitive.name in of_first:
+            deferred = of_first[equation.primitive.name](equation, given[0])
+            return None if deferred is None else [deferred]
+        jaxpr = _jax.inlined(equation)
+        if jaxpr is not None:
+            return self.of(jaxpr, given, inside)
+        if _jax.is_checkpoint(equation):
+            return self._checkpointed(equation, given, inside)
+        scan = _jax.control_flow(equation)
+        if isinstance(scan, _jax.Scan):
+            return self._scanned(equation, scan, given, inside)
+        return None
+
+    def _checkpointed(self, equation: Any, given: Sequence[Any], inside: Inside) -> Sequence[Any]:
+        jaxpr, params = equation.params["jaxpr"], equation.params
+        kinds = tuple(x.kind if isinstance(x, Deferred) else None for x in given)
+        key = jaxpr, kinds, inside
+        if key not in self.checkpoints:
+            uses: list[Any] = []
+            within = dataclasses.replace(inside, checkpointed=True)
+            alone = dataclasses.replace(self, note=lambda *use: uses.append(use))
+
+            def run(*arrays: Any) -> list[Any]:
+                uses.clear()
+                return alone.of(_jax.closed(jaxpr), _made_of(given, arrays), within)
+
+            kept = {name: params[name] for name in ("policy", "prevent_cse")}
+            self.checkpoints[key] = jax.checkpoint(run, **kept), given, uses
+        function, first, uses = self.checkpoints[key]
+        out: Sequence[Any] = function(*map(_arrays, given))
+        pairs = zip(first, given, strict=True)
+        names = {one.name: own.name for one, own in pairs if isinstance(one, Deferred)}
+        for name, used, where in uses:
+            self.note(names[name], used, where)
+        return out
+
+    def _scanned(
+        self, equation: Any, scan: _jax.Scan, given: Sequence[Any], inside: Inside
+    ) -> Sequence[Any]:
+        length, reverse = scan.steps
+        first = scan.constants + scan.carried
+        within = dataclasses.replace(inside, turns=inside.turns * length, loops=inside.loops + 1)
+        before = [self._used(x, inside) for x in given[:first]]
+        rows = [x.row() if isinstance(x, Deferred) else None for x in given[first:]]
+        over = [
+            self._used(x, inside) if row is None else x.arrays
+            for x, row in zip(given[first:], rows, strict=True)
+        ]
+        constants, carry = before[: scan.constants], before[scan.constants :]
+
+        def turn(carry: Any, arrays: Any) -> tuple[Any, Any]:
+            out = self.of(scan.body, [*constants, *carry, *_made_of(rows, arrays)], within)
+            return out[: scan.carried], out[scan.carried :]
+
+        carry, stacked = lax.scan(
+            turn, carry, over, length, reverse=reverse, **_jax.options_of_scan(equation)
+        )
+        return [*carry, *stacked]
 
 
 def _converted(equation: Any, given: Deferred) -> Deferred | None:
@@ -155,39 +241,6 @@ def _rows(equation: Any) -> tuple[int, int] | None:
 def _squeezed(equation: Any, given: Deferred) -> Deferred | None:
     row = given.row() if tuple(equation.params["dimensions"]) == (0,) else None
     return row and row.of(jax.tree.map(lambda x: x[0], given.arrays))
-
-
-def _checkpointed(equation: Any, given: Sequence[Any], inside: Inside) -> Sequence[Any]:
-    jaxpr = _jax.closed(equation.params["jaxpr"])
-    within = dataclasses.replace(inside, checkpointed=True)
-
-    def run(*arrays: Any) -> list[Any]:
-        return evaluate(jaxpr, _made_of(given, arrays), within)
-
-    kept = {name: equation.params[name] for name in ("policy", "prevent_cse")}
-    return jax.checkpoint(run, **kept)(*map(_arrays, given))
-
-
-def _scanned(equation: Any, scan: _jax.Scan, given: Sequence[Any], inside: Inside) -> Sequence[Any]:
-    length, reverse = scan.steps
-    first = scan.constants + scan.carried
-    within = dataclasses.replace(inside, turns=inside.turns * length, loops=inside.loops + 1)
-    before = [x.used(inside) if isinstance(x, Deferred) else x for x in given[:first]]
-    rows, over = [], []
-    for x in given[first:]:
-        row = x.row() if isinstance(x, Deferred) else None
-        over.append(x.used(inside) if isinstance(x, Deferred) and row is None else _arrays(x))
-        rows.append(row)
-    constants, carry = before[: scan.constants], before[scan.constants :]
-
-    def turn(carry: Any, arrays: Any) -> tuple[Any, Any]:
-        out = evaluate(scan.body, [*constants, *carry, *_made_of(rows, arrays)], within)
-        return out[: scan.carried], out[scan.carried :]
-
-    carry, stacked = lax.scan(
-        turn, carry, over, length, reverse=reverse, **_jax.options_of_scan(equation)
-    )
-    return [*carry, *stacked]
 
 
 def _arrays(x: Any) -> Any:

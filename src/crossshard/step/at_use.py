@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -142,13 +142,10 @@ class AtUse:
                 inputs[place] = x
             if traced is None:
                 return loss_of(tree.unflatten(inputs))
-            self.uses.clear()
             for place in late:
                 slot = None if unread[place] else inputs[place]
-                uses = self.uses.setdefault(place, [])
-                inputs[place] = self._leaf(place, leaves[place], slot, weight, uses)
-            jaxpr, out = traced
-            found: tuple[Any, Any] = jax.tree.unflatten(out, evaluate(jaxpr, inputs))
+                inputs[place] = self._leaf(place, leaves[place], slot, weight)
+            found: tuple[Any, Any] = self._evaluated(traced, inputs, self.uses)
             return found
 
         compute = value_and_grad(of_read, has_aux=True, loss_scale=loss_scale)
@@ -175,7 +172,7 @@ class AtUse:
         traced = _jax.without_unread(jaxpr), jax.tree.structure(out)
         if self.in_parts:
             return traced, set(itertools.compress(range(len(self.partitions)), self.early))
-        late = self._used_in_rows(traced[0], jax.tree.leaves(params), rows)
+        late = self._used_in_rows(traced, jax.tree.leaves(params), rows)
         return (traced, late) if late else (None, late)
 
     def _at_start(self, leaves: Sequence[Any], late: set[int]) -> list[Any]:
@@ -190,51 +187,63 @@ class AtUse:
             found[place] = x
         return found
 
-    def _used_in_rows(self, jaxpr: Any, leaves: Sequence[Any], places: Sequence[int]) -> set[int]:
+    def _used_in_rows(self, traced: Any, leaves: Sequence[Any], places: Sequence[int]) -> set[int]:
         """Which of these parameters the loss uses row by row, as in a loop over its layers.
 
         XLA puts the sum of a whole gradient where it is made, but one of a row in no loop.
         """
-        uses: dict[int, list[Use]] = {place: [] for place in places}
+        uses: dict[int, list[Use]] = {}
 
         def survey(arrays: Sequence[Any]) -> Any:
             inputs: list[Any] = list(arrays)
-            for place, found in uses.items():
+            for place in places:
                 x = arrays[place]
-                inputs[place] = self._leaf(place, x, self._slot(place, x), None, found)
-            return evaluate(jaxpr, inputs)
+                inputs[place] = self._leaf(place, x, self._slot(place, x), None)
+            return self._evaluated(traced, inputs, uses)
 
         jax.eval_shape(survey, list(leaves))
         return {place for place, found in uses.items() if any(use.of_row for use in found)}
+
+    @staticmethod
+    def _evaluated(traced: Any, inputs: Sequence[Any], uses: dict[int, list[Use]]) -> Any:
+        """What the traced loss returns; where it uses parameters is written down."""
+        jaxpr, out = traced
+        uses.clear()
+
+        def note(place: int, used: Any, inside: Inside) -> None:
+            uses.setdefault(place, []).append(Use(inside, used.way.dtype, used.of_row))
+
+        return jax.tree.unflatten(out, evaluate(jaxpr, inputs, note))
 
     def _slot(self, place: int, x: Any) -> jax.Array:
         """Zeros in the place of a gradient: what the backward pass leaves of it."""
         return jnp.zeros(self.partitions[place].local_shape, wide(x.dtype))
 
-    def _leaf(self, place: int, x: Any, slot: Any, weight: Any, found: list[Use]) -> "_Leaf":
-        how = _Way(dataclasses.replace(self, before=None), self.partitions[place], x.dtype)
+    def _leaf(self, place: int, x: Any, slot: Any, weight: Any) -> "_Leaf":
+        sent = (self.shards, self.groups, self.in_parts, self.reduce_dtype, self.gather_dtype)
+        way = _Way(self.partitions[place], x.dtype, *sent)
         arrays = {"value": x, "slot": slot}
         shared = {"weight": weight}
         if self.before is not None:
             values, _, total = self.before
             arrays["before"] = jax.tree.leaves(values)[place]
             shared["before"] = total
-        return _Leaf(how, arrays, shared, found)
-
-    def dtype_sent(self, dtype: Any) -> Any:
-        """The dtype in which a parameter that is used in this one is sent."""
-        is_real = jnp.issubdtype(dtype, jnp.floating)
-        return self.gather_dtype if is_real and self.gather_dtype is not None else dtype
+        return _Leaf(place, way, arrays, shared)
 
     def _gathered(self, parts: Sequence[Any], places: Sequence[int]) -> list[jax.Array]:
         partitions = [self.partitions[place] for place in places]
         with jax.named_scope("gather"):
             sent = [
-                x if each.number == 1 else x.astype(self.dtype_sent(x.dtype))
+                x if each.number == 1 else x.astype(_dtype_sent(x.dtype, self.gather_dtype))
                 for x, each in zip(parts, partitions, strict=True)
             ]
             whole = bucketed_gather(sent, partitions, self.shards, self.groups)
             return [x.astype(part.dtype) for x, part in zip(whole, parts, strict=True)]
+
+
+def _dtype_sent(dtype: Any, wanted: Any) -> Any:
+    """The dtype in which a parameter that is used in this one is sent."""
+    return wanted if wanted is not None and jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,36 +251,39 @@ class _Way:
     """How one parameter gets to its use, and its gradient from it.
 
     Attributes:
-      at_use: what all parameters share.
       partition: its partition, or that of its row.
       dtype: the dtype in which it is used.
+      shards, groups, in_parts, reduce_dtype, gather_dtype: as for ``AtUse``.
     """
 
-    at_use: AtUse
     partition: Partition
     dtype: Any
+    shards: Shards
+    groups: GroupAssignment | None
+    in_parts: bool
+    reduce_dtype: Any
+    gather_dtype: Any
 
     def forward(self, value: jax.Array) -> jax.Array:
         """The parameter in full."""
-        every = self.at_use
-        if not every.in_parts:
+        if not self.in_parts:
             return value
         with jax.named_scope("gather"):
-            sent = value.astype(every.dtype_sent(self.dtype))
-            (whole,) = bucketed_gather([sent], [self.partition], every.shards, every.groups)
+            sent = value.astype(_dtype_sent(self.dtype, self.gather_dtype))
+            (whole,) = bucketed_gather([sent], [self.partition], self.shards, self.groups)
             return whole.astype(self.dtype)
 
     def backward(self, gradient: jax.Array, shared: Mapping[str, Any], before: Any) -> jax.Array:
         """This shard's slice of the sum of all shards' gradients."""
-        every, weight = self.at_use, shared["weight"]
+        weight = shared["weight"]
         if before is not None:
             no_loss = jnp.zeros_like(shared["before"])
             sums = add((before, no_loss, shared["before"]), gradient, no_loss, weight)
             gradient, _ = mean(sums)
             weight = None if weight is None else sums[2]
         with jax.named_scope("reduce"):
-            sent = as_sent(to_average(gradient, weight), every.reduce_dtype)
-            (total,) = bucketed_sum([sent], [self.partition], every.shards, every.groups)
+            sent = as_sent(to_average(gradient, weight), self.reduce_dtype)
+            (total,) = bucketed_sum([sent], [self.partition], self.shards, self.groups)
             return widen(total)
 
 
@@ -300,32 +312,36 @@ class _Leaf(Deferred):
     """A parameter until the loss uses it.
 
     Attributes:
+      name: its place among the parameters.
       way: how it gets there.
       arrays: ``value``, as it rests; ``slot``, zeros in the place of its gradient, or ``None`` if
         that is not computed; and ``before``, the sum of earlier microbatches, if there are some.
       shared: what is the same for all rows: ``weight``, float[], of this shard, or ``None`` if all
         count the same; and ``before``, the sum of those of earlier microbatches.
-      found: gets its uses.
       of_row: whether it is a row of the parameter, or some.
     """
 
+    name: int
     way: _Way
     arrays: dict[str, Any]
     shared: dict[str, Any]
-    found: list[Use]
     of_row: bool = False
+
+    @property
+    def kind(self) -> Hashable:
+        """All but its arrays; of one step, all have the same in ``shared``."""
+        return self.way, self.of_row, self.arrays["slot"] is None
 
     def of(self, arrays: Any) -> Self:
         """The same, made of other arrays."""
         return dataclasses.replace(self, arrays=arrays)
 
-    def used(self, inside: Inside) -> jax.Array:
+    def used(self) -> jax.Array:
         """The parameter in full, whose gradient is summed here."""
-        self.found.append(Use(inside, self.way.dtype, self.of_row))
         value, slot = self.arrays["value"], self.arrays["slot"]
         if slot is None:
             return self.way.forward(value)
-        if not (self.way.at_use.in_parts or self.of_row):
+        if not (self.way.in_parts or self.of_row):
             return value
         return _use(self.way, value, slot, self.shared, self.arrays.get("before"))
 
@@ -336,7 +352,7 @@ class _Leaf(Deferred):
         if not floating or jnp.finfo(dtype).bits > jnp.finfo(own).bits:
             return None
         way = dataclasses.replace(self.way, dtype=jnp.dtype(dtype))
-        if way.at_use.in_parts:
+        if way.in_parts:
             return dataclasses.replace(self, way=way)
         arrays = {**self.arrays, "value": self.arrays["value"].astype(dtype)}
         return dataclasses.replace(self, way=way, arrays=arrays)
