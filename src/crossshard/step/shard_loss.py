@@ -9,12 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from crossshard.gradients.local import split_loss
+from crossshard.gradients.scalars import is_inexact
 from crossshard.model import model_state as model_states
 from crossshard.model.model_state import ModelState
 from crossshard.model.models import after_loss, check_not_written, combine
 from crossshard.model.state import TrainState
 from crossshard.pipeline.stage import Gradients
-from crossshard.pipeline.stages.accumulate import zeros
+from crossshard.pipeline.stages.accumulate import Sums, zeros
 from crossshard.shards.context import shard_context
 from crossshard.step import aux_reduction
 from crossshard.step.aux_reduction import AuxReduction
@@ -93,7 +94,8 @@ class ShardLoss:
             every = dataclasses.replace(at_use, waits=True)
             of_one = jax.tree.map(lambda x: x[: x.shape[0] // number], rows)
             if self._sums_in_loops(with_(at_use), of_one, state):
-                last = lambda sums: with_(dataclasses.replace(at_use, before=sums))
+                # The backward pass adds gradients of the scaled loss to them.
+                last = lambda sums: with_(dataclasses.replace(at_use, before=_scaled(sums, scale)))
         local, aux, weights = over_microbatches(
             number,
             with_(every),
@@ -216,3 +218,10 @@ class ShardLoss:
         """The specs of ``aux``, given that of per-shard and that of reduced values."""
         is_per_shard = lambda reduction: reduction is AuxReduction.PER_SHARD
         return jax.tree.map(lambda x: each if is_per_shard(x) else reduced, self.aux_reduction)
+
+
+def _scaled(sums: Sums, scale: Any) -> Sums:
+    """The sums of microbatches as those of the scaled loss."""
+    values, loss, weight = sums
+    one = lambda x: x * scale.astype(x.dtype) if is_inexact(x) else x
+    return sums if scale is None else (jax.tree.map(one, values), loss, weight)
