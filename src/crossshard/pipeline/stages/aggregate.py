@@ -51,7 +51,9 @@ class Aggregate(Stage):
         self, gradients: Gradients, state: Any, context: StageContext
     ) -> tuple[Gradients, Any]:
         """The reduced gradients: in full, or this shard's slice of each if arrays are split."""
-        if context.params is not None and not any(gradients.early):
+        # Parameters that rest in parts have other shapes than gradients that are whole.
+        in_parts = any(gradients.early) or context.arrays.at_rest
+        if context.params is not None and not in_parts:
             check_shapes(gradients.values, context.params)
         shards, groups = context.shards, context.groups
         leaves, tree = jax.tree.flatten((dict(gradients.extra), gradients.values))

@@ -35,9 +35,11 @@ class Arrays:
 
     Attributes:
       is_local: whether each shard sees only its slices.
+      at_rest: whether the parameters are given, and kept, in parts.
     """
 
     is_local = False
+    at_rest: bool = False
 
     def partitions_of(self, params: Any) -> Sequence[Partition]:
         """The partition of each parameter."""
