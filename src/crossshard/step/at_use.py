@@ -215,10 +215,18 @@ class AtUse:
             shared["before"] = total
         return _Leaf(how, arrays, shared, found)
 
+    def dtype_sent(self, dtype: Any) -> Any:
+        """The dtype in which a parameter that is used in this one is sent."""
+        is_real = jnp.issubdtype(dtype, jnp.floating)
+        return self.gather_dtype if is_real and self.gather_dtype is not None else dtype
+
     def _gathered(self, parts: Sequence[Any], places: Sequence[int]) -> list[jax.Array]:
         partitions = [self.partitions[place] for place in places]
         with jax.named_scope("gather"):
-            sent = [x if self.gather_dtype is None else x.astype(self.gather_dtype) for x in parts]
+            sent = [
+                x if each.number == 1 else x.astype(self.dtype_sent(x.dtype))
+                for x, each in zip(parts, partitions, strict=True)
+            ]
             whole = bucketed_gather(sent, partitions, self.shards, self.groups)
             return [x.astype(part.dtype) for x, part in zip(whole, parts, strict=True)]
 
@@ -249,7 +257,7 @@ class _Way:
         if not every.in_parts:
             return value
         with jax.named_scope("gather"):
-            sent = value.astype(every.gather_dtype or self.dtype)
+            sent = value.astype(every.dtype_sent(self.dtype))
             (whole,) = bucketed_gather([sent], [self.partition], every.shards, every.groups)
             return whole.astype(self.dtype)
 
