@@ -54,7 +54,7 @@ QUICK = ["scan", "remat", "both"]
 def test_each_loss_trains_as_one_device_does(name: str, mode: str):
     case = CASES[name]
     step = step_of(mode, case.loss)
-    same_as_one_device(step, case.loss)
+    same_as_one_device(step, case.loss, batches=BATCHES[:2])
     reduced = [arrays for kind, arrays, _ in sent(step) if kind != "all-gather"]
     assert any(ALL in arrays for arrays in reduced) != case.by_layer or name == "stopped"
 
@@ -91,6 +91,20 @@ def test_a_layer_too_small_for_a_collective_waits_for_the_others():
     }
     found = sent(step_of("replicated", scan_loss), params)
     assert [times for *_, times in found] == [1] * len(found)
+
+
+def _nested(params: Any, batch: Any) -> Any:
+    turn = lambda h, w: (h + 0.5 * jnp.tanh(h @ w), None)
+    outer = lambda h, ws: (lax.scan(turn, h, ws)[0], None)
+    return (lax.scan(outer, batch["x"], params["w"])[0] ** 2).mean()
+
+
+@pytest.mark.parametrize("mode", [deep("replicated"), deep("sharded"), "parts"])
+def test_stacks_of_stacks_are_summed_one_layer_at_a_time(mode: str):
+    params = {"w": normal(2, 3, WIDTH, WIDTH, scale=0.05)}
+    step = step_of(mode, _nested)
+    same_as_one_device(step, _nested, params=params)
+    assert [times for kind, *_, times in sent(step, params) if "all-gather" != kind] == [6]
 
 
 # The numbers.
@@ -240,6 +254,46 @@ def test_microbatches_of_a_scaled_loss(mode: str):
     scale = crossshard.DynamicLossScale(2.0**10)
     step = step_of(mode, scan_loss, accumulate_steps=3, loss_scale=scale)
     same_as_one_device(step, scan_loss)
+
+
+GLOBAL = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.05, momentum=0.9))
+OPTIONS: list[dict[str, Any]] = [
+    {"accumulate_steps": 3},
+    {"accumulate_steps": 2, "loss_scale": crossshard.DynamicLossScale(64.0)},
+    {"nonfinite": "skip", "metrics": ["noise_scale", "grad_norm"], "accumulate_steps": 2},
+    {"nonfinite": "quarantine", "accumulate_steps": 2},
+    {"ema": 0.9, "check_divergence": 1},
+]
+
+
+@pytest.mark.parametrize("mode", [deep("replicated"), deep("sharded"), "parts"])
+@pytest.mark.parametrize("options", deep_but(OPTIONS[:2], OPTIONS), ids=str)
+def test_an_optimizer_that_needs_whole_arrays_gets_the_same_gradients(options: Any, mode: str):
+    step = step_of(mode, scan_loss, GLOBAL, **options)
+    same_as_one_device(step, scan_loss, GLOBAL)
+    assert mode == "replicated" or "global arrays" in step.describe()
+
+
+@pytest.mark.parametrize("mode", ["replicated", deep("sharded"), "parts"])
+@pytest.mark.parametrize("steps", [deep(1), 2])
+def test_a_gradient_that_no_one_reads_is_neither_computed_nor_sent(steps: int, mode: str):
+    labels = {"layers": {"w": "off", "b": "on"}, "embed": "on", "out": "on", "scale": "off"}
+    kinds = {"on": SGD, "off": optax.set_to_zero()}
+    optimizer = optax.partition(kinds, labels)
+    step = step_of(mode, scan_loss, optimizer, accumulate_steps=steps)
+    same_as_one_device(step, scan_loss, optimizer)
+    reduced = [each for each in sent(step) if each[0] != "all-gather"]
+    assert not [each for each in reduced if each[2] == LAYERS or ALL in each[1]]
+
+
+@pytest.mark.parametrize("mode", ["replicated", "sharded"])
+def test_an_overflow_in_a_loop_skips_the_step(mode: str):
+    step = step_of(mode, scan_loss, optax.adam(0.1), loss_scale=crossshard.DynamicLossScale(8.0))
+    bad = {**BATCHES[0], "y": np.where(np.arange(24) == 3, np.inf, BATCHES[0]["y"])}
+    state, metrics = step(step.init(PARAMS), bad)
+    assert metrics["skipped"]
+    assert_same(state.params, PARAMS)
+    assert float(state.opt_state.loss_scale.scale) == 4
 
 
 def test_a_microbatch_has_its_own_key_state_and_aux():
