@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from crossshard.jaxprs.deferred import Deferred, Inside, evaluate
 
 LAYERS = 3
+FLOAT = np.dtype(np.float32)
 X = np.linspace(-1, 1, 4, dtype=np.float32)
 W = np.float32(np.random.default_rng(0).normal(size=(LAYERS, 2, 4, 4)))
 ONCE = Inside(LAYERS, 1)
@@ -25,7 +26,7 @@ class Noted(Deferred):
 
     arrays: Any
     uses: list[tuple[Inside, str, tuple[int, ...]]]
-    dtype: Any = jnp.dtype("float32")
+    dtype: Any = FLOAT
     may_convert: bool = True
     has_rows: bool = True
 

@@ -1,4 +1,4 @@
-"""Gradients summed in the loop of the backward pass: what is sent, and that the step stays right."""
+"""Gradients summed in the loop of the backward pass: what is sent, and that the step is right."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import crossshard
-from crossshard import CrossShardOptimizer, make_train_step
+from crossshard import CrossShardOptimizer
 from tests.quick import deep, deep_but
 from tests.step import layered
 from tests.step.common import assert_close, assert_same, on_one_device, train
@@ -23,13 +23,11 @@ from tests.step.layered import (
     PARAMS,
     SHARDS,
     WIDTH,
-    layer,
     normal,
     scan_loss,
     scanned,
     sent,
     step_of,
-    through,
 )
 
 ONE, ALL = f"f32[{WIDTH},{WIDTH}]", f"f32[{LAYERS},{WIDTH},{WIDTH}]"
@@ -104,7 +102,7 @@ def test_stacks_of_stacks_are_summed_one_layer_at_a_time(mode: str):
     params = {"w": normal(2, 3, WIDTH, WIDTH, scale=0.05)}
     step = step_of(mode, _nested)
     same_as_one_device(step, _nested, params=params)
-    assert [times for kind, *_, times in sent(step, params) if "all-gather" != kind] == [6]
+    assert [times for kind, *_, times in sent(step, params) if kind != "all-gather"] == [6]
 
 
 # The numbers.
@@ -137,6 +135,36 @@ def test_any_number_of_shards_trains_as_one_device_does(number: int, mode: str):
     same_as_one_device(step_of(mode, scan_loss, num_shards=number), scan_loss)
 
 
+@pytest.mark.parametrize("mode", ["replicated", deep("sharded"), "parts"])
+@pytest.mark.parametrize("layers", [deep(1), deep(3), 4])
+def test_layers_that_do_not_divide_are_split_otherwise(layers: int, mode: str):
+    # Of 4 layers the first axis divides, of 3 none; one layer is as many as another number.
+    params = {"w": normal(layers, 183, 183, scale=0.05), "out": normal(183, scale=0.1)}
+    batches = [{"x": batch["x"][:, :183], "y": batch["y"]} for batch in BATCHES]
+
+    def loss(params: Any, batch: Any) -> Any:
+        turn = lambda h, w: (h + 0.5 * jnp.tanh(h @ w), None)
+        h = lax.scan(turn, batch["x"], params["w"])[0]
+        return ((h @ params["out"] - batch["y"]) ** 2).mean()
+
+    for options in ({}, {"accumulate_steps": 2}):
+        step = step_of(mode, loss, **options)
+        same_as_one_device(step, loss, params=params, batches=batches)
+
+
+@pytest.mark.parametrize("mode", [deep("replicated"), deep("sharded"), "parts"])
+def test_layers_that_are_dealt_out_over_another_axis(mode: str):
+    """As in a pipeline: the axis of the layers is split over ``model``."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), (AxisType.Auto,) * 2)
+    layers = jax.tree.map(lambda x: np.concatenate([x, x[:1]]), PARAMS["layers"])
+    params = {**PARAMS, "layers": layers}
+    split = {**jax.tree.map(lambda _: P(), params), "layers": {"w": P("model"), "b": P()}}
+    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+    step = step_of(mode, scan_loss, mesh=mesh, axis_name="data")
+    state = train(step, step.init(jax.tree.map(put, params, split)), BATCHES)
+    assert_close(state.params, on_one_device(scan_loss, SGD, params, BATCHES)[0], 2e-6)
+
+
 def test_two_data_axes_count_the_shards_together():
     mesh = jax.make_mesh((2, 2), ("a", "b"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
     for mode in ("replicated", "parts"):
@@ -159,8 +187,13 @@ def test_layers_may_be_split_over_another_axis_too(mode: str, axis: int):
     assert_close(state.params, want)
     kept = step.unshard(state).params["layers"]["w"].sharding
     assert kept.is_equivalent_to(NamedSharding(mesh, P(*over)), 3)
-    kinds = {times for _, arrays, times in sent(step, params) if "192" in arrays}
-    assert LAYERS in kinds
+    # A device sends its block of a layer, and nothing between those that have one shard's rows.
+    block = "f32[96,192]" if axis == 1 else "f32[192,96]"
+    part = "f32[96,48]" if axis == 1 else "f32[48,96]"
+    reduces = [("all-reduce" if mode == "replicated" else "reduce-scatter", block)]
+    gathers = [("all-gather", part)] if mode == "parts" else []
+    in_loop = [(kind, arrays) for kind, arrays, times in sent(step, params) if times == LAYERS]
+    assert in_loop == gathers + reduces
 
 
 @pytest.mark.parametrize("mode", ["replicated", "sharded", "parts"])

@@ -18,8 +18,8 @@ from crossshard.pipeline.stage import Gradients
 from crossshard.pipeline.stages.accumulate import Sums, zeros
 from crossshard.shards.context import shard_context
 from crossshard.step import aux_reduction
-from crossshard.step.aux_reduction import AuxReduction
 from crossshard.step.at_use import AtUse
+from crossshard.step.aux_reduction import AuxReduction
 from crossshard.step.entries import join_entries, split_entries
 from crossshard.step.microbatches import Compute, LocalResult, over_microbatches
 from crossshard.step.weight import Weight, check_weight_is_read, weight_of
