@@ -282,14 +282,15 @@ def test_what_cannot_be_converted_is_used_before():
 
 
 def test_a_weak_type_stays_weak():
-    def weak(w: Any, x: Any) -> Any:
-        return lax.convert_element_type(w, float) * narrow(x)[0]
-
-    jaxpr = jax.make_jaxpr(weak)(jnp.bfloat16(2), X)
+    how = {"new_dtype": np.dtype(np.float32), "weak_type": True, "sharding": None}
+    weak = lambda w: lax.convert_element_type_p.bind(w, **how)
+    w = jnp.bfloat16(2)
     uses: list[Any] = []
-    given = Noted({"x": jnp.bfloat16(2), "zero": jnp.bfloat16(0)}, uses, jnp.dtype("bfloat16"))
-    (found,) = evaluate(jaxpr, [given, X])
-    assert found.dtype == weak(jnp.bfloat16(2), X).dtype
+    given = Noted({"x": w, "zero": 0 * w}, uses, w.dtype)
+    (found,) = evaluate(jax.make_jaxpr(weak)(w), [given])
+    assert found.aval == weak(w).aval
+    assert found.weak_type
+    assert len(uses) == 1
 
 
 # Inputs and outputs.
@@ -302,6 +303,14 @@ def test_an_output_is_an_array_and_a_literal_stays():
     assert [np.shape(each) for each in found] == [W.shape, (), W[0].shape, X.shape, ()]
     assert (float(found[1]), int(found[4])) == (2.5, 7)
     assert len(uses) == 1
+
+
+def test_what_is_also_returned_is_used_once_before_the_loop():
+    jaxpr = jax.make_jaxpr(lambda w, x: (run(w, x), w))(W, X)
+    uses: list[Any] = []
+    found = evaluate(jaxpr, [Noted({"x": W, "zero": 0 * W}, uses), X])
+    assert uses == [(Inside(), "float32", W.shape)]
+    np.testing.assert_array_equal(found[1], W)
 
 
 def test_what_is_not_read_is_not_used():

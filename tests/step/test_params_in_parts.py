@@ -1,5 +1,6 @@
 """Parameters that rest in parts: where they are gathered, and that the step stays right."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import optax
 import pytest
 
 import crossshard
-from crossshard import CrossShardOptimizer, make_train_step
+from crossshard import Checkpoints, CrossShardOptimizer, make_train_step
 from crossshard.errors import ArgumentError, NonfiniteError
 from tests.optimizers.table import ROWS
 from tests.quick import deep, deep_but
@@ -173,8 +174,12 @@ def test_each_optimizer_trains_as_one_device_does(name: str):
 # Options.
 
 
-def test_an_overflow_skips_the_step_and_halves_the_scale():
-    step = in_parts(optimizer=optax.adam(0.1), loss_scale=crossshard.DynamicLossScale(8.0))
+@pytest.mark.parametrize("clips", [False, deep(True)])
+def test_an_overflow_skips_the_step_and_halves_the_scale(clips: bool):
+    optimizer = optax.adam(0.1)
+    if clips:
+        optimizer = optax.chain(optax.clip_by_global_norm(1.0), optimizer)
+    step = in_parts(optimizer=optimizer, loss_scale=crossshard.DynamicLossScale(8.0))
     state = after(step, batches=BATCHES[:1])
     before = jax.device_get((state.params, state.opt_state.inner_state))
     bad = {**BATCHES[0], "y": np.where(np.arange(24) == 3, np.inf, BATCHES[0]["y"])}
@@ -269,6 +274,22 @@ def test_what_is_used_in_16_bits_is_gathered_in_16_bits(run: Any, mode: str):
         gathered = [each for each in sent(step) if each[0] == "all-gather"]
         assert ("all-gather", f"u16[{PART},{WIDTH}]", LAYERS) in gathered
         assert all(arrays != ONE_PART or times == 1 for _, arrays, times in gathered)
+
+
+def _in_32_bits(h: Any, layers: Any) -> Any:
+    return scanned(h, jax.tree.map(lambda x: x.astype(jnp.float32), layers))
+
+
+def test_parameters_of_16_bits_that_are_used_in_32_are_gathered_in_16():
+    loss = through(_in_32_bits)
+    halves = {**PARAMS, "layers": jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS["layers"])}
+    step = in_parts(loss)
+    want, _ = on_one_device(loss, SGD, halves, BATCHES[:1])
+    got = after(step, halves, BATCHES[:1]).params
+    assert_close(jax.tree.map(lambda x: x.astype(jnp.float32), got), want, 4e-3)
+    gathered = [each for each in sent(step, halves) if each[0] == "all-gather"]
+    # Such a loop is over weights that are converted before it.
+    assert ("all-gather", f"u16[{LAYERS},{PART},{WIDTH}]", 1) in gathered
 
 
 METRICS = ["grad_norm", "param_norm", "update_norm", "learning_rate"]
@@ -449,6 +470,29 @@ def test_a_state_goes_on_in_another_way(clips: bool):
         whole = step.unshard(train(step, step.reshard(whole), BATCHES[1:2]))
     want, _ = on_one_device(scan_loss, optimizer(), PARAMS, [BATCHES[0], BATCHES[1], BATCHES[1]])
     assert_close(whole.params, want)
+
+
+def test_a_checkpoint_goes_on_whole_and_in_parts(tmp_path: Path):
+    state = None
+    for mode, batch in zip(("parts", "replicated", "parts"), BATCHES, strict=True):
+        step = step_of(mode, scan_loss, OF_MOMENTUM)
+        with Checkpoints(tmp_path, step) as checkpoints:
+            if state is None:
+                state = step.init(PARAMS)
+            else:
+                state, _ = checkpoints.restore_latest(step.abstract_init(PARAMS))
+            state, _ = step(state, batch)
+            checkpoints.save(state)
+    want, _ = on_one_device(scan_loss, OF_MOMENTUM, PARAMS, BATCHES)
+    assert_close(state.params, want)
+
+
+def test_a_step_may_run_in_a_jit_and_in_a_loop():
+    step = in_parts()
+    stacked = jax.tree.map(lambda *each: np.stack(each), *BATCHES)
+    run = jax.jit(lambda state, batches: jax.lax.scan(step, state, batches)[0])
+    want, _ = on_one_device(scan_loss, SGD, PARAMS, BATCHES)
+    assert_close(run(step.init(PARAMS), stacked).params, want)
 
 
 def test_a_model_in_parts_can_be_evaluated_and_predicts():

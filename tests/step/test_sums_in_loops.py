@@ -307,12 +307,17 @@ def test_an_optimizer_that_needs_whole_arrays_gets_the_same_gradients(options: A
     assert mode == "replicated" or "global arrays" in step.describe()
 
 
-@pytest.mark.parametrize("mode", ["replicated", deep("sharded"), "parts"])
+DECAYS = optax.chain(optax.set_to_zero(), optax.add_decayed_weights(-0.01))
+
+
+@pytest.mark.parametrize("mode", [deep("replicated"), "sharded", "parts"])
+@pytest.mark.parametrize("rest", [optax.set_to_zero(), DECAYS], ids=["still", "decays"])
 @pytest.mark.parametrize("steps", [deep(1), 2])
-def test_a_gradient_that_no_one_reads_is_neither_computed_nor_sent(steps: int, mode: str):
+def test_a_gradient_that_no_one_reads_is_neither_computed_nor_sent(
+    steps: int, rest: Any, mode: str
+):
     labels = {"layers": {"w": "off", "b": "on"}, "embed": "on", "out": "on", "scale": "off"}
-    kinds = {"on": SGD, "off": optax.set_to_zero()}
-    optimizer = optax.partition(kinds, labels)
+    optimizer = optax.partition({"on": SGD, "off": rest}, labels)
     step = step_of(mode, scan_loss, optimizer, accumulate_steps=steps)
     same_as_one_device(step, scan_loss, optimizer)
     reduced = [each for each in sent(step) if each[0] != "all-gather"]
