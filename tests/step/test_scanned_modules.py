@@ -21,7 +21,6 @@ from tests.step.layered import BATCHES, LAYERS, MODES, SHARDS, WIDTH
 
 RATE = 0.05
 SGD = optax.sgd(RATE)
-QUICK = ["replicated", "parts"]
 
 
 def in_loop(step: Any, model: Any, batch: Any = BATCHES[0]) -> set[str]:
@@ -81,7 +80,7 @@ def of_module(model: Any, batch: Any) -> Any:
     return ((model(x) - y) ** 2).mean()
 
 
-@pytest.mark.parametrize("mode", deep_but(QUICK, MODES))
+@pytest.mark.parametrize("mode", deep_but(["replicated", "parts"], MODES))
 @pytest.mark.parametrize("remat", deep_but([True], [False, True]))
 def test_nnx_layers(remat: bool, mode: str):
     make = lambda: Stack(nnx.Rngs(0), remat, statistics=True)
@@ -151,7 +150,7 @@ WRAPS = {
 }
 
 
-@pytest.mark.parametrize("mode", deep_but(QUICK, MODES))
+@pytest.mark.parametrize("mode", deep_but(["parts"], MODES))
 @pytest.mark.parametrize("wrap", deep_but(["checkpoint"], WRAPS))
 def test_equinox_layers(wrap: str, mode: str):
     model = Net(jax.random.key(0), WRAPS[wrap])
@@ -205,7 +204,7 @@ def _haiku(remat: bool) -> tuple[Any, Any]:
     return transformed.init(jax.random.key(0), jnp.zeros((1, WIDTH))), transformed.apply
 
 
-@pytest.mark.parametrize("mode", deep_but(QUICK, MODES))
+@pytest.mark.parametrize("mode", deep_but(["parts"], MODES))
 @pytest.mark.parametrize("remat", deep_but([True], [False, True]))
 @pytest.mark.parametrize("make", [_linen, _haiku])
 def test_functional_layers(make: Any, remat: bool, mode: str):
