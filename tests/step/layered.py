@@ -1,0 +1,345 @@
+"""A small network of stacked layers, and the ways in which a loss may use its parameters."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+import crossshard
+from crossshard import make_train_step
+
+SHARDS = 4
+LAYERS, WIDTH, ROWS = 3, 192, 24
+# One layer has 36,864 elements: enough for a collective of its own.
+LAYER_BYTES = 4 * WIDTH * WIDTH
+
+_rng = np.random.default_rng(11)
+
+
+def normal(*shape: int, scale: float = 1.0) -> np.ndarray:
+    return np.float32(scale * _rng.normal(size=shape))
+
+
+PARAMS = {
+    "layers": {"w": normal(LAYERS, WIDTH, WIDTH, scale=0.05), "b": normal(LAYERS, WIDTH)},
+    "embed": normal(WIDTH, WIDTH, scale=0.05),
+    "out": normal(WIDTH, scale=0.1),
+    "scale": np.float32(1.5),
+}
+# The rows of a shard differ from those of the next in more than noise.
+BATCHES = [
+    {
+        "x": normal(ROWS, WIDTH) + np.linspace(-1, 1, ROWS, dtype=np.float32)[:, None],
+        "y": normal(ROWS) + 2 * np.linspace(-1, 1, ROWS, dtype=np.float32),
+    }
+    for _ in range(3)
+]
+
+# How a step may keep its parameters and update them.
+MODES: dict[str, dict[str, str]] = {
+    "replicated": {"weight_update": "replicated"},
+    "sharded": {"weight_update": "sharded"},
+    "parts": {"params": "sharded"},
+}
+
+
+def step_of(mode: str, loss: Any, optimizer: Any = None, **options: Any) -> Any:
+    """A step in one of the modes; of plain SGD by default."""
+    optimizer = optax.sgd(0.01) if optimizer is None else optimizer
+    if "mesh" not in options:
+        options.setdefault("num_shards", SHARDS)
+    return make_train_step(loss, optimizer, **MODES[mode], **options)
+
+
+def sent(step: Any, params: Any = None, batch: Any = None) -> list[tuple[str, str, int | None]]:
+    """The collectives of a step that move more than small arrays: kind, array, and how often."""
+    state = step.abstract_init(PARAMS if params is None else params)
+    report = crossshard.inspect(step.lower(state, BATCHES[0] if batch is None else batch))
+    return sorted(
+        (each.kind, " ".join(map(str, each.operands)), each.times)
+        for each in report.collectives
+        if each.bytes_sent > 1 << 14
+    )
+
+
+def layer(h: Any, p: Any) -> Any:
+    return h + 0.5 * jnp.tanh(h @ p["w"] + p["b"])
+
+
+def embedded(params: Any, batch: Any) -> Any:
+    return jnp.tanh(batch["x"] @ params["embed"])
+
+
+def error(params: Any, h: Any, batch: Any) -> Any:
+    return ((h @ params["out"]) * params["scale"] - batch["y"]) ** 2
+
+
+def through(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """A loss whose layers are run by ``run(h, layers)``."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        return error(params, run(embedded(params, batch), params["layers"]), batch).mean()
+
+    return loss
+
+
+def scanned(h: Any, layers: Any, body: Any = layer, **options: Any) -> Any:
+    return lax.scan(lambda h, p: (body(h, p), None), h, layers, **options)[0]
+
+
+scan_loss = through(scanned)
+
+
+# Functions with derivatives of their own.
+
+
+@jax.custom_vjp
+def times(h: Any, w: Any) -> Any:
+    return h @ w
+
+
+times.defvjp(lambda h, w: (h @ w, (h, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
+
+
+@jax.custom_jvp
+def product(h: Any, w: Any) -> Any:
+    return h @ w
+
+
+@product.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    (h, w), (dh, dw) = primals, tangents
+    return h @ w, dh @ w + h @ dw
+
+
+# Ways to run the layers.
+
+
+def _with_product(function: Any) -> Any:
+    return lambda h, p: h + 0.5 * jnp.tanh(function(h, p["w"]) + p["b"])
+
+
+def _named(h: Any, p: Any) -> Any:
+    w = checkpoint_name(p["w"], "weights")
+    return h + 0.5 * jnp.tanh(checkpoint_name(h @ w, "products") + p["b"])
+
+
+def _remat(policy: Any, body: Any = layer, **options: Any) -> Any:
+    return lambda h, p: scanned(h, p, jax.checkpoint(body, policy=policy, **options))
+
+
+def _branch(h: Any, p: Any) -> Any:
+    big = lambda h, w: h @ w
+    small = lambda h, w: 0.5 * h @ w
+    return h + 0.5 * jnp.tanh(lax.cond(h.sum() > 1e9, big, small, h, p["w"]) + p["b"])
+
+
+def _until(h: Any, p: Any) -> Any:
+    w = lax.stop_gradient(p["w"])
+    more = lambda carry: carry[0] < 2
+    turn = lambda carry: (carry[0] + 1, 0.5 * jnp.tanh(carry[1] @ w))
+    start = (0, lax.stop_gradient(h))
+    return layer(h, p) + 0.1 * lax.while_loop(more, turn, start)[1]
+
+
+def _indexed(h: Any, layers: Any) -> Any:
+    one = lambda i: jax.tree.map(lambda x: x[i], layers)
+    return lax.fori_loop(0, LAYERS, lambda i, h: layer(h, one(i)), h)
+
+
+def _constant(h: Any, layers: Any) -> Any:
+    turn = lambda h, i: (layer(h, jax.tree.map(lambda x: x[i], layers)), None)
+    return lax.scan(turn, h, jnp.arange(LAYERS))[0]
+
+
+def _carried(h: Any, layers: Any) -> Any:
+    def turn(carry: Any, i: Any) -> Any:
+        h, w = carry
+        return (layer(h, {"w": w[i], "b": layers["b"][i]}), 0.9 * w), None
+
+    return lax.scan(turn, (h, layers["w"]), jnp.arange(LAYERS))[0][0]
+
+
+def _associative(h: Any, layers: Any) -> Any:
+    product = lax.associative_scan(jnp.matmul, 2 * layers["w"])
+    return h + 0.5 * jnp.tanh(h @ product[-1] + h @ product[1] + layers["b"].sum(0))
+
+
+def _vmapped(h: Any, layers: Any) -> Any:
+    return jax.vmap(lambda p: layer(h, p))(layers).mean(0)
+
+
+def _linearized(h: Any, layers: Any) -> Any:
+    out, tangent = jax.linearize(lambda h: scanned(h, layers), h)
+    return out + 0.1 * tangent(jnp.ones_like(h))
+
+
+def _jvp(h: Any, layers: Any) -> Any:
+    out, tangent = jax.jvp(lambda p: scanned(h, p), (layers,), (layers,))
+    return out + 0.1 * tangent
+
+
+def _tuple(h: Any, layers: Any) -> Any:
+    rates = jnp.linspace(0.5, 1.0, LAYERS)
+    turn = lambda h, x: (h + x[0] * jnp.tanh(h @ x[1] + x[2]), x[0] * h.mean(-1, keepdims=True))
+    h, means = lax.scan(turn, h, (rates, layers["w"], layers["b"]))
+    return h + means.sum(0)
+
+
+def _stacks(h: Any, layers: Any) -> Any:
+    """Returns something of the weights from each turn of the loop."""
+    h, weights = lax.scan(lambda h, p: (layer(h, p), 2 * p["w"]), h, layers)
+    return h + 0.1 * jnp.tanh(h @ weights.sum(0))
+
+
+def _hands_on(h: Any, layers: Any) -> Any:
+    """Returns the weights of each turn as they are, which JAX takes out of the loop."""
+    h, weights = lax.scan(lambda h, p: (layer(h, p), p["w"]), h, layers)
+    return h + 0.1 * jnp.tanh(h @ weights.sum(0))
+
+
+def _both(h: Any, layers: Any) -> Any:
+    """Two loops over the same weights."""
+    return scanned(scanned(h, layers), layers, reverse=True)
+
+
+def _nested(h: Any, layers: Any) -> Any:
+    """A loop within each turn, of the turn's weights."""
+    again = lambda h, p: lax.scan(lambda h, _: (layer(h, p), None), h, length=2)[0]
+    return scanned(h, layers, again)
+
+
+def _outer(h: Any, layers: Any) -> Any:
+    """A loop that runs all layers in each turn."""
+    return lax.scan(lambda h, _: (scanned(h, layers), None), h, length=2)[0]
+
+
+@jax.jit
+def _jitted_layer(h: Any, p: Any) -> Any:
+    return layer(h, p)
+
+
+def _jitted_twice(h: Any, p: Any) -> Any:
+    return _jitted_layer(_jitted_layer(h, p), p)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A loss.
+
+    Attributes:
+      loss: the loss.
+      by_layer: whether one layer at a time is gathered, and its gradient summed.
+    """
+
+    loss: Callable[[Any, Any], Any]
+    by_layer: bool = True
+
+
+def _penalty(params: Any, batch: Any) -> Any:
+    return scan_loss(params, batch) + 1e-2 * (params["layers"]["w"] ** 2).sum()
+
+
+def _gradient_penalty(params: Any, batch: Any) -> Any:
+    of = lambda h: error(params, scanned(h, params["layers"]), batch).sum()
+    value, slope = jax.value_and_grad(of)(embedded(params, batch))
+    return value / len(batch["y"]) + 0.1 * (slope**2).mean()
+
+
+def _gradient_of_weights(params: Any, batch: Any) -> Any:
+    """One inner step of SGD on a fixed input, as in MAML; a shard's rows do not mix."""
+    x = jnp.ones((1, WIDTH))
+    inner = lambda layers: (scanned(x, layers) ** 2).mean()
+    layers = params["layers"]
+    moved = jax.tree.map(lambda p, g: p - 0.1 * g, layers, jax.grad(inner)(layers))
+    return error(params, scanned(embedded(params, batch), moved), batch).mean()
+
+
+def _tied(params: Any, batch: Any) -> Any:
+    """Embeds and reads out with one matrix."""
+    h = scanned(embedded(params, batch), params["layers"])
+    return error(params, h + 0.1 * h @ params["embed"].T, batch).mean()
+
+
+def _stopped(params: Any, batch: Any) -> Any:
+    w = lax.stop_gradient(params["layers"]["w"])
+    return scan_loss({**params, "layers": {**params["layers"], "w": w}}, batch)
+
+
+def _unused(params: Any, batch: Any) -> Any:
+    return error(params, embedded(params, batch), batch).mean()
+
+
+def _unrolled_by_hand(h: Any, layers: Any) -> Any:
+    for i in range(LAYERS):
+        h = layer(h, jax.tree.map(lambda x, i=i: x[i], layers))
+    return h
+
+
+def _in_reverse_order(h: Any, layers: Any) -> Any:
+    return scanned(h, jax.tree.map(lambda x: x[::-1], layers))
+
+
+def _last_two(h: Any, layers: Any) -> Any:
+    return scanned(h, jax.tree.map(lambda x: x[1:], layers))
+
+
+def _no_turn(h: Any, layers: Any) -> Any:
+    """A loop over the weights in whose turns they are not read."""
+    return lax.scan(lambda h, p: (0.9 * h + 0.1 * p["b"], None), h, layers)[0]
+
+
+_policies = jax.checkpoint_policies
+CASES: dict[str, Case] = {
+    "scan": Case(scan_loss),
+    "reverse": Case(through(functools.partial(scanned, reverse=True))),
+    "unroll": Case(through(functools.partial(scanned, unroll=2))),
+    "unrolled whole": Case(through(functools.partial(scanned, unroll=True))),
+    "split transpose": Case(through(functools.partial(scanned, _split_transpose=True))),
+    "nested": Case(through(_nested)),
+    "outer": Case(through(_outer), False),
+    "remat": Case(through(_remat(None))),
+    "remat, cse": Case(through(_remat(None, prevent_cse=False))),
+    "remat, dots": Case(through(_remat(_policies.dots_saveable))),
+    "remat, everything": Case(through(_remat(_policies.everything_saveable))),
+    "remat, names": Case(through(_remat(_policies.save_only_these_names("products"), _named))),
+    "remat, weights": Case(through(_remat(_policies.save_only_these_names("weights"), _named))),
+    "remat around": Case(through(jax.checkpoint(scanned))),
+    "remat of remat": Case(through(jax.checkpoint(_remat(None)))),
+    "jit": Case(through(jax.jit(scanned))),
+    "jit of a layer": Case(through(functools.partial(scanned, body=_jitted_layer))),
+    "jit twice": Case(through(functools.partial(scanned, body=_jitted_twice))),
+    "custom_vjp": Case(through(functools.partial(scanned, body=_with_product(times)))),
+    "custom_jvp": Case(through(functools.partial(scanned, body=_with_product(product)))),
+    "cond": Case(through(functools.partial(scanned, body=_branch))),
+    "while": Case(through(functools.partial(scanned, body=_until))),
+    "fori": Case(through(_indexed), False),
+    "constant": Case(through(_constant), False),
+    "carried": Case(through(_carried), False),
+    "associative": Case(through(_associative), False),
+    "vmap": Case(through(_vmapped), False),
+    "map": Case(through(lambda h, p: lax.map(lambda p: layer(h, p), p).mean(0))),
+    "linearize": Case(through(_linearized), False),
+    "jvp": Case(through(_jvp), False),
+    "tuple": Case(through(_tuple)),
+    "stacks": Case(through(_stacks)),
+    "hands on": Case(through(_hands_on), False),
+    "both": Case(through(_both), False),
+    "by hand": Case(through(_unrolled_by_hand), False),
+    "in reverse order": Case(through(_in_reverse_order), False),
+    "last two": Case(through(_last_two), False),
+    "no turn": Case(through(_no_turn)),
+    "penalty": Case(_penalty, False),
+    "gradient penalty": Case(_gradient_penalty, False),
+    "gradient of weights": Case(_gradient_of_weights, False),
+    "tied": Case(_tied),
+    "stopped": Case(_stopped, False),
+    "unused": Case(_unused),
+}
