@@ -122,7 +122,8 @@ class StepFunction:
         params = before.params
         if at_use.waits:
             params, at_use = at_use.whole(params), dataclasses.replace(at_use, in_parts=False)
-        context = dataclasses.replace(context, params=params)
+        like = at_use.types_of_gradients(params) if at_use.in_parts else params
+        context = dataclasses.replace(context, params=like)
         given = dataclasses.replace(before, params=params)
         local = loss.local_gradient(given, batch, at_use, scale)
         gradients = self._arrive(local, context)
