@@ -134,6 +134,7 @@ class AtUse:
         small = [place for place in range(len(leaves)) if self.in_parts and place not in late]
         whole = dict(zip(small, self._gathered([leaves[i] for i in small], small), strict=True))
         read = [place for place, each in enumerate(unread) if not each]
+        scaled = self._scaled(loss_scale)
         slots = [
             self._slot(place, leaves[place]) if place in late else whole.get(place, leaves[place])
             for place in read
@@ -142,7 +143,7 @@ class AtUse:
         def of_read(given: Sequence[Any]) -> tuple[Any, Any]:
             of = dict(zip(read, given, strict=True))
             inputs = [
-                self._leaf(place, x, of.get(place), weight, [])
+                scaled._leaf(place, x, of.get(place), weight, [])
                 if place in late
                 else of.get(place, whole.get(place, x))
                 for place, x in enumerate(leaves)
@@ -159,6 +160,14 @@ class AtUse:
         ]
         early = tuple(place in late for place in range(len(leaves)))
         return Found(out, tree.unflatten(every), early)
+
+    def _scaled(self, loss_scale: Any) -> "AtUse":
+        """The same, with the sums before this microbatch scaled as its own backward pass is."""
+        if self.before is None or loss_scale is None:
+            return self
+        values, loss, total = self.before
+        values = jax.tree.map(lambda x: x * jnp.asarray(loss_scale, x.dtype), values)
+        return dataclasses.replace(self, before=(values, loss, total))
 
     def _of_whole(
         self,
