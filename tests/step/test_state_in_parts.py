@@ -1,5 +1,6 @@
 """The state of a step whose parameters rest in parts: made, moved, read, compared."""
 
+import math
 from typing import Any
 
 import jax
@@ -7,9 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from crossshard import make_train_step
-from tests.step.common import assert_close, on_one_device, train
+from crossshard import DynamicLossScale, make_train_step
+from crossshard.errors import ArgumentError, CheckpointWarning
+from crossshard.step.initial import prepare
+from tests.quick import deep, deep_but
+from tests.step.common import assert_close, assert_same, on_one_device, train
 
 RNG = np.random.default_rng(0)
 
@@ -26,7 +32,7 @@ PARAMS = {
     "odd": normal(7, 5),
     "bias": np.zeros(3, np.float32),
 }
-BATCHES = 4 * normal(3, 24, 192)
+BATCHES = 4 * normal(3, 48, 192)
 
 
 def loss_fn(params: Any, x: Any) -> jax.Array:
@@ -36,7 +42,11 @@ def loss_fn(params: Any, x: Any) -> jax.Array:
     return ((x @ params["out"] - 1) ** 2).mean() + of_others + (params["bias"] - 1).sum() ** 2
 
 
-OPTIMIZERS = {"sgd": lambda: optax.sgd(0.1, 0.9), "adamw": lambda: optax.adamw(1e-2, eps=1e-4)}
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.1, 0.9),
+    "adamw": lambda: optax.adamw(1e-2, eps=1e-4),
+    "lamb": lambda: optax.lamb(1e-2, eps=1e-4),
+}
 
 
 def step_of(number: int = 4, optimizer: str = "sgd", **options: Any) -> Any:
@@ -50,4 +60,205 @@ def test_parameters_that_share_a_bucket_rest_in_parts_too(optimizer: str):
     state = train(step, step.init(PARAMS), BATCHES)
     assert not state.params["few"].is_fully_replicated
     want, _ = on_one_device(loss_fn, OPTIMIZERS[optimizer](), PARAMS, BATCHES)
+    assert_close(state.params, want, 2e-6)
+
+
+# Made.
+
+
+def largest_piece(besides: list[jax.Array]) -> int:
+    """The bytes of the largest buffer on any device, of the arrays that are new."""
+    old = set(map(id, besides))
+    new = [x for x in jax.live_arrays() if id(x) not in old]
+    return max(shard.data.nbytes for x in new for shard in x.addressable_shards)
+
+
+def specs_of(params: Any) -> dict[str, Any]:
+    return {name: x.sharding.spec for name, x in params.items()}
+
+
+RESTS = {
+    "layers": P(None, "shards"),
+    "out": P("shards"),
+    "few": P("shards"),
+    "odd": P(),
+    "bias": P(),
+}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
+@pytest.mark.parametrize("masters", [None, "float32"])
+def test_no_device_ever_holds_a_whole_leaf(optimizer: str, masters: str | None):
+    step = step_of(4, optimizer, master_dtype=masters, ema=0.9)
+    params = PARAMS if masters is None else jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+    prepared = prepare(step._config, step._layouts, params, 0, None)
+    memory = prepared.make.lower(*prepared.given).compile().memory_analysis()
+    state = step.init(params)
+    whole = sum(x.nbytes for x in jax.tree.leaves(state))
+    # What is tiny has a copy on each.
+    assert memory.output_size_in_bytes < 0.26 * whole
+    assert memory.temp_size_in_bytes < 0.01 * whole
+    assert specs_of(state.params) == RESTS
+    kept = [state.opt_state.inner_state.inner_state] if masters else [state.opt_state.inner_state]
+    assert specs_of(kept[0].ema) == RESTS
+    before = jax.live_arrays()
+    again = step.init(PARAMS)
+    assert largest_piece(before) == again.params["layers"].nbytes // 4
+
+
+def made(mesh: Any, specs: Any) -> Any:
+    """The parameters as a large model comes: each device makes its own slices."""
+    shardings = {name: NamedSharding(mesh, specs.get(name, P())) for name in PARAMS}
+    return jax.jit(lambda: jax.tree.map(jnp.asarray, PARAMS), out_shardings=shardings)()
+
+
+def mesh_of(number: int, *names: str) -> Any:
+    names = names or ("shards",)
+    sizes = (number, *[2] * (len(names) - 1))
+    devices = jax.devices()[: math.prod(sizes)]
+    return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names), devices=devices)
+
+
+@pytest.mark.parametrize(
+    "specs", [RESTS, {"layers": P(None, None, "shards"), "out": P(None, "shards")}]
+)
+def test_parameters_that_are_split_already_are_taken(specs: Any):
+    params, step = made(mesh_of(4), specs), step_of()
+    state = train(step, step.init(params), BATCHES)
+    assert specs_of(state.params) == RESTS
+    again = train(step, step.init(PARAMS), BATCHES)
+    assert_same(state.params, again.params)
+    # The model that was passed stays valid.
+    assert_same(params, PARAMS)
+    types = step.abstract_init(params)
+    assert specs_of(types.params) == RESTS
+
+
+def test_parameters_of_another_mesh_are_moved():
+    step = step_of(2)
+    state = step.init(made(mesh_of(8, "data"), {"out": P("data"), "layers": P(None, "data")}))
+    assert specs_of(state.params) == RESTS
+    assert_same(state.params, PARAMS)
+
+
+def test_split_parameters_beside_a_model_axis():
+    mesh = mesh_of(4, "data", "model")
+    specs = {"layers": P(None, "data", "model"), "out": P("model", "data")}
+    step = make_train_step(
+        loss_fn, OPTIMIZERS["sgd"](), mesh=mesh, axis_name="data", params="sharded"
+    )
+    state = train(step, step.init(made(mesh, specs)), BATCHES)
+    assert state.params["layers"].sharding.spec == P(None, "data", "model")
+    assert state.params["out"].sharding.spec == P("model", "data")
+    want, _ = on_one_device(loss_fn, OPTIMIZERS["sgd"](), PARAMS, BATCHES)
+    assert_close(state.params, want, 2e-6)
+
+
+def test_without_parameters_in_parts_the_refusal_names_them():
+    step = make_train_step(loss_fn, optax.sgd(0.1), num_shards=4)
+    with pytest.raises(ArgumentError, match="params='sharded'"):
+        step.init(made(mesh_of(4), {"out": P("shards")}))
+    mesh = mesh_of(4, "data", "model")
+    step = make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, axis_name="data")
+    with pytest.raises(ArgumentError, match=r"data is a shard axis.*params='sharded'"):
+        step.init(made(mesh, {"out": P("data")}))
+
+
+# Moved.
+
+EVERY = {"ema": 0.9, "loss_scale": DynamicLossScale(initial=1024.0), "accumulate_steps": 2}
+# From a step to another one: number of shards, and options.
+PLACEMENTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "8 in parts": (8, {}),
+    "4 in parts": (4, {}),
+    "3 in parts": (3, {}),
+    "1 in parts": (1, {}),
+    "4 with a sharded update": (4, {"params": "replicated", "weight_update": "sharded"}),
+    "2 replicated": (2, {"params": "replicated", "weight_update": "replicated"}),
+}
+
+
+def bits(step: Any, state: Any) -> list[bytes]:
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(step.unshard(state))]
+
+
+@pytest.mark.parametrize("optimizer", deep_but(["adamw"], OPTIMIZERS))
+@pytest.mark.parametrize("other", deep_but(["8 in parts", "2 replicated"], PLACEMENTS))
+def test_it_goes_to_another_placement_and_back_bit_for_bit(other: str, optimizer: str):
+    number, options = PLACEMENTS[other]
+    step, there = step_of(4, optimizer, **EVERY), step_of(number, optimizer, **EVERY, **options)
+    state = train(step, step.init(PARAMS), BATCHES[:2])
+    moved = there.reshard(step.unshard(state))
+    assert bits(there, moved) == bits(step, state)
+    back = step.reshard(there.unshard(moved))
+    assert bits(step, back) == bits(step, state)
+    # It is placed as ever, so that the step need not be compiled again.
+    after = train(step, back, BATCHES[2:])
+    assert step._program._compiled._cache_size() == 1
+    assert_same(after.params, train(step, state, BATCHES[2:]).params)
+    if number != 3:
+        on = train(there, moved, BATCHES[2:])
+        assert_close(on.params, after.params, 2e-6)
+
+
+@pytest.mark.parametrize("number", [2, deep(8)])
+def test_parts_go_to_another_number_of_shards_without_whole_copies(number: int):
+    step, other = step_of(4, "adamw", ema=0.9), step_of(number, "adamw", ema=0.9)
+    state = train(step, step.init(PARAMS), BATCHES[:2])
+    want = bits(step, state)
+    before = jax.live_arrays()
+    moved = other.reshard(state)
+    # A piece of the old state is an array, too.
+    assert largest_piece(before) == PARAMS["layers"].nbytes // min(4, number)
+    assert bits(other, moved) == want
+    after = train(other, moved, BATCHES[2:])
+    assert_close(after.params, train(step, state, BATCHES[2:]).params, 2e-6)
+
+
+def test_what_an_option_makes_anew_is_made_in_parts():
+    step, other = step_of(4), step_of(2, master_dtype="float32", ema=0.9)
+    state = step.init(PARAMS)
+    with pytest.warns(CheckpointWarning, match="ema is new.*from the parameters"):
+        moved = other.reshard(state)
+    assert specs_of(moved.opt_state.inner_state.inner_state.ema) == RESTS
+    assert_same(moved.opt_state.inner_state.masters, PARAMS)
+
+
+def test_arrays_of_the_host_come_in_parts():
+    step = step_of(4, "adamw")
+    state = train(step, step.init(PARAMS), BATCHES[:1])
+    want = bits(step, state)
+    on_host = jax.tree.map(np.asarray, step.unshard(state))
+    before = jax.live_arrays()
+    moved = step.reshard(on_host)
+    assert largest_piece(before) == PARAMS["layers"].nbytes // 4
+    assert bits(step, moved) == want
+
+
+def test_a_padded_state_is_refused_until_it_is_unsharded():
+    odd = {"w": normal(37, 29)}
+    loss = lambda p, x: (p["w"] ** 2).sum() + x.mean()
+    other = make_train_step(loss, optax.adam(0.1), num_shards=4, weight_update="sharded")
+    step = make_train_step(loss, optax.adam(0.1), num_shards=4, params="sharded")
+    state = other.init(odd)
+    with pytest.raises(ArgumentError, match=r"reshard\(other\.unshard\(state\)\)"):
+        step.reshard(state)
+    assert_same(step.reshard(other.unshard(state)).params, odd)
+
+
+def test_parts_go_between_splits_of_a_model():
+    specs = {"layers": P(None, None, "model"), "out": P(None, "model")}
+    meshes = [mesh_of(4, "data", "model"), mesh_of(2, "data", "model"), mesh_of(8, "data")]
+    build = lambda mesh: make_train_step(
+        loss_fn, OPTIMIZERS["adamw"](), mesh=mesh, axis_name="data", params="sharded"
+    )
+    step = build(meshes[0])
+    state = train(step, step.init(made(meshes[0], specs)), BATCHES[:2])
+    want = bits(step, state)
+    for mesh in meshes[1:]:
+        step = build(mesh)
+        state = step.reshard(state)
+        assert bits(step, state) == want
+    state = train(step, state, BATCHES[2:])
+    want, _ = on_one_device(loss_fn, OPTIMIZERS["adamw"](), PARAMS, BATCHES)
     assert_close(state.params, want, 2e-6)

@@ -68,6 +68,14 @@ class StateLayout:
         """The other axes of the mesh."""
         return tuple(axis for axis in self.mesh.axis_names if axis not in self.axes)
 
+    @property
+    def specs_of_arrays(self) -> tuple[PartitionSpec, ...]:
+        """The specs with which ``initial`` gets its arrays, without those that are whole."""
+        if not self.plan.in_parts:
+            return self.other_axes
+        of_params = tuple(each.spec(self.axes) for each in self.plan.params)
+        return of_params + self.other_axes[len(of_params) :]
+
     def keeps_per_shard(self, skeleton: Skeleton) -> bool:
         """Whether each shard has its own model state."""
         of_function = self.model_state is ModelState.PER_SHARD
@@ -145,6 +153,26 @@ class StateLayout:
             state,
         )
 
+    def incoming(self, state: TrainState) -> TrainState:
+        """The sharding of every array of an unsharded state that comes to the mesh.
+
+        An array that is stored in its own shape comes as it is stored, since all of it may be too
+        large for one device; any other as ``unsharded`` says.
+        """
+
+        def stays(own: Placement, x: Any) -> bool:
+            if own.per_shard:
+                return bool(x.shape[0] == self.number_of_shards)
+            return own.partition is None or own.partition.packed_shape == own.partition.shape
+
+        return jax.tree.map(
+            lambda own, x, stored, whole: stored if stays(own, x) else whole,
+            self.placements(state),
+            state,
+            self.shardings(state),
+            self.unsharded(state),
+        )
+
     def constrain(self, state: TrainState) -> TrainState:
         """The state as it is placed, since XLA decides about other axes."""
         if not self.unnamed_axes:
@@ -171,7 +199,7 @@ class StateLayout:
         return jax.tree.map(function, self.placements(state), state)
 
     def initial(self, skeleton: Skeleton, rng_impl: Any, arrays: Any, rng: Any) -> TrainState:
-        """The state before the first step, from replicated parameters and model state."""
+        """The state before the first step, from arrays placed by ``specs_of_arrays``."""
         # Copied, since a step donates its state, and two arrays must not share a buffer.
         params, frozen, model_state = jax.tree.map(strong_copy, arrays)
         opt_state = jax.tree.map(strong_copy, self.pipeline.init(params))
@@ -255,6 +283,22 @@ class StateLayout:
                 for placement, leaf in zip(*map(jax.tree.leaves, (where, tree)), strict=True)
             ]
             _check_shapes(what, tree, shapes)
+
+    def check_unsharded(self, state: TrainState) -> None:
+        """Raise unless the arrays of a state of this optimizer have the optimizer's own shapes.
+
+        Raises:
+          ArgumentError: they are flattened and padded, as another step stores them.
+        """
+        inner = state.opt_state.inner_state
+        own = jax.tree.leaves(self.placements(state).opt_state.inner_state)
+        shapes = [
+            (*leaf.shape[: placement.per_shard], *partition.shape)
+            for leaf, placement, partition in zip(
+                jax.tree.leaves(inner), own, self.plan.state, strict=True
+            )
+        ]
+        _check_shapes("The optimizer state", inner, shapes)
 
     def check_optimizer(self, state: TrainState) -> None:
         """Raise unless a state is of this step's optimizer, with groups if this step has them."""

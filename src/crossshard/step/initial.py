@@ -54,7 +54,7 @@ def prepare(
         arrays[2] = model_state
     # Model state may be placed in any way on a mesh whose axes are all shard axes.
     of = arrays if len(config.axes) < len(mesh.axis_names) else arrays[:2]
-    other_axes = other_axes_of(of, mesh, config.axes)
+    other_axes = other_axes_of(of, mesh, config.axes, in_parts=config.in_parts)
     layout = layouts.of_params(arrays[0], other_axes)
     check_params(params, arrays[0], arrays[1], config.pipeline.optimizer, config.wrt)
 
@@ -63,7 +63,7 @@ def prepare(
         return dataclasses.replace(state, other_axes=other_axes)
 
     # Of the types that the arrays will have, so that JAX need not trace it again for them.
-    given = types_on(mesh, (arrays, key), other_axes)
+    given = types_on(mesh, (arrays, key), layout.specs_of_arrays)
     with _jax.in_place_of_the_users_mesh(mesh):
         types = jax.eval_shape(make, *given)
     shardings = layout.shardings(types)

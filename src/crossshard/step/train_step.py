@@ -177,7 +177,9 @@ class TrainStep:
 
         Args:
           params: the model that the loss takes: a pytree of arrays, an Equinox module or an NNX
-            module. It is copied.
+            module. It is copied. With ``params="sharded"`` of the step each device gets its slices
+            alone, from arrays of the host or from arrays that are split over devices already, as
+            ``jax.jit(make, out_shardings=...)`` returns them.
           rng: a PRNG key or a seed; each step and shard derives its own key.
           model_state: the state besides the parameters, where the step has ``model_state``.
 
@@ -202,7 +204,9 @@ class TrainStep:
         """The state replicated over the shards, its arrays in the optimizer's own shapes.
 
         Use it to save, to inspect, or to ``reshard`` on another number of shards. Arrays stay split
-        over other axes. The given state stays valid.
+        over other axes. The given state stays valid. Every device gets all of the state: where it
+        is too large for that, as with ``params="sharded"`` it may be, ``reshard`` takes it as it
+        is, and ``Checkpoints`` saves and restores it in parts.
         """
         check_state(state)
         return self._resharder.unshard(state)
@@ -210,14 +214,18 @@ class TrainStep:
     def reshard(self, state: TrainState) -> TrainState:
         """Shard an unsharded state for this step, from any number of shards.
 
-        If the number changes, statistics of an NNX module and the state of the preprocessor are
-        averaged, and random streams get new keys. If the state is of a step with other options,
-        what a new one keeps is made, what one that is gone kept is dropped, and a
+        A state of a step with ``params="sharded"`` is taken as it is, too: its arrays have their
+        own shapes, and none is made whole on a device unless this step keeps it whole.
+
+        If the number of shards changes, statistics of an NNX module and the state of the
+        preprocessor are averaged, and random streams get new keys. If the state is of a step with
+        other options, what a new one keeps is made, what one that is gone kept is dropped, and a
         ``CheckpointWarning`` says so.
 
         Raises:
-          ArgumentError: the state is another optimizer's or preprocessor's, or its groups are not
-            of this step.
+          ArgumentError: the state is another optimizer's or preprocessor's, its groups are not of
+            this step, or its arrays are flattened and padded, as ``weight_update="sharded"`` alone
+            stores them.
         """
         check_state(state)
         return self._resharder.reshard(state)
