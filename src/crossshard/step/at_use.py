@@ -169,6 +169,21 @@ class AtUse:
         values = jax.tree.map(lambda x: x * jnp.asarray(loss_scale, x.dtype), values)
         return dataclasses.replace(self, before=(values, loss, total))
 
+    def call(self, function: Callable[[Any], Any], params: Any) -> Any:
+        """What a function of the parameters returns, which are gathered where it uses them."""
+        if not self.in_parts:
+            return function(params)
+        leaves = jax.tree.leaves(params)
+        jaxpr, out_tree = _traced(function, self.types(params))
+        together = [place for place, is_early in enumerate(self.early) if not is_early]
+        gathered = self._gathered([leaves[place] for place in together], together)
+        whole = dict(zip(together, gathered, strict=True))
+        inputs = [
+            whole[place] if place in whole else self._leaf(place, x, None, None, [])
+            for place, x in enumerate(leaves)
+        ]
+        return jax.tree.unflatten(out_tree, evaluate(jaxpr, inputs))
+
     def _of_whole(
         self,
         loss_of: Callable[[Any], tuple[Any, Any]],
