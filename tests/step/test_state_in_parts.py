@@ -1,5 +1,6 @@
 """The state of a step whose parameters rest in parts: made, moved, read, compared."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -8,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from crossshard import DynamicLossScale, make_train_step
-from crossshard.errors import ArgumentError, CheckpointWarning
+from crossshard.errors import ArgumentError, CheckpointWarning, DivergenceWarning
+from crossshard.guards.replay import copy, differing
 from crossshard.step.initial import prepare
 from tests.quick import deep, deep_but
 from tests.step.common import assert_close, assert_same, on_one_device, train
@@ -70,7 +73,8 @@ def largest_piece(besides: list[jax.Array]) -> int:
     """The bytes of the largest buffer on any device, of the arrays that are new."""
     old = set(map(id, besides))
     new = [x for x in jax.live_arrays() if id(x) not in old]
-    return max(shard.data.nbytes for x in new for shard in x.addressable_shards)
+    pieces = [shard.data.nbytes for x in new for shard in x.addressable_shards]
+    return max(pieces, default=0)
 
 
 def specs_of(params: Any) -> dict[str, Any]:
@@ -262,3 +266,106 @@ def test_parts_go_between_splits_of_a_model():
     state = train(step, state, BATCHES[2:])
     want, _ = on_one_device(loss_fn, OPTIMIZERS["adamw"](), PARAMS, BATCHES)
     assert_close(state.params, want, 2e-6)
+
+
+# Read.
+
+
+def per_row(params: Any, x: Any) -> Any:
+    layer = lambda x, w: (x + jnp.tanh(x @ w), None)
+    x, _ = jax.lax.scan(layer, x, params["layers"])
+    of_others = params["few"].sum() + params["odd"].sum() + params["bias"].sum()
+    return {"out": ((x @ params["out"]) ** 2).mean(1), "others": of_others * jnp.ones(len(x))}
+
+
+@pytest.mark.parametrize("ema", [False, True])
+def test_a_data_set_is_evaluated_and_predicted_as_on_one_device(ema: bool):
+    step = step_of(4, "adamw", ema=0.9)
+    state = train(step, step.init(PARAMS), BATCHES)
+    assert specs_of(step.model(state)) == specs_of(step.model(state, ema=True)) == RESTS
+    of = state.opt_state.inner_state.ema if ema else state.params
+    want = per_row(jax.device_get(of), np.concatenate([BATCHES[0], BATCHES[1][:30]]))
+    batches = [BATCHES[0], BATCHES[1][:30]]
+    before = jax.live_arrays()
+    found = step.predict(state, batches, per_row, ema=ema)
+    means = step.evaluate(state, batches, per_row, ema=ema)
+    assert largest_piece(before) <= PARAMS["layers"].nbytes // 4
+    assert_close(found, want, 1e-5)
+    assert_close(means, jax.tree.map(lambda x: np.mean(x, dtype=np.float64), want), 1e-5)
+
+
+@pytest.mark.parametrize("call", ["evaluate", "predict"])
+def test_a_metric_gathers_one_layer_at_a_time(call: str):
+    layers = normal(24, 192, 192)
+    loss = lambda w, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0].mean()
+    rows = lambda w, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0].mean(1)
+    step = make_train_step(loss, optax.sgd(0.1), num_shards=4, params="sharded")
+    state, runner = step.init(layers), getattr(step, f"_{call}")
+    name, used = {"evaluate": "_sums", "predict": "_rows"}[call], []
+    compiled = getattr(runner, name)
+
+    def spy(*args: Any) -> Any:
+        used.append(compiled.lower(*args).compile().memory_analysis())
+        return compiled(*args)
+
+    setattr(runner, name, spy)
+    getattr(step, call)(state, [BATCHES[0]], rows)
+    assert used[0].argument_size_in_bytes < layers.nbytes / 4 + BATCHES[0].nbytes
+    assert used[0].temp_size_in_bytes < 4 * layers[0].nbytes
+
+
+def test_an_nnx_module_in_parts_is_evaluated_and_exported():
+    class Network(nnx.Module):
+        def __init__(self) -> None:
+            self.norm = nnx.BatchNorm(192, rngs=nnx.Rngs(0))
+            self.one, self.two = (nnx.Linear(192, 192, rngs=nnx.Rngs(k)) for k in (1, 2))
+
+        def __call__(self, x: Any) -> Any:
+            return self.two(jnp.tanh(self.one(self.norm(x))))
+
+    model = Network()
+    loss = lambda model, x: ((model(x) - 1) ** 2).mean()
+
+    def rows(model: Any, x: Any) -> Any:
+        model.eval()
+        return ((model(x) - 1) ** 2).mean(1)
+
+    step = make_train_step(loss, optax.sgd(0.1), num_shards=4, params="sharded")
+    state = train(step, step.init(model), BATCHES)
+    after = step.model(state)
+    assert after.one.kernel[...].sharding.spec == P("shards")
+    want = np.mean([np.mean(rows(after, x)) for x in BATCHES])
+    np.testing.assert_allclose(step.evaluate(state, list(BATCHES), rows), want, rtol=1e-5)
+
+
+# Compared.
+
+
+def test_what_has_copies_is_compared_and_repaired():
+    step = step_of(4, check_divergence=1, on_divergence="repair")
+    state = step.init(PARAMS)
+    names = step.compared(state)
+    assert {"params['bias']", "params['odd']"} <= set(names)
+    assert not {"params['layers']", "params['few']"} & set(names)
+    bias = state.params["bias"]
+    pieces = [x.data for x in bias.addressable_shards]
+    pieces[2] = pieces[2] + 1
+    wrong = jax.make_array_from_single_device_arrays(bias.shape, bias.sharding, pieces)
+    state = dataclasses.replace(state, params={**state.params, "bias": wrong})
+    state, metrics = step(state, BATCHES[0])
+    assert metrics["divergence"].shards.tolist() == [False, False, True, False]
+    with pytest.warns(DivergenceWarning, match="shard 2"):
+        step.finish(state)
+    want, _ = on_one_device(loss_fn, OPTIMIZERS["sgd"](), PARAMS, BATCHES[:1])
+    assert_close(state.params, want, 2e-6)
+
+
+def test_a_step_is_replayed():
+    step = step_of(4, "adamw")
+    state = step.init(PARAMS)
+    assert step.replay(state, BATCHES[0]) == {}
+    other = train(step, copy(state), BATCHES[:1])
+    layout = step._layouts.of_state(state)
+    assert differing(layout, state, other)["params['layers']"] == (0, 1, 2, 3)
+    for part in other.params["few"].addressable_shards:
+        assert part.data.shape == (16, 32)

@@ -20,6 +20,8 @@ from crossshard.nnx.per_shard import of_all
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.state import CrossShardState
 from crossshard.pipeline.update.plan import UpdatePlan
+from crossshard.shards.axes import Shards
+from crossshard.shards.devices import torus_factors
 from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.model_axes import only, other_axes_like
 from crossshard.shards.partition import map_partitions
@@ -62,6 +64,17 @@ class StateLayout:
     def number_of_shards(self) -> int:
         """The number of shards."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
+
+    @property
+    def shards(self) -> Shards:
+        """The shards, inside ``shard_map``."""
+        return Shards(
+            self.number_of_shards,
+            self.axes,
+            manual=True,
+            torus_factors=torus_factors(self.mesh),
+            other_axes=self.unnamed_axes,
+        )
 
     @property
     def unnamed_axes(self) -> tuple[str, ...]:

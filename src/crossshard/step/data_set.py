@@ -17,8 +17,11 @@ from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.model.models import Skeleton, combine
 from crossshard.shards.context import shard_context
 from crossshard.shards.devices import are_of_all_processes
+from crossshard.shards.model_axes import only
+from crossshard.shards.partition import map_partitions
 from crossshard.shards.put import own_parts, put
 from crossshard.step.arguments import check_rows
+from crossshard.step.at_use import AtUse
 from crossshard.step.config import StepConfig
 from crossshard.step.entries import WholeEntries, join_entries, specs_of
 
@@ -129,6 +132,7 @@ class OverDataSets:
         function: Callable[..., Any],
         finish: Callable[[Any, Any, jax.Array], Any],
         skeleton: Skeleton,
+        at_use: AtUse,
         arrays: Any,
         batch: Any,
         counted: jax.Array,
@@ -138,17 +142,30 @@ class OverDataSets:
         """``finish(values, rows, counted)`` of what a function returns for the rows of a shard."""
 
         def of_shard(arrays: Any, batch: Any, counted: jax.Array) -> Any:
-            model = [combine(skeleton, *arrays), *([arrays[2]] if self._takes_state else [])]
+            params, *others = arrays
+
+            def run(params: Any) -> Any:
+                model = combine(skeleton, params, *others)
+                return function(model, *others[1:] if self._takes_state else (), batch)
+
             with shard_context(self._number, axis_name=self.axes):
-                values = function(*model, batch)
+                values = at_use.call(run, params)
             return finish(values, batch, counted)
 
         split = self.rows.spec
+        of_params: Any = PartitionSpec()
+        if at_use.in_parts:
+            spec = lambda each, _: PartitionSpec(*only(each.spec(self.axes), self.axes))
+            of_params = map_partitions(spec, at_use.partitions, arrays[0])
         run = jax.shard_map(
             of_shard,
             mesh=self._mesh,
             axis_names=frozenset(self.axes),
-            in_specs=(PartitionSpec(), specs_of(batch, self._names, split), split),
+            in_specs=(
+                (of_params, PartitionSpec(), PartitionSpec()),
+                specs_of(batch, self._names, split),
+                split,
+            ),
             out_specs=out_specs,
             check_vma=False,
         )

@@ -17,7 +17,6 @@ from crossshard.pipeline.stage import Gradients, Phase, StageContext
 from crossshard.pipeline.update.arrays import Arrays, GlobalArrays, LocalParts
 from crossshard.pipeline.update.plan import UpdateStrategy
 from crossshard.shards.axes import Shards
-from crossshard.shards.devices import torus_factors
 from crossshard.shards.groups import size_of_group
 from crossshard.shards.model_axes import only
 from crossshard.shards.partition import map_partitions
@@ -163,13 +162,7 @@ class StepFunction:
         return Progress(after, aux, metrics)
 
     def _context(self, layout: StateLayout, batch: Any) -> StageContext:
-        shards = Shards(
-            layout.number_of_shards,
-            layout.axes,
-            manual=True,
-            torus_factors=torus_factors(layout.mesh),
-            other_axes=layout.unnamed_axes,
-        )
+        shards = layout.shards
         is_global = layout.plan.strategy is UpdateStrategy.GLOBAL
         on_cpus = layout.mesh.devices.flat[0].platform == "cpu"
         return StageContext(

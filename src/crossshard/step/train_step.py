@@ -17,6 +17,7 @@ from crossshard.model.state import TrainState
 from crossshard.shards.devices import are_of_all_processes
 from crossshard.step import initial
 from crossshard.step.arguments import check_state, refuse_more
+from crossshard.step.at_use import AtUse
 from crossshard.step.config import StepConfig
 from crossshard.step.description import describe, summarize
 from crossshard.step.evaluate import Evaluator
@@ -240,7 +241,8 @@ class TrainStep:
           ema: whether to return the moving average of the parameters, in their dtypes.
 
         Returns:
-          The model; ``(params, model_state)`` if the step has ``model_state``.
+          The model; ``(params, model_state)`` if the step has ``model_state``. With
+          ``params="sharded"`` its arrays are split over the devices, as those of the state.
 
         Raises:
           ArgumentError: parameters differ between groups, and ``shard`` is ``None``; or there is no
@@ -253,6 +255,11 @@ class TrainStep:
         unshard = self.unshard if ema else None
         return arrays_of(state, shard, self._config, self._layouts, unshard)
 
+    def _at_use(self, state: TrainState) -> AtUse:
+        """How one shard gets parameters that it only reads."""
+        layout = self._layouts.of_state(state)
+        return AtUse(layout.plan.params, layout.shards, in_parts=layout.plan.in_parts)
+
     def evaluate(
         self,
         state: TrainState,
@@ -263,6 +270,8 @@ class TrainStep:
         ema: bool = False,
     ) -> Any:
         """The mean of a metric over all examples of a data set, as on one device.
+
+        Parameters that rest in parts are gathered where the metric uses them, as in the loss.
 
         Args:
           state: a state of this step.
@@ -293,8 +302,8 @@ class TrainStep:
         6.0
         """
         _check.function("metric_fn", metric_fn)
-        arrays = self._arrays(state, shard, ema)
-        return self._evaluate(metric_fn, state.skeleton, arrays, batches)
+        arrays, at_use = self._arrays(state, shard, ema), self._at_use(state)
+        return self._evaluate(metric_fn, state.skeleton, at_use, arrays, batches)
 
     def predict(
         self,
@@ -326,8 +335,8 @@ class TrainStep:
         array([ 3.,  3., 12.], dtype=float32)
         """
         _check.function("predict_fn", predict_fn)
-        arrays = self._arrays(state, shard, ema)
-        return self._predict(predict_fn, state.skeleton, arrays, batches)
+        arrays, at_use = self._arrays(state, shard, ema), self._at_use(state)
+        return self._predict(predict_fn, state.skeleton, at_use, arrays, batches)
 
     # Description.
 
