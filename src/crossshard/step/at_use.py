@@ -62,6 +62,7 @@ class AtUse:
       gather_dtype: the dtype in which parameters are sent; ``None`` for that in which they are
         used.
       waits: whether a stage needs each shard's own gradient, so that all are summed after it.
+      frozen: how the arrays get there that are not trained; ``None`` if all of them rest whole.
       before: the sums of the microbatches before this one, which is the last, as
         ``pipeline.stages.accumulate`` adds them; ``None`` if there are none, or if they are added
         later.
@@ -75,6 +76,7 @@ class AtUse:
     reduce_dtype: Any = None
     gather_dtype: Any = None
     waits: bool = False
+    frozen: "AtUse | None" = None
     before: Any = dataclasses.field(default=None, compare=False)
 
     def whole(self, params: Any) -> Any:
@@ -175,14 +177,23 @@ class AtUse:
             return function(params)
         leaves = jax.tree.leaves(params)
         jaxpr, out_tree = _traced(function, self.types(params))
-        together = [place for place, is_early in enumerate(self.early) if not is_early]
+        small = [each.number > 1 and each.is_small for each in self.partitions]
+        together = list(itertools.compress(range(len(leaves)), small))
         gathered = self._gathered([leaves[place] for place in together], together)
         whole = dict(zip(together, gathered, strict=True))
         inputs = [
-            whole[place] if place in whole else self._leaf(place, x, None, None, [])
-            for place, x in enumerate(leaves)
+            self._leaf(place, x, None, None, []) if is_late else whole.get(place, x)
+            for place, (x, is_late) in enumerate(zip(leaves, self.early, strict=True))
         ]
         return jax.tree.unflatten(out_tree, evaluate(jaxpr, inputs))
+
+    def with_frozen(self, function: Callable[[Any], Any], frozen: Any) -> Any:
+        """What a function of the arrays that are not trained returns; as ``call``."""
+        return function(frozen) if self.frozen is None else self.frozen.call(function, frozen)
+
+    def types_of_frozen(self, frozen: Any) -> Any:
+        """The arrays that are not trained, or their types in full if some rest in parts."""
+        return frozen if self.frozen is None else self.frozen.types(frozen)
 
     def _of_whole(
         self,
