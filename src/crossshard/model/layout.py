@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard._flax import nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.gradients.scalars import is_inexact
 from crossshard.model.model_state import ModelState, holds_keys
 from crossshard.model.models import Skeleton
 from crossshard.model.state import TrainState
@@ -24,7 +25,14 @@ from crossshard.shards.axes import Shards
 from crossshard.shards.devices import torus_factors
 from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.model_axes import only, other_axes_like
-from crossshard.shards.partition import map_partitions
+from crossshard.shards.partition import (
+    ANY,
+    TPU,
+    WHOLE,
+    Partition,
+    map_partitions,
+    partition_along_axis,
+)
 from crossshard.shards.placement import PER_SHARD, REPLICATED, Placement
 from crossshard.shards.random_streams import own_stream
 
@@ -81,13 +89,30 @@ class StateLayout:
         """The other axes of the mesh."""
         return tuple(axis for axis in self.mesh.axis_names if axis not in self.axes)
 
-    @property
-    def specs_of_arrays(self) -> tuple[PartitionSpec, ...]:
-        """The specs with which ``initial`` gets its arrays, without those that are whole."""
+    def specs_of_arrays(self, frozen: Any) -> tuple[PartitionSpec, ...]:
+        """The specs with which ``initial`` gets its arrays, without those that are whole.
+
+        Args:
+          frozen: the arrays that are not trained, or their types.
+        """
         if not self.plan.in_parts:
             return self.other_axes
-        of_params = tuple(each.spec(self.axes) for each in self.plan.params)
-        return of_params + self.other_axes[len(of_params) :]
+        partitions = *self.plan.params, *self.partitions_of_frozen(frozen)
+        in_parts = tuple(each.spec(self.axes) for each in partitions)
+        return in_parts + self.other_axes[len(in_parts) :]
+
+    def partitions_of_frozen(self, frozen: Any) -> tuple[Partition, ...]:
+        """The partition of each array that is not trained: large ones rest as parameters do."""
+        first, leaves = len(self.plan.params), jax.tree.leaves(frozen)
+        others = self.other_axes[first : first + len(leaves)] or [WHOLE] * len(leaves)
+        tile = TPU if self.mesh.devices.flat[0].platform == "tpu" else ANY
+
+        def one(x: Any, own: PartitionSpec) -> Partition:
+            split = partition_along_axis(x.shape, self.number_of_shards, tile, own)
+            stays = not self.plan.in_parts or not is_inexact(x) or split.is_small
+            return Partition(x.shape, other_axes=own) if stays else split
+
+        return tuple(map(one, leaves, others))
 
     def keeps_per_shard(self, skeleton: Skeleton) -> bool:
         """Whether each shard has its own model state."""
@@ -97,9 +122,11 @@ class StateLayout:
     def placements(self, state: TrainState) -> TrainState:
         """The placement of every array of a state."""
         own = REPLICATED if self.groups is None else PER_SHARD
-        params = _all(own, state.params)
+        params, frozen = _all(own, state.params), _all(REPLICATED, state.frozen)
         if self.plan.in_parts:
-            params = map_partitions(lambda each, _: Placement(each), self.plan.params, params)
+            placed = functools.partial(map_partitions, lambda each, _: Placement(each))
+            params = placed(self.plan.params, state.params)
+            frozen = placed(self.partitions_of_frozen(state.frozen), state.frozen)
         model_state = PER_SHARD if self.keeps_per_shard(state.skeleton) else REPLICATED
         inner = map_partitions(
             lambda partition, _: Placement(partition, self.groups is not None, self.groups),
@@ -112,7 +139,7 @@ class StateLayout:
             step=REPLICATED,
             params=params,
             opt_state=opt_state,
-            frozen=_all(REPLICATED, state.frozen),
+            frozen=frozen,
             model_state=_all(model_state, state.model_state),
             rng=REPLICATED,
         )

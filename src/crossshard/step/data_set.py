@@ -1,6 +1,7 @@
 """Data sets: run a function on each batch of one, of any number of rows, on every shard."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -142,27 +143,34 @@ class OverDataSets:
         """``finish(values, rows, counted)`` of what a function returns for the rows of a shard."""
 
         def of_shard(arrays: Any, batch: Any, counted: jax.Array) -> Any:
-            params, *others = arrays
+            params, frozen, model_state = arrays
 
             def run(params: Any) -> Any:
-                model = combine(skeleton, params, *others)
-                return function(model, *others[1:] if self._takes_state else (), batch)
+                return at_use.with_frozen(functools.partial(of_model, params), frozen)
+
+            def of_model(params: Any, frozen: Any) -> Any:
+                model = combine(skeleton, params, frozen, model_state)
+                return function(model, *[model_state] * self._takes_state, batch)
 
             with shard_context(self._number, axis_name=self.axes):
                 values = at_use.call(run, params)
             return finish(values, batch, counted)
 
         split = self.rows.spec
-        of_params: Any = PartitionSpec()
-        if at_use.in_parts:
-            spec = lambda each, _: PartitionSpec(*only(each.spec(self.axes), self.axes))
-            of_params = map_partitions(spec, at_use.partitions, arrays[0])
+        spec = lambda each, _: PartitionSpec(*only(each.spec(self.axes), self.axes))
+
+        def specs(use: AtUse | None, tree: Any) -> Any:
+            if use is None or not use.in_parts:
+                return PartitionSpec()
+            return map_partitions(spec, use.partitions, tree)
+
+        of_arrays = specs(at_use, arrays[0]), specs(at_use.frozen, arrays[1]), PartitionSpec()
         run = jax.shard_map(
             of_shard,
             mesh=self._mesh,
             axis_names=frozenset(self.axes),
             in_specs=(
-                (of_params, PartitionSpec(), PartitionSpec()),
+                of_arrays,
                 specs_of(batch, self._names, split),
                 split,
             ),

@@ -21,13 +21,15 @@ def describe(function: StepFunction, layout: StateLayout, state: TrainState) -> 
     frozen = [leaf for leaf in jax.tree.leaves(state.frozen) if is_inexact(leaf)]
     over = f" over {', '.join(layout.axes)}" * bool(layout.unnamed_axes)
     shards = f"{layout.number_of_shards} shards{over} on the mesh ({axes})"
+    in_parts, whole, of_frozen = None, ", whole on every shard", "neither differentiated nor sent"
+    if plan.in_parts:
+        in_parts, whole, of_frozen = layout, "", "not differentiated"
     return "\n".join(
         [
             function.describe(plan.strategy),
             f"{shards}; weight update {plan.strategy}: {plan.why}",
-            f"parameters: {_sizes(state.params, None)}, whole on every shard"
-            + _split(layout, state),
-            *([f"frozen: {_sizes(frozen, None)}, neither differentiated nor sent"] * bool(frozen)),
+            f"parameters: {_sizes(state.params, in_parts)}{whole}" + _split(layout, state),
+            *([f"frozen: {_sizes(frozen, in_parts)}, {of_frozen}"] * bool(frozen)),
             *([f"model state: {_sizes(state.model_state, None)}, {_KEPT[kind]}"] if kind else []),
             f"optimizer state: {_sizes(state.opt_state, layout)}",
             *([] if function.sentinel is None else [function.sentinel.describe()]),

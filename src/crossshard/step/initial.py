@@ -63,7 +63,7 @@ def prepare(
         return dataclasses.replace(state, other_axes=other_axes)
 
     # Of the types that the arrays will have, so that JAX need not trace it again for them.
-    given = types_on(mesh, (arrays, key), layout.specs_of_arrays)
+    given = types_on(mesh, (arrays, key), layout.specs_of_arrays(arrays[1]))
     with _jax.in_place_of_the_users_mesh(mesh):
         types = jax.eval_shape(make, *given)
     shardings = layout.shardings(types)

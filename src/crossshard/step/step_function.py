@@ -84,10 +84,11 @@ class StepFunction:
         context = self._context(layout, batch)
         # XLA splits the work of an update that needs whole arrays: it runs outside of shard_map.
         is_global = layout.plan.strategy is UpdateStrategy.GLOBAL
+        at_use = self._at_use(layout, state, context)
 
         def on_one_shard(state: TrainState, batch: Any) -> Progress:
             before = layout.local(state)
-            done = self._reduce(before, batch, self._at_use(layout, context), context)
+            done = self._reduce(before, batch, at_use, context)
             if not is_global:
                 at_rest = dataclasses.replace(context, params=before.params)
                 done = self._update(before, done, at_rest)
@@ -176,7 +177,7 @@ class StepFunction:
             apply_updates=True,
         )
 
-    def _at_use(self, layout: StateLayout, context: StageContext) -> AtUse:
+    def _at_use(self, layout: StateLayout, state: TrainState, context: StageContext) -> AtUse:
         plan, pipeline = layout.plan, self.pipeline
         return AtUse(
             plan.params,
@@ -187,6 +188,7 @@ class StepFunction:
             pipeline.reduce_dtype,
             self.gather_dtype,
             pipeline.needs_own_gradient,
+            use_of_frozen(layout, state.frozen, self.gather_dtype),
         )
 
     def _arrive(self, local: LocalResult, context: StageContext) -> Gradients:
@@ -253,6 +255,14 @@ class StepFunction:
             "skipped": skip,
         }
         return {name: found[name] for name in self._names_of_stages()}
+
+
+def use_of_frozen(layout: StateLayout, frozen: Any, gather_dtype: Any = None) -> AtUse | None:
+    """How a shard gets the arrays that are not trained; ``None`` if all of them rest whole."""
+    partitions = layout.partitions_of_frozen(frozen)
+    if all(each.number == 1 for each in partitions):
+        return None
+    return AtUse(partitions, layout.shards, in_parts=True, gather_dtype=gather_dtype)
 
 
 def _unless_skipped(
