@@ -455,3 +455,17 @@ def test_a_module_with_lora_leaves_its_base_in_parts():
     means = [step.evaluate(state, batches, rows) for step, state in pairs]
     np.testing.assert_allclose(*means, rtol=1e-6)
     assert "frozen" in steps[0].describe()
+
+
+def test_complex_parameters_are_gathered_with_both_parts():
+    w = normal(192, 192) + 1j * normal(192, 192)
+    few = normal(64, 32) + 1j * normal(64, 32)
+
+    def loss(params: Any, x: Any) -> jax.Array:
+        return (jnp.abs(x @ params["w"]) ** 2).mean() + (jnp.abs(params["few"]) ** 2).sum()
+
+    options = {"num_shards": 4, "params": "sharded", "gather_dtype": "bfloat16"}
+    step = make_train_step(loss, optax.sgd(0.1), **options)
+    params = {"w": np.complex64(w), "few": np.complex64(few)}
+    _, metrics = step(step.init(params), BATCHES[0])
+    np.testing.assert_allclose(metrics["loss"], loss(params, BATCHES[0]), rtol=1e-5)

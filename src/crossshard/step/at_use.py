@@ -253,9 +253,14 @@ class AtUse:
     def _gathered(self, parts: Sequence[Any], places: Sequence[int]) -> list[jax.Array]:
         partitions = [self.partitions[place] for place in places]
         with jax.named_scope("gather"):
-            sent = [x if self.gather_dtype is None else x.astype(self.gather_dtype) for x in parts]
+            sent = [x.astype(_dtype_sent(x.dtype, self.gather_dtype)) for x in parts]
             whole = bucketed_gather(sent, partitions, self.shards, self.groups)
             return [x.astype(part.dtype) for x, part in zip(whole, parts, strict=True)]
+
+
+def _dtype_sent(own: Any, gather_dtype: Any) -> Any:
+    """The dtype in which a parameter that is used in its own is sent: complex ones stay."""
+    return own if jnp.issubdtype(own, jnp.complexfloating) else gather_dtype or own
 
 
 def _traced(loss_of: Callable[[Any], Any], params: Any) -> tuple[Any, Any]:
@@ -284,7 +289,7 @@ class _Way:
         if not every.in_parts:
             return value
         with jax.named_scope("gather"):
-            sent = value.astype(every.gather_dtype or self.dtype)
+            sent = value.astype(_dtype_sent(self.dtype, every.gather_dtype))
             (whole,) = bucketed_gather([sent], [self.partition], every.shards, every.groups)
             return whole.astype(self.dtype)
 
