@@ -157,6 +157,12 @@ def without_unread(jaxpr: Any) -> Any:
     return _core.ClosedJaxpr(found, jaxpr.consts)
 
 
+def piece(jaxpr: Any, outputs: Sequence[bool]) -> tuple[Callable[..., list[Any]], list[bool]]:
+    """A function that computes some outputs of a closed jaxpr, and which inputs it takes."""
+    found, taken = _partial_eval.dce_jaxpr(jaxpr.jaxpr, list(outputs), instantiate=False)
+    return _core.jaxpr_as_fun(_core.ClosedJaxpr(found, jaxpr.consts)), taken
+
+
 def closed(jaxpr: Any) -> Any:
     """The closed jaxpr of an open one without constants, or of a closed one."""
     return jaxpr if hasattr(jaxpr, "consts") else _core.ClosedJaxpr(jaxpr, ())

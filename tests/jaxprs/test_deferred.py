@@ -22,19 +22,19 @@ ONCE = Inside(LAYERS, 1)
 
 @dataclasses.dataclass(frozen=True)
 class Noted(Deferred):
-    """An array that notes where it is used, and in which dtype and shape."""
+    """An array in a dtype, of which ``note`` writes down where it is used."""
 
+    name: str
     arrays: Any
-    uses: list[tuple[Inside, str, tuple[int, ...]]]
     dtype: Any = FLOAT
     may_convert: bool = True
-    has_rows: bool = True
+    # The fewest dimensions of what has rows: a layer has none, though it has a first axis.
+    stacked: int = W.ndim
 
     def of(self, arrays: Any) -> "Noted":
         return dataclasses.replace(self, arrays=arrays)
 
-    def used(self, inside: Inside) -> jax.Array:
-        self.uses.append((inside, self.dtype.name, self.arrays["x"].shape))
+    def used(self) -> jax.Array:
         # Two arrays, so that their slices must stay together.
         return (self.arrays["x"] + self.arrays["zero"]).astype(self.dtype)
 
@@ -42,17 +42,40 @@ class Noted(Deferred):
         return dataclasses.replace(self, dtype=jnp.dtype(dtype)) if self.may_convert else None
 
     def row(self) -> "Noted | None":
-        return self if self.has_rows else None
+        return self if self.arrays["x"].ndim >= self.stacked else None
+
+    def rows(self, number: int) -> "Noted":
+        del number
+        return self
+
+
+class Alike(Noted):
+    """One that shares its trace with all others."""
+
+    @property
+    def kind(self) -> str:
+        return "alike"
+
+
+def noting(uses: list[Any]) -> Any:
+    """A ``note`` that adds to this list."""
+
+    def note(name: str, used: Noted, inside: Inside) -> None:
+        assert name == used.name == "w"
+        uses.append((inside, used.dtype.name, used.arrays["x"].shape))
+
+    return note
 
 
 def uses_of(function: Any, w: Any = W, **options: Any) -> list[Any]:
     """Where ``function(w, x)`` uses ``w``; its value and its gradient are checked."""
-    w, uses = jnp.asarray(w), []
+    w = jnp.asarray(w)
+    uses: list[Any] = []
 
     def deferred(w: Any, x: Any) -> Any:
         jaxpr = jax.make_jaxpr(function)(w, x)
-        given = Noted({"x": w, "zero": jnp.zeros_like(w)}, uses, w.dtype, **options)
-        (found,) = evaluate(jaxpr, [given, x])
+        given = Noted("w", {"x": w, "zero": jnp.zeros_like(w)}, w.dtype, **options)
+        (found,) = evaluate(jaxpr, [given, x], noting(uses))
         return found
 
     @jax.jit
@@ -102,7 +125,7 @@ def test_the_options_of_a_scan_are_kept():
         jaxpr = jax.make_jaxpr(functools.partial(run, **options))(W, X)
 
         def again(w: Any, x: Any, jaxpr: Any = jaxpr) -> Any:
-            return evaluate(jaxpr, [Noted({"x": w, "zero": 0 * w}, []), x])
+            return evaluate(jaxpr, [Noted("w", {"x": w, "zero": 0 * w}), x])
 
         found = jax.make_jaxpr(again)(W, X)
         params = [
@@ -117,7 +140,8 @@ def test_the_options_of_a_scan_are_kept():
 
 def test_loops_within_loops_take_rows_of_rows():
     inner = lambda h, w: (lax.scan(lambda h, v: (jnp.tanh(h @ v), None), h, w)[0], None)
-    assert uses_of(lambda w, x: run(w, x, inner)) == [(Inside(2 * LAYERS, 2), "float32", (4, 4))]
+    found = uses_of(lambda w, x: run(w, x, inner), stacked=3)
+    assert found == [(Inside(2 * LAYERS, 2), "float32", (4, 4))]
 
 
 def test_a_loop_over_the_same_weights_in_a_loop_uses_them_before_both():
@@ -135,7 +159,7 @@ def test_the_constants_and_the_carry_of_a_loop_are_used_before_it():
 
 
 def test_what_has_no_rows_is_used_before_the_loop():
-    assert inside(run, has_rows=False) == [Inside()]
+    assert inside(run, stacked=9) == [Inside()]
 
 
 def test_a_loop_over_two_of_the_same_uses_it_before():
@@ -187,7 +211,7 @@ def test_a_use_in_a_checkpoint_stays_there(policy: Any, name: str):
 def test_the_policy_of_a_checkpoint_is_kept():
     kept = {"policy": jax.checkpoint_policies.dots_saveable, "prevent_cse": False}
     jaxpr = jax.make_jaxpr(jax.checkpoint(lambda w, x: turn(x, w)[0], **kept))(W[0], X)
-    again = lambda w, x: evaluate(jaxpr, [Noted({"x": w, "zero": 0 * w}, []), x])
+    again = lambda w, x: evaluate(jaxpr, [Noted("w", {"x": w, "zero": 0 * w}), x])
     (equation,) = (e for e in jax.make_jaxpr(again)(W[0], X).eqns if "policy" in e.params)
     assert {name: equation.params[name] for name in kept} == kept
 
@@ -286,8 +310,8 @@ def test_a_weak_type_stays_weak():
     weak = lambda w: lax.convert_element_type_p.bind(w, **how)
     w = jnp.bfloat16(2)
     uses: list[Any] = []
-    given = Noted({"x": w, "zero": 0 * w}, uses, w.dtype)
-    (found,) = evaluate(jax.make_jaxpr(weak)(w), [given])
+    given = Noted("w", {"x": w, "zero": 0 * w}, w.dtype)
+    (found,) = evaluate(jax.make_jaxpr(weak)(w), [given], noting(uses))
     assert found.aval == weak(w).aval
     assert found.weak_type
     assert len(uses) == 1
@@ -299,7 +323,7 @@ def test_a_weak_type_stays_weak():
 def test_an_output_is_an_array_and_a_literal_stays():
     jaxpr = jax.make_jaxpr(lambda w, x: (w, 2.5, w[0], x, 7))(W, X)
     uses: list[Any] = []
-    found = evaluate(jaxpr, [Noted({"x": W, "zero": 0 * W}, uses), X])
+    found = evaluate(jaxpr, [Noted("w", {"x": W, "zero": 0 * W}), X], noting(uses))
     assert [np.shape(each) for each in found] == [W.shape, (), W[0].shape, X.shape, ()]
     assert (float(found[1]), int(found[4])) == (2.5, 7)
     assert len(uses) == 1
@@ -308,9 +332,46 @@ def test_an_output_is_an_array_and_a_literal_stays():
 def test_what_is_also_returned_is_used_once_before_the_loop():
     jaxpr = jax.make_jaxpr(lambda w, x: (run(w, x), w))(W, X)
     uses: list[Any] = []
-    found = evaluate(jaxpr, [Noted({"x": W, "zero": 0 * W}, uses), X])
+    found = evaluate(jaxpr, [Noted("w", {"x": W, "zero": 0 * W}), X], noting(uses))
     assert uses == [(Inside(), "float32", W.shape)]
     np.testing.assert_array_equal(found[1], W)
+
+
+def test_layers_that_are_written_out_are_used_one_by_one():
+    def written_out(w: Any, x: Any) -> Any:
+        for layer in range(LAYERS):
+            x, _ = turn(x, w[layer])
+        return x
+
+    assert uses_of(written_out) == [(Inside(), "float32", W.shape[1:])] * LAYERS
+    two = lambda w, x: (w[1:] * x).sum() + (w[:1] * x).sum()
+    assert [shape[0] for *_, shape in uses_of(two)] == [LAYERS - 1, 1]
+    uneven = lambda w, x: (w[::2] * x).sum() + (w[0] * x).sum()
+    assert uses_of(uneven) == [(Inside(), "float32", W.shape)]
+
+
+def test_equal_layers_under_a_checkpoint_are_each_noted():
+    block = jax.checkpoint(lambda h, w: turn(h, w)[0])
+    w = jnp.asarray(W)
+
+    def function(ws: Any, x: Any) -> Any:
+        for each in ws:
+            x = block(x, each)
+        return x
+
+    noted: list[Any] = []
+    note = lambda name, used, inside: noted.append((name, inside.checkpointed))
+
+    def deferred(ws: Any, x: Any) -> Any:
+        given = [Alike(name, {"x": each, "zero": 0 * each}) for name, each in enumerate(ws)]
+        return evaluate(jax.make_jaxpr(function)(ws, x), [*given, x], note)[0]
+
+    jaxpr = jax.make_jaxpr(deferred)(list(w), X)
+    assert noted == [(name, True) for name in range(LAYERS)]
+    within = [each.params["jaxpr"] for each in jaxpr.eqns if "policy" in each.params]
+    assert len(within) == LAYERS
+    assert all(each is within[0] for each in within)
+    np.testing.assert_allclose(deferred(list(w), X), function(list(w), X), rtol=1e-6)
 
 
 def test_what_is_not_read_is_not_used():
@@ -332,7 +393,7 @@ def test_side_effects_happen_as_often_as_before():
         return turn(h, w)
 
     jaxpr = jax.make_jaxpr(lambda w, x: run(w, x, body))(W, X)
-    evaluate(jaxpr, [Noted({"x": jnp.asarray(W), "zero": 0 * W}, []), X])
+    evaluate(jaxpr, [Noted("w", {"x": jnp.asarray(W), "zero": 0 * W}), X])
     jax.effects_barrier()
     assert len(seen) == LAYERS
 
@@ -343,5 +404,5 @@ def test_names_of_operations_are_kept():
             return run(w, x)
 
     jaxpr = jax.make_jaxpr(named)(W, X)
-    again = lambda w, x: evaluate(jaxpr, [Noted({"x": w, "zero": 0 * w}, []), x])
+    again = lambda w, x: evaluate(jaxpr, [Noted("w", {"x": w, "zero": 0 * w}), x])
     assert "readout" in jax.jit(again).lower(W, X).as_text(debug_info=True)

@@ -236,3 +236,17 @@ def test_what_is_no_number_is_named(name: str, bad: Any):
 def test_numbers_of_numpy_make_a_scale():
     scale = DynamicLossScale(np.float32(8), growth_interval=np.int64(2))
     assert float(scale.init(None).scale) == 8.0
+
+
+def test_gradients_that_are_summed_in_a_loop_are_scaled_in_every_microbatch():
+    layers = np.float32(RNG.normal(size=(2, 192, 192)) / 16)
+    rows = np.float32(RNG.normal(size=(16, 192)))
+
+    def loss(w: Any, x: Any) -> jax.Array:
+        return (jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, w)[0] ** 2).mean()
+
+    scale = DynamicLossScale(initial=1024.0)
+    step = sgd_step(loss, 1.0, 4, accumulate_steps=2, loss_scale=scale)
+    state, _ = step(step.init(layers), rows)
+    want = layers - jax.grad(loss)(jnp.asarray(layers), rows)
+    np.testing.assert_allclose(state.params, want, rtol=0, atol=1e-6)

@@ -128,15 +128,12 @@ class _Evaluation:
                     values[source] = self._used(narrow, inside)
                     converted.add(source)
             given = [read(atom) for atom in equation.invars]
-            if source in converted:
-                found: Sequence[Any] | None = given
-            elif not any(isinstance(x, Deferred) for x in given):
-                found = _jax.bound(equation, given)
-            else:
+            found: Sequence[Any] | None = given if source in converted else None
+            if found is None and any(isinstance(x, Deferred) for x in given):
                 with _jax.at_source_of(equation), equation.ctx.manager:
                     found = self._with_deferred(equation, given, inside)
-                if found is None:
-                    found = _jax.bound(equation, list(map(whole, equation.invars)))
+            if found is None:
+                found = _jax.bound(equation, list(map(whole, equation.invars)))
             values |= dict(zip(equation.outvars, found, strict=True))
         return list(map(whole, jaxpr.jaxpr.outvars))
 

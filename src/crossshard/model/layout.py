@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard._flax import nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.gradients.scalars import is_inexact
 from crossshard.model.model_state import ModelState, holds_keys
 from crossshard.model.models import Skeleton
 from crossshard.model.state import TrainState
@@ -20,9 +21,18 @@ from crossshard.nnx.per_shard import of_all
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.state import CrossShardState
 from crossshard.pipeline.update.plan import UpdatePlan
+from crossshard.shards.axes import Shards
+from crossshard.shards.devices import torus_factors
 from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.model_axes import only, other_axes_like
-from crossshard.shards.partition import map_partitions
+from crossshard.shards.partition import (
+    ANY,
+    TPU,
+    WHOLE,
+    Partition,
+    map_partitions,
+    partition_along_axis,
+)
 from crossshard.shards.placement import PER_SHARD, REPLICATED, Placement
 from crossshard.shards.random_streams import own_stream
 
@@ -67,9 +77,46 @@ class StateLayout:
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     @property
+    def shards(self) -> Shards:
+        """The shards, inside ``shard_map``."""
+        return Shards(
+            self.number_of_shards,
+            self.axes,
+            manual=True,
+            torus_factors=torus_factors(self.mesh),
+            other_axes=self.unnamed_axes,
+            platform=self.mesh.devices.flat[0].platform,
+        )
+
+    @property
     def unnamed_axes(self) -> tuple[str, ...]:
         """The other axes of the mesh."""
         return tuple(axis for axis in self.mesh.axis_names if axis not in self.axes)
+
+    def specs_of_arrays(self, frozen: Any) -> tuple[PartitionSpec, ...]:
+        """The specs with which ``initial`` gets its arrays, without those that are whole.
+
+        Args:
+          frozen: the arrays that are not trained, or their types.
+        """
+        if not self.plan.in_parts:
+            return self.other_axes
+        partitions = *self.plan.params, *self.partitions_of_frozen(frozen)
+        in_parts = tuple(each.spec(self.axes) for each in partitions)
+        return in_parts + self.other_axes[len(in_parts) :]
+
+    def partitions_of_frozen(self, frozen: Any) -> tuple[Partition, ...]:
+        """The partition of each array that is not trained: large ones rest as parameters do."""
+        first, leaves = len(self.plan.params), jax.tree.leaves(frozen)
+        others = self.other_axes[first : first + len(leaves)] or [WHOLE] * len(leaves)
+        tile = TPU if self.mesh.devices.flat[0].platform == "tpu" else ANY
+
+        def one(x: Any, own: PartitionSpec) -> Partition:
+            split = partition_along_axis(x.shape, self.number_of_shards, tile, own)
+            stays = not self.plan.in_parts or not is_inexact(x) or split.is_small
+            return Partition(x.shape, other_axes=own) if stays else split
+
+        return tuple(map(one, leaves, others))
 
     def keeps_per_shard(self, skeleton: Skeleton) -> bool:
         """Whether each shard has its own model state."""
@@ -79,9 +126,11 @@ class StateLayout:
     def placements(self, state: TrainState) -> TrainState:
         """The placement of every array of a state."""
         own = REPLICATED if self.groups is None else PER_SHARD
-        params = _all(own, state.params)
+        params, frozen = _all(own, state.params), _all(REPLICATED, state.frozen)
         if self.plan.in_parts:
-            params = map_partitions(lambda each, _: Placement(each), self.plan.params, params)
+            placed = functools.partial(map_partitions, lambda each, _: Placement(each))
+            params = placed(self.plan.params, state.params)
+            frozen = placed(self.partitions_of_frozen(state.frozen), state.frozen)
         model_state = PER_SHARD if self.keeps_per_shard(state.skeleton) else REPLICATED
         inner = map_partitions(
             lambda partition, _: Placement(partition, self.groups is not None, self.groups),
@@ -94,7 +143,7 @@ class StateLayout:
             step=REPLICATED,
             params=params,
             opt_state=opt_state,
-            frozen=_all(REPLICATED, state.frozen),
+            frozen=frozen,
             model_state=_all(model_state, state.model_state),
             rng=REPLICATED,
         )
@@ -148,6 +197,26 @@ class StateLayout:
             state,
         )
 
+    def incoming(self, state: TrainState) -> TrainState:
+        """The sharding of every array of an unsharded state that comes to the mesh.
+
+        An array that is stored in its own shape comes as it is stored, since all of it may be too
+        large for one device; any other as ``unsharded`` says.
+        """
+
+        def stays(own: Placement, x: Any) -> bool:
+            if own.per_shard:
+                return bool(x.shape[0] == self.number_of_shards)
+            return own.partition is None or own.partition.packed_shape == own.partition.shape
+
+        return jax.tree.map(
+            lambda own, x, stored, whole: stored if stays(own, x) else whole,
+            self.placements(state),
+            state,
+            self.shardings(state),
+            self.unsharded(state),
+        )
+
     def constrain(self, state: TrainState) -> TrainState:
         """The state as it is placed, since XLA decides about other axes."""
         if not self.unnamed_axes:
@@ -174,7 +243,7 @@ class StateLayout:
         return jax.tree.map(function, self.placements(state), state)
 
     def initial(self, skeleton: Skeleton, rng_impl: Any, arrays: Any, rng: Any) -> TrainState:
-        """The state before the first step, from replicated parameters and model state."""
+        """The state before the first step, from arrays placed by ``specs_of_arrays``."""
         # Copied, since a step donates its state, and two arrays must not share a buffer.
         params, frozen, model_state = jax.tree.map(strong_copy, arrays)
         opt_state = jax.tree.map(strong_copy, self.pipeline.init(params))
@@ -258,6 +327,22 @@ class StateLayout:
                 for placement, leaf in zip(*map(jax.tree.leaves, (where, tree)), strict=True)
             ]
             _check_shapes(what, tree, shapes)
+
+    def check_unsharded(self, state: TrainState) -> None:
+        """Raise unless the arrays of a state of this optimizer have the optimizer's own shapes.
+
+        Raises:
+          ArgumentError: they are flattened and padded, as another step stores them.
+        """
+        inner = state.opt_state.inner_state
+        own = jax.tree.leaves(self.placements(state).opt_state.inner_state)
+        shapes = [
+            (*leaf.shape[: placement.per_shard], *partition.shape)
+            for leaf, placement, partition in zip(
+                jax.tree.leaves(inner), own, self.plan.state, strict=True
+            )
+        ]
+        _check_shapes("The optimizer state", inner, shapes)
 
     def check_optimizer(self, state: TrainState) -> None:
         """Raise unless a state is of this step's optimizer, with groups if this step has them."""

@@ -17,12 +17,14 @@ class TrainState:
 
     Attributes:
       step: int32[], the number of steps taken.
-      params: the parameters, replicated; ``[shards, …]`` with groups.
+      params: the parameters, replicated; ``[shards, …]`` with groups; with ``params="sharded"``
+        split over the shards, in their own shapes.
       opt_state: a ``CrossShardState``: the states of the stages and, as ``inner_state``, that of
         the inner optimizer; partitioned over the shards if the weight update is sharded, and
         ``[shards, …]`` with groups.
-      frozen: the arrays of the model that stay unchanged, replicated: the parameters that ``wrt``
-        leaves out, and those of a pytree that are not floating.
+      frozen: the arrays of the model that stay unchanged: the parameters that ``wrt`` leaves out,
+        and those of a pytree that are not floating; replicated, but for large parameters with
+        ``params="sharded"``.
       model_state: the other state of the model: the variables of an NNX module, ``[shards, …]``,
         since each shard keeps its own statistics and random streams; or what the loss returns.
       rng: uint32[…], the data of the key from which each step and shard derives its own: raw, since

@@ -17,13 +17,16 @@ def only(spec: Iterable[Any], axes: Iterable[str]) -> PartitionSpec:
     return PartitionSpec(*kept)
 
 
-def other_axes_of(tree: Any, mesh: Mesh, axes: Sequence[str]) -> tuple[PartitionSpec, ...]:
+def other_axes_of(
+    tree: Any, mesh: Mesh, axes: Sequence[str], *, in_parts: bool = False
+) -> tuple[PartitionSpec, ...]:
     """For each array of a pytree its spec on the other axes of the mesh.
 
     Args:
       tree: arrays, or types with shardings.
       mesh: the mesh of the step.
       axes: its shard axes.
+      in_parts: whether arrays may be split over the shards, since parameters rest in parts.
 
     Returns:
       One entry per leaf; empty if no array is split.
@@ -32,25 +35,31 @@ def other_axes_of(tree: Any, mesh: Mesh, axes: Sequence[str]) -> tuple[Partition
       ArgumentError: an array is on another mesh, or is split over the shards.
     """
     found = tuple(
-        _other_axes_of(_name(path[1:]), x, mesh, axes)
+        _other_axes_of(_name(path[1:]), x, mesh, axes, in_parts)
         for path, x in jax.tree_util.tree_leaves_with_path(tree)
     )
     return found if any(found) else ()
 
 
-def _other_axes_of(name: str, x: Any, mesh: Mesh, axes: Sequence[str]) -> PartitionSpec:
+def _other_axes_of(
+    name: str, x: Any, mesh: Mesh, axes: Sequence[str], in_parts: bool
+) -> PartitionSpec:
     sharding = getattr(x, "sharding", None)
     if sharding is None or sharding.is_fully_replicated:
         return PartitionSpec()
     others = [axis for axis in mesh.axis_names if axis not in axes]
+    if in_parts and not others:
+        # It is moved to where it rests, from any devices.
+        return PartitionSpec()
     spec = getattr(sharding, "spec", None)
     found = f"{name} is sharded over devices ({sharding if spec is None else spec})"
     if not others:
         raise ArgumentError(
-            f"{found}, but in a step every shard has all parameters in full. Replicate it, with "
-            f"jax.device_put(params, NamedSharding(mesh, PartitionSpec())). For a model that is "
-            f"split over an axis, name the shard axes: make_train_step(..., mesh=mesh, "
-            f"axis_name=...)."
+            f"{found}, but in this step every shard has all parameters in full. For parameters "
+            f"that rest in parts write make_train_step(..., params='sharded'). For whole ones "
+            f"replicate it, with jax.device_put(params, NamedSharding(mesh, PartitionSpec())). "
+            f"For a model that is split over an axis, name the shard axes: "
+            f"make_train_step(..., mesh=mesh, axis_name=...)."
         )
     if not isinstance(sharding, NamedSharding) or (
         sharding.mesh.axis_names != mesh.axis_names
@@ -61,11 +70,12 @@ def _other_axes_of(name: str, x: Any, mesh: Mesh, axes: Sequence[str]) -> Partit
             f"jax.device_put(params, NamedSharding(mesh, spec)), with a spec over "
             f"{', '.join(others)}."
         )
-    if only(sharding.spec, axes):
+    if only(sharding.spec, axes) and not in_parts:
         raise ArgumentError(
             f"{found}, and {', '.join(axes)} is a shard axis: every shard has all parameters. The "
             f"step itself splits the optimizer state over the shards. Split parameters over "
-            f"{', '.join(others)} only, or leave out of axis_name what splits them."
+            f"{', '.join(others)} only, or leave out of axis_name what splits them; for parameters "
+            f"that rest in parts write make_train_step(..., params='sharded')."
         )
     return only(sharding.spec, others)
 

@@ -52,10 +52,10 @@ def on_every_device(x: jax.Array) -> jax.Array:
     return jax.device_put(x, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
-def types_on(mesh: Mesh, tree: Any, other_axes: Sequence[PartitionSpec]) -> Any:
-    """The types of arrays on a mesh: whole on each device, but for the axes of the first leaves."""
+def types_on(mesh: Mesh, tree: Any, specs_of_first: Sequence[PartitionSpec]) -> Any:
+    """The types of arrays on a mesh: the first leaves by their specs, others whole everywhere."""
     leaves, structure = jax.tree.flatten(tree)
-    specs = [*other_axes, *[PartitionSpec()] * (len(leaves) - len(other_axes))]
+    specs = [*specs_of_first, *[PartitionSpec()] * (len(leaves) - len(specs_of_first))]
 
     def one(x: Any, own: PartitionSpec) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(mesh, own)

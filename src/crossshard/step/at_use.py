@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -64,6 +63,7 @@ class AtUse:
       gather_dtype: the dtype in which parameters are sent; ``None`` for that in which they are
         used.
       waits: whether a stage needs each shard's own gradient, so that all are summed after it.
+      frozen: how the arrays get there that are not trained; ``None`` if all of them rest whole.
       uses: where the loss uses each parameter that is gathered, or summed, there, by its place; for
         ``describe``.
       before: the sums of the microbatches before this one, which is the last, as
@@ -79,6 +79,7 @@ class AtUse:
     reduce_dtype: Any = None
     gather_dtype: Any = None
     waits: bool = False
+    frozen: "AtUse | None" = None
     uses: dict[int, list[Use]] = dataclasses.field(default_factory=dict, compare=False)
     before: Any = dataclasses.field(default=None, compare=False)
 
@@ -158,6 +159,29 @@ class AtUse:
         early = tuple(place in late for place in range(len(leaves))) if late else ()
         return Found(out, tree.unflatten(gradients), early)
 
+    def call(self, function: Callable[[Any], Any], params: Any) -> Any:
+        """What a function of the parameters returns, which are gathered where it uses them."""
+        if not self.in_parts:
+            return function(params)
+        leaves, late = jax.tree.leaves(params), {i for i, waits in enumerate(self.early) if waits}
+        inputs = self._at_start(leaves, late)
+        for place in late:
+            inputs[place] = self._leaf(place, leaves[place], None, None)
+        return self._evaluated(self._traced(function, params), inputs, {})
+
+    def with_frozen(self, function: Callable[[Any], Any], frozen: Any) -> Any:
+        """What a function of the arrays that are not trained returns; as ``call``."""
+        return function(frozen) if self.frozen is None else self.frozen.call(function, frozen)
+
+    def types_of_frozen(self, frozen: Any) -> Any:
+        """The arrays that are not trained, or their types in full if some rest in parts."""
+        return frozen if self.frozen is None else self.frozen.types(frozen)
+
+    def _traced(self, function: Callable[[Any], Any], params: Any) -> tuple[Any, Any]:
+        """The jaxpr of a function of the parameters in full, and the tree of its outputs."""
+        jaxpr, out = jax.make_jaxpr(function, return_shape=True)(self.types(params))
+        return _jax.without_unread(jaxpr), jax.tree.structure(out)
+
     def _late(
         self, loss_of: Callable[[Any], tuple[Any, Any]], params: Any, read: Sequence[int]
     ) -> tuple[Any, set[int]]:
@@ -168,10 +192,9 @@ class AtUse:
         rows = [place for place in read if self.partitions[place].row is not None]
         if not self.in_parts and (self.waits or not rows):
             return None, set()
-        jaxpr, out = jax.make_jaxpr(loss_of, return_shape=True)(self.types(params))
-        traced = _jax.without_unread(jaxpr), jax.tree.structure(out)
+        traced = self._traced(loss_of, params)
         if self.in_parts:
-            return traced, set(itertools.compress(range(len(self.partitions)), self.early))
+            return traced, {place for place, waits in enumerate(self.early) if waits}
         late = self._used_in_rows(traced, jax.tree.leaves(params), rows)
         return (traced, late) if late else (None, late)
 

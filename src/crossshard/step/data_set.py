@@ -1,6 +1,7 @@
 """Data sets: run a function on each batch of one, of any number of rows, on every shard."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -17,8 +18,11 @@ from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.model.models import Skeleton, combine
 from crossshard.shards.context import shard_context
 from crossshard.shards.devices import are_of_all_processes
+from crossshard.shards.model_axes import only
+from crossshard.shards.partition import map_partitions
 from crossshard.shards.put import own_parts, put
 from crossshard.step.arguments import check_rows
+from crossshard.step.at_use import AtUse
 from crossshard.step.config import StepConfig
 from crossshard.step.entries import WholeEntries, join_entries, specs_of
 
@@ -129,6 +133,7 @@ class OverDataSets:
         function: Callable[..., Any],
         finish: Callable[[Any, Any, jax.Array], Any],
         skeleton: Skeleton,
+        at_use: AtUse,
         arrays: Any,
         batch: Any,
         counted: jax.Array,
@@ -138,17 +143,37 @@ class OverDataSets:
         """``finish(values, rows, counted)`` of what a function returns for the rows of a shard."""
 
         def of_shard(arrays: Any, batch: Any, counted: jax.Array) -> Any:
-            model = [combine(skeleton, *arrays), *([arrays[2]] if self._takes_state else [])]
+            params, frozen, model_state = arrays
+
+            def run(params: Any) -> Any:
+                return at_use.with_frozen(functools.partial(of_model, params), frozen)
+
+            def of_model(params: Any, frozen: Any) -> Any:
+                model = combine(skeleton, params, frozen, model_state)
+                return function(model, *[model_state] * self._takes_state, batch)
+
             with shard_context(self._number, axis_name=self.axes):
-                values = function(*model, batch)
+                values = at_use.call(run, params)
             return finish(values, batch, counted)
 
         split = self.rows.spec
+        spec = lambda each, _: PartitionSpec(*only(each.spec(self.axes), self.axes))
+
+        def specs(use: AtUse | None, tree: Any) -> Any:
+            if use is None or not use.in_parts:
+                return PartitionSpec()
+            return map_partitions(spec, use.partitions, tree)
+
+        of_arrays = specs(at_use, arrays[0]), specs(at_use.frozen, arrays[1]), PartitionSpec()
         run = jax.shard_map(
             of_shard,
             mesh=self._mesh,
             axis_names=frozenset(self.axes),
-            in_specs=(PartitionSpec(), specs_of(batch, self._names, split), split),
+            in_specs=(
+                of_arrays,
+                specs_of(batch, self._names, split),
+                split,
+            ),
             out_specs=out_specs,
             check_vma=False,
         )

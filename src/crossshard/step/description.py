@@ -25,12 +25,15 @@ def describe(function: StepFunction, layout: StateLayout, state: TrainState) -> 
     frozen = [leaf for leaf in jax.tree.leaves(state.frozen) if is_inexact(leaf)]
     over = f" over {', '.join(layout.axes)}" * bool(layout.unnamed_axes)
     shards = f"{layout.number_of_shards} shards{over} on the mesh ({axes})"
+    in_parts, of_frozen = None, "neither differentiated nor sent"
+    if plan.in_parts:
+        in_parts, of_frozen = layout, "not differentiated"
     return "\n".join(
         [
             function.describe(plan),
             f"{shards}; weight update {plan.strategy}: {plan.why}",
             *_parameters(function, layout, state),
-            *([f"frozen: {_sizes(frozen, None)}, neither differentiated nor sent"] * bool(frozen)),
+            *([f"frozen: {_sizes(frozen, in_parts)}, {of_frozen}"] * bool(frozen)),
             *([f"model state: {_sizes(state.model_state, None)}, {_KEPT[kind]}"] if kind else []),
             f"optimizer state: {_sizes(state.opt_state, layout)}",
             *([] if function.sentinel is None else [function.sentinel.describe()]),

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.scalars import is_number
 from crossshard.model.models import Skeleton
+from crossshard.step.at_use import AtUse
 from crossshard.step.config import StepConfig
 from crossshard.step.data_set import OverDataSets
 from crossshard.step.entries import join_entries
@@ -24,12 +25,13 @@ class Evaluator:
     def __init__(self, config: StepConfig):
         self._over = OverDataSets("evaluate", config)
         self._loss = config.loss
-        self._sums = jax.jit(self._sums_of_batch, static_argnums=(0, 1))
+        self._sums = jax.jit(self._sums_of_batch, static_argnums=(0, 1, 2))
 
     def __call__(
         self,
         metric_fn: Callable[..., Any],
         skeleton: Skeleton,
+        at_use: AtUse,
         arrays: tuple[Any, Any, Any],
         batches: Iterable[Any],
     ) -> Any:
@@ -38,6 +40,7 @@ class Evaluator:
         Args:
           metric_fn: the metric.
           skeleton: the static part of the model.
+          at_use: how a shard gets its parameters.
           arrays: its parameters, its frozen arrays and its state, one value for all shards.
           batches: the data set.
 
@@ -46,7 +49,7 @@ class Evaluator:
             of batches.
           ArgumentTypeError: ``batches`` is a single batch.
         """
-        sums = lambda *batch: self._sums(metric_fn, skeleton, arrays, *batch)
+        sums = lambda *batch: self._sums(metric_fn, skeleton, at_use, arrays, *batch)
         # In 64 bits, since the sums of many batches would round.
         found = [
             jax.tree.map(lambda x: np.asarray(x, np.float64), each)
@@ -56,7 +59,7 @@ class Evaluator:
         return jax.tree.map(_mean, *totals)
 
     def _sums_of_batch(
-        self, metric_fn: Callable[..., Any], skeleton: Skeleton, *batch: Any
+        self, metric_fn: Callable[..., Any], skeleton: Skeleton, at_use: AtUse, *batch: Any
     ) -> tuple[Any, Any]:
         """For each value its weighted sum over the examples, and the sum of their weights."""
 
@@ -70,7 +73,7 @@ class Evaluator:
             return tree.unflatten(totals), tree.unflatten(of_weights)
 
         found: tuple[Any, Any] = self._over.on_shards(
-            metric_fn, sums, skeleton, *batch, out_specs=PartitionSpec()
+            metric_fn, sums, skeleton, at_use, *batch, out_specs=PartitionSpec()
         )
         return found
 

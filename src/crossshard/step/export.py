@@ -67,5 +67,7 @@ def _average(
             "This step keeps no moving average of the parameters. Write "
             "make_train_step(..., ema=0.999)."
         )
-    average = optax.tree.get(unshard(state).opt_state.inner_state, "ema")
+    # What rests in parts has its own shapes, and is not made whole.
+    whole = state if config.in_parts else unshard(state)
+    average = optax.tree.get(whole.opt_state.inner_state, "ema")
     return jax.tree.map(lambda p, x: x.astype(p.dtype), state.params, average)

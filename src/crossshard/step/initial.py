@@ -1,6 +1,7 @@
 """Initial: the state of a step before the first batch, made on the devices of its mesh."""
 
 import dataclasses
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,9 @@ from crossshard.shards.model_axes import other_axes_of
 from crossshard.shards.put import put_whole, types_on
 from crossshard.step.config import StepConfig
 from crossshard.step.layouts import Layouts
+
+# XLA takes four times as long for a program with twice as many outputs.
+_MOST = 1024
 
 
 class Initial(NamedTuple):
@@ -54,7 +58,7 @@ def prepare(
         arrays[2] = model_state
     # Model state may be placed in any way on a mesh whose axes are all shard axes.
     of = arrays if len(config.axes) < len(mesh.axis_names) else arrays[:2]
-    other_axes = other_axes_of(of, mesh, config.axes)
+    other_axes = other_axes_of(of, mesh, config.axes, in_parts=config.in_parts)
     layout = layouts.of_params(arrays[0], other_axes)
     check_params(params, arrays[0], arrays[1], config.pipeline.optimizer, config.wrt)
 
@@ -63,7 +67,7 @@ def prepare(
         return dataclasses.replace(state, other_axes=other_axes)
 
     # Of the types that the arrays will have, so that JAX need not trace it again for them.
-    given = types_on(mesh, (arrays, key), other_axes)
+    given = types_on(mesh, (arrays, key), layout.specs_of_arrays(arrays[1]))
     with _jax.in_place_of_the_users_mesh(mesh):
         types = jax.eval_shape(make, *given)
     shardings = layout.shardings(types)
@@ -91,7 +95,23 @@ def run(config: StepConfig, initial: Initial) -> TrainState:
     both = (initial.arrays, initial.key)
     arrays, key = jax.tree.map(lambda x, to: put_whole(x, to.sharding), both, initial.given)
     with _jax.in_place_of_the_users_mesh(config.mesh):
-        return initial.make(arrays, key)
+        if len(jax.tree.leaves(initial.types)) <= 2 * _MOST:
+            return initial.make(arrays, key)
+        return _in_pieces(initial, jax.tree.leaves((arrays, key)))
+
+
+def _in_pieces(initial: Initial, inputs: list[Any]) -> TrainState:
+    """The state from several programs, each of some of its arrays."""
+    jaxpr = initial.make.trace(*initial.given).jaxpr
+    types, tree = jax.tree.flatten(initial.types)
+    made: list[Any] = []
+    for start in range(0, len(types), _MOST):
+        own = types[start : start + _MOST]
+        wanted = [start <= place < start + _MOST for place in range(len(types))]
+        function, taken = _jax.piece(jaxpr, wanted)
+        run = jax.jit(function, out_shardings=[x.sharding for x in own])
+        made += run(*itertools.compress(inputs, taken))
+    return tree.unflatten(made)
 
 
 def check_equal_everywhere(config: StepConfig, call: str, parts: dict[str, Any]) -> None:

@@ -104,7 +104,8 @@ def make_train_step(
         masters, moving average and optimizer state. A layer is gathered where the loss uses it,
         in the loop that runs over stacked layers and again in the backward pass where
         ``jax.checkpoint`` recomputes it, and its gradient is summed where the backward pass makes
-        it. ``state.params`` are global arrays in their own shapes.
+        it. ``state.params`` are global arrays in their own shapes. Large parameters that ``wrt``
+        leaves out rest in parts too, and are gathered without a gradient.
       weight: the number of examples or tokens of a shard: the name of the batch entry to sum,
         such as a mask, or a function from a shard's batch to float[]. The mean is then
         sum(w · g) / sum(w), and a batch whose rows do not divide is padded with zeros.

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -106,20 +106,39 @@ def _as(dtype: Any, x: Any) -> Any:
     return x if x is NEW or x.dtype == dtype else x.astype(dtype)
 
 
-def completed(
-    layout: StateLayout, state: TrainState, shardings: Sequence[Sharding] | None = None
-) -> TrainState:
+def completed(layout: StateLayout, state: TrainState, shardings: Sequence[Sharding]) -> TrainState:
     """An unsharded state with what the options' ``init`` makes in place of ``NEW``.
 
     Args:
       layout: the layout of the step that takes it.
       state: the state; what each shard has of its own may be that of another number of shards.
-      shardings: the shardings of all its arrays; XLA's choice if ``None``.
+      shardings: the shardings of all its arrays.
     """
-    leaves, tree = jax.tree.flatten(state)
-    places = [place for place, leaf in enumerate(leaves) if leaf is NEW]
+    make, places = _maker(layout, state)
     if not places:
         return state
+    run = jax.jit(make, out_shardings=[shardings[place] for place in places])
+    return _filled(state, places, run(state.params, _masters(state)))
+
+
+def completed_types(layout: StateLayout, state: TrainState) -> TrainState:
+    """The types of the arrays of ``completed``."""
+    make, places = _maker(layout, state)
+    if not places:
+        return state
+    return _filled(state, places, jax.eval_shape(make, state.params, _masters(state)))
+
+
+def _filled(state: TrainState, places: Sequence[int], found: Sequence[Any]) -> TrainState:
+    leaves, tree = jax.tree.flatten(state)
+    for place, x in zip(places, found, strict=True):
+        leaves[place] = x
+    return tree.unflatten(leaves)
+
+
+def _maker(layout: StateLayout, state: TrainState) -> tuple[Callable[..., Any], list[int]]:
+    """What makes the arrays that are ``NEW`` from parameters and masters; and their places."""
+    places = [place for place, leaf in enumerate(jax.tree.leaves(state)) if leaf is NEW]
     grouped, shards = layout.groups is not None, layout.number_of_shards
 
     def spread(placement: Placement, x: Any) -> jax.Array:
@@ -136,11 +155,7 @@ def completed(
         whole = jax.tree.leaves(dataclasses.replace(state, opt_state=made))
         return [strong_copy(whole[place]) for place in places]
 
-    to = None if shardings is None else [shardings[place] for place in places]
-    found = jax.jit(make, out_shardings=to)(state.params, _masters(state))
-    for place, x in zip(places, found, strict=True):
-        leaves[place] = x
-    return tree.unflatten(leaves)
+    return make, places
 
 
 def _initial(pipeline: Pipeline, params: Any, masters: Any) -> Any:

@@ -9,6 +9,7 @@ import numpy as np
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.scalars import is_number
 from crossshard.model.models import Skeleton
+from crossshard.step.at_use import AtUse
 from crossshard.step.config import StepConfig
 from crossshard.step.data_set import OverDataSets
 
@@ -19,19 +20,20 @@ class Predictor:
     def __init__(self, config: StepConfig):
         self._over = OverDataSets("predict", config)
         rows = self._over.rows
-        self._rows = jax.jit(self._rows_of_batch, static_argnums=(0, 1), out_shardings=rows)
+        self._rows = jax.jit(self._rows_of_batch, static_argnums=(0, 1, 2), out_shardings=rows)
 
     def __call__(
         self,
         predict_fn: Callable[..., Any],
         skeleton: Skeleton,
+        at_use: AtUse,
         arrays: tuple[Any, Any, Any],
         batches: Iterable[Any],
     ) -> Any:
         """The values of all rows that this process passes, in their order; see ``TrainStep``."""
 
         def run(batch: Any, counted: jax.Array) -> tuple[Any, jax.Array]:
-            return self._rows(predict_fn, skeleton, arrays, batch, counted), counted
+            return self._rows(predict_fn, skeleton, at_use, arrays, batch, counted), counted
 
         found: list[Any] = []
         latest = None
@@ -44,7 +46,7 @@ class Predictor:
         return jax.tree.map(lambda *parts: np.concatenate(parts), *found)
 
     def _rows_of_batch(
-        self, predict_fn: Callable[..., Any], skeleton: Skeleton, *batch: Any
+        self, predict_fn: Callable[..., Any], skeleton: Skeleton, at_use: AtUse, *batch: Any
     ) -> Any:
         def checked(values: Any, batch: Any, counted: jax.Array) -> Any:
             paths = jax.tree_util.tree_leaves_with_path(values)
@@ -55,7 +57,7 @@ class Predictor:
             return values
 
         rows = self._over.rows.spec
-        return self._over.on_shards(predict_fn, checked, skeleton, *batch, out_specs=rows)
+        return self._over.on_shards(predict_fn, checked, skeleton, at_use, *batch, out_specs=rows)
 
 
 def _check_rows(path: Any, value: Any, rows: int) -> None:

@@ -16,7 +16,7 @@ from crossshard.shards.put import put_whole_unless_on
 from crossshard.step.config import StepConfig
 from crossshard.step.initial import check_equal_everywhere
 from crossshard.step.layouts import Layouts
-from crossshard.step.options import adopted, completed
+from crossshard.step.options import NEW, adopted, completed, completed_types
 
 
 class Resharder:
@@ -44,10 +44,16 @@ class Resharder:
             text = f"The state is of a step with other options: {'; '.join(what)}."
             # At the user's line, behind TrainStep.reshard.
             warnings.warn(text, CheckpointWarning, stacklevel=3)
-        state = completed(layout, state)
         layout.check_optimizer(state)
-        check_equal_everywhere(config, "reshard", {"a state": state})
-        state = jax.tree.map(put_whole_unless_on, state, layout.unsharded(state))
+        given = jax.tree.map(lambda x: None if x is NEW else x, state)
+        check_equal_everywhere(config, "reshard", {"a state": given})
+        types = completed_types(layout, state)
+        layout.check_unsharded(types)
+        where = layout.incoming(types)
+        place = lambda x, to: x if x is NEW else put_whole_unless_on(x, to)
+        state = jax.tree.map(place, state, where)
+        with _jax.in_place_of_the_users_mesh(config.mesh):
+            state = completed(layout, state, jax.tree.leaves(where))
         if not layout.has_number_of_shards(state):
             if config.is_grouped:
                 raise ArgumentError(

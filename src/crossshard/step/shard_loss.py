@@ -146,7 +146,12 @@ class ShardLoss:
             return *split_loss(out, self.has_aux), params, after
 
         def loss_of(params: Any) -> tuple[Any, Any]:
-            both = params, state.frozen
+            found: tuple[Any, Any] = at_use.with_frozen(
+                lambda frozen: loss_of_both((params, frozen)), state.frozen
+            )
+            return found
+
+        def loss_of_both(both: tuple[Any, Any]) -> tuple[Any, Any]:
             loss, aux, written, after = run(both)
             aux_reduction.check_aux(aux)
             check_not_written(written, both, lambda both: run(both)[2])
@@ -154,9 +159,9 @@ class ShardLoss:
 
         weight = None if self.weight is None else weight_of(self.weight, batch)
         with shard_context(shards.number, axis_name=shards.axes):
-            types = at_use.types(state.params)
+            types = at_use.types(state.params), at_use.types_of_frozen(state.frozen)
             if self.weight is not None:
-                of_batch = lambda batch, params: run((params, state.frozen), batch)[0]
+                of_batch = lambda batch, both: run(both, batch)[0]
                 check_weight_is_read(self.weight, batch, of_batch, types)
             if self.model_state is ModelState.MEAN:
                 self._check_equal(state, types, batch, run, keys)
@@ -172,7 +177,7 @@ class ShardLoss:
     def _check_equal(
         self,
         state: TrainState,
-        params: Any,
+        both: tuple[Any, Any],
         batch: Any,
         run: Callable[..., Any],
         keys: tuple[jax.Array, ...],
@@ -180,11 +185,11 @@ class ShardLoss:
         """Raise if model state that is not averaged would differ between shards."""
         rows, whole = self.split(batch)
 
-        def of_own(own: tuple[Any, Any], params: Any) -> Any:
+        def of_own(own: tuple[Any, Any], both: tuple[Any, Any]) -> Any:
             rows, keys = own
-            return run((params, state.frozen), join_entries(rows, whole), keys)[3]
+            return run(both, join_entries(rows, whole), keys)[3]
 
-        model_states.check_equal(state.model_state, of_own, (rows, keys), params)
+        model_states.check_equal(state.model_state, of_own, (rows, keys), both)
 
     def with_weight(self, local: LocalResult, weight: Any, before: TrainState) -> LocalResult:
         """What one shard computes, with another weight: with 0 its model state stays as before."""

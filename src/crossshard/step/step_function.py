@@ -17,7 +17,6 @@ from crossshard.pipeline.stage import Gradients, Phase, StageContext
 from crossshard.pipeline.update.arrays import Arrays, GlobalArrays, LocalParts
 from crossshard.pipeline.update.plan import UpdatePlan, UpdateStrategy
 from crossshard.shards.axes import Shards
-from crossshard.shards.devices import torus_factors
 from crossshard.shards.groups import size_of_group
 from crossshard.shards.model_axes import only
 from crossshard.shards.partition import map_partitions
@@ -85,10 +84,11 @@ class StepFunction:
         context = self._context(layout, batch)
         # XLA splits the work of an update that needs whole arrays: it runs outside of shard_map.
         is_global = layout.plan.strategy is UpdateStrategy.GLOBAL
+        at_use = self._at_use(layout, state, context)
 
         def on_one_shard(state: TrainState, batch: Any) -> Progress:
             before = layout.local(state)
-            done = self._reduce(before, batch, self._at_use(layout, context), context)
+            done = self._reduce(before, batch, at_use, context)
             if not is_global:
                 at_rest = dataclasses.replace(context, params=before.params)
                 done = self._update(before, done, at_rest)
@@ -122,7 +122,8 @@ class StepFunction:
         params = before.params
         if at_use.waits:
             params, at_use = at_use.whole(params), dataclasses.replace(at_use, in_parts=False)
-        context = dataclasses.replace(context, params=params)
+        like = at_use.types_of_gradients(params) if at_use.in_parts else params
+        context = dataclasses.replace(context, params=like)
         given = dataclasses.replace(before, params=params)
         local = loss.local_gradient(given, batch, at_use, scale)
         gradients = self._arrive(local, context)
@@ -162,15 +163,7 @@ class StepFunction:
         return Progress(after, aux, metrics)
 
     def _context(self, layout: StateLayout, batch: Any) -> StageContext:
-        platform = layout.mesh.devices.flat[0].platform
-        shards = Shards(
-            layout.number_of_shards,
-            layout.axes,
-            manual=True,
-            torus_factors=torus_factors(layout.mesh),
-            other_axes=layout.unnamed_axes,
-            platform=platform,
-        )
+        shards = layout.shards
         is_global = layout.plan.strategy is UpdateStrategy.GLOBAL
         return StageContext(
             shards,
@@ -179,11 +172,11 @@ class StepFunction:
             divisor=self.pipeline.divisor(shards.number),
             unread=layout.plan.unread,
             examples=self.loss.number_of_rows(batch) // shards.number,
-            skips_by_loop=layout.groups is None and not is_global and platform == "cpu",
+            skips_by_loop=layout.groups is None and not is_global and shards.platform == "cpu",
             apply_updates=True,
         )
 
-    def _at_use(self, layout: StateLayout, context: StageContext) -> AtUse:
+    def _at_use(self, layout: StateLayout, state: TrainState, context: StageContext) -> AtUse:
         plan, pipeline = layout.plan, self.pipeline
         return AtUse(
             plan.params,
@@ -194,6 +187,7 @@ class StepFunction:
             pipeline.reduce_dtype,
             self.gather_dtype,
             pipeline.needs_own_gradient,
+            use_of_frozen(layout, state.frozen, self.gather_dtype),
             layout.uses,
         )
 
@@ -264,6 +258,14 @@ class StepFunction:
             "skipped": skip,
         }
         return {name: found[name] for name in self._names_of_stages()}
+
+
+def use_of_frozen(layout: StateLayout, frozen: Any, gather_dtype: Any = None) -> AtUse | None:
+    """How a shard gets the arrays that are not trained; ``None`` if all of them rest whole."""
+    partitions = layout.partitions_of_frozen(frozen)
+    if all(each.number == 1 for each in partitions):
+        return None
+    return AtUse(partitions, layout.shards, in_parts=True, gather_dtype=gather_dtype)
 
 
 def _unless_skipped(

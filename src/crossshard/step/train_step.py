@@ -17,6 +17,7 @@ from crossshard.model.state import TrainState
 from crossshard.shards.devices import are_of_all_processes
 from crossshard.step import initial
 from crossshard.step.arguments import check_state, refuse_more
+from crossshard.step.at_use import AtUse
 from crossshard.step.config import StepConfig
 from crossshard.step.description import describe, summarize
 from crossshard.step.evaluate import Evaluator
@@ -25,6 +26,7 @@ from crossshard.step.layouts import Layouts
 from crossshard.step.predict import Predictor
 from crossshard.step.program import Program
 from crossshard.step.reshard import Resharder
+from crossshard.step.step_function import use_of_frozen
 from crossshard.step.watch import Watch
 
 
@@ -177,7 +179,9 @@ class TrainStep:
 
         Args:
           params: the model that the loss takes: a pytree of arrays, an Equinox module or an NNX
-            module. It is copied.
+            module. It is copied. With ``params="sharded"`` of the step each device gets its slices
+            alone, from arrays of the host or from arrays that are split over devices already, as
+            ``jax.jit(make, out_shardings=...)`` returns them.
           rng: a PRNG key or a seed; each step and shard derives its own key.
           model_state: the state besides the parameters, where the step has ``model_state``.
 
@@ -202,7 +206,9 @@ class TrainStep:
         """The state replicated over the shards, its arrays in the optimizer's own shapes.
 
         Use it to save, to inspect, or to ``reshard`` on another number of shards. Arrays stay split
-        over other axes. The given state stays valid.
+        over other axes. The given state stays valid. Every device gets all of the state: where it
+        is too large for that, as with ``params="sharded"`` it may be, ``reshard`` takes it as it
+        is, and ``Checkpoints`` saves and restores it in parts.
         """
         check_state(state)
         return self._resharder.unshard(state)
@@ -210,14 +216,18 @@ class TrainStep:
     def reshard(self, state: TrainState) -> TrainState:
         """Shard an unsharded state for this step, from any number of shards.
 
-        If the number changes, statistics of an NNX module and the state of the preprocessor are
-        averaged, and random streams get new keys. If the state is of a step with other options,
-        what a new one keeps is made, what one that is gone kept is dropped, and a
+        A state of a step with ``params="sharded"`` is taken as it is, too: its arrays have their
+        own shapes, and none is made whole on a device unless this step keeps it whole.
+
+        If the number of shards changes, statistics of an NNX module and the state of the
+        preprocessor are averaged, and random streams get new keys. If the state is of a step with
+        other options, what a new one keeps is made, what one that is gone kept is dropped, and a
         ``CheckpointWarning`` says so.
 
         Raises:
-          ArgumentError: the state is another optimizer's or preprocessor's, or its groups are not
-            of this step.
+          ArgumentError: the state is another optimizer's or preprocessor's, its groups are not of
+            this step, or its arrays are flattened and padded, as ``weight_update="sharded"`` alone
+            stores them.
         """
         check_state(state)
         return self._resharder.reshard(state)
@@ -232,7 +242,8 @@ class TrainStep:
           ema: whether to return the moving average of the parameters, in their dtypes.
 
         Returns:
-          The model; ``(params, model_state)`` if the step has ``model_state``.
+          The model; ``(params, model_state)`` if the step has ``model_state``. With
+          ``params="sharded"`` its arrays are split over the devices, as those of the state.
 
         Raises:
           ArgumentError: parameters differ between groups, and ``shard`` is ``None``; or there is no
@@ -245,6 +256,16 @@ class TrainStep:
         unshard = self.unshard if ema else None
         return arrays_of(state, shard, self._config, self._layouts, unshard)
 
+    def _at_use(self, state: TrainState) -> AtUse:
+        """How one shard gets parameters that it only reads."""
+        layout = self._layouts.of_state(state)
+        return AtUse(
+            layout.plan.params,
+            layout.shards,
+            in_parts=layout.plan.in_parts,
+            frozen=use_of_frozen(layout, state.frozen),
+        )
+
     def evaluate(
         self,
         state: TrainState,
@@ -255,6 +276,8 @@ class TrainStep:
         ema: bool = False,
     ) -> Any:
         """The mean of a metric over all examples of a data set, as on one device.
+
+        Parameters that rest in parts are gathered where the metric uses them, as in the loss.
 
         Args:
           state: a state of this step.
@@ -285,8 +308,8 @@ class TrainStep:
         6.0
         """
         _check.function("metric_fn", metric_fn)
-        arrays = self._arrays(state, shard, ema)
-        return self._evaluate(metric_fn, state.skeleton, arrays, batches)
+        arrays, at_use = self._arrays(state, shard, ema), self._at_use(state)
+        return self._evaluate(metric_fn, state.skeleton, at_use, arrays, batches)
 
     def predict(
         self,
@@ -318,8 +341,8 @@ class TrainStep:
         array([ 3.,  3., 12.], dtype=float32)
         """
         _check.function("predict_fn", predict_fn)
-        arrays = self._arrays(state, shard, ema)
-        return self._predict(predict_fn, state.skeleton, arrays, batches)
+        arrays, at_use = self._arrays(state, shard, ema), self._at_use(state)
+        return self._predict(predict_fn, state.skeleton, at_use, arrays, batches)
 
     # Description.
 
