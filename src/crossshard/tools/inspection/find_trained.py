@@ -96,7 +96,10 @@ def find_trained(module: Module, inputs: Sequence[Pieces], outputs: Sequence[boo
             gathered_of[kind] += gathered
             reduced_of[kind] += reduced
     parameters = tuple(
-        Parameters(dtype, total, count, often, gathered_of[kind], reduced_of[kind])
+        Parameters(
+            *(dtype, total, count, often),
+            *(None if sent == total else sent for sent in (gathered_of[kind], reduced_of[kind])),
+        )
         for kind, total in bytes_of.most_common()
         for dtype, count, often in [kind]
     )
