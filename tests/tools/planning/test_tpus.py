@@ -86,9 +86,11 @@ def test_the_bytes_are_those_counted_by_hand(folder, topology):
     # XLA sums in one all-reduce of all. For the v6e it makes the second stage of a sharded step's
     # reduce-scatter an all-reduce.
     assert replicated["links"]["sent"] == pytest.approx(bound, rel=1e-6)
+    assert bound <= sharded["links"]["sent"] <= 1.06 * bound
+    # XLA for TPUs multiplies in bfloat16, and gathers the matrices so.
+    assert 0.75 * bound <= in_parts["links"]["sent"] <= 0.82 * bound
     assert replicated["memory"]["optimizer_state"] == 2 * BYTES + 4
     for each in (sharded, in_parts):
-        assert bound <= each["links"]["sent"] <= 1.06 * bound
         assert each["memory"]["optimizer_state"] == 2 * BYTES // chips + 4
     assert "across" not in replicated["links"]["by_link"]
 
