@@ -29,12 +29,13 @@ def assert_communication(
       step: a function, with ``jax.jit`` or without, or anything that has ``lower``; or a lowered
         or compiled program, without arguments.
       *args: the arguments to lower the step with, as arrays or ``jax.ShapeDtypeStruct``.
-      max_bytes_ratio: the allowed multiple of 2(N−1)/N · P per shard, plus 0.5% for padding and 16
-        numbers of 32 bits for losses and metrics in a bucket of gradients. Parameters of fewer
-        than 32 bits may be sent once in 32, in which their gradients are summed; the ratio of the
-        report counts that in full. ``float("inf")`` allows any amount.
+      max_bytes_ratio: the allowed multiple of the report's ``lower_bound`` per shard, plus 0.5% for
+        padding and 16 numbers of 32 bits for losses and metrics in a bucket of gradients.
+        Parameters of fewer than 32 bits may be sent once in 32, in which their gradients are
+        summed; the ratio of the report counts that in full. ``float("inf")`` allows any amount.
       forbid: kinds of collectives that must not occur, such as ``"all-reduce"``.
-      in_loop: whether collectives are allowed in loops.
+      in_loop: whether collectives are allowed in loops that send more than the lower bound, or take
+        several steps. Loops over layers that send each layer once are always allowed.
       min_hidden: the least share of the bytes sent that must be under way while a matrix product
         is scheduled; or one for each of some kinds, such as ``{"reduce-scatter": 0.85}`` for the
         gradients of a sharded update. Synchronous collectives are never hidden, so compile for the

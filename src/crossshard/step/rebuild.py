@@ -39,10 +39,9 @@ def with_sgd(step: TrainStep, optimizer: optax.GradientTransformation, *, alone:
     loss = dataclasses.replace(config.loss, accumulate_steps=1)
     function = dataclasses.replace(config.function, pipeline=pipeline, loss=loss, sentinel=None)
     mesh = _own_shard(config.mesh, config.axes)
+    own = dataclasses.replace(config, function=function, mesh=mesh)
     update = WeightUpdate.REPLICATED
-    return TrainStep(
-        dataclasses.replace(config, function=function, mesh=mesh, weight_update=update)
-    )
+    return TrainStep(dataclasses.replace(own, weight_update=update, in_parts=False))
 
 
 def _own_shard(mesh: Mesh, axes: tuple[str, ...]) -> Mesh:

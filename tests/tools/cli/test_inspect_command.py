@@ -176,12 +176,14 @@ def test_the_keys_of_the_json_are_those_that_are_documented(run):
     read = json.loads(inspected(run, "function", "--json").stdout)
     keys = keys_of(read)
     assert (read["bytes_sent"], read["lower_bound"]) == (SENT, SENT)
-    assert read["parameters"] == [{"dtype": "f32", "bytes": BYTES, "shards": 8, "updates": 1}]
+    found = {"dtype": "f32", "bytes": BYTES, "shards": 8, "updates": 1}
+    assert read["parameters"] == [{**found, "gathered": None, "reduced": None}]
     rows = DOCS.read_text().partition("## JSON")[2]
     (table,) = re.findall(r"^\| key .*\Z", rows, re.DOTALL | re.MULTILINE)
     first, said = zip(*(row.split("|")[1:3] for row in table.splitlines()[2:]), strict=True)
     documented = {*re.findall("`([a-z_]+)`", "".join(first))}
-    inner = set("dtype dimensions bytes updates argument output temp alias peak".split())
+    inner = set("dtype dimensions bytes updates gathered reduced argument".split())
+    inner |= set("output temp alias peak".split())
     assert inner <= {*re.findall("`([a-z_]+)`", "".join(said))}
     assert keys == documented | inner
 

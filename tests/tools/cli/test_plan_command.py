@@ -68,7 +68,7 @@ def test_tables_from_a_process_with_nothing_set(folder):
     lines = done.stdout.splitlines()
     assert lines[0] == "4,096 parameters on cpu:2, 2 devices"
     rows = [line.split("  ")[0] for line in lines if line.startswith("data 2, ")]
-    assert rows == ["data 2, replicated", "data 2, sharded"] * 2
+    assert rows == ["data 2, replicated", "data 2, sharded", "data 2, in parts"] * 2
 
 
 def test_json_of_what_does_not_fit(run):

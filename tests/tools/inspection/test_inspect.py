@@ -131,7 +131,8 @@ def test_json_has_all_of_it_and_the_table_names_the_line(report: Communication):
     read = json.loads(report.to_json(indent=2))
     assert (read["ratio"], read["bytes_sent"]) == (report.ratio, report.bytes_sent)
     assert read["memory"]["argument"] == report.memory.argument
-    assert read["parameters"] == [{"dtype": "f32", "bytes": BYTES, "shards": 8, "updates": 1}]
+    found = {"dtype": "f32", "bytes": BYTES, "shards": 8, "updates": 1}
+    assert read["parameters"] == [{**found, "gathered": None, "reduced": None}]
     for one, each in zip(read["collectives"], report.collectives, strict=True):
         assert (one["kind"], one["source"]) == (each.kind, each.source)
         assert one["groups"] == [list(group) for group in each.groups]

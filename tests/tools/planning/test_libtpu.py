@@ -65,7 +65,7 @@ def test_a_program_that_cannot_be_read_names_it_quietly(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     installed(monkeypatch, "0.0.52")
-    words = r"step on data 8 cannot be read for v5p:2x2x2: libtpu 0.0.52 .*\[tpu\].*\(INTERNAL: RET"
+    words = r"replicated cannot be read for v5p:2x2x2: libtpu 0.0.52 .*\[tpu\].*\(INTERNAL: RET"
     with pytest.raises(ArgumentError, match=words) as caught:
         planned(monkeypatch)
     assert "stack" not in str(caught.value)

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import crossshard
+from crossshard._text import size
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.tools.planning.recommend import recommended
 from crossshard.tools.planning.report import Candidate, MemoryUse, Seconds
@@ -40,12 +41,16 @@ def plan():
 
 
 def test_the_bytes_are_those_counted_by_hand(plan):
-    replicated, sharded = plan.candidates
+    replicated, sharded, in_parts = plan.candidates
     assert (plan.parameters, plan.devices) == (BYTES // 4, SHARDS)
-    assert (replicated.weight_update, sharded.weight_update) == ("replicated", "sharded")
+    assert [each.weight_update for each in plan.candidates] == ["replicated", "sharded", "sharded"]
+    assert [each.params for each in plan.candidates] == ["replicated", "replicated", "sharded"]
+    assert in_parts.name == "data 8, in parts"
     assert dict(replicated.mesh) == {"data": SHARDS}
-    for each in plan.candidates:
-        assert each.memory.parameters == each.memory.gradients == BYTES
+    whole = [BYTES, BYTES, (BYTES - 256) // 8 + 256]
+    for each, parameters in zip(plan.candidates, whole, strict=True):
+        assert each.memory.parameters == each.memory.gradients == parameters
+        assert each.compiled
         # XLA combines the all-reduce of the loss with that of an array, so it counts.
         assert each.links.sent == 2 * 7 / 8 * (BYTES + 4)
         assert dict(each.links.by_link) == {"inside a host": pytest.approx(each.links.sent)}
@@ -54,9 +59,10 @@ def test_the_bytes_are_those_counted_by_hand(plan):
     # Two moments and a count, of each parameter or of an eighth of it; a bias of 256 bytes is
     # updated by every shard.
     assert replicated.memory.optimizer_state == 2 * BYTES + 4
-    assert sharded.memory.optimizer_state == 2 * (BYTES - 256) // 8 + 2 * 256 + 4
     assert dict(replicated.links.collectives) == {"all-reduce": 1}
-    assert {"all-gather", "reduce-scatter"} <= set(sharded.links.collectives)
+    for each in (sharded, in_parts):
+        assert each.memory.optimizer_state == 2 * (BYTES - 256) // 8 + 2 * 256 + 4
+        assert {"all-gather", "reduce-scatter"} <= set(each.links.collectives)
 
 
 def test_sgd_has_no_state():
@@ -67,7 +73,10 @@ def test_sgd_has_no_state():
 def test_what_is_needed_is_what_the_compiler_says(plan):
     for each in plan.candidates:
         step = crossshard.make_train_step(
-            loss_fn, optax.adam(1e-3), num_shards=SHARDS, weight_update=each.weight_update
+            *(loss_fn, optax.adam(1e-3)),
+            num_shards=SHARDS,
+            weight_update=each.weight_update,
+            params=each.params,
         )
         stats = step.lower(step.abstract_init(W), X).compile().memory_analysis()
         results = stats.output_size_in_bytes - stats.alias_size_in_bytes
@@ -86,11 +95,16 @@ def test_what_is_needed_is_what_the_compiler_says(plan):
 def test_a_model_that_is_split():
     specs = {"up": P(None, "model"), "down": P("model", None), "bias": P("model")}
     found = planned(model_specs=specs)
-    meshes = [tuple(each.mesh.values()) for each in found.candidates[::2]]
-    assert meshes == [(8,), (4, 2), (2, 4), (1, 8)]
+    meshes = [tuple(each.mesh.values()) for each in found.candidates]
+    # A single shard has all of its part of the model.
+    assert meshes == [(8,)] * 3 + [(4, 2)] * 3 + [(2, 4)] * 3 + [(1, 8)]
     assert all(list(each.mesh) in (["data"], ["data", "model"]) for each in found.candidates)
     for each in found.candidates:
-        assert each.memory.parameters == BYTES // each.mesh.get("model", 1)
+        block = BYTES // each.mesh.get("model", 1)
+        if each.params == "replicated":
+            assert each.memory.parameters == block
+        else:
+            assert each.memory.parameters < block
     again = planned(model_specs=lambda path, leaf: specs[path[0].key])
     assert [each.memory for each in again.candidates] == [x.memory for x in found.candidates]
 
@@ -113,38 +127,53 @@ def test_a_model_of_70_billion_parameters_is_a_matter_of_shapes():
     assert found.parameters == 80 * 13 * 8192**2  # 69.8 billion
     assert found.recommended is None
     assert "None fits" in found.why
-    for each in found.candidates:
-        assert not each.fits
-        assert each.memory.parameters == 4 * found.parameters
+    # By their state alone: they are not compiled, and may need more.
+    words = f"Not compiled, since what rests on a device is more than its memory: {NAMES}."
+    assert words in str(found)
+    for each, shards in zip(found.candidates, (1, 1, SHARDS), strict=True):
+        assert (each.fits, each.compiled) == (False, False)
+        assert (each.links, each.seconds, each.flops) == (None, None, None)
+        assert each.memory.parameters == 4 * found.parameters // shards
+        assert f"no, at least {size(-each.memory.left)} too much" in str(found)
+
+
+NAMES = "data 8, replicated; data 8, sharded; data 8, in parts"
 
 
 def test_a_module_of_flax_that_is_never_made():
     def make():
-        return nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+        return nnx.Linear(64, 64, rngs=nnx.Rngs(0))
 
     found = crossshard.plan(
         lambda model, x: jnp.mean(model(x) ** 2),
         make,
-        lambda devices: jax.ShapeDtypeStruct((2 * devices, 16), jnp.float32),
+        lambda devices: jax.ShapeDtypeStruct((2 * devices, 64), jnp.float32),
         optax.sgd(0.1),
         topology="cpu:4",
     )
-    assert found.parameters == 16 * 17
-    assert [each.memory.parameters for each in found.candidates] == [4 * 16 * 17] * 2
+    assert found.parameters == 64 * 65
+    # In parts the bias stays whole, since it is tiny.
+    whole = 4 * 64 * 65
+    in_parts = 4 * (64 * 64 // 4 + 64)
+    assert [each.memory.parameters for each in found.candidates] == [whole, whole, in_parts]
 
 
 def test_without_times_the_one_that_needs_least_is_recommended(plan):
-    least = min(each.memory.needed for each in plan.candidates)
+    whole = [each.memory.needed for each in plan.candidates if each.params == "replicated"]
     chosen = plan.candidates[plan.recommended]
-    assert (chosen.fits, chosen.memory.needed) == (True, least)
+    assert (chosen.fits, chosen.memory.needed) == (True, min(whole))
+    assert "the least of those that fit with whole parameters." in plan.why
     assert all(each.seconds is None for each in plan.candidates)
     assert plan.why.startswith(f"Recommended: {chosen.name}. It needs ")
 
 
-def candidate(name, needed, step):
+def candidate(name, needed, step, params="replicated"):
     seconds = None if step is None else Seconds(step, 0, 0, 0, step)
     memory = MemoryUse(0, 0, 0, None, 0, needed, available=1000)
-    return Candidate({name: 8}, "sharded", memory, None, 0, seconds, 0)
+    return Candidate({name: 8}, "sharded", memory, None, 0, seconds, 0, params)
+
+
+PARTS = "sharded"
 
 
 @pytest.mark.parametrize(
@@ -155,6 +184,11 @@ def candidate(name, needed, step):
         ([("a", 1001, None), ("b", 1000, 3.0)], 1, "the only one that fits"),
         ([("a", 1000, 2.0)], 0, "It fits"),
         ([("a", 1200, None), ("b", 1100, None)], None, "None fits. b 8, sharded needs least"),
+        # In parts where it is needed, or faster.
+        ([("a", 900, 2.0), ("b", 100, 1.95, PARTS)], 0, "the fastest by the estimate with whole p"),
+        ([("a", 900, 2.0), ("b", 100, 1.5, PARTS)], 1, "b 8, in parts. By the estimate a step"),
+        ([("a", 1001, None), ("b", 100, 3.0, PARTS)], 1, "in parts. It is the only one that fits"),
+        ([("a", 900, None), ("b", 100, None, PARTS)], 0, "the least of those that fit with whole"),
     ],
 )
 def test_the_fastest_that_fits_is_recommended_or_one_as_fast_that_needs_less(found, place, why):
@@ -209,6 +243,7 @@ UNEVEN = {
         ({"topology": "h100:1x8"}, ArgumentError, r'pip install "crossshard\[gpus\]"'),
         # What the plan chooses itself.
         ({"weight_update": "sharded"}, ArgumentError, "leave out weight_update"),
+        ({"params": "sharded"}, ArgumentError, "whole and in parts itself"),
         (UNEVEN, ArgumentError, r"params\['up'\].*cannot be split"),
         ({"model_specs": {"up": P()}}, ArgumentTypeError, "like params"),
     ],
@@ -221,8 +256,24 @@ def test_what_is_refused(given, error, words, monkeypatch):
 
 def test_options_of_the_step():
     found = planned(accumulate_steps=2, metrics="grad_norm", reduce_dtype=jnp.bfloat16)
-    assert len(found.candidates) == 2
+    assert len(found.candidates) == 3
     assert all(each.fits for each in found.candidates)
+
+
+def test_the_dtype_of_gathers_is_for_parameters_in_parts():
+    # An eighth of two matrices of 4096 bytes each is sent by each shard to seven.
+    wide, narrow = planned(), planned(gather_dtype=jnp.bfloat16)
+    sent = lambda found: [each.links.sent for each in found.candidates]
+    assert sent(narrow)[:2] == sent(wide)[:2]
+    assert sent(wide)[2] - sent(narrow)[2] == 7 * 2 * 4096 // 8 // 2
+
+
+def test_groups_have_no_parameters_in_parts():
+    grouped = crossshard.CrossShardOptimizer(
+        optax.adam(1e-3), group_assignment=[[0, 1, 2, 3], [4, 5, 6, 7]]
+    )
+    found = planned(optimizer=grouped)
+    assert [each.name for each in found.candidates] == ["data 8, replicated", "data 8, sharded"]
 
 
 def test_the_demo_says_how_its_model_may_be_split():
@@ -231,9 +282,10 @@ def test_the_demo_says_how_its_model_may_be_split():
     from crossshard.tools.planning.work import make_work
     from examples.byte_lm.planned import planned
 
-    for split, meshes in ((False, 1), (True, 4)):
+    # Three for each mesh of several shards.
+    for split, number in ((False, 3), (True, 10)):
         given = planned(layers=1, width=64, split=split)
         specs, has_aux = given.pop("model_specs"), given.pop("has_aux")
         work = make_work(**given, model_specs=specs, options={"has_aux": has_aux})
-        assert len(choices(work, topology("cpu:8"))) == 2 * meshes
+        assert len(choices(work, topology("cpu:8"))) == number
         assert work.batch(6)["read"].shape == (18, 64)

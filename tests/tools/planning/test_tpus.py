@@ -79,25 +79,29 @@ def test_the_bytes_are_those_counted_by_hand(folder, topology):
     found = planned(folder, topology)
     chips = found["devices"]
     bound = 2 * (chips - 1) / chips * BYTES
-    replicated, sharded = found["candidates"]
+    replicated, sharded, in_parts = found["candidates"]
+    assert in_parts["memory"]["parameters"] == BYTES // chips
     for each in (replicated, sharded):
         assert each["memory"]["parameters"] == BYTES
     # XLA sums in one all-reduce of all. For the v6e it makes the second stage of a sharded step's
     # reduce-scatter an all-reduce.
     assert replicated["links"]["sent"] == pytest.approx(bound, rel=1e-6)
     assert bound <= sharded["links"]["sent"] <= 1.06 * bound
+    # XLA for TPUs multiplies in bfloat16, and gathers the matrices so.
+    assert 0.75 * bound <= in_parts["links"]["sent"] <= 0.82 * bound
     assert replicated["memory"]["optimizer_state"] == 2 * BYTES + 4
-    assert sharded["memory"]["optimizer_state"] == 2 * BYTES // chips + 4
+    for each in (sharded, in_parts):
+        assert each["memory"]["optimizer_state"] == 2 * BYTES // chips + 4
     assert "across" not in replicated["links"]["by_link"]
 
 
 def test_what_the_compiler_refuses_does_not_fit(folder):
     found = planned(folder, "v5e:4x4", "large")
-    replicated, sharded = found["candidates"]
+    replicated, sharded, _ = found["candidates"]
     # Parameters, moments and gradients of 4 GiB each, of which the sharded step keeps two.
     assert not replicated["fits"]
     assert sharded["fits"]
-    assert found["recommended"] == 1
+    assert found["recommended"] in (1, 2)
 
 
 def test_two_at_once_are_quiet(folder):

@@ -1,4 +1,4 @@
-"""`crossshard plan`: what a step needs on a pod or cluster, and which mesh to choose."""
+"""`crossshard plan`: what a step needs on a pod or cluster, and which way to choose."""
 
 import argparse
 from collections.abc import Mapping
@@ -14,9 +14,9 @@ from crossshard.tools.planning.topology import KNOWN, topology
 
 _DESCRIPTION = """\
 Compile a training step for a TPU slice, a GPU cluster or the CPU devices of this machine, with the
-weights updated on every shard and in parts, over the meshes that are worth a look; say what each
-needs, what it sends, how long it might take on TPUs or GPUs, and which to choose. No accelerator is
-needed, nothing is run on one, and no parameter is allocated."""
+weights updated on every shard, updated in parts, and resting in parts, over the meshes that are
+worth a look; say what each needs, what it sends, how long it might take on TPUs or GPUs, and which
+to choose. No accelerator is needed, nothing is run on one, and no parameter is allocated."""
 
 _EPILOG = f"""\
 The factory is called without arguments and returns those of crossshard.plan as a dict:
@@ -31,7 +31,7 @@ The factory is called without arguments and returns those of crossshard.plan as 
 loss_fn is that of make_train_step; params arrays, types, or a function without arguments that makes
 them, which is only traced; batch the global batch, as arrays or types, or a function of the number
 of devices. Also model_specs, how parameters may be split over an axis "model", and options of
-make_train_step, such as has_aux or accumulate_steps.
+make_train_step, such as has_aux or accumulate_steps; gather_dtype is for parameters in parts.
 
 Topologies: {KNOWN}.
 

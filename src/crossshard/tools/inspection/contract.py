@@ -48,7 +48,8 @@ class Contract:
     Attributes:
       max_bytes_ratio: the allowed multiple of the lower bound.
       forbid: kinds of collectives that must not occur.
-      in_loop: whether collectives are allowed in loops.
+      in_loop: whether collectives are allowed in loops; those of a single update that sends no more
+        than the lower bound always are: each turn sends another layer.
       min_hidden: the least share of the bytes that must be sent behind matrix products, or one for
         each of some kinds; ``None`` for no limit.
 
@@ -73,7 +74,7 @@ class Contract:
         """The violations of a step; scalars are not counted."""
         # Over the axes of a model the user communicates as the model needs it.
         sending = [each for each in report.collectives if each.bytes_sent and not each.within_shard]
-        found = [self._forbidden(sending), self._looping(sending)]
+        found = [self._forbidden(sending), self._looping(sending, report)]
         found += [self._too_much(sending, report), self._not_hidden(sending, report)]
         return [breach for breaches in found for breach in breaches]
 
@@ -83,13 +84,12 @@ class Contract:
             table = collective_table(found)
             yield Breach(f"The step has forbidden collectives, {kinds}", table)
 
-    def _looping(self, sending: list[Collective]) -> Iterator[Breach]:
+    def _looping(self, sending: list[Collective], report: Communication) -> Iterator[Breach]:
         found = [each for each in sending if each.in_loop and not self.in_loop]
-        if found:
+        if found and not _in_rows(sending, report):
             yield Breach(
                 "The step communicates within a loop; reduce gradients once after it, or pass "
-                "in_loop=True if that is intended, for example to gather layers one by one, or for "
-                "a loop over steps",
+                "in_loop=True if that is intended, for example for a loop over steps",
                 collective_table(found),
             )
 
@@ -131,10 +131,22 @@ class Contract:
             )
         else:
             sent = report.bytes_between_shards - _widening(sending, report)
-            allowance = bytes_sent("all-reduce", report.shards, _NUMBERS * 4)
-            if sent > most * report.lower_bound * (1 + _PADDING) + allowance:
+            if sent > _allowed(most, report):
                 ratio = f"{_times(sent, sending, report.lower_bound)}, but only {most:g} is allowed"
                 yield Breach(f"The step sends {ratio}", report.table())
+
+
+def _allowed(ratio: float, report: Communication) -> float:
+    """The bytes of so many times the lower bound, with what padding and numbers add."""
+    allowance = bytes_sent("all-reduce", report.shards, _NUMBERS * 4)
+    return ratio * (report.lower_bound or 0) * (1 + _PADDING) + allowance
+
+
+def _in_rows(sending: list[Collective], report: Communication) -> bool:
+    """Whether no turn of a loop sends what another one does: one update sends the least."""
+    if report.uncounted_loops or any(each.updates != 1 for each in report.parameters):
+        return False
+    return report.bytes_between_shards - _widening(sending, report) <= _allowed(1, report)
 
 
 def _times(sent: float, sending: list[Collective], bound: float) -> str:

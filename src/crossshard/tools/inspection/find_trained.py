@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from crossshard.tools.inspection.collectives import is_scalar, runs_of_collectives
 from crossshard.tools.inspection.execution import Execution
-from crossshard.tools.inspection.hlo import Array, Module, Shape, leaves
+from crossshard.tools.inspection.hlo import Array, Module, Shape, leaves, width
 from crossshard.tools.inspection.hlo_dependence import union
 from crossshard.tools.inspection.parameters import Parameters
 from crossshard.tools.inspection.pieces import Pieces, is_whole
@@ -76,25 +76,80 @@ def find_trained(module: Module, inputs: Sequence[Pieces], outputs: Sequence[boo
         kept = {n: found for n in updates if (found := data.shards(n, stored_apart=True)) > 1}
     if not kept:
         return Trained((), ())
-    copies: dict[_Value, list[tuple[int, int, int]]] = defaultdict(list)
+    wires = _Wires({n: shapes[n] for n in kept}, updates, uses)
+    copies: dict[_Value, list[tuple[int, int, int, int, int]]] = defaultdict(list)
     outputs_of: dict[_Value, set[int]] = defaultdict(set)
     for number, count in kept.items():
         gathered = joined_devices(uses.gathers[number], devices)
         often = uses.in_loops(number, updates[number]) * uses.in_a_row(number, updates[number])
-        copies[given[number]].append((min(gathered, len(set(inputs[number]))), count, often))
+        pieces = min(gathered, len(set(inputs[number])))
+        copies[given[number]].append((pieces, count, often, *wires.of(number, pieces, often)))
         outputs_of[given[number]] |= updates[number]
     bytes_of: Counter[tuple[str, int, int]] = Counter()
+    gathered_of, reduced_of = Counter[tuple[str, int, int]](), Counter[tuple[str, int, int]]()
     for value, inputs_alike in copies.items():
         # Two inputs cannot both be updated to one output.
         distinct = sorted(inputs_alike, reverse=True)[: len(outputs_of[value])]
-        for gathered, count, often in distinct:
-            bytes_of[value.array.dtype, count, often] += gathered * value.array.bytes
+        for pieces, count, often, gathered, reduced in distinct:
+            kind = value.array.dtype, count, often
+            bytes_of[kind] += pieces * value.array.bytes
+            gathered_of[kind] += gathered
+            reduced_of[kind] += reduced
     parameters = tuple(
-        Parameters(dtype, total, count, often)
-        for (dtype, count, often), total in bytes_of.most_common()
+        Parameters(
+            *(dtype, total, count, often),
+            *(None if sent == total else sent for sent in (gathered_of[kind], reduced_of[kind])),
+        )
+        for kind, total in bytes_of.most_common()
+        for dtype, count, often in [kind]
     )
     seen = data.seen(max(kept, key=lambda n: shapes[n].bytes))
     return Trained(parameters, seen if len(set(seen)) > 1 else ())
+
+
+class _Wires:
+    """What programs send of parameters that rest in parts.
+
+    Args:
+      arrays: the piece of each parameter on one device, by the number of its input.
+      updates: the outputs of each.
+      uses: how they are used.
+    """
+
+    def __init__(self, arrays: dict[int, Array], updates: dict[int, set[int]], uses: Uses) -> None:
+        self._arrays = arrays
+        self._updates = updates
+        self._uses = uses
+        self._gathers = {number: uses.gathered(number) for number in arrays}
+
+    def of(self, number: int, pieces: int, often: int) -> tuple[int, int]:
+        """The bytes of what an update gathers of a parameter, and of the gradient that it reduces.
+
+        Those of the whole parameter, in the dtype that is sent if it has fewer bits. What is
+        gathered again, as ``jax.checkpoint`` does, counts twice, and no oftener.
+
+        Args:
+          number: the parameter.
+          pieces: the number of pieces that make a whole one; 1 if it rests whole.
+          often: the updates in one call.
+        """
+        piece = self._arrays[number]
+        whole, bits = pieces * piece.bytes, width(piece.dtype)
+        gathers = self._gathers[number]
+        if pieces == 1 or not gathers:
+            return whole, whole
+        sent = sum(each.bytes_sent * self._share(number, each) for each in gathers)
+        wire = max(each.width for each in gathers) / bits
+        once = (pieces - 1) * piece.bytes * wire * often
+        passes = 2 if sent > 1.5 * once else 1
+        reductions = self._uses.arriving(self._updates[number])
+        summed = max((each.width for each in reductions), default=bits) / bits
+        return round(passes * whole * min(wire, 1)), round(whole * min(summed, 1))
+
+    def _share(self, number: int, gather: Operand) -> float:
+        """The share of a parameter in what is gathered together, which has the same rows of all."""
+        together = [n for n, found in self._gathers.items() if gather in found]
+        return self._arrays[number].bytes / sum(self._arrays[n].bytes for n in together)
 
 
 def _arrays(shapes: Iterable[Shape]) -> list[Array]:

@@ -24,6 +24,12 @@ _MOVING = _WHOLE | {
     *("reshape", "reverse", "slice", "transpose"),
 }
 
+# Further ops that compute nothing; what they move is not kept apart by part.
+_MERGING = {
+    *("all-gather-start", "all-gather-done", "async-done", "async-update", "bitcast-convert"),
+    *("concatenate", "get-tuple-element", "pad"),
+}
+
 Sets = frozenset[int]
 
 # The sets of one array, or of each element of a tuple.
@@ -36,10 +42,17 @@ class Source(NamedTuple):
     Attributes:
       any: its bit for any dependence.
       direct: its bit for dependence that passes no reduction, and no scalar such as a norm.
+      moved: its bit for values that are its own elements, moved and converted.
     """
 
     any: int
     direct: int
+    moved: int
+
+    @property
+    def bits(self) -> int:
+        """All of them."""
+        return self.any | self.direct | self.moved
 
 
 class Dependence:
@@ -74,23 +87,25 @@ class Dependence:
         self._reductions = reductions
         self._left_out = left_out
         self._number = 0
-        # The bits of all sources for direct dependence.
+        # The bits of all sources for direct dependence, and for their own elements.
         self._direct = 0
+        self._moved = 0
         self.inputs = [self._source() for _ in module.entry.parameters]
         self.device = self._source()
         self.operands: dict[str, list[Source]] = {}
         self.loops: dict[int, str] = {}
         self.given: dict[int, int] = {}
         given = [
-            _spread(each.shape, source.any | source.direct)
+            _spread(each.shape, source.bits)
             for each, source in zip(module.entry.parameters, self.inputs, strict=True)
         ]
         self.outputs = _leaves(self._through(module.entry, given))
 
     def _source(self) -> Source:
-        source = Source(1 << self._number, 2 << self._number)
-        self._number += 2
+        source = Source(*(each << self._number for each in (1, 2, 4)))
+        self._number += 3
         self._direct |= source.direct
+        self._moved |= source.moved
         return source
 
     def _through(self, computation: Computation, given: Sequence[Depends]) -> Depends:
@@ -105,7 +120,7 @@ class Dependence:
                 self._note(each, taken)
             found = self._of(each, taken)
             if isinstance(each.shape, Array) and each.shape.size <= 1:
-                found = frozenset({union(found) & ~self._direct})
+                found = frozenset({union(found) & ~(self._direct | self._moved)})
             known[each.name] = found
         return known[computation.root.name]
 
@@ -144,13 +159,15 @@ class Dependence:
         if each.opcode in _MOVING and isinstance(taken[0], frozenset):
             rest = union(tuple(taken[1:]))
             return frozenset(self._passed(each, one | rest) for one in taken[0])
-        return _spread(each.shape, self._passed(each, union(tuple(taken))))
+        passed = self._passed(each, union(tuple(taken)))
+        kept = passed if each.opcode in _MERGING else passed & ~self._moved
+        return _spread(each.shape, kept)
 
     def _passed(self, each: Instruction, taken: int, operands: slice = slice(None)) -> int:
         """What a result depends on, if some operands depend on ``taken``."""
         is_reduction = each.name in self._reductions
         if is_reduction:
-            taken &= ~self._direct
+            taken &= ~(self._direct | self._moved)
         for source in self.operands.get(each.name, [])[operands]:
             taken |= source.any | source.direct * is_reduction
         return taken
@@ -169,7 +186,7 @@ class Dependence:
         is_tuple = isinstance(shape, tuple)
         shapes = shape if isinstance(shape, tuple) else (shape,)
         sources = [self._source() for _ in shapes]
-        elements = tuple(_spread(s, x.any | x.direct) for s, x in zip(shapes, sources, strict=True))
+        elements = tuple(_spread(s, x.bits) for s, x in zip(shapes, sources, strict=True))
         given = elements if is_tuple else elements[0]
         self._through(condition, [given])
         after = _unions(self._through(body, [given]), len(shapes))
@@ -179,7 +196,9 @@ class Dependence:
             self.given[bit] = self._replaced(members, sources, begins)
         results: list[Depends] = []
         for source, old, new, is_trained in zip(sources, begins, after, trained, strict=True):
-            members = old | self._replaced(new, sources, begins)
+            now = self._replaced(new, sources, begins)
+            # What is computed in some iteration is not only moved.
+            members = (old | now) & ~self._moved | old & now & self._moved
             if is_trained:
                 self.loops[source.direct] = loop.name
                 self.given[source.direct] = old
@@ -198,11 +217,12 @@ class Dependence:
     def _replaced(self, members: int, sources: Sequence[Source], begins: Sequence[int]) -> int:
         """A set in which elements of a carry are replaced by what they depend on."""
         for source, old in zip(sources, begins, strict=True):
+            begun = old & self._moved if members & source.moved else 0
             if members & source.direct:
-                members |= old
+                begun |= old & ~self._moved
             elif members & source.any:
-                members |= old & ~self._direct
-            members &= ~(source.any | source.direct)
+                begun |= old & ~(self._direct | self._moved)
+            members = members & ~source.bits | begun
         return members
 
     def _of_branches(self, each: Instruction, taken: list[Depends]) -> Depends:

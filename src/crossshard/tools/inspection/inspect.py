@@ -35,7 +35,9 @@ def inspect(program: Any, parameters: Any = None) -> Communication:
     N is the number of devices that keep a copy of a parameter and have different data among the
     program's inputs. Devices over which layers are split are one shard, and P is one device's
     slice. Experts that are on fewer devices than the other layers have their own bound, and all
-    bounds are added.
+    bounds are added. Of parameters that rest in parts the bound counts what is sent: the dtypes of
+    gathers and sums if they have fewer bits, and twice what is gathered twice, as
+    ``jax.checkpoint`` does.
 
     Of a conditional, the branch that sends most counts; a loop of unknown length counts once.
 
@@ -103,7 +105,11 @@ def report_on(
     else:
         sending = (each.groups for each in found if each.bytes_sent)
         most = Parameters(None, 0, joined_devices(sending, devices))
-    if parameters is not None:
+    found_bytes = {each.dtype: each.bytes for each in trained}
+    if parameters is not None and parameters not in (
+        found_bytes,
+        {None: sum(found_bytes.values())},
+    ):
         trained = tuple(
             dataclasses.replace(most, dtype=dtype or most.dtype, bytes=total)
             for dtype, total in parameters.items()

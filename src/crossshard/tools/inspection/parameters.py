@@ -22,17 +22,29 @@ class Parameters:
       shards: the number of shards that keep a copy.
       updates: how often one call of the program updates them: once, or once per iteration of a
         training loop.
+      gathered: the bytes of what an update gathers; ``None`` for ``bytes``. Of parameters that
+        rest in parts, in the dtype that is sent, and twice those that are gathered in the backward
+        pass again.
+      reduced: the bytes of the gradients; ``None`` for ``bytes``. Of parameters that rest in parts,
+        in the dtype that is sent.
     """
 
     dtype: str | None
     bytes: int
     shards: int
     updates: int = 1
+    gathered: int | None = None
+    reduced: int | None = None
+
+    @property
+    def on_wire(self) -> int:
+        """``gathered`` and ``reduced`` together: 2 · P if they are not in parts."""
+        return sum(self.bytes if own is None else own for own in (self.gathered, self.reduced))
 
     @property
     def lower_bound(self) -> float:
-        """2(N−1)/N · P for each update: the least that one of N shards sends to average P bytes."""
-        return 2 * (self.shards - 1) * self.bytes / self.shards * self.updates
+        """(N−1)/N · ``on_wire`` for each update: the least that one of N shards sends."""
+        return (self.shards - 1) * self.on_wire / self.shards * self.updates
 
 
 def named_bytes(parameters: Any) -> Mapping[str | None, int]:

@@ -153,7 +153,9 @@ class Communication:
     def lower_bound(self) -> float | None:
         """2(N−1)/N · P: the least that one of N shards sends to average P bytes.
 
-        Summed over parameters with different numbers of shards and over the updates of a loop.
+        Of parameters that rest in parts, (N−1)/N of the bytes that are gathered and reduced, in the
+        dtypes that are sent; see ``Parameters``. Summed over parameters with different numbers of
+        shards and over the updates of a loop.
         """
         return sum(each.lower_bound for each in self.parameters) if self.parameters else None
 

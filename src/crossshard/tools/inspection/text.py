@@ -1,7 +1,7 @@
 """Communication reports as text: a table of collectives, and the totals under it."""
 
 import dataclasses
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -102,18 +102,29 @@ def _bound(report: "Communication", least: str) -> list[str]:
     if report.lower_bound is None:
         return ["the parameters were not found in the program, so there is no lower bound"]
     ratio = "" if report.ratio is None else f"; ratio {least}{report.ratio:.3f}"
-    total: Counter[tuple[int, int]] = Counter()
+    alike: dict[tuple[int, int], list[Parameters]] = defaultdict(list)
     for each in report.parameters:
-        total[each.shards, each.updates] += each.bytes
-    bounds = [
-        f"{shards} shards need 2(N−1)/N · P{f' · {updates} updates' * (updates != 1)} = "
-        f"{exact_size(Parameters(None, parameters, shards, updates).lower_bound)} for "
-        f"{exact_size(parameters)} of parameters"
-        for (shards, updates), parameters in sorted(total.items(), reverse=True)
-    ]
+        alike[each.shards, each.updates].append(each)
+    bounds = [_of_alike(found) for _, found in sorted(alike.items(), reverse=True)]
     if len(bounds) == 1:
         return [bounds[0] + ratio]
     return [*bounds, f"together {exact_size(report.lower_bound)}{ratio}"]
+
+
+def _of_alike(found: list[Parameters]) -> str:
+    """The bound of parameters with the same shards and updates."""
+    shards, updates = found[0].shards, found[0].updates
+    times = f" · {updates} updates" * (updates != 1)
+    needed = exact_size(sum(each.lower_bound for each in found))
+    of = f"for {exact_size(sum(each.bytes for each in found))} of parameters"
+    if all(each.on_wire == 2 * each.bytes for each in found):
+        return f"{shards} shards need 2(N−1)/N · P{times} = {needed} {of}"
+    gathered = exact_size(sum(x.bytes if x.gathered is None else x.gathered for x in found))
+    reduced = exact_size(sum(x.bytes if x.reduced is None else x.reduced for x in found))
+    return (
+        f"{shards} shards need (N−1)/N · (G + R){times} = {needed} {of}, G = {gathered} "
+        f"gathered, R = {reduced} reduced"
+    )
 
 
 def _overlap(report: "Communication") -> list[str]:

@@ -5,9 +5,9 @@ from functools import reduce
 from operator import or_
 from typing import NamedTuple
 
-from crossshard.tools.inspection.collectives import is_scalar, operand_shapes
+from crossshard.tools.inspection.collectives import bytes_sent, is_scalar, operand_shapes
 from crossshard.tools.inspection.execution import Execution, executions
-from crossshard.tools.inspection.hlo import Module, leaves
+from crossshard.tools.inspection.hlo import Module, leaves, width
 from crossshard.tools.inspection.hlo_dependence import Dependence, Source, union
 from crossshard.tools.inspection.loops import trip_count
 from crossshard.tools.inspection.replica_groups import Groups, groups_of
@@ -24,12 +24,16 @@ class Operand(NamedTuple):
       given: its dependence.
       groups: the groups of the collective.
       reduces: whether the collective is a reduction.
+      bytes_sent: the bytes that one device sends of it in one call.
+      width: the most bits of its elements.
     """
 
     source: Source
     given: int
     groups: Groups
     reduces: bool
+    bytes_sent: float
+    width: int
 
 
 class Uses:
@@ -55,7 +59,17 @@ class Uses:
         self._module = module
         self.depends = Dependence(module, names, reducing, left_out)
         self.operands = [
-            Operand(source, self.depends.given[source.any], groups, kind not in _COPYING)
+            Operand(
+                source,
+                self.depends.given[source.any],
+                groups,
+                kind not in _COPYING,
+                (1 if run.times is None else run.times)
+                * bytes_sent(
+                    kind, max(map(len, groups), default=1), sum(x.bytes for x in leaves(shape))
+                ),
+                max(width(each.dtype) for each in leaves(shape)),
+            )
             for run, kind in runs
             for groups in [groups_of(run.instruction, kind, module)]
             for source, shape in zip(
@@ -78,6 +92,16 @@ class Uses:
             [each.groups for each in fed if not each.reduces and not each.given & reduced]
             for fed in self.fed
         ]
+
+    def gathered(self, number: int) -> list[Operand]:
+        """The operands of gathers that are elements of an input, as those of its rows in loops."""
+        moved = self.depends.inputs[number].moved
+        return [each for each in self.fed[number] if each.given & moved and not each.reduces]
+
+    def arriving(self, outputs: Iterable[int]) -> list[Operand]:
+        """The operands of reductions that arrive in some outputs directly, as gradients do."""
+        reached = self.reached(outputs)
+        return [each for each in self.operands if each.reduces and each.source.direct & reached]
 
     def reached(self, outputs: Iterable[int]) -> int:
         """All that some outputs depend on."""

@@ -21,7 +21,7 @@ from crossshard.tools.planning.estimate import estimate
 from crossshard.tools.planning.kernels import bytes_moved
 from crossshard.tools.planning.libtpu import other_libtpu
 from crossshard.tools.planning.links import bytes_by_link
-from crossshard.tools.planning.products import products
+from crossshard.tools.planning.products import Product, products
 from crossshard.tools.planning.report import Candidate, LinkUse, MemoryUse, Seconds
 from crossshard.tools.planning.topology import Topology
 from crossshard.tools.planning.work import Work
@@ -58,17 +58,25 @@ class _Compiling:
         self._choice = choice
         self._topology = topology
         self._mesh = topology.mesh(choice.mesh)
-        self._state, traced = work.traced(self._mesh, choice.weight_update)
+        step, self._state = work.step(self._mesh, choice.weight_update, choice.params)
         self._batch = work.batch(self._mesh.size)
-        self._products = list(products(traced.jaxpr, self._mesh.size))
-        self._lowered = traced.lower()
+        self._available = _available(topology)
         self._compiled: jax.stages.Compiled | None = None
-        # The bytes that the program needs, if the compiler refuses it for its memory.
-        self._refused_for = 0
+        # The bytes that the program needs at least, unless it is compiled.
+        self._refused_for = self._arguments()
+        self._lowered: jax.stages.Lowered | None = None
+        self._products: list[Product] = []
+        # A large model takes minutes to compile: not where its state alone is too large.
+        if self._refused_for <= self._available:
+            traced = step.trace(self._state, self._batch)
+            self._products = list(products(traced.jaxpr, self._mesh.size))
+            self._lowered = traced.lower()
         self._seconds = time.perf_counter() - began
 
     def compile(self) -> None:
         """Compile it; a program that needs too much memory stays uncompiled."""
+        if self._lowered is None:
+            return
         began = time.perf_counter()
         try:
             self._compiled = self._lowered.compile()
@@ -90,24 +98,28 @@ class _Compiling:
             except jax.errors.JaxRuntimeError as error:
                 raise ArgumentError(self._sentence("read", error)) from error
             links = _links(report, devices)
+        flops = None
+        if self._lowered is not None:
+            flops = sum(product.times * product.flops for product in self._products)
         return Candidate(
             mesh=self._choice.mesh,
             weight_update=self._choice.weight_update,
             memory=self._memory(),
             links=links,
-            flops=sum(product.times * product.flops for product in self._products),
+            flops=flops,
             seconds=seconds,
             compile_seconds=self._seconds,
+            params=self._choice.params,
+            compiled=self._lowered is not None,
         )
 
     def _sentence(self, what: str, error: Exception) -> str:
         first = (str(error).splitlines() or ["no reason"])[0]
-        axes = ", ".join(f"{name} {size}" for name, size in self._choice.mesh.items())
         chip = self._topology.chip
         other = other_libtpu() if chip is not None and chip.platform == "tpu" else None
         reason = f"{other} ({first:.200})" if other else f"{first:.300}"
-        step = f"The {self._choice.weight_update} step on {axes}"
-        return f"{step} cannot be {what} for {self._topology.name}: {reason}"
+        where = f"{self._choice.name} cannot be {what} for {self._topology.name}"
+        return f"The step of {where}: {reason}"
 
     def _needed(self, message: str) -> int | None:
         """The bytes that a program needs, from what its compiler says of its memory."""
@@ -139,7 +151,7 @@ class _Compiling:
             temporaries=temporaries,
             gradients=bytes_on_device(self._state.params),
             needed=needed,
-            available=_available(self._topology),
+            available=self._available,
         )
 
     def _estimate(

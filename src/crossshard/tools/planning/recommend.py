@@ -8,6 +8,7 @@ import jax
 
 from crossshard._text import size, time
 from crossshard.model.models import partition
+from crossshard.pipeline.update.plan import Rest
 from crossshard.tools.planning.choices import choices
 from crossshard.tools.planning.compile import candidates
 from crossshard.tools.planning.report import Candidate, Plan
@@ -31,9 +32,10 @@ def plan(
     """Compile a training step for a pod or a cluster, in several ways, and say which to choose.
 
     Nothing is run there, and no array is allocated: a model of 70 billion parameters is a matter of
-    shapes. The step is compiled with the weights updated on every shard and in parts, on a mesh of
-    all devices and, with ``model_specs``, on those where 2, 4 or 8 of them share a model. Times are
-    estimates, from the published peaks of TPUs and GPUs; for CPUs there are none.
+    shapes. The step is compiled with the weights updated on every shard, updated in parts, and
+    resting in parts (``params="sharded"``), on a mesh of all devices and, with ``model_specs``, on
+    those where 2, 4 or 8 of them share a model; not where the state alone is more than a device
+    has. Times are estimates, from the published peaks of TPUs and GPUs; for CPUs there are none.
 
     Args:
       loss_fn: as ``make_train_step`` takes it.
@@ -90,24 +92,27 @@ def recommended(found: Sequence[Candidate]) -> tuple[int | None, str]:
     if not fitting:
         least = min(found, key=lambda each: each.memory.needed)
         return None, (
-            f"None fits. {least.name} needs least, and {size(-least.memory.left)} too much: take "
+            f"None fits. {least.name} needs least, and {least.too_much} too much: take "
             f"more devices, a smaller batch, or split the model (model_specs)."
         )
     seconds = {place: _step(found[place]) for place in fitting}
     fastest = min(seconds.values())
     alike = [place for place in fitting if seconds[place] <= _ALIKE * fastest]
-    best = min(alike, key=lambda place: found[place].memory.needed)
+    # Whole parameters are simpler, and sent once.
+    whole = [place for place in alike if found[place].params == Rest.REPLICATED]
+    best = min(whole or alike, key=lambda place: found[place].memory.needed)
     chosen = found[best]
     others = [place for place in fitting if place != best]
+    simpler = " with whole parameters" if whole and whole != alike else ""
     why = f"Recommended: {chosen.name}. "
     if not others:
         why += "It is the only one that fits" if len(found) > 1 else "It fits"
     elif math.isinf(fastest):
-        why += f"It needs {size(chosen.memory.needed)}, the least of those that fit"
+        why += f"It needs {size(chosen.memory.needed)}, the least of those that fit{simpler}"
     elif len(alike) > 1:
         why += (
             f"It needs {size(chosen.memory.needed)}, the least of those that are within "
-            f"{_ALIKE - 1:.0%} of the fastest by the estimate"
+            f"{_ALIKE - 1:.0%} of the fastest by the estimate{simpler}"
         )
     else:
         second = min(others, key=lambda place: seconds[place])

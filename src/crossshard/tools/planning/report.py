@@ -5,6 +5,8 @@ import json
 from collections.abc import Mapping, Sequence
 
 from crossshard._text import count, size, table, time
+from crossshard.pipeline.update.plan import Rest
+from crossshard.tools.planning.choices import Choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +20,8 @@ class MemoryUse:
       temporaries: what else the program needs while it runs: activations and gradients; ``None`` if
         the compiler refused the program before it counted them.
       gradients: of all gradients, of which the temporaries hold those that are needed at one time.
-      needed: all of these at the fullest moment, by the compiler.
+      needed: all of these at the fullest moment, by the compiler; at least this, if the step was
+        not compiled.
       available: on a device.
     """
 
@@ -75,25 +78,29 @@ class Seconds:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A mesh and a weight update, compiled.
+    """A mesh, and where parameters and optimizer state rest, compiled.
 
     Attributes:
       mesh: the sizes of its axes by their names.
       weight_update: ``"replicated"`` or ``"sharded"``.
       memory: on each device.
-      links: what is sent; ``None`` if the compiler refused the program.
-      flops: of matrix products on each device.
-      seconds: estimated; ``None`` if the compiler refused the program, and on CPUs.
+      links: what is sent; ``None`` if it was not compiled, or the compiler refused it.
+      flops: of matrix products on each device; ``None`` if it was not compiled.
+      seconds: estimated; ``None`` as for ``links``, and on CPUs.
       compile_seconds: the time to trace and compile it.
+      params: ``"replicated"``, or ``"sharded"`` if the parameters rest in parts.
+      compiled: whether it was compiled, which it is not if its state alone is too large.
     """
 
     mesh: Mapping[str, int]
     weight_update: str
     memory: MemoryUse
     links: LinkUse | None
-    flops: float
+    flops: float | None
     seconds: Seconds | None
     compile_seconds: float
+    params: str = Rest.REPLICATED.value
+    compiled: bool = True
 
     @property
     def fits(self) -> bool:
@@ -102,9 +109,13 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """``data 4 x model 2, sharded``."""
-        axes = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
-        return f"{axes}, {self.weight_update}"
+        """``data 4 x model 2, sharded``; ``in parts`` if the parameters are."""
+        return Choice(dict(self.mesh), self.weight_update, self.params).name
+
+    @property
+    def too_much(self) -> str:
+        """The bytes that do not fit, in words."""
+        return "at least " * (not self.compiled) + size(-self.memory.left)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,9 +169,16 @@ class Plan:
             table(_MEMORY, [_memory_row(each) for each in self.candidates]),
             table(_LINKS, [_link_row(each) for each in self.candidates]),
             *self._times(),
+            *self._not_compiled(),
             f"{self.why}\n{self.figures}",
         ]
         return "\n\n".join(parts)
+
+    def _not_compiled(self) -> list[str]:
+        names = "; ".join(each.name for each in self.candidates if not each.compiled)
+        if not names:
+            return []
+        return [f"Not compiled, since what rests on a device is more than its memory: {names}."]
 
     def _times(self) -> list[str]:
         if all(each.seconds is None for each in self.candidates):
@@ -181,7 +199,7 @@ _TIMES = (*("estimated time of a step", "compute", "memory", "communication", "h
 
 def _memory_row(each: Candidate) -> tuple[str, ...]:
     use = each.memory
-    fits = f"yes, {size(use.left)} left" if each.fits else f"no, {size(-use.left)} too much"
+    fits = f"yes, {size(use.left)} left" if each.fits else f"no, {each.too_much} too much"
     temporaries = "?" if use.temporaries is None else size(use.temporaries)
     return (
         *(each.name, fits, size(use.parameters), size(use.optimizer_state), size(use.other)),

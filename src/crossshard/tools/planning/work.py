@@ -10,11 +10,16 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.optimizer.cross_shard_optimizer import CrossShardOptimizer
+from crossshard.pipeline.update.plan import Rest
 from crossshard.step.make_train_step import make_train_step
+from crossshard.step.train_step import TrainStep
 
 DATA, MODEL = "data", "model"
 # Chosen by the plan itself.
 _OURS = {"mesh", "num_shards", "axis_name", "weight_update"}
+# Options of a step whose parameters rest in parts, and of no other.
+_OF_PARTS = {"gather_dtype"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,19 +67,27 @@ class Work:
             return nnx.merge(graph, jax.tree_util.tree_map_with_path(lay, state))
         return jax.tree_util.tree_map_with_path(lay, self.params)
 
-    def traced(self, mesh: Mesh, weight_update: str) -> tuple[Any, jax.stages.Traced]:
-        """The types of the step's state, and the step traced for it."""
+    @property
+    def is_grouped(self) -> bool:
+        """Whether groups of shards have parameters of their own."""
+        if not isinstance(self.optimizer, CrossShardOptimizer):
+            return False
+        return len(self.optimizer.group_assignment or ()) > 1
+
+    def step(self, mesh: Mesh, weight_update: str, params: str) -> tuple[TrainStep, Any]:
+        """The step, and the types of its state."""
         axis = DATA if MODEL in mesh.axis_names else None
+        left_out = _OF_PARTS if params == Rest.REPLICATED else ()
         step = make_train_step(
             self.loss_fn,
             self.optimizer,
             mesh=mesh,
             axis_name=axis,
             weight_update=weight_update,
-            **self.options,
+            params=params,
+            **{name: each for name, each in self.options.items() if name not in left_out},
         )
-        state = step.abstract_init(self.types_on(mesh))
-        return state, step.trace(state, self.batch(mesh.size))
+        return step, step.abstract_init(self.types_on(mesh))
 
 
 def make_work(
@@ -88,13 +101,18 @@ def make_work(
     """The step that ``crossshard.plan``'s arguments describe.
 
     Raises:
-      ArgumentError: an option that the plan chooses itself.
+      ArgumentError: an option that the plan chooses itself, among them ``params`` of a step.
       ArgumentTypeError: model_specs are neither specs nor a function.
     """
     options = dict(options or {})
     chosen = sorted(_OURS & set(options))
     if chosen:
         raise ArgumentError(f"plan compares meshes and updates itself; leave out {chosen[0]}.")
+    if isinstance(params, str):
+        raise ArgumentError(
+            f"plan compares parameters that rest whole and in parts itself; params is the model "
+            f"here, and not {params!r}."
+        )
     is_model = isinstance(params, nnx.Pytree) or not callable(params)
     types = params if is_model else nnx.eval_shape(params)
     of_devices = batch if callable(batch) else lambda devices: batch
