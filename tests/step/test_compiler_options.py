@@ -62,9 +62,10 @@ def make(**options: Any) -> crossshard.TrainStep:
 
 def test_parameters_in_parts_travel_beside_the_sums(monkeypatch: pytest.MonkeyPatch):
     limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
-    assert compiler_options("gpu", 8, in_parts=True) == {**compiler_options("gpu", 8), limit: 3}
-    monkeypatch.setenv("XLA_FLAGS", f"--{limit}=1")
+    assert compiler_options("gpu", 32, in_parts=True) == {**compiler_options("gpu", 32), limit: 3}
     assert limit not in compiler_options("gpu", 8, in_parts=True)
+    monkeypatch.setenv("XLA_FLAGS", f"--{limit}=1")
+    assert limit not in compiler_options("gpu", 32, in_parts=True)
 
 
 def test_other_steps_have_none():

@@ -9,6 +9,8 @@ from typing import Any
 # The bytes of gradients that XLA combines into one collective. This is its own default for
 # all-reduces.
 _COMBINED = 30 << 20
+# The GPUs of most hosts.
+_OF_A_HOST = 8
 
 
 def compiler_options(platform: str, shards: int, *, in_parts: bool = False) -> dict[str, Any]:
@@ -35,7 +37,7 @@ def compiler_options(platform: str, shards: int, *, in_parts: bool = False) -> d
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": _COMBINED // shards,
     }
-    if in_parts:
+    if in_parts and shards > _OF_A_HOST:
         options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 3
     flags = _users_flags()
     return {name: value for name, value in options.items() if name not in flags}
