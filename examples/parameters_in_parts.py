@@ -8,7 +8,7 @@ import crossshard
 
 crossshard.cpu_devices(8)  # virtual devices for a laptop; JAX still prefers a GPU or TPU
 
-OPTIMIZER = optax.adamw(1e-3)
+OPTIMIZER = optax.sgd(0.2, momentum=0.9)
 WIDTH, LAYERS, WORDS, LENGTH = 256, 4, 64, 16
 
 
