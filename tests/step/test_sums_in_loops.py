@@ -289,6 +289,33 @@ def test_microbatches_of_a_scaled_loss(mode: str):
     same_as_one_device(step, scan_loss)
 
 
+def _shares_a_layer(h: Any, layers: Any) -> Any:
+    """The first layer runs again after the second."""
+    for place in (0, 1, 0):
+        h = layered.layer(h, jax.tree.map(lambda x, place=place: x[place], layers))
+    return h
+
+
+def _shares_rows(h: Any, layers: Any) -> Any:
+    """Two loops, over the first two layers and over the last two."""
+    first, last = (jax.tree.map(lambda x, rows=rows: x[rows], layers) for rows in (_FIRST, _LAST))
+    return scanned(scanned(h, first), last)
+
+
+_FIRST, _LAST = slice(0, 2), slice(1, 3)
+
+
+@pytest.mark.parametrize("mode", ["replicated", deep("sharded"), "parts"])
+@pytest.mark.parametrize("run", [_shares_a_layer, _shares_rows])
+def test_rows_that_are_used_twice_count_microbatches_once(run: Any, mode: str):
+    loss = layered.through(run)
+    step = step_of(mode, loss, accumulate_steps=2)
+    same_as_one_device(step, loss)
+    # What is used twice is sent once.
+    arrays = " ".join(arrays for kind, arrays, _ in sent(step) if kind != "all-gather")
+    assert ALL in arrays
+
+
 GLOBAL = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.05, momentum=0.9))
 OPTIONS: list[dict[str, Any]] = [
     {"accumulate_steps": 3},

@@ -3,6 +3,7 @@
 import abc
 import collections
 import dataclasses
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Self
 
@@ -80,8 +81,8 @@ def evaluate(
 
     What is used once is used in the place where it is: in the body of a scan that runs over it,
     inside of a ``jax.checkpoint``, in a function that is called, and after it was converted; and
-    each row of what is only sliced in its own place. What is used more often, or in another way,
-    becomes an array before its first use.
+    each row of what is only sliced, no row twice, in its own place. What is used more often, or in
+    another way, becomes an array before its first use.
     """
     return _Evaluation(note).of(jaxpr, inputs, Inside())
 
@@ -264,11 +265,16 @@ class _Uses:
                 self._readers[atom].append(None)
 
     def may_wait(self, atom: Any) -> bool:
-        """Whether one equation reads it, once, or each of several takes rows of it."""
+        """Whether one equation reads it, once, or each of several takes other rows of it."""
         if _jax.is_literal(atom):
             return False
         readers = self._readers[atom]
-        return len(readers) == 1 or all(each is not None and _rows(each) for each in readers)
+        if len(readers) == 1:
+            return True
+        taken = [None if each is None else _rows(each) for each in readers]
+        rows = sorted(each for each in taken if each is not None)
+        apart = all(end <= start for (_, end), (start, _) in itertools.pairwise(rows))
+        return len(rows) == len(readers) and apart
 
     def common_dtype(self, atom: Any) -> Any:
         """The dtype to which each of several readers converts it; ``None`` if they do not."""
