@@ -292,6 +292,21 @@ def test_parameters_of_16_bits_that_are_used_in_32_are_gathered_in_16():
     assert ("all-gather", f"u16[{LAYERS},{PART},{WIDTH}]", 1) in gathered
 
 
+def test_what_is_converted_twice_is_rounded_twice():
+    def loss(params: Any, batch: Any) -> Any:
+        # 1e5 is infinite in float16 and finite in bfloat16; 1 + 2**-8 + 2**-12 is rounded up once.
+        seen = params.astype(jnp.float16).astype(jnp.bfloat16).astype(jnp.float32)
+        return (seen * batch["x"].mean()).sum(), seen[:2, 0]
+
+    params = np.full((WIDTH, WIDTH), 1 + 2**-8 + 2**-12, np.float32)
+    params[1] = 1e5
+    step = in_parts(loss, has_aux=True)
+    _, metrics = step(step.init(params), BATCHES[0])
+    assert_same(metrics["aux"][0], loss(jnp.asarray(params), BATCHES[0])[1])
+    gathered = [arrays for kind, arrays, _ in sent(step, params) if kind == "all-gather"]
+    assert gathered == [f"u16[{PART},{WIDTH}]"]
+
+
 METRICS = ["grad_norm", "param_norm", "update_norm", "learning_rate"]
 LOCAL = ["local_grad_norm", "noise_scale", "noise_variance", "noise_signal"]
 

@@ -125,10 +125,13 @@ class Leaf(Deferred):
         return _use(self.way, value, slot, self.shared, self.arrays.get("before"))
 
     def in_dtype(self, dtype: Any) -> Self | None:
-        """The same in a dtype with as many bits, or fewer."""
+        """The same in a dtype with as many bits, or fewer; one that is sent is converted once."""
         own = self.way.dtype
         floating = jnp.issubdtype(own, jnp.floating) and jnp.issubdtype(dtype, jnp.floating)
         if not floating or jnp.finfo(dtype).bits > jnp.finfo(own).bits:
+            return None
+        if self.way.in_parts and own != self.arrays["value"].dtype:
+            # Two conversions round twice, and overflow in the first.
             return None
         way = dataclasses.replace(self.way, dtype=jnp.dtype(dtype))
         if way.in_parts:
