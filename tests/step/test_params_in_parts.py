@@ -608,6 +608,12 @@ def test_64_bits_stay_64_bits(mode: str, reduce_dtype: Any):
         assert_close(state.params, want, 1e-13 if reduce_dtype is None else 1e-6)
 
 
+@pytest.mark.parametrize("name", ["remat", deep("remat of remat")])
+def test_a_checkpoint_leaves_no_tracer_behind(name: str):
+    with jax.checking_leaks():
+        after(in_parts(CASES[name].loss), batches=BATCHES[:1])
+
+
 @pytest.mark.parametrize("mode", ["replicated", "parts"])
 def test_64_bits_may_be_used_in_32(mode: str):
     def narrow(h: Any, layers: Any) -> Any:

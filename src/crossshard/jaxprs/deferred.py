@@ -93,8 +93,8 @@ class _Evaluation:
 
     Attributes:
       note: is told of each use.
-      checkpoints: the functions under ``jax.checkpoint``, each with the inputs that it was traced
-        with and the uses in it. Equal layers share one, as they do without us.
+      checkpoints: the functions under ``jax.checkpoint``, each with the types of its inputs
+        and the uses in it. Equal layers share one, as they do without us.
     """
 
     note: Note
@@ -170,14 +170,19 @@ class _Evaluation:
         if key not in self.checkpoints:
             uses: list[Any] = []
             within = dataclasses.replace(inside, checkpointed=True)
-            alone = dataclasses.replace(self, note=lambda *use: uses.append(use))
+            like = [_typed(x) if isinstance(x, Deferred) else None for x in given]
+
+            def note(name: Any, used: Deferred, where: Inside) -> None:
+                uses.append((name, _typed(used), where))
+
+            alone = dataclasses.replace(self, note=note)
 
             def run(*arrays: Any) -> list[Any]:
                 uses.clear()
-                return alone.of(_jax.closed(jaxpr), _made_of(given, arrays), within)
+                return alone.of(_jax.closed(jaxpr), _made_of(like, arrays), within)
 
             kept = {name: params[name] for name in ("policy", "prevent_cse")}
-            self.checkpoints[key] = jax.checkpoint(run, **kept), given, uses
+            self.checkpoints[key] = jax.checkpoint(run, **kept), like, uses
         function, first, uses = self.checkpoints[key]
         out: Sequence[Any] = function(*map(_arrays, given))
         pairs = zip(first, given, strict=True)
@@ -243,6 +248,11 @@ def _squeezed(equation: Any, given: Deferred) -> Deferred | None:
 
 def _arrays(x: Any) -> Any:
     return x.arrays if isinstance(x, Deferred) else x
+
+
+def _typed(x: Deferred) -> Deferred:
+    """The same of types, since its arrays are of one trace alone."""
+    return x.of(jax.tree.map(jax.typeof, x.arrays))
 
 
 def _made_of(like: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
