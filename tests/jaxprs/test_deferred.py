@@ -374,6 +374,26 @@ def test_equal_layers_under_a_checkpoint_are_each_noted():
     np.testing.assert_allclose(deferred(list(w), X), function(list(w), X), rtol=1e-6)
 
 
+def test_equal_layers_under_a_checkpoint_keep_their_policies():
+    policies = [None, jax.checkpoint_policies.everything_saveable, None]
+    prevents = [True, True, False]
+    layer = lambda h, w: turn(h, w)[0]
+
+    def function(ws: Any, x: Any) -> Any:
+        for each, policy, prevent_cse in zip(ws, policies, prevents, strict=True):
+            x = jax.checkpoint(layer, policy=policy, prevent_cse=prevent_cse)(x, each)
+        return x
+
+    def deferred(ws: Any, x: Any) -> Any:
+        given = [Alike(name, {"x": each, "zero": 0 * each}) for name, each in enumerate(ws)]
+        return evaluate(jax.make_jaxpr(function)(ws, x), [*given, x])[0]
+
+    jaxpr = jax.make_jaxpr(deferred)(list(jnp.asarray(W)), X)
+    found = [each.params for each in jaxpr.eqns if "policy" in each.params]
+    assert [each["policy"] for each in found] == policies
+    assert [each["prevent_cse"] for each in found] == prevents
+
+
 def test_what_is_not_read_is_not_used():
     assert inside(lambda w, x: 2 * x) == []
     assert inside(lambda w, x: jax.jit(lambda w, x: 2 * x)(w, x)) == []

@@ -166,7 +166,9 @@ class _Evaluation:
     def _checkpointed(self, equation: Any, given: Sequence[Any], inside: Inside) -> Sequence[Any]:
         jaxpr, params = equation.params["jaxpr"], equation.params
         kinds = tuple(x.kind if isinstance(x, Deferred) else None for x in given)
-        key = jaxpr, kinds, inside
+        kept = {name: params[name] for name in ("policy", "prevent_cse")}
+        # JAX traces a function once for all policies.
+        key = jaxpr, kinds, inside, *kept.values()
         if key not in self.checkpoints:
             uses: list[Any] = []
             within = dataclasses.replace(inside, checkpointed=True)
@@ -181,7 +183,6 @@ class _Evaluation:
                 uses.clear()
                 return alone.of(_jax.closed(jaxpr), _made_of(like, arrays), within)
 
-            kept = {name: params[name] for name in ("policy", "prevent_cse")}
             self.checkpoints[key] = jax.checkpoint(run, **kept), like, uses
         function, first, uses = self.checkpoints[key]
         out: Sequence[Any] = function(*map(_arrays, given))
