@@ -31,6 +31,10 @@ class Noted(Deferred):
     # The fewest dimensions of what has rows: a layer has none, though it has a first axis.
     stacked: int = W.ndim
 
+    @property
+    def kind(self) -> Any:
+        return self.dtype, self.may_convert, self.stacked
+
     def of(self, arrays: Any) -> "Noted":
         return dataclasses.replace(self, arrays=arrays)
 
@@ -47,14 +51,6 @@ class Noted(Deferred):
     def rows(self, number: int) -> "Noted":
         del number
         return self
-
-
-class Alike(Noted):
-    """One that shares its trace with all others."""
-
-    @property
-    def kind(self) -> str:
-        return "alike"
 
 
 def noting(uses: list[Any]) -> Any:
@@ -363,7 +359,7 @@ def test_equal_layers_under_a_checkpoint_are_each_noted():
     note = lambda name, used, inside: noted.append((name, inside.checkpointed))
 
     def deferred(ws: Any, x: Any) -> Any:
-        given = [Alike(name, {"x": each, "zero": 0 * each}) for name, each in enumerate(ws)]
+        given = [Noted(name, {"x": each, "zero": 0 * each}) for name, each in enumerate(ws)]
         return evaluate(jax.make_jaxpr(function)(ws, x), [*given, x], note)[0]
 
     jaxpr = jax.make_jaxpr(deferred)(list(w), X)
@@ -385,7 +381,7 @@ def test_equal_layers_under_a_checkpoint_keep_their_policies():
         return x
 
     def deferred(ws: Any, x: Any) -> Any:
-        given = [Alike(name, {"x": each, "zero": 0 * each}) for name, each in enumerate(ws)]
+        given = [Noted(name, {"x": each, "zero": 0 * each}) for name, each in enumerate(ws)]
         return evaluate(jax.make_jaxpr(function)(ws, x), [*given, x])[0]
 
     jaxpr = jax.make_jaxpr(deferred)(list(jnp.asarray(W)), X)

@@ -42,9 +42,9 @@ class Deferred(abc.ABC):
     arrays: Any
 
     @property
+    @abc.abstractmethod
     def kind(self) -> Hashable:
         """What it is but for its arrays and its name; equal for those that may share a trace."""
-        return id(self)
 
     @abc.abstractmethod
     def of(self, arrays: Any) -> Self:
