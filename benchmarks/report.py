@@ -152,10 +152,11 @@ The model is a tree of arrays: an embedding, which is the output layer too, and 
 512 and 2,048 columns with GELU, stacked, in a `lax.scan` with `jax.checkpoint`; 128 rows in all. \
 All candidates run in one process and donate parameters and state. *jit with shardings* is the \
 step of the whole batch in a `jax.jit`: each matrix and its moments are split along an axis that \
-is not that of the layers, the batch by rows, and XLA makes the collectives. *Ours ÷ this* is that \
-of "ours, in parts". Bytes are those of the live arrays on the first device, between two steps. \
-*Differs by*: the largest difference from "ours, in parts" after the same steps, over the last \
-element of every array.""",
+is not that of the layers, the batch by rows, and XLA makes the collectives: in the backward pass \
+it sends activations, which are few with so few rows, where ours sums the gradients of the \
+matrices. *Ours ÷ this* is that of "ours, in parts". Bytes are those of the live arrays on the \
+first device, between two steps. *Differs by*: the largest difference from "ours, in parts" after \
+the same steps, over the last element of every array.""",
     "overhead": _IN_TURN,
     "import": """\
 Each round starts a new interpreter, imports the dependencies and then crossshard, and times both. \
