@@ -14,7 +14,7 @@ from benchmarks.options import BenchOptions
 from benchmarks.problem import Problem, adamw
 from benchmarks.progress import Screen
 from benchmarks.result import Result
-from benchmarks.step import compared
+from benchmarks.step import compared, problems
 
 MICROBATCHES = 4
 
@@ -24,9 +24,10 @@ _SIZES = (1_000_000, 10_000_000)
 def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> Iterator[Result]:
     """A result for the transformer and for MLPs, with every number of shards."""
     del versions  # of peers
+    sizes = problems(options.quick, _SIZES)
     # Rows for every microbatch of every shard.
     return compared(
-        "accumulation", options, screen, _SIZES, make_candidates, _sent, parts=MICROBATCHES
+        "accumulation", options, screen, sizes, make_candidates, _sent, parts=MICROBATCHES
     )
 
 

@@ -5,8 +5,10 @@ from typing import Protocol
 
 OURS_AUTO = "ours, auto"
 OURS_SHARDED = "ours, sharded"
+OURS_IN_PARTS = "ours, in parts"
 OURS_REPLICATED = "ours, replicated"
 HAND_WRITTEN = "hand-written pmean + Optax"
+GSPMD = "jit with shardings (FSDP)"
 HAND_WRITTEN_SCAN = "hand-written scan, one pmean + Optax"
 HAND_WRITTEN_MULTI_STEPS = "hand-written pmean + optax.MultiSteps"
 

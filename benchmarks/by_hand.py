@@ -119,7 +119,7 @@ def in_parts(
 
     params = jax.tree.map(marked, params)
     state = jax.eval_shape(optimizer.init, params)
-    specs = lambda tree: _over_parts(lambda x: _spec(x.array, number), lambda _: _WHOLE, tree)
+    specs = lambda tree: _over_parts(lambda x: spec(x.array, number), lambda _: _WHOLE, tree)
     return _lowered(mesh, step, params, state, batch, specs(params), specs(state))
 
 
@@ -155,7 +155,7 @@ def gspmd(
         return optax.apply_updates(params, updates), state
 
     def split(tree: Any) -> Any:
-        return jax.tree.map(lambda x: NamedSharding(mesh, _spec(x, mesh.size)), tree)
+        return jax.tree.map(lambda x: NamedSharding(mesh, spec(x, mesh.size)), tree)
 
     state = jax.eval_shape(optimizer.init, params)
     whole, rows = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), (AXIS,)))
@@ -190,7 +190,8 @@ def _split_axis(x: Any, number: int) -> int | None:
     return next((axis for axis in axes if x.shape[axis] % number == 0), None)
 
 
-def _spec(x: Any, number: int) -> PartitionSpec:
+def spec(x: Any, number: int) -> PartitionSpec:
+    """How an array is split into this many parts; a small one is whole."""
     axis = _split_axis(x, number)
     names = [AXIS if place - x.ndim == axis else None for place in range(x.ndim)]
     return PartitionSpec(*names)

@@ -7,7 +7,7 @@ from benchmarks.options import BenchOptions
 from benchmarks.problem import Problem
 from benchmarks.progress import Screen
 from benchmarks.result import Result
-from benchmarks.step import compared
+from benchmarks.step import compared, problems
 
 DECAY = 0.999
 
@@ -19,7 +19,8 @@ def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> 
     """A result for the transformer and for MLPs, with every number of shards."""
     del versions  # of peers
     held = lambda candidates: {"held": {each.name: each.bytes_held() for each in candidates}}
-    return compared("ema", options, screen, _SIZES, _with_and_without, held)
+    sizes = problems(options.quick, _SIZES)
+    return compared("ema", options, screen, sizes, _with_and_without, held)
 
 
 def _with_and_without(problem: Problem, shards: int) -> list[JaxCandidate]:

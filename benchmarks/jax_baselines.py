@@ -12,12 +12,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import crossshard
 from benchmarks.baselines import (
+    GSPMD,
     HAND_WRITTEN,
     OURS_AUTO,
+    OURS_IN_PARTS,
     OURS_REPLICATED,
     OURS_SHARDED,
     Turn,
 )
+from benchmarks.by_hand import spec
 from benchmarks.problem import Problem, adamw
 
 AXIS = "shards"
@@ -76,7 +79,11 @@ class JaxCandidate:
 
     def bytes_held(self) -> int:
         """The bytes on one shard of its state besides the parameters."""
-        return bytes_on_one_shard(self.state) - bytes_on_one_shard(self._params_of(self.state))
+        return bytes_on_one_shard(self.state) - self.bytes_of_parameters()
+
+    def bytes_of_parameters(self) -> int:
+        """The bytes on one shard of the parameters."""
+        return bytes_on_one_shard(self._params_of(self.state))
 
 
 def ours(
@@ -91,7 +98,8 @@ def ours(
     )
     state = step.init(problem.model)
     batch = on_shards(problem.batch, num_shards)
-    return JaxCandidate(_NAMES[weight_update], step, state, [batch], lambda state: state.params)
+    name = OURS_IN_PARTS if options.get("params") == "sharded" else _NAMES[weight_update]
+    return JaxCandidate(name, step, state, [batch], lambda state: state.params)
 
 
 def hand_written(
@@ -141,6 +149,31 @@ def hand_written(
     state = jax.jit(init, out_shardings=NamedSharding(mesh, shared))(problem.params)
     on_devices = [on_shards(batch, num_shards) for batch in batches or [problem.batch]]
     return JaxCandidate(name, compiled, state, on_devices, lambda state: state[0])
+
+
+def gspmd(problem: Problem, num_shards: int) -> JaxCandidate:
+    """A ``jax.jit`` of the whole batch's step, whose parameters and state are split (FSDP)."""
+    mesh, optimizer = _mesh(num_shards), adamw()
+
+    def step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
+        params, inner = state
+        loss, grads = problem.value_and_grad(params, batch)
+        updates, inner = optimizer.update(grads, inner, params)
+        return (optax.apply_updates(params, updates), inner), loss
+
+    def init(params: Any) -> Any:
+        return jax.tree.map(jnp.copy, params), optimizer.init(params)
+
+    split = jax.tree.map(
+        lambda x: NamedSharding(mesh, spec(x, num_shards)), jax.eval_shape(init, problem.params)
+    )
+    whole, rows = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), (AXIS,)))
+    compiled = jax.jit(
+        step, in_shardings=(split, rows), out_shardings=(split, whole), donate_argnums=0
+    )
+    state = jax.jit(init, out_shardings=split)(problem.params)
+    batch = on_shards(problem.batch, num_shards)
+    return JaxCandidate(GSPMD, compiled, state, [batch], lambda state: state[0])
 
 
 def on_shards(batch: Any, num_shards: int) -> Any:

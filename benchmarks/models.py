@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
 from benchmarks.problem import Problem, of_tree
@@ -16,6 +17,7 @@ _MLP_LAYERS = 4
 # Over all shards, so that the computation is the same for most numbers of shards.
 _MLP_ROWS = 32
 _ROWS, _CONTEXT = 16, 64
+_WORDS, _SCANNED_ROWS = 256, 128
 
 
 def mlp(parameters: int, shards: int) -> Problem:
@@ -40,6 +42,30 @@ def _mlp_loss(params: Any, batch: Any) -> jax.Array:
     for layer in params[:-1]:
         x = jax.nn.relu(x @ layer["kernel"] + layer["bias"])
     return jnp.mean((x @ params[-1]["kernel"] + params[-1]["bias"] - batch["y"]) ** 2)
+
+
+def scanned(shards: int, *, layers: int = 8, width: int = 512) -> Problem:
+    """Embedded words through stacked MLP blocks: `lax.scan` and `jax.checkpoint`, as a tree."""
+    random = np.random.default_rng(0)
+    normal = lambda *shape: random.normal(0, shape[-2] ** -0.5, shape).astype(np.float32)
+    params = {
+        "words": normal(_WORDS, width),
+        "up": normal(layers, width, 4 * width),
+        "down": normal(layers, 4 * width, width),
+    }
+    words = random.integers(_WORDS, size=(2, _divisible(_SCANNED_ROWS, shards)), dtype=np.int32)
+    return of_tree(params, _scanned_loss, dict(zip(("read", "wanted"), words, strict=True)))
+
+
+def _scanned_loss(params: Any, batch: Any) -> jax.Array:
+    @jax.checkpoint
+    def block(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
+        return x + jax.nn.gelu(x @ layer["up"]) @ layer["down"], None
+
+    layers = {name: params[name] for name in ("up", "down")}
+    x, _ = jax.lax.scan(block, params["words"][batch["read"]], layers)
+    scores = x @ params["words"].T
+    return optax.softmax_cross_entropy_with_integer_labels(scores, batch["wanted"]).mean()
 
 
 def transformer(shards: int, *, layers: int = 3, width: int = 160) -> Problem:

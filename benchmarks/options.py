@@ -8,7 +8,7 @@ import tyro
 
 from crossshard.errors import ArgumentError
 
-Bench = Literal["update", "step", "processes", "accumulation", "ema", "overhead", "import"]
+Bench = Literal["update", "step", "processes", "accumulation", "ema", "parts", "overhead", "import"]
 BENCHES: tuple[Bench, ...] = get_args(Bench)
 
 # Virtual CPU devices beyond this measure only how threads queue.
@@ -31,6 +31,9 @@ class BenchOptions:
     hand: time, and bytes sent.
 
     ema: a moving average of the parameters, in parts and whole: time, and bytes of state.
+
+    parts: parameters in parts, as ours and as `jax.jit` with shardings splits them, against whole
+    ones: time, and bytes on a device.
 
     overhead: the Python time of calling our step beyond that of its compiled program.
 
@@ -81,6 +84,7 @@ _SHARDS: dict[Bench, tuple[int, ...]] = {
     "processes": (2, 4),
     "accumulation": (2, 8),
     "ema": (2, 8),
+    "parts": (8,),
     "overhead": (1, 8),
     # Nothing steps.
     "import": (),

@@ -68,6 +68,11 @@ _HEADS: dict[Bench, tuple[str, str]] = {
         "The whole step with AdamW in float32, then `ema = 0.999 · ema + 0.001 · params`: in parts "
         "on the shards, or whole on each of them.",
     ),
+    "parts": (
+        "Parameters in parts",
+        "The whole step with AdamW in float32: parameters and moments in parts on the devices, "
+        "moments alone in parts, or all whole on each of them.",
+    ),
     "overhead": (
         "Call overhead",
         "What calling a step costs in Python, beyond calling its compiled program directly, on "
@@ -140,6 +145,18 @@ array.""",
 the candidate less that of the same candidate without an average, which took turns too, and *MB of \
 average* is what its state has more. A difference whose quartiles have both signs is smaller than \
 the noise. State is counted from the arrays on the first shard, without the parameters.""",
+    "parts": f"""\
+{_IN_TURN}
+
+The model is a tree of arrays: an embedding, which is the output layer too, and eight blocks of \
+512 and 2,048 columns with GELU, stacked, in a `lax.scan` with `jax.checkpoint`; 128 rows in all. \
+All candidates run in one process and donate parameters and state. *jit with shardings* is the \
+step of the whole batch in a `jax.jit`: each matrix and its moments are split along an axis that \
+is not that of the layers, the batch by rows, and XLA makes the collectives: in the backward pass \
+it sends activations, which are few with so few rows, where ours sums the gradients of the \
+matrices. *Ours ÷ this* is that of "ours, in parts". Bytes are those of the live arrays on the \
+first device, between two steps. *Differs by*: the largest difference from "ours, in parts" after \
+the same steps, over the last element of every array.""",
     "overhead": _IN_TURN,
     "import": """\
 Each round starts a new interpreter, imports the dependencies and then crossshard, and times both. \

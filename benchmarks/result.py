@@ -22,6 +22,7 @@ class Result:
       least_sent: the bytes that one shard must send at least; ``None`` if not read.
       held: by candidate, the bytes of state besides the parameters on one shard; ``None`` if not
         counted.
+      of_parameters: by candidate, the bytes of parameters on one shard; ``None`` if not counted.
     """
 
     problem: str
@@ -34,6 +35,7 @@ class Result:
     sent: dict[str, float] | None = None
     least_sent: float | None = None
     held: dict[str, int] | None = None
+    of_parameters: dict[str, int] | None = None
 
     @property
     def floor_seconds(self) -> float | None:

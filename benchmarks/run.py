@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import jax
 
 import crossshard
-from benchmarks import accumulation, ema, imports, overhead, processes, step, update
+from benchmarks import accumulation, ema, imports, overhead, parts, processes, step, update
 from benchmarks.machine import this_machine
 from benchmarks.options import BenchOptions
 from benchmarks.progress import Screen
@@ -17,6 +17,7 @@ _MEASURE = {
     "processes": processes.measure,
     "accumulation": accumulation.measure,
     "ema": ema.measure,
+    "parts": parts.measure,
     "overhead": overhead.measure,
     "import": imports.measure,
 }

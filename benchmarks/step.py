@@ -2,7 +2,7 @@
 
 import functools
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from benchmarks.interleave import interleave
@@ -18,12 +18,13 @@ _SIZES = (10_000, 100_000, 1_000_000, 10_000_000, 50_000_000)
 _QUICK_SIZES = (1_000, 10_000)
 
 Candidates = list[JaxCandidate]
+NamedProblem = tuple[str, Callable[[int], Problem]]
 
 
 def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> Iterator[Result]:
     """A result for every size of MLP and for the transformer, with every number of shards."""
     del versions  # of peers
-    return compared("step", options, screen, _SIZES, make_candidates)
+    return compared("step", options, screen, problems(options.quick, _SIZES), make_candidates)
 
 
 def make_candidates(problem: Problem, shards: int) -> Candidates:
@@ -40,23 +41,23 @@ def compared(
     bench: Bench,
     options: BenchOptions,
     screen: Screen,
-    sizes: Sequence[int],
+    problems: Iterable[NamedProblem],
     make: Callable[[Problem, int], Candidates],
     facts: Callable[[Candidates], dict[str, Any]] = lambda candidates: {},
     parts: int = 1,
 ) -> Iterator[Result]:
-    """A result for the transformer and for MLPs, with every number of shards.
+    """A result for every problem, with every number of shards.
 
     Args:
       bench: the name of the benchmark.
       options: its options.
       screen: told what is measured.
-      sizes: of the MLPs.
+      problems: names, and functions from a number of shards.
       make: makes the candidates of a problem on so many shards.
       facts: further fields of a result, read from the candidates.
       parts: the rows of each shard divide by this number.
     """
-    for name, problem_of in _problems(options.quick, sizes):
+    for name, problem_of in problems:
         for shards in options.shards_for(bench):
             problem = problem_of(parts * shards)
             title = f"{name} of {problem.parameters:,} parameters"
@@ -82,8 +83,8 @@ def compared(
             yield Result(shown, problem.parameters, shards, timing, differences, **found)
 
 
-def _problems(quick: bool, sizes: Sequence[int]) -> Iterator[tuple[str, Callable[[int], Problem]]]:
-    """The transformer, and MLPs of these sizes: names, and functions from a number of shards."""
+def problems(quick: bool, sizes: Sequence[int]) -> Iterator[NamedProblem]:
+    """The transformer, and MLPs of these sizes."""
     small = {"layers": 1, "width": 32} if quick else {}
     yield "the demo's transformer", functools.partial(transformer, **small)
     for size in _QUICK_SIZES if quick else sizes:

@@ -4,7 +4,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from benchmarks import ema
-from benchmarks.baselines import HAND_WRITTEN, OURS_AUTO, OURS_REPLICATED, OURS_SHARDED
+from benchmarks.baselines import (
+    HAND_WRITTEN,
+    OURS_AUTO,
+    OURS_IN_PARTS,
+    OURS_REPLICATED,
+    OURS_SHARDED,
+)
 from benchmarks.imports import WITH, WITHOUT
 from benchmarks.options import Bench
 from benchmarks.overhead import BARE, CALLED
@@ -56,9 +62,15 @@ def _of_candidates(bench: Bench, result: Result) -> Table:
             ratios = [timing.ratio(ours, name) for name in names]
             columns += _spreads(f"{ours} ÷ this", ratios, _two_decimals)[:2]
     else:
-        columns += _ratios("ours ÷ this", result, [(OURS_SHARDED, name) for name in names])
+        ours = OURS_IN_PARTS if bench == "parts" else OURS_SHARDED
+        columns += _ratios("ours ÷ this", result, [(ours, name) for name in names])
     if bench == "ema":
         columns += _of_average(result, names)
+    if result.of_parameters is not None and result.held is not None:
+        held = [(result.of_parameters[name], result.held[name]) for name in names]
+        columns.append(("MB of parameters", [three_digits(each / 1e6) for each, _ in held]))
+        columns.append(("MB of state", [three_digits(each / 1e6) for _, each in held]))
+        columns.append(("MB on one device", [three_digits(sum(each) / 1e6) for each in held]))
     if result.sent is not None and result.least_sent is not None:
         sent = [result.sent[name] for name in names]
         columns.append(("MB sent", [three_digits(each / 1e6) for each in sent]))

@@ -12,13 +12,15 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks import accumulation, ema
+from benchmarks import accumulation, ema, parts
 from benchmarks.__main__ import main
 from benchmarks.baselines import (
+    GSPMD,
     HAND_WRITTEN,
     HAND_WRITTEN_MULTI_STEPS,
     HAND_WRITTEN_SCAN,
     OURS_AUTO,
+    OURS_IN_PARTS,
     OURS_REPLICATED,
     OURS_SHARDED,
 )
@@ -27,7 +29,7 @@ from benchmarks.given_gradients import given_gradients
 from benchmarks.imports import WITH, WITHOUT
 from benchmarks.interleave import interleave
 from benchmarks.jax_baselines import hand_written, ours
-from benchmarks.models import mlp, transformer
+from benchmarks.models import mlp, scanned, transformer
 from benchmarks.options import BENCHES
 from benchmarks.overhead import BARE, CALLED
 from benchmarks.peer import Peer, PeerError
@@ -152,6 +154,24 @@ def test_an_average_in_parts_is_a_part_of_it_and_a_whole_one_all_of_it():
     assert [one.name for one in bare] == [ema.without_average(one.name) for one in kept]
 
 
+@pytest.mark.deep
+def test_parameters_in_parts_are_the_same_step_and_a_part_of_the_bytes():
+    problem = scanned(4, layers=2, width=128)
+    candidates = parts.make_candidates(problem, 4)
+    whole = sum(leaf.nbytes for leaf in _leaves(problem))
+    got = {each.name: each.bytes_of_parameters() / whole for each in candidates}
+    assert got == {
+        OURS_IN_PARTS: 1 / 4,
+        OURS_SHARDED: 1,
+        OURS_REPLICATED: 1,
+        HAND_WRITTEN: 1,
+        # The embedding is too small for it.
+        GSPMD: pytest.approx(1 / 4, rel=0.5),
+    }
+    _, differences = interleave(candidates, 2, lambda _: None)
+    assert max(differences.values()) < 1e-5
+
+
 def test_ratios_are_taken_within_rounds():
     timing = Timing(1, {"ours": [1.0, 10.0, 3.0], "theirs": [2.0, 20.0, 6.0]})
     ratio = timing.ratio("ours", "theirs")
@@ -250,6 +270,17 @@ def test_an_average_costs_the_step_with_it_less_the_one_without():
     row = dict(zip(table.columns, table.rows[0], strict=True))
     assert (row["average costs, ms"], row["difference of the minima"]) == ("20.0", "15.0")
     assert (row["MB of state on one shard"], row["MB of average"]) == ("5.00", "2.00")
+
+
+def test_parts_are_compared_in_time_and_bytes():
+    seconds = {OURS_IN_PARTS: [0.010, 0.020], "theirs": [0.040, 0.040]}
+    held = {OURS_IN_PARTS: 2_000_000, "theirs": 16_000_000}
+    of_parameters = {OURS_IN_PARTS: 1_000_000, "theirs": 8_000_000}
+    (table,) = make_tables("parts", [_result(seconds, held=held, of_parameters=of_parameters)])
+    row = dict(zip(table.columns, table.rows[1], strict=True))
+    assert (row["candidate"], row["ours ÷ this"]) == ("theirs", "0.38")
+    assert (row["MB of parameters"], row["MB of state"]) == ("8.00", "16.0")
+    assert row["MB on one device"] == "24.0"
 
 
 @pytest.mark.parametrize(
