@@ -150,7 +150,7 @@ def _build(model: str, name: str, leaves: int, width: int) -> dict[str, tuple[fl
 _Phases = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
-def _of_arrays(model: str, name: str, leaves: int, width: int) -> _Phases:
+def _of_arrays(model: str, name: Any, leaves: int, width: int) -> _Phases:
     import jax.numpy as jnp
     import numpy as np
 
@@ -195,7 +195,8 @@ def _of_layers(model: str, name: str, leaves: int, width: int) -> _Phases:
         }
         lowered = of_name[name.removeprefix(BY_HAND)]
         return lambda: None, lambda _: lowered(mesh, shapes.params, shapes.loss_fn, batch)
-    options = {"params": "sharded"} if name == "in parts" else {"weight_update": name}
+    in_parts = name == "in parts"
+    options: dict[str, Any] = {"params": "sharded"} if in_parts else {"weight_update": name}
     step = crossshard.make_train_step(shapes.loss_fn, adamw(), mesh=mesh, **options)
     return lambda: step.abstract_init(shapes.params), lambda state: step.lower(state, batch)
 
