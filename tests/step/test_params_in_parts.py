@@ -394,7 +394,7 @@ def test_masters_and_averages_rest_in_parts_too():
 
 
 @pytest.mark.parametrize("mode", ["replicated", deep("sharded"), "parts"])
-def test_frozen_parameters_have_no_gradient(mode: str):
+def test_frozen_parameters_stay_as_they_are(mode: str):
     trains = lambda path, leaf: path[0].key == "layers" and path[1].key == "w"
     step = step_of(mode, scan_loss, wrt=trains)
     state = after(step)
@@ -412,7 +412,32 @@ def test_frozen_parameters_have_no_gradient(mode: str):
     if mode == "parts":
         scatters = [each for each in sent(step) if each[0] == "reduce-scatter"]
         assert scatters == [(*SCATTER, LAYERS)]
-        assert {kind for kind, *_ in sent(step)} == {"reduce-scatter", "all-gather"}
+        # The frozen embedding is gathered.
+        assert sent(step) == sorted([(*GATHER, 1), (*GATHER, LAYERS), *scatters])
+
+
+def test_large_frozen_parameters_beside_tiny_ones_rest_in_parts(tmp_path: Path):
+    step = in_parts(CASES["remat"].loss, wrt=lambda path, leaf: path[0].key == "out")
+    state = train(step, step.init(PARAMS), BATCHES[:1])
+    with Checkpoints(tmp_path, step) as checkpoints:
+        checkpoints.save(state)
+        state, _ = checkpoints.restore_latest(step.abstract_init(PARAMS))
+    state = train(step, step.reshard(step.unshard(state)), BATCHES[1:])
+    of_out = lambda out, batch: scan_loss({**PARAMS, "out": out}, batch)
+    want, _ = on_one_device(of_out, SGD, PARAMS["out"], BATCHES)
+    model = step.model(state)
+    assert_close(model["out"], want)
+    assert_same({**model, "out": 0}, {**PARAMS, "out": 0})
+    parts = [leaf for leaf in jax.tree.leaves(state.frozen) if leaf.size >= WIDTH * WIDTH]
+    assert [leaf.addressable_data(0).size * SHARDS for leaf in parts] == [x.size for x in parts]
+    assert sent(step) == sorted([(*GATHER, 1), (*GATHER, LAYERS)])
+    assert "known once" not in step.describe()
+    errors = lambda params, batch: layered.error(
+        params, scanned(layered.embedded(params, batch), params["layers"]), batch
+    )
+    np.testing.assert_allclose(
+        step.evaluate(state, BATCHES[:1], errors), scan_loss(model, BATCHES[0]), rtol=1e-5
+    )
 
 
 def test_copies_are_compared_and_agree():

@@ -166,9 +166,12 @@ class _Evaluation:
     def _checkpointed(self, equation: Any, given: Sequence[Any], inside: Inside) -> Sequence[Any]:
         jaxpr, params = equation.params["jaxpr"], equation.params
         kinds = tuple(x.kind if isinstance(x, Deferred) else None for x in given)
+        # Several inputs may be rows of one.
+        names = [x.name for x in given if isinstance(x, Deferred)]
+        together = tuple(map(names.index, names))
         kept = {name: params[name] for name in ("policy", "prevent_cse")}
         # JAX traces a function once for all policies.
-        key = jaxpr, kinds, inside, *kept.values()
+        key = jaxpr, kinds, together, inside, *kept.values()
         if key not in self.checkpoints:
             uses: list[Any] = []
             within = dataclasses.replace(inside, checkpointed=True)
@@ -253,7 +256,7 @@ def _arrays(x: Any) -> Any:
 
 def _typed(x: Deferred) -> Deferred:
     """The same of types, since its arrays are of one trace alone."""
-    return x.of(jax.tree.map(jax.typeof, x.arrays))
+    return x.of(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), x.arrays))
 
 
 def _made_of(like: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:

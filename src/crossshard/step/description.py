@@ -65,7 +65,7 @@ _KEPT = {
 
 def _parameters(function: StepFunction, layout: StateLayout, state: TrainState) -> list[str]:
     """Where the parameters rest, where they are gathered, and where their gradients are summed."""
-    if not layout.plan.in_parts:
+    if not any(each.number > 1 for each in layout.plan.params) or not layout.plan.in_parts:
         whole = f"parameters: {_sizes(state.params, None)}, whole on every shard"
         names = _named(state.params, layout.uses)
         summed = f"gradients summed row by row, in the backward pass: {', '.join(names)}"

@@ -165,7 +165,8 @@ def plan_update(
         if partition.number > 1
     ]
     if not to_split:
-        return whole("every parameter is tiny")
+        # What is not trained may be large, and rests in parts then.
+        return dataclasses.replace(whole("every parameter is tiny"), in_parts=in_parts)
     if wanted is WeightUpdate.AUTO and sum(to_split) < _WORTH_BYTES:
         return whole("the parameters are too small to gain from it")
     alike = {(each.shape, each.other_axes): each for each in partitions if each.number > 1}
