@@ -422,3 +422,18 @@ def test_names_of_operations_are_kept():
     jaxpr = jax.make_jaxpr(named)(W, X)
     again = lambda w, x: evaluate(jaxpr, [Noted("w", {"x": w, "zero": 0 * w}), x])
     assert "readout" in jax.jit(again).lower(W, X).as_text(debug_info=True)
+
+
+def test_rows_of_one_and_of_two_inputs_share_no_trace():
+    block = jax.checkpoint(lambda h, v, w: jnp.tanh(h @ v[0] + h @ w[0]))
+    w = jnp.asarray(W)
+    noted: list[Any] = []
+    note = lambda name, used, inside: noted.append(name)
+
+    def function(one: Any, two: Any, three: Any, x: Any) -> Any:
+        return block(block(x, one[0], one[1]), two[0], three[0])
+
+    given = [Noted(name, {"x": w, "zero": 0 * w}) for name in range(3)]
+    (found,) = evaluate(jax.make_jaxpr(function)(w, w, w, X), [*given, X], note)
+    assert noted == [0, 0, 1, 2]
+    np.testing.assert_allclose(found, function(w, w, w, X), rtol=1e-6)

@@ -190,9 +190,9 @@ class _Evaluation:
         function, first, uses = self.checkpoints[key]
         out: Sequence[Any] = function(*map(_arrays, given))
         pairs = zip(first, given, strict=True)
-        names = {one.name: own.name for one, own in pairs if isinstance(one, Deferred)}
+        name_of = {one.name: own.name for one, own in pairs if isinstance(one, Deferred)}
         for name, used, where in uses:
-            self.note(names[name], used, where)
+            self.note(name_of[name], used, where)
         return out
 
     def _scanned(
