@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import crossshard
-from crossshard.step import at_use
+from crossshard.step import leaf as leaves
 from crossshard.tools.verification import kinds
 
 LAYERS, WIDTH, HIDDEN, SHARDS = 2, 64, 1024, 8
@@ -111,12 +111,12 @@ def test_a_fault_of_sums_in_the_backward_pass_is_named(
     name: str, rest: str, monkeypatch: pytest.MonkeyPatch
 ):
     kind, change = FAULTS[name]
-    plain = at_use.bucketed_sum
+    plain = leaves.bucketed_sum
 
     def wrong(arrays: Any, partitions: Any, shards: Any, groups: Any) -> Any:
         return plain([change(x, shards) for x in arrays], partitions, shards, groups)
 
-    monkeypatch.setattr(at_use, "bucketed_sum", wrong)
+    monkeypatch.setattr(leaves, "bucketed_sum", wrong)
     found = crossshard.verify(sharded(params=rest), params(), batch())
     # The others are small, and summed together after it.
     wanted = {"layers/up", "layers/down"}
