@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from crossshard import Checkpoints, make_train_step
+from crossshard.errors import ArgumentError
 from tests.processes import join, run_processes
 from tests.step.common import assert_close, on_one_device, train
 
@@ -59,7 +60,7 @@ def main(process: int, port: int, out: str, folder: str) -> None:
     # What one process would do with other parameters.
     try:
         step.init({**PARAMS, "bias": np.full(3, process, np.float32)})
-    except Exception as error:
+    except ArgumentError as error:
         said["refused"] = str(error)
     final = step.unshard(state)
     Path(out).write_text(json.dumps(said))
