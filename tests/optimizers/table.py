@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.flatten_util import ravel_pytree
 from optax import contrib
 
 
@@ -35,6 +36,17 @@ class Row:
     hessian: bool = False
     untyped_groups: str = ""
     not_stateful: str = ""
+
+
+def across_leaves(rate: float) -> optax.GradientTransformation:
+    """SGD on gradients whose mean over all leaves is 0, which needs all of them at once."""
+
+    def update(updates: Any, params: Any = None) -> Any:
+        del params
+        flat, unravel = ravel_pytree(updates)
+        return unravel(flat - flat.mean())
+
+    return optax.chain(optax.stateless(update), optax.sgd(rate, momentum=0.9))
 
 
 def _matrices(params: Any) -> Any:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from crossshard import _jax
-from crossshard.jaxprs.walk import Analysis, Equations, follow
+from crossshard.jaxprs.walk import Analysis, Equations, follow, through
 
 
 def depends(function: Callable[..., Any], read: Any, *others: Any) -> bool:
@@ -34,6 +34,15 @@ def sources(function: Callable[..., Any], *args: Any) -> list[int]:
     """
     jaxpr = jax.make_jaxpr(function)(*args)
     return list(follow(_Reads(), [jaxpr], [1 << i for i in range(len(jaxpr.in_avals))]))
+
+
+def inputs_read(equation: Any) -> list[list[int]]:
+    """For each output of an equation the places of the inputs on which it depends."""
+    places = range(len(equation.invars))
+    if len(equation.outvars) == 1 or _jax.control_flow(equation) is None:
+        return [list(places)] * len(equation.outvars)
+    found = through(_Reads(), (equation,), [1 << place for place in places])
+    return [[place for place in places if bits >> place & 1] for bits in found]
 
 
 def returned_inputs(function: Callable[..., Any], *args: Any) -> list[int | None]:

@@ -8,7 +8,7 @@ same position and on replicated values.
 import dataclasses
 import enum
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from crossshard import _jax
 from crossshard.jaxprs.walk import Analysis, Equations, Mismatch, follow
 
 # Elementwise primitives, if they keep the shape; operands may also be scalars.
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e "
     "bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos "
     "cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag "
@@ -28,14 +28,16 @@ _ELEMENTWISE = frozenset(
 )
 
 
-class _Kind(enum.Enum):
+class Slicing(enum.Enum):
+    """How a value on slices stands to the one on full arrays."""
+
     SAME = "the same on all shards"
     UNIFORM = "one number at every position"
     SLICE = "a slice on each shard, each element computed from elements at its position"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Mixed:
+class Mixed:
     """A value whose elements depend on other positions, or on their own position.
 
     Attributes:
@@ -50,10 +52,16 @@ class _Mixed:
         return f"{self.reason} ({self.source})" if self.source else self.reason
 
 
-Kind = _Kind | _Mixed
+class Along(NamedTuple):
+    """A slice along an axis: what is computed along other axes is the same on slices."""
+
+    axis: int
 
 
-class _DependsOnShape(Exception):
+Kind = Slicing | Along | Mixed
+
+
+class DependsOnShape(Exception):
     """A literal differs between the two jaxprs, because it is computed from a shape."""
 
 
@@ -74,76 +82,77 @@ def why_not_elementwise(
     try:
         part = jax.make_jaxpr(update)(*slices)
     except Exception as error:  # an optimizer may raise anything on slices
-        return str(_Mixed(_FAILS, _jax.source_of_error(error)))
+        return str(Mixed(_FAILS, _jax.source_of_error(error)))
     try:
         return _obstacle(whole, part, jax.tree.leaves(slices[:2]))
     except Mismatch as mismatch:
         source = "" if mismatch.equation is None else _jax.source_of(mismatch.equation)
-        return str(_Mixed(_DIFFERS, source))
-    except _DependsOnShape as found:
+        return str(Mixed(_DIFFERS, source))
+    except DependsOnShape as found:
         return str(found)
 
 
+COMPUTES_WITH_SHAPE = "it computes with the shape of a parameter"
 _FAILS = "it cannot be traced on slices of the parameters"
 _DIFFERS = "it computes something different on slices of the parameters"
 
 
 def _obstacle(whole: Any, part: Any, expected: Sequence[Any]) -> str | None:
     inputs = [
-        _Kind.SAME if one.shape == other.shape else _Kind.SLICE
+        Slicing.SAME if one.shape == other.shape else Slicing.SLICE
         for one, other in zip(whole.in_avals, part.in_avals, strict=True)
     ]
-    outputs = follow(_Elementwise(), (whole, part), inputs)
+    outputs = follow(Elementwise(), (whole, part), inputs)
     if len(outputs) != len(expected):
         return "its state changes its structure"
     for kind, before, after, was in zip(outputs, expected, part.out_avals, inputs, strict=False):
-        if isinstance(kind, _Mixed):
+        if isinstance(kind, Mixed):
             return str(kind)
-        if after.shape != before.shape or (kind is _Kind.SAME) != (was is _Kind.SAME):
+        if after.shape != before.shape or (kind is Slicing.SAME) != (was is Slicing.SAME):
             return "a new parameter or state array is sliced differently from the old one"
     return None
 
 
-class _Elementwise(Analysis[Kind]):
+class Elementwise(Analysis[Kind]):
     """The kinds of values in the jaxpr on full arrays, compared with the one on slices."""
 
     def constant(self, values: Sequence[Any]) -> Kind:
         whole, part = values
         same = np.shape(whole) == np.shape(part) and bool(np.all(np.asarray(whole) == part))
-        return _Kind.SAME if same else _Mixed("a constant with the shape of a parameter")
+        return Slicing.SAME if same else Mixed("a constant with the shape of a parameter")
 
     def literal(self, values: Sequence[Any], equation: Any) -> Kind:
         whole, part = values
         if not np.array_equal(whole, part, equal_nan=True):
             source = "" if equation is None else _jax.source_of(equation)
-            raise _DependsOnShape(_Mixed("it computes with the shape of a parameter", source))
-        return _Kind.SAME
+            raise DependsOnShape(Mixed(COMPUTES_WITH_SHAPE, source))
+        return Slicing.SAME
 
     def join(self, facts: Sequence[Kind]) -> Kind:
-        mixed = [kind for kind in facts if isinstance(kind, _Mixed)]
+        mixed = [kind for kind in facts if isinstance(kind, Mixed)]
         if mixed:
             return mixed[0]
         if all(kind is facts[0] for kind in facts):
             return facts[0]
-        if _Kind.SAME in facts:
-            return _Mixed("an array that is full on one path and a slice on another")
-        return _Kind.SLICE
+        if Slicing.SAME in facts:
+            return Mixed("an array that is full on one path and a slice on another")
+        return Slicing.SLICE
 
     def control(self, equations: Equations, decides: Kind) -> Kind | None:
-        if decides is _Kind.SAME:
+        if decides is Slicing.SAME:
             return None
         whole = equations[0]
-        return _Mixed(_CONTROL[whole.primitive.name], _jax.source_of(whole))
+        return Mixed(_CONTROL[whole.primitive.name], _jax.source_of(whole))
 
     def element(self, equations: Equations, fact: Kind) -> Kind:
-        if fact is _Kind.SAME:
+        if fact is Slicing.SAME:
             return fact
-        return _Mixed(_CONTROL["scan"], _jax.source_of(equations[0]))
+        return Mixed(_CONTROL["scan"], _jax.source_of(equations[0]))
 
     def returned(self, equations: Equations, fact: Kind) -> Kind:
         # A value without a source line, as in a jit that JAX has traced before, takes the call's.
-        if isinstance(fact, _Mixed) and not fact.source:
-            return _Mixed(fact.reason, _jax.source_of(equations[0]))
+        if isinstance(fact, Mixed) and not fact.source:
+            return Mixed(fact.reason, _jax.source_of(equations[0]))
         return fact
 
     def transfer(self, equations: Equations, inputs: Sequence[Kind]) -> Sequence[Kind]:
@@ -151,20 +160,20 @@ class _Elementwise(Analysis[Kind]):
         name, count = whole.primitive.name, len(whole.outvars)
         if name == "optimization_barrier":
             return inputs
-        mixed = [kind for kind in inputs if isinstance(kind, _Mixed)]
+        mixed = [kind for kind in inputs if isinstance(kind, Mixed)]
         if mixed or not count:  # a debug print has no outputs
             return mixed[:1] * count
-        if all(kind is _Kind.SAME for kind in inputs):
+        if all(kind is Slicing.SAME for kind in inputs):
             return [self._of_same(whole, part)] * count
         out, alike = whole.outvars[0].aval.shape, _jax.same_but_for_shapes(whole, part)
         in_place = all(
-            atom.aval.shape == out or (kind is _Kind.SAME and atom.aval.shape == ())
+            atom.aval.shape == out or (kind is Slicing.SAME and atom.aval.shape == ())
             for atom, kind in zip(whole.invars, inputs, strict=True)
         )
         moves_nothing = len(inputs) == 1 and _jax.keeps_order(whole)
-        if in_place and ((name in _ELEMENTWISE and alike) or moves_nothing):
-            return [_Kind.SLICE if _Kind.SLICE in inputs else _Kind.UNIFORM] * count
-        return [_Mixed(f"{name} over a full parameter", _jax.source_of(whole))] * count
+        if in_place and ((name in ELEMENTWISE and alike) or moves_nothing):
+            return [Slicing.SLICE if Slicing.SLICE in inputs else Slicing.UNIFORM] * count
+        return [Mixed(f"{name} over a full parameter", _jax.source_of(whole))] * count
 
     @staticmethod
     def _of_same(whole: Any, part: Any) -> Kind:
@@ -173,11 +182,11 @@ class _Elementwise(Analysis[Kind]):
             for one, other in zip(whole.outvars, part.outvars, strict=True)
         )
         if shapes_agree and _jax.same_but_for_shapes(whole, part):
-            return _Kind.SAME
+            return Slicing.SAME
         name = whole.primitive.name
         if name == "broadcast_in_dim" and whole.invars[0].aval.shape == ():
-            return _Kind.UNIFORM
-        return _Mixed(f"{name} creates an array of a parameter's shape", _jax.source_of(whole))
+            return Slicing.UNIFORM
+        return Mixed(f"{name} creates an array of a parameter's shape", _jax.source_of(whole))
 
 
 _CONTROL = {

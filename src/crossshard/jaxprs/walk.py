@@ -102,7 +102,7 @@ def follow(
         if any(each.primitive is not first.primitive for each in equations):
             raise Mismatch(first)
         facts = [fact_of(atoms, first) for atoms in _aligned(each.invars for each in equations)]
-        outputs = _through(analysis, equations, facts)
+        outputs = through(analysis, equations, facts)
         known.update(zip(_aligned(each.outvars for each in equations), outputs, strict=True))
     return [fact_of(atoms) for atoms in _aligned(jaxpr.outvars for jaxpr in opened)]
 
@@ -122,7 +122,7 @@ def _aligned(sequences: Iterable[Sequence[Any]]) -> list[tuple[Any, ...]]:
     return list(zip(*sequences, strict=True))
 
 
-def _through(
+def through(
     analysis: Analysis[Fact], equations: Equations, inputs: Sequence[Fact]
 ) -> Sequence[Fact]:
     """The facts of the outputs of an equation of any kind."""

@@ -1,0 +1,490 @@
+"""Checks whether an update computes each leaf from its own arrays and scalars, leaf by leaf.
+
+Such an update can be dealt out: each leaf is updated by one shard, or cut where it is elementwise,
+as if it were alone. What leaves have in common are scalars, such as a global norm: these are cut
+out of the update, computed where their leaf is, and given to all.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from crossshard import _jax
+from crossshard.jaxprs.along import OnSlices
+from crossshard.jaxprs.dependence import inputs_read
+from crossshard.jaxprs.elementwise import Along, Kind, Mixed, Slicing
+from crossshard.jaxprs.walk import through
+
+Shape = tuple[int, ...]
+
+
+class NotLeafwise(Exception):
+    """An update computes a leaf from arrays of others, or cannot be cut."""
+
+
+class Scalar(NamedTuple):
+    """A scalar that is computed from one leaf, and read by all.
+
+    Attributes:
+      leaf: the leaf.
+      level: how many rounds of scalars come before it.
+      reduced: by what the parts of all shards become the scalar, if the leaf is cut:
+        ``reduce_sum``, ``reduce_and`` or ``reduce_or``; else empty.
+    """
+
+    leaf: int
+    level: int
+    reduced: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Leafwise:
+    """An update that can be run leaf by leaf.
+
+    Attributes:
+      jaxpr: from ``(params, state, gradients, *extra, *scalars, *masks)`` to ``(updates, state,
+        *scalars)``, on slices of those leaves that are cut.
+      of_state: for each array of the state its leaf; ``None`` if it is of none.
+      scalars: the scalars that leaves have in common.
+      masks: the leaf of each mask, bool[…], which tells a slice's elements from its padding.
+      whole: the leaves that are not cut, and why.
+      stacked: the leaves that are cut along their first axis; all others are elementwise.
+    """
+
+    jaxpr: Any
+    of_state: tuple[int | None, ...]
+    scalars: tuple[Scalar, ...]
+    masks: tuple[int, ...]
+    whole: Mapping[int, str]
+    stacked: frozenset[int]
+
+
+def find_leafwise(
+    update: Callable[..., tuple[Any, Any]],
+    params: Any,
+    state: Any,
+    extra: Sequence[Any],
+    slices: Mapping[int, Shape],
+    stacks: Mapping[int, Shape],
+    padded: Collection[int] = (),
+) -> Leafwise:
+    """How an update runs leaf by leaf.
+
+    Args:
+      update: from ``(params, state, gradients, *extra)`` to ``(updates, state)``.
+      params: its parameters, a pytree with shapes and dtypes.
+      state: its state.
+      extra: further arguments, which belong to no leaf.
+      slices: the shape of one shard's slice of each leaf that may be split; others are updated by
+        every shard.
+      stacks: for some of these the shape of a slice along the first axis.
+      padded: those whose slices end with padding, on some shards.
+
+    Raises:
+      NotLeafwise: it does not.
+    """
+    return _Finder(update, params, state, extra, slices, stacks, padded).find()
+
+
+class _Value(NamedTuple):
+    """What is known of a value.
+
+    Attributes:
+      leaf: the leaf from which it is computed; ``None`` if every shard has it, and ``_OF_ALL`` if
+        it is of leaves that every shard updates.
+      kind: how it stands to the value on full arrays.
+      level: how many rounds of scalars come before it.
+      fixed: the array of the state that it is, if that is never updated.
+    """
+
+    leaf: int | None
+    kind: Kind
+    level: int = 0
+    fixed: int | None = None
+
+
+_SHARED = _Value(None, Slicing.SAME)
+_OF_ALL = -1
+
+
+class _Finder:
+    """Finds how an update runs leaf by leaf, from fewer and fewer assumptions."""
+
+    def __init__(
+        self,
+        update: Callable[..., tuple[Any, Any]],
+        params: Any,
+        state: Any,
+        extra: Sequence[Any],
+        slices: Mapping[int, Shape],
+        stacks: Mapping[int, Shape],
+        padded: Collection[int],
+    ):
+        self._update, self._extra = update, tuple(extra)
+        self._params, self._params_tree = jax.tree.flatten(params)
+        self._state, self._state_tree = jax.tree.flatten(state)
+        self._slices, self._stacks, self._padded = slices, stacks, padded
+        self._whole: dict[int, str] = {}
+        self._stacked: set[int] = set()
+        self._of_state: list[int | None] = [None] * len(self._state)
+        self._jaxpr = self._trace(lambda leaf, x: x.shape)
+        effects = [str(each) for each in self._jaxpr.effects]
+        if effects:
+            raise NotLeafwise(f"it has effects: {', '.join(effects)}")
+        first, number = len(self._params), len(self._state)
+        unchanged = zip(
+            self._jaxpr.jaxpr.invars[first:], self._jaxpr.jaxpr.outvars[first:], strict=False
+        )
+        self._fixed = [before is after for before, after in list(unchanged)[:number]]
+
+    def find(self) -> Leafwise:
+        """What has been found once nothing is assumed that does not hold."""
+        self._whole = dict.fromkeys(self._slices, "")
+        # First of which leaf each array of the state is; all leaves are whole.
+        self._settled()
+        self._whole = {}
+        self._check_state_is_cut()
+        self._settled()
+        # Then the same on slices. What is not elementwise may be a stack.
+        self._stacked = {leaf for leaf in self._whole if leaf in self._stacks}
+        refused = {leaf: self._whole.pop(leaf) for leaf in self._stacked}
+        while True:
+            self._check_state_is_cut()
+            walk = self._on_slices()
+            for leaf in self._stacked.intersection(self._whole):
+                self._whole[leaf] = f"{refused[leaf]}; nor between layers: {self._whole[leaf]}"
+            self._stacked.difference_update(self._whole)
+            if walk is not None:
+                return Leafwise(
+                    walk.jaxpr(),
+                    tuple(self._of_state),
+                    tuple(walk.scalars),
+                    tuple(leaf for leaf, _ in walk.masks),
+                    dict(self._whole),
+                    frozenset(self._stacked),
+                )
+
+    def _settled(self) -> None:
+        """Correct what is assumed until it holds for full arrays."""
+        while True:
+            walk = self._walk(self._jaxpr)
+            if walk is not None:
+                return
+
+    def _on_slices(self) -> "_Walk | None":
+        """The walk on slices; ``None`` if something had to be corrected."""
+        try:
+            part = self._trace(self._shape)
+        except Exception as error:  # an optimizer may raise anything on slices
+            why = str(Mixed(_FAILS, _jax.source_of_error(error)))
+            if not self._stacked:
+                raise NotLeafwise(why) from error
+            self._whole |= dict.fromkeys(self._stacked, why)
+            return None
+        return self._walk(part)
+
+    def _walk(self, part: Any) -> "_Walk | None":
+        """The walk over the update and what it is on slices; ``None`` if something was corrected.
+
+        What a walk finds while it still has to learn whose the state is does not count.
+        """
+        walk, before = _Walk(self, self._jaxpr, part), list(self._of_state)
+        walk.run()
+        if before != self._of_state:
+            return None
+        if walk.failed:
+            raise NotLeafwise(walk.failed)
+        self._whole |= walk.refused
+        return None if walk.refused else walk
+
+    def _check_state_is_cut(self) -> None:
+        """Leaves whose state is not split as they are stay whole."""
+        for x, leaf in zip(self._state, self._of_state, strict=True):
+            if leaf is None or leaf in self._whole:
+                continue
+            own = self._params[leaf].shape
+            fits = x.shape[:1] == own[:1] if leaf in self._stacked else x.shape == own
+            if not fits:
+                self._whole[leaf] = "its state has an array of another shape"
+                self._stacked.discard(leaf)
+
+    def is_cut(self, leaf: int) -> bool:
+        """Whether each shard has a slice of a leaf."""
+        return leaf in self._slices and leaf not in self._whole
+
+    def kind(self, leaf: int) -> Kind:
+        """How a shard's array of a leaf stands to the full one."""
+        if not self.is_cut(leaf):
+            return Slicing.SAME
+        return Along(0) if leaf in self._stacked else Slicing.SLICE
+
+    def is_padded(self, leaf: int) -> bool:
+        """Whether a slice of a leaf may end with padding."""
+        return leaf in self._padded and leaf not in self._stacked
+
+    def _shape(self, leaf: int, x: Any) -> Shape:
+        if not self.is_cut(leaf):
+            return tuple(x.shape)
+        if leaf in self._stacked:
+            return (self._stacks[leaf][0], *x.shape[1:])
+        return self._slices[leaf]
+
+    def _trace(self, shape: Callable[[int, Any], Shape]) -> Any:
+        """The jaxpr on arrays whose shapes depend on their leaf."""
+
+        def typed(leaf: int | None, x: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape if leaf is None else shape(leaf, x), x.dtype)
+
+        params = self._params_tree.unflatten([typed(i, x) for i, x in enumerate(self._params)])
+        of_state = zip(self._of_state, self._state, strict=True)
+        state = self._state_tree.unflatten([typed(leaf, x) for leaf, x in of_state])
+        return _jax.flat(jax.make_jaxpr(self._update)(params, state, params, *self._extra))
+
+    def inputs(self) -> list[_Value]:
+        """What is known of the inputs."""
+        of_params = [self._input(leaf, x) for leaf, x in enumerate(self._params)]
+        of_state = [
+            _Value(None, Slicing.SAME, fixed=place if self._fixed[place] and x.size > 1 else None)
+            if leaf is None
+            else self._input(leaf, x)
+            for place, (leaf, x) in enumerate(zip(self._of_state, self._state, strict=True))
+        ]
+        others = [_SHARED] * len(jax.tree.leaves(self._extra))
+        return [*of_params, *of_state, *of_params, *others]
+
+    def _input(self, leaf: int, x: Any) -> _Value:
+        return _Value(leaf if leaf in self._slices else _OF_ALL, self.kind(leaf))
+
+    def belongs(self, place: int, leaf: int) -> None:
+        """An array of the state that is never updated is of the leaf that it is used with."""
+        if self._state[place].shape == self._params[leaf].shape:
+            self._of_state[place] = leaf
+
+    def of_output(self, place: int) -> int | None:
+        """The leaf to which a new array belongs; ``None`` if every shard has it."""
+        number = len(self._params)
+        leaf = place if place < number else self._of_state[place - number]
+        return leaf if leaf in self._slices else None
+
+    def check_output(self, place: int, value: _Value, walk: "_Walk") -> None:
+        """That a new array is of the leaf that it belongs to, and split as it is."""
+        own, in_state = self.of_output(place), place >= len(self._params)
+        of_leaf = value.leaf not in (None, _OF_ALL, own)
+        if of_leaf and own is None and in_state:
+            self._of_state[place - len(self._params)] = value.leaf
+        elif of_leaf:
+            walk.fail(_SEVERAL)
+        elif isinstance(value.kind, Mixed):
+            walk.fail(str(value.kind))
+        elif not walk.is_alike(value.kind, own):
+            walk.refuse(own, "a new array of it is split differently from the old one")
+
+
+_SEVERAL = "a leaf is computed from the arrays of another one"
+
+
+class _Walk:
+    """One pass over the equations of the update on full arrays and on slices.
+
+    Attributes:
+      scalars: the scalars that leaves have in common.
+      masks: the inputs that tell elements from padding, by their leaf and shape.
+      refused: the leaves that cannot be cut as assumed, and why.
+      failed: why the update does not run leaf by leaf; empty if it does.
+    """
+
+    def __init__(self, finder: _Finder, whole: Any, part: Any):
+        self._finder, self._whole, self._part = finder, whole, part
+        self._analysis = OnSlices()
+        self._known: dict[tuple[Any, Any], _Value] = {}
+        # The inputs that stand for scalars, and those of them that everybody reads.
+        self._given: dict[Any, Any] = {}
+        self._sums: dict[Any, Any] = {}
+        self._equations: list[Any] = []
+        self._outputs: list[Any] = []
+        self.scalars: list[Scalar] = []
+        self.masks: dict[tuple[int, Shape], Any] = {}
+        self.refused: dict[int, str] = {}
+        self.failed = ""
+
+    def run(self) -> None:
+        """Follow every equation, and check what comes out."""
+        whole, part = self._whole.jaxpr, self._part.jaxpr
+        for constants in zip(
+            zip(whole.constvars, part.constvars, strict=False),
+            zip(self._whole.consts, self._part.consts, strict=False),
+            strict=True,
+        ):
+            self._known[constants[0]] = _Value(None, self._analysis.constant(constants[1]))
+        pairs = zip(whole.invars, part.invars, strict=True)
+        self._known |= dict(zip(pairs, self._finder.inputs(), strict=True))
+        for equations in zip(whole.eqns, part.eqns, strict=False):
+            if not self._follow(*equations):
+                return
+        if len(whole.eqns) != len(part.eqns):
+            self.fail(_DIFFERS)
+            return
+        for place, pair in enumerate(zip(whole.outvars, part.outvars, strict=True)):
+            value, out = self._read(pair, None), self._read_from(pair[1])
+            shared = self._finder.of_output(place) is None and pair[0].aval.size == 1
+            if shared and value.leaf not in (None, _OF_ALL):
+                out, value = self._give_out(out, value), _SHARED
+            self._outputs.append(out)
+            self._finder.check_output(place, value, self)
+
+    def is_alike(self, kind: Kind, leaf: int | None) -> bool:
+        """Whether a value is split as its leaf is."""
+        return kind is Slicing.UNIFORM or leaf is None or kind == self._finder.kind(leaf)
+
+    def refuse(self, leaf: int | None, why: str) -> None:
+        """A leaf cannot be cut as assumed."""
+        if leaf is None or not self._finder.is_cut(leaf):
+            self.fail(why)
+        else:
+            self.refused.setdefault(leaf, why)
+
+    def fail(self, why: str) -> None:
+        """The update does not run leaf by leaf."""
+        self.failed = self.failed or why
+
+    def jaxpr(self) -> Any:
+        """The update on slices, whose scalars are inputs and outputs."""
+        part = self._part
+        inputs = [*part.jaxpr.invars, *self._given.values(), *self.masks.values()]
+        constants = dict(zip(part.jaxpr.constvars, part.consts, strict=True))
+        outputs = [*self._outputs, *self._given]
+        return _jax.with_equations(part, constants, inputs, outputs, self._equations)
+
+    def _read_from(self, atom: Any) -> Any:
+        return atom if _jax.is_literal(atom) else self._sums.get(atom, atom)
+
+    def _read(self, pair: tuple[Any, Any], equation: Any) -> _Value:
+        literals = [atom for atom in pair if _jax.is_literal(atom)]
+        if len(literals) == 2:
+            values = [atom.val for atom in pair]
+            return _Value(None, self._analysis.literal(values, equation))
+        if literals or pair not in self._known:
+            return _Value(None, Mixed(_DIFFERS, _jax.source_of(equation) if equation else ""))
+        return self._known[pair]
+
+    def _follow(self, whole: Any, part: Any) -> bool:
+        """Follow two equations that should correspond; whether they do."""
+        pairs = list(zip(whole.invars, part.invars, strict=False))
+        values = [self._read(pair, whole) for pair in pairs]
+        if whole.primitive is not part.primitive or len(whole.invars) != len(part.invars):
+            leaf = next((each.leaf for each in values if each.leaf is not None), None)
+            self.refuse(leaf, str(Mixed(_DIFFERS, _jax.source_of(whole))))
+            return False
+        if self._reduces_slices(whole, part, values):
+            return True
+        reads = inputs_read(whole)
+        inputs, leaves = list(map(self._read_from, part.invars)), []
+        for read in reads:
+            leaf, others = self._leaf_of(whole, {place: values[place] for place in read})
+            leaves.append(leaf)
+            for place in others:
+                inputs[place] = self._give_out(pairs[place][1], values[place])
+                values[place] = _Value(None, Slicing.SAME, values[place].level + 1)
+        kinds = self._kinds(whole, part, [each.kind for each in values])
+        found = zip(whole.outvars, part.outvars, kinds, leaves, reads, strict=True)
+        for one, other, kind, leaf, read in found:
+            if isinstance(kind, Mixed) and leaf is not None and self._finder.is_cut(leaf):
+                self.refused.setdefault(leaf, str(kind))
+                kind = Slicing.SAME  # as it is on the whole leaf
+            level = max((values[place].level for place in read), default=0)
+            self._known[one, other] = _Value(leaf, kind, level)
+        self._equations.append(part.replace(invars=inputs))
+        return True
+
+    def _kinds(self, whole: Any, part: Any, kinds: Sequence[Kind]) -> Sequence[Kind]:
+        alike = {Slicing.SAME, Slicing.UNIFORM}
+        if _jax.control_flow(whole) is not None and alike.issuperset(kinds):
+            shapes = [
+                [atom.aval.shape for atom in (*each.invars, *each.outvars)]
+                for each in (whole, part)
+            ]
+            if shapes[0] == shapes[1]:
+                # Rows of what is one number everywhere need not be stacked to such an array.
+                kinds = [Slicing.SAME] * len(kinds)
+        return through(self._analysis, (whole, part), kinds)
+
+    def _leaf_of(
+        self, equation: Any, read: Mapping[int, _Value]
+    ) -> tuple[int | None, Sequence[int]]:
+        """The leaf of what is computed from these inputs, and which of them are given out."""
+        of_all = [place for place, value in read.items() if value.leaf == _OF_ALL]
+        leaves = {value.leaf for value in read.values()} - {None, _OF_ALL}
+        is_array = lambda place: equation.invars[place].aval.size > 1
+        arrays = {value.leaf for place, value in read.items() if is_array(place)} & leaves
+        if len(arrays) > 1:
+            self.fail(self.failed or str(Mixed(_SEVERAL, _jax.source_of(equation))))
+            arrays = set(list(arrays)[:1])
+        shared = max((each.level for each in read.values() if each.leaf is None), default=0)
+        # It joins what other leaves have given already, as a term of a sum does.
+        joins = all(each.level < shared for each in read.values() if each.leaf in leaves)
+        if not leaves:
+            own = _OF_ALL if of_all else None
+        elif arrays or (len(leaves) == 1 and not joins and not any(map(is_array, of_all))):
+            own = next(iter(arrays or leaves))
+        else:
+            own = _OF_ALL if any(map(is_array, of_all)) else None
+        for value in read.values():
+            if own is not None and own in leaves and value.fixed is not None:
+                self._finder.belongs(value.fixed, own)
+        return own, [place for place in read if read[place].leaf in leaves - {own}]
+
+    def _reduces_slices(self, whole: Any, part: Any, values: Sequence[_Value]) -> bool:
+        """Whether an equation reduces all of a leaf that is cut, to a scalar that is given out."""
+        leaf, kind = values[0][:2] if values else (None, None)
+        if leaf is None or not self._finder.is_cut(leaf) or leaf in self.refused:
+            return False
+        if any(each.leaf != leaf or each.kind != kind for each in values):
+            return False
+        if kind is not Slicing.SLICE and not isinstance(kind, Along):
+            return False
+        ndim, params = whole.invars[0].aval.ndim, whole.params
+        match reduced := whole.primitive.name:
+            case "reduce_sum" | "reduce_and" | "reduce_or":
+                flags = reduced == "reduce_sum" or whole.invars[0].aval.dtype == bool
+                is_complete = flags and len(params["axes"]) == ndim
+            case "dot_general":
+                (left, right), _ = params["dimension_numbers"]
+                is_complete, reduced = len(left) == ndim and left == right, "reduce_sum"
+            case _:
+                is_complete = False
+        if not is_complete or not _jax.same_but_for_shapes(whole, part):
+            return False
+        level = max(each.level for each in values)
+        (one,), (other,) = whole.outvars, part.outvars
+        inputs = list(map(self._read_from, part.invars))
+        if self._finder.is_padded(leaf):
+            inputs = [self._masked(leaf, x, reduced == "reduce_and") for x in inputs]
+        self._equations.append(part.replace(invars=inputs))
+        self.scalars.append(Scalar(leaf, level, reduced))
+        self._given[other] = self._sums[other] = _jax.variable_like(other)
+        self._known[one, other] = _Value(None, Slicing.SAME, level + 1)
+        return True
+
+    def _masked(self, leaf: int, x: Any, fill: bool) -> Any:
+        """Zero, or true, in place of the padding of a slice."""
+        types = (jax.ShapeDtypeStruct(x.aval.shape, t) for t in (bool, x.aval.dtype))
+        select = jax.make_jaxpr(lambda mask, x: jnp.where(mask, x, jnp.full_like(x, fill)))(*types)
+        mask = self.masks.setdefault((leaf, x.aval.shape), select.jaxpr.invars[0])
+        equations, (found,) = _jax.written_out(select, [mask, x], {})
+        self._equations += equations
+        return found
+
+    def _give_out(self, variable: Any, value: _Value) -> Any:
+        """The input that stands for a scalar of a leaf."""
+        if variable not in self._given:
+            assert value.leaf is not None
+            self._given[variable] = _jax.variable_like(variable)
+            self.scalars.append(Scalar(value.leaf, value.level))
+        return self._given[variable]
+
+
+_FAILS = "it cannot be traced on slices of the parameters"
+_DIFFERS = "it computes something different on slices of the parameters"
