@@ -4,7 +4,7 @@ import abc
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -54,6 +54,16 @@ class Deferred(abc.ABC):
     def used(self) -> jax.Array:
         """The array, where it is used."""
 
+    def multiplied(self, x: jax.Array, how: Mapping[str, Any]) -> tuple[Self, jax.Array] | None:
+        """How it was used in a product, and that; ``None`` if it must be used for it.
+
+        Args:
+          x: what it is multiplied with, which stands before it.
+          how: the parameters of ``dot_general``.
+        """
+        del x, how
+        return None
+
     @abc.abstractmethod
     def in_dtype(self, dtype: Any) -> Self | None:
         """The same in another dtype; ``None`` if it must be used to be converted."""
@@ -95,12 +105,15 @@ class _Evaluation:
       note: is told of each use.
       checkpoints: the functions under ``jax.checkpoint``, each with the types of its inputs
         and the uses in it. Equal layers share one, as they do without us.
+      of_policy: whether it is of what is under a ``jax.checkpoint`` with a policy, which chooses
+        products to be stored.
     """
 
     note: Note
     checkpoints: dict[Any, tuple[Callable[..., Any], Sequence[Any], list[Any]]] = dataclasses.field(
         default_factory=dict
     )
+    of_policy: bool = False
 
     def of(self, jaxpr: Any, inputs: Sequence[Any], inside: Inside) -> list[Any]:
         """The outputs of a closed jaxpr."""
@@ -153,6 +166,8 @@ class _Evaluation:
         if equation.primitive.name in of_first:
             deferred = of_first[equation.primitive.name](equation, given[0])
             return None if deferred is None else [deferred]
+        if equation.primitive.name == "dot_general":
+            return self._multiplied(equation, given, inside)
         jaxpr = _jax.inlined(equation)
         if jaxpr is not None:
             return self.of(jaxpr, given, inside)
@@ -162,6 +177,19 @@ class _Evaluation:
         if isinstance(scan, _jax.Scan):
             return self._scanned(equation, scan, given, inside)
         return None
+
+    def _multiplied(
+        self, equation: Any, given: Sequence[Any], inside: Inside
+    ) -> Sequence[Any] | None:
+        x, w = given
+        if self.of_policy or isinstance(x, Deferred):
+            return None
+        found = w.multiplied(x, equation.params)
+        if found is None:
+            return None
+        used, product = found
+        self.note(w.name, used, inside)
+        return [product]
 
     def _checkpointed(self, equation: Any, given: Sequence[Any], inside: Inside) -> Sequence[Any]:
         jaxpr, params = equation.params["jaxpr"], equation.params
@@ -180,7 +208,8 @@ class _Evaluation:
             def note(name: Any, used: Deferred, where: Inside) -> None:
                 uses.append((name, _typed(used), where))
 
-            alone = dataclasses.replace(self, note=note)
+            of_policy = self.of_policy or params["policy"] is not None
+            alone = dataclasses.replace(self, note=note, of_policy=of_policy)
 
             def run(*arrays: Any) -> list[Any]:
                 uses.clear()

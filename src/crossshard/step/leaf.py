@@ -2,13 +2,16 @@
 
 import dataclasses
 import functools
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
+from crossshard.collectives.all_reduce import wide
 from crossshard.collectives.bucketing import bucketed_gather, bucketed_sum
+from crossshard.collectives.rings import Product
+from crossshard.collectives.wire import send_gathered
 from crossshard.jaxprs.deferred import Deferred
 from crossshard.pipeline.means import to_average
 from crossshard.pipeline.stages.accumulate import add, mean
@@ -54,16 +57,70 @@ class Way:
 
     def backward(self, gradient: jax.Array, shared: Mapping[str, Any], before: Any) -> jax.Array:
         """This shard's slice of the sum of all shards' gradients."""
+        with jax.named_scope("reduce"):
+            sent = self._sent(gradient, shared, before)
+            (total,) = bucketed_sum([sent], [self.partition], self.shards, self.groups)
+            return total.astype(self.summed)
+
+    def _sent(self, gradient: jax.Array, shared: Mapping[str, Any], before: Any) -> jax.Array:
+        """What is to be summed of a gradient, or of a slice of it."""
         weight = shared["weight"]
         if before is not None:
             no_loss = jnp.zeros_like(shared["before"])
             sums = add((before, no_loss, shared["before"]), gradient, no_loss, weight)
             gradient, _ = mean(sums)
             weight = None if weight is None else sums[2]
+        return as_sent(to_average(gradient, weight), self.reduce_dtype)
+
+    def product(self, x: jax.Array, how: Mapping[str, Any]) -> Product | None:
+        """The product with ``x``, if it need not wait for the whole parameter; else ``None``.
+
+        XLA for TPUs has work done while a neighbour sends, and some beside a gather of a piece.
+        """
+        axis = self.partition.axis
+        free = not (self.groups or self.shards.other_axes or how.get("out_sharding"))
+        if not (self.in_parts and free and self.shards.torus_factors) or axis is None:
+            return None
+        (of_x, of_w), batched = how["dimension_numbers"]
+        floating = x.dtype == self.dtype and jnp.issubdtype(self.dtype, jnp.floating)
+        if any(batched) or len(of_w) != 1 or not floating:
+            return None
+        dtype = jnp.dtype(how["preferred_element_type"] or self.dtype)
+        product = Product(of_x[0], of_w[0], axis, dtype, how["precision"])
+        may = self.shards.in_rings or product.has_pieces(self.partition.shape)
+        return product if may else None
+
+    def multiplied(
+        self, how: Product, x: jax.Array, value: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The product, and the parameter in full."""
+
+        def gather(piece: jax.Array) -> jax.Array:
+            return send_gathered(piece, how.axis, self.shards)
+
+        with jax.named_scope("gather"):
+            sent = value.astype(dtype_sent(self.dtype, self.gather_dtype))
+            if self.shards.in_rings:
+                return how.forward(x, sent, self.shards)
+            return how.in_pieces(x, sent, gather)
+
+    def backward_of_product(
+        self, how: Product, kept: Any, gradient: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The gradient of ``x``, and this shard's slice of the sum of all shards' gradients."""
+        x, whole, shared, before = kept
+        if not self.shards.in_rings:
+            of_w = how.gradient_of_w(x, gradient, self.dtype)
+            of_x = how.gradient_of_x(gradient, whole, x.dtype)
+            return of_x, self.backward(of_w, shared, before)
+
+        def sent(found: jax.Array, slice_of: Callable[[jax.Array], jax.Array]) -> jax.Array:
+            return self._sent(found, shared, None if before is None else slice_of(before))
+
         with jax.named_scope("reduce"):
-            sent = as_sent(to_average(gradient, weight), self.reduce_dtype)
-            (total,) = bucketed_sum([sent], [self.partition], self.shards, self.groups)
-            return total.astype(self.summed)
+            dtype = self.reduce_dtype or wide(how.dtype)
+            of_x, total = how.backward(x, whole, gradient, self.shards, dtype, sent)
+            return of_x, total.astype(self.summed)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -86,6 +143,30 @@ def _use_backward(way: Way, kept: Any, gradient: Any) -> tuple[Any, ...]:
 _use.defvjp(_use_forward, _use_backward)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _multiply(
+    way: Way, how: Product, x: jax.Array, value: Any, slot: Any, shared: Any, before: Any
+) -> jax.Array:
+    del slot, shared, before
+    return way.multiplied(how, x, value)[0]
+
+
+def _multiply_forward(
+    way: Way, how: Product, x: jax.Array, value: Any, slot: Any, shared: Any, before: Any
+) -> tuple[jax.Array, Any]:
+    del slot
+    product, whole = way.multiplied(how, x, value)
+    return product, (x, whole, shared, before)
+
+
+def _multiply_backward(way: Way, how: Product, kept: Any, gradient: Any) -> tuple[Any, ...]:
+    of_x, of_slot = way.backward_of_product(how, kept, gradient)
+    return of_x, None, of_slot, None, None
+
+
+_multiply.defvjp(_multiply_forward, _multiply_backward)
+
+
 @dataclasses.dataclass(frozen=True)
 class Leaf(Deferred):
     """A parameter until the loss uses it.
@@ -98,6 +179,7 @@ class Leaf(Deferred):
       shared: what is the same for all rows: ``weight``, float[], of this shard, or ``None`` if all
         count the same; and ``before``, the sum of those of earlier microbatches.
       of_row: whether it is a row of the parameter, or some.
+      in_ring: whether its slices meet a product one by one.
     """
 
     name: int
@@ -105,6 +187,7 @@ class Leaf(Deferred):
     arrays: dict[str, Any]
     shared: dict[str, Any]
     of_row: bool = False
+    in_ring: bool = False
 
     @property
     def kind(self) -> Hashable:
@@ -123,6 +206,18 @@ class Leaf(Deferred):
         if not (self.way.in_parts or self.of_row):
             return value
         return _use(self.way, value, slot, self.shared, self.arrays.get("before"))
+
+    def multiplied(self, x: jax.Array, how: Mapping[str, Any]) -> tuple[Self, jax.Array] | None:
+        """The product with it, if its slices can go round beside it."""
+        product = self.way.product(x, how)
+        if product is None:
+            return None
+        value, slot = self.arrays["value"], self.arrays["slot"]
+        used = dataclasses.replace(self, in_ring=True)
+        if slot is None:
+            return used, self.way.multiplied(product, x, value)[0]
+        before = self.arrays.get("before")
+        return used, _multiply(self.way, product, x, value, slot, self.shared, before)
 
     def in_dtype(self, dtype: Any) -> Self | None:
         """The same in a dtype with as many bits, or fewer; one that is sent is converted once."""

@@ -151,3 +151,36 @@ def test_what_is_compiled_for_tpus(for_tpus: Path, topology: str, program: str):
 @pytest.mark.parametrize("topology", GPUS)
 def test_what_is_compiled_for_gpus(for_gpus: Path, topology: str, program: str):
     check(for_gpus, topology, program)
+
+
+OF_PARTS = """
+import json, sys
+import crossshard
+from benchmarks import by_hand, pods
+from benchmarks.shapes import blocks
+
+chips = crossshard.tools.topology(sys.argv[1])
+mesh, model = chips.mesh({by_hand.AXIS: chips.size}), blocks(2, scan=True, checkpoint=True)
+report = crossshard.inspect(pods.in_parts(mesh, model), parameters=model.params)
+least = pods.least_in_parts(chips.size, model)
+print(json.dumps([report.bytes_sent / least, report.hidden_share]))
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+@pytest.mark.parametrize(
+    ("topology", "hidden"),
+    [("v5e:4x4", 0.9), ("v5e:16x16", 0.3), ("v6e:8x8", 0.7), ("v5p:4x4x4", 0.7)],
+)
+def test_parts_go_round_beside_products(topology: str, hidden: float):
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "NPROC"))}
+    root = str(Path(__file__).parents[3])
+    path = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
+    env |= {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", OF_PARTS, topology]
+    done = subprocess.run(command, env=env, text=True, capture_output=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    ratio, share = json.loads(done.stdout.splitlines()[-1])
+    print(f"{topology}: {ratio:.3f} of the bound, {share:.0%} behind products")
+    assert ratio <= 1.05
+    assert share >= hidden
