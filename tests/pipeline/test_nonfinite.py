@@ -169,7 +169,63 @@ def test_a_reduction_that_overflows_is_told_from_a_bad_shard(action: str, weight
     np.testing.assert_array_equal(state.params, w)
 
 
+@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
+def test_infinities_that_cancel_are_named(weight_update: str):
+    x = np.ones((N, 64, 64), np.float32)
+    x[1, 3, 5], x[3, 3, 5] = np.inf, -np.inf
+    step = sgd_step(
+        lambda w, x: (w * x).sum(), 1.0, N, nonfinite="quarantine", weight_update=weight_update
+    )
+    state, metrics = step(step.init(np.zeros((64, 64), np.float32)), x)
+    assert [int(v) for v in metrics["nonfinite"]] == [1, 0, 2, 0, 1]
+    np.testing.assert_array_equal(state.params, -np.ones((64, 64)))
+
+
+@pytest.mark.parametrize("place", range(0, 40, 13))
+@pytest.mark.parametrize("shape", [(40,), (3, 40), (40, 2, 1), ()])
+def test_it_is_found_wherever_it_is(shape: tuple[int, ...], place: int):
+    # Each shard looks through a part of what all have: the last ones are short, or overlap.
+    x = np.ones((3, *shape), np.float32)
+    x[2].reshape(-1)[place % max(1, x[2].size)] = np.nan
+    x[2] = np.nan if shape == () else x[2]
+    step = sgd_step(lambda w, x: (w * x).sum(), 1.0, 3, nonfinite="skip")
+    _, metrics = step(step.init(np.zeros(shape, np.float32)), x)
+    assert metrics["skipped"]
+    assert int(metrics["nonfinite"].shard) == 2
+
+
+@pytest.mark.parametrize("action", ["quarantine", "skip"])
+def test_a_shard_of_weight_0_may_hold_nan(action: str):
+    loss = lambda w, b: (w * b["x"] * b["n"]).sum() / b["n"].sum()
+    step = sgd_step(loss, 1.0, N, nonfinite=action, weight="n")
+    x = np.float32([1, np.nan, 3, 5])
+    state, metrics = step(step.init(np.float32(0)), {"x": x, "n": np.float32([1, 0, 2, 1])})
+    assert [int(v) for v in metrics["nonfinite"]] == [-1, -1, 0, 0, 0]
+    assert float(state.params) == -(1 + 2 * 3 + 5) / 4
+
+
 # With other stages.
+
+
+@pytest.mark.parametrize("action", ["quarantine", "skip"])
+def test_what_preprocess_makes_finite_is_named(action: str):
+    opt = CrossShardOptimizer(optax.sgd(1.0), preprocess=optax.clip(1.0), nonfinite=action)
+    step = make_train_step(lambda w, x: (w * x).sum(), opt, num_shards=2)
+    state, metrics = step(step.init(np.float32(0)), np.float32([np.inf, 0.5]))
+    assert int(metrics["nonfinite"].shard) == 0
+    assert float(state.params) == (-0.5 if action == "quarantine" else 0)
+
+
+@pytest.mark.parametrize("action", ["quarantine", "skip"])
+def test_the_update_has_a_derivative(action: str):
+    opt = CrossShardOptimizer(optax.sgd(1.0), nonfinite=action)
+
+    def of_one(g: jax.Array) -> jax.Array:
+        return opt.update(g, opt.init(g))[0].sum()
+
+    x = np.ones((N, 3), np.float32)
+    total = lambda x: jax.vmap(of_one, axis_name="shards")(x)[0]
+    np.testing.assert_allclose(jax.grad(total)(x), np.full((N, 3), -1 / N))
 
 
 def test_a_bad_microbatch_leaves_out_its_shard():
@@ -267,11 +323,20 @@ def test_with_a_loss_scale_the_shard_is_named_too():
 # What it costs.
 
 
+@pytest.mark.parametrize("preprocess", [None, optax.identity()], ids=["plain", "preprocess"])
 @pytest.mark.parametrize("action", ["quarantine", "skip"])
-def test_the_report_travels_with_the_gradients(action: str):
-    step = sgd_step(loss_fn, 0.1, N, nonfinite=action, weight_update="replicated")
+def test_a_step_sends_more_only_if_something_is_not_finite(action: str, preprocess: Any):
+    opt = optimizer(0.0, nonfinite=action, preprocess=preprocess)
+    step = make_train_step(loss_fn, opt, num_shards=N, weight_update="replicated")
     found = crossshard.inspect(step.lower(step.abstract_init(PARAMS), rows(batch_of(0))))
-    assert [each.kind for each in found.collectives] == ["all-reduce"]
+    # The gradients, and one number that says whether they are finite.
+    assert [bool(each.bytes_sent) for each in found.counted] == [True, False]
+    rare = [each for each in found.collectives if not each.counted]
+    assert all(each.in_branch and not each.in_loop for each in rare)
+    # Gradients again, or the report alone. What preprocess reads is looked through before it.
+    sent = sum(each.bytes_sent for each in rare) / found.bytes_sent
+    assert sent == 0 if preprocess else sent > 1 if action == "quarantine" else 0 < sent < 0.01
+    assert "at most" not in str(found)
 
 
 # Raising.

@@ -193,8 +193,14 @@ class Sentinel:
         shards = Shards(layout.number_of_shards, names, manual=True)
         on_any = lambda flags: lax.pmax(flags.astype(jnp.int32), mesh.axis_names) > 0
 
+        # Agreed on, since shards whose counts differ would wait for each other in collectives.
+        due = on_any(step % self.every == 0)
+        # Each in a branch of its own, though all are taken, so that XLA for CPUs hashes one after
+        # the other: a step takes the memory for all of them at once, also if it compares nothing.
+        hashed = lambda x: lax.cond(due, word_of, lambda _: jnp.uint32(0), x)
+
         def compare(leaves: list[Any]) -> tuple[Divergence, list[Any]]:
-            words = jnp.stack([to_words(step), *map(word_of, leaves)])
+            words = jnp.stack([to_words(step), *map(hashed, leaves)])
             majority = judge(words[: 1 + of_all], shards, None)
             # The step count itself, since it is told; its hash is among the leaves.
             count = lax.bitcast_convert_type(majority.common[0], jnp.int32)
@@ -232,8 +238,6 @@ class Sentinel:
             found = Divergence(jnp.int32(-1), clean, clean, none(shards.number), none(len(leaves)))
             return found, leaves
 
-        # Agreed on, since shards whose counts differ would wait for each other in collectives.
-        due = on_any(step % self.every == 0)
         return lax.cond(due, compare, pass_over, leaves)
 
 

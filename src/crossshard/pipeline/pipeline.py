@@ -7,7 +7,7 @@ its stages.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from crossshard.collectives.all_reduce import sum_over_shards
 from crossshard.gradients.nesting import refuse_nesting
 from crossshard.gradients.reduction import Reduction
 from crossshard.gradients.status import GradientStatus
@@ -23,7 +24,15 @@ from crossshard.pipeline.stages.accumulate import Accumulate
 from crossshard.pipeline.stages.aggregate import Aggregate
 from crossshard.pipeline.stages.loss_scale import DynamicLossScale
 from crossshard.pipeline.stages.metrics import LocalNorms, Metrics, need_local
-from crossshard.pipeline.stages.nonfinite import Nonfinite, ReportNonfinite, check_fits
+from crossshard.pipeline.stages.nonfinite import (
+    REPORTED,
+    Nonfinite,
+    ReportNonfinite,
+    as_counted,
+    check_fits,
+    if_not_finite,
+    with_finite,
+)
 from crossshard.pipeline.stages.weigh import Weigh
 from crossshard.pipeline.state import CrossShardState
 from crossshard.pipeline.update.moving_average import Decay
@@ -37,6 +46,7 @@ _UPDATES = {
     None: ["update"],
     UpdateStrategy.WHOLE: ["update on every shard"],
     UpdateStrategy.PARTS: ["update in parts", "gather"],
+    UpdateStrategy.DEALT: ["update in parts, leaf by leaf", "gather"],
     UpdateStrategy.GLOBAL: ["update on sharded global arrays", "gather"],
 }
 _TO_REDUCTION = (Phase.ARRIVAL, Phase.LOCAL, Phase.REDUCTION)
@@ -198,8 +208,63 @@ class Pipeline:
     def _update_once(
         self, gradients: Gradients, before: CrossShardState, context: StageContext
     ) -> tuple[Gradients, CrossShardState]:
-        gradients, state = self.run(_TO_REDUCTION, gradients, before, context)
+        gradients, state = self.reduce(gradients, before, context)
         return self.finish(gradients, state, before, context)
+
+    def reduce(
+        self,
+        gradients: Gradients,
+        before: CrossShardState,
+        context: StageContext,
+        others: Callable[[jax.Array | None], dict[str, Any]] = lambda _: {},
+    ) -> tuple[Gradients, CrossShardState]:
+        """The stages up to the reduction.
+
+        Args:
+          gradients: those of each shard.
+          before: the state before these stages.
+          context: the context.
+          others: what the aggregate is to sum besides, by name, given the weight of the shard.
+        """
+
+        def examined(gradients: Gradients) -> Gradients:
+            return self.run((Phase.ARRIVAL,), gradients, before, context)[0]
+
+        def weighed(gradients: Gradients) -> tuple[Gradients, CrossShardState]:
+            sums = {**others(gradients.weight), **gradients.sums}
+            return self.run((Phase.LOCAL,), gradients.replace(sums=sums), before, context)
+
+        def summed(gradients: Gradients, state: CrossShardState) -> Any:
+            reduced, state = self.run((Phase.REDUCTION,), gradients, state, context)
+            is_read = self.nonfinite is not None or self.loss_scale is not None
+            return with_finite(reduced, context) if is_read else reduced, state
+
+        if self.nonfinite is None or self.preprocess is not None:
+            # With preprocess a gradient may be finite that was not.
+            return summed(*weighed(examined(gradients)))
+
+        # Only a reduced gradient that is not finite says that a shard's own may not be.
+        gradients = as_local(gradients, context, ReportNonfinite.needs_local)
+        if self.excludes_shards:
+            gradients = gradients.replace(weight=as_counted(gradients.weight))
+        reduced, state = summed(*weighed(gradients))
+        with jax.named_scope(self.nonfinite.scope):
+            none = jnp.zeros(context.shards.number, jnp.float32)
+            none = none if self.over_all_shards else context.shards.as_varying(none)
+            reduced = reduced.replace(sums={**reduced.sums, REPORTED: none})
+
+            def without_bad(_: Gradients, own: Any) -> tuple[Gradients, Any]:
+                rest, state = weighed(examined(gradients.replace(values=own)))
+                kept = lambda new, old: new if new.dtype == old.dtype else old
+                return summed(rest, state)[0], jax.tree.map(kept, rest.values, own)
+
+            def named(reduced: Gradients, own: Any) -> tuple[Gradients, Any]:
+                report = examined(gradients.replace(values=own)).sums[REPORTED]
+                found = sum_over_shards(report, context.shards, context.groups)
+                return reduced.replace(sums={**reduced.sums, REPORTED: found}), own
+
+            function = without_bad if self.excludes_shards else named
+            return if_not_finite(reduced, gradients.values, function, context), state
 
     def finish(
         self,

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool
 from crossshard.collectives.all_reduce import sum_over_shards
 from crossshard.errors import IncomingError
 from crossshard.gradients.status import GradientStatus, Statuses
+from crossshard.pipeline.means import average
 from crossshard.pipeline.update.arrays import Arrays
 from crossshard.shards.axes import Shards
 from crossshard.shards.groups import GroupAssignment
@@ -42,7 +43,8 @@ class Gradients:
     """The gradients of one step, as a stage takes and returns them.
 
     Attributes:
-      values: a pytree of arrays: this shard's own before the aggregate, the reduced ones after it.
+      values: a pytree of arrays: this shard's own before the aggregate; after it their sums, of
+        which ``settled`` makes the reduced ones.
       extra: values reduced with them, by the argument name of the optimizer: ``"value"``, the
         loss, and ``"grad"``.
       weight: float[], the weight of this shard in the mean, after the aggregate the total weight;
@@ -50,14 +52,18 @@ class Gradients:
       sums: arrays by name, that the aggregate only sums over the shards, or the group.
       skip: bool[], after the aggregate: whether the step leaves everything unchanged; ``None`` for
         never.
+      finite: bool[], after the aggregate: whether the reduced gradients are finite on all shards;
+        ``None`` if no stage asks for it.
       updated: an ``Updated``, after the optimizer; else ``None``.
-      status: before the aggregate for each leaf of ``values`` how far it is reduced; ``None`` for
+      status: for each leaf of ``values`` how far it was reduced before the aggregate; ``None`` for
         float0.
       extra_status: the same for ``extra``.
       early: for each leaf of ``values`` whether the backward pass has weighed and summed it, and
         left this shard's slice; empty if none is. Such a leaf is ``SUMMED``.
       dtypes: the dtypes that the reduced ``extra`` and ``values`` are to have, leaf by leaf; stages
-        may widen them on the way.
+        may widen them on the way. After the aggregate, those of ``values``.
+      divisor: after the aggregate: what the sums in ``values`` are to be divided by, if there are
+        no weights; ``None`` if they are final.
 
     >>> Gradients({"w": 1.0}).replace(values={"w": 0.5}).values
     {'w': 0.5}
@@ -68,11 +74,13 @@ class Gradients:
     weight: jax.Array | None = None
     sums: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     skip: jax.Array | None = None
+    finite: jax.Array | None = None
     updated: Any = None
     status: Statuses = dataclasses.field(default=(), metadata={"static": True})
     extra_status: Statuses = dataclasses.field(default=(), metadata={"static": True})
     early: tuple[bool, ...] = dataclasses.field(default=(), metadata={"static": True})
     dtypes: tuple[Any, ...] = dataclasses.field(default=(), metadata={"static": True})
+    divisor: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     def replace(self, **changes: Any) -> Self:
         """A copy with these fields changed."""
@@ -81,6 +89,25 @@ class Gradients:
     def skipped_if(self, flag: Bool[Array, ""]) -> Self:
         """The same gradients, whose step leaves everything unchanged if the flag is set."""
         return self.replace(skip=flag if self.skip is None else self.skip | flag)
+
+    def settled(self) -> Self:
+        """After the aggregate: the same with the reduced gradients in place of their sums.
+
+        Who reads them in a loop settles them there: XLA computes a mean anew in each kernel that
+        reads it, but writes one that enters a loop to memory.
+        """
+        if self.divisor is None:
+            return self
+        number = self.divisor
+
+        def one(total: Any, status: GradientStatus | None, dtype: Any) -> Any:
+            if status in _TO_DIVIDE:
+                total = average(total, self.weight, number)
+            return total if status is None else total.astype(dtype)
+
+        totals, tree = jax.tree.flatten(self.values)
+        values = tree.unflatten(map(one, totals, self.status, self.dtypes))
+        return self.replace(values=values, status=(), dtypes=(), divisor=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +123,8 @@ class StageContext:
       divisor: the divisor of a mean over the shards, or the group; 1 under SUM.
       unread: for each gradient, whether the optimizer does not read it; then it is zero, and not
         sent. Empty if it reads all.
-      examples: the number of examples of one shard's gradient; 1 if it is not known.
+      examples: the number of examples that a weight of one stands for, as every shard's does if
+        there are no weights; 1 if it is not known.
       skips_by_loop: whether an update that may be skipped runs in a loop of one turn, or none.
       apply_updates: whether the update returns updated parameters, rather than updates.
 
@@ -118,12 +146,12 @@ class StageContext:
     skips_by_loop: bool = False
     apply_updates: bool = False
 
-    def on_all_shards(self, flag: Bool[Array, ""], *, of_parts: bool = False) -> Bool[Array, ""]:
+    def on_all_shards(self, flag: Bool[Array, ""], *, differs: bool = False) -> Bool[Array, ""]:
         """Whether a flag is set on all shards, of all groups.
 
-        ``of_parts`` says that it was computed from arrays which may be split over the shards.
+        ``differs`` says that it may differ within a group.
         """
-        if self.groups is None and not (of_parts and self.arrays.is_local):
+        if self.groups is None and not differs:
             return flag
         return sum_over_shards(jnp.float32(~flag), self.shards) == 0
 
@@ -204,3 +232,4 @@ def as_local(gradients: Gradients, context: StageContext, what: str) -> Gradient
 
 
 _SUMMED = (GradientStatus.SUMMED, GradientStatus.REDUCED)
+_TO_DIVIDE = (GradientStatus.LOCAL, GradientStatus.SUMMED)

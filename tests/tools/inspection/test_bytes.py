@@ -89,8 +89,8 @@ STEPS = {
     "auto with much is sharded": (
         *("auto", ADAMW, MUCH, 2 * moved(N, 4 * (2 * 64 * 2048 + 2048)), summed(N, 4)),
     ),
-    # Squares of the slices of w and of v, each summed over the shards.
-    "a clip by the global norm": ("sharded", CLIPPED, {}, IN_PARTS, 2 * summed(N, 4)),
+    # Squares of the slices of w and of v, summed over the shards with the loss and b.
+    "a clip by the global norm": ("sharded", CLIPPED, {}, IN_PARTS + summed(N, 8), 0),
     # CPUs exchange 16 bits and add by themselves, and gather what they rounded; b alike, in a
     # bucket of its own, and the loss in 32.
     "16 bits, replicated": ("replicated", SGD, WIRE, 2 * moved(N, 2 * (W + V + B)), 7),
@@ -113,9 +113,15 @@ STEPS = {
         2 * moved(2, 4 * (W + V) / 2) + summed(2, 4 * (B / 2 + 1)) + summed(2, 4 * 32 * 64),
         0,
     ),
-    # With b the loss, the number of shards that count, and for each shard which leaf was bad.
+    # With b the loss and the number of shards that count; then whether all is finite. What is sent
+    # where it is not does not count.
     "quarantine": (
-        *("replicated", SGD, {"nonfinite": "quarantine"}, summed(N, 4 * (W + V + B + 2 + N)), 0),
+        *("replicated", SGD, {"nonfinite": "quarantine"}),
+        *(summed(N, 4 * (W + V + B + 2)), summed(N, 4)),
+    ),
+    "a step that is skipped": (
+        *("replicated", SGD, {"nonfinite": "skip"}),
+        *(summed(N, 4 * (W + V + B + 1)), summed(N, 4)),
     ),
 }
 PROGRAMS |= {name: functools.partial(ours, *row) for name, row in STEPS.items()}

@@ -11,7 +11,6 @@ from crossshard.collectives.all_reduce import widen
 from crossshard.collectives.bucketing import bucketed_sum
 from crossshard.gradients.reduction import Reduction
 from crossshard.gradients.status import GradientStatus, Statuses, check_shapes
-from crossshard.pipeline.means import average
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
 from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.partition import Partition, slice_index
@@ -50,13 +49,14 @@ class Aggregate(Stage):
     def update(
         self, gradients: Gradients, state: Any, context: StageContext
     ) -> tuple[Gradients, Any]:
-        """The reduced gradients: in full, or this shard's slice of each if arrays are split."""
+        """The sums of gradients: in full, or this shard's slice of each if arrays are split."""
         # Parameters that rest in parts have other shapes than gradients that are whole.
         in_parts = any(gradients.early) or context.arrays.at_rest
         if context.params is not None and not in_parts:
             check_shapes(gradients.values, context.params)
         shards, groups = context.shards, context.groups
-        leaves, tree = jax.tree.flatten((dict(gradients.extra), gradients.values))
+        values = context.arrays.arranged(gradients.values)
+        leaves, tree = jax.tree.flatten((dict(gradients.extra), values))
         status = (*gradients.extra_status, *_unless_unread(gradients.status, context.unread))
         partitions = _partitions(gradients, context)
         to_sum = [place for place, each in enumerate(status) if each in _TO_SUM]
@@ -73,22 +73,32 @@ class Aggregate(Stage):
         totals = dict(zip(to_sum, sums, strict=False))
         total_weight, totals_of_others = other_tree.unflatten(sums[len(to_sum) :])
 
-        def reduced(place: int, leaf: Any) -> Any:
-            if status[place] is None:
+        def summed(place: int, leaf: Any) -> Any:
+            if place in totals:
+                return totals[place]
+            if status[place] is None or early[place]:
                 return leaf
-            total = totals.get(place)
-            if total is None and early[place]:
-                total = leaf
-            if total is None:
-                total = partitions[place].local_slice(widen(leaf), slice_index(shards, groups))
-            if status[place] in _TO_DIVIDE:
-                total = average(total, total_weight, context.divisor)
-            return total.astype(gradients.dtypes[place])
+            return partitions[place].local_slice(widen(leaf), slice_index(shards, groups))
 
-        extra, values = tree.unflatten(list(map(reduced, range(len(leaves)), leaves)))
+        extra, values = tree.unflatten(list(map(summed, range(len(leaves)), leaves)))
+        dtypes = gradients.dtypes
         # If all weights are zero there is no gradient, and weights must not decay either.
         skip = None if total_weight is None else total_weight == 0
-        return Gradients(values, extra, total_weight, totals_of_others, skip), state
+        reduced = Gradients(
+            extra,
+            weight=total_weight,
+            sums=totals_of_others,
+            skip=skip,
+            status=status[:first],
+            dtypes=dtypes[:first],
+            divisor=context.divisor,
+        )
+        return reduced.replace(
+            values=values,
+            extra=reduced.settled().values,
+            status=status[first:],
+            dtypes=dtypes[first:],
+        ), state
 
 
 def as_sent(gradient: Any, dtype: Any) -> jax.Array:
@@ -98,7 +108,6 @@ def as_sent(gradient: Any, dtype: Any) -> jax.Array:
 
 
 _TO_SUM = (GradientStatus.LOCAL, GradientStatus.SCALED)
-_TO_DIVIDE = (GradientStatus.LOCAL, GradientStatus.SUMMED)
 
 
 def _unless_unread(status: Statuses, unread: tuple[bool, ...]) -> Statuses:

@@ -11,7 +11,6 @@ from crossshard import _check
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.scalars import is_number
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
-from crossshard.pipeline.stages.nonfinite import all_finite
 
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
@@ -80,7 +79,8 @@ class DynamicLossScale(Stage):
         self, gradients: Gradients, state: LossScaleState, context: StageContext
     ) -> tuple[Gradients, LossScaleState]:
         """The same reduced gradients, skipped if they are not finite; and the next scale."""
-        finite = all_finite(gradients.values, context)
+        finite = gradients.finite
+        assert finite is not None
         grows = state.good_steps + 1 >= self.growth_interval
         # Bounded, so that neither the scale nor its inverse becomes infinite or zero.
         grown = jnp.minimum(state.scale * self.growth_factor, 2.0**120)

@@ -96,7 +96,7 @@ class Metrics(Stage):
                 "params)."
             )
         trees = {
-            "grad_norm": lambda: gradients.values,
+            "grad_norm": lambda: gradients.settled().values,
             "update_norm": lambda: updated.updates,
             "param_norm": lambda: optax.apply_updates(updated.params, updated.updates),
         }
@@ -123,8 +123,8 @@ def _of_noise(gradients: Gradients, context: StageContext) -> Mapping[str, Any]:
     local = gradients.sums["squared_norm"] / (number if total is None else total)
     # Under SUM the reduced gradient is not divided.
     scale = 1 if context.divisor == number else number
-    reduced = context.arrays.squared_norm(gradients.values) / scale**2
-    examples: Any = number * context.examples if total is None else total
+    reduced = context.arrays.squared_norm(gradients.settled().values) / scale**2
+    examples = context.examples * (number if total is None else total)
     variance = (local - reduced) * examples / (active - 1)
     signal = reduced - variance / examples
     return {

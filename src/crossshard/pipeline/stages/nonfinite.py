@@ -3,11 +3,13 @@
 import dataclasses
 import enum
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from crossshard import _check
@@ -17,6 +19,9 @@ from crossshard.gradients.reduction import Reduction
 from crossshard.gradients.scalars import is_inexact
 from crossshard.gradients.status import leaf_name
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
+from crossshard.shards.axes import Shards
+from crossshard.shards.groups import GroupAssignment, size_of_group
+from crossshard.shards.partition import slice_index
 
 
 class OnNonfinite(enum.StrEnum):
@@ -114,14 +119,14 @@ class Nonfinite(Stage):
         self, gradients: Gradients, state: NonfiniteState, context: StageContext
     ) -> tuple[Gradients, NonfiniteState]:
         """The same reduced gradients, skipped if they must not be applied; and what was found."""
-        reported = gradients.sums[_REPORTED]
+        reported, finite = gradients.sums[REPORTED], gradients.finite
+        assert finite is not None
         if context.groups is not None:
             own = reported[context.shards.index()]
             reported = sum_over_shards(_at_own_place(own, context), context.shards)
         bad = reported > 0
         some = bad.any()
         shard = jnp.argmax(bad).astype(jnp.int32)
-        finite = all_finite(gradients.values, context)
         overflow = ~finite if self.excludes_shards else ~finite & ~some
         after = NonfiniteState(
             jnp.where(some, shard, -1),
@@ -159,13 +164,11 @@ class ReportNonfinite(Stage):
         flags, weight = _flags(gradients.values), gradients.weight
         # A shard of weight 0 may hold NaN.
         counts = True if weight is None else weight != 0
-        # One more than the index of the leaf; 0 says that all are finite.
         own = jnp.where(flags.any() & counts, jnp.argmax(flags) + 1, 0)
         reported = _at_own_place(own.astype(jnp.float32), context)
-        gradients = gradients.replace(sums={**gradients.sums, _REPORTED: reported})
+        gradients = gradients.replace(sums={**gradients.sums, REPORTED: reported})
         if self.excludes_shards:
-            given = jnp.asarray(context.examples, float) if weight is None else weight
-            gradients = gradients.replace(weight=jnp.where(flags.any(), 0, given))
+            gradients = gradients.replace(weight=jnp.where(flags.any(), 0, as_counted(weight)))
         return gradients, state
 
     def describe(self) -> str:
@@ -173,7 +176,21 @@ class ReportNonfinite(Stage):
         return "quarantine" if self.excludes_shards else ""
 
 
-_REPORTED = "nonfinite"
+# The scope of what runs only in steps in which a gradient is not finite.
+RARE = "if_not_finite"
+# The name of what shards report, among the sums: for each of them one more than the index of the
+# first leaf that is not finite; 0 if all are.
+REPORTED = "nonfinite"
+
+
+def as_counted(weight: jax.Array | None) -> Float[Array, ""]:
+    """The weight of a shard where some are left out: 1 if the others count the same."""
+    return jnp.ones((), float) if weight is None else weight
+
+
+def own_weight(gradients: Gradients, weight: jax.Array | None, context: StageContext) -> jax.Array:
+    """What this shard counted in the reduced gradients, given its weight: 0 if it was left out."""
+    return jnp.where(gradients.sums[REPORTED][context.shards.index()] > 0, 0, as_counted(weight))
 
 
 def _flags(values: Any) -> Bool[Array, " leaves"]:
@@ -189,11 +206,66 @@ def _at_own_place(own: Float[Array, ""], context: StageContext) -> Float[Array, 
     return jnp.where(jnp.arange(shards.number) == shards.index(), own, 0)
 
 
-def all_finite(values: Any, context: StageContext) -> Bool[Array, ""]:
-    """Whether the reduced gradients are finite, the same on all shards."""
-    leaves = [leaf for leaf in jax.tree.leaves(values) if is_inexact(leaf)]
-    finite = functools.reduce(jnp.logical_and, (jnp.isfinite(leaf).all() for leaf in leaves))
-    return context.on_all_shards(finite, of_parts=True)
+def with_finite(gradients: Gradients, context: StageContext) -> Gradients:
+    """The reduced gradients, with whether they are finite, the same on all shards."""
+    shards, groups = context.shards, context.groups
+    totals, tree = jax.tree.flatten(gradients.values)
+    partitions = context.arrays.partitions_of(gradients.values)
+    # Devices of CPUs share their cores, so each looks through a part of what all of them have.
+    shares = shards.platform == "cpu" and not shards.other_axes
+    parts = [
+        _part(x, shards, groups) if shares and each.number == 1 else x
+        for x, each in zip(totals, partitions, strict=True)
+    ]
+    means = jax.tree.leaves(gradients.replace(values=tree.unflatten(parts)).settled().values)
+    leaves = [jnp.isfinite(mean).all() for mean in means if is_inexact(mean)]
+    finite = functools.reduce(jnp.logical_and, leaves)
+    # Agreed on, though one shard's copy be damaged: who examines meets the others in collectives.
+    return gradients.replace(finite=context.on_all_shards(finite, differs=True))
+
+
+def _part(x: Any, shards: Shards, groups: GroupAssignment | None) -> Any:
+    """A part of an array, of which each shard of a group takes another."""
+    if not jnp.shape(x):
+        return x
+    axis = int(np.argmax(x.shape))
+    length = -(-x.shape[axis] // size_of_group(groups, shards.number))
+    # The last ones may overlap: the start of a slice is moved until it fits.
+    return lax.dynamic_slice_in_dim(x, slice_index(shards, groups) * length, length, axis)
+
+
+def if_not_finite(
+    reduced: Gradients,
+    own: Any,
+    function: Callable[[Gradients, Any], tuple[Gradients, Any]],
+    context: StageContext,
+) -> Gradients:
+    """The reduced gradients, or those of ``function(reduced, own)`` if they are not finite.
+
+    Args:
+      reduced: the reduced gradients, of which it is known whether they are finite.
+      own: the gradients of this shard.
+      function: also returns what may take the place of ``own`` in memory. It may communicate, since
+        all shards agree.
+      context: the context.
+    """
+    finite = reduced.finite
+    assert finite is not None
+    if not context.apply_updates:
+        # A loop has no derivative in reverse, which who calls an optimizer may want to take.
+        with jax.named_scope(RARE):
+            call = lambda reduced, own: function(reduced, own)[0]
+            return lax.cond(finite, lambda reduced, _: reduced, call, reduced, own)
+
+    def turn(carry: tuple[Any, Gradients, Any]) -> tuple[Any, Gradients, Any]:
+        turns, reduced, own = carry
+        # What does not change in a loop XLA may compute before it, in every step.
+        _, own = lax.optimization_barrier((turns, own))
+        return jnp.bool_(False), *function(reduced, own)
+
+    # What it computes takes the place of what it gets, which XLA may copy in a conditional.
+    with jax.named_scope(RARE):
+        return lax.while_loop(lambda carry: carry[0], turn, (~finite, reduced, own))[1]
 
 
 def _value(x: Any) -> int:

@@ -60,7 +60,8 @@ class Collective:
         another library, never in crossshard. Of combined collectives XLA keeps the line of one.
       op_name: JAX's name of the operation.
       in_loop: whether it runs in a loop.
-      in_branch: whether it runs in only one branch of a conditional.
+      in_branch: whether it runs in only one branch of a conditional, or only in steps in which a
+        gradient is not finite.
       times: how often it runs if its branch is taken; ``None`` if the length of a loop is unknown,
         and the bytes are then those of one iteration.
       widened: whether the compiler widens the sum, as XLA for CPUs does with 16 bits.
@@ -72,7 +73,8 @@ class Collective:
       axes: the mesh axes along which it sends; empty if the mesh is unknown.
       within_shard: whether it only connects devices with the same data, over which layers are
         split: tensor parallelism, which the lower bound does not cover.
-      counted: whether the report's totals have it; of a conditional, the branch that sends most.
+      counted: whether the report's totals have it: of a conditional, the branch that sends most,
+        and not what is sent only in steps in which a gradient is not finite.
 
     >>> import jax, jax.numpy as jnp
     >>> import crossshard
@@ -134,7 +136,7 @@ def collectives(module: Module) -> tuple[Collective, ...]:
     overlaps = Overlaps(module, KINDS)
     runs = list(runs_of_collectives(module))
     found = [(run, _read(run, kind, module, overlaps.of(run))) for run, kind in runs]
-    counted = {id(each) for _, each in _most(found)}
+    counted = {id(each) for _, each in _most((run, x) for run, x in found if not run.rare)}
     return tuple(dataclasses.replace(each, counted=id(each) in counted) for _, each in found)
 
 
@@ -251,7 +253,7 @@ def _read(run: Execution, kind: str, module: Module, overlap: Overlap | None) ->
         source=source_of(lines),
         op_name=origin.quoted("metadata", "op_name"),
         in_loop=bool(run.loops),
-        in_branch=bool(run.branches),
+        in_branch=bool(run.branches) or run.rare,
         times=run.times,
         # XLA's name of the reducer of a widened sum.
         widened=any("promoted" in each.name for each in reducers),

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
+from crossshard.pipeline.stages.nonfinite import RARE
 from crossshard.tools.inspection.hlo import Computation, Instruction, Module
 from crossshard.tools.inspection.loops import trip_count
 
@@ -24,6 +25,7 @@ class Execution:
       loops: the names of the loops around it, outermost first.
       branches: the conditionals around it, outermost first, each with the number of the branch.
       times: how often it runs in one call of the program; ``None`` if a loop's length is unknown.
+      rare: whether it runs only in steps in which a gradient is not finite.
     """
 
     instruction: Instruction
@@ -33,6 +35,7 @@ class Execution:
     loops: tuple[str, ...] = ()
     branches: tuple[tuple[str, int], ...] = ()
     times: int | None = 1
+    rare: bool = False
 
 
 def executions(module: Module) -> Iterator[Execution]:
@@ -47,7 +50,10 @@ def _through(module: Module, at: Execution) -> Iterator[Execution]:
         # The end of an asynchronous computation repeats its name.
         if instruction.opcode.endswith(("-update", "-done")):
             continue
-        inner = dataclasses.replace(run, caller=instruction, around=at.computation)
+        scopes = (instruction.quoted("metadata", "op_name") or "").split("/")
+        # The loop, or the conditional, itself: what runs in it names the scope too.
+        rare = at.rare or (RARE in scopes and instruction.opcode in ("while", "conditional"))
+        inner = dataclasses.replace(run, caller=instruction, around=at.computation, rare=rare)
         for computation in _called(module, instruction, _CALLS):
             yield from _through(module, dataclasses.replace(inner, computation=computation))
         for number, computation in enumerate(_called(module, instruction, _BRANCHES)):
@@ -56,8 +62,10 @@ def _through(module: Module, at: Execution) -> Iterator[Execution]:
             yield from _through(module, branch)
         if instruction.opcode == "while":
             trips = trip_count(module, at.computation, instruction)
+            trips = 1 if rare and not at.rare else trips
             times = None if trips is None or at.times is None else at.times * trips
-            loops = (*at.loops, instruction.name)
+            # The rare one has one turn, or none.
+            loops = at.loops if rare and not at.rare else (*at.loops, instruction.name)
             inner = dataclasses.replace(inner, loops=loops, times=times)
             for computation in _called(module, instruction, _LOOP):
                 yield from _through(module, dataclasses.replace(inner, computation=computation))

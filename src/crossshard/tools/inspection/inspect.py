@@ -39,7 +39,8 @@ def inspect(program: Any, parameters: Any = None) -> Communication:
     gathers and sums if they have fewer bits, and twice what is gathered twice, as
     ``jax.checkpoint`` does.
 
-    Of a conditional, the branch that sends most counts; a loop of unknown length counts once.
+    Of a conditional, the branch that sends most counts; a loop of unknown length counts once. What
+    ``nonfinite=`` sends only where a gradient is not finite does not count.
 
     Args:
       program: a ``jax.stages.Lowered`` or ``Traced``, which is compiled, or a ``Compiled``; also

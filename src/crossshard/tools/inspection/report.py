@@ -70,7 +70,7 @@ class Communication:
 
     @property
     def counted(self) -> tuple[Collective, ...]:
-        """The collectives without those in branches that send less than another."""
+        """The collectives without those in branches that send less than another, and rare ones."""
         return tuple(each for each in self.collectives if each.counted)
 
     @property

@@ -62,7 +62,7 @@ def totals(report: "Communication") -> list[str]:
     """The lines under the table: total bytes, lower bound and memory."""
     scalars = report.scalar_bytes_sent
     extra = f", and {exact_size(scalars)} for scalars" * bool(scalars)
-    branches = any(each.in_branch for each in report.collectives)
+    branches = any(each.in_branch for each in report.counted)
     least = "at least " if report.uncounted_loops else "at most " * branches
     lines = [
         f"each of {report.devices} devices sends {least}{exact_size(report.bytes_sent)}{extra}"
