@@ -21,7 +21,7 @@ from benchmarks.baselines import (
     Turn,
 )
 from benchmarks.by_hand import spec
-from benchmarks.problem import Problem, adamw
+from benchmarks.problem import Problem
 
 AXIS = "shards"
 _NAMES = {"auto": OURS_AUTO, "sharded": OURS_SHARDED, "replicated": OURS_REPLICATED}
@@ -69,6 +69,13 @@ class JaxCandidate:
         """The program of one call."""
         return self._step.lower(self.state, self._batches[0])
 
+    def seconds_to_compile(self) -> float:
+        """How long it takes to trace, lower and compile one call anew."""
+        jax.clear_caches()
+        began = self.clock()
+        self.lower().compile()
+        return self.clock() - began
+
     def communication(self) -> crossshard.tools.Communication:
         """What one call sends, read from its compiled program."""
         return crossshard.inspect(self.lower(), parameters=self._params_of(self.state))
@@ -94,7 +101,11 @@ def ours(
 ) -> JaxCandidate:
     """The step of ``crossshard.make_train_step``, which takes the further options."""
     step = crossshard.make_train_step(
-        problem.loss_fn, adamw(), num_shards=num_shards, weight_update=weight_update, **options
+        problem.loss_fn,
+        problem.optimizer,
+        num_shards=num_shards,
+        weight_update=weight_update,
+        **options,
     )
     state = step.init(problem.model)
     batch = on_shards(problem.batch, num_shards)
@@ -117,11 +128,11 @@ def hand_written(
       problem: the problem.
       num_shards: the number of shards.
       name: the name in tables.
-      optimizer: the optimizer; ``adamw()`` if ``None``.
+      optimizer: the optimizer; the problem's if ``None``.
       batches: the batches of the calls of a step; one call with the problem's if empty.
       ema: the decay of the moving average of the parameters; ``None`` without one.
     """
-    mesh, optimizer = _mesh(num_shards), optimizer or adamw()
+    mesh, optimizer = _mesh(num_shards), optimizer or problem.optimizer
 
     def step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
         params, inner, average = state
@@ -153,7 +164,7 @@ def hand_written(
 
 def gspmd(problem: Problem, num_shards: int) -> JaxCandidate:
     """A ``jax.jit`` of the whole batch's step, whose parameters and state are split (FSDP)."""
-    mesh, optimizer = _mesh(num_shards), adamw()
+    mesh, optimizer = _mesh(num_shards), problem.optimizer
 
     def step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
         params, inner = state

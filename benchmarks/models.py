@@ -1,5 +1,6 @@
 """Models for whole steps: MLPs, the demo's transformer, and tiny layers."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -42,6 +43,34 @@ def _mlp_loss(params: Any, batch: Any) -> jax.Array:
     for layer in params[:-1]:
         x = jax.nn.relu(x @ layer["kernel"] + layer["bias"])
     return jnp.mean((x @ params[-1]["kernel"] + params[-1]["bias"] - batch["y"]) ** 2)
+
+
+def matrices(
+    shards: int,
+    optimizer: optax.GradientTransformation,
+    *,
+    layers: int = 24,
+    width: int = 352,
+    stacked: bool = False,
+) -> Problem:
+    """Dense layers without biases, as a tree of matrices or as one stack of them."""
+    random = np.random.default_rng(0)
+    stack = random.normal(0, width**-0.5, (layers, width, width)).astype(np.float32)
+    params: Any = {"layers": stack} if stacked else [{"kernel": each} for each in stack]
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        layer = lambda x, w: (jax.nn.gelu(x @ w), None)
+        x = batch["x"]
+        if stacked:
+            x, _ = jax.lax.scan(layer, x, params["layers"])
+        else:
+            for each in params:
+                x, _ = layer(x, each["kernel"])
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    x, y = random.normal(size=(2, _divisible(_MLP_ROWS, shards), width)).astype(np.float32)
+    problem = of_tree(params, loss_fn, {"x": x, "y": y})
+    return dataclasses.replace(problem, optimizer=optimizer)
 
 
 def scanned(shards: int, *, layers: int = 8, width: int = 512) -> Problem:

@@ -8,7 +8,9 @@ import tyro
 
 from crossshard.errors import ArgumentError
 
-Bench = Literal["update", "step", "processes", "accumulation", "ema", "parts", "overhead", "import"]
+Bench = Literal[
+    "update", "step", "processes", "accumulation", "ema", "parts", "dealt", "overhead", "import"
+]
 BENCHES: tuple[Bench, ...] = get_args(Bench)
 
 # Virtual CPU devices beyond this measure only how threads queue.
@@ -34,6 +36,9 @@ class BenchOptions:
 
     parts: parameters in parts, as ours and as `jax.jit` with shardings splits them, against whole
     ones: time, and bytes on a device.
+
+    dealt: optimizers that look at norms or whole matrices, as Muon does, leaf by leaf, against the
+    replicated update: time, bytes sent, and the time to compile.
 
     overhead: the Python time of calling our step beyond that of its compiled program.
 
@@ -85,6 +90,7 @@ _SHARDS: dict[Bench, tuple[int, ...]] = {
     "accumulation": (2, 8),
     "ema": (2, 8),
     "parts": (8,),
+    "dealt": (8,),
     "overhead": (1, 8),
     # Nothing steps.
     "import": (),

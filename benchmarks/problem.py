@@ -33,6 +33,7 @@ class Problem:
       params: the same model as a tree of arrays, for the step written by hand.
       value_and_grad: the loss and its gradients, from such a tree and one shard's batch.
       batch: a tree of arrays with the rows of all shards, in order.
+      optimizer: the optimizer of every candidate that is not given another.
     """
 
     model: Any
@@ -40,6 +41,7 @@ class Problem:
     params: Any
     value_and_grad: Callable[[Any, Any], tuple[jax.Array, Any]]
     batch: Any
+    optimizer: optax.GradientTransformation = dataclasses.field(default_factory=adamw)
 
     @property
     def parameters(self) -> int:

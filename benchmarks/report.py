@@ -73,6 +73,11 @@ _HEADS: dict[Bench, tuple[str, str]] = {
         "The whole step with AdamW in float32: parameters and moments in parts on the devices, "
         "moments alone in parts, or all whole on each of them.",
     ),
+    "dealt": (
+        "Optimizers that are not elementwise",
+        "The whole step in float32 with optimizers that look at norms, or at whole matrices: leaf "
+        "by leaf on the shards that own them, or all on every shard.",
+    ),
     "overhead": (
         "Call overhead",
         "What calling a step costs in Python, beyond calling its compiled program directly, on "
@@ -157,6 +162,16 @@ it sends activations, which are few with so few rows, where ours sums the gradie
 matrices. *Ours ÷ this* is that of "ours, in parts". Bytes are those of the live arrays on the \
 first device, between two steps. *Differs by*: the largest difference from "ours, in parts" after \
 the same steps, over the last element of every array.""",
+    "dealt": f"""\
+{_IN_TURN}
+
+The model is an MLP of 24 layers of 352 columns with GELU, without biases: 24 matrices, or one \
+stack of them in a `lax.scan`; 32 rows in all. Muon is `optax.contrib.muon`. All candidates run in \
+one process and donate parameters and state. *Ours ÷ this* is that of "ours, sharded". *MB sent* \
+is what one shard sends in a step, read from its compiled program; the lower bound is 2(N−1)/N of \
+the parameters' bytes. *S to compile*: to trace, lower and compile the step once more. *Differs \
+by*: the largest difference from "ours, sharded" after the same steps, over the last element of \
+every array.""",
     "overhead": _IN_TURN,
     "import": """\
 Each round starts a new interpreter, imports the dependencies and then crossshard, and times both. \

@@ -23,6 +23,7 @@ class Result:
       held: by candidate, the bytes of state besides the parameters on one shard; ``None`` if not
         counted.
       of_parameters: by candidate, the bytes of parameters on one shard; ``None`` if not counted.
+      compiling: by candidate, the seconds to compile a step; ``None`` if not measured.
     """
 
     problem: str
@@ -36,6 +37,7 @@ class Result:
     least_sent: float | None = None
     held: dict[str, int] | None = None
     of_parameters: dict[str, int] | None = None
+    compiling: dict[str, float] | None = None
 
     @property
     def floor_seconds(self) -> float | None:

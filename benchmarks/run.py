@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import jax
 
 import crossshard
-from benchmarks import accumulation, ema, imports, overhead, parts, processes, step, update
+from benchmarks import accumulation, dealt, ema, imports, overhead, parts, processes, step, update
 from benchmarks.machine import this_machine
 from benchmarks.options import BenchOptions
 from benchmarks.progress import Screen
@@ -18,6 +18,7 @@ _MEASURE = {
     "accumulation": accumulation.measure,
     "ema": ema.measure,
     "parts": parts.measure,
+    "dealt": dealt.measure,
     "overhead": overhead.measure,
     "import": imports.measure,
 }

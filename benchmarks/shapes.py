@@ -65,6 +65,45 @@ def mlp(width: int = 2048, layers: int = 12, rows: int = 512) -> Shapes:
     return Shapes(params, loss_fn, jax.ShapeDtypeStruct((width,), jnp.bfloat16), rows)
 
 
+def blocks(
+    layers: int = 8,
+    width: int = 2048,
+    rows: int = 4096,
+    scan: bool = False,
+    checkpoint: bool = False,
+) -> Shapes:
+    """Residual blocks of two matrices, in bfloat16 with float32 parameters.
+
+    Args:
+      layers: the number of blocks.
+      width: of the input; a block is four times as wide within.
+      rows: the rows of each shard.
+      scan, checkpoint: as for ``transformer``.
+    """
+    block = {"up": (width, 4 * width), "down": (4 * width, width)}
+    if scan:
+        params: Any = {name: _floats(layers, *shape) for name, shape in block.items()}
+    else:
+        params = [{name: _floats(*shape) for name, shape in block.items()}] * layers
+
+    def loss_fn(params: Any, x: jax.Array, read: Any = _as_they_are) -> jax.Array:
+        def run(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
+            layer, x = read(layer, x)
+            inner = jax.nn.gelu(x @ layer["up"].astype(x.dtype))
+            return x + inner @ layer["down"].astype(x.dtype), None
+
+        run = jax.checkpoint(run) if checkpoint else run
+        if scan:
+            x, _ = jax.lax.scan(run, x, params)
+        else:
+            for layer in params:
+                x, _ = run(x, layer)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    again = _numbers(params) if checkpoint else 0
+    return Shapes(params, loss_fn, jax.ShapeDtypeStruct((width,), jnp.bfloat16), rows, again)
+
+
 def transformer(
     layers: int = 24,
     words: int = 50304,

@@ -75,6 +75,8 @@ def _of_candidates(bench: Bench, result: Result) -> Table:
         sent = [result.sent[name] for name in names]
         columns.append(("MB sent", [three_digits(each / 1e6) for each in sent]))
         columns.append(("÷ lower bound", [f"{each / result.least_sent:.3f}" for each in sent]))
+    if result.compiling is not None:
+        columns.append(("s to compile", [f"{result.compiling[name]:.1f}" for name in names]))
     if bench != "ema":
         columns.append(("differs by", [f"{result.differences[name]:.0e}" for name in names]))
     return _table(title, columns)

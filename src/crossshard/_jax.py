@@ -157,10 +157,76 @@ def without_unread(jaxpr: Any) -> Any:
     return _core.ClosedJaxpr(found, jaxpr.consts)
 
 
+def flat(jaxpr: Any) -> Any:
+    """A closed jaxpr with what it calls written out; branches and loops stay as they are."""
+    constants = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
+    inputs = jaxpr.jaxpr.invars
+    equations, outputs = written_out(jaxpr, inputs, constants)
+    return with_equations(jaxpr, constants, inputs, outputs, equations)
+
+
+def written_out(
+    jaxpr: Any, inputs: Sequence[Any], constants: dict[Any, Any], caller: Any = None
+) -> tuple[list[Any], list[Any]]:
+    """The equations and outputs of a closed jaxpr on these inputs; its constants are added."""
+    values, equations = dict(zip(jaxpr.jaxpr.invars, inputs, strict=True)), []
+    for variable, value in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True):
+        own = variable if caller is None else _core.Var(variable.aval)
+        values[variable], constants[own] = own, value
+    read = lambda atom: atom if is_literal(atom) else values[atom]
+    for equation in jaxpr.jaxpr.eqns:
+        given, source = list(map(read, equation.invars)), equation.source_info
+        # What JAX has traced before has no source, and takes its caller's.
+        if source.traceback is None and caller is not None:
+            source = caller.source_info
+        call = control_flow(equation)
+        if isinstance(call, Call):
+            by = equation.replace(source_info=source)
+            inner, found = written_out(closed(call.jaxpr), given, constants, by)
+            equations += inner
+        else:
+            found = [_core.Var(out.aval) for out in equation.outvars]
+            equations.append(equation.replace(given, found, source_info=source))
+        values |= dict(zip(equation.outvars, found, strict=True))
+    return equations, list(map(read, jaxpr.jaxpr.outvars))
+
+
+def with_equations(
+    jaxpr: Any,
+    constants: dict[Any, Any],
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    equations: Sequence[Any],
+) -> Any:
+    """A closed jaxpr of these equations, with the effects of another one."""
+    names = jaxpr.jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+    found = _core.Jaxpr(
+        list(constants), inputs, outputs, equations, jaxpr.jaxpr.effects, debug_info=names
+    )
+    return _core.ClosedJaxpr(found, list(constants.values()))
+
+
+def variable_like(atom: Any) -> Any:
+    """A new variable of the type of another one."""
+    return _core.Var(atom.aval)
+
+
 def piece(jaxpr: Any, outputs: Sequence[bool]) -> tuple[Callable[..., list[Any]], list[bool]]:
     """A function that computes some outputs of a closed jaxpr, and which inputs it takes."""
+    found, taken = pruned(jaxpr, outputs)
+    return as_function(found), taken
+
+
+def pruned(jaxpr: Any, outputs: Sequence[bool]) -> tuple[Any, list[bool]]:
+    """What computes some outputs of a closed jaxpr, a closed jaxpr, and which inputs it takes."""
     found, taken = _partial_eval.dce_jaxpr(jaxpr.jaxpr, list(outputs), instantiate=False)
-    return _core.jaxpr_as_fun(_core.ClosedJaxpr(found, jaxpr.consts)), taken
+    return _core.ClosedJaxpr(found, jaxpr.consts), taken
+
+
+def as_function(jaxpr: Any) -> Callable[..., list[Any]]:
+    """A closed jaxpr as a function."""
+    found: Callable[..., list[Any]] = _core.jaxpr_as_fun(jaxpr)
+    return found
 
 
 def closed(jaxpr: Any) -> Any:

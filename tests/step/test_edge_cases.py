@@ -69,7 +69,8 @@ def test_a_rule_that_mixes_places_is_not_taken_for_elementwise(name: str):
     rule = leafwise(MIXING[name])
     step = make_train_step(loss_fn, rule, num_shards=8, weight_update="sharded")
     step.abstract_init(START)
-    assert "not elementwise" in step.describe()
+    assert "the update is elementwise" not in step.describe()
+    assert "`a` (shard 0)" in step.describe()
     assert_close(trained(rule, weight_update="sharded"), trained(rule, weight_update="replicated"))
 
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import crossshard
 from crossshard import CrossShardOptimizer
+from tests.optimizers.table import across_leaves
 from tests.quick import deep, deep_but
 from tests.step import layered
 from tests.step.common import assert_close, assert_same, on_one_device, train
@@ -316,7 +317,10 @@ def test_rows_that_are_used_twice_count_microbatches_once(run: Any, mode: str):
     assert ALL in arrays
 
 
-GLOBAL = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.05, momentum=0.9))
+WHOLE = {
+    "leaf by leaf": optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.05, momentum=0.9)),
+    "global arrays": across_leaves(0.01),
+}
 OPTIONS: list[dict[str, Any]] = [
     {"accumulate_steps": 3},
     {"accumulate_steps": 2, "loss_scale": crossshard.DynamicLossScale(64.0)},
@@ -328,10 +332,13 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("mode", [deep("replicated"), deep("sharded"), "parts"])
 @pytest.mark.parametrize("options", deep_but(OPTIONS[:2], OPTIONS), ids=str)
-def test_an_optimizer_that_needs_whole_arrays_gets_the_same_gradients(options: Any, mode: str):
-    step = step_of(mode, scan_loss, GLOBAL, **options)
-    same_as_one_device(step, scan_loss, GLOBAL)
-    assert mode == "replicated" or "global arrays" in step.describe()
+@pytest.mark.parametrize("how", WHOLE)
+def test_an_optimizer_that_needs_whole_arrays_gets_the_same_gradients(
+    how: str, options: Any, mode: str
+):
+    step = step_of(mode, scan_loss, WHOLE[how], **options)
+    same_as_one_device(step, scan_loss, WHOLE[how])
+    assert mode == "replicated" or how in step.describe()
 
 
 DECAYS = optax.chain(optax.set_to_zero(), optax.add_decayed_weights(-0.01))

@@ -27,7 +27,7 @@ from crossshard.errors import (
 )
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
-from crossshard.step.train_step import TrainStep, config_of, layout_of
+from crossshard.step.train_step import TrainStep, collected, config_of, layout_of
 
 
 class Checkpoints:
@@ -130,7 +130,8 @@ class Checkpoints:
                 f"they would be deleted in time. Call restore_latest(state) before save, or choose "
                 f"another folder."
             )
-        self._saving.start(layout, state, self._fingerprint(layout, state), data, notes)
+        found = self._fingerprint(layout, state)
+        self._saving.start(layout.own, collected(self._step, state), found, data, notes)
 
     def save_if_preempted(self, state: TrainState, data: Any = None) -> bool:
         """Whether ``SIGTERM`` asks the run to stop; then the state is saved, and on disk.
@@ -263,7 +264,8 @@ class Checkpoints:
           CheckpointMismatchError: the parameters have other names, shapes or dtypes.
         """
         layout = layout_of(self._step, state)
-        read = lambda number: read_params(self._folder, number, layout, state)
+        types = layout.collected_types(state)
+        read = lambda number: read_params(self._folder, number, layout.own, types)
         params = self._latest(read) if step is None else self._chosen(step, read)
         if params is None:
             raise CheckpointError(f"{self._folder.path} has no checkpoint to take parameters from.")
@@ -286,7 +288,8 @@ class Checkpoints:
 
         def read(number: int) -> Found:
             own = self._fingerprint(layout, state)
-            return read_state(self._folder, number, layout, state, own, strict=strict)
+            types = layout.collected_types(state)
+            return read_state(self._folder, number, layout.own, types, own, strict=strict)
 
         return read
 

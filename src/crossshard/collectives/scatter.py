@@ -52,6 +52,13 @@ def exchange(
     )
 
 
+def turn(x: jax.Array, split: int, join: int, shards: Shards) -> jax.Array:
+    """Slices along the axis ``split`` of what every shard has a slice of along ``join``."""
+    return lax.all_to_all(
+        shards.as_varying(x), shards.axes, split_axis=split, concat_axis=join, tiled=True
+    )
+
+
 def gather_parts(
     x: jax.Array, axis: int, shards: Shards, groups: GroupAssignment | None = None
 ) -> jax.Array:

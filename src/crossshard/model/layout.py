@@ -20,9 +20,10 @@ from crossshard.model.state import TrainState
 from crossshard.nnx.per_shard import of_all
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.state import CrossShardState
+from crossshard.pipeline.update.collect import collect, deal_out
 from crossshard.pipeline.update.plan import UpdatePlan
 from crossshard.shards.axes import Shards
-from crossshard.shards.devices import torus_factors
+from crossshard.shards.devices import sends_beside_products, torus_factors
 from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.model_axes import only, other_axes_like
 from crossshard.shards.partition import (
@@ -86,6 +87,7 @@ class StateLayout:
             torus_factors=torus_factors(self.mesh),
             other_axes=self.unnamed_axes,
             platform=self.mesh.devices.flat[0].platform,
+            in_rings=sends_beside_products(self.mesh),
         )
 
     @property
@@ -211,10 +213,10 @@ class StateLayout:
 
         return jax.tree.map(
             lambda own, x, stored, whole: stored if stays(own, x) else whole,
-            self.placements(state),
+            self.own.placements(state),
             state,
-            self.shardings(state),
-            self.unsharded(state),
+            self.own.shardings(state),
+            self.own.unsharded(state),
         )
 
     def constrain(self, state: TrainState) -> TrainState:
@@ -222,6 +224,49 @@ class StateLayout:
         if not self.unnamed_axes:
             return state
         return jax.lax.with_sharding_constraint(state, self.shardings(state))
+
+    @functools.cached_property
+    def own(self) -> "StateLayout":
+        """The same without rows: every array in its own shape, or in slices of it."""
+        dealt = self.plan.dealt
+        if dealt is None:
+            return self
+        plan = dataclasses.replace(self.plan, state=dealt.collected, dealt=None)
+        return dataclasses.replace(self, plan=plan)
+
+    def collected(self, state: TrainState) -> TrainState:
+        """The state as ``own`` places it."""
+        return self._moved(collect, state, self, self.own)
+
+    def collected_types(self, state: TrainState) -> TrainState:
+        """The types of the arrays of ``collected``."""
+        types: TrainState = jax.eval_shape(self.collected, state)
+        return types
+
+    def dealt_out(self, state: TrainState) -> TrainState:
+        """The inverse of ``collected``."""
+        return self._moved(deal_out, state, self.own, self)
+
+    def _moved(
+        self, how: Callable[..., Any], state: TrainState, one: "StateLayout", other: "StateLayout"
+    ) -> TrainState:
+        dealt = self.plan.dealt
+        if dealt is None or not dealt.state_rows:
+            return state
+        leaves, tree = jax.tree.flatten(state.opt_state.inner_state)
+        before, after = (
+            [each.spec(self.axes) for each in layout.plan.state] for layout in (one, other)
+        )
+        run = jax.shard_map(
+            lambda leaves: how(dealt, leaves, self.shards),
+            mesh=self.mesh,
+            axis_names=frozenset(self.axes),
+            in_specs=(before,),
+            out_specs=after,
+            check_vma=False,
+        )
+        inner = tree.unflatten(run(leaves))
+        return dataclasses.replace(state, opt_state=state.opt_state._replace(inner_state=inner))
 
     def local(self, state: TrainState) -> TrainState:
         """One shard's state, inside ``shard_map``."""
@@ -233,11 +278,13 @@ class StateLayout:
 
     def pack(self, state: TrainState) -> TrainState:
         """The state as it is stored, from arrays in the optimizer's own shapes."""
-        return self._map(lambda placement, x: placement.pack(x), state)
+        own = self.own
+        return self.dealt_out(own._map(lambda placement, x: placement.pack(x), state))
 
     def unpack(self, state: TrainState) -> TrainState:
         """The inverse of ``pack``."""
-        return self._map(lambda placement, x: placement.unpack(x), state)
+        own = self.own
+        return own._map(lambda placement, x: placement.unpack(x), self.collected(state))
 
     def _map(self, function: Callable[[Placement, Any], Any], state: TrainState) -> TrainState:
         return jax.tree.map(function, self.placements(state), state)
@@ -339,7 +386,7 @@ class StateLayout:
         shapes = [
             (*leaf.shape[: placement.per_shard], *partition.shape)
             for leaf, placement, partition in zip(
-                jax.tree.leaves(inner), own, self.plan.state, strict=True
+                jax.tree.leaves(inner), own, self.own.plan.state, strict=True
             )
         ]
         _check_shapes("The optimizer state", inner, shapes)

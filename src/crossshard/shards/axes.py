@@ -28,6 +28,7 @@ class Shards:
       torus_factors: factors of a single axis, for multi-stage collectives.
       other_axes: the other axes of their mesh, over which XLA splits the work of each shard.
       platform: that of their devices, as ``"cpu"``; empty if it is not known before XLA compiles.
+      in_rings: whether slices go round beside the products that they are for.
     """
 
     number: int
@@ -37,6 +38,7 @@ class Shards:
     torus_factors: tuple[int, ...] = ()
     other_axes: tuple[str, ...] = ()
     platform: str = ""
+    in_rings: bool = False
 
     def by_platform(self, x: Any, cpu: Callable[[Any], Any], default: Callable[[Any], Any]) -> Any:
         """``cpu(x)`` on CPUs, and else ``default(x)``."""

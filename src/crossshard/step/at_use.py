@@ -25,11 +25,13 @@ class Use(NamedTuple):
       inside: what the use stands inside of.
       dtype: the dtype in which it is used.
       of_row: whether it uses one of its rows, or some.
+      in_ring: whether its slices meet a product one by one.
     """
 
     inside: Inside
     dtype: Any
     of_row: bool
+    in_ring: bool
 
 
 class Found(NamedTuple):
@@ -231,7 +233,9 @@ class AtUse:
         uses.clear()
 
         def note(place: int, used: Any, inside: Inside) -> None:
-            uses.setdefault(place, []).append(Use(inside, used.way.dtype, used.of_row))
+            uses.setdefault(place, []).append(
+                Use(inside, used.way.dtype, used.of_row, used.in_ring)
+            )
 
         return jax.tree.unflatten(out, evaluate(jaxpr, inputs, note))
 

@@ -32,6 +32,7 @@ def describe(function: StepFunction, layout: StateLayout, state: TrainState) -> 
         [
             function.describe(plan),
             f"{shards}; weight update {plan.strategy}: {plan.why}",
+            *_updated(layout, state),
             *_parameters(function, layout, state),
             *([f"frozen: {_sizes(frozen, in_parts)}, {of_frozen}"] * bool(frozen)),
             *([f"model state: {_sizes(state.model_state, None)}, {_KEPT[kind]}"] if kind else []),
@@ -61,6 +62,31 @@ _KEPT = {
     ModelState.MEAN: "averaged over the shards",
     ModelState.PER_SHARD: "one for each shard",
 }
+
+
+def _updated(layout: StateLayout, state: TrainState) -> list[str]:
+    """How each parameter is updated, if not all are in the same way."""
+    dealt = layout.plan.dealt
+    if dealt is None:
+        return []
+    leafwise, by_text = dealt.leafwise, dict[str, list[int]]()
+    for place, partition in enumerate(dealt.params):
+        if place in leafwise.stacked:
+            text = "layer by layer, each on one shard"
+        elif place in dealt.owned:
+            text = f"whole on one shard each, since {leafwise.whole[place]}"
+        elif partition.number > 1:
+            text = "element by element, a slice on each shard"
+        else:
+            text = "whole on every shard"
+        by_text.setdefault(text, []).append(place)
+    names = _named(state.params, range(len(dealt.params)))
+    of_whole = {i: owner for (i, row), owner in dealt.owners.items() if row is None}
+    owner = lambda i: f" (shard {of_whole[i]})" if i in of_whole else ""
+    return [
+        f"  updated {text}: {', '.join(names[i] + owner(i) for i in places)}"
+        for text, places in sorted(by_text.items())
+    ]
 
 
 def _parameters(function: StepFunction, layout: StateLayout, state: TrainState) -> list[str]:
@@ -103,8 +129,9 @@ def _gathered(function: StepFunction, partition: Partition, x: Any, uses: Any) -
     for use in uses:
         rows = "row by row" if use.of_row else "where it is used"
         loop = f" in a loop of {use.inside.turns} turns" if use.inside.loops else ""
+        ring = ", slice by slice beside their product" * use.in_ring
         again = ", and again in the backward pass of jax.checkpoint" * use.inside.checkpointed
-        found.append(f"{rows}{loop}, in {function.gather_dtype or use.dtype}{again}")
+        found.append(f"{rows}{loop}{ring}, in {function.gather_dtype or use.dtype}{again}")
     times = [
         f"{count} times {text}" if count > 1 else text for text, count in Counter(found).items()
     ]

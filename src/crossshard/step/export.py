@@ -36,7 +36,8 @@ def arrays_of(
       shard: the shard; ``None`` for what all have, and the mean of statistics.
       config: what the step is made of.
       layouts: its layouts.
-      unshard: given, the moving average of the parameters is taken, from the unsharded state.
+      unshard: given, the moving average of the parameters is taken, from the state that this
+        returns, in which it has its own shapes.
 
     Raises:
       ArgumentError: groups have other parameters and no shard is chosen, or there is no average.
@@ -68,6 +69,6 @@ def _average(
             "make_train_step(..., ema=0.999)."
         )
     # What rests in parts has its own shapes, and is not made whole.
-    whole = state if config.in_parts else unshard(state)
+    whole = unshard(state)
     average = optax.tree.get(whole.opt_state.inner_state, "ema")
     return jax.tree.map(lambda p, x: x.astype(p.dtype), state.params, average)

@@ -65,6 +65,8 @@ class Layouts:
             tile=TPU if mesh.devices.flat[0].platform == "tpu" else ANY,
             other_axes=split[: len(jax.tree.leaves(params))],
             in_parts=config.in_parts,
+            # XLA for CPUs does nothing beside a sum.
+            sums_in_loops=mesh.devices.flat[0].platform != "cpu",
         )
         model_state = config.loss.model_state
         return StateLayout(mesh, config.axes, plan, groups, pipeline, types, model_state, split)

@@ -98,8 +98,8 @@ def make_train_step(
         arrays, whose work XLA splits, and may run its own ``shard_map`` over these axes.
       weight_update: ``"sharded"``: each shard updates its slice of the parameters and keeps its
         slice of the optimizer state (ZeRO-1, Xu et al. 2020, arXiv 2004.13336).
-        ``"replicated"``: each updates all. ``"auto"``: sharded if the optimizer is proven
-        elementwise and it pays.
+        ``"replicated"``: each updates all. ``"auto"``: sharded if the optimizer is proven to
+        update each parameter from its own arrays and from scalars, and it pays.
       params: ``"sharded"``: parameters rest in parts, too (FSDP): a device has 1/N of parameters,
         masters, moving average and optimizer state. A layer is gathered where the loss uses it,
         in the loop that runs over stacked layers and again in the backward pass where

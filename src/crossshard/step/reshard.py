@@ -32,6 +32,14 @@ class Resharder:
         layout = self._layouts.of_state(state)
         return self._run(layout.unpack, state, layout.unsharded(state))
 
+    def collected(self, state: TrainState) -> TrainState:
+        """The state without rows of owners; arrays stay split over the shards."""
+        layout = self._layouts.of_state(state)
+        if layout.own is layout:
+            return state
+        types = layout.collected_types(state)
+        return self._run(layout.collected, state, layout.own.shardings(types))
+
     def reshard(self, state: TrainState) -> TrainState:
         """See ``TrainStep.reshard``."""
         config = self._config

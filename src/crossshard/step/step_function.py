@@ -13,8 +13,9 @@ from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.pipeline.arrive import arrive
 from crossshard.pipeline.pipeline import Pipeline
-from crossshard.pipeline.stage import Gradients, Phase, StageContext
-from crossshard.pipeline.update.arrays import Arrays, GlobalArrays, LocalParts
+from crossshard.pipeline.stage import Gradients, StageContext
+from crossshard.pipeline.stages.nonfinite import own_weight
+from crossshard.pipeline.update.arrays import Arrays, DealtParts, GlobalArrays, LocalParts
 from crossshard.pipeline.update.plan import UpdatePlan, UpdateStrategy
 from crossshard.shards.axes import Shards
 from crossshard.shards.groups import size_of_group
@@ -127,14 +128,16 @@ class StepFunction:
         given = dataclasses.replace(before, params=params)
         local = loss.local_gradient(given, batch, at_use, scale)
         gradients = self._arrive(local, context)
+
+        def others(weight: Any) -> dict[str, Any]:
+            excludes = pipeline.excludes_shards
+            return loss.sums(loss.with_weight(local, weight, before) if excludes else local)
+
         with jax.named_scope(self.name):
-            gradients, opt_state = pipeline.run((Phase.ARRIVAL,), gradients, opt_state, context)
+            gradients, opt_state = pipeline.reduce(gradients, opt_state, context, others)
         if pipeline.excludes_shards:
-            local = loss.with_weight(local, gradients.weight, before)
-        gradients = gradients.replace(sums={**loss.sums(local), **gradients.sums})
-        with jax.named_scope(self.name):
-            phases = (Phase.LOCAL, Phase.REDUCTION)
-            gradients, opt_state = pipeline.run(phases, gradients, opt_state, context)
+            weight = own_weight(gradients, local.weight, context)
+            local = loss.with_weight(local, weight, before)
         together = size_of_group(context.groups, context.shards.number)
         metrics = {"loss": gradients.extra["value"]}
         if loss.weight is not None:
@@ -147,6 +150,9 @@ class StepFunction:
             opt_state=opt_state,
             model_state=loss.settled_state(local, gradients, together),
         )
+        if isinstance(context.arrays, GlobalArrays):
+            # Their sums leave shard_map, where nothing divides them.
+            gradients = gradients.settled()
         return Progress(after, aux, metrics, gradients)
 
     def _update(self, before: TrainState, reduced: Progress, context: StageContext) -> Progress:
@@ -164,14 +170,14 @@ class StepFunction:
 
     def _context(self, layout: StateLayout, batch: Any) -> StageContext:
         shards = layout.shards
-        is_global = layout.plan.strategy is UpdateStrategy.GLOBAL
+        is_global, weight = layout.plan.strategy is UpdateStrategy.GLOBAL, self.loss.weight
         return StageContext(
             shards,
             layout.groups,
             arrays=_arrays(layout, shards),
             divisor=self.pipeline.divisor(shards.number),
             unread=layout.plan.unread,
-            examples=self.loss.number_of_rows(batch) // shards.number,
+            examples=self.loss.number_of_rows(batch) // shards.number if weight is None else 1,
             skips_by_loop=layout.groups is None and not is_global and shards.platform == "cpu",
             apply_updates=True,
         )
@@ -214,7 +220,7 @@ class StepFunction:
             return Progress(layout.specs(state), aux, of_group)
         of_part = lambda part, _: PartitionSpec(*only(part.spec(names), names))
         split = map_partitions(of_part, layout.plan.params, state.params)
-        gradients = Gradients(split, {"value": whole}, whole, whole, whole)
+        gradients = Gradients(split, {"value": whole}, whole, whole, whole, whole)
         return Progress(layout.specs(state), aux, of_group, gradients)
 
     # Texts and metrics.
@@ -288,6 +294,9 @@ def _arrays(layout: StateLayout, shards: Shards) -> Arrays:
     plan = layout.plan
     if plan.strategy is UpdateStrategy.WHOLE and not shards.other_axes:
         return Arrays()
+    if plan.dealt is not None:
+        arranged = plan.dealt.arranged
+        return DealtParts(arranged, shards, at_rest=plan.in_parts, dealt=plan.dealt)
     if plan.strategy is not UpdateStrategy.GLOBAL:
         return LocalParts(plan.params, shards, layout.groups, plan.in_parts)
     return GlobalArrays(plan.params, plan.state, shards, layout.mesh, plan.in_parts)

@@ -253,8 +253,9 @@ class TrainStep:
 
     def _arrays(self, state: TrainState, shard: int | None, ema: bool) -> tuple[Any, Any, Any]:
         check_state(state)
-        unshard = self.unshard if ema else None
-        return arrays_of(state, shard, self._config, self._layouts, unshard)
+        # What rests in parts is not made whole.
+        own = self._resharder.collected if self._config.in_parts else self.unshard
+        return arrays_of(state, shard, self._config, self._layouts, own if ema else None)
 
     def _at_use(self, state: TrainState) -> AtUse:
         """How one shard gets parameters that it only reads."""
@@ -415,6 +416,11 @@ class TrainStep:
 def config_of(step: TrainStep) -> StepConfig:
     """What a step is made of."""
     return step._config
+
+
+def collected(step: TrainStep, state: TrainState) -> TrainState:
+    """A state of this step without rows of owners: all arrays in their own shapes, or slices."""
+    return step._resharder.collected(state)
 
 
 def layout_of(step: TrainStep, state: TrainState) -> StateLayout:

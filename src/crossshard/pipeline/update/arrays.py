@@ -1,18 +1,23 @@
 """The arrays of the inner optimizer: full arrays, this shard's slices, or global arrays."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from crossshard.collectives.all_reduce import sum_over_shards, widen
 from crossshard.collectives.bucketing import bucketed_gather
+from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.scalars import is_inexact
+from crossshard.pipeline.update.dealt import Dealt
+from crossshard.pipeline.update.leaf_by_leaf import update_leaf_by_leaf
+from crossshard.shards import rows
 from crossshard.shards.axes import Shards
 from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.model_axes import only
@@ -57,6 +62,10 @@ class Arrays:
         """Full arrays from those that the optimizer returned."""
         return tree
 
+    def arranged(self, gradients: Any) -> Any:
+        """The gradients as they are reduced: arrays in the place of the parameters."""
+        return gradients
+
     def place_gradients(self, tree: Any) -> Any:
         """The reduced gradients as the optimizer takes them."""
         return tree
@@ -64,6 +73,19 @@ class Arrays:
     def place_state(self, tree: Any) -> Any:
         """The optimizer's state as the next step takes it."""
         return tree
+
+    def run(
+        self,
+        optimizer: optax.GradientTransformationExtraArgs,
+        gradients: Any,
+        state: Any,
+        params: Any,
+        extra_args: Mapping[str, Any],
+    ) -> tuple[Any, Any]:
+        """The optimizer's updates, and its next state."""
+        with inside_optimizer():
+            found: tuple[Any, Any] = optimizer.update(gradients, state, params, **extra_args)
+            return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +134,59 @@ class LocalParts(Arrays):
         parts, structure = jax.tree.flatten(tree)
         whole = bucketed_gather(parts, self.partitions, self.shards, self.groups)
         return structure.unflatten(whole)
+
+
+@dataclasses.dataclass(frozen=True)
+class DealtParts(LocalParts):
+    """Each shard updates its slices of some arrays, and all of others, which it owns.
+
+    Attributes:
+      partitions: those of ``dealt``, with arrays that travel to their owners in rows.
+      dealt: who owns what.
+    """
+
+    dealt: Dealt | None = None
+
+    @property
+    def _dealt(self) -> Dealt:
+        assert self.dealt is not None
+        return self.dealt
+
+    def arranged(self, gradients: Any) -> Any:
+        """The gradients, with those that travel to their owners in rows."""
+        leaves, tree = jax.tree.flatten(gradients)
+        return tree.unflatten(rows.pack(self._dealt.rows, leaves))
+
+    def split(self, tree: Any) -> Any:
+        """This shard's slices, and its rows."""
+        if self.at_rest:
+            return tree
+        leaves, structure = jax.tree.flatten(tree)
+        index = slice_index(self.shards)
+        pairs = zip(self._dealt.params, leaves, strict=True)
+        slices = [partition.local_slice(x, index) for partition, x in pairs]
+        return structure.unflatten(rows.pack_own(self._dealt.rows, slices, index))
+
+    def gather(self, tree: Any) -> Any:
+        """Full arrays from the slices and rows of all shards, unless they rest so."""
+        leaves, structure = jax.tree.flatten(super().gather(tree))
+        return structure.unflatten(rows.unpack(self._dealt.rows, leaves))
+
+    def run(
+        self,
+        optimizer: optax.GradientTransformationExtraArgs,
+        gradients: Any,
+        state: Any,
+        params: Any,
+        extra_args: Mapping[str, Any],
+    ) -> tuple[Any, Any]:
+        """The optimizer's updates, leaf by leaf, and its next state."""
+        del optimizer
+        (reduced, tree), (arrays, structure) = map(jax.tree.flatten, (gradients, state))
+        loss = extra_args.get("value", jnp.float32(0))
+        own = jax.tree.leaves(params)
+        updates, after = update_leaf_by_leaf(self._dealt, self.shards, reduced, arrays, own, [loss])
+        return tree.unflatten(updates), structure.unflatten(after)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.status import check_shapes
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
 from crossshard.pipeline.update.masters import with_masters
@@ -78,11 +77,10 @@ class Optimize(Stage):
             typed = lambda x: context.shards.as_varying(x) if jnp.shape(x) else x
             state, params = jax.tree.map(typed, (state, params))
         params = None if params is None else arrays.split(params)
-        reduced = arrays.place_gradients(gradients.values)
 
         def update(state: Any, params: Any) -> _Results:
-            with inside_optimizer():
-                updates, after = self.optimizer.update(reduced, state, params, **extra_args)
+            reduced = arrays.place_gradients(gradients.settled().values)
+            updates, after = arrays.run(self.optimizer, reduced, state, params, extra_args)
             if params is None:
                 check_shapes(reduced, updates, "its update")
             return updates, after, optax.apply_updates(params, updates) if applies else None

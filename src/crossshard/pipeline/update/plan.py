@@ -19,6 +19,9 @@ from crossshard import _check
 from crossshard.errors import ArgumentError, CrossshardError, WeightUpdateError
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.jaxprs.elementwise import why_not_elementwise
+from crossshard.jaxprs.leafwise import NotLeafwise
+from crossshard.pipeline.update.deal import deal, is_lopsided
+from crossshard.pipeline.update.dealt import Dealt
 from crossshard.pipeline.update.optimize import takes_value
 from crossshard.pipeline.update.unread import Unread, find_unread
 from crossshard.shards.model_axes import other_axes_like
@@ -38,8 +41,8 @@ class WeightUpdate(enum.StrEnum):
 
     REPLICATED: every shard updates all weights and has the full optimizer state.
     SHARDED: every shard updates its slice and has its slice of the optimizer state.
-    AUTO: sharded if the optimizer is elementwise and the parameters are large enough, else
-      replicated.
+    AUTO: sharded if the optimizer updates each parameter from its own arrays and from scalars, and
+      the parameters are large enough, else replicated.
     """
 
     AUTO = "auto"
@@ -68,6 +71,7 @@ class UpdateStrategy(enum.StrEnum):
 
     WHOLE = "whole on every shard"
     PARTS = "in parts"
+    DEALT = "in parts, leaf by leaf"
     GLOBAL = "on sharded global arrays"
 
 
@@ -83,6 +87,7 @@ class UpdatePlan:
       structure: the tree structure of the optimizer state.
       unread: for each parameter, whether its gradient need be neither computed nor sent.
       in_parts: whether the parameters rest in parts, too.
+      dealt: who updates which leaf, if the update runs leaf by leaf.
     """
 
     strategy: UpdateStrategy
@@ -92,6 +97,7 @@ class UpdatePlan:
     structure: Any
     unread: tuple[bool, ...] = ()
     in_parts: bool = False
+    dealt: Dealt | None = None
 
 
 # Below this the two collectives of a sharded update cost more than the split saves.
@@ -109,6 +115,7 @@ def plan_update(
     leave_unread: bool = False,
     other_axes: Sequence[PartitionSpec] = (),
     in_parts: bool = False,
+    sums_in_loops: bool = False,
 ) -> UpdatePlan:
     """Plan the update of these parameters on ``number`` shards.
 
@@ -123,6 +130,7 @@ def plan_update(
       other_axes: for each parameter its spec on other axes; empty if none
         is split over these.
       in_parts: whether the parameters are to rest in parts.
+      sums_in_loops: whether gradients of stacked layers are to be summed layer by layer.
 
     Raises:
       ArgumentError: the optimizer's state changes its structure, or the optimizer needs arguments
@@ -186,6 +194,31 @@ def plan_update(
             f"each shard updates its slice alone, and this update is not elementwise: {obstacle}. "
             f"Pass weight_update='replicated', or use make_train_step without groups."
         )
+    if not only_parts and not any(other_axes):
+        # A gradient that nothing reads is not sent, to no owner either.
+        partitions = tuple(
+            Partition(each.shape) if unread.gradients[place] else each
+            for place, each in enumerate(partitions)
+        )
+        try:
+            dealt = deal(
+                as_updates(inner),
+                params,
+                state,
+                [_LOSS],
+                partitions,
+                number,
+                tile,
+                in_parts=in_parts,
+                sums_in_loops=sums_in_loops,
+            )
+            if wanted is WeightUpdate.AUTO and is_lopsided(dealt):
+                return whole("one shard would do most of it, if each leaf were updated by one")
+            why = "each leaf is updated from its own arrays, and from scalars"
+            return split(UpdateStrategy.DEALT, why, dealt.params, dealt.state, dealt=dealt)
+        except NotLeafwise as reason:
+            if str(reason) != obstacle:
+                obstacle = f"{obstacle}; nor leaf by leaf: {reason}"
     why = f"the update is not elementwise: {obstacle}"
     if wanted is WeightUpdate.AUTO:
         return whole(why)
@@ -236,11 +269,23 @@ def _unsplit(tree: Any, other_axes: Sequence[PartitionSpec]) -> tuple[Partition,
 def as_function(optimizer: optax.GradientTransformationExtraArgs) -> Callable[..., Any]:
     """An optimizer as ``(params, state, gradients, loss) -> (params, state)``, to be traced."""
 
+    find = as_updates(optimizer)
+
+    def update(params: Any, state: Any, gradients: Any, loss: Any) -> tuple[Any, Any]:
+        updates, after = find(params, state, gradients, loss)
+        return optax.apply_updates(params, updates), after
+
+    return update
+
+
+def as_updates(optimizer: optax.GradientTransformationExtraArgs) -> Callable[..., Any]:
+    """As ``as_function``, to the updates in place of the parameters."""
+
     def update(params: Any, state: Any, gradients: Any, loss: Any) -> tuple[Any, Any]:
         extra_args = {"value": loss} if takes_value(optimizer) else {}
         with inside_optimizer():
-            updates, after = optimizer.update(gradients, state, params, **extra_args)
-        return optax.apply_updates(params, updates), after
+            found: tuple[Any, Any] = optimizer.update(gradients, state, params, **extra_args)
+        return found
 
     return update
 

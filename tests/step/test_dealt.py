@@ -1,0 +1,513 @@
+"""Updates leaf by leaf: each leaf is updated by one shard, or cut, as one device does."""
+
+import collections
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax import contrib
+
+import crossshard
+from crossshard import _jax, make_train_step
+from crossshard.step.train_step import layout_of
+from tests.quick import deep, deep_but
+from tests.step.common import assert_close, assert_same, on_one_device, train
+
+N = 8
+_rng = np.random.default_rng(8)
+
+
+def normal(*shape: int, scale: float = 0.125) -> np.ndarray:
+    return np.float32(scale * _rng.normal(size=shape))
+
+
+# Matrices of several shapes, layers that 8 shards divide and others, long and short vectors, of
+# which one is padded where it is cut, and one that is larger than all others.
+PARAMS = {
+    "bias": normal(64),
+    "in": normal(32, 64),
+    "large": normal(64, 192),
+    "layers": normal(8, 64, 64, scale=0.05),
+    "more": normal(6, 64, 64, scale=0.05),
+    "odd": 1 + normal(2051),
+    "out": normal(64, 32),
+}
+BATCHES = [normal(16, 32, scale=1.0) for _ in range(4)]
+
+
+def loss_fn(params: Any, x: Any) -> jax.Array:
+    def layer(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        return h + jnp.tanh(h @ w), None
+
+    h = jnp.tanh(x @ params["in"] + params["bias"])
+    h, _ = jax.lax.scan(layer, h, params["layers"])
+    h, _ = jax.lax.scan(layer, h, params["more"])
+    wide = ((h @ params["large"]) ** 2).mean()
+    odd = (params["odd"] ** 2).mean() * (x**2).mean()
+    return ((h @ params["out"] - x) ** 2).mean() + 0.1 * wide + odd
+
+
+def matrices(params: Any) -> Any:
+    of = lambda x: contrib.MuonDimensionNumbers((x.ndim - 2,), (x.ndim - 1,))
+    return jax.tree.map(lambda x: of(x) if x.ndim > 1 else None, params)
+
+
+SGD = optax.sgd(0.1, momentum=0.9)
+CLIP = optax.clip_by_global_norm(0.5)
+# With a large epsilon, since Adam divides what rounding left of a gradient by its size.
+ADAM = optax.adam(0.01, eps=1e-3)
+
+
+def muon(**options: Any) -> Any:
+    return contrib.muon(
+        0.01, eps=1e-3, muon_weight_dimension_numbers=matrices, adam_eps_root=1e-4, **options
+    )
+
+
+# Cut everywhere, with sums of slices; partly cut; layer by layer; and dealt out.
+OPTIMIZERS: dict[str, Any] = {
+    "clip, sgd": optax.chain(CLIP, SGD),
+    "clip, adam": optax.chain(CLIP, ADAM),
+    "lamb": optax.lamb(0.01, eps=1e-3),
+    "lars": optax.lars(0.1),
+    "by the norm of the update": optax.chain(optax.normalize_by_update_norm(), SGD),
+    "dog": contrib.dog(0.1),
+    "dowg": contrib.dowg(0.1),
+    "prodigy": contrib.prodigy(0.1),
+    "if finite": optax.apply_if_finite(SGD, 3),
+    "muon": muon(),
+    "muon that decays": muon(weight_decay=0.1),
+    "clip, muon": optax.chain(CLIP, muon()),
+    "muon of matrices alone": contrib.muon(0.01, eps=1e-3, adam_eps_root=1e-4),
+    "several steps of muon": optax.MultiSteps(muon(), 2).gradient_transformation(),
+    "centralized": optax.chain(optax.centralize(), SGD),
+    "clip each unit": optax.chain(optax.adaptive_grad_clip(0.01), SGD),
+    "clip each block": optax.chain(optax.clip_by_block_rms(0.01), SGD),
+    "adafactor": optax.adafactor(0.01),
+    "novograd": optax.novograd(0.01),
+    "sm3": optax.sm3(0.01),
+    "noise": optax.chain(optax.add_noise(0.01, 0.1, jax.random.key(0)), SGD),
+    "half of the leaves": optax.partition(
+        {"all": optax.chain(CLIP, SGD), "own": optax.adafactor(0.01)},
+        lambda p: {k: "own" if k < "m" else "all" for k in p},
+    ),
+}
+QUICK = ["clip, sgd", "clip, muon", "muon that decays", "adafactor", "lamb"]
+PLACES: dict[str, dict[str, Any]] = {
+    "sharded": {"weight_update": "sharded"},
+    "parts": {"params": "sharded"},
+}
+
+
+def made(optimizer: Any, place: str = "sharded", number: int = N, **options: Any) -> Any:
+    loss = options.pop("loss", loss_fn)
+    return make_train_step(loss, optimizer, num_shards=number, **PLACES[place], **options)
+
+
+def dealt_of(step: Any, params: Any = PARAMS) -> Any:
+    return layout_of(step, step.init(params)).plan.dealt
+
+
+@pytest.mark.parametrize("place", deep_but(["parts"], PLACES))
+@pytest.mark.parametrize("name", deep_but(QUICK, OPTIMIZERS))
+def test_it_follows_one_device(name: str, place: str):
+    step = made(OPTIMIZERS[name], place)
+    state = train(step, step.init(PARAMS), BATCHES)
+    assert "leaf by leaf" in step.describe()
+    whole = step.unshard(state)
+    expected, inner = on_one_device(loss_fn, OPTIMIZERS[name], PARAMS, BATCHES)
+    assert_close(whole.params, expected, atol=1e-6, rtol=1e-6)
+    same = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    # What is divided by its own size shows the order in which gradients were added.
+    atol = 5e-6 if name == "sm3" else 1e-6
+    of = lambda state: jax.tree.map(same, state)
+    assert_close(of(whole.opt_state.inner_state), of(inner), atol=atol, rtol=2e-5)
+
+
+# Rules that one might write: what leaves have in common is found in all of them.
+
+
+def norm(x: jax.Array) -> jax.Array:
+    return jnp.sqrt(jnp.sum(x * x))
+
+
+def each(function: Any) -> Any:
+    return optax.chain(optax.stateless(lambda g, _: jax.tree.map(function, g)), SGD)
+
+
+def all_of(function: Any) -> Any:
+    return optax.chain(optax.stateless(lambda g, _: function(g)), SGD)
+
+
+def by_the_last_norm_of_another() -> optax.GradientTransformation:
+    def init(params: Any) -> Any:
+        return {"norms": jax.tree.map(lambda _: jnp.float32(0), params), "last": jnp.float32(1)}
+
+    def update(g: Any, state: Any, params: Any = None) -> Any:
+        norms = jax.tree.map(lambda x, old: 0.5 * old + 0.5 * norm(x), g, state["norms"])
+        steps = jax.tree.map(lambda x, n: -0.05 * x / (state["last"] + n + 0.1), g, norms)
+        return steps, {"norms": norms, "last": norms["in"] + 0.1}
+
+    return optax.GradientTransformation(init, update)
+
+
+def in_eight_bits() -> optax.GradientTransformation:
+    def init(params: Any) -> Any:
+        of = lambda x: (jnp.zeros(x.shape, jnp.int8), jnp.float32(0))
+        return jax.tree.map(of, params)
+
+    def update(g: Any, state: Any, params: Any = None) -> Any:
+        is_pair = lambda x: isinstance(x, tuple)
+        kept = jax.tree.map(lambda own, x: 0.9 * own[0] * own[1] + x, state, g, is_leaf=is_pair)
+        # So coarse that rounding does not show.
+        scales = jax.tree.map(lambda m: jnp.max(jnp.abs(m)) / 2 + 1e-12, kept)
+        few = jax.tree.map(lambda m, s: (jnp.round(m / s).astype(jnp.int8), s), kept, scales)
+        return jax.tree.map(lambda m: -0.1 * m, kept), few
+
+    return optax.GradientTransformation(init, update)
+
+
+def from_the_start() -> optax.GradientTransformation:
+    def update(g: Any, start: Any, params: Any = None) -> Any:
+        away = lambda x, a, p: -0.1 * (x + 0.01 * (p - a) * norm(p - a))
+        return jax.tree.map(away, g, start, params), start
+
+    return optax.GradientTransformation(lambda params: jax.tree.map(jnp.array, params), update)
+
+
+def norms_of_norms(g: Any) -> Any:
+    by = lambda g, total: jax.tree.map(lambda x: x / (total + 1), g)
+    g = by(g, sum(jnp.sum(x * x) for x in jax.tree.leaves(g)))
+    g = by(g, sum(jnp.sum(jnp.abs(x)) for x in jax.tree.leaves(g)))
+    return by(g, sum(map(norm, jax.tree.leaves(g))))
+
+
+def largest(x: jax.Array) -> jax.Array:
+    least = jax.lax.top_k(jnp.abs(x.ravel()), max(1, x.size // 4))[0][-1]
+    return jnp.where(jnp.abs(x) >= least, x, 0)
+
+
+def halved(x: jax.Array) -> jax.Array:
+    return x * jax.lax.while_loop(lambda n: n > 0.01, lambda n: 0.5 * n, norm(x))
+
+
+RULES: dict[str, Any] = {
+    "the last norm of another": by_the_last_norm_of_another(),
+    "a state of 8 bits": in_eight_bits(),
+    "the way from the start": from_the_start(),
+    "norms of norms": all_of(norms_of_norms),
+    "the median of norms": all_of(
+        lambda g: jax.tree.map(
+            lambda x: x * jnp.median(jnp.stack(list(map(norm, jax.tree.leaves(g))))), g
+        )
+    ),
+    "a short vector by a sum of others": all_of(
+        lambda g: {**g, "bias": g["bias"] * jnp.tanh(jnp.sum(g["layers"]))}
+    ),
+    "a branch on a norm": each(
+        lambda x: jax.lax.cond(norm(x) > 0.1, lambda x: x / norm(x), lambda x: 2 * x, x)
+    ),
+    "a loop until a norm": each(halved),
+    "the largest elements": each(largest),
+    "rows of length one": each(
+        lambda x: x / (0.01 + jnp.sqrt((x * x).sum(-1, keepdims=True))) if x.ndim > 1 else x
+    ),
+    "a layer by its number": all_of(
+        lambda g: {**g, "layers": g["layers"] * jnp.arange(8.0)[:, None, None]}
+    ),
+    "a layer by the one before": all_of(
+        lambda g: {**g, "more": g["more"] - 0.3 * jnp.roll(g["more"], 1, 0)}
+    ),
+}
+
+
+@pytest.mark.parametrize("place", deep_but(["sharded"], PLACES))
+@pytest.mark.parametrize(
+    "name", deep_but(["the last norm of another", "norms of norms", "a state of 8 bits"], RULES)
+)
+def test_a_rule_of_ones_own_follows_one_device(name: str, place: str):
+    step = made(RULES[name], place)
+    state = train(step, step.init(PARAMS), BATCHES)
+    assert "leaf by leaf" in step.describe()
+    expected, _ = on_one_device(loss_fn, RULES[name], PARAMS, BATCHES)
+    assert_close(step.unshard(state).params, expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("number", deep_but([3], [2, 3, 5]))
+def test_any_number_of_shards_is_right(number: int):
+    optimizer = optax.chain(CLIP, muon())
+    step = made(optimizer, number=number)
+    batches = [x[: number * (len(x) // number)] for x in BATCHES]
+    state = train(step, step.init(PARAMS), batches)
+    expected, _ = on_one_device(loss_fn, optimizer, PARAMS, batches)
+    assert_close(step.unshard(state).params, expected)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_every_leaf_is_updated_once(place: str):
+    dealt = dealt_of(made(muon(), place))
+    names, stacked = sorted(PARAMS), dealt.leafwise.stacked
+    assert {names[i] for i in stacked} == {"layers", "more"}
+    # Layers that shards do not divide have an owner each.
+    units = [(names[i], row) for i, row in dealt.owners]
+    whole = [("in", None), ("large", None), ("out", None)]
+    assert sorted(units, key=str) == sorted([*whole, *(("more", i) for i in range(6))], key=str)
+    owned = [unit for own in dealt.of_shard for unit in own]
+    assert collections.Counter(owned) == collections.Counter(list(dealt.owners))
+    assert all(unit in dealt.of_shard[owner] for unit, owner in dealt.owners.items())
+    assert set(dealt.owners.values()) == set(range(N))
+
+
+def products(jaxpr: Any) -> int:
+    """The multiplications of matrices on the shard that has most of them."""
+    number = 0
+    for equation in _jax.opened(jaxpr).eqns:
+        inner = [products(each) for each in _jax.jaxprs_within(equation)]
+        flow = _jax.control_flow(equation)
+        if isinstance(flow, _jax.Cond):
+            number += max(inner)
+        elif isinstance(flow, _jax.Scan):
+            number += flow.steps[0] * sum(inner)
+        else:
+            number += sum(inner)
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            left, out = equation.invars[0].aval, equation.outvars[0].aval
+            number += out.size * int(np.prod([left.shape[axis] for axis in contracted]))
+    return number
+
+
+def update_of(optimizer: Any, arrays: Any, **options: Any) -> int:
+    """The products of a step whose loss has none."""
+    loss = lambda params, x: sum(jnp.mean(p**2) for p in params.values()) * x.mean()
+    step = make_train_step(loss, optimizer, **options)
+    return products(step.trace(step.abstract_init(arrays), np.ones((N, 1), np.float32)).jaxpr)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_work_is_divided(place: str):
+    params = {f"w{i}": np.zeros((48, 48), np.float32) for i in range(2 * N)}
+    params["layers"] = np.zeros((3 * N, 48, 48), np.float32)
+    rule = contrib.muon(0.01, muon_weight_dimension_numbers=matrices)
+    alone = update_of(rule, params, num_shards=N, weight_update="replicated")
+    shared = update_of(rule, params, num_shards=N, **PLACES[place])
+    assert alone == N * shared > 0
+
+
+def test_layers_that_shards_do_not_divide_are_divided():
+    params = {"layers": np.zeros((3 * N // 2, 48, 48), np.float32)}
+    rule = contrib.muon(0.01, muon_weight_dimension_numbers=matrices)
+    alone = update_of(rule, params, num_shards=N, weight_update="replicated")
+    # Twelve layers on eight shards: some have two.
+    assert update_of(rule, params, num_shards=N, weight_update="sharded") == alone / 6
+
+
+SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
+    "one large among small": {"large": (256, 512), "a": (32, 40), "b": (40, 32)},
+    "fewer than shards": {"a": (64, 96), "b": (96, 64)},
+    "one": {"a": (64, 96)},
+    "many": {f"w{i:02}": (32, 32 + i) for i in range(19)},
+}
+
+
+@pytest.mark.parametrize("place", deep_but(["sharded"], PLACES))
+@pytest.mark.parametrize("name", deep_but(["one large among small"], SHAPES))
+def test_leaves_of_all_sizes_are_right(name: str, place: str):
+    params = {k: normal(*shape) for k, shape in SHAPES[name].items()}
+
+    def loss(params: Any, x: Any) -> jax.Array:
+        of = lambda w: ((x[:, :1] @ w[:1] - x[:, 1:2] * w.sum(0)) ** 2).mean()
+        return sum(map(of, params.values()))
+
+    rule = optax.chain(CLIP, contrib.muon(0.01, eps=1e-3))
+    step = make_train_step(loss, rule, num_shards=N, **PLACES[place])
+    state = train(step, step.init(params), BATCHES)
+    expected, _ = on_one_device(loss, rule, params, BATCHES)
+    assert_close(step.unshard(state).params, expected)
+    assert "leaf by leaf" in step.describe()
+
+
+MASTERS = {"master_dtype": "float32"}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "masters and average": {"ema": 0.9, **MASTERS},
+    "accumulation": {"accumulate_steps": 2},
+    "loss scale": {"loss_scale": crossshard.DynamicLossScale(8.0)},
+    "quarantine": {"nonfinite": "quarantine"},
+    "skip": {"nonfinite": "skip", "metrics": ["grad_norm", "update_norm", "param_norm"]},
+    "sentinel": {"check_divergence": 1},
+    "16 bits": {"reduce_dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("place", deep_but(["sharded"], PLACES))
+@pytest.mark.parametrize(
+    "name", deep_but(["masters and average", "quarantine", "accumulation"], OPTIONS)
+)
+def test_what_stands_beside_it_gives_what_it_gives_replicated(name: str, place: str):
+    """With every option a step is that of the replicated update."""
+    rule, options = optax.chain(CLIP, muon()), OPTIONS[name]
+    here = made(rule, place, **options)
+    there = make_train_step(loss_fn, rule, num_shards=N, weight_update="replicated", **options)
+    state, other = here.init(PARAMS), there.init(PARAMS)
+    for x in BATCHES:
+        state, metrics = here(state, x)
+        other, expected = there(other, x)
+        # Copies of fewer arrays are compared.
+        found, wanted = ({**own, "divergence": 0} for own in (metrics, expected))
+        # A replicated sum is rounded to 16 bits once more.
+        rtol = 2**-8 if name == "16 bits" else 1e-5
+        assert_close(found, wanted, atol=1e-5, rtol=rtol)
+    atol = 2e-3 if name == "16 bits" else 1e-6
+    assert_close(here.unshard(state).params, other.params, atol=atol)
+
+
+@pytest.mark.parametrize("place", deep_but(["parts"], PLACES))
+def test_parameters_of_16_bits_follow_their_masters(place: str):
+    half = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), PARAMS)
+    loss = lambda params, x: loss_fn(jax.tree.map(lambda p: p.astype("float32"), params), x)
+    # Linear in the gradients, whose last bits differ.
+    rule = optax.chain(CLIP, optax.centralize(), SGD)
+    steps = [
+        make_train_step(loss, rule, num_shards=N, **MASTERS, **own)
+        for own in (PLACES[place], {"weight_update": "replicated"})
+    ]
+    # One step: the next rounds parameters that rounding has tipped over.
+    found, expected = (step.unshard(train(step, step.init(half), BATCHES[:1])) for step in steps)
+    of = lambda state: jax.device_get(state.opt_state.inner_state.masters)
+    for one, other, start in zip(
+        *map(jax.tree.leaves, (of(found), of(expected), half)), strict=True
+    ):
+        # Gradients have 16 bits: their sums may be rounded to neighbours.
+        bound = 1e-6 + 2**-8 * np.abs(other - np.float32(start)).max()
+        np.testing.assert_allclose(one, other, rtol=0, atol=bound)
+
+
+def test_a_step_that_is_skipped_changes_no_bit():
+    step = made(optax.chain(CLIP, muon()), nonfinite="skip", ema=0.9)
+    state = train(step, step.init(PARAMS), BATCHES[:2])
+    before = jax.tree.map(np.array, state)
+    state, metrics = step(state, np.full_like(BATCHES[0], np.nan))
+    assert metrics["skipped"]
+    assert_same(state.params, before.params)
+    assert_same(state.opt_state.inner_state, before.opt_state.inner_state)
+
+
+@pytest.mark.parametrize("place", deep_but(["parts"], PLACES))
+def test_the_average_is_that_of_a_replicated_step(place: str):
+    options: dict[str, Any] = {"ema": 0.5, "metrics": ["param_norm"]}
+    here = made(muon(), place, **options)
+    there = make_train_step(loss_fn, muon(), num_shards=N, weight_update="replicated", **options)
+    state, other = (train(step, step.init(PARAMS), BATCHES[:2]) for step in (here, there))
+    assert_close(here.model(state, ema=True), there.model(other, ema=True))
+    metric = lambda params, x: x.sum(1) * params["in"].sum() + params["more"].sum()
+    pairs = (here, state), (there, other)
+    found = [step.evaluate(own, BATCHES, metric, ema=True) for step, own in pairs]
+    np.testing.assert_allclose(*found, rtol=1e-5)
+    assert here.replay(state, BATCHES[2]) == {}
+
+
+@pytest.mark.parametrize("place", deep_but(["parts"], PLACES))
+def test_two_shard_axes_are_one_row_of_shards(place: str):
+    types = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 4), ("host", "chip"), axis_types=types)
+    rule = optax.chain(CLIP, muon())
+    step = make_train_step(loss_fn, rule, mesh=mesh, **PLACES[place])
+    state = train(step, step.init(PARAMS), BATCHES)
+    expected, inner = on_one_device(loss_fn, rule, PARAMS, BATCHES)
+    whole = step.unshard(state)
+    assert_close(whole.params, expected)
+    assert_close(whole.opt_state.inner_state, inner, rtol=2e-5)
+
+
+def test_describe_names_each_leaf_with_its_owner_and_the_line_that_decides():
+    step = made(muon())
+    step.abstract_init(PARAMS)
+    lines = [line for line in step.describe().splitlines() if line.startswith("  updated")]
+    assert [line for line in lines if "`odd`" in line] == [
+        "  updated element by element, a slice on each shard: `odd`"
+    ]
+    assert "  updated layer by layer, each on one shard: `layers`, `more`" in lines
+    assert "  updated whole on every shard: `bias`" in lines
+    (whole,) = [line for line in lines if "`large` (shard " in line]
+    assert "(scale_by_muon, optax/contrib/_muon.py:" in whole
+    assert len(lines) == 4
+
+
+def test_it_is_chosen_by_auto():
+    params = {"a": np.zeros((512, 512), np.float32), "b": np.zeros((512, 512), np.float32)}
+    loss = lambda params, x: jnp.mean((x @ params["a"] @ params["b"]) ** 2)
+    for rule in optax.chain(CLIP, SGD), contrib.muon(0.1):
+        step = make_train_step(loss, rule, num_shards=N)
+        step.abstract_init(params)
+        assert "weight update in parts, leaf by leaf" in step.describe()
+
+
+def test_auto_leaves_replicated_what_one_shard_would_do_alone():
+    loss = lambda params, x: jnp.mean((x @ params["a"]) ** 2)
+    params = {"a": np.zeros((512, 512), np.float32), "b": np.zeros((32, 32), np.float32)}
+    step = make_train_step(loss, contrib.muon(0.1), num_shards=N)
+    step.abstract_init(params)
+    assert "replicated" not in step.describe()
+    assert "weight update whole on every shard: one shard would do most of it" in step.describe()
+    # Adam updates most of these, in slices.
+    params["c"] = np.zeros(512 * 1024, np.float32)
+    step.abstract_init(params)
+    assert "weight update in parts, leaf by leaf" in step.describe()
+
+
+def test_what_needs_all_leaves_at_once_says_both_reasons():
+    from tests.optimizers.table import across_leaves
+
+    step = made(across_leaves(0.1))
+    step.abstract_init(PARAMS)
+    text = step.describe()
+    assert "on sharded global arrays: the update is not elementwise: " in text
+    assert "; nor leaf by leaf: a leaf is computed from the arrays of another one" in text
+
+
+@pytest.mark.parametrize("name", deep_but(["clip, sgd", "clip, muon", "adafactor"], OPTIMIZERS))
+def test_it_sends_what_has_to_be_sent_in_two_large_collectives(name: str):
+    params = {f"w{i:02}": np.zeros((96, 96), np.float32) for i in range(2 * N)}
+    loss = lambda params, x: sum(jnp.mean((x @ p) ** 2) for p in params.values())
+    step = made(OPTIMIZERS[name], loss=loss)
+    lowered = step.lower(step.abstract_init(params), np.ones((N, 96), np.float32))
+    report = crossshard.inspect(lowered)
+    assert report.ratio <= 1.001
+    large = [each.kind for each in report.collectives if each.bytes_sent > 20_000]
+    assert sorted(large) == ["all-gather", "reduce-scatter"]
+
+
+@pytest.mark.parametrize("here", deep_but([N], [N, 4]))
+@pytest.mark.parametrize(
+    "there",
+    [
+        {"num_shards": 3, "weight_update": "sharded"},
+        deep({"num_shards": N, "weight_update": "replicated"}),
+        deep({"num_shards": 1}),
+        deep({"num_shards": 4, "params": "sharded"}),
+    ],
+    ids=str,
+)
+def test_a_state_goes_to_every_other_placement_bit_for_bit(there: Any, here: int, tmp_path: Any):
+    rule = optax.chain(CLIP, muon(), optax.trace(0.5))
+    step = made(rule, number=here, ema=0.9)
+    other = make_train_step(loss_fn, rule, ema=0.9, **there)
+    state = train(step, step.init(PARAMS), BATCHES[:2])
+    with crossshard.Checkpoints(tmp_path / "one", step) as checkpoints:
+        checkpoints.save(state)
+    moved, _ = crossshard.Checkpoints(tmp_path / "one", other).restore_latest(
+        other.abstract_init(PARAMS)
+    )
+    bits = lambda step, state: jax.device_get(
+        (step.unshard(state).params, step.unshard(state).opt_state)
+    )
+    assert_same(bits(other, moved), bits(step, state))
+    assert_same(bits(other, other.reshard(step.unshard(state))), bits(step, state))
+    with crossshard.Checkpoints(tmp_path / "other", other) as checkpoints:
+        checkpoints.save(moved)
+    back, _ = crossshard.Checkpoints(tmp_path / "other", step).restore_latest(state)
+    assert_same(bits(step, back), bits(step, state))
+    assert_same(train(step, back, BATCHES[2:]).params, train(step, state, BATCHES[2:]).params)
