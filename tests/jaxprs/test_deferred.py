@@ -86,8 +86,11 @@ def uses_of(function: Any, w: Any = W, **options: Any) -> list[Any]:
     noted = list(uses)
     (slope, got), (want_slope, want) = both(w)
     assert got.dtype == want.dtype
-    np.testing.assert_allclose(got, want, rtol=1e-5)
-    np.testing.assert_allclose(slope, want_slope, rtol=1e-5, atol=1e-6)
+    # CPUs that multiply 16 bits round between two operations where XLA fused them, or do not.
+    tolerance = 1e-5 if want.dtype == jnp.float32 else 4 * float(jnp.finfo(want.dtype).eps)
+    np.testing.assert_allclose(got, want, rtol=tolerance)
+    largest = float(jnp.abs(want_slope).max())
+    np.testing.assert_allclose(slope, want_slope, rtol=0, atol=tolerance * largest)
     return noted
 
 
