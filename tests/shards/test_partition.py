@@ -1,5 +1,7 @@
 """Partitions of stacked layers: a slice of the stack is the stack of slices of the layers."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -38,6 +40,17 @@ def test_a_tpu_gets_parts_with_enough_rows():
     for make in (partition_for, partition_along_axis):
         assert make((3, 32, 2048), 4, TPU).axis == 2
         assert make((3, 32, 2048), 4, ANY).axis == 1
+
+
+def test_beside_products_parts_are_columns():
+    tile = dataclasses.replace(TPU, by_columns=True)
+    assert partition_along_axis((3, 512, 2048), 4, tile).axis == 2
+    assert partition_along_axis((512, 2048), 4, tile).axis == 1
+    # Of 256 columns over 4 shards each has less than a row of lanes.
+    assert partition_along_axis((512, 256), 4, tile).axis == 0
+    assert partition_along_axis((2048,), 4, tile).axis == 0
+    taken = partition_along_axis((512, 2048), 4, tile, P(None, "model"))
+    assert (taken.axis, taken.other_axes) == (0, P(None, "model"))
 
 
 def test_what_has_no_rows():

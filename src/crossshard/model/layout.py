@@ -27,12 +27,11 @@ from crossshard.shards.devices import sends_beside_products, torus_factors
 from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.model_axes import only, other_axes_like
 from crossshard.shards.partition import (
-    ANY,
-    TPU,
     WHOLE,
     Partition,
     map_partitions,
     partition_along_axis,
+    tile_for,
 )
 from crossshard.shards.placement import PER_SHARD, REPLICATED, Placement
 from crossshard.shards.random_streams import own_stream
@@ -111,7 +110,7 @@ class StateLayout:
         """The partition of each array that is not trained: large ones rest as parameters do."""
         first, leaves = len(self.plan.params), jax.tree.leaves(frozen)
         others = self.other_axes[first : first + len(leaves)] or [WHOLE] * len(leaves)
-        tile = TPU if self.mesh.devices.flat[0].platform == "tpu" else ANY
+        tile = tile_for(self.mesh, self.plan.in_parts)
 
         def one(x: Any, own: PartitionSpec) -> Partition:
             split = partition_along_axis(x.shape, self.number_of_shards, tile, own)

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from crossshard.shards.axes import Shards
-from crossshard.shards.devices import between_cpus
+from crossshard.shards.devices import between_cpus, sends_beside_products
 from crossshard.shards.groups import GroupAssignment
 
 # Smaller arrays stay replicated: sharding them costs more than it saves.
@@ -35,10 +35,13 @@ class TileShape:
     Attributes:
       rows: the minimal number of rows of a slice.
       lanes: the number of elements of a row.
+      by_columns: whether arrays of several dimensions are split along the last axis, if a slice
+        has whole rows of lanes.
     """
 
     rows: int = 1
     lanes: int = 1
+    by_columns: bool = False
 
     @property
     def size(self) -> int:
@@ -59,6 +62,15 @@ ANY = TileShape()
 # For fewer rows, or one-dimensional arrays, XLA for TPUs emits an all-reduce and a slice: seen in
 # the compiled programs of v5e, v6e and v5p slices.
 TPU = TileShape(rows=16, lanes=128)
+# Products with rows of a weight are summed, and go through memory each; those with columns do not.
+_IN_RINGS = dataclasses.replace(TPU, by_columns=True)
+
+
+def tile_for(mesh: Mesh, in_parts: bool) -> TileShape:
+    """The tile of a mesh's platform, for parameters that rest in parts, or whole ones."""
+    if mesh.devices.flat[0].platform != "tpu":
+        return ANY
+    return _IN_RINGS if in_parts and sends_beside_products(mesh) else TPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,6 +247,9 @@ def partition_along_axis(
     axes = [axis for axis, size in enumerate(shape) if size % number == 0 and axis not in taken]
     if math.prod(shape) < _FEW or number == 1 or not axes:
         return Partition(shape, other_axes=other_axes)
+    last = len(shape) - 1
+    if tile.by_columns and last > 0 and last in axes and shape[last] // number % tile.lanes == 0:
+        return Partition(shape, number, last, tile, other_axes)
     within = [axis for axis in axes if axis > 0] if _may_be_layers(shape) else axes
     # XLA for TPUs needs so many rows of a slice.
     filled = [axis for axis in within if shape[axis] // number >= tile.rows]

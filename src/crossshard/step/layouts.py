@@ -10,7 +10,7 @@ from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.pipeline.update.plan import plan_update
 from crossshard.shards.model_axes import check_fits, only
-from crossshard.shards.partition import ANY, TPU
+from crossshard.shards.partition import tile_for
 from crossshard.step.config import StepConfig
 
 
@@ -62,7 +62,7 @@ class Layouts:
             only_parts=groups is not None,
             # A preprocessor may read them all.
             leave_unread=pipeline.preprocess is None,
-            tile=TPU if mesh.devices.flat[0].platform == "tpu" else ANY,
+            tile=tile_for(mesh, config.in_parts),
             other_axes=split[: len(jax.tree.leaves(params))],
             in_parts=config.in_parts,
             # XLA for CPUs does nothing beside a sum.
