@@ -17,6 +17,7 @@ __all__ = [
     "DoubleReductionError",
     "GroupAssignmentError",
     "IncomingError",
+    "LossError",
     "NestedContextError",
     "NestedReductionError",
     "NonfiniteError",
@@ -131,6 +132,15 @@ class WeightUpdateError(ArgumentError):
 
     Mistake: ``CrossShardOptimizer(optax.lamb(1e-3), weight_update="sharded")`` in ``shard_map``.
     Fix: ``make_train_step``, which shards it on global arrays; or an elementwise optimizer.
+    """
+
+
+class LossError(ArgumentError):
+    """The loss is not a mean over the rows of the batch, so the shards' mean is not the batch's.
+
+    Mistake: a loss with ``x - x.mean(0)``, ``x @ x.T``, or ``sum() / mask.sum()``.
+    Fix: ``loss_over="batch"``; for a ratio of two sums ``weight=``; and ``loss_over="shard"``
+    where each shard's own loss is meant.
     """
 
 

@@ -97,7 +97,7 @@ class OnSlices(Elementwise):
     def _along(self, whole: Any, part: Any, inputs: Sequence[Kind]) -> Sequence[Kind]:
         name = whole.primitive.name
         try:
-            axes = _axes_after(whole, part, inputs)
+            axes = axes_after(whole, part, inputs)
         except ValueError:
             axes = None
         if axes is None or not all(map(_is_slice, whole.outvars, part.outvars, axes)):
@@ -126,7 +126,7 @@ def _is_slice(whole: Any, part: Any, axis: int) -> bool:
     return _axis_of_slices(whole.aval.shape, part.aval.shape) == axis
 
 
-def _axes_after(whole: Any, part: Any, inputs: Sequence[Kind]) -> Sequence[int] | None:
+def axes_after(whole: Any, part: Any, inputs: Sequence[Kind]) -> Sequence[int] | None:
     """The axis of the slices of each output; ``None`` if the equation mixes them."""
     name, params, outs = whole.primitive.name, whole.params, len(whole.outvars)
     found = {kind.axis for kind in inputs if isinstance(kind, Along)}

@@ -65,9 +65,13 @@ class Analysis(abc.ABC, Generic[Fact]):
         return True
 
     def element(self, equations: Equations, fact: Fact) -> Fact:
-        """The fact of one slice of an array that a scan iterates over or stacks."""
+        """The fact of one slice of an array that a scan iterates over."""
         del equations
         return fact
+
+    def stacked(self, equations: Equations, fact: Fact) -> Fact:
+        """The fact of an array that a scan stacks of such slices."""
+        return self.element(equations, fact)
 
     def returned(self, equations: Equations, fact: Fact) -> Fact:
         """The fact of a value after the call that returns it."""
@@ -184,7 +188,7 @@ def _through_scan(
         outputs = follow(analysis, bodies, [*constants, *carry, *rows])
         after = _joined(analysis, [carry, outputs[: len(carry)]], added)
         if after == carry:
-            stacked = [analysis.element(equations, fact) for fact in outputs[len(carry) :]]
+            stacked = [analysis.stacked(equations, fact) for fact in outputs[len(carry) :]]
             return [*carry, *_joined(analysis, [stacked], added)]
         carry = after
 

@@ -26,6 +26,7 @@ from crossshard.shards.mesh import mesh_and_axes, number_of_shards
 from crossshard.step.aux_reduction import check_aux_reduction
 from crossshard.step.config import StepConfig
 from crossshard.step.entries import check_entries
+from crossshard.step.loss_over import LossOver, check_loss_over
 from crossshard.step.shard_loss import ShardLoss
 from crossshard.step.step_function import StepFunction
 from crossshard.step.train_step import TrainStep
@@ -68,6 +69,7 @@ def make_train_step(
     axis_name: str | tuple[str, ...] | None = None,
     weight_update: str = WeightUpdate.AUTO,
     params: str = Rest.REPLICATED,
+    loss_over: str = LossOver.SHARD,
     weight: str | Callable[[Any], Any] | None = None,
     has_aux: bool = False,
     wrt: Any = None,
@@ -106,6 +108,10 @@ def make_train_step(
         ``jax.checkpoint`` recomputes it, and its gradient is summed where the backward pass makes
         it. ``state.params`` are global arrays in their own shapes. Large parameters that ``wrt``
         leaves out rest in parts too, and are gathered without a gradient.
+      loss_over: ``"shard"``: the loss is one shard's own, of its rows. ``"rows"``: the same, and
+        proven from its trace to be a mean over rows, or with ``weight`` a ratio of two sums over
+        them, so that the mean over the shards is that of the whole batch; else it is a LossError
+        that names the line.
       weight: the number of examples or tokens of a shard: the name of the batch entry to sum,
         such as a mask, or a function from a shard's batch to float[]. The mean is then
         sum(w · g) / sum(w), and a batch whose rows do not divide is padded with zeros.
@@ -136,6 +142,7 @@ def make_train_step(
       AxisError: ``axis_name`` names no axis of the mesh.
       ArgumentTypeError: not a function, not an optimizer, or not a mesh; or the loss takes arrays
         beside the batch.
+      LossError: with ``loss_over="rows"``, when a step is first traced: the loss is no such mean.
       VariableError: the optimizer closes over an NNX variable, as a schedule may.
 
     >>> import jax.numpy as jnp, optax
@@ -156,7 +163,7 @@ def make_train_step(
     kind = check_model_state(model_state)
     takes = ("params", "batch") if kind is None else ("params", "model_state", "batch")
     loss_fn, takes_rng = with_rng(loss_fn, takes)
-    weigh = check_weight(weight)
+    weigh, over = check_weight(weight), check_loss_over(loss_over)
     loss = ShardLoss(
         loss_fn,
         takes_rng,
@@ -166,6 +173,7 @@ def make_train_step(
         kind,
         check_aux_reduction(options.get("aux_reduction"), has_aux),
         check_entries(replicated_entries, weigh),
+        over,
     )
     pipeline = _check_pipeline(pipeline, number_of_shards(where, axes), weight)
     sentinel = check_divergence_options(

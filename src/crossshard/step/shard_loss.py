@@ -21,7 +21,9 @@ from crossshard.step import aux_reduction
 from crossshard.step.at_use import AtUse
 from crossshard.step.aux_reduction import AuxReduction
 from crossshard.step.entries import join_entries, split_entries
+from crossshard.step.loss_over import LossOver
 from crossshard.step.microbatches import Compute, LocalResult, over_microbatches
+from crossshard.step.over_rows import check_over_rows
 from crossshard.step.weight import Weight, check_weight_is_read, weight_of
 
 
@@ -38,6 +40,7 @@ class ShardLoss:
       model_state: how the state that it returns is kept; ``None`` if it returns none.
       aux_reduction: how ``aux`` is reduced over the shards, a pytree prefix of it.
       replicated_entries: the names of the batch's entries that every shard gets whole.
+      over: what it is a loss of.
     """
 
     function: Callable[..., Any]
@@ -48,6 +51,7 @@ class ShardLoss:
     model_state: ModelState | None = None
     aux_reduction: Any = AuxReduction.PER_SHARD
     replicated_entries: tuple[str, ...] = ()
+    over: LossOver = LossOver.SHARD
 
     @property
     def name(self) -> str:
@@ -163,6 +167,12 @@ class ShardLoss:
             if self.weight is not None:
                 of_batch = lambda batch, both: run(both, batch)[0]
                 check_weight_is_read(self.weight, batch, of_batch, types)
+            if self.over is LossOver.ROWS:
+                rows, whole = self.split(batch)
+                of_rows = lambda rows, whole, both, keys: run(
+                    both, join_entries(rows, whole), keys
+                )[0]
+                check_over_rows(of_rows, rows, whole, types, own=keys, weight=self.weight)
             if self.model_state is ModelState.MEAN:
                 self._check_equal(state, types, batch, run, keys)
             with jax.named_scope("loss"):
