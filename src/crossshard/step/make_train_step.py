@@ -26,6 +26,7 @@ from crossshard.shards.mesh import mesh_and_axes, number_of_shards
 from crossshard.step.aux_reduction import check_aux_reduction
 from crossshard.step.config import StepConfig
 from crossshard.step.entries import check_entries
+from crossshard.step.loss_over import LossOver, check_loss_over, check_over_batch
 from crossshard.step.shard_loss import ShardLoss
 from crossshard.step.step_function import StepFunction
 from crossshard.step.train_step import TrainStep
@@ -68,6 +69,7 @@ def make_train_step(
     axis_name: str | tuple[str, ...] | None = None,
     weight_update: str = WeightUpdate.AUTO,
     params: str = Rest.REPLICATED,
+    loss_over: str = LossOver.ROWS,
     weight: str | Callable[[Any], Any] | None = None,
     has_aux: bool = False,
     wrt: Any = None,
@@ -106,6 +108,12 @@ def make_train_step(
         ``jax.checkpoint`` recomputes it, and its gradient is summed where the backward pass makes
         it. ``state.params`` are global arrays in their own shapes. Large parameters that ``wrt``
         leaves out rest in parts too, and are gathered without a gradient.
+      loss_over: ``"rows"``: the loss is a mean over rows, and is given one shard's. ``"shard"``:
+        the same, where each shard's own loss is meant. ``"batch"``: the loss is given the whole
+        batch, as global arrays whose work XLA splits, as under ``jax.jit``. It may compare rows
+        (batch norm, a contrastive loss), and its numbers, and those of its ``rng``, one key for
+        the step, are one device's. ``aux`` and model state are kept as it returns them. What needs
+        a shard's own gradient is refused.
       weight: the number of examples or tokens of a shard: the name of the batch entry to sum,
         such as a mask, or a function from a shard's batch to float[]. The mean is then
         sum(w · g) / sum(w), and a batch whose rows do not divide is padded with zeros.
@@ -132,7 +140,8 @@ def make_train_step(
       A TrainStep.
 
     Raises:
-      ArgumentError: an unknown ``weight_update``, an impossible number of shards, weight with SUM.
+      ArgumentError: an unknown ``weight_update`` or ``loss_over``, an impossible number of shards,
+        weight with SUM, or an option that ``loss_over="batch"`` rules out.
       AxisError: ``axis_name`` names no axis of the mesh.
       ArgumentTypeError: not a function, not an optimizer, or not a mesh; or the loss takes arrays
         beside the batch.
@@ -156,7 +165,7 @@ def make_train_step(
     kind = check_model_state(model_state)
     takes = ("params", "batch") if kind is None else ("params", "model_state", "batch")
     loss_fn, takes_rng = with_rng(loss_fn, takes)
-    weigh = check_weight(weight)
+    weigh, over = check_weight(weight), check_loss_over(loss_over)
     loss = ShardLoss(
         loss_fn,
         takes_rng,
@@ -166,8 +175,16 @@ def make_train_step(
         kind,
         check_aux_reduction(options.get("aux_reduction"), has_aux),
         check_entries(replicated_entries, weigh),
+        over,
     )
     pipeline = _check_pipeline(pipeline, number_of_shards(where, axes), weight)
+    if loss.is_over_batch:
+        check_over_batch(
+            pipeline,
+            weight=weight,
+            model_state=model_state,
+            aux_reduction=options.get("aux_reduction"),
+        )
     sentinel = check_divergence_options(
         options.get("check_divergence"), options.get("on_divergence", "raise")
     )
