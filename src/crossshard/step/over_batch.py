@@ -9,7 +9,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
-from crossshard.pipeline.update.arrays import Arrays, DealtParts
 from crossshard.shards.axes import Shards
 from crossshard.shards.model_axes import only
 from crossshard.shards.partition import Partition, map_partitions
@@ -26,7 +25,6 @@ class OverBatch:
     Attributes:
       loss: the loss.
       layout: the layout of the state.
-      arrays: how the update takes its arrays.
       unread: for each parameter, whether its gradient is not to be computed; empty for none.
       gather_dtype: the dtype in which parameters that rest in parts are gathered; ``None`` for
         their own.
@@ -34,15 +32,14 @@ class OverBatch:
 
     loss: ShardLoss
     layout: StateLayout
-    arrays: Arrays
     unread: tuple[bool, ...] = ()
     gather_dtype: Any = None
 
     def gradient(self, state: TrainState, batch: Any, scale: Any) -> LocalResult:
         """The loss and its gradient, which is that of the batch and needs no reduction.
 
-        Gradients of which each shard updates a slice come in these slices: XLA sums what its
-        devices computed into them.
+        Gradients of which each shard updates a slice come in these slices, so that XLA may sum into
+        them what its devices computed.
 
         Args:
           state: the state, of global arrays.
@@ -59,33 +56,19 @@ class OverBatch:
             frozen=self._whole(layout.partitions_of_frozen(state.frozen), state.frozen),
         )
         found = self.loss.local_gradient(whole, batch, one, scale)
-        early = self._in_slices(found.values)
+        early = tuple(each.number > 1 for each in plan.params)
         leaves, tree = jax.tree.flatten(found.values)
         values = [
             self._constrained(each.pack(x), each.spec(layout.axes))
-            if is_early
-            else self._constrained(x, each.other_axes)
-            for x, each, is_early in zip(leaves, self._partitions(found.values), early, strict=True)
+            for x, each in zip(leaves, plan.params, strict=True)
         ]
         return found._replace(values=tree.unflatten(values), early=early)
 
-    def specs(self, values: Any, early: tuple[bool, ...]) -> Any:
+    def specs(self, values: Any) -> Any:
         """The specs with which gradients enter ``shard_map``."""
-        axes, tree = self.layout.axes, jax.tree.structure(values)
-        pairs = zip(self._partitions(values), early, strict=True)
-        return tree.unflatten(
-            [only(p.spec(axes), axes) if is_early else PartitionSpec() for p, is_early in pairs]
-        )
-
-    def _partitions(self, values: Any) -> tuple[Partition, ...]:
-        # Leaves that have owners travel to them in rows, which are made of whole gradients.
-        dealt = isinstance(self.arrays, DealtParts)
-        return self.layout.plan.params if dealt else tuple(self.arrays.partitions_of(values))
-
-    def _in_slices(self, values: Any) -> tuple[bool, ...]:
-        if isinstance(self.arrays, DealtParts):
-            return (False,) * len(jax.tree.leaves(values))
-        return tuple(each.number > 1 for each in self._partitions(values))
+        axes = self.layout.axes
+        of_one = lambda each, _: only(each.spec(axes), axes)
+        return map_partitions(of_one, self.layout.plan.params, values)
 
     def _whole(self, partitions: tuple[Partition, ...], tree: Any) -> Any:
         """Arrays that rest in parts, gathered."""

@@ -145,10 +145,10 @@ class StepFunction:
         self, layout: StateLayout, state: TrainState, batch: Any, context: StageContext
     ) -> tuple[Any, Any, OfShard, Any]:
         """The same of a loss over the batch: it is differentiated here; and its ``aux``."""
-        over = OverBatch(self.loss, layout, context.arrays, context.unread, self.gather_dtype)
+        over = OverBatch(self.loss, layout, context.unread, self.gather_dtype)
         found = over.gradient(state, batch, self._scale(state))
         given = found.loss, found.values, found.model_state
-        specs = PartitionSpec(), over.specs(found.values, found.early), PartitionSpec()
+        specs = PartitionSpec(), over.specs(found.values), PartitionSpec()
 
         def of_shard(before: TrainState, given: Any) -> tuple[LocalResult, Any]:
             loss, values, model_state = given
