@@ -353,3 +353,10 @@ def test_what_needs_a_shards_own_gradient_is_refused(what: str) -> None:
 def test_an_unknown_word_is_refused() -> None:
     with pytest.raises(ArgumentError, match="loss_over must be 'rows', 'shard' or 'batch'"):
         make_train_step(contrastive, SGD, num_shards=2, loss_over="global")
+
+
+def test_rows_that_do_not_divide_are_refused_without_a_weight() -> None:
+    step = _step(contrastive)
+    batch = jax.tree.map(lambda x: x[:10], _batches()[0])
+    with pytest.raises(ArgumentError, match=r"Pass 8 or 12\.$"):
+        step(step.init(_params()), batch)
