@@ -10,6 +10,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import crossshard
 from crossshard import CrossShardOptimizer, make_train_step
@@ -360,3 +362,25 @@ def test_rows_that_do_not_divide_are_refused_without_a_weight() -> None:
     batch = jax.tree.map(lambda x: x[:10], _batches()[0])
     with pytest.raises(ArgumentError, match=r"Pass 8 or 12\.$"):
         step(step.init(_params()), batch)
+
+
+def test_a_checkpoint_goes_to_other_shards(tmp_path: Any) -> None:
+    steps = [_step(_of_module, ADAMW, n, params="sharded") for n in (4, 2)]
+    state = steps[0].init(_Module(nnx.Rngs(0)))
+    state, _ = steps[0](state, _batches()[0])
+    with crossshard.Checkpoints(tmp_path, steps[0]) as checkpoints:
+        checkpoints.save(state)
+    with crossshard.Checkpoints(tmp_path, steps[1]) as checkpoints:
+        found, _ = checkpoints.restore(steps[1].init(_Module(nnx.Rngs(1))), 1)
+    found, _ = steps[1](found, _batches()[1])
+    state, _ = steps[0](state, _batches()[1])
+    assert_close(*map(_arrays_of, (steps[1].model(found), steps[0].model(state))))
+
+
+def test_under_a_plain_jit_there_is_nothing_to_reduce() -> None:
+    expected, _ = on_one_device(contrastive, ADAMW, _params(), _batches())
+    mesh = jax.make_mesh((4,), ("shards",), devices=jax.devices()[:4], axis_types=(AxisType.Auto,))
+    rows = jax.device_put(_batches(), NamedSharding(mesh, P("shards")))
+    params = jax.device_put(_params(), NamedSharding(mesh, P()))
+    found, _ = on_one_device(contrastive, CrossShardOptimizer(ADAMW), params, rows)
+    assert_close(found, expected)
