@@ -51,6 +51,7 @@ class StateLayout:
       model_state: how the state that a loss returns is kept; ``None`` if it returns none.
       other_axes: for each array of the parameters, the frozen arrays and the model state its
         spec on the other axes of the mesh; empty if none is split over these.
+      has_one_state: whether there is one model state for all shards, as of a loss over the batch.
       uses: where the loss uses each parameter, by its place, as found when a step was last traced;
         of those that are gathered, or summed, there.
     """
@@ -63,6 +64,7 @@ class StateLayout:
     params: Any = dataclasses.field(compare=False)
     model_state: ModelState | None = None
     other_axes: tuple[PartitionSpec, ...] = ()
+    has_one_state: bool = False
     uses: dict[int, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     @functools.cached_property
@@ -121,6 +123,8 @@ class StateLayout:
 
     def keeps_per_shard(self, skeleton: Skeleton) -> bool:
         """Whether each shard has its own model state."""
+        if self.has_one_state:
+            return False
         of_function = self.model_state is ModelState.PER_SHARD
         return skeleton.is_nnx or of_function or self.groups is not None
 
@@ -324,7 +328,8 @@ class StateLayout:
 
         on_each = lambda placement, x: self._on_each(x) if placement.per_shard else x
         spread = self._map(on_each, state)
-        if not (state.skeleton.is_nnx or self.model_state is ModelState.PER_SHARD):
+        of_shards = state.skeleton.is_nnx or self.model_state is ModelState.PER_SHARD
+        if self.has_one_state or not of_shards:
             return spread
         model_state = jax.tree_util.tree_map_with_path(
             streams, state.model_state, is_leaf=_is_variable

@@ -31,6 +31,7 @@ from crossshard.pipeline.stages.nonfinite import (
     as_counted,
     check_fits,
     if_not_finite,
+    of_no_shard,
     with_finite,
 )
 from crossshard.pipeline.stages.weigh import Weigh
@@ -144,14 +145,19 @@ class Pipeline:
         *,
         weighted: bool = False,
         in_parts: bool = False,
+        over_batch: bool = False,
     ) -> str:
         """The stages in the order in which they run, in one line."""
         update, *gather = _UPDATES[strategy]
         texts = [f"{self.incoming or 'local'} gradient"]
+        if over_batch:
+            texts = ["gradient of one loss over the batch, summed by XLA"]
         if in_parts:
             texts, gather = [*gather, *texts], []
         for stage in self.stages:
             if isinstance(stage, Weigh) and not (weighted or self.excludes_shards):
+                continue
+            if isinstance(stage, Aggregate) and over_batch:
                 continue
             if stage is self.optimize:
                 texts += [self.optimize.describe(update), *gather]
@@ -261,6 +267,7 @@ class Pipeline:
             def named(reduced: Gradients, own: Any) -> tuple[Gradients, Any]:
                 report = examined(gradients.replace(values=own)).sums[REPORTED]
                 found = sum_over_shards(report, context.shards, context.groups)
+                found = of_no_shard(found) if context.over_batch else found
                 return reduced.replace(sums={**reduced.sums, REPORTED: found}), own
 
             function = without_bad if self.excludes_shards else named

@@ -127,6 +127,8 @@ class StageContext:
         there are no weights; 1 if it is not known.
       skips_by_loop: whether an update that may be skipped runs in a loop of one turn, or none.
       apply_updates: whether the update returns updated parameters, rather than updates.
+      over_batch: whether the gradient is of one loss of the whole batch, of which no shard has one
+        of its own.
 
     >>> from crossshard.shards.axes import current_shards
     >>> import jax, jax.numpy as jnp
@@ -145,6 +147,7 @@ class StageContext:
     examples: int = 1
     skips_by_loop: bool = False
     apply_updates: bool = False
+    over_batch: bool = False
 
     def on_all_shards(self, flag: Bool[Array, ""], *, differs: bool = False) -> Bool[Array, ""]:
         """Whether a flag is set on all shards, of all groups.
@@ -210,9 +213,13 @@ class Stage(abc.ABC):
 def as_local(gradients: Gradients, context: StageContext, what: str) -> Gradients:
     """The gradients of each shard's own loss, which is ``what`` a stage needs.
 
+    Those of a loss over the batch stay as they are.
+
     Raises:
       IncomingError: they are already summed.
     """
+    if context.over_batch:
+        return gradients
     early = gradients.early or (False,) * len(gradients.status)
     pairs = list(zip(gradients.status, early, strict=True))
     summed = {status for status, done in pairs if status in _SUMMED and not done}

@@ -26,6 +26,7 @@ class BatchPlacer:
       weight: the weight function; ``None`` if all shards count the same.
       names: the entries that every shard gets whole.
       microbatches: the number of pieces of a shard's rows.
+      takes_weight: whether the step could be given a weight, so that errors may speak of it.
     """
 
     def __init__(
@@ -35,6 +36,8 @@ class BatchPlacer:
         weight: Weight | None,
         names: tuple[str, ...] = (),
         microbatches: int = 1,
+        *,
+        takes_weight: bool = True,
     ):
         self._sharding = NamedSharding(mesh, PartitionSpec(axes))
         self._number = number_of_shards(mesh, axes)
@@ -43,6 +46,7 @@ class BatchPlacer:
         self._multiple = self._parts * microbatches
         self._mesh = mesh
         self._weight = weight
+        self._takes_weight = takes_weight
         self._whole = WholeEntries(mesh, names)
         self._padding_weighs_nothing: set[Any] = set()
         self._agreed: set[Any] = set()
@@ -110,12 +114,13 @@ class BatchPlacer:
         key = tuple(given.items())
         if key in self._agreed:
             return
+        or_weight = ", or pass weight=, the batch's entry that counts rows."
         check_agreement(
             "step",
             lambda: given,
             self._mesh,
             "The mean over the shards is that over all rows only if every process passes as many. "
-            "Pass as many, or pass weight=, the batch's entry that counts rows.",
+            f"Pass as many{or_weight if self._takes_weight else '.'}",
         )
         self._agreed.add(key)
 
@@ -148,11 +153,14 @@ class BatchPlacer:
         if self._weight is None:
             rows, rest = leaf.shape[0], leaf.shape[0] % parts
             fewer = f"{rows - rest} or " if rows > parts else ""
+            or_weight = (
+                ", or weight=, the batch's entry that counts examples: the batch is then padded "
+                "with rows of weight 0."
+            )
             raise ArgumentError(
                 f"batch{jax.tree_util.keystr(path)} has {rows} rows, which do not divide evenly "
-                f"over {self._pieces}: {rest} are left over. Pass {fewer}{rows - rest + parts}, or "
-                f"weight=, the batch's entry that counts examples: the batch is then padded with "
-                f"rows of weight 0."
+                f"over {self._pieces}: {rest} are left over. Pass {fewer}{rows - rest + parts}"
+                f"{or_weight if self._takes_weight else '.'}"
             )
         check_same_rows(paths)
         key = tree, tuple((leaf.shape, str(leaf.dtype)) for _, leaf in paths)

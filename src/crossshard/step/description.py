@@ -22,6 +22,7 @@ def describe(function: StepFunction, layout: StateLayout, state: TrainState) -> 
     plan, mesh = layout.plan, layout.mesh
     axes = ", ".join(f"{name}: {number}" for name, number in mesh.shape.items())
     kind = layout.model_state
+    kept = "one, as the loss returns it" if layout.has_one_state else kind and _KEPT[kind]
     frozen = [leaf for leaf in jax.tree.leaves(state.frozen) if is_inexact(leaf)]
     over = f" over {', '.join(layout.axes)}" * bool(layout.unnamed_axes)
     shards = f"{layout.number_of_shards} shards{over} on the mesh ({axes})"
@@ -35,7 +36,7 @@ def describe(function: StepFunction, layout: StateLayout, state: TrainState) -> 
             *_updated(layout, state),
             *_parameters(function, layout, state),
             *([f"frozen: {_sizes(frozen, in_parts)}, {of_frozen}"] * bool(frozen)),
-            *([f"model state: {_sizes(state.model_state, None)}, {_KEPT[kind]}"] if kind else []),
+            *([f"model state: {_sizes(state.model_state, None)}, {kept}"] if kind else []),
             f"optimizer state: {_sizes(state.opt_state, layout)}",
             *([] if function.sentinel is None else [function.sentinel.describe()]),
         ]
@@ -97,6 +98,9 @@ def _parameters(function: StepFunction, layout: StateLayout, state: TrainState) 
         summed = f"gradients summed row by row, in the backward pass: {', '.join(names)}"
         return [whole + _split(layout, state), *([summed] * bool(names))]
     lines = [f"parameters: {_sizes(state.params, layout)}"]
+    if function.loss.is_over_batch:
+        why = "for the loss over the batch"
+        return [*lines, f"  all are gathered at once, at the start of the step, {why}"]
     if function.pipeline.needs_own_gradient:
         why = "since a stage needs each shard's own gradient"
         return [*lines, f"  all are gathered at once, at the start of the step, {why}"]

@@ -69,4 +69,14 @@ class Layouts:
             sums_in_loops=mesh.devices.flat[0].platform != "cpu",
         )
         model_state = config.loss.model_state
-        return StateLayout(mesh, config.axes, plan, groups, pipeline, types, model_state, split)
+        return StateLayout(
+            mesh,
+            config.axes,
+            plan,
+            groups,
+            pipeline,
+            types,
+            model_state,
+            split,
+            has_one_state=config.loss.is_over_batch,
+        )

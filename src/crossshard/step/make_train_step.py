@@ -26,7 +26,7 @@ from crossshard.shards.mesh import mesh_and_axes, number_of_shards
 from crossshard.step.aux_reduction import check_aux_reduction
 from crossshard.step.config import StepConfig
 from crossshard.step.entries import check_entries
-from crossshard.step.loss_over import LossOver, check_loss_over
+from crossshard.step.loss_over import LossOver, check_loss_over, check_over_batch
 from crossshard.step.shard_loss import ShardLoss
 from crossshard.step.step_function import StepFunction
 from crossshard.step.train_step import TrainStep
@@ -108,10 +108,14 @@ def make_train_step(
         ``jax.checkpoint`` recomputes it, and its gradient is summed where the backward pass makes
         it. ``state.params`` are global arrays in their own shapes. Large parameters that ``wrt``
         leaves out rest in parts too, and are gathered without a gradient.
-      loss_over: ``"shard"``: the loss is one shard's own, of its rows. ``"rows"``: the same, and
-        proven from its trace to be a mean over rows, or with ``weight`` a ratio of two sums over
-        them, so that the mean over the shards is that of the whole batch; else it is a LossError
-        that names the line.
+      loss_over: ``"shard"``: the loss is given one shard's rows, and its own loss is meant.
+        ``"rows"``: the same, and the loss is proven from its trace to be a mean over rows, or with
+        ``weight`` a ratio of two sums over them, so that the mean over the shards is that of the
+        whole batch; else it is a LossError that names the line. ``"batch"``: the loss is given the
+        whole batch, as global arrays whose work XLA splits, as under ``jax.jit``. It may compare
+        rows (batch norm, a contrastive loss), and its numbers, and those of its ``rng``, one key
+        for the step, are one device's. ``aux`` and model state are kept as it returns them. What
+        needs a shard's own gradient is refused.
       weight: the number of examples or tokens of a shard: the name of the batch entry to sum,
         such as a mask, or a function from a shard's batch to float[]. The mean is then
         sum(w · g) / sum(w), and a batch whose rows do not divide is padded with zeros.
@@ -138,7 +142,8 @@ def make_train_step(
       A TrainStep.
 
     Raises:
-      ArgumentError: an unknown ``weight_update``, an impossible number of shards, weight with SUM.
+      ArgumentError: an unknown ``weight_update`` or ``loss_over``, an impossible number of shards,
+        weight with SUM, or an option that ``loss_over="batch"`` rules out.
       AxisError: ``axis_name`` names no axis of the mesh.
       ArgumentTypeError: not a function, not an optimizer, or not a mesh; or the loss takes arrays
         beside the batch.
@@ -176,6 +181,13 @@ def make_train_step(
         over,
     )
     pipeline = _check_pipeline(pipeline, number_of_shards(where, axes), weight)
+    if loss.is_over_batch:
+        check_over_batch(
+            pipeline,
+            weight=weight,
+            model_state=model_state,
+            aux_reduction=options.get("aux_reduction"),
+        )
     sentinel = check_divergence_options(
         options.get("check_divergence"), options.get("on_divergence", "raise")
     )

@@ -43,6 +43,8 @@ def over_microbatches(
     model_state: Any,
     batch: Any,
     last: Callable[[Sums], Compute] | None = None,
+    *,
+    interleaved: bool = False,
 ) -> tuple[LocalResult, Any, Any]:
     """The mean over ``number`` microbatches, which are computed one after the other.
 
@@ -56,13 +58,21 @@ def over_microbatches(
       batch: one shard's rows of the batch.
       last: from the sums of all microbatches but the last, what computes that. It returns the mean
         of all in the gradients that it has summed over the shards. ``None`` if it is as the others.
+      interleaved: whether the rows are those of all shards, of which a microbatch then has every
+        ``number``-th: so many of each shard's, whatever the number of shards.
 
     Returns:
       The means, weighted if there are weights, gradients with at least 32 bits, and the last model
       state; then ``aux`` and the weight of every microbatch, stacked.
     """
+
     # The rows divide, or they would not have been placed.
-    split = lambda rows: rows.reshape(number, rows.shape[0] // number, *rows.shape[1:])
+    def split(rows: Any) -> Any:
+        each = rows.shape[0] // number
+        if interleaved:
+            return rows.reshape(each, number, *rows.shape[1:]).swapaxes(0, 1)
+        return rows.reshape(number, each, *rows.shape[1:])
+
     pieces = jnp.arange(number), jax.tree.map(split, batch)
 
     def one(carry: Any, piece: Any) -> tuple[Any, Any]:

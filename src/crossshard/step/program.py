@@ -33,7 +33,14 @@ class Program:
         self._config = config
         self._layouts = layouts
         names, number = loss.replicated_entries, loss.accumulate_steps
-        self._place = BatchPlacer(mesh, config.axes, loss.weight, names, number)
+        self._place = BatchPlacer(
+            mesh,
+            config.axes,
+            loss.weight,
+            names,
+            number,
+            takes_weight=not loss.is_over_batch,
+        )
         self._in_processes = len(processes_of(mesh)) > 1
         self._is_watched = are_of_all_processes(mesh)
         self._agreed: set[Any] = set()

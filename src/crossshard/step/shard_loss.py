@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from crossshard.gradients.local import split_loss
 from crossshard.gradients.scalars import is_inexact
@@ -40,7 +39,7 @@ class ShardLoss:
       model_state: how the state that it returns is kept; ``None`` if it returns none.
       aux_reduction: how ``aux`` is reduced over the shards, a pytree prefix of it.
       replicated_entries: the names of the batch's entries that every shard gets whole.
-      over: what it is a loss of.
+      over: what it is given: a shard's rows, or those of the whole batch.
     """
 
     function: Callable[..., Any]
@@ -52,6 +51,11 @@ class ShardLoss:
     aux_reduction: Any = AuxReduction.PER_SHARD
     replicated_entries: tuple[str, ...] = ()
     over: LossOver = LossOver.SHARD
+
+    @property
+    def is_over_batch(self) -> bool:
+        """Whether it is given all rows of the batch, so that nothing of it is to be reduced."""
+        return self.over is LossOver.BATCH
 
     @property
     def name(self) -> str:
@@ -106,6 +110,7 @@ class ShardLoss:
             state.model_state,
             rows,
             last,
+            interleaved=self.is_over_batch,
         )
         return local._replace(aux=aux_reduction.of_microbatches(self.aux_reduction, aux, weights))
 
@@ -131,7 +136,7 @@ class ShardLoss:
         if self.takes_rng:
             key = jax.random.wrap_key_data(state.rng, impl=state.rng_impl)
             of_step = jax.random.fold_in(key, count)
-            keys = (jax.random.fold_in(of_step, lax.axis_index(shards.axes)),)
+            keys = (jax.random.fold_in(of_step, shards.index()),)
 
         def run(
             params: Any, batch: Any = batch, keys: tuple[jax.Array, ...] = keys
@@ -173,7 +178,7 @@ class ShardLoss:
                     both, join_entries(rows, whole), keys
                 )[0]
                 check_over_rows(of_rows, rows, whole, types, own=keys, weight=self.weight)
-            if self.model_state is ModelState.MEAN:
+            if self.model_state is ModelState.MEAN and not self.is_over_batch:
                 self._check_equal(state, types, batch, run, keys)
             with jax.named_scope("loss"):
                 found = at_use.value_and_grad(loss_of, state.params, weight, scale)
@@ -212,11 +217,15 @@ class ShardLoss:
 
     def sums(self, local: LocalResult) -> dict[str, Any]:
         """What the aggregate must sum, by name, besides the gradients and the loss."""
+        if self.is_over_batch:
+            return {}
         of_state = model_states.to_reduce(self.model_state, local.model_state, local.weight)
         return of_state | aux_reduction.to_reduce(self.aux_reduction, local.aux, local.weight)
 
     def settled_state(self, local: LocalResult, gradients: Gradients, number: int) -> Any:
         """The model state for the next step, given the reduced gradients of ``number`` shards."""
+        if self.is_over_batch:
+            return local.model_state
         return model_states.settled(self.model_state, local.model_state, gradients, number)
 
     def reduced_aux(

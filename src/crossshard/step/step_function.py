@@ -1,6 +1,7 @@
 """StepFunction: the computation of a step, from each shard's loss to the updated parameters."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +26,12 @@ from crossshard.step.arguments import check_same_rows
 from crossshard.step.at_use import AtUse
 from crossshard.step.entries import specs_of
 from crossshard.step.microbatches import LocalResult
+from crossshard.step.over_batch import OverBatch
 from crossshard.step.shard_loss import ShardLoss
+
+# From one shard's state and what it is given, in shard_map, to its loss and gradients, and to the
+# types of these.
+OfShard = Callable[[TrainState, Any], tuple[LocalResult, Any]]
 
 
 class Progress(NamedTuple):
@@ -49,7 +55,7 @@ class StepFunction:
     """The step as a pure function of the state and the batch.
 
     Attributes:
-      loss: the loss of one shard's rows of the batch.
+      loss: the loss of one shard's rows of the batch, or of the batch.
       pipeline: the pipeline of the gradients.
       name: the name of the pipeline's operations in profiles and HLO.
       sentinel: what compares the shards' copies of the state; ``None`` if nothing does.
@@ -85,11 +91,14 @@ class StepFunction:
         context = self._context(layout, batch)
         # XLA splits the work of an update that needs whole arrays: it runs outside of shard_map.
         is_global = layout.plan.strategy is UpdateStrategy.GLOBAL
-        at_use = self._at_use(layout, state, context)
+        if self.loss.is_over_batch:
+            given, specs, of_shard, aux = self._of_batch(layout, state, batch, context)
+        else:
+            given, specs, of_shard = self._of_rows(layout, state, batch, context)
 
-        def on_one_shard(state: TrainState, batch: Any) -> Progress:
+        def on_one_shard(state: TrainState, given: Any) -> Progress:
             before = layout.local(state)
-            done = self._reduce(before, batch, at_use, context)
+            done = self._reduce(before, *of_shard(before, given), context)
             if not is_global:
                 at_rest = dataclasses.replace(context, params=before.params)
                 done = self._update(before, done, at_rest)
@@ -98,35 +107,65 @@ class StepFunction:
             metrics = jax.tree.map(stored, done.metrics)
             return done._replace(state=layout.stored(done.state), metrics=metrics)
 
-        each = PartitionSpec(layout.axes)
         on_all_shards = jax.shard_map(
             on_one_shard,
             mesh=layout.mesh,
             axis_names=frozenset(layout.axes),
-            in_specs=(layout.specs(state), specs_of(batch, self.loss.replicated_entries, each)),
+            in_specs=(layout.specs(state), specs),
             out_specs=self._out_specs(layout, state, is_global),
             # Gradients are local by construction, and gathered parameters are equal.
             check_vma=False,
         )
-        done = on_all_shards(state, batch)
+        done = on_all_shards(state, given)
         if is_global:
             done = self._update(state, done, dataclasses.replace(context, params=state.params))
-        aux = {"aux": done.aux} if self.loss.has_aux else {}
-        return layout.constrain(done.state), done.metrics | aux
+        if self.loss.has_aux:
+            of_loss = aux if self.loss.is_over_batch else done.aux
+            return layout.constrain(done.state), done.metrics | {"aux": of_loss}
+        return layout.constrain(done.state), done.metrics
+
+    def _of_rows(
+        self, layout: StateLayout, state: TrainState, batch: Any, context: StageContext
+    ) -> tuple[Any, Any, OfShard]:
+        """The rows, their specs, and from a shard's rows to its own loss and gradients."""
+        every = self._at_use(layout, state, context)
+
+        def of_shard(before: TrainState, batch: Any) -> tuple[LocalResult, Any]:
+            params, at_use = before.params, every
+            if at_use.waits:
+                params, at_use = at_use.whole(params), dataclasses.replace(at_use, in_parts=False)
+            like = at_use.types_of_gradients(params) if at_use.in_parts else params
+            given = dataclasses.replace(before, params=params)
+            return self.loss.local_gradient(given, batch, at_use, self._scale(before)), like
+
+        each = PartitionSpec(layout.axes)
+        return batch, specs_of(batch, self.loss.replicated_entries, each), of_shard
+
+    def _of_batch(
+        self, layout: StateLayout, state: TrainState, batch: Any, context: StageContext
+    ) -> tuple[Any, Any, OfShard, Any]:
+        """The same of a loss over the batch: it is differentiated here; and its ``aux``."""
+        over = OverBatch(self.loss, layout, context.unread, self.gather_dtype)
+        found = over.gradient(state, batch, self._scale(state))
+        given = found.loss, found.values, found.model_state
+        specs = PartitionSpec(), over.specs(found.values), PartitionSpec()
+
+        def of_shard(before: TrainState, given: Any) -> tuple[LocalResult, Any]:
+            loss, values, model_state = given
+            return LocalResult(loss, values, None, model_state, None, found.early), before.params
+
+        return given, specs, of_shard, found.aux
+
+    def _scale(self, state: TrainState) -> Any:
+        has_scale = self.pipeline.loss_scale is not None
+        return state.opt_state.loss_scale.scale if has_scale else None
 
     def _reduce(
-        self, before: TrainState, batch: Any, at_use: AtUse, context: StageContext
+        self, before: TrainState, local: LocalResult, like: Any, context: StageContext
     ) -> Progress:
-        """From the loss of one shard's rows to the reduced gradients."""
+        """From one shard's loss and gradients, and their types, to the reduced gradients."""
         loss, pipeline, opt_state = self.loss, self.pipeline, before.opt_state
-        scale = opt_state.loss_scale.scale if pipeline.loss_scale is not None else None
-        params = before.params
-        if at_use.waits:
-            params, at_use = at_use.whole(params), dataclasses.replace(at_use, in_parts=False)
-        like = at_use.types_of_gradients(params) if at_use.in_parts else params
         context = dataclasses.replace(context, params=like)
-        given = dataclasses.replace(before, params=params)
-        local = loss.local_gradient(given, batch, at_use, scale)
         gradients = self._arrive(local, context)
 
         def others(weight: Any) -> dict[str, Any]:
@@ -143,7 +182,8 @@ class StepFunction:
         if loss.weight is not None:
             metrics["weight"] = gradients.weight
         grouped = context.groups is not None
-        aux = loss.reduced_aux(local, gradients, together, grouped) if loss.has_aux else None
+        reduces_aux = loss.has_aux and not loss.is_over_batch
+        aux = loss.reduced_aux(local, gradients, together, grouped) if reduces_aux else None
         after = dataclasses.replace(
             before,
             step=before.step + 1,
@@ -175,11 +215,12 @@ class StepFunction:
             shards,
             layout.groups,
             arrays=_arrays(layout, shards),
-            divisor=self.pipeline.divisor(shards.number),
+            divisor=1 if self.loss.is_over_batch else self.pipeline.divisor(shards.number),
             unread=layout.plan.unread,
             examples=self.loss.number_of_rows(batch) // shards.number if weight is None else 1,
             skips_by_loop=layout.groups is None and not is_global and shards.platform == "cpu",
             apply_updates=True,
+            over_batch=self.loss.is_over_batch,
         )
 
     def _at_use(self, layout: StateLayout, state: TrainState, context: StageContext) -> AtUse:
@@ -202,7 +243,7 @@ class StepFunction:
             self.pipeline,
             local.values,
             context.shards,
-            declared=GradientStatus.LOCAL,
+            declared=GradientStatus.REDUCED if context.over_batch else GradientStatus.LOCAL,
             extra={"value": local.loss},
             weight=local.weight,
             params=context.params,
@@ -215,7 +256,8 @@ class StepFunction:
         names, each = layout.axes, PartitionSpec(layout.axes)
         whole: Any = PartitionSpec()
         of_group: Any = whole if layout.groups is None else each
-        aux = self.loss.aux_specs(each, of_group) if self.loss.has_aux else None
+        reduces_aux = self.loss.has_aux and not self.loss.is_over_batch
+        aux = self.loss.aux_specs(each, of_group) if reduces_aux else None
         if not is_global:
             return Progress(layout.specs(state), aux, of_group)
         of_part = lambda part, _: PartitionSpec(*only(part.spec(names), names))
@@ -229,13 +271,14 @@ class StepFunction:
         """The stages in the order in which they run, in one line."""
         how: dict[str, Any] = {} if plan is None else {"in_parts": plan.in_parts}
         strategy = None if plan is None else plan.strategy
-        weighted = self.loss.weight is not None
+        weighted, how["over_batch"] = self.loss.weight is not None, self.loss.is_over_batch
         text = self.pipeline.describe(strategy, weighted=weighted, **how)
         number = self.loss.accumulate_steps
         if number == 1:
             return text
-        first, rest = text.split(" gradient → ", 1)
-        return f"{first} gradient → accumulate {number} microbatches → {rest}"
+        before = "summed by XLA" if self.loss.is_over_batch else " gradient"
+        first, rest = text.split(f"{before} → ", 1)
+        return f"{first}{before} → accumulate {number} microbatches → {rest}"
 
     def names_of_metrics(self) -> list[str]:
         """The names of the metrics, in the order of their importance."""

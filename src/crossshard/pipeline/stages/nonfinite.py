@@ -41,9 +41,11 @@ class NonfiniteState(NamedTuple):
     """What was found at the last update.
 
     Attributes:
-      shard: int32[], the first shard whose gradient was not finite; -1 if all were.
+      shard: int32[], the first shard whose gradient was not finite; -1 if all were, or if the loss
+        is over the batch, so that no shard has a gradient of its own.
       leaf: int32[], the first such leaf of its gradient; -1 if all were.
-      shards: int32[], the number of shards whose gradients were not finite.
+      shards: int32[], the number of shards whose gradients were not finite; 1 with a loss over the
+        batch.
       overflow: bool[], whether the reduced gradient was not finite although those that it was
         computed from were.
       in_a_row: int32[], the number of updates in a row at which something was not finite.
@@ -64,6 +66,8 @@ class NonfiniteState(NamedTuple):
         number = _value(self.shards)
         if number:
             path, _ = jax.tree_util.tree_leaves_with_path(params)[_value(self.leaf)]
+            if _value(self.shard) < 0:
+                return f"the gradient of {leaf_name(path)} is not finite"
             others = f", and on {number - 1} more" if number > 1 else ""
             return (
                 f"the gradient of {leaf_name(path)} is not finite on shard {_value(self.shard)}"
@@ -129,7 +133,7 @@ class Nonfinite(Stage):
         shard = jnp.argmax(bad).astype(jnp.int32)
         overflow = ~finite if self.excludes_shards else ~finite & ~some
         after = NonfiniteState(
-            jnp.where(some, shard, -1),
+            jnp.where(some & (not context.over_batch), shard, -1),
             jnp.where(some, reported[shard].astype(jnp.int32) - 1, -1),
             bad.sum(dtype=jnp.int32),
             overflow,
@@ -181,6 +185,13 @@ RARE = "if_not_finite"
 # The name of what shards report, among the sums: for each of them one more than the index of the
 # first leaf that is not finite; 0 if all are.
 REPORTED = "nonfinite"
+
+
+def of_no_shard(reported: Float[Array, " shards"]) -> Float[Array, " shards"]:
+    """What shards report of slices of one gradient, as one report: of the first leaf."""
+    leaf = jnp.where(reported > 0, reported, jnp.inf).min()
+    first = jnp.where(jnp.isfinite(leaf), leaf, 0)
+    return jnp.where(jnp.arange(len(reported)) == 0, first, 0)
 
 
 def as_counted(weight: jax.Array | None) -> Float[Array, ""]:
