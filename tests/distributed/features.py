@@ -129,6 +129,19 @@ def dealt_out(job: Job) -> Any:
 
 
 @feature
+def loss_over_the_batch(job: Job) -> Any:
+    """Rows that are compared with those of other processes, and noise that is one device's."""
+
+    def loss(params: Any, batch: Any, rng: jax.Array) -> jax.Array:
+        hidden = batch["x"] @ params["kernel"]
+        hidden += jax.random.normal(rng, hidden.shape)
+        normed = (hidden - hidden.mean(0)) / hidden.std(0)
+        return loss_fn(params, batch) + (jnp.tanh(normed) ** 2).mean()
+
+    return trained(job, job.step(loss, "sgd", loss_over="batch"))[1]
+
+
+@feature
 def weights_metrics_average_and_evaluation(job: Job) -> Any:
     names = ["grad_norm", "local_grad_norm", "update_norm", "param_norm"]
     step = job.step(weighted, weight="mask", metrics=names, ema=0.9)
