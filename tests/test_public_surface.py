@@ -24,7 +24,8 @@ PUBLIC = {
         ArgumentError ArgumentTypeError AxisError CheckpointDamagedError CheckpointError
         CheckpointMismatchError CheckpointWarning CommunicationError CrossshardError
         DeadlockWarning DistributedError DivergenceError DivergenceWarning DoubleReductionError
-        GroupAssignmentError IncomingError NestedContextError NestedReductionError NonfiniteError
+        GroupAssignmentError IncomingError LossError NestedContextError NestedReductionError
+        NonfiniteError
         ProgramMismatchError ShardContextError ShardContextWarning VariableError WeightUpdateError
     """,
     "crossshard.guards": "Divergence",
