@@ -236,6 +236,9 @@ COMPARED: dict[str, Loss] = {
     "logsumexp over rows": lambda b, w, k: jax.nn.logsumexp(b["x"] @ w, axis=0).sum(),
     "triplet, hardest": lambda b, w, k: ((b["x"] @ w) @ (b["x"] @ w).T).max(1).mean(),
     "segments": lambda b, w, k: (jax.ops.segment_sum(b["x"] @ w, b["y"], CLASSES) ** 2).mean(),
+    "each row for each row": lambda b, w, k: (
+        jnp.broadcast_to((b["x"] @ w).sum(1)[:, None], (ROWS_OF(b), ROWS_OF(b))).sum() / ROWS_OF(b)
+    ),
     "pairs": lambda b, w, k: (b["x"][0::2] @ w - b["x"][1::2] @ w).mean(),
     "product of means": lambda b, w, k: (b["x"] @ w).mean() * b["target"].mean(),
     "position": lambda b, w, k: (jnp.arange(ROWS_OF(b)) * (b["x"] @ w).sum(1)).mean(),
@@ -316,6 +319,27 @@ def test_a_ratio_of_sums_is_told_with_its_weight(name: str):
     assert "test_mean_over_rows.py" in finding.source
     entry = None if weight is None else sorted(BATCH).index(weight)
     assert finding.entry == entry
+
+
+# Their noise is another on halves of the rows.
+NOISY = {"dropout", "noise", "noise of a folded key", "keys of rows", "diffusion"}
+
+
+@pytest.mark.parametrize("name", sorted({*MEANS} - NOISY))
+def test_what_is_proven_is_the_mean_of_halves(name: str):
+    rng = np.random.default_rng(7)
+
+    def of(x: Any) -> Any:
+        if x.dtype == jnp.int32:
+            return rng.integers(0, 3, x.shape, np.int32)
+        return np.float32(rng.uniform(0.1, 2, x.shape))
+
+    batch = jax.tree.map(lambda x: jnp.asarray(of(x)), BATCH)
+    halves = [jax.tree.map(lambda x, at=at: x[at], batch) for at in (slice(3), slice(3, None))]
+    whole = MEANS[name](batch, W, KEY)
+    parts = sum(MEANS[name](half, W, KEY) for half in halves) / 2
+    tolerance = 2e-2 if name == "bfloat16" else 1e-5
+    np.testing.assert_allclose(float(whole), float(parts), rtol=tolerance, atol=tolerance)
 
 
 def test_a_sum_is_no_mean():
