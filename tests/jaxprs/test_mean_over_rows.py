@@ -242,6 +242,8 @@ COMPARED: dict[str, Loss] = {
     "pairs": lambda b, w, k: (b["x"][0::2] @ w - b["x"][1::2] @ w).mean(),
     "product of means": lambda b, w, k: (b["x"] @ w).mean() * b["target"].mean(),
     "position": lambda b, w, k: (jnp.arange(ROWS_OF(b)) * (b["x"] @ w).sum(1)).mean(),
+    "position, from 1": lambda b, w, k: ((jnp.arange(ROWS_OF(b)) + 1) * (b["x"] @ w).sum(1)).mean(),
+    "a row is written": lambda b, w, k: (b["target"].at[0].set(0.0) * b["x"][:, 0]).mean(),
     "key of a position": lambda b, w, k: jax.vmap(
         lambda i, x: (jax.random.normal(jax.random.fold_in(k, i), x.shape) * x @ w).sum()
     )(jnp.arange(ROWS_OF(b)), b["x"]).mean(),

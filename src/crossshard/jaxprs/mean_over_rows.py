@@ -293,6 +293,9 @@ class _OverRows(Analysis[Fact]):
         one, other = equations
         if one.primitive.name == "optimization_barrier":
             return inputs
+        if one.primitive.name == "select_n" and inputs[0] == Never():
+            # As where an index is negative, which the number of a row is not.
+            return [inputs[1]]
         if any(isinstance(name, str) for name in jax.tree.leaves(_jax.named_axes(one))):
             found: Any = Obstacle(OverRows.OVER_SHARDS, one.primitive.name, _jax.source_of(one))
             return [found] * len(one.outvars)
@@ -343,8 +346,6 @@ class _OverRows(Analysis[Fact]):
         name, number = one.primitive.name, len(one.outvars)
         if name == "lt" and all(isinstance(fact, Free) and fact.zero for fact in inputs):
             return [Never()]
-        if name == "select_n" and inputs[0] == Never():
-            return [inputs[1]]
         free = [fact for fact in inputs if isinstance(fact, Free)]
         own = any(fact.own for fact in free)
         if name in _ADDS:
@@ -385,11 +386,6 @@ class _OverRows(Analysis[Fact]):
         position = _compared("the position of a row", one)
         if name == "lt" and isinstance(inputs[0], Index) and inputs[1] == Free(zero=True):
             return [Never()]
-        if name == "select_n" and inputs[0] == Never():
-            return [inputs[1]]
-        if name == "add" and {type(fact) for fact in inputs} == {Index, Free}:
-            # What is chosen for negative indices; there are none.
-            return [Rows(next(fact.axis for fact in inputs if isinstance(fact, Index)))]
         if name in ("gather", "scatter", "scatter-add", "scatter_add", "scatter_mul"):
             return self._gathered(one, other, inputs)
         if name == "concatenate":
@@ -667,8 +663,7 @@ class _OverRows(Analysis[Fact]):
                 if place is not None and [target.shape[place]] != sizes:
                     place = None
             fits = isinstance(update, Rows) and update.axis == place
-            scalar = isinstance(update, Free) and target.ndim == 0
-            return [operand._replace(constant=False)] if fits or scalar else mixed
+            return [operand._replace(constant=False)] if fits else mixed
         adds = name in ("scatter-add", "scatter_add")
         if adds and isinstance(operand, Free) and isinstance(update, Rows):
             # Rows are added up, each where its own index says.
