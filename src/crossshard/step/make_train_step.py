@@ -69,7 +69,7 @@ def make_train_step(
     axis_name: str | tuple[str, ...] | None = None,
     weight_update: str = WeightUpdate.AUTO,
     params: str = Rest.REPLICATED,
-    loss_over: str = LossOver.SHARD,
+    loss_over: str = LossOver.ROWS,
     weight: str | Callable[[Any], Any] | None = None,
     has_aux: bool = False,
     wrt: Any = None,
