@@ -32,6 +32,8 @@ def _set_up_cpu_devices() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     # Most of the time goes to compiling, so XLA and LLVM do the least they can to a program.
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    # Read when Keras is imported.
+    os.environ["KERAS_BACKEND"] = "jax"
     # JAX refuses a count that is given in both ways, and xdist's workers inherit ours.
     os.environ.pop("JAX_NUM_CPU_DEVICES", None)
     count = "--xla_force_host_platform_device_count"
