@@ -18,6 +18,7 @@ from crossshard import _jax
 from crossshard.jaxprs.along import axes_after
 from crossshard.jaxprs.elementwise import ELEMENTWISE, Along, Slicing
 from crossshard.jaxprs.walk import Analysis, Equations, Mismatch, follow
+from crossshard.shards.batch_axes import resized
 
 
 class OverRows(enum.Enum):
@@ -53,14 +54,21 @@ class Finding:
         return f"{self.kind.value}{reason}{f' ({self.source})' if self.source else ''}"
 
 
-def over_rows(loss: Callable[..., Any], batch: Any, *others: Any, own: Any = ()) -> Finding:
-    """What ``loss(batch, *others, own)`` is in the rows of the batch, which are along axis 0.
+def over_rows(
+    loss: Callable[..., Any],
+    batch: Any,
+    *others: Any,
+    own: Any = (),
+    axes: Sequence[int] | None = None,
+) -> Finding:
+    """What ``loss(batch, *others, own)`` is in the rows of the batch.
 
     Args:
       loss: returns a scalar.
       batch: a pytree of arrays or types, each with rows.
       *others: what has no rows.
       own: what has none either, and differs from shard to shard, such as PRNG keys.
+      axes: for each array of the batch the axis of its rows; axis 0 of all if ``None``.
 
     >>> import jax.numpy as jnp
     >>> over_rows(lambda x, w, own: ((x @ w) ** 2).mean(), jnp.ones((4, 3)), jnp.ones(3)).kind
@@ -68,11 +76,16 @@ def over_rows(loss: Callable[..., Any], batch: Any, *others: Any, own: Any = ())
     >>> over_rows(lambda x, w, own: (x @ w).std(), jnp.ones((4, 3)), jnp.ones(3)).kind
     <OverRows.COMPARED: 'rows are compared'>
     """
-    rows = max(2, jax.tree.leaves(batch)[0].shape[0])
+    leaves, tree = jax.tree.flatten(batch)
+    axes = [0] * len(leaves) if axes is None else axes
+    rows = max(2, leaves[0].shape[axes[0]])
     traces = []
     for number in (rows, 2 * rows):
-        of_number = jax.tree.map(
-            lambda x, number=number: jax.ShapeDtypeStruct((number, *x.shape[1:]), x.dtype), batch
+        of_number = tree.unflatten(
+            [
+                jax.ShapeDtypeStruct(resized(x.shape, axis, number), x.dtype)
+                for x, axis in zip(leaves, axes, strict=True)
+            ]
         )
         try:
             traces.append(jax.make_jaxpr(loss)(of_number, *others, own))
@@ -80,8 +93,7 @@ def over_rows(loss: Callable[..., Any], batch: Any, *others: Any, own: Any = ())
             if not traces:
                 raise
             return Finding(OverRows.UNDECIDED, _FAILS, _jax.source_of_error(error))
-    leaves = range(len(jax.tree.leaves(batch)))
-    inputs: list[Fact] = [Rows(0, entry=place) for place in leaves]
+    inputs: list[Fact] = [Rows(axis, entry=place) for place, axis in enumerate(axes)]
     inputs += [Free()] * len(jax.tree.leaves(others))
     inputs += [Free(own=True)] * len(jax.tree.leaves(own))
     try:

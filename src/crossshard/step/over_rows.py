@@ -1,6 +1,6 @@
 """Checks that the loss of a step is a mean over rows, so that the shards' mean is the batch's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,17 +16,23 @@ _WAYS_ON = (
 
 
 def check_over_rows(
-    loss: Callable[..., Any], rows: Any, *others: Any, own: Any, weight: Weight | None
+    loss: Callable[..., Any],
+    rows: Any,
+    *others: Any,
+    own: Any,
+    weight: Weight | None,
+    axes: Sequence[int] | None = None,
 ) -> Finding:
     """What ``loss(rows, *others, own)`` is in its rows, as ``over_rows`` finds.
 
     Args:
       weight: the weight function of the step, if it has one.
+      axes: for each array of the rows their axis; axis 0 of all if ``None``.
 
     Raises:
       LossError: the mean over the shards would not be the loss of the whole batch.
     """
-    finding = over_rows(loss, rows, *others, own=own)
+    finding = over_rows(loss, rows, *others, own=own, axes=axes)
     where = f" ({finding.source})" if finding.source else ""
     if finding.kind is OverRows.COMPARED:
         raise LossError(

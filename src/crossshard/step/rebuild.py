@@ -12,7 +12,6 @@ from crossshard.errors import ArgumentError
 from crossshard.gradients.reduction import Reduction
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.update.plan import WeightUpdate
-from crossshard.step.entries import join_entries
 from crossshard.step.train_step import TrainStep, config_of
 
 
@@ -86,18 +85,19 @@ def own_rows(step: TrainStep, batch: Any) -> Any:
     rows_of_shards = NamedSharding(config.mesh, PartitionSpec(config.axes))
     shards = config.number_of_shards
 
-    def cut(leaf: Any) -> Any:
-        if len(leaf) % shards:
+    def cut(leaf: Any, axis: int) -> Any:
+        rows = leaf.shape[axis]
+        if rows % shards:
             raise ArgumentError(
-                f"Each process passes its own shards' rows, and {len(leaf)} rows do not divide "
-                f"over {shards} shards. Pass a multiple of {shards} rows."
+                f"Each process passes its own shards' rows, and {rows} rows do not divide over "
+                f"{shards} shards. Pass a multiple of {shards} rows."
             )
-        pieces = (rows_of_shards.addressable_devices_indices_map((len(leaf),)) or {}).values()
-        own = sorted({piece[0].indices(len(leaf)) for piece in pieces if piece})
-        return np.concatenate([np.asarray(leaf[slice(*each)]) for each in own])
+        pieces = (rows_of_shards.addressable_devices_indices_map((rows,)) or {}).values()
+        own = sorted({piece[0].indices(rows) for piece in pieces if piece})
+        taken = np.concatenate([np.arange(*each) for each in own])
+        return np.take(np.asarray(leaf), taken, axis)
 
-    rows, whole = config.loss.split(batch)
-    return join_entries(jax.tree.map(cut, rows), whole)
+    return config.loss.batch_axes.map(cut, batch)
 
 
 def groups_of(step: TrainStep) -> tuple[tuple[tuple[int, ...], ...], float]:
