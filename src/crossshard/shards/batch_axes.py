@@ -123,14 +123,13 @@ def resized(shape: Sequence[int], axis: int, rows: int) -> tuple[int, ...]:
     return (*shape[:axis], rows, *shape[axis + 1 :])
 
 
-def check_batch_axis(batch_axis: Any, whole: Sequence[str] = ()) -> BatchAxes:
-    """The checked ``batch_axis`` argument, with the names of ``replicated_entries``.
+def axes_of(prefix: Any) -> BatchAxes:
+    """The axes of a pytree prefix of a batch.
 
     Raises:
-      ArgumentError: it has no axis, or says of each entry what the names say of some.
       ArgumentTypeError: an axis is no int.
     """
-    axes, tree = jax.tree.flatten(batch_axis, is_leaf=_is_none)
+    axes, tree = jax.tree.flatten(prefix, is_leaf=_is_none)
     for axis in axes:
         if axis is not None and type(axis) is not int:
             raise ArgumentTypeError(
@@ -138,26 +137,37 @@ def check_batch_axis(batch_axis: Any, whole: Sequence[str] = ()) -> BatchAxes:
                 f"what every shard gets whole, such as {{'x': 1, 'table': None}}; got {axis!r:.60} "
                 f"({type(axis).__name__})."
             )
-    if all(map(_is_none, axes)):
+    return BatchAxes(tuple(axes), tree)
+
+
+def check_batch_axis(batch_axis: Any, whole: Sequence[str] = ()) -> BatchAxes:
+    """The checked ``batch_axis`` argument, with the names of ``replicated_entries``.
+
+    Raises:
+      ArgumentError: it has no axis, or says of each entry what the names say of some.
+      ArgumentTypeError: an axis is no int.
+    """
+    found = axes_of(batch_axis)
+    if all(map(_is_none, found.axes)):
         raise ArgumentError(
             f"batch_axis={batch_axis!r:.100} has no axis, so that every shard would get the whole "
             f"batch. Write the axis of the rows of what is to be split."
         )
-    if whole and not jax.tree_util.treedef_is_leaf(tree):
+    if whole and not jax.tree_util.treedef_is_leaf(found.tree):
         raise ArgumentError(
             f"batch_axis={batch_axis!r:.100} says of each entry how it is split, and "
             f"replicated_entries={tuple(whole)} says it again of some. Write None in batch_axis "
             f"for these, and leave replicated_entries out."
         )
-    return BatchAxes(tuple(axes), tree, tuple(whole))
+    return dataclasses.replace(found, whole=tuple(whole))
 
 
 def _no_axis(batch: Any, name: str, place: int, leaf: Any, axis: int) -> ArgumentError:
     where = f"{name}{jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path(batch)[place][0])}"
     return ArgumentError(
-        f"{where} has shape {tuple(leaf.shape)} and no axis {axis}, along which its rows would be. "
-        f"Write an axis for each entry, such as batch_axis={{'x': 1, 'y': 0}}, or None for one "
-        f"that every shard gets whole."
+        f"{where} has shape {tuple(leaf.shape)} and no axis {axis} to split along. Write an axis "
+        f"for each entry, such as batch_axis={{'x': 1, 'y': 0}}, or None for one that every shard "
+        f"gets whole."
     )
 
 

@@ -109,11 +109,12 @@ def check_same_rows(rows: Any, axes: BatchAxes) -> None:
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(rows)]
         names, along = [jax.tree_util.keystr(paths[i]) for i in (0, place)], axes.of(rows)
         raise ArgumentError(
-            f"All arrays of a batch must have as many rows, since each is split over the shards; "
-            f"got {sorted([lengths[0], length])}: batch{names[0]} has {lengths[0]} along axis "
-            f"{along[0]}, and batch{names[1]} {length} along axis {along[place]}. Write the axes "
-            f"of the rows in make_train_step(..., batch_axis=...); for an entry that every shard "
-            f"gets whole, such as a table, None, or its name in replicated_entries=."
+            f"All arrays of a batch must have as many rows, since each is split over the shards, "
+            f"here along axes {along[0]} and {along[place]}; got "
+            f"{sorted([lengths[0], length])}: batch{names[0]} has {lengths[0]}, and "
+            f"batch{names[1]} {length}. Write the axes of the rows in make_train_step(..., "
+            f"batch_axis=...); or, if every shard gets an entry whole, such as a table, its name "
+            f"in replicated_entries=."
         )
 
 

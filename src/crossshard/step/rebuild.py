@@ -12,6 +12,7 @@ from crossshard.errors import ArgumentError
 from crossshard.gradients.reduction import Reduction
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.update.plan import WeightUpdate
+from crossshard.shards.batch_axes import BatchAxes
 from crossshard.step.train_step import TrainStep, config_of
 
 
@@ -107,3 +108,8 @@ def groups_of(step: TrainStep) -> tuple[tuple[tuple[int, ...], ...], float]:
     members = (tuple(range(config.number_of_shards)),) if groups is None else groups.groups
     is_sum = config.pipeline.reduction is Reduction.SUM
     return members, float(len(members[0])) if is_sum else 1.0
+
+
+def axes_of_batch(step: TrainStep) -> BatchAxes:
+    """Along which axes the arrays of a batch of this step have their rows."""
+    return config_of(step).loss.batch_axes
