@@ -218,7 +218,7 @@ def _spec(where: str, leaf: Any, axis: int | None, mesh: jax.sharding.Mesh) -> P
     if not shape:
         raise ArgumentError(
             f"{where} is a scalar, which cannot be split over {mesh.size} shards. Pass it to "
-            f"every shard with None in batch_axis, or in input_shard_axes."
+            f"every shard with None in input_shard_axes, or in batch_axis."
         )
     is_own = getattr(leaf, "is_fully_addressable", True)
     shards = own_parts(NamedSharding(mesh, PartitionSpec(mesh.axis_names)), mesh.size)
