@@ -1,11 +1,14 @@
 """By numbers: whether a loss of two shards' rows is the mean of these shards' losses."""
 
+import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -14,25 +17,22 @@ from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.step.config import StepConfig
 from crossshard.step.entries import join_entries, specs_of
+from crossshard.step.microbatches import LocalResult
 from crossshard.step.over_rows import UndecidedError, not_by_numbers
 from crossshard.step.step_function import to_read
 
-# Float32 sums over rows in another order differ by less.
+# Sums over rows in another order differ by less, in float32.
 _TOLERANCE = 1e-4
 
 
 def check_by_numbers(
-    config: StepConfig,
-    layout: StateLayout,
-    state: TrainState,
-    batch: Any,
-    error: UndecidedError,
+    config: StepConfig, layout: StateLayout, state: TrainState, batch: Any, error: UndecidedError
 ) -> None:
     """Raise unless numbers show that the loss is a mean over rows, which its trace does not.
 
-    Each shard computes the loss of its own rows, or of its first microbatch, and that of these and
-    the next shard's together. Noise is switched off. If there are several processes, all of them
-    make this call.
+    Each shard computes the loss, and its gradient, of half of its rows, of half of the next
+    shard's, and of both together, as many as in the step. Noise is switched off. If there are
+    several processes, all of them make this call.
 
     Args:
       config: the step.
@@ -52,25 +52,18 @@ def check_by_numbers(
 
     def on_shard(state: TrainState, batch: Any) -> Any:
         before, (rows, whole) = layout.local(state), loss.split(batch)
-        of = jax.tree.leaves(rows)[0].shape[0] // loss.accumulate_steps
-        own = jax.tree.map(lambda x: x[:of], rows)
+        half = max(1, jax.tree.leaves(rows)[0].shape[0] // loss.accumulate_steps // 2)
+        one = jax.tree.map(lambda x: x[:half], rows)
         if len(together[0]) > 1:
-            other = jax.tree.map(lambda x: lax.ppermute(x, shards.axes, to_next), own)
+            other = jax.tree.map(lambda x: lax.ppermute(x, shards.axes, to_next), one)
         else:
-            other = jax.tree.map(lambda x: x[of : 2 * of], rows)
-        both = jax.tree.map(lambda *x: jnp.concatenate(x), own, other)
-        values, weights = zip(
-            *[
-                loss.quiet_loss(before, join_entries(each, whole), at_use)
-                for each in (own, other, both)
-            ],
-            strict=True,
-        )
-        one, another, found = (jnp.asarray(x, jnp.float32) for x in values)
-        total = weights[0] + weights[1]
-        mean = (weights[0] * one + weights[1] * another) / jnp.where(total == 0, 1, total)
-        off = jnp.abs(found - mean) / jnp.maximum(jnp.abs(found), jnp.abs(mean))
-        return jnp.stack([jnp.where(found == mean, 0, off), found, mean])[None]
+            other = jax.tree.map(lambda x: x[half : 2 * half], rows)
+        both = jax.tree.map(lambda *x: jnp.concatenate(x), one, other)
+        found = [
+            loss.quiet_gradient(before, join_entries(each, whole), at_use)
+            for each in (one, other, both)
+        ]
+        return jnp.stack(_compared(found))[None]
 
     each = PartitionSpec(layout.axes)
     run = jax.shard_map(
@@ -83,9 +76,36 @@ def check_by_numbers(
     )
     everywhere = jax.NamedSharding(layout.mesh, PartitionSpec())
     found = np.asarray(jax.jit(run, out_shardings=everywhere)(state, batch))
-    off, both, mean = found[np.argmax(np.where(np.isfinite(found[:, 0]), found[:, 0], -1))]
-    if off > _tolerance(state, batch):
-        raise not_by_numbers(error.finding, both, mean)
+    values, gradients, both, mean = found[np.argmax(np.nan_to_num(found[:, :2]).max(1))]
+    if max(values, gradients) > _tolerance(state, batch):
+        raise not_by_numbers(error.finding, both, mean, gradients)
+
+
+def _compared(found: Sequence[LocalResult]) -> list[jax.Array]:
+    """How far the loss and the gradient of rows together are from the means; and both losses."""
+    of = [jnp.float32(1) if each.weight is None else each.weight for each in found]
+    total = of[0] + of[1]
+    divided = lambda x: x / jnp.where(total == 0, 1, total)
+    losses = [jnp.asarray(each.loss, jnp.float32) for each in found]
+    mean = divided(of[0] * losses[0] + of[1] * losses[1])
+    off = _relative(losses[2] - mean, losses[2], mean)
+    early = found[2].early or (False,) * len(jax.tree.leaves(found[2].values))
+    weighted = found[2].weight is not None
+    pieces = []
+    leaves = zip(early, *(jax.tree.leaves(each.values) for each in found), strict=True)
+    for is_early, one, other, both in leaves:
+        if is_early and weighted:
+            # The sums of all shards, which have their weights already.
+            pieces.append((both - one - other, one, other, both))
+        else:
+            pieces.append((both - divided(of[0] * one + of[1] * other), one, other, both))
+    norms = [optax.tree.norm(list(each)) for each in zip(*pieces, strict=True)]
+    return [off, _relative(*norms), losses[2], mean]
+
+
+def _relative(difference: Any, *values: Any) -> jax.Array:
+    largest = functools.reduce(jnp.maximum, map(jnp.abs, values))
+    return jnp.where(difference == 0, 0, jnp.abs(difference) / largest).astype(jnp.float32)
 
 
 def _tolerance(*trees: Any) -> float:

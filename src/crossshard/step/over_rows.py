@@ -103,17 +103,19 @@ def undecided(finding: Finding) -> str:
     )
 
 
-def not_by_numbers(finding: Finding, together: float, mean: float) -> LossError:
+def not_by_numbers(finding: Finding, together: float, mean: float, gradients: float) -> LossError:
     """The error for a loss of which numbers show that it is no mean over rows.
 
     Args:
       finding: what its trace does not show.
       together: the loss of the rows of two shards.
       mean: the mean of their own losses.
+      gradients: how far the gradients are apart, relative to the largest.
     """
     return LossError(
-        f"{undecided(finding)} And it is none: of the rows of two shards it is {together:.6g}, and "
-        f"the mean of these shards' losses is {mean:.6g}. {_WAYS_ON}"
+        f"{undecided(finding)} And it is none: of rows of two shards it is {together:.6g}, and the "
+        f"mean of these shards' losses is {mean:.6g}; the gradients are {gradients:.2g} of the "
+        f"largest apart. {_WAYS_ON}"
     )
 
 

@@ -245,8 +245,8 @@ class ShardLoss:
             finding, rows, weight=self.weight, summed=self.is_summed, record=self.record
         )
 
-    def quiet_loss(self, state: TrainState, batch: Any, at_use: AtUse) -> tuple[Any, Any]:
-        """The loss of some rows with its noise switched off, and their weight.
+    def quiet_gradient(self, state: TrainState, batch: Any, at_use: AtUse) -> LocalResult:
+        """The loss of some rows with its noise switched off, and its gradient.
 
         Args:
           state: one shard's state.
@@ -258,13 +258,14 @@ class ShardLoss:
         quiet = lambda x: quiet_keys(x.shape) if is_key(x) else x
         here = dataclasses.replace(state, model_state=jax.tree.map(quiet, state.model_state))
 
-        def of_trained(trained: Any) -> Any:
+        def loss_of(trained: Any) -> tuple[Any, None]:
             of_both = lambda frozen: self._run(here, (trained, frozen), batch, keys).loss
-            return at_use.with_frozen(of_both, state.frozen)
+            return at_use.with_frozen(of_both, state.frozen), None
 
-        weight = jnp.float32(1) if self.weight is None else weight_of(self.weight, batch)
+        weight = None if self.weight is None else weight_of(self.weight, batch)
         with shard_context(at_use.shards.number, axis_name=at_use.shards.axes):
-            return at_use.call(of_trained, state.params), weight
+            found = at_use.value_and_grad(loss_of, state.params, weight, None)
+        return LocalResult(found.out[0], found.gradients, weight, None, None, found.early)
 
     def _check_equal(
         self,
