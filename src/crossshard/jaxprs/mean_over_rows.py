@@ -27,8 +27,8 @@ class OverRows(enum.Enum):
     MEAN = "a mean over the rows"
     SUM = "a sum over the rows"
     RATIO = "a ratio of two sums over the rows"
-    COMPARED = "rows are compared"
-    OVER_SHARDS = "the loss sums over the shards itself"
+    COMPARED = "a comparison of rows"
+    OVER_SHARDS = "a sum over the shards by itself"
     UNDECIDED = "not decided"
 
 

@@ -80,6 +80,10 @@ class BatchAxes:
         """The axis of each array of a batch without its whole arrays."""
         return [axis for axis in self.of(rows) if axis is not None]
 
+    def tree_of(self, rows: Any) -> Any:
+        """The same, in the structure of the batch."""
+        return jax.tree.structure(rows).unflatten(self.of_rows(rows))
+
     def map(self, function: Callable[[Any, int], Any], batch: Any) -> Any:
         """A batch with ``function(array, axis)`` in the place of each array that is not whole."""
         leaves, tree = jax.tree.flatten(batch)
@@ -121,6 +125,11 @@ def spec_along(axis: int | None, names: tuple[str, ...]) -> PartitionSpec:
 def resized(shape: Sequence[int], axis: int, rows: int) -> tuple[int, ...]:
     """A shape with so many rows along an axis."""
     return (*shape[:axis], rows, *shape[axis + 1 :])
+
+
+def take_rows(x: Any, axis: int, rows: Any) -> Any:
+    """These rows of an array along an axis: a slice, or their indices."""
+    return x[(slice(None),) * axis + (rows,)]
 
 
 def axes_of(prefix: Any) -> BatchAxes:

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard.distributed.agreement import check_agreement
 from crossshard.errors import ArgumentError
-from crossshard.shards.batch_axes import BatchAxes, join, resized, spec_along
+from crossshard.shards.batch_axes import BatchAxes, join, resized, spec_along, take_rows
 from crossshard.shards.mesh import number_of_shards
 from crossshard.shards.put import own_parts, put
 from crossshard.step.arguments import check_rows, check_same_rows
@@ -201,6 +201,5 @@ def _padding(leaf: Any, axis: int, rows: int) -> Any:
     """Rows of zeros; for PRNG keys, copies of the first row."""
     shape = resized(leaf.shape, axis, rows)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        first = jax.lax.slice_in_dim(leaf, 0, 1, axis=axis)
-        return jnp.broadcast_to(first, shape)
+        return jnp.broadcast_to(take_rows(leaf, axis, slice(1)), shape)
     return np.zeros(shape, leaf.dtype)

@@ -16,7 +16,7 @@ from crossshard.distributed.agreement import check_agreement, processes_of
 from crossshard.distributed.progress import PROGRESS, entering
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.model.models import Skeleton, combine
-from crossshard.shards.batch_axes import join, resized, spec_along
+from crossshard.shards.batch_axes import join, resized, spec_along, take_rows
 from crossshard.shards.context import shard_context
 from crossshard.shards.devices import are_of_all_processes
 from crossshard.shards.model_axes import only
@@ -197,6 +197,5 @@ def _padded(leaf: Any, axis: int, rows: int) -> Any:
     if not missing:
         return leaf
     xp: Any = jnp if isinstance(leaf, jax.Array) else np
-    first = leaf[(slice(None),) * axis + (slice(1),)]
-    copies = xp.broadcast_to(first, resized(leaf.shape, axis, missing))
+    copies = xp.broadcast_to(take_rows(leaf, axis, slice(1)), resized(leaf.shape, axis, missing))
     return xp.concatenate([leaf, copies], axis)

@@ -89,7 +89,7 @@ class Evaluator:
             return _times(jnp.asarray(first[weight.key], counted.dtype), counted)
         # A function counts the examples of a batch, so also those of a batch of one row.
         rows, whole = self._loss.split(batch)
-        axes = jax.tree.structure(rows).unflatten(self._loss.batch_axes.of(rows))
+        axes = self._loss.batch_axes.tree_of(rows)
 
         def of_row(row: Any) -> jax.Array:
             one = jax.tree.map(jnp.expand_dims, row, axes)

@@ -10,6 +10,7 @@ from flax import nnx
 
 from crossshard import _jax
 from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.shards import batch_axes
 from crossshard.shards.batch_axes import BatchAxes
 from crossshard.tools.verification.probe import probe
 from crossshard.tools.verification.snapshot import (
@@ -168,7 +169,7 @@ def take_rows(batch: Sequence[Any], axes: Sequence[BatchAxes], rows: np.ndarray)
 
     def of_array(x: Any, axis: int) -> Any:
         has_rows = np.ndim(x) and np.shape(x)[axis] == number
-        return x[(slice(None),) * axis + (rows,)] if has_rows else x
+        return batch_axes.take_rows(x, axis, rows) if has_rows else x
 
     return [of_each.map(of_array, each) for each, of_each in zip(batch, axes, strict=True)]
 

@@ -17,6 +17,7 @@ from crossshard.shards.groups import check_group_assignment
 from crossshard.step.rebuild import (
     axes_of_batch,
     groups_of,
+    loss_over_rows_of,
     on_part_of_mesh,
     own_rows,
     with_sgd,
@@ -88,6 +89,9 @@ def verify(
                 f"A TrainStep has its own batch_axis; leave batch_axis={batch_axis!r:.60} out."
             )
         found = conclude(_of_train_step(step, batch, num_shards, key, groups).evidence())
+        params, *model_state, rows = batch
+        of_loss = loss_over_rows_of(step, params, own_rows(step, rows), *model_state)
+        found = dataclasses.replace(found, notes=(*found.notes, *[of_loss] * bool(of_loss)))
         return _with_those_of_others(found, step.mesh)
     if not callable(step):
         raise ArgumentTypeError(
