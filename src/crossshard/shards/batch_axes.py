@@ -40,7 +40,7 @@ class BatchAxes:
           ArgumentError: the axes do not fit the batch, or an array has no such axis.
         """
         found: list[int | None] = []
-        for axis, part in zip(self.axes, self._parts(batch), strict=True):
+        for axis, part in zip(self.axes, self._parts(batch, name), strict=True):
             for leaf in jax.tree.leaves(part):
                 ndim = getattr(leaf, "ndim", 0)
                 if axis is None or not ndim or 0 <= axis < ndim:
@@ -57,7 +57,7 @@ class BatchAxes:
             for (path, _), axis in zip(paths, found, strict=True)
         ]
 
-    def _parts(self, batch: Any) -> list[Any]:
+    def _parts(self, batch: Any, name: str) -> list[Any]:
         """The part of a batch that each axis is of."""
         if self.whole and not (isinstance(batch, dict) and set(self.whole) <= set(batch)):
             known = list(batch) if isinstance(batch, dict) else type(batch).__name__
@@ -70,9 +70,9 @@ class BatchAxes:
         except ValueError:
             given, wanted = self.tree.unflatten(self.axes), _words(jax.tree.structure(batch))
             raise ArgumentError(
-                f"batch_axis={given!r:.200} does not fit the batch, which is {wanted:.300}. Write "
-                f"one axis for all of it, or for each of its entries an axis, or None if every "
-                f"shard gets it whole."
+                f"batch_axis={given!r:.200} does not fit {name}, which is {wanted:.300}. Write one "
+                f"axis for all of it, or for each of its entries an axis, or None if every shard "
+                f"gets it whole."
             ) from None
         return parts
 
@@ -181,6 +181,8 @@ def _no_axis(batch: Any, name: str, place: int, leaf: Any, axis: int) -> Argumen
 
 
 def _words(tree: Any) -> str:
+    if jax.tree_util.treedef_is_leaf(tree):
+        return "one array"
     return str(tree).removeprefix("PyTreeDef(").removesuffix(")")
 
 

@@ -166,6 +166,7 @@ class BatchPlacer:
         return f"{self._parts} shards" + (f" of {number} microbatches" if number > 1 else "")
 
     def _check_padding(self, path: Any, number: int, rows: Any, whole: Any) -> None:
+        check_same_rows(rows, self._of_batch)
         parts = self._multiple
         if self._weight is None:
             rest = number % parts
@@ -179,7 +180,6 @@ class BatchPlacer:
                 f"over {self._pieces}: {rest} are left over. Pass {fewer}{number - rest + parts}"
                 f"{or_weight if self._takes_weight else '.'}"
             )
-        check_same_rows(rows, self._of_batch)
         leaves, tree = jax.tree.flatten(rows)
         key = tree, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
         if key in self._padding_weighs_nothing:
