@@ -164,6 +164,15 @@ def test_every_shard_has_its_rows_and_whole_entries_are_everywhere():
     assert_close(one, two)
 
 
+def test_what_processes_tell_each_other_of_a_batch():
+    batch = {"x": np.ones((TIME, 12, WIDTH), np.float32), "y": np.ones(12), "table": np.ones(3)}
+    for weight, rows in ((None, "12"), ("y", "any")):
+        axes = {"x": 1, "y": 0, "table": None}
+        step = sgd_step(recurrent, 0.1, 4, batch_axis=axes, weight=weight)
+        told = step._program._place.rows_of(batch)
+        assert told == f"float64[3],float32[8,{rows},4],float64[{rows}]"
+
+
 def test_what_is_of_the_rows_alone_counts_them():
     batch = {"x": RNG.normal(size=(3, 16, WIDTH)).astype(np.float32)}
     loss = lambda w, batch: jnp.tanh(batch["x"] @ w).mean()
@@ -495,8 +504,9 @@ def of_job(shards: int, take: Callable[[Any], Any]) -> dict[str, Any]:
         state = train(step, step.init(PARAMS), map(take, batches))
         found[name] = jax.tree.map(lambda x: np.asarray(x).tolist(), step.unshard(state).params)
         if name == "rows":
-            found["mean"] = step.evaluate(state, map(take, batches), metric_of)["out"].tolist()
-            rows = step.predict(state, map(take, batches), metric_of)
+            data = [batch_for_job(*each) for each in enumerate((8, 7))]
+            found["mean"] = step.evaluate(state, map(take, data), metric_of)["out"].tolist()
+            rows = step.predict(state, map(take, data), metric_of)
             found["predicted"] = rows["out"].tolist()
     return found
 
@@ -542,9 +552,10 @@ def test_processes_pass_their_own_rows(tmp_path: Path):
         for found in of_each:
             assert_close(jax.tree.map(np.float32, found[name], is_leaf=_is_list), expected)
         if name == "rows":
-            outs = [np.asarray(metric_of(expected, batch)["out"]) for batch in batches]
+            data = [batch_for_job(*each) for each in enumerate((8, 7))]
+            outs = [np.asarray(metric_of(expected, batch)["out"]) for batch in data]
             for process, found in enumerate(of_each):
-                np.testing.assert_allclose(found["mean"], np.mean(outs), rtol=1e-4)
+                np.testing.assert_allclose(found["mean"], np.concatenate(outs).mean(), rtol=1e-4)
                 own = np.concatenate([np.array_split(x, PROCESSES)[process] for x in outs])
                 np.testing.assert_allclose(found["predicted"], own, rtol=1e-4, atol=1e-5)
 
