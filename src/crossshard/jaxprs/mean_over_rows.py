@@ -20,6 +20,8 @@ from crossshard.jaxprs.elementwise import ELEMENTWISE, Along, Slicing
 from crossshard.jaxprs.walk import Analysis, Equations, Mismatch, follow
 from crossshard.shards.batch_axes import resized
 
+SAME_NOISE = "noise from a key that is the same on every shard"
+
 
 class OverRows(enum.Enum):
     """What a loss is in the rows of its batch."""
@@ -387,7 +389,7 @@ class _OverRows(Analysis[Fact]):
             return [Rows(axis, 1, inner, powers[0], constant=True)]
         if name in _RANDOM:
             if not own:
-                return _compared("noise from a key that is the same on every shard", one)
+                return _compared(SAME_NOISE, one)
             return [Rows(axis, 1, inner)] * number
         return _undecided(f"{name} with the number of rows", one)
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from crossshard.errors import LossError
-from crossshard.jaxprs.mean_over_rows import Finding, OverRows
+from crossshard.jaxprs.mean_over_rows import SAME_NOISE, Finding, OverRows
 from crossshard.step.weight import SumOf, Weight
 
 _WAYS_ON = (
@@ -67,6 +67,13 @@ def check_over_rows(
       UndecidedError: that is not known.
     """
     where = f" ({finding.source})" if finding.source else ""
+    if finding.kind is OverRows.COMPARED and finding.reason == SAME_NOISE:
+        raise LossError(
+            f"The loss draws {finding.reason}{where}, so that rows of several shards get the same "
+            f"numbers, and all rows of the batch would not. Let the loss take a key as its last "
+            f"parameter, rng, which is each shard's own; or keep the key in "
+            f"model_state='per_shard'. {_WAYS_ON}"
+        )
     if finding.kind is OverRows.COMPARED:
         raise LossError(
             f"The loss compares rows of the batch: {finding.reason}{where}. Each shard has its own "

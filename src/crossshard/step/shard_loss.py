@@ -187,7 +187,7 @@ class ShardLoss:
                 of_batch = lambda batch, both: run(both, batch).loss
                 check_weight_is_read(self.weight, batch, of_batch, types)
             if self.over is LossOver.ROWS and shards.number * self.accumulate_steps > 1:
-                self._check_over_rows(batch, keys, types, run)
+                self._check_over_rows(state, batch, keys, types)
             if self.model_state is ModelState.MEAN and not self.is_over_batch:
                 self._check_equal(state, types, batch, run, keys)
             with jax.named_scope("loss"):
@@ -232,20 +232,28 @@ class ShardLoss:
         after = model_states.check_returned(state.model_state, after)
         return Returned(*split_loss(out, self.has_aux), params, after)
 
-    def _check_over_rows(
-        self, batch: Any, keys: Keys, types: Any, run: Callable[..., Returned]
-    ) -> None:
+    def _check_over_rows(self, state: TrainState, batch: Any, keys: Keys, types: Any) -> None:
         """Raise if the loss is no mean over rows; see ``check_over_rows``."""
         rows, whole = self.split(batch)
-        of_rows, own = (keys, ()) if self.keys_of_rows else ((), keys)
+        of_rows, of_shard = (keys, ()) if self.keys_of_rows else ((), keys)
+        # All shards have the same state, keys in it too, if it is averaged.
+        equal = self.model_state is ModelState.MEAN
+        of_all, of_one = (state.model_state, None) if equal else (None, state.model_state)
 
-        def loss(given: Any, whole: Any, both: Any, own: Keys) -> Any:
-            rows, of_rows = given
-            return run(both, join(rows, whole), (*of_rows, *own)).loss
+        def loss(given: Any, whole: Any, both: Any, of_all: Any, own: Any) -> Any:
+            (rows, of_rows), (of_shard, of_one) = given, own
+            here = of_all if equal else of_one
+            return self._run(
+                dataclasses.replace(state, model_state=here),
+                both,
+                join(rows, whole),
+                (*of_rows, *of_shard),
+            ).loss
 
         axes = [*self.batch_axes.of_rows(rows), *[0] * len(of_rows)]
-        finding = over_rows(loss, (rows, of_rows), whole, types, own=own, axes=axes)
-        self.record.latest = finding
+        finding = self.record.latest = over_rows(
+            loss, (rows, of_rows), whole, types, of_all, own=(of_shard, of_one), axes=axes
+        )
         check_over_rows(
             finding, rows, weight=self.weight, summed=self.is_summed, record=self.record
         )
