@@ -164,6 +164,14 @@ def test_every_shard_has_its_rows_and_whole_entries_are_everywhere():
     assert_close(one, two)
 
 
+def test_the_last_axis_is_another_one_where_an_array_has_more():
+    place = sgd_step(last, 0.1, 4, batch_axis=-1)._program._place
+    one = place(place(np.arange(8.0)))
+    assert place(one) is one
+    two = jax.device_put(np.ones((8, 8)), one.sharding)
+    assert place(two).sharding.shard_shape((8, 8)) == (8, 2)
+
+
 def test_what_processes_tell_each_other_of_a_batch():
     batch = {"x": np.ones((TIME, 12, WIDTH), np.float32), "y": np.ones(12), "table": np.ones(3)}
     for weight, rows in ((None, "12"), ("y", "any")):
