@@ -232,6 +232,12 @@ def test_what_compares_rows_along_their_axis_is_refused():
             train(sgd_step(wrong, 0.1, 4, batch_axis=axis), step.init(w), [x])
 
 
+def test_a_loop_over_axis_0_names_the_option():
+    step = sgd_step(lambda params, x: states_of(params, x)[-1].mean(), 0.1, 4)
+    with pytest.raises(LossError, match=r"a scan over the rows.*write batch_axis=1"):
+        step(step.init(PARAMS), BATCHES[0]["x"])
+
+
 def test_a_mean_that_no_trace_shows_is_halved_along_its_axis():
     @jax.custom_jvp
     def opaque(x: Any) -> Any:
