@@ -149,11 +149,16 @@ class Elementwise(Analysis[Kind]):
             return fact
         return Mixed(_CONTROL["scan"], _jax.source_of(equations[0]))
 
-    def returned(self, equations: Equations, fact: Kind) -> Kind:
+    def returned(
+        self, equations: Equations, inputs: Sequence[Kind], outputs: Sequence[Kind]
+    ) -> Sequence[Kind]:
         # A value without a source line, as in a jit that JAX has traced before, takes the call's.
-        if isinstance(fact, Mixed) and not fact.source:
-            return Mixed(fact.reason, _jax.source_of(equations[0]))
-        return fact
+        return [
+            Mixed(fact.reason, _jax.source_of(equations[0]))
+            if isinstance(fact, Mixed) and not fact.source
+            else fact
+            for fact in outputs
+        ]
 
     def transfer(self, equations: Equations, inputs: Sequence[Kind]) -> Sequence[Kind]:
         whole, part = equations
