@@ -308,6 +308,17 @@ def rule_of_derivative(equation: Any, *, backward: bool) -> Any:
     return jax.make_jaxpr(rule)(*map(type_of, atoms))
 
 
+def solvers_of(equation: Any) -> list[tuple[Any, list[int]]]:
+    """The jaxprs of a ``custom_linear_solve`` that multiply and solve, and their inputs."""
+    lengths, jaxprs = equation.params["const_lengths"], equation.params["jaxprs"]
+    found, first, right = [], 0, range(sum(lengths), len(equation.invars))
+    for jaxpr, length in zip(jaxprs, lengths, strict=True):
+        if jaxpr is not None:
+            found.append((jaxpr, [*range(first, first + length), *right]))
+        first += length
+    return found
+
+
 def passes_on(loop: Scan, place: int) -> bool:
     """Whether what a scan carries in a place is the same in every turn."""
     body = opened(loop.body)

@@ -257,6 +257,8 @@ class _OverRows(Analysis[Fact]):
             return [obstacle] * number
         if pair.name == "scan":
             return self._scan_over_rows(pair, inputs)
+        if pair.name == "custom_linear_solve":
+            return self._solved(pair, inputs)
         outputs = self._transferred(pair, inputs)
         if isinstance(outputs, Obstacle):
             return [outputs] * number
@@ -331,6 +333,8 @@ class _OverRows(Analysis[Fact]):
         if name in ("iota", "broadcast_in_dim"):
             zero = any(map(is_zero, free))
             return [Rows(axis, 1, inner, power, constant=True, zero=zero)]
+        if name == "tile":
+            return [Rows(axis, 1, inner, power, constant=inner == 1)]
         if name in _RANDOM:
             if not own:
                 return pair.compared("noise from a key that is the same on every shard")
@@ -358,6 +362,8 @@ class _OverRows(Analysis[Fact]):
 
     def _of_one_row(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
         number, sums = len(pair.one.outvars), [x for x in inputs if isinstance(x, SoFar)]
+        if sums and pair.name in MOVES and not pair.converts():
+            return sums
         if sums:
             (power, *others) = [x.power for x in inputs if isinstance(x, OneRow)] or [None]
             adds = pair.name in ADDS and isinstance(inputs[0], SoFar) and not others
@@ -430,6 +436,16 @@ class _OverRows(Analysis[Fact]):
                 case _:
                     found.append(pair.compared("a row meets those before it"))
         return found
+
+    def _solved(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact]:
+        """A linear system, which the user says how to solve, forwards and in the gradient."""
+        first, *rest = [
+            follow(self, [jaxpr for jaxpr, _ in both], [inputs[place] for place in both[0][1]])
+            for both in zip(*map(_jax.solvers_of, (pair.one, pair.other)), strict=True)
+        ]
+        if all(all(map(_is_a, first, other)) for other in rest):
+            return first
+        return [worst(first) or pair.undecided("a linear system")] * len(first)
 
     # Functions with a derivative of their own: the gradient is what is trained on.
 

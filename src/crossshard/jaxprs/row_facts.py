@@ -170,8 +170,8 @@ class Pair(NamedTuple):
 
 # What says how long axes are; and what a scatter does, which its name says.
 _OF_SHAPE = frozenset(
-    "batch_group_count feature_group_count limit_indices new_sizes out_sharding shape sharding "
-    "slice_sizes update_jaxpr".split()
+    "batch_group_count feature_group_count limit_indices new_sizes out_sharding reps shape "
+    "sharding slice_sizes update_jaxpr".split()
 )
 
 
@@ -235,7 +235,8 @@ def joined(one: Fact, other: Fact) -> Fact:
 # What keeps a sum a sum, if all else that it takes is free of the batch.
 LINEAR = frozenset(
     "broadcast_in_dim concatenate conj convert_element_type copy copy_p cumsum imag neg pad real "
-    "reduce_precision reduce_sum reshape rev slice split squeeze stop_gradient transpose".split()
+    "reduce_precision reduce_sum reshape rev slice split squeeze stack stop_gradient tile "
+    "transpose unstack".split()
 )
 ADDS = frozenset({"add", "add_any", "sub"})
 # What changes no element.
@@ -252,6 +253,10 @@ CHOOSES = {
 }
 # Whose outcome is multiplied by what all that they take is multiplied by.
 _HOMOGENEOUS = LINEAR | ADDS | {*CHOOSES, "max", "min", "abs", "reduce_max", "reduce_min"}
+
+
+# Whose outcome is the same then.
+_OF_SIGN = frozenset("argmax argmin eq ge gt is_finite le lt ne sign".split())
 
 
 def chosen(name: str, facts: Sequence[Fact]) -> tuple[Sequence[Fact], Sequence[Fact]]:
@@ -274,10 +279,17 @@ def power_of(pair: Pair, facts: Sequence[Fact]) -> int | None:
         return powers[0] - powers[1]
     if name == "integer_pow":
         return int(powers[0] * pair.one.params["y"])
+    if name == "square":
+        return 2 * powers[0]
+    if name in ("sqrt", "rsqrt") and powers[0] % 2 == 0:
+        return powers[0] // (2 if name == "sqrt" else -2)
     chooses, rest = chosen(name, facts)
     found = {_power(fact) for fact in rest if not is_zero(fact)}
-    known = name in _HOMOGENEOUS and len(found) <= 1 and not any(map(_power, chooses))
-    return max(found, default=0) if known else None
+    if len(found) > 1 or any(map(_power, chooses)):
+        return None
+    if name in _OF_SIGN:
+        return 0
+    return max(found, default=0) if name in _HOMOGENEOUS else None
 
 
 def _power(fact: Fact) -> int:

@@ -130,20 +130,53 @@ def _contracted(pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle
 def _reshaped(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
     (rows,) = inputs
     assert isinstance(rows, Rows)
-    if pair.one.params.get("dimensions") is not None:
-        return pair.undecided("reshape of the rows")
     before, after = (x.aval.shape for x in (pair.one.invars[0], pair.one.outvars[0]))
-    outer = math.prod(before[: rows.axis]) * rows.outer
-    inner = math.prod(before[rows.axis + 1 :]) * rows.inner
+    order = pair.one.params.get("dimensions") or range(len(before))
+    before, at = [before[axis] for axis in order], order.index(rows.axis)
+    outer = math.prod(before[:at]) * rows.outer
+    inner = math.prod(before[at + 1 :]) * rows.inner
     for axis, size in enumerate(after):
         left, right = math.prod(after[:axis]), math.prod(after[axis + 1 :])
         if outer % left or inner % right:
             continue
         if outer // left * pair.rows * (inner // right) == size:
-            alone = (left, size) == (math.prod(before[: rows.axis]), before[rows.axis])
+            alone = (left, size) == (math.prod(before[:at]), before[at])
             constant = rows.constant and (alone or rows.zero)
             return [Rows(axis, outer // left, inner // right, constant=constant)]
     return pair.undecided("reshape that splits the rows")
+
+
+def _stacked(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
+    found, new = layout(inputs), pair.one.params["axis"]
+    axes = {fact.axis if isinstance(fact, Rows) else None for fact in inputs}
+    if found is None or len(axes) > 1:
+        return pair.undecided("stack over the rows")
+    return [found._replace(axis=found.axis + (new <= found.axis), constant=False)]
+
+
+def _unstacked(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
+    (rows,), gone = inputs, pair.one.params["axis"]
+    assert isinstance(rows, Rows)
+    if gone == rows.axis:
+        return pair.compared("unstack of the rows")
+    return [rows._replace(axis=rows.axis - (gone < rows.axis))] * len(pair.one.outvars)
+
+
+def _tiled(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
+    (rows,) = inputs
+    assert isinstance(rows, Rows)
+    once = pair.one.params["reps"][rows.axis] == 1
+    return [rows] if once else pair.undecided("tile of the rows")
+
+
+def _solved(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
+    """Of one matrix, each column or row of the right side is solved alone."""
+    matrix, right = inputs
+    last = pair.one.invars[1].aval.ndim - 1
+    alone = last if pair.one.params["left_side"] else last - 1
+    if isinstance(matrix, Free) and isinstance(right, Rows) and right.axis == alone:
+        return [right._replace(constant=False)]
+    return _moved(pair, inputs)
 
 
 def _transformed(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
@@ -253,4 +286,8 @@ _SPECIAL: dict[str, Callable[[Pair, Sequence[Fact]], list[Rows] | Obstacle]] = {
     "reshape": _reshaped,
     "select_and_gather_add": _in_windows,
     "select_and_scatter_add": _in_windows,
+    "stack": _stacked,
+    "tile": _tiled,
+    "triangular_solve": _solved,
+    "unstack": _unstacked,
 }
