@@ -374,6 +374,16 @@ def source_of(equation: Any) -> str:
     return _source([(f.file_name, f.start_line, f.function_name) for f in frames])
 
 
+def sources_of(equation: Any) -> str:
+    """As ``source_of``, and if that line is a library's, from which line of the user's own."""
+    frames = list(_source_info_util.user_frames(equation.source_info.traceback))
+    own = (f for f in frames if not re.search("(site|dist)-packages", f.file_name))
+    found = [source_of(equation)]
+    for frame in [*own][:1]:
+        found.append(_source([(frame.file_name, frame.start_line, frame.function_name)]))
+    return ", from ".join(dict.fromkeys(filter(None, found)))
+
+
 def has_source(equation: Any) -> bool:
     """Whether the source line of an equation is known."""
     return equation is not None and bool(source_of(equation))

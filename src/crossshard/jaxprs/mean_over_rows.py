@@ -111,15 +111,16 @@ def found_in(traces: Sequence[Any], inputs: Sequence[Fact], rows: int) -> Findin
 
 
 _FAILS = "it cannot be traced with twice as many rows"
+_COUNTS = "it computes with the number of rows"
 _DIFFERS = "it computes something different with twice as many rows"
 
 
 def _found(fact: Fact) -> Finding:
     match fact:
         case Obstacle(kind, reason, equation):
-            return Finding(kind, reason, "" if equation is None else _jax.source_of(equation))
+            return Finding(kind, reason, "" if equation is None else _jax.sources_of(equation))
         case Ratio(entry, equation):
-            return Finding(OverRows.RATIO, "", _jax.source_of(equation), entry)
+            return Finding(OverRows.RATIO, "", _jax.sources_of(equation), entry)
         case Free(power=0) | Total(power=0, moved=False) | Never():
             return Finding(OverRows.MEAN)
         case Total(power=1, moved=False):
@@ -166,19 +167,20 @@ class _OverRows(Analysis[Fact]):
         except TypeError:
             same = one is other
             return Free() if same else Obstacle(OverRows.UNDECIDED, _DIFFERS, equation)
-        if one.shape == other.shape == ():
-            if one == other or (one != one and other != other):
-                return Free(number=float(one) if one.dtype.kind in "biuf" else None)
+        if one.shape == other.shape:
+            if np.array_equal(one, other) or (one.dtype.kind == "f" and _both_nan(one, other)):
+                return Free(number=_number(one))
             # Multiplied by a power of 2 a float is exact.
-            powers = [power for power in (1, -1, 2, -2) if other == one * 2.0**power]
-            if powers:
-                return Free(powers[0])
-        elif one.shape == other.shape and np.array_equal(one, other):
-            return Free(number=0.0 if one.size and np.all(one == 0) else None)
+            powers = (p for p in (1, -1, 2, -2) if np.array_equal(other, one * 2.0**p))
+            power = next(powers, None)
+            if power is not None:
+                return Free(power, number=_number(one))
+            if one.ndim == 1 and one.size < 9 and one.dtype.kind in "iu":
+                return Shape(tuple(one.tolist()), tuple(other.tolist()))
         counts = one.ndim == 1 and np.array_equal(other, np.arange(2 * self._rows))
         if counts and np.array_equal(one, np.arange(self._rows)):
             return Index(0)
-        return Obstacle(OverRows.UNDECIDED, "it computes with the number of rows", equation)
+        return Obstacle(OverRows.UNDECIDED, _COUNTS, equation)
 
     def join(self, facts: Sequence[Fact]) -> Fact:
         found = facts[0]
@@ -295,6 +297,8 @@ class _OverRows(Analysis[Fact]):
             return found
         if not pair.is_alike():
             return pair.undecided(_DIFFERS)
+        if any(isinstance(fact, Shape) for fact in inputs):
+            return [self._of_shapes(pair, inputs)]
         if any(isinstance(fact, OneRow | SoFar) for fact in inputs):
             return self._of_one_row(pair, inputs)
         if any(isinstance(fact, Total | Ratio | Inverse) for fact in inputs):
@@ -310,7 +314,7 @@ class _OverRows(Analysis[Fact]):
     def _of_free(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
         name, number = pair.name, len(pair.one.outvars)
         free = [fact for fact in inputs if isinstance(fact, Free)]
-        if name == "lt" and len(free) == 2 and _is_never_less(*free):
+        if len(free) == 2 and _is_never(name, *free):
             return [Never()]
         own, power = any(fact.own for fact in free), power_of(pair, inputs)
         if power is None:
@@ -340,6 +344,14 @@ class _OverRows(Analysis[Fact]):
                 return pair.compared("noise from a key that is the same on every shard")
             return [Rows(axis, 1, inner)] * number
         return pair.undecided(f"{name} with the number of rows")
+
+    def _of_shapes(self, pair: Pair, inputs: Sequence[Fact]) -> Fact:
+        match inputs:
+            case [Shape(one, other)] if pair.name == "reduce_prod":
+                return self.literal([math.prod(one), math.prod(other)], pair.one)
+            case [Shape()] if pair.name == "convert_element_type" and not pair.converts():
+                return inputs[0]
+        return pair.undecided(_COUNTS)
 
     # Numbers of rows.
 
@@ -527,6 +539,17 @@ def _is_a(fact: Fact, expected: Fact) -> bool:
     return False
 
 
+def _number(value: np.ndarray[Any, Any]) -> float | None:
+    """The number that all of an array is, if it is a scalar or 0."""
+    if value.dtype.kind not in "biuf" or not value.size or (value.ndim and np.any(value)):
+        return None
+    return float(value.flat[0])
+
+
+def _both_nan(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
+    return np.array_equal(one, other, equal_nan=True)
+
+
 def _shape(atom: Any) -> tuple[int, ...]:
     return tuple(getattr(atom.aval, "shape", ()))
 
@@ -543,6 +566,10 @@ def _axis_that_grows(one: Sequence[int], other: Sequence[int]) -> int | None:
     return differ[0] if doubles else None
 
 
-def _is_never_less(one: Free, other: Free) -> bool:
-    """Whether two numbers are known, and the first is not less than the second."""
-    return one.number is not None and other.number is not None and one.number >= other.number
+def _is_never(name: str, one: Free, other: Free) -> bool:
+    """Whether two numbers are known, and a comparison of them is false with any number of rows."""
+    if one.number is None or other.number is None:
+        return False
+    if name == "eq":
+        return (one.number == 0) != (other.number == 0)
+    return name == "lt" and one.power == other.power == 0 and one.number >= other.number

@@ -25,7 +25,7 @@ class Free(NamedTuple):
     Attributes:
       power: of the number of rows, which it grows with.
       own: whether it differs from shard to shard.
-      number: what all of it is, if that is known and the power is 0.
+      number: what all of it is, if that is known; with the rows of the first trace.
     """
 
     power: int = 0
@@ -64,6 +64,13 @@ class Index(NamedTuple):
 
     axis: int
     column: int | None = None
+
+
+class Shape(NamedTuple):
+    """A vector of integers, with the number of rows among them, in each of the two traces."""
+
+    one: tuple[int, ...]
+    other: tuple[int, ...]
 
 
 class Never(NamedTuple):
@@ -129,7 +136,7 @@ class Obstacle(NamedTuple):
     equation: Any = None
 
 
-Fact = Free | Rows | Index | Never | OneRow | SoFar | Total | Inverse | Ratio | Obstacle
+Fact = Free | Rows | Index | Shape | Never | OneRow | SoFar | Total | Inverse | Ratio | Obstacle
 
 
 class Pair(NamedTuple):
@@ -252,7 +259,13 @@ CHOOSES = {
     "select_n": slice(0, 1),
 }
 # Whose outcome is multiplied by what all that they take is multiplied by.
-_HOMOGENEOUS = LINEAR | ADDS | {*CHOOSES, "max", "min", "abs", "reduce_max", "reduce_min"}
+_HOMOGENEOUS = (
+    LINEAR
+    | ADDS
+    | set(CHOOSES)
+    | set("abs cummax cummin max min reduce_max reduce_min sort".split())
+    | set("reduce_window_max reduce_window_min reduce_window_sum select_and_scatter_add".split())
+)
 
 
 # Whose outcome is the same then.
@@ -273,7 +286,7 @@ def power_of(pair: Pair, facts: Sequence[Fact]) -> int | None:
         return 0
     if pair.converts():
         return None
-    if name in ("mul", "dot_general"):
+    if name in ("mul", "dot_general", "conv_general_dilated"):
         return sum(powers)
     if name == "div":
         return powers[0] - powers[1]
