@@ -377,11 +377,9 @@ def source_of(equation: Any) -> str:
 def sources_of(equation: Any) -> str:
     """As ``source_of``, and if that line is a library's, from which line of the user's own."""
     frames = list(_source_info_util.user_frames(equation.source_info.traceback))
-    own = (f for f in frames if not re.search("(site|dist)-packages", f.file_name))
-    found = [source_of(equation)]
-    for frame in [*own][:1]:
-        found.append(_source([(frame.file_name, frame.start_line, frame.function_name)]))
-    return ", from ".join(dict.fromkeys(filter(None, found)))
+    lines = [(f.file_name, f.start_line, f.function_name) for f in frames]
+    own = [line for line in lines if not re.search("(site|dist)-packages", line[0])]
+    return ", from ".join(dict.fromkeys(filter(None, map(_source, (lines, own)))))
 
 
 def has_source(equation: Any) -> bool:

@@ -28,6 +28,7 @@ from crossshard.jaxprs.row_facts import (
     Pair,
     Ratio,
     Rows,
+    Shape,
     SoFar,
     Total,
     is_inexact,
