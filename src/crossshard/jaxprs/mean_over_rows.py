@@ -171,13 +171,13 @@ class _OverRows(Analysis[Fact]):
         if one.shape == other.shape:
             if np.array_equal(one, other) or (one.dtype.kind == "f" and _both_nan(one, other)):
                 return Free(number=_number(one))
+            if one.ndim == 1 and one.size < 9 and one.dtype.kind in "iu":
+                return Shape(tuple(one.tolist()), tuple(other.tolist()))
             # Multiplied by a power of 2 a float is exact.
             powers = (p for p in (1, -1, 2, -2) if np.array_equal(other, one * 2.0**p))
             power = next(powers, None)
             if power is not None:
                 return Free(power, number=_number(one))
-            if one.ndim == 1 and one.size < 9 and one.dtype.kind in "iu":
-                return Shape(tuple(one.tolist()), tuple(other.tolist()))
         counts = one.ndim == 1 and np.array_equal(other, np.arange(2 * self._rows))
         if counts and np.array_equal(one, np.arange(self._rows)):
             return Index(0)
