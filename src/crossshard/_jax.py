@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import dtypes, lax
 from jax._src import clusters as _clusters
@@ -285,7 +286,7 @@ def rule_of_derivative(equation: Any, *, backward: bool) -> Any:
       backward: whether it takes the cotangents of the outputs that are inexact, and returns those
         of the inputs; otherwise the tangents of the inputs, and returns those of the outputs.
     """
-    is_inexact = lambda atom: dtypes.issubdtype(atom.aval.dtype, np.inexact)
+    is_inexact = lambda atom: jnp.issubdtype(atom.aval.dtype, np.inexact)
     type_of = lambda atom: jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
     varied = [place for place, atom in enumerate(equation.invars) if is_inexact(atom)]
     number = len(equation.invars)
@@ -328,11 +329,14 @@ def passes_on(loop: Scan, place: int) -> bool:
 def is_key(loop: Scan, place: int) -> bool:
     """Whether what a scan carries in a place is a PRNG key, of a type or of old."""
     dtype = opened(loop.body).invars[loop.constants + place].aval.dtype
-    return bool(dtypes.issubdtype(dtype, dtypes.prng_key) or dtype == np.uint32)
+    return bool(jnp.issubdtype(dtype, dtypes.prng_key) or dtype == np.uint32)
 
 
 def names_axes(equation: Any) -> bool:
     """Whether an equation is a collective over named axes, rather than over those of vmap."""
+    params = equation.params
+    if "axes" not in params and "axis_name" not in params:
+        return False
     return any(isinstance(name, str) for name in jax.tree.leaves(named_axes(equation)))
 
 

@@ -43,6 +43,8 @@ from crossshard.jaxprs.row_moves import batches_of, of_rows
 from crossshard.jaxprs.row_sums import added, of_sums
 from crossshard.jaxprs.walk import Analysis, Equations, Mismatch, follow
 
+__all__ = ["Finding", "OverRows", "over_rows"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
@@ -271,14 +273,16 @@ class _OverRows(Analysis[Fact]):
         ]
 
     def _pair(self, equations: Equations) -> Pair:
-        return Pair(*equations, self._rows)
+        one, other = equations
+        return Pair(one, other, self._rows)
 
     def _of_shape(self, pair: Pair, fact: Fact, one: Any, other: Any) -> Fact:
         """The fact of an output, given its shapes."""
         if not self._fits(fact, one, other):
             return pair.compared(f"{pair.name} of rows")
-        is_single = isinstance(fact, Total) and math.prod(_shape(one)) == 1
-        return fact._replace(single=True) if is_single else fact
+        if isinstance(fact, Total) and math.prod(_shape(one)) == 1:
+            return fact._replace(single=True)
+        return fact
 
     def _fits(self, fact: Fact, one: Any, other: Any) -> bool:
         """Whether the shape of a value grows only along the axis of its rows."""
@@ -298,15 +302,16 @@ class _OverRows(Analysis[Fact]):
             return found
         if not pair.is_alike():
             return pair.undecided(_DIFFERS)
-        if any(isinstance(fact, Shape) for fact in inputs):
+        kinds = set(map(type, inputs))
+        if Shape in kinds:
             return [self._of_shapes(pair, inputs)]
-        if any(isinstance(fact, OneRow | SoFar) for fact in inputs):
+        if kinds & {OneRow, SoFar}:
             return self._of_one_row(pair, inputs)
-        if any(isinstance(fact, Total | Ratio | Inverse) for fact in inputs):
+        if kinds & {Total, Ratio, Inverse}:
             return [of_sums(pair, inputs)] * len(pair.one.outvars)
-        if any(isinstance(fact, Index) for fact in inputs):
+        if Index in kinds:
             return self._of_index(pair, inputs)
-        if any(isinstance(fact, Rows) for fact in inputs):
+        if Rows in kinds:
             return of_rows(pair, inputs)
         return self._of_free(pair, inputs)
 
@@ -359,8 +364,9 @@ class _OverRows(Analysis[Fact]):
     def _of_index(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
         if pair.name == "lt" and isinstance(inputs[0], Index) and is_zero(inputs[1]):
             return [Never()]
-        if own_number(pair, inputs):
-            return [Rows(inputs[1].axis)]
+        axis = own_number(pair, inputs)
+        if axis is not None:
+            return [Rows(axis)]
         if pair.name == "gather" or pair.name.startswith("scatter"):
             of = [fact for fact in inputs if not isinstance(fact, Index)]
             power = power_of(pair, [of[0], Free(), *of[1:]])
@@ -378,11 +384,10 @@ class _OverRows(Analysis[Fact]):
         if sums and pair.name in MOVES and not pair.converts():
             return sums
         if sums:
-            (power, *others) = [x.power for x in inputs if isinstance(x, OneRow)] or [None]
-            adds = pair.name in ADDS and isinstance(inputs[0], SoFar) and not others
-            adds = adds or (pair.name in ("add", "add_any") and len(sums) == 1 and not others)
-            if adds and power is not None and sums[0].power in (None, power):
-                return [SoFar(power)]
+            match sorted(inputs, key=lambda fact: not isinstance(fact, SoFar)):
+                case [SoFar(before), OneRow(by)] if before in (None, by):
+                    if pair.name in ADDS and (pair.name != "sub" or inputs[0] in sums):
+                        return [SoFar(by)]
             return pair.compared("a row meets those before it")
         if not all(isinstance(fact, OneRow | Free | Never) for fact in inputs):
             return pair.undecided("a row meets others")

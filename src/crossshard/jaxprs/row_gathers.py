@@ -80,7 +80,8 @@ def gathered(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
     (operand, indices), params = inputs, pair.one.params
     shapes = [atom.aval for atom in pair.one.invars]
     of = _numbers(params["dimension_numbers"], shapes[0], pair.one.outvars[0].aval, _OF_GATHER)
-    found, axis = operand, None
+    found: Fact | None = operand
+    axis: int | None = None
     if isinstance(operand, Rows):
         full = shapes[0].shape[operand.axis]
         if isinstance(indices, Rows | Index):
@@ -128,8 +129,8 @@ def of_index(pair: Pair, inputs: Sequence[Fact]) -> Fact | None:
         columns = sum(atom.aval.shape[-1] for atom in pair.one.invars[: places[0]])
         (axis,) = axes
         width = pair.one.invars[places[0]].aval.shape[-1]
-        plain = axis is not None and axis != out.ndim - 1 and width == 1
-        return Index(axis, columns) if plain else None
+        plain = axis != out.ndim - 1 and width == 1
+        return Index(axis, columns) if axis is not None and plain else None
     (index, *others) = inputs
     if others or not isinstance(index, Index) or index.column is not None:
         return None
@@ -145,11 +146,9 @@ def of_index(pair: Pair, inputs: Sequence[Fact]) -> Fact | None:
     return None
 
 
-def own_number(pair: Pair, inputs: Sequence[Fact]) -> bool:
-    """Whether keys are made of one key and of each row's number."""
-    return (
-        pair.name == "random_fold_in"
-        and isinstance(inputs[0], Free)
-        and inputs[0].own
-        and isinstance(inputs[1], Index)
-    )
+def own_number(pair: Pair, inputs: Sequence[Fact]) -> int | None:
+    """The axis of keys that are made of a shard's own key and of each row's number."""
+    match inputs:
+        case [Free(own=True), Index(axis)] if pair.name == "random_fold_in":
+            return axis
+    return None

@@ -64,9 +64,10 @@ def of_rows(pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
 
 def batches_of(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | None:
     """Of several batches behind each other, some of them; ``None`` if it takes anything else."""
-    if pair.name not in ("slice", "split") or not isinstance(inputs[0], Rows):
+    rows = inputs[0] if pair.name in ("slice", "split") else None
+    if not isinstance(rows, Rows):
         return None
-    (rows, *_), axis = inputs, inputs[0].axis
+    axis = rows.axis
     if pair.name == "split":
         edges = [[0, *itertools.accumulate(each.params["sizes"])] for each in pair[:2]]
         along = pair.one.params["axis"] == axis
