@@ -233,7 +233,7 @@ def check(program: Program, last: int) -> OverRows:
         whole = jax.value_and_grad(loss, 1)(batch, W)
         each = [jax.value_and_grad(loss, 1)(part, W) for part in parts]
         by = number if finding.kind is OverRows.MEAN else 1
-        added = jax.tree.map(lambda *x: sum(x) / by, *each)
+        added = jax.tree.map(lambda *x, by=by: sum(x) / by, *each)
         if not all(np.isfinite(x).all() for x in jax.tree.leaves((whole, each))):
             continue
         for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(added), strict=True):
