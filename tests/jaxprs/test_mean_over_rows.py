@@ -278,7 +278,9 @@ MEANS: dict[str, Loss] = {
     "map with a branch": lambda b, w, k: lax.map(
         lambda x: lax.cond(x[0] > 0, lambda: x @ w, lambda: x).sum(), b["x"]
     ).mean(),
-    "map with a loop": lambda b, w, k: lax.map(lambda x: halved_while_large(x @ w), b["x"]).mean(),
+    "map with a loop": lambda b, w, k: lax.map(
+        lambda x: halved_while_large(x) * w.sum(), b["x"]
+    ).mean(),
     "map with keys": lambda b, w, k: lax.map(
         lambda both: (both[0] * jax.random.normal(both[1], (WIDTH,))).sum(),
         (b["x"], jax.random.split(k, ROWS_OF(b))),
@@ -670,6 +672,14 @@ def test_a_sum_is_no_mean():
     assert found(lambda b, w, k: ((b["x"] @ w) ** 2).sum()).kind is OverRows.SUM
     assert found(lambda b, w, k: ((b["x"] @ w) ** 2).sum() / ROWS).kind is OverRows.SUM
     assert found(lambda b, w, k: ((b["x"] @ w) ** 2).sum() / ROWS / 2).kind is OverRows.SUM
+
+
+def test_a_mean_that_is_divided_again_is_none():
+    mapped = lambda b, w, k: lax.map(lambda x: (x @ w).sum() / ROWS_OF(b), b["x"]).mean()
+    of_rows = lambda b, w, k: lax.map(lambda x: (x @ w).sum(), b["x"] / ROWS_OF(b)).mean()
+    plain = lambda b, w, k: (b["x"] @ w).mean() / ROWS_OF(b)
+    for loss in (mapped, of_rows, plain):
+        assert found(loss) == Finding(OverRows.UNDECIDED, "it grows with the number of rows")
 
 
 def test_the_line_is_the_users():

@@ -128,7 +128,7 @@ def _found(fact: Fact) -> Finding:
             return Finding(OverRows.MEAN)
         case Total(power=1, moved=False):
             return Finding(OverRows.SUM)
-        case Total() | Inverse():
+        case Total(moved=True) | Inverse():
             return Finding(OverRows.COMPARED, "something of a sum over rows that is not linear")
         case _:
             return Finding(OverRows.UNDECIDED, "it grows with the number of rows")
