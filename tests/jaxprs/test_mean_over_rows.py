@@ -433,6 +433,16 @@ def decaying(b: Any, w: Any, k: Any) -> Any:
     return lax.scan(step, 0.0, b["x"])[0] / ROWS_OF(b)
 
 
+def growing(b: Any, w: Any, k: Any) -> Any:
+    half = jax.jit(lambda x: x / 2)  # <-
+
+    def step(s: Any, x: Any) -> Any:
+        s += half((x @ w).sum())
+        return s + half(s), None
+
+    return lax.scan(step, 0.0, b["x"])[0] / ROWS_OF(b)
+
+
 def in_a_window(b: Any, w: Any, k: Any) -> Any:
     scores = (b["x"] @ w).sum(1)
     window = jnp.zeros(100).at[: ROWS_OF(b)].add(scores)  # <-
@@ -500,6 +510,7 @@ COMPARED: dict[str, Loss] = {
     "a pattern in another order": patterned,
     "counted in a scan": counted,
     "decaying in a scan": decaying,
+    "growing in a scan": growing,
     "in a window": in_a_window,
     "written across": written_across,
     "mean as an integer": lambda b, w, k: (9 * b["x"].mean()).astype(int) * w.sum(),
