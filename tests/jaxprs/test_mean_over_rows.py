@@ -96,6 +96,14 @@ def with_centred_tangents(x: Any) -> Any:
 with_centred_tangents.defjvp(lambda x, t: (x[0], t[0] - t[0].mean(0)))
 
 
+@jax.custom_vjp
+def centred_by_its_gradient(x: Any) -> Any:
+    return x
+
+
+centred_by_its_gradient.defvjp(lambda x: (x - x.mean(0), None), lambda _, g: (g,))
+
+
 def attacked(f: Callable[..., Any], x: Any, *more: Any) -> Any:
     return x + 0.1 * jnp.sign(jax.grad(f)(x, *more))
 
@@ -521,6 +529,7 @@ COMPARED: dict[str, Loss] = {
     "parameters' gradient of unit length": lambda b, w, k: (b["x"] @ with_gradient(unit)(w)).mean(),
     "centred gradient": lambda b, w, k: (with_gradient(centred)(b["x"] @ w) ** 2).mean(),
     "centred tangents": lambda b, w, k: (with_centred_tangents(b["x"] @ w) ** 2).mean(),
+    "another value": lambda b, w, k: (centred_by_its_gradient(b["x"] @ w) ** 2).mean(),
     "largest k rows": lambda b, w, k: lax.top_k((b["x"] @ w).T, 2)[0].mean(),
 }
 

@@ -495,7 +495,7 @@ class _OverRows(Analysis[Fact]):
         if obstacle is not None:
             reason = f"in a gradient of its own, {obstacle.reason}"
             return replace(obstacle, reason=reason, equation=obstacle.equation or pair.one)
-        return None if all(map(_is_a, found, expected)) else unknown
+        return None if all(map(_is_a, found, [*expected, *returned])) else unknown
 
 
 def _tangent(fact: Fact) -> Fact:
