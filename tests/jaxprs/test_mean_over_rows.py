@@ -426,6 +426,12 @@ def token_positions(b: Any, w: Any, k: Any) -> Any:
     return jnp.take_along_axis(scores, words[:, None], 1).mean()  # <-
 
 
+def segments_in_another_order(b: Any, w: Any, k: Any) -> Any:
+    words, values = b["words"].reshape(-1), b["mask"].T.reshape(-1)
+    sums = jnp.zeros(WIDTH).at[words].add(values)  # <-
+    return (sums * w[0]).sum() / ROWS_OF(b)
+
+
 def patterned(b: Any, w: Any, k: Any) -> Any:
     pattern = jnp.broadcast_to(w[0], (ROWS_OF(b), WIDTH)).reshape(-1)
     return ((b["x"] @ w).T.reshape(-1) * pattern).mean()  # <-
@@ -515,6 +521,7 @@ COMPARED: dict[str, Loss] = {
     "attention between rows": lambda b, w, k: (jax.nn.softmax(b["x"] @ b["x"].T) @ b["x"]).mean(),
     "a branch on the mean": branch_on_the_mean,
     "tokens in another order": token_positions,
+    "segments in another order": segments_in_another_order,
     "a pattern in another order": patterned,
     "counted in a scan": counted,
     "decaying in a scan": decaying,
