@@ -284,7 +284,8 @@ def rule_of_derivative(equation: Any, *, backward: bool) -> Any:
     Args:
       equation: a call of the function.
       backward: whether it takes the cotangents of the outputs that are inexact, and returns those
-        of the inputs; otherwise the tangents of the inputs, and returns those of the outputs.
+        of the inputs; otherwise the tangents of the inputs, and returns those of the outputs. Then
+        come the outputs themselves, which such a function may compute in another way.
     """
     is_inexact = lambda atom: jnp.issubdtype(atom.aval.dtype, np.inexact)
     type_of = lambda atom: jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
@@ -300,9 +301,11 @@ def rule_of_derivative(equation: Any, *, backward: bool) -> Any:
             return [x for x, atom in zip(found, equation.outvars, strict=True) if is_inexact(atom)]
 
         primals = [given[place] for place in varied]
-        if backward:
-            return jax.vjp(call, *primals)[1](slopes)
-        return jax.jvp(call, primals, slopes)[1]
+        if not backward:
+            outputs, found = jax.jvp(call, primals, slopes)
+            return *found, *outputs
+        outputs, pull = jax.vjp(call, *primals)
+        return *pull(slopes), *outputs
 
     sloped = equation.outvars if backward else equation.invars
     atoms = [*equation.invars, *filter(is_inexact, sloped)]

@@ -8,6 +8,7 @@ axis has rows there, and a literal that doubles counts them.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -234,11 +235,11 @@ class _OverRows(Analysis[Fact]):
             case Rows(0) | Index(0) if axes < 0:
                 return self._pair(equations).undecided("a scan over the rows")
             case Rows(axis):
-                return fact._replace(axis=axis + axes, entry=None)
+                return replace(fact, axis=axis + axes, entry=None)
             case Index(axis):
-                return fact._replace(axis=axis + axes)
+                return replace(fact, axis=axis + axes)
             case Total():
-                return fact._replace(single=False, entry=None)
+                return replace(fact, single=False, entry=None)
         return fact
 
     def returned(
@@ -250,7 +251,7 @@ class _OverRows(Analysis[Fact]):
                 outputs = [worst([fact, obstacle]) or obstacle for fact in outputs]
         # A value without a source line, as in a jit that JAX has traced before, takes the call's.
         return [
-            fact._replace(equation=equations[0])
+            replace(fact, equation=equations[0])
             if isinstance(fact, Obstacle | Ratio) and not _jax.has_source(fact.equation)
             else fact
             for fact in outputs
@@ -295,7 +296,7 @@ class _OverRows(Analysis[Fact]):
         if not self._fits(fact, one, other):
             return pair.compared(f"{pair.name} of rows")
         if isinstance(fact, Total) and math.prod(_shape(one)) == 1:
-            return fact._replace(single=True)
+            return replace(fact, single=True)
         return fact
 
     def _fits(self, fact: Fact, one: Any, other: Any) -> bool:
@@ -387,7 +388,7 @@ class _OverRows(Analysis[Fact]):
             found = (gathered if pair.name == "gather" else scattered)(pair, inputs)
             if power is None or isinstance(found, Obstacle):
                 return found if power is not None else pair.undecided(f"{pair.name} of powers")
-            return [fact._replace(power=power, zero=False, entry=None) for fact in found]
+            return [replace(fact, power=power, zero=False, entry=None) for fact in found]
         index = of_index(pair, inputs)
         return pair.compared("the position of a row") if index is None else [index]
 
@@ -506,9 +507,9 @@ class _OverRows(Analysis[Fact]):
             return unknown
         obstacle = obstacle or worst(found)
         if obstacle is not None:
-            kind, reason, at = obstacle
-            return Obstacle(kind, f"in a gradient of its own, {reason}", at or pair.one)
-        return None if all(map(_is_a, found, expected)) else unknown
+            reason = f"in a gradient of its own, {obstacle.reason}"
+            return replace(obstacle, reason=reason, equation=obstacle.equation or pair.one)
+        return None if all(map(_is_a, found, [*expected, *returned])) else unknown
 
 
 def _tangent(fact: Fact) -> Fact:
@@ -517,7 +518,7 @@ def _tangent(fact: Fact) -> Fact:
         case Free(power, own):
             return Free(power, own)
         case Rows():
-            return fact._replace(zero=False, entry=None)
+            return replace(fact, zero=False, entry=None)
         case Total(power, _, False):
             return Total(power)
         case OneRow():
