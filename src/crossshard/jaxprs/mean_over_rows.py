@@ -1,8 +1,8 @@
 """Whether a loss is a mean over the rows of its batch.
 
-The loss is traced twice, the second time with twice as many rows, and the two jaxprs are walked
+The loss is traced twice, the second time with several times as many rows, and the jaxprs are walked
 side by side. What differs between them shows where rows are: an array whose shape grows along an
-axis has rows there, and a literal that doubles counts them.
+axis has rows there, and a literal that grows as much counts them.
 """
 
 import dataclasses
@@ -78,6 +78,7 @@ def over_rows(
     *others: Any,
     own: Any = (),
     axes: Sequence[int] | None = None,
+    times: int = 2,
 ) -> Finding:
     """What ``loss(batch, *others, own)`` is in the rows of the batch.
 
@@ -87,6 +88,8 @@ def over_rows(
       *others: what has no rows.
       own: what has none either, and differs from shard to shard, such as PRNG keys.
       axes: for each array of the batch the axis of its rows; axis 0 of all if ``None``.
+      times: how many times as many rows the second trace has, a power of 2, by which a float is
+        multiplied exactly.
 
     >>> import jax.numpy as jnp
     >>> over_rows(lambda x, w, own: ((x @ w) ** 2).mean(), jnp.ones((4, 3)), jnp.ones(3)).kind
@@ -100,7 +103,7 @@ def over_rows(
     # With few rows, what is no power of their number may look like one.
     rows *= -(-4 // max(1, rows))
     traces = []
-    for number in (rows, 2 * rows):
+    for number in (rows, times * rows):
         of_number = tree.unflatten(
             [
                 jax.ShapeDtypeStruct(resized(x.shape, axis, number), x.dtype)
@@ -116,21 +119,21 @@ def over_rows(
     inputs: list[Fact] = [Rows(axis, entry=place) for place, axis in enumerate(axes)]
     inputs += [Free()] * len(jax.tree.leaves(others))
     inputs += [Free(own=True)] * len(jax.tree.leaves(own))
-    return found_in(traces, inputs, rows)
+    return found_in(traces, inputs, rows, times)
 
 
-def found_in(traces: Sequence[Any], inputs: Sequence[Fact], rows: int) -> Finding:
-    """What a loss is, of its jaxprs with some rows and with twice as many."""
+def found_in(traces: Sequence[Any], inputs: Sequence[Fact], rows: int, times: int = 2) -> Finding:
+    """What a loss is, of its jaxprs with some rows and with ``times`` as many."""
     try:
-        (fact,) = follow(_OverRows(rows), traces, inputs)
+        (fact,) = follow(_OverRows(rows, times), traces, inputs)
     except Mismatch as mismatch:
         return _found(Obstacle(OverRows.UNDECIDED, _DIFFERS, mismatch.equation))
     return _found(fact)
 
 
-_FAILS = "it cannot be traced with twice as many rows"
+_FAILS = "it cannot be traced with more rows"
 _COUNTS = "it computes with the number of rows"
-_DIFFERS = "it computes something different with twice as many rows"
+_DIFFERS = "it computes something different with more rows"
 
 
 def _found(fact: Fact) -> Finding:
@@ -158,15 +161,16 @@ _RANDOM = frozenset({"random_bits", "random_split"})
 
 
 class _OverRows(Analysis[Fact]):
-    """The facts of two traces, the second with twice as many rows as the first.
+    """The facts of two traces, the second with several times as many rows as the first.
 
     Args:
       rows: the number of rows of the first.
+      times: how many times as many the second has, a power of 2.
       derives: whether to look at the derivatives of functions that have their own.
     """
 
-    def __init__(self, rows: int, *, derives: bool = True):
-        self._rows, self._derives = rows, derives
+    def __init__(self, rows: int, times: int, *, derives: bool = True):
+        self._rows, self._times, self._derives = rows, times, derives
         self.memory = {}
 
     def constant(self, values: Sequence[Any]) -> Fact:
@@ -191,11 +195,13 @@ class _OverRows(Analysis[Fact]):
             if one.ndim == 1 and one.size < 9 and one.dtype.kind in "iu":
                 return Shape(tuple(one.tolist()), tuple(other.tolist()))
             # Multiplied by a power of 2 a float is exact.
-            powers = (p for p in (1, -1, 2, -2) if np.array_equal(other, one * 2.0**p))
+            powers = (
+                p for p in (1, -1, 2, -2) if np.array_equal(other, one * float(self._times) ** p)
+            )
             power = next(powers, None)
             if power is not None:
                 return Free(power, number=_number(one))
-        counts = one.ndim == 1 and np.array_equal(other, np.arange(2 * self._rows))
+        counts = one.ndim == 1 and np.array_equal(other, np.arange(self._times * self._rows))
         if counts and np.array_equal(one, np.arange(self._rows)):
             return Index(0)
         return Obstacle(OverRows.UNDECIDED, _COUNTS, equation)
@@ -289,7 +295,7 @@ class _OverRows(Analysis[Fact]):
 
     def _pair(self, equations: Equations) -> Pair:
         one, other = equations
-        return Pair(one, other, self._rows)
+        return Pair(one, other, self._rows, self._times)
 
     def _of_shape(self, pair: Pair, fact: Fact, one: Any, other: Any) -> Fact:
         """The fact of an output, given its shapes."""
@@ -307,9 +313,9 @@ class _OverRows(Analysis[Fact]):
         slices = 1 if isinstance(fact, Index) else fact.outer * fact.inner
         if fact.axis >= len(shapes[0]) or shapes[0][fact.axis] != slices * self._rows:
             return False
-        doubled = list(shapes[0])
-        doubled[fact.axis] *= 2
-        return tuple(doubled) == shapes[1]
+        grown = list(shapes[0])
+        grown[fact.axis] *= self._times
+        return tuple(grown) == shapes[1]
 
     def _transferred(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
         found = batches_of(pair, inputs)
@@ -344,7 +350,7 @@ class _OverRows(Analysis[Fact]):
             kept = name in MOVES and not pair.converts() and len(free) == len(inputs)
             return [Free(power, own, free[0].number if kept and free else None)] * number
         axes = {
-            _axis_that_grows(_shape(one), _shape(other))
+            _axis_that_grows(_shape(one), _shape(other), self._times)
             for one, other in zip(pair.one.outvars, pair.other.outvars, strict=True)
         }
         (axis,) = axes if len(axes) == 1 else (None,)
@@ -417,7 +423,7 @@ class _OverRows(Analysis[Fact]):
         constants, carried = loops[0].constants, loops[0].carried
         first, number = constants + carried, len(pair.one.outvars)
         steps = [each.steps for each in loops]
-        if [steps[1]] != [(2 * self._rows, steps[0][1])] or steps[0][0] != self._rows:
+        if [steps[1]] != [(self._times * self._rows, steps[0][1])] or steps[0][0] != self._rows:
             return [pair.undecided("a scan with the number of rows")] * number
         if not all(isinstance(fact, Free) and fact.power == 0 for fact in inputs[:first]):
             return [pair.undecided("a scan over the rows")] * number
@@ -502,7 +508,9 @@ class _OverRows(Analysis[Fact]):
         obstacle = worst([*slopes, *expected])
         try:
             rules = [_jax.rule_of_derivative(each, backward=backward) for each in equations]
-            found = follow(_OverRows(self._rows, derives=False), rules, [*inputs, *slopes])
+            found = follow(
+                _OverRows(self._rows, self._times, derives=False), rules, [*inputs, *slopes]
+            )
         except Exception:  # a rule of the user may raise anything
             return unknown
         obstacle = obstacle or worst(found)
@@ -579,12 +587,12 @@ def _same_shape(one: Any, other: Any) -> bool:
     return _shape(one) == _shape(other)
 
 
-def _axis_that_grows(one: Sequence[int], other: Sequence[int]) -> int | None:
+def _axis_that_grows(one: Sequence[int], other: Sequence[int], times: int) -> int | None:
     if len(one) != len(other):
         return None
     differ = [axis for axis, pair in enumerate(zip(one, other, strict=True)) if len(set(pair)) > 1]
-    doubles = len(differ) == 1 and other[differ[0]] == 2 * one[differ[0]]
-    return differ[0] if doubles else None
+    grows = len(differ) == 1 and other[differ[0]] == times * one[differ[0]]
+    return differ[0] if grows else None
 
 
 def _is_never(name: str, one: Free, other: Free) -> bool:

@@ -153,11 +153,18 @@ Fact = Free | Rows | Index | Shape | Never | OneRow | SoFar | Total | Inverse | 
 
 
 class Pair(NamedTuple):
-    """An equation of the one trace, that of the other, and the number of rows of the one."""
+    """An equation of the one trace, and that of the other.
+
+    Attributes:
+      one, other: the equations.
+      rows: the number of rows of the one.
+      times: how many times as many the other has.
+    """
 
     one: Any
     other: Any
     rows: int
+    times: int
 
     @property
     def name(self) -> str:

@@ -80,7 +80,12 @@ def batches_of(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | None:
         lengths = edges[0][1] - edges[0][0]
         along = out == (*given[:axis], lengths, *given[axis + 1 :])
     whole = all(edge % pair.rows == 0 for edge in edges[0])
-    if not along or not whole or edges[1] != [2 * edge for edge in edges[0]] or rows.inner != 1:
+    if (
+        not along
+        or not whole
+        or edges[1] != [pair.times * edge for edge in edges[0]]
+        or rows.inner != 1
+    ):
         return None
     return [
         replace(rows, outer=(end - start) // pair.rows, entry=None)
@@ -218,7 +223,7 @@ def _convolved(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
     grown = [
         name
         for name in ("feature_group_count", "batch_group_count")
-        if params[name] % pair.rows == 0 and pair.other.params[name] == 2 * params[name]
+        if params[name] % pair.rows == 0 and pair.other.params[name] == pair.times * params[name]
     ]
     size = pair.one.outvars[0].aval.shape[out[1]] // pair.rows
     grouped = grown == ["feature_group_count"] and left.axis == numbers.lhs_spec[1] and batches == 1
