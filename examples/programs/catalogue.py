@@ -118,8 +118,9 @@ class Program:
 
     def diff(self) -> str:
         """What was changed, as ``diff -U1`` shows it."""
-        pair = (self.text(kind).splitlines(keepends=True) for kind in ("before", "after"))
-        return "".join(list(difflib.unified_diff(*pair, n=1))[2:])
+        before, after = (self.text(kind).splitlines() for kind in ("before", "after"))
+        lines = list(difflib.unified_diff(before, after, n=1, lineterm=""))[2:]
+        return "".join(f"{line.rstrip()}\n" for line in lines)
 
     @property
     def changed(self) -> int:

@@ -16,7 +16,7 @@ class Layer(nn.Module):
     @nn.compact
     def __call__(self, x, mask):
         y = nn.LayerNorm()(x)
-        x = x + nn.SelfAttention(num_heads=4, use_bias=False)(y, mask=mask)
+        x = x + nn.MultiHeadDotProductAttention(num_heads=4, use_bias=False)(y, y, mask=mask)
         y = nn.LayerNorm()(x)
         return x + nn.Dense(WIDTH)(nn.gelu(nn.Dense(4 * WIDTH)(y)))
 

@@ -47,7 +47,7 @@ def data(steps):
         }
 
 
-def main(optimizer=OPTIMIZER, steps=4):
+def main(optimizer=OPTIMIZER, steps=3):
     first = next(data(1))
     params = model.init(jax.random.key(0), first["query"], first["answer"])["params"]
     count = lambda batch: jnp.minimum(batch["length"] + 1, OUT).sum().astype(jnp.float32)
