@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import difflib
 import importlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,13 @@ class Refused:
     """A first try that is refused.
 
     Attributes:
-      text: what the program says instead of ``instead_of``, if written without a thought.
-      instead_of: what it says now, because the error said so.
+      changes: what a program says now, because the error said so, and what it said at first.
       said: what the error says.
       named: what the error says to write.
       written: the same, for the table.
     """
 
-    text: str
-    instead_of: str
+    changes: tuple[tuple[str, str], ...]
     said: str
     named: str
     written: str
@@ -34,22 +33,24 @@ class Refused:
 
 _KNOWN = (
     Refused(
-        "",
-        ', loss_over="batch"',
+        ((', loss_over="batch"', ""),),
         "The loss compares rows of the batch",
         "loss_over='batch'",
         'loss_over="batch"',
     ),
     Refused(
-        "",
-        ", weight=count",
+        ((", weight=count", ""),),
         "The loss divides a sum over the rows of the batch by another one",
         "Pass weight=",
         "weight=",
     ),
     Refused(
-        "optax.chain(clip, noise, optimizer)",
-        "optax.chain(noise, optimizer), preprocess=clip",
+        (
+            ("chain(noise, optimizer), preprocess=clip", "chain(clip, noise, optimizer)"),
+            ("jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)", "tx.init"),
+            ("    specs = tx.state_specs(params, num_shards=8)\n", ""),
+            ("specs", "P()"),
+        ),
         "per-example gradients",
         "preprocess=optax.contrib.differentially_private_aggregate",
         "preprocess=",
@@ -109,12 +110,15 @@ class Program:
     @property
     def refused(self) -> Refused | None:
         """The first try, where that is refused; ``None`` where it is right."""
-        return next((each for each in _KNOWN if each.instead_of in self.text("after")), None)
+        text = self.text("after")
+        return next((each for each in _KNOWN if each.changes[0][0] in text), None)
 
     def first_try(self) -> str:
         """The text of the first try."""
         text, refused = self.text("after"), self.refused
-        return text if refused is None else text.replace(refused.instead_of, refused.text)
+        for now, first in () if refused is None else refused.changes:
+            text = re.sub(rf"(?<!_){re.escape(now)}", first, text)
+        return text
 
     def diff(self) -> str:
         """What was changed, as ``diff -U1`` shows it."""

@@ -1,4 +1,4 @@
-"""loss_over="rows": a step whose loss is a mean over rows runs, and all others are refused."""
+"""loss_over="rows", the default: a mean over rows runs, and every other loss is refused."""
 
 from typing import Any
 
@@ -21,13 +21,13 @@ BATCH = {
 
 
 def made(loss: Any, **options: Any) -> Any:
-    return make_train_step(loss, optax.sgd(0.1), num_shards=SHARDS, loss_over="rows", **options)
+    return make_train_step(loss, optax.sgd(0.1), num_shards=SHARDS, **options)
 
 
-def refused(loss: Any, **options: Any) -> str:
+def refused(loss: Any, initial: Any = None, **options: Any) -> str:
     step = made(loss, **options)
     with pytest.raises(LossError) as error:
-        step.lower(step.abstract_init(W), BATCH)
+        step.lower(step.abstract_init(W, model_state=initial), BATCH)
     return str(error.value)
 
 
@@ -106,9 +106,47 @@ def test_an_unknown_word_is_refused():
         make_train_step(mean, CrossShardOptimizer(optax.sgd(0.1)), loss_over="examples")
 
 
-def test_by_default_each_shard_has_its_own():
-    step = make_train_step(
-        lambda w, batch: (batch["x"] @ w).std(), optax.sgd(0.1), num_shards=SHARDS
-    )
+def test_each_shard_may_have_its_own():
+    step = made(lambda w, batch: (batch["x"] @ w).std(), loss_over="shard")
     _, metrics = step(step.init(jnp.asarray(W)), BATCH)
     assert np.isfinite(metrics["loss"])
+
+
+def test_one_shard_has_nothing_to_prove_but_for_its_microbatches():
+    loss = lambda w, batch: (batch["x"] @ w).std()
+    step = make_train_step(loss, optax.sgd(0.1), num_shards=1)
+    step.lower(step.abstract_init(W), BATCH)
+    step = make_train_step(loss, optax.sgd(0.1), num_shards=1, accumulate_steps=2)
+    with pytest.raises(LossError, match="compares rows"):
+        step.lower(step.abstract_init(W), BATCH)
+
+
+def test_a_sum_runs_where_shards_are_added_up():
+    loss = lambda w, batch: ((batch["x"] @ w) ** 2).sum()
+    summed = CrossShardOptimizer(optax.sgd(0.01), reduction="sum")
+    step = make_train_step(loss, summed, num_shards=SHARDS)
+    state, _ = step(step.init(W), BATCH)
+    want = W - 0.01 * jax.grad(loss)(W, BATCH)
+    np.testing.assert_allclose(state.params, want, rtol=0, atol=1e-5)
+
+
+def test_a_mean_that_does_not_divide_by_its_weight_is_refused():
+    loss = lambda w, batch: ((batch["x"] @ w).sum(1) * batch["mask"]).mean()
+    assert "Divide by that sum" in refused(loss, weight="mask")
+
+
+def with_keys(params: Any, state: Any, batch: Any) -> Any:
+    noise = jax.random.normal(state["key"], batch["x"].shape)
+    return (((batch["x"] + noise) @ params) ** 2).mean(), {"key": jax.random.split(state["key"])[0]}
+
+
+def test_keys_in_a_state_that_all_shards_share_are_no_noise_of_rows():
+    state = {"key": jax.random.key(0)}
+    text = refused(with_keys, model_state="mean", initial=state)
+    assert text.startswith("The loss draws noise from a key that is the same on every shard")
+    assert "rng" in text
+    assert "model_state='per_shard'" in text
+    assert "test_over_rows.py:" in text
+    for options in ({"model_state": "per_shard"}, {"model_state": "mean", "loss_over": "batch"}):
+        step = made(with_keys, **options)
+        step.lower(step.abstract_init(W, model_state=state), BATCH)

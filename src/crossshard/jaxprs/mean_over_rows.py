@@ -19,6 +19,8 @@ from crossshard.jaxprs.along import axes_after
 from crossshard.jaxprs.elementwise import ELEMENTWISE, Along, Slicing
 from crossshard.jaxprs.walk import Analysis, Equations, Mismatch, follow
 
+SAME_NOISE = "noise from a key that is the same on every shard"
+
 
 class OverRows(enum.Enum):
     """What a loss is in the rows of its batch."""
@@ -26,8 +28,8 @@ class OverRows(enum.Enum):
     MEAN = "a mean over the rows"
     SUM = "a sum over the rows"
     RATIO = "a ratio of two sums over the rows"
-    COMPARED = "rows are compared"
-    OVER_SHARDS = "the loss sums over the shards itself"
+    COMPARED = "a comparison of rows"
+    OVER_SHARDS = "a sum over the shards by itself"
     UNDECIDED = "not decided"
 
 
@@ -375,7 +377,7 @@ class _OverRows(Analysis[Fact]):
             return [Rows(axis, 1, inner, powers[0], constant=True)]
         if name in _RANDOM:
             if not own:
-                return _compared("noise from a key that is the same on every shard", one)
+                return _compared(SAME_NOISE, one)
             return [Rows(axis, 1, inner)] * number
         return _undecided(f"{name} with the number of rows", one)
 

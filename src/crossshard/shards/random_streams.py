@@ -1,8 +1,10 @@
-"""Distinct random streams for the shards."""
+"""Distinct random streams for the shards, keys of rows, and keys that switch noise off."""
 
+import functools
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 
 
@@ -21,6 +23,15 @@ def own_stream(key: jax.Array, shard: jax.Array) -> jax.Array:
     return fold(key, shard)
 
 
+def keys_of_rows(key: jax.Array, places: jax.Array) -> jax.Array:
+    """A key for each row, folded from its place in the global batch.
+
+    >>> keys_of_rows(jax.random.key(0), jnp.arange(4, 8)).shape
+    (4,)
+    """
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, places)
+
+
 def is_key(x: Any) -> bool:
     """Whether an array holds typed keys."""
     return bool(jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key))
@@ -34,3 +45,31 @@ def may_be_raw_key(x: Any) -> bool:
     """
     of_one = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
     return x.dtype == of_one.dtype and x.shape[-1:] == of_one.shape
+
+
+def quiet_keys(shape: tuple[int, ...]) -> jax.Array:
+    """Keys whose random bits are all the same, in the middle of their range.
+
+    Uniform numbers are 1/2 then, normal ones 0, and dropout that keeps more than a half keeps all.
+
+    >>> float(jax.random.uniform(quiet_keys(()))), bool(jax.random.bernoulli(quiet_keys(()), 0.9))
+    (0.5, True)
+    """
+    return jax.random.wrap_key_data(jnp.zeros((*shape, 1), jnp.uint32), impl=_quiet())
+
+
+@functools.cache
+def _quiet() -> Any:
+    def bits(key: Any, width: int, shape: tuple[int, ...]) -> jax.Array:
+        del key
+        return jnp.full(shape, 1 << (width - 1), f"uint{width}")
+
+    return jax.extend.random.define_prng_impl(
+        key_shape=(1,),
+        seed=lambda seed: jnp.zeros(1, jnp.uint32),
+        split=lambda key, shape: jnp.broadcast_to(key, (*shape, 1)),
+        random_bits=bits,
+        fold_in=lambda key, data: key,
+        name="quiet",
+        tag="quiet",
+    )

@@ -14,6 +14,7 @@ from crossshard.model.layout import StateLayout
 from crossshard.model.model_state import ModelState
 from crossshard.model.state import TrainState
 from crossshard.shards.partition import Partition
+from crossshard.step.loss_over import LossOver
 from crossshard.step.step_function import StepFunction
 
 
@@ -33,6 +34,7 @@ def describe(function: StepFunction, layout: StateLayout, state: TrainState) -> 
         [
             function.describe(plan),
             f"{shards}; weight update {plan.strategy}: {plan.why}",
+            *_over(function, layout.number_of_shards),
             *_updated(layout, state),
             *_parameters(function, layout, state),
             *([f"frozen: {_sizes(frozen, in_parts)}, {of_frozen}"] * bool(frozen)),
@@ -63,6 +65,18 @@ _KEPT = {
     ModelState.MEAN: "averaged over the shards",
     ModelState.PER_SHARD: "one for each shard",
 }
+
+
+def _over(function: StepFunction, shards: int) -> list[str]:
+    """What the loss is in the rows of the batch, where each shard has its own."""
+    loss = function.loss
+    if loss.is_over_batch or shards * loss.accumulate_steps == 1:
+        return []
+    if loss.over is LossOver.SHARD:
+        return ["loss: each shard's own, loss_over='shard'"]
+    if loss.record.latest is None:
+        return ["loss: what it is in its rows is known once the step has been lowered, or called"]
+    return [f"loss: {loss.record}"]
 
 
 def _updated(layout: StateLayout, state: TrainState) -> list[str]:

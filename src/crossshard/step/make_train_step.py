@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from crossshard import _check
 from crossshard.errors import ArgumentError
+from crossshard.gradients.reduction import Reduction
 from crossshard.gradients.status import GradientStatus
 from crossshard.guards.divergence import check_divergence_options
 from crossshard.model.loss import with_rng
@@ -26,7 +27,13 @@ from crossshard.shards.mesh import mesh_and_axes, number_of_shards
 from crossshard.step.aux_reduction import check_aux_reduction
 from crossshard.step.config import StepConfig
 from crossshard.step.entries import check_entries
-from crossshard.step.loss_over import LossOver, check_loss_over, check_over_batch
+from crossshard.step.loss_over import (
+    LossOver,
+    RngPer,
+    check_loss_over,
+    check_over_batch,
+    check_rng_per,
+)
 from crossshard.step.shard_loss import ShardLoss
 from crossshard.step.step_function import StepFunction
 from crossshard.step.train_step import TrainStep
@@ -43,6 +50,10 @@ class StepOptions(Options, total=False):
       aux_reduction: how ``metrics["aux"]`` is reduced over the shards, or the group: ``"mean"``,
         weighted as the loss is, ``"sum"``, ``"per_shard"`` as for ``None``, or a pytree prefix of
         ``aux`` with these.
+      rng_per: ``"shard"``: ``rng`` is one key, another on each shard, or with
+        ``loss_over="batch"`` the same for all. ``"row"``: it is keys ``[rows]``, one for each row,
+        folded from the step's number and the row's place in the global batch, so that noise does
+        not depend on the number of shards, nor on ``accumulate_steps``.
       check_divergence: compare the shards' copies of parameters and state, bit by bit, before every
         step whose number divides by this one; never if ``None``. ``metrics["divergence"]`` is a
         ``Divergence``.
@@ -55,6 +66,7 @@ class StepOptions(Options, total=False):
     """
 
     gather_dtype: Any
+    rng_per: Literal["shard", "row"]
     aux_reduction: Any
     check_divergence: int | None
     on_divergence: Literal["raise", "repair"]
@@ -108,14 +120,15 @@ def make_train_step(
         ``jax.checkpoint`` recomputes it, and its gradient is summed where the backward pass makes
         it. ``state.params`` are global arrays in their own shapes. Large parameters that ``wrt``
         leaves out rest in parts too, and are gathered without a gradient.
-      loss_over: ``"shard"``: the loss is given one shard's rows, and its own loss is meant.
-        ``"rows"``: the same, and the loss is proven from its trace to be a mean over rows, or with
-        ``weight`` a ratio of two sums over them, so that the mean over the shards is that of the
-        whole batch; else it is a LossError that names the line. ``"batch"``: the loss is given the
+      loss_over: ``"rows"``: the loss is given one shard's rows, and it is proven from its trace to
+        be a mean over rows, or with ``weight`` a ratio of two sums over them, so that the mean over
+        the shards is that of the whole batch; else it is a LossError that names the line. What the
+        trace does not decide, the first call checks by numbers. ``"batch"``: the loss is given the
         whole batch, as global arrays whose work XLA splits, as under ``jax.jit``. It may compare
         rows (batch norm, a contrastive loss), and its numbers, and those of its ``rng``, one key
         for the step, are one device's. ``aux`` and model state are kept as it returns them. What
-        needs a shard's own gradient is refused.
+        needs a shard's own gradient is refused. ``"shard"``: each shard's own loss of its rows is
+        meant, and nothing is proven.
       weight: the number of examples or tokens of a shard: the name of the batch entry to sum,
         such as a mask, or a function from a shard's batch to float[]. The mean is then
         sum(w · g) / sum(w), and a batch whose rows do not divide is padded with zeros.
@@ -133,7 +146,7 @@ def make_train_step(
         processes must pass the same ones.
       donate: whether a call overwrites the state that it is given. ``False`` keeps it valid, which
         takes memory for a second one.
-      **options: ``aux_reduction``, ``check_divergence`` and ``on_divergence``, see
+      **options: ``aux_reduction``, ``check_divergence``, ``on_divergence`` and ``rng_per``, see
         ``crossshard.step.StepOptions``; and stages to add: ``accumulate_steps``, ``metrics``,
         ``reduce_dtype``, ``loss_scale``, ``master_dtype``, ``ema``, ``nonfinite``, see
         ``crossshard.pipeline.Options``.
@@ -147,7 +160,8 @@ def make_train_step(
       AxisError: ``axis_name`` names no axis of the mesh.
       ArgumentTypeError: not a function, not an optimizer, or not a mesh; or the loss takes arrays
         beside the batch.
-      LossError: with ``loss_over="rows"``, when a step is first traced: the loss is no such mean.
+      LossError: when a step of several shards is first traced, with ``loss_over="rows"``: the loss
+        is no such mean.
       VariableError: the optimizer closes over an NNX variable, as a schedule may.
 
     >>> import jax.numpy as jnp, optax
@@ -169,6 +183,7 @@ def make_train_step(
     takes = ("params", "batch") if kind is None else ("params", "model_state", "batch")
     loss_fn, takes_rng = with_rng(loss_fn, takes)
     weigh, over = check_weight(weight), check_loss_over(loss_over)
+    rng_per = check_rng_per(options.get("rng_per", RngPer.SHARD), takes_rng=takes_rng)
     loss = ShardLoss(
         loss_fn,
         takes_rng,
@@ -179,6 +194,8 @@ def make_train_step(
         check_aux_reduction(options.get("aux_reduction"), has_aux),
         check_entries(replicated_entries, weigh),
         over,
+        keys_of_rows=rng_per is RngPer.ROW,
+        is_summed=pipeline.reduction is Reduction.SUM,
     )
     pipeline = _check_pipeline(pipeline, number_of_shards(where, axes), weight)
     if loss.is_over_batch:

@@ -1,12 +1,12 @@
 """Checks that the loss of a step is a mean over rows, so that the shards' mean is the batch's."""
 
-from collections.abc import Callable
+import dataclasses
 from typing import Any
 
 import jax
 
 from crossshard.errors import LossError
-from crossshard.jaxprs.mean_over_rows import Finding, OverRows, over_rows
+from crossshard.jaxprs.mean_over_rows import SAME_NOISE, Finding, OverRows
 from crossshard.step.weight import SumOf, Weight
 
 _WAYS_ON = (
@@ -15,19 +15,65 @@ _WAYS_ON = (
 )
 
 
+class UndecidedError(LossError):
+    """The trace of a loss does not prove what it is in its rows, and no numbers have shown it.
+
+    Attributes:
+      key: what to add to ``OverRowsRecord.by_numbers`` once they have.
+    """
+
+    def __init__(self, finding: Finding, key: Any):
+        self.finding, self.key = finding, key
+        super().__init__(
+            f"{undecided(finding)} The first call of the step checks it by numbers; a step that is "
+            f"lowered or traced before that has none. {_WAYS_ON}"
+        )
+
+
+@dataclasses.dataclass
+class OverRowsRecord:
+    """What is known of a loss in the rows of its batch.
+
+    Attributes:
+      latest: what its trace showed last; ``None`` if it has not been traced.
+      by_numbers: what of it is not decided, and of which types of rows, where numbers have shown
+        it to be a mean.
+    """
+
+    latest: Finding | None = None
+    by_numbers: set[Any] = dataclasses.field(default_factory=set)
+
+    def __str__(self) -> str:
+        if self.latest is None:
+            return "not looked at"
+        is_shown = any(finding == self.latest for finding, _ in self.by_numbers)
+        return f"{self.latest}" + "; by numbers it is a mean over the rows" * is_shown
+
+
 def check_over_rows(
-    loss: Callable[..., Any], rows: Any, *others: Any, own: Any, weight: Weight | None
-) -> Finding:
-    """What ``loss(rows, *others, own)`` is in its rows, as ``over_rows`` finds.
+    finding: Finding, rows: Any, *, weight: Weight | None, summed: bool, record: OverRowsRecord
+) -> None:
+    """Raise if a loss is no mean over rows.
 
     Args:
+      finding: what its trace shows.
+      rows: the rows of the batch.
       weight: the weight function of the step, if it has one.
+      summed: whether the shards' losses are added up.
+      record: what numbers have shown.
 
     Raises:
       LossError: the mean over the shards would not be the loss of the whole batch.
+      UndecidedError: that is not known.
     """
-    finding = over_rows(loss, rows, *others, own=own)
     where = f" ({finding.source})" if finding.source else ""
+    if finding.kind is OverRows.COMPARED and finding.reason == SAME_NOISE:
+        raise LossError(
+            f"The loss draws {finding.reason}{where}, so that rows of several shards get the same "
+            f"numbers, and all rows of the batch would not. Let the loss take a key as its last "
+            f"parameter, rng, which is each shard's own; or keep the key in "
+            f"model_state='per_shard'. {_WAYS_ON}"
+        )
     if finding.kind is OverRows.COMPARED:
         raise LossError(
             f"The loss compares rows of the batch: {finding.reason}{where}. Each shard has its own "
@@ -35,11 +81,10 @@ def check_over_rows(
             f"{_WAYS_ON}"
         )
     if finding.kind is OverRows.UNDECIDED:
-        raise LossError(
-            f"Nothing proves that the loss is a mean over the rows of the batch: "
-            f"{finding.reason}{where}. {_WAYS_ON}"
-        )
-    if finding.kind is OverRows.SUM:
+        types = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(rows))
+        if (finding, types) not in record.by_numbers:
+            raise UndecidedError(finding, (finding, types))
+    if finding.kind is OverRows.SUM and not summed:
         raise LossError(
             "The loss is a sum over the rows of the batch, and the mean of the shards' sums is "
             "smaller than the sum of the whole batch. Write the mean over rows; or pass "
@@ -47,7 +92,38 @@ def check_over_rows(
         )
     if finding.kind is OverRows.RATIO:
         _check_weight(finding, where, rows, weight)
-    return finding
+    if finding.kind is OverRows.MEAN and isinstance(weight, SumOf):
+        raise LossError(
+            f"The loss is a mean over rows, in which all rows count the same, and "
+            f"weight={weight.key!r} lets a shard count as the sum of batch[{weight.key!r}]. Divide "
+            f"by that sum: (losses * batch[{weight.key!r}]).sum() / batch[{weight.key!r}].sum(). "
+            f"Or leave weight out."
+        )
+
+
+def undecided(finding: Finding) -> str:
+    """A sentence that says what of a loss is not decided."""
+    where = f" ({finding.source})" if finding.source else ""
+    return (
+        f"Nothing proves that the loss is a mean over the rows of the batch: "
+        f"{finding.reason}{where}."
+    )
+
+
+def not_by_numbers(finding: Finding, together: float, mean: float, gradients: float) -> LossError:
+    """The error for a loss of which numbers show that it is no mean over rows.
+
+    Args:
+      finding: what its trace does not show.
+      together: the loss of the rows of two shards.
+      mean: the mean of their own losses.
+      gradients: how far the gradients are apart, relative to the largest.
+    """
+    return LossError(
+        f"{undecided(finding)} And it is none: of rows of two shards it is {together:.6g}, and the "
+        f"mean of these shards' losses is {mean:.6g}; the gradients are {gradients:.2g} of the "
+        f"largest apart. {_WAYS_ON}"
+    )
 
 
 def _check_weight(finding: Finding, where: str, rows: Any, weight: Weight | None) -> None:

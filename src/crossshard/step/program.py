@@ -13,10 +13,12 @@ from crossshard.model.state import TrainState
 from crossshard.shards.devices import are_of_all_processes
 from crossshard.step.arguments import check_not_of_mesh
 from crossshard.step.batches import BatchPlacer
+from crossshard.step.by_numbers import check_by_numbers
 from crossshard.step.compiler_options import compiler_options
 from crossshard.step.config import StepConfig
 from crossshard.step.donation import Donation
 from crossshard.step.layouts import Layouts
+from crossshard.step.over_rows import UndecidedError
 
 Metrics = dict[str, Any]
 
@@ -71,12 +73,22 @@ class Program:
             with _jax.in_place_of_the_users_mesh(self._config.mesh):
                 if self._is_watched and self._in_processes:
                     PROGRESS.take(self._place.rows_of(batch))
-                placed = self._place(batch)
-                if self._in_processes and run is self._compiled:
-                    self._check_same(state, placed)
-                return self._explained(run, state, placed)
+                return self._run_placed(run, state, self._place(batch))
         # Without a context, which costs a microsecond at every step.
-        return self._explained(run, state, self._place(batch))
+        return self._run_placed(run, state, self._place(batch))
+
+    def _run_placed(self, run: Callable[..., Any], state: TrainState, batch: Any) -> Any:
+        try:
+            if self._in_processes and run is self._compiled:
+                self._check_same(state, batch)
+            return self._explained(run, state, batch)
+        except UndecidedError as error:
+            if run is self._traced:
+                raise
+            undecided = error
+        check_by_numbers(self._config, self._layouts.of_state(state), state, batch, undecided)
+        self._config.loss.record.by_numbers.add(undecided.key)
+        return self._run_placed(run, state, batch)
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """The lowered program for a state and a batch, or for their types."""
@@ -96,11 +108,11 @@ class Program:
         key = tree, *((x.shape[free:], x.dtype) for x in leaves), len(self._layouts)
         if key in self._agreed:
             return
-        self._agreed.add(key)
         mesh = self._config.mesh
         rows = lambda: {"rows": str([x.shape[:1] for x in leaves])}
         if not free or compare("step", rows, mesh) is None:
             check_same_program(self._explained(self._compiled.lower, state, batch), mesh)
+        self._agreed.add(key)
 
     def _explained(self, compiled: Callable[..., Any], state: Any, batch: Any) -> Any:
         try:

@@ -1,5 +1,6 @@
 """Rebuild: a step again with another optimizer, to be compared with itself on one shard."""
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -8,11 +9,13 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from crossshard.errors import ArgumentError
+from crossshard.errors import ArgumentError, LossError
 from crossshard.gradients.reduction import Reduction
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.update.plan import WeightUpdate
 from crossshard.step.entries import join_entries
+from crossshard.step.loss_over import LossOver
+from crossshard.step.over_rows import OverRowsRecord
 from crossshard.step.train_step import TrainStep, config_of
 
 
@@ -98,6 +101,28 @@ def own_rows(step: TrainStep, batch: Any) -> Any:
 
     rows, whole = config.loss.split(batch)
     return join_entries(jax.tree.map(cut, rows), whole)
+
+
+def loss_over_rows_of(step: TrainStep, params: Any, batch: Any, model_state: Any = None) -> str:
+    """What is known of a step's loss in its rows, in words; empty where it has all rows.
+
+    Args:
+      step: the step.
+      params: what ``init`` takes.
+      batch: what a step takes in this process.
+      model_state: what ``init`` takes.
+    """
+    config, loss = config_of(step), config_of(step).loss
+    if loss.is_over_batch or config.number_of_shards * loss.accumulate_steps == 1:
+        return ""
+    if loss.over is LossOver.ROWS:
+        return f"in its rows the loss is {loss.record}"
+    own = dataclasses.replace(loss, over=LossOver.ROWS, record=OverRowsRecord())
+    function = dataclasses.replace(config.function, loss=own)
+    looked_at = TrainStep(dataclasses.replace(config, function=function))
+    with contextlib.suppress(LossError):
+        looked_at.trace(looked_at.abstract_init(params, model_state=model_state), batch)
+    return f"each shard's own loss is meant, and in its rows it is {own.record}"
 
 
 def groups_of(step: TrainStep) -> tuple[tuple[tuple[int, ...], ...], float]:

@@ -2,28 +2,50 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from crossshard.gradients.local import split_loss
 from crossshard.gradients.scalars import is_inexact
+from crossshard.jaxprs.mean_over_rows import over_rows
 from crossshard.model import model_state as model_states
 from crossshard.model.model_state import ModelState
 from crossshard.model.models import after_loss, check_not_written, combine
 from crossshard.model.state import TrainState
 from crossshard.pipeline.stage import Gradients
 from crossshard.pipeline.stages.accumulate import Sums, zeros
+from crossshard.shards.axes import Shards
 from crossshard.shards.context import shard_context
+from crossshard.shards.random_streams import is_key, keys_of_rows, quiet_keys
 from crossshard.step import aux_reduction
 from crossshard.step.at_use import AtUse
 from crossshard.step.aux_reduction import AuxReduction
 from crossshard.step.entries import join_entries, split_entries
 from crossshard.step.loss_over import LossOver
 from crossshard.step.microbatches import Compute, LocalResult, over_microbatches
-from crossshard.step.over_rows import check_over_rows
+from crossshard.step.over_rows import OverRowsRecord, check_over_rows
 from crossshard.step.weight import Weight, check_weight_is_read, weight_of
+
+# The random key of a loss, or its keys; empty if it takes none.
+Keys = tuple[jax.Array, ...]
+
+
+class Returned(NamedTuple):
+    """What a loss returned, and what it left behind.
+
+    Attributes:
+      loss: the loss.
+      aux: what it returned besides.
+      written: the parameters after it.
+      model_state: the model state after it.
+    """
+
+    loss: Any
+    aux: Any
+    written: Any
+    model_state: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +62,9 @@ class ShardLoss:
       aux_reduction: how ``aux`` is reduced over the shards, a pytree prefix of it.
       replicated_entries: the names of the batch's entries that every shard gets whole.
       over: what it is given: a shard's rows, or those of the whole batch.
+      keys_of_rows: whether it takes a key for each row.
+      is_summed: whether the shards' losses are added up.
+      record: what its trace has shown it to be in the rows of its batch.
     """
 
     function: Callable[..., Any]
@@ -51,6 +76,11 @@ class ShardLoss:
     aux_reduction: Any = AuxReduction.PER_SHARD
     replicated_entries: tuple[str, ...] = ()
     over: LossOver = LossOver.SHARD
+    keys_of_rows: bool = False
+    is_summed: bool = False
+    record: OverRowsRecord = dataclasses.field(
+        default_factory=OverRowsRecord, compare=False, repr=False
+    )
 
     @property
     def is_over_batch(self) -> bool:
@@ -83,16 +113,15 @@ class ShardLoss:
         """
         number, (rows, whole) = self.accumulate_steps, self.split(batch)
 
-        def compute(rows: Any, model_state: Any, count: Any, at_use: AtUse) -> LocalResult:
+        def compute(rows: Any, model_state: Any, index: Any, at_use: AtUse) -> LocalResult:
             here = dataclasses.replace(state, model_state=model_state)
-            return self._of_rows(here, join_entries(rows, whole), at_use, scale, count)
+            return self._of_rows(here, join_entries(rows, whole), at_use, scale, index)
 
         if number == 1:
-            return compute(rows, state.model_state, state.step, at_use)
+            return compute(rows, state.model_state, 0, at_use)
 
         def with_(at_use: AtUse) -> Compute:
-            count = lambda index: state.step * number + index
-            return lambda rows, model_state, index: compute(rows, model_state, count(index), at_use)
+            return lambda rows, model_state, index: compute(rows, model_state, index, at_use)
 
         # Whole gradients are added up, and the last microbatch sums them over the shards.
         every, last = at_use, None
@@ -128,31 +157,13 @@ class ShardLoss:
         batch: Any,
         at_use: AtUse,
         scale: Any,
-        count: Any,
+        index: Any,
     ) -> LocalResult:
-        """The loss and gradients of some rows; ``count`` counts the microbatches of all steps."""
-        shards = at_use.shards
-        keys: tuple[jax.Array, ...] = ()
-        if self.takes_rng:
-            key = jax.random.wrap_key_data(state.rng, impl=state.rng_impl)
-            of_step = jax.random.fold_in(key, count)
-            keys = (jax.random.fold_in(of_step, shards.index()),)
+        """The loss and gradients of some rows, those of the microbatch with this index."""
+        shards, keys = at_use.shards, self._keys(state, batch, at_use.shards, index)
 
-        def run(
-            params: Any, batch: Any = batch, keys: tuple[jax.Array, ...] = keys
-        ) -> tuple[Any, Any, Any, Any]:
-            trained, frozen = params
-            model = combine(state.skeleton, trained, frozen, state.model_state)
-            if self.model_state is None:
-                loss, aux = split_loss(self.function(model, batch, *keys), self.has_aux)
-                return loss, aux, *after_loss(state.skeleton, model, params, state.model_state)
-            # A copy, since Equinox's State may be used once.
-            before = jax.tree.map(lambda x: x, state.model_state)
-            after, out = model_states.split_state(
-                self.function(model, before, batch, *keys), self.has_aux
-            )
-            after = model_states.check_returned(state.model_state, after)
-            return *split_loss(out, self.has_aux), params, after
+        def run(params: Any, batch: Any = batch, keys: Any = keys) -> Returned:
+            return self._run(state, params, batch, keys)
 
         def loss_of(params: Any) -> tuple[Any, Any]:
             found: tuple[Any, Any] = at_use.with_frozen(
@@ -161,23 +172,19 @@ class ShardLoss:
             return found
 
         def loss_of_both(both: tuple[Any, Any]) -> tuple[Any, Any]:
-            loss, aux, written, after = run(both)
-            aux_reduction.check_aux(aux)
-            check_not_written(written, both, lambda both: run(both)[2])
-            return loss, (after, aux)
+            out = run(both)
+            aux_reduction.check_aux(out.aux)
+            check_not_written(out.written, both, lambda both: run(both).written)
+            return out.loss, (out.model_state, out.aux)
 
         weight = None if self.weight is None else weight_of(self.weight, batch)
         with shard_context(shards.number, axis_name=shards.axes):
             types = at_use.types(state.params), at_use.types_of_frozen(state.frozen)
             if self.weight is not None:
-                of_batch = lambda batch, both: run(both, batch)[0]
+                of_batch = lambda batch, both: run(both, batch).loss
                 check_weight_is_read(self.weight, batch, of_batch, types)
-            if self.over is LossOver.ROWS:
-                rows, whole = self.split(batch)
-                of_rows = lambda rows, whole, both, keys: run(
-                    both, join_entries(rows, whole), keys
-                )[0]
-                check_over_rows(of_rows, rows, whole, types, own=keys, weight=self.weight)
+            if self.over is LossOver.ROWS and shards.number * self.accumulate_steps > 1:
+                self._check_over_rows(state, batch, keys, types)
             if self.model_state is ModelState.MEAN and not self.is_over_batch:
                 self._check_equal(state, types, batch, run, keys)
             with jax.named_scope("loss"):
@@ -189,20 +196,100 @@ class ShardLoss:
             )
         return LocalResult(jnp.asarray(loss), found.gradients, weight, after, aux, found.early)
 
+    def _keys(self, state: TrainState, batch: Any, shards: Shards, index: Any) -> Keys:
+        """The key of some rows, or their keys; none if the loss takes none."""
+        if not self.takes_rng:
+            return ()
+        key = jax.random.wrap_key_data(state.rng, impl=state.rng_impl)
+        number = self.accumulate_steps
+        if not self.keys_of_rows:
+            count = state.step if number == 1 else state.step * number + index
+            of_step = jax.random.fold_in(key, count)
+            return (jax.random.fold_in(of_step, shards.index()),)
+        each = jnp.arange(self.number_of_rows(batch))
+        # As the microbatches are cut.
+        places = each * number + index if self.is_over_batch else index * len(each) + each
+        places += shards.index() * number * len(each)
+        return (keys_of_rows(jax.random.fold_in(key, state.step), places),)
+
+    def _run(self, state: TrainState, params: Any, batch: Any, keys: Keys) -> Returned:
+        """What the loss returns of some rows, given its trained and its frozen parameters."""
+        trained, frozen = params
+        model = combine(state.skeleton, trained, frozen, state.model_state)
+        if self.model_state is None:
+            loss, aux = split_loss(self.function(model, batch, *keys), self.has_aux)
+            return Returned(
+                loss, aux, *after_loss(state.skeleton, model, params, state.model_state)
+            )
+        # A copy, since Equinox's State may be used once.
+        before = jax.tree.map(lambda x: x, state.model_state)
+        after, out = model_states.split_state(
+            self.function(model, before, batch, *keys), self.has_aux
+        )
+        after = model_states.check_returned(state.model_state, after)
+        return Returned(*split_loss(out, self.has_aux), params, after)
+
+    def _check_over_rows(self, state: TrainState, batch: Any, keys: Keys, types: Any) -> None:
+        """Raise if the loss is no mean over rows; see ``check_over_rows``."""
+        rows, whole = self.split(batch)
+        of_rows, of_shard = (keys, ()) if self.keys_of_rows else ((), keys)
+        # All shards have the same state, keys in it too, if it is averaged.
+        equal = self.model_state is ModelState.MEAN
+        of_all, of_one = (state.model_state, None) if equal else (None, state.model_state)
+
+        def loss(given: Any, whole: Any, both: Any, of_all: Any, own: Any) -> Any:
+            (rows, of_rows), (of_shard, of_one) = given, own
+            here = of_all if equal else of_one
+            return self._run(
+                dataclasses.replace(state, model_state=here),
+                both,
+                join_entries(rows, whole),
+                (*of_rows, *of_shard),
+            ).loss
+
+        finding = self.record.latest = over_rows(
+            loss, (rows, of_rows), whole, types, of_all, own=(of_shard, of_one)
+        )
+        check_over_rows(
+            finding, rows, weight=self.weight, summed=self.is_summed, record=self.record
+        )
+
+    def quiet_gradient(self, state: TrainState, batch: Any, at_use: AtUse) -> LocalResult:
+        """The loss of some rows with its noise switched off, and its gradient.
+
+        Args:
+          state: one shard's state.
+          batch: some rows of the batch.
+          at_use: how the shard gets its parameters.
+        """
+        shape = (self.number_of_rows(batch),) if self.keys_of_rows else ()
+        keys = (quiet_keys(shape),) if self.takes_rng else ()
+        quiet = lambda x: quiet_keys(x.shape) if is_key(x) else x
+        here = dataclasses.replace(state, model_state=jax.tree.map(quiet, state.model_state))
+
+        def loss_of(trained: Any) -> tuple[Any, None]:
+            of_both = lambda frozen: self._run(here, (trained, frozen), batch, keys).loss
+            return at_use.with_frozen(of_both, state.frozen), None
+
+        weight = None if self.weight is None else weight_of(self.weight, batch)
+        with shard_context(at_use.shards.number, axis_name=at_use.shards.axes):
+            found = at_use.value_and_grad(loss_of, state.params, weight, None)
+        return LocalResult(found.out[0], found.gradients, weight, None, None, found.early)
+
     def _check_equal(
         self,
         state: TrainState,
         both: tuple[Any, Any],
         batch: Any,
-        run: Callable[..., Any],
-        keys: tuple[jax.Array, ...],
+        run: Callable[..., Returned],
+        keys: Keys,
     ) -> None:
         """Raise if model state that is not averaged would differ between shards."""
         rows, whole = self.split(batch)
 
         def of_own(own: tuple[Any, Any], both: tuple[Any, Any]) -> Any:
             rows, keys = own
-            return run(both, join_entries(rows, whole), keys)[3]
+            return run(both, join_entries(rows, whole), keys).model_state
 
         model_states.check_equal(state.model_state, of_own, (rows, keys), both)
 

@@ -309,6 +309,13 @@ class StepFunction:
         return {name: found[name] for name in self._names_of_stages()}
 
 
+def to_read(layout: StateLayout, state: TrainState) -> AtUse:
+    """How one shard gets parameters that it only reads."""
+    plan = layout.plan
+    frozen = use_of_frozen(layout, state.frozen)
+    return AtUse(plan.params, layout.shards, in_parts=plan.in_parts, frozen=frozen)
+
+
 def use_of_frozen(layout: StateLayout, frozen: Any, gather_dtype: Any = None) -> AtUse | None:
     """How a shard gets the arrays that are not trained; ``None`` if all of them rest whole."""
     partitions = layout.partitions_of_frozen(frozen)

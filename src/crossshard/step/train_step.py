@@ -26,7 +26,7 @@ from crossshard.step.layouts import Layouts
 from crossshard.step.predict import Predictor
 from crossshard.step.program import Program
 from crossshard.step.reshard import Resharder
-from crossshard.step.step_function import use_of_frozen
+from crossshard.step.step_function import to_read
 from crossshard.step.watch import Watch
 
 
@@ -259,13 +259,7 @@ class TrainStep:
 
     def _at_use(self, state: TrainState) -> AtUse:
         """How one shard gets parameters that it only reads."""
-        layout = self._layouts.of_state(state)
-        return AtUse(
-            layout.plan.params,
-            layout.shards,
-            in_parts=layout.plan.in_parts,
-            frozen=use_of_frozen(layout, state.frozen),
-        )
+        return to_read(self._layouts.of_state(state), state)
 
     def evaluate(
         self,

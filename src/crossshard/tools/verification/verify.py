@@ -13,7 +13,13 @@ from crossshard.distributed.agreement import check_agreement, exchange
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.shards.context import check_num_shards
 from crossshard.shards.groups import check_group_assignment
-from crossshard.step.rebuild import groups_of, on_part_of_mesh, own_rows, with_sgd
+from crossshard.step.rebuild import (
+    groups_of,
+    loss_over_rows_of,
+    on_part_of_mesh,
+    own_rows,
+    with_sgd,
+)
 from crossshard.step.train_step import TrainStep
 from crossshard.tools.verification.conclude import conclude, with_flops
 from crossshard.tools.verification.measurement import Measurement
@@ -73,6 +79,9 @@ def verify(
     if isinstance(step, TrainStep):
         # It splits the batch by itself.
         found = conclude(_of_train_step(step, batch, num_shards, key, groups).evidence())
+        params, *model_state, rows = batch
+        of_loss = loss_over_rows_of(step, params, own_rows(step, rows), *model_state)
+        found = dataclasses.replace(found, notes=(*found.notes, *[of_loss] * bool(of_loss)))
         return _with_those_of_others(found, step.mesh)
     if not callable(step):
         raise ArgumentTypeError(

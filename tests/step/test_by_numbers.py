@@ -1,0 +1,163 @@
+"""What a trace does not decide is checked by numbers at the first call, with noise switched off."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import crossshard
+from crossshard.errors import LossError
+
+SHARDS = 4
+W = np.float32(np.random.default_rng(0).normal(size=(3, 2)))
+BATCH = {
+    "x": np.float32(np.random.default_rng(1).normal(size=(16, 3))),
+    "mask": np.float32(np.arange(16) % 3 > 0),
+}
+
+
+def undecided(x: Any) -> Any:
+    """An identity that no analysis knows."""
+    return jax.pure_callback(
+        lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential"
+    )
+
+
+@jax.custom_jvp
+def opaque(x: Any) -> Any:
+    return undecided(x)
+
+
+opaque.defjvp(lambda xs, ts: (xs[0], ts[0]))
+
+
+def made(loss: Any, optimizer: Any = None, **options: Any) -> Any:
+    options = {"num_shards": SHARDS} | options
+    return crossshard.make_train_step(loss, optimizer or optax.sgd(0.1), **options)
+
+
+def a_mean(w: Any, batch: Any) -> Any:
+    return opaque((batch["x"] @ w) ** 2).mean()
+
+
+def compared(w: Any, batch: Any) -> Any:
+    hidden = opaque(batch["x"] @ w)
+    return ((hidden - hidden.mean(0)) ** 2).mean()
+
+
+def masked(w: Any, batch: Any) -> Any:
+    return (opaque(batch["x"] @ w).sum(1) * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def dropped(w: Any, batch: Any, rng: Any) -> Any:
+    keep = jax.random.bernoulli(rng, 0.8, batch["x"].shape)
+    return opaque((jnp.where(keep, batch["x"], 0) @ w) ** 2).mean()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"accumulate_steps": 2}, {"params": "sharded"}, {"num_shards": 1, "accumulate_steps": 4}],
+    ids=str,
+)
+def test_a_mean_runs_and_is_that_of_one_device(options: dict[str, Any]):
+    step = made(a_mean, **options)
+    state, _ = step(step.init(W), BATCH)
+    want = W - 0.1 * jax.grad(lambda w: ((BATCH["x"] @ w) ** 2).mean())(W)
+    np.testing.assert_allclose(step.model(state), want, rtol=0, atol=1e-6)
+    assert "by numbers it is a mean over the rows" in step.describe()
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}, {"params": "sharded"}], ids=str)
+def test_what_compares_rows_is_refused_and_the_state_stays_valid(options: dict[str, Any]):
+    step = made(compared, **options)
+    state = step.init(W)
+    with pytest.raises(LossError, match=r"pure_callback.*test_by_numbers.py.*And it is none"):
+        step(state, BATCH)
+    np.testing.assert_array_equal(step.model(state), W)
+
+
+def test_with_one_row_on_each_shard_too():
+    few = {name: x[:SHARDS] for name, x in BATCH.items()}
+    step = made(a_mean)
+    step(step.init(W), few)
+    step = made(compared)
+    with pytest.raises(LossError, match="And it is none"):
+        step(step.init(W), few)
+
+
+def test_gradients_are_compared_too():
+    @jax.custom_vjp
+    def centered(x: Any) -> Any:
+        return x
+
+    centered.defvjp(lambda x: (x, None), lambda _, g: (g - undecided(g).mean(0),))
+    step = made(lambda w, batch: opaque(centered(batch["x"] @ w) ** 2).mean())
+    with pytest.raises(LossError, match="the gradients are"):
+        step(step.init(W), BATCH)
+
+
+def test_weights_count():
+    step = made(masked, weight="mask")
+    state, _ = step(step.init(W), BATCH)
+    want = W - 0.1 * jax.grad(
+        lambda w: ((BATCH["x"] @ w).sum(1) * BATCH["mask"]).sum() / BATCH["mask"].sum()
+    )(W)
+    np.testing.assert_allclose(state.params, want, rtol=0, atol=1e-6)
+    step = made(masked)
+    with pytest.raises(LossError, match="And it is none"):
+        step(step.init(W), BATCH)
+
+
+def test_noise_is_switched_off():
+    step = made(dropped)
+    step(step.init(W), BATCH)
+    step = made(lambda w, batch, rng: dropped(w, batch, rng) + compared(w, batch))
+    with pytest.raises(LossError, match="And it is none"):
+        step(step.init(W), BATCH)
+
+
+def test_each_kind_of_rows_is_checked_once():
+    seen = 0
+
+    def count() -> None:
+        nonlocal seen
+        seen += 1
+
+    def loss(w: Any, batch: Any) -> Any:
+        count()
+        return a_mean(w, batch)
+
+    step = made(loss)
+    state, _ = step(step.init(W), BATCH)
+    before = seen
+    state, _ = step(state, BATCH)
+    assert seen == before
+    step(state, {name: x[:8] for name, x in BATCH.items()})
+    assert seen > before
+
+
+def test_a_step_that_is_lowered_first_says_what_to_do():
+    step = made(a_mean)
+    types = step.abstract_init(W)
+    with pytest.raises(LossError, match="The first call of the step checks it by numbers"):
+        step.lower(types, BATCH)
+    step(step.init(W), BATCH)
+    step.lower(types, BATCH)
+
+
+def test_inside_a_jit_there_are_no_numbers():
+    step = made(a_mean)
+    with pytest.raises(LossError, match="The first call of the step checks it by numbers"):
+        jax.jit(step)(step.init(W), BATCH)
+
+
+def test_groups_are_looked_at_one_by_one():
+    groups = crossshard.CrossShardOptimizer(optax.sgd(0.1), group_assignment=[[0, 1], [2, 3]])
+    step = made(a_mean, groups)
+    step(step.init(W), BATCH)
+    step = made(compared, groups)
+    with pytest.raises(LossError, match="And it is none"):
+        step(step.init(W), BATCH)
