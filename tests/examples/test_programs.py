@@ -21,11 +21,6 @@ IN_SHARD_MAP = [name for name, each in NAMED.items() if "shard_map" in each.way]
 REFUSED = [name for name, each in NAMED.items() if each.refused]
 
 TOLERANCE = 1e-6
-# Of float32, where a program makes much of a rounding.
-ROUNDING = {
-    # The logarithm of 1 − tanh², which is 0 but for rounding where an action is at its bound.
-    "sac": 1e-5,
-}
 
 
 def module_of(program: Program, text: str) -> ModuleType:
@@ -42,21 +37,21 @@ def sgd(rate: float = 0.01) -> Any:
 @pytest.mark.parametrize("name", deep_but(QUICK, NAMED))
 def test_with_sgd_eight_shards_train_as_one_device_does(name: str):
     one, eight = (NAMED[name].run(kind, sgd()) for kind in ("before", "after"))
-    assert difference(eight, one) < ROUNDING.get(name, TOLERANCE)
+    assert difference(eight, one) < TOLERANCE
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("name", NAMED)
 def test_with_its_own_optimizer_it_does_too(name: str):
     one, eight = (NAMED[name].run(kind) for kind in ("before", "after"))
-    assert difference(eight, one) < ROUNDING.get(name, TOLERANCE)
+    assert difference(eight, one) < TOLERANCE
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("name", NAMED)
 def test_gradients_of_a_wrong_scale_would_be_seen(name: str):
     one, other = (NAMED[name].run("before", sgd(rate)) for rate in (0.01, 0.02))
-    assert difference(other, one) > 10 * ROUNDING.get(name, TOLERANCE)
+    assert difference(other, one) > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("name", deep_but(QUICK, REFUSED))

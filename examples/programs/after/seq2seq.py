@@ -8,7 +8,7 @@ from flax import linen as nn
 
 import crossshard
 
-OPTIMIZER = optax.adam(1e-3)
+OPTIMIZER = optax.adam(1e-3, eps=1e-6)
 CHARACTERS = "=+0123456789"
 VOCABULARY, IN, OUT = len(CHARACTERS) + 1, 5, 4  # 0 ends a sequence and pads it
 

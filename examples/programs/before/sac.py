@@ -31,9 +31,9 @@ actor_net, critic_net = Actor(), Critic()
 def sample(params, obs, key):
     mean, log_std = actor_net.apply(params, obs)
     noise = jax.random.normal(key, mean.shape)
-    action = jnp.tanh(mean + jnp.exp(log_std) * noise)
-    log_prob = -0.5 * noise**2 - log_std - jnp.log(1 - action**2 + 1e-6)
-    return action, log_prob.sum(-1)
+    pre = mean + jnp.exp(log_std) * noise
+    squash = 2 * (jnp.log(2) - pre - jax.nn.softplus(-2 * pre))  # log(1 - tanh²)
+    return jnp.tanh(pre), (-0.5 * noise**2 - log_std - squash).sum(-1)
 
 
 @jax.jit
