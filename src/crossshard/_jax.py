@@ -11,7 +11,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
+import jax.numpy as jnp
+import numpy as np
+from jax import dtypes, lax
 from jax._src import clusters as _clusters
 from jax._src import core as _core
 from jax._src import distributed as _distributed
@@ -276,6 +278,68 @@ def has_own_derivative(equation: Any) -> bool:
     return equation.primitive.name.startswith(("custom_jvp_call", "custom_vjp_call"))
 
 
+def rule_of_derivative(equation: Any, *, backward: bool) -> Any:
+    """The jaxpr of a function's own derivative, by what is inexact of its inputs.
+
+    Args:
+      equation: a call of the function.
+      backward: whether it takes the cotangents of the outputs that are inexact, and returns those
+        of the inputs; otherwise the tangents of the inputs, and returns those of the outputs.
+    """
+    is_inexact = lambda atom: jnp.issubdtype(atom.aval.dtype, np.inexact)
+    type_of = lambda atom: jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
+    varied = [place for place, atom in enumerate(equation.invars) if is_inexact(atom)]
+    number = len(equation.invars)
+
+    def rule(*args: Any) -> Any:
+        given, slopes = list(args[:number]), list(args[number:])
+
+        def call(*values: Any) -> list[Any]:
+            replaced = dict(zip(varied, values, strict=True))
+            found = bound(equation, [replaced.get(at, x) for at, x in enumerate(given)])
+            return [x for x, atom in zip(found, equation.outvars, strict=True) if is_inexact(atom)]
+
+        primals = [given[place] for place in varied]
+        if backward:
+            return jax.vjp(call, *primals)[1](slopes)
+        return jax.jvp(call, primals, slopes)[1]
+
+    sloped = equation.outvars if backward else equation.invars
+    atoms = [*equation.invars, *filter(is_inexact, sloped)]
+    return jax.make_jaxpr(rule)(*map(type_of, atoms))
+
+
+def solvers_of(equation: Any) -> list[tuple[Any, list[int]]]:
+    """The jaxprs of a ``custom_linear_solve`` that multiply and solve, and their inputs."""
+    lengths, jaxprs = equation.params["const_lengths"], equation.params["jaxprs"]
+    found, first, right = [], 0, range(sum(lengths), len(equation.invars))
+    for jaxpr, length in zip(jaxprs, lengths, strict=True):
+        if jaxpr is not None:
+            found.append((jaxpr, [*range(first, first + length), *right]))
+        first += length
+    return found
+
+
+def passes_on(loop: Scan, place: int) -> bool:
+    """Whether what a scan carries in a place is the same in every turn."""
+    body = opened(loop.body)
+    return body.outvars[place] is body.invars[loop.constants + place]
+
+
+def is_key(loop: Scan, place: int) -> bool:
+    """Whether what a scan carries in a place is a PRNG key, of a type or of old."""
+    dtype = opened(loop.body).invars[loop.constants + place].aval.dtype
+    return bool(jnp.issubdtype(dtype, dtypes.prng_key) or dtype == np.uint32)
+
+
+def names_axes(equation: Any) -> bool:
+    """Whether an equation is a collective over named axes, rather than over those of vmap."""
+    params = equation.params
+    if "axes" not in params and "axis_name" not in params:
+        return False
+    return any(isinstance(name, str) for name in jax.tree.leaves(named_axes(equation)))
+
+
 def untyped_axes(equation: Any, names: tuple[str, ...]) -> frozenset[Any]:
     """The axes of an equation, if it is one of these collectives, without types."""
     if equation.primitive.name not in names or equation.params.get("axis_index_groups"):
@@ -312,6 +376,19 @@ def source_of(equation: Any) -> str:
     """``clip_by_global_norm, optax/_src/x.py:81``: the optimizer and its source line, if known."""
     frames = _source_info_util.user_frames(equation.source_info.traceback)
     return _source([(f.file_name, f.start_line, f.function_name) for f in frames])
+
+
+def sources_of(equation: Any) -> str:
+    """As ``source_of``, and if that line is a library's, from which line of the user's own."""
+    frames = list(_source_info_util.user_frames(equation.source_info.traceback))
+    lines = [(f.file_name, f.start_line, f.function_name) for f in frames]
+    own = [line for line in lines if not re.search("(site|dist)-packages", line[0])]
+    return ", from ".join(dict.fromkeys(filter(None, map(_source, (lines, own)))))
+
+
+def has_source(equation: Any) -> bool:
+    """Whether the source line of an equation is known."""
+    return equation is not None and bool(source_of(equation))
 
 
 def source_of_error(error: Exception) -> str:

@@ -145,7 +145,7 @@ TABLE = [
     bad("rows that do not divide", step_on(np.ones((10, 3), np.float32)), ArgumentError,
         "10 rows", "4 shards", "2 are left over", "8 or 12", "weight="),
     bad("rows of one of two", step_on({"x": ROWS, "y": ROWS[:7]}), ArgumentError,
-        "batch['y'] has 7 rows"),
+        "All arrays of a batch must have as many rows", "batch['x'] has 8, and batch['y'] 7"),
     bad("a word in the batch", step_on({"x": ROWS, "n": "train"}), ArgumentTypeError,
         "batch['n'] must be an array", "'train'"),
     bad("an array of words", step_on(np.array(["a"] * 8)), ArgumentTypeError, "<U1"),

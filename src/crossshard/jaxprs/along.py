@@ -256,7 +256,8 @@ def _split(whole: Any, axis: int, shape: Sequence[int]) -> Sequence[int] | None:
 
 
 def _top(whole: Any, axis: int, shape: Sequence[int]) -> Sequence[int] | None:
-    return None if axis == len(shape) - 1 else [axis] * len(whole.outvars)
+    of = whole.params.get("axis", -1) % len(shape)
+    return None if axis == of else [axis] * len(whole.outvars)
 
 
 _MOVES: dict[str, Callable[[Any, int, Sequence[int]], Sequence[int] | None]] = {

@@ -20,11 +20,11 @@ from crossshard.jaxprs.walk import Analysis, Equations, Mismatch, follow
 ELEMENTWISE = frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e "
     "bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos "
-    "cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag "
-    "integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or "
-    "polygamma population_count pow real reduce_precision regularized_incomplete_beta rem round "
-    "rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt "
-    "square stop_gradient sub tan tanh xor".split()
+    "cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a "
+    "igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul "
+    "ne neg nextafter not or polygamma population_count pow real reduce_precision "
+    "regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic "
+    "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta".split()
 )
 
 
@@ -149,11 +149,16 @@ class Elementwise(Analysis[Kind]):
             return fact
         return Mixed(_CONTROL["scan"], _jax.source_of(equations[0]))
 
-    def returned(self, equations: Equations, fact: Kind) -> Kind:
+    def returned(
+        self, equations: Equations, inputs: Sequence[Kind], outputs: Sequence[Kind]
+    ) -> Sequence[Kind]:
         # A value without a source line, as in a jit that JAX has traced before, takes the call's.
-        if isinstance(fact, Mixed) and not fact.source:
-            return Mixed(fact.reason, _jax.source_of(equations[0]))
-        return fact
+        return [
+            Mixed(fact.reason, _jax.source_of(equations[0]))
+            if isinstance(fact, Mixed) and not fact.source
+            else fact
+            for fact in outputs
+        ]
 
     def transfer(self, equations: Equations, inputs: Sequence[Kind]) -> Sequence[Kind]:
         whole, part = equations

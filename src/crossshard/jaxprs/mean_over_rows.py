@@ -6,31 +6,47 @@ axis has rows there, and a literal that doubles counts them.
 """
 
 import dataclasses
-import enum
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from crossshard import _jax
-from crossshard.jaxprs.along import axes_after
-from crossshard.jaxprs.elementwise import ELEMENTWISE, Along, Slicing
+from crossshard.jaxprs.row_facts import (
+    ADDS,
+    MOVES,
+    Fact,
+    Free,
+    Index,
+    Inverse,
+    Never,
+    Obstacle,
+    OneRow,
+    OverRows,
+    Pair,
+    Ratio,
+    Rows,
+    Shape,
+    SoFar,
+    Total,
+    is_inexact,
+    is_zero,
+    joined,
+    layout,
+    power_of,
+    worst,
+)
+from crossshard.jaxprs.row_gathers import gathered, of_index, own_number, scattered
+from crossshard.jaxprs.row_moves import batches_of, of_rows
+from crossshard.jaxprs.row_sums import added, of_sums
 from crossshard.jaxprs.walk import Analysis, Equations, Mismatch, follow
+from crossshard.shards.batch_axes import resized
+
+__all__ = ["SAME_NOISE", "Finding", "OverRows", "over_rows"]
 
 SAME_NOISE = "noise from a key that is the same on every shard"
-
-
-class OverRows(enum.Enum):
-    """What a loss is in the rows of its batch."""
-
-    MEAN = "a mean over the rows"
-    SUM = "a sum over the rows"
-    RATIO = "a ratio of two sums over the rows"
-    COMPARED = "a comparison of rows"
-    OVER_SHARDS = "a sum over the shards by itself"
-    UNDECIDED = "not decided"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,26 +71,40 @@ class Finding:
         return f"{self.kind.value}{reason}{f' ({self.source})' if self.source else ''}"
 
 
-def over_rows(loss: Callable[..., Any], batch: Any, *others: Any, own: Any = ()) -> Finding:
-    """What ``loss(batch, *others, own)`` is in the rows of the batch, which are along axis 0.
+def over_rows(
+    loss: Callable[..., Any],
+    batch: Any,
+    *others: Any,
+    own: Any = (),
+    axes: Sequence[int] | None = None,
+) -> Finding:
+    """What ``loss(batch, *others, own)`` is in the rows of the batch.
 
     Args:
       loss: returns a scalar.
       batch: a pytree of arrays or types, each with rows.
       *others: what has no rows.
       own: what has none either, and differs from shard to shard, such as PRNG keys.
+      axes: for each array of the batch the axis of its rows; axis 0 of all if ``None``.
 
     >>> import jax.numpy as jnp
     >>> over_rows(lambda x, w, own: ((x @ w) ** 2).mean(), jnp.ones((4, 3)), jnp.ones(3)).kind
     <OverRows.MEAN: 'a mean over the rows'>
     >>> over_rows(lambda x, w, own: (x @ w).std(), jnp.ones((4, 3)), jnp.ones(3)).kind
-    <OverRows.COMPARED: 'rows are compared'>
+    <OverRows.COMPARED: 'a comparison of rows'>
     """
-    rows = max(2, jax.tree.leaves(batch)[0].shape[0])
+    leaves, tree = jax.tree.flatten(batch)
+    axes = [0] * len(leaves) if axes is None else axes
+    rows = leaves[0].shape[axes[0]]
+    # With few rows, what is no power of their number may look like one.
+    rows *= -(-4 // max(1, rows))
     traces = []
     for number in (rows, 2 * rows):
-        of_number = jax.tree.map(
-            lambda x, number=number: jax.ShapeDtypeStruct((number, *x.shape[1:]), x.dtype), batch
+        of_number = tree.unflatten(
+            [
+                jax.ShapeDtypeStruct(resized(x.shape, axis, number), x.dtype)
+                for x, axis in zip(leaves, axes, strict=True)
+            ]
         )
         try:
             traces.append(jax.make_jaxpr(loss)(of_number, *others, own))
@@ -82,191 +112,110 @@ def over_rows(loss: Callable[..., Any], batch: Any, *others: Any, own: Any = ())
             if not traces:
                 raise
             return Finding(OverRows.UNDECIDED, _FAILS, _jax.source_of_error(error))
-    leaves = range(len(jax.tree.leaves(batch)))
-    inputs: list[Fact] = [Rows(0, entry=place) for place in leaves]
+    inputs: list[Fact] = [Rows(axis, entry=place) for place, axis in enumerate(axes)]
     inputs += [Free()] * len(jax.tree.leaves(others))
     inputs += [Free(own=True)] * len(jax.tree.leaves(own))
+    return found_in(traces, inputs, rows)
+
+
+def found_in(traces: Sequence[Any], inputs: Sequence[Fact], rows: int) -> Finding:
+    """What a loss is, of its jaxprs with some rows and with twice as many."""
     try:
         (fact,) = follow(_OverRows(rows), traces, inputs)
     except Mismatch as mismatch:
-        source = "" if mismatch.equation is None else _jax.source_of(mismatch.equation)
-        return Finding(OverRows.UNDECIDED, _DIFFERS, source)
+        return _found(Obstacle(OverRows.UNDECIDED, _DIFFERS, mismatch.equation))
     return _found(fact)
 
 
 _FAILS = "it cannot be traced with twice as many rows"
+_COUNTS = "it computes with the number of rows"
 _DIFFERS = "it computes something different with twice as many rows"
-
-
-class Free(NamedTuple):
-    """A value that does not depend on the batch.
-
-    Attributes:
-      power: of the number of rows, which it grows with.
-      own: whether it differs from shard to shard.
-      zero: whether all of it is 0.
-    """
-
-    power: int = 0
-    own: bool = False
-    zero: bool = False
-
-
-class Rows(NamedTuple):
-    """An array with rows along an axis, each computed from one row of the batch.
-
-    Attributes:
-      axis: the axis; its length is ``outer`` · rows · ``inner``, in this order.
-      outer, inner: how many slices along the axis are before a row's, and of it.
-      power: of the number of rows, which it grows with.
-      constant: whether all rows are equal.
-      entry: the place of the batch's leaf that it is, but for its shape and dtype.
-    """
-
-    axis: int
-    outer: int = 1
-    inner: int = 1
-    power: int = 0
-    constant: bool = False
-    entry: int | None = None
-
-
-class Index(NamedTuple):
-    """Indices, of which each row has its own number: in some columns of the last axis, or all."""
-
-    axis: int
-    columns: tuple[int, ...] | None = None
-
-
-class Never(NamedTuple):
-    """False everywhere."""
-
-
-class OneRow(NamedTuple):
-    """A value of one row, in a scan over the rows."""
-
-
-class Total(NamedTuple):
-    """A sum over rows.
-
-    Attributes:
-      power: of the number of rows, which it grows with: 1 for a sum, 0 for a mean.
-      entry: the place of the batch's leaf of which it is the sum.
-      moved: whether something was added, or it is a bound: it may only divide then.
-    """
-
-    power: int
-    entry: int | None = None
-    moved: bool = False
-
-
-class Inverse(NamedTuple):
-    """One by a sum over rows."""
-
-    power: int
-    entry: int | None
-
-
-class Ratio(NamedTuple):
-    """A sum over rows, divided by another one.
-
-    Attributes:
-      entry: the place of the batch's leaf whose sum divides.
-      source: the line that divides.
-    """
-
-    entry: int | None
-    source: str
-
-
-class Obstacle(NamedTuple):
-    """A value that is none of these."""
-
-    kind: OverRows
-    reason: str
-    source: str = ""
-
-
-Fact = Free | Rows | Index | Never | OneRow | Total | Inverse | Ratio | Obstacle
 
 
 def _found(fact: Fact) -> Finding:
     match fact:
-        case Obstacle(kind, reason, source):
-            return Finding(kind, reason, source)
-        case Ratio(entry, source):
-            return Finding(OverRows.RATIO, "", source, entry)
+        case Obstacle(kind, reason, equation):
+            return Finding(kind, reason, "" if equation is None else _jax.sources_of(equation))
+        case Ratio(entry, equation):
+            return Finding(OverRows.RATIO, "", _jax.sources_of(equation), entry)
         case Free(power=0) | Total(power=0, moved=False) | Never():
             return Finding(OverRows.MEAN)
         case Total(power=1, moved=False):
             return Finding(OverRows.SUM)
-        case Total() | Inverse():
+        case Total(moved=True) | Inverse():
             return Finding(OverRows.COMPARED, "something of a sum over rows that is not linear")
         case _:
             return Finding(OverRows.UNDECIDED, "it grows with the number of rows")
 
 
-# What keeps a sum a sum, if all else that it takes is free of the batch.
-_LINEAR = frozenset(
-    "broadcast_in_dim concatenate conj convert_element_type copy copy_p cumsum dynamic_slice "
-    "gather imag neg pad real reduce_precision reduce_sum reshape rev slice split squeeze "
-    "stop_gradient transpose".split()
+# Which return what they are given.
+_PASSES = frozenset(
+    "device_put layout_constraint mesh_cast name optimization_barrier pcast pvary reshard "
+    "sharding_constraint".split()
 )
-_ADDS = frozenset({"add", "add_any", "sub"})
-_KEEPS_ZERO = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "neg", "reshape"})
-_RANDOM = frozenset({"random_bits", "random_split", "rng_bit_generator"})
-# Whose outcome is the same if what they take grows with the number of rows.
-_KEEPS_POWER = _LINEAR | _ADDS | {"max", "min", "select_n", "abs", "reduce_max", "reduce_min"}
+_RANDOM = frozenset({"random_bits", "random_split"})
 
 
 class _OverRows(Analysis[Fact]):
-    """The facts of two traces, the second with twice as many rows as the first."""
+    """The facts of two traces, the second with twice as many rows as the first.
 
-    def __init__(self, rows: int):
-        self._rows = rows
+    Args:
+      rows: the number of rows of the first.
+      derives: whether to look at the derivatives of functions that have their own.
+    """
+
+    def __init__(self, rows: int, *, derives: bool = True):
+        self._rows, self._derives = rows, derives
+        self.memory = {}
 
     def constant(self, values: Sequence[Any]) -> Fact:
         # What is being traced around the loss is another value on each shard.
         if any(isinstance(value, jax.core.Tracer) for value in values):
-            return Free(own=True) if values[0] is values[1] else _undecided(_DIFFERS, None)
+            same = values[0] is values[1]
+            return Free(own=True) if same else Obstacle(OverRows.UNDECIDED, _DIFFERS)
         return self.literal(values, None)
 
     def literal(self, values: Sequence[Any], equation: Any) -> Fact:
         one, other = values
-        if one is other:
-            return Free(zero=np.ndim(one) == 0 and _is_zero(one))
+        if one is other and np.ndim(one):
+            return Free()
         try:
             one, other = np.asarray(one), np.asarray(other)
         except TypeError:
-            return _undecided(_DIFFERS, equation)
-        if one.shape == other.shape and np.array_equal(one, other):
-            return Free(zero=bool(np.all(one == 0)) if one.size else False)
-        if one.shape == other.shape == ():
-            for power in (1, -1, 2, -2):
-                if np.isclose(other, one * 2.0**power, rtol=1e-5):
-                    return Free(power)
+            same = one is other
+            return Free() if same else Obstacle(OverRows.UNDECIDED, _DIFFERS, equation)
+        if one.shape == other.shape:
+            if np.array_equal(one, other) or (one.dtype.kind == "f" and _both_nan(one, other)):
+                return Free(number=_number(one))
+            if one.ndim == 1 and one.size < 9 and one.dtype.kind in "iu":
+                return Shape(tuple(one.tolist()), tuple(other.tolist()))
+            # Multiplied by a power of 2 a float is exact.
+            powers = (p for p in (1, -1, 2, -2) if np.array_equal(other, one * 2.0**p))
+            power = next(powers, None)
+            if power is not None:
+                return Free(power, number=_number(one))
         counts = one.ndim == 1 and np.array_equal(other, np.arange(2 * self._rows))
         if counts and np.array_equal(one, np.arange(self._rows)):
             return Index(0)
-        return _undecided("it computes with the number of rows", equation)
+        return Obstacle(OverRows.UNDECIDED, _COUNTS, equation)
 
     def join(self, facts: Sequence[Fact]) -> Fact:
         found = facts[0]
         for fact in facts[1:]:
-            found = _joined(found, fact)
+            found = joined(found, fact)
         return found
 
     def control(self, equations: Equations, decides: Fact) -> Fact | None:
-        name = equations[0].primitive.name
+        name, pair = equations[0].primitive.name, self._pair(equations)
         match decides:
             case Free(power=0) | Never():
                 return None
-            case Obstacle():
+            case Obstacle() | OneRow(0):
                 return decides
             case Total() | Ratio() | Inverse():
-                return _compared(f"a sum over rows decides a {name}", equations[0])
+                return pair.compared(f"a sum over rows decides a {name}")
             case _:
-                return _undecided(f"rows decide a {name}", equations[0])
+                return pair.undecided(f"rows decide a {name}")
 
     def enters(self, equations: Equations) -> bool:
         kinds = [_jax.control_flow(each) for each in equations]
@@ -274,47 +223,84 @@ class _OverRows(Analysis[Fact]):
         return len({each.steps for each in loops}) < 2
 
     def element(self, equations: Equations, fact: Fact) -> Fact:
-        if isinstance(fact, Rows | Index):
-            if fact.axis == 0:
-                return _compared("a scan over the rows", equations[0])
-            return fact._replace(axis=fact.axis - 1, **_forgotten(fact))
-        return fact
+        return self._beside(equations, fact, -1)
 
     def stacked(self, equations: Equations, fact: Fact) -> Fact:
-        if isinstance(fact, Rows | Index):
-            return fact._replace(axis=fact.axis + 1, **_forgotten(fact))
+        return self._beside(equations, fact, 1)
+
+    def _beside(self, equations: Equations, fact: Fact, axes: int) -> Fact:
+        """The fact of an array with an axis less or more in front."""
+        match fact:
+            case Rows(0) | Index(0) if axes < 0:
+                return self._pair(equations).undecided("a scan over the rows")
+            case Rows(axis):
+                return fact._replace(axis=axis + axes, entry=None)
+            case Index(axis):
+                return fact._replace(axis=axis + axes)
+            case Total():
+                return fact._replace(single=False, entry=None)
         return fact
 
-    def returned(self, equations: Equations, fact: Fact) -> Fact:
+    def returned(
+        self, equations: Equations, inputs: Sequence[Fact], outputs: Sequence[Fact]
+    ) -> Sequence[Fact]:
+        if self._derives and _jax.has_own_derivative(equations[0]):
+            obstacle = self._of_derivative(equations, inputs, outputs)
+            if obstacle is not None:
+                outputs = [worst([fact, obstacle]) or obstacle for fact in outputs]
         # A value without a source line, as in a jit that JAX has traced before, takes the call's.
-        if isinstance(fact, Obstacle | Ratio) and not fact.source:
-            return fact._replace(source=_jax.source_of(equations[0]))
-        return fact
+        return [
+            fact._replace(equation=equations[0])
+            if isinstance(fact, Obstacle | Ratio) and not _jax.has_source(fact.equation)
+            else fact
+            for fact in outputs
+        ]
 
     def transfer(self, equations: Equations, inputs: Sequence[Fact]) -> Sequence[Fact]:
-        one, other = equations
-        if one.primitive.name == "optimization_barrier":
+        pair, number = self._pair(equations), len(equations[0].outvars)
+        if not number:  # a debug print
+            return []
+        if pair.name in _PASSES and len(inputs) == number:
             return inputs
-        if one.primitive.name == "select_n" and inputs[0] == Never():
+        if pair.name == "select_n" and inputs[0] == Never():
             # As where an index is negative, which the number of a row is not.
             return [inputs[1]]
-        if any(isinstance(name, str) for name in jax.tree.leaves(_jax.named_axes(one))):
-            found: Any = Obstacle(OverRows.OVER_SHARDS, one.primitive.name, _jax.source_of(one))
-            return [found] * len(one.outvars)
-        obstacles = [fact for fact in inputs if isinstance(fact, Obstacle)]
-        if obstacles:
-            return [min(obstacles, key=_rank)] * len(one.outvars)
-        outputs = self._transferred(one, other, inputs)
+        if any(map(_jax.is_ref, (*pair.one.invars, *pair.one.outvars))):
+            return [pair.undecided("a value that is written in place")] * number
+        if pair.name == "axis_index":
+            return [Free(own=True)]
+        if _jax.names_axes(pair.one):
+            return [Obstacle(OverRows.OVER_SHARDS, pair.name, pair.one)] * number
+        obstacle = worst(inputs)
+        if obstacle is not None:
+            return [obstacle] * number
+        if pair.name == "scan":
+            return self._scan_over_rows(pair, inputs)
+        if pair.name == "custom_linear_solve":
+            return self._solved(pair, inputs)
+        outputs = self._transferred(pair, inputs)
         if isinstance(outputs, Obstacle):
-            return [outputs] * len(one.outvars)
+            return [outputs] * number
         return [
-            fact if self._fits(fact, *pair) else _compared(f"{one.primitive.name} of rows", one)
-            for fact, *pair in zip(outputs, one.outvars, other.outvars, strict=True)
+            self._of_shape(pair, fact, *both)
+            for fact, *both in zip(outputs, pair.one.outvars, pair.other.outvars, strict=True)
         ]
+
+    def _pair(self, equations: Equations) -> Pair:
+        one, other = equations
+        return Pair(one, other, self._rows)
+
+    def _of_shape(self, pair: Pair, fact: Fact, one: Any, other: Any) -> Fact:
+        """The fact of an output, given its shapes."""
+        if not self._fits(fact, one, other):
+            return pair.compared(f"{pair.name} of rows")
+        if isinstance(fact, Total) and math.prod(_shape(one)) == 1:
+            return fact._replace(single=True)
+        return fact
 
     def _fits(self, fact: Fact, one: Any, other: Any) -> bool:
         """Whether the shape of a value grows only along the axis of its rows."""
-        shapes = getattr(one.aval, "shape", ()), getattr(other.aval, "shape", ())
+        shapes = _shape(one), _shape(other)
         if not isinstance(fact, Rows | Index):
             return isinstance(fact, Obstacle | Never) or shapes[0] == shapes[1]
         slices = 1 if isinstance(fact, Index) else fact.outer * fact.inner
@@ -324,415 +310,272 @@ class _OverRows(Analysis[Fact]):
         doubled[fact.axis] *= 2
         return tuple(doubled) == shapes[1]
 
-    def _transferred(
-        self, one: Any, other: Any, inputs: Sequence[Fact]
-    ) -> Sequence[Fact] | Obstacle:
-        number = len(one.outvars)
-        if one.primitive.name == "scan":
-            return self._scan_over_rows(one, other, inputs)
-        if all(isinstance(fact, Free | Never) for fact in inputs):
-            return self._of_free(one, other, inputs)
-        if any(isinstance(fact, OneRow) for fact in inputs):
-            alone = all(isinstance(fact, OneRow | Free | Never) for fact in inputs)
-            return [OneRow()] * number if alone else _compared("a row meets others", one)
-        if any(isinstance(fact, Index) for fact in inputs):
-            return self._of_index(one, other, inputs)
-        if any(isinstance(fact, Total | Ratio | Inverse) for fact in inputs):
-            found = self._of_sums(one, inputs)
-            return found if isinstance(found, Obstacle) else [found] * number
-        return self._of_rows(one, other, inputs)
+    def _transferred(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
+        found = batches_of(pair, inputs)
+        if found is not None:
+            return found
+        if not pair.is_alike():
+            return pair.undecided(_DIFFERS)
+        kinds = set(map(type, inputs))
+        if Shape in kinds:
+            return [self._of_shapes(pair, inputs)]
+        if kinds & {OneRow, SoFar}:
+            return self._of_one_row(pair, inputs)
+        if kinds & {Total, Ratio, Inverse}:
+            return [of_sums(pair, inputs)] * len(pair.one.outvars)
+        if Index in kinds:
+            return self._of_index(pair, inputs)
+        if Rows in kinds:
+            return of_rows(pair, inputs)
+        return self._of_free(pair, inputs)
 
     # Free of the batch.
 
-    def _of_free(self, one: Any, other: Any, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
-        name, number = one.primitive.name, len(one.outvars)
-        if name == "lt" and all(isinstance(fact, Free) and fact.zero for fact in inputs):
-            return [Never()]
+    def _of_free(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
+        name, number = pair.name, len(pair.one.outvars)
         free = [fact for fact in inputs if isinstance(fact, Free)]
-        own = any(fact.own for fact in free)
-        if name in _ADDS:
-            free = [fact for fact in free if not fact.zero] or free
-        if all(map(_same_shape, one.outvars, other.outvars)):
-            if not _jax.same_but_for_shapes(one, other):
-                return _undecided(f"{name} with the number of rows", one)
-            power = _power(name, [fact.power for fact in free], one)
-            if power is None:
-                return _undecided(f"{name} of the number of rows", one)
-            zero = name in _KEEPS_ZERO and all(fact.zero for fact in free)
-            return [Free(power, own, zero)] * number
+        if len(free) == 2 and _is_never(name, *free):
+            return [Never()]
+        own, power = any(fact.own for fact in free), power_of(pair, inputs)
+        if power is None:
+            return pair.undecided(f"{name} of the number of rows")
+        if all(map(_same_shape, pair.one.outvars, pair.other.outvars)):
+            kept = name in MOVES and not pair.converts() and len(free) == len(inputs)
+            return [Free(power, own, free[0].number if kept and free else None)] * number
         axes = {
-            _axis_that_grows(pair[0].aval.shape, pair[1].aval.shape)
-            for pair in zip(one.outvars, other.outvars, strict=True)
+            _axis_that_grows(_shape(one), _shape(other))
+            for one, other in zip(pair.one.outvars, pair.other.outvars, strict=True)
         }
         (axis,) = axes if len(axes) == 1 else (None,)
         if axis is None:
-            return _compared(f"{name} makes an array of rows by rows", one)
-        inner, odd = divmod(one.outvars[0].aval.shape[axis], self._rows)
+            return pair.undecided(f"{name} makes an array of rows by rows")
+        inner, odd = divmod(_shape(pair.one.outvars[0])[axis], self._rows)
         if odd:
-            return _undecided(f"{name} with the number of rows", one)
-        if name == "iota" and one.params["dimension"] == axis:
-            return [Index(axis)] if inner == 1 else _undecided("iota over rows", one)
+            return pair.undecided(f"{name} with the number of rows")
+        if name == "iota" and pair.one.params["dimension"] == axis:
+            return [Index(axis)] if inner == 1 else pair.undecided("iota over rows")
         if name in ("iota", "broadcast_in_dim"):
-            powers = [fact.power for fact in free] or [0]
-            return [Rows(axis, 1, inner, powers[0], constant=True)]
+            zero = any(map(is_zero, free))
+            return [Rows(axis, 1, inner, power, constant=True, zero=zero)]
+        if name == "tile":
+            return [Rows(axis, 1, inner, power, constant=inner == 1)]
         if name in _RANDOM:
             if not own:
-                return _compared(SAME_NOISE, one)
+                return pair.compared(SAME_NOISE)
             return [Rows(axis, 1, inner)] * number
-        return _undecided(f"{name} with the number of rows", one)
+        return pair.undecided(f"{name} with the number of rows")
+
+    def _of_shapes(self, pair: Pair, inputs: Sequence[Fact]) -> Fact:
+        match inputs:
+            case [Shape(one, other)] if pair.name == "reduce_prod":
+                return self.literal([math.prod(one), math.prod(other)], pair.one)
+            case [Shape()] if pair.name == "convert_element_type" and not pair.converts():
+                return inputs[0]
+        return pair.undecided(_COUNTS)
 
     # Numbers of rows.
 
-    def _of_index(self, one: Any, other: Any, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
-        name = one.primitive.name
-        position = _compared("the position of a row", one)
-        if name == "lt" and isinstance(inputs[0], Index) and inputs[1] == Free(zero=True):
+    def _of_index(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
+        if pair.name == "lt" and isinstance(inputs[0], Index) and is_zero(inputs[1]):
             return [Never()]
-        if name in ("gather", "scatter", "scatter-add", "scatter_add", "scatter_mul"):
-            return self._gathered(one, other, inputs)
-        if name == "concatenate":
-            columns: list[int] = []
-            before = 0
-            axes = {fact.axis for fact in inputs if isinstance(fact, Index | Rows)}
-            last = one.params["dimension"] == one.outvars[0].aval.ndim - 1
-            if len(axes) != 1 or not last or not all(isinstance(x, Index | Rows) for x in inputs):
-                return position
-            for atom, fact in zip(one.invars, inputs, strict=True):
-                width = atom.aval.shape[-1]
-                columns += range(before, before + width) if isinstance(fact, Index) else ()
-                before += width
-            return [Index(axes.pop(), tuple(columns))]
-        if len(inputs) == 1 and name in ("broadcast_in_dim", "convert_element_type", "reshape"):
-            (index,) = inputs
-            assert isinstance(index, Index)
-            moved = self._moved(one, other, [Rows(index.axis)])
-            if index.columns is None and isinstance(moved, list):
-                # Rows of one number each.
-                return [Index(moved[0].axis)]
-        return position
+        axis = own_number(pair, inputs)
+        if axis is not None:
+            return [Rows(axis)]
+        if pair.name == "gather" or pair.name.startswith("scatter"):
+            of = [fact for fact in inputs if not isinstance(fact, Index)]
+            power = power_of(pair, [of[0], Free(), *of[1:]])
+            found = (gathered if pair.name == "gather" else scattered)(pair, inputs)
+            if power is None or isinstance(found, Obstacle):
+                return found if power is not None else pair.undecided(f"{pair.name} of powers")
+            return [fact._replace(power=power, zero=False, entry=None) for fact in found]
+        index = of_index(pair, inputs)
+        return pair.compared("the position of a row") if index is None else [index]
 
-    # Sums over rows.
+    # One row after the other.
 
-    def _of_sums(self, one: Any, inputs: Sequence[Fact]) -> Fact | Obstacle:
-        name, sums = one.primitive.name, [fact for fact in inputs if not isinstance(fact, Free)]
-        if any(isinstance(fact, Rows | Index) for fact in inputs):
-            return _compared(f"{name} of a row and of a sum over rows", one)
-        mixed = _compared(f"{name} of a sum over rows", one)
-        if name == "div":
-            return self._divided(one, inputs, mixed)
-        if name == "mul" and len(sums) == 2:
-            pair = sorted(sums, key=lambda fact: isinstance(fact, Inverse))
-            match pair:
-                case [Total(power, moved=False), Inverse(by, entry)] if power + by == 0:
-                    return Ratio(entry, _jax.source_of(one))
-            return mixed
-        if name == "mul" or (name == "dot_general" and len(sums) == 1):
-            power = sum(fact.power for fact in inputs if isinstance(fact, Free))
-            match sums[0]:
-                case Total(own, _, moved=False):
-                    return Total(own + power)
-                case Ratio() if power == 0:
-                    return sums[0]
-            return mixed
-        if name in ("max", "min") and len(sums) == 1 and isinstance(sums[0], Total):
-            return sums[0]._replace(moved=True)
-        if name in _ADDS:
-            return _added(inputs, mixed)
-        if name == "select_n" and isinstance(inputs[0], Free):
-            return self.join(inputs[1:])
-        if name in _LINEAR:
-            if len(sums) == len(inputs) or name in ("pad", "gather", "dynamic_slice"):
-                found = self.join(sums)
-                if isinstance(found, Total) and name not in _KEEPS_ZERO:
-                    return found._replace(entry=None)
-                return found
-            return self.join(inputs)
-        return mixed
-
-    def _divided(self, one: Any, inputs: Sequence[Fact], mixed: Obstacle) -> Fact:
-        match inputs:
-            case [Total(power, _, False), Free(by)]:
-                return Total(power - by)
-            case [Ratio() as ratio, Free(0)]:
-                return ratio
-            case [Total(power, _, False), Total(by, entry)] if power == by:
-                return Ratio(entry, _jax.source_of(one))
-            case [Free(power), Total(by, entry)]:
-                return Inverse(power - by, entry)
-        return mixed
-
-    # Rows.
-
-    def _of_rows(self, one: Any, other: Any, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
-        name, number = one.primitive.name, len(one.outvars)
-        rows = [fact for fact in inputs if isinstance(fact, Rows)]
-        constant = all(fact.constant for fact in rows)
-        special = {
-            "conv_general_dilated": self._convolved,
-            "dynamic_update_slice": self._updated,
-            "gather": self._gathered,
-            "reduce_window_max": self._in_windows,
-            "reduce_window_sum": self._in_windows,
-            "reduce_window_min": self._in_windows,
-            "reduce_window": self._in_windows,
-            "select_and_gather_add": self._in_windows,
-            "select_and_scatter_add": self._in_windows,
-        }
-        found: Sequence[Fact] | Obstacle
-        if name.startswith("scatter"):
-            found = self._gathered(one, other, inputs)
-        elif name in special:
-            found = special[name](one, other, inputs)
-        elif name == "dot_general":
-            found = self._multiplied(one, other, inputs)
-        elif name == "reduce_sum" and rows[0].axis in one.params["axes"]:
-            if constant:
-                return [Free(rows[0].power + 1)]
-            whole = len(one.params["axes"]) == one.invars[0].aval.ndim
-            return [Total(rows[0].power + 1, rows[0].entry if whole else None)]
-        elif name == "reshape":
-            found = self._reshaped(one, other, rows[0])
-        elif name in _RANDOM:
-            found = [Rows(rows[0].axis)]
-        elif name.startswith("random_") and len({fact.axis for fact in rows}) == 1:
-            found = [Rows(rows[0].axis)] * number
-        else:
-            found = self._moved(one, other, inputs)
-        if isinstance(found, Obstacle):
-            return found
-        if all(not isinstance(fact, Rows) for fact in found):
-            return found
-        powers = [fact.power for fact in inputs if isinstance(fact, Rows | Free)]
-        power = _power(name, powers, one)
+    def _of_one_row(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
+        number, sums = len(pair.one.outvars), [x for x in inputs if isinstance(x, SoFar)]
+        if sums and pair.name in MOVES and not pair.converts():
+            return sums
+        if sums:
+            match sorted(inputs, key=lambda fact: not isinstance(fact, SoFar)):
+                case [SoFar(before), OneRow(by)] if before in (None, by):
+                    if pair.name in ADDS and (pair.name != "sub" or inputs[0] in sums):
+                        return [SoFar(by)]
+            return pair.compared("a row meets those before it")
+        if not all(isinstance(fact, OneRow | Free | Never) for fact in inputs):
+            return pair.undecided("a row meets others")
+        power = power_of(pair, inputs)
         if power is None:
-            return _undecided(f"{name} of the number of rows", one)
-        kept = _KEEPS_ZERO - {"neg"}
-        entry = rows[0].entry if name in kept and len(rows) == 1 else None
-        return [
-            fact._replace(power=power, constant=constant, entry=entry)
-            if isinstance(fact, Rows)
-            else fact
-            for fact in found
-        ]
+            return pair.undecided(f"{pair.name} of the number of rows")
+        return [OneRow(power)] * number
 
-    def _moved(self, one: Any, other: Any, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
-        """What is computed along other axes, or of elements in one place."""
-        name = one.primitive.name
-        layout = _layout(inputs)
-        if layout is None:
-            return _compared(f"{name} of rows and other rows", one)
-        kinds = [Along(x.axis) if isinstance(x, Rows) else Slicing.SAME for x in inputs]
-        try:
-            axes = axes_after(other, one, kinds)
-        except (KeyError, TypeError, ValueError):
-            axes = None
-        if axes is None:
-            known = name in ELEMENTWISE or name in _MIXES
-            return (_compared if known else _undecided)(f"{name} over the rows", one)
-        return [layout._replace(axis=axis) for axis in axes]
-
-    def _reshaped(self, one: Any, other: Any, rows: Rows) -> list[Rows] | Obstacle:
-        mixed = _compared("reshape of the rows", one)
-        if one.params.get("dimensions") is not None:
-            return mixed
-        before, after = one.invars[0].aval.shape, one.outvars[0].aval.shape
-        outer = math.prod(before[: rows.axis]) * rows.outer
-        inner = math.prod(before[rows.axis + 1 :]) * rows.inner
-        for axis, size in enumerate(after):
-            left, right = math.prod(after[:axis]), math.prod(after[axis + 1 :])
-            if outer % left or inner % right:
-                continue
-            if outer // left * self._rows * (inner // right) == size:
-                return [Rows(axis, outer // left, inner // right)]
-        return mixed
-
-    def _multiplied(self, one: Any, other: Any, inputs: Sequence[Fact]) -> list[Fact] | Obstacle:
-        contracted, _ = one.params["dimension_numbers"]
-        left, right = inputs
-        if isinstance(left, Rows) and isinstance(right, Rows):
-            pairs = list(zip(*contracted, strict=True))
-            alike = (left.outer, left.inner) == (right.outer, right.inner)
-            if (left.axis, right.axis) in pairs:
-                if not (alike or left.constant or right.constant):
-                    return _compared("dot_general of rows and other rows", one)
-                power = left.power + right.power + 1
-                return [Free(power) if left.constant and right.constant else Total(power)]
-        found = self._moved(one, other, inputs)
-        return found if isinstance(found, Obstacle) else [*found]
-
-    def _convolved(self, one: Any, other: Any, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
-        numbers, (left, right) = one.params["dimension_numbers"], inputs
-        out, groups = numbers.out_spec, one.params["feature_group_count"]
-        batches = one.params["batch_group_count"]
-        mixed = _compared("a convolution over the rows", one)
-        if isinstance(left, Rows) and isinstance(right, Free):
-            same = left.axis == numbers.lhs_spec[0] and batches == 1
-            return [left._replace(axis=out[0])] if same else mixed
-        size = one.outvars[0].aval.shape[out[1]] // self._rows
-        if isinstance(left, Free) and isinstance(right, Rows):
-            of_kernels = right.axis == numbers.rhs_spec[0] and groups == batches == 1
-            return [right._replace(axis=out[1])] if of_kernels else mixed
-        assert isinstance(left, Rows)
-        assert isinstance(right, Rows)
-        if left.outer != 1 or right.outer != 1 or right.axis != numbers.rhs_spec[0]:
-            return mixed
-        # As vmap makes of them: a group for each row.
-        grouped = groups % self._rows == 0 and left.axis == numbers.lhs_spec[1] and batches == 1
-        batched = batches % self._rows == 0 and left.axis == numbers.lhs_spec[0] and groups == 1
-        return [Rows(out[1], 1, size)] if grouped or batched else mixed
-
-    def _in_windows(self, one: Any, other: Any, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
-        params, layout = one.params, _layout(inputs)
-        if layout is None:
-            return _compared("windows over the rows", one)
-        axis = layout.axis
-        alone = params["window_dimensions"][axis] == 1 and params["window_strides"][axis] == 1
-        padding = params.get("padding", ())
-        alone = alone and (not padding or tuple(padding[axis]) == (0, 0))
-        for name in ("base_dilation", "window_dilation"):
-            alone = alone and params.get(name, {axis: 1})[axis] == 1
-        return [layout] * len(one.outvars) if alone else _compared("windows over the rows", one)
-
-    def _updated(self, one: Any, other: Any, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
-        mixed = _compared("dynamic_update_slice of the rows", one)
-        layout = _layout(inputs[:2])
-        if layout is None or not all(isinstance(fact, Rows) for fact in inputs[:2]):
-            return mixed
-        if any(not isinstance(fact, Free) for fact in inputs[2:]):
-            return mixed
-        shapes = [atom.aval.shape[layout.axis] for atom in one.invars[:2]]
-        return [layout] if shapes[0] == shapes[1] else mixed
-
-    def _gathered(self, one: Any, other: Any, inputs: Sequence[Fact]) -> list[Fact] | Obstacle:
-        """A gather, or a scatter: operand, indices, and of a scatter updates."""
-        numbers, name = one.params["dimension_numbers"], one.primitive.name
-        mixed = _compared(f"{name} from other rows", one)
-        operand, indices, *updates = inputs
-        gathers = name == "gather"
-        windows = numbers.offset_dims if gathers else numbers.update_window_dims
-        target = one.outvars[0].aval if gathers else one.invars[2].aval
-        batch = [axis for axis in range(target.ndim) if axis not in windows]
-        operand_batch = tuple(numbers.operand_batching_dims)
-        of_indices = "start_indices" if gathers else "scatter_indices"
-        indices_batch = tuple(getattr(numbers, f"{of_indices}_batching_dims"))
-        gone = numbers.collapsed_slice_dims if gathers else numbers.inserted_window_dims
-        to_operand = numbers.start_index_map if gathers else numbers.scatter_dims_to_operand_dims
-        kept = [
-            axis
-            for axis in range(one.invars[0].aval.ndim)
-            if axis not in gone and axis not in operand_batch
-        ]
-
-        def place_of(axis: int) -> int | None:
-            """Where an axis of the indices is in the output, or in the updates."""
-            return batch[axis] if axis < len(batch) else None
-
-        def axis_of(index: Rows | Index, of: Rows) -> int | None:
-            """Where rows are that indices with their own numbers choose, or batches of them."""
-            if of.axis in operand_batch:
-                same = indices_batch[operand_batch.index(of.axis)] == index.axis
-                return place_of(index.axis) if same and isinstance(index, Rows) else None
-            if isinstance(index, Index) and of.axis in gone and of.axis in to_operand:
-                width = one.invars[1].aval.shape[-1]
-                columns = range(width) if index.columns is None else index.columns
-                if to_operand.index(of.axis) in columns and (of.outer, of.inner) == (1, 1):
-                    return place_of(index.axis)
-            return None
-
-        if gathers:
-            found: int | None = None
-            layout: Rows | None = None
-            if isinstance(operand, Rows):
-                layout = operand
-                if isinstance(indices, Rows | Index):
-                    found = axis_of(indices, operand)
-                elif operand.axis in kept:
-                    full = one.params["slice_sizes"][operand.axis]
-                    if full == one.invars[0].aval.shape[operand.axis]:
-                        found = windows[kept.index(operand.axis)]
-            elif isinstance(indices, Rows):
-                layout, found = indices, place_of(indices.axis)
-            if found is None or layout is None:
-                return mixed
-            return [layout._replace(axis=found)]
-        (update,) = updates
-        if isinstance(operand, Rows):
-            if isinstance(indices, Rows | Index):
-                place = axis_of(indices, operand)
-            else:
-                place = windows[kept.index(operand.axis)] if operand.axis in kept else None
-                sizes = [one.invars[0].aval.shape[operand.axis]]
-                if place is not None and [target.shape[place]] != sizes:
-                    place = None
-            fits = isinstance(update, Rows) and update.axis == place
-            return [operand._replace(constant=False)] if fits else mixed
-        adds = name in ("scatter-add", "scatter_add")
-        if adds and isinstance(operand, Free) and isinstance(update, Rows):
-            # Rows are added up, each where its own index says.
-            alike = not isinstance(indices, Rows) or place_of(indices.axis) == update.axis
-            if alike and not isinstance(indices, Index) and operand.zero:
-                return [Total(update.power + 1)]
-        return mixed
-
-    def _scan_over_rows(
-        self, one: Any, other: Any, inputs: Sequence[Fact]
-    ) -> Sequence[Fact] | Obstacle:
-        """A loop over the rows, as ``lax.map`` makes: each turn may read its own row alone."""
-        loops: Any = [_jax.control_flow(each) for each in (one, other)]
-        first = loops[0].constants + loops[0].carried
+    def _scan_over_rows(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact]:
+        """A loop over the rows, as ``lax.map`` makes: each turn reads its own row alone."""
+        loops: Any = [_jax.control_flow(each) for each in (pair.one, pair.other)]
+        constants, carried = loops[0].constants, loops[0].carried
+        first, number = constants + carried, len(pair.one.outvars)
         steps = [each.steps for each in loops]
-        mixed = _compared("a scan over the rows", one)
-        if steps[0][0] != self._rows or steps[1][0] != 2 * self._rows or steps[0][1] != steps[1][1]:
-            return _undecided("a scan with the number of rows", one)
+        if [steps[1]] != [(2 * self._rows, steps[0][1])] or steps[0][0] != self._rows:
+            return [pair.undecided("a scan with the number of rows")] * number
         if not all(isinstance(fact, Free) and fact.power == 0 for fact in inputs[:first]):
-            return mixed
+            return [pair.undecided("a scan over the rows")] * number
         rows: list[Fact] = []
         for fact in inputs[first:]:
-            if not isinstance(fact, Rows) or fact.axis or (fact.outer, fact.inner) != (1, 1):
-                return mixed
-            rows.append(Free(fact.power) if fact.constant else OneRow())
-        outputs = follow(self, [each.body for each in loops], [*inputs[:first], *rows])
-        carried, stacked = outputs[: loops[0].carried], outputs[loops[0].carried :]
-        obstacles = [fact for fact in outputs if isinstance(fact, Obstacle)]
-        if obstacles:
-            return min(obstacles, key=_rank)
-        before = inputs[loops[0].constants : first]
-        if any(now != was for now, was in zip(carried, before, strict=True)):
-            return mixed
-        return [*carried, *[Rows(0, constant=isinstance(fact, Free)) for fact in stacked]]
+            if not isinstance(fact, Rows) or fact.axis or not fact.is_plain:
+                return [pair.undecided("a scan over the rows")] * number
+            rows.append(Free(fact.power) if fact.constant else OneRow(fact.power))
+        # What is carried is passed on, or a sum of rows.
+        before: Any = inputs[constants:first]
+        passed = [_jax.passes_on(loops[0], place) for place in range(carried)]
+        drawn = [x.own and _jax.is_key(loops[0], place) for place, x in enumerate(before)]
+        free = list(map(any, zip(passed, drawn, strict=True)))
+        carry: list[Fact] = [
+            fact if alone else SoFar() for fact, alone in zip(before, free, strict=True)
+        ]
+        while True:
+            taken = [*inputs[:constants], *carry, *rows]
+            outputs = follow(self, [each.body for each in loops], taken)
+            obstacle = worst(outputs)
+            if obstacle is None and any(
+                not isinstance(fact, Free if alone else SoFar)
+                for fact, alone in zip(outputs, free, strict=False)
+            ):
+                obstacle = pair.compared("a row meets those before it")
+            if obstacle is not None:
+                return [obstacle] * number
+            after = list(outputs[:carried])
+            for place, alone in enumerate(free):
+                after[place] = before[place] if alone else after[place]
+            if after == carry:
+                break
+            carry = after
+        found: list[Fact] = []
+        for start, fact in zip(before, carry, strict=True):
+            if not isinstance(fact, SoFar):
+                found.append(fact)
+            elif fact.power is None:
+                found.append(start)
+            else:
+                mixed = pair.undecided("a sum of the rows and of something else")
+                found.append(added([Total(fact.power + 1), start], mixed))
+        for fact in outputs[carried:]:
+            match fact:
+                case OneRow(power):
+                    found.append(Rows(0, power=power))
+                case Free(power):
+                    found.append(Rows(0, power=power, constant=True))
+                case _:
+                    found.append(pair.compared("a row meets those before it"))
+        return found
+
+    def _solved(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact]:
+        """A linear system, which the user says how to solve, forwards and in the gradient."""
+        first, *rest = [
+            follow(self, [jaxpr for jaxpr, _ in both], [inputs[place] for place in both[0][1]])
+            for both in zip(*map(_jax.solvers_of, (pair.one, pair.other)), strict=True)
+        ]
+        if all(all(map(_is_a, first, other)) for other in rest):
+            return first
+        return [worst(first) or pair.undecided("a linear system")] * len(first)
+
+    # Functions with a derivative of their own: the gradient is what is trained on.
+
+    def _of_derivative(
+        self, equations: Equations, inputs: Sequence[Fact], outputs: Sequence[Fact]
+    ) -> Obstacle | None:
+        """Why the gradient would not be that of a mean over rows."""
+        pair, one = self._pair(equations), equations[0]
+        given = [fact for fact, x in zip(inputs, one.invars, strict=True) if is_inexact(x)]
+        returned = [fact for fact, x in zip(outputs, one.outvars, strict=True) if is_inexact(x)]
+        backward = one.primitive.name.startswith("custom_vjp")
+        if worst(outputs) is not None or not returned:
+            return None
+        if not backward and all(isinstance(fact, Free) for fact in inputs):
+            return None  # it is linear
+        unknown = pair.undecided("a function with a gradient of its own")
+        slope = _cotangent if backward else _tangent
+        slopes, expected = list(map(slope, given)), list(map(slope, returned))
+        if backward:
+            slopes, expected = expected, slopes
+        obstacle = worst([*slopes, *expected])
+        try:
+            rules = [_jax.rule_of_derivative(each, backward=backward) for each in equations]
+            found = follow(_OverRows(self._rows, derives=False), rules, [*inputs, *slopes])
+        except Exception:  # a rule of the user may raise anything
+            return unknown
+        obstacle = obstacle or worst(found)
+        if obstacle is not None:
+            kind, reason, at = obstacle
+            return Obstacle(kind, f"in a gradient of its own, {reason}", at or pair.one)
+        return None if all(map(_is_a, found, expected)) else unknown
 
 
-# Primitives that are known to mix the rows, where they work along their axis.
-_MIXES = frozenset(
-    "argmax argmin concatenate cumlogsumexp cummax cummin cumprod cumsum dot_general dynamic_slice "
-    "pad reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor rev slice "
-    "sort split squeeze top_k transpose".split()
-)
+def _tangent(fact: Fact) -> Fact:
+    """What a small change of a value is."""
+    match fact:
+        case Free(power, own):
+            return Free(power, own)
+        case Rows():
+            return fact._replace(zero=False, entry=None)
+        case Total(power, _, False):
+            return Total(power)
+        case OneRow():
+            return fact
+    return _NO_SLOPE
 
 
-def _rank(fact: Obstacle) -> int:
-    order = OverRows.OVER_SHARDS, OverRows.COMPARED, OverRows.UNDECIDED
-    return order.index(fact.kind)
+def _cotangent(fact: Fact) -> Fact:
+    """What the derivative of a mean over rows by a value is."""
+    match fact:
+        case Free(power):
+            return Total(-power)
+        case Rows(axis, outer, inner, power):
+            return Rows(axis, outer, inner, -1 - power)
+        case Total(power, _, False):
+            return Free(-power)
+        case OneRow(power):
+            return OneRow(-1 - power)
+    return _NO_SLOPE
 
 
-def _compared(reason: str, equation: Any) -> Obstacle:
-    return Obstacle(OverRows.COMPARED, reason, _jax.source_of(equation))
+_NO_SLOPE = Obstacle(OverRows.UNDECIDED, "a derivative by what is no row and no sum")
 
 
-def _undecided(reason: str, equation: Any) -> Obstacle:
-    source = "" if equation is None else _jax.source_of(equation)
-    return Obstacle(OverRows.UNDECIDED, reason, source)
+def _is_a(fact: Fact, expected: Fact) -> bool:
+    """Whether a derivative is what it is of a mean over rows."""
+    if is_zero(fact):
+        return True
+    match fact, expected:
+        case Rows(), Rows():
+            alike = layout([fact, expected]) is not None
+            return alike and (fact.axis, fact.power) == (expected.axis, expected.power)
+        case ((Total(power, _, False) | Free(power)), Total(by)):
+            return power == by
+        case OneRow(power), Total(by):
+            return power == by - 1
+        case (Free(power), Free(by)) | ((OneRow(power) | Free(power)), OneRow(by)):
+            return power == by
+    return False
 
 
-def _is_zero(value: Any) -> bool:
-    try:
-        return bool(value == 0)
-    except TypeError:
-        return False
+def _number(value: np.ndarray[Any, Any]) -> float | None:
+    """The number that all of an array is, if it is a scalar or 0."""
+    if value.dtype.kind not in "biuf" or not value.size or (value.ndim and np.any(value)):
+        return None
+    return float(value.flat[0])
+
+
+def _both_nan(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
+    return np.array_equal(one, other, equal_nan=True)
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return tuple(getattr(atom.aval, "shape", ()))
 
 
 def _same_shape(one: Any, other: Any) -> bool:
-    return bool(getattr(one.aval, "shape", ()) == getattr(other.aval, "shape", ()))
+    return _shape(one) == _shape(other)
 
 
 def _axis_that_grows(one: Sequence[int], other: Sequence[int]) -> int | None:
@@ -743,73 +586,10 @@ def _axis_that_grows(one: Sequence[int], other: Sequence[int]) -> int | None:
     return differ[0] if doubles else None
 
 
-def _forgotten(fact: Rows | Index) -> dict[str, Any]:
-    return {"entry": None} if isinstance(fact, Rows) else {}
-
-
-def _layout(inputs: Sequence[Fact]) -> Rows | None:
-    """How the rows lie in all of them; ``None`` if they lie in another way in some."""
-    rows = [fact for fact in inputs if isinstance(fact, Rows)]
-    varying = [fact for fact in rows if not fact.constant] or rows
-    return varying[0] if len({(fact.outer, fact.inner) for fact in varying}) == 1 else None
-
-
-def _power(name: str, powers: Sequence[int], equation: Any) -> int | None:
-    """The power of the number of rows that an output grows with; ``None`` if unknown."""
-    if not any(powers):
-        return 0
-    if name in ("mul", "dot_general"):
-        return sum(powers)
-    if name == "div":
-        return powers[0] - powers[1]
-    if name == "integer_pow":
-        return int(powers[0] * equation.params["y"])
-    return powers[0] if name in _KEEPS_POWER and len(set(powers)) == 1 else None
-
-
-def _added(facts: Sequence[Fact], mixed: Obstacle) -> Fact:
-    one, other = facts
-    if isinstance(one, Free):
-        one, other = other, one
-    match one, other:
-        case (_, Free(zero=True)):
-            return one
-        case Total(power, _, moved), Free(by):
-            return Total(power, moved=moved) if power == by else one._replace(moved=True)
-        case Ratio(), Free(0):
-            return one
-        case Total(power, _, False), Total(by, _, False) if power == by:
-            return Total(power)
-        case Ratio(entry), Ratio(by) if entry == by is not None:
-            return one
-    return mixed
-
-
-def _joined(one: Fact, other: Fact) -> Fact:
-    if one == other:
-        return one
-    obstacles = [fact for fact in (one, other) if isinstance(fact, Obstacle)]
-    if obstacles:
-        return min(obstacles, key=_rank)
-    if isinstance(other, Free) and not isinstance(one, Free):
-        one, other = other, one
-    match one, other:
-        case Free(power), Free(by) if power == by or one.zero or other.zero:
-            return Free(by if one.zero else power, one.own or other.own)
-        case Free(zero=True), Total() | Ratio() | Rows():
-            return other
-        case Free(power), Total(by, _, False) if power == by:
-            return Total(power)
-        case Free(0), Ratio():
-            return other
-        case Free(0), OneRow():
-            return other
-        case Total(power, _, moved), Total(by, _, too) if power == by:
-            return Total(power, moved=moved or too)
-        case Ratio(entry), Ratio(by) if entry == by is not None:
-            return one
-        case Rows(), Rows():
-            layout = _layout((one, other))
-            if layout is not None and (one.axis, one.power) == (other.axis, other.power):
-                return layout._replace(constant=one.constant and other.constant, entry=None)
-    return Obstacle(OverRows.UNDECIDED, "one path treats rows in another way than the next")
+def _is_never(name: str, one: Free, other: Free) -> bool:
+    """Whether two numbers are known, and a comparison of them is false with any number of rows."""
+    if one.number is None or other.number is None:
+        return False
+    if name == "eq":
+        return (one.number == 0) != (other.number == 0)
+    return name == "lt" and one.power == other.power == 0 and one.number >= other.number

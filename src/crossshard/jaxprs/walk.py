@@ -28,7 +28,13 @@ class Mismatch(Exception):
 
 
 class Analysis(abc.ABC, Generic[Fact]):
-    """The facts of an analysis, a join-semilattice of finite height, and their transfer."""
+    """The facts of an analysis, a join-semilattice of finite height, and their transfer.
+
+    Attributes:
+      memory: what calls were found to return, if calls of one jaxpr are to be walked once.
+    """
+
+    memory: dict[Any, Any] | None = None
 
     @abc.abstractmethod
     def constant(self, values: Sequence[Any]) -> Fact:
@@ -73,10 +79,12 @@ class Analysis(abc.ABC, Generic[Fact]):
         """The fact of an array that a scan stacks of such slices."""
         return self.element(equations, fact)
 
-    def returned(self, equations: Equations, fact: Fact) -> Fact:
-        """The fact of a value after the call that returns it."""
-        del equations
-        return fact
+    def returned(
+        self, equations: Equations, inputs: Sequence[Fact], outputs: Sequence[Fact]
+    ) -> Sequence[Fact]:
+        """The facts of the outputs of a call, given those of what it calls."""
+        del equations, inputs
+        return outputs
 
 
 def follow(
@@ -135,14 +143,26 @@ def through(
         return analysis.transfer(equations, inputs)
     match kinds[0]:
         case _jax.Call():
-            outputs = follow(analysis, [each.jaxpr for each in kinds], inputs)
-            return [analysis.returned(equations, fact) for fact in outputs]
+            outputs = _through_call(analysis, [each.jaxpr for each in kinds], inputs)
+            return analysis.returned(equations, inputs, outputs)
         case _jax.Cond():
             return _through_cond(analysis, equations, kinds, inputs)
         case _jax.While():
             return _through_while(analysis, equations, kinds, inputs)
         case _:
             return _through_scan(analysis, equations, kinds, inputs)
+
+
+def _through_call(
+    analysis: Analysis[Fact], jaxprs: Sequence[Any], inputs: Sequence[Fact]
+) -> Sequence[Fact]:
+    if analysis.memory is None:
+        return follow(analysis, jaxprs, inputs)
+    key = *map(id, jaxprs), *inputs
+    if key not in analysis.memory:
+        # With the jaxprs, since another one may get the number of one that is gone.
+        analysis.memory[key] = jaxprs, follow(analysis, jaxprs, inputs)
+    return analysis.memory[key][1]
 
 
 def _through_cond(

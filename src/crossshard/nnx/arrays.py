@@ -15,6 +15,13 @@ from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.scalars import is_number
 from crossshard.nnx.graph import is_stateful
 from crossshard.nnx.keys import ByValue
+from crossshard.shards.batch_axes import (
+    FIRST,
+    BatchAxes,
+    axes_of,
+    check_batch_axis,
+    spec_along,
+)
 from crossshard.shards.put import own_parts, put
 
 
@@ -66,6 +73,74 @@ class Arguments:
         return args, kwargs
 
 
+@dataclasses.dataclass(frozen=True)
+class InputAxes:
+    """Along which axes the inputs of a runner are split.
+
+    Attributes:
+      of_all: the axes of every input.
+      of_each: those of each positional one; ``None`` if they are ``of_all``.
+      argument: the argument that said so: arrays that ``batch_axis`` splits have as many rows.
+    """
+
+    of_all: BatchAxes = FIRST
+    of_each: tuple[BatchAxes, ...] | None = None
+    argument: str = "batch_axis"
+
+    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[BatchAxes]:
+        """The axes of each argument, of those by keyword in the order of their names.
+
+        Raises:
+          ArgumentError: they are not one for each argument.
+        """
+        if self.of_each is None:
+            return [self.of_all] * (len(args) + len(kwargs))
+        if len(self.of_each) != len(args):
+            raise ArgumentError(
+                f"{self.argument} has {len(self.of_each)} entries for {len(args)} inputs; pass one "
+                f"per input."
+            )
+        split = [name for name, value in kwargs.items() if not is_whole(value)]
+        if split and self.has_same_rows:
+            raise ArgumentError(
+                f"batch_axis has an entry for each input that is passed by position, and none for "
+                f"input {split[0]!r}. Pass it by position."
+            )
+        return [*self.of_each, *[self.of_all] * len(kwargs)]
+
+    @property
+    def has_same_rows(self) -> bool:
+        """Whether all inputs have as many rows, or each a number of its own."""
+        return self.of_each is None or self.argument == "batch_axis"
+
+
+def check_input_axes(input_shard_axes: Any, batch_axis: Any) -> InputAxes:
+    """The checked arguments of a runner.
+
+    Raises:
+      ArgumentError: both are given, or every shard would get all.
+      ArgumentTypeError: they are not axes.
+    """
+    if input_shard_axes is None:
+        if not isinstance(batch_axis, list | tuple):
+            return InputAxes(check_batch_axis(batch_axis))
+        check_batch_axis(batch_axis)
+        return InputAxes(of_each=tuple(map(axes_of, batch_axis)))
+    if batch_axis != 0:
+        raise ArgumentError(
+            f"input_shard_axes={input_shard_axes!r:.60} and batch_axis={batch_axis!r:.60} say the "
+            f"same. Pass batch_axis alone, which takes an axis, or None, for each input, too."
+        )
+    each = input_shard_axes if isinstance(input_shard_axes, list | tuple) else ()
+    if not isinstance(input_shard_axes, list | tuple) or not all(
+        axis is None or type(axis) is int for axis in each
+    ):
+        raise ArgumentTypeError(
+            f"input_shard_axes must be a list of ints; got {input_shard_axes!r}."
+        )
+    return InputAxes(of_each=tuple(map(axes_of, each)), argument="input_shard_axes")
+
+
 def is_whole(value: Any) -> bool:
     """Whether an argument is passed to every shard unchanged, rather than split.
 
@@ -91,21 +166,15 @@ def is_numeric(leaf: Any) -> bool:
 def split_arguments(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    axes: tuple[int | None, ...] | None,
+    axes: InputAxes,
     mesh: jax.sharding.Mesh,
 ) -> Arguments:
     """Put the arrays of a call on the mesh; each of several processes passes its own part.
 
     Raises:
       ArgumentError: an axis that does not exist or does not divide evenly, arrays of different
-        lengths, or a list of axes that does not match the arguments.
+        lengths, or axes that do not match the arguments.
     """
-    per_argument = (0,) * len(args) if axes is None else axes
-    if len(per_argument) != len(args):
-        raise ArgumentError(
-            f"input_shard_axes has {len(per_argument)} entries for {len(args)} inputs; pass one "
-            f"per input."
-        )
     leaves: list[jax.Array] = []
     specs: list[PartitionSpec] = []
     whole: dict[int, Any] = {}
@@ -113,18 +182,19 @@ def split_arguments(
     named = [(f"input {place}", value) for place, value in enumerate(args)]
     named += [(f"input {name!r}", value) for name, value in sorted(kwargs.items())]
     lengths: dict[str, int] = {}
-    for (name, value), axis in zip(named, per_argument + (0,) * len(kwargs), strict=True):
-        passed_whole = is_whole(value)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_stateful):
-            if passed_whole:
+    for (name, value), of_value in zip(named, axes.of(args, kwargs), strict=True):
+        if is_whole(value):
+            for leaf in jax.tree.leaves(value, is_leaf=is_stateful):
                 whole[len(leaves) + len(whole)] = leaf
-                continue
+            continue
+        paths = jax.tree_util.tree_leaves_with_path(value)
+        for (path, leaf), axis in zip(paths, of_value.of(value, name), strict=True):
             where = name + jax.tree_util.keystr(path)
             specs.append(_spec(where, leaf, axis, mesh))
             leaves.append(put(leaf, NamedSharding(mesh, specs[-1])))
             if axis is not None:
                 lengths[where] = leaves[-1].shape[axis]
-        if axes is not None:
+        if not axes.has_same_rows:
             # Each input has an axis that the caller chose, so another one may be shorter.
             _check_lengths(lengths)
             lengths = {}
@@ -148,11 +218,8 @@ def _spec(where: str, leaf: Any, axis: int | None, mesh: jax.sharding.Mesh) -> P
     if not shape:
         raise ArgumentError(
             f"{where} is a scalar, which cannot be split over {mesh.size} shards. Pass it to "
-            f"every shard with None in input_shard_axes."
+            f"every shard with None in input_shard_axes, or in batch_axis."
         )
-    if not -len(shape) <= axis < len(shape):
-        raise ArgumentError(f"{where} has shape {shape} and no axis {axis} to split along.")
-    axis %= len(shape)
     is_own = getattr(leaf, "is_fully_addressable", True)
     shards = own_parts(NamedSharding(mesh, PartitionSpec(mesh.axis_names)), mesh.size)
     shards = shards if is_own else mesh.size
@@ -162,7 +229,7 @@ def _spec(where: str, leaf: Any, axis: int | None, mesh: jax.sharding.Mesh) -> P
             f"{where} has shape {shape}: axis {axis} has length {shape[axis]}, which does not "
             f"divide evenly over {shards} shards{of_process}."
         )
-    return PartitionSpec(*[None] * axis, mesh.axis_names)
+    return spec_along(axis, mesh.axis_names)
 
 
 def _check_lengths(lengths: dict[str, int]) -> None:
@@ -173,9 +240,9 @@ def _check_lengths(lengths: dict[str, int]) -> None:
             raise ArgumentError(
                 f"{names[0]} and {name} are both split over the shards, and have different numbers "
                 f"of rows, {lengths[names[0]]} and {lengths[name]}. For an array that every shard "
-                f"gets whole, write crossshard.shard(..., input_shard_axes=[...]) with None in its "
-                f"place, and its axis if it is meant to be split; pass the arrays of one input as "
-                f"several inputs, and by position."
+                f"gets whole, write crossshard.shard(..., batch_axis=[...]) with None in its "
+                f"place, and the axis of its rows for each other one; input_shard_axes=[...] says "
+                f"that inputs of several lengths are meant to be split."
             )
 
 

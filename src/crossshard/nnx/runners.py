@@ -16,7 +16,15 @@ from crossshard import _jax
 from crossshard.distributed.agreement import processes_of
 from crossshard.distributed.progress import PROGRESS, entering
 from crossshard.errors import ArgumentError, ArgumentTypeError, NestedContextError
-from crossshard.nnx.arrays import Arguments, Outputs, as_output, is_whole, split_arguments
+from crossshard.nnx.arrays import (
+    Arguments,
+    InputAxes,
+    Outputs,
+    as_output,
+    check_input_axes,
+    is_whole,
+    split_arguments,
+)
 from crossshard.nnx.graph import Reached, reached_in
 from crossshard.nnx.keys import ByValue, kept
 from crossshard.nnx.program import Program, program_key
@@ -43,13 +51,13 @@ class ShardedFunction:
         self,
         computation: Callable[..., Any],
         mesh: jax.sharding.Mesh,
-        input_shard_axes: tuple[int | None, ...] | None,
+        axes: InputAxes,
         outputs: Outputs,
     ):
         functools.update_wrapper(self, computation)
         self._computation = computation
         self._mesh = mesh
-        self._input_shard_axes = input_shard_axes
+        self._axes = axes
         self._outputs = outputs
         self._is_watched = are_of_all_processes(mesh) or PROGRESS.is_alone
         self._is_here = jax.process_index() in processes_of(mesh)
@@ -122,7 +130,7 @@ class ShardedFunction:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Program, Reached, Arguments]:
         """The program for these arguments, what it reaches, and the arguments on the mesh."""
-        arguments = split_arguments(args, kwargs, self._input_shard_axes, self._mesh)
+        arguments = split_arguments(args, kwargs, self._axes, self._mesh)
         reached = reached_in(arguments.whole.values())
         key = program_key(reached, arguments)
         program = self._programs.get(key)
@@ -149,6 +157,7 @@ def shard(
     outputs_from_all_shards: bool | Sequence[bool] = True,
     output_shard_axes: Sequence[int] | None = None,
     *,
+    batch_axis: Any = 0,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Any:
     """Run a computation on each shard, on its slice of the inputs, inside a shard context.
@@ -166,11 +175,14 @@ def shard(
         passes its own part of the arrays, and the same of all else.
       num_shards: the number of shards, one per device.
       input_shard_axes: for each positional input the axis to split, or ``None`` to pass the full
-        array. By default axis 0 of all of them, which must then be as long.
+        array; one may be longer than another.
       outputs_from_all_shards: whether each output is joined over the shards, or taken from the
         first; one bool or one per output.
       output_shard_axes: for each output the axis to join along; axis 0 by default. Scalars are
         stacked.
+      batch_axis: the axis of the rows in all arrays, which have as many; or a list with one entry
+        per positional input: an axis, ``None`` to pass it in full, or a pytree prefix of the input
+        with these.
       mesh: the mesh; all its axes count as shards, and its size is the number of shards.
 
     Returns:
@@ -187,8 +199,8 @@ def shard(
     >>> shard(lambda x: x.sum(), [jnp.arange(4.0)], num_shards=1)
     Array([6.], dtype=float32)
     """
-    outputs = Outputs(_bools(outputs_from_all_shards), _axes(output_shard_axes, "output"))
-    axes = _axes(input_shard_axes, "input")
+    outputs = Outputs(_bools(outputs_from_all_shards), _axes(output_shard_axes))
+    axes = check_input_axes(input_shard_axes, batch_axis)
     where = mesh_for(check_num_shards(num_shards), mesh)
     if computation is None:
         if inputs is not None:
@@ -205,7 +217,7 @@ def shard(
 def _sharded(
     computation: Callable[..., Any],
     mesh: jax.sharding.Mesh,
-    axes: tuple[int | None, ...] | None,
+    axes: InputAxes,
     outputs: Outputs,
     wrap: Callable[[Any], Any] = lambda computation: computation,
 ) -> ShardedFunction:
@@ -282,7 +294,7 @@ def replicate(
         raise ArgumentError(f"The mesh has {where.size} devices for {len(lists)} replicas.")
     rows = NamedSharding(where, PartitionSpec(where.axis_names))
     stacked = [_stack(place, values, rows) for place, values in enumerate(zip(*lists, strict=True))]
-    joined = _sharded(computation, where, None, Outputs(), _of_one_replica)(*stacked)
+    joined = _sharded(computation, where, InputAxes(), Outputs(), _of_one_replica)(*stacked)
     joined = jax.tree.map(on_every_device, joined)
     return [jax.tree.map(lambda x, r=r: x[r], joined) for r in range(len(lists))]
 
@@ -340,12 +352,11 @@ def _bools(value: Any) -> tuple[bool, ...]:
     return tuple(flags)
 
 
-def _axes(value: Any, which: str) -> tuple[int | None, ...] | None:
+def _axes(value: Any) -> tuple[int, ...] | None:
     if value is None:
         return None
-    allowed = int | None if which == "input" else int
     if not isinstance(value, list | tuple) or not all(
-        isinstance(axis, allowed) and not isinstance(axis, bool) for axis in value
+        isinstance(axis, int) and not isinstance(axis, bool) for axis in value
     ):
-        raise ArgumentTypeError(f"{which}_shard_axes must be a list of ints; got {value!r}.")
+        raise ArgumentTypeError(f"output_shard_axes must be a list of ints; got {value!r}.")
     return tuple(value)

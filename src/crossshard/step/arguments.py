@@ -10,6 +10,7 @@ from crossshard import _jax
 from crossshard.errors import ArgumentError, ArgumentTypeError, CrossshardError
 from crossshard.gradients.scalars import is_number
 from crossshard.model.state import TrainState
+from crossshard.shards.batch_axes import BatchAxes
 
 
 def check_not_of_mesh(error: ValueError, axes: tuple[str, ...]) -> None:
@@ -71,8 +72,8 @@ def refuse_more(more: Sequence[Any]) -> None:
 # The arrays of a batch.
 
 
-def check_rows(path: Any, leaf: Any) -> None:
-    """Raise unless a leaf of a batch is an array with rows.
+def check_rows(path: Any, leaf: Any, axis: int) -> None:
+    """Raise unless a leaf of a batch is an array with rows along an axis.
 
     Raises:
       ArgumentError: it has no rows.
@@ -82,34 +83,38 @@ def check_rows(path: Any, leaf: Any) -> None:
     if is_number(leaf) and not np.shape(leaf):
         raise ArgumentError(
             f"{where} is a scalar, which has no rows to split over the shards. Name the entry in "
-            f"replicated_entries, so that every shard gets it whole. A loss that closes over a "
-            f"number keeps the value that it had when it was compiled."
+            f"replicated_entries, or write None for it in batch_axis, so that every shard gets it "
+            f"whole. A loss that closes over a number keeps the value that it had when it was "
+            f"compiled."
         )
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
         raise ArgumentTypeError(
             f"{where} must be an array; got {leaf!r:.60} ({type(leaf).__name__})."
         )
     check_dtype(where, leaf)
-    if not leaf.shape[0]:
+    if not leaf.shape[axis]:
         raise ArgumentError(f"{where} has 0 rows, which have no mean. Leave such a batch out.")
 
 
-def check_same_rows(paths: Sequence[tuple[Any, Any]]) -> None:
-    """Raise unless all arrays of a batch, each with its path, have as many rows.
+def check_same_rows(rows: Any, axes: BatchAxes) -> None:
+    """Raise unless all arrays of a batch that are split have as many rows.
 
     Raises:
       ArgumentError: one has another number: each shard would get a part of, say, a table.
     """
-    (first, leaf), *others = paths
-    for path, other in others:
-        if other.shape[0] == leaf.shape[0]:
+    lengths = jax.tree.leaves(axes.map(lambda x, axis: x.shape[axis], rows))
+    for place, length in enumerate(lengths):
+        if length == lengths[0]:
             continue
-        names = [jax.tree_util.keystr(each) for each in (first, path)]
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(rows)]
+        names, along = [jax.tree_util.keystr(paths[i]) for i in (0, place)], axes.of(rows)
         raise ArgumentError(
-            f"All arrays of a batch must have as many rows, since each is split over the shards "
-            f"along axis 0; got {sorted([leaf.shape[0], other.shape[0]])}: batch{names[0]} has "
-            f"{leaf.shape[0]}, and batch{names[1]} {other.shape[0]}. Name an entry that every "
-            f"shard gets whole, such as a table, in make_train_step(..., replicated_entries=...)."
+            f"All arrays of a batch must have as many rows, since each is split over the shards, "
+            f"here along axes {along[0]} and {along[place]}; got "
+            f"{sorted([lengths[0], length])}: batch{names[0]} has {lengths[0]}, and "
+            f"batch{names[1]} {length}. Write the axes of the rows in make_train_step(..., "
+            f"batch_axis=...); or, if every shard gets an entry whole, such as a table, its name "
+            f"in replicated_entries=."
         )
 
 

@@ -1,4 +1,4 @@
-"""Puts batches on the mesh: split along axis 0, padded if there are weights; some entries whole."""
+"""Puts batches on the mesh: split along their rows, padded if there are weights; some whole."""
 
 import math
 from typing import Any
@@ -10,10 +10,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard.distributed.agreement import check_agreement
 from crossshard.errors import ArgumentError
+from crossshard.shards.batch_axes import BatchAxes, join, resized, spec_along, take_rows
 from crossshard.shards.mesh import number_of_shards
 from crossshard.shards.put import own_parts, put
 from crossshard.step.arguments import check_rows, check_same_rows
-from crossshard.step.entries import WholeEntries, join_entries
+from crossshard.step.entries import WholeEntries
 from crossshard.step.weight import Weight, weight_of
 
 
@@ -24,7 +25,7 @@ class BatchPlacer:
       mesh: the mesh.
       axes: its shard axes.
       weight: the weight function; ``None`` if all shards count the same.
-      names: the entries that every shard gets whole.
+      of_batch: along which axes the arrays of a batch are split.
       microbatches: the number of pieces of a shard's rows.
       takes_weight: whether the step could be given a weight, so that errors may speak of it.
     """
@@ -34,36 +35,40 @@ class BatchPlacer:
         mesh: Mesh,
         axes: tuple[str, ...],
         weight: Weight | None,
-        names: tuple[str, ...] = (),
+        of_batch: BatchAxes,
         microbatches: int = 1,
         *,
         takes_weight: bool = True,
     ):
-        self._sharding = NamedSharding(mesh, PartitionSpec(axes))
         self._number = number_of_shards(mesh, axes)
-        self._parts = own_parts(self._sharding, self._number)
+        self._parts = own_parts(NamedSharding(mesh, PartitionSpec(axes)), self._number)
         # Rows are split over the shards, and a shard's rows into microbatches.
         self._multiple = self._parts * microbatches
         self._mesh = mesh
+        self._axes = axes
+        self._of_batch = of_batch
+        self._shardings: dict[int, NamedSharding] = {}
         self._weight = weight
         self._takes_weight = takes_weight
-        self._whole = WholeEntries(mesh, names)
+        self._whole = WholeEntries(mesh, of_batch)
+        # How the arrays of batches were that were on the devices already.
+        self._known: dict[Any, list[tuple[NamedSharding, int]]] = {}
         self._padding_weighs_nothing: set[Any] = set()
         self._agreed: set[Any] = set()
 
     def abstract(self, batch: Any) -> Any:
         """The types and shardings of a batch on the mesh; raises as for the batch itself."""
 
-        def one(leaf: Any, rows: int) -> jax.ShapeDtypeStruct:
+        def one(leaf: Any, axis: int) -> jax.ShapeDtypeStruct:
             dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
-            of_all = (leaf.shape[0] + rows) * self._number // self._parts
-            is_placed = getattr(leaf, "sharding", None) == self._sharding
-            shape = leaf.shape if is_placed else (of_all, *leaf.shape[1:])
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding)
+            rows = (leaf.shape[axis] + self._missing(leaf, axis)) * self._number // self._parts
+            rows = leaf.shape[axis] if self._is_placed(leaf, axis) else rows
+            shape = resized(leaf.shape, axis, rows)
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=self._along(axis))
 
         rows, whole = self._whole.split(batch)
-        leaves, missing, tree = self._checked(rows, whole)
-        return join_entries(tree.unflatten(map(one, leaves, missing)), self._whole.abstract(whole))
+        self._check(rows, whole)
+        return join(self._of_batch.map(one, rows), self._whole.abstract(whole))
 
     def __call__(self, batch: Any) -> Any:
         """Put a batch on the devices; arrays with the right sharding are returned unchanged.
@@ -75,35 +80,41 @@ class BatchPlacer:
           ArgumentError: an array has no rows, or rows that do not divide and may not be padded.
           ArgumentTypeError: a leaf is not an array.
         """
+        leaves, tree = jax.tree.flatten(batch)
+        # A fast check, since it runs at every step; a tracer has no such attribute.
+        known = self._known.get(tree)
+        if known and all(map(_lies_as, leaves, known)):
+            return batch
         rows, whole = self._whole.split(batch)
         placed = self._whole.place(whole)
-        sharding = self._sharding
-        leaves = jax.tree.leaves(rows)
-        # A fast check, since it runs at every step; a tracer has no such attribute.
-        if leaves and all(getattr(leaf, "sharding", None) == sharding for leaf in leaves):
-            return join_entries(rows, placed)
+        leaves, axes = jax.tree.leaves(rows), self._of_batch.of_rows(rows)
+        if leaves and all(map(self._is_placed, leaves, axes)):
+            if whole is None:
+                self._known[tree] = [
+                    (self._along(axis), x.ndim) for x, axis in zip(leaves, axes, strict=True)
+                ]
+            return join(rows, placed)
         # To move a batch is asked for, and padding is a part of it.
         with jax.transfer_guard("allow"):
-            return join_entries(self._place(rows, whole), placed)
+            return join(self._place(rows, whole), placed)
 
     def rows_of(self, batch: Any) -> str:
         """What this process passes, as it tells the others: with weights, of any number of rows."""
         words = []
-        for leaf in jax.tree.leaves(batch):
-            rows, *others = np.shape(leaf) or (1,)
-            if getattr(leaf, "sharding", None) == self._sharding:
-                rows = rows * self._parts // self._number
-            sizes = ["any" if self._weight else rows, *others]
+        for leaf, axis in zip(jax.tree.leaves(batch), self._of_batch.of(batch), strict=True):
+            sizes: list[Any] = list(np.shape(leaf))
+            if axis is not None and sizes:
+                if self._is_placed(leaf, axis):
+                    sizes[axis] = sizes[axis] * self._parts // self._number
+                sizes[axis] = "any" if self._weight else sizes[axis]
             words.append(f"{getattr(leaf, 'dtype', '')}[{','.join(map(str, sizes))}]")
         return ",".join(words)
 
-    def _place(self, rows: Any, whole: dict[str, Any]) -> Any:
-        leaves, missing, tree = self._checked(rows, whole)
+    def _place(self, rows: Any, whole: Any) -> Any:
+        self._check(rows, whole)
         if self._parts < self._number and self._weight is None:
             self._check_agreement(rows)
-        if any(missing):
-            leaves = [_padded(leaf, rows) for leaf, rows in zip(leaves, missing, strict=True)]
-        return tree.unflatten([self._put(leaf) for leaf in leaves])
+        return self._of_batch.map(self._placed, rows)
 
     def _check_agreement(self, batch: Any) -> None:
         """Raise unless every process passes as many rows."""
@@ -124,68 +135,86 @@ class BatchPlacer:
         )
         self._agreed.add(key)
 
-    def _checked(self, rows: Any, whole: dict[str, Any]) -> tuple[list[Any], list[int], Any]:
-        """The leaves of the rows, the padding that each needs, and their structure."""
-        paths, tree = jax.tree_util.tree_flatten_with_path(rows)
+    def _check(self, rows: Any, whole: Any) -> None:
+        """Raise unless each array has rows that can be split, or padded."""
+        paths = jax.tree_util.tree_leaves_with_path(rows)
+        axes = self._of_batch.of_rows(rows)
         if not paths:
-            raise ArgumentError("The batch is empty: it has no array.")
-        for path, leaf in paths:
-            check_rows(path, leaf)
-        leaves = [leaf for _, leaf in paths]
-        missing = [-leaf.shape[0] % self._multiple for leaf in leaves]
-        if any(missing):
-            self._check_padding(paths, tree, whole)
-        return leaves, missing, tree
+            raise ArgumentError("The batch is empty: it has no array that is split.")
+        for (path, leaf), axis in zip(paths, axes, strict=True):
+            check_rows(path, leaf, axis)
+        for (path, leaf), axis in zip(paths, axes, strict=True):
+            if self._missing(leaf, axis):
+                self._check_padding(path, leaf.shape[axis], rows, whole)
+                break
 
-    def _put(self, leaf: Any) -> jax.Array:
+    def _missing(self, leaf: Any, axis: int) -> int:
+        """How many rows of padding an array needs."""
+        return int(-leaf.shape[axis] % self._multiple)
+
+    def _along(self, axis: int) -> NamedSharding:
+        """The sharding of what is split along an axis."""
+        if axis not in self._shardings:
+            self._shardings[axis] = NamedSharding(self._mesh, spec_along(axis, self._axes))
+        return self._shardings[axis]
+
+    def _is_placed(self, leaf: Any, axis: int) -> bool:
+        return getattr(leaf, "sharding", None) == self._along(axis)
+
+    def _placed(self, leaf: Any, axis: int) -> jax.Array:
+        """An array on the devices, padded."""
+        if missing := self._missing(leaf, axis):
+            together = jnp.concatenate if isinstance(leaf, jax.Array) else np.concatenate
+            leaf = together([leaf, _padding(leaf, axis, missing)], axis)
         if isinstance(leaf, jax.core.Tracer):
-            return jax.lax.with_sharding_constraint(leaf, self._sharding)
-        return put(leaf, self._sharding)
+            return jax.lax.with_sharding_constraint(leaf, self._along(axis))
+        return put(leaf, self._along(axis))
 
     @property
     def _pieces(self) -> str:
         number = self._multiple // self._parts
         return f"{self._parts} shards" + (f" of {number} microbatches" if number > 1 else "")
 
-    def _check_padding(self, paths: list[Any], tree: Any, whole: dict[str, Any]) -> None:
+    def _check_padding(self, path: Any, number: int, rows: Any, whole: Any) -> None:
+        check_same_rows(rows, self._of_batch)
         parts = self._multiple
-        path, leaf = next((path, leaf) for path, leaf in paths if leaf.shape[0] % parts)
         if self._weight is None:
-            rows, rest = leaf.shape[0], leaf.shape[0] % parts
-            fewer = f"{rows - rest} or " if rows > parts else ""
+            rest = number % parts
+            fewer = f"{number - rest} or " if number > parts else ""
             or_weight = (
                 ", or weight=, the batch's entry that counts examples: the batch is then padded "
                 "with rows of weight 0."
             )
             raise ArgumentError(
-                f"batch{jax.tree_util.keystr(path)} has {rows} rows, which do not divide evenly "
-                f"over {self._pieces}: {rest} are left over. Pass {fewer}{rows - rest + parts}"
+                f"batch{jax.tree_util.keystr(path)} has {number} rows, which do not divide evenly "
+                f"over {self._pieces}: {rest} are left over. Pass {fewer}{number - rest + parts}"
                 f"{or_weight if self._takes_weight else '.'}"
             )
-        check_same_rows(paths)
-        key = tree, tuple((leaf.shape, str(leaf.dtype)) for _, leaf in paths)
+        leaves, tree = jax.tree.flatten(rows)
+        key = tree, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
         if key in self._padding_weighs_nothing:
             return
         # Otherwise the padding would silently change the mean.
-        each = math.ceil(leaf.shape[0] / parts)
-        nothing = tree.unflatten([_padding(x, each) for _, x in paths])
-        weight = float(weight_of(self._weight, join_entries(nothing, whole)))
+        each = math.ceil(number / parts)
+        nothing = self._of_batch.map(lambda x, axis: _padding(x, axis, each), rows)
+        weight = float(weight_of(self._weight, join(nothing, whole)))
         if weight != 0:
             raise ArgumentError(
-                f"A batch of {leaf.shape[0]} rows is padded with rows of zeros to divide over "
+                f"A batch of {number} rows is padded with rows of zeros to divide over "
                 f"{self._pieces}, and these must have weight 0, but weight returns {weight:g} for "
                 f"{each} of them. Add a mask to the batch and pass its name as weight."
             )
         self._padding_weighs_nothing.add(key)
 
 
-def _padding(leaf: Any, rows: int) -> Any:
+def _lies_as(leaf: Any, known: tuple[NamedSharding, int]) -> bool:
+    sharding, ndim = known
+    return getattr(leaf, "sharding", None) == sharding and leaf.ndim == ndim
+
+
+def _padding(leaf: Any, axis: int, rows: int) -> Any:
     """Rows of zeros; for PRNG keys, copies of the first row."""
+    shape = resized(leaf.shape, axis, rows)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        return jnp.broadcast_to(leaf[:1], (rows, *leaf.shape[1:]))
-    return np.zeros((rows, *leaf.shape[1:]), leaf.dtype)
-
-
-def _padded(leaf: Any, rows: int) -> Any:
-    together = jnp.concatenate if isinstance(leaf, jax.Array) else np.concatenate
-    return together([leaf, _padding(leaf, rows)])
+        return jnp.broadcast_to(take_rows(leaf, axis, slice(1)), shape)
+    return np.zeros(shape, leaf.dtype)

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec
 from crossshard.gradients.scalars import is_inexact
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
+from crossshard.shards.batch_axes import join, take_rows
 from crossshard.step.config import StepConfig
-from crossshard.step.entries import join_entries, specs_of
 from crossshard.step.microbatches import LocalResult
 from crossshard.step.over_rows import UndecidedError, not_by_numbers
 from crossshard.step.step_function import to_read
@@ -52,16 +52,17 @@ def check_by_numbers(
 
     def on_shard(state: TrainState, batch: Any) -> Any:
         before, (rows, whole) = layout.local(state), loss.split(batch)
-        half = max(1, jax.tree.leaves(rows)[0].shape[0] // loss.accumulate_steps // 2)
-        one = jax.tree.map(lambda x: x[:half], rows)
+        half = max(1, loss.number_of_rows(batch) // loss.accumulate_steps // 2)
+        of = lambda part: loss.batch_axes.map(lambda x, axis: take_rows(x, axis, part), rows)
+        one = of(slice(half))
         if len(together[0]) > 1:
             other = jax.tree.map(lambda x: lax.ppermute(x, shards.axes, to_next), one)
         else:
-            other = jax.tree.map(lambda x: x[half : 2 * half], rows)
-        both = jax.tree.map(lambda *x: jnp.concatenate(x), one, other)
+            other = of(slice(half, 2 * half))
+        concatenated = lambda axis, *x: jnp.concatenate(x, axis)
+        both = jax.tree.map(concatenated, loss.batch_axes.tree_of(rows), one, other)
         found = [
-            loss.quiet_gradient(before, join_entries(each, whole), at_use)
-            for each in (one, other, both)
+            loss.quiet_gradient(before, join(each, whole), at_use) for each in (one, other, both)
         ]
         return jnp.stack(_compared(found))[None]
 
@@ -70,7 +71,7 @@ def check_by_numbers(
         on_shard,
         mesh=layout.mesh,
         axis_names=frozenset(layout.axes),
-        in_specs=(layout.specs(state), specs_of(batch, loss.replicated_entries, each)),
+        in_specs=(layout.specs(state), loss.batch_axes.specs(batch, layout.axes)),
         out_specs=each,
         check_vma=False,
     )

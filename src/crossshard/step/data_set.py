@@ -16,6 +16,7 @@ from crossshard.distributed.agreement import check_agreement, processes_of
 from crossshard.distributed.progress import PROGRESS, entering
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.model.models import Skeleton, combine
+from crossshard.shards.batch_axes import join, resized, spec_along, take_rows
 from crossshard.shards.context import shard_context
 from crossshard.shards.devices import are_of_all_processes
 from crossshard.shards.model_axes import only
@@ -24,7 +25,7 @@ from crossshard.shards.put import own_parts, put
 from crossshard.step.arguments import check_rows
 from crossshard.step.at_use import AtUse
 from crossshard.step.config import StepConfig
-from crossshard.step.entries import WholeEntries, join_entries, specs_of
+from crossshard.step.entries import WholeEntries
 
 
 class OverDataSets:
@@ -52,8 +53,8 @@ class OverDataSets:
         self._parts = own_parts(self.rows, self._number)
         self._in_processes = len(processes_of(config.mesh)) > 1
         self._is_watched = are_of_all_processes(config.mesh) or PROGRESS.is_alone
-        self._names = config.loss.replicated_entries
-        self._whole = WholeEntries(config.mesh, self._names)
+        self._of_batch = config.loss.batch_axes
+        self._whole = WholeEntries(config.mesh, self._of_batch)
         self._takes_state = config.loss.model_state is not None
 
     def over(self, batches: Iterable[Any], run: Callable[[Any, jax.Array], Any]) -> Iterator[Any]:
@@ -88,27 +89,38 @@ class OverDataSets:
     def _place(self, batch: Any, longest: int, before: int) -> tuple[Any, jax.Array]:
         """A batch on the devices, padded, and which of its rows count, float32[rows]."""
         rows, whole = self._whole.split(batch)
-        paths, tree = jax.tree_util.tree_flatten_with_path(rows)
-        for path, leaf in paths:
-            check_rows(path, leaf)
-        lengths = sorted({leaf.shape[0] for _, leaf in paths})
+        axes, paths = self._of_batch.of_rows(rows), jax.tree_util.tree_leaves_with_path(rows)
+        for (path, leaf), axis in zip(paths, axes, strict=True):
+            check_rows(path, leaf, axis)
+        leaves = [leaf for _, leaf in paths]
+        lengths = sorted({leaf.shape[axis] for leaf, axis in zip(leaves, axes, strict=True)})
         if len(lengths) != 1:
             raise ArgumentError(
                 f"All arrays of a batch to evaluate must have as many rows; got {lengths}."
             )
-        leaves, counted = [leaf for _, leaf in paths], np.ones(lengths, np.float32)
-        is_placed = all(getattr(leaf, "sharding", None) == self.rows for leaf in leaves)
+        counted, shardings = np.ones(lengths, np.float32), map(self._along, axes)
+        is_placed = all(
+            getattr(leaf, "sharding", None) == sharding
+            for leaf, sharding in zip(leaves, shardings, strict=True)
+        )
         own = lengths[0] * self._parts // self._number if is_placed else lengths[0]
         number = own if is_placed else max(longest, math.ceil(own / self._parts) * self._parts)
-        each = ", ".join(f"{leaf.dtype}{[number, *leaf.shape[1:]]}" for leaf in leaves)
+        each = ", ".join(
+            f"{leaf.dtype}{list(resized(leaf.shape, axis, number))}"
+            for leaf, axis in zip(leaves, axes, strict=True)
+        )
         self._check_agreement(f"{before} and a further one of {each}")
         if not is_placed:
-            leaves = [put(_padded(leaf, number), self.rows) for leaf in leaves]
+            put_rows = lambda x, axis: put(_padded(x, axis, number), self._along(axis))
+            rows = self._of_batch.map(put_rows, rows)
             counted = np.pad(counted, (0, number - lengths[0]))
         elif self._parts < self._number:
             counted = counted[: lengths[0] * self._parts // self._number]
-        placed = join_entries(tree.unflatten(leaves), self._whole.place(whole))
-        return placed, put(counted, self.rows)
+        return join(rows, self._whole.place(whole)), put(counted, self.rows)
+
+    def _along(self, axis: int) -> NamedSharding:
+        """The sharding of what is split along an axis."""
+        return NamedSharding(self._mesh, spec_along(axis, self.axes))
 
     def _entering(self) -> contextlib.AbstractContextManager[None]:
         return entering(self._call) if self._is_watched else contextlib.nullcontext()
@@ -171,7 +183,7 @@ class OverDataSets:
             axis_names=frozenset(self.axes),
             in_specs=(
                 of_arrays,
-                specs_of(batch, self._names, split),
+                self._of_batch.specs(batch, self.axes),
                 split,
             ),
             out_specs=out_specs,
@@ -180,9 +192,10 @@ class OverDataSets:
         return run(arrays, batch, counted)
 
 
-def _padded(leaf: Any, rows: int) -> Any:
-    missing = rows - leaf.shape[0]
+def _padded(leaf: Any, axis: int, rows: int) -> Any:
+    missing = rows - leaf.shape[axis]
     if not missing:
         return leaf
     xp: Any = jnp if isinstance(leaf, jax.Array) else np
-    return xp.concatenate([leaf, xp.broadcast_to(leaf[:1], (missing, *leaf.shape[1:]))])
+    copies = xp.broadcast_to(take_rows(leaf, axis, slice(1)), resized(leaf.shape, axis, missing))
+    return xp.concatenate([leaf, copies], axis)

@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.scalars import is_number
 from crossshard.model.models import Skeleton
+from crossshard.shards.batch_axes import join
 from crossshard.step.at_use import AtUse
 from crossshard.step.config import StepConfig
 from crossshard.step.data_set import OverDataSets
-from crossshard.step.entries import join_entries
 from crossshard.step.weight import SumOf
 
 
@@ -85,16 +85,17 @@ class Evaluator:
         if isinstance(weight, SumOf):
             # Raises if there is no such entry.
             jax.eval_shape(weight, batch)
-            given = jnp.asarray(batch[weight.key], counted.dtype)
-            return _times(given, counted)
+            first = self._loss.batch_axes.map(lambda x, axis: jnp.moveaxis(x, axis, 0), batch)
+            return _times(jnp.asarray(first[weight.key], counted.dtype), counted)
         # A function counts the examples of a batch, so also those of a batch of one row.
         rows, whole = self._loss.split(batch)
+        axes = self._loss.batch_axes.tree_of(rows)
 
         def of_row(row: Any) -> jax.Array:
-            one = jax.tree.map(lambda x: x[None], row)
-            return jnp.asarray(weight(join_entries(one, whole)), counted.dtype)
+            one = jax.tree.map(jnp.expand_dims, row, axes)
+            return jnp.asarray(weight(join(one, whole)), counted.dtype)
 
-        return jax.vmap(of_row)(rows) * counted
+        return jax.vmap(of_row, (axes,))(rows) * counted
 
 
 def _summed(path: Any, value: Any, weights: jax.Array) -> tuple[jax.Array, jax.Array]:

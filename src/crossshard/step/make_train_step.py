@@ -86,6 +86,7 @@ def make_train_step(
     has_aux: bool = False,
     wrt: Any = None,
     model_state: str | None = None,
+    batch_axis: Any = 0,
     replicated_entries: Sequence[str] = (),
     donate: bool = True,
     **options: Unpack[StepOptions],
@@ -141,9 +142,12 @@ def make_train_step(
         model_state)``, or ``(loss, (model_state, aux))`` with ``has_aux``. ``"mean"``: floating
         arrays are averaged over the shards after each step; ``"per_shard"``: each shard keeps its
         own.
-      replicated_entries: the names of the entries of a dict batch that every shard gets whole,
-        such as a temperature or a table: scalars or arrays, neither split nor padded. Several
-        processes must pass the same ones.
+      batch_axis: the axis of the rows in the arrays of the batch, as ``in_axes`` of ``jax.vmap``:
+        an int, 1 for time-major ones; or a pytree prefix of the batch with ints, and ``None``
+        where every shard gets what is there whole, such as a temperature or a table: scalars or
+        arrays, neither split nor padded. Several processes must pass the same ones.
+      replicated_entries: the names of the entries of a dict batch that are whole: a short way to
+        write ``None`` for these, where ``batch_axis`` is an int.
       donate: whether a call overwrites the state that it is given. ``False`` keeps it valid, which
         takes memory for a second one.
       **options: ``aux_reduction``, ``check_divergence``, ``on_divergence`` and ``rng_per``, see
@@ -156,7 +160,8 @@ def make_train_step(
 
     Raises:
       ArgumentError: an unknown ``weight_update`` or ``loss_over``, an impossible number of shards,
-        weight with SUM, or an option that ``loss_over="batch"`` rules out.
+        weight with SUM, an option that ``loss_over="batch"`` rules out, or a ``batch_axis``
+        without an axis, or beside ``replicated_entries`` that it contradicts.
       AxisError: ``axis_name`` names no axis of the mesh.
       ArgumentTypeError: not a function, not an optimizer, or not a mesh; or the loss takes arrays
         beside the batch.
@@ -192,7 +197,7 @@ def make_train_step(
         accumulate_steps,
         kind,
         check_aux_reduction(options.get("aux_reduction"), has_aux),
-        check_entries(replicated_entries, weigh),
+        check_entries(batch_axis, replicated_entries, weigh),
         over,
         keys_of_rows=rng_per is RngPer.ROW,
         is_summed=pipeline.reduction is Reduction.SUM,

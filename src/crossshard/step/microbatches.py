@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from crossshard.pipeline.stages.accumulate import Sums, add, mean
+from crossshard.shards.batch_axes import BatchAxes
 
 
 class LocalResult(NamedTuple):
@@ -35,16 +36,35 @@ class LocalResult(NamedTuple):
 Compute = Callable[[Any, Any, Any], LocalResult]
 
 
+def pieces_of(rows: Any, axes: BatchAxes, number: int, *, interleaved: bool = False) -> Any:
+    """The rows of ``number`` microbatches, stacked: ``[number, …]`` in the place of each array.
+
+    Args:
+      rows: a batch without its whole arrays.
+      axes: along which axes its rows are.
+      number: the number of microbatches, which divides that of the rows.
+      interleaved: whether the rows are those of all shards, of which a microbatch then has every
+        ``number``-th: so many of each shard's, whatever the number of shards.
+    """
+
+    def one(x: Any, axis: int) -> Any:
+        before, after = x.shape[:axis], x.shape[axis + 1 :]
+        each = x.shape[axis] // number
+        if interleaved:
+            return jnp.moveaxis(x.reshape(*before, each, number, *after), axis + 1, 0)
+        return jnp.moveaxis(x.reshape(*before, number, each, *after), axis, 0)
+
+    return axes.map(one, rows)
+
+
 def over_microbatches(
     number: int,
     compute: Compute,
     zero: Sums,
     early: tuple[bool, ...],
     model_state: Any,
-    batch: Any,
+    pieces: Any,
     last: Callable[[Sums], Compute] | None = None,
-    *,
-    interleaved: bool = False,
 ) -> tuple[LocalResult, Any, Any]:
     """The mean over ``number`` microbatches, which are computed one after the other.
 
@@ -55,25 +75,15 @@ def over_microbatches(
       early: for each leaf of the gradient whether each microbatch sums it over the shards; empty if
         none does.
       model_state: the model state before the first microbatch.
-      batch: one shard's rows of the batch.
+      pieces: the rows of the microbatches, stacked; see ``pieces_of``.
       last: from the sums of all microbatches but the last, what computes that. It returns the mean
         of all in the gradients that it has summed over the shards. ``None`` if it is as the others.
-      interleaved: whether the rows are those of all shards, of which a microbatch then has every
-        ``number``-th: so many of each shard's, whatever the number of shards.
 
     Returns:
       The means, weighted if there are weights, gradients with at least 32 bits, and the last model
       state; then ``aux`` and the weight of every microbatch, stacked.
     """
-
-    # The rows divide, or they would not have been placed.
-    def split(rows: Any) -> Any:
-        each = rows.shape[0] // number
-        if interleaved:
-            return rows.reshape(each, number, *rows.shape[1:]).swapaxes(0, 1)
-        return rows.reshape(number, each, *rows.shape[1:])
-
-    pieces = jnp.arange(number), jax.tree.map(split, batch)
+    pieces = jnp.arange(number), pieces
 
     def one(carry: Any, piece: Any) -> tuple[Any, Any]:
         sums, model_state = carry

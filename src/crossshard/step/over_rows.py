@@ -9,6 +9,8 @@ from crossshard.errors import LossError
 from crossshard.jaxprs.mean_over_rows import SAME_NOISE, Finding, OverRows
 from crossshard.step.weight import SumOf, Weight
 
+# Of a recurrent network over [time, rows, …].
+_OTHER_AXIS = "If the rows are along another axis, write batch_axis=1, or its number. "
 _WAYS_ON = (
     "Write loss_over='batch', and the loss is given all rows; or loss_over='shard', if each "
     "shard's own loss is meant."
@@ -78,7 +80,7 @@ def check_over_rows(
         raise LossError(
             f"The loss compares rows of the batch: {finding.reason}{where}. Each shard has its own "
             f"rows, so that the mean of the shards' losses is not that of the whole batch. "
-            f"{_WAYS_ON}"
+            f"{_OTHER_AXIS if 'scan over the rows' in finding.reason else ''}{_WAYS_ON}"
         )
     if finding.kind is OverRows.UNDECIDED:
         types = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(rows))

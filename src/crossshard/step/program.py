@@ -10,6 +10,7 @@ from crossshard.distributed.agreement import compare, processes_of
 from crossshard.distributed.programs import check_same_program
 from crossshard.distributed.progress import PROGRESS
 from crossshard.model.state import TrainState
+from crossshard.shards.batch_axes import resized
 from crossshard.shards.devices import are_of_all_processes
 from crossshard.step.arguments import check_not_of_mesh
 from crossshard.step.batches import BatchPlacer
@@ -34,13 +35,12 @@ class Program:
         mesh, loss, groups = config.mesh, config.loss, config.pipeline.groups
         self._config = config
         self._layouts = layouts
-        names, number = loss.replicated_entries, loss.accumulate_steps
         self._place = BatchPlacer(
             mesh,
             config.axes,
             loss.weight,
-            names,
-            number,
+            loss.batch_axes,
+            loss.accumulate_steps,
             takes_weight=not loss.is_over_batch,
         )
         self._in_processes = len(processes_of(mesh)) > 1
@@ -102,14 +102,17 @@ class Program:
 
     def _check_same(self, state: TrainState, batch: Any) -> None:
         """Before the first run of a program, raise unless every process runs the same one."""
-        leaves, tree = jax.tree.flatten(batch)
+        loss = self._config.loss
         # With weights each process may pass another number of rows, at any step.
-        free = self._config.loss.weight is not None
-        key = tree, *((x.shape[free:], x.dtype) for x in leaves), len(self._layouts)
+        free = loss.weight is not None
+        any_rows = lambda x, axis: jax.ShapeDtypeStruct(resized(x.shape, axis, 0), x.dtype)
+        kept = loss.batch_axes.map(any_rows, batch) if free else batch
+        leaves, tree = jax.tree.flatten(kept)
+        key = tree, *((x.shape, x.dtype) for x in leaves), len(self._layouts)
         if key in self._agreed:
             return
         mesh = self._config.mesh
-        rows = lambda: {"rows": str([x.shape[:1] for x in leaves])}
+        rows = lambda: {"rows": str(loss.number_of_rows(batch))}
         if not free or compare("step", rows, mesh) is None:
             check_same_program(self._explained(self._compiled.lower, state, batch), mesh)
         self._agreed.add(key)

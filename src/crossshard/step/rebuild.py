@@ -13,7 +13,7 @@ from crossshard.errors import ArgumentError, LossError
 from crossshard.gradients.reduction import Reduction
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.update.plan import WeightUpdate
-from crossshard.step.entries import join_entries
+from crossshard.shards.batch_axes import BatchAxes, take_rows
 from crossshard.step.loss_over import LossOver
 from crossshard.step.over_rows import OverRowsRecord
 from crossshard.step.train_step import TrainStep, config_of
@@ -89,18 +89,19 @@ def own_rows(step: TrainStep, batch: Any) -> Any:
     rows_of_shards = NamedSharding(config.mesh, PartitionSpec(config.axes))
     shards = config.number_of_shards
 
-    def cut(leaf: Any) -> Any:
-        if len(leaf) % shards:
+    def cut(leaf: Any, axis: int) -> Any:
+        rows = leaf.shape[axis]
+        if rows % shards:
             raise ArgumentError(
-                f"Each process passes its own shards' rows, and {len(leaf)} rows do not divide "
-                f"over {shards} shards. Pass a multiple of {shards} rows."
+                f"Each process passes its own shards' rows, and {rows} rows do not divide over "
+                f"{shards} shards. Pass a multiple of {shards} rows."
             )
-        pieces = (rows_of_shards.addressable_devices_indices_map((len(leaf),)) or {}).values()
-        own = sorted({piece[0].indices(len(leaf)) for piece in pieces if piece})
-        return np.concatenate([np.asarray(leaf[slice(*each)]) for each in own])
+        pieces = (rows_of_shards.addressable_devices_indices_map((rows,)) or {}).values()
+        own = sorted({piece[0].indices(rows) for piece in pieces if piece})
+        taken = np.concatenate([np.arange(*each) for each in own])
+        return take_rows(np.asarray(leaf), axis, taken)
 
-    rows, whole = config.loss.split(batch)
-    return join_entries(jax.tree.map(cut, rows), whole)
+    return config.loss.batch_axes.map(cut, batch)
 
 
 def loss_over_rows_of(step: TrainStep, params: Any, batch: Any, model_state: Any = None) -> str:
@@ -132,3 +133,8 @@ def groups_of(step: TrainStep) -> tuple[tuple[tuple[int, ...], ...], float]:
     members = (tuple(range(config.number_of_shards)),) if groups is None else groups.groups
     is_sum = config.pipeline.reduction is Reduction.SUM
     return members, float(len(members[0])) if is_sum else 1.0
+
+
+def axes_of_batch(step: TrainStep) -> BatchAxes:
+    """Along which axes the arrays of a batch of this step have their rows."""
+    return config_of(step).loss.batch_axes

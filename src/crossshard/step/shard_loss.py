@@ -17,14 +17,14 @@ from crossshard.model.state import TrainState
 from crossshard.pipeline.stage import Gradients
 from crossshard.pipeline.stages.accumulate import Sums, zeros
 from crossshard.shards.axes import Shards
+from crossshard.shards.batch_axes import FIRST, BatchAxes, join
 from crossshard.shards.context import shard_context
 from crossshard.shards.random_streams import is_key, keys_of_rows, quiet_keys
 from crossshard.step import aux_reduction
 from crossshard.step.at_use import AtUse
 from crossshard.step.aux_reduction import AuxReduction
-from crossshard.step.entries import join_entries, split_entries
 from crossshard.step.loss_over import LossOver
-from crossshard.step.microbatches import Compute, LocalResult, over_microbatches
+from crossshard.step.microbatches import Compute, LocalResult, over_microbatches, pieces_of
 from crossshard.step.over_rows import OverRowsRecord, check_over_rows
 from crossshard.step.weight import Weight, check_weight_is_read, weight_of
 
@@ -60,7 +60,7 @@ class ShardLoss:
       accumulate_steps: the number of microbatches of a shard's rows.
       model_state: how the state that it returns is kept; ``None`` if it returns none.
       aux_reduction: how ``aux`` is reduced over the shards, a pytree prefix of it.
-      replicated_entries: the names of the batch's entries that every shard gets whole.
+      batch_axes: along which axes the arrays of the batch are split.
       over: what it is given: a shard's rows, or those of the whole batch.
       keys_of_rows: whether it takes a key for each row.
       is_summed: whether the shards' losses are added up.
@@ -74,7 +74,7 @@ class ShardLoss:
     accumulate_steps: int = 1
     model_state: ModelState | None = None
     aux_reduction: Any = AuxReduction.PER_SHARD
-    replicated_entries: tuple[str, ...] = ()
+    batch_axes: BatchAxes = FIRST
     over: LossOver = LossOver.SHARD
     keys_of_rows: bool = False
     is_summed: bool = False
@@ -92,13 +92,14 @@ class ShardLoss:
         """The name of the function."""
         return str(getattr(self.function, "__qualname__", type(self.function).__name__))
 
-    def split(self, batch: Any) -> tuple[Any, dict[str, Any]]:
-        """The entries of a batch that are split over the shards, and those that are not."""
-        return split_entries(batch, self.replicated_entries)
+    def split(self, batch: Any) -> tuple[Any, Any]:
+        """A batch without its whole arrays, and with these alone; see ``BatchAxes.split``."""
+        return self.batch_axes.split(batch)
 
     def number_of_rows(self, batch: Any) -> int:
         """The number of rows of a batch."""
-        return int(jax.tree.leaves(self.split(batch)[0])[0].shape[0])
+        lengths = self.batch_axes.map(lambda x, axis: x.shape[axis], self.split(batch)[0])
+        return int(jax.tree.leaves(lengths)[0])
 
     def local_gradient(
         self, state: TrainState, batch: Any, at_use: AtUse, scale: Any
@@ -115,10 +116,13 @@ class ShardLoss:
 
         def compute(rows: Any, model_state: Any, index: Any, at_use: AtUse) -> LocalResult:
             here = dataclasses.replace(state, model_state=model_state)
-            return self._of_rows(here, join_entries(rows, whole), at_use, scale, index)
+            return self._of_rows(here, join(rows, whole), at_use, scale, index)
 
         if number == 1:
             return compute(rows, state.model_state, 0, at_use)
+
+        # The rows divide, or they would not have been placed.
+        pieces = pieces_of(rows, self.batch_axes, number, interleaved=self.is_over_batch)
 
         def with_(at_use: AtUse) -> Compute:
             return lambda rows, model_state, index: compute(rows, model_state, index, at_use)
@@ -127,7 +131,7 @@ class ShardLoss:
         every, last = at_use, None
         if not at_use.in_parts:
             every = dataclasses.replace(at_use, waits=True)
-            of_one = jax.tree.map(lambda x: x[: x.shape[0] // number], rows)
+            of_one = jax.tree.map(lambda x: x[0], pieces)
             if self._sums_in_loops(with_(at_use), of_one, state):
                 # The backward pass adds gradients of the scaled loss to them.
                 last = lambda sums: with_(dataclasses.replace(at_use, before=_scaled(sums, scale)))
@@ -137,9 +141,8 @@ class ShardLoss:
             zeros(every.types_of_gradients(state.params)),
             every.early,
             state.model_state,
-            rows,
+            pieces,
             last,
-            interleaved=self.is_over_batch,
         )
         return local._replace(aux=aux_reduction.of_microbatches(self.aux_reduction, aux, weights))
 
@@ -243,12 +246,13 @@ class ShardLoss:
             return self._run(
                 dataclasses.replace(state, model_state=here),
                 both,
-                join_entries(rows, whole),
+                join(rows, whole),
                 (*of_rows, *of_shard),
             ).loss
 
+        axes = [*self.batch_axes.of_rows(rows), *[0] * len(of_rows)]
         finding = self.record.latest = over_rows(
-            loss, (rows, of_rows), whole, types, of_all, own=(of_shard, of_one)
+            loss, (rows, of_rows), whole, types, of_all, own=(of_shard, of_one), axes=axes
         )
         check_over_rows(
             finding, rows, weight=self.weight, summed=self.is_summed, record=self.record
@@ -289,7 +293,7 @@ class ShardLoss:
 
         def of_own(own: tuple[Any, Any], both: tuple[Any, Any]) -> Any:
             rows, keys = own
-            return run(both, join_entries(rows, whole), keys).model_state
+            return run(both, join(rows, whole), keys).model_state
 
         model_states.check_equal(state.model_state, of_own, (rows, keys), both)
 

@@ -24,7 +24,6 @@ from crossshard.shards.model_axes import only
 from crossshard.shards.partition import map_partitions
 from crossshard.step.arguments import check_same_rows
 from crossshard.step.at_use import AtUse
-from crossshard.step.entries import specs_of
 from crossshard.step.microbatches import LocalResult
 from crossshard.step.over_batch import OverBatch
 from crossshard.step.shard_loss import ShardLoss
@@ -77,7 +76,7 @@ class StepFunction:
         Raises:
           ArgumentError: the arrays of the batch have different numbers of rows.
         """
-        check_same_rows(jax.tree_util.tree_leaves_with_path(self.loss.split(batch)[0]))
+        check_same_rows(self.loss.split(batch)[0], self.loss.batch_axes)
         if self.sentinel is None:
             return self._step(layout, state, batch)
         with jax.named_scope("check_divergence"):
@@ -138,8 +137,7 @@ class StepFunction:
             given = dataclasses.replace(before, params=params)
             return self.loss.local_gradient(given, batch, at_use, self._scale(before)), like
 
-        each = PartitionSpec(layout.axes)
-        return batch, specs_of(batch, self.loss.replicated_entries, each), of_shard
+        return batch, self.loss.batch_axes.specs(batch, layout.axes), of_shard
 
     def _of_batch(
         self, layout: StateLayout, state: TrainState, batch: Any, context: StageContext

@@ -85,8 +85,8 @@ class TrainStep:
         Args:
           state: the state from ``init`` or the last step; it is donated, unless the step was made
             with ``donate=False``.
-          batch: a pytree of arrays, split over the shards along axis 0. If there are several
-            processes, each passes its own rows.
+          batch: a pytree of arrays, split over the shards along axis 0, or as ``batch_axis`` says.
+            If there are several processes, each passes its own rows.
           *more: refused: all arrays belong into one batch.
 
         Returns:

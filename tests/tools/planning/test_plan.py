@@ -65,6 +65,23 @@ def test_the_bytes_are_those_counted_by_hand(plan):
         assert {"all-gather", "reduce-scatter"} <= set(each.links.collectives)
 
 
+def test_of_a_batch_devices_have_parts_along_its_axis_and_whole_entries():
+    batch = {"x": jax.ShapeDtypeStruct((16, 32), jnp.float32), "table": X, "scale": 2.0}
+    loss = lambda w, b: b["scale"] * loss_fn(w, b["x"].T) + jnp.abs(b["table"]).mean()
+    found = crossshard.plan(
+        loss,
+        W,
+        batch,
+        optax.adam(1e-3),
+        topology=f"cpu:{SHARDS}",
+        batch_axis={"x": 1, "table": None, "scale": None},
+    )
+    # Of two arrays of 2,048 bytes one is split; beside them a number, a count and a key.
+    assert {each.compiled for each in found.candidates} == {True}
+    other = found.candidates[0].memory.other
+    assert 2048 // SHARDS + 2048 <= other < 2048 // SHARDS + 2048 + 64
+
+
 def test_sgd_has_no_state():
     for each in planned(optimizer=optax.sgd(0.1)).candidates:
         assert each.memory.optimizer_state == 0

@@ -42,6 +42,7 @@ def main(process: int, port: int, out: str) -> None:
     join(process, port)
     told = {}
     for name, loss, options in [
+        ("rows last", lambda params, x: mean(params, x.T), {"batch_axis": 1}),
         ("replicated", mean, {"weight_update": "replicated"}),
         ("sharded", mean, {"weight_update": "sharded", "ema": 0.9, "check_divergence": 2}),
         ("groups", mean, {"groups": [[0, 2], [1, 3]]}),
@@ -53,7 +54,8 @@ def main(process: int, port: int, out: str) -> None:
             wrapped["group_assignment"] = wrapped.pop("groups")
         optimizer = crossshard.CrossShardOptimizer(optax.adam(1e-3), **wrapped)
         step = crossshard.make_train_step(loss, optimizer, **options)
-        told[name] = str(crossshard.verify(step, PARAMS, X))
+        rows = X.T if "batch_axis" in options else X
+        told[name] = str(crossshard.verify(step, PARAMS, rows))
     step = crossshard.make_train_step(mean, optax.sgd(0.1))
     half = X[8 * process :][:8]
     scaled = crossshard.make_train_step(
@@ -93,7 +95,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     return run_processes("tools.verification.test_processes", tmp_path_factory.mktemp("job"))
 
 
-@pytest.mark.parametrize("name", ["replicated", "sharded", "groups", "sum"])
+@pytest.mark.parametrize("name", ["replicated", "sharded", "groups", "sum", "rows last"])
 def test_a_right_step_is_fine(told, name):
     fine = "fine: on 4 shards and 16 rows, all 2 parameters take the step of one device"
     assert [each[name] for each in told] == [fine, fine]

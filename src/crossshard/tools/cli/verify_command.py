@@ -52,6 +52,13 @@ def add_to(commands: Any) -> None:
         "--key", type=int, metavar="SEED", help="pass a random key to the step, the last argument"
     )
     parser.add_argument(
+        "--batch-axis",
+        type=int,
+        default=0,
+        metavar="AXIS",
+        help="the axis of the rows in all arrays of the batch; 0 by default",
+    )
+    parser.add_argument(
         "--groups", metavar="LISTS", help="the shards that reduce together, as [[0, 1], [2, 3]]"
     )
 
@@ -68,7 +75,14 @@ def _run(options: argparse.Namespace) -> int:
     step, *batch = returned
     key = None if options.key is None else jax.random.key(options.key)
     with in_one_sentence(f"The step of {options.factory} cannot be verified"):
-        found = crossshard.verify(step, *batch, num_shards=options.shards, key=key, groups=groups)
+        found = crossshard.verify(
+            step,
+            *batch,
+            num_shards=options.shards,
+            key=key,
+            groups=groups,
+            batch_axis=options.batch_axis,
+        )
     print(found.to_json(indent=2) if options.json else found.describe())
     return FINE if found.ok else BROKEN
 

@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from crossshard.errors import ArgumentError
 from crossshard.step.description import bytes_on_device
+from crossshard.step.rebuild import axes_of_batch
 from crossshard.tools.inspection.hlo import parse
 from crossshard.tools.inspection.inspect import inspect
 from crossshard.tools.inspection.report import Communication
@@ -60,6 +63,7 @@ class _Compiling:
         self._mesh = topology.mesh(choice.mesh)
         step, self._state = work.step(self._mesh, choice.weight_update, choice.params)
         self._batch = work.batch(self._mesh.size)
+        self._axes = axes_of_batch(step).of(self._batch)
         self._available = _available(topology)
         self._compiled: jax.stages.Compiled | None = None
         # The bytes that the program needs at least, unless it is compiled.
@@ -130,8 +134,11 @@ class _Compiling:
 
     def _arguments(self) -> int:
         shards = next(iter(self._mesh.shape.values()))
-        batch = jax.tree.leaves(self._batch)
-        rows = sum(math.prod(x.shape) * x.dtype.itemsize // shards for x in batch)
+        # What every shard gets whole may be a Python number.
+        rows = sum(
+            math.prod(np.shape(x)) * jnp.result_type(x).itemsize // (1 if axis is None else shards)
+            for x, axis in zip(jax.tree.leaves(self._batch), self._axes, strict=True)
+        )
         return bytes_on_device(self._state) + rows
 
     def _memory(self) -> MemoryUse:

@@ -10,6 +10,8 @@ from flax import nnx
 
 from crossshard import _jax
 from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.shards import batch_axes
+from crossshard.shards.batch_axes import BatchAxes
 from crossshard.tools.verification.probe import probe
 from crossshard.tools.verification.snapshot import (
     Copies,
@@ -146,25 +148,30 @@ class BuiltStep:
         )
 
 
-def rows_of(batch: Sequence[Any]) -> int:
-    """The number of rows of a batch.
+def rows_of(batch: Sequence[Any], axes: Sequence[BatchAxes]) -> int:
+    """The number of rows of a batch, given the axes of each of its arguments.
 
     Raises:
-      ArgumentError: it has none.
+      ArgumentError: it has none, or the axes do not fit it.
     """
-    for leaf in jax.tree.leaves(tuple(batch)):
-        if np.ndim(leaf):
-            return int(np.shape(leaf)[0])
+    for each, of_each in zip(batch, axes, strict=True):
+        for leaf, axis in zip(jax.tree.leaves(each), of_each.of(each), strict=True):
+            if np.ndim(leaf) and axis is not None:
+                return int(np.shape(leaf)[axis])
     raise ArgumentError(
         "The batch has no array with rows. Pass it after make_step: verify(make_step, x, y)."
     )
 
 
-def take_rows(batch: Sequence[Any], rows: np.ndarray) -> list[Any]:
+def take_rows(batch: Sequence[Any], axes: Sequence[BatchAxes], rows: np.ndarray) -> list[Any]:
     """These rows of a batch; what has another number of rows is kept whole."""
-    number = rows_of(batch)
-    has_rows = lambda leaf: np.ndim(leaf) and np.shape(leaf)[0] == number
-    return [jax.tree.map(lambda x: x[rows] if has_rows(x) else x, each) for each in batch]
+    number = rows_of(batch, axes)
+
+    def of_array(x: Any, axis: int) -> Any:
+        has_rows = np.ndim(x) and np.shape(x)[axis] == number
+        return batch_axes.take_rows(x, axis, rows) if has_rows else x
+
+    return [of_each.map(of_array, each) for each, of_each in zip(batch, axes, strict=True)]
 
 
 def _scalars(outs: Sequence[Any]) -> Snapshot:

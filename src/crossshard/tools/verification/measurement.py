@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from crossshard.errors import ArgumentError
+from crossshard.shards.batch_axes import BatchAxes
 from crossshard.tools.verification.arithmetic import apart, norm, rms, standard_error, unstacked
 from crossshard.tools.verification.beside import (
     Runs,
@@ -33,6 +34,7 @@ class Measurement:
     Args:
       make_step: the factory of the step.
       batch: the arguments after the state.
+      axes: for each of them along which axes its arrays have rows.
       key: the random key; ``None`` if the step takes none.
       groups: the shards that reduce together.
       factor: by which the update on N shards should differ: the size of a group under SUM.
@@ -45,11 +47,12 @@ class Measurement:
         self,
         make_step: Factory,
         batch: Sequence[Any],
+        axes: Sequence[BatchAxes],
         key: Any,
         groups: Sequence[tuple[int, ...]],
         factor: float = 1.0,
     ) -> None:
-        self._make_step, self._batch, self._key = make_step, batch, key
+        self._make_step, self._batch, self._axes, self._key = make_step, batch, axes, key
         self._groups, self._factor = groups, factor
         self.number = sum(map(len, groups))
         if self.number < 2:
@@ -57,7 +60,7 @@ class Measurement:
                 "verify compares N shards with one, and there is one device. Call "
                 "crossshard.cpu_devices(8) before the first JAX operation."
             )
-        self.rows = rows_of(batch)
+        self.rows = rows_of(batch, axes)
         divides = self.rows % self.number == 0
         self._blocks = np.arange(self.rows).reshape(self.number, -1) if divides else None
         self._notes: list[str] = []
@@ -107,7 +110,7 @@ class Measurement:
         """
         if self._blocks is None:
             return ""
-        part = take_rows(self._batch, self._blocks[0])
+        part = self._taken(self._blocks[0])
         try:
             many = self._together.flops(self._batch, self._key)
             one = self._alone.flops(self._batch, self._key)
@@ -138,7 +141,10 @@ class Measurement:
     def _rows_of(self, shards: Sequence[int]) -> Sequence[Any]:
         if len(shards) == self.number or self._blocks is None:
             return self._batch
-        return take_rows(self._batch, self._blocks[list(shards)].ravel())
+        return self._taken(self._blocks[list(shards)].ravel())
+
+    def _taken(self, rows: np.ndarray) -> Sequence[Any]:
+        return take_rows(self._batch, self._axes, rows)
 
     def _run_together(self, seed: int = 0) -> Run:
         return self._together.run(self._batch, self._key, seed)
@@ -186,7 +192,7 @@ class Measurement:
         placed = np.empty_like(self._blocks)
         for members in map(list, self._groups):
             placed[members] = np.roll(self._blocks[members], 1, axis=0)
-        moved = self._together.run(take_rows(self._batch, placed.ravel()), self._key)
+        moved = self._together.run(self._taken(placed.ravel()), self._key)
         other = self._run_together(seed=1)
         # Asked last, so that all processes take the same steps, whatever they have found.
         if self._most_apart(many, one) < 1e-3:
@@ -203,7 +209,8 @@ class Measurement:
     def _rounding_of(self, first: Run) -> dict[str, float]:
         """How far the order of the rows moves an update that is next to nothing, as a norm."""
         batch = self._rows_of(self._groups[0])
-        again = self._alone.run(take_rows(batch, np.arange(rows_of(batch))[::-1]), self._key)
+        reverse = np.arange(rows_of(batch, self._axes))[::-1]
+        again = self._alone.run(take_rows(batch, self._axes, reverse), self._key)
         updates = {name: self._update(first, name)[0] for name in self._shapes}
         largest = max(map(rms, updates.values()))
         return {

@@ -11,9 +11,11 @@ from jax.sharding import Mesh
 from crossshard._hash import checksum
 from crossshard.distributed.agreement import check_agreement, exchange
 from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.nnx.arrays import check_input_axes
 from crossshard.shards.context import check_num_shards
 from crossshard.shards.groups import check_group_assignment
 from crossshard.step.rebuild import (
+    axes_of_batch,
     groups_of,
     loss_over_rows_of,
     on_part_of_mesh,
@@ -33,6 +35,7 @@ def verify(
     num_shards: int | None = None,
     key: Any = None,
     groups: Sequence[Sequence[int]] | None = None,
+    batch_axis: Any = 0,
 ) -> Verification:
     """Run a training step on 1 and on N shards with plain SGD, and say what is wrong with it.
 
@@ -46,13 +49,16 @@ def verify(
         likes; NNX modules and optimizers may be changed in place. It splits the batch itself. Or a
         ``TrainStep``, which is built again with SGD; the batch is then ``params, batch``. If there
         are several processes, all of them make this call with a ``TrainStep`` and all rows.
-      *batch: the arguments after the state; the rows are along axis 0. Shard ``i`` of N should get
-        the ``i``-th of N equal parts.
+      *batch: the arguments after the state. Shard ``i`` of N should get the ``i``-th of N equal
+        parts of their rows.
       num_shards: N; all devices if ``None``.
       key: a random key, which is passed to the step as the last argument. Pass it if the step draws
         random numbers, or keep typed keys in the state: the means of 16 steps with other keys are
         compared then.
       groups: the shards that reduce together, if they are not all.
+      batch_axis: the axis of the rows in all arrays; or a list with one entry for each of
+        ``*batch``: an axis, ``None`` if it has no rows, or a pytree prefix of it with these. A
+        ``TrainStep`` has its own.
 
     Returns:
       The faults, a comparison for each parameter, and the words: print it.
@@ -78,6 +84,10 @@ def verify(
     """
     if isinstance(step, TrainStep):
         # It splits the batch by itself.
+        if batch_axis != 0:
+            raise ArgumentError(
+                f"A TrainStep has its own batch_axis; leave batch_axis={batch_axis!r:.60} out."
+            )
         found = conclude(_of_train_step(step, batch, num_shards, key, groups).evidence())
         params, *model_state, rows = batch
         of_loss = loss_over_rows_of(step, params, own_rows(step, rows), *model_state)
@@ -95,7 +105,8 @@ def verify(
             "devices."
         )
     number = len(jax.devices()) if num_shards is None else check_num_shards(num_shards)
-    measurement = Measurement(step, batch, key, _check_groups(groups, number))
+    axes = check_input_axes(None, batch_axis).of(batch, {})
+    measurement = Measurement(step, batch, axes, key, _check_groups(groups, number))
     found = conclude(measurement.evidence())
     # The last question takes three compilations.
     return with_flops(found, measurement.flops()) if found.ok else found
@@ -140,7 +151,7 @@ def _of_train_step(
         take = lambda state, batch: built(state, own_rows(built, batch))
         return built if alone else take, state
 
-    return Measurement(make, (batch,), None, shards, factor)
+    return Measurement(make, (batch,), (axes_of_batch(step),), None, shards, factor)
 
 
 def _with_those_of_others(found: Verification, mesh: Mesh) -> Verification:

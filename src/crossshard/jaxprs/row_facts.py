@@ -1,0 +1,314 @@
+"""Facts: what a value of a loss is in the rows of its batch, and what two paths have in common."""
+
+import enum
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+
+class OverRows(enum.Enum):
+    """What a loss is in the rows of its batch."""
+
+    MEAN = "a mean over the rows"
+    SUM = "a sum over the rows"
+    RATIO = "a ratio of two sums over the rows"
+    COMPARED = "a comparison of rows"
+    OVER_SHARDS = "a sum over the shards by itself"
+    UNDECIDED = "not decided"
+
+
+class Free(NamedTuple):
+    """A value that does not depend on the batch.
+
+    Attributes:
+      power: of the number of rows, which it grows with.
+      own: whether it differs from shard to shard.
+      number: what all of it is, if that is known; with the rows of the first trace.
+    """
+
+    power: int = 0
+    own: bool = False
+    number: float | None = None
+
+
+class Rows(NamedTuple):
+    """An array with rows along an axis, each computed from one row of the batch.
+
+    Attributes:
+      axis: the axis; its length is ``outer`` · rows · ``inner``, in this order.
+      outer, inner: how many slices along the axis are before a row's, and of it.
+      power: of the number of rows, which it grows with.
+      constant: whether all slices along the axis are equal, so that it has any such order.
+      zero: whether all of it is 0.
+      entry: the place of the batch's leaf that it is, but for its shape and dtype.
+    """
+
+    axis: int
+    outer: int = 1
+    inner: int = 1
+    power: int = 0
+    constant: bool = False
+    zero: bool = False
+    entry: int | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether each slice along the axis is a row's."""
+        return (self.outer, self.inner) == (1, 1)
+
+
+class Index(NamedTuple):
+    """Indices, of which each row has its own number: in a column of the last axis, or in all."""
+
+    axis: int
+    column: int | None = None
+
+
+class Shape(NamedTuple):
+    """A vector of integers, with the number of rows among them, in each of the two traces."""
+
+    one: tuple[int, ...]
+    other: tuple[int, ...]
+
+
+class Never(NamedTuple):
+    """False everywhere."""
+
+
+class OneRow(NamedTuple):
+    """A value of one row, in a scan over the rows; ``power`` is as of ``Rows``."""
+
+    power: int = 0
+
+
+class SoFar(NamedTuple):
+    """A sum over the rows before, in a scan over the rows.
+
+    Attributes:
+      power: of what is added; ``None`` if nothing is yet.
+    """
+
+    power: int | None = None
+
+
+class Total(NamedTuple):
+    """A sum over rows.
+
+    Attributes:
+      power: of the number of rows, which it grows with: 1 for a sum, 0 for a mean.
+      entry: the place of the batch's leaf of which it is the sum.
+      moved: whether something small was added, or is a bound: it may only divide then.
+      single: whether it is one number.
+    """
+
+    power: int
+    entry: int | None = None
+    moved: bool = False
+    single: bool = False
+
+
+class Inverse(NamedTuple):
+    """One by a sum over rows, which is one number."""
+
+    power: int
+    entry: int | None
+
+
+class Ratio(NamedTuple):
+    """A sum over rows, divided by another one, which is one number.
+
+    Attributes:
+      entry: the place of the batch's leaf whose sum divides.
+      equation: the one that divides.
+    """
+
+    entry: int | None
+    equation: Any
+
+
+class Obstacle(NamedTuple):
+    """A value that is none of these, because of an equation."""
+
+    kind: OverRows
+    reason: str
+    equation: Any = None
+
+
+Fact = Free | Rows | Index | Shape | Never | OneRow | SoFar | Total | Inverse | Ratio | Obstacle
+
+
+class Pair(NamedTuple):
+    """An equation of the one trace, that of the other, and the number of rows of the one."""
+
+    one: Any
+    other: Any
+    rows: int
+
+    @property
+    def name(self) -> str:
+        """The name of the primitive."""
+        return str(self.one.primitive.name)
+
+    def compared(self, reason: str) -> Obstacle:
+        """That it lets rows meet."""
+        return Obstacle(OverRows.COMPARED, reason, self.one)
+
+    def undecided(self, reason: str) -> Obstacle:
+        """That nothing is known of it."""
+        return Obstacle(OverRows.UNDECIDED, reason, self.one)
+
+    def is_alike(self) -> bool:
+        """Whether the parameters are equal, but for lengths, which the shapes tell."""
+        left, right = self.one.params, self.other.params
+        return all(
+            key in _OF_SHAPE or value is right[key] or bool(value == right[key])
+            for key, value in left.items()
+        )
+
+    def converts(self) -> bool:
+        """Whether it makes another number of a number, as from float to integer."""
+        out = self.one.outvars[0].aval.dtype
+        if self.name == "convert_element_type":
+            return out == np.bool_ or (is_inexact(self.one.invars[0]) and not is_inexact_type(out))
+        return self.name == "div" and not is_inexact_type(out)
+
+
+# What says how long axes are; and what a scatter does, which its name says.
+_OF_SHAPE = frozenset(
+    "batch_group_count feature_group_count limit_indices new_sizes out_sharding reps shape "
+    "sharding slice_sizes update_jaxpr".split()
+)
+
+
+def is_inexact(atom: Any) -> bool:
+    """Whether a variable is of floats or complex numbers."""
+    return is_inexact_type(atom.aval.dtype)
+
+
+def is_inexact_type(dtype: Any) -> bool:
+    """Whether a dtype is of floats or complex numbers."""
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def worst(facts: Sequence[Fact]) -> Obstacle | None:
+    """The obstacle among facts that says most."""
+    order = OverRows.OVER_SHARDS, OverRows.COMPARED, OverRows.UNDECIDED
+    found = [fact for fact in facts if isinstance(fact, Obstacle)]
+    return min(found, key=lambda fact: order.index(fact.kind), default=None)
+
+
+def layout(facts: Sequence[Fact]) -> Rows | None:
+    """How the rows lie in all of them; ``None`` if they lie in another way in some."""
+    rows = [fact for fact in facts if isinstance(fact, Rows)]
+    varying = [fact for fact in rows if not fact.constant] or rows[:1]
+    return varying[0] if len({(fact.outer, fact.inner) for fact in varying}) == 1 else None
+
+
+def joined(one: Fact, other: Fact) -> Fact:
+    """What is true of a value that is the one or the other."""
+    if one == other:
+        return one
+    obstacle = worst([one, other])
+    if obstacle is not None:
+        return obstacle
+    if isinstance(other, Free) and not isinstance(one, Free):
+        one, other = other, one
+    match one, other:
+        case Free(power), Free(by) if power == by or one.number == 0 or other.number == 0:
+            return Free(by if one.number == 0 else power, one.own or other.own)
+        case Free(number=0), Total() | Ratio() | OneRow():
+            return other
+        case Free(power), Total(by, _, False) if power == by:
+            return Total(power)
+        case Free(0), Ratio():
+            return other
+        case Free(power), OneRow(by) if power == by:
+            return other
+        case Total(power, _, moved), Total(by, _, too) if power == by:
+            return Total(power, moved=moved or too)
+        case Ratio(entry), Ratio(by) if entry == by is not None:
+            return one
+        case Rows(), Rows() if one.axis == other.axis:
+            found = layout((one, other))
+            if found is not None and (one.power == other.power or one.zero or other.zero):
+                power = other.power if one.zero else one.power
+                constant = one.constant and other.constant
+                return Rows(one.axis, found.outer, found.inner, power, constant)
+    return Obstacle(OverRows.UNDECIDED, "one path treats rows in another way than the next")
+
+
+# What keeps a sum a sum, if all else that it takes is free of the batch.
+LINEAR = frozenset(
+    "broadcast_in_dim concatenate conj convert_element_type copy copy_p cumsum imag neg pad real "
+    "reduce_precision reduce_sum reshape rev slice split squeeze stack stop_gradient tile "
+    "transpose unstack".split()
+)
+ADDS = frozenset({"add", "add_any", "sub"})
+# What changes no element.
+MOVES = frozenset("broadcast_in_dim convert_element_type copy copy_p reshape stop_gradient".split())
+# Inputs that choose elements; all others are copied, or added up.
+CHOOSES = {
+    "dynamic_slice": slice(1, None),
+    "dynamic_update_slice": slice(2, None),
+    "gather": slice(1, 2),
+    "scatter": slice(1, 2),
+    "scatter-add": slice(1, 2),
+    "scatter_add": slice(1, 2),
+    "select_n": slice(0, 1),
+}
+# Whose outcome is multiplied by what all that they take is multiplied by.
+_HOMOGENEOUS = (
+    LINEAR
+    | ADDS
+    | set(CHOOSES)
+    | set("abs cummax cummin max min reduce_max reduce_min sort".split())
+    | set("reduce_window_max reduce_window_min reduce_window_sum select_and_scatter_add".split())
+)
+
+
+# Whose outcome is the same then.
+_OF_SIGN = frozenset("argmax argmin eq ge gt is_finite le lt ne sign".split())
+
+
+def chosen(name: str, facts: Sequence[Fact]) -> tuple[Sequence[Fact], Sequence[Fact]]:
+    """The facts of the inputs that choose elements, and those of the rest."""
+    where = range(len(facts))[CHOOSES.get(name, slice(0))]
+    rest = [fact for place, fact in enumerate(facts) if place not in where]
+    return [facts[place] for place in where], rest
+
+
+def power_of(pair: Pair, facts: Sequence[Fact]) -> int | None:
+    """The power of the number of rows that an output grows with; ``None`` if unknown."""
+    name, powers = pair.name, list(map(_power, facts))
+    if not any(powers):
+        return 0
+    if pair.converts():
+        return None
+    if name in ("mul", "dot_general", "conv_general_dilated"):
+        return sum(powers)
+    if name == "div":
+        return powers[0] - powers[1]
+    if name == "integer_pow":
+        return int(powers[0] * pair.one.params["y"])
+    if name == "square":
+        return 2 * powers[0]
+    if name in ("sqrt", "rsqrt") and powers[0] % 2 == 0:
+        return powers[0] // (2 if name == "sqrt" else -2)
+    chooses, rest = chosen(name, facts)
+    found = {_power(fact) for fact in rest if not is_zero(fact)}
+    if len(found) > 1 or any(map(_power, chooses)):
+        return None
+    if name in _OF_SIGN:
+        return 0
+    return max(found, default=0) if name in _HOMOGENEOUS else None
+
+
+def _power(fact: Fact) -> int:
+    return fact.power if isinstance(fact, Free | Rows | OneRow) else 0
+
+
+def is_zero(fact: Fact) -> bool:
+    """Whether a value is 0 everywhere."""
+    return (isinstance(fact, Free) and fact.number == 0) or (isinstance(fact, Rows) and fact.zero)

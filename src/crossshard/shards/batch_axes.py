@@ -1,0 +1,190 @@
+"""BatchAxes: along which axis each array of a batch has its rows, and which arrays are whole."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from crossshard.errors import ArgumentError, ArgumentTypeError
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchAxes:
+    """Along which axis each array of a batch has its rows; an array without one is whole.
+
+    Attributes:
+      axes: the axes of a pytree prefix of the batch, in the order of its leaves.
+      tree: its structure.
+      whole: the names of entries of a dict batch that are whole beside these.
+
+    >>> import numpy as np
+    >>> axes = check_batch_axis({"x": 1, "table": None})
+    >>> axes.of({"x": np.ones((2, 3)), "table": np.ones(4)})
+    [None, 1]
+    """
+
+    axes: tuple[int | None, ...]
+    tree: Any
+    whole: tuple[str, ...] = ()
+
+    def of(self, batch: Any, name: str = "batch") -> list[int | None]:
+        """The axis of each array of a batch, counted from the first; ``None`` if it is whole.
+
+        Args:
+          batch: a pytree of arrays or types; what is none, or has no axis at all, is not looked at.
+          name: what an error calls it.
+
+        Raises:
+          ArgumentError: the axes do not fit the batch, or an array has no such axis.
+        """
+        found: list[int | None] = []
+        for axis, part in zip(self.axes, self._parts(batch, name), strict=True):
+            for leaf in jax.tree.leaves(part):
+                ndim = getattr(leaf, "ndim", 0)
+                if axis is None or not ndim or 0 <= axis < ndim:
+                    found.append(axis)
+                elif -ndim <= axis < 0:
+                    found.append(axis + ndim)
+                else:
+                    raise _no_axis(batch, name, len(found), leaf, axis)
+        if not self.whole:
+            return found
+        paths = jax.tree_util.tree_leaves_with_path(batch)
+        return [
+            None if path[0].key in self.whole else axis
+            for (path, _), axis in zip(paths, found, strict=True)
+        ]
+
+    def _parts(self, batch: Any, name: str) -> list[Any]:
+        """The part of a batch that each axis is of."""
+        if self.whole and not (isinstance(batch, dict) and set(self.whole) <= set(batch)):
+            known = list(batch) if isinstance(batch, dict) else type(batch).__name__
+            raise ArgumentError(
+                f"replicated_entries={self.whole} names entries of the batch, but the batch has "
+                f"{known}."
+            )
+        try:
+            parts: list[Any] = self.tree.flatten_up_to(batch)
+        except ValueError:
+            given, wanted = self.tree.unflatten(self.axes), _words(jax.tree.structure(batch))
+            raise ArgumentError(
+                f"batch_axis={given!r:.200} does not fit {name}, which is {wanted:.300}. Write one "
+                f"axis for all of it, or for each of its entries an axis, or None if every shard "
+                f"gets it whole."
+            ) from None
+        return parts
+
+    def of_rows(self, rows: Any) -> list[int]:
+        """The axis of each array of a batch without its whole arrays."""
+        return [axis for axis in self.of(rows) if axis is not None]
+
+    def tree_of(self, rows: Any) -> Any:
+        """The same, in the structure of the batch."""
+        return jax.tree.structure(rows).unflatten(self.of_rows(rows))
+
+    def map(self, function: Callable[[Any, int], Any], batch: Any) -> Any:
+        """A batch with ``function(array, axis)`` in the place of each array that is not whole."""
+        leaves, tree = jax.tree.flatten(batch)
+        pairs = zip(leaves, self.of(batch), strict=True)
+        return tree.unflatten([x if axis is None else function(x, axis) for x, axis in pairs])
+
+    def split(self, batch: Any) -> tuple[Any, Any]:
+        """A batch without its whole arrays, and with these alone: ``None`` is where others are."""
+        axes = self.of(batch)
+        if None not in axes:
+            return batch, None
+        leaves, tree = jax.tree.flatten(batch)
+        pairs = list(zip(leaves, axes, strict=True))
+        rows = [None if axis is None else x for x, axis in pairs]
+        return tree.unflatten(rows), tree.unflatten([x if a is None else None for x, a in pairs])
+
+    def specs(self, batch: Any, names: tuple[str, ...]) -> Any:
+        """The spec of each array of a batch whose rows are split over these axes of a mesh."""
+        leaves = [spec_along(axis, names) for axis in self.of(batch)]
+        return jax.tree.structure(batch).unflatten(leaves)
+
+
+# Axis 0 of all arrays.
+FIRST = BatchAxes((0,), jax.tree.structure(0))
+
+
+def join(rows: Any, whole: Any) -> Any:
+    """The inverse of ``BatchAxes.split``."""
+    if whole is None:
+        return rows
+    return jax.tree.map(lambda x, y: y if x is None else x, rows, whole, is_leaf=_is_none)
+
+
+def spec_along(axis: int | None, names: tuple[str, ...]) -> PartitionSpec:
+    """The spec of an array that is split along an axis; of a whole one if it is ``None``."""
+    return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, names)
+
+
+def resized(shape: Sequence[int], axis: int, rows: int) -> tuple[int, ...]:
+    """A shape with so many rows along an axis."""
+    return (*shape[:axis], rows, *shape[axis + 1 :])
+
+
+def take_rows(x: Any, axis: int, rows: Any) -> Any:
+    """These rows of an array along an axis: a slice, or their indices."""
+    return x[(slice(None),) * axis + (rows,)]
+
+
+def axes_of(prefix: Any) -> BatchAxes:
+    """The axes of a pytree prefix of a batch.
+
+    Raises:
+      ArgumentTypeError: an axis is no int.
+    """
+    axes, tree = jax.tree.flatten(prefix, is_leaf=_is_none)
+    for axis in axes:
+        if axis is not None and type(axis) is not int:
+            raise ArgumentTypeError(
+                f"batch_axis is an int, or a pytree prefix of the batch with ints, and None for "
+                f"what every shard gets whole, such as {{'x': 1, 'table': None}}; got {axis!r:.60} "
+                f"({type(axis).__name__})."
+            )
+    return BatchAxes(tuple(axes), tree)
+
+
+def check_batch_axis(batch_axis: Any, whole: Sequence[str] = ()) -> BatchAxes:
+    """The checked ``batch_axis`` argument, with the names of ``replicated_entries``.
+
+    Raises:
+      ArgumentError: it has no axis, or says of each entry what the names say of some.
+      ArgumentTypeError: an axis is no int.
+    """
+    found = axes_of(batch_axis)
+    if all(map(_is_none, found.axes)):
+        raise ArgumentError(
+            f"batch_axis={batch_axis!r:.100} has no axis, so that every shard would get the whole "
+            f"batch. Write the axis of the rows of what is to be split."
+        )
+    if whole and not jax.tree_util.treedef_is_leaf(found.tree):
+        raise ArgumentError(
+            f"batch_axis={batch_axis!r:.100} says of each entry how it is split, and "
+            f"replicated_entries={tuple(whole)} says it again of some. Write None in batch_axis "
+            f"for these, and leave replicated_entries out."
+        )
+    return dataclasses.replace(found, whole=tuple(whole))
+
+
+def _no_axis(batch: Any, name: str, place: int, leaf: Any, axis: int) -> ArgumentError:
+    where = f"{name}{jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path(batch)[place][0])}"
+    return ArgumentError(
+        f"{where} has shape {tuple(leaf.shape)} and no axis {axis} to split along. Write an axis "
+        f"for each entry, such as batch_axis={{'x': 1, 'y': 0}}, or None for one that every shard "
+        f"gets whole."
+    )
+
+
+def _words(tree: Any) -> str:
+    if jax.tree_util.treedef_is_leaf(tree):
+        return "one array"
+    return str(tree).removeprefix("PyTreeDef(").removesuffix(")")
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
