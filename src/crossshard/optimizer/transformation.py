@@ -18,6 +18,7 @@ from crossshard.errors import (
 )
 from crossshard.gradients.nesting import refuse_nesting
 from crossshard.gradients.status import check_incoming
+from crossshard.optimizer.arguments import check_functions
 from crossshard.pipeline.arrive import arrive
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import Gradients, Stage, StageContext
@@ -130,6 +131,7 @@ class Transformation:
             check_blocks(self.transformations, like, shards)
             if weight is not None:
                 check_weighable(self.pipeline.reduction)
+            check_functions(extra_args, like, shards)
             # Optax's names for the loss and the gradient, which some optimizers also take.
             extra = {
                 name: extra_args[name]
