@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from crossshard import _jax
 from crossshard.distributed.agreement import check_agreement
 from crossshard.errors import ArgumentError
 from crossshard.shards.mesh import number_of_shards
@@ -84,6 +85,7 @@ class BatchPlacer:
             return join_entries(rows, placed)
         # To move a batch is asked for, and padding is a part of it.
         with jax.transfer_guard("allow"):
+            rows = jax.tree.map(lambda leaf: _jax.on_mesh(leaf, None), rows)
             return join_entries(self._place(rows, whole), placed)
 
     def rows_of(self, batch: Any) -> str:
@@ -139,7 +141,7 @@ class BatchPlacer:
 
     def _put(self, leaf: Any) -> jax.Array:
         if isinstance(leaf, jax.core.Tracer):
-            return jax.lax.with_sharding_constraint(leaf, self._sharding)
+            return _jax.constrained(leaf, self._sharding)
         return put(leaf, self._sharding)
 
     @property

@@ -87,6 +87,7 @@ class OverDataSets:
 
     def _place(self, batch: Any, longest: int, before: int) -> tuple[Any, jax.Array]:
         """A batch on the devices, padded, and which of its rows count, float32[rows]."""
+        batch = jax.tree.map(lambda leaf: _jax.on_mesh(leaf, None), batch)
         rows, whole = self._whole.split(batch)
         paths, tree = jax.tree_util.tree_flatten_with_path(rows)
         for path, leaf in paths:
