@@ -62,6 +62,20 @@ def unreduced_axes(x: Any) -> frozenset[str]:
     return _axis_type(x, "unreduced")
 
 
+def summed_by_type(x: Any) -> Any:
+    """An array that is unreduced over explicit mesh axes, summed over these; others unchanged.
+
+    Its value is that sum. A copy that counts as reduced over an axis counts as replicated then.
+    """
+    spec = getattr(getattr(getattr(x, "aval", None), "sharding", None), "spec", None)
+    if spec is None or not (spec.unreduced or spec.reduced):
+        return x
+    # Split as it is along other axes: XLA compiles sums that are split on the way wrongly
+    # (openxla/xla#40034).
+    partitions = spec.partitions if hasattr(spec, "partitions") else spec
+    return jax.sharding.reshard(x, jax.sharding.PartitionSpec(*partitions))
+
+
 def opened(jaxpr: Any) -> Any:
     """The open jaxpr of an open or closed jaxpr."""
     return getattr(jaxpr, "jaxpr", jaxpr)
