@@ -504,7 +504,11 @@ def in_place_of_the_users_mesh(mesh: jax.sharding.Mesh) -> AbstractContextManage
 
 
 def without_mesh() -> AbstractContextManager[object]:
-    """Trace as if no mesh were set, so that it can be run under any."""
+    """Run or trace as if no mesh were set; what is traced so can be run under any."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return nullcontext()
+    if at_top_level():
+        return jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
@@ -586,7 +590,10 @@ def on_mesh(x: Any, mesh: jax.sharding.Mesh | None) -> Any:
     )
     if own.mesh == mesh or not same_but_for_types:
         return x
-    sharding = jax.sharding.NamedSharding(mesh, own.spec, memory_kind=own.memory_kind)
+    # Types write out all dimensions, and jit compares.
+    spec = (*own.spec, *[None] * (x.ndim - len(own.spec))) if has_explicit_axes(mesh) else own.spec
+    spec = jax.sharding.PartitionSpec(*spec)
+    sharding = jax.sharding.NamedSharding(mesh, spec, memory_kind=own.memory_kind)
     if not isinstance(x, jax.Array):
         return x.update(sharding=sharding)
     pieces = [piece.data for piece in x.addressable_shards]

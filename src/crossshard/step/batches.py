@@ -85,8 +85,11 @@ class BatchPlacer:
             return join_entries(rows, placed)
         # To move a batch is asked for, and padding is a part of it.
         with jax.transfer_guard("allow"):
+            if not _jax.at_top_level():
+                return join_entries(self._place(rows, whole), placed)
             rows = jax.tree.map(lambda leaf: _jax.on_mesh(leaf, None), rows)
-            return join_entries(self._place(rows, whole), placed)
+            with _jax.in_place_of_the_users_mesh(_jax.with_automatic_axes(self._mesh)):
+                return join_entries(self._place(rows, whole), placed)
 
     def rows_of(self, batch: Any) -> str:
         """What this process passes, as it tells the others: with weights, of any number of rows."""

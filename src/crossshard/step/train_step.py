@@ -265,7 +265,7 @@ class TrainStep:
     def _arrays(self, state: TrainState, shard: int | None, ema: bool) -> tuple[Any, Any, Any]:
         check_state(state)
         # What rests in parts is not made whole.
-        own = self._resharder.collected if self._config.in_parts else self.unshard
+        own = self._resharder.collected if self._config.in_parts else self._resharder.unshard
         return arrays_of(state, shard, self._config, self._layouts, own if ema else None)
 
     def _to_read(self, state: TrainState, shard: int | None, ema: bool) -> tuple[Any, AtUse]:
