@@ -261,7 +261,8 @@ def test_groups_padding_and_verify():
         step = crossshard.make_train_step(loss_fn, opt, ema=0.9)
         state, metrics = step(step.init(PARAMS), {"x": X[0], "y": Y[0]})
         one, other = (step.model(state, shard=shard)["bias"] for shard in (0, 4))
-        assert metrics["loss"].shape == (8,) and (one != other).any()
+        assert metrics["loss"].shape == (8,)
+        assert (one != other).any()
         average = step.model(state, shard=4, ema=True)["bias"]
         np.testing.assert_allclose(average, 0.1 * other, rtol=1e-5)
 

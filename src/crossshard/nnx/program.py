@@ -337,7 +337,7 @@ class Program:
 
     def _specs(self, found: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
         """How the outputs and the variables lie on the mesh."""
-        outputs, after = found
+        _, after = found
         pairs = zip(self._found.specs, self._found.from_all, strict=True)
         of_outputs = [spec if from_all else PartitionSpec() for spec, from_all in pairs]
         names = self._mesh.axis_names
