@@ -25,6 +25,8 @@ from jax._src.lax import parallel as _parallel
 # The name has an underscore since JAX 0.11.
 _NAMES = ("all_gather_invariant", "_all_gather_invariant")
 _gather_invariant = next(getattr(_parallel, name) for name in _NAMES if hasattr(_parallel, name))
+# Since JAX 0.12 every jaxpr has its constants, and a closed one is made of an open one as before.
+_ClosedJaxpr: Any = getattr(_core, "ClosedJaxpr", _core.Jaxpr)
 _OURS, _JAX = (os.path.dirname(file) for file in (__file__, jax.__file__))
 
 # JAX notes the ten innermost lines of user code at most, before 0.10.2, and ours would fill them.
@@ -170,7 +172,7 @@ def without_unread(jaxpr: Any) -> Any:
     """A closed jaxpr without what none of its outputs is computed from, with the same inputs."""
     outputs = [True] * len(jaxpr.jaxpr.outvars)
     found, _ = _partial_eval.dce_jaxpr(jaxpr.jaxpr, outputs, instantiate=True)
-    return _core.ClosedJaxpr(found, jaxpr.consts)
+    return _ClosedJaxpr(found, jaxpr.consts)
 
 
 def flat(jaxpr: Any) -> Any:
@@ -219,7 +221,7 @@ def with_equations(
     found = _core.Jaxpr(
         list(constants), inputs, outputs, equations, jaxpr.jaxpr.effects, debug_info=names
     )
-    return _core.ClosedJaxpr(found, list(constants.values()))
+    return _ClosedJaxpr(found, list(constants.values()))
 
 
 def variable_like(atom: Any) -> Any:
@@ -236,7 +238,7 @@ def piece(jaxpr: Any, outputs: Sequence[bool]) -> tuple[Callable[..., list[Any]]
 def pruned(jaxpr: Any, outputs: Sequence[bool]) -> tuple[Any, list[bool]]:
     """What computes some outputs of a closed jaxpr, a closed jaxpr, and which inputs it takes."""
     found, taken = _partial_eval.dce_jaxpr(jaxpr.jaxpr, list(outputs), instantiate=False)
-    return _core.ClosedJaxpr(found, jaxpr.consts), taken
+    return _ClosedJaxpr(found, jaxpr.consts), taken
 
 
 def as_function(jaxpr: Any) -> Callable[..., list[Any]]:
@@ -247,7 +249,7 @@ def as_function(jaxpr: Any) -> Callable[..., list[Any]]:
 
 def closed(jaxpr: Any) -> Any:
     """The closed jaxpr of an open one without constants, or of a closed one."""
-    return jaxpr if hasattr(jaxpr, "consts") else _core.ClosedJaxpr(jaxpr, ())
+    return jaxpr if hasattr(jaxpr, "consts") else _ClosedJaxpr(jaxpr, ())
 
 
 def inlined(equation: Any) -> Any:
