@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 
 import crossshard
 from crossshard.errors import LossError
@@ -205,3 +206,15 @@ def test_a_weight_by_which_it_does_not_divide_is_refused(loss: Any, weight: Any,
     with pytest.raises(LossError, match=r"divides by weight=.*And by numbers it is not so"):
         step(state, BATCH)
     np.testing.assert_array_equal(state.params, W)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_on_the_mesh_that_is_set(kind: AxisType):
+    with jax.set_mesh(jax.make_mesh((SHARDS,), ("data",), (kind,), devices=jax.devices()[:SHARDS])):
+        step = made(a_mean)
+        state, _ = step(step.init(W), BATCH)
+        want = W - 0.1 * jax.grad(plain)(W, BATCH)
+        np.testing.assert_allclose(state.params, want, rtol=0, atol=1e-6)
+        step = made(compared)
+        with pytest.raises(LossError, match="And by numbers it is not so"):
+            step(step.init(W), BATCH)

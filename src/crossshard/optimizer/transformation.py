@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from crossshard import _jax
 from crossshard.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -125,6 +126,9 @@ class Transformation:
                 "'skip' or 'quarantine', and read state.nonfinite after the step."
             )
         with jax.named_scope(self.name):
+            # Under plain jit a type may say that the devices have yet to sum what they have.
+            of_types = updates, params, dict(extra_args)
+            updates, params, extra_args = jax.tree.map(_jax.summed_by_type, of_types)
             shards = self.pipeline.shards()
             # Per-example gradients do not have the shapes of the parameters yet.
             like = updates if params is None else params

@@ -99,7 +99,7 @@ def check_over_rows(
         raise LossError(
             f"The loss compares rows of the batch: {finding.reason}{where}. Each shard has its own "
             f"rows, so that the mean of the shards' losses is not that of the whole batch. "
-            f"{_OTHER_AXIS if 'scan over the rows' in finding.reason else ''}{_WAYS_ON}"
+            f"{_OTHER_AXIS if finding.reason in IN_A_LOOP else ''}{_WAYS_ON}"
         )
     if finding.kind is OverRows.UNDECIDED:
         what = "the loss is a mean over the rows of the batch"

@@ -32,7 +32,7 @@ class Program:
     """
 
     def __init__(self, config: StepConfig, layouts: Layouts):
-        mesh, loss, groups = config.mesh, config.loss, config.pipeline.groups
+        mesh, loss, groups = config.outer_mesh, config.loss, config.pipeline.groups
         self._config = config
         self._layouts = layouts
         self._place = BatchPlacer(
@@ -50,18 +50,26 @@ class Program:
         reduce_together = groups.size if config.is_grouped and groups else mesh.size
         platform = mesh.devices.flat[0].platform
         self.options = compiler_options(platform, reduce_together, in_parts=config.in_parts)
+        run = _jax.under_automatic_axes(self._run, mesh, self._specs)
         self._compiled = jax.jit(
-            self._run,
+            run,
             donate_argnums=(0,) if config.donate else (),
             compiler_options=self.options or None,
         )
         # JAX refuses options for what runs inside another jit.
-        self._traced = jax.jit(self._run)
+        self._traced = jax.jit(run)
 
     def _run(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         layout = self._layouts.of_state(state)
         layout.check(state)
         return self._config.function(layout, state, batch)
+
+    def _specs(self, found: tuple[TrainState, Metrics]) -> tuple[Any, Metrics]:
+        """How the next state and the metrics lie on the mesh."""
+        state, metrics = found
+        layout = self._layouts.of_state(state)
+        of_state = jax.tree.map(lambda sharding: sharding.spec, layout.shardings(state))
+        return of_state, self._config.function.specs_of_metrics(layout, metrics)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """The next state and the metrics; see ``TrainStep``."""
@@ -69,8 +77,8 @@ class Program:
         run = self._compiled if _jax.at_top_level() else self._traced
         if self._config.donate and run is self._compiled:
             self._donation.check(state, batch)
-        if self._in_processes or _jax.another_mesh_is_set(self._config.mesh):
-            with _jax.in_place_of_the_users_mesh(self._config.mesh):
+        if self._in_processes or _jax.another_mesh_is_set(self._config.outer_mesh):
+            with _jax.in_place_of_the_users_mesh(self._config.outer_mesh):
                 if self._is_watched and self._in_processes:
                     PROGRESS.take(self._place.rows_of(batch))
                 return self._run_placed(run, state, self._place(batch))
@@ -103,12 +111,12 @@ class Program:
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """The lowered program for a state and a batch, or for their types."""
-        with _jax.in_place_of_the_users_mesh(self._config.mesh):
+        with _jax.in_place_of_the_users_mesh(self._config.outer_mesh):
             return self._explained(self._compiled.lower, state, self._place.abstract(batch))
 
     def trace(self, state: Any, batch: Any) -> jax.stages.Traced:
         """The traced program for a state and a batch, or for their types."""
-        with _jax.in_place_of_the_users_mesh(self._config.mesh):
+        with _jax.in_place_of_the_users_mesh(self._config.outer_mesh):
             return self._explained(self._compiled.trace, state, self._place.abstract(batch))
 
     def _check_same(self, state: TrainState, batch: Any) -> None:
@@ -122,7 +130,7 @@ class Program:
         key = tree, *((x.shape, x.dtype) for x in leaves), len(self._layouts)
         if key in self._agreed:
             return
-        mesh = self._config.mesh
+        mesh = self._config.outer_mesh
         rows = lambda: {"rows": str(loss.number_of_rows(batch))}
         if not free or compare("step", rows, mesh) is None:
             check_same_program(self._explained(self._compiled.lower, state, batch), mesh)

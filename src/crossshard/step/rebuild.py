@@ -42,7 +42,7 @@ def with_sgd(step: TrainStep, optimizer: optax.GradientTransformation, *, alone:
     loss = dataclasses.replace(config.loss, accumulate_steps=1)
     function = dataclasses.replace(config.function, pipeline=pipeline, loss=loss, sentinel=None)
     mesh = _own_shard(config.mesh, config.axes)
-    own = dataclasses.replace(config, function=function, mesh=mesh)
+    own = dataclasses.replace(config, function=function, mesh=mesh, outer_mesh=mesh)
     update = WeightUpdate.REPLICATED
     return TrainStep(dataclasses.replace(own, weight_update=update, in_parts=False))
 

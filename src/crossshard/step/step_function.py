@@ -263,6 +263,19 @@ class StepFunction:
         gradients = Gradients(split, {"value": whole}, whole, whole, whole, whole)
         return Progress(layout.specs(state), aux, of_group, gradients)
 
+    def specs_of_metrics(self, layout: StateLayout, metrics: dict[str, Any]) -> dict[str, Any]:
+        """How the metrics of a step lie on the mesh."""
+        whole, each = PartitionSpec(), PartitionSpec(layout.axes)
+        of_group = whole if layout.groups is None else each
+        of_aux = whole if self.loss.is_over_batch else self.loss.aux_specs(each, of_group)
+        kinds = {"aux": of_aux, "divergence": whole}
+        spread = lambda spec, tree: jax.tree.map(lambda _: spec, tree)
+        is_spec = lambda x: isinstance(x, PartitionSpec)
+        return {
+            name: jax.tree.map(spread, kinds.get(name, of_group), found, is_leaf=is_spec)
+            for name, found in metrics.items()
+        }
+
     # Texts and metrics.
 
     def describe(self, plan: UpdatePlan | None = None) -> str:

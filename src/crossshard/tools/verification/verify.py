@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from crossshard import _jax
 from crossshard._hash import checksum
 from crossshard.distributed.agreement import check_agreement, exchange
 from crossshard.errors import ArgumentError, ArgumentTypeError
@@ -82,6 +83,19 @@ def verify(
     wrong on 8 shards and 16 rows:
       0: 8.000 = N: summed over the shards, not averaged; or a pmean came after autodiff had summed
     """
+    # The step is run on one device, too, which no mesh of several can be set for.
+    with _jax.without_mesh():
+        return _verify(step, batch, num_shards, key, groups, batch_axis)
+
+
+def _verify(
+    step: Callable[..., Any] | TrainStep,
+    batch: Any,
+    num_shards: Any,
+    key: Any,
+    groups: Any,
+    batch_axis: Any,
+) -> Verification:
     if isinstance(step, TrainStep):
         # It splits the batch by itself.
         if batch_axis != 0:
