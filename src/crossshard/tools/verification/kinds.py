@@ -27,6 +27,7 @@ OTHER = "another direction"
 # Everything else.
 BATCH_NOT_SPLIT = "batch not split"
 KEYS_EQUAL = "equal random keys"
+COUNTER = "counter"
 STATISTICS = "statistics"
 METRIC_ONE_SHARD = "metric of one shard"
 METRIC_SUMMED = "metric summed"
