@@ -66,7 +66,7 @@ def _told(mean: Mean) -> tuple[str, str]:
 
     def near(one: np.ndarray, other: np.ndarray, off: float, within: float = 1e-3) -> bool:
         scale = max(norm(one), norm(other))
-        return norm(one - other) <= within * scale + off + 1e-7
+        return norm(one - other) <= within * scale + off + mean.rounding
 
     if all(near(copy, one, chance) for copy in many):
         return "", ""

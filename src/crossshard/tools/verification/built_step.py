@@ -1,5 +1,6 @@
 """A step as its factory builds it for a number of shards, run on chosen batches."""
 
+import copy
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -116,6 +117,12 @@ class BuiltStep:
                 if calls is None and _changed(start, idle, last):
                     break
             yield Run(start, idle, last, metrics, rate, call)
+
+    def with_state(self, values: Mapping[str, np.ndarray]) -> "BuiltStep":
+        """The same step, of whose first state some arrays are others, by their names."""
+        other = copy.copy(self)
+        other._state = list(replaced(self._state, values))
+        return other
 
     def draws(self, batch: Sequence[Any], key: Any = None) -> bool | None:
         """Whether it draws random numbers in what JAX traces; ``None`` if it cannot be traced."""

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from crossshard.errors import ArgumentError
+from crossshard.errors import ArgumentError, NestedContextError
 from crossshard.tools.verification.arithmetic import apart, norm, rms, unstacked
 from crossshard.tools.verification.beside import changed_when_idle, of_metrics, of_statistics
 from crossshard.tools.verification.built_step import (
@@ -20,6 +20,7 @@ from crossshard.tools.verification.built_step import (
 )
 from crossshard.tools.verification.evidence import AtOneKey, Case, Evidence, Leaf
 from crossshard.tools.verification.samples import Mean
+from crossshard.tools.verification.snapshot import Copies
 
 # What is compared: the change of a parameter in the steps with a learning rate, over that rate;
 # of another real array in the idle step; and what that step returns besides.
@@ -79,6 +80,7 @@ class Measurement:
             )
         self._alone, self._together = BuiltStep(make_step, 1), BuiltStep(make_step, self.number)
         self._started = False
+        self._carried: list[str] = []
 
     def evidence(self, samples: int = 1) -> Evidence:
         """Run, and collect.
@@ -129,7 +131,9 @@ class Measurement:
         try:
             many = self._together.flops(self._batch, self._key)
             one = self._alone.flops(self._batch, self._key)
-            each = self._alone.flops(part, self._key)
+            each = self._alone_with([0]).flops(part, self._key)
+        except NestedContextError:
+            return ""  # crossshard.shard, which splits its arguments by itself
         except Exception as error:  # of any kind: not every step can be traced as a whole
             return f"whether the batch is split was not checked ({type(error).__name__})"
         if many is None or one is None or each is None:
@@ -146,7 +150,6 @@ class Measurement:
         self._rate, self._calls = _good_rate(first), first.calls
         self._of_many = self._run_together(self._batch)
         self._of_one = [self._run_alone(each) for each in self._groups]
-        self._of_own = [self._run_alone([i]) for i in range(self.number)]
         many, one = next(self._of_many), _next(self._of_one)
         self._many, self._one, self._of_groups = many, one[0], one
         names = list(dict.fromkeys(name for run in one for name in run.parameters()))
@@ -174,6 +177,8 @@ class Measurement:
                 del self._means[what, name]  # it is another array there
                 continue
             mean.is_stacked = raw.shape[1:] != alone.shape[1:]
+            of = (one[0].metrics if what == _METRIC else one[0].idle)[name]
+            mean.rounding = 1e-7 + 4 * _epsilon(of) * norm(of.values[0].astype(np.float64))
             factor = self._factor if what == _UPDATE else 1.0
             mean.add(_flat(copies), factor * _flat(alone))
 
@@ -200,7 +205,16 @@ class Measurement:
         self, shards: Sequence[int], counters: Mapping[str, np.ndarray] = MappingProxyType({})
     ) -> Iterator[Run]:
         """One device with the rows of these shards."""
-        return self._run_rows_alone(self._rows_of(shards), counters)
+        alone, rows = self._alone_with(shards), self._rows_of(shards)
+        return alone.runs(rows, self._key, self._rate, self._calls, counters)
+
+    def _alone_with(self, shards: Sequence[int]) -> BuiltStep:
+        """The step on one device with these shards' part of what is carried from row to row."""
+        if self._blocks is None or not self._carried:
+            return self._alone
+        rows = self._blocks[list(shards)].ravel()
+        of_rows = {name: self._one.start[name].values[0][rows] for name in self._carried}
+        return self._alone.with_state(of_rows)
 
     def _run_rows_alone(
         self, rows: Sequence[Any], counters: Mapping[str, np.ndarray] = MappingProxyType({})
@@ -210,18 +224,26 @@ class Measurement:
     def _first_own(self) -> list[Run]:
         """One device with the rows of each shard; a note if the step does not take them alone."""
         by_factor = "faults are told by their factor alone"
-        try:
-            if self._blocks is not None:
-                return _next(self._of_own)
+        self._of_own = []
+        if self._blocks is None:
             self._notes.append(
                 f"the {self.rows} rows do not divide over {self.number} shards, so that {by_factor}"
             )
-        except Exception as error:  # of any kind: the user's step may want a fixed number of rows
-            self._notes.append(
-                "the step on one device does not take a shard's rows alone, so that "
-                f"{by_factor} ({type(error).__name__})"
-            )
+            return []
+        of_rows = [
+            x for x in self._of(_STATISTIC) if self._one.idle[x].values.shape[1:2] == (self.rows,)
+        ]
+        for self._carried in [[], of_rows] if of_rows else [[]]:
+            self._of_own = [self._run_alone([i]) for i in range(self.number)]
+            try:
+                return _next(self._of_own)
+            except Exception as error:  # of any kind: the step may want a fixed number of rows
+                kind = type(error).__name__
         self._of_own = []
+        self._notes.append(
+            "the step on one device does not take a shard's rows alone, so that "
+            f"{by_factor} ({kind})"
+        )
         return []
 
     def _rounding_of(self, first: Run) -> dict[str, float]:
@@ -283,7 +305,7 @@ class Measurement:
                 continue
             values = unstacked(many.values, one.values.shape[1:], self.number)
             if values is not None and np.any(values != one.values[0]):
-                counted[name] = np.broadcast_to(values, (self.number, *values.shape[1:]))
+                counted[name] = np.broadcast_to(values, (self.number, *one.values.shape[1:]))
         if not counted or not self._of_own or self._most_apart(self._many, self._one) < _OTHER:
             return ""
         runs = [
@@ -349,7 +371,7 @@ class Measurement:
         mean = self._means[_UPDATE, name]
         many, own, chance = mean.many, mean.own, mean.chance
         before = self._one.start[name]
-        epsilon = float(jnp.finfo(before.dtype).eps)
+        epsilon = _epsilon(before)
         rounding = epsilon * norm(before.values[0].astype(np.float64)) / self._rate
         noises = [2 * rounding, 10 * self._rounding.get(name, 0.0)]
         cases = []
@@ -389,6 +411,10 @@ def _first_copies(runs: Sequence[Run], what: str, name: str) -> np.ndarray | Non
     firsts = [each[0] for each in found if each is not None]
     alike = len(firsts) == len(runs) and len({x.shape for x in firsts}) == 1
     return np.stack(firsts) if alike else None
+
+
+def _epsilon(x: Copies) -> float:
+    return float(jnp.finfo(x.dtype).eps)
 
 
 def _flat(x: np.ndarray) -> np.ndarray:

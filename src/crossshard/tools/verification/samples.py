@@ -19,10 +19,12 @@ class Mean:
     Attributes:
       number: of how many runs.
       is_stacked: whether N shards have an array ``[shards, …]`` of it.
+      rounding: the norm of a difference that is the rounding of what it was computed from.
     """
 
     number: int = 0
     is_stacked: bool = False
+    rounding: float = 0.0
     _number_of_own: int = 0
     _many: np.ndarray | float = 0.0
     _one: np.ndarray | float = 0.0

@@ -73,7 +73,7 @@ def replaced(state: Sequence[Any], values: Mapping[str, np.ndarray]) -> tuple[An
         if not isinstance(x, _NUMBERS):
             return x
         value = values.get(next(names))
-        return x if value is None else jnp.asarray(value, jnp.result_type(x)).reshape(jnp.shape(x))
+        return x if value is None else jnp.asarray(value, jnp.result_type(x))
 
     return map_arrays(other, tuple(state))
 
