@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax import lax
@@ -21,7 +20,7 @@ from tests.tools.verification.right import X, Y, dropped, mse
 class Wrong:
     """A wrong step, as a factory, and what ``verify`` must say."""
 
-    kind: str
+    kinds: str | tuple[str, ...]
     make_step: Callable[..., Any]
     words: str = ""
     leaves: int = 2
@@ -32,7 +31,7 @@ several = lambda n: n > 1
 
 
 def counting(how: Any, loss: Any, per_shard: bool = False, advance: Any = None) -> Any:
-    """A counter in the state; ``how`` makes updates of the gradients of ``loss(p, count, x, y)``."""
+    """A counter in the state; ``how`` makes an update of gradients of ``loss(p, count, x, y)``."""
     advance = advance or (lambda count: count + 1)
 
     def make_step(optimizer: Any, n: int) -> Any:
@@ -63,7 +62,6 @@ def from_count(count: Any, *, by_shard: bool) -> Any:
 
 noisy = lambda p, count, x, y: dropped(p, x, y, from_count(count, by_shard=True))
 equal = lambda p, count, x, y: dropped(p, x, y, from_count(count, by_shard=False))
-WEIGHT = jnp.asarray(np.arange(32) % 4 <= np.arange(32) // 8, jnp.float32)
 
 
 def masked(params: Any, count: Any, x: Any, y: Any) -> Any:
@@ -141,32 +139,37 @@ def with_statistics(of_statistics: Any, of_metric: Any) -> Any:
     return make_step
 
 
-def accumulated(optimizer: Any, n: int) -> Any:
-    rule = optax.MultiSteps(optimizer, every_k_schedule=2)
+def accumulated(how: Any) -> Any:
+    def make_step(optimizer: Any, n: int) -> Any:
+        rule = optax.MultiSteps(optimizer, every_k_schedule=2)
 
-    def step(params: Any, state: Any, x: Any, y: Any) -> Any:
-        gradients = lax.psum(jax.grad(mse)(params, x, y), "s")
-        return updated(rule, params, state, gradients)
+        def step(params: Any, state: Any, x: Any, y: Any) -> Any:
+            return updated(rule, params, state, how(jax.grad(mse)(params, x, y)))
 
-    run = over(step, (WHOLE, WHOLE, SPLIT, SPLIT), WHOLE, mesh_of(s=n))
-    params = first_params()
-    return run, params, rule.init(params)
+        run = over(step, (WHOLE, WHOLE, SPLIT, SPLIT), WHOLE, mesh_of(s=n))
+        params = first_params()
+        return run, params, rule.init(params)
+
+    return make_step
 
 
-def own_advantages(optimizer: Any, n: int) -> Any:
-    """Normalised over each shard's rows; two updates in a step."""
+def own_advantages(epochs: int) -> Any:
+    """Normalised over each shard's rows; so many updates in a step."""
 
-    def step(params: Any, state: Any, x: Any, y: Any) -> Any:
-        advantage = (y - y.mean()) / (y.std() + 1e-6)
-        score = lambda p: jnp.tanh(x @ p["a"]) @ p["b"]
-        loss = lambda p: -jnp.mean(jax.nn.log_sigmoid(score(p)) * advantage)
-        for _ in range(2):
-            params, state = updated(optimizer, params, state, mean(jax.grad(loss)(params)))
-        return params, state
+    def make_step(optimizer: Any, n: int) -> Any:
+        def step(params: Any, state: Any, x: Any, y: Any) -> Any:
+            advantage = (y - y.mean()) / (y.std() + 1e-6)
+            score = lambda p: jnp.tanh(x @ p["a"]) @ p["b"]
+            loss = lambda p: -jnp.mean(jax.nn.log_sigmoid(score(p)) * advantage)
+            for _ in range(epochs):
+                params, state = updated(optimizer, params, state, mean(jax.grad(loss)(params)))
+            return params, state
 
-    run = over(step, (WHOLE, WHOLE, SPLIT, SPLIT), WHOLE, mesh_of(s=n))
-    params = first_params()
-    return run, params, optimizer.init(params)
+        run = over(step, (WHOLE, WHOLE, SPLIT, SPLIT), WHOLE, mesh_of(s=n))
+        params = first_params()
+        return run, params, optimizer.init(params)
+
+    return make_step
 
 
 first = of_weights([8.0, 0, 0, 0, 0, 0, 0, 0])
@@ -176,7 +179,7 @@ average = lambda x, n: mean(x)
 
 WRONG = {
     "a counter that differs between shards": Wrong(
-        kinds.COUNTER, counting(right, scaled, per_shard=True), "count"
+        kinds.COUNTER, counting(right, scaled, per_shard=True), "differs between the shards"
     ),
     "a schedule that advances N times": Wrong(
         kinds.COUNTER,
@@ -192,9 +195,7 @@ WRONG = {
     "a legacy key as argument, equal on all shards": Wrong(
         kinds.KEYS_EQUAL, as_argument(right), leaves=0, key=jax.random.PRNGKey(1)
     ),
-    "noise, and summed": Wrong(
-        kinds.SUMMED, counting(lambda g, n: lax.psum(g, "s"), noisy), "8.0"
-    ),
+    "noise, and summed": Wrong(kinds.SUMMED, counting(lambda g, n: lax.psum(g, "s"), noisy), "8.0"),
     "noise, and averaged twice": Wrong(
         kinds.AVERAGED_TWICE, counting(lambda g, n: mean(scale(1 / n)(g, n)), noisy), "= 1/N"
     ),
@@ -231,8 +232,14 @@ WRONG = {
     "a schedule, and rows dropped": Wrong(
         kinds.ROWS_DROPPED, counting(without_6, scaled), "rows of shard 6 are left out"
     ),
-    "accumulated by Optax, and summed": Wrong(kinds.SUMMED, accumulated),
-    "advantages normalised by shard": Wrong(kinds.NOT_LINEAR, own_advantages),
+    "accumulated by Optax, and summed": Wrong(
+        (kinds.SUMMED, kinds.STATISTICS), accumulated(lambda g: lax.psum(g, "s"))
+    ),
+    "accumulated by Optax, and clipped by value": Wrong(
+        kinds.NOT_LINEAR, accumulated(lambda g: clipped(g, 0))
+    ),
+    "advantages normalised by shard": Wrong(kinds.NOT_LINEAR, own_advantages(1)),
+    "advantages normalised by shard in epochs": Wrong(kinds.OTHER, own_advantages(2)),
 }
 
 
@@ -250,3 +257,23 @@ def not_reduced(optimizer: Any, n: int) -> Any:
 
 
 WRONG["noise, and not reduced"] = Wrong(kinds.NOT_REDUCED, not_reduced)
+
+
+# One of each kind; the others take longer.
+QUICK = {
+    "a schedule that advances N times",
+    "a legacy key in per-shard state, equal on all",
+    "noise, and rows dropped",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=() if x in QUICK else pytest.mark.deep) for x in WRONG]
+)
+def test_what_is_wrong_is_named(name: str):
+    wrong = WRONG[name]
+    found = crossshard.verify(wrong.make_step, X, Y, num_shards=8, key=wrong.key)
+    named = (wrong.kinds,) if isinstance(wrong.kinds, str) else wrong.kinds
+    assert tuple(fault.kind for fault in found.faults) == named, found
+    assert wrong.words in str(found)
+    assert len(found.faults[0].leaves) == wrong.leaves

@@ -1,27 +1,26 @@
 """Beside parameters: statistics that a step keeps and metrics that it returns, on N and on one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from crossshard._text import listed
 from crossshard.tools.verification import kinds
-from crossshard.tools.verification.arithmetic import apart, norm
-from crossshard.tools.verification.built_step import Run
+from crossshard.tools.verification.arithmetic import norm
 from crossshard.tools.verification.report import Fault
 from crossshard.tools.verification.samples import Mean
 
 _EACH_ITS_OWN = "each shard has its own: not reduced"
 
 
-def changed_when_idle(names: Sequence[str], run: Run) -> list[str]:
-    """Which of these an idle step changes, of arrays of real numbers: statistics and the like."""
-    found = []
-    for name in names:
-        before, after = run.start[name].values, run.idle.get(name)
-        if after is not None and after.is_float and after.values.shape == before.shape:
-            found += [name] if apart(before, after.values) else []
-    return found
+def are_of_rows(statistics: Iterable[Mean], updates: Iterable[Mean]) -> bool:
+    """Whether any of these is a statistic of rows, such as one of batch norm, not of gradients."""
+    of_size: dict[int, list[np.ndarray]] = {}
+    for update in updates:
+        of_size.setdefault(update.one[0].size, []).append(update.one[0])
+    along = lambda x, y: abs(x @ y) > 0.9 * norm(x) * norm(y)
+    ones = [mean.one[0] for mean in statistics]
+    return any(x.size > 1 and not any(along(x, y) for y in of_size.get(x.size, [])) for x in ones)
 
 
 def of_statistics(statistics: Mapping[str, Mean]) -> tuple[list[Fault], list[str]]:

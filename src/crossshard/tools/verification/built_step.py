@@ -101,12 +101,17 @@ class BuiltStep:
           calls: the number of steps with it; as many as it takes if ``None``.
           counters: arrays of the state to replace before these, by their names.
         """
-        state = tuple(self._state)
+        state, moved = tuple(self._state), dict[str, np.ndarray]()
         for seed in itertools.count():
-            state = fresh(state, seed)
+            # Arrays of statistics start anew, so that their samples are independent.
+            state = replaced(fresh(state, seed), moved) if moved else fresh(state, seed)
             start, args = snapshot(state), self._args(batch, key, seed)
             state, metrics = self._call(state, args)
             idle, moving = snapshot(state), fresh(state)
+            if not moved:
+                names = changed_when_idle(start, idle)
+                # Not a scalar, which may count.
+                moved = {x: start[x].values[0] for x in names if start[x].values[0].size > 1}
             if counters:
                 moving = replaced(moving, counters)
             moving = map_arrays(lambda x: with_rate(x, rate), moving)
@@ -189,6 +194,15 @@ class BuiltStep:
             f"{'trees' if len(trees) > 1 else 'a tree'} of the same structure as the "
             f"{len(trees)} of the state that make_step returned. It returned {_described(out)}."
         )
+
+
+def changed_when_idle(start: Snapshot, idle: Snapshot) -> list[str]:
+    """The arrays of real numbers that an idle step changes, such as those of batch norm."""
+    return [
+        name
+        for name, before in start.items()
+        if before.is_float and name in idle and not np.array_equal(before.values, idle[name].values)
+    ]
 
 
 def _changed(start: Snapshot, idle: Snapshot, last: Snapshot) -> list[str]:

@@ -106,9 +106,9 @@ def _of_noise(evidence: Evidence, found: Mapping[str, Fault | str | None]) -> st
         f"means of {evidence.samples} steps are compared"
     )
     off = lambda leaf: max(case.noise / max(norm(case.one), 1e-300) for case in leaf.cases)
-    known = [off(leaf) for leaf in evidence.leaves if found[leaf.name] != _TOO_SMALL]
+    fine = [off(leaf) for leaf in evidence.leaves if found[leaf.name] == _FINE]
     hidden = [leaf.name for leaf in evidence.leaves if _is_hidden(leaf)]
-    words += f", to within {100 * max(known):.0f}% of an update" if known else ""
+    words += f", to within {100 * max(fine):.0f}% of an update" if fine else ""
     return words + (f"; noise hides that of {listed(hidden, 4)}" if hidden else "")
 
 

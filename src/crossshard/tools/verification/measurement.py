@@ -10,11 +10,12 @@ import numpy as np
 
 from crossshard.errors import ArgumentError, NestedContextError
 from crossshard.tools.verification.arithmetic import apart, norm, rms, unstacked
-from crossshard.tools.verification.beside import changed_when_idle, of_metrics, of_statistics
+from crossshard.tools.verification.beside import are_of_rows, of_metrics, of_statistics
 from crossshard.tools.verification.built_step import (
     BuiltStep,
     Factory,
     Run,
+    changed_when_idle,
     rows_of,
     take_rows,
 )
@@ -96,14 +97,17 @@ class Measurement:
         if samples > 1 and any(mean.is_off for mean in self._means.values()):
             while self._of_own and self._number_of_own < min(samples, _OWN_SAMPLES):
                 self._take_own(_next(self._of_own))
-        faults, notes = of_statistics(self._of(_STATISTIC))
+        statistics = self._of(_STATISTIC)
+        are_of_all = len(self._groups) == 1  # else each group has its own
+        faults, notes = of_statistics(statistics) if are_of_all else ([], [])
+        if are_of_all and self._factor == 1:  # under SUM metrics have another factor
+            faults += of_metrics(self._of(_METRIC))
         return Evidence(
             number=self.number,
             rows=self.rows,
             leaves=tuple(self._leaf(name, samples > 1) for name in self._shapes),
-            has_statistics=self._has_statistics,
-            # Under SUM metrics have another factor.
-            beside=tuple(faults if self._factor != 1 else faults + of_metrics(self._of(_METRIC))),
+            has_statistics=are_of_rows(statistics.values(), self._of(_UPDATE).values()),
+            beside=tuple(faults),
             samples=samples,
             at_one_key=self._at_one_key if samples > 1 else AtOneKey(),
             counters=self._of_counters() if samples == 1 else "",
@@ -156,11 +160,9 @@ class Measurement:
         self._shapes = {name: self._one.start[name].values.shape[1:] for name in names}
         self._check_names(self._one, many)
         self._rounding = self._rounding_of(self._one)
-        statistics = changed_when_idle(sorted(set(self._one.start) - set(names)), self._one)
-        self._has_statistics = bool(statistics)
-        # Each group has its own of what stands beside parameters.
-        beside = ((_STATISTIC, statistics), (_METRIC, self._one.metrics))
-        known = ((_UPDATE, names), *(beside if len(self._groups) == 1 else ()))
+        idle = changed_when_idle(self._one.start, self._one.idle)
+        statistics = sorted(set(idle) - set(names))
+        known = ((_UPDATE, names), (_STATISTIC, statistics), (_METRIC, self._one.metrics))
         self._means = {(what, name): Mean() for what, names in known for name in names}
         self._number_of_samples = self._number_of_own = 0
         self._take(many, one)
@@ -294,7 +296,8 @@ class Measurement:
                 for name in left:
                     if self._apart(group, one, name) > _OTHER:
                         found[name] = (*found.get(name, ()), shard)
-        return found
+        # What no row changes is not updated, or is frozen.
+        return {name: shards for name, shards in found.items() if len(shards) < self.number}
 
     def _of_counters(self) -> str:
         """Which counters make the difference, where N shards have others than one device."""

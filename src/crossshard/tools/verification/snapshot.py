@@ -73,9 +73,18 @@ def replaced(state: Sequence[Any], values: Mapping[str, np.ndarray]) -> tuple[An
         if not isinstance(x, _NUMBERS):
             return x
         value = values.get(next(names))
-        return x if value is None else jnp.asarray(value, jnp.result_type(x))
+        return x if value is None else like(x, value)
 
     return map_arrays(other, tuple(state))
+
+
+def like(x: Any, value: np.ndarray) -> Any:
+    """An array of this value that lies as another one does, if it has the same shape."""
+    value = np.asarray(value, jnp.result_type(x))
+    if not isinstance(x, jax.Array) or not x.committed or x.shape != value.shape:
+        return jnp.asarray(value)
+    pieces = [jax.device_put(value[each.index], each.device) for each in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, pieces)
 
 
 def copies_of(x: Any) -> Copies:
