@@ -102,6 +102,16 @@ right(
     "input noise that all rows share",
     counted(lambda p, count, x, y: mse(p, x + jax.random.normal(from_count(count), (4,)), y)),
 )
+
+
+def with_a_layer_that_may_drop(params: Any, count: Any, x: Any, y: Any) -> Any:
+    """Stochastic depth: the rows of a shard that drops the layer tell nothing of it."""
+    kept = jax.random.bernoulli(from_count(count, lax.axis_index("s")), 0.5)
+    out = jnp.where(kept, jnp.tanh(x @ params["a"]) @ params["b"] / 0.5, 0)
+    return jnp.mean((out + x.sum(1) - y) ** 2)
+
+
+right("stochastic depth by shard", counted(with_a_layer_that_may_drop))
 right(
     "noise on weights with keys from the count and the shard",
     counted(
@@ -130,7 +140,7 @@ def dropout_with_a_legacy_key_as_argument(optimizer, n):
     return run, params, optimizer.init(params)
 
 
-def keyed(make_key: Any) -> Any:
+def keyed(make_key: Any, *, advances: bool = True) -> Any:
     """``make_step`` with a key in the state, which is split at each step and folded by shard."""
 
     def make_step(optimizer: Any, n: int) -> Any:
@@ -139,7 +149,7 @@ def keyed(make_key: Any) -> Any:
             now = jax.random.fold_in(now, lax.axis_index("s"))
             gradients = mean(jax.grad(dropped)(state["params"], x, y, now))
             params, opt = updated(optimizer, state["params"], state["opt"], gradients)
-            return {"params": params, "opt": opt, "key": key}
+            return {"params": params, "opt": opt, "key": key if advances else state["key"]}
 
         run = over(step, (WHOLE, SPLIT, SPLIT), WHOLE, mesh_of(s=n))
         params = first_params()
@@ -150,6 +160,8 @@ def keyed(make_key: Any) -> Any:
 
 right("dropout with a typed key in the state", keyed(jax.random.key))
 right("dropout with a legacy key in the state", keyed(jax.random.PRNGKey))
+right("dropout with a typed key that stays", keyed(jax.random.key, advances=False))
+right("dropout with a legacy key that stays", keyed(jax.random.PRNGKey, advances=False))
 
 
 @step_factory()

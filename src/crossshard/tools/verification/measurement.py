@@ -1,6 +1,7 @@
 """Measurement: runs a step in all ways that tell something about it."""
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -28,6 +29,8 @@ from crossshard.tools.verification.snapshot import Copies
 _UPDATE, _STATISTIC, _METRIC = "update", "statistic", "metric"
 # Runs with each shard's rows, of a random step.
 _OWN_SAMPLES = 16
+# Keys at which rows must have no effect, if they are to be left out.
+_KEYS = 16
 # Relative differences that are rounding, unless a dtype is coarser.
 _ROUNDING = 1e-4
 # By which factor updates may be smaller or larger than parameters, before SGD gets another rate.
@@ -287,8 +290,7 @@ class Measurement:
             for shard in members:
                 blocks = own.copy()
                 blocks[shard] = others[shard]
-                many = next(self._run_together(take_rows(self._batch, blocks.ravel())))
-                left = [x for x in self._shapes if self._apart(self._many, many, x) <= _SAME]
+                left = self._without_change(take_rows(self._batch, blocks.ravel()))
                 if not left:
                     continue
                 rows = take_rows(self._batch, blocks[list(members)].ravel())
@@ -298,6 +300,17 @@ class Measurement:
                         found[name] = (*found.get(name, ()), shard)
         # What no row changes is not updated, or is frozen.
         return {name: shards for name, shards in found.items() if len(shards) < self.number}
+
+    def _without_change(self, batch: Sequence[Any]) -> list[str]:
+        """The parameters whose update on N shards is the same with another batch, at any key."""
+        left = list(self._shapes)
+        runs = zip(self._run_together(self._batch), self._run_together(batch), strict=True)
+        # A shard may drop a layer at one key, as with stochastic depth.
+        for one, other in itertools.islice(runs, _KEYS):
+            left = [name for name in left if self._apart(one, other, name) <= _SAME]
+            if not left:
+                break
+        return left
 
     def _of_counters(self) -> str:
         """Which counters make the difference, where N shards have others than one device."""

@@ -46,9 +46,9 @@ def verify(
       *batch: the arguments after the state; the rows are along axis 0. Shard ``i`` of N should get
         the ``i``-th of N equal parts.
       num_shards: N; all devices if ``None``.
-      key: a random key, which is passed to the step as the last argument. Pass it if the step draws
-        random numbers, or keep typed keys in the state: the means of 16 steps with other keys are
-        compared then.
+      key: a random key, typed or raw, which is passed to the step as the last argument, if it takes
+        one. Keys that it has from elsewhere need no word. If the shards draw other numbers than one
+        device, the means of 64 steps are compared, and a note says how exactly.
       groups: the shards that reduce together, if they are not all.
 
     Returns:
