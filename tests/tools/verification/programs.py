@@ -100,7 +100,7 @@ def a_schedule_of_optax(*args):
 @in_shard_map()
 def two_gradients_by_sharpness_aware_minimization(optimizer, n, params, state, x, y):
     first = mean(jax.grad(mse)(params, x, y))
-    there = jax.tree.map(lambda p, g: p + 0.05 * g / optax.global_norm(first), params, first)
+    there = jax.tree.map(lambda p, g: p + 0.05 * g / optax.tree.norm(first), params, first)
     return updated(optimizer, params, state, mean(jax.grad(mse)(there, x, y)))
 
 
@@ -409,7 +409,7 @@ def maml_over_tasks(optimizer, n, params, state, x, y):
 def clipped_rows(params: Any, x: Any, y: Any) -> Any:
     """The sum of the rows' gradients, each clipped."""
     each = jax.vmap(jax.grad(mse), (None, 0, 0))(params, x[:, None], y[:, None])
-    norms = jax.vmap(optax.global_norm)(each)
+    norms = jax.vmap(optax.tree.norm)(each)
     return jax.tree.map(lambda g: jnp.tensordot(jnp.minimum(1, 0.5 / norms), g, 1), each)
 
 

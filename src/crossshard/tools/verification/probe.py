@@ -23,7 +23,7 @@ def probe() -> optax.GradientTransformationExtraArgs:
     What an idle step changes is no parameter, but statistics, counters and the like, on which the
     next step may depend. However often a step updates, or how seldom, none of it moves parameters.
 
-    >>> import jax.numpy as jnp
+    >>> import jax, jax.numpy as jnp
     >>> sgd = probe()
     >>> state = sgd.init(jnp.float32(1))
     >>> moving = jax.tree.map(lambda x: with_rate(x, 2.0), state)
@@ -40,8 +40,8 @@ def probe() -> optax.GradientTransformationExtraArgs:
     ) -> tuple[optax.Updates, ProbeState]:
         del params, extra
         rate = jax.lax.bitcast_convert_type(state.bits, jnp.float32)
-        rate = jnp.where(state.bits == _IDLE, 0, rate)
-        step = lambda g: (-rate * g).astype(g.dtype)
+        rests = state.bits == _IDLE
+        step = lambda g: jnp.where(rests, 0, -rate * g).astype(g.dtype)
         return jax.tree.map(step, updates), state
 
     return optax.GradientTransformationExtraArgs(init, update)
