@@ -246,6 +246,20 @@ def statistics_of_noisy_activations(optimizer, n):
     return run, params, optimizer.init(params), (jnp.zeros(6), jax.random.PRNGKey(0))
 
 
+@step_factory()
+def a_moving_average_of_a_noisy_loss(optimizer, n):
+    def step(params: Any, state: Any, rest: Any, x: Any, y: Any) -> Any:
+        average, count = rest
+        now = from_count(count, lax.axis_index("s"))
+        value, gradients = jax.value_and_grad(dropped)(params, x, y, now)
+        params, state = updated(optimizer, params, state, mean(gradients))
+        return params, state, (0.98 * average + 0.02 * mean(value), count + 1)
+
+    run = over(step, (WHOLE, WHOLE, WHOLE, SPLIT, SPLIT), WHOLE, mesh_of(s=n))
+    params = first_params()
+    return run, params, optimizer.init(params), (jnp.float32(0), jnp.int32(0))
+
+
 # Keras, NNX, Haiku, Equinox.
 
 
