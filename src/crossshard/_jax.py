@@ -289,6 +289,17 @@ def equalizes(equation: Any) -> bool:
     return equation.primitive.name in _EQUALIZING and ungrouped
 
 
+def draws(equation: Any) -> bool:
+    """Whether an equation makes random numbers, and not only keys."""
+    return equation.primitive.name in {
+        "random_bits",
+        "random_gamma",
+        "rng_bit_generator",
+        "rng_uniform",
+        "threefry2x32",
+    }
+
+
 def has_own_derivative(equation: Any) -> bool:
     """Whether autodiff takes the user's rule for an equation, not what its jaxpr says."""
     return equation.primitive.name.startswith(("custom_jvp_call", "custom_vjp_call"))

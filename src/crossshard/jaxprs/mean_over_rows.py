@@ -45,8 +45,9 @@ from crossshard.jaxprs.row_sums import added, of_sums
 from crossshard.jaxprs.walk import Analysis, Equations, Mismatch, follow
 from crossshard.shards.batch_axes import resized
 
-__all__ = ["SAME_NOISE", "Finding", "OverRows", "over_rows"]
+__all__ = ["MEETS_EARLIER", "SAME_NOISE", "Finding", "OverRows", "over_rows"]
 
+MEETS_EARLIER = "a row meets those before it"
 SAME_NOISE = "noise from a key that is the same on every shard"
 
 
@@ -409,7 +410,7 @@ class _OverRows(Analysis[Fact]):
                 case [SoFar(before), OneRow(by)] if before in (None, by):
                     if pair.name in ADDS and (pair.name != "sub" or inputs[0] in sums):
                         return [SoFar(by)]
-            return pair.compared("a row meets those before it")
+            return pair.compared(MEETS_EARLIER)
         if not all(isinstance(fact, OneRow | Free | Never) for fact in inputs):
             return pair.undecided("a row meets others")
         power = power_of(pair, inputs)
@@ -448,7 +449,7 @@ class _OverRows(Analysis[Fact]):
                 not isinstance(fact, Free if alone else SoFar)
                 for fact, alone in zip(outputs, free, strict=False)
             ):
-                obstacle = pair.compared("a row meets those before it")
+                obstacle = pair.compared(MEETS_EARLIER)
             if obstacle is not None:
                 return [obstacle] * number
             after = list(outputs[:carried])
@@ -473,7 +474,7 @@ class _OverRows(Analysis[Fact]):
                 case Free(power):
                     found.append(Rows(0, power=power, constant=True))
                 case _:
-                    found.append(pair.compared("a row meets those before it"))
+                    found.append(pair.compared(MEETS_EARLIER))
         return found
 
     def _solved(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact]:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 
 from crossshard.errors import LossError
-from crossshard.jaxprs.mean_over_rows import SAME_NOISE, Finding, OverRows
+from crossshard.jaxprs.mean_over_rows import MEETS_EARLIER, SAME_NOISE, Finding, OverRows
 from crossshard.step.weight import SumOf, Weight
 
 # Of a recurrent network over [time, rows, …].
@@ -99,7 +99,7 @@ def check_over_rows(
         raise LossError(
             f"The loss compares rows of the batch: {finding.reason}{where}. Each shard has its own "
             f"rows, so that the mean of the shards' losses is not that of the whole batch. "
-            f"{_OTHER_AXIS if finding.reason in IN_A_LOOP else ''}{_WAYS_ON}"
+            f"{_OTHER_AXIS if finding.reason == MEETS_EARLIER else ''}{_WAYS_ON}"
         )
     if finding.kind is OverRows.UNDECIDED:
         what = "the loss is a mean over the rows of the batch"
