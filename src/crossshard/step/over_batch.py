@@ -12,6 +12,7 @@ from crossshard.model.state import TrainState
 from crossshard.shards.axes import Shards
 from crossshard.shards.model_axes import only
 from crossshard.shards.partition import Partition, map_partitions
+from crossshard.step.arguments import check_not_of_shards
 from crossshard.step.at_use import AtUse
 from crossshard.step.leaf import dtype_sent
 from crossshard.step.microbatches import LocalResult
@@ -45,6 +46,9 @@ class OverBatch:
           state: the state, of global arrays.
           batch: the batch, its rows split over the shards.
           scale: float[], the loss scale; ``None`` without one.
+
+        Raises:
+          AxisError: the loss names a shard axis.
         """
         plan, layout = self.layout.plan, self.layout
         # One shard, which has all rows: the key does not depend on the number of shards, either.
@@ -55,7 +59,11 @@ class OverBatch:
             params=self._whole(plan.params, state.params),
             frozen=self._whole(layout.partitions_of_frozen(state.frozen), state.frozen),
         )
-        found = self.loss.local_gradient(whole, batch, one, scale)
+        try:
+            found = self.loss.local_gradient(whole, batch, one, scale)
+        except NameError as error:
+            check_not_of_shards(error, layout.axes)
+            raise
         early = tuple(each.number > 1 for each in plan.params)
         leaves, tree = jax.tree.flatten(found.values)
         values = [

@@ -255,7 +255,7 @@ class TrainStep:
         check_state(state)
         # What rests in parts is not made whole.
         own = self._resharder.collected if self._config.in_parts else self.unshard
-        return arrays_of(state, shard, self._config, self._layouts, own if ema else None)
+        return arrays_of(state, shard, self._config, own if ema else None)
 
     def _at_use(self, state: TrainState) -> AtUse:
         """How one shard gets parameters that it only reads."""
