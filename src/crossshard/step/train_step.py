@@ -220,7 +220,8 @@ class TrainStep:
         own shapes, and none is made whole on a device unless this step keeps it whole.
 
         If the number of shards changes, statistics of an NNX module and the state of the
-        preprocessor are averaged, and random streams get new keys. If the state is of a step with
+        preprocessor are averaged, and random streams get new keys; so they are between a loss over
+        the shards' rows and one over the batch, which has one state for all. If the state is of a step with
         other options, what a new one keeps is made, what one that is gone kept is dropped, and a
         ``CheckpointWarning`` says so.
 
