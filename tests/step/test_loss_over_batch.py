@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 from typing import Any
 
 import equinox as eqx
@@ -25,6 +26,7 @@ from tests.step.comparing import (
     ROWS,
     SEED,
     WIDTH,
+    array,
     batch_norm,
     batches,
     contrastive,
@@ -319,9 +321,41 @@ def test_it_says_what_it_does() -> None:
     assert said.startswith(
         "gather → gradient of one loss over the batch, summed by XLA → accumulate 2 microbatches"
     )
-    assert "gathered at once, at the start of the step, for the loss over the batch" in said
     report = crossshard.inspect(step.lower(state, batches()[0]).compile())
     assert "all-gather" in {each.kind for each in report.collectives}
+
+
+LAYERS, WIDE = 3, 256
+
+
+@pytest.mark.parametrize("wrt", [None, lambda path, _: "up" in str(path)])
+def test_stacked_layers_are_gathered_in_their_loop(wrt: Any) -> None:
+    """Of parameters in parts no device has more than a layer, and no gradient is whole."""
+    stack = {name: array(i, LAYERS, WIDE, WIDE) / 16 for i, name in enumerate(("up", "down"))}
+    rows = [{"x": array(seed, ROWS, WIDE)} for seed in (5, 6)]
+
+    def loss(params: Any, batch: Any) -> Any:
+        @jax.checkpoint
+        def layer(x: Any, each: Any) -> Any:
+            x = x + jnp.tanh(x @ each["up"]) @ each["down"]
+            return (x - x.mean(0)) / jnp.sqrt(x.var(0) + 1e-3), None
+
+        return (jax.lax.scan(layer, batch["x"], params)[0] ** 4).mean()
+
+    step = _step(loss, SGD, params="sharded", wrt=wrt)
+    state = step.init(stack)
+    compiled = step.lower(state, rows[0]).compile()
+    found = crossshard.inspect(compiled)
+    gathers = [each for each in found.collectives if each.kind == "all-gather"]
+    sent = {(str(x), each.in_loop) for each in gathers for x in each.operands}
+    assert sent == {(f"f32[{WIDE // 4},{WIDE}]", True)}, sent
+    assert not re.search(rf"f32\[{LAYERS},{WIDE},{WIDE}\]", compiled.as_text())
+    text = f"gathered row by row in a loop of {LAYERS} turns, in float32, and again in the backward"
+    assert text in step.describe()
+    trained = stack if wrt is None else {"up": stack["up"]}
+    plain = lambda part, batch: loss({**stack, **part}, batch)
+    expected, _ = on_one_device(plain, SGD, trained, rows)
+    assert_close(step.model(train(step, state, rows)), {**stack, **expected})
 
 
 MEAN = functools.partial(CrossShardOptimizer, SGD)

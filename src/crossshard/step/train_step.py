@@ -221,9 +221,9 @@ class TrainStep:
 
         If the number of shards changes, statistics of an NNX module and the state of the
         preprocessor are averaged, and random streams get new keys; so they are between a loss over
-        the shards' rows and one over the batch, which has one state for all. If the state is of a step with
-        other options, what a new one keeps is made, what one that is gone kept is dropped, and a
-        ``CheckpointWarning`` says so.
+        the shards' rows and one over the batch, which has one state for all. If the state is of a
+        step with other options, what a new one keeps is made, what one that is gone kept is
+        dropped, and a ``CheckpointWarning`` says so.
 
         Raises:
           ArgumentError: the state is another optimizer's or preprocessor's, its groups are not of
