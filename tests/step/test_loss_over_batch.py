@@ -328,8 +328,9 @@ def test_it_says_what_it_does() -> None:
 LAYERS, WIDE = 3, 256
 
 
+@pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("wrt", [None, lambda path, _: "up" in str(path)])
-def test_stacked_layers_are_gathered_in_their_loop(wrt: Any) -> None:
+def test_stacked_layers_are_gathered_in_their_loop(wrt: Any, steps: int) -> None:
     """Of parameters in parts no device has more than a layer, and no gradient is whole."""
     stack = {name: array(i, LAYERS, WIDE, WIDE) / 16 for i, name in enumerate(("up", "down"))}
     rows = [{"x": array(seed, ROWS, WIDE)} for seed in (5, 6)]
@@ -342,7 +343,7 @@ def test_stacked_layers_are_gathered_in_their_loop(wrt: Any) -> None:
 
         return (jax.lax.scan(layer, batch["x"], params)[0] ** 4).mean()
 
-    step = _step(loss, SGD, params="sharded", wrt=wrt)
+    step = _step(loss, SGD, params="sharded", wrt=wrt, accumulate_steps=steps)
     state = step.init(stack)
     compiled = step.lower(state, rows[0]).compile()
     found = crossshard.inspect(compiled)
@@ -353,7 +354,11 @@ def test_stacked_layers_are_gathered_in_their_loop(wrt: Any) -> None:
     text = f"gathered row by row in a loop of {LAYERS} turns, in float32, and again in the backward"
     assert text in step.describe()
     trained = stack if wrt is None else {"up": stack["up"]}
-    plain = lambda part, batch: loss({**stack, **part}, batch)
+
+    def plain(part: Any, batch: Any) -> Any:
+        of = lambda i: loss({**stack, **part}, {"x": batch["x"][i::steps]})
+        return sum(of(i) / steps for i in range(steps))
+
     expected, _ = on_one_device(plain, SGD, trained, rows)
     assert_close(step.model(train(step, state, rows)), {**stack, **expected})
 
