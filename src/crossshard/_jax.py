@@ -463,6 +463,12 @@ def is_of_manual_axes(error: ValueError) -> bool:
     return re.search("manual|not found in mesh", str(error), re.IGNORECASE) is not None
 
 
+def unbound_axis(error: NameError, axes: Iterable[str]) -> str | None:
+    """The axis of these that JAX has not found bound; ``None`` if the error is another one."""
+    found = re.search(r"unbound axis name: (\w+)", str(error))
+    return found[1] if found and found[1] in axes else None
+
+
 def is_of_varying_types(error: TypeError) -> bool:
     """Whether JAX rejects a loop or branch where types differ only by the axes they vary over."""
     return (

@@ -143,7 +143,7 @@ class StepFunction:
         self, layout: StateLayout, state: TrainState, batch: Any, context: StageContext
     ) -> tuple[Any, Any, OfShard, Any]:
         """The same of a loss over the batch: it is differentiated here; and its ``aux``."""
-        over = OverBatch(self.loss, layout, context.unread, self.gather_dtype)
+        over = OverBatch(self.loss, layout, self._at_use(layout, state, context))
         found = over.gradient(state, batch, self._scale(state))
         given = found.loss, found.values, found.model_state
         specs = PartitionSpec(), over.specs(found.values), PartitionSpec()

@@ -228,9 +228,10 @@ class TrainStep:
         own shapes, and none is made whole on a device unless this step keeps it whole.
 
         If the number of shards changes, statistics of an NNX module and the state of the
-        preprocessor are averaged, and random streams get new keys. If the state is of a step with
-        other options, what a new one keeps is made, what one that is gone kept is dropped, and a
-        ``CheckpointWarning`` says so.
+        preprocessor are averaged, and random streams get new keys; so they are between a loss over
+        the shards' rows and one over the batch, which has one state for all. If the state is of a
+        step with other options, what a new one keeps is made, what one that is gone kept is
+        dropped, and a ``CheckpointWarning`` says so.
 
         Raises:
           ArgumentError: the state is another optimizer's or preprocessor's, its groups are not of
@@ -266,7 +267,7 @@ class TrainStep:
         check_state(state)
         # What rests in parts is not made whole.
         own = self._resharder.collected if self._config.in_parts else self._resharder.unshard
-        return arrays_of(state, shard, self._config, self._layouts, own if ema else None)
+        return arrays_of(state, shard, self._config, own if ema else None)
 
     def _to_read(self, state: TrainState, shard: int | None, ema: bool) -> tuple[Any, AtUse]:
         """What ``_arrays`` returns, and how one shard gets these, which it only reads."""
