@@ -234,7 +234,7 @@ def test_what_compares_rows_along_their_axis_is_refused():
 
 def test_a_loop_over_axis_0_names_the_option():
     step = sgd_step(lambda params, x: states_of(params, x)[-1].mean(), 0.1, 4)
-    with pytest.raises(LossError, match=r"a scan over the rows.*write batch_axis=1"):
+    with pytest.raises(LossError, match=r"a row meets those before it.*write batch_axis=1"):
         step(step.init(PARAMS), BATCHES[0]["x"])
 
 

@@ -135,5 +135,5 @@ LOSSES = {
 
 @pytest.mark.parametrize("kind", LOSSES)
 def test_a_fault_of_the_loss_is_named(kind: str):
-    found = crossshard.verify(sharded(LOSSES[kind]), params(), batch())
+    found = crossshard.verify(sharded(LOSSES[kind], loss_over="shard"), params(), batch())
     assert {fault.kind for fault in found.faults} == {kind}, found
