@@ -353,7 +353,7 @@ def test_what_needs_a_shards_own_gradient_is_refused(what: str) -> None:
 
 
 def test_an_unknown_word_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="loss_over must be 'shard', 'rows' or 'batch'"):
+    with pytest.raises(ArgumentError, match="loss_over must be 'rows', 'batch' or 'shard'"):
         make_train_step(contrastive, SGD, num_shards=2, loss_over="global")
 
 

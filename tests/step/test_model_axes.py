@@ -293,6 +293,7 @@ def test_what_it_says(own: str | None):
         "parameters: 524 kB in 2 arrays, whole on every shard; 2 of them split over model, "
         "262 kB on each device",
         "optimizer state: 1.05 MB in 5 arrays, 131 kB of it on each device",
+        "loss: not looked at",
     ]
 
 
