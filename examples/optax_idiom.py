@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import crossshard
@@ -40,7 +40,7 @@ def loss_fn(params, x, y):
 def main(optimizer=OPTIMIZER, steps=100):
     """Train, and return the parameters."""
     opt = crossshard.CrossShardOptimizer(optimizer)
-    mesh = jax.make_mesh((jax.device_count(),), ("shards",), axis_types=(AxisType.Auto,))
+    mesh = jax.make_mesh((jax.device_count(),), ("shards",))
 
     @jax.jit
     @jax.shard_map(mesh=mesh, in_specs=(P(), P(), P("shards"), P("shards")), out_specs=P())
@@ -51,7 +51,8 @@ def main(optimizer=OPTIMIZER, steps=100):
         updates, state = opt.update(grads, state, params)
         return optax.apply_updates(params, updates), state, jax.lax.pmean(loss, "shards")
 
-    x, y = data()
+    # Each shard has its rows.
+    x, y = jax.device_put(data(), NamedSharding(mesh, P("shards")))
     params = initial_params()
     state = opt.init(params)
     for number in range(steps):

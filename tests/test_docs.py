@@ -1,6 +1,7 @@
 """What the documentation says is checked: its code runs, and its links, commands and lists hold."""
 
 import ast
+import contextlib
 import doctest
 import importlib
 import pkgutil
@@ -11,6 +12,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 import crossshard
@@ -104,6 +106,29 @@ def test_a_page_runs_from_top_to_bottom_and_prints_what_it_shows(
     names: dict[str, Any] = {"__name__": "page"}
     for code in blocks(page, "python"):
         run(page, code, names)
+    printed = " ".join(capsys.readouterr().out.split())
+    for shown in blocks(page, "text"):
+        parts = (re.escape(" ".join(part.split())) for part in shown.split("…"))
+        assert re.search(".*".join(parts), printed), shown
+
+
+# It shows a trap of a mesh that is not explicit.
+OTHERWISE = [ROOT / "docs" / "guide" / "verify.md", SLOW]
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    "page", [each for each in [README, *GUIDE, CONTRIBUTING] if each not in OTHERWISE], ids=name_of
+)
+def test_a_page_runs_with_an_explicit_mesh_set(page: Path, capsys: pytest.CaptureFixture[str]):
+    names: dict[str, Any] = {"__name__": "page"}
+    with jax.set_mesh(jax.make_mesh((8,), ("shards",))), contextlib.ExitStack() as meshes:
+        for code in blocks(page, "python"):
+            if "axis_types" in code:
+                continue
+            run(page, code, names)
+            if names.get("mesh", here := jax.sharding.get_mesh()) != here:
+                meshes.enter_context(jax.set_mesh(names["mesh"]))
     printed = " ".join(capsys.readouterr().out.split())
     for shown in blocks(page, "text"):
         parts = (re.escape(" ".join(part.split())) for part in shown.split("…"))

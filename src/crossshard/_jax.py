@@ -25,6 +25,8 @@ from jax._src.lax import parallel as _parallel
 # The name has an underscore since JAX 0.11.
 _NAMES = ("all_gather_invariant", "_all_gather_invariant")
 _gather_invariant = next(getattr(_parallel, name) for name in _NAMES if hasattr(_parallel, name))
+# Since JAX 0.12 every jaxpr has its constants, and a closed one is made of an open one as before.
+_ClosedJaxpr: Any = getattr(_core, "ClosedJaxpr", _core.Jaxpr)
 _OURS, _JAX = (os.path.dirname(file) for file in (__file__, jax.__file__))
 
 # JAX notes the ten innermost lines of user code at most, before 0.10.2, and ours would fill them.
@@ -60,6 +62,20 @@ def varying_axes(x: Any) -> frozenset[str]:
 def unreduced_axes(x: Any) -> frozenset[str]:
     """The axes over which ``x`` is unreduced, from its type."""
     return _axis_type(x, "unreduced")
+
+
+def summed_by_type(x: Any) -> Any:
+    """An array that is unreduced over explicit mesh axes, summed over these; others unchanged.
+
+    Its value is that sum. A copy that counts as reduced over an axis counts as replicated then.
+    """
+    spec = getattr(getattr(getattr(x, "aval", None), "sharding", None), "spec", None)
+    if spec is None or not (spec.unreduced or spec.reduced):
+        return x
+    # Split as it is along other axes: XLA compiles sums that are split on the way wrongly
+    # (openxla/xla#40034).
+    partitions = spec.partitions if hasattr(spec, "partitions") else spec
+    return jax.sharding.reshard(x, jax.sharding.PartitionSpec(*partitions))
 
 
 def opened(jaxpr: Any) -> Any:
@@ -156,7 +172,7 @@ def without_unread(jaxpr: Any) -> Any:
     """A closed jaxpr without what none of its outputs is computed from, with the same inputs."""
     outputs = [True] * len(jaxpr.jaxpr.outvars)
     found, _ = _partial_eval.dce_jaxpr(jaxpr.jaxpr, outputs, instantiate=True)
-    return _core.ClosedJaxpr(found, jaxpr.consts)
+    return _ClosedJaxpr(found, jaxpr.consts)
 
 
 def flat(jaxpr: Any) -> Any:
@@ -205,7 +221,7 @@ def with_equations(
     found = _core.Jaxpr(
         list(constants), inputs, outputs, equations, jaxpr.jaxpr.effects, debug_info=names
     )
-    return _core.ClosedJaxpr(found, list(constants.values()))
+    return _ClosedJaxpr(found, list(constants.values()))
 
 
 def variable_like(atom: Any) -> Any:
@@ -222,7 +238,7 @@ def piece(jaxpr: Any, outputs: Sequence[bool]) -> tuple[Callable[..., list[Any]]
 def pruned(jaxpr: Any, outputs: Sequence[bool]) -> tuple[Any, list[bool]]:
     """What computes some outputs of a closed jaxpr, a closed jaxpr, and which inputs it takes."""
     found, taken = _partial_eval.dce_jaxpr(jaxpr.jaxpr, list(outputs), instantiate=False)
-    return _core.ClosedJaxpr(found, jaxpr.consts), taken
+    return _ClosedJaxpr(found, jaxpr.consts), taken
 
 
 def as_function(jaxpr: Any) -> Callable[..., list[Any]]:
@@ -233,7 +249,7 @@ def as_function(jaxpr: Any) -> Callable[..., list[Any]]:
 
 def closed(jaxpr: Any) -> Any:
     """The closed jaxpr of an open one without constants, or of a closed one."""
-    return jaxpr if hasattr(jaxpr, "consts") else _core.ClosedJaxpr(jaxpr, ())
+    return jaxpr if hasattr(jaxpr, "consts") else _ClosedJaxpr(jaxpr, ())
 
 
 def inlined(equation: Any) -> Any:
@@ -273,6 +289,17 @@ def equalizes(equation: Any) -> bool:
     return equation.primitive.name in _EQUALIZING and ungrouped
 
 
+def draws(equation: Any) -> bool:
+    """Whether an equation makes random numbers, and not only keys."""
+    return equation.primitive.name in {
+        "random_bits",
+        "random_gamma",
+        "rng_bit_generator",
+        "rng_uniform",
+        "threefry2x32",
+    }
+
+
 def has_own_derivative(equation: Any) -> bool:
     """Whether autodiff takes the user's rule for an equation, not what its jaxpr says."""
     return equation.primitive.name.startswith(("custom_jvp_call", "custom_vjp_call"))
@@ -284,7 +311,8 @@ def rule_of_derivative(equation: Any, *, backward: bool) -> Any:
     Args:
       equation: a call of the function.
       backward: whether it takes the cotangents of the outputs that are inexact, and returns those
-        of the inputs; otherwise the tangents of the inputs, and returns those of the outputs.
+        of the inputs; otherwise the tangents of the inputs, and returns those of the outputs. Then
+        come the outputs themselves, which such a function may compute in another way.
     """
     is_inexact = lambda atom: jnp.issubdtype(atom.aval.dtype, np.inexact)
     type_of = lambda atom: jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
@@ -300,9 +328,11 @@ def rule_of_derivative(equation: Any, *, backward: bool) -> Any:
             return [x for x, atom in zip(found, equation.outvars, strict=True) if is_inexact(atom)]
 
         primals = [given[place] for place in varied]
-        if backward:
-            return jax.vjp(call, *primals)[1](slopes)
-        return jax.jvp(call, primals, slopes)[1]
+        if not backward:
+            outputs, found = jax.jvp(call, primals, slopes)
+            return *found, *outputs
+        outputs, pull = jax.vjp(call, *primals)
+        return *pull(slopes), *outputs
 
     sloped = equation.outvars if backward else equation.invars
     atoms = [*equation.invars, *filter(is_inexact, sloped)]
@@ -431,6 +461,12 @@ def all_gather(x: Any, name: str, axis: int, *, has_vma: bool) -> Any:
 def is_of_manual_axes(error: ValueError) -> bool:
     """Whether JAX rejects a sharding because its axes are manual, inside a shard_map."""
     return re.search("manual|not found in mesh", str(error), re.IGNORECASE) is not None
+
+
+def unbound_axis(error: NameError, axes: Iterable[str]) -> str | None:
+    """The axis of these that JAX has not found bound; ``None`` if the error is another one."""
+    found = re.search(r"unbound axis name: (\w+)", str(error))
+    return found[1] if found and found[1] in axes else None
 
 
 def is_of_varying_types(error: TypeError) -> bool:
@@ -564,10 +600,110 @@ def in_place_of_the_users_mesh(mesh: jax.sharding.Mesh) -> AbstractContextManage
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
+def without_mesh() -> AbstractContextManager[object]:
+    """Run or trace as if no mesh were set; what is traced so can be run under any."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return nullcontext()
+    if at_top_level():
+        return jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
+def mesh_that_is_set() -> jax.sharding.Mesh | None:
+    """The mesh that ``jax.set_mesh`` has set; ``None`` without one, or where ``jit`` traces."""
+    if jax.sharding.get_abstract_mesh().empty or not at_top_level():
+        return None
+    found = jax.sharding.get_mesh()
+    return None if found.empty else found
+
+
 def with_automatic_axes(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
     """The same mesh with ``AxisType.Auto`` axes."""
+    if not has_explicit_axes(mesh):
+        return mesh
     types = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
     return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+
+
+def has_explicit_axes(mesh: Any) -> bool:
+    """Whether types say how arrays are split over an axis of this mesh."""
+    return any(kind is not jax.sharding.AxisType.Auto for kind in mesh.axis_types)
+
+
+def under_automatic_axes(
+    function: Callable[..., Any], mesh: jax.sharding.Mesh, specs: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The function, run as if the axes of a mesh were ``AxisType.Auto``.
+
+    Its arguments may lie on the mesh. ``specs`` returns those of its results, given these.
+    """
+    if not has_explicit_axes(mesh):
+        return function
+    inside = with_automatic_axes(mesh)
+    cast = lambda x: jax.sharding.reshard(x, jax.sharding.PartitionSpec(*[None] * jnp.ndim(x)))
+
+    def typed(x: Any, spec: jax.sharding.PartitionSpec) -> Any:
+        # Types say nothing of further axes, which are Auto.
+        x = lax.with_sharding_constraint(x, jax.sharding.NamedSharding(inside, spec))
+        return jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, of_types(spec, mesh)))
+
+    def run(*args: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(inside.abstract_mesh):
+            found = function(*jax.tree.map(cast, args))
+            return jax.tree.map(typed, found, specs(found))
+
+    return run
+
+
+def of_types(spec: jax.sharding.PartitionSpec, mesh: jax.sharding.Mesh) -> Any:
+    """What types say of a spec on a mesh: without axes that are ``AxisType.Auto``."""
+    names = {
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind is jax.sharding.AxisType.Explicit
+    }
+    kept = [
+        tuple(each for each in ((entry,) if isinstance(entry, str) else entry) if each in names)
+        or None
+        for entry in ((entry or ()) for entry in spec)
+    ]
+    return jax.sharding.PartitionSpec(*kept)
+
+
+def on_mesh(x: Any, mesh: jax.sharding.Mesh | None) -> Any:
+    """An array, or its type, on a mesh that differs from its own by the types of its axes.
+
+    Without a copy. ``None`` is its own mesh with ``AxisType.Auto`` axes. What is on no such mesh,
+    or traced, is returned unchanged.
+    """
+    own = getattr(x, "sharding", None)
+    if isinstance(x, jax.core.Tracer) or not isinstance(own, jax.sharding.NamedSharding):
+        return x
+    if not isinstance(own.mesh, jax.sharding.Mesh):
+        return x
+    mesh = with_automatic_axes(own.mesh) if mesh is None else mesh
+    same_but_for_types = own.mesh.axis_names == mesh.axis_names and np.array_equal(
+        own.mesh.devices, mesh.devices
+    )
+    if own.mesh == mesh or not same_but_for_types:
+        return x
+    # Types write out all dimensions, and jit compares.
+    spec = (*own.spec, *[None] * (x.ndim - len(own.spec))) if has_explicit_axes(mesh) else own.spec
+    spec = jax.sharding.PartitionSpec(*spec)
+    sharding = jax.sharding.NamedSharding(mesh, spec, memory_kind=own.memory_kind)
+    if not isinstance(x, jax.Array):
+        return x.update(sharding=sharding)
+    pieces = [piece.data for piece in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, pieces, dtype=x.dtype)
+
+
+def constrained(x: Any, sharding: jax.sharding.NamedSharding) -> Any:
+    """``lax.with_sharding_constraint``, which on explicit axes checks and does not move."""
+    mesh = sharding.mesh
+    if isinstance(mesh, jax.sharding.Mesh) and has_explicit_axes(mesh):
+        typed = jax.sharding.NamedSharding(mesh, of_types(sharding.spec, mesh))
+        return jax.sharding.reshard(x, typed)
+    return lax.with_sharding_constraint(x, sharding)
 
 
 def manual_sizes(equation: Any) -> tuple[int, ...]:

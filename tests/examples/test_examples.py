@@ -347,6 +347,24 @@ for path in sys.argv[1:]:
     assert "trained on 1 shards with 512 rows each" in ran
 
 
+@pytest.mark.deep
+def test_the_examples_run_with_an_explicit_mesh_set(tmp_path: Path):
+    script = """
+import runpy, sys
+import crossshard, jax
+crossshard.cpu_devices(8)
+jax.set_mesh(jax.make_mesh((8,), ("shards",)))
+for path in sys.argv[1:]:
+    runpy.run_path(path, run_name="__main__")
+    print("next")
+"""
+    names = sorted(REFERENCES.keys() - {"two_processes"})
+    ran = run(["-c", script, *(str(FOLDER / f"{name}.py") for name in names)], tmp_path)
+    parts = ran.removesuffix("next\n").split("next\n")
+    assert len(parts) == len(names)
+    assert all(falls(part) for part in parts)
+
+
 def run(arguments: list[str], folder: Path) -> str:
     """What a process prints that must end well, and without a warning."""
     # Nothing is set that a reader would not have set.

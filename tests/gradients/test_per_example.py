@@ -48,6 +48,17 @@ def test_a_preprocessor_aggregates_them(params: Any):
     np.testing.assert_allclose(updates(opt, params), expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("params", [W, None], ids=["params", "no params"])
+def test_where_nothing_is_reduced_the_optimizer_takes_them_itself(params: Any):
+    tx = optax.chain(contrib.differentially_private_aggregate(CLIP, 1.1, 0), optax.sgd(1.0))
+    gradients = jax.vmap(jax.grad(lambda w, x: (w @ x) ** 2), (None, 0))(W, X[0])
+
+    def step(opt: Any) -> Any:
+        return jax.jit(lambda g: opt.update(g, opt.init(W), params)[0])(gradients)
+
+    np.testing.assert_array_equal(step(CrossShardOptimizer(tx)), step(tx))
+
+
 def test_updates_of_the_gradients_shapes_are_taken_without_params():
     opt = CrossShardOptimizer(optax.masked(optax.sgd(1.0), {"a": True, "b": False}))
     gradients = {"a": jnp.ones(3), "b": jnp.ones((2, 2))}

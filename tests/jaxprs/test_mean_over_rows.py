@@ -96,6 +96,14 @@ def with_centred_tangents(x: Any) -> Any:
 with_centred_tangents.defjvp(lambda x, t: (x[0], t[0] - t[0].mean(0)))
 
 
+@jax.custom_vjp
+def centred_by_its_gradient(x: Any) -> Any:
+    return x
+
+
+centred_by_its_gradient.defvjp(lambda x: (x - x.mean(0), None), lambda _, g: (g,))
+
+
 def attacked(f: Callable[..., Any], x: Any, *more: Any) -> Any:
     return x + 0.1 * jnp.sign(jax.grad(f)(x, *more))
 
@@ -418,6 +426,12 @@ def token_positions(b: Any, w: Any, k: Any) -> Any:
     return jnp.take_along_axis(scores, words[:, None], 1).mean()  # <-
 
 
+def segments_in_another_order(b: Any, w: Any, k: Any) -> Any:
+    words, values = b["words"].reshape(-1), b["mask"].T.reshape(-1)
+    sums = jnp.zeros(WIDTH).at[words].add(values)  # <-
+    return (sums * w[0]).sum() / ROWS_OF(b)
+
+
 def patterned(b: Any, w: Any, k: Any) -> Any:
     pattern = jnp.broadcast_to(w[0], (ROWS_OF(b), WIDTH)).reshape(-1)
     return ((b["x"] @ w).T.reshape(-1) * pattern).mean()  # <-
@@ -430,6 +444,16 @@ def counted(b: Any, w: Any, k: Any) -> Any:
 
 def decaying(b: Any, w: Any, k: Any) -> Any:
     step = lambda s, x: (0.9 * s + (x @ w).sum(), None)  # <-
+    return lax.scan(step, 0.0, b["x"])[0] / ROWS_OF(b)
+
+
+def growing(b: Any, w: Any, k: Any) -> Any:
+    half = jax.jit(lambda x: x / 2)  # <-
+
+    def step(s: Any, x: Any) -> Any:
+        s += half((x @ w).sum())
+        return s + half(s), None
+
     return lax.scan(step, 0.0, b["x"])[0] / ROWS_OF(b)
 
 
@@ -497,9 +521,11 @@ COMPARED: dict[str, Loss] = {
     "attention between rows": lambda b, w, k: (jax.nn.softmax(b["x"] @ b["x"].T) @ b["x"]).mean(),
     "a branch on the mean": branch_on_the_mean,
     "tokens in another order": token_positions,
+    "segments in another order": segments_in_another_order,
     "a pattern in another order": patterned,
     "counted in a scan": counted,
     "decaying in a scan": decaying,
+    "growing in a scan": growing,
     "in a window": in_a_window,
     "written across": written_across,
     "mean as an integer": lambda b, w, k: (9 * b["x"].mean()).astype(int) * w.sum(),
@@ -510,6 +536,7 @@ COMPARED: dict[str, Loss] = {
     "parameters' gradient of unit length": lambda b, w, k: (b["x"] @ with_gradient(unit)(w)).mean(),
     "centred gradient": lambda b, w, k: (with_gradient(centred)(b["x"] @ w) ** 2).mean(),
     "centred tangents": lambda b, w, k: (with_centred_tangents(b["x"] @ w) ** 2).mean(),
+    "another value": lambda b, w, k: (centred_by_its_gradient(b["x"] @ w) ** 2).mean(),
     "largest k rows": lambda b, w, k: lax.top_k((b["x"] @ w).T, 2)[0].mean(),
 }
 

@@ -243,7 +243,7 @@ def check(program: Program, last: int) -> OverRows:
 
 
 @pytest.mark.deep
-@hypothesis.settings(max_examples=1500)
+@hypothesis.settings(max_examples=400)
 @hypothesis.given(PROGRAMS, st.integers(0, len(LAST) - 1))
 def test_what_is_proven_of_a_random_program_is_so(program: Program, last: int):
     check(program, last)

@@ -192,7 +192,9 @@ MEANS: dict[str, Callable[[], Loss]] = {
     "haiku convolution": lambda: of_haiku(lambda x: hk.Conv2D(3, 3)(x), "image"),
     "haiku attention": lambda: of_haiku(attending, "sequence"),
     "haiku layer norm": lambda: of_haiku(lambda x: hk.LayerNorm(-1, True, True)(x), "x"),
-    "haiku pooling": lambda: of_haiku(lambda x: hk.max_pool(x, 2, 2, "SAME"), "image"),
+    "haiku pooling": lambda: of_haiku(
+        lambda x: hk.max_pool(x, (2, 2, 1), (2, 2, 1), "SAME"), "image"
+    ),
     "haiku dropout": lambda: of_haiku(lambda x: hk.dropout(hk.next_rng_key(), 0.5, x), "x"),
     "haiku scan of layers": lambda: of_haiku(
         lambda x: hk.experimental.layer_stack(3)(lambda x: jnp.tanh(hk.Linear(4)(x)))(x), "x"

@@ -558,6 +558,24 @@ def test_under_a_mesh_of_the_users_own():
     check(model)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("how", ["host", "split"])
+def test_on_the_mesh_that_is_set(kind: AxisType, how: str):
+    mesh = jax.make_mesh((2, 4), ("slice", "chip"), axis_types=(kind,) * 2)
+    step = training(mse)
+    with jax.set_mesh(mesh):
+        model, opt = Net(), momentum()
+        x = jax.device_put(X, P(("slice", "chip"))) if how == "split" else X
+        for _ in range(3):
+            step(model, opt, x)
+        weights = jax.tree.leaves(nnx.state(model, nnx.Param))
+        # JAX takes no array of another mesh beside explicit axes.
+        assert all(bool((x == x).all()) and x.sharding.mesh == mesh for x in weights)
+        doubled = replicate(lambda x: 2 * x, [[jnp.float32(i)] for i in range(8)])
+        assert doubled[3] + 1 == 7
+    check(model)
+
+
 def test_in_a_step_a_variable_is_one_shards_own():
     w, opt = (nnx.Param(jnp.zeros(3)), adam(0.1, group_assignment=[[0], [1]]))
 

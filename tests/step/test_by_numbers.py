@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 
 import crossshard
 from crossshard.errors import LossError
@@ -74,7 +75,9 @@ def test_a_mean_runs_and_is_that_of_one_device(options: dict[str, Any]):
 def test_what_compares_rows_is_refused_and_the_state_stays_valid(options: dict[str, Any]):
     step = made(compared, **options)
     state = step.init(W)
-    with pytest.raises(LossError, match=r"Nothing proves.*test_by_numbers.py.*And it is none"):
+    with pytest.raises(
+        LossError, match=r"Nothing proves.*test_by_numbers.py.*And by numbers it is not so"
+    ):
         step(state, BATCH)
     np.testing.assert_array_equal(step.model(state), W)
 
@@ -84,7 +87,7 @@ def test_with_one_row_on_each_shard_too():
     step = made(a_mean)
     step(step.init(W), few)
     step = made(compared)
-    with pytest.raises(LossError, match="And it is none"):
+    with pytest.raises(LossError, match="And by numbers it is not so"):
         step(step.init(W), few)
 
 
@@ -107,7 +110,7 @@ def test_weights_count():
     )(W)
     np.testing.assert_allclose(state.params, want, rtol=0, atol=1e-6)
     step = made(masked)
-    with pytest.raises(LossError, match="And it is none"):
+    with pytest.raises(LossError, match="And by numbers it is not so"):
         step(step.init(W), BATCH)
 
 
@@ -115,7 +118,7 @@ def test_noise_is_switched_off():
     step = made(dropped)
     step(step.init(W), BATCH)
     step = made(lambda w, batch, rng: dropped(w, batch, rng) + compared(w, batch))
-    with pytest.raises(LossError, match="And it is none"):
+    with pytest.raises(LossError, match="And by numbers it is not so"):
         step(step.init(W), BATCH)
 
 
@@ -159,5 +162,59 @@ def test_groups_are_looked_at_one_by_one():
     step = made(a_mean, groups)
     step(step.init(W), BATCH)
     step = made(compared, groups)
-    with pytest.raises(LossError, match="And it is none"):
+    with pytest.raises(LossError, match="And by numbers it is not so"):
         step(step.init(W), BATCH)
+
+
+def by_mask(w: Any, batch: Any) -> Any:
+    return (((batch["x"] @ w) ** 2).sum(1) * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def plain(w: Any, batch: Any) -> Any:
+    return ((batch["x"] @ w) ** 2).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "weight"),
+    [
+        (by_mask, lambda batch: batch["mask"].sum()),
+        (by_mask, lambda batch: (batch["mask"] > 0).sum()),
+        (plain, lambda batch: batch["x"].shape[0]),
+    ],
+)
+def test_a_weight_by_which_the_loss_divides_is_shown_by_numbers(loss: Any, weight: Any):
+    step = made(loss, weight=weight)
+    state, _ = step(step.init(W), BATCH)
+    want = W - 0.1 * jax.grad(loss)(W, BATCH)
+    np.testing.assert_allclose(state.params, want, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("loss", "weight"),
+    [
+        (by_mask, lambda batch: batch["x"].shape[0]),
+        (by_mask, lambda batch: batch["mask"].sum() + 3),
+        (plain, lambda batch: batch["mask"].sum()),
+    ],
+)
+@pytest.mark.parametrize("lowered", [False, True])
+def test_a_weight_by_which_it_does_not_divide_is_refused(loss: Any, weight: Any, lowered: bool):
+    step = made(loss, weight=weight)
+    if lowered:
+        step.lower(step.abstract_init(W), BATCH)
+    state = step.init(W)
+    with pytest.raises(LossError, match=r"divides by weight=.*And by numbers it is not so"):
+        step(state, BATCH)
+    np.testing.assert_array_equal(state.params, W)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_on_the_mesh_that_is_set(kind: AxisType):
+    with jax.set_mesh(jax.make_mesh((SHARDS,), ("data",), (kind,), devices=jax.devices()[:SHARDS])):
+        step = made(a_mean)
+        state, _ = step(step.init(W), BATCH)
+        want = W - 0.1 * jax.grad(plain)(W, BATCH)
+        np.testing.assert_allclose(state.params, want, rtol=0, atol=1e-6)
+        step = made(compared)
+        with pytest.raises(LossError, match="And by numbers it is not so"):
+            step(step.init(W), BATCH)

@@ -51,6 +51,46 @@ def train(rule: str, weight_update: str, rows: slice, shards: int) -> Any:
     }
 
 
+BATCH_ROWS = 8  # 2 on each device, since no row is padded
+
+
+def over_batch(params: Any, stats: Any, batch: Any, rng: jax.Array) -> Any:
+    """Standardizes over the rows of all processes, with noise that does not depend on them."""
+    out = batch["x"] @ params["kernel"]
+    mean, noise = out.mean(0), jax.random.normal(rng, out.shape)
+    error = ((out - mean) / (out.std(0) + 0.1) - noise) ** 2 * batch["mask"][:, None]
+    loss = error.sum() / batch["mask"].sum() + (params["odd"] ** 2).sum()
+    return loss, ({"mean": 0.5 * stats["mean"] + 0.5 * mean}, {"mean": mean, "rows": out[:, 0]})
+
+
+def train_over_batch(params: str, rows: slice, shards: int) -> Any:
+    step = make_train_step(
+        over_batch,
+        RULES["clip + adam"](),
+        num_shards=shards,
+        params=params,
+        model_state="mean",
+        has_aux=True,
+        accumulate_steps=2 if params == "sharded" else 1,
+        loss_over="batch",
+    )
+    state = step.init(START, 3, model_state={"mean": np.zeros(33, np.float32)})
+    # Each microbatch has every second row of all, and so have the rows of each process.
+    for x, mask in zip(XS, MASKS, strict=True):
+        state, metrics = step(state, {"x": x[rows], "mask": mask[rows]})
+    whole = step.unshard(state)
+    values = step.predict(
+        state, [{"x": XS[0][rows]}], lambda p, s, b: b["x"] @ p["kernel"] - s["mean"]
+    )
+    return {
+        "loss": float(metrics["loss"]),
+        "aux": np.asarray(metrics["aux"]["mean"]).tolist(),
+        "params": [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(whole.params)],
+        "state": np.asarray(whole.model_state["mean"]).tolist(),
+        "predicted": values.tolist(),
+    }
+
+
 def main(process: int, port: int, out: str) -> None:
     """One process: train its part and write down what came of it."""
     join(process, port)
@@ -61,6 +101,10 @@ def main(process: int, port: int, out: str) -> None:
         for rule in RULES
         for word in ("replicated", "sharded")
     }
+    each = BATCH_ROWS // PROCESSES
+    rows = slice(process * each, (process + 1) * each)
+    for word in ("replicated", "sharded"):
+        found[f"batch {word}"] = train_over_batch(word, rows, PROCESSES * DEVICES)
     Path(out).write_text(json.dumps(found))
     jax.distributed.shutdown()
 
@@ -83,3 +127,15 @@ def test_processes_step_as_one_device_on_the_whole_batch(
         for key in ("params", "state"):
             for one, other in zip(got[key], expected[key], strict=True):
                 np.testing.assert_allclose(one, other, atol=5e-6)
+
+
+@pytest.mark.parametrize("params", ["replicated", "sharded"])
+def test_a_loss_over_the_batch_sees_the_rows_of_all_processes(found: list[Any], params: str):
+    expected = train_over_batch(params, slice(0, BATCH_ROWS), 1)
+    predicted = expected.pop("predicted")
+    own = np.split(np.asarray(predicted), PROCESSES)
+    for each, rows in zip(found, own, strict=True):
+        got = each[f"batch {params}"]
+        np.testing.assert_allclose(got.pop("predicted"), rows, atol=5e-6)
+        close = lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-6, atol=5e-6)
+        jax.tree.map(close, got, expected)

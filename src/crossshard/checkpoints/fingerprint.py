@@ -75,7 +75,7 @@ def _options(pipeline: Pipeline, loss: ShardLoss) -> dict[str, str | None]:
         "reduction": pipeline.reduction.name,
         "preprocess": None if pipeline.preprocess is None else "on",
         "accumulate_steps": loss.accumulate_steps,
-        "loss_over": str(loss.over) if loss.is_over_batch else None,
+        "loss_over='batch'": "on" if loss.is_over_batch else None,
         "weight": None if loss.weight is None else "on",
         "reduce_dtype": pipeline.reduce_dtype,
         "loss_scale": pipeline.loss_scale,

@@ -59,8 +59,11 @@ def read_state(
       CheckpointMismatchError: it is not of this step.
       Damaged: it is, in every process if one finds it so.
     """
-    matches = lambda manifest, leaves: match(manifest, leaves, layout, state, here, strict=strict)
-    manifest, leaves, matched, read = _read(folder, number, layout, state, matches)
+
+    def matches(manifest: Manifest, leaves: list[Leaf]) -> Match:
+        return match(manifest, leaves, layout, state, here, strict=strict)
+
+    manifest, leaves, state, matched, read = _read(folder, number, layout, state, matches)
     with _jax.in_place_of_the_users_mesh(layout.mesh):
         arrays = [NEW if place is None else read[place] for place in matched.places]
         shardings = [leaf.on_disk.sharding for leaf in leaves]
@@ -84,7 +87,7 @@ def _read(
     layout: StateLayout,
     state: TrainState,
     matches: Callable[[Manifest, list[Leaf]], Match],
-) -> tuple[Manifest, list[Leaf], Match, dict[int, jax.Array]]:
+) -> tuple[Manifest, list[Leaf], TrainState, Match, dict[int, jax.Array]]:
     # Here and not above: it imports Orbax.
     from crossshard.checkpoints import storage
 
@@ -93,7 +96,7 @@ def _read(
         folder.check(number)
         path = folder.of(number)
         manifest = read_manifest(path / FOLDER / FILE, number)
-        leaves = leaves_of(layout, state, manifest.shards)
+        leaves, state = _as_written(manifest, layout, state)
         matched = matches(manifest, leaves)
         read = storage.read(path, matched.read, len(manifest.leaves))
     except Different as error:
@@ -111,7 +114,31 @@ def _read(
         more = f", as do {len(wrong) - 1} more arrays" if len(wrong) > 1 else ""
         refused = Damaged(f"{wrong[0]} has not the values that were written{more}")
     _agree(refused, layout)
-    return manifest, leaves, matched, read
+    return manifest, leaves, state, matched, read
+
+
+def _as_written(
+    manifest: Manifest, layout: StateLayout, state: TrainState
+) -> tuple[list[Leaf], TrainState]:
+    """The leaves of a state, with a model state for each shard if that of a checkpoint is so."""
+    leaves = leaves_of(layout, state, manifest.shards)
+    dimensions = {leaf.path: len(leaf.shape) for leaf in manifest.leaves}
+    more = {
+        dimensions.get(leaf.path, leaf.on_disk.ndim) - leaf.on_disk.ndim
+        for leaf in leaves
+        if leaf.path.startswith(".model_state")
+    }
+    # One dimension more in all of them, or less.
+    if state.grouped or more != {-1 if state.per_shard else 1}:
+        return leaves, state
+
+    def one(x: Any) -> jax.ShapeDtypeStruct:
+        shape = x.shape[1:] if state.per_shard else (manifest.shards, *x.shape)
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    model_state = jax.tree.map(one, state.model_state)
+    state = dataclasses.replace(state, model_state=model_state, per_shard=not state.per_shard)
+    return leaves_of(layout, state, manifest.shards), state
 
 
 def _agree(refused: Exception | None, layout: StateLayout) -> None:

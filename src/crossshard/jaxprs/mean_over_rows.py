@@ -1,13 +1,14 @@
 """Whether a loss is a mean over the rows of its batch.
 
-The loss is traced twice, the second time with twice as many rows, and the two jaxprs are walked
+The loss is traced twice, the second time with several times as many rows, and the jaxprs are walked
 side by side. What differs between them shows where rows are: an array whose shape grows along an
-axis has rows there, and a literal that doubles counts them.
+axis has rows there, and a literal that grows as much counts them.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -44,8 +45,9 @@ from crossshard.jaxprs.row_sums import added, of_sums
 from crossshard.jaxprs.walk import Analysis, Equations, Mismatch, follow
 from crossshard.shards.batch_axes import resized
 
-__all__ = ["SAME_NOISE", "Finding", "OverRows", "over_rows"]
+__all__ = ["MEETS_EARLIER", "SAME_NOISE", "Finding", "OverRows", "over_rows"]
 
+MEETS_EARLIER = "a row meets those before it"
 SAME_NOISE = "noise from a key that is the same on every shard"
 
 
@@ -77,6 +79,7 @@ def over_rows(
     *others: Any,
     own: Any = (),
     axes: Sequence[int] | None = None,
+    times: int = 2,
 ) -> Finding:
     """What ``loss(batch, *others, own)`` is in the rows of the batch.
 
@@ -86,6 +89,8 @@ def over_rows(
       *others: what has no rows.
       own: what has none either, and differs from shard to shard, such as PRNG keys.
       axes: for each array of the batch the axis of its rows; axis 0 of all if ``None``.
+      times: how many times as many rows the second trace has, a power of 2, by which a float is
+        multiplied exactly.
 
     >>> import jax.numpy as jnp
     >>> over_rows(lambda x, w, own: ((x @ w) ** 2).mean(), jnp.ones((4, 3)), jnp.ones(3)).kind
@@ -99,7 +104,7 @@ def over_rows(
     # With few rows, what is no power of their number may look like one.
     rows *= -(-4 // max(1, rows))
     traces = []
-    for number in (rows, 2 * rows):
+    for number in (rows, times * rows):
         of_number = tree.unflatten(
             [
                 jax.ShapeDtypeStruct(resized(x.shape, axis, number), x.dtype)
@@ -115,21 +120,21 @@ def over_rows(
     inputs: list[Fact] = [Rows(axis, entry=place) for place, axis in enumerate(axes)]
     inputs += [Free()] * len(jax.tree.leaves(others))
     inputs += [Free(own=True)] * len(jax.tree.leaves(own))
-    return found_in(traces, inputs, rows)
+    return found_in(traces, inputs, rows, times)
 
 
-def found_in(traces: Sequence[Any], inputs: Sequence[Fact], rows: int) -> Finding:
-    """What a loss is, of its jaxprs with some rows and with twice as many."""
+def found_in(traces: Sequence[Any], inputs: Sequence[Fact], rows: int, times: int = 2) -> Finding:
+    """What a loss is, of its jaxprs with some rows and with ``times`` as many."""
     try:
-        (fact,) = follow(_OverRows(rows), traces, inputs)
+        (fact,) = follow(_OverRows(rows, times), traces, inputs)
     except Mismatch as mismatch:
         return _found(Obstacle(OverRows.UNDECIDED, _DIFFERS, mismatch.equation))
     return _found(fact)
 
 
-_FAILS = "it cannot be traced with twice as many rows"
+_FAILS = "it cannot be traced with more rows"
 _COUNTS = "it computes with the number of rows"
-_DIFFERS = "it computes something different with twice as many rows"
+_DIFFERS = "it computes something different with more rows"
 
 
 def _found(fact: Fact) -> Finding:
@@ -157,15 +162,16 @@ _RANDOM = frozenset({"random_bits", "random_split"})
 
 
 class _OverRows(Analysis[Fact]):
-    """The facts of two traces, the second with twice as many rows as the first.
+    """The facts of two traces, the second with several times as many rows as the first.
 
     Args:
       rows: the number of rows of the first.
+      times: how many times as many the second has, a power of 2.
       derives: whether to look at the derivatives of functions that have their own.
     """
 
-    def __init__(self, rows: int, *, derives: bool = True):
-        self._rows, self._derives = rows, derives
+    def __init__(self, rows: int, times: int, *, derives: bool = True):
+        self._rows, self._times, self._derives = rows, times, derives
         self.memory = {}
 
     def constant(self, values: Sequence[Any]) -> Fact:
@@ -190,11 +196,13 @@ class _OverRows(Analysis[Fact]):
             if one.ndim == 1 and one.size < 9 and one.dtype.kind in "iu":
                 return Shape(tuple(one.tolist()), tuple(other.tolist()))
             # Multiplied by a power of 2 a float is exact.
-            powers = (p for p in (1, -1, 2, -2) if np.array_equal(other, one * 2.0**p))
+            powers = (
+                p for p in (1, -1, 2, -2) if np.array_equal(other, one * float(self._times) ** p)
+            )
             power = next(powers, None)
             if power is not None:
                 return Free(power, number=_number(one))
-        counts = one.ndim == 1 and np.array_equal(other, np.arange(2 * self._rows))
+        counts = one.ndim == 1 and np.array_equal(other, np.arange(self._times * self._rows))
         if counts and np.array_equal(one, np.arange(self._rows)):
             return Index(0)
         return Obstacle(OverRows.UNDECIDED, _COUNTS, equation)
@@ -234,11 +242,11 @@ class _OverRows(Analysis[Fact]):
             case Rows(0) | Index(0) if axes < 0:
                 return self._pair(equations).undecided("a scan over the rows")
             case Rows(axis):
-                return fact._replace(axis=axis + axes, entry=None)
+                return replace(fact, axis=axis + axes, entry=None)
             case Index(axis):
-                return fact._replace(axis=axis + axes)
+                return replace(fact, axis=axis + axes)
             case Total():
-                return fact._replace(single=False, entry=None)
+                return replace(fact, single=False, entry=None)
         return fact
 
     def returned(
@@ -250,7 +258,7 @@ class _OverRows(Analysis[Fact]):
                 outputs = [worst([fact, obstacle]) or obstacle for fact in outputs]
         # A value without a source line, as in a jit that JAX has traced before, takes the call's.
         return [
-            fact._replace(equation=equations[0])
+            replace(fact, equation=equations[0])
             if isinstance(fact, Obstacle | Ratio) and not _jax.has_source(fact.equation)
             else fact
             for fact in outputs
@@ -288,14 +296,14 @@ class _OverRows(Analysis[Fact]):
 
     def _pair(self, equations: Equations) -> Pair:
         one, other = equations
-        return Pair(one, other, self._rows)
+        return Pair(one, other, self._rows, self._times)
 
     def _of_shape(self, pair: Pair, fact: Fact, one: Any, other: Any) -> Fact:
         """The fact of an output, given its shapes."""
         if not self._fits(fact, one, other):
             return pair.compared(f"{pair.name} of rows")
         if isinstance(fact, Total) and math.prod(_shape(one)) == 1:
-            return fact._replace(single=True)
+            return replace(fact, single=True)
         return fact
 
     def _fits(self, fact: Fact, one: Any, other: Any) -> bool:
@@ -306,9 +314,9 @@ class _OverRows(Analysis[Fact]):
         slices = 1 if isinstance(fact, Index) else fact.outer * fact.inner
         if fact.axis >= len(shapes[0]) or shapes[0][fact.axis] != slices * self._rows:
             return False
-        doubled = list(shapes[0])
-        doubled[fact.axis] *= 2
-        return tuple(doubled) == shapes[1]
+        grown = list(shapes[0])
+        grown[fact.axis] *= self._times
+        return tuple(grown) == shapes[1]
 
     def _transferred(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
         found = batches_of(pair, inputs)
@@ -343,7 +351,7 @@ class _OverRows(Analysis[Fact]):
             kept = name in MOVES and not pair.converts() and len(free) == len(inputs)
             return [Free(power, own, free[0].number if kept and free else None)] * number
         axes = {
-            _axis_that_grows(_shape(one), _shape(other))
+            _axis_that_grows(_shape(one), _shape(other), self._times)
             for one, other in zip(pair.one.outvars, pair.other.outvars, strict=True)
         }
         (axis,) = axes if len(axes) == 1 else (None,)
@@ -387,7 +395,7 @@ class _OverRows(Analysis[Fact]):
             found = (gathered if pair.name == "gather" else scattered)(pair, inputs)
             if power is None or isinstance(found, Obstacle):
                 return found if power is not None else pair.undecided(f"{pair.name} of powers")
-            return [fact._replace(power=power, zero=False, entry=None) for fact in found]
+            return [replace(fact, power=power, zero=False, entry=None) for fact in found]
         index = of_index(pair, inputs)
         return pair.compared("the position of a row") if index is None else [index]
 
@@ -402,7 +410,7 @@ class _OverRows(Analysis[Fact]):
                 case [SoFar(before), OneRow(by)] if before in (None, by):
                     if pair.name in ADDS and (pair.name != "sub" or inputs[0] in sums):
                         return [SoFar(by)]
-            return pair.compared("a row meets those before it")
+            return pair.compared(MEETS_EARLIER)
         if not all(isinstance(fact, OneRow | Free | Never) for fact in inputs):
             return pair.undecided("a row meets others")
         power = power_of(pair, inputs)
@@ -416,7 +424,7 @@ class _OverRows(Analysis[Fact]):
         constants, carried = loops[0].constants, loops[0].carried
         first, number = constants + carried, len(pair.one.outvars)
         steps = [each.steps for each in loops]
-        if [steps[1]] != [(2 * self._rows, steps[0][1])] or steps[0][0] != self._rows:
+        if [steps[1]] != [(self._times * self._rows, steps[0][1])] or steps[0][0] != self._rows:
             return [pair.undecided("a scan with the number of rows")] * number
         if not all(isinstance(fact, Free) and fact.power == 0 for fact in inputs[:first]):
             return [pair.undecided("a scan over the rows")] * number
@@ -441,7 +449,7 @@ class _OverRows(Analysis[Fact]):
                 not isinstance(fact, Free if alone else SoFar)
                 for fact, alone in zip(outputs, free, strict=False)
             ):
-                obstacle = pair.compared("a row meets those before it")
+                obstacle = pair.compared(MEETS_EARLIER)
             if obstacle is not None:
                 return [obstacle] * number
             after = list(outputs[:carried])
@@ -466,7 +474,7 @@ class _OverRows(Analysis[Fact]):
                 case Free(power):
                     found.append(Rows(0, power=power, constant=True))
                 case _:
-                    found.append(pair.compared("a row meets those before it"))
+                    found.append(pair.compared(MEETS_EARLIER))
         return found
 
     def _solved(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact]:
@@ -501,14 +509,16 @@ class _OverRows(Analysis[Fact]):
         obstacle = worst([*slopes, *expected])
         try:
             rules = [_jax.rule_of_derivative(each, backward=backward) for each in equations]
-            found = follow(_OverRows(self._rows, derives=False), rules, [*inputs, *slopes])
+            found = follow(
+                _OverRows(self._rows, self._times, derives=False), rules, [*inputs, *slopes]
+            )
         except Exception:  # a rule of the user may raise anything
             return unknown
         obstacle = obstacle or worst(found)
         if obstacle is not None:
-            kind, reason, at = obstacle
-            return Obstacle(kind, f"in a gradient of its own, {reason}", at or pair.one)
-        return None if all(map(_is_a, found, expected)) else unknown
+            reason = f"in a gradient of its own, {obstacle.reason}"
+            return replace(obstacle, reason=reason, equation=obstacle.equation or pair.one)
+        return None if all(map(_is_a, found, [*expected, *returned])) else unknown
 
 
 def _tangent(fact: Fact) -> Fact:
@@ -517,7 +527,7 @@ def _tangent(fact: Fact) -> Fact:
         case Free(power, own):
             return Free(power, own)
         case Rows():
-            return fact._replace(zero=False, entry=None)
+            return replace(fact, zero=False, entry=None)
         case Total(power, _, False):
             return Total(power)
         case OneRow():
@@ -578,12 +588,12 @@ def _same_shape(one: Any, other: Any) -> bool:
     return _shape(one) == _shape(other)
 
 
-def _axis_that_grows(one: Sequence[int], other: Sequence[int]) -> int | None:
+def _axis_that_grows(one: Sequence[int], other: Sequence[int], times: int) -> int | None:
     if len(one) != len(other):
         return None
     differ = [axis for axis, pair in enumerate(zip(one, other, strict=True)) if len(set(pair)) > 1]
-    doubles = len(differ) == 1 and other[differ[0]] == 2 * one[differ[0]]
-    return differ[0] if doubles else None
+    grows = len(differ) == 1 and other[differ[0]] == times * one[differ[0]]
+    return differ[0] if grows else None
 
 
 def _is_never(name: str, one: Free, other: Free) -> bool:

@@ -2,6 +2,7 @@
 
 import enum
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -19,7 +20,9 @@ class OverRows(enum.Enum):
     UNDECIDED = "not decided"
 
 
-class Free(NamedTuple):
+# Facts of two kinds are never equal, as tuples could be.
+@dataclass(frozen=True)
+class Free:
     """A value that does not depend on the batch.
 
     Attributes:
@@ -33,7 +36,8 @@ class Free(NamedTuple):
     number: float | None = None
 
 
-class Rows(NamedTuple):
+@dataclass(frozen=True)
+class Rows:
     """An array with rows along an axis, each computed from one row of the batch.
 
     Attributes:
@@ -59,31 +63,36 @@ class Rows(NamedTuple):
         return (self.outer, self.inner) == (1, 1)
 
 
-class Index(NamedTuple):
+@dataclass(frozen=True)
+class Index:
     """Indices, of which each row has its own number: in a column of the last axis, or in all."""
 
     axis: int
     column: int | None = None
 
 
-class Shape(NamedTuple):
+@dataclass(frozen=True)
+class Shape:
     """A vector of integers, with the number of rows among them, in each of the two traces."""
 
     one: tuple[int, ...]
     other: tuple[int, ...]
 
 
-class Never(NamedTuple):
+@dataclass(frozen=True)
+class Never:
     """False everywhere."""
 
 
-class OneRow(NamedTuple):
+@dataclass(frozen=True)
+class OneRow:
     """A value of one row, in a scan over the rows; ``power`` is as of ``Rows``."""
 
     power: int = 0
 
 
-class SoFar(NamedTuple):
+@dataclass(frozen=True)
+class SoFar:
     """A sum over the rows before, in a scan over the rows.
 
     Attributes:
@@ -93,7 +102,8 @@ class SoFar(NamedTuple):
     power: int | None = None
 
 
-class Total(NamedTuple):
+@dataclass(frozen=True)
+class Total:
     """A sum over rows.
 
     Attributes:
@@ -109,14 +119,16 @@ class Total(NamedTuple):
     single: bool = False
 
 
-class Inverse(NamedTuple):
+@dataclass(frozen=True)
+class Inverse:
     """One by a sum over rows, which is one number."""
 
     power: int
     entry: int | None
 
 
-class Ratio(NamedTuple):
+@dataclass(frozen=True)
+class Ratio:
     """A sum over rows, divided by another one, which is one number.
 
     Attributes:
@@ -128,7 +140,8 @@ class Ratio(NamedTuple):
     equation: Any
 
 
-class Obstacle(NamedTuple):
+@dataclass(frozen=True)
+class Obstacle:
     """A value that is none of these, because of an equation."""
 
     kind: OverRows
@@ -140,11 +153,18 @@ Fact = Free | Rows | Index | Shape | Never | OneRow | SoFar | Total | Inverse | 
 
 
 class Pair(NamedTuple):
-    """An equation of the one trace, that of the other, and the number of rows of the one."""
+    """An equation of the one trace, and that of the other.
+
+    Attributes:
+      one, other: the equations.
+      rows: the number of rows of the one.
+      times: how many times as many the other has.
+    """
 
     one: Any
     other: Any
     rows: int
+    times: int
 
     @property
     def name(self) -> str:

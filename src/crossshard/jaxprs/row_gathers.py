@@ -1,6 +1,7 @@
 """What becomes of rows that are looked up or written by indices, and of rows as indices."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from crossshard.jaxprs.row_facts import Fact, Free, Index, Obstacle, Pair, Rows, layout
@@ -93,7 +94,7 @@ def gathered(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
         found, axis = indices, of.of_indices(indices.axis)
     if axis is None or not isinstance(found, Rows):
         return pair.compared("gather from other rows")
-    return [found._replace(axis=axis)]
+    return [replace(found, axis=axis)]
 
 
 def scattered(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
@@ -114,7 +115,7 @@ def scattered(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
         axis = of.of_rows(operand, shapes[2].shape[update.axis], full)
     if axis is None or axis != update.axis or found is None:
         return mixed
-    return [found._replace(axis=operand.axis, constant=False)]
+    return [replace(found, axis=operand.axis, constant=False)]
 
 
 def of_index(pair: Pair, inputs: Sequence[Fact]) -> Fact | None:

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from crossshard.jaxprs.along import axes_after
 from crossshard.jaxprs.elementwise import ELEMENTWISE, Along, Slicing
@@ -52,7 +53,8 @@ def of_rows(pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
     constant = all(fact.constant for fact in rows)
     same = name in MOVES and not pair.converts()
     return [
-        fact._replace(
+        replace(
+            fact,
             power=power,
             constant=constant and fact.constant,
             zero=same and rows[0].zero,
@@ -78,10 +80,15 @@ def batches_of(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | None:
         lengths = edges[0][1] - edges[0][0]
         along = out == (*given[:axis], lengths, *given[axis + 1 :])
     whole = all(edge % pair.rows == 0 for edge in edges[0])
-    if not along or not whole or edges[1] != [2 * edge for edge in edges[0]] or rows.inner != 1:
+    if (
+        not along
+        or not whole
+        or edges[1] != [pair.times * edge for edge in edges[0]]
+        or rows.inner != 1
+    ):
         return None
     return [
-        rows._replace(outer=(end - start) // pair.rows, entry=None)
+        replace(rows, outer=(end - start) // pair.rows, entry=None)
         for start, end in itertools.pairwise(edges[0])
     ]
 
@@ -111,7 +118,7 @@ def _moved(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
         known = name in ELEMENTWISE or name in _MIXES
         return (pair.compared if known else pair.undecided)(f"{name} over the rows")
     constant = all(fact.constant for fact in inputs if isinstance(fact, Rows))
-    return [found._replace(axis=axis, constant=constant) for axis in axes]
+    return [replace(found, axis=axis, constant=constant) for axis in axes]
 
 
 def _contracted(pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle | None:
@@ -152,7 +159,7 @@ def _stacked(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
     axes = {fact.axis if isinstance(fact, Rows) else None for fact in inputs}
     if found is None or len(axes) > 1:
         return pair.undecided("stack over the rows")
-    return [found._replace(axis=found.axis + (new <= found.axis), constant=False)]
+    return [replace(found, axis=found.axis + (new <= found.axis), constant=False)]
 
 
 def _unstacked(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
@@ -160,7 +167,7 @@ def _unstacked(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
     assert isinstance(rows, Rows)
     if gone == rows.axis:
         return pair.compared("unstack of the rows")
-    return [rows._replace(axis=rows.axis - (gone < rows.axis))] * len(pair.one.outvars)
+    return [replace(rows, axis=rows.axis - (gone < rows.axis))] * len(pair.one.outvars)
 
 
 def _tiled(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
@@ -176,7 +183,7 @@ def _solved(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
     last = pair.one.invars[1].aval.ndim - 1
     alone = last if pair.one.params["left_side"] else last - 1
     if isinstance(matrix, Free) and isinstance(right, Rows) and right.axis == alone:
-        return [right._replace(constant=False)]
+        return [replace(right, constant=False)]
     return _moved(pair, inputs)
 
 
@@ -204,10 +211,10 @@ def _convolved(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
     if isinstance(left, Rows) and isinstance(right, Free):
         same = left.axis == numbers.lhs_spec[0] and batches == 1
         same = same and pair.other.params["feature_group_count"] == groups
-        return [left._replace(axis=out[0])] if same else mixed
+        return [replace(left, axis=out[0])] if same else mixed
     if isinstance(left, Free) and isinstance(right, Rows):
         of_kernels = right.axis == numbers.rhs_spec[0] and groups == batches == 1
-        return [right._replace(axis=out[1])] if of_kernels else mixed
+        return [replace(right, axis=out[1])] if of_kernels else mixed
     assert isinstance(left, Rows)
     assert isinstance(right, Rows)
     if left.outer != 1 or right.outer != 1 or right.axis != numbers.rhs_spec[0]:
@@ -216,7 +223,7 @@ def _convolved(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
     grown = [
         name
         for name in ("feature_group_count", "batch_group_count")
-        if params[name] % pair.rows == 0 and pair.other.params[name] == 2 * params[name]
+        if params[name] % pair.rows == 0 and pair.other.params[name] == pair.times * params[name]
     ]
     size = pair.one.outvars[0].aval.shape[out[1]] // pair.rows
     grouped = grown == ["feature_group_count"] and left.axis == numbers.lhs_spec[1] and batches == 1
@@ -249,7 +256,7 @@ def _updated(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
     shapes = [atom.aval.shape for atom in pair.one.invars[:2]]
     found = layout([operand, update])
     whole = shapes[0][operand.axis] == shapes[1][operand.axis] and operand.axis == update.axis
-    return [found._replace(constant=False)] if whole and found is not None else mixed
+    return [replace(found, constant=False)] if whole and found is not None else mixed
 
 
 def _added_up(pair: Pair, inputs: Sequence[Fact], power: int) -> list[Total] | Obstacle:

@@ -1,6 +1,7 @@
 """What becomes of sums over rows, of their ratios, and of what divides by them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from crossshard.jaxprs.row_facts import (
     ADDS,
@@ -26,7 +27,7 @@ def of_sums(pair: Pair, inputs: Sequence[Fact]) -> Fact:
     """The fact of an output, of inputs that are sums over rows or free of the batch."""
     found = _of_sums(pair, inputs)
     if isinstance(found, Total):
-        found = found._replace(single=pair.name in MOVES and found.single)
+        found = replace(found, single=pair.name in MOVES and found.single)
     return found
 
 
@@ -74,9 +75,9 @@ def _all(pair: Pair, facts: Sequence[Fact]) -> Fact:
     for fact in facts[1:]:
         found = joined(found, fact)
     if isinstance(found, Total) and pair.name not in MOVES:
-        return found._replace(entry=None)
+        return replace(found, entry=None)
     if isinstance(found, Obstacle) and found.equation is None:
-        return found._replace(equation=pair.one)
+        return replace(found, equation=pair.one)
     return found
 
 
@@ -99,7 +100,7 @@ def _at_least(inputs: Sequence[Fact], mixed: Obstacle) -> Fact:
     match sorted(inputs, key=lambda fact: isinstance(fact, Free)):
         case [Total(power) as total, Free(0, _, float(bound))]:
             if bound <= (_LEAST if power == 1 else _SMALL):
-                return total._replace(moved=True)
+                return replace(total, moved=True)
     return mixed
 
 
@@ -114,7 +115,7 @@ def added(facts: Sequence[Fact], mixed: Obstacle) -> Fact:
         case Total(power, _, False), Free(by) if power == by:
             return Total(power)
         case Total(), Free(0, _, float(number)) if abs(number) <= _SMALL:
-            return one._replace(moved=True)
+            return replace(one, moved=True)
         case Ratio(), Free(0):
             return one
         case Total(power, _, False), Total(by, _, False) if power == by:

@@ -121,12 +121,12 @@ class StateLayout:
 
         return tuple(map(one, leaves, others))
 
-    def keeps_per_shard(self, skeleton: Skeleton) -> bool:
-        """Whether each shard has its own model state."""
-        if self.has_one_state:
+    def keeps_per_shard(self, state: TrainState) -> bool:
+        """Whether each shard has its own model state here, if there is any."""
+        if self.has_one_state or not jax.tree.leaves(state.model_state):
             return False
         of_function = self.model_state is ModelState.PER_SHARD
-        return skeleton.is_nnx or of_function or self.groups is not None
+        return state.skeleton.is_nnx or of_function or self.groups is not None
 
     def placements(self, state: TrainState) -> TrainState:
         """The placement of every array of a state."""
@@ -136,7 +136,7 @@ class StateLayout:
             placed = functools.partial(map_partitions, lambda each, _: Placement(each))
             params = placed(self.plan.params, state.params)
             frozen = placed(self.partitions_of_frozen(state.frozen), state.frozen)
-        model_state = PER_SHARD if self.keeps_per_shard(state.skeleton) else REPLICATED
+        model_state = PER_SHARD if state.per_shard else REPLICATED
         inner = map_partitions(
             lambda partition, _: Placement(partition, self.groups is not None, self.groups),
             self.plan.state,
@@ -326,10 +326,11 @@ class StateLayout:
             own = lambda keys: jax.vmap(own_stream)(keys, jnp.arange(self.number_of_shards))
             return jax.tree.map(own, each)
 
+        state = dataclasses.replace(state, per_shard=self.keeps_per_shard(state))
         on_each = lambda placement, x: self._on_each(x) if placement.per_shard else x
         spread = self._map(on_each, state)
         of_shards = state.skeleton.is_nnx or self.model_state is ModelState.PER_SHARD
-        if self.has_one_state or not of_shards:
+        if not (state.per_shard and of_shards):
             return spread
         model_state = jax.tree_util.tree_map_with_path(
             streams, state.model_state, is_leaf=_is_variable
@@ -339,15 +340,17 @@ class StateLayout:
     def _on_each(self, x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(x, (self.number_of_shards, *x.shape))
 
-    def has_number_of_shards(self, state: TrainState) -> bool:
-        """Whether the arrays ``[shards, …]`` have as many shards as this mesh."""
+    def is_of_these_shards(self, state: TrainState) -> bool:
+        """Whether what each shard has of its own is so here, and ``[shards, …]`` of this mesh."""
+        if state.per_shard != self.keeps_per_shard(state):
+            return False
         fits = lambda placement, x: not placement.per_shard or x.shape[0] == self.number_of_shards
         return all(jax.tree.leaves(self._map(fits, state)))
 
     def on_other_shards(self, state: TrainState) -> TrainState:
-        """A state without groups, taken from another number of shards to this one."""
+        """A state without groups, taken from other shards to these, and as it is stored here."""
         common = lambda placement, x: of_all(x) if placement.per_shard else x
-        return self._spread(self._map(common, state))
+        return self.pack(self._spread(self._map(common, state)))
 
     # The checks of a state.
 
@@ -359,6 +362,12 @@ class StateLayout:
             the arrays ``[shards, …]`` have another number of shards.
         """
         self.check_optimizer(state)
+        if state.per_shard != self.keeps_per_shard(state):
+            kept = ["one for all shards", "one for each shard"]
+            raise ArgumentError(
+                f"The model state is of another step: it is {kept[state.per_shard]}, and this step "
+                f"keeps {kept[not state.per_shard]}. Write step.reshard(other.unshard(state))."
+            )
         placements = self.placements(state)
         inner = [
             placement.stored_shape(partition.shape, self.number_of_shards)

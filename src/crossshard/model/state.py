@@ -34,6 +34,7 @@ class TrainState:
       grouped: whether each group has its own parameters.
       other_axes: for each array of ``params`` and ``model_state`` its spec on the
         other axes of the mesh; empty if none is split over these.
+      per_shard: whether each shard has its own ``model_state``.
 
     >>> import jax.numpy as jnp, optax
     >>> from crossshard import make_train_step
@@ -53,6 +54,7 @@ class TrainState:
     rng_impl: Any = dataclasses.field(metadata={"static": True})
     grouped: bool = dataclasses.field(metadata={"static": True})
     other_axes: tuple[Any, ...] = dataclasses.field(default=(), metadata={"static": True})
+    per_shard: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 def names_of(state: TrainState) -> tuple[str, ...]:

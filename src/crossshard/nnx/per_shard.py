@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
@@ -233,15 +234,28 @@ def merge_shards(node: Any, shard: int | None = None) -> Any:
             raise ArgumentError(f"shard must name one of the {number} shards; got {shard}.")
         values = jax.tree.map(on_every_device, stacked(variable.get_raw_value()))
         if shard is not None:
-            variable.set_raw_value(jax.tree.map(lambda x: x[shard], values))
+            variable.set_raw_value(_by_row(lambda x: x[shard], values))
             continue
         if isinstance(variable, nnx.Param) and not _all_equal(values):
             raise VariableError(
                 f"{describe_variable(variable)} differs between {number} shards, and a mean of "
                 f"weights is a different model. Choose a shard: merge_shards(model, shard=0)."
             )
-        variable.set_raw_value(jax.tree.map(of_all, values))
+        variable.set_raw_value(_by_row(of_all, values))
     return merged
+
+
+def _by_row(function: Callable[[jax.Array], jax.Array], values: Any) -> Any:
+    """A function of arrays ``[shards, …]``, of which a row has no type on explicit axes."""
+
+    def one(x: jax.Array) -> jax.Array:
+        own = getattr(x.sharding, "mesh", None)
+        if own is None or not _jax.has_explicit_axes(own):
+            return function(x)
+        with _jax.in_place_of_the_users_mesh(_jax.with_automatic_axes(own)):
+            return _jax.on_mesh(function(_jax.on_mesh(x, None)), own)
+
+    return jax.tree.map(one, values)
 
 
 def of_all(x: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from crossshard import _flax
+from crossshard import _flax, _jax
 from crossshard._flax import describe_variable, nnx
 from crossshard._hash import checksum
 from crossshard.distributed.agreement import check_agreement, processes_of
@@ -78,7 +78,14 @@ class _Held:
         """Its input value, on the devices."""
 
         def placed(x: Any) -> Any:
-            return x if getattr(x, "sharding", None) == sharding else put_whole(x, sharding)
+            own = getattr(x, "sharding", None)
+            # Types write P() as P(None).
+            is_there = own == sharding or (
+                isinstance(own, NamedSharding)
+                and own.mesh == sharding.mesh
+                and own.is_equivalent_to(sharding, x.ndim)
+            )
+            return x if is_there else put_whole(x, sharding)
 
         value = self.raw_value
         return placed(value) if isinstance(value, jax.Array) else jax.tree.map(placed, value)
@@ -152,7 +159,8 @@ class Program:
         arguments: Arguments,
     ):
         self._computation = computation
-        self._mesh = mesh
+        # It computes with automatic axes, and arrays lie on the mesh as the user made it.
+        self._mesh = _jax.with_automatic_axes(mesh)
         self._outputs = outputs
         self._has_processes = len(processes_of(mesh)) > 1
         self._is_compared = False
@@ -168,7 +176,7 @@ class Program:
         self._shardings = [NamedSharding(mesh, each.spec(names)) for each in self._entering]
         # Set while it runs, since it may be traced then, and dropped after: it holds the model.
         self._call: _Call | None = None
-        self._compiled = jax.jit(self._run)
+        self._compiled = jax.jit(_jax.under_automatic_axes(self._run, mesh, self._specs))
 
     def spread(self, reached: Reached) -> bool:
         """Store variables that will differ as ``[shards, …]``; returns whether there were any."""
@@ -267,7 +275,9 @@ class Program:
 
         run = self._over_mesh(call, of_one_shard, PartitionSpec(self._mesh.axis_names))
         abstract = [held.abstract(self._mesh.size) for held in call.held]
-        traced, after = jax.make_jaxpr(run, return_shape=True)(abstract, call.arguments.leaves)
+        leaves = [_jax.on_mesh(leaf, self._mesh) for leaf in call.arguments.leaves]
+        with _jax.in_place_of_the_users_mesh(self._mesh):
+            traced, after = jax.make_jaxpr(run, return_shape=True)(abstract, tuple(leaves))
         axes = jax.tree.structure(after).unflatten(varying_axes_of_outputs(traced))
         return found[-1], [any(jax.tree.leaves(value)) for value in axes]
 
@@ -324,6 +334,16 @@ class Program:
             for x, from_all in zip(outputs, self._found.from_all, strict=True)
         ]
         return joined, after
+
+    def _specs(self, found: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
+        """How the outputs and the variables lie on the mesh."""
+        _, after = found
+        pairs = zip(self._found.specs, self._found.from_all, strict=True)
+        of_outputs = [spec if from_all else PartitionSpec() for spec, from_all in pairs]
+        names = self._mesh.axis_names
+        each = zip(self._leaving, after, strict=True)
+        spread = lambda spec, value: jax.tree.map(lambda _: spec, value)
+        return of_outputs, [spread(placement.spec(names), value) for placement, value in each]
 
     def _of_first(self, x: jax.Array) -> jax.Array:
         """The first shard's output, which each of several processes can read."""

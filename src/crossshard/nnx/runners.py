@@ -30,6 +30,7 @@ from crossshard.nnx.keys import ByValue, kept
 from crossshard.nnx.program import Program, program_key
 from crossshard.shards.context import check_num_shards, get_shard_context
 from crossshard.shards.devices import are_of_all_processes, mesh_for
+from crossshard.shards.mesh import mesh_in_force
 from crossshard.shards.put import on_every_device, put_whole
 
 _TRACING = threading.RLock()
@@ -53,8 +54,12 @@ class ShardedFunction:
         mesh: jax.sharding.Mesh,
         axes: InputAxes,
         outputs: Outputs,
+        *,
+        follows: bool = False,
     ):
         functools.update_wrapper(self, computation)
+        self._follows = follows
+        self._on_others: dict[jax.sharding.Mesh, ShardedFunction] = {}
         self._computation = computation
         self._mesh = mesh
         self._axes = axes
@@ -70,6 +75,9 @@ class ShardedFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function on every shard and join the outputs."""
+        here = self._on_mesh_in_force()
+        if here is not self:
+            return here(*args, **kwargs)
         watched = entering("step") if self._is_watched else contextlib.nullcontext()
         with self._alone(), watched:
             program, reached, arguments = self._program(args, kwargs)
@@ -95,9 +103,20 @@ class ShardedFunction:
         >>> opt.get_slot_names()
         ['mu', 'nu']
         """
-        with self._alone():
-            program, reached, _ = self._program(args, kwargs)
+        here = self._on_mesh_in_force()
+        with here._alone():
+            program, reached, _ = here._program(args, kwargs)
             program.spread(reached)
+
+    def _on_mesh_in_force(self) -> "ShardedFunction":
+        """The same on the mesh that ``jax.set_mesh`` has set, unless it was given one."""
+        found = mesh_in_force(self._mesh.size) if self._follows else None
+        if found is None or found == self._mesh:
+            return self
+        if found not in self._on_others:
+            how = self._axes, self._outputs
+            self._on_others[found] = ShardedFunction(self._computation, found, *how)
+        return self._on_others[found]
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -183,7 +202,9 @@ def shard(
       batch_axis: the axis of the rows in all arrays, which have as many; or a list with one entry
         per positional input: an axis, ``None`` to pass it in full, or a pytree prefix of the input
         with these.
-      mesh: the mesh; all its axes count as shards, and its size is the number of shards.
+      mesh: the mesh; all its axes count as shards, and its size is the number of shards. If
+        ``None``, the one that ``jax.set_mesh`` has set at a call, if it has as many devices, or
+        else one of an axis ``"shards"``.
 
     Returns:
       The outputs, with the structure that the computation returned.
@@ -205,12 +226,15 @@ def shard(
     if computation is None:
         if inputs is not None:
             raise ArgumentTypeError("shard got inputs and no computation. Pass both, or neither.")
-        return lambda function: ShardedFunction(_check_callable(function), where, axes, outputs)
+        return lambda function: ShardedFunction(
+            _check_callable(function), where, axes, outputs, follows=mesh is None
+        )
     if inputs is not None and not isinstance(inputs, list):
         raise ArgumentTypeError(
             f"inputs must be a list with one item per argument of the computation; got "
             f"{type(inputs).__name__}."
         )
+    where = where if mesh is not None else mesh_in_force(where.size) or where
     return _sharded(computation, where, axes, outputs)(*(inputs or []))
 
 
@@ -289,14 +313,17 @@ def replicate(
             f"inputs must have one list per replica, all of one length; got lengths "
             f"{[len(one) for one in lists]}."
         )
-    where = mesh_for(len(lists), mesh)
+    where = mesh_for(len(lists), mesh_in_force(len(lists)) if mesh is None else mesh)
     if where.size != len(lists):
         raise ArgumentError(f"The mesh has {where.size} devices for {len(lists)} replicas.")
     rows = NamedSharding(where, PartitionSpec(where.axis_names))
     stacked = [_stack(place, values, rows) for place, values in enumerate(zip(*lists, strict=True))]
     joined = _sharded(computation, where, InputAxes(), Outputs(), _of_one_replica)(*stacked)
-    joined = jax.tree.map(on_every_device, joined)
-    return [jax.tree.map(lambda x, r=r: x[r], joined) for r in range(len(lists))]
+    joined = jax.tree.map(lambda x: _jax.on_mesh(on_every_device(x), None), joined)
+    # A row of what is split has no type on explicit axes.
+    with _jax.in_place_of_the_users_mesh(_jax.with_automatic_axes(where)):
+        row = lambda r: jax.tree.map(lambda x: _jax.on_mesh(x[r], where), joined)
+        return [row(r) for r in range(len(lists))]
 
 
 def _of_one_replica(computation: Callable[..., Any]) -> Callable[..., Any]:

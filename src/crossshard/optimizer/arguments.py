@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from crossshard.gradients.status import check_gradient_dtype
 from crossshard.jaxprs.dependence import depends
 from crossshard.pipeline.update.optimize import takes_keyword
 from crossshard.pipeline.update.plan import WeightUpdate
+from crossshard.shards.axes import Shards
 
 
 def check_name(name: Any) -> str:
@@ -126,6 +128,38 @@ def check_gates(gate_gradients: Any) -> None:
             f"gate_gradients must be one of CrossShardOptimizer.GATE_NONE (0), GATE_OP (1) and "
             f"GATE_GRAPH (2); got {gate_gradients!r}."
         )
+
+
+def check_functions(given: Mapping[str, Any], params: Any, shards: Shards) -> None:
+    """Raise for a function that the inner optimizer would call on this shard's rows alone.
+
+    Raises:
+      ArgumentError: such a function, unless its type says that it reduces its value itself.
+    """
+    for name, function in given.items():
+        if shards.number == 1 or not callable(function) or _reduces(function, params, shards):
+            continue
+        raise ArgumentError(
+            f"{name} is a function, which the inner optimizer calls after the gradients have been "
+            f"reduced: on each shard it would see that shard's rows alone, and shards would take "
+            f"different steps. Take the step on global arrays instead, under jax.jit and without "
+            f"shard_map: there is nothing to reduce then, and the function sees all rows."
+        )
+
+
+def _reduces(function: Callable[..., Any], params: Any, shards: Shards) -> bool:
+    """Whether a function of the parameters is a loss that is, by its type, equal on all shards."""
+    if not shards.has_vma:
+        return False
+
+    def look(params: Any) -> None:
+        (value,) = jax.tree.leaves(function(params))
+        found.append(jnp.shape(value) == () and not shards.is_varying(value))
+
+    found: list[bool] = []
+    with contextlib.suppress(Exception):  # a function of other arguments, or of no single value
+        jax.eval_shape(look, params)
+    return found == [True]
 
 
 def check_keywords(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from crossshard import _jax
 from crossshard.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -18,6 +19,7 @@ from crossshard.errors import (
 )
 from crossshard.gradients.nesting import refuse_nesting
 from crossshard.gradients.status import check_incoming
+from crossshard.optimizer.arguments import check_functions
 from crossshard.pipeline.arrive import arrive
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import Gradients, Stage, StageContext
@@ -124,12 +126,16 @@ class Transformation:
                 "'skip' or 'quarantine', and read state.nonfinite after the step."
             )
         with jax.named_scope(self.name):
+            # Under plain jit a type may say that the devices have yet to sum what they have.
+            of_types = updates, params, dict(extra_args)
+            updates, params, extra_args = jax.tree.map(_jax.summed_by_type, of_types)
             shards = self.pipeline.shards()
             # Per-example gradients do not have the shapes of the parameters yet.
             like = updates if params is None else params
             check_blocks(self.transformations, like, shards)
             if weight is not None:
                 check_weighable(self.pipeline.reduction)
+            check_functions(extra_args, like, shards)
             # Optax's names for the loss and the gradient, which some optimizers also take.
             extra = {
                 name: extra_args[name]

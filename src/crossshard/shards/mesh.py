@@ -19,7 +19,8 @@ def mesh_and_axes(
 
     Args:
       num_shards: their number; any if ``None``.
-      mesh: the mesh; one of ``num_shards`` devices, or of all, if ``None``.
+      mesh: the mesh; if ``None``, the one that ``jax.set_mesh`` has set, if it counts as many
+        shards, or else one of ``num_shards`` devices, or of all.
       axis_name: the axes; those of the optimizer, else all of the mesh, if ``None``.
       of_optimizer: the axes that the optimizer reduces over; empty if it names none.
 
@@ -29,12 +30,12 @@ def mesh_and_axes(
       AxisError: the mesh has no such axis.
     """
     named = check_axis_name(axis_name) or of_optimizer
+    mesh = mesh_in_force(num_shards, named) if mesh is None else mesh
     if mesh is None:
         count = None if num_shards is None else check_num_shards(num_shards)
         found = mesh_for(len(jax.devices()) if count is None else count, None)
     else:
         found = mesh_for(1, mesh)
-    found = _jax.with_automatic_axes(found)
     missing = [axis for axis in named if axis not in found.axis_names]
     if missing:
         without = " Pass mesh=, the mesh that has it." if mesh is None else ""
@@ -59,6 +60,18 @@ def mesh_and_axes(
             f"{number} shards; leave num_shards out."
         )
     return found, axes
+
+
+def mesh_in_force(num_shards: Any, axes: tuple[str, ...] = ()) -> Mesh | None:
+    """The mesh that ``jax.set_mesh`` has set, if these axes of it, or all, count so many shards.
+
+    Beside a mesh with explicit axes JAX takes no array that lies on another one.
+    """
+    found = _jax.mesh_that_is_set()
+    if found is None or not set(axes) <= set(found.axis_names):
+        return None
+    fits = num_shards in (None, number_of_shards(found, axes or found.axis_names))
+    return found if fits else None
 
 
 def number_of_shards(mesh: Mesh, axes: tuple[str, ...]) -> int:

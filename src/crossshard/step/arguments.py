@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from crossshard import _jax
-from crossshard.errors import ArgumentError, ArgumentTypeError, CrossshardError
+from crossshard.errors import ArgumentError, ArgumentTypeError, AxisError, CrossshardError
 from crossshard.gradients.scalars import is_number
 from crossshard.model.state import TrainState
 from crossshard.shards.batch_axes import BatchAxes
@@ -29,6 +29,24 @@ def check_not_of_mesh(error: ValueError, axes: tuple[str, ...]) -> None:
         f"write flax.linen.unbox(params) for Linen's Partitioned boxes. For a model that is split "
         f"over another axis, write make_train_step(..., mesh=mesh, axis_name=...) with the shard "
         f"axes."
+    ) from error
+
+
+def check_not_of_shards(error: NameError, axes: tuple[str, ...]) -> None:
+    """Raise our own error if JAX has not found the shard axis that a loss over the batch names.
+
+    Raises:
+      AxisError: it has not.
+    """
+    axis = _jax.unbound_axis(error, axes)
+    if axis is None:
+        return
+    where = _jax.source_of_error(error)
+    raise AxisError(
+        f"The loss names the shard axis {axis!r}{f' ({where})' if where else ''}, and with "
+        f"loss_over='batch' it is given the rows of all shards: x.mean(0) is the mean over the "
+        f"batch. Leave out pmean, all_gather, axis_index and the axis_name of a batch norm; or "
+        f"write loss_over='shard'."
     ) from error
 
 

@@ -15,7 +15,7 @@ from crossshard.jaxprs.deferred import Inside, evaluate
 from crossshard.shards.axes import Shards
 from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.partition import Partition
-from crossshard.step.leaf import Leaf, Way, dtype_sent
+from crossshard.step.leaf import Leaf, OnMesh, Way, dtype_sent
 
 
 class Use(NamedTuple):
@@ -68,6 +68,8 @@ class AtUse:
       before: the sums of the microbatches before this one, which is the last, as
         ``pipeline.stages.accumulate`` adds them; ``None`` if there are none, or if they are added
         later.
+      on_mesh: where the arrays lie, if they are global ones, of a loss over the batch; ``None``
+        inside of ``shard_map``.
     """
 
     partitions: tuple[Partition, ...]
@@ -81,6 +83,17 @@ class AtUse:
     frozen: "AtUse | None" = None
     uses: dict[int, list[Use]] = dataclasses.field(default_factory=dict, compare=False)
     before: Any = dataclasses.field(default=None, compare=False)
+    on_mesh: OnMesh | None = None
+
+    def over_batch(self, on_mesh: OnMesh) -> "AtUse":
+        """The same for global arrays and a loss of all rows, whose gradient XLA sums.
+
+        One shard has all rows, so that the key does not depend on the number of shards, either.
+        """
+        frozen = None if self.frozen is None else self.frozen.over_batch(on_mesh)
+        return dataclasses.replace(
+            self, shards=Shards(1), waits=not self.in_parts, frozen=frozen, on_mesh=on_mesh
+        )
 
     def whole(self, params: Any) -> Any:
         """The parameters in full, gathered at once."""
@@ -107,7 +120,7 @@ class AtUse:
         leaves, tree = jax.tree.flatten(self.types(params))
         early = self.early or (False,) * len(leaves)
         types = [
-            jax.ShapeDtypeStruct(each.local_shape, x.dtype) if is_early else x
+            jax.ShapeDtypeStruct(self._shape_of_sum(each), x.dtype) if is_early else x
             for x, each, is_early in zip(leaves, self.partitions, early, strict=True)
         ]
         return tree.unflatten(types)
@@ -241,11 +254,15 @@ class AtUse:
 
     def _slot(self, place: int, x: Any) -> jax.Array:
         """Zeros in the place of a gradient: what the backward pass leaves of it."""
-        return jnp.zeros(self.partitions[place].local_shape, wide(x.dtype))
+        return jnp.zeros(self._shape_of_sum(self.partitions[place]), wide(x.dtype))
+
+    def _shape_of_sum(self, partition: Partition) -> tuple[int, ...]:
+        """The shape of what the backward pass leaves of a gradient."""
+        return partition.local_shape if self.on_mesh is None else partition.packed_shape
 
     def _leaf(self, place: int, x: Any, slot: Any, weight: Any) -> Leaf:
         sent = (self.shards, self.groups, self.in_parts, self.reduce_dtype, self.gather_dtype)
-        way = Way(self.partitions[place], x.dtype, wide(x.dtype), *sent)
+        way = Way(self.partitions[place], x.dtype, wide(x.dtype), *sent, self.on_mesh)
         arrays = {"value": x, "slot": slot}
         shared = {"weight": weight}
         if self.before is not None:
@@ -261,5 +278,8 @@ class AtUse:
                 x if each.number == 1 else x.astype(dtype_sent(x.dtype, self.gather_dtype))
                 for x, each in zip(parts, partitions, strict=True)
             ]
-            whole = bucketed_gather(sent, partitions, self.shards, self.groups)
+            if self.on_mesh is None:
+                whole = bucketed_gather(sent, partitions, self.shards, self.groups)
+            else:
+                whole = list(map(self.on_mesh.whole, sent, partitions))
             return [x.astype(part.dtype) for x, part in zip(whole, parts, strict=True)]

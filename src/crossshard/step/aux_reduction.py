@@ -141,7 +141,7 @@ def _check_reducible(path: Any, leaf: Any, reduction: AuxReduction) -> None:
     dtype = jnp.result_type(leaf)
     if is_inexact(leaf) or (reduction is AuxReduction.SUM and jnp.issubdtype(dtype, jnp.integer)):
         return
-    instead = "'sum', or make it floating" if jnp.issubdtype(dtype, jnp.integer) else "'per_shard'"
+    instead = "'sum', or make it floating" if jnp.issubdtype(dtype, jnp.integer) else "None for it"
     raise ArgumentTypeError(
         f"aux{jax.tree_util.keystr(path)} is {dtype}, of which a step takes no {reduction}. Pass "
         f"aux_reduction={instead}."

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from crossshard import _jax
 from crossshard.distributed.agreement import check_agreement
 from crossshard.errors import ArgumentError
 from crossshard.shards.batch_axes import BatchAxes, join, resized, spec_along, take_rows
@@ -96,7 +97,11 @@ class BatchPlacer:
             return join(rows, placed)
         # To move a batch is asked for, and padding is a part of it.
         with jax.transfer_guard("allow"):
-            return join(self._place(rows, whole), placed)
+            if not _jax.at_top_level():
+                return join(self._place(rows, whole), placed)
+            rows = jax.tree.map(lambda leaf: _jax.on_mesh(leaf, None), rows)
+            with _jax.in_place_of_the_users_mesh(_jax.with_automatic_axes(self._mesh)):
+                return join(self._place(rows, whole), placed)
 
     def rows_of(self, batch: Any) -> str:
         """What this process passes, as it tells the others: with weights, of any number of rows."""
@@ -167,7 +172,7 @@ class BatchPlacer:
             together = jnp.concatenate if isinstance(leaf, jax.Array) else np.concatenate
             leaf = together([leaf, _padding(leaf, axis, missing)], axis)
         if isinstance(leaf, jax.core.Tracer):
-            return jax.lax.with_sharding_constraint(leaf, self._along(axis))
+            return _jax.constrained(leaf, self._along(axis))
         return put(leaf, self._along(axis))
 
     @property

@@ -12,13 +12,14 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from crossshard import _jax
 from crossshard.gradients.scalars import is_inexact
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.shards.batch_axes import join, take_rows
 from crossshard.step.config import StepConfig
 from crossshard.step.microbatches import LocalResult
-from crossshard.step.over_rows import UndecidedError, not_by_numbers
+from crossshard.step.over_rows import Doubt, not_by_numbers
 from crossshard.step.step_function import to_read
 
 # Sums over rows in another order differ by less, in float32.
@@ -26,7 +27,7 @@ _TOLERANCE = 1e-4
 
 
 def check_by_numbers(
-    config: StepConfig, layout: StateLayout, state: TrainState, batch: Any, error: UndecidedError
+    config: StepConfig, layout: StateLayout, state: TrainState, batch: Any, doubt: Doubt
 ) -> None:
     """Raise unless numbers show that the loss is a mean over rows, which its trace does not.
 
@@ -39,7 +40,7 @@ def check_by_numbers(
       layout: the layout of the state.
       state: the state, which stays valid.
       batch: the batch, on the devices.
-      error: what is not decided.
+      doubt: what its trace does not decide.
 
     Raises:
       LossError: the loss is no mean over rows.
@@ -76,10 +77,12 @@ def check_by_numbers(
         check_vma=False,
     )
     everywhere = jax.NamedSharding(layout.mesh, PartitionSpec())
-    found = np.asarray(jax.jit(run, out_shardings=everywhere)(state, batch))
+    given = jax.tree.map(lambda x: _jax.on_mesh(x, layout.mesh), (state, batch))
+    with _jax.in_place_of_the_users_mesh(layout.mesh):
+        found = np.asarray(jax.jit(run, out_shardings=everywhere)(*given))
     values, gradients, both, mean = found[np.argmax(np.nan_to_num(found[:, :2]).max(1))]
     if max(values, gradients) > _tolerance(state, batch):
-        raise not_by_numbers(error.finding, both, mean, gradients)
+        raise not_by_numbers(doubt, both, mean, gradients)
 
 
 def _compared(found: Sequence[LocalResult]) -> list[jax.Array]:

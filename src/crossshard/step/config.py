@@ -18,7 +18,8 @@ class StepConfig:
 
     Attributes:
       function: the computation.
-      mesh: the mesh.
+      mesh: the mesh, with ``AxisType.Auto`` axes, on which the step computes.
+      outer_mesh: the mesh as the user made it, on which states, batches and metrics lie.
       axes: its shard axes.
       weight_update: where the weights are updated.
       in_parts: whether the parameters rest in parts.
@@ -28,6 +29,7 @@ class StepConfig:
 
     function: StepFunction
     mesh: Mesh
+    outer_mesh: Mesh
     axes: tuple[str, ...]
     weight_update: WeightUpdate
     in_parts: bool = False

@@ -88,6 +88,7 @@ class OverDataSets:
 
     def _place(self, batch: Any, longest: int, before: int) -> tuple[Any, jax.Array]:
         """A batch on the devices, padded, and which of its rows count, float32[rows]."""
+        batch = jax.tree.map(lambda leaf: _jax.on_mesh(leaf, None), batch)
         rows, whole = self._whole.split(batch)
         axes, paths = self._of_batch.of_rows(rows), jax.tree_util.tree_leaves_with_path(rows)
         for (path, leaf), axis in zip(paths, axes, strict=True):

@@ -112,9 +112,6 @@ def _parameters(function: StepFunction, layout: StateLayout, state: TrainState) 
         summed = f"gradients summed row by row, in the backward pass: {', '.join(names)}"
         return [whole + _split(layout, state), *([summed] * bool(names))]
     lines = [f"parameters: {_sizes(state.params, layout)}"]
-    if function.loss.is_over_batch:
-        why = "for the loss over the batch"
-        return [*lines, f"  all are gathered at once, at the start of the step, {why}"]
     if function.pipeline.needs_own_gradient:
         why = "since a stage needs each shard's own gradient"
         return [*lines, f"  all are gathered at once, at the start of the step, {why}"]

@@ -12,7 +12,6 @@ from crossshard.model.models import combine
 from crossshard.model.state import TrainState
 from crossshard.nnx.per_shard import of_all
 from crossshard.step.config import StepConfig
-from crossshard.step.layouts import Layouts
 
 
 def model_of(state: TrainState, arrays: tuple[Any, Any, Any], config: StepConfig) -> Any:
@@ -26,7 +25,6 @@ def arrays_of(
     state: TrainState,
     shard: int | None,
     config: StepConfig,
-    layouts: Layouts,
     unshard: Callable[[TrainState], TrainState] | None,
 ) -> tuple[Any, Any, Any]:
     """The parameters, the frozen arrays and the model state of a shard, or of all.
@@ -35,7 +33,6 @@ def arrays_of(
       state: a state of the step.
       shard: the shard; ``None`` for what all have, and the mean of statistics.
       config: what the step is made of.
-      layouts: its layouts.
       unshard: given, the moving average of the parameters is taken, from the state that this
         returns, in which it has its own shapes.
 
@@ -53,7 +50,7 @@ def arrays_of(
         if config.is_grouped:
             params = jax.tree.map(lambda x: x[shard], params)
         model_state = state.model_state
-        if layouts.of_state(state).keeps_per_shard(state.skeleton):
+        if state.per_shard:
             of_shard = lambda x: of_all(x) if shard is None else x[shard]
             model_state = jax.tree.map(of_shard, model_state)
         return params, state.frozen, model_state

@@ -7,6 +7,8 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard.collectives.all_reduce import wide
 from crossshard.collectives.bucketing import bucketed_gather, bucketed_sum
@@ -27,6 +29,30 @@ def dtype_sent(dtype: Any, wanted: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
+class OnMesh:
+    """Where global arrays lie, outside of ``shard_map``: XLA gathers and sums them.
+
+    Attributes:
+      mesh: the mesh.
+      axes: its shard axes.
+    """
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+
+    def whole(self, part: jax.Array, partition: Partition) -> jax.Array:
+        """An array that is split, gathered."""
+        return self._as(self.split(part, partition), partition.other_axes)
+
+    def split(self, x: jax.Array, partition: Partition) -> jax.Array:
+        """An array, packed, of which each shard has its slice."""
+        return self._as(x, partition.spec(self.axes))
+
+    def _as(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+
+
+@dataclasses.dataclass(frozen=True)
 class Way:
     """How one parameter gets to its use, and its gradient from it.
 
@@ -34,7 +60,7 @@ class Way:
       partition: its partition, or that of its row.
       dtype: the dtype in which it is used.
       summed: the dtype of the sum of its gradients.
-      shards, groups, in_parts, reduce_dtype, gather_dtype: as for ``AtUse``.
+      shards, groups, in_parts, reduce_dtype, gather_dtype, on_mesh: as for ``AtUse``.
     """
 
     partition: Partition
@@ -45,6 +71,7 @@ class Way:
     in_parts: bool
     reduce_dtype: Any
     gather_dtype: Any
+    on_mesh: OnMesh | None
 
     def forward(self, value: jax.Array) -> jax.Array:
         """The parameter in full."""
@@ -52,12 +79,16 @@ class Way:
             return value
         with jax.named_scope("gather"):
             sent = value.astype(dtype_sent(self.dtype, self.gather_dtype))
+            if self.on_mesh is not None:
+                return self.on_mesh.whole(sent, self.partition).astype(self.dtype)
             (whole,) = bucketed_gather([sent], [self.partition], self.shards, self.groups)
             return whole.astype(self.dtype)
 
     def backward(self, gradient: jax.Array, shared: Mapping[str, Any], before: Any) -> jax.Array:
         """This shard's slice of the sum of all shards' gradients."""
         with jax.named_scope("reduce"):
+            if self.on_mesh is not None:
+                return self.on_mesh.split(gradient.astype(self.summed), self.partition)
             sent = self._sent(gradient, shared, before)
             (total,) = bucketed_sum([sent], [self.partition], self.shards, self.groups)
             return total.astype(self.summed)

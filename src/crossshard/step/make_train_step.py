@@ -7,7 +7,7 @@ from typing import Any, Literal, Unpack
 import optax
 from jax.sharding import Mesh
 
-from crossshard import _check
+from crossshard import _check, _jax
 from crossshard.errors import ArgumentError
 from crossshard.gradients.reduction import Reduction
 from crossshard.gradients.status import GradientStatus
@@ -106,7 +106,9 @@ def make_train_step(
         ``rng`` or ``key``).
       optimizer: an Optax transformation, whose gradients are averaged over the shards; or a
         CrossShardOptimizer with its own reduction and groups.
-      mesh: the mesh to run on. If ``None``, a mesh of ``num_shards`` devices.
+      mesh: the mesh to run on, whose axes may be explicit: states and metrics lie on it, and the
+        loss is traced with automatic axes. If ``None``, the mesh that ``jax.set_mesh`` has set, if
+        it counts ``num_shards``, or else a mesh of ``num_shards`` devices.
       num_shards: the number of shards; all devices if ``None``.
       axis_name: the shard axes of the mesh; all if ``None``. Parameters that are split
         over other axes, as arrays with a ``NamedSharding``, stay so: the loss is given global
@@ -221,7 +223,9 @@ def make_train_step(
     in_parts = _check_rest(params, sharding, pipeline, gather_dtype)
     sharding = WeightUpdate.SHARDED if in_parts else sharding
     donates = _check.flag("donate", donate)
-    return TrainStep(StepConfig(function, where, axes, sharding, in_parts, check_wrt(wrt), donates))
+    inner = _jax.with_automatic_axes(where)
+    chosen = axes, sharding, in_parts, check_wrt(wrt), donates
+    return TrainStep(StepConfig(function, inner, where, *chosen))
 
 
 def _check_rest(params: str, update: WeightUpdate, pipeline: Pipeline, gather_dtype: Any) -> bool:

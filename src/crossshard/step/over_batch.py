@@ -4,16 +4,14 @@ import dataclasses
 from typing import Any
 
 import jax
-from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
-from crossshard.shards.axes import Shards
 from crossshard.shards.model_axes import only
-from crossshard.shards.partition import Partition, map_partitions
+from crossshard.shards.partition import map_partitions
+from crossshard.step.arguments import check_not_of_shards
 from crossshard.step.at_use import AtUse
-from crossshard.step.leaf import dtype_sent
+from crossshard.step.leaf import OnMesh
 from crossshard.step.microbatches import LocalResult
 from crossshard.step.shard_loss import ShardLoss
 
@@ -25,15 +23,12 @@ class OverBatch:
     Attributes:
       loss: the loss.
       layout: the layout of the state.
-      unread: for each parameter, whether its gradient is not to be computed; empty for none.
-      gather_dtype: the dtype in which parameters that rest in parts are gathered; ``None`` for
-        their own.
+      at_use: how a shard would get its parameters.
     """
 
     loss: ShardLoss
     layout: StateLayout
-    unread: tuple[bool, ...] = ()
-    gather_dtype: Any = None
+    at_use: AtUse
 
     def gradient(self, state: TrainState, batch: Any, scale: Any) -> LocalResult:
         """The loss and its gradient, which is that of the batch and needs no reduction.
@@ -45,23 +40,23 @@ class OverBatch:
           state: the state, of global arrays.
           batch: the batch, its rows split over the shards.
           scale: float[], the loss scale; ``None`` without one.
+
+        Raises:
+          AxisError: the loss names a shard axis.
         """
-        plan, layout = self.layout.plan, self.layout
-        # One shard, which has all rows: the key does not depend on the number of shards, either.
-        one = AtUse(plan.params, Shards(1), unread=self.unread, waits=True)
-        # Gathered before it is differentiated, or XLA would gather the gradient, too.
-        whole = dataclasses.replace(
-            state,
-            params=self._whole(plan.params, state.params),
-            frozen=self._whole(layout.partitions_of_frozen(state.frozen), state.frozen),
-        )
-        found = self.loss.local_gradient(whole, batch, one, scale)
-        early = tuple(each.number > 1 for each in plan.params)
+        partitions = self.layout.plan.params
+        on_mesh = OnMesh(self.layout.mesh, self.layout.axes)
+        at_use = self.at_use.over_batch(on_mesh)
+        try:
+            found = self.loss.local_gradient(state, batch, at_use, scale)
+        except NameError as error:
+            check_not_of_shards(error, self.layout.axes)
+            raise
         leaves, tree = jax.tree.flatten(found.values)
         values = [
-            self._constrained(each.pack(x), each.spec(layout.axes))
-            for x, each in zip(leaves, plan.params, strict=True)
+            on_mesh.split(each.pack(x), each) for x, each in zip(leaves, partitions, strict=True)
         ]
+        early = tuple(each.number > 1 for each in partitions)
         return found._replace(values=tree.unflatten(values), early=early)
 
     def specs(self, values: Any) -> Any:
@@ -69,18 +64,3 @@ class OverBatch:
         axes = self.layout.axes
         of_one = lambda each, _: only(each.spec(axes), axes)
         return map_partitions(of_one, self.layout.plan.params, values)
-
-    def _whole(self, partitions: tuple[Partition, ...], tree: Any) -> Any:
-        """Arrays that rest in parts, gathered."""
-
-        def one(each: Partition, x: Any) -> Any:
-            if not self.layout.plan.in_parts or each.number == 1:
-                return x
-            sent = x.astype(dtype_sent(x.dtype, self.gather_dtype))
-            sent = self._constrained(sent, each.spec(self.layout.axes))
-            return self._constrained(sent, each.other_axes).astype(x.dtype)
-
-        return map_partitions(one, partitions, tree)
-
-    def _constrained(self, x: Any, spec: PartitionSpec) -> jax.Array:
-        return lax.with_sharding_constraint(x, NamedSharding(self.layout.mesh, spec))

@@ -1,12 +1,12 @@
 """Checks that the loss of a step is a mean over rows, so that the shards' mean is the batch's."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from crossshard.errors import LossError
-from crossshard.jaxprs.mean_over_rows import SAME_NOISE, Finding, OverRows
+from crossshard.jaxprs.mean_over_rows import MEETS_EARLIER, SAME_NOISE, Finding, OverRows
 from crossshard.step.weight import SumOf, Weight
 
 # Of a recurrent network over [time, rows, …].
@@ -17,17 +17,31 @@ _WAYS_ON = (
 )
 
 
+class Doubt(NamedTuple):
+    """What the trace of a loss does not decide.
+
+    Attributes:
+      finding: what the loss is in its rows, as far as it is known.
+      sentence: what nothing proves.
+      types: the shapes and dtypes of the rows.
+    """
+
+    finding: Finding
+    sentence: str
+    types: tuple[Any, ...]
+
+
 class UndecidedError(LossError):
     """The trace of a loss does not prove what it is in its rows, and no numbers have shown it.
 
     Attributes:
-      key: what to add to ``OverRowsRecord.by_numbers`` once they have.
+      doubt: what is not decided.
     """
 
-    def __init__(self, finding: Finding, key: Any):
-        self.finding, self.key = finding, key
+    def __init__(self, doubt: Doubt):
+        self.doubt = doubt
         super().__init__(
-            f"{undecided(finding)} The first call of the step checks it by numbers; a step that is "
+            f"{doubt.sentence} The first call of the step checks it by numbers; a step that is "
             f"lowered or traced before that has none. {_WAYS_ON}"
         )
 
@@ -38,17 +52,21 @@ class OverRowsRecord:
 
     Attributes:
       latest: what its trace showed last; ``None`` if it has not been traced.
-      by_numbers: what of it is not decided, and of which types of rows, where numbers have shown
-        it to be a mean.
+      by_numbers: the doubts that numbers have removed.
+      later: the doubts about weights that wait for numbers.
+      has_numbers: whether what is being traced runs next, so that there are numbers.
     """
 
     latest: Finding | None = None
-    by_numbers: set[Any] = dataclasses.field(default_factory=set)
+    by_numbers: set[Doubt] = dataclasses.field(default_factory=set)
+    later: set[Doubt] = dataclasses.field(default_factory=set)
+    has_numbers: bool = False
 
     def __str__(self) -> str:
         if self.latest is None:
             return "not looked at"
-        is_shown = any(finding == self.latest for finding, _ in self.by_numbers)
+        is_shown = any(doubt.finding == self.latest for doubt in self.by_numbers)
+        is_shown = is_shown and self.latest.kind is OverRows.UNDECIDED
         return f"{self.latest}" + "; by numbers it is a mean over the rows" * is_shown
 
 
@@ -69,6 +87,7 @@ def check_over_rows(
       UndecidedError: that is not known.
     """
     where = f" ({finding.source})" if finding.source else ""
+    types = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(rows))
     if finding.kind is OverRows.COMPARED and finding.reason == SAME_NOISE:
         raise LossError(
             f"The loss draws {finding.reason}{where}, so that rows of several shards get the same "
@@ -80,20 +99,21 @@ def check_over_rows(
         raise LossError(
             f"The loss compares rows of the batch: {finding.reason}{where}. Each shard has its own "
             f"rows, so that the mean of the shards' losses is not that of the whole batch. "
-            f"{_OTHER_AXIS if 'scan over the rows' in finding.reason else ''}{_WAYS_ON}"
+            f"{_OTHER_AXIS if finding.reason == MEETS_EARLIER else ''}{_WAYS_ON}"
         )
     if finding.kind is OverRows.UNDECIDED:
-        types = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(rows))
-        if (finding, types) not in record.by_numbers:
-            raise UndecidedError(finding, (finding, types))
+        what = "the loss is a mean over the rows of the batch"
+        doubt = Doubt(finding, f"Nothing proves that {what}: {finding.reason}{where}.", types)
+        if doubt not in record.by_numbers:
+            raise UndecidedError(doubt)
     if finding.kind is OverRows.SUM and not summed:
         raise LossError(
             "The loss is a sum over the rows of the batch, and the mean of the shards' sums is "
             "smaller than the sum of the whole batch. Write the mean over rows; or pass "
             "CrossShardOptimizer(optimizer, reduction='sum'), which adds up the shards' gradients."
         )
-    if finding.kind is OverRows.RATIO:
-        _check_weight(finding, where, rows, weight)
+    if finding.kind is OverRows.RATIO and _divides_by(finding, where, rows, weight):
+        return
     if finding.kind is OverRows.MEAN and isinstance(weight, SumOf):
         raise LossError(
             f"The loss is a mean over rows, in which all rows count the same, and "
@@ -101,34 +121,31 @@ def check_over_rows(
             f"by that sum: (losses * batch[{weight.key!r}]).sum() / batch[{weight.key!r}].sum(). "
             f"Or leave weight out."
         )
+    if weight is not None and finding.kind in (OverRows.MEAN, OverRows.RATIO):
+        doubt = Doubt(finding, f"Nothing proves that the loss divides by weight=…{where}.", types)
+        if doubt not in record.by_numbers and record.has_numbers:
+            raise UndecidedError(doubt)
+        record.later.add(doubt)
 
 
-def undecided(finding: Finding) -> str:
-    """A sentence that says what of a loss is not decided."""
-    where = f" ({finding.source})" if finding.source else ""
-    return (
-        f"Nothing proves that the loss is a mean over the rows of the batch: "
-        f"{finding.reason}{where}."
-    )
-
-
-def not_by_numbers(finding: Finding, together: float, mean: float, gradients: float) -> LossError:
+def not_by_numbers(doubt: Doubt, together: float, mean: float, gradients: float) -> LossError:
     """The error for a loss of which numbers show that it is no mean over rows.
 
     Args:
-      finding: what its trace does not show.
+      doubt: what its trace does not decide.
       together: the loss of the rows of two shards.
       mean: the mean of their own losses.
       gradients: how far the gradients are apart, relative to the largest.
     """
     return LossError(
-        f"{undecided(finding)} And it is none: of rows of two shards it is {together:.6g}, and the "
-        f"mean of these shards' losses is {mean:.6g}; the gradients are {gradients:.2g} of the "
-        f"largest apart. {_WAYS_ON}"
+        f"{doubt.sentence} And by numbers it is not so: of rows of two shards the loss is "
+        f"{together:.6g}, and the mean of these shards' losses is {mean:.6g}; the gradients are "
+        f"{gradients:.2g} of the largest apart. {_WAYS_ON}"
     )
 
 
-def _check_weight(finding: Finding, where: str, rows: Any, weight: Weight | None) -> None:
+def _divides_by(finding: Finding, where: str, rows: Any, weight: Weight | None) -> bool:
+    """Whether a ratio divides by the weight; raises if not, ``False`` if that is not known."""
     entry = None
     if isinstance(rows, dict) and finding.entry is not None:
         entry = _name_of(rows, finding.entry)
@@ -145,6 +162,7 @@ def _check_weight(finding: Finding, where: str, rows: Any, weight: Weight | None
             f"The loss divides by the sum of batch[{entry!r}]{where}, and weight={weight.key!r} "
             f"counts another entry. Pass weight={entry!r}."
         )
+    return entry is not None and isinstance(weight, SumOf)
 
 
 def _name_of(rows: dict[str, Any], place: int) -> str | None:

@@ -19,7 +19,7 @@ from crossshard.step.compiler_options import compiler_options
 from crossshard.step.config import StepConfig
 from crossshard.step.donation import Donation
 from crossshard.step.layouts import Layouts
-from crossshard.step.over_rows import UndecidedError
+from crossshard.step.over_rows import Doubt, UndecidedError
 
 Metrics = dict[str, Any]
 
@@ -32,7 +32,7 @@ class Program:
     """
 
     def __init__(self, config: StepConfig, layouts: Layouts):
-        mesh, loss, groups = config.mesh, config.loss, config.pipeline.groups
+        mesh, loss, groups = config.outer_mesh, config.loss, config.pipeline.groups
         self._config = config
         self._layouts = layouts
         self._place = BatchPlacer(
@@ -50,18 +50,26 @@ class Program:
         reduce_together = groups.size if config.is_grouped and groups else mesh.size
         platform = mesh.devices.flat[0].platform
         self.options = compiler_options(platform, reduce_together, in_parts=config.in_parts)
+        run = _jax.under_automatic_axes(self._run, mesh, self._specs)
         self._compiled = jax.jit(
-            self._run,
+            run,
             donate_argnums=(0,) if config.donate else (),
             compiler_options=self.options or None,
         )
         # JAX refuses options for what runs inside another jit.
-        self._traced = jax.jit(self._run)
+        self._traced = jax.jit(run)
 
     def _run(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         layout = self._layouts.of_state(state)
         layout.check(state)
         return self._config.function(layout, state, batch)
+
+    def _specs(self, found: tuple[TrainState, Metrics]) -> tuple[Any, Metrics]:
+        """How the next state and the metrics lie on the mesh."""
+        state, metrics = found
+        layout = self._layouts.of_state(state)
+        of_state = jax.tree.map(lambda sharding: sharding.spec, layout.shardings(state))
+        return of_state, self._config.function.specs_of_metrics(layout, metrics)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """The next state and the metrics; see ``TrainStep``."""
@@ -69,8 +77,8 @@ class Program:
         run = self._compiled if _jax.at_top_level() else self._traced
         if self._config.donate and run is self._compiled:
             self._donation.check(state, batch)
-        if self._in_processes or _jax.another_mesh_is_set(self._config.mesh):
-            with _jax.in_place_of_the_users_mesh(self._config.mesh):
+        if self._in_processes or _jax.another_mesh_is_set(self._config.outer_mesh):
+            with _jax.in_place_of_the_users_mesh(self._config.outer_mesh):
                 if self._is_watched and self._in_processes:
                     PROGRESS.take(self._place.rows_of(batch))
                 return self._run_placed(run, state, self._place(batch))
@@ -78,26 +86,37 @@ class Program:
         return self._run_placed(run, state, self._place(batch))
 
     def _run_placed(self, run: Callable[..., Any], state: TrainState, batch: Any) -> Any:
+        record = self._config.loss.record
+        if run is self._traced:
+            return self._explained(run, state, batch)
+        for doubt in tuple(record.later):
+            self._look_at_numbers(state, batch, doubt)
+        record.has_numbers = True
         try:
-            if self._in_processes and run is self._compiled:
+            if self._in_processes:
                 self._check_same(state, batch)
             return self._explained(run, state, batch)
         except UndecidedError as error:
-            if run is self._traced:
-                raise
-            undecided = error
-        check_by_numbers(self._config, self._layouts.of_state(state), state, batch, undecided)
-        self._config.loss.record.by_numbers.add(undecided.key)
+            record.later.add(error.doubt)
+        finally:
+            record.has_numbers = False
         return self._run_placed(run, state, batch)
+
+    def _look_at_numbers(self, state: TrainState, batch: Any, doubt: Doubt) -> None:
+        """Raise unless numbers show what the trace of the loss does not decide."""
+        record = self._config.loss.record
+        check_by_numbers(self._config, self._layouts.of_state(state), state, batch, doubt)
+        record.by_numbers.add(doubt)
+        record.later.discard(doubt)
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """The lowered program for a state and a batch, or for their types."""
-        with _jax.in_place_of_the_users_mesh(self._config.mesh):
+        with _jax.in_place_of_the_users_mesh(self._config.outer_mesh):
             return self._explained(self._compiled.lower, state, self._place.abstract(batch))
 
     def trace(self, state: Any, batch: Any) -> jax.stages.Traced:
         """The traced program for a state and a batch, or for their types."""
-        with _jax.in_place_of_the_users_mesh(self._config.mesh):
+        with _jax.in_place_of_the_users_mesh(self._config.outer_mesh):
             return self._explained(self._compiled.trace, state, self._place.abstract(batch))
 
     def _check_same(self, state: TrainState, batch: Any) -> None:
@@ -111,7 +130,7 @@ class Program:
         key = tree, *((x.shape, x.dtype) for x in leaves), len(self._layouts)
         if key in self._agreed:
             return
-        mesh = self._config.mesh
+        mesh = self._config.outer_mesh
         rows = lambda: {"rows": str(loss.number_of_rows(batch))}
         if not free or compare("step", rows, mesh) is None:
             check_same_program(self._explained(self._compiled.lower, state, batch), mesh)

@@ -39,10 +39,12 @@ def with_sgd(step: TrainStep, optimizer: optax.GradientTransformation, *, alone:
     pipeline = Pipeline(
         pipeline.inner, Reduction.MEAN, None, pipeline.axis_name, preprocess=pipeline.preprocess
     )
-    loss = dataclasses.replace(config.loss, accumulate_steps=1)
+    loss = config.loss
+    if not loss.is_over_batch:  # of which microbatches are other losses, on any number of shards
+        loss = dataclasses.replace(loss, accumulate_steps=1)
     function = dataclasses.replace(config.function, pipeline=pipeline, loss=loss, sentinel=None)
     mesh = _own_shard(config.mesh, config.axes)
-    own = dataclasses.replace(config, function=function, mesh=mesh)
+    own = dataclasses.replace(config, function=function, mesh=mesh, outer_mesh=mesh)
     update = WeightUpdate.REPLICATED
     return TrainStep(dataclasses.replace(own, weight_update=update, in_parts=False))
 

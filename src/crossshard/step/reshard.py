@@ -62,14 +62,15 @@ class Resharder:
         state = jax.tree.map(place, state, where)
         with _jax.in_place_of_the_users_mesh(config.mesh):
             state = completed(layout, state, jax.tree.leaves(where))
-        if not layout.has_number_of_shards(state):
+        if not layout.is_of_these_shards(state):
             if config.is_grouped:
                 raise ArgumentError(
                     f"The state has groups over another number of shards than "
                     f"{layout.number_of_shards}. Choose one shard's parameters with "
                     f"other.model(state, shard=0) and init with them."
                 )
-            state = layout.on_other_shards(state)
+            types = jax.eval_shape(layout.on_other_shards, state)
+            return self._run(layout.on_other_shards, state, layout.shardings(types))
         return self._run(layout.pack, state, layout.shardings(state))
 
     def _run(self, how: Callable[[Any], Any], state: TrainState, to: TrainState) -> TrainState:

@@ -187,7 +187,7 @@ class ShardLoss:
                 of_batch = lambda batch, both: run(both, batch).loss
                 check_weight_is_read(self.weight, batch, of_batch, types)
             if self.over is LossOver.ROWS and shards.number * self.accumulate_steps > 1:
-                self._check_over_rows(state, batch, keys, types)
+                self._check_over_rows(state, batch, keys, types, shards)
             if self.model_state is ModelState.MEAN and not self.is_over_batch:
                 self._check_equal(state, types, batch, run, keys)
             with jax.named_scope("loss"):
@@ -232,7 +232,9 @@ class ShardLoss:
         after = model_states.check_returned(state.model_state, after)
         return Returned(*split_loss(out, self.has_aux), params, after)
 
-    def _check_over_rows(self, state: TrainState, batch: Any, keys: Keys, types: Any) -> None:
+    def _check_over_rows(
+        self, state: TrainState, batch: Any, keys: Keys, types: Any, shards: Shards
+    ) -> None:
         """Raise if the loss is no mean over rows; see ``check_over_rows``."""
         rows, whole = self.split(batch)
         of_rows, of_shard = (keys, ()) if self.keys_of_rows else ((), keys)
@@ -251,9 +253,11 @@ class ShardLoss:
             ).loss
 
         axes = [*self.batch_axes.of_rows(rows), *[0] * len(of_rows)]
-        finding = self.record.latest = over_rows(
-            loss, (rows, of_rows), whole, types, of_all, own=(of_shard, of_one), axes=axes
-        )
+        # The second trace has the rows of the batch, or as many more as a power of 2.
+        times = 1 << (shards.number * self.accumulate_steps - 1).bit_length()
+        own, given = (of_shard, of_one), (rows, of_rows)
+        finding = over_rows(loss, given, whole, types, of_all, own=own, axes=axes, times=times)
+        self.record.latest = finding
         check_over_rows(
             finding, rows, weight=self.weight, summed=self.is_summed, record=self.record
         )

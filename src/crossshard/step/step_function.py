@@ -143,7 +143,7 @@ class StepFunction:
         self, layout: StateLayout, state: TrainState, batch: Any, context: StageContext
     ) -> tuple[Any, Any, OfShard, Any]:
         """The same of a loss over the batch: it is differentiated here; and its ``aux``."""
-        over = OverBatch(self.loss, layout, context.unread, self.gather_dtype)
+        over = OverBatch(self.loss, layout, self._at_use(layout, state, context))
         found = over.gradient(state, batch, self._scale(state))
         given = found.loss, found.values, found.model_state
         specs = PartitionSpec(), over.specs(found.values), PartitionSpec()
@@ -262,6 +262,19 @@ class StepFunction:
         split = map_partitions(of_part, layout.plan.params, state.params)
         gradients = Gradients(split, {"value": whole}, whole, whole, whole, whole)
         return Progress(layout.specs(state), aux, of_group, gradients)
+
+    def specs_of_metrics(self, layout: StateLayout, metrics: dict[str, Any]) -> dict[str, Any]:
+        """How the metrics of a step lie on the mesh."""
+        whole, each = PartitionSpec(), PartitionSpec(layout.axes)
+        of_group = whole if layout.groups is None else each
+        of_aux = whole if self.loss.is_over_batch else self.loss.aux_specs(each, of_group)
+        kinds = {"aux": of_aux, "divergence": whole}
+        spread = lambda spec, tree: jax.tree.map(lambda _: spec, tree)
+        is_spec = lambda x: isinstance(x, PartitionSpec)
+        return {
+            name: jax.tree.map(spread, kinds.get(name, of_group), found, is_leaf=is_spec)
+            for name, found in metrics.items()
+        }
 
     # Texts and metrics.
 

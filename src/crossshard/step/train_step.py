@@ -65,7 +65,7 @@ class TrainStep:
     @property
     def mesh(self) -> Mesh:
         """The mesh that the step runs on."""
-        return self._config.mesh
+        return self._config.outer_mesh
 
     @property
     def compiler_options(self) -> dict[str, Any]:
@@ -125,6 +125,13 @@ class TrainStep:
         after, metrics = self._program(state, batch)
         self._watch.add(metrics)
         return after, metrics
+
+    def _inner_mesh(self) -> contextlib.AbstractContextManager[object]:
+        return _jax.in_place_of_the_users_mesh(self._config.mesh)
+
+    def _outside(self, tree: Any) -> Any:
+        """Arrays of this step on the mesh as the user made it."""
+        return jax.tree.map(lambda x: _jax.on_mesh(x, self._config.outer_mesh), tree)
 
     def _entering(self, call: str) -> contextlib.AbstractContextManager[Any]:
         """What tells the other processes that this one is in a call."""
@@ -194,13 +201,13 @@ class TrainStep:
         with jax.transfer_guard("allow"), self._entering("init"):
             prepared = initial.prepare(self._config, self._layouts, params, rng, model_state)
             self._latest = prepared.layout, prepared.types
-            return initial.run(self._config, prepared)
+            return self._outside(initial.run(self._config, prepared))
 
     def abstract_init(self, params: Any, *, model_state: Any = None) -> TrainState:
         """The types and shardings of ``init``'s state, to ``lower`` without devices."""
         prepared = initial.prepare(self._config, self._layouts, params, 0, model_state)
         self._latest = prepared.layout, prepared.types
-        return prepared.types
+        return self._outside(prepared.types)
 
     def unshard(self, state: TrainState) -> TrainState:
         """The state replicated over the shards, its arrays in the optimizer's own shapes.
@@ -211,7 +218,8 @@ class TrainStep:
         is, and ``Checkpoints`` saves and restores it in parts.
         """
         check_state(state)
-        return self._resharder.unshard(state)
+        with self._inner_mesh():
+            return self._outside(self._resharder.unshard(_inside(state)))
 
     def reshard(self, state: TrainState) -> TrainState:
         """Shard an unsharded state for this step, from any number of shards.
@@ -220,9 +228,10 @@ class TrainStep:
         own shapes, and none is made whole on a device unless this step keeps it whole.
 
         If the number of shards changes, statistics of an NNX module and the state of the
-        preprocessor are averaged, and random streams get new keys. If the state is of a step with
-        other options, what a new one keeps is made, what one that is gone kept is dropped, and a
-        ``CheckpointWarning`` says so.
+        preprocessor are averaged, and random streams get new keys; so they are between a loss over
+        the shards' rows and one over the batch, which has one state for all. If the state is of a
+        step with other options, what a new one keeps is made, what one that is gone kept is
+        dropped, and a ``CheckpointWarning`` says so.
 
         Raises:
           ArgumentError: the state is another optimizer's or preprocessor's, its groups are not of
@@ -230,7 +239,8 @@ class TrainStep:
             stores them.
         """
         check_state(state)
-        return self._resharder.reshard(state)
+        with self._inner_mesh():
+            return self._outside(self._resharder.reshard(_inside(state)))
 
     def model(self, state: TrainState, shard: int | None = None, *, ema: bool = False) -> Any:
         """The model with the parameters of a state, to evaluate or to export.
@@ -249,13 +259,21 @@ class TrainStep:
           ArgumentError: parameters differ between groups, and ``shard`` is ``None``; or there is no
             moving average.
         """
-        return model_of(state, self._arrays(state, shard, ema), self._config)
+        state = _inside(state)
+        with self._inner_mesh():
+            return self._outside(model_of(state, self._arrays(state, shard, ema), self._config))
 
     def _arrays(self, state: TrainState, shard: int | None, ema: bool) -> tuple[Any, Any, Any]:
         check_state(state)
         # What rests in parts is not made whole.
-        own = self._resharder.collected if self._config.in_parts else self.unshard
-        return arrays_of(state, shard, self._config, self._layouts, own if ema else None)
+        own = self._resharder.collected if self._config.in_parts else self._resharder.unshard
+        return arrays_of(state, shard, self._config, own if ema else None)
+
+    def _to_read(self, state: TrainState, shard: int | None, ema: bool) -> tuple[Any, AtUse]:
+        """What ``_arrays`` returns, and how one shard gets these, which it only reads."""
+        state = _inside(state)
+        with self._inner_mesh():
+            return self._arrays(state, shard, ema), self._at_use(state)
 
     def _at_use(self, state: TrainState) -> AtUse:
         """How one shard gets parameters that it only reads."""
@@ -303,7 +321,7 @@ class TrainStep:
         6.0
         """
         _check.function("metric_fn", metric_fn)
-        arrays, at_use = self._arrays(state, shard, ema), self._at_use(state)
+        arrays, at_use = self._to_read(state, shard, ema)
         return self._evaluate(metric_fn, state.skeleton, at_use, arrays, batches)
 
     def predict(
@@ -336,7 +354,7 @@ class TrainStep:
         array([ 3.,  3., 12.], dtype=float32)
         """
         _check.function("predict_fn", predict_fn)
-        arrays, at_use = self._arrays(state, shard, ema), self._at_use(state)
+        arrays, at_use = self._to_read(state, shard, ema)
         return self._predict(predict_fn, state.skeleton, at_use, arrays, batches)
 
     # Description.
@@ -386,12 +404,12 @@ class TrainStep:
                 "Call it outside of jax.jit."
             )
         first, again = (self._replayed(state, batch) for _ in range(2))
-        with _jax.in_place_of_the_users_mesh(self._config.mesh):
-            return differing(self._layouts.of_state(state), first, again)
+        with self._inner_mesh():
+            return differing(self._layouts.of_state(state), _inside(first), _inside(again))
 
     def _replayed(self, state: TrainState, batch: Any) -> TrainState:
         with self._entering("replay"):
-            return self._program(copy(state), batch)[0]
+            return self._program(copy(_inside(state)), batch)[0]
 
     def describe(self) -> str:
         """The pipeline, the weight update with its reason, and the arrays with their sizes.
@@ -407,6 +425,11 @@ class TrainStep:
         return describe(self._config.function, *self._latest)
 
 
+def _inside(tree: Any) -> Any:
+    """Arrays on a mesh of the user's as on the same with automatic axes."""
+    return jax.tree.map(lambda x: _jax.on_mesh(x, None), tree)
+
+
 def config_of(step: TrainStep) -> StepConfig:
     """What a step is made of."""
     return step._config
@@ -414,7 +437,7 @@ def config_of(step: TrainStep) -> StepConfig:
 
 def collected(step: TrainStep, state: TrainState) -> TrainState:
     """A state of this step without rows of owners: all arrays in their own shapes, or slices."""
-    return step._resharder.collected(state)
+    return step._resharder.collected(_inside(state))
 
 
 def layout_of(step: TrainStep, state: TrainState) -> StateLayout:

@@ -25,9 +25,9 @@ BATCH = {"x": X, "y": Y}
 RIGHT: dict[str, Callable[[], crossshard.tools.Verification]] = {}
 
 
-def right(name: str, make_step: Callable, *batch: Any, **options: Any) -> None:
+def right(name: str, make_step: Callable, *batch: Any, num_shards: int = 8, **options: Any) -> None:
     given = batch or (X, Y)
-    RIGHT[name] = lambda: crossshard.verify(make_step, *given, num_shards=8, **options)
+    RIGHT[name] = lambda: crossshard.verify(make_step, *given, num_shards=num_shards, **options)
 
 
 def named(function: Callable) -> str:
@@ -388,11 +388,18 @@ def mse_of(params: Any, batch: Any) -> Any:
     return mse(params, batch["x"], batch["y"])
 
 
-def of_step(name: str, loss: Any = mse_of, optimizer: Any = None, **options: Any) -> None:
+def of_step(
+    name: str,
+    loss: Any = mse_of,
+    optimizer: Any = None,
+    first: Any = None,
+    batch: Any = BATCH,
+    **options: Any,
+) -> None:
     def run() -> Any:
         rule = optimizer or optax.adam(1e-3)
         step = crossshard.make_train_step(loss, rule, num_shards=8, **options)
-        return crossshard.verify(step, first_params(), BATCH)
+        return crossshard.verify(step, first or first_params(), batch)
 
     RIGHT[f"train step {name}"] = run
 

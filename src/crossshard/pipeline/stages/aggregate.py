@@ -52,7 +52,8 @@ class Aggregate(Stage):
         """The sums of gradients: in full, or this shard's slice of each if arrays are split."""
         # Parameters that rest in parts have other shapes than gradients that are whole.
         in_parts = any(gradients.early) or context.arrays.at_rest
-        if context.params is not None and not in_parts:
+        # One shard reduces nothing: as under a jit of the user's own, on global arrays.
+        if context.params is not None and not in_parts and context.shards.number > 1:
             check_shapes(gradients.values, context.params)
         shards, groups = context.shards, context.groups
         values = context.arrays.arranged(gradients.values)

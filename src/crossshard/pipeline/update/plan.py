@@ -242,8 +242,8 @@ def _check_state_stays(update: Callable[..., Any], params: Any, state: Any) -> N
             raise ArgumentError(
                 f"The optimizer cannot update these parameters: {type(error).__name__}, "
                 f"{str(error).splitlines()[0]}. One that takes parameters of a form of its own, as "
-                f"optax.lookahead does, is for the Optax idiom: init and update, in a loop of your "
-                f"own."
+                f"optax.lookahead does, or the gradient of each example, as optax.contrib.dpsgd "
+                f"does, is for the Optax idiom: init and update, in a loop of your own."
             ) from error
         raise ArgumentError(
             f"The optimizer needs more than gradients and the loss, which is all that a step has: "

@@ -1,7 +1,10 @@
 """A step as its factory builds it for a number of shards, run on chosen batches."""
 
+import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -10,15 +13,17 @@ from flax import nnx
 
 from crossshard import _jax
 from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.jaxprs.walk import equations_within
 from crossshard.shards import batch_axes
 from crossshard.shards.batch_axes import BatchAxes
-from crossshard.tools.verification.probe import probe
+from crossshard.tools.verification.probe import probe, with_rate
 from crossshard.tools.verification.snapshot import (
     Copies,
     copies_of,
     fresh,
-    has_keys,
     holds_nnx,
+    map_arrays,
+    replaced,
     snapshot,
 )
 
@@ -28,84 +33,133 @@ Factory = Callable[[Any, int], Any]
 _ARRAYS = (jax.Array, np.ndarray)
 
 
+# A step that has not moved a parameter after so many calls never will.
+_MOST_CALLS = 64
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Two steps with the same batch: the idle one, and the first that changes parameters.
+    """An idle step, and as many with a learning rate as it takes to change a parameter.
 
     Attributes:
       start: the arrays of the state before them.
       idle: those after the idle step.
-      last: those after both.
+      last: those after all.
       metrics: the floating scalars that the idle step returned besides, by their path.
+      rate: the learning rate.
+      calls: the number of steps after the idle one.
     """
 
     start: Snapshot
     idle: Snapshot
     last: Snapshot
     metrics: Snapshot
+    rate: float
+    calls: int
 
     def parameters(self) -> list[str]:
-        """The names of what the idle step leaves and the next one changes."""
-        return [
-            name
-            for name, before in self.start.items()
-            if before.is_float
-            and name in self.idle
-            and name in self.last
-            and np.array_equal(before.values, self.idle[name].values)
-            and not np.array_equal(before.values, self.last[name].values)
-        ]
+        """The names of what the idle step leaves and the next ones change."""
+        return _changed(self.start, self.idle, self.last)
 
 
 class BuiltStep:
-    """A step for a number of shards, with plain SGD, whose first step changes no parameter.
+    """A step for a number of shards, with the probe as its optimizer.
 
     Args:
       make_step: the user's factory.
       number: the number of shards.
-      learning_rate: of SGD.
 
     Raises:
       ArgumentTypeError: the factory does not return a step with its state.
     """
 
-    def __init__(self, make_step: Factory, number: int, learning_rate: float) -> None:
-        returned = make_step(probe(learning_rate), number)
+    def __init__(self, make_step: Factory, number: int) -> None:
+        returned = make_step(probe(), number)
         if not isinstance(returned, tuple) or len(returned) < 2 or not callable(returned[0]):
             raise ArgumentTypeError(
                 "make_step(optimizer, num_shards) must return (step, *state): the step, and the "
                 f"arguments that it is called with before the batch; got {_described(returned)}."
             )
         self.number = number
-        self.learning_rate = learning_rate
         self._step, *self._state = returned
 
-    @property
-    def has_keys(self) -> bool:
-        """Whether the state has typed random keys."""
-        return has_keys(self._state)
+    def runs(
+        self,
+        batch: Sequence[Any],
+        key: Any = None,
+        rate: float = 1.0,
+        calls: int | None = None,
+        counters: Mapping[str, np.ndarray] = MappingProxyType({}),
+    ) -> Iterator[Run]:
+        """Idle steps in a row with the same batch, from each of which others go off.
 
-    def run(self, batch: Sequence[Any], key: Any = None, seed: int = 0) -> Run:
-        """Take the idle step and the first that changes parameters, with the same batch.
+        So counters go on as they do in training, and each run has other random keys, whether these
+        are made from a counter, are in the state, or are an argument.
 
         Args:
           batch: the arguments after the state.
           key: the random key, the last argument; none if ``None``.
-          seed: other keys for other seeds.
+          rate: the learning rate.
+          calls: the number of steps with it; as many as it takes if ``None``.
+          counters: arrays of the state to replace before these, by their names.
         """
-        state = fresh(self._state, seed)
-        start, args = snapshot(state), self._args(batch, key, seed)
-        state, metrics = self._call(state, args)
-        idle = snapshot(state)
-        state, _ = self._call(state, args)
-        return Run(start, idle, snapshot(state), metrics)
+        state, moved = tuple(self._state), dict[str, np.ndarray]()
+        for seed in itertools.count():
+            # Arrays of statistics start anew, so that their samples are independent.
+            state = replaced(fresh(state, seed), moved) if moved else fresh(state, seed)
+            start, args = snapshot(state), self._args(batch, key, seed)
+            state, metrics = self._call(state, args)
+            idle, moving = snapshot(state), fresh(state)
+            if not moved:
+                names = changed_when_idle(start, idle)
+                # Not a scalar, which may count.
+                moved = {x: start[x].values[0] for x in names if start[x].values[0].size > 1}
+            if counters:
+                moving = replaced(moving, counters)
+            moving = map_arrays(lambda x: with_rate(x, rate), moving)
+            call, last = 0, idle
+            while call < (calls or _MOST_CALLS):
+                moving, _ = self._call(moving, self._args(batch, key, seed))
+                call, last = call + 1, snapshot(moving)
+                if calls is None and _changed(start, idle, last):
+                    break
+            yield Run(start, idle, last, metrics, rate, call)
+
+    def with_state(self, values: Mapping[str, np.ndarray]) -> "BuiltStep":
+        """The same step, of whose first state some arrays are others, by their names."""
+        other = copy.copy(self)
+        other._state = list(replaced(self._state, values))
+        return other
+
+    def draws(self, batch: Sequence[Any], key: Any = None) -> bool | None:
+        """Whether it draws random numbers in what JAX traces; ``None`` if it cannot be traced."""
+        try:
+            function, arrays = self._function_of_arrays(batch, key)
+            jaxpr = jax.make_jaxpr(function)(*arrays).jaxpr
+        except Exception:  # of any kind: not every step can be traced as a whole
+            return None
+        return any(
+            _jax.draws(each)
+            for equation in jaxpr.eqns
+            for each in (equation, *equations_within(equation))
+        )
 
     def flops(self, batch: Sequence[Any], key: Any = None) -> float | None:
         """The floating-point operations of one device, as the compiler counts them, if it does."""
+        function, arrays = self._function_of_arrays(batch, key)
+        compiled = jax.jit(_jax.placing(function, arrays)).lower(*arrays).compile()
+        shardings = jax.tree.leaves(compiled.output_shardings)
+        if max(len(each.device_set) for each in shardings) < self.number:
+            return None  # the step places its arrays where this cannot see it
+        return (compiled.cost_analysis() or {}).get("flops")
+
+    def _function_of_arrays(
+        self, batch: Sequence[Any], key: Any
+    ) -> tuple[Callable[..., list[jax.Array]], list[Any]]:
+        """The step as a function from arrays to arrays, and the first that it takes."""
         state = fresh(self._state)
         graph, arrays = nnx.split(state) if holds_nnx(state) else (None, state)
         leaves, tree = jax.tree.flatten((arrays, self._args(batch, key, 0)))
-        own = [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]
 
         def of_arrays(*own: Any) -> Any:
             given = iter(own)
@@ -117,11 +171,7 @@ class BuiltStep:
             changed = None if graph is None else nnx.state(state)
             return [x for x in jax.tree.leaves((out, changed)) if isinstance(x, jax.Array)]
 
-        compiled = jax.jit(_jax.placing(of_arrays, own)).lower(*own).compile()
-        shardings = jax.tree.leaves(compiled.output_shardings)
-        if max(len(each.device_set) for each in shardings) < self.number:
-            return None  # the step places its arrays where this cannot see it
-        return (compiled.cost_analysis() or {}).get("flops")
+        return of_arrays, [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]
 
     def _args(self, batch: Sequence[Any], key: Any, seed: int) -> list[Any]:
         keys = [] if key is None else [jax.random.fold_in(key, seed) if seed else key]
@@ -146,6 +196,27 @@ class BuiltStep:
             f"{'trees' if len(trees) > 1 else 'a tree'} of the same structure as the "
             f"{len(trees)} of the state that make_step returned. It returned {_described(out)}."
         )
+
+
+def changed_when_idle(start: Snapshot, idle: Snapshot) -> list[str]:
+    """The arrays of real numbers that an idle step changes, such as those of batch norm."""
+    return [
+        name
+        for name, before in start.items()
+        if before.is_float and name in idle and not np.array_equal(before.values, idle[name].values)
+    ]
+
+
+def _changed(start: Snapshot, idle: Snapshot, last: Snapshot) -> list[str]:
+    return [
+        name
+        for name, before in start.items()
+        if before.is_float
+        and name in idle
+        and name in last
+        and np.array_equal(before.values, idle[name].values)
+        and not np.array_equal(before.values, last[name].values)
+    ]
 
 
 def rows_of(batch: Sequence[Any], axes: Sequence[BatchAxes]) -> int:

@@ -13,6 +13,7 @@ from crossshard.tools.verification.explain import (
     explain_copies,
     explain_simply,
     explain_together,
+    explain_without,
     is_fine,
     is_sixteen_bit,
 )
@@ -33,12 +34,19 @@ def conclude(evidence: Evidence) -> Verification:
     notes = list(evidence.notes)
     if None in found.values():
         notes.append(_OWN_STATISTICS)
+    if evidence.counters:
+        words = f"{evidence.counters}; the step reads it"
+        for name, fault in found.items():
+            if isinstance(fault, Fault):
+                found[name] = Fault(kinds.COUNTER, words, ratio=fault.ratio)
     faults = [*_faults(found), *evidence.beside]
-    if evidence.keys_are_equal:
+    if evidence.at_one_key.keys_are_equal:
         words = "random keys are equal on all shards: shards that swap rows leave the step as it is"
         # What a shared key does to the mean is no fault of its own.
         faults = [f for f in faults if f.kind not in (kinds.OTHER, kinds.SCALED)]
         faults.insert(0, Fault(kinds.KEYS_EQUAL, words))
+    if evidence.samples > 1:
+        notes.append(_of_noise(evidence, found))
     reports = tuple(_report(leaf, found[leaf.name]) for leaf in evidence.leaves)
     return Verification(evidence.number, evidence.rows, tuple(faults), reports, tuple(notes))
 
@@ -69,8 +77,11 @@ def _of_parameters(evidence: Evidence) -> dict[str, Fault | str | None]:
     largest = max(rms(np.stack([case.one for case in leaf.cases])) for leaf in evidence.leaves)
     for leaf in evidence.leaves:
         case = next((case for case in leaf.cases if not is_fine(case)), None)
-        if case is None:
-            found[leaf.name] = _ROUNDED if is_sixteen_bit(leaf.cases[0]) else _FINE
+        missing = evidence.at_one_key.without_effect.get(leaf.name)
+        if missing and not (case and case.copies_differ):
+            found[leaf.name] = explain_without(_case_of(leaf, missing[0]), missing)
+        elif case is None:
+            found[leaf.name] = _of_right(leaf)
         elif _is_too_small(leaf, largest):
             found[leaf.name] = _TOO_SMALL
         else:
@@ -81,6 +92,36 @@ def _of_parameters(evidence: Evidence) -> dict[str, Fault | str | None]:
             else:
                 found[leaf.name] = fault
     return found | _of_several(wrong, evidence.has_statistics)
+
+
+def _case_of(leaf: Leaf, shard: int) -> Case:
+    """That of the group of a shard."""
+    return next(case for case in leaf.cases if shard in case.members)
+
+
+def _of_noise(evidence: Evidence, found: Mapping[str, Fault | str | None]) -> str:
+    """How exactly a random step was compared, and what was not."""
+    words = (
+        f"the step draws other random numbers on {evidence.number} shards than on one device, so "
+        f"means of {evidence.samples} steps are compared"
+    )
+    off = lambda leaf: max(case.noise / max(norm(case.one), 1e-300) for case in leaf.cases)
+    fine = [off(leaf) for leaf in evidence.leaves if found[leaf.name] == _FINE]
+    hidden = [leaf.name for leaf in evidence.leaves if _is_hidden(leaf)]
+    words += f", to within {100 * max(fine):.0f}% of an update" if fine else ""
+    return words + (f"; noise hides that of {listed(hidden, 4)}" if hidden else "")
+
+
+def _is_hidden(leaf: Leaf) -> bool:
+    """Whether the updates of a parameter are smaller than what may be chance."""
+    largest = lambda case: max(norm(case.update), norm(case.one))
+    return any(case.is_random and case.noise >= largest(case) for case in leaf.cases)
+
+
+def _of_right(leaf: Leaf) -> Fault | str:
+    if _is_hidden(leaf):
+        return _TOO_SMALL
+    return _ROUNDED if is_sixteen_bit(leaf.cases[0]) else _FINE
 
 
 def _is_too_small(leaf: Leaf, largest: float) -> bool:

@@ -1,7 +1,7 @@
 """Evidence: the updates of N shards, of one device, and of one device with each shard's rows."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -24,7 +24,8 @@ class Case:
       rows: those of this group.
       tolerance: the relative difference that is rounding.
       noise: the norm of a difference that is rounding or chance.
-      is_random: whether the updates are means of random ones.
+      noise_of_own: by how much more noise there is in ``own``.
+      is_random: whether the updates are means of several, with other random keys each.
     """
 
     many: np.ndarray
@@ -35,6 +36,7 @@ class Case:
     rows: int
     tolerance: float
     noise: float
+    noise_of_own: float
     is_random: bool
 
     @property
@@ -65,6 +67,14 @@ class Case:
         scale = norm(self.many[0]) + norm(self.one)
         return any(norm(x - self.many[0]) > 1e-5 * scale for x in self.many[1:])
 
+    def is_mean_of_own(self) -> bool:
+        """Whether the update is the mean of what each shard does alone."""
+        if self.own is None:
+            return False
+        off, mean = self.noise_of_own * self.noise, self.own.mean(axis=0)
+        scale = max(norm(self.update), norm(mean))
+        return norm(self.update - mean) <= self.tolerance * scale + off
+
     def close(self, one: np.ndarray, other: np.ndarray) -> bool:
         """Whether two updates are equal, up to rounding and chance."""
         scale = max(norm(one), norm(other))
@@ -94,6 +104,19 @@ class Leaf:
 
 
 @dataclasses.dataclass(frozen=True)
+class AtOneKey:
+    """What is known of a random step from other rows at the same key, whatever the noise.
+
+    Attributes:
+      keys_are_equal: whether shards that swap their rows leave the step as it is.
+      without_effect: the shards whose rows do not matter to a parameter, by its name.
+    """
+
+    keys_are_equal: bool = False
+    without_effect: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
 class Evidence:
     """All that was measured.
 
@@ -103,7 +126,9 @@ class Evidence:
       leaves: what an update changes.
       has_statistics: whether a step changes other real numbers, too, such as those of batch norm.
       beside: what is wrong with these, and with metrics.
-      keys_are_equal: whether shards that swap their rows leave a random step as it is.
+      samples: of so many runs, with other random keys each, updates are the mean.
+      at_one_key: what is known beside, if they are several.
+      counters: words for counters that are others on N shards and make the difference, if any do.
       notes: what could not be measured, and what is no fault.
     """
 
@@ -112,5 +137,7 @@ class Evidence:
     leaves: tuple[Leaf, ...]
     has_statistics: bool
     beside: tuple[Fault, ...]
-    keys_are_equal: bool
+    samples: int
+    at_one_key: AtOneKey
+    counters: str
     notes: tuple[str, ...]

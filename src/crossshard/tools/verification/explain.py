@@ -126,7 +126,7 @@ def _of_ratio(case: Case, ratio: float) -> Fault | None:
     if case.own is not None:
         mean, n = case.own.mean(axis=0), case.number
         # One number is always some multiple of another.
-        if kind in (kinds.SCALED, kinds.MICROBATCHES) and case.close(case.update, mean):
+        if kind in (kinds.SCALED, kinds.MICROBATCHES) and case.is_mean_of_own():
             return None
         if case.is_random:
             pass
@@ -150,9 +150,13 @@ def explain_together(case: Case, has_statistics: bool) -> Fault | None:
       has_statistics: whether the step normalises by statistics of its rows.
     """
     ratio = case.ratio
-    if case.own is not None and not case.is_random:
+    if case.own is not None and case.is_random:
+        # Nothing more can be told of a mean that is known with so few digits.
+        if case.is_mean_of_own():
+            return _not_linear(ratio, has_statistics)
+    elif case.own is not None:
         wanted = _combination(case.own, case.one, case.tolerance)
-        if case.close(case.update, case.own.mean(axis=0)):
+        if case.is_mean_of_own():
             return _mean_of_own(case, case.own, wanted, has_statistics)
         factors = _combination(case.own, case.update, case.tolerance)
         if factors is not None:
@@ -193,6 +197,10 @@ def _mean_of_own(
             f"{_decimals(wanted)}: uneven weights averaged equally"
         )
         return Fault(kinds.WEIGHTS, words, ratio=ratio)
+    return _not_linear(ratio, has_statistics)
+
+
+def _not_linear(ratio: float | None, has_statistics: bool) -> Fault | None:
     if has_statistics:
         return None
     words = (
@@ -218,6 +226,16 @@ def _of_factors(case: Case, factors: np.ndarray, wanted: np.ndarray) -> Fault | 
         return Fault(kind, ", and ".join(parts), ratio=case.ratio, shards=(*twice, *dropped))
     words = f"the shards count as {_decimals(factors)}, where one device has {_decimals(wanted)}"
     return Fault(kinds.WEIGHTS, words, ratio=case.ratio)
+
+
+def explain_without(case: Case, missing: tuple[int, ...]) -> Fault:
+    """Why the rows of some shards of a random step have no effect."""
+    others = [shard for shard in case.members if shard not in missing]
+    if len(others) == 1:
+        words = f"is shard {others[0]}'s own gradient: the rows of other shards have no effect"
+        return Fault(kinds.ONE_SHARD, words, shards=(others[0],))
+    words = f"the rows of {_shards(missing)} are left out"
+    return Fault(kinds.ROWS_DROPPED, words, shards=missing)
 
 
 def _decimals(numbers: Iterable[float]) -> str:

@@ -27,6 +27,7 @@ OTHER = "another direction"
 # Everything else.
 BATCH_NOT_SPLIT = "batch not split"
 KEYS_EQUAL = "equal random keys"
+COUNTER = "counter"
 STATISTICS = "statistics"
 METRIC_ONE_SHARD = "metric of one shard"
 METRIC_SUMMED = "metric summed"
@@ -34,6 +35,7 @@ METRIC_AVERAGED = "metric averaged twice"
 
 _SUMMED = "summed over the shards, not averaged; or a pmean came after autodiff had summed"
 _LOCAL_NORM = "clipped or normalised by a local norm"
+_MAY_BE = "which may be the number of microbatches"
 
 # How far a factor may be from one that has a name.
 NEAR = 5e-3
@@ -80,18 +82,21 @@ def name_ratio(
             (of_all, "N", GROUP_SIZE, f"summed over all {of_all} shards, not averaged in groups"),
             *known,
         ]
-    if n > 1:
-        for value, sign, kind, words in known:
-            if near(ratio, value, within) and not near(ratio, 1):
-                return kind, f"{ratio:.3f} = {sign}: {words}"
-    for k in range(2, 33):
-        if near(ratio, 1 / k, within):
-            return MICROBATCHES, (
-                f"{ratio:.3f} = 1/{k}: divided by {k} once too often, which may be the number of "
-                "microbatches"
-            )
-        if near(ratio, k, within):
-            return MICROBATCHES, (
-                f"{ratio:.3f} = {k}: {k} times too large, as a sum of {k} microbatches would be"
-            )
-    return SCALED, f"{ratio:.3f}: scaled by a factor that has no name here"
+    few = [
+        entry
+        for k in range(2, 33)
+        for entry in (
+            (1 / k, f"1/{k}", MICROBATCHES, f"divided by {k} once too often, {_MAY_BE}"),
+            (
+                k,
+                f"{k}",
+                MICROBATCHES,
+                f"{k} times too large, as a sum of {k} microbatches would be",
+            ),
+        )
+    ]
+    likely = [each for each in (known if n > 1 else []) + few if near(ratio, each[0], within)]
+    if not likely or near(ratio, 1):
+        return SCALED, f"{ratio:.3f}: scaled by a factor that has no name here"
+    _, sign, kind, words = min(likely, key=lambda each: abs(math.log(ratio / each[0])))
+    return kind, f"{ratio:.3f} = {sign}: {words}"

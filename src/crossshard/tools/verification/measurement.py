@@ -1,31 +1,47 @@
 """Measurement: runs a step in all ways that tell something about it."""
 
-from collections.abc import Sequence
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from crossshard.errors import ArgumentError
+from crossshard.errors import ArgumentError, NestedContextError
 from crossshard.shards.batch_axes import BatchAxes
-from crossshard.tools.verification.arithmetic import apart, norm, rms, standard_error, unstacked
-from crossshard.tools.verification.beside import (
-    Runs,
+from crossshard.tools.verification.arithmetic import apart, norm, rms, unstacked
+from crossshard.tools.verification.beside import are_of_rows, of_metrics, of_statistics
+from crossshard.tools.verification.built_step import (
+    BuiltStep,
+    Factory,
+    Run,
     changed_when_idle,
-    of_metrics,
-    of_statistics,
+    rows_of,
+    take_rows,
 )
-from crossshard.tools.verification.built_step import BuiltStep, Factory, Run, rows_of, take_rows
-from crossshard.tools.verification.evidence import Case, Evidence, Leaf
+from crossshard.tools.verification.evidence import AtOneKey, Case, Evidence, Leaf
+from crossshard.tools.verification.samples import Mean
+from crossshard.tools.verification.snapshot import Copies
 
-# Steps of a random one, with other keys each, of which the mean is compared.
-SAMPLES = 16
+# What is compared: the change of a parameter in the steps with a learning rate, over that rate;
+# of another real array in the idle step; and what that step returns besides.
+_UPDATE, _STATISTIC, _METRIC = "update", "statistic", "metric"
+# Runs with each shard's rows, of a random step.
+_OWN_SAMPLES = 16
+# Keys at which rows must have no effect, if they are to be left out.
+_KEYS = 16
 # Relative differences that are rounding, unless a dtype is coarser.
 _ROUNDING = 1e-4
 # By which factor updates may be smaller or larger than parameters, before SGD gets another rate.
 _FAR = 16.0
 # Gradients so much smaller than the largest leaf's may be nothing but rounding.
 _SMALL = 1e-3
+# Updates that are further apart are not equal, up to rounding.
+_OTHER = 1e-3
+# Updates that are no further apart are the same.
+_SAME = 1e-6
 
 
 class Measurement:
@@ -52,7 +68,7 @@ class Measurement:
         groups: Sequence[tuple[int, ...]],
         factor: float = 1.0,
     ) -> None:
-        self._make_step, self._batch, self._axes, self._key = make_step, batch, axes, key
+        self._batch, self._axes, self._key = batch, axes, key
         self._groups, self._factor = groups, factor
         self.number = sum(map(len, groups))
         if self.number < 2:
@@ -69,38 +85,49 @@ class Measurement:
                 f"The {self.rows} rows of the batch do not divide over {self.number} shards, so "
                 f"nobody can tell which group has which. Pass a multiple of {self.number} rows."
             )
+        self._alone, self._together = BuiltStep(make_step, 1), BuiltStep(make_step, self.number)
+        self._started = False
+        self._carried: list[str] = []
 
-    def evidence(self) -> Evidence:
-        """Run, and collect."""
-        rate, self._alone = self._alone_at_a_good_rate()
-        self._rate, self._together = rate, BuiltStep(self._make_step, self.number, rate)
-        many = self._run_together()
-        one = self._run_groups()
-        own = self._run_own()
-        self._is_random = self._other_keys_matter(one[0])
-        names = list(dict.fromkeys(name for run in one for name in run.parameters()))
-        self._shapes = {name: one[0].start[name].values.shape[1:] for name in names}
-        self._check_names(one[0], many)
-        self._rounding = {} if self._is_random else self._rounding_of(one[0])
-        besides = [] if self._is_random else sorted(set(one[0].start) - set(names))
-        statistics = changed_when_idle(besides, one[0])
-        faults = self._of_what_is_beside(statistics, Runs(self.number, many, one[0], own))
-        # Other keys, of which the mean is compared.
-        more = range(1, SAMPLES if self._is_random else 1)
-        samples_of_many = [many, *(self._run_together(seed) for seed in more)]
-        samples_of_one = [one, *(self._run_groups(seed) for seed in more)]
-        samples_of_own = None if own is None else [own, *(self._run_each(seed) for seed in more)]
+    def evidence(self, samples: int = 1) -> Evidence:
+        """Run, and collect.
+
+        Args:
+          samples: of so many runs the mean is taken, each with other random keys.
+        """
+        if not self._started:
+            self._start()
+        while self._number_of_samples < samples:
+            self._take(next(self._of_many), _next(self._of_one))
+        # What tells why something is off takes the most runs.
+        if samples > 1 and any(mean.is_off for mean in self._means.values()):
+            while self._of_own and self._number_of_own < min(samples, _OWN_SAMPLES):
+                self._take_own(_next(self._of_own))
+        statistics = self._of(_STATISTIC)
+        are_of_all = len(self._groups) == 1  # else each group has its own
+        faults, notes = of_statistics(statistics) if are_of_all else ([], [])
+        if are_of_all and self._factor == 1:  # under SUM metrics have another factor
+            faults += of_metrics(self._of(_METRIC))
         return Evidence(
             number=self.number,
             rows=self.rows,
-            leaves=tuple(
-                self._leaf(name, samples_of_many, samples_of_one, samples_of_own) for name in names
-            ),
-            has_statistics=bool(statistics),
+            leaves=tuple(self._leaf(name, samples > 1) for name in self._shapes),
+            has_statistics=are_of_rows(statistics.values(), self._of(_UPDATE).values()),
             beside=tuple(faults),
-            keys_are_equal=self._is_random and self._keys_are_equal(many, one[0]),
-            notes=tuple(self._notes),
+            samples=samples,
+            at_one_key=self._at_one_key if samples > 1 else AtOneKey(),
+            counters=self._of_counters() if samples == 1 else "",
+            notes=(*self._notes, *notes),
         )
+
+    def is_random(self) -> bool:
+        """Whether the step draws random numbers, in what JAX traces or anywhere else."""
+        again = self._run_alone(self._groups[0])
+        if self._most_apart(self._one, next(again)) > _OTHER:
+            return True  # the host has keys, which a trace would lead astray
+        draws = self._alone.draws(self._rows_of(self._groups[0]), self._key)
+        # Another step of its has other keys, if it has any.
+        return self._most_apart(self._one, next(again)) > _OTHER if draws is None else draws
 
     def flops(self) -> tuple[float, float, float] | str:
         """Operations of a device: on N shards, alone with all rows, alone with a shard's rows.
@@ -114,7 +141,9 @@ class Measurement:
         try:
             many = self._together.flops(self._batch, self._key)
             one = self._alone.flops(self._batch, self._key)
-            each = self._alone.flops(part, self._key)
+            each = self._alone_with([0]).flops(part, self._key)
+        except NestedContextError:
+            return ""  # crossshard.shard, which splits its arguments by itself
         except Exception as error:  # of any kind: not every step can be traced as a whole
             return f"whether the batch is split was not checked ({type(error).__name__})"
         if many is None or one is None or each is None:
@@ -123,94 +152,116 @@ class Measurement:
 
     # Runs.
 
-    def _alone_at_a_good_rate(self) -> tuple[float, BuiltStep]:
-        """SGD on one device, whose updates are about as large as the parameters."""
-        alone = BuiltStep(self._make_step, 1, 1.0)
-        run = alone.run(self._rows_of(self._groups[0]), self._key)
-        ratios = []
-        for name in run.parameters():
-            before, after = (x[name].values[0].astype(np.float64) for x in (run.idle, run.last))
-            ratios += [norm(before) / norm(after - before)] if np.any(before) else []
-        wanted = float(np.median(ratios)) if ratios else 1.0
-        if not np.isfinite(wanted) or 1 / _FAR <= wanted <= _FAR:
-            return 1.0, alone
-        # A power of 2, which rounds nothing.
-        rate = float(2.0 ** np.clip(np.round(np.log2(wanted)), -60, 60))
-        return rate, BuiltStep(self._make_step, 1, rate)
+    def _start(self) -> None:
+        """Find what a step changes, and how far; take the first sample."""
+        self._started = True
+        first = next(self._alone.runs(self._rows_of(self._groups[0]), self._key))
+        # A rate is a power of 2, which rounds nothing.
+        self._rate, self._calls = _good_rate(first), first.calls
+        self._of_many = self._run_together(self._batch)
+        self._of_one = [self._run_alone(each) for each in self._groups]
+        many, one = next(self._of_many), _next(self._of_one)
+        self._many, self._one, self._of_groups = many, one[0], one
+        names = list(dict.fromkeys(name for run in one for name in run.parameters()))
+        self._shapes = {name: self._one.start[name].values.shape[1:] for name in names}
+        self._check_names(self._one, many)
+        self._rounding = self._rounding_of(self._one)
+        idle = changed_when_idle(self._one.start, self._one.idle)
+        statistics = sorted(set(idle) - set(names))
+        known = ((_UPDATE, names), (_STATISTIC, statistics), (_METRIC, self._one.metrics))
+        self._means = {(what, name): Mean() for what, names in known for name in names}
+        self._number_of_samples = self._number_of_own = 0
+        self._take(many, one)
+        self._take_own(self._first_own())
+
+    def _take(self, many: Run, one: Sequence[Run]) -> None:
+        """Add a sample."""
+        self._number_of_samples += 1
+        for (what, name), mean in list(self._means.items()):
+            alone = _first_copies(one, what, name)
+            raw = _seen(many, what, name)
+            copies = None if alone is None else unstacked(raw, alone.shape[1:], self.number)
+            if raw is None or alone is None or copies is None:
+                del self._means[what, name]  # it is another array there
+                continue
+            mean.is_stacked = raw.shape[1:] != alone.shape[1:]
+            of = (one[0].metrics if what == _METRIC else one[0].idle)[name]
+            mean.rounding = 1e-7 + 4 * _epsilon(of) * norm(of.values[0].astype(np.float64))
+            factor = self._factor if what == _UPDATE else 1.0
+            mean.add(_flat(copies), factor * _flat(alone))
+
+    def _take_own(self, own: Sequence[Run]) -> None:
+        """Add a sample of the shards' own."""
+        self._number_of_own += 1
+        for (what, name), mean in self._means.items():
+            alone = _first_copies(own, what, name)
+            if alone is not None and _flat(alone).shape[1:] == mean.one.shape[1:]:
+                mean.add_own((self._factor if what == _UPDATE else 1.0) * _flat(alone))
+
+    def _of(self, what: str) -> dict[str, Mean]:
+        return {name: mean for (kind, name), mean in self._means.items() if kind == what}
 
     def _rows_of(self, shards: Sequence[int]) -> Sequence[Any]:
         if len(shards) == self.number or self._blocks is None:
             return self._batch
         return self._taken(self._blocks[list(shards)].ravel())
 
-    def _taken(self, rows: np.ndarray) -> Sequence[Any]:
+    def _taken(self, rows: np.ndarray) -> list[Any]:
         return take_rows(self._batch, self._axes, rows)
 
-    def _run_together(self, seed: int = 0) -> Run:
-        return self._together.run(self._batch, self._key, seed)
+    def _run_together(self, batch: Sequence[Any]) -> Iterator[Run]:
+        return self._together.runs(batch, self._key, self._rate, self._calls)
 
-    def _run_groups(self, seed: int = 0) -> list[Run]:
-        """One device with the rows of each group."""
-        return [self._alone.run(self._rows_of(each), self._key, seed) for each in self._groups]
+    def _run_alone(
+        self, shards: Sequence[int], counters: Mapping[str, np.ndarray] = MappingProxyType({})
+    ) -> Iterator[Run]:
+        """One device with the rows of these shards."""
+        alone, rows = self._alone_with(shards), self._rows_of(shards)
+        return alone.runs(rows, self._key, self._rate, self._calls, counters)
 
-    def _run_each(self, seed: int = 0) -> list[Run]:
-        """One device with the rows of each shard."""
-        shards = range(self.number)
-        return [self._alone.run(self._rows_of([i]), self._key, seed) for i in shards]
+    def _alone_with(self, shards: Sequence[int]) -> BuiltStep:
+        """The step on one device with these shards' part of what is carried from row to row."""
+        if self._blocks is None or not self._carried:
+            return self._alone
+        rows = self._blocks[list(shards)].ravel()
+        of_rows = {name: self._one.start[name].values[0][rows] for name in self._carried}
+        return self._alone.with_state(of_rows)
 
-    def _run_own(self) -> list[Run] | None:
-        """As ``_run_each``; ``None`` and a note if the step does not take a shard's rows alone."""
+    def _run_rows_alone(
+        self, rows: Sequence[Any], counters: Mapping[str, np.ndarray] = MappingProxyType({})
+    ) -> Iterator[Run]:
+        return self._alone.runs(rows, self._key, self._rate, self._calls, counters)
+
+    def _first_own(self) -> list[Run]:
+        """One device with the rows of each shard; a note if the step does not take them alone."""
         by_factor = "faults are told by their factor alone"
+        self._of_own = []
         if self._blocks is None:
             self._notes.append(
                 f"the {self.rows} rows do not divide over {self.number} shards, so that {by_factor}"
             )
-            return None
-        try:
-            return self._run_each()
-        except Exception as error:  # of any kind: the user's step may want a fixed number of rows
-            self._notes.append(
-                "the step on one device does not take a shard's rows alone, so that "
-                f"{by_factor} ({type(error).__name__})"
-            )
-            return None
-
-    def _other_keys_matter(self, first: Run) -> bool:
-        if self._key is None and not self._alone.has_keys:
-            return False
-        again = self._alone.run(self._rows_of(self._groups[0]), self._key, seed=1)
-        moved = lambda run, name: run.last[name].values - run.idle[name].values
-        return any(apart(moved(again, x), moved(first, x)) > 1e-3 for x in first.parameters())
-
-    def _keys_are_equal(self, many: Run, one: Run) -> bool:
-        """Whether a random update stays when each shard has the rows of the next one.
-
-        A key that makes the same step as on one device is meant to be shared.
-        """
-        if self._blocks is None:
-            return False
-        placed = np.empty_like(self._blocks)
-        for members in map(list, self._groups):
-            placed[members] = np.roll(self._blocks[members], 1, axis=0)
-        moved = self._together.run(self._taken(placed.ravel()), self._key)
-        other = self._run_together(seed=1)
-        # Asked last, so that all processes take the same steps, whatever they have found.
-        if self._most_apart(many, one) < 1e-3:
-            return False
-        by_key = self._most_apart(many, other)
-        return by_key > 0 and self._most_apart(many, moved) < 0.02 * by_key
-
-    def _most_apart(self, one: Run, other: Run) -> float:
-        """The largest relative difference of any parameter's updates."""
-        return max(
-            apart(self._update(one, name)[0], self._update(other, name)[0]) for name in self._shapes
+            return []
+        of_rows = [
+            x for x in self._of(_STATISTIC) if self._one.idle[x].values.shape[1:2] == (self.rows,)
+        ]
+        for self._carried in [[], of_rows] if of_rows else [[]]:
+            self._of_own = [self._run_alone([i]) for i in range(self.number)]
+            try:
+                return _next(self._of_own)
+            except Exception as error:  # of any kind: the step may want a fixed number of rows
+                kind = type(error).__name__
+        self._of_own = []
+        self._notes.append(
+            "the step on one device does not take a shard's rows alone, so that "
+            f"{by_factor} ({kind})"
         )
+        return []
 
     def _rounding_of(self, first: Run) -> dict[str, float]:
         """How far the order of the rows moves an update that is next to nothing, as a norm."""
         batch = self._rows_of(self._groups[0])
-        reverse = np.arange(rows_of(batch, self._axes))[::-1]
-        again = self._alone.run(take_rows(batch, self._axes, reverse), self._key)
+        backwards = take_rows(batch, self._axes, np.arange(rows_of(batch, self._axes))[::-1])
+        again = next(self._run_rows_alone(backwards))
         updates = {name: self._update(first, name)[0] for name in self._shapes}
         largest = max(map(rms, updates.values()))
         return {
@@ -218,6 +269,95 @@ class Measurement:
             for name, update in updates.items()
             if rms(update) < _SMALL * largest
         }
+
+    @functools.cached_property
+    def _at_one_key(self) -> AtOneKey:
+        """What other rows change, and what they do not, while all random keys stay."""
+        if self._blocks is None:
+            return AtOneKey()
+        following = np.empty_like(self._blocks)
+        for members in map(list, self._groups):
+            following[members] = np.roll(self._blocks[members], 1, axis=0)
+        moved = next(self._run_together(self._taken(following.ravel())))
+        walk = self._run_together(self._batch)
+        other = [next(walk), next(walk)][1]
+        by_key = self._most_apart(self._many, other)
+        stays = by_key > 0 and self._most_apart(self._many, moved) < 0.02 * by_key
+        # Noise that has nothing to do with rows, such as that on weights, stays on one device, too.
+        rows = following[list(self._groups[0])].ravel()
+        alone = next(self._run_rows_alone(self._taken(rows)))
+        keys_are_equal = stays and self._most_apart(self._one, alone) > _OTHER
+        return AtOneKey(keys_are_equal, self._without_effect(self._blocks, following))
+
+    def _without_effect(self, own: np.ndarray, others: np.ndarray) -> dict[str, tuple[int, ...]]:
+        """The shards whose rows change no bit of a parameter that they change on one device."""
+        found: dict[str, tuple[int, ...]] = {}
+        for group, members in zip(self._of_groups, self._groups, strict=True):
+            for shard in members:
+                blocks = own.copy()
+                blocks[shard] = others[shard]
+                left = self._without_change(self._taken(blocks.ravel()))
+                if not left:
+                    continue
+                rows = self._taken(blocks[list(members)].ravel())
+                one = next(self._run_rows_alone(rows))
+                for name in left:
+                    if self._apart(group, one, name) > _OTHER:
+                        found[name] = (*found.get(name, ()), shard)
+        # What no row changes is not updated, or is frozen.
+        return {name: shards for name, shards in found.items() if len(shards) < self.number}
+
+    def _without_change(self, batch: Sequence[Any]) -> list[str]:
+        """The parameters whose update on N shards is the same with another batch, at any key."""
+        left = list(self._shapes)
+        runs = zip(self._run_together(self._batch), self._run_together(batch), strict=True)
+        # A shard may drop a layer at one key, as with stochastic depth.
+        for one, other in itertools.islice(runs, _KEYS):
+            left = [name for name in left if self._apart(one, other, name) <= _SAME]
+            if not left:
+                break
+        return left
+
+    def _of_counters(self) -> str:
+        """Which counters make the difference, where N shards have others than one device."""
+        counted = {}
+        for name, one in self._one.idle.items():
+            many = self._many.idle.get(name)
+            if many is None or not one.is_counter or many.dtype != one.dtype:
+                continue
+            values = unstacked(many.values, one.values.shape[1:], self.number)
+            if values is not None and np.any(values != one.values[0]):
+                counted[name] = np.broadcast_to(values, (self.number, *one.values.shape[1:]))
+        if not counted or not self._of_own or self._most_apart(self._many, self._one) < _OTHER:
+            return ""
+        runs = [
+            next(self._run_alone([i], {name: of[i] for name, of in counted.items()}))
+            for i in range(self.number)
+        ]
+        plain_is_off = False
+        for name, mean in self._of(_UPDATE).items():
+            as_counted = self._factor * np.mean([self._update(run, name)[0] for run in runs], 0)
+            if mean.own is None or apart(mean.many[0], as_counted) > _OTHER:
+                return ""
+            plain_is_off |= apart(mean.many[0], mean.own.mean(axis=0)) > _OTHER
+        if not plain_is_off:
+            return ""  # without them it is the same
+        return "; ".join(
+            f"{name} {_counted(of, self._one.idle[name].values[0])}" for name, of in counted.items()
+        )
+
+    def _most_apart(self, one: Run, other: Run) -> float:
+        """The largest relative difference of any parameter's updates."""
+        return max(self._apart(one, other, name) for name in self._shapes)
+
+    def _apart(self, one: Run, other: Run, name: str) -> float:
+        return apart(*(self._update(run, name) for run in (one, other)))
+
+    def _update(self, run: Run, name: str) -> np.ndarray:
+        """float64[copies, size]."""
+        copies = unstacked(_seen(run, _UPDATE, name), self._shapes[name], self.number)
+        assert copies is not None
+        return _flat(copies)
 
     # What was found.
 
@@ -235,7 +375,7 @@ class Measurement:
                     "same structure for any number."
                 )
             first, start = one.start[name].values[0], many.start[name]
-            copies = unstacked(start, shape, self.number)
+            copies = unstacked(start.values, shape, self.number)
             if copies is None:
                 raise ArgumentError(
                     f"`{name}` has shape {list(shape)} on one shard and "
@@ -248,59 +388,80 @@ class Measurement:
                     "shards. Let make_step create it from a fixed seed."
                 )
 
-    def _of_what_is_beside(self, statistics: Sequence[str], runs: Runs) -> list[Any]:
-        """The faults of statistics and metrics."""
-        if self._is_random or len(self._groups) > 1:
-            return []  # each group has its own
-        faults, notes = of_statistics(statistics, runs)
-        self._notes += notes
-        # Under SUM metrics have another factor.
-        return faults if self._factor != 1 else faults + of_metrics(runs)
-
-    def _update(self, run: Run, name: str) -> np.ndarray:
-        """float64[copies, size], over the learning rate."""
-        idle, last = (
-            unstacked(x[name], self._shapes[name], self.number) for x in (run.idle, run.last)
-        )
-        assert idle is not None
-        assert last is not None
-        moved = (idle - last) / self._rate
-        return moved.reshape(len(moved), -1)
-
-    def _leaf(
-        self,
-        name: str,
-        many: Sequence[Run],
-        one: Sequence[list[Run]],
-        own: Sequence[list[Run]] | None,
-    ) -> Leaf:
+    def _leaf(self, name: str, is_random: bool) -> Leaf:
         """Of one run, or the mean of several with other keys."""
-        first_copy = lambda samples: np.stack(
-            [[self._update(run, name)[0] for run in runs] for runs in samples]
-        )
-        updates = [self._update(run, name) for run in many]
-        copies = max(map(len, updates))
-        of_many = np.stack([np.broadcast_to(x, (copies, x.shape[1])) for x in updates])
-        of_one = first_copy(one)
-        of_own = None if own is None else self._factor * first_copy(own).mean(axis=0)
-        before = one[0][0].start[name]
-        epsilon = float(jnp.finfo(before.dtype).eps)
+        mean = self._means[_UPDATE, name]
+        many, own, chance = mean.many, mean.own, mean.chance
+        before = self._one.start[name]
+        epsilon = _epsilon(before)
         rounding = epsilon * norm(before.values[0].astype(np.float64)) / self._rate
-        spread = [standard_error(x) for x in (of_many, of_one)] if len(many) > 1 else []
-        noises = [2 * rounding, 10 * self._rounding.get(name, 0.0), *(4 * x for x in spread)]
+        noises = [2 * rounding, 10 * self._rounding.get(name, 0.0)]
         cases = []
         for index, members in enumerate(self._groups):
-            own_copies = list(members) if copies == self.number else slice(None)
+            copies = list(members) if len(many) == self.number else slice(None)
             case = Case(
-                many=of_many.mean(axis=0)[own_copies],
-                one=self._factor * of_one.mean(axis=0)[index],
-                own=None if of_own is None else of_own[list(members)],
+                many=many[copies],
+                one=mean.one[index],
+                own=None if own is None else own[list(members)],
                 members=members,
                 of_all=self.number,
                 rows=self.rows * len(members) // self.number,
                 tolerance=max(_ROUNDING, 4 * epsilon),
-                noise=norm(np.array(noises)),
-                is_random=self._is_random,
+                noise=norm(np.array([*noises, chance[copies, index].max()])),
+                noise_of_own=mean.chance_of_own,
+                is_random=is_random,
             )
             cases.append(case)
         return Leaf(name, self._shapes[name], tuple(cases))
+
+
+def _seen(run: Run, what: str, name: str) -> np.ndarray | None:
+    """float64[copies, …] of what is compared; ``None`` if the run has no such array."""
+    if what == _METRIC:
+        found = run.metrics.get(name)
+        return None if found is None else found.values.astype(np.float64)
+    before, after = (run.idle, run.last) if what == _UPDATE else (run.start, run.idle)
+    if name not in before or name not in after:
+        return None
+    moved = after[name].values.astype(np.float64) - before[name].values
+    return moved / -run.rate if what == _UPDATE else moved
+
+
+def _first_copies(runs: Sequence[Run], what: str, name: str) -> np.ndarray | None:
+    """float64[runs, …], if all have it in the same shape."""
+    found = [_seen(run, what, name) for run in runs]
+    firsts = [each[0] for each in found if each is not None]
+    alike = len(firsts) == len(runs) and len({x.shape for x in firsts}) == 1
+    return np.stack(firsts) if alike else None
+
+
+def _epsilon(x: Copies) -> float:
+    return float(jnp.finfo(x.dtype).eps)
+
+
+def _flat(x: np.ndarray) -> np.ndarray:
+    return x.reshape(len(x), -1)
+
+
+def _next(walks: Sequence[Iterator[Run]]) -> list[Run]:
+    return [next(walk) for walk in walks]
+
+
+def _good_rate(run: Run) -> float:
+    """A learning rate with which updates are about as large as the parameters, from a run at 1."""
+    ratios = []
+    for name in run.parameters():
+        before, after = (x[name].values[0].astype(np.float64) for x in (run.idle, run.last))
+        ratios += [norm(before) / norm(after - before)] if np.any(before) else []
+    wanted = float(np.median(ratios)) if ratios else 1.0
+    if not np.isfinite(wanted) or 1 / _FAR <= wanted <= _FAR:
+        return 1.0
+    return float(2.0 ** np.clip(np.round(np.log2(wanted)), -60, 60))
+
+
+def _counted(of: np.ndarray, alone: np.ndarray) -> str:
+    """Words for a counter's values on the shards, and on one device."""
+    if np.any(of != of[:1]):
+        return "differs between the shards"
+    shown = f"{of[0]:.0f} on {len(of)} shards and {alone:.0f}" if not alone.ndim else "another one"
+    return f"is {shown} on one device after the same number of steps"

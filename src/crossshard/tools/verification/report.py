@@ -42,7 +42,7 @@ class LeafReport:
         ``tolerance``.
       tolerance: up to which relative difference the two count as equal.
       verdict: ``"fine"``, the kind of its fault, or ``"too small"`` for a gradient that is nothing
-        but rounding.
+        but rounding, or is hidden by noise.
     """
 
     name: str

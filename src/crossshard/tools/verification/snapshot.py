@@ -1,7 +1,7 @@
 """Snapshots of a step's state: each array by name, as numpy arrays, one for each copy of it."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from crossshard.model.state import TrainState
+from crossshard.shards.random_streams import is_key, may_be_raw_key, own_stream
+
+_NUMBERS = jax.Array | np.ndarray | np.generic | float | int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +34,12 @@ class Copies:
         """Whether it has real numbers."""
         return bool(jnp.issubdtype(self.dtype, jnp.floating))
 
+    @property
+    def is_counter(self) -> bool:
+        """Whether it has integers that are no random key."""
+        is_whole = jnp.issubdtype(self.dtype, jnp.integer)
+        return bool(is_whole) and not may_be_raw_key(self.values)
+
 
 def holds_nnx(tree: Any) -> bool:
     """Whether a tree has NNX modules or optimizers, which a step may change in place."""
@@ -51,10 +59,32 @@ def snapshot(state: Sequence[Any]) -> dict[str, Copies]:
         (tree,) = tree
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if isinstance(leaf, jax.Array | np.ndarray | np.generic | float | int):
+        if isinstance(leaf, _NUMBERS):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             found[name.removesuffix("/value").removesuffix("/array") or "params"] = copies_of(leaf)
     return found
+
+
+def replaced(state: Sequence[Any], values: Mapping[str, np.ndarray]) -> tuple[Any, ...]:
+    """The arguments of a step with other values of some arrays, by their paths in a snapshot."""
+    names = iter(snapshot(state))
+
+    def other(x: Any) -> Any:
+        if not isinstance(x, _NUMBERS):
+            return x
+        value = values.get(next(names))
+        return x if value is None else like(x, value)
+
+    return map_arrays(other, tuple(state))
+
+
+def like(x: Any, value: np.ndarray) -> Any:
+    """An array of this value that lies as another one does, if it has the same shape."""
+    value = np.asarray(value, jnp.result_type(x))
+    if not isinstance(x, jax.Array) or not x.committed or x.shape != value.shape:
+        return jnp.asarray(value)
+    pieces = [jax.device_put(value[each.index], each.device) for each in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, pieces)
 
 
 def copies_of(x: Any) -> Copies:
@@ -82,15 +112,21 @@ def copies_of(x: Any) -> Copies:
 
 
 def fresh(state: Sequence[Any], seed: int = 0) -> tuple[Any, ...]:
-    """Copies of the arguments of a step, whose typed random keys are other ones if seed is not 0.
+    """Copies of the arguments of a step, whose random keys are other ones if seed is not 0.
 
     Args:
       state: the arguments, which stay as they are.
-      seed: what is folded into the keys.
+      seed: what is folded into the keys, typed, or raw as ``PRNGKey`` and Keras hold them.
     """
-    return map_arrays(
-        lambda x: _copy(x, seed), tuple(_with_other_keys(each, seed) for each in state)
-    )
+
+    def copy(x: Any) -> Any:
+        if not isinstance(x, jax.Array | np.ndarray):
+            return x
+        if seed and (is_key(x) or may_be_raw_key(x)):
+            return own_stream(jnp.asarray(x), jnp.int32(seed))
+        return jnp.copy(x) if isinstance(x, jax.Array) else x.copy()
+
+    return map_arrays(copy, tuple(state))
 
 
 def map_arrays(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -100,33 +136,6 @@ def map_arrays(function: Callable[[Any], Any], tree: Any) -> Any:
     split: Any = nnx.split(tree)
     graph, arrays = split
     return nnx.merge(graph, jax.tree.map(function, arrays))
-
-
-def has_keys(state: Sequence[Any]) -> bool:
-    """Whether there are typed random keys among the arguments."""
-    tree: Any = tuple(state)
-    leaves = jax.tree.leaves(nnx.state(tree) if holds_nnx(tree) else tree)
-    return any(map(_is_key, leaves)) or any(isinstance(x, TrainState) for x in state)
-
-
-def _with_other_keys(x: Any, seed: int) -> Any:
-    # Its key is raw.
-    if not seed or not isinstance(x, TrainState):
-        return x
-    key = jax.random.wrap_key_data(x.rng, impl=x.rng_impl)
-    return dataclasses.replace(x, rng=jax.random.key_data(jax.random.fold_in(key, seed)))
-
-
-def _copy(x: Any, seed: int) -> Any:
-    if _is_key(x) and seed:
-        return jax.vmap(jax.random.fold_in, (0, None))(x.ravel(), seed).reshape(x.shape)
-    if isinstance(x, jax.Array):
-        return jnp.copy(x)
-    return x.copy() if isinstance(x, np.ndarray) else x
-
-
-def _is_key(x: Any) -> bool:
-    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _is_nnx(x: Any) -> bool:

@@ -1,0 +1,69 @@
+"""Image classification in Equinox: `filter_jit`, `filter_value_and_grad`, a vmapped network."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+OPTIMIZER = optax.adamw(3e-3)
+
+
+class CNN(eqx.Module):
+    layers: list
+
+    def __init__(self, key):
+        one, two, three = jax.random.split(key, 3)
+        self.layers = [
+            eqx.nn.Conv2d(1, 4, kernel_size=3, key=one),
+            eqx.nn.MaxPool2d(kernel_size=2),
+            jax.nn.relu,
+            jnp.ravel,
+            eqx.nn.Linear(100, 32, key=two),
+            jax.nn.sigmoid,
+            eqx.nn.Linear(32, 10, key=three),
+            jax.nn.log_softmax,
+        ]
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def cross_entropy(y, pred_y):
+    pred_y = jnp.take_along_axis(pred_y, jnp.expand_dims(y, 1), axis=1)
+    return -jnp.mean(pred_y)
+
+
+def loss_fn(model, batch):
+    x, y = batch
+    return cross_entropy(y, jax.vmap(model)(x))
+
+
+def data(steps):
+    rng = np.random.default_rng(0)
+    for _ in range(steps):
+        labels = rng.integers(10, size=32)
+        images = rng.normal(size=(32, 1, 8, 8)) + labels[:, None, None, None] / 5
+        yield images.astype(np.float32), labels
+
+
+def main(optimizer=OPTIMIZER, steps=5):
+    model = CNN(jax.random.key(0))
+    opt_state = optimizer.init(eqx.filter(model, eqx.is_array))
+
+    @eqx.filter_jit
+    def make_step(model, opt_state, batch):
+        loss, grads = eqx.filter_value_and_grad(loss_fn)(model, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, eqx.filter(model, eqx.is_array))
+        return eqx.apply_updates(model, updates), opt_state, loss
+
+    for batch in data(steps):
+        model, opt_state, loss = make_step(model, opt_state, batch)
+        print(f"loss {loss:.4f}")
+    return eqx.filter(model, eqx.is_array)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Image classification in Haiku, with a moving average of the parameters to evaluate with."""
+
+from typing import NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+OPTIMIZER = optax.adam(1e-3)
+
+
+class TrainingState(NamedTuple):
+    params: hk.Params
+    avg_params: hk.Params
+    opt_state: optax.OptState
+
+
+@hk.without_apply_rng
+@hk.transform
+def network(images):
+    mlp = hk.Sequential(
+        [hk.Flatten(), hk.Linear(64), jax.nn.relu, hk.Linear(32), jax.nn.relu, hk.Linear(10)]
+    )
+    return mlp(images)
+
+
+def loss_fn(params, batch):
+    logits = network.apply(params, batch["image"])
+    l2_regulariser = 0.5 * sum(jnp.sum(jnp.square(p)) for p in jax.tree.leaves(params))
+    labels = jax.nn.one_hot(batch["label"], 10)
+    log_likelihood = jnp.sum(labels * jax.nn.log_softmax(logits))
+    return -log_likelihood / batch["label"].shape[0] + 1e-4 * l2_regulariser
+
+
+def data(steps):
+    rng = np.random.default_rng(0)
+    for _ in range(steps):
+        label = rng.integers(10, size=32)
+        image = rng.normal(size=(32, 8, 8, 1)) + label[:, None, None, None] / 5
+        yield {"image": image.astype(np.float32), "label": label}
+
+
+def main(optimizer=OPTIMIZER, steps=5):
+    params = network.init(jax.random.key(0), np.ones((1, 8, 8, 1)))
+    state = TrainingState(params, params, optimizer.init(params))
+
+    @jax.jit
+    def update(state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
+        updates, opt_state = optimizer.update(grads, state.opt_state)
+        params = optax.apply_updates(state.params, updates)
+        avg_params = optax.incremental_update(params, state.avg_params, step_size=0.001)
+        return TrainingState(params, avg_params, opt_state), loss
+
+    for batch in data(steps):
+        state, loss = update(state, batch)
+        print(f"loss {loss:.4f}")
+    return state.params, state.avg_params
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""The programs: what each is, what was changed in it, and what the first try said."""
+
+import ast
+import dataclasses
+import difflib
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+HERE = Path(__file__).parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """A first try that is refused.
+
+    Attributes:
+      changes: what a program says now, because the error said so, and what it said at first.
+      said: what the error says.
+      named: what the error says to write.
+      written: the same, for the table.
+    """
+
+    changes: tuple[tuple[str, str], ...]
+    said: str
+    named: str
+    written: str
+
+
+_KNOWN = (
+    Refused(
+        ((', loss_over="batch"', ""),),
+        "The loss compares rows of the batch",
+        "loss_over='batch'",
+        'loss_over="batch"',
+    ),
+    Refused(
+        ((", weight=count", ""),),
+        "The loss divides a sum over the rows of the batch by another one",
+        "Pass weight=",
+        "weight=",
+    ),
+    Refused(
+        (
+            ("chain(noise, optimizer), preprocess=clip", "chain(clip, noise, optimizer)"),
+            ("jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)", "tx.init"),
+            ("    specs = tx.state_specs(params, num_shards=8)\n", ""),
+            ("specs", "P()"),
+        ),
+        "per-example gradients",
+        "preprocess=optax.contrib.differentially_private_aggregate",
+        "preprocess=",
+    ),
+)
+# Whose loss is no mean by the numbers of a first batch, where its trace does not decide.
+_BY_NUMBERS = {"segmentation"}
+# How a file says what it uses, and what a reader calls it.
+_LIBRARIES = {
+    "import equinox": "Equinox",
+    "import haiku": "Haiku",
+    "import keras": "Keras",
+    "from flax import linen": "Flax Linen",
+    "from flax import nnx": "Flax NNX",
+}
+_WAYS = {
+    "crossshard.make_train_step(": "`make_train_step`",
+    "crossshard.shard(": "`crossshard.shard`",
+    "jax.shard_map(": "the Optax idiom in `shard_map`",
+    "jax.device_put(": "the Optax idiom on global arrays",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program on one device, and the same on eight shards."""
+
+    name: str
+
+    def path(self, kind: str) -> Path:
+        """Where its text is: that of ``"before"`` or of ``"after"``."""
+        return HERE / kind / f"{self.name}.py"
+
+    def text(self, kind: str) -> str:
+        """Its text, ``"before"`` or ``"after"``."""
+        return self.path(kind).read_text(encoding="utf-8")
+
+    def run(self, kind: str, *args: Any, **kwargs: Any) -> Any:
+        """Train, and return what is trained, as numpy arrays."""
+        module = importlib.import_module(f"examples.programs.{kind}.{self.name}")
+        return jax.device_get(module.main(*args, **kwargs))
+
+    @property
+    def what(self) -> str:
+        """What it trains: the first line of the file, which both have."""
+        return (ast.get_docstring(ast.parse(self.text("before"))) or "").removesuffix(".")
+
+    @property
+    def library(self) -> str:
+        """What its model is written with."""
+        found = [name for line, name in _LIBRARIES.items() if line in self.text("before")]
+        return found[0] if found else "JAX"
+
+    @property
+    def way(self) -> str:
+        """The way in that it uses."""
+        return next(way for line, way in _WAYS.items() if line in self.text("after"))
+
+    @property
+    def refused(self) -> Refused | None:
+        """The first try, where that is refused; ``None`` where it is right."""
+        text = self.text("after")
+        known = next((each for each in _KNOWN if each.changes[0][0] in text), None)
+        if known is not None and self.name in _BY_NUMBERS:
+            return dataclasses.replace(known, said="Nothing proves that the loss is a mean")
+        return known
+
+    def first_try(self) -> str:
+        """The text of the first try."""
+        text, refused = self.text("after"), self.refused
+        for now, first in () if refused is None else refused.changes:
+            text = re.sub(rf"(?<!_){re.escape(now)}", first, text)
+        return text
+
+    def diff(self) -> str:
+        """What was changed, as ``diff -U1`` shows it."""
+        before, after = (self.text(kind).splitlines() for kind in ("before", "after"))
+        lines = list(difflib.unified_diff(before, after, n=1, lineterm=""))[2:]
+        return "".join(f"{line.rstrip()}\n" for line in lines)
+
+    @property
+    def changed(self) -> int:
+        """How many lines were changed or added."""
+        return sum(line.startswith("+") for line in self.diff().splitlines())
+
+
+PROGRAMS = tuple(Program(path.stem) for path in sorted((HERE / "before").glob("[a-z]*.py")))
+
+
+def table(folder: str) -> str:
+    """All programs in Markdown; ``folder`` is that of the programs, from where the table is."""
+    lines = [
+        "| program | library | way in | lines | the first try |",
+        "|---|---|---|---|---|",
+    ]
+    for each in PROGRAMS:
+        links = " ".join(f"[{k}]({folder}/{k}/{each.name}.py)" for k in ("before", "after"))
+        refused = each.refused
+        said = "right"
+        if refused is not None:
+            said = f"“{refused.said} …”: write `{refused.written}`"
+        row = f"{each.what} ({links})", each.library, each.way, each.changed, said
+        lines.append(f"| {' | '.join(map(str, row))} |")
+    return "\n".join(lines) + "\n"
+
+
+def difference(found: Any, expected: Any) -> float:
+    """The largest difference of two trees of arrays, relative to the largest element."""
+    flat = lambda tree: jax.tree_util.tree_leaves_with_path(tree)
+    pairs = list(zip(flat(found), flat(expected), strict=True))
+    for (path, one), (other_path, other) in pairs:
+        if jax.tree_util.keystr(path) != jax.tree_util.keystr(other_path):
+            raise ValueError(f"{jax.tree_util.keystr(path)} is there only once")
+        if np.shape(one) != np.shape(other):
+            raise ValueError(f"{jax.tree_util.keystr(path)}: {np.shape(one)}, {np.shape(other)}")
+    wide = [(np.asarray(one, float), np.asarray(other, float)) for (_, one), (_, other) in pairs]
+    scale = max(abs(other).max() for _, other in wide)
+    return float(max(abs(one - other).max() for one, other in wide) / scale)

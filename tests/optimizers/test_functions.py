@@ -1,0 +1,95 @@
+"""Functions among the extra arguments: an optimizer would call them on one shard's rows alone."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import P
+from jax.sharding import AxisType
+
+import crossshard
+from crossshard import CrossShardOptimizer
+from crossshard.errors import ArgumentError
+
+X = np.random.default_rng(0).normal(size=(16, 5)).astype(np.float32)
+PARAMS = {"w": jnp.ones(5), "b": jnp.float32(0)}
+SAM = optax.contrib.sam(
+    optax.sgd(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.1)), opaque_mode=True
+)
+MESH = jax.make_mesh((4,), ("shards",), devices=jax.devices()[:4], axis_types=(AxisType.Auto,))
+# The optimizer, and what it takes, given the loss of a shard's rows, its value and its gradient.
+TAKEN: dict[str, tuple[Any, Any]] = {
+    "value_fn": (optax.lbfgs(), lambda loss, *now: {"value_fn": loss} | of_now(*now)),
+    "grad_fn": (SAM, lambda loss, *_: {"grad_fn": lambda p, _: jax.grad(loss)(p)}),
+}
+
+
+def of_now(value: Any, gradients: Any) -> dict[str, Any]:
+    return {"value": value, "grad": gradients}
+
+
+def loss_of(x: Any) -> Any:
+    return lambda p: (jnp.tanh(x @ p["w"] + p["b"]) ** 2).mean()
+
+
+def trained(opt: Any, taken: Any, around: Any, value_and_grad: Any, x: Any = X) -> Any:
+    @jax.jit
+    @around
+    def step(params: Any, state: Any, x: Any) -> Any:
+        loss = loss_of(x)
+        value, gradients = value_and_grad(loss)(params)
+        more = taken(loss, value, gradients)
+        updates, state = opt.update(gradients, state, params, **more)
+        return optax.apply_updates(params, updates), state
+
+    params, state = PARAMS, opt.init(PARAMS)
+    for _ in range(3):
+        params, state = step(params, state, x)
+    return params
+
+
+def traced(opt: Any, taken: Any, around: Any) -> None:
+    """The same without running it, since shards that take other branches wait for each other."""
+    jax.eval_shape(lambda: trained(opt, taken, around, crossshard.value_and_grad))
+
+
+def on_shards(check_vma: bool) -> Any:
+    specs = {"in_specs": (P(), P(), P("shards")), "out_specs": P()}
+    return jax.shard_map(mesh=MESH, check_vma=check_vma, **specs)
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), found, expected)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", TAKEN)
+def test_they_are_refused_where_shards_have_other_rows(name: str, check_vma: bool):
+    opt, taken = TAKEN[name]
+    wrapped = CrossShardOptimizer(opt)
+    with pytest.raises(ArgumentError, match=rf"^{name} is a function.*under jax\.jit"):
+        traced(wrapped, taken, on_shards(check_vma))
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_on_global_arrays_they_see_all_rows(name: str):
+    opt, taken = TAKEN[name]
+    expected = trained(opt, taken, lambda step: step, jax.value_and_grad)
+    rows = jax.device_put(X, jax.NamedSharding(MESH, P("shards")))
+    wrapped = CrossShardOptimizer(opt)
+    found = trained(wrapped, taken, lambda step: step, jax.value_and_grad, rows)
+    assert_close(found, expected)
+
+
+def test_a_loss_that_is_reduced_by_its_type_is_taken():
+    opt, taken = TAKEN["value_fn"]
+    expected = trained(opt, taken, lambda step: step, jax.value_and_grad)
+    pmean = lambda loss: lambda p: jax.lax.pmean(loss(p), "shards")
+    reduced = lambda loss, *now: {"value_fn": pmean(loss)} | of_now(*now)
+    wrapped = CrossShardOptimizer(opt)
+    assert_close(trained(wrapped, reduced, on_shards(True), crossshard.value_and_grad), expected)
+    with pytest.raises(ArgumentError, match="value_fn"):
+        traced(wrapped, reduced, on_shards(False))

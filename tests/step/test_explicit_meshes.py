@@ -1,0 +1,290 @@
+"""Steps on meshes with explicit axes, with ``jax.set_mesh`` in force, against one device."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import crossshard
+from tests.quick import deep_but
+
+STEPS, ROWS = 3, 32
+RNG = np.random.default_rng(0)
+PARAMS = {
+    "first": RNG.normal(size=(64, 32)).astype(np.float32) / 8,
+    "second": RNG.normal(size=(32, 16)).astype(np.float32) / 8,
+    "bias": np.zeros(16, np.float32),
+}
+X = RNG.normal(size=(STEPS, ROWS, 64)).astype(np.float32)
+Y = RNG.normal(size=(STEPS, ROWS, 16)).astype(np.float32)
+EXPLICIT = AxisType.Explicit
+
+
+def mesh_of(sizes: tuple[int, ...], names: tuple[str, ...], *kinds: AxisType) -> Mesh:
+    return jax.make_mesh(sizes, names, axis_types=kinds or (EXPLICIT,) * len(names))
+
+
+MESHES = {
+    "one axis": mesh_of((8,), ("data",)),
+    "two axes": mesh_of((2, 4), ("slice", "chip")),
+    "mixed": mesh_of((2, 4), ("slice", "chip"), AxisType.Auto, EXPLICIT),
+}
+
+
+def rows_of(params: Any, batch: Any) -> Any:
+    out = jnp.tanh(batch["x"] @ params["first"]) @ params["second"] + params["bias"]
+    return ((out - batch["y"]) ** 2).mean(1)
+
+
+def loss_fn(params: Any, batch: Any) -> Any:
+    return rows_of(params, batch).mean()
+
+
+def weighted(params: Any, batch: Any) -> Any:
+    return (rows_of(params, batch) * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def trained_on_one_device(optimizer: Any) -> tuple[Any, float]:
+    """The parameters of plain JAX and Optax, and the last loss."""
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    state = optimizer.init(params)
+    for x, y in zip(X, Y, strict=True):
+        loss, gradients = jax.value_and_grad(loss_fn)(params, {"x": x, "y": y})
+        updates, state = optimizer.update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, float(loss)
+
+
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.3),
+    "adamw": optax.adamw(1e-2),
+    "muon": optax.contrib.muon(1e-2),
+    "lamb": optax.lamb(1e-2),
+    "dog": optax.contrib.dog(0.1),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "replicated": {"weight_update": "replicated"},
+    "sharded": {"weight_update": "sharded"},
+    "in parts": {"params": "sharded"},
+    "accumulate": {"accumulate_steps": 2},
+    "loss scale": {"loss_scale": crossshard.DynamicLossScale()},
+    "masters": {"master_dtype": "float32", "ema": 0.9},
+    "metrics": {"metrics": ("grad_norm", "update_norm"), "nonfinite": "skip"},
+    "divergence": {"check_divergence": 1},
+    "weight": {"weight": "mask"},
+    "over the batch": {"loss_over": "batch"},
+    "over the batch, in parts": {"loss_over": "batch", "params": "sharded"},
+    "over the batch, accumulate": {"loss_over": "batch", "accumulate_steps": 2},
+    "in parts, accumulate": {"params": "sharded", "accumulate_steps": 2, "ema": 0.9},
+}
+CASES = [
+    *((options, "sgd", "one axis", "split") for options in OPTIONS),
+    *((options, "adamw", "two axes", "host") for options in OPTIONS),
+    *((options, "sgd", mesh, how) for options in OPTIONS for mesh in MESHES for how in ("whole",)),
+    *((o, name, "one axis", "host") for o in ("sharded", "in parts") for name in OPTIMIZERS),
+]
+QUICK = [
+    ("replicated", "sgd", "one axis", "split"),
+    ("in parts", "sgd", "one axis", "split"),
+    ("over the batch", "sgd", "one axis", "split"),
+    ("divergence", "sgd", "one axis", "split"),
+    ("weight", "sgd", "mixed", "whole"),
+    ("sharded", "dog", "one axis", "host"),
+    ("sharded", "muon", "one axis", "host"),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "optimizer", "mesh", "how"),
+    deep_but(lambda case: case in QUICK, list(dict.fromkeys(CASES))),
+)
+def test_a_step_is_that_of_one_device_and_its_arrays_lie_on_the_mesh(
+    options: str, optimizer: str, mesh: str, how: str
+):
+    where = MESHES[mesh]
+    loss = weighted if options == "weight" else loss_fn
+    expected, last = trained_on_one_device(OPTIMIZERS[optimizer])
+    specs = {"split": P(where.axis_names), "whole": P()}
+    with jax.set_mesh(where):
+        step = crossshard.make_train_step(loss, OPTIMIZERS[optimizer], **OPTIONS[options])
+        assert step.mesh == where
+        state = step.init(PARAMS)
+        for number, (x, y) in enumerate(zip(X, Y, strict=True)):
+            batch = {"x": x, "y": y} | ({"mask": np.ones(ROWS)} if options == "weight" else {})
+            if how != "host":
+                batch = jax.device_put(batch, NamedSharding(where, specs[how]))
+            state, metrics = step(state, batch)
+            if number == 1:
+                state = step.reshard(step.unshard(state))
+        model = step.model(state)
+        # JAX takes no array of another mesh beside one that is set.
+        jax.tree.map(lambda x: x == x, (state.params, state.opt_state, metrics, model))
+        assert metrics["loss"] < 100
+        values = step.predict(state, [batch], rows_of)
+        mean = step.evaluate(state, [batch], rows_of)
+    for x in jax.tree.leaves((state, metrics, model)):
+        assert x.sharding.mesh == where
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5)
+    jax.tree.map(close, jax.device_get(model), jax.device_get(expected))
+    np.testing.assert_allclose(metrics["loss"], last, rtol=1e-5)
+    own = rows_of(jax.device_get(model), {"x": X[-1], "y": Y[-1]})
+    np.testing.assert_allclose(values, own, rtol=1e-4)
+    np.testing.assert_allclose(mean, own.mean(), rtol=1e-4)
+
+
+def test_a_step_is_compiled_once_and_its_state_is_donated():
+    traces = []
+
+    def counted(params: Any, batch: Any) -> Any:
+        traces.append(1)
+        return loss_fn(params, batch)
+
+    with jax.set_mesh(MESHES["one axis"]):
+        step = crossshard.make_train_step(counted, optax.adam(0.1), loss_over="shard")
+        state = step.init(PARAMS)
+        state, _ = step(state, {"x": X[0], "y": Y[0]})
+        first, before = len(traces), state
+        for _ in range(2):
+            state, _ = step(state, {"x": X[0], "y": Y[0]})
+        assert len(traces) == first
+        assert all(x.is_deleted() for x in jax.tree.leaves(before.params))
+
+
+def test_what_a_step_sends_is_the_same_as_on_automatic_axes():
+    ratios = []
+    for kind in (AxisType.Auto, EXPLICIT):
+        mesh = mesh_of((8,), ("data",), kind)
+        step = crossshard.make_train_step(loss_fn, optax.adam(0.1), mesh=mesh, params="sharded")
+        lowered = step.lower(step.abstract_init(PARAMS), {"x": X[0], "y": Y[0]})
+        ratios.append(crossshard.inspect(lowered).ratio)
+    assert ratios[0] == ratios[1]
+
+
+def test_the_model_stays_split_over_a_further_axis():
+    mesh = mesh_of((4, 2), ("data", "model"))
+    specs = {"first": P(None, "model"), "second": P("model", None), "bias": P()}
+    expected, _ = trained_on_one_device(optax.sgd(0.3))
+    with jax.set_mesh(mesh):
+        params = {name: jax.device_put(PARAMS[name], spec) for name, spec in specs.items()}
+        step = crossshard.make_train_step(loss_fn, optax.sgd(0.3), axis_name="data")
+        state = step.init(params)
+        for x, y in zip(X, Y, strict=True):
+            state, _ = step(state, {"x": x, "y": y})
+        assert state.params["first"].sharding.spec == P(None, "model")
+        assert jax.typeof(state.params["first"]).sharding.spec == P(None, "model")
+    for name, x in state.params.items():
+        np.testing.assert_allclose(x, expected[name], atol=1e-5)
+
+
+WORDS = RNG.integers(50, size=(ROWS, 7))
+TABLE = {
+    "table": RNG.normal(size=(50, 8)).astype(np.float32),
+    "out": RNG.normal(size=(8, 50)).astype(np.float32),
+}
+
+
+def of_words(params: Any, words: Any) -> Any:
+    """It looks words up, and compares rows."""
+    found = params["table"][words]
+    logits = (found - found.mean((0, 1))) @ params["out"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, words).mean()
+
+
+def test_a_loss_that_looks_up_rows_stands_unchanged():
+    gradients = jax.grad(of_words)(jax.tree.map(jnp.asarray, TABLE), WORDS)
+    expected = {name: TABLE[name] - 0.3 * gradients[name] for name in TABLE}
+    with jax.set_mesh(MESHES["one axis"]):
+        step = crossshard.make_train_step(of_words, optax.sgd(0.3), loss_over="batch")
+        state, _ = step(step.init(TABLE), jax.device_put(WORDS, P("data")))
+        placed = jax.device_put(TABLE, P())
+        with pytest.raises(Exception, match="out_sharding"):
+            jax.jit(jax.grad(of_words))(placed, jax.device_put(WORDS, P("data")))
+    for name, x in state.params.items():
+        np.testing.assert_allclose(x, expected[name], atol=1e-6)
+
+
+def test_within_the_users_jit_and_loop():
+    expected, _ = trained_on_one_device(optax.sgd(0.3))
+    with jax.set_mesh(MESHES["one axis"]):
+        step = crossshard.make_train_step(loss_fn, optax.sgd(0.3), donate=False)
+        batches = jax.device_put({"x": X, "y": Y}, P(None, "data"))
+
+        @jax.jit
+        def run(state: Any, batches: Any) -> Any:
+            one = lambda state, batch: (lambda after, found: (after, found["loss"]))(
+                *step(state, batch)
+            )
+            return jax.lax.scan(one, state, batches)
+
+        state, losses = run(step.init(PARAMS), batches)
+        assert losses.shape == (STEPS,)
+    for name, x in state.params.items():
+        np.testing.assert_allclose(x, expected[name], atol=1e-5)
+
+
+@pytest.mark.parametrize("saved_on", [None, "one axis"])
+def test_checkpoints_restore_the_types_of_the_axes(saved_on: str | None, tmp_path: Path):
+    make = lambda: crossshard.make_train_step(loss_fn, optax.adam(0.1), params="sharded")
+    batch = {"x": X[0], "y": Y[0]}
+    outer = jax.set_mesh(MESHES[saved_on]) if saved_on else contextlib.nullcontext()
+    with outer:
+        step = make()
+        saved, _ = step(step.init(PARAMS), batch)
+        with crossshard.Checkpoints(tmp_path, step) as checkpoints:
+            checkpoints.save(saved)
+    with jax.set_mesh(MESHES["one axis"]):
+        step = make()
+        checkpoints = crossshard.Checkpoints(tmp_path, step)
+        found = checkpoints.restore_latest(step.init(PARAMS))
+        assert found is not None
+        params = checkpoints.restore_params(step.init(PARAMS)).params
+        for x in jax.tree.leaves((found[0], params)):
+            assert x.sharding.mesh == MESHES["one axis"]
+        for x, y in zip(*map(jax.tree.leaves, (saved, found[0])), strict=True):
+            np.testing.assert_array_equal(x, y)
+        after, _ = step(found[0], batch)
+        assert (after.params["bias"] != 0).any()
+
+
+def test_groups_padding_and_verify():
+    where = MESHES["one axis"]
+    with jax.set_mesh(where):
+        groups = [[0, 1, 2, 3], [4, 5, 6, 7]]
+        opt = crossshard.CrossShardOptimizer(optax.sgd(0.3), group_assignment=groups)
+        step = crossshard.make_train_step(loss_fn, opt, ema=0.9)
+        state, metrics = step(step.init(PARAMS), {"x": X[0], "y": Y[0]})
+        one, other = (step.model(state, shard=shard)["bias"] for shard in (0, 4))
+        assert metrics["loss"].shape == (8,)
+        assert (one != other).any()
+        average = step.model(state, shard=4, ema=True)["bias"]
+        np.testing.assert_allclose(average, 0.1 * other, rtol=1e-5)
+
+        padded = crossshard.make_train_step(weighted, optax.sgd(0.3), weight="mask")
+        batch = {"x": X[0][:29], "y": Y[0][:29], "mask": np.ones(29, np.float32)}
+        batch = jax.device_put(batch, P())
+        _, metrics = padded(padded.init(PARAMS), batch)
+        np.testing.assert_allclose(
+            metrics["loss"], loss_fn(PARAMS, {"x": X[0][:29], "y": Y[0][:29]}), rtol=1e-5
+        )
+        step = crossshard.make_train_step(loss_fn, optax.sgd(0.3))
+        assert crossshard.verify(step, PARAMS, {"x": X[0], "y": Y[0]}).ok
+
+
+def test_beside_a_mesh_that_is_set_a_step_keeps_the_one_that_it_was_given():
+    expected, _ = trained_on_one_device(optax.sgd(0.3))
+    with jax.set_mesh(MESHES["two axes"]):
+        for how in ({"mesh": MESHES["one axis"]}, {"num_shards": 4}):
+            step = crossshard.make_train_step(loss_fn, optax.sgd(0.3), **how)
+            assert step.mesh != MESHES["two axes"]
+            state = step.init(PARAMS)
+            for x, y in zip(X, Y, strict=True):
+                state, _ = step(state, {"x": x, "y": y})
+            for name, x in jax.device_get(step.model(state)).items():
+                np.testing.assert_allclose(x, expected[name], atol=1e-5)
