@@ -178,7 +178,8 @@ class Noisy(nnx.Module):
 
 def test_a_module_with_statistics_and_random_streams(tmp_path: Path):
     loss = lambda model, x: (model(x) ** 2).mean()
-    steps = {n: make_train_step(loss, optax.sgd(0.1), num_shards=n) for n in (2, 4)}
+    make = lambda n: make_train_step(loss, optax.sgd(0.1), num_shards=n, loss_over="shard")
+    steps = {n: make(n) for n in (2, 4)}
     model = Noisy(nnx.Rngs(0))
     state, _ = steps[4](steps[4].init(model), XS[0])
     saved(tmp_path, steps[4], state)

@@ -156,7 +156,7 @@ def test_random_keys_and_statistics_are_those_of_small_steps():
 
     def stepped(**options: Any) -> Any:
         # A learning rate of 0, so that small steps and microbatches see the same parameters.
-        return sgd_step(loss, 0.0, N, has_aux=True, **options)
+        return sgd_step(loss, 0.0, N, has_aux=True, loss_over="shard", **options)
 
     whole, small = stepped(accumulate_steps=K), stepped()
     rows = {"x": np.moveaxis(X[0], 0, 1).reshape(-1, 3)}

@@ -149,7 +149,7 @@ def test_all_groups_skip_and_have_one_scale():
 
 def test_small_gradients_are_kept_and_large_ones_found_in_float16():
     # Of 2e-8, float16 makes 0; scaled by 1024 it is a number. Scaled by 2 ** 18, 1 is infinite.
-    loss = lambda w, x: (w.astype(jnp.float32) * x).sum()
+    loss = lambda w, x: (w.astype(jnp.float32) * x).sum() / len(x)
     small, one = np.full((N, 2), 2e-8, np.float32), np.ones((N, 2), np.float32)
 
     def moved(loss_scale: Any, x: np.ndarray) -> Any:

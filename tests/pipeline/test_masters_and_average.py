@@ -25,7 +25,7 @@ both = pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
 
 
 def loss_fn(w: Any, x: Any) -> jax.Array:
-    return (w.astype(jnp.float32) * x).sum()
+    return (w.astype(jnp.float32) * x).sum() / len(x)
 
 
 def expected(dtype: str, momentum: float) -> tuple[np.ndarray, np.ndarray]:
@@ -52,7 +52,7 @@ def test_masters_move_by_steps_that_the_parameters_cannot(
     )
     state = step.init(jnp.asarray(W, dtype))
     for t in range(STEPS):
-        state, _ = step(state, X[t].reshape(-1, 40))
+        state, _ = step(state, X[t])
         assert state.params.dtype == dtype
     masters, ema = (optax.tree.get(state.opt_state, key) for key in ("masters", "ema"))
     want = expected(dtype, MOMENTA[name])
@@ -72,11 +72,11 @@ def test_what_the_user_sets_is_not_undone(dtype: str, weight_update: str):
     step = sgd_step(loss_fn, RATE, N, weight_update=weight_update, master_dtype="float32")
     state = step.init(jnp.asarray(W, dtype))
     for t in range(2):
-        state, _ = step(state, X[t].reshape(-1, 40))
+        state, _ = step(state, X[t])
     before = np.asarray(optax.tree.get(state.opt_state, "masters"))
     # Pruned, loaded from elsewhere, and left alone.
     edited = state.params.at[:8].set(0).at[8:16].set(-3)
-    state, _ = step(dataclasses.replace(state, params=edited), X[2].reshape(-1, 40))
+    state, _ = step(dataclasses.replace(state, params=edited), X[2])
     gradient = np.mean([round_to(each, dtype) for each in X[2]], 0)
     start = np.concatenate([np.zeros((8, 40)), np.full((8, 40), -3), before[16:]])
     masters = np.asarray(optax.tree.get(state.opt_state, "masters"))
@@ -110,7 +110,7 @@ def test_the_average_of_float32_parameters(weight_update: str):
     step = sgd_step(loss_fn, RATE, N, weight_update=weight_update, ema=DECAY)
     state, want = step.init(W), expected("float32", 0.0)
     for t in range(STEPS):
-        state, _ = step(state, X[t].reshape(-1, 40))
+        state, _ = step(state, X[t])
     np.testing.assert_allclose(state.params, want[0][-1], rtol=0, atol=2e-6)
     np.testing.assert_allclose(step.model(state, ema=True), want[1][-1], rtol=0, atol=2e-6)
     # As the masters do, so that a state has room for them.
@@ -119,7 +119,7 @@ def test_the_average_of_float32_parameters(weight_update: str):
 
 def test_the_models_average_has_the_dtype_of_the_model():
     step = sgd_step(loss_fn, RATE, N, weight_update="sharded", master_dtype="float32", ema=DECAY)
-    state, _ = step(step.init(jnp.asarray(W, jnp.bfloat16)), X[0].reshape(-1, 40))
+    state, _ = step(step.init(jnp.asarray(W, jnp.bfloat16)), X[0])
     model = step.model(state, ema=True)
     ema = optax.tree.get(state.opt_state, "ema")
     assert (model.dtype, ema.dtype) == (jnp.bfloat16, jnp.float32)
@@ -134,7 +134,7 @@ def test_groups_have_their_own_averages():
     want = np.stack([np.float64(W)] * N)
     average = want.copy()
     for t in range(3):
-        state, _ = step(state, X[t].reshape(-1, 40))
+        state, _ = step(state, X[t])
         for group in groups:
             want[group] -= RATE * np.float64(X[t, group]).mean(0)
         average = DECAY * average + (1 - DECAY) * want
@@ -153,7 +153,7 @@ def test_a_schedule_warms_the_average_up(weight_update: str, dtype: str):
     )
     state, wide = step.init(jnp.asarray(W, dtype)), round_to(W, dtype)
     for t in range(8):
-        state, _ = step(state, X[t].reshape(-1, 40))
+        state, _ = step(state, X[t])
         now = optax.tree.get(step.unshard(state).opt_state, "masters", state.params)
         decay = min(0.8, (1 + t) / (10 + t))
         wide = decay * wide + (1 - decay) * np.asarray(now, np.float64)

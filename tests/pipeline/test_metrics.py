@@ -134,7 +134,8 @@ def test_the_noise_is_on_average_what_it_is(weighted: bool, accumulate_steps: in
     mask = (np.arange(8) < counts[:, None]).astype(np.float32)
 
     def loss(w: Any, batch: Any) -> jax.Array:
-        return ((batch["x"] @ w) * batch["n"]).sum() / jnp.maximum(batch["n"].sum(), 1)
+        counted = (batch["x"] @ w) * batch["n"]
+        return counted.sum() / jnp.maximum(batch["n"].sum(), 1) if weighted else counted.mean()
 
     names = ("noise_variance", "noise_signal", "noise_scale")
     step = sgd_step(

@@ -38,7 +38,7 @@ WEIGHTS = RNG.uniform(0.5, 2, size=(STEPS, N, 4)).astype(np.float32)
 
 
 def loss_fn(params: Any, batch: Any) -> jax.Array:
-    """A loss whose gradient is multiplied by the scales, one for each leaf."""
+    """A shard's loss, whose gradient is multiplied by its scales, one for each leaf."""
     bias, kernel = (params[k] * batch["scale"][0, i] for i, k in enumerate(("bias", "kernel")))
     weight = batch["weight"]
     each = ((batch["x"] @ kernel.T - 1) ** 2).sum(-1) + (batch["x"] * bias).sum(-1)
@@ -125,6 +125,7 @@ def test_a_whole_step(
         num_shards=N,
         weight_update=weight_update,
         weight="weight" if weighted else None,
+        loss_over="shard",
     )
     state = step.init(PARAMS)
     for t in range(STEPS):
@@ -156,7 +157,7 @@ def test_in_code_of_ones_own(action: str, way: str):
 @pytest.mark.parametrize("action", ["quarantine", "skip"])
 def test_a_reduction_that_overflows_is_told_from_a_bad_shard(action: str, weight_update: str):
     step = sgd_step(
-        lambda w, x: (w * x).sum(), 1.0, N, nonfinite=action, weight_update=weight_update
+        lambda w, x: (w * x).sum() / len(x), 1.0, N, nonfinite=action, weight_update=weight_update
     )
     w = np.zeros((64, 64), np.float32)
     x = np.ones((N, 64, 64), np.float32)
@@ -174,7 +175,7 @@ def test_infinities_that_cancel_are_named(weight_update: str):
     x = np.ones((N, 64, 64), np.float32)
     x[1, 3, 5], x[3, 3, 5] = np.inf, -np.inf
     step = sgd_step(
-        lambda w, x: (w * x).sum(), 1.0, N, nonfinite="quarantine", weight_update=weight_update
+        lambda w, x: (w * x).sum() / len(x), 1.0, N, nonfinite="quarantine", weight_update=weight_update
     )
     state, metrics = step(step.init(np.zeros((64, 64), np.float32)), x)
     assert [int(v) for v in metrics["nonfinite"]] == [1, 0, 2, 0, 1]
@@ -188,7 +189,7 @@ def test_it_is_found_wherever_it_is(shape: tuple[int, ...], place: int):
     x = np.ones((3, *shape), np.float32)
     x[2].reshape(-1)[place % max(1, x[2].size)] = np.nan
     x[2] = np.nan if shape == () else x[2]
-    step = sgd_step(lambda w, x: (w * x).sum(), 1.0, 3, nonfinite="skip")
+    step = sgd_step(lambda w, x: (w * x).sum() / len(x), 1.0, 3, nonfinite="skip")
     _, metrics = step(step.init(np.zeros(shape, np.float32)), x)
     assert metrics["skipped"]
     assert int(metrics["nonfinite"].shard) == 2
@@ -210,7 +211,7 @@ def test_a_shard_of_weight_0_may_hold_nan(action: str):
 @pytest.mark.parametrize("action", ["quarantine", "skip"])
 def test_what_preprocess_makes_finite_is_named(action: str):
     opt = CrossShardOptimizer(optax.sgd(1.0), preprocess=optax.clip(1.0), nonfinite=action)
-    step = make_train_step(lambda w, x: (w * x).sum(), opt, num_shards=2)
+    step = make_train_step(lambda w, x: (w * x).sum() / len(x), opt, num_shards=2)
     state, metrics = step(step.init(np.float32(0)), np.float32([np.inf, 0.5]))
     assert int(metrics["nonfinite"].shard) == 0
     assert float(state.params) == (-0.5 if action == "quarantine" else 0)
@@ -252,7 +253,7 @@ def test_calls_that_accumulate_find_it_at_the_last():
 
 def test_the_preprocessors_state_of_a_bad_shard_stays():
     opt = CrossShardOptimizer(optax.sgd(1.0), preprocess=optax.trace(0.5), nonfinite="quarantine")
-    step = make_train_step(lambda w, x: (w * x).sum(), opt, num_shards=2)
+    step = make_train_step(lambda w, x: (w * x).sum() / len(x), opt, num_shards=2)
     state = step.init(np.float32(0))
     state, _ = step(state, np.float32([1, 2]))
     state, _ = step(state, np.float32([np.inf, 4]))
@@ -275,7 +276,14 @@ def test_statistics_of_a_bad_shard_do_not_count(kind: str):
         return (out**2).sum(), (after, {"mean": x.mean()})
 
     step = sgd_step(
-        loss, 0.1, N, model_state=kind, nonfinite="quarantine", has_aux=True, aux_reduction="mean"
+        loss,
+        0.1,
+        N,
+        model_state=kind,
+        nonfinite="quarantine",
+        has_aux=True,
+        aux_reduction="mean",
+        loss_over="shard",
     )
     stats = {"batch_stats": variables["batch_stats"]}
     state = step.init(variables["params"], model_state=stats)
@@ -308,7 +316,7 @@ def test_noise_is_that_of_the_others():
 
 def test_with_a_loss_scale_the_shard_is_named_too():
     step = sgd_step(
-        lambda w, x: (w.astype(jnp.float32) * x).sum(),
+        lambda w, x: (w.astype(jnp.float32) * x).sum() / len(x),
         1.0,
         2,
         loss_scale=crossshard.DynamicLossScale(2.0**15),
@@ -327,7 +335,9 @@ def test_with_a_loss_scale_the_shard_is_named_too():
 @pytest.mark.parametrize("action", ["quarantine", "skip"])
 def test_a_step_sends_more_only_if_something_is_not_finite(action: str, preprocess: Any):
     opt = optimizer(0.0, nonfinite=action, preprocess=preprocess)
-    step = make_train_step(loss_fn, opt, num_shards=N, weight_update="replicated")
+    step = make_train_step(
+        loss_fn, opt, num_shards=N, weight_update="replicated", loss_over="shard"
+    )
     found = crossshard.inspect(step.lower(step.abstract_init(PARAMS), rows(batch_of(0))))
     # The gradients, and one number that says whether they are finite.
     assert [bool(each.bytes_sent) for each in found.counted] == [True, False]
@@ -343,7 +353,7 @@ def test_a_step_sends_more_only_if_something_is_not_finite(action: str, preproce
 
 
 def make(action: Any, **options: Any) -> Any:
-    return sgd_step(loss_fn, RATE, N, nonfinite=action, **options)
+    return sgd_step(loss_fn, RATE, N, nonfinite=action, loss_over="shard", **options)
 
 
 @pytest.mark.parametrize(
@@ -380,7 +390,8 @@ def test_in_a_loop_of_ones_own_the_state_tells():
 
 
 def test_a_state_goes_on_with_another_number_of_shards():
-    step, other = make("skip"), sgd_step(loss_fn, RATE, 2, nonfinite="skip")
+    step = make("skip")
+    other = sgd_step(loss_fn, RATE, 2, nonfinite="skip", loss_over="shard")
     state, _ = step(step.init(PARAMS), rows(batch_of(1)))
     state = other.reshard(step.unshard(state))
     assert [int(x) for x in state.opt_state.nonfinite] == [2, 1, 1, 0, 1]

@@ -237,10 +237,12 @@ class Case:
     Attributes:
       loss: the loss.
       by_layer: whether one layer at a time is gathered, and its gradient summed.
+      over: what it is a mean over.
     """
 
     loss: Callable[[Any, Any], Any]
     by_layer: bool = True
+    over: str = "rows"
 
 
 def _penalty(params: Any, batch: Any) -> Any:
@@ -318,7 +320,8 @@ CASES: dict[str, Case] = {
     "jit twice": Case(through(functools.partial(scanned, body=_jitted_twice))),
     "custom_vjp": Case(through(functools.partial(scanned, body=_with_product(times)))),
     "custom_jvp": Case(through(functools.partial(scanned, body=_with_product(product)))),
-    "cond": Case(through(functools.partial(scanned, body=_branch))),
+    # Each shard branches on its own rows.
+    "cond": Case(through(functools.partial(scanned, body=_branch)), over="shard"),
     "while": Case(through(functools.partial(scanned, body=_until))),
     "fori": Case(through(_indexed), False),
     "constant": Case(through(_constant), False),

@@ -94,7 +94,7 @@ def test_each_group_has_its_own():
 
 def test_what_cannot_be_reduced():
     step_of = lambda reduction, **kwargs: sgd_step(
-        loss_fn, 0.1, 2, aux_reduction=reduction, **kwargs
+        loss_fn, 0.1, 2, aux_reduction=reduction, weight="mask", **kwargs
     )
     with pytest.raises(ArgumentError, match=r"has_aux=True"):
         step_of("mean")

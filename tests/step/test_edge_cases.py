@@ -105,7 +105,7 @@ def normed_loss(model: Any, batch: Any) -> jax.Array:
 
 
 def test_an_nnx_module_keeps_statistics_and_streams_of_each_shard():
-    model, step = Normed(), sgd_step(normed_loss, 0.1, 4)
+    model, step = Normed(), sgd_step(normed_loss, 0.1, 4, loss_over="shard")
     kernel = model.linear.kernel.get_value()
     state = train(step, step.init(model), [X[:, :4]] * 3)
     trained = step.model(state)
@@ -122,7 +122,7 @@ def test_an_nnx_module_keeps_statistics_and_streams_of_each_shard():
 
 @pytest.mark.parametrize(("first", "then"), [(8, 4), deep((4, 8)), deep((1, 4)), deep((4, 3))])
 def test_statistics_and_streams_go_on_with_other_shards(first: int, then: int):
-    one, other = (sgd_step(normed_loss, 0.1, n) for n in (first, then))
+    one, other = (sgd_step(normed_loss, 0.1, n, loss_over="shard") for n in (first, then))
     state, _ = one(one.init(Normed()), X[:, :4])
     mean = one.model(state).norm.mean.get_value()
     moved = other.reshard(one.unshard(state))
@@ -169,7 +169,7 @@ def test_padding_does_not_enter_statistics():
     def loss(model: Any, batch: Any) -> jax.Array:
         return ((model(batch["x"]) ** 2).mean(-1) * batch["mask"]).sum() / batch["mask"].sum()
 
-    step = sgd_step(loss, 0.0, 4, weight="mask")
+    step = sgd_step(loss, 0.0, 4, weight="mask", loss_over="shard")
     state = step.init(Normed())
     batch = {"x": X[:2, :4], "mask": np.ones(2, np.float32)}
     state, _ = step(state, batch)

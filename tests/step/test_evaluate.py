@@ -120,7 +120,8 @@ def test_batches_that_lie_on_the_mesh_and_entries_that_are_whole():
 
 def test_statistics_of_a_module_are_merged_and_the_average_is_taken():
     model = nnx.Sequential(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
-    step = step_of(lambda model, batch: (model(batch["x"]) ** 2).mean(), ema=0.25)
+    loss = lambda model, batch: (model(batch["x"]) ** 2).mean()
+    step = step_of(loss, ema=0.25, loss_over="shard")
     state, _ = step(step.init(model), {"x": X[:40]})
 
     def metric(model: Any, batch: Any) -> jax.Array:
@@ -147,8 +148,9 @@ def test_state_of_a_function(kind: str):
 
 def test_a_group_is_chosen():
     opt = CrossShardOptimizer(optax.sgd(0.01), group_assignment=[[0, 1], [2, 3]])
-    step = make_train_step(loss_fn, opt, num_shards=4)
-    state, _ = step(step.init(W), {"x": X[:8], "mask": np.ones(8)})
+    loss = lambda w, batch: ((batch["x"] @ w) ** 2).mean()
+    step = make_train_step(loss, opt, num_shards=4)
+    state, _ = step(step.init(W), {"x": X[:8]})
     with pytest.raises(ArgumentError, match="Choose one"):
         step.evaluate(state, [DATA], metrics_of)
     for shard in (0, 3):

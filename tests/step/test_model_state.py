@@ -74,7 +74,12 @@ assert_close = functools.partial(common.assert_close, atol=1e-6, rtol=1e-5)
 )
 def test_batch_statistics_of_linen(name: str, kind: str, weight_update: str):
     step = make_train_step(
-        loss_fn, OPTIMIZERS[name], num_shards=8, model_state=kind, weight_update=weight_update
+        loss_fn,
+        OPTIMIZERS[name],
+        num_shards=8,
+        model_state=kind,
+        weight_update=weight_update,
+        loss_over="shard",
     )
     state = train(step, step.init(PARAMS, model_state=STATS), X)
     params, stats = of_one_device(kind, OPTIMIZERS[name], SHARDS)
@@ -89,7 +94,7 @@ def test_batch_statistics_of_linen(name: str, kind: str, weight_update: str):
 
 def test_each_group_averages_its_own():
     opt = CrossShardOptimizer(optax.sgd(0.1), group_assignment=GROUPS)
-    step = make_train_step(loss_fn, opt, num_shards=8, model_state="mean")
+    step = make_train_step(loss_fn, opt, num_shards=8, model_state="mean", loss_over="shard")
     state, _ = step(step.init(PARAMS, model_state=STATS), X[0])
     for shard, group in ((0, GROUPS[0]), (5, GROUPS[1])):
         rows = X[0].reshape(8, 3, 4)[np.array(group)]
@@ -102,7 +107,9 @@ def test_each_group_averages_its_own():
 
 
 def test_means_travel_with_the_loss():
-    step = make_train_step(loss_fn, OPTIMIZERS["sgd"], num_shards=8, model_state="mean")
+    step = make_train_step(
+        loss_fn, OPTIMIZERS["sgd"], num_shards=8, model_state="mean", loss_over="shard"
+    )
     state = step.abstract_init(PARAMS, model_state=STATS)
     report = assert_communication(step, state, X[0], max_bytes_ratio=float("inf"))
     assert [each.kind for each in report.collectives] == ["all-reduce"]

@@ -107,6 +107,7 @@ def test_linens_statistics_as_the_error_says_it():
         lambda model, batch: (model(batch, mutable=["batch_stats"]) ** 2).mean(),
         optax.adamw(0.1),
         num_shards=2,
+        loss_over="shard",
     )
     state, _ = step(step.init(model), X)
     # The variance of the first step is that of Linen's own momentum, and does not decay.
@@ -118,7 +119,7 @@ def test_linens_other_collections_that_the_optimizer_leaves_alone():
     variables = Normed().init(jax.random.key(0), X)
     labels = lambda variables: {name: name == "params" for name in variables}
     opt = optax.partition({True: optax.sgd(0.1), False: optax.set_to_zero()}, labels)
-    step = make_train_step(linen_loss, opt, num_shards=2)
+    step = make_train_step(linen_loss, opt, num_shards=2, loss_over="shard")
     state, _ = step(step.init(variables), X)
     jax.tree.map(
         np.testing.assert_array_equal, state.params["batch_stats"], variables["batch_stats"]

@@ -55,7 +55,7 @@ def moved(params: Any, start: Any = PARAMS) -> float:
 @pytest.mark.parametrize("name", deep_but(["scan", "remat", "cond", "penalty"], CASES))
 def test_each_loss_trains_as_one_device_does(name: str):
     case = CASES[name]
-    step = in_parts(case.loss)
+    step = in_parts(case.loss, loss_over=case.over)
     want, _ = on_one_device(case.loss, SGD, PARAMS, BATCHES[:2])
     assert_close(after(step, batches=BATCHES[:2]).params, want)
     whole = f"f32[{LAYERS},"

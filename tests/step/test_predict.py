@@ -68,7 +68,7 @@ def test_of_the_average_a_shard_and_with_state():
             self.seen[...] += x.sum()
             return x @ self.w[...] + self.seen[...]
 
-    step = sgd_step(lambda m, x: m(x).mean(), 1.0, 8, ema=0.5)
+    step = sgd_step(lambda m, x: m(x).mean(), 1.0, 8, ema=0.5, loss_over="shard")
     state, _ = step(step.init(Counted()), X[:40])
     predict = lambda model, x: x @ model.w[...] + model.seen[...]
     seen = X[:40].reshape(8, 5, 4).sum((1, 2))

@@ -52,7 +52,7 @@ QUICK = ["scan", "remat", "both"]
 @pytest.mark.parametrize("name", deep_but(QUICK, CASES))
 def test_each_loss_trains_as_one_device_does(name: str, mode: str):
     case = CASES[name]
-    step = step_of(mode, case.loss)
+    step = step_of(mode, case.loss, loss_over=case.over)
     same_as_one_device(step, case.loss, batches=BATCHES[:2])
     reduced = [arrays for kind, arrays, _ in sent(step) if kind != "all-gather"]
     assert any(ALL in arrays for arrays in reduced) != case.by_layer or name == "stopped"

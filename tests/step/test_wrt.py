@@ -141,7 +141,7 @@ def test_lora_with_and_without_its_base(wrt: Any, kind: Any, optimizer: Any):
     rows = BATCH[:4, :4]
     model = Lora()
     own = nnx.Optimizer(model, optimizer, wrt=kind)
-    step = make_train_step(lora_loss, optimizer, num_shards=4, wrt=wrt)
+    step = make_train_step(lora_loss, optimizer, num_shards=4, wrt=wrt, loss_over="shard")
     state = step.init(model)
     for _ in range(3):
         state, _ = step(state, np.tile(rows, (4, 1)))
@@ -157,7 +157,7 @@ def test_a_loss_that_writes_a_frozen_parameter_is_refused():
         model.base.kernel[...] = 0.9 * model.base.kernel[...]
         return lora_loss(model, batch)
 
-    step = sgd_step(loss, 0.1, 2, wrt=nnx.LoRAParam)
+    step = sgd_step(loss, 0.1, 2, wrt=nnx.LoRAParam, loss_over="shard")
     with pytest.raises(VariableError, match=r"wrote to an nnx\.Param"):
         step(step.init(Lora()), BATCH[:, :4])
 
