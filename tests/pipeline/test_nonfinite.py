@@ -175,7 +175,11 @@ def test_infinities_that_cancel_are_named(weight_update: str):
     x = np.ones((N, 64, 64), np.float32)
     x[1, 3, 5], x[3, 3, 5] = np.inf, -np.inf
     step = sgd_step(
-        lambda w, x: (w * x).sum() / len(x), 1.0, N, nonfinite="quarantine", weight_update=weight_update
+        lambda w, x: (w * x).sum() / len(x),
+        1.0,
+        N,
+        nonfinite="quarantine",
+        weight_update=weight_update,
     )
     state, metrics = step(step.init(np.zeros((64, 64), np.float32)), x)
     assert [int(v) for v in metrics["nonfinite"]] == [1, 0, 2, 0, 1]

@@ -331,9 +331,7 @@ def test_an_nnx_module_in_parts_is_evaluated_and_exported():
         model.eval()
         return ((model(x) - 1) ** 2).mean(1)
 
-    step = make_train_step(
-        loss, optax.sgd(0.1), num_shards=4, params="sharded", loss_over="shard"
-    )
+    step = make_train_step(loss, optax.sgd(0.1), num_shards=4, params="sharded", loss_over="shard")
     state = train(step, step.init(model), BATCHES)
     after = step.model(state)
     assert after.one.kernel[...].sharding.spec == P("shards")
