@@ -17,7 +17,13 @@ from jax.sharding import PartitionSpec as P
 
 import crossshard
 from crossshard import CrossShardOptimizer, make_train_step
-from crossshard.errors import ArgumentError, ArgumentTypeError, AxisError, CheckpointWarning
+from crossshard.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    AxisError,
+    CheckpointWarning,
+    LossError,
+)
 from tests.quick import deep, deep_but
 from tests.step.common import assert_close, on_one_device, train
 from tests.step.comparing import (
@@ -490,3 +496,32 @@ def test_under_a_plain_jit_there_is_nothing_to_reduce() -> None:
     whole = jax.device_put(params(), NamedSharding(mesh, P()))
     found, _ = on_one_device(contrastive, CrossShardOptimizer(ADAMW), whole, rows)
     assert_close(found, expected)
+
+
+def _convolved(kernel: Any, x: Any) -> Any:
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers)
+
+
+def _adapted(kernel: Any, batch: Any) -> Any:
+    def of_task(x: Any) -> Any:
+        of_kernel = lambda kernel: (_convolved(kernel, x) ** 2).mean()
+        return of_kernel(kernel - 0.1 * jax.grad(of_kernel)(kernel))
+
+    return jax.vmap(of_task)(batch).mean()
+
+
+@pytest.mark.parametrize("rows_of_task", [1, 2])
+@pytest.mark.parametrize("loss_over", ["batch", "rows"])
+def test_a_gradient_of_a_kernel_for_each_row(rows_of_task: int, loss_over: str) -> None:
+    kernel = np.float32(np.random.default_rng(0).normal(size=(3, 3, 2, 4))) / 5
+    batch = np.float32(np.random.default_rng(1).normal(size=(16, rows_of_task, 6, 6, 2)))
+    step = make_train_step(_adapted, SGD, num_shards=4, loss_over=loss_over)
+    if loss_over == "batch" and rows_of_task == 1:
+        # XLA computes something else.
+        with pytest.raises(LossError, match=r"kernel for each row .*test_loss_over_batch.py"):
+            step(step.init(kernel), batch)
+        return
+    state, _ = step(step.init(kernel), batch)
+    expected, _ = on_one_device(_adapted, SGD, kernel, [batch])
+    assert_close(step.model(state), expected)

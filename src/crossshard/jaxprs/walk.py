@@ -119,12 +119,17 @@ def follow(
     return [fact_of(atoms) for atoms in _aligned(jaxpr.outvars for jaxpr in opened)]
 
 
+def equations_of(jaxpr: Any) -> Iterator[Any]:
+    """Every equation of a jaxpr, however deep."""
+    for each in _jax.opened(jaxpr).eqns:
+        yield each
+        yield from equations_within(each)
+
+
 def equations_within(equation: Any) -> Iterator[Any]:
     """Every equation that an equation of any kind runs, however deep; not itself."""
     for jaxpr in _jax.jaxprs_within(equation):
-        for each in _jax.opened(jaxpr).eqns:
-            yield each
-            yield from equations_within(each)
+        yield from equations_of(jaxpr)
 
 
 def _aligned(sequences: Iterable[Sequence[Any]]) -> list[tuple[Any, ...]]:

@@ -5,6 +5,9 @@ from typing import Any
 
 import jax
 
+from crossshard import _jax
+from crossshard.errors import LossError
+from crossshard.jaxprs.walk import equations_of
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.shards.model_axes import only
@@ -43,12 +46,22 @@ class OverBatch:
 
         Raises:
           AxisError: the loss names a shard axis.
+          LossError: XLA would compute it wrongly.
         """
         partitions = self.layout.plan.params
         on_mesh = OnMesh(self.layout.mesh, self.layout.axes)
         at_use = self.at_use.over_batch(on_mesh)
+
+        def compute(state: TrainState, batch: Any, scale: Any) -> LocalResult:
+            return self.loss.local_gradient(state, batch, at_use, scale)._replace(early=())
+
+        # Traced once: the call takes what was traced.
+        inlined = jax.jit(compute, inline=True)
         try:
-            found = self.loss.local_gradient(state, batch, at_use, scale)
+            if self.layout.number_of_shards > 1:
+                rows = self.loss.number_of_rows(batch) // self.loss.accumulate_steps
+                _check_convolutions(inlined.trace(state, batch, scale).jaxpr, rows)
+            found = inlined(state, batch, scale)
         except NameError as error:
             check_not_of_shards(error, self.layout.axes)
             raise
@@ -64,3 +77,29 @@ class OverBatch:
         axes = self.layout.axes
         of_one = lambda each, _: only(each.spec(axes), axes)
         return map_partitions(of_one, self.layout.plan.params, values)
+
+
+def _check_convolutions(jaxpr: Any, rows: int) -> None:
+    """Raise where a convolution is of the kind that XLA splits wrongly over devices.
+
+    The gradient of a convolution's kernel for each row, as ``vmap`` of ``grad`` makes it, is one
+    convolution with a group for each row; split by rows, it returns other numbers (seen with JAX
+    0.10.2 on CPUs).
+
+    Raises:
+      LossError: there is one.
+    """
+    for equation in equations_of(jaxpr):
+        if equation.primitive.name != "conv_general_dilated":
+            continue
+        groups = equation.params["feature_group_count"]
+        batch, features, *_ = equation.params["dimension_numbers"].lhs_spec
+        shape = equation.invars[0].aval.shape
+        is_of_rows = groups > 1 and groups % rows == 0 and shape[features] == groups
+        if is_of_rows and shape[batch] % rows:
+            raise LossError(
+                f"The loss computes the gradient of a convolution's kernel for each row "
+                f"({_jax.source_of(equation)}), and XLA returns other numbers for it where rows "
+                f"are split over devices. If the loss is a mean over rows, leave loss_over='batch' "
+                f"out; or take more than one row for each such gradient."
+            )
