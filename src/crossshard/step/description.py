@@ -34,8 +34,8 @@ def describe(function: StepFunction, layout: StateLayout, state: TrainState) -> 
         [
             function.describe(plan),
             f"{shards}; weight update {plan.strategy}: {plan.why}",
-            *_over(function, layout.number_of_shards),
             *_updated(layout, state),
+            *_over(function, layout.number_of_shards),
             *_parameters(function, layout, state),
             *([f"frozen: {_sizes(frozen, in_parts)}, {of_frozen}"] * bool(frozen)),
             *([f"model state: {_sizes(state.model_state, None)}, {kept}"] if kind else []),
