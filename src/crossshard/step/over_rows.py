@@ -23,12 +23,12 @@ class Doubt(NamedTuple):
     Attributes:
       finding: what the loss is in its rows, as far as it is known.
       sentence: what nothing proves.
-      types: the shapes and dtypes of the rows.
+      types: the shapes and dtypes of the rows; empty if it is settled for rows of any kind.
     """
 
     finding: Finding
     sentence: str
-    types: tuple[Any, ...]
+    types: tuple[Any, ...] = ()
 
 
 class UndecidedError(LossError):
@@ -87,7 +87,6 @@ def check_over_rows(
       UndecidedError: that is not known.
     """
     where = f" ({finding.source})" if finding.source else ""
-    types = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(rows))
     if finding.kind is OverRows.COMPARED and finding.reason == SAME_NOISE:
         raise LossError(
             f"The loss draws {finding.reason}{where}, so that rows of several shards get the same "
@@ -103,6 +102,7 @@ def check_over_rows(
         )
     if finding.kind is OverRows.UNDECIDED:
         what = "the loss is a mean over the rows of the batch"
+        types = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(rows))
         doubt = Doubt(finding, f"Nothing proves that {what}: {finding.reason}{where}.", types)
         if doubt not in record.by_numbers:
             raise UndecidedError(doubt)
@@ -122,7 +122,7 @@ def check_over_rows(
             f"Or leave weight out."
         )
     if weight is not None and finding.kind in (OverRows.MEAN, OverRows.RATIO):
-        doubt = Doubt(finding, f"Nothing proves that the loss divides by weight=…{where}.", types)
+        doubt = Doubt(finding, f"Nothing proves that the loss divides by weight=…{where}.")
         if doubt not in record.by_numbers and record.has_numbers:
             raise UndecidedError(doubt)
         record.later.add(doubt)
