@@ -166,46 +166,8 @@ def test_groups_are_looked_at_one_by_one():
         step(step.init(W), BATCH)
 
 
-def by_mask(w: Any, batch: Any) -> Any:
-    return (((batch["x"] @ w) ** 2).sum(1) * batch["mask"]).sum() / batch["mask"].sum()
-
-
 def plain(w: Any, batch: Any) -> Any:
     return ((batch["x"] @ w) ** 2).mean()
-
-
-@pytest.mark.parametrize(
-    ("loss", "weight"),
-    [
-        (by_mask, lambda batch: batch["mask"].sum()),
-        (by_mask, lambda batch: (batch["mask"] > 0).sum()),
-        (plain, lambda batch: batch["x"].shape[0]),
-    ],
-)
-def test_a_weight_by_which_the_loss_divides_is_shown_by_numbers(loss: Any, weight: Any):
-    step = made(loss, weight=weight)
-    state, _ = step(step.init(W), BATCH)
-    want = W - 0.1 * jax.grad(loss)(W, BATCH)
-    np.testing.assert_allclose(state.params, want, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("loss", "weight"),
-    [
-        (by_mask, lambda batch: batch["x"].shape[0]),
-        (by_mask, lambda batch: batch["mask"].sum() + 3),
-        (plain, lambda batch: batch["mask"].sum()),
-    ],
-)
-@pytest.mark.parametrize("lowered", [False, True])
-def test_a_weight_by_which_it_does_not_divide_is_refused(loss: Any, weight: Any, lowered: bool):
-    step = made(loss, weight=weight)
-    if lowered:
-        step.lower(step.abstract_init(W), BATCH)
-    state = step.init(W)
-    with pytest.raises(LossError, match=r"divides by weight=.*And by numbers it is not so"):
-        step(state, BATCH)
-    np.testing.assert_array_equal(state.params, W)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

@@ -23,12 +23,12 @@ class Doubt(NamedTuple):
     Attributes:
       finding: what the loss is in its rows, as far as it is known.
       sentence: what nothing proves.
-      types: the shapes and dtypes of the rows; empty if it is settled for rows of any kind.
+      types: the shapes and dtypes of the rows.
     """
 
     finding: Finding
     sentence: str
-    types: tuple[Any, ...] = ()
+    types: tuple[Any, ...]
 
 
 class UndecidedError(LossError):
@@ -53,20 +53,15 @@ class OverRowsRecord:
     Attributes:
       latest: what its trace showed last; ``None`` if it has not been traced.
       by_numbers: the doubts that numbers have removed.
-      later: the doubts about weights that wait for numbers.
-      has_numbers: whether what is being traced runs next, so that there are numbers.
     """
 
     latest: Finding | None = None
     by_numbers: set[Doubt] = dataclasses.field(default_factory=set)
-    later: set[Doubt] = dataclasses.field(default_factory=set)
-    has_numbers: bool = False
 
     def __str__(self) -> str:
         if self.latest is None:
             return "not looked at"
         is_shown = any(doubt.finding == self.latest for doubt in self.by_numbers)
-        is_shown = is_shown and self.latest.kind is OverRows.UNDECIDED
         return f"{self.latest}" + "; by numbers it is a mean over the rows" * is_shown
 
 
@@ -112,8 +107,8 @@ def check_over_rows(
             "smaller than the sum of the whole batch. Write the mean over rows; or pass "
             "CrossShardOptimizer(optimizer, reduction='sum'), which adds up the shards' gradients."
         )
-    if finding.kind is OverRows.RATIO and _divides_by(finding, where, rows, weight):
-        return
+    if finding.kind is OverRows.RATIO:
+        _check_weight(finding, where, rows, weight)
     if finding.kind is OverRows.MEAN and isinstance(weight, SumOf):
         raise LossError(
             f"The loss is a mean over rows, in which all rows count the same, and "
@@ -121,11 +116,6 @@ def check_over_rows(
             f"by that sum: (losses * batch[{weight.key!r}]).sum() / batch[{weight.key!r}].sum(). "
             f"Or leave weight out."
         )
-    if weight is not None and finding.kind in (OverRows.MEAN, OverRows.RATIO):
-        doubt = Doubt(finding, f"Nothing proves that the loss divides by weight=…{where}.")
-        if doubt not in record.by_numbers and record.has_numbers:
-            raise UndecidedError(doubt)
-        record.later.add(doubt)
 
 
 def not_by_numbers(doubt: Doubt, together: float, mean: float, gradients: float) -> LossError:
@@ -144,8 +134,8 @@ def not_by_numbers(doubt: Doubt, together: float, mean: float, gradients: float)
     )
 
 
-def _divides_by(finding: Finding, where: str, rows: Any, weight: Weight | None) -> bool:
-    """Whether a ratio divides by the weight; raises if not, ``False`` if that is not known."""
+def _check_weight(finding: Finding, where: str, rows: Any, weight: Weight | None) -> None:
+    """Raise if a ratio divides by another sum than the weight, as far as that is known."""
     entry = None
     if isinstance(rows, dict) and finding.entry is not None:
         entry = _name_of(rows, finding.entry)
@@ -162,7 +152,6 @@ def _divides_by(finding: Finding, where: str, rows: Any, weight: Weight | None) 
             f"The loss divides by the sum of batch[{entry!r}]{where}, and weight={weight.key!r} "
             f"counts another entry. Pass weight={entry!r}."
         )
-    return entry is not None and isinstance(weight, SumOf)
 
 
 def _name_of(rows: dict[str, Any], place: int) -> str | None:

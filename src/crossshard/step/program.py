@@ -19,7 +19,7 @@ from crossshard.step.compiler_options import compiler_options
 from crossshard.step.config import StepConfig
 from crossshard.step.donation import Donation
 from crossshard.step.layouts import Layouts
-from crossshard.step.over_rows import Doubt, UndecidedError
+from crossshard.step.over_rows import UndecidedError
 
 Metrics = dict[str, Any]
 
@@ -86,28 +86,17 @@ class Program:
         return self._run_placed(run, state, self._place(batch))
 
     def _run_placed(self, run: Callable[..., Any], state: TrainState, batch: Any) -> Any:
-        record = self._config.loss.record
-        if run is self._traced:
-            return self._explained(run, state, batch)
-        for doubt in tuple(record.later):
-            self._look_at_numbers(state, batch, doubt)
-        record.has_numbers = True
         try:
-            if self._in_processes:
+            if self._in_processes and run is self._compiled:
                 self._check_same(state, batch)
             return self._explained(run, state, batch)
         except UndecidedError as error:
-            record.later.add(error.doubt)
-        finally:
-            record.has_numbers = False
-        return self._run_placed(run, state, batch)
-
-    def _look_at_numbers(self, state: TrainState, batch: Any, doubt: Doubt) -> None:
-        """Raise unless numbers show what the trace of the loss does not decide."""
-        record = self._config.loss.record
+            if run is self._traced:
+                raise
+            doubt = error.doubt
         check_by_numbers(self._config, self._layouts.of_state(state), state, batch, doubt)
-        record.by_numbers.add(doubt)
-        record.later.discard(doubt)
+        self._config.loss.record.by_numbers.add(doubt)
+        return self._run_placed(run, state, batch)
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """The lowered program for a state and a batch, or for their types."""
