@@ -14,9 +14,21 @@ from crossshard.nnx.per_shard import of_all
 from crossshard.step.config import StepConfig
 
 
-def model_of(state: TrainState, arrays: tuple[Any, Any, Any], config: StepConfig) -> Any:
-    """The model of such arrays, copied, since the next step donates the state."""
-    arrays = jax.tree.map(jnp.copy, arrays)
+def model_of(
+    state: TrainState,
+    arrays: tuple[Any, Any, Any],
+    config: StepConfig,
+    placed: Callable[[Any], Any],
+) -> Any:
+    """The model of such arrays, copied, since the next step donates the state.
+
+    Args:
+      state: a state of the step.
+      arrays: those of ``arrays_of``.
+      config: what the step is made of.
+      placed: returns arrays as the caller's mesh has them; modules would lose what they share.
+    """
+    arrays = placed(jax.tree.map(jnp.copy, arrays))
     model = combine(state.skeleton, *arrays)
     return model if config.loss.model_state is None else (model, arrays[2])
 

@@ -261,7 +261,8 @@ class TrainStep:
         """
         state = _inside(state)
         with self._inner_mesh():
-            return self._outside(model_of(state, self._arrays(state, shard, ema), self._config))
+            arrays = self._arrays(state, shard, ema)
+            return model_of(state, arrays, self._config, self._outside)
 
     def _arrays(self, state: TrainState, shard: int | None, ema: bool) -> tuple[Any, Any, Any]:
         check_state(state)
