@@ -590,6 +590,37 @@ RATIOS: dict[str, tuple[Loss, str | None]] = {
         ),
         "mask",
     ),
+    "token mean, if there is any": (
+        lambda b, w, k: jnp.where(
+            b["mask"].sum() > 0,
+            ((b["sequence"] @ w).sum(-1) * b["mask"]).sum() / b["mask"].sum(),
+            0.0,
+        ),
+        "mask",
+    ),
+    "token mean, or by 1": (
+        lambda b, w, k: (
+            ((b["sequence"] @ w).sum(-1) * b["mask"]).sum()
+            / jnp.where(b["mask"].sum() == 0, 1, b["mask"].sum())
+        ),
+        "mask",
+    ),
+    "token mean in a branch": (
+        lambda b, w, k: lax.cond(
+            b["mask"].sum() > 0,
+            lambda: ((b["sequence"] @ w).sum(-1) * b["mask"]).sum() / b["mask"].sum(),
+            lambda: 0.0,
+        ),
+        "mask",
+    ),
+    "token mean times whether there is any": (
+        lambda b, w, k: (
+            ((b["sequence"] @ w).sum(-1) * b["mask"]).sum()
+            / (b["mask"].sum() + 1e-8)
+            * (b["mask"].sum() != 0)
+        ),
+        "mask",
+    ),
     "weighted mean": (
         lambda b, w, k: jnp.average((b["x"] @ w).sum(1), weights=b["weight"]),
         "weight",
@@ -723,3 +754,18 @@ def test_what_has_other_equations_is_not_decided():
         return (b["x"] @ w if ROWS_OF(b) <= ROWS else b["x"] @ w.T).mean()
 
     assert found(loss).kind is OverRows.UNDECIDED
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda b, w, k: jnp.where(b["weight"].sum() > 0, RATIOS["token mean"][0](b, w, k), 0.0),
+        lambda b, w, k: jnp.where(b["mask"].sum() > 0, (b["x"] @ w).mean(), 0.0),
+        lambda b, w, k: lax.cond(b["mask"].sum() > 0, lambda: (b["x"] @ w).mean(), lambda: 0.0),
+        lambda b, w, k: (b["mask"].sum() > 0) * (w**2).sum(),
+        lambda b, w, k: jnp.where(b["mask"].sum() > 3, RATIOS["token mean"][0](b, w, k), 0.0),
+        lambda b, w, k: jnp.where(b["mask"].sum() > 0, 0.0, RATIOS["token mean"][0](b, w, k)),
+    ],
+)
+def test_a_sum_that_guards_something_else_decides(loss: Loss):
+    assert found(loss).kind in (OverRows.COMPARED, OverRows.UNDECIDED)

@@ -31,6 +31,7 @@ from crossshard.jaxprs.row_facts import (
     Rows,
     Shape,
     SoFar,
+    Some,
     Total,
     is_inexact,
     is_zero,
@@ -147,7 +148,7 @@ def _found(fact: Fact) -> Finding:
             return Finding(OverRows.MEAN)
         case Total(power=1, moved=False):
             return Finding(OverRows.SUM)
-        case Total(moved=True) | Inverse():
+        case Total(moved=True) | Inverse() | Some():
             return Finding(OverRows.COMPARED, "something of a sum over rows that is not linear")
         case _:
             return Finding(OverRows.UNDECIDED, "it grows with the number of rows")
@@ -218,7 +219,7 @@ class _OverRows(Analysis[Fact]):
         match decides:
             case Free(power=0) | Never():
                 return None
-            case Obstacle() | OneRow(0):
+            case Obstacle() | OneRow(0) | Some():
                 return decides
             case Total() | Ratio() | Inverse():
                 return pair.compared(f"a sum over rows decides a {name}")
@@ -329,7 +330,7 @@ class _OverRows(Analysis[Fact]):
             return [self._of_shapes(pair, inputs)]
         if kinds & {OneRow, SoFar}:
             return self._of_one_row(pair, inputs)
-        if kinds & {Total, Ratio, Inverse}:
+        if kinds & {Total, Ratio, Inverse, Some}:
             return [of_sums(pair, inputs)] * len(pair.one.outvars)
         if Index in kinds:
             return self._of_index(pair, inputs)

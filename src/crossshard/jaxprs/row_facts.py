@@ -141,6 +141,19 @@ class Ratio:
 
 
 @dataclass(frozen=True)
+class Some:
+    """Whether a sum over rows is more than 0, as a guard of what it divides asks.
+
+    Attributes:
+      entry: the place of the batch's leaf of which it is the sum.
+      isnt: whether it is 0.
+    """
+
+    entry: int
+    isnt: bool = False
+
+
+@dataclass(frozen=True)
 class Obstacle:
     """A value that is none of these, because of an equation."""
 
@@ -149,7 +162,9 @@ class Obstacle:
     equation: Any = None
 
 
-Fact = Free | Rows | Index | Shape | Never | OneRow | SoFar | Total | Inverse | Ratio | Obstacle
+Fact = (
+    Free | Rows | Index | Shape | Never | OneRow | SoFar | Total | Inverse | Ratio | Some | Obstacle
+)
 
 
 class Pair(NamedTuple):
@@ -244,6 +259,11 @@ def joined(one: Fact, other: Fact) -> Fact:
             return Total(power)
         case Free(0), Ratio():
             return other
+        case Free(0), Some():
+            return other
+        case (Some(own), Ratio(by) as ratio) | (Ratio(by) as ratio, Some(own)) if own == by:
+            # A shard of whose rows none counts has no weight, whatever its loss is.
+            return ratio
         case Free(power), OneRow(by) if power == by:
             return other
         case Total(power, _, moved), Total(by, _, too) if power == by:

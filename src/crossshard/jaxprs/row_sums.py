@@ -14,6 +14,7 @@ from crossshard.jaxprs.row_facts import (
     Obstacle,
     Pair,
     Ratio,
+    Some,
     Total,
     chosen,
     joined,
@@ -34,10 +35,17 @@ def of_sums(pair: Pair, inputs: Sequence[Fact]) -> Fact:
 def _of_sums(pair: Pair, inputs: Sequence[Fact]) -> Fact:
     name, sums = pair.name, [fact for fact in inputs if not isinstance(fact, Free)]
     mixed = pair.compared(f"{name} of a sum over rows")
+    if any(isinstance(fact, Some) for fact in inputs):
+        return _guarded(pair, inputs)
     if not all(isinstance(fact, Free | Total | Ratio | Inverse) for fact in inputs):
         # In a mean over rows, what is added to each row is still added to the mean.
         reason = f"{name} of a row and of a sum over rows"
         return pair.undecided(reason) if name in ("add", "add_any") else pair.compared(reason)
+    match inputs:
+        case [Total(entry=int(of), single=True), Free(number=0)] if name in ("gt", "ne", "eq"):
+            return Some(of, isnt=name == "eq")
+        case [Free(number=0), Total(entry=int(of), single=True)] if name in ("lt", "ne", "eq"):
+            return Some(of, isnt=name == "eq")
     if pair.converts():
         return mixed
     if name == "div":
@@ -67,6 +75,25 @@ def _of_sums(pair: Pair, inputs: Sequence[Fact]) -> Fact:
         filled = pair.one.params.get("fill_value") is not None
         return pair.undecided(f"{name} that fills") if filled else _all(pair, rest)
     return _all(pair, inputs) if name in LINEAR else mixed
+
+
+def _guarded(pair: Pair, inputs: Sequence[Fact]) -> Fact:
+    """Of what is something else where a sum over rows is 0."""
+    name, mixed = pair.name, pair.compared("a sum over rows decides")
+    if name in MOVES and len(inputs) == 1:
+        return inputs[0]
+    some, *cases = inputs
+    if name == "select_n" and isinstance(some, Some):
+        match cases[::-1] if some.isnt else cases:
+            case [Free(0), Total(power, by, _, True)] if by == some.entry:
+                return Total(power, by, moved=True, single=True)
+            case [Free(0), Ratio(by) as ratio] if by == some.entry:
+                return ratio
+    elif name == "mul":
+        match inputs:
+            case [Some(own), Ratio(by) as ratio] | [Ratio(by) as ratio, Some(own)] if own == by:
+                return ratio
+    return mixed
 
 
 def _all(pair: Pair, facts: Sequence[Fact]) -> Fact:
