@@ -122,7 +122,7 @@ def test_weighted_shards():
         with pytest.MonkeyPatch.context() as patch:
             name = "crossshard.model.layout.sends_beside_products"
             patch.setattr(name, lambda mesh, is_so=in_rings: is_so)
-            runs.append(trained(scan_loss, batches, weight=weight))
+            runs.append(trained(scan_loss, batches, weight=weight, loss_over="shard"))
     assert_close(*runs)
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from crossshard import _jax
 from crossshard.errors import ArgumentError
 from crossshard.model.models import combine
 from crossshard.model.state import TrainState
@@ -14,21 +15,10 @@ from crossshard.nnx.per_shard import of_all
 from crossshard.step.config import StepConfig
 
 
-def model_of(
-    state: TrainState,
-    arrays: tuple[Any, Any, Any],
-    config: StepConfig,
-    placed: Callable[[Any], Any],
-) -> Any:
-    """The model of such arrays, copied, since the next step donates the state.
-
-    Args:
-      state: a state of the step.
-      arrays: those of ``arrays_of``.
-      config: what the step is made of.
-      placed: returns arrays as the caller's mesh has them; modules would lose what they share.
-    """
-    arrays = placed(jax.tree.map(jnp.copy, arrays))
+def model_of(state: TrainState, arrays: tuple[Any, Any, Any], config: StepConfig) -> Any:
+    """The model of such arrays, copied, since the next step donates the state."""
+    # Before they are a model: a tree.map over an NNX module tears apart what it has tied.
+    arrays = jax.tree.map(lambda x: _jax.on_mesh(jnp.copy(x), config.outer_mesh), arrays)
     model = combine(state.skeleton, *arrays)
     return model if config.loss.model_state is None else (model, arrays[2])
 

@@ -261,8 +261,7 @@ class TrainStep:
         """
         state = _inside(state)
         with self._inner_mesh():
-            arrays = self._arrays(state, shard, ema)
-            return model_of(state, arrays, self._config, self._outside)
+            return model_of(state, self._arrays(state, shard, ema), self._config)
 
     def _arrays(self, state: TrainState, shard: int | None, ema: bool) -> tuple[Any, Any, Any]:
         check_state(state)
