@@ -322,7 +322,8 @@ class Layers(eqx.Module):
         return self.scale * jax.vmap(self.mlp)((x @ self.embed)[:, self.order])
 
 
-_net: dict[str, Any] = {"loss": net_loss, "params": Net}
+# Each shard has its own statistics.
+_net: dict[str, Any] = {"loss": net_loss, "params": Net, "loss_over": "shard"}
 add("whole-nnx-replicated-sgd", whole, "sgd", "replicated", **_net)
 add("whole-nnx-sharded-adamw", whole, "adamw", "sharded", **_net)
 add("whole-nnx-sharded-clip", whole, "clip", "sharded", **_net)
