@@ -150,3 +150,15 @@ def test_keys_in_a_state_that_all_shards_share_are_no_noise_of_rows():
     for options in ({"model_state": "per_shard"}, {"model_state": "mean", "loss_over": "batch"}):
         step = made(with_keys, **options)
         step.lower(step.abstract_init(W, model_state=state), BATCH)
+
+
+def test_what_microbatches_trace_again_is_proven_once(monkeypatch: pytest.MonkeyPatch):
+    from crossshard.step import shard_loss
+
+    seen = []
+    look = shard_loss.over_rows
+    monkeypatch.setattr(shard_loss, "over_rows", lambda *a, **k: seen.append(1) or look(*a, **k))
+    step = made(mean, accumulate_steps=2)
+    step.lower(step.abstract_init(W), BATCH)
+    step.lower(step.abstract_init(W), {name: x[:8] for name, x in BATCH.items()})
+    assert len(seen) == 2

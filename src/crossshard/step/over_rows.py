@@ -52,10 +52,12 @@ class OverRowsRecord:
 
     Attributes:
       latest: what its trace showed last; ``None`` if it has not been traced.
+      known: what its traces showed, by the types of all that it took.
       by_numbers: the doubts that numbers have removed.
     """
 
     latest: Finding | None = None
+    known: dict[Any, Finding] = dataclasses.field(default_factory=dict)
     by_numbers: set[Doubt] = dataclasses.field(default_factory=set)
 
     def __str__(self) -> str:

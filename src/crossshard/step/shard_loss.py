@@ -256,8 +256,14 @@ class ShardLoss:
         # The second trace has the rows of the batch, or as many more as a power of 2.
         times = 1 << (shards.number * self.accumulate_steps - 1).bit_length()
         own, given = (of_shard, of_one), (rows, of_rows)
-        finding = over_rows(loss, given, whole, types, of_all, own=own, axes=axes, times=times)
-        self.record.latest = finding
+        leaves, tree = jax.tree.flatten((given, whole, types, of_all, own))
+        key = state.skeleton, tree, times, *((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+        # With microbatches a step traces its loss several times.
+        if key not in self.record.known:
+            self.record.known[key] = over_rows(
+                loss, given, whole, types, of_all, own=own, axes=axes, times=times
+            )
+        finding = self.record.latest = self.record.known[key]
         check_over_rows(
             finding, rows, weight=self.weight, summed=self.is_summed, record=self.record
         )
