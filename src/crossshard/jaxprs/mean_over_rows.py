@@ -102,8 +102,8 @@ def over_rows(
     leaves, tree = jax.tree.flatten(batch)
     axes = [0] * len(leaves) if axes is None else axes
     rows = leaves[0].shape[axes[0]]
-    # With few rows, what is no power of their number may look like one.
-    rows *= -(-4 // max(1, rows))
+    # With few rows, what is no power of their number may look like one; not so if they grow much.
+    rows *= -(-(2 if times >= 8 else 4) // max(1, rows))
     traces = []
     for number in (rows, times * rows):
         of_number = tree.unflatten(
