@@ -259,7 +259,12 @@ class ShardLoss:
         finding = over_rows(loss, given, whole, types, of_all, own=own, axes=axes, times=times)
         self.record.latest = finding
         check_over_rows(
-            finding, rows, weight=self.weight, summed=self.is_summed, record=self.record
+            finding,
+            rows,
+            weight=self.weight,
+            summed=self.is_summed,
+            microbatches=self.accumulate_steps,
+            record=self.record,
         )
 
     def quiet_gradient(self, state: TrainState, batch: Any, at_use: AtUse) -> LocalResult:
