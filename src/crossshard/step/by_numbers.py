@@ -82,7 +82,8 @@ def check_by_numbers(
     )
     everywhere = jax.NamedSharding(layout.mesh, PartitionSpec())
     given = jax.tree.map(lambda x: _jax.on_mesh(x, layout.mesh), (state, batch))
-    of_batch = lambda state, batch: _of_batch(config, layout, state, batch)
+    # Traced once: the call takes what was traced.
+    of_batch = jax.jit(lambda state, batch: _of_batch(config, layout, state, batch), inline=True)
     tolerance = _tolerance(state, batch)
     with _jax.in_place_of_the_users_mesh(layout.mesh):
         has_whole = groups is None and _can_be_traced(of_batch, *given)
