@@ -481,6 +481,9 @@ def clipped_sum(b: Any, w: Any, k: Any) -> Any:
 
 
 COMPARED: dict[str, Loss] = {
+    "regulariser of a row": lambda b, w, k: (b["x"] @ w).mean() + (w**2).sum() / ROWS_OF(b),
+    "moved far": lambda b, w, k: (b["x"] @ w).sum() / (b["weight"].sum() + 100),
+    "mean beside a ratio": lambda b, w, k: b["y"].mean() + jnp.average(b["y"], weights=b["weight"]),
     "contrastive": contrastive,
     "batch norm": lambda b, w, k: (normed(b["x"] @ w) ** 3).mean(),
     "root of a mean": lambda b, w, k: jnp.sqrt(((b["x"] @ w) ** 2).mean()),
@@ -568,8 +571,6 @@ UNDECIDED: dict[str, Loss] = {
     "bounded gradient": lambda b, w, k: with_gradient(bounded)(b["x"] @ w).mean(),
     "half a gradient": lambda b, w, k: half_a_product(b["x"], w).mean(),
     "ratios of classes": lambda b, w, k: ((b["x"] @ w).sum(0) / b["x"].sum(0)).sum(),
-    "regulariser of a row": lambda b, w, k: (b["x"] @ w).mean() + (w**2).sum() / ROWS_OF(b),
-    "moved far": lambda b, w, k: (b["x"] @ w).sum() / (b["weight"].sum() + 100),
     "padded sum": lambda b, w, k: jnp.pad(b["x"].sum(0), 1, constant_values=5.0).sum() / ROWS_OF(b),
     "padded by a sum": lambda b, w, k: lax.pad(w[0], b["x"].sum(), [(0, 1, 0)]).sum() / ROWS_OF(b),
     "noted": noted,

@@ -91,6 +91,60 @@ def test_with_one_row_on_each_shard_too():
         step(step.init(W), few)
 
 
+def of_few_rows(w: Any, batch: Any) -> Any:
+    losses = (batch["x"] @ w).sum(1) ** 2
+    return losses.mean() if len(losses) <= 8 else (losses**2).mean()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"params": "sharded"},
+        {"num_shards": 8},
+        {"num_shards": 2, "accumulate_steps": 2},
+        {"num_shards": 1, "accumulate_steps": 2},
+    ],
+    ids=str,
+)
+def test_the_loss_of_the_whole_batch_is_compared_too(options: dict[str, Any]):
+    step = made(of_few_rows, **options)
+    with pytest.raises(LossError, match="of rows of the whole batch the loss is"):
+        step(step.init(W), BATCH)
+
+
+def test_a_median_of_two_rows_is_their_mean_and_one_of_four_is_not():
+    step = made(lambda w, batch: jnp.median((batch["x"] @ w).sum(1) ** 2))
+    with pytest.raises(LossError, match="of rows of the whole batch the loss is"):
+        step(step.init(W), {name: x[:SHARDS] for name, x in BATCH.items()})
+
+
+@pytest.mark.parametrize("model_state", ["mean", "per_shard"])
+def test_of_the_whole_batch_with_model_state(model_state: str):
+    loss = lambda w, model_state, batch: (of_few_rows(w, batch) * model_state["by"], model_state)
+    step = made(loss, model_state=model_state)
+    state = step.init(W, model_state={"by": jnp.float32(2)})
+    with pytest.raises(LossError, match="of rows of the whole batch the loss is"):
+        step(state, BATCH)
+    loss = lambda w, model_state, batch: (a_mean(w, batch) * model_state["by"], model_state)
+    step = made(loss, model_state=model_state)
+    step(step.init(W, model_state={"by": jnp.float32(2)}), BATCH)
+
+
+def test_numbers_that_are_not_finite_show_nothing():
+    step = made(compared)
+    with pytest.raises(LossError, match="numbers that are not finite cannot show it"):
+        step(step.init(W), BATCH | {"x": np.full_like(BATCH["x"], np.nan)})
+
+
+def test_a_shard_without_weight_counts_for_nothing():
+    mask = np.float32(np.arange(16) >= 8)
+    step = made(masked, weight=lambda batch: batch["mask"].sum())
+    state, _ = step(step.init(W), BATCH | {"mask": mask})
+    want = W - 0.1 * jax.grad(lambda w: (BATCH["x"][8:] @ w).sum(1).mean())(W)
+    np.testing.assert_allclose(state.params, want, rtol=0, atol=1e-6)
+
+
 def test_gradients_are_compared_too():
     @jax.custom_vjp
     def centered(x: Any) -> Any:

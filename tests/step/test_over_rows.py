@@ -130,6 +130,26 @@ def test_a_sum_runs_where_shards_are_added_up():
     np.testing.assert_allclose(state.params, want, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("shards", [1, SHARDS])
+def test_a_sum_is_refused_where_microbatches_are_averaged(shards: int):
+    loss = lambda w, batch: ((batch["x"] @ w) ** 2).sum()
+    summed = CrossShardOptimizer(optax.sgd(0.01), reduction="sum")
+    step = make_train_step(loss, summed, num_shards=shards, accumulate_steps=2)
+    with pytest.raises(LossError, match="accumulate_steps=2 takes the mean of the microbatches"):
+        step(step.init(W), BATCH)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e-9])
+def test_a_regulariser_divided_by_the_number_of_rows_is_refused(factor: float):
+    # However small, so that numbers would not show it.
+    loss = lambda w, batch: mean(w, batch) + factor * (w**2).sum() / len(batch["x"])
+    message = refused(loss)
+    assert "terms that depend differently on the number of rows" in message
+    assert "Leave the number of rows out of the regulariser" in message
+    step = made(lambda w, batch: mean(w, batch) + factor * (w**2).sum())
+    step.lower(step.abstract_init(W), BATCH)
+
+
 def test_a_mean_that_does_not_divide_by_its_weight_is_refused():
     loss = lambda w, batch: ((batch["x"] @ w).sum(1) * batch["mask"]).mean()
     assert "Divide by that sum" in refused(loss, weight="mask")

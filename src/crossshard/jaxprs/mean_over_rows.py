@@ -42,11 +42,11 @@ from crossshard.jaxprs.row_facts import (
 )
 from crossshard.jaxprs.row_gathers import gathered, of_index, own_number, scattered
 from crossshard.jaxprs.row_moves import batches_of, of_rows
-from crossshard.jaxprs.row_sums import added, of_sums
+from crossshard.jaxprs.row_sums import ADDS_UNLIKE, added, of_sums
 from crossshard.jaxprs.walk import Analysis, Equations, Mismatch, follow
 from crossshard.shards.batch_axes import resized
 
-__all__ = ["MEETS_EARLIER", "SAME_NOISE", "Finding", "OverRows", "over_rows"]
+__all__ = ["ADDS_UNLIKE", "MEETS_EARLIER", "SAME_NOISE", "Finding", "OverRows", "over_rows"]
 
 MEETS_EARLIER = "a row meets those before it"
 SAME_NOISE = "noise from a key that is the same on every shard"

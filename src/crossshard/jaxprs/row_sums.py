@@ -20,6 +20,8 @@ from crossshard.jaxprs.row_facts import (
     joined,
 )
 
+ADDS_UNLIKE = "terms that depend differently on the number of rows"
+
 # What may be added to a sum that divides; and a sum of at least so much is none of less.
 _SMALL, _LEAST = 1e-3, 1.0
 
@@ -66,8 +68,13 @@ def _of_sums(pair: Pair, inputs: Sequence[Fact]) -> Fact:
     if name == "max":
         return _at_least(inputs, mixed)
     if name in ADDS:
-        grows = pair.undecided(f"{name} of a sum over rows and of what grows otherwise with rows")
-        return added(inputs, mixed if all(isinstance(x, Total) for x in inputs) else grows)
+        kinds = set(map(type, inputs))
+        if kinds == {Total}:
+            return added(inputs, mixed)
+        # Two ratios may divide by the same.
+        of_one_loss = Total in kinds or kinds == {Ratio, Free}
+        grows = pair.compared(ADDS_UNLIKE) if of_one_loss else pair.undecided(ADDS_UNLIKE)
+        return added(inputs, grows)
     if name in CHOOSES:
         chooses, rest = chosen(name, inputs)
         if any(not isinstance(fact, Free) or fact.power for fact in chooses):

@@ -1,8 +1,9 @@
-"""By numbers: whether a loss of two shards' rows is the mean of these shards' losses."""
+"""By numbers: whether a loss of the rows of several shards is the mean of these shards' losses."""
 
+import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +19,8 @@ from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.shards.batch_axes import join, take_rows
 from crossshard.step.config import StepConfig
-from crossshard.step.microbatches import LocalResult
+from crossshard.step.leaf import OnMesh
+from crossshard.step.microbatches import LocalResult, pieces_of
 from crossshard.step.over_rows import Doubt, not_by_numbers
 from crossshard.step.step_function import to_read
 
@@ -32,8 +34,10 @@ def check_by_numbers(
     """Raise unless numbers show that the loss is a mean over rows, which its trace does not.
 
     Each shard computes the loss, and its gradient, of half of its rows, of half of the next
-    shard's, and of both together, as many as in the step. Noise is switched off. If there are
-    several processes, all of them make this call.
+    shard's, and of both together, as many as in the step. And as a loss may do something else with
+    so many rows, the loss of the whole batch, whose work XLA splits, is compared with the mean of
+    all shards' and microbatches'. Noise is switched off. If there are several processes, all of
+    them make this call.
 
     Args:
       config: the step.
@@ -78,11 +82,72 @@ def check_by_numbers(
     )
     everywhere = jax.NamedSharding(layout.mesh, PartitionSpec())
     given = jax.tree.map(lambda x: _jax.on_mesh(x, layout.mesh), (state, batch))
+    # Traced once: the call takes what was traced.
+    of_batch = jax.jit(lambda state, batch: _of_batch(config, layout, state, batch), inline=True)
+    tolerance = _tolerance(state, batch)
     with _jax.in_place_of_the_users_mesh(layout.mesh):
-        found = np.asarray(jax.jit(run, out_shardings=everywhere)(*given))
-    values, gradients, both, mean = found[np.argmax(np.nan_to_num(found[:, :2]).max(1))]
-    if max(values, gradients) > _tolerance(state, batch):
-        raise not_by_numbers(doubt, both, mean, gradients)
+        has_whole = groups is None and _can_be_traced(of_batch, *given)
+        every = lambda *given: (run(*given), of_batch(*given) if has_whole else None)
+        found, whole = jax.device_get(jax.jit(every, out_shardings=everywhere)(*given))
+    values, gradients, both, mean = found[np.argmax(np.nan_to_num(found[:, :2], nan=np.inf).max(1))]
+    # Which is so of numbers that are not finite, too: they show nothing.
+    if not (values <= tolerance and gradients <= tolerance):
+        raise not_by_numbers(doubt, "two shards", both, mean, gradients)
+    if whole is not None and not whole[0] <= tolerance:
+        raise not_by_numbers(doubt, "the whole batch", *whole[1:])
+
+
+def _of_batch(config: StepConfig, layout: StateLayout, state: TrainState, batch: Any) -> Any:
+    """How far the loss of all rows is from the mean of the shards' losses; and both."""
+    loss, shards = config.loss, layout.shards
+    at_use = to_read(layout, state)
+    # Of all shards the same state, as the whole batch has one.
+    first = (lambda x: x[0]) if state.per_shard else lambda x: x
+    of_first = jax.tree.map(first, state.model_state)
+
+    def on_shard(state: TrainState, batch: Any, of_first: Any) -> Any:
+        before = dataclasses.replace(layout.local(state), model_state=of_first)
+        rows, whole = loss.split(batch)
+
+        def one(piece: Any) -> tuple[Any, Any]:
+            found = loss.quiet_gradient(before, join(piece, whole), at_use)
+            weight = 1 if found.weight is None else found.weight
+            return jnp.float32(found.loss), jnp.float32(weight)
+
+        losses, weights = lax.map(one, pieces_of(rows, loss.batch_axes, loss.accumulate_steps))
+        weighted = jnp.where(weights == 0, 0, losses * weights).sum()
+        largest = jnp.where(weights == 0, 0, jnp.abs(losses)).max()
+        sums = lax.psum((weighted, weights.sum()), shards.axes)
+        return *sums, lax.pmax(largest, shards.axes)
+
+    run = jax.shard_map(
+        on_shard,
+        mesh=layout.mesh,
+        axis_names=frozenset(layout.axes),
+        in_specs=(
+            layout.specs(state),
+            loss.batch_axes.specs(batch, layout.axes),
+            PartitionSpec(),
+        ),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    total, weight, largest = run(state, batch, of_first)
+    mean = total / jnp.where(weight == 0, 1, weight)
+    over = at_use.over_batch(OnMesh(layout.mesh, layout.axes))
+    here = dataclasses.replace(state, model_state=of_first)
+    together = jnp.float32(loss.quiet_gradient(here, batch, over).loss)
+    together = jnp.where(weight == 0, 0, together)
+    return _relative(together - mean, together, mean, largest), together, mean
+
+
+def _can_be_traced(function: Callable[..., Any], *args: Any) -> bool:
+    """Whether there is a loss of the whole batch: it may raise, or name the axis of the shards."""
+    try:
+        jax.eval_shape(function, *args)
+    except Exception:  # a loss may raise anything on other shapes
+        return False
+    return True
 
 
 def _compared(found: Sequence[LocalResult]) -> list[jax.Array]:
@@ -91,7 +156,11 @@ def _compared(found: Sequence[LocalResult]) -> list[jax.Array]:
     total = of[0] + of[1]
     divided = lambda x: x / jnp.where(total == 0, 1, total)
     losses = [jnp.asarray(each.loss, jnp.float32) for each in found]
-    mean = divided(of[0] * losses[0] + of[1] * losses[1])
+    # What is weightless may be 0/0.
+    by_weight = lambda weight, x: jnp.where(weight == 0, 0, weight * x)
+    summed = lambda one, other: by_weight(of[0], one) + by_weight(of[1], other)
+    mean = divided(summed(*losses[:2]))
+    losses[2] = jnp.where(total == 0, 0, losses[2])
     off = _relative(losses[2] - mean, losses[2], mean)
     early = found[2].early or (False,) * len(jax.tree.leaves(found[2].values))
     weighted = found[2].weight is not None
@@ -102,7 +171,9 @@ def _compared(found: Sequence[LocalResult]) -> list[jax.Array]:
             # The sums of all shards, which have their weights already.
             pieces.append((both - one - other, one, other, both))
         else:
-            pieces.append((both - divided(of[0] * one + of[1] * other), one, other, both))
+            apart = jnp.where(total == 0, 0, both - divided(summed(one, other)))
+            counted = (jnp.where(of[0] == 0, 0, one), jnp.where(of[1] == 0, 0, other))
+            pieces.append((apart, *counted, both))
     norms = [optax.tree.norm(list(each)) for each in zip(*pieces, strict=True)]
     return [off, _relative(*norms), losses[2], mean]
 

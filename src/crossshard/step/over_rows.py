@@ -1,12 +1,19 @@
 """Checks that the loss of a step is a mean over rows, so that the shards' mean is the batch's."""
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
 
 from crossshard.errors import LossError
-from crossshard.jaxprs.mean_over_rows import MEETS_EARLIER, SAME_NOISE, Finding, OverRows
+from crossshard.jaxprs.mean_over_rows import (
+    ADDS_UNLIKE,
+    MEETS_EARLIER,
+    SAME_NOISE,
+    Finding,
+    OverRows,
+)
 from crossshard.step.weight import SumOf, Weight
 
 # Of a recurrent network over [time, rows, …].
@@ -68,7 +75,13 @@ class OverRowsRecord:
 
 
 def check_over_rows(
-    finding: Finding, rows: Any, *, weight: Weight | None, summed: bool, record: OverRowsRecord
+    finding: Finding,
+    rows: Any,
+    *,
+    weight: Weight | None,
+    summed: bool,
+    microbatches: int,
+    record: OverRowsRecord,
 ) -> None:
     """Raise if a loss is no mean over rows.
 
@@ -77,6 +90,7 @@ def check_over_rows(
       rows: the rows of the batch.
       weight: the weight function of the step, if it has one.
       summed: whether the shards' losses are added up.
+      microbatches: how many of a shard are averaged.
       record: what numbers have shown.
 
     Raises:
@@ -90,6 +104,13 @@ def check_over_rows(
             f"numbers, and all rows of the batch would not. Let the loss take a key as its last "
             f"parameter, rng, which is each shard's own; or keep the key in "
             f"model_state='per_shard'. {_WAYS_ON}"
+        )
+    if finding.kind is OverRows.COMPARED and finding.reason == ADDS_UNLIKE:
+        raise LossError(
+            f"The loss adds {finding.reason}{where}, such as a mean over rows and a regulariser "
+            f"that is divided by their number, or means with different weights, so that the mean "
+            f"of the shards' losses is not that of the whole batch. Leave the number of rows out "
+            f"of the regulariser, and give all means the same weights. Or: {_WAYS_ON}"
         )
     if finding.kind is OverRows.COMPARED:
         raise LossError(
@@ -109,6 +130,13 @@ def check_over_rows(
             "smaller than the sum of the whole batch. Write the mean over rows; or pass "
             "CrossShardOptimizer(optimizer, reduction='sum'), which adds up the shards' gradients."
         )
+    if finding.kind is OverRows.SUM and microbatches > 1:
+        raise LossError(
+            f"The loss is a sum over the rows of the batch, and accumulate_steps={microbatches} "
+            f"takes the mean of the microbatches, which is 1/{microbatches} of the sum of the "
+            f"whole batch. Write the mean over rows, without reduction='sum'; or leave out "
+            f"accumulate_steps; or write loss_over='shard', if this mean is meant."
+        )
     if finding.kind is OverRows.RATIO:
         _check_weight(finding, where, rows, weight)
     if finding.kind is OverRows.MEAN and isinstance(weight, SumOf):
@@ -120,20 +148,28 @@ def check_over_rows(
         )
 
 
-def not_by_numbers(doubt: Doubt, together: float, mean: float, gradients: float) -> LossError:
-    """The error for a loss of which numbers show that it is no mean over rows.
+def not_by_numbers(
+    doubt: Doubt, rows: str, together: float, mean: float, gradients: float = 0.0
+) -> LossError:
+    """The error for a loss of which numbers do not show that it is a mean over rows.
 
     Args:
       doubt: what its trace does not decide.
-      together: the loss of the rows of two shards.
-      mean: the mean of their own losses.
-      gradients: how far the gradients are apart, relative to the largest.
+      rows: whose rows were taken together.
+      together: the loss of these rows.
+      mean: the mean of the shards' own losses.
+      gradients: how far the gradients are apart, relative to the largest; 0 if not compared.
     """
-    return LossError(
-        f"{doubt.sentence} And by numbers it is not so: of rows of two shards the loss is "
-        f"{together:.6g}, and the mean of these shards' losses is {mean:.6g}; the gradients are "
-        f"{gradients:.2g} of the largest apart. {_WAYS_ON}"
-    )
+    numbers = f"of rows of {rows} the loss is {together:.6g}, and the mean of the shards' losses "
+    numbers += f"is {mean:.6g}"
+    if gradients:
+        numbers += f"; the gradients are {gradients:.2g} of the largest apart"
+    if not all(map(math.isfinite, (together, mean, gradients))):
+        return LossError(
+            f"{doubt.sentence} And numbers that are not finite cannot show it: {numbers}. Make "
+            f"them finite in the first call. Or: {_WAYS_ON}"
+        )
+    return LossError(f"{doubt.sentence} And by numbers it is not so: {numbers}. {_WAYS_ON}")
 
 
 def _check_weight(finding: Finding, where: str, rows: Any, weight: Weight | None) -> None:

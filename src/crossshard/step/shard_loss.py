@@ -265,7 +265,12 @@ class ShardLoss:
             )
         finding = self.record.latest = self.record.known[key]
         check_over_rows(
-            finding, rows, weight=self.weight, summed=self.is_summed, record=self.record
+            finding,
+            rows,
+            weight=self.weight,
+            summed=self.is_summed,
+            microbatches=self.accumulate_steps,
+            record=self.record,
         )
 
     def quiet_gradient(self, state: TrainState, batch: Any, at_use: AtUse) -> LocalResult:
