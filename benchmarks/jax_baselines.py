@@ -105,6 +105,7 @@ def ours(
         problem.optimizer,
         num_shards=num_shards,
         weight_update=weight_update,
+        loss_over=problem.loss_over,
         **options,
     )
     state = step.init(problem.model)

@@ -36,7 +36,11 @@ def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> 
 
 def _candidates(problem: Problem, shards: int) -> list[JaxCandidate]:
     step = crossshard.make_train_step(
-        problem.loss_fn, adamw(), num_shards=shards, weight_update="sharded"
+        problem.loss_fn,
+        adamw(),
+        num_shards=shards,
+        weight_update="sharded",
+        loss_over=problem.loss_over,
     )
     batch = on_shards(problem.batch, shards)
     compiled = step.lower(step.init(problem.model), batch).compile()

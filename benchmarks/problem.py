@@ -34,6 +34,7 @@ class Problem:
       value_and_grad: the loss and its gradients, from such a tree and one shard's batch.
       batch: a tree of arrays with the rows of all shards, in order.
       optimizer: the optimizer of every candidate that is not given another.
+      loss_over: what crossshard is told of the loss.
     """
 
     model: Any
@@ -42,6 +43,7 @@ class Problem:
     value_and_grad: Callable[[Any, Any], tuple[jax.Array, Any]]
     batch: Any
     optimizer: optax.GradientTransformation = dataclasses.field(default_factory=adamw)
+    loss_over: str = "rows"
 
     @property
     def parameters(self) -> int:

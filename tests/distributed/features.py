@@ -217,6 +217,7 @@ def trained_part_state_aux_and_entries(job: Job) -> Any:
     step = job.step(
         loss,
         model_state="mean",
+        loss_over="shard",
         has_aux=True,
         aux_reduction="sum",
         replicated_entries=("scale",),

@@ -234,3 +234,14 @@ def test_on_the_mesh_that_is_set(kind: AxisType):
         step = made(compared)
         with pytest.raises(LossError, match="And by numbers it is not so"):
             step(step.init(W), BATCH)
+
+
+def test_a_loss_of_one_number_of_rows_alone_is_refused_in_words():
+    rows = len(BATCH["x"]) // SHARDS
+
+    def loss(w: Any, batch: Any) -> Any:
+        return (opaque(batch["x"] @ w) * jnp.ones((rows, 2))).mean()
+
+    step = made(loss)
+    with pytest.raises(LossError, match=r"cannot be computed of half of a shard's rows.*loss_over"):
+        step(step.init(W), BATCH)

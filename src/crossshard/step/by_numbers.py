@@ -21,7 +21,7 @@ from crossshard.shards.batch_axes import join, take_rows
 from crossshard.step.config import StepConfig
 from crossshard.step.leaf import OnMesh
 from crossshard.step.microbatches import LocalResult, pieces_of
-from crossshard.step.over_rows import Doubt, not_by_numbers
+from crossshard.step.over_rows import Doubt, not_by_numbers, not_of_other_rows
 from crossshard.step.step_function import to_read
 
 # Sums over rows in another order differ by less, in float32.
@@ -88,7 +88,11 @@ def check_by_numbers(
     with _jax.in_place_of_the_users_mesh(layout.mesh):
         has_whole = groups is None and _can_be_traced(of_batch, *given)
         every = lambda *given: (run(*given), of_batch(*given) if has_whole else None)
-        found, whole = jax.device_get(jax.jit(every, out_shardings=everywhere)(*given))
+        try:
+            traced = jax.jit(every, out_shardings=everywhere).trace(*given)
+        except Exception as error:  # a loss may raise anything on other shapes
+            raise not_of_other_rows(doubt, error) from error
+        found, whole = jax.device_get(traced.lower().compile()(*given))
     values, gradients, both, mean = found[np.argmax(np.nan_to_num(found[:, :2], nan=np.inf).max(1))]
     # Which is so of numbers that are not finite, too: they show nothing.
     if not (values <= tolerance and gradients <= tolerance):

@@ -172,6 +172,15 @@ def not_by_numbers(
     return LossError(f"{doubt.sentence} And by numbers it is not so: {numbers}. {_WAYS_ON}")
 
 
+def not_of_other_rows(doubt: Doubt, error: Exception) -> LossError:
+    """The error for a loss that raises one when it is given some of a shard's rows."""
+    said = str(error).partition("\n")[0]
+    return LossError(
+        f"{doubt.sentence} And it cannot be computed of half of a shard's rows, to compare "
+        f"numbers: {type(error).__name__}: {said:.200} {_WAYS_ON}"
+    )
+
+
 def _check_weight(finding: Finding, where: str, rows: Any, weight: Weight | None) -> None:
     """Raise if a ratio divides by another sum than the weight, as far as that is known."""
     entry = None
