@@ -318,7 +318,7 @@ def checkpoint_of_other_options(job: Job) -> Any:
 @feature
 def module(job: Job) -> Any:
     loss = lambda net, batch: ((net(batch["x"]) - 1) ** 2).mean()
-    step = job.step(loss)
+    step = job.step(loss, loss_over="shard")
     state, found = trained(job, step, Net())
     return found | {"merged": nnx.state(step.model(state))}
 

@@ -48,7 +48,13 @@ def on_one_device(optimizer: Any) -> Any:
     return found
 
 
-@pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.adamw(1e-2)], ids=["sgd", "adamw"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(optax.sgd(0.1), id="sgd"),
+        pytest.param(optax.adamw(1e-2), id="adamw", marks=pytest.mark.deep),
+    ],
+)
 @pytest.mark.parametrize(
     "options",
     [
