@@ -1,5 +1,6 @@
 """A small run to test with: a text that is quickly learnt, a model that compiles in a second."""
 
+import functools
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import pytest
 
 from examples.byte_lm.__main__ import main
 from examples.byte_lm.options import TrainOptions
@@ -151,3 +153,9 @@ def saved_hashes(out: Path, number: int, of: str = "") -> dict[str, str]:
     found = {leaf["path"]: leaf["hash"] for leaf in leaves if leaf["path"].startswith(of)}
     assert found
     return found
+
+
+def own_loss(monkeypatch: pytest.MonkeyPatch, job: Any) -> None:
+    """Say that each shard's own loss is meant, as one that is faulty on purpose is no mean."""
+    own = functools.partial(job.make_train_step, loss_over="shard")
+    monkeypatch.setattr(job, "make_train_step", own)

@@ -13,7 +13,7 @@ import pytest
 
 from examples.byte_lm import job
 from examples.byte_lm.training import Training
-from tests.examples.byte_lm.small import numbers, read_metrics, run, saved_hashes
+from tests.examples.byte_lm.small import numbers, own_loss, read_metrics, run, saved_hashes
 from tests.step.faults import Snapshot, one_bit
 
 # A byte that the text does not have.
@@ -39,6 +39,7 @@ def break_shard(monkeypatch: pytest.MonkeyPatch, shard: int, steps: range, of: i
 
     monkeypatch.setattr(job, "batches", batches)
     monkeypatch.setattr(job, "loss", broken)
+    own_loss(monkeypatch, job)
 
 
 @pytest.mark.deep

@@ -11,7 +11,7 @@ from examples.byte_lm.job import Job, prepare
 from examples.byte_lm.model import ByteTransformer, loss
 from examples.byte_lm.optimizers import make_optimizer
 from examples.byte_lm.proof import Batch, Comparison, compare, verify
-from tests.examples.byte_lm.small import small_options
+from tests.examples.byte_lm.small import own_loss, small_options
 from tests.quick import deep
 
 
@@ -95,6 +95,7 @@ def test_sgd_finds_a_wrong_factor_that_adam_hides(job: Job, monkeypatch: pytest.
         return len(batch["read"]) * mean, aux
 
     monkeypatch.setattr(jobs, "loss", summed_loss)
+    own_loss(monkeypatch, jobs)
     job = dataclasses.replace(job)  # without its step
     assert of_run(job).same
     found = verify(job)
