@@ -57,7 +57,7 @@ _KNOWN = (
     ),
 )
 # Whose loss is no mean by the numbers of a first batch, where its trace does not decide.
-_BY_NUMBERS = {"segmentation"}
+_ADDS_UNLIKE_TERMS = {"segmentation"}
 # How a file says what it uses, and what a reader calls it.
 _LIBRARIES = {
     "import equinox": "Equinox",
@@ -114,8 +114,10 @@ class Program:
         """The first try, where that is refused; ``None`` where it is right."""
         text = self.text("after")
         known = next((each for each in _KNOWN if each.changes[0][0] in text), None)
-        if known is not None and self.name in _BY_NUMBERS:
-            return dataclasses.replace(known, said="Nothing proves that the loss is a mean")
+        if known is not None and self.name in _ADDS_UNLIKE_TERMS:
+            return dataclasses.replace(
+                known, said="The loss adds terms that depend differently on the number of rows"
+            )
         return known
 
     def first_try(self) -> str:
