@@ -56,7 +56,7 @@ _KNOWN = (
         "preprocess=",
     ),
 )
-# Whose loss is no mean by the numbers of a first batch, where its trace does not decide.
+# Whose loss adds a mean over rows and a term that is none.
 _ADDS_UNLIKE_TERMS = {"segmentation"}
 # How a file says what it uses, and what a reader calls it.
 _LIBRARIES = {
