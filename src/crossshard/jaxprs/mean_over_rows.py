@@ -36,12 +36,12 @@ from crossshard.jaxprs.row_facts import (
     is_inexact,
     is_zero,
     joined,
-    layout,
     power_of,
     worst,
 )
 from crossshard.jaxprs.row_gathers import gathered, of_index, own_number, scattered
 from crossshard.jaxprs.row_moves import batches_of, of_rows
+from crossshard.jaxprs.row_slopes import cotangent, is_slope, tangent
 from crossshard.jaxprs.row_sums import ADDS_UNLIKE, added, of_sums
 from crossshard.jaxprs.walk import Analysis, Equations, Mismatch, follow
 from crossshard.shards.batch_axes import resized
@@ -484,7 +484,7 @@ class _OverRows(Analysis[Fact]):
             follow(self, [jaxpr for jaxpr, _ in both], [inputs[place] for place in both[0][1]])
             for both in zip(*map(_jax.solvers_of, (pair.one, pair.other)), strict=True)
         ]
-        if all(all(map(_is_a, first, other)) for other in rest):
+        if all(all(map(is_slope, first, other)) for other in rest):
             return first
         return [worst(first) or pair.undecided("a linear system")] * len(first)
 
@@ -503,71 +503,25 @@ class _OverRows(Analysis[Fact]):
         if not backward and all(isinstance(fact, Free) for fact in inputs):
             return None  # it is linear
         unknown = pair.undecided("a function with a gradient of its own")
-        slope = _cotangent if backward else _tangent
+        slope = cotangent if backward else tangent
         slopes, expected = list(map(slope, given)), list(map(slope, returned))
         if backward:
             slopes, expected = expected, slopes
         obstacle = worst([*slopes, *expected])
         try:
             rules = [_jax.rule_of_derivative(each, backward=backward) for each in equations]
-            found = follow(
-                _OverRows(self._rows, self._times, derives=False), rules, [*inputs, *slopes]
-            )
         except Exception:  # a rule of the user may raise anything
+            return unknown
+        without_rules = _OverRows(self._rows, self._times, derives=False)
+        try:
+            found = follow(without_rules, rules, [*inputs, *slopes])
+        except Mismatch:
             return unknown
         obstacle = obstacle or worst(found)
         if obstacle is not None:
             reason = f"in a gradient of its own, {obstacle.reason}"
             return replace(obstacle, reason=reason, equation=obstacle.equation or pair.one)
-        return None if all(map(_is_a, found, [*expected, *returned])) else unknown
-
-
-def _tangent(fact: Fact) -> Fact:
-    """What a small change of a value is."""
-    match fact:
-        case Free(power, own):
-            return Free(power, own)
-        case Rows():
-            return replace(fact, zero=False, entry=None)
-        case Total(power, _, False):
-            return Total(power)
-        case OneRow():
-            return fact
-    return _NO_SLOPE
-
-
-def _cotangent(fact: Fact) -> Fact:
-    """What the derivative of a mean over rows by a value is."""
-    match fact:
-        case Free(power):
-            return Total(-power)
-        case Rows(axis, outer, inner, power):
-            return Rows(axis, outer, inner, -1 - power)
-        case Total(power, _, False):
-            return Free(-power)
-        case OneRow(power):
-            return OneRow(-1 - power)
-    return _NO_SLOPE
-
-
-_NO_SLOPE = Obstacle(OverRows.UNDECIDED, "a derivative by what is no row and no sum")
-
-
-def _is_a(fact: Fact, expected: Fact) -> bool:
-    """Whether a derivative is what it is of a mean over rows."""
-    if is_zero(fact):
-        return True
-    match fact, expected:
-        case Rows(), Rows():
-            alike = layout([fact, expected]) is not None
-            return alike and (fact.axis, fact.power) == (expected.axis, expected.power)
-        case ((Total(power, _, False) | Free(power)), Total(by)):
-            return power == by
-        case OneRow(power), Total(by):
-            return power == by - 1
-        case (Free(power), Free(by)) | ((OneRow(power) | Free(power)), OneRow(by)):
-            return power == by
-    return False
+        return None if all(map(is_slope, found, [*expected, *returned])) else unknown
 
 
 def _number(value: np.ndarray[Any, Any]) -> float | None:
