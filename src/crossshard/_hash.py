@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
-from crossshard import _jax
+from crossshard import _mesh
 
 # Texts.
 
@@ -161,7 +161,7 @@ def hash_later(x: jax.Array) -> Callable[[], str]:
         copies = {shard.replica_id: shard.data for shard in x.addressable_shards}
         x = copies[min(copies)]
     if not _is_on_host(x):
-        with _jax.in_place_of_the_users_mesh(_mesh_of(x)):
+        with _mesh.in_place_of_the_users_mesh(_mesh_of(x)):
             halves = _on_devices(x)
         return lambda: _text(*jax.device_get(halves))
     # Views: while there is one, JAX leaves the memory alone.

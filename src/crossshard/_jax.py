@@ -7,7 +7,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -583,127 +583,6 @@ def at_top_level() -> bool:
 def outside_of_traces() -> AbstractContextManager[object]:
     """Leave all traces."""
     return _core.eval_context()
-
-
-def another_mesh_is_set(mesh: jax.sharding.Mesh) -> bool:
-    """Whether ``jax.set_mesh`` has set another mesh, which shard_map would reject."""
-    current = jax.sharding.get_abstract_mesh()
-    return not current.empty and current != mesh.abstract_mesh
-
-
-def in_place_of_the_users_mesh(mesh: jax.sharding.Mesh) -> AbstractContextManager[object]:
-    """Set ``mesh`` if ``jax.set_mesh`` has set another."""
-    if not another_mesh_is_set(mesh):
-        return nullcontext()
-    if at_top_level():
-        return jax.set_mesh(mesh)
-    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
-
-
-def without_mesh() -> AbstractContextManager[object]:
-    """Run or trace as if no mesh were set; what is traced so can be run under any."""
-    if jax.sharding.get_abstract_mesh().empty:
-        return nullcontext()
-    if at_top_level():
-        return jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
-
-
-def mesh_that_is_set() -> jax.sharding.Mesh | None:
-    """The mesh that ``jax.set_mesh`` has set; ``None`` without one, or where ``jit`` traces."""
-    if jax.sharding.get_abstract_mesh().empty or not at_top_level():
-        return None
-    found = jax.sharding.get_mesh()
-    return None if found.empty else found
-
-
-def with_automatic_axes(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
-    """The same mesh with ``AxisType.Auto`` axes."""
-    if not has_explicit_axes(mesh):
-        return mesh
-    types = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
-    return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=types)
-
-
-def has_explicit_axes(mesh: Any) -> bool:
-    """Whether types say how arrays are split over an axis of this mesh."""
-    return any(kind is not jax.sharding.AxisType.Auto for kind in mesh.axis_types)
-
-
-def under_automatic_axes(
-    function: Callable[..., Any], mesh: jax.sharding.Mesh, specs: Callable[..., Any]
-) -> Callable[..., Any]:
-    """The function, run as if the axes of a mesh were ``AxisType.Auto``.
-
-    Its arguments may lie on the mesh. ``specs`` returns those of its results, given these.
-    """
-    if not has_explicit_axes(mesh):
-        return function
-    inside = with_automatic_axes(mesh)
-    cast = lambda x: jax.sharding.reshard(x, jax.sharding.PartitionSpec(*[None] * jnp.ndim(x)))
-
-    def typed(x: Any, spec: jax.sharding.PartitionSpec) -> Any:
-        # Types say nothing of further axes, which are Auto.
-        x = lax.with_sharding_constraint(x, jax.sharding.NamedSharding(inside, spec))
-        return jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, of_types(spec, mesh)))
-
-    def run(*args: Any) -> Any:
-        with jax.sharding.use_abstract_mesh(inside.abstract_mesh):
-            found = function(*jax.tree.map(cast, args))
-            return jax.tree.map(typed, found, specs(found))
-
-    return run
-
-
-def of_types(spec: jax.sharding.PartitionSpec, mesh: jax.sharding.Mesh) -> Any:
-    """What types say of a spec on a mesh: without axes that are ``AxisType.Auto``."""
-    names = {
-        name
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind is jax.sharding.AxisType.Explicit
-    }
-    kept = [
-        tuple(each for each in ((entry,) if isinstance(entry, str) else entry) if each in names)
-        or None
-        for entry in ((entry or ()) for entry in spec)
-    ]
-    return jax.sharding.PartitionSpec(*kept)
-
-
-def on_mesh(x: Any, mesh: jax.sharding.Mesh | None) -> Any:
-    """An array, or its type, on a mesh that differs from its own by the types of its axes.
-
-    Without a copy. ``None`` is its own mesh with ``AxisType.Auto`` axes. What is on no such mesh,
-    or traced, is returned unchanged.
-    """
-    own = getattr(x, "sharding", None)
-    if isinstance(x, jax.core.Tracer) or not isinstance(own, jax.sharding.NamedSharding):
-        return x
-    if not isinstance(own.mesh, jax.sharding.Mesh):
-        return x
-    mesh = with_automatic_axes(own.mesh) if mesh is None else mesh
-    same_but_for_types = own.mesh.axis_names == mesh.axis_names and np.array_equal(
-        own.mesh.devices, mesh.devices
-    )
-    if own.mesh == mesh or not same_but_for_types:
-        return x
-    # Types write out all dimensions, and jit compares.
-    spec = (*own.spec, *[None] * (x.ndim - len(own.spec))) if has_explicit_axes(mesh) else own.spec
-    spec = jax.sharding.PartitionSpec(*spec)
-    sharding = jax.sharding.NamedSharding(mesh, spec, memory_kind=own.memory_kind)
-    if not isinstance(x, jax.Array):
-        return x.update(sharding=sharding)
-    pieces = [piece.data for piece in x.addressable_shards]
-    return jax.make_array_from_single_device_arrays(x.shape, sharding, pieces, dtype=x.dtype)
-
-
-def constrained(x: Any, sharding: jax.sharding.NamedSharding) -> Any:
-    """``lax.with_sharding_constraint``, which on explicit axes checks and does not move."""
-    mesh = sharding.mesh
-    if isinstance(mesh, jax.sharding.Mesh) and has_explicit_axes(mesh):
-        typed = jax.sharding.NamedSharding(mesh, of_types(sharding.spec, mesh))
-        return jax.sharding.reshard(x, typed)
-    return lax.with_sharding_constraint(x, sharding)
 
 
 def manual_sizes(equation: Any) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import jax
 
-from crossshard import _check, _jax
+from crossshard import _check, _mesh
 from crossshard.checkpoints.fingerprint import fingerprint
 from crossshard.checkpoints.folder import Folder
 from crossshard.checkpoints.keeping import Keeping, notes_of
@@ -269,7 +269,7 @@ class Checkpoints:
         params = self._latest(read) if step is None else self._chosen(step, read)
         if params is None:
             raise CheckpointError(f"{self._folder.path} has no checkpoint to take parameters from.")
-        params = jax.tree.map(lambda x: _jax.on_mesh(x, self._step.mesh), params)
+        params = jax.tree.map(lambda x: _mesh.on_mesh(x, self._step.mesh), params)
         return dataclasses.replace(state, params=params)
 
     def steps(self) -> list[int]:
@@ -356,7 +356,7 @@ class Checkpoints:
             one = 0 if layout.groups is None else 1
             types = lambda x: jax.ShapeDtypeStruct(x.shape[one:], x.dtype)
             loss, params = config_of(self._step).loss, jax.tree.map(types, state.params)
-            with _jax.without_mesh():
+            with _mesh.without_mesh():
                 found = fingerprint(layout, loss, params)
             self._fingerprints[id(layout)] = layout, found
         return self._fingerprints[id(layout)][1]

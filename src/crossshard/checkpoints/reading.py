@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from crossshard import _jax
+from crossshard import _mesh
 from crossshard._hash import hash_of
 from crossshard.checkpoints.folder import Folder
 from crossshard.checkpoints.leaves import Leaf, from_disk, leaves_of
@@ -64,7 +64,7 @@ def read_state(
         return match(manifest, leaves, layout, state, here, strict=strict)
 
     manifest, leaves, state, matched, read = _read(folder, number, layout, state, matches)
-    with _jax.in_place_of_the_users_mesh(layout.mesh):
+    with _mesh.in_place_of_the_users_mesh(layout.mesh):
         arrays = [NEW if place is None else read[place] for place in matched.places]
         shardings = [leaf.on_disk.sharding for leaf in leaves]
         whole = completed(layout, from_disk(state, arrays), shardings)
@@ -75,7 +75,7 @@ def read_params(folder: Folder, number: int, layout: StateLayout, state: TrainSt
     """The parameters of a checkpoint, placed as in a state; raises as ``read_state``."""
     matches = lambda manifest, leaves: match_params(manifest, leaves, layout)
     *_, read = _read(folder, number, layout, state, matches)
-    with _jax.in_place_of_the_users_mesh(layout.mesh):
+    with _mesh.in_place_of_the_users_mesh(layout.mesh):
         # In the order of the leaves, which is that of the dict.
         params = jax.tree.structure(state.params).unflatten(read.values())
         return jax.jit(lambda x: x, out_shardings=layout.shardings(state).params)(params)
@@ -107,7 +107,7 @@ def _read(
         refused = error
     _agree(refused, layout)
     # The processes compute the hashes together, so all of them must have come this far.
-    with _jax.in_place_of_the_users_mesh(layout.mesh):
+    with _mesh.in_place_of_the_users_mesh(layout.mesh):
         written = [(manifest.leaves[place], x) for place, x in read.items()]
         wrong = [leaf.path for leaf, x in written if hash_of(x) != leaf.hash]
     if wrong:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import Mesh
 
-from crossshard import _jax
+from crossshard import _mesh
 from crossshard._hash import crc32, hash_later
 from crossshard.checkpoints.folder import Folder, in_words
 from crossshard.checkpoints.keeping import Keeping
@@ -102,7 +102,7 @@ class Saving:
             )
         self._pending, self.taken = number, taken
         try:
-            with _jax.in_place_of_the_users_mesh(layout.mesh):
+            with _mesh.in_place_of_the_users_mesh(layout.mesh):
                 arrays = list(map(to_disk, leaves, jax.tree.leaves(state)))
             hashes = [hash_later(x) for x in arrays]
             files = lambda: {FILE: json.dumps(_completed(manifest, hashes)), **notes}

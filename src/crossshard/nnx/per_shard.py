@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from crossshard import _flax, _jax
+from crossshard import _flax, _jax, _mesh
 from crossshard._flax import describe_variable, nnx
 from crossshard.errors import ArgumentError, VariableError
 from crossshard.shards.context import get_shard_context
@@ -250,10 +250,10 @@ def _by_row(function: Callable[[jax.Array], jax.Array], values: Any) -> Any:
 
     def one(x: jax.Array) -> jax.Array:
         own = getattr(x.sharding, "mesh", None)
-        if own is None or not _jax.has_explicit_axes(own):
+        if own is None or not _mesh.has_explicit_axes(own):
             return function(x)
-        with _jax.in_place_of_the_users_mesh(_jax.with_automatic_axes(own)):
-            return _jax.on_mesh(function(_jax.on_mesh(x, None)), own)
+        with _mesh.in_place_of_the_users_mesh(_mesh.with_automatic_axes(own)):
+            return _mesh.on_mesh(function(_mesh.on_mesh(x, None)), own)
 
     return jax.tree.map(one, values)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from crossshard import _flax, _jax
+from crossshard import _flax, _mesh
 from crossshard._flax import describe_variable, nnx
 from crossshard._hash import checksum
 from crossshard.distributed.agreement import check_agreement, processes_of
@@ -160,7 +160,7 @@ class Program:
     ):
         self._computation = computation
         # It computes with automatic axes, and arrays lie on the mesh as the user made it.
-        self._mesh = _jax.with_automatic_axes(mesh)
+        self._mesh = _mesh.with_automatic_axes(mesh)
         self._outputs = outputs
         self._has_processes = len(processes_of(mesh)) > 1
         self._is_compared = False
@@ -176,7 +176,7 @@ class Program:
         self._shardings = [NamedSharding(mesh, each.spec(names)) for each in self._entering]
         # Set while it runs, since it may be traced then, and dropped after: it holds the model.
         self._call: _Call | None = None
-        self._compiled = jax.jit(_jax.under_automatic_axes(self._run, mesh, self._specs))
+        self._compiled = jax.jit(_mesh.under_automatic_axes(self._run, mesh, self._specs))
 
     def spread(self, reached: Reached) -> bool:
         """Store variables that will differ as ``[shards, …]``; returns whether there were any."""
@@ -275,8 +275,8 @@ class Program:
 
         run = self._over_mesh(call, of_one_shard, PartitionSpec(self._mesh.axis_names))
         abstract = [held.abstract(self._mesh.size) for held in call.held]
-        leaves = [_jax.on_mesh(leaf, self._mesh) for leaf in call.arguments.leaves]
-        with _jax.in_place_of_the_users_mesh(self._mesh):
+        leaves = [_mesh.on_mesh(leaf, self._mesh) for leaf in call.arguments.leaves]
+        with _mesh.in_place_of_the_users_mesh(self._mesh):
             traced, after = jax.make_jaxpr(run, return_shape=True)(abstract, tuple(leaves))
         axes = jax.tree.structure(after).unflatten(varying_axes_of_outputs(traced))
         return found[-1], [any(jax.tree.leaves(value)) for value in axes]

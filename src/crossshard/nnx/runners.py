@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from crossshard import _jax
+from crossshard import _jax, _mesh
 from crossshard.distributed.agreement import processes_of
 from crossshard.distributed.progress import PROGRESS, entering
 from crossshard.errors import ArgumentError, ArgumentTypeError, NestedContextError
@@ -142,7 +142,7 @@ class ShardedFunction:
                 f"variables: call it outside; or call the function itself."
             )
         # While one thread traces, the variables hold values of its trace.
-        with _TRACING, _jax.in_place_of_the_users_mesh(self._mesh):
+        with _TRACING, _mesh.in_place_of_the_users_mesh(self._mesh):
             yield
 
     def _program(
@@ -319,10 +319,10 @@ def replicate(
     rows = NamedSharding(where, PartitionSpec(where.axis_names))
     stacked = [_stack(place, values, rows) for place, values in enumerate(zip(*lists, strict=True))]
     joined = _sharded(computation, where, InputAxes(), Outputs(), _of_one_replica)(*stacked)
-    joined = jax.tree.map(lambda x: _jax.on_mesh(on_every_device(x), None), joined)
+    joined = jax.tree.map(lambda x: _mesh.on_mesh(on_every_device(x), None), joined)
     # A row of what is split has no type on explicit axes.
-    with _jax.in_place_of_the_users_mesh(_jax.with_automatic_axes(where)):
-        row = lambda r: jax.tree.map(lambda x: _jax.on_mesh(x[r], where), joined)
+    with _mesh.in_place_of_the_users_mesh(_mesh.with_automatic_axes(where)):
+        row = lambda r: jax.tree.map(lambda x: _mesh.on_mesh(x[r], where), joined)
         return [row(r) for r in range(len(lists))]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from crossshard import _jax
+from crossshard import _mesh
 from crossshard.errors import ArgumentError, AxisError
 from crossshard.shards.context import check_axis_name, check_num_shards
 from crossshard.shards.devices import check_number_of_devices, mesh_for
@@ -67,7 +67,7 @@ def mesh_in_force(num_shards: Any, axes: tuple[str, ...] = ()) -> Mesh | None:
 
     Beside a mesh with explicit axes JAX takes no array that lies on another one.
     """
-    found = _jax.mesh_that_is_set()
+    found = _mesh.mesh_that_is_set()
     if found is None or not set(axes) <= set(found.axis_names):
         return None
     fits = num_shards in (None, number_of_shards(found, axes or found.axis_names))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from crossshard import _jax
+from crossshard import _jax, _mesh
 from crossshard.distributed.agreement import check_agreement
 from crossshard.errors import ArgumentError
 from crossshard.shards.batch_axes import BatchAxes, join, resized, spec_along, take_rows
@@ -99,8 +99,8 @@ class BatchPlacer:
         with jax.transfer_guard("allow"):
             if not _jax.at_top_level():
                 return join(self._place(rows, whole), placed)
-            rows = jax.tree.map(lambda leaf: _jax.on_mesh(leaf, None), rows)
-            with _jax.in_place_of_the_users_mesh(_jax.with_automatic_axes(self._mesh)):
+            rows = jax.tree.map(lambda leaf: _mesh.on_mesh(leaf, None), rows)
+            with _mesh.in_place_of_the_users_mesh(_mesh.with_automatic_axes(self._mesh)):
                 return join(self._place(rows, whole), placed)
 
     def rows_of(self, batch: Any) -> str:
@@ -172,7 +172,7 @@ class BatchPlacer:
             together = jnp.concatenate if isinstance(leaf, jax.Array) else np.concatenate
             leaf = together([leaf, _padding(leaf, axis, missing)], axis)
         if isinstance(leaf, jax.core.Tracer):
-            return _jax.constrained(leaf, self._along(axis))
+            return _mesh.constrained(leaf, self._along(axis))
         return put(leaf, self._along(axis))
 
     @property

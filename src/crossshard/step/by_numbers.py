@@ -13,7 +13,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from crossshard import _jax
+from crossshard import _mesh
 from crossshard.gradients.scalars import is_inexact
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
@@ -81,11 +81,11 @@ def check_by_numbers(
         check_vma=False,
     )
     everywhere = jax.NamedSharding(layout.mesh, PartitionSpec())
-    given = jax.tree.map(lambda x: _jax.on_mesh(x, layout.mesh), (state, batch))
+    given = jax.tree.map(lambda x: _mesh.on_mesh(x, layout.mesh), (state, batch))
     # Traced once: the call takes what was traced.
     of_batch = jax.jit(lambda state, batch: _of_batch(config, layout, state, batch), inline=True)
     tolerance = _tolerance(state, batch)
-    with _jax.in_place_of_the_users_mesh(layout.mesh):
+    with _mesh.in_place_of_the_users_mesh(layout.mesh):
         has_whole = groups is None and _can_be_traced(of_batch, *given)
         every = lambda *given: (run(*given), of_batch(*given) if has_whole else None)
         try:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from crossshard import _jax
+from crossshard import _mesh
 from crossshard.distributed.agreement import check_agreement, processes_of
 from crossshard.distributed.progress import PROGRESS, entering
 from crossshard.errors import ArgumentError, ArgumentTypeError
@@ -72,7 +72,7 @@ class OverDataSets:
             )
         longest, number = 0, 0
         for batch in batches:
-            with self._entering(), _jax.in_place_of_the_users_mesh(self._mesh):
+            with self._entering(), _mesh.in_place_of_the_users_mesh(self._mesh):
                 with jax.transfer_guard("allow"):
                     placed, counted = self._place(batch, longest, number)
                 found = run(placed, counted)
@@ -88,7 +88,7 @@ class OverDataSets:
 
     def _place(self, batch: Any, longest: int, before: int) -> tuple[Any, jax.Array]:
         """A batch on the devices, padded, and which of its rows count, float32[rows]."""
-        batch = jax.tree.map(lambda leaf: _jax.on_mesh(leaf, None), batch)
+        batch = jax.tree.map(lambda leaf: _mesh.on_mesh(leaf, None), batch)
         rows, whole = self._whole.split(batch)
         axes, paths = self._of_batch.of_rows(rows), jax.tree_util.tree_leaves_with_path(rows)
         for (path, leaf), axis in zip(paths, axes, strict=True):

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from crossshard import _jax
+from crossshard import _mesh
 from crossshard._hash import checksum
 from crossshard.distributed.agreement import check_agreement
 from crossshard.errors import ArgumentError, ArgumentTypeError
@@ -105,7 +105,7 @@ class WholeEntries:
 
     def _put(self, x: Any) -> jax.Array:
         if _is_traced(x):
-            return _jax.constrained(x, self._everywhere)
+            return _mesh.constrained(x, self._everywhere)
         return x if getattr(x, "sharding", None) == self._everywhere else put(x, self._everywhere)
 
 

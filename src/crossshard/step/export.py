@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from crossshard import _jax
+from crossshard import _mesh
 from crossshard.errors import ArgumentError
 from crossshard.model.models import combine
 from crossshard.model.state import TrainState
@@ -18,7 +18,7 @@ from crossshard.step.config import StepConfig
 def model_of(state: TrainState, arrays: tuple[Any, Any, Any], config: StepConfig) -> Any:
     """The model of such arrays, copied, since the next step donates the state."""
     # Before they are a model: a tree.map over an NNX module tears apart what it has tied.
-    arrays = jax.tree.map(lambda x: _jax.on_mesh(jnp.copy(x), config.outer_mesh), arrays)
+    arrays = jax.tree.map(lambda x: _mesh.on_mesh(jnp.copy(x), config.outer_mesh), arrays)
     model = combine(state.skeleton, *arrays)
     return model if config.loss.model_state is None else (model, arrays[2])
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from crossshard import _jax
+from crossshard import _jax, _mesh
 from crossshard._hash import checksum
 from crossshard.distributed.agreement import check_agreement
 from crossshard.model.layout import StateLayout, check_key
@@ -68,7 +68,7 @@ def prepare(
 
     # Of the types that the arrays will have, so that JAX need not trace it again for them.
     given = types_on(mesh, (arrays, key), layout.specs_of_arrays(arrays[1]))
-    with _jax.in_place_of_the_users_mesh(mesh):
+    with _mesh.in_place_of_the_users_mesh(mesh):
         types = jax.eval_shape(make, *given)
     shardings = layout.shardings(types)
     types = jax.tree.map(
@@ -94,7 +94,7 @@ def run(config: StepConfig, initial: Initial) -> TrainState:
     check_equal_everywhere(config, "init", parts)
     both = (initial.arrays, initial.key)
     arrays, key = jax.tree.map(lambda x, to: put_whole(x, to.sharding), both, initial.given)
-    with _jax.in_place_of_the_users_mesh(config.mesh):
+    with _mesh.in_place_of_the_users_mesh(config.mesh):
         if len(jax.tree.leaves(initial.types)) <= 2 * _MOST:
             return initial.make(arrays, key)
         return _in_pieces(initial, jax.tree.leaves((arrays, key)))

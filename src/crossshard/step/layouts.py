@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from crossshard import _jax
+from crossshard import _mesh
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.pipeline.update.plan import plan_update
@@ -45,7 +45,7 @@ class Layouts:
         if key not in self._known:
             types = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(*each) for each in shapes])
             # What is traced here runs under another mesh than the user may have set.
-            with _jax.without_mesh():
+            with _mesh.without_mesh():
                 self._known[key] = self._plan(params, types, other_axes)
         return self._known[key]
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, Unpack
 import optax
 from jax.sharding import Mesh
 
-from crossshard import _check, _jax
+from crossshard import _check, _mesh
 from crossshard.errors import ArgumentError
 from crossshard.gradients.reduction import Reduction
 from crossshard.gradients.status import GradientStatus
@@ -223,7 +223,7 @@ def make_train_step(
     in_parts = _check_rest(params, sharding, pipeline, gather_dtype)
     sharding = WeightUpdate.SHARDED if in_parts else sharding
     donates = _check.flag("donate", donate)
-    inner = _jax.with_automatic_axes(where)
+    inner = _mesh.with_automatic_axes(where)
     chosen = axes, sharding, in_parts, check_wrt(wrt), donates
     return TrainStep(StepConfig(function, inner, where, *chosen))
 

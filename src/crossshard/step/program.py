@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from crossshard import _jax
+from crossshard import _jax, _mesh
 from crossshard.distributed.agreement import compare, processes_of
 from crossshard.distributed.programs import check_same_program
 from crossshard.distributed.progress import PROGRESS
@@ -50,7 +50,7 @@ class Program:
         reduce_together = groups.size if config.is_grouped and groups else mesh.size
         platform = mesh.devices.flat[0].platform
         self.options = compiler_options(platform, reduce_together, in_parts=config.in_parts)
-        run = _jax.under_automatic_axes(self._run, mesh, self._specs)
+        run = _mesh.under_automatic_axes(self._run, mesh, self._specs)
         self._compiled = jax.jit(
             run,
             donate_argnums=(0,) if config.donate else (),
@@ -77,8 +77,8 @@ class Program:
         run = self._compiled if _jax.at_top_level() else self._traced
         if self._config.donate and run is self._compiled:
             self._donation.check(state, batch)
-        if self._in_processes or _jax.another_mesh_is_set(self._config.outer_mesh):
-            with _jax.in_place_of_the_users_mesh(self._config.outer_mesh):
+        if self._in_processes or _mesh.another_mesh_is_set(self._config.outer_mesh):
+            with _mesh.in_place_of_the_users_mesh(self._config.outer_mesh):
                 if self._is_watched and self._in_processes:
                     PROGRESS.take(self._place.rows_of(batch))
                 return self._run_placed(run, state, self._place(batch))
@@ -100,12 +100,12 @@ class Program:
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """The lowered program for a state and a batch, or for their types."""
-        with _jax.in_place_of_the_users_mesh(self._config.outer_mesh):
+        with _mesh.in_place_of_the_users_mesh(self._config.outer_mesh):
             return self._explained(self._compiled.lower, state, self._place.abstract(batch))
 
     def trace(self, state: Any, batch: Any) -> jax.stages.Traced:
         """The traced program for a state and a batch, or for their types."""
-        with _jax.in_place_of_the_users_mesh(self._config.outer_mesh):
+        with _mesh.in_place_of_the_users_mesh(self._config.outer_mesh):
             return self._explained(self._compiled.trace, state, self._place.abstract(batch))
 
     def _check_same(self, state: TrainState, batch: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from crossshard import _jax
+from crossshard import _mesh
 from crossshard.errors import ArgumentError, CheckpointWarning
 from crossshard.model.state import TrainState
 from crossshard.shards.model_axes import only
@@ -60,7 +60,7 @@ class Resharder:
         where = layout.incoming(types)
         place = lambda x, to: x if x is NEW else put_whole_unless_on(x, to)
         state = jax.tree.map(place, state, where)
-        with _jax.in_place_of_the_users_mesh(config.mesh):
+        with _mesh.in_place_of_the_users_mesh(config.mesh):
             state = completed(layout, state, jax.tree.leaves(where))
         if not layout.is_of_these_shards(state):
             if config.is_grouped:
@@ -79,5 +79,5 @@ class Resharder:
         if key not in self._compiled:
             run = lambda state: how(jax.tree.map(jnp.copy, state))
             self._compiled[key] = jax.jit(run, out_shardings=to)
-        with _jax.in_place_of_the_users_mesh(self._config.mesh):
+        with _mesh.in_place_of_the_users_mesh(self._config.mesh):
             return self._compiled[key](state)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from crossshard import _check, _jax
+from crossshard import _check, _jax, _mesh
 from crossshard.distributed.progress import PROGRESS, entering
 from crossshard.errors import ArgumentError
 from crossshard.guards.divergence import names_of_compared
@@ -127,11 +127,11 @@ class TrainStep:
         return after, metrics
 
     def _inner_mesh(self) -> contextlib.AbstractContextManager[object]:
-        return _jax.in_place_of_the_users_mesh(self._config.mesh)
+        return _mesh.in_place_of_the_users_mesh(self._config.mesh)
 
     def _outside(self, tree: Any) -> Any:
         """Arrays of this step on the mesh as the user made it."""
-        return jax.tree.map(lambda x: _jax.on_mesh(x, self._config.outer_mesh), tree)
+        return jax.tree.map(lambda x: _mesh.on_mesh(x, self._config.outer_mesh), tree)
 
     def _entering(self, call: str) -> contextlib.AbstractContextManager[Any]:
         """What tells the other processes that this one is in a call."""
@@ -427,7 +427,7 @@ class TrainStep:
 
 def _inside(tree: Any) -> Any:
     """Arrays on a mesh of the user's as on the same with automatic axes."""
-    return jax.tree.map(lambda x: _jax.on_mesh(x, None), tree)
+    return jax.tree.map(lambda x: _mesh.on_mesh(x, None), tree)
 
 
 def config_of(step: TrainStep) -> StepConfig:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from crossshard import _jax
+from crossshard import _mesh
 from crossshard._hash import checksum
 from crossshard.distributed.agreement import check_agreement, exchange
 from crossshard.errors import ArgumentError, ArgumentTypeError
@@ -87,7 +87,7 @@ def verify(
       0: 8.000 = N: summed over the shards, not averaged; or a pmean came after autodiff had summed
     """
     # The step is run on one device, too, which no mesh of several can be set for.
-    with _jax.without_mesh():
+    with _mesh.without_mesh():
         return _verify(step, batch, num_shards, key, groups, batch_axis)
 
 
