@@ -224,7 +224,7 @@ def test_a_preprocessor_that_draws_draws_its_own_on_every_shard():
     constant = {"w": np.zeros(2000, np.float32)}
     spread = {}
     for n in (1, 8):
-        step = make_train_step(lambda p, x: 0.0 * (p["w"].sum() + x.sum()), opt, num_shards=n)
+        step = make_train_step(lambda p, x: 0.0 * (p["w"].sum() + x.mean()), opt, num_shards=n)
         state, _ = step(step.init(constant), np.zeros(8, np.float32))
         spread[n] = float(np.std(state.params["w"]))
     # A mean of eight draws has an eighth of the variance of one.
