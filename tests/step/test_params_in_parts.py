@@ -81,7 +81,8 @@ OF_EMBEDDING = [(*GATHER, 1), (*SCATTER, 1)]
 )
 def test_a_layer_is_gathered_again_only_where_the_loss_recomputes_it(name: str, gathers: int):
     of_layers = [(*GATHER, LAYERS)] * gathers + [(*SCATTER, LAYERS)]
-    assert sent(in_parts(CASES[name].loss)) == sorted(OF_EMBEDDING + of_layers)
+    step = in_parts(CASES[name].loss, loss_over=CASES[name].over)
+    assert sent(step) == sorted(OF_EMBEDDING + of_layers)
 
 
 def test_a_leaf_that_is_used_twice_is_gathered_once_before():
