@@ -13,7 +13,7 @@ import crossshard
 from tests.tools.cli import command
 from tests.tools.cli.command import Command, Ended
 
-DOCS = Path(__file__).parents[3] / "docs" / "inspect.md"
+DOCS = Path(__file__).parents[3] / "docs" / "guide" / "inspect.md"
 
 # What pip writes for the command; the folder it lies in is first on the path, not the current one.
 COMMAND = "import sys\nfrom crossshard.tools.cli import main\nsys.exit(main())\n"
