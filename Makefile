@@ -21,7 +21,7 @@ SOAK_STEPS ?= 20000
 CYCLES ?= 100
 
 .DEFAULT_GOAL := help
-.PHONY: help environment demo test test-deep check mutants test-matrix soak chaos bench bench-peers bench-pods bench-gpus constraints clean
+.PHONY: help environment demo test test-deep check mutants test-matrix soak chaos bench bench-peers bench-pods bench-gpus docs docs-serve docs-browse constraints clean
 
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -77,9 +77,18 @@ bench-pods: environment  ## compile steps for TPU pods, and write down what they
 bench-gpus: environment  ## compile steps for H100 clusters (installs 5 GB), and write down what hides
 	$(VENV)/bin/python -m nox -s gpus -- $(BENCH)
 
+docs: environment  ## build the site, in site/; what does not fit together is an error
+	$(VENV)/bin/python -m nox -s docs
+
+docs-serve: environment  ## show the site at http://127.0.0.1:8000, as it is written
+	$(VENV)/bin/python -m nox -s docs -- serve
+
+docs-browse: docs  ## open all pages of the site in Chromium, which must be there
+	$(VENV)/bin/python -m nox -s docs -- browse
+
 constraints: environment  ## resolve and rewrite constraints/ for every Python that is here
 	$(VENV)/bin/python -m nox -s constraints
 
 clean:  ## remove the environments and all that tools left behind
-	rm -rf $(VENV) .venvs build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venvs build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

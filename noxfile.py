@@ -64,3 +64,17 @@ def gpus(session: nox.Session) -> None:
     pins = f"constraints/py{sys.version_info.major}{sys.version_info.minor}-newest.txt"
     session.install("-c", pins, "-e", ".[examples,gpus]")
     session.run("python", "-m", "benchmarks.gpus", *session.posargs)
+
+
+# The reference is read from the source, so neither JAX nor the package is installed.
+@nox.session(reuse_venv=True)
+def docs(session: nox.Session) -> None:
+    """Build the site, or do with it what is passed on: `serve`, or `browse` with its options."""
+    session.install("-r", "constraints/docs.txt")
+    what, *rest = session.posargs or ["build"]
+    if what == "browse":
+        session.run("python", "tools/browse.py", *rest)
+        return
+    options = ["--strict"] if what == "build" else ["--dev-addr", "127.0.0.1:8000"]
+    # Material says at each start that it has a successor.
+    session.run("mkdocs", what, *options, *rest, env={"NO_MKDOCS_2_WARNING": "1"})

@@ -97,4 +97,6 @@ class Placement:
 
 # The placements of a stage's state.
 REPLICATED = Placement()
+"""Every shard has the same value."""
 PER_SHARD = Placement(per_shard=True)
+"""Each shard has a value of its own, stored as ``[shards, …]``."""

@@ -9,9 +9,11 @@ from crossshard._typed import typed
 from crossshard.distributed.progress import NO_ROWS
 from crossshard.distributed.supervisor.stacks import NOWHERE
 
-# The exit codes of processes that leave because of another one; outside those of sysexits.h. The
-# first if that died, failed, or left while it was needed; the second if it does not move.
-PROCESS_LOST, PROCESS_STALLED = 81, 82
+# Outside those of sysexits.h.
+PROCESS_LOST = 81
+"""Exit code of a process that leaves because another one died, failed, or left too early."""
+PROCESS_STALLED = 82
+"""Exit code of a process that leaves because another one does not move."""
 
 _LONGEST = 2000
 
