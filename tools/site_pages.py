@@ -50,6 +50,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Make a page's links those of the site."""
     uri = page.file.src_uri
+    if uri == "index.md":
+        page.meta["hide"] = ["navigation"]
     here = _shown.get(uri, f"docs/{uri}")
     return with_links_of_site(markdown, here, uri) if here.endswith(".md") else markdown
 
