@@ -4,6 +4,7 @@ A page leads to a file as it does in the repository, by a path. In the site each
 page of its own, which shows it; so no link leaves the site for a place that it cannot know.
 """
 
+import logging
 import os
 import re
 from pathlib import Path
@@ -20,6 +21,7 @@ _PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
 }
+_log = logging.getLogger("mkdocs.site_pages")
 _KINDS = {".py": "python", ".toml": "toml"}
 _LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)\s]+)?\))")
 _FENCE = re.compile(r"^ *(`{3,}).*?^ *\1 *$", re.DOTALL | re.MULTILINE)
@@ -111,3 +113,14 @@ def on_config(config: MkDocsConfig) -> Any:
     """Watch what else is shown, while the site is served."""
     config.watch += [str(ROOT / path) for path in [*_PAGES, "src", "examples"]]
     return config
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Say how much there is."""
+    pages = [*(ROOT / path for path in _PAGES), *(ROOT / "docs").rglob("*.md")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    blocks = len(re.findall(r"^ *```(?:python|bash)\b", text, re.MULTILINE))
+    _log.info(
+        "%d pages, %d files that they lead to, %d blocks of code, which the tests run, %d links",
+        *(len(pages), len(_shown) - len(_PAGES), blocks, len(_LINK.findall(text))),
+    )
