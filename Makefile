@@ -21,7 +21,7 @@ SOAK_STEPS ?= 20000
 CYCLES ?= 100
 
 .DEFAULT_GOAL := help
-.PHONY: help environment demo test test-deep check mutants test-matrix soak chaos bench bench-peers bench-pods bench-gpus constraints clean
+.PHONY: help environment demo test test-deep check mutants test-matrix soak chaos bench bench-peers bench-pods bench-gpus release constraints clean
 
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -76,6 +76,9 @@ bench-pods: environment  ## compile steps for TPU pods, and write down what they
 
 bench-gpus: environment  ## compile steps for H100 clusters (installs 5 GB), and write down what hides
 	$(VENV)/bin/python -m nox -s gpus -- $(BENCH)
+
+release: environment  ## build the wheel and the source distribution, and try them in empty environments
+	$(VENV)/bin/python -m nox -s release
 
 constraints: environment  ## resolve and rewrite constraints/ for every Python that is here
 	$(VENV)/bin/python -m nox -s constraints

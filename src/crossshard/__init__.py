@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from crossshard.nnx import merge_shards, shard
     from crossshard.tools import doctor, inspect, plan, verify
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Checkpoints",
