@@ -79,7 +79,7 @@ def known_names(variables: Iterable[AnyVariable]) -> Named:
     in_roots: list[list[tuple[str, AnyVariable]]] = []
     for root in [] if around is None else around.reached.roots:
         if unnamed and isinstance(root, nnx.Pytree):
-            named = [(name, v) for name, v in _paths(root, AnyVariable) if id(v) in unnamed]
+            named = [(name, v) for name, v in _paths(root, nnx.Variable) if id(v) in unnamed]
             for _, variable in named:
                 del unnamed[id(variable)]
             in_roots += [named] if named else []
