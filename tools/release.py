@@ -142,7 +142,9 @@ def table(rows: Sequence[dict[str, str]]) -> str:
     lines = [list(rows[0]), *(list(row.values()) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     padded = (zip(line, widths, strict=True) for line in lines)
-    return "\n".join("  ".join(f"{text:<{width}}" for text, width in line) for line in padded)
+    return "\n".join(
+        "  ".join(f"{text:<{width}}" for text, width in line).rstrip() for line in padded
+    )
 
 
 def _text(name: str) -> str:
