@@ -50,6 +50,13 @@ def constraints(session: nox.Session, jax: str) -> None:
     _pins(session, jax).write_text("\n".join([head, *lines, ""]))
 
 
+@nox.session
+def release(session: nox.Session) -> None:
+    """Build the wheel and the source distribution, and try them in empty environments."""
+    session.install("build", "twine")
+    session.run("python", "tools/release.py")
+
+
 # They share no dependencies with crossshard, so the pins are enough.
 @nox.session(reuse_venv=True)
 @nox.parametrize("peer", [nox.param(name, id=name) for name in ("torch", "tensorflow")])

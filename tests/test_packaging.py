@@ -1,5 +1,6 @@
 """The wheel holds what users import, the source distribution what its own pages link to."""
 
+import doctest
 import re
 import subprocess
 import sys
@@ -9,6 +10,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+import crossshard
 
 ROOT = Path(__file__).parents[1]
 TARGETS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
@@ -34,7 +37,7 @@ def test_there_are_links():
 
 
 def test_what_is_linked_to_is_here_and_in_the_source_distribution():
-    held = {*TARGETS["sdist"]["include"], "/LICENSE", "/README.md"}
+    held = {*TARGETS["sdist"]["include"], "/LICENSE"}
     is_held = lambda path: f"/{path.resolve().relative_to(ROOT).parts[0]}" in held
     # What the commands of the Makefile build is not kept.
     kept = [path for path in linked() if path.relative_to(ROOT).parts[0] not in {".venv", ".venvs"}]
@@ -46,6 +49,29 @@ def test_the_wheel_is_made_of_the_package_alone():
     assert not {"bench", "benchmarks", "examples", "training"} & {
         folder.name for folder in (ROOT / "src" / "crossshard").iterdir()
     }
+
+
+def test_the_changelog_has_a_dated_section_of_this_version_below_an_unreleased_one():
+    headings = re.findall(r"^## (.*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == "Unreleased"
+    assert re.fullmatch(rf"{re.escape(crossshard.__version__)} - \d{{4}}-\d\d-\d\d", headings[1])
+
+
+def test_the_long_description_has_no_relative_link():
+    pytest.importorskip("hatchling")
+    from tools import long_description
+
+    assert doctest.testmod(long_description) == (0, 2)
+    relative = re.compile(r"\]\((?![a-z]+:|#)|src=\"(?![a-z]+:)")
+    readme = (ROOT / "README.md").read_text()
+    assert relative.search(readme)
+    for repository in (None, "https://host/us/it/"):
+        text = long_description.long_description(readme, repository, "1.0.0")
+        assert not relative.search(text)
+        assert ("](https://host/us/it/raw/v1.0.0/docs/" in text) == (repository is not None)
+        assert re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE) == re.findall(
+            r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE
+        )
 
 
 @pytest.mark.deep

@@ -21,11 +21,20 @@ from crossshard.step.make_train_step import make_train_step
 from crossshard.step.train_step import TrainStep
 
 if TYPE_CHECKING:
+    from crossshard import checkpoints as checkpoints
+    from crossshard import errors as errors
+    from crossshard import guards as guards
+    from crossshard import nnx as nnx
+    from crossshard import pipeline as pipeline
+    from crossshard import step as step
+    from crossshard import testing as testing
+    from crossshard import tf1 as tf1
+    from crossshard import tools as tools
     from crossshard.checkpoints import Checkpoints
     from crossshard.nnx import merge_shards, shard
     from crossshard.tools import doctor, inspect, plan, verify
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Checkpoints",
@@ -64,16 +73,21 @@ _LATER = {
 _MODULES = ("checkpoints", "errors", "guards", "nnx", "pipeline", "step", "testing", "tf1", "tools")
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"{__name__}.{name}")
-    for module, names in _LATER.items():
-        if name in names.split():
-            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    for module in _MODULES:
-        if name in getattr(importlib.import_module(f"{__name__}.{module}"), "__all__", ()):
-            raise AttributeError(f"crossshard.{name} is in a module: crossshard.{module}.{name}.")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# To a type checker the names above are all that there are.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            return importlib.import_module(f"{__name__}.{name}")
+        for module, names in _LATER.items():
+            if name in names.split():
+                return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+        for module in _MODULES:
+            if name in getattr(importlib.import_module(f"{__name__}.{module}"), "__all__", ()):
+                raise AttributeError(
+                    f"crossshard.{name} is in a module: crossshard.{module}.{name}."
+                )
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -6,11 +6,14 @@ import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from flax import nnx as nnx
     from flax.nnx.tracers import TraceState
+
+    # A variable, whatever it holds.
+    AnyVariable: TypeAlias = nnx.Variable[Any]
 else:
 
     class _Nnx:
@@ -22,6 +25,7 @@ else:
             return value
 
     nnx = _Nnx()
+    AnyVariable = "nnx.Variable"
 
 _registrations: list[Callable[[], object]] = []
 
@@ -54,7 +58,7 @@ def current_trace() -> TraceState:
     return TraceState()
 
 
-def describe_variable(variable: nnx.Variable) -> str:
+def describe_variable(variable: AnyVariable) -> str:
     """``Param float32[3,4]``, with its name if it has one."""
     value = variable.get_raw_value()
     name = variable.get_metadata("name", None)
@@ -64,19 +68,19 @@ def describe_variable(variable: nnx.Variable) -> str:
     return f"{kind} {value.dtype}[{','.join(map(str, value.shape))}]"
 
 
-def is_writable(variable: nnx.Variable) -> bool:
+def is_writable(variable: AnyVariable) -> bool:
     """Whether the variable belongs to the current trace."""
     return bool(variable._can_update)
 
 
-def bring_out(variable: nnx.Variable, value: Any) -> None:
+def bring_out(variable: AnyVariable, value: Any) -> None:
     """Write to a variable that may have been created in a trace that has ended."""
     _set(variable, value, current_trace())
 
 
 @contextmanager
 def rebound(
-    variables: Sequence[nnx.Variable], values: Sequence[Any], modules: Sequence[nnx.Pytree] = ()
+    variables: Sequence[AnyVariable], values: Sequence[Any], modules: Sequence[nnx.Pytree] = ()
 ) -> Iterator[None]:
     """Temporarily bind variables to values of the current trace.
 
@@ -98,7 +102,7 @@ def rebound(
             module._pytree__state._trace_state = of_module
 
 
-def _set(variable: nnx.Variable, value: Any, trace: TraceState) -> None:
+def _set(variable: AnyVariable, value: Any, trace: TraceState) -> None:
     # NNX allows writes only in a variable's own trace, so this bypasses its check.
     object.__setattr__(variable, "_raw_value", value)
     object.__setattr__(variable, "_trace_state", trace)
@@ -150,7 +154,7 @@ class _WatchedSlot:
 
 
 @contextmanager
-def watching_reads(told: Callable[[nnx.Variable], None], outer: TraceState) -> Iterator[None]:
+def watching_reads(told: Callable[[AnyVariable], None], outer: TraceState) -> Iterator[None]:
     """Call ``told``, which is to raise, when a traced function reads a variable of an outer trace.
 
     JAX would compile its current value into the program.

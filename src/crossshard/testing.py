@@ -1,25 +1,25 @@
 """Assertions about communication, for your own tests."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
+from crossshard._annotations import PyTree
 from crossshard.errors import CommunicationError
 from crossshard.tools.inspection.contract import Contract
-from crossshard.tools.inspection.inspect import inspect, program_of
+from crossshard.tools.inspection.inspect import HasLower, Program, inspect, program_of
 from crossshard.tools.inspection.report import Communication
 
 __all__ = ["assert_communication"]
 
 
 def assert_communication(
-    step: Any,
-    *args: Any,
+    step: Callable[..., PyTree] | HasLower | Program,
+    *args: PyTree,
     max_bytes_ratio: float = 1.0,
     forbid: Iterable[str] = (),
     in_loop: bool = False,
     min_hidden: float | Mapping[str, float] | None = None,
-    parameters: Any = None,
-    **kwargs: Any,
+    parameters: PyTree | int | None = None,
+    **kwargs: PyTree,
 ) -> Communication:
     """Assert that a step sends at most ``max_bytes_ratio`` times the lower bound.
 

@@ -10,6 +10,7 @@ from typing import Any, Self
 import jax
 
 from crossshard import _check, _mesh
+from crossshard._annotations import Json
 from crossshard.checkpoints.fingerprint import fingerprint
 from crossshard.checkpoints.folder import Folder
 from crossshard.checkpoints.keeping import Keeping, notes_of
@@ -99,7 +100,7 @@ class Checkpoints:
             error.add_note(str(own))
 
     def save(
-        self, state: TrainState, data: Any = None, *, score: float | None = None, pin: bool = False
+        self, state: TrainState, data: Json = None, *, score: float | None = None, pin: bool = False
     ) -> None:
         """Begin to write a checkpoint; the next step may donate the state.
 
@@ -133,7 +134,7 @@ class Checkpoints:
         found = self._fingerprint(layout, state)
         self._saving.start(layout.own, collected(self._step, state), found, data, notes)
 
-    def save_if_preempted(self, state: TrainState, data: Any = None) -> bool:
+    def save_if_preempted(self, state: TrainState, data: Json = None) -> bool:
         """Whether ``SIGTERM`` asks the run to stop; then the state is saved, and on disk.
 
         It is called after each step, in all processes, which stop at the same one. From the first
@@ -186,7 +187,7 @@ class Checkpoints:
 
     def restore_latest(
         self, state: TrainState, *, strict: bool = True
-    ) -> tuple[TrainState, Any] | None:
+    ) -> tuple[TrainState, Json] | None:
         """Restore the latest checkpoint that is whole, on the mesh of the step.
 
         If one is damaged, a ``CheckpointWarning`` says why, and the one before is taken. If another
@@ -216,7 +217,7 @@ class Checkpoints:
 
     def restore(
         self, state: TrainState, step: int, *, strict: bool = True
-    ) -> tuple[TrainState, Any]:
+    ) -> tuple[TrainState, Json]:
         """As ``restore_latest``, of one checkpoint, such as one before shards diverged.
 
         A run that goes on from it saves under higher numbers than those that are there.

@@ -37,7 +37,7 @@ class Folder:
         if not isinstance(path, str | os.PathLike):
             raise ArgumentTypeError(f"folder must be a path; got {type(path).__name__}.")
         text = os.fspath(path)
-        self.remote = isinstance(text, str) and text.startswith(_REMOTE)
+        self.remote: bool = isinstance(text, str) and text.startswith(_REMOTE)
         if not isinstance(text, str) or ("://" in text and not self.remote) or not text:
             raise ArgumentError(
                 f"folder must be a folder of this machine, one that is mounted, or one at "

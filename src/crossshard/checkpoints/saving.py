@@ -47,7 +47,8 @@ class Saving:
         self._orbax: ocp.AsyncCheckpointer | None = None
         # The checkpoint that is being written.
         self._pending: int | None = None
-        self.numbers, self.damaged = numbers, set[int]()
+        self.numbers: list[int] = numbers
+        self.damaged: set[int] = set()
         self.taken: int | None = None
 
     def start(

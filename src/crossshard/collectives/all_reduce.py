@@ -6,8 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 from crossshard import _jax
+from crossshard._annotations import Groups
 from crossshard.collectives.scatter import gather_sums, scatter_sum
 from crossshard.errors import ArgumentTypeError, ShardContextError
 from crossshard.shards.axes import Shards, current_shards
@@ -77,8 +79,8 @@ def check_bound(shards: Shards, done: str) -> None:
 
 
 def cross_replica_sum(
-    x: Any,
-    group_assignment: Any = None,
+    x: ArrayLike,
+    group_assignment: Groups | None = None,
     name: str | None = None,
     *,
     axis_name: str | tuple[str, ...] | None = None,

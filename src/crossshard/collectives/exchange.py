@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from crossshard import _check
+from crossshard._annotations import Groups
 from crossshard.collectives.all_reduce import check_bound, check_numeric, gather_over_shards
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.shards.axes import current_shards
@@ -17,11 +19,11 @@ from crossshard.shards.groups import GroupAssignment, check_group_assignment
 
 
 def all_to_all(
-    x: Any,
+    x: ArrayLike,
     concat_dimension: int,
     split_dimension: int,
     split_count: int,
-    group_assignment: Any = None,
+    group_assignment: Groups | None = None,
     name: str | None = None,
     *,
     axis_name: str | tuple[str, ...] | None = None,
@@ -91,7 +93,7 @@ def all_to_all(
 
 
 def collective_permute(
-    x: Any,
+    x: ArrayLike,
     source_target_pairs: Sequence[Sequence[int]],
     name: str | None = None,
     *,

@@ -18,14 +18,14 @@ class Progress:
     """The calls that this process has entered; the others have entered as many, or will."""
 
     def __init__(self) -> None:
-        self.calls = 0
-        self.latest = "nothing"
+        self.calls: int = 0
+        self.latest: str = "nothing"
         # The calls that are under way, one within another.
-        self.inside = 0
+        self.inside: int = 0
         # Whether a job of one process is watched, so that its steps are entered, too.
-        self.is_alone = False
+        self.is_alone: bool = False
         # The rows that the last step was given, in one word, and the first call with them.
-        self.rows = (NO_ROWS, 0)
+        self.rows: tuple[str, int] = (NO_ROWS, 0)
         self._of_name: collections.Counter[str] = collections.Counter()
 
     def enter(self, name: str) -> None:

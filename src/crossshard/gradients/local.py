@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 
 from crossshard import _check
-from crossshard._flax import nnx, rebound
+from crossshard._annotations import PyTree
+from crossshard._flax import AnyVariable, nnx, rebound
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.model_sums import check_sums
 from crossshard.gradients.scalars import check_scalar, is_inexact, is_number
@@ -20,17 +21,59 @@ from crossshard.gradients.varying_types import explained_types
 from crossshard.shards.axes import Shards, check_no_further, check_one_way, shards_of_gradient
 from crossshard.shards.context import check_axis_name
 
+_P = ParamSpec("_P")
+_Aux = TypeVar("_Aux")
 
+
+@overload
 def value_and_grad(
-    fun: Callable[..., Any],
+    fun: Callable[_P, PyTree],
+    argnums: int | Sequence[int] = 0,
+    has_aux: Literal[False] = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    *,
+    axis_name: str | tuple[str, ...] | None = None,
+    loss_scale: PyTree = None,
+) -> Callable[_P, tuple[jax.Array, PyTree]]: ...
+
+
+@overload
+def value_and_grad(
+    fun: Callable[_P, tuple[PyTree, _Aux]],
+    argnums: int | Sequence[int] = 0,
+    *,
+    has_aux: Literal[True],
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    axis_name: str | tuple[str, ...] | None = None,
+    loss_scale: PyTree = None,
+) -> Callable[_P, tuple[tuple[jax.Array, _Aux], PyTree]]: ...
+
+
+@overload
+def value_and_grad(
+    fun: Callable[_P, PyTree],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
     *,
     axis_name: str | tuple[str, ...] | None = None,
-    loss_scale: Any = None,
-) -> Callable[..., Any]:
+    loss_scale: PyTree = None,
+) -> Callable[_P, PyTree]: ...
+
+
+def value_and_grad(
+    fun: Callable[..., PyTree],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    *,
+    axis_name: str | tuple[str, ...] | None = None,
+    loss_scale: PyTree = None,
+) -> Callable[..., PyTree]:
     """Like ``jax.value_and_grad``, but the gradient is always local to the shard.
 
     Under ``shard_map(check_vma=True)``, ``jax.grad`` sums the gradient of a replicated parameter
@@ -99,15 +142,51 @@ def value_and_grad(
     return value_and_local_grad
 
 
+@overload
 def grad(
-    fun: Callable[..., Any],
+    fun: Callable[_P, PyTree],
+    argnums: int | Sequence[int] = 0,
+    has_aux: Literal[False] = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    *,
+    axis_name: str | tuple[str, ...] | None = None,
+) -> Callable[_P, PyTree]: ...
+
+
+@overload
+def grad(
+    fun: Callable[_P, tuple[PyTree, _Aux]],
+    argnums: int | Sequence[int] = 0,
+    *,
+    has_aux: Literal[True],
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    axis_name: str | tuple[str, ...] | None = None,
+) -> Callable[_P, tuple[PyTree, _Aux]]: ...
+
+
+@overload
+def grad(
+    fun: Callable[_P, PyTree],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
     *,
     axis_name: str | tuple[str, ...] | None = None,
-) -> Callable[..., Any]:
+) -> Callable[_P, PyTree]: ...
+
+
+def grad(
+    fun: Callable[..., PyTree],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    *,
+    axis_name: str | tuple[str, ...] | None = None,
+) -> Callable[..., PyTree]:
     """Like ``jax.grad``, but the gradient is always local to the shard; see ``value_and_grad``.
 
     >>> import jax, jax.numpy as jnp
@@ -170,7 +249,7 @@ def _arrays(args: Iterable[Any]) -> Iterator[Any]:
         yield from (leaf for leaf in jax.tree.leaves(values) if hasattr(leaf, "dtype"))
 
 
-def _variables(node: Any) -> list[nnx.Variable]:
+def _variables(node: Any) -> list[AnyVariable]:
     """The variables below a node of NNX's graph, each once."""
     return [leaf for _, leaf in nnx.iter_graph(node) if isinstance(leaf, nnx.Variable)]
 

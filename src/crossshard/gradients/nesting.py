@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from crossshard import _flax, _jax
-from crossshard._flax import describe_variable, nnx
+from crossshard._flax import AnyVariable, describe_variable
 from crossshard.errors import NestedReductionError, VariableError
 
 _thread = threading.local()
@@ -35,7 +35,7 @@ def refuse_nesting() -> None:
 
 
 @contextmanager
-def watching_constants(told: Callable[[nnx.Variable], None]) -> Iterator[None]:
+def watching_constants(told: Callable[[AnyVariable], None]) -> Iterator[None]:
     """Call ``told``, which is to raise, when a trace reads a variable from outside of traces."""
     if not _flax.is_loaded():
         yield
@@ -46,7 +46,7 @@ def watching_constants(told: Callable[[nnx.Variable], None]) -> Iterator[None]:
         yield
 
 
-def _refuse_variable(variable: nnx.Variable) -> None:
+def _refuse_variable(variable: AnyVariable) -> None:
     raise VariableError(
         f"The optimizer reads {describe_variable(variable)}, which it closes over: a compiled step "
         f"would keep its current value. Pass it to a step of crossshard.shard as an argument; or "

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Int
 
 from crossshard import _check
 from crossshard._hash import from_words, to_words, word_of
@@ -57,11 +58,11 @@ class Divergence(NamedTuple):
     (0, False)
     """
 
-    step: Any
-    diverged: Any
-    undecided: Any
-    shards: Any
-    leaves: Any
+    step: Int[Array, ""]
+    diverged: Bool[Array, ""]
+    undecided: Bool[Array, ""]
+    shards: Bool[Array, " shards"]
+    leaves: Bool[Array, " leaves"]
 
 
 def check_divergence_options(every: Any, on_divergence: Any) -> "Sentinel | None":

@@ -289,7 +289,7 @@ ADDS = frozenset({"add", "add_any", "sub"})
 # What changes no element.
 MOVES = frozenset("broadcast_in_dim convert_element_type copy copy_p reshape stop_gradient".split())
 # Inputs that choose elements; all others are copied, or added up.
-CHOOSES = {
+CHOOSES: dict[str, slice] = {
     "dynamic_slice": slice(1, None),
     "dynamic_update_slice": slice(2, None),
     "gather": slice(1, 2),

@@ -143,8 +143,9 @@ class StateLayout:
             state.opt_state.inner_state,
         )
         opt_state = self.pipeline.placements(state.opt_state, inner)
+        arrays: Any = state  # of which each is replaced by its placement
         placements = dataclasses.replace(
-            state,
+            arrays,
             step=REPLICATED,
             params=params,
             opt_state=opt_state,
@@ -171,8 +172,8 @@ class StateLayout:
         return dataclasses.replace(
             placements,
             params=beside(placements.params, state.params, of_params),
-            opt_state=type(placements.opt_state)(
-                *beside(*stages, of_stages), placements.opt_state.inner_state
+            opt_state=type(placements.opt_state)._make(
+                (*beside(*stages, of_stages), placements.opt_state.inner_state)
             ),
             frozen=beside(placements.frozen, state.frozen, others[:of_frozen]),
             model_state=beside(placements.model_state, state.model_state, others[of_frozen:]),

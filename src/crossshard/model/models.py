@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from crossshard._flax import nnx
+from crossshard._flax import AnyVariable, nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.scalars import is_inexact
@@ -255,7 +255,7 @@ def _is_param(path: Any, value: Any) -> bool:
     return bool(leaves) and all(map(is_inexact, leaves))
 
 
-def _has_floats(variable: "nnx.Variable") -> bool:
+def _has_floats(variable: "AnyVariable") -> bool:
     return any(map(is_inexact, jax.tree.leaves(variable.get_raw_value())))
 
 

@@ -1,11 +1,15 @@
 """TrainState: the state of a step between batches."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Hashable
 
 import jax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Int, UInt32
 
+from crossshard._annotations import PyTree
 from crossshard.model.models import Skeleton
+from crossshard.pipeline.state import CrossShardState
 
 
 @jax.tree_util.register_dataclass
@@ -44,16 +48,16 @@ class TrainState:
     (0, 3.0)
     """
 
-    step: Any
-    params: Any
-    opt_state: Any
-    frozen: Any
-    model_state: Any
-    rng: Any
+    step: Int[Array, ""]
+    params: PyTree
+    opt_state: CrossShardState
+    frozen: PyTree
+    model_state: PyTree
+    rng: UInt32[Array, " ..."]
     skeleton: Skeleton = dataclasses.field(metadata={"static": True})
-    rng_impl: Any = dataclasses.field(metadata={"static": True})
+    rng_impl: Hashable = dataclasses.field(metadata={"static": True})
     grouped: bool = dataclasses.field(metadata={"static": True})
-    other_axes: tuple[Any, ...] = dataclasses.field(default=(), metadata={"static": True})
+    other_axes: tuple[PartitionSpec, ...] = dataclasses.field(default=(), metadata={"static": True})
     per_shard: bool = dataclasses.field(default=False, metadata={"static": True})
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from crossshard._flax import nnx
+from crossshard._flax import AnyVariable, nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError
 
 _WRITE = (
@@ -79,7 +79,7 @@ def check_some_trained(wrt: Any, params: Any, frozen: Any) -> None:
         )
 
 
-def refuse_other_variable(path: tuple[Any, ...], variable: "nnx.Variable") -> None:
+def refuse_other_variable(path: tuple[Any, ...], variable: "AnyVariable") -> None:
     """Raise for a variable that ``wrt`` chooses though it is not a parameter.
 
     Raises:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from crossshard import _flax
-from crossshard._flax import describe_variable, nnx
+from crossshard._flax import AnyVariable, describe_variable
 from crossshard.errors import VariableError
 from crossshard.gradients.nesting import watching_constants
 from crossshard.nnx.graph import HasSlots, Reached
@@ -25,13 +25,13 @@ class Bound:
       lacking: functions that make the slots that the step lacks, to be called after its trace.
     """
 
-    def __init__(self, variables: Sequence[nnx.Variable], reached: Reached):
+    def __init__(self, variables: Sequence[AnyVariable], reached: Reached):
         self.variables = variables
         self.reached = reached
         self.lacking: list[Callable[[], None]] = []
         self._slots: dict[int, tuple[HasSlots, SlotStore]] = {}
 
-    def has(self, given: nnx.Variable | HasSlots) -> bool:
+    def has(self, given: AnyVariable | HasSlots) -> bool:
         """Whether a variable or an optimizer was given to the step."""
         return any(given is each for each in (*self.variables, *self.reached.optimizers))
 
@@ -62,14 +62,14 @@ def bound() -> Bound | None:
     return getattr(_thread, "bound", None)
 
 
-def _refuse(variable: nnx.Variable) -> None:
+def _refuse(variable: AnyVariable) -> None:
     raise VariableError(
         f"The step reads {describe_variable(variable)}, which it was not given: the compiled step "
         f"would keep its current value. Pass its module to the step function as an argument."
     )
 
 
-def check_writable(variable: nnx.Variable) -> None:
+def check_writable(variable: AnyVariable) -> None:
     """Raise unless the variable can be written in the current trace."""
     if _flax.is_writable(variable):
         return

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from crossshard import _flax
-from crossshard._flax import describe_variable, nnx
+from crossshard._flax import AnyVariable, describe_variable
 from crossshard.errors import IncomingError, ShardContextError
 from crossshard.gradients.status import GradientStatus
 
 # By the id of the variable; keeping the variable keeps its id unique.
-Named = dict[int, tuple["nnx.Variable", str]]
+Named: TypeAlias = "dict[int, tuple[AnyVariable, str]]"
 
 
 class Computed:
@@ -39,12 +40,12 @@ class Computed:
         self._shards.update(dict.fromkeys(found, number_of_shards))
         self._applied.difference_update(found)
 
-    def note_applied(self, variables: Sequence[nnx.Variable]) -> None:
+    def note_applied(self, variables: Sequence[AnyVariable]) -> None:
         """Note that their gradients have been applied."""
         self._applied.update(id(v) for v in variables if id(v) in self._shards)
 
     def origin(
-        self, variables: Sequence[nnx.Variable], number: int, divisor: int, *, declared: bool
+        self, variables: Sequence[AnyVariable], number: int, divisor: int, *, declared: bool
     ) -> GradientStatus | None:
         """What the gradients of variables are that are applied on this many shards.
 

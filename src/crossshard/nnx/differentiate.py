@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from crossshard import _flax
-from crossshard._flax import nnx
+from crossshard._flax import AnyVariable
 from crossshard.collectives.all_reduce import widen
 from crossshard.errors import VariableError
 from crossshard.gradients.model_sums import check_sums
@@ -24,7 +24,7 @@ from crossshard.shards.axes import Shards, check_no_further
 
 def differentiate(
     loss: Callable[[], Any],
-    variables: Sequence[nnx.Variable],
+    variables: Sequence[AnyVariable],
     shards: Shards,
     divisor: int,
     grad_loss: Any = None,
@@ -48,7 +48,7 @@ def differentiate(
     others = [v for v in below.variables if id(v) not in differentiated]
     known = differentiated | {id(other) for other in others}
     reached: set[int] = set()
-    written: list[nnx.Variable] = []
+    written: list[AnyVariable] = []
 
     def of_values(values: list[Any], rest: list[Any]) -> Any:
         marked = [_mark(value, place, reached) for place, value in enumerate(values)]

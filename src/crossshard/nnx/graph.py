@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from crossshard._flax import describe_variable, nnx
+from crossshard._flax import AnyVariable, describe_variable, nnx
 from crossshard.errors import VariableError
 from crossshard.nnx.computed import Computed
 from crossshard.nnx.slots import SlotStore
@@ -40,7 +40,7 @@ class Reached:
     """
 
     roots: list[Any]
-    variables: list[nnx.Variable]
+    variables: list[AnyVariable]
     modules: list[nnx.Pytree]
     optimizers: list[HasSlots]
     constants: list[Any]
@@ -54,7 +54,7 @@ def reached_in(values: Iterable[Any]) -> Reached:
     """
     leaves = (leaf for value in values for leaf in jax.tree.leaves(value, is_leaf=is_stateful))
     roots = {id(leaf): leaf for leaf in leaves if is_stateful(leaf)}
-    variables: dict[int, nnx.Variable] = {}
+    variables: dict[int, AnyVariable] = {}
     modules: dict[int, nnx.Pytree] = {}
     optimizers: dict[int, HasSlots] = {}
     constants: list[Any] = []

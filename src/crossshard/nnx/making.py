@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from crossshard import _flax, _jax
-from crossshard._flax import describe_variable, nnx
+from crossshard._flax import AnyVariable, describe_variable
 from crossshard.errors import ArgumentError, CrossshardError, VariableError
 from crossshard.nnx.binding import bound
 from crossshard.nnx.graph import HasSlots
@@ -19,9 +19,9 @@ from crossshard.nnx.names import known_names
 
 def keyed_variables(
     optimizer: HasSlots,
-    variables: Sequence[nnx.Variable],
-    order: Sequence[nnx.Variable] | None = None,
-) -> dict[str, nnx.Variable]:
+    variables: Sequence[AnyVariable],
+    order: Sequence[AnyVariable] | None = None,
+) -> dict[str, AnyVariable]:
     """Variables by their keys; one without a name is called by its place in ``order``."""
     names = optimizer.computed.names
     names.update(known_names(v for v in variables if id(v) not in names))
@@ -31,8 +31,8 @@ def keyed_variables(
 
 def make_missing_slots(
     optimizer: HasSlots,
-    keyed: Mapping[str, nnx.Variable],
-    make: Callable[[Mapping[str, nnx.Variable]], None],
+    keyed: Mapping[str, AnyVariable],
+    make: Callable[[Mapping[str, AnyVariable]], None],
     made_in: Any,
 ) -> None:
     """Make the slots of those variables that have none, where they last.
@@ -53,7 +53,7 @@ def make_missing_slots(
     # New slots beside those of a copy would start its moments again, silently.
     optimizer.slots.check_all_bound(missing)
     around = bound()
-    all_of_them: list[nnx.Variable | HasSlots] = [*missing.values(), optimizer]
+    all_of_them: list[AnyVariable | HasSlots] = [*missing.values(), optimizer]
     given = [around is not None and around.has(each) for each in all_of_them]
     if around is not None and all(given):
         # This trace goes on with slots of its own; those that last are made after it.

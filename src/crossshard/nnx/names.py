@@ -7,13 +7,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from crossshard._flax import describe_variable, nnx
+from crossshard._flax import AnyVariable, describe_variable, nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
 from crossshard.nnx.binding import bound
 from crossshard.nnx.computed import Named
 
 
-def trained_by_default() -> list[nnx.Variable]:
+def trained_by_default() -> list[AnyVariable]:
     """Every ``nnx.Param`` that was given to the step.
 
     Raises:
@@ -42,7 +42,7 @@ def named_variables(var_list: Any) -> Named:
     """
     items = list(var_list) if isinstance(var_list, list | tuple) else [var_list]
     found: Named = {}
-    alone: list[nnx.Variable] = []
+    alone: list[AnyVariable] = []
     for index, item in enumerate(items):
         if isinstance(item, nnx.Variable):
             if id(item) in found:
@@ -65,10 +65,10 @@ def named_variables(var_list: Any) -> Named:
     return found | known_names(alone)
 
 
-def known_names(variables: Iterable[nnx.Variable]) -> Named:
+def known_names(variables: Iterable[AnyVariable]) -> Named:
     """Names of those variables that have one: their own, or a path in a module of the step."""
     found: Named = {}
-    unnamed: dict[int, nnx.Variable] = {}
+    unnamed: dict[int, AnyVariable] = {}
     for variable in variables:
         own = variable.get_metadata("name", None)
         if own:
@@ -76,7 +76,7 @@ def known_names(variables: Iterable[nnx.Variable]) -> Named:
         else:
             unnamed[id(variable)] = variable
     around = bound()
-    in_roots: list[list[tuple[str, nnx.Variable]]] = []
+    in_roots: list[list[tuple[str, AnyVariable]]] = []
     for root in [] if around is None else around.reached.roots:
         if unnamed and isinstance(root, nnx.Pytree):
             named = [(name, v) for name, v in _paths(root, nnx.Variable) if id(v) in unnamed]
@@ -89,7 +89,7 @@ def known_names(variables: Iterable[nnx.Variable]) -> Named:
     return found
 
 
-def _paths(module: nnx.Pytree, kind: type[nnx.Variable]) -> list[tuple[str, nnx.Variable]]:
+def _paths(module: nnx.Pytree, kind: type[AnyVariable]) -> list[tuple[str, AnyVariable]]:
     return [
         ("/".join(map(str, path)), leaf)
         for path, leaf in nnx.iter_graph(module)
@@ -97,7 +97,7 @@ def _paths(module: nnx.Pytree, kind: type[nnx.Variable]) -> list[tuple[str, nnx.
     ]
 
 
-def _check_floating(variable: nnx.Variable) -> None:
+def _check_floating(variable: AnyVariable) -> None:
     dtype = getattr(variable.get_raw_value(), "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise VariableError(

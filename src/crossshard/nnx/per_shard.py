@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from crossshard import _flax, _jax, _mesh
-from crossshard._flax import describe_variable, nnx
+from crossshard._flax import AnyVariable, describe_variable, nnx
 from crossshard.errors import ArgumentError, VariableError
 from crossshard.shards.context import get_shard_context
 from crossshard.shards.put import on_every_device
+
+_Node = TypeVar("_Node")
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -41,8 +44,8 @@ class PerShardArray:
     # NumPy then leaves arithmetic to the methods below.
     __array_ufunc__ = None
 
-    def __init__(self, array: Any):
-        self.array = array
+    def __init__(self, array: jax.Array):
+        self.array: jax.Array = array
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -50,11 +53,11 @@ class PerShardArray:
         return self.array.shape
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """The dtype of the values."""
         return self.array.dtype
 
-    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.array, dtype=dtype, copy=copy)
 
     def __repr__(self) -> str:
@@ -63,10 +66,10 @@ class PerShardArray:
     def __format__(self, spec: str) -> str:
         return self._refuse() if spec else repr(self)
 
-    def __getitem__(self, index: Any) -> PerShardArray:
+    def __getitem__(self, index: object) -> PerShardArray:
         return self if index is ... else self._refuse()
 
-    def __setitem__(self, index: Any, value: Any) -> None:
+    def __setitem__(self, index: object, value: npt.ArrayLike) -> None:
         """``variable[...] = value`` writes one value to every shard, or to each shard its row."""
         value = jnp.asarray(value, self.dtype) if index is ... else self._refuse()
         if value.shape not in (self.shape, self.shape[1:]):
@@ -84,12 +87,14 @@ class PerShardArray:
             f"values, [shards, …], as variable[...].array."
         )
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], None]:
+    def tree_flatten_with_keys(
+        self,
+    ) -> tuple[tuple[tuple[object, jax.Array]], None]:
         """The array, with a key that identifies it in a checkpoint."""
         return ((jax.tree_util.GetAttrKey("per_shard"), self.array),), None
 
     @classmethod
-    def tree_unflatten(cls, _: None, children: Any) -> PerShardArray:
+    def tree_unflatten(cls, _: None, children: Iterable[jax.Array]) -> PerShardArray:
         """The inverse."""
         return cls(*children)
 
@@ -121,7 +126,7 @@ def is_per_shard_array(leaf: Any) -> bool:
     return isinstance(leaf, PerShardArray)
 
 
-def is_per_shard(variable: nnx.Variable) -> bool:
+def is_per_shard(variable: AnyVariable) -> bool:
     """Whether a variable differs between shards, and holds a ``PerShardArray``.
 
     Runners store variables so that differ between shards after a step: parameters with groups,
@@ -134,7 +139,7 @@ def is_per_shard(variable: nnx.Variable) -> bool:
     return number_of_shards(_check_variable(variable)) is not None
 
 
-def number_of_shards(variable: nnx.Variable) -> int | None:
+def number_of_shards(variable: AnyVariable) -> int | None:
     """Between how many shards a variable differs; ``None`` if it does not."""
     value = variable.get_raw_value()
     if isinstance(value, jax.Array):  # as nearly all are, and this is asked at every step
@@ -157,7 +162,7 @@ def per_shard(value: Any) -> Any:
     return jax.tree.map(PerShardArray, value)
 
 
-def set_shared(variable: nnx.Variable, value: Any) -> None:
+def set_shared(variable: AnyVariable, value: npt.ArrayLike) -> None:
     """Write one value for all shards to a variable, even if it differed between them.
 
     Raises:
@@ -172,7 +177,7 @@ def set_shared(variable: nnx.Variable, value: Any) -> None:
     variable.set_value(_check_value(variable, value))
 
 
-def set_per_shard(variable: nnx.Variable, values: Any) -> None:
+def set_per_shard(variable: AnyVariable, values: npt.ArrayLike) -> None:
     """Write per-shard values ``[shards, …]`` to a variable, for example from a checkpoint.
 
     Raises:
@@ -199,7 +204,7 @@ def set_per_shard(variable: nnx.Variable, values: Any) -> None:
     variable.set_value(PerShardArray(values))
 
 
-def merge_shards(node: Any, shard: int | None = None) -> Any:
+def merge_shards(node: _Node, shard: int | None = None) -> _Node:
     """A copy in which every variable has one value for all shards, to evaluate or to export.
 
     Variables that differ between shards after a step, such as batch statistics, hold a
@@ -271,7 +276,7 @@ def _all_equal(values: Any) -> bool:
     return all(np.array_equal(x, np.broadcast_to(x[0], x.shape), equal_nan=True) for x in rows)
 
 
-def _check_variable(variable: Any) -> nnx.Variable:
+def _check_variable(variable: Any) -> AnyVariable:
     if not isinstance(variable, nnx.Variable):
         raise VariableError(f"Expected an nnx variable; got {type(variable).__name__}.")
     return variable

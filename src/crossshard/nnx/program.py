@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard import _flax, _mesh
-from crossshard._flax import describe_variable, nnx
+from crossshard._flax import AnyVariable, describe_variable, nnx
 from crossshard._hash import checksum
 from crossshard.distributed.agreement import check_agreement, processes_of
 from crossshard.distributed.programs import check_same_program
@@ -58,7 +58,7 @@ def _type_of(value: Any) -> Any:
 class _Held:
     """A variable, and its placement in the program."""
 
-    variable: nnx.Variable
+    variable: AnyVariable
     placement: Placement
 
     def abstract(self, size: int) -> Any:
@@ -375,7 +375,7 @@ def _hold(
     return [_Held(*pair) for pair in zip(variables, placements, strict=True)]
 
 
-def _numeric(reached: Reached, size: int) -> list[nnx.Variable]:
+def _numeric(reached: Reached, size: int) -> list[AnyVariable]:
     """The variables with arrays; raises if one is stored for another number of shards."""
     numeric = [v for v in reached.variables if _holds_arrays(v.get_raw_value())]
     for variable in numeric:

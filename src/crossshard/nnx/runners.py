@@ -6,13 +6,14 @@ import inspect
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Generic, Self, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from crossshard import _jax, _mesh
+from crossshard._annotations import PyTree
 from crossshard.distributed.agreement import processes_of
 from crossshard.distributed.progress import PROGRESS, entering
 from crossshard.errors import ArgumentError, ArgumentTypeError, NestedContextError
@@ -34,9 +35,10 @@ from crossshard.shards.mesh import mesh_in_force
 from crossshard.shards.put import on_every_device, put_whole
 
 _TRACING = threading.RLock()
+_Out = TypeVar("_Out")
 
 
-class ShardedFunction:
+class ShardedFunction(Generic[_Out]):
     """A step function that runs on each shard, as ``shard`` and ``batch_parallel`` return it.
 
     Like ``jax.jit``, it compiles once per structure of the variables and shapes of the arrays;
@@ -50,7 +52,7 @@ class ShardedFunction:
 
     def __init__(
         self,
-        computation: Callable[..., Any],
+        computation: Callable[..., _Out],
         mesh: jax.sharding.Mesh,
         axes: InputAxes,
         outputs: Outputs,
@@ -59,7 +61,7 @@ class ShardedFunction:
     ):
         functools.update_wrapper(self, computation)
         self._follows = follows
-        self._on_others: dict[jax.sharding.Mesh, ShardedFunction] = {}
+        self._on_others: dict[jax.sharding.Mesh, ShardedFunction[_Out]] = {}
         self._computation = computation
         self._mesh = mesh
         self._axes = axes
@@ -73,7 +75,7 @@ class ShardedFunction:
         """The number of shards that run the function."""
         return self._mesh.size
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> _Out:
         """Run the function on every shard and join the outputs."""
         here = self._on_mesh_in_force()
         if here is not self:
@@ -83,7 +85,7 @@ class ShardedFunction:
             program, reached, arguments = self._program(args, kwargs)
             return program(reached, arguments)
 
-    def build(self, *args: Any, **kwargs: Any) -> None:
+    def build(self, *args: PyTree, **kwargs: PyTree) -> None:
         """Prepare the variables for a call with these arguments, and do not run it.
 
         It creates the slots of optimizers, and stores the variables that will differ between the
@@ -108,7 +110,7 @@ class ShardedFunction:
             program, reached, _ = here._program(args, kwargs)
             program.spread(reached)
 
-    def _on_mesh_in_force(self) -> "ShardedFunction":
+    def _on_mesh_in_force(self) -> "ShardedFunction[_Out]":
         """The same on the mesh that ``jax.set_mesh`` has set, unless it was given one."""
         found = mesh_in_force(self._mesh.size) if self._follows else None
         if found is None or found == self._mesh:
@@ -163,22 +165,56 @@ class ShardedFunction:
                 self._programs[kept(program_key(reached, arguments))] = program
         return program, reached, arguments
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> Self: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type | None = None) -> Callable[..., _Out]: ...
+
+    def __get__(self, instance: object, owner: type | None = None) -> object:
         """As a method, its first input is the instance."""
         return self if instance is None else types.MethodType(self, instance)
 
 
+@overload
 def shard(
-    computation: Callable[..., Any] | None = None,
-    inputs: list[Any] | None = None,
+    computation: None = None,
+    inputs: None = None,
     num_shards: int = 1,
     input_shard_axes: Sequence[int | None] | None = None,
     outputs_from_all_shards: bool | Sequence[bool] = True,
     output_shard_axes: Sequence[int] | None = None,
     *,
-    batch_axis: Any = 0,
+    batch_axis: PyTree = 0,
     mesh: jax.sharding.Mesh | None = None,
-) -> Any:
+) -> Callable[[Callable[..., _Out]], ShardedFunction[_Out]]: ...
+
+
+@overload
+def shard(
+    computation: Callable[..., _Out],
+    inputs: list[PyTree] | None = None,
+    num_shards: int = 1,
+    input_shard_axes: Sequence[int | None] | None = None,
+    outputs_from_all_shards: bool | Sequence[bool] = True,
+    output_shard_axes: Sequence[int] | None = None,
+    *,
+    batch_axis: PyTree = 0,
+    mesh: jax.sharding.Mesh | None = None,
+) -> _Out: ...
+
+
+def shard(
+    computation: Callable[..., PyTree] | None = None,
+    inputs: list[PyTree] | None = None,
+    num_shards: int = 1,
+    input_shard_axes: Sequence[int | None] | None = None,
+    outputs_from_all_shards: bool | Sequence[bool] = True,
+    output_shard_axes: Sequence[int] | None = None,
+    *,
+    batch_axis: PyTree = 0,
+    mesh: jax.sharding.Mesh | None = None,
+) -> PyTree:
     """Run a computation on each shard, on its slice of the inputs, inside a shard context.
 
     With a computation, runs it now on ``inputs``, like ``tf.compat.v1.tpu.shard``. Without one,
@@ -244,7 +280,7 @@ def _sharded(
     axes: InputAxes,
     outputs: Outputs,
     wrap: Callable[[Any], Any] = lambda computation: computation,
-) -> ShardedFunction:
+) -> ShardedFunction[Any]:
     """The runner of a computation, cached per function, or calls would recompile each time."""
     _check_callable(computation)
     how = mesh, axes, outputs, wrap
@@ -262,28 +298,49 @@ def _remembered(computation: ByValue, mesh: Any, axes: Any, outputs: Any, wrap: 
     return ShardedFunction(wrap(computation.value), mesh, axes, outputs)
 
 
+@overload
 def batch_parallel(
-    computation: Callable[..., Any] | None = None,
-    inputs: list[Any] | None = None,
+    computation: None = None,
+    inputs: None = None,
     num_shards: int = 1,
     *,
     mesh: jax.sharding.Mesh | None = None,
-) -> Any:
+) -> Callable[[Callable[..., _Out]], ShardedFunction[_Out]]: ...
+
+
+@overload
+def batch_parallel(
+    computation: Callable[..., _Out],
+    inputs: list[PyTree] | None = None,
+    num_shards: int = 1,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+) -> _Out: ...
+
+
+def batch_parallel(
+    computation: Callable[..., PyTree] | None = None,
+    inputs: list[PyTree] | None = None,
+    num_shards: int = 1,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+) -> PyTree:
     """``shard`` that splits every input, and joins every output, along axis 0.
 
     >>> import jax.numpy as jnp
     >>> batch_parallel(lambda x: 2 * x, [jnp.arange(3.0)], num_shards=1)
     Array([0., 2., 4.], dtype=float32)
     """
-    return shard(computation, inputs, num_shards, mesh=mesh)
+    run: Callable[..., PyTree] = shard
+    return run(computation, inputs, num_shards, mesh=mesh)
 
 
 def replicate(
-    computation: Callable[..., Any],
-    inputs: list[list[Any]] | None = None,
+    computation: Callable[..., _Out],
+    inputs: list[list[PyTree]] | None = None,
     *,
     mesh: jax.sharding.Mesh | None = None,
-) -> list[Any]:
+) -> list[_Out]:
     """Run a computation once per replica, each on its own list of inputs.
 
     Args:
@@ -336,7 +393,7 @@ def _of_one_replica(computation: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def rewrite(computation: Callable[..., Any], inputs: list[Any] | None = None) -> Any:
+def rewrite(computation: Callable[..., _Out], inputs: list[PyTree] | None = None) -> _Out:
     """Run a computation on one shard, inside a shard context.
 
     >>> import jax.numpy as jnp

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from crossshard._flax import describe_variable, nnx
+from crossshard._flax import AnyVariable, describe_variable, nnx
 from crossshard.errors import ArgumentError, VariableError
 from crossshard.nnx.computed import Named
 from crossshard.nnx.per_shard import (
@@ -67,7 +67,7 @@ def _map(function: Callable[..., Any], *states: Any) -> Any:
     return jax.tree.map(function, *states, is_leaf=lambda x: isinstance(x, Slots | nnx.Variable))
 
 
-def as_params(keyed: Mapping[str, nnx.Variable]) -> dict[str, Any]:
+def as_params(keyed: Mapping[str, AnyVariable]) -> dict[str, Any]:
     """What an optimizer sees as parameters: a dict from names to the variables' values."""
     return {_Key(key): variable.get_value() for key, variable in keyed.items()}
 
@@ -145,16 +145,14 @@ class SlotStore:
       tree: the state with a variable at every leaf; ``None`` before the first step.
     """
 
-    def __init__(
-        self, variables: Mapping[str, nnx.Variable | None] | None = None, tree: Any = None
-    ):
-        self.variables = dict(variables or {})
-        self.tree = tree
+    def __init__(self, variables: Mapping[str, AnyVariable | None] | None = None, tree: Any = None):
+        self.variables: dict[str, AnyVariable | None] = dict(variables or {})
+        self.tree: Any = tree
 
     # Keys.
 
     def keys(
-        self, variables: Sequence[nnx.Variable], order: Sequence[nnx.Variable], names: Named
+        self, variables: Sequence[AnyVariable], order: Sequence[AnyVariable], names: Named
     ) -> list[str]:
         """The keys of variables; the key of one without a name is its index in ``order``."""
         # Keys without a variable are those of a copy: its variables are found by name or index.
@@ -179,13 +177,13 @@ class SlotStore:
 
     # Creating.
 
-    def bind(self, variables: Mapping[str, nnx.Variable]) -> dict[str, nnx.Variable]:
+    def bind(self, variables: Mapping[str, AnyVariable]) -> dict[str, AnyVariable]:
         """Bind variables to the keys that have slots; returns those without slots."""
         missing = {key: v for key, v in variables.items() if key not in self.variables}
         self.variables.update({key: v for key, v in variables.items() if key not in missing})
         return missing
 
-    def check_all_bound(self, missing: Mapping[str, nnx.Variable]) -> None:
+    def check_all_bound(self, missing: Mapping[str, AnyVariable]) -> None:
         """Raise if slots without variables may belong to the variables without slots.
 
         Raises:
@@ -203,7 +201,7 @@ class SlotStore:
                 f"matches the slots to the variables."
             )
 
-    def initial(self, init: Callable[[Any], Any], missing: Mapping[str, nnx.Variable]) -> Any:
+    def initial(self, init: Callable[[Any], Any], missing: Mapping[str, AnyVariable]) -> Any:
         """The Optax state over these variables, one per shard if they differ between shards."""
         params = {key: stacked(value) for key, value in as_params(missing).items()}
 
@@ -217,7 +215,7 @@ class SlotStore:
         axes = {key: 0 if is_per_shard(missing[key]) else None for key in params}
         return _with_slots(per_shard(jax.vmap(checked, in_axes=(axes,))(params)))
 
-    def add(self, missing: Mapping[str, nnx.Variable], made: Any) -> None:
+    def add(self, missing: Mapping[str, AnyVariable], made: Any) -> None:
         """Add the initial state of variables that had none; what is shared stays as it is."""
         both = lambda old, new: Slots({**old, **new}) if isinstance(old, Slots) else old
         new = jax.tree.map(_as_variable, made, is_leaf=is_per_shard_array)
@@ -232,7 +230,7 @@ class SlotStore:
         as_dict = lambda x: {k: x[k] for k in x if k in chosen} if isinstance(x, Slots) else x
         return _map(as_dict, self.tree)
 
-    def all(self, keys: Iterable[str] | None = None) -> list[nnx.Variable]:
+    def all(self, keys: Iterable[str] | None = None) -> list[AnyVariable]:
         """Every variable of the state, or what is shared and the slots of these variables."""
         return list(jax.tree.leaves(self._seen(keys), is_leaf=_is_variable))
 
@@ -291,7 +289,7 @@ class SlotStore:
             write(variable, value.astype(variable.get_raw_value().dtype))
 
     def _check_told_apart(self) -> None:
-        shapes: dict[Any, nnx.Variable] = {}
+        shapes: dict[Any, AnyVariable] = {}
         for key, variable in self.variables.items():
             if variable is None or not key.startswith("#"):
                 continue
@@ -306,7 +304,7 @@ class SlotStore:
             shapes[shape] = variable
 
     def _differs(
-        self, path: Any, variable: nnx.Variable, value: jax.Array, may_differ: bool
+        self, path: Any, variable: AnyVariable, value: jax.Array, may_differ: bool
     ) -> bool:
         """Whether a saved value is one per shard, as its shape shows."""
         shape = jnp.shape(variable.get_raw_value())
@@ -331,7 +329,7 @@ class SlotStore:
         )
 
 
-def _as_variable(value: Any) -> nnx.Variable:
+def _as_variable(value: Any) -> AnyVariable:
     return nnx.OptState(value if isinstance(value, PerShardArray) else jnp.asarray(value))
 
 

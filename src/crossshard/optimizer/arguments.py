@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from crossshard._flax import describe_variable, nnx
+from crossshard._flax import AnyVariable, describe_variable, nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError, WeightUpdateError
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.status import check_gradient_dtype
@@ -38,7 +38,7 @@ def check_whole(weight_update: WeightUpdate) -> None:
         )
 
 
-def check_pairs(grads_and_vars: Any) -> list[tuple[jax.Array | None, nnx.Variable]]:
+def check_pairs(grads_and_vars: Any) -> list[tuple[jax.Array | None, AnyVariable]]:
     """The pairs as a list, each checked.
 
     Raises:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Self, Unpack, final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, Self, TypeAlias, Unpack, final
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from crossshard import _flax
-from crossshard._flax import nnx
+from crossshard._annotations import Groups, PyTree
+from crossshard._flax import AnyVariable, nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError, NestedReductionError
 from crossshard.gradients.reduction import Reduction, check_reduction
 from crossshard.gradients.status import GradientStatus, check_incoming
@@ -41,15 +43,18 @@ from crossshard.optimizer.transformation import (
 )
 from crossshard.pipeline.options import Options, check_names, check_options
 from crossshard.pipeline.pipeline import Pipeline
+from crossshard.pipeline.stage import Stage
 from crossshard.pipeline.stages.accumulate import Accumulate
 from crossshard.pipeline.stages.preprocess import Preprocess
+from crossshard.pipeline.state import CrossShardState
 from crossshard.pipeline.update.plan import UpdateStrategy, WeightUpdate, check_weight_update
 from crossshard.shards.axes import shards_of_gradient
 from crossshard.shards.context import check_axis_name, check_num_shards
 from crossshard.shards.devices import axes_in_sight
 from crossshard.shards.groups import check_group_assignment
 
-GradientsAndVariables = Sequence[tuple[jax.Array | None, "nnx.Variable"]]
+GradientsAndVariables: TypeAlias = "Iterable[tuple[jax.Array | None, AnyVariable]]"
+VariableList: TypeAlias = "nnx.Pytree | AnyVariable | Sequence[nnx.Pytree | AnyVariable]"
 
 
 @final
@@ -112,9 +117,9 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         opt: optax.GradientTransformation,
         reduction: str = Reduction.MEAN,
         name: str = "CrossShardOptimizer",
-        group_assignment: Any = None,
+        group_assignment: Groups | None = None,
         *,
-        preprocess: Any = None,
+        preprocess: optax.GradientTransformation | Stage | None = None,
         axis_name: str | tuple[str, ...] | None = None,
         incoming: str | None = None,
         weight_update: str = WeightUpdate.REPLICATED,
@@ -217,8 +222,8 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         return self._transformation.weight_update
 
     def state_specs(
-        self, params: Any, num_shards: int, axis_name: str | tuple[str, ...] | None = None
-    ) -> Any:
+        self, params: PyTree, num_shards: int, axis_name: str | tuple[str, ...] | None = None
+    ) -> CrossShardState:
         """The specs of the state, for ``in_specs`` and ``out_specs`` of ``jax.shard_map``.
 
         Args:
@@ -260,13 +265,13 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
 
     def compute_gradients(
         self,
-        loss: Callable[[], Any],
-        var_list: Any = None,
+        loss: Callable[[], ArrayLike],
+        var_list: VariableList | None = None,
         gate_gradients: int = GATE_OP,
-        aggregation_method: Any = None,
+        aggregation_method: object = None,
         colocate_gradients_with_ops: bool = False,
-        grad_loss: Any = None,
-    ) -> list[tuple[jax.Array | None, nnx.Variable]]:
+        grad_loss: ArrayLike | None = None,
+    ) -> list[tuple[jax.Array | None, AnyVariable]]:
         """The gradients of a loss with respect to variables, before any reduction.
 
         Under MEAN the loss is divided by the number of shards that reduce together.
@@ -299,12 +304,12 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
     def apply_gradients(
         self,
         grads_and_vars: GradientsAndVariables,
-        global_step: nnx.Variable | None = None,
+        global_step: AnyVariable | None = None,
         name: str | None = None,
         *,
         incoming: str | None = None,
-        weight: jax.typing.ArrayLike | None = None,
-        **extra_args: Any,
+        weight: ArrayLike | None = None,
+        **extra_args: PyTree,
     ) -> None:
         """Sum the gradients over the shards or groups and update the variables.
 
@@ -364,15 +369,15 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
 
     def minimize(
         self,
-        loss: Callable[[], Any],
-        global_step: nnx.Variable | None = None,
-        var_list: Any = None,
+        loss: Callable[[], ArrayLike],
+        global_step: AnyVariable | None = None,
+        var_list: VariableList | None = None,
         gate_gradients: int = GATE_OP,
-        aggregation_method: Any = None,
+        aggregation_method: object = None,
         colocate_gradients_with_ops: bool = False,
         name: str | None = None,
-        grad_loss: Any = None,
-        **extra_args: Any,
+        grad_loss: ArrayLike | None = None,
+        **extra_args: PyTree,
     ) -> jax.Array:
         """``compute_gradients`` and ``apply_gradients``; returns this shard's loss, unscaled.
 
@@ -390,7 +395,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         self.apply_gradients(pairs, global_step, name, **extra_args)
         return value
 
-    def build(self, var_list: Any) -> None:
+    def build(self, var_list: VariableList) -> None:
         """Create the slots of these variables now instead of at the first step.
 
         Args:
@@ -407,7 +412,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             keyed_variables(self, [variable for variable, _ in found.values()])
         )
 
-    def get_slot(self, var: nnx.Variable | str, name: str) -> Any:
+    def get_slot(self, var: AnyVariable | str, name: str) -> AnyVariable | None:
         """The slot of a variable, as a variable; ``None`` if there is no such slot.
 
         ``var`` is the variable, or its name in ``state``: its path in the module, as in
@@ -422,12 +427,12 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         """The names of the slots, as Optax names them; empty before the first step."""
         return self.slots.slot_names()
 
-    def variables(self) -> list[nnx.Variable]:
+    def variables(self) -> list[AnyVariable]:
         """Every variable of the state: slots and shared ones, such as a step count."""
         return self.slots.all()
 
     @property
-    def state(self) -> Any:
+    def state(self) -> CrossShardState | None:
         """A copy of the Optax state, a pytree of arrays; ``None`` before the first step.
 
         Assign a pytree of the same structure to restore it, after ``build`` or a first step, or to
@@ -436,14 +441,17 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         return self.slots.values()
 
     @state.setter
-    def state(self, state: Any) -> None:
+    def state(self, state: CrossShardState) -> None:
         self.slots.restore(state, self._pipeline.may_differ)
 
     # What the methods share.
 
     def _compute(
-        self, loss: Callable[[], Any], var_list: Any, grad_loss: Any
-    ) -> tuple[jax.Array, list[tuple[jax.Array | None, nnx.Variable]]]:
+        self,
+        loss: Callable[[], ArrayLike],
+        var_list: VariableList | None,
+        grad_loss: ArrayLike | None,
+    ) -> tuple[jax.Array, list[tuple[jax.Array | None, AnyVariable]]]:
         """This shard's loss, and the pairs that ``compute_gradients`` returns."""
         loss, axes = check_loss(loss), self._pipeline.axis_name
         number = self._pipeline.shards().number
@@ -469,15 +477,15 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             return None
         return stage.init(None).scale if state is None else state.loss_scale.scale.get_value()
 
-    def _origin(self, variables: list[nnx.Variable]) -> GradientStatus | None:
+    def _origin(self, variables: list[AnyVariable]) -> GradientStatus | None:
         """What the gradients of variables are, if nobody has declared it."""
         number = self._pipeline.shards(warn=False).number
         divisor = self._pipeline.divisor(number)
         declared = self._pipeline.incoming is not None
         return self.computed.origin(variables, number, divisor, declared=declared)
 
-    def _make_missing_slots(self, keyed: Mapping[str, nnx.Variable]) -> None:
-        def make(missing: Mapping[str, nnx.Variable]) -> None:
+    def _make_missing_slots(self, keyed: Mapping[str, AnyVariable]) -> None:
+        def make(missing: Mapping[str, AnyVariable]) -> None:
             with explained(self._transformation.of_optax, when_made=True):
                 made = self.slots.initial(self._pipeline.init, missing)
             self.slots.add(missing, made)

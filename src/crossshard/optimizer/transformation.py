@@ -160,6 +160,7 @@ class Transformation:
                 self.pipeline.divisor(shards.number),
             )
             reduced, after = self.pipeline.update(gradients, state, context)
+            assert reduced.updated is not None
             return reduced.updated.result, after, reduced
 
     def specs(self, params: Any, number_of_shards: int, axes: tuple[str, ...]) -> CrossShardState:

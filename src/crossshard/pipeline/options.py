@@ -7,7 +7,9 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypedDict
 
+import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
 
 from crossshard import _check
 from crossshard.errors import ArgumentError, ArgumentTypeError
@@ -53,10 +55,10 @@ class Options(TypedDict, total=False):
 
     accumulate_steps: int
     metrics: str | Iterable[str]
-    reduce_dtype: Any
+    reduce_dtype: DTypeLike | None
     loss_scale: str | DynamicLossScale | None
-    master_dtype: Any
-    ema: float | Callable[[Any], Any] | None
+    master_dtype: DTypeLike | None
+    ema: float | Callable[[jax.Array], ArrayLike] | None
     nonfinite: str | Nonfinite | None
 
 

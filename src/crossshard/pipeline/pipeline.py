@@ -189,6 +189,7 @@ class Pipeline:
             typed = lambda new, old: shards.as_varying(new) if shards.is_varying(old) else new
             found = jax.tree.map(typed, after.nonfinite, state.nonfinite)
             after = after._replace(accumulate=empty, nonfinite=found)
+            assert reduced.updated is not None
             return self._as_varying(reduced.updated.result, after, skip, context)
 
         def wait(state: CrossShardState) -> Any:

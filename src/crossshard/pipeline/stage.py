@@ -4,12 +4,14 @@ import abc
 import dataclasses
 import enum
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool
 
+from crossshard._annotations import PyTree
 from crossshard.collectives.all_reduce import sum_over_shards
 from crossshard.errors import IncomingError
 from crossshard.gradients.status import GradientStatus, Statuses
@@ -18,6 +20,9 @@ from crossshard.pipeline.update.arrays import Arrays
 from crossshard.shards.axes import Shards
 from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.placement import REPLICATED, Placement
+
+if TYPE_CHECKING:
+    from crossshard.pipeline.update.optimize import Updated
 
 
 class Phase(enum.IntEnum):
@@ -69,20 +74,20 @@ class Gradients:
     {'w': 0.5}
     """
 
-    values: Any
-    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    values: PyTree
+    extra: Mapping[str, PyTree] = dataclasses.field(default_factory=dict)
     weight: jax.Array | None = None
-    sums: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    sums: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
     skip: jax.Array | None = None
     finite: jax.Array | None = None
-    updated: Any = None
+    updated: "Updated | None" = None
     status: Statuses = dataclasses.field(default=(), metadata={"static": True})
     extra_status: Statuses = dataclasses.field(default=(), metadata={"static": True})
     early: tuple[bool, ...] = dataclasses.field(default=(), metadata={"static": True})
-    dtypes: tuple[Any, ...] = dataclasses.field(default=(), metadata={"static": True})
+    dtypes: tuple[np.dtype, ...] = dataclasses.field(default=(), metadata={"static": True})
     divisor: int | None = dataclasses.field(default=None, metadata={"static": True})
 
-    def replace(self, **changes: Any) -> Self:
+    def replace(self, **changes: PyTree) -> Self:
         """A copy with these fields changed."""
         return dataclasses.replace(self, **changes)
 
@@ -139,8 +144,8 @@ class StageContext:
 
     shards: Shards
     groups: GroupAssignment | None = None
-    params: Any = None
-    extra_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    params: PyTree = None
+    extra_args: Mapping[str, PyTree] = dataclasses.field(default_factory=dict)
     arrays: Arrays = dataclasses.field(default_factory=Arrays)
     divisor: int = 1
     unread: tuple[bool, ...] = ()
@@ -190,19 +195,19 @@ class Stage(abc.ABC):
     state_field: str = "preprocess"
     needs_local: str = "preprocess applies to"
 
-    def init(self, params: Any) -> Any:
+    def init(self, params: PyTree) -> PyTree:
         """The state before the first step; one shard's, if the state is per shard."""
         del params
         return ()
 
-    def placements(self, state: Any) -> Any:
+    def placements(self, state: PyTree) -> PyTree:
         """The placement of each array of the state."""
         return jax.tree.map(lambda _: self.placement, state)
 
     @abc.abstractmethod
     def update(
-        self, gradients: Gradients, state: Any, context: StageContext
-    ) -> tuple[Gradients, Any]:
+        self, gradients: Gradients, state: PyTree, context: StageContext
+    ) -> tuple[Gradients, PyTree]:
         """The gradients for the next stage, and this stage's next state."""
 
     def describe(self) -> str:

@@ -1,6 +1,8 @@
 """CrossShardState: the state of every stage and of the inner optimizer."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from crossshard._annotations import PyTree
 
 
 class CrossShardState(NamedTuple):
@@ -24,10 +26,10 @@ class CrossShardState(NamedTuple):
     Array([0., 0.], dtype=float32)
     """
 
-    accumulate: Any = ()
-    preprocess: Any = ()
-    aggregate: Any = ()
-    loss_scale: Any = ()
-    nonfinite: Any = ()
-    metrics: Any = ()
-    inner_state: Any = ()
+    accumulate: PyTree = ()
+    preprocess: PyTree = ()
+    aggregate: PyTree = ()
+    loss_scale: PyTree = ()
+    nonfinite: PyTree = ()
+    metrics: PyTree = ()
+    inner_state: PyTree = ()

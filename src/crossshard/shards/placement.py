@@ -1,7 +1,6 @@
 """Placement: how one array is placed on the mesh."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,11 +52,11 @@ class Placement:
             self, partition=dataclasses.replace(partition, other_axes=other_axes)
         )
 
-    def local(self, stored: Any) -> Any:
+    def local(self, stored: jax.Array) -> jax.Array:
         """One shard's array, from its block of the stored array."""
         return stored[0] if self.per_shard else stored
 
-    def stored(self, local: Any) -> Any:
+    def stored(self, local: jax.Array) -> jax.Array:
         """The inverse of ``local``."""
         return local[None] if self.per_shard else local
 
@@ -68,7 +67,7 @@ class Placement:
         local = self.partition.local_shape if self.partition is not None else shape
         return (number_of_shards, *local)
 
-    def pack(self, array: Any) -> jax.Array:
+    def pack(self, array: jax.Array) -> jax.Array:
         """The stored array, from the array, or from ``[shards, …]`` if there is one per shard."""
         if self.partition is None or not self.is_split:
             return jnp.asarray(array)
@@ -81,7 +80,7 @@ class Placement:
             parts = jax.vmap(self.partition.pack)(array).reshape(array.shape[0], number, *shape)
         return parts[np.arange(array.shape[0]), self.groups.position_of]
 
-    def unpack(self, stored: Any) -> jax.Array:
+    def unpack(self, stored: jax.Array) -> jax.Array:
         """The inverse of ``pack``."""
         if self.partition is None or not self.is_split:
             return jnp.asarray(stored)

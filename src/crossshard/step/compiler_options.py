@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 # The bytes of gradients that XLA combines into one collective. This is its own default for
 # all-reduces.
@@ -13,7 +12,9 @@ _COMBINED = 30 << 20
 _OF_A_HOST = 8
 
 
-def compiler_options(platform: str, shards: int, *, in_parts: bool = False) -> dict[str, Any]:
+def compiler_options(
+    platform: str, shards: int, *, in_parts: bool = False
+) -> dict[str, bool | int]:
     """The options for a step on these devices, without those that the user has set in XLA_FLAGS.
 
     XLA for GPUs combines reduce-scatters until their *outputs*, of which each shard has 1/N, have
@@ -33,7 +34,7 @@ def compiler_options(platform: str, shards: int, *, in_parts: bool = False) -> d
     """
     if platform != "gpu" or shards == 1:
         return {}
-    options: dict[str, Any] = {
+    options: dict[str, bool | int] = {
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": _COMBINED // shards,
     }

@@ -44,8 +44,8 @@ class OverDataSets:
     """
 
     def __init__(self, call: str, config: StepConfig):
-        self.axes = config.axes
-        self.rows = NamedSharding(config.mesh, PartitionSpec(config.axes))
+        self.axes: tuple[str, ...] = config.axes
+        self.rows: NamedSharding = NamedSharding(config.mesh, PartitionSpec(config.axes))
         self._call = call
         self._mesh = config.mesh
         self._number = config.number_of_shards

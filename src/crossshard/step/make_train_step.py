@@ -6,8 +6,10 @@ from typing import Any, Literal, Unpack
 
 import optax
 from jax.sharding import Mesh
+from jax.typing import ArrayLike, DTypeLike
 
 from crossshard import _check, _mesh
+from crossshard._annotations import Filter, Loss, PyTree
 from crossshard.errors import ArgumentError
 from crossshard.gradients.reduction import Reduction
 from crossshard.gradients.status import GradientStatus
@@ -65,15 +67,15 @@ class StepOptions(Options, total=False):
     {'check_divergence': 100, 'on_divergence': 'repair'}
     """
 
-    gather_dtype: Any
+    gather_dtype: DTypeLike | None
     rng_per: Literal["shard", "row"]
-    aux_reduction: Any
+    aux_reduction: PyTree
     check_divergence: int | None
     on_divergence: Literal["raise", "repair"]
 
 
 def make_train_step(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., Loss],
     optimizer: optax.GradientTransformation,
     *,
     mesh: Mesh | None = None,
@@ -82,11 +84,11 @@ def make_train_step(
     weight_update: str = WeightUpdate.AUTO,
     params: str = Rest.REPLICATED,
     loss_over: str = LossOver.ROWS,
-    weight: str | Callable[[Any], Any] | None = None,
+    weight: str | Callable[[PyTree], ArrayLike] | None = None,
     has_aux: bool = False,
-    wrt: Any = None,
+    wrt: Filter | None = None,
     model_state: str | None = None,
-    batch_axis: Any = 0,
+    batch_axis: PyTree = 0,
     replicated_entries: Sequence[str] = (),
     donate: bool = True,
     **options: Unpack[StepOptions],

@@ -49,7 +49,9 @@ class Program:
         self._donation = Donation(mesh)
         reduce_together = groups.size if config.is_grouped and groups else mesh.size
         platform = mesh.devices.flat[0].platform
-        self.options = compiler_options(platform, reduce_together, in_parts=config.in_parts)
+        self.options: dict[str, bool | int] = compiler_options(
+            platform, reduce_together, in_parts=config.in_parts
+        )
         run = _mesh.under_automatic_axes(self._run, mesh, self._specs)
         self._compiled = jax.jit(
             run,

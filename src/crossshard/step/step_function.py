@@ -201,6 +201,7 @@ class StepFunction:
             gradients, opt_state = self.pipeline.finish(
                 gradients, after.opt_state, before.opt_state, context
             )
+        assert gradients.updated is not None
         after = dataclasses.replace(after, params=gradients.updated.result, opt_state=opt_state)
         after = _unless_skipped(gradients.skip, after, before, context)
         metrics = metrics | self._metrics_of_stages(before, after, gradients.skip)

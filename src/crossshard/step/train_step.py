@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from crossshard import _check, _jax, _mesh
+from crossshard._annotations import Key, PyTree
 from crossshard.distributed.progress import PROGRESS, entering
 from crossshard.errors import ArgumentError
 from crossshard.guards.divergence import names_of_compared
@@ -68,7 +69,7 @@ class TrainStep:
         return self._config.outer_mesh
 
     @property
-    def compiler_options(self) -> dict[str, Any]:
+    def compiler_options(self) -> dict[str, bool | int]:
         """The options that the step is compiled with, here or by ``lower(...).compile()``.
 
         Those of GPUs that bring the communication beside the matrix products, unless you have set
@@ -78,8 +79,8 @@ class TrainStep:
         return dict(self._program.options)
 
     def __call__(
-        self, state: TrainState, batch: Any, *more: Any
-    ) -> tuple[TrainState, dict[str, Any]]:
+        self, state: TrainState, batch: PyTree, *more: object
+    ) -> tuple[TrainState, dict[str, PyTree]]:
         """Take one step.
 
         Args:
@@ -116,7 +117,7 @@ class TrainStep:
         with entering("step"):
             return self._step(state, batch)
 
-    def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+    def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, PyTree]]:
         check_state(state)
         if not (self._watch.is_on and _jax.at_top_level()):
             return self._program(state, batch)
@@ -166,7 +167,7 @@ class TrainStep:
             check_state(state)
             self._watch.look(state.params, lambda: self.compared(state), running=0)
 
-    def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
+    def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Lower the step for arrays, or for their types (see ``abstract_init``).
 
         The batch is as for a call: if there are several processes, this one's own rows.
@@ -174,14 +175,14 @@ class TrainStep:
         check_state(state)
         return self._program.lower(state, batch)
 
-    def trace(self, state: Any, batch: Any) -> jax.stages.Traced:
+    def trace(self, state: TrainState, batch: PyTree) -> jax.stages.Traced:
         """Trace the step for arrays or types, as ``lower`` does; its ``jaxpr`` can be read."""
         check_state(state)
         return self._program.trace(state, batch)
 
     # State.
 
-    def init(self, params: Any, rng: Any = 0, *, model_state: Any = None) -> TrainState:
+    def init(self, params: PyTree, rng: Key = 0, *, model_state: PyTree = None) -> TrainState:
         """The state before the first step, on the devices of the mesh.
 
         Args:
@@ -203,7 +204,7 @@ class TrainStep:
             self._latest = prepared.layout, prepared.types
             return self._outside(initial.run(self._config, prepared))
 
-    def abstract_init(self, params: Any, *, model_state: Any = None) -> TrainState:
+    def abstract_init(self, params: PyTree, *, model_state: PyTree = None) -> TrainState:
         """The types and shardings of ``init``'s state, to ``lower`` without devices."""
         prepared = initial.prepare(self._config, self._layouts, params, 0, model_state)
         self._latest = prepared.layout, prepared.types
@@ -242,7 +243,7 @@ class TrainStep:
         with self._inner_mesh():
             return self._outside(self._resharder.reshard(_inside(state)))
 
-    def model(self, state: TrainState, shard: int | None = None, *, ema: bool = False) -> Any:
+    def model(self, state: TrainState, shard: int | None = None, *, ema: bool = False) -> PyTree:
         """The model with the parameters of a state, to evaluate or to export.
 
         Args:
@@ -282,12 +283,12 @@ class TrainStep:
     def evaluate(
         self,
         state: TrainState,
-        batches: Iterable[Any],
-        metric_fn: Callable[..., Any],
+        batches: Iterable[PyTree],
+        metric_fn: Callable[..., PyTree],
         shard: int | None = None,
         *,
         ema: bool = False,
-    ) -> Any:
+    ) -> PyTree:
         """The mean of a metric over all examples of a data set, as on one device.
 
         Parameters that rest in parts are gathered where the metric uses them, as in the loss.
@@ -327,12 +328,12 @@ class TrainStep:
     def predict(
         self,
         state: TrainState,
-        batches: Iterable[Any],
-        predict_fn: Callable[..., Any],
+        batches: Iterable[PyTree],
+        predict_fn: Callable[..., PyTree],
         shard: int | None = None,
         *,
         ema: bool = False,
-    ) -> Any:
+    ) -> PyTree:
         """What a function returns for each row of a data set, collected on the host.
 
         Args:
@@ -377,7 +378,7 @@ class TrainStep:
         check_state(state)
         return names_of_compared(self._layouts.of_state(state), state)
 
-    def replay(self, state: TrainState, batch: Any) -> dict[str, tuple[int, ...]]:
+    def replay(self, state: TrainState, batch: PyTree) -> dict[str, tuple[int, ...]]:
         """Take a step twice, and tell what of the next state differs, bit by bit.
 
         It finds arithmetic that is wrong now and then, in slices of which no other shard has a copy

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from crossshard import _check
+from crossshard._annotations import PyTree
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.scalars import is_number
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
@@ -70,7 +71,7 @@ class DynamicLossScale(Stage):
                     f"{name}={getattr(self, name)!r}."
                 )
 
-    def init(self, params: Any) -> LossScaleState:
+    def init(self, params: PyTree) -> LossScaleState:
         """The initial scale."""
         del params
         return LossScaleState(jnp.float32(self.initial), jnp.int32(0))

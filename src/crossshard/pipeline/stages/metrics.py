@@ -90,6 +90,7 @@ class Metrics(Stage):
         """The same gradients, and the metrics of the update."""
         del state
         updated = gradients.updated
+        assert updated is not None
         if "param_norm" in self.names and updated.params is None:
             raise ArgumentError(
                 "metrics has 'param_norm', which needs the parameters: opt.update(grads, state, "

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from crossshard import _check
+from crossshard._annotations import PyTree
 from crossshard.collectives.all_reduce import sum_over_shards
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.reduction import Reduction
@@ -55,13 +56,13 @@ class NonfiniteState(NamedTuple):
     'the gradient of `kernel` is not finite on shard 3'
     """
 
-    shard: Any
-    leaf: Any
-    shards: Any
-    overflow: Any
-    in_a_row: Any
+    shard: Int[Array, ""]
+    leaf: Int[Array, ""]
+    shards: Int[Array, ""]
+    overflow: Bool[Array, ""]
+    in_a_row: Int[Array, ""]
 
-    def describe(self, params: Any) -> str:
+    def describe(self, params: PyTree) -> str:
         """What was found, in words, given the parameters."""
         number = _value(self.shards)
         if number:
@@ -113,7 +114,7 @@ class Nonfinite(Stage):
         """Whether a shard whose gradient is not finite does not count."""
         return self.action is OnNonfinite.QUARANTINE
 
-    def init(self, params: Any) -> NonfiniteState:
+    def init(self, params: PyTree) -> NonfiniteState:
         """Nothing was found yet."""
         del params
         none = jnp.int32(-1)

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
+from crossshard._annotations import Json
 from crossshard._text import rate, size, table, time
 
 
@@ -97,7 +98,7 @@ class Diagnosis:
     versions: Mapping[str, str]
     devices: Devices | None
     mesh: Mapping[str, int]
-    job: Mapping[str, Any]
+    job: Mapping[str, Json]
     settings: Mapping[str, str]
     tests: tuple[CollectiveTest, ...]
     findings: tuple[Finding, ...]

@@ -90,8 +90,8 @@ class Dependence:
         # The bits of all sources for direct dependence, and for their own elements.
         self._direct = 0
         self._moved = 0
-        self.inputs = [self._source() for _ in module.entry.parameters]
-        self.device = self._source()
+        self.inputs: list[Source] = [self._source() for _ in module.entry.parameters]
+        self.device: Source = self._source()
         self.operands: dict[str, list[Source]] = {}
         self.loops: dict[int, str] = {}
         self.given: dict[int, int] = {}
@@ -99,7 +99,7 @@ class Dependence:
             _spread(each.shape, source.bits)
             for each, source in zip(module.entry.parameters, self.inputs, strict=True)
         ]
-        self.outputs = _leaves(self._through(module.entry, given))
+        self.outputs: list[Sets] = _leaves(self._through(module.entry, given))
 
     def _source(self) -> Source:
         source = Source(*(each << self._number for each in (1, 2, 4)))

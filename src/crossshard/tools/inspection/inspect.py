@@ -2,10 +2,11 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import jax
 
+from crossshard._annotations import PyTree
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.tools.inspection.collectives import collectives
 from crossshard.tools.inspection.find_trained import find_trained
@@ -17,7 +18,35 @@ from crossshard.tools.inspection.replicas import joined_devices
 from crossshard.tools.inspection.report import Communication, Memory
 
 
-def inspect(program: Any, parameters: Any = None) -> Communication:
+class HoldsLowered(Protocol):
+    """What ``nnx.jit(step).lower(…)`` returns."""
+
+    @property
+    def lowered(self) -> jax.stages.Lowered:
+        """JAX's own."""
+
+
+class HoldsCompiled(Protocol):
+    """What ``nnx.jit(step).lower(…).compile()`` returns."""
+
+    @property
+    def compiled(self) -> jax.stages.Compiled:
+        """JAX's own."""
+
+
+Program: TypeAlias = (
+    jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled | HoldsLowered | HoldsCompiled
+)
+
+
+class HasLower(Protocol):
+    """A function of ``jax.jit`` or ``nnx.jit``, or a ``TrainStep``."""
+
+    def lower(self, *args: Any, **kwargs: Any) -> Program:
+        """The program for these arguments."""
+
+
+def inspect(program: Program, parameters: PyTree | int | None = None) -> Communication:
     """Report every collective of a compiled step, its bytes, and the lower bound.
 
     It works for any JAX step. N shards that average gradients of P bytes of parameters each send at
@@ -130,7 +159,7 @@ def is_program(step: Any) -> bool:
     return isinstance(_unwrapped(step), stages)
 
 
-def program_of(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def program_of(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
     """A step lowered for its arguments, or the program itself.
 
     Args:

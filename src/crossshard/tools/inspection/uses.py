@@ -57,8 +57,8 @@ class Uses:
         reducing = {run.instruction.name for run, kind in runs if kind not in _COPYING}
         names = {run.instruction.name for run, _ in runs}
         self._module = module
-        self.depends = Dependence(module, names, reducing, left_out)
-        self.operands = [
+        self.depends: Dependence = Dependence(module, names, reducing, left_out)
+        self.operands: list[Operand] = [
             Operand(
                 source,
                 self.depends.given[source.any],
@@ -81,14 +81,14 @@ class Uses:
             if not all(map(is_scalar, leaves(shape)))
         ]
         reduced = union_of(each.source.any for each in self.operands if each.reduces)
-        self.fed = [
+        self.fed: list[list[Operand]] = [
             [each for each in self.operands if each.given & source.any]
             for source in self.depends.inputs
         ]
-        self.reduced = [
+        self.reduced: list[int] = [
             union_of(each.source.any for each in fed if each.reduces) for fed in self.fed
         ]
-        self.gathers = [
+        self.gathers: list[list[Groups]] = [
             [each.groups for each in fed if not each.reduces and not each.given & reduced]
             for fed in self.fed
         ]

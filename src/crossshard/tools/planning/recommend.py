@@ -1,11 +1,13 @@
 """plan: compile a step for a machine that is not there, in several ways, and choose one."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import optax
 
+from crossshard._annotations import Loss, PyTree
 from crossshard._text import size, time
 from crossshard.model.models import partition
 from crossshard.pipeline.update.plan import Rest
@@ -20,14 +22,14 @@ _ALIKE = 1.05
 
 
 def plan(
-    loss_fn: Any,
-    params: Any,
-    batch: Any,
-    optimizer: Any,
+    loss_fn: Callable[..., Loss],
+    params: PyTree,
+    batch: PyTree,
+    optimizer: optax.GradientTransformation,
     *,
     topology: str,
-    model_specs: Any = None,
-    **options: Any,
+    model_specs: PyTree = None,
+    **options: PyTree,
 ) -> Plan:
     """Compile a training step for a pod or a cluster, in several ways, and say which to choose.
 

@@ -38,7 +38,7 @@ class Topology:
 
     name: str
     chip: Chip | None
-    devices: Sequence[Any]
+    devices: Sequence[jax.Device]
 
     @property
     def size(self) -> int:

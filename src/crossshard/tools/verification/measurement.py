@@ -70,13 +70,13 @@ class Measurement:
     ) -> None:
         self._batch, self._axes, self._key = batch, axes, key
         self._groups, self._factor = groups, factor
-        self.number = sum(map(len, groups))
+        self.number: int = sum(map(len, groups))
         if self.number < 2:
             raise ArgumentError(
                 "verify compares N shards with one, and there is one device. Call "
                 "crossshard.cpu_devices(8) before the first JAX operation."
             )
-        self.rows = rows_of(batch, axes)
+        self.rows: int = rows_of(batch, axes)
         divides = self.rows % self.number == 0
         self._blocks = np.arange(self.rows).reshape(self.number, -1) if divides else None
         self._notes: list[str] = []

@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import optax
 from jax.sharding import Mesh
 
 from crossshard import _mesh
+from crossshard._annotations import Groups, Key, PyTree
 from crossshard._hash import checksum
 from crossshard.distributed.agreement import check_agreement, exchange
 from crossshard.errors import ArgumentError, ArgumentTypeError
@@ -34,12 +36,12 @@ _SAMPLES = 64
 
 
 def verify(
-    step: Callable[..., Any] | TrainStep,
-    *batch: Any,
+    step: Callable[[optax.GradientTransformation, int], Sequence[PyTree]] | TrainStep,
+    *batch: PyTree,
     num_shards: int | None = None,
-    key: Any = None,
-    groups: Sequence[Sequence[int]] | None = None,
-    batch_axis: Any = 0,
+    key: Key | None = None,
+    groups: Groups | None = None,
+    batch_axis: PyTree = 0,
 ) -> Verification:
     """Run a training step on 1 and on N shards with plain SGD, and say what is wrong with it.
 
