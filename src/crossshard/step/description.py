@@ -173,7 +173,7 @@ def _split(layout: StateLayout, state: TrainState) -> str:
 def _sizes(tree: Any, layout: StateLayout | None) -> str:
     leaves = jax.tree.leaves(tree)
     whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
-    words = f"{size(whole)} in {len(leaves)} arrays"
+    words = f"{size(whole)} in {len(leaves)} array{'s' * (len(leaves) != 1)}"
     if layout is None:
         return words
     place = "device" if layout.unnamed_axes else "shard"
