@@ -9,6 +9,8 @@ from flax import nnx
 
 import crossshard
 
+crossshard.cpu_devices(4)  # on GPUs and TPUs this changes nothing
+
 OPTIMIZERS = {
     "sgd": optax.sgd(0.1),
     # 1e-2 is PyTorch's default for the weight decay; Optax's is 1e-4.
@@ -65,5 +67,4 @@ def train(optimizer, **options):
 
 
 if __name__ == "__main__":
-    crossshard.cpu_devices(4)
     print(json.dumps({name: train(each) for name, each in OPTIMIZERS.items()}))
