@@ -43,15 +43,21 @@ def adam_weight_decay(learning_rate, weight_decay_rate=0.01, exclude=("layer_nor
     )
 
 
-def create_optimizer(init_lr, num_train_steps, num_warmup_steps, make=adam_weight_decay):
-    """The optimizer with its schedule; it clips what it gets, the gradient of the whole batch."""
+def warmup_and_decay(init_lr, num_train_steps, num_warmup_steps):
+    """The learning rate of a step: it rises from 0, then goes on along a line that ends at 0."""
+    decay = optax.linear_schedule(init_lr, 0.0, num_train_steps)
 
     def rate(step):
-        warm = init_lr * step / num_warmup_steps
-        return jnp.where(step < num_warmup_steps, warm, init_lr * (1 - step / num_train_steps))
+        rising = init_lr * step / num_warmup_steps
+        return jnp.where(step < num_warmup_steps, rising, decay(step))
 
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), make(rate))
-    return crossshard.CrossShardOptimizer(optimizer)
+    return rate
+
+
+def create_optimizer(init_lr, num_train_steps, num_warmup_steps, make=adam_weight_decay):
+    """The optimizer with its schedule; it clips what it gets, the gradient of the whole batch."""
+    rate = warmup_and_decay(init_lr, num_train_steps, num_warmup_steps)
+    return crossshard.CrossShardOptimizer(optax.chain(optax.clip_by_global_norm(1.0), make(rate)))
 
 
 def data():
@@ -86,15 +92,14 @@ def train_step(model, opt, global_step, x, y):
     return before
 
 
-def train(make=adam_weight_decay, init_lr=0.05, train_step=train_step, create=create_optimizer):
+def train(opt, train_step=train_step):
     """Twenty steps on the same 64 rows: the losses, and the model at the end."""
     model, global_step = Network(), nnx.Variable(jnp.array(0))
-    opt = create(init_lr, STEPS, WARMUP, make)
     losses = [train_step(model, opt, global_step, *data()).mean().item() for _ in range(STEPS)]
     assert global_step[...] == STEPS
     return losses, model
 
 
 if __name__ == "__main__":
-    losses, _ = train()
+    losses, _ = train(create_optimizer(0.05, STEPS, WARMUP))
     print(f"loss {losses[0]:.4f} at first, {losses[-1]:.4f} at the end")
