@@ -562,6 +562,12 @@ def test_parameters_too_small_to_split_train_as_well(rule: str):
     assert "tiny" in step.describe()
 
 
+def test_small_parameters_are_known_to_be_gathered_at_the_start():
+    step = in_parts(lambda p, x: ((x @ p["w"]) ** 2).mean())
+    step.abstract_init({"w": jax.ShapeDtypeStruct((64, 32), np.float32)})
+    assert "gathered at the start of the step" in step.describe()
+
+
 # Other leaves.
 
 

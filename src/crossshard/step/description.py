@@ -115,7 +115,7 @@ def _parameters(function: StepFunction, layout: StateLayout, state: TrainState) 
     if function.pipeline.needs_own_gradient:
         why = "since a stage needs each shard's own gradient"
         return [*lines, f"  all are gathered at once, at the start of the step, {why}"]
-    if not layout.uses:
+    if not layout.uses and any(each.travels_alone for each in layout.plan.params):
         return [
             *lines,
             "  where each is gathered is known once the step has been lowered, or called",
