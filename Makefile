@@ -21,7 +21,7 @@ SOAK_STEPS ?= 20000
 CYCLES ?= 100
 
 .DEFAULT_GOAL := help
-.PHONY: help environment demo test test-deep check mutants test-matrix soak chaos bench bench-peers bench-pods bench-gpus docs docs-serve docs-browse release constraints clean
+.PHONY: help environment demo test test-deep check mutants test-matrix soak chaos bench bench-peers bench-pods bench-gpus docs docs-serve docs-browse tutorial release constraints clean
 
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -85,6 +85,11 @@ docs-serve: environment  ## show the site at http://127.0.0.1:8000, as it is wri
 
 docs-browse: docs  ## open all pages of the site in Chromium, which must be there
 	$(VENV)/bin/python -m nox -s docs -- browse
+
+tutorial: environment  ## follow the tutorial word by word, in an empty environment
+	pins=$$PWD/constraints/$$($(VENV)/bin/python -c \
+	    'import sys; print("py%d%d-newest.txt" % sys.version_info[:2])'); \
+	  PIP_CONSTRAINT=$$pins $(VENV)/bin/python tools/follow.py --package . docs/tutorial/*.md
 
 release: environment  ## build the wheel and the source distribution, and try them in empty environments
 	$(VENV)/bin/python -m nox -s release
