@@ -90,7 +90,7 @@ def main(steps=100, picture=None):
 
 def draw(costs, path):
     """The bytes of a step with Adam."""
-    from _picture import COLORS, chart, save
+    from _chart import COLORS, chart, save
 
     figure, axes = chart("", "kB")
     for number, (what, cost) in enumerate(costs.items()):

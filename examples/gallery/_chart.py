@@ -1,4 +1,4 @@
-"""How the gallery draws: one chart on white, its axes named, as SVG or PNG by the path's name."""
+"""How some of the gallery draw: one chart on white, its axes named, as SVG or PNG."""
 
 import os
 from pathlib import Path
