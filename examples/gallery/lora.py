@@ -90,11 +90,7 @@ def main(steps=100, picture=None):
 
 def draw(costs, path):
     """The bytes of a step with Adam."""
-<<<<<<< HEAD
-    from _picture import COLORS, chart, save
-=======
     from _chart import COLORS, chart, save
->>>>>>> gallery2
 
     figure, axes = chart("", "kB")
     for number, (what, cost) in enumerate(costs.items()):

@@ -91,11 +91,7 @@ def main(steps=120, picture=None):
 
 def draw(curves, bad, path):
     """The held-out loss while it trains."""
-<<<<<<< HEAD
-    from _picture import COLORS, chart, save
-=======
     from _chart import COLORS, chart, save
->>>>>>> gallery2
 
     figure, axes = chart("step", "held-out loss")
     axes.axvspan(bad.start, bad.stop, color="#e8e8e8", label=f"rows of shard {BROKEN} are NaN")

@@ -117,11 +117,7 @@ def test_the_balance_of_experts_is_refused_where_nothing_says_over_which_rows():
     step = crossshard.make_train_step(module.loss_fn, optax.sgd(0.1), num_shards=8)
     with pytest.raises(crossshard.errors.LossError) as error:
         step(step.init(module.initial_params()), module.data(0))
-<<<<<<< HEAD
-    shown = blocks(PAGES / "experts.md", "text")[1].strip()
-=======
     shown = " ".join(blocks(PAGES / "experts.md", "text")[1].split())
->>>>>>> gallery2
     before, after = shown.removeprefix("LossError: ").split("…")
     assert str(error.value).startswith(before)
     assert str(error.value).endswith(after)
