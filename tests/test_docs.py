@@ -110,11 +110,13 @@ def test_a_page_runs_from_top_to_bottom_and_prints_what_it_shows(
         assert re.search(".*".join(parts), printed), shown
 
 
-# It shows a trap of a mesh that is not explicit, or has another mesh.
+# They show a trap of a mesh that is not explicit, or have another mesh.
 OTHERWISE = [
-    ROOT / "docs" / "guide" / "verify.md",
-    ROOT / "docs" / "concepts" / "gradients.md",
     SLOW,
+    ROOT / "docs" / "concepts" / "gradients.md",
+    ROOT / "docs" / "guide" / "verify.md",
+    ROOT / "docs" / "ways-in" / "from-jit.md",
+    ROOT / "docs" / "ways-in" / "from-pmap.md",
 ]
 
 
