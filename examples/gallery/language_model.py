@@ -13,13 +13,11 @@ crossshard.cpu_devices(8)  # virtual devices for a laptop
 
 OPTIMIZER = optax.adamw(3e-3)
 LAYERS, WIDTH, HEADS, CONTEXT, ROWS = 4, 128, 4, 32, 32
-SIGNS = "\n .aefghinorstuvwxz"
+SIGNS = "\n .adefghinorstuvwxz"
 DIGITS = "zero one two three four five six seven eight nine".split()
-WAYS = {
-    "replicated": {"weight_update": "replicated"},
-    "sharded update": {"weight_update": "sharded"},
-    "in parts": {"params": "sharded"},
-}
+WAYS = ("weight_update", "replicated"), ("weight_update", "sharded"), ("params", "sharded")
+loss_fn = lambda params, signs: losses(params, signs).mean()
+normed = lambda x: x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
 
 
 def text():
@@ -46,11 +44,6 @@ def initial_params():
     return {"signs": normal(WIDTH, len(SIGNS)), "places": normal(CONTEXT, WIDTH), "layers": layers}
 
 
-def normed(x):
-    """Without a scale."""
-    return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
-
-
 @jax.checkpoint
 def block(x, layer):
     """One layer; the backward pass gathers it, and computes it, again."""
@@ -68,19 +61,13 @@ def losses(params, signs):
     return optax.softmax_cross_entropy_with_integer_labels(logits, signs[:, 1:]).mean(1)
 
 
-def loss_fn(params, signs):
-    """The mean over the rows."""
-    return losses(params, signs).mean()
-
-
 def train(step, steps, training, held_out):
-    """The parameters, and the held-out loss before each tenth step and at the end."""
+    """The parameters, and the held-out loss after each tenth step and at the end."""
     state, curve = step.init(initial_params()), []
-    for number in range(steps + 1):
-        if number % 10 == 0 or number == steps:
-            curve.append((number, float(step.evaluate(state, [held_out], losses))))
-        if number < steps:
-            state, _ = step(state, rows(training, ROWS, seed=number))
+    for number in range(steps):
+        state, _ = step(state, rows(training, ROWS, seed=number))
+        if (number + 1) % 10 == 0 or number + 1 == steps:
+            curve.append((number + 1, float(step.evaluate(state, [held_out], losses))))
     return jax.device_get(step.model(state)), curve
 
 
@@ -88,25 +75,25 @@ def main(optimizer=OPTIMIZER, steps=60, picture=None):
     """Say what a device holds and sends in three ways, train in the last one, and compare."""
     training, held_out = text()
     held_out = rows(held_out, 128, seed=0)
-    print("each of 8 devices  parameters  optimizer state  sent per step  least possible")
-    for name, way in WAYS.items():
-        step = crossshard.make_train_step(loss_fn, optimizer, num_shards=8, **way)
+    print("a device of 8 has and sends  parameters  optimizer state  sent per step  at least")
+    for option, value in WAYS:
+        step = crossshard.make_train_step(loss_fn, optimizer, num_shards=8, **{option: value})
         state = step.init(initial_params())
         sent = crossshard.inspect(step.lower(state, rows(training, ROWS, 0)))
         held = lambda tree: sum(x.addressable_data(0).nbytes for x in jax.tree.leaves(tree))
         sizes = held(state.params), held(state.opt_state), sent.bytes_sent
         cells = [f"{size / 1e6:.2f} MB" for size in (*sizes, sent.lower_bound)]
-        print("{:17}  {:10}  {:15}  {:13}  {}".format(name, *cells))
+        print("{:27}  {:10}  {:15}  {:13}  {}".format(f"{option}={value!r}", *cells))
         assert sent.ratio < 1.01
     _, curve = train(step, steps, training, held_out)  # in parts
-    print("\nstep  held-out loss")
-    print("\n".join(f"{number:4}  {loss:.3f}" for number, loss in curve))
-
-    # Plain SGD, since Adam would hide a gradient of a wrong scale.
-    ways = {"num_shards": 8, "params": "sharded"}, {"num_shards": 1}
-    both = [crossshard.make_train_step(loss_fn, optax.sgd(0.1), **way) for way in ways]
-    few = [train(each, 3, training, held_out)[0] for each in both]
-    for found, wanted in zip(*map(jax.tree.leaves, few), strict=True):
+    print(
+        "\nstep  held-out loss", *(f"{step:4}  {loss:.3f}" for step, loss in curve), sep="\n"
+    )  # Plain SGD, since Adam would hide a gradient of a wrong scale.
+    few = []
+    for way in ({"num_shards": 8, "params": "sharded"}, {"num_shards": 1}):
+        step = crossshard.make_train_step(loss_fn, optax.sgd(0.1), **way)
+        few.append(jax.tree.leaves(train(step, 3, training, held_out)[0]))
+    for found, wanted in zip(*few, strict=True):
         np.testing.assert_allclose(found, wanted, atol=1e-5)
     print("after 3 steps of SGD the parameters are those of one device")
     if picture:

@@ -29,7 +29,7 @@ class Network(nnx.Module):
         return self.layers[-1](x)
 
 
-def data(function):
+def data(function=np.sin):
     """512 numbers and the function's values."""
     x = np.random.default_rng(0).uniform(-3, 3, size=(512, 1)).astype(np.float32)
     return {"x": x, "y": function(x)}
@@ -61,7 +61,7 @@ def arrays(model):
 
 def main(optimizer=OPTIMIZER, steps=200, picture=None):
     """Train a base on a sine, then move it to another one: in whole, and by its adapters."""
-    base, _, _ = train(Network(nnx.Rngs(0)), data(np.sin), BASE, optax.adam(3e-3), steps)
+    base, _, _ = train(Network(nnx.Rngs(0)), data(), BASE, optax.adam(3e-3), 3 * steps)
     moved = lambda x: np.sin(x + 1) + 0.5
     models = {"the base alone": base}
     print("trained       trained    frozen     optimizer state  sent per step  loss")
