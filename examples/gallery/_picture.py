@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 # Colours that most people who are colour-blind tell apart (Okabe and Ito 2008), and a grey.
 COLORS, GREY = ("#0072b2", "#d55e00", "#009e73"), "#555555"
-STYLE = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}
+STYLE: dict[Any, Any] = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}
 # With a salt, the same numbers are the same bytes.
 STYLE |= {"svg.hashsalt": "gallery", "figure.facecolor": "white", "axes.axisbelow": True}
 
@@ -31,8 +31,9 @@ def lines(
     figure, axes = _chart(names)
     colors = iter(COLORS)
     for name, points in curves.items():
-        style = {"color": GREY, "lw": 6, "alpha": 0.35} if name in behind else {}
-        axes.plot(*zip(*points, strict=True), label=name, **(style or {"color": next(colors)}))
+        broad: dict[str, Any] = {"color": GREY, "lw": 6, "alpha": 0.35}
+        style = broad if name in behind else {"color": next(colors)}
+        axes.plot(*zip(*points, strict=True), label=name, **style)
     axes.set(**options)
     if bottom is not None:
         axes.set_ylim(bottom)
