@@ -61,8 +61,9 @@ def main(pods=PODS, context=CONTEXT, **sizes):
     line = "{:8}  {:17}  {:>11}  {:>9}  {:4}  {:>8}  {:>7}  {:>8}"
     names = "pod", "parameters are", "needed", "available", "fits", "sent", "step", "tokens/s"
     print(line.format(*names))
-    plans = [plan(pod, context, **sizes) for pod in pods]
-    for found in plans:
+    plans = []
+    for pod in pods:
+        plans.append(found := plan(pod, context, **sizes))
         for each in found.candidates:
             rest = "in parts" if each.params == "sharded" else f"whole, {each.weight_update}"
             needed = f"{each.memory.needed / 1e9:.1f} GB"
