@@ -221,18 +221,6 @@ def equinox_state(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
     return arrays_of(*module.main(optimizer)), expected
 
 
-def parameters_in_parts(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
-    def loss(p: Any, tokens: Any) -> Any:
-        x = p["words"][tokens[:, :-1]]
-        for up, down in zip(p["up"], p["down"], strict=True):
-            x = x + jax.nn.gelu(x @ up) @ down
-        scores = jax.nn.log_softmax(x @ p["words"].T)
-        return -jnp.take_along_axis(scores, tokens[:, 1:, None], 2).mean()
-
-    expected = train(jax.grad(loss), module.initial_params(), optimizer, [module.data()] * 5)
-    return module.main(optimizer, steps=5), expected
-
-
 def two_processes(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
     def loss(p: Any, batch: Any) -> Any:
         return ((dense(p, batch["x"]) - batch["y"]) ** 2).mean()
@@ -259,7 +247,6 @@ REFERENCES = {
         linen_batch_norm,
         haiku_state,
         equinox_state,
-        parameters_in_parts,
         two_processes,
     )
 }
@@ -273,7 +260,6 @@ LAST_LINES = {
     "linen_batch_norm": r"accuracy 9\d\.\d%",
     "haiku_state": r"the running mean is 1\.\d\d, and the mean 1\.\d\d",
     "equinox_state": r"step 99   loss 0\.00\d+",
-    "parameters_in_parts": r"up is \(4, 256, 512\), and a device has \(4, 32, 512\) of it",
     "two_processes": r"both have the same loss and parameters: True",
 }
 

@@ -446,7 +446,7 @@ of_example(
     lambda module, batch: module.network.init(jax.random.key(0), batch["x"]),
     model_state="mean",
 )
-of_example("lora", lambda module, batch: [module.Network(nnx.Rngs(0))], wrt=nnx.LoRAParam)
+of_example("gallery/lora", lambda module, batch: [module.Network(nnx.Rngs(0))], wrt=nnx.LoRAParam)
 of_example(
     "whole_step",
     lambda module, batch: [module.Network(nnx.Rngs(0))],

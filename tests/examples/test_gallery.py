@@ -1,0 +1,222 @@
+"""The gallery: each example trains as one device does, and its page shows its code and table."""
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from crossshard.errors import ArgumentError
+from tests.examples.test_examples import dense, params_of, run
+from tests.examples.test_examples import train as train_one_device
+from tests.quick import deep_but
+from tests.test_docs import ROOT, blocks
+
+FOLDER, PAGES = ROOT / "examples" / "gallery", ROOT / "docs" / "gallery"
+NAMES = sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
+HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
+# A large epsilon: where a gradient is near zero, Adam makes a step of its rounding.
+OPTIMIZERS = {"sgd": optax.sgd(0.05), "adam": optax.adam(1e-2, eps=1e-3)}
+STEPS = 4
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"gallery_{name}", FOLDER / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# What each computes, with JAX and Optax alone: the parameters found, and those of one device.
+
+
+def nnx_on_one_device(loss_fn: Any, model: Any, optimizer: Any, batches: Any) -> Any:
+    """The parameters of an NNX module that one device trains."""
+    graph, params, others = nnx.split(model, nnx.Param, ...)
+
+    def loss(params: Any, others: Any, batch: Any) -> Any:
+        merged = nnx.merge(graph, params, jax.tree.map(lambda x: x, others))
+        value = loss_fn(merged, batch)
+        return value, nnx.split(merged, nnx.Param, ...)[2]
+
+    gradient = jax.jit(jax.grad(loss, has_aux=True))
+    state = optimizer.init(params)
+    for batch in batches:
+        gradients, others = gradient(params, others, batch)
+        updates, state = optimizer.update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def batch_norm(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
+    batches = [module.data(module.ROWS, seed) for seed in range(1, STEPS + 1)]
+    model = module.Network(nnx.Rngs(0))
+    found, _, _ = module.train(8, "batch", optimizer, STEPS)
+    return found, nnx_on_one_device(module.loss_fn, model, optimizer, batches)
+
+
+def clip(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
+    batches = [module.data(module.ROWS, seed) for seed in range(1, STEPS + 1)]
+    model = module.Towers(nnx.Rngs(0))
+    found, _ = module.train(8, "batch", optimizer, STEPS)
+    return found, nnx_on_one_device(module.loss_fn, model, optimizer, batches)
+
+
+def experts(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
+    loss = lambda params, batch: module.loss_fn(params, batch, 0.1)[0]
+    batches = [module.data(seed) for seed in range(STEPS)]
+    wanted = train_one_device(jax.grad(loss), module.initial_params(), optimizer, batches)
+    ((found, _), held) = module.train(0.1, (2, 4), optimizer, STEPS)
+    on_four = sum(wanted[name].nbytes for name in ("up", "down")) // 4
+    assert held == wanted["gate"].nbytes + on_four
+    return found, wanted
+
+
+def language_model(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
+    training, held_out = module.text()
+    batches = [module.rows(training, module.ROWS, seed) for seed in range(STEPS)]
+    gradient, start = jax.grad(module.loss_fn), module.initial_params()
+    wanted = train_one_device(gradient, start, optimizer, batches)
+    step = module.crossshard.make_train_step(
+        module.loss_fn, optimizer, num_shards=8, params="sharded"
+    )
+    found, curve = module.train(step, STEPS, training, module.rows(held_out, 32, 0))
+    np.testing.assert_allclose(curve[-1][1], module.loss_fn(wanted, module.rows(held_out, 32, 0)))
+    return found, wanted
+
+
+def lora(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
+    batch = module.data(np.sin)
+    base = params_of(module.Network(nnx.Rngs(0)))
+
+    def loss(adapters: Any, batch: Any) -> Any:
+        x = batch["x"]
+        for place, layer in base["layers"].items():
+            low = adapters[place]["lora_a"] @ adapters[place]["lora_b"]
+            x = dense({**layer, "kernel": layer["kernel"] + low}, x)
+            x = x if place == 2 else jnp.tanh(x)
+        return ((x - batch["y"]) ** 2).mean()
+
+    start = {place: layer["lora"] for place, layer in base["layers"].items()}
+    trained = train_one_device(jax.grad(loss), start, optimizer, [batch] * STEPS)
+    model = module.Network(nnx.Rngs(0))
+    found, _, _ = module.train(model, batch, nnx.LoRAParam, optimizer, STEPS)
+    layers = {place: {**layer, "lora": trained[place]} for place, layer in base["layers"].items()}
+    return params_of(found), {"layers": layers}
+
+
+def quarantine(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
+    module.BAD_STEPS = (1, 2)
+    wanted = module.one_device(optimizer, STEPS)  # this is JAX and Optax alone
+    return module.train("quarantine", optimizer, STEPS)[0], wanted
+
+
+CASES = {
+    each.__name__: each for each in (batch_norm, clip, experts, language_model, lora, quarantine)
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("optimizer", deep_but({"sgd"}, OPTIMIZERS))
+def test_eight_shards_train_as_one_device_does(name: str, optimizer: str):
+    found, wanted = CASES[name](load(name), OPTIMIZERS[optimizer])
+    pairs = zip(*map(jax.tree.leaves, (found, wanted)), strict=True)
+    for one, other in pairs:
+        np.testing.assert_allclose(one, other, rtol=0, atol=2e-5)
+
+
+def test_a_poisoned_shard_is_named(capsys: pytest.CaptureFixture[str]):
+    module = load("quarantine")
+    module.BAD_STEPS = (1,)
+    _, losses = module.train("quarantine", OPTIMIZERS["sgd"], 2)
+    assert np.isfinite(losses).all()
+    assert (
+        "step 1: the gradient of `first/bias` is not finite on shard 5" in capsys.readouterr().out
+    )
+
+
+def test_a_plan_for_the_devices_that_are_here(capsys: pytest.CaptureFixture[str]):
+    sizes = {"layers": 2, "width": 128, "words": 256}
+    (plan,) = load("plan_a_pod").main(["cpu:2"], context=16, **sizes)
+    assert plan.parameters == 2 * 12 * 128**2 + 256 * 128
+    assert plan.candidates[-1].memory.parameters == 4 * plan.parameters // 2
+    printed = capsys.readouterr().out
+    assert printed.count("\ncpu:2") == 4  # three ways, and what is recommended
+    assert "in parts" in printed
+
+
+@pytest.mark.skipif(HAS_LIBTPU, reason="libtpu is installed")
+def test_without_the_compiler_for_tpus_it_is_said_how_to_install_it():
+    with pytest.raises(ArgumentError, match=r'pip install "crossshard\[tpu\]"'):
+        load("plan_a_pod").main()
+
+
+# The pages.
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_shows_a_part_of_the_file(name: str):
+    page, file = PAGES / f"{name}.md", FOLDER / f"{name}.py"
+    (code,) = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    assert code in file.read_text()
+    assert 10 <= len(code.splitlines()) <= 25
+    assert len(file.read_text().splitlines()) <= 110
+    assert f"({name}.py)" not in page.read_text()
+    assert f"](../../examples/gallery/{name}.py)" in page.read_text()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_has_a_card_and_a_small_picture(name: str):
+    page, index = (PAGES / f"{name}.md").read_text(), (PAGES / "index.md").read_text()
+    title = page.splitlines()[0].removeprefix("# ")
+    card = index.split(f"\n## [{title}]({name}.md)\n")[1].split("\n## ")[0]
+    picture = PAGES / f"{name}.svg"
+    if name == "plan_a_pod":
+        (shown,), (table,) = (
+            blocks(PAGES / f"{name}.md", "text"),
+            re.findall(r"```text\n(.*?)```", card, re.DOTALL),
+        )
+        assert shown.lstrip("\n").startswith(table)
+    else:
+        (alternative,) = re.findall(rf"^!\[(.+)\]\({picture.name}\)$", page, re.MULTILINE)
+        assert f"[![{alternative}]({picture.name})]({name}.md)" in card
+        assert picture.stat().st_size <= 60_000
+
+
+NUMBER = re.compile(r"\d[\d,]*\.?\d*")
+
+
+def like(printed: str, shown: str) -> bool:
+    """Whether two texts are the same but for blanks and the last digits of numbers."""
+    words = lambda text: NUMBER.sub("#", " ".join(text.split()))
+    numbers = lambda text: [float(each.replace(",", "")) for each in NUMBER.findall(text)]
+    return words(printed) == words(shown) and np.allclose(
+        numbers(printed), numbers(shown), rtol=0.05, atol=0.002
+    )
+
+
+def test_texts_that_differ_are_told_apart():
+    assert like("loss  0.5469\n", "loss 0.5461")
+    assert not like("loss 0.60", "loss 0.5461")
+    assert not like("loss 0.5461", "lost 0.5461")
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_shows_what_the_file_prints(name: str, tmp_path: Path):
+    if name == "plan_a_pod" and not HAS_LIBTPU:
+        pytest.skip("libtpu is not installed")
+    (shown,) = blocks(PAGES / f"{name}.md", "text")
+    options = [] if name == "plan_a_pod" else ["--picture", "picture.svg"]
+    printed = run([str(FOLDER / f"{name}.py"), *options], tmp_path)
+    assert like(printed.removesuffix("wrote picture.svg\n"), shown)
+    assert not options or (tmp_path / "picture.svg").stat().st_size <= 60_000
