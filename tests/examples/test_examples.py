@@ -331,7 +331,7 @@ for path in sys.argv[1:]:
     assert all(falls(part) for part in parts)
 
 
-def run(arguments: list[str], folder: Path) -> str:
+def run(arguments: list[str], folder: Path, timeout: int = 300) -> str:
     """What a process prints that must end well, and without a warning."""
     # Nothing is set that a reader would not have set.
     environment = {name: value for name, value in os.environ.items() if name not in OF_TESTS}
@@ -342,7 +342,7 @@ def run(arguments: list[str], folder: Path) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=timeout,
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert "Warning" not in ran.stderr

@@ -217,6 +217,6 @@ def test_a_page_shows_what_the_file_prints(name: str, tmp_path: Path):
         pytest.skip("libtpu is not installed")
     (shown,) = blocks(PAGES / f"{name}.md", "text")
     options = [] if name == "plan_a_pod" else ["--picture", "picture.svg"]
-    printed = run([str(FOLDER / f"{name}.py"), *options], tmp_path)
+    printed = run([str(FOLDER / f"{name}.py"), *options], tmp_path, timeout=900)
     assert like(printed.removesuffix("wrote picture.svg\n"), shown)
     assert not options or (tmp_path / "picture.svg").stat().st_size <= 60_000
