@@ -87,14 +87,14 @@ def test_the_readme_needs_only_what_pip_installs_with_crossshard():
     assert imported <= {"crossshard", *needed}
 
 
-# It compiles a step for many meshes.
-SLOW = ROOT / "docs" / "guide" / "plan.md"
+# One compiles a step for many meshes, the other twenty steps.
+PLAN, SLOW = ROOT / "docs" / "guide" / "plan.md", ROOT / "docs" / "ways-in" / "from-optax.md"
 
 
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=pytest.mark.deep if page == SLOW else (), id=name_of(page))
+        pytest.param(page, marks=pytest.mark.deep if page in (PLAN, SLOW) else (), id=name_of(page))
         for page in [README, *GUIDE, CONTRIBUTING]
     ],
 )
@@ -112,7 +112,7 @@ def test_a_page_runs_from_top_to_bottom_and_prints_what_it_shows(
 
 # They show a trap of a mesh that is not explicit, or have another mesh.
 OTHERWISE = [
-    SLOW,
+    PLAN,
     ROOT / "docs" / "concepts" / "gradients.md",
     ROOT / "docs" / "guide" / "verify.md",
     ROOT / "docs" / "ways-in" / "from-jit.md",

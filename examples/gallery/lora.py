@@ -47,8 +47,9 @@ def train(model, batch, wrt, optimizer, steps, shards=8):
     )
     state = step.init(model)
     nbytes = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
-    sent = crossshard.inspect(step.lower(state, batch)).bytes_sent
-    costs = [nbytes(tree) for tree in (state.params, state.frozen, state.opt_state)] + [sent]
+    report = crossshard.inspect(step.lower(state, batch))
+    costs = [nbytes(tree) for tree in (state.params, state.frozen, state.opt_state)]
+    costs.append(report.bytes_sent)
     for _ in range(steps):
         state, metrics = step(state, batch)
     return step.model(state), float(metrics["loss"]), costs
