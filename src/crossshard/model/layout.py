@@ -351,7 +351,12 @@ class StateLayout:
     def on_other_shards(self, state: TrainState) -> TrainState:
         """A state without groups, taken from other shards to these, and as it is stored here."""
         common = lambda placement, x: of_all(x) if placement.per_shard else x
-        return self.pack(self._spread(self._map(common, state)))
+        spread = self._spread(self._map(common, state))
+        own = self.pipeline.sums_by.on_other_shards(
+            state.opt_state.aggregate, self.number_of_shards
+        )
+        opt_state = spread.opt_state._replace(aggregate=own)
+        return self.pack(dataclasses.replace(spread, opt_state=opt_state))
 
     # The checks of a state.
 

@@ -1,6 +1,7 @@
 """The gradient pipeline: the stages between autodiff and the optimizer, and their order."""
 
 from crossshard.gradients.status import GradientStatus
+from crossshard.pipeline.aggregators.aggregator import Aggregator, Peers
 from crossshard.pipeline.options import Options
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
 from crossshard.pipeline.stages.loss_scale import DynamicLossScale
@@ -11,6 +12,7 @@ from crossshard.shards.placement import PER_SHARD, REPLICATED, Placement
 __all__ = [
     "PER_SHARD",
     "REPLICATED",
+    "Aggregator",
     "CrossShardState",
     "DynamicLossScale",
     "GradientStatus",
@@ -18,6 +20,7 @@ __all__ = [
     "Nonfinite",
     "NonfiniteState",
     "Options",
+    "Peers",
     "Phase",
     "Placement",
     "Stage",

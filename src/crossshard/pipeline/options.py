@@ -13,6 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from crossshard import _check
 from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.pipeline.aggregators.aggregator import Aggregator, check_aggregator
 from crossshard.pipeline.stages.loss_scale import DynamicLossScale, check_loss_scale
 from crossshard.pipeline.stages.metrics import check_metrics
 from crossshard.pipeline.stages.nonfinite import Nonfinite, check_nonfinite
@@ -33,6 +34,8 @@ class Options(TypedDict, total=False):
         them in ``state.metrics``.
       reduce_dtype: the dtype in which gradients are sent: ``bfloat16`` halves the bytes. They are
         added in float32.
+      aggregator: what sums the gradients over the shards, in place of XLA: an ``Aggregator`` of
+        your own.
       loss_scale: ``"dynamic"``, or a ``DynamicLossScale``: updates that are not finite are skipped.
         ``make_train_step`` and ``compute_gradients`` scale the loss themselves; for ``update``
         pass ``loss_scale=state.loss_scale`` to ``crossshard.value_and_grad``.
@@ -56,6 +59,7 @@ class Options(TypedDict, total=False):
     accumulate_steps: int
     metrics: str | Iterable[str]
     reduce_dtype: DTypeLike | None
+    aggregator: Aggregator | None
     loss_scale: str | DynamicLossScale | None
     master_dtype: DTypeLike | None
     ema: float | Callable[[jax.Array], ArrayLike] | None
@@ -70,6 +74,7 @@ def check_options(options: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     """
     checks: dict[str, Callable[[Any], Any]] = {
         "reduce_dtype": functools.partial(check_dtype, "reduce_dtype"),
+        "aggregator": check_aggregator,
         "loss_scale": check_loss_scale,
         "master_dtype": functools.partial(check_dtype, "master_dtype"),
         "ema": check_ema,
@@ -77,6 +82,12 @@ def check_options(options: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
         "nonfinite": check_nonfinite,
     }
     checked = {name: check(options[name]) for name, check in checks.items() if name in options}
+    if checked.get("aggregator") and checked.get("reduce_dtype"):
+        raise ArgumentError(
+            f"reduce_dtype={str(checked['reduce_dtype'])!r} is for the sum that XLA computes, and "
+            f"aggregator={checked['aggregator']!r:.60} sends gradients in a way of its own. Leave "
+            f"one of them out."
+        )
     number = _check.whole_number("accumulate_steps", options.get("accumulate_steps", 1))
     return number, {name: value for name, value in checked.items() if value}
 

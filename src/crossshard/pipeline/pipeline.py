@@ -19,6 +19,8 @@ from crossshard.collectives.all_reduce import sum_over_shards
 from crossshard.gradients.nesting import refuse_nesting
 from crossshard.gradients.reduction import Reduction
 from crossshard.gradients.status import GradientStatus
+from crossshard.pipeline.aggregators.aggregator import Aggregator
+from crossshard.pipeline.aggregators.plain import Plain
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, as_local
 from crossshard.pipeline.stages.accumulate import Accumulate
 from crossshard.pipeline.stages.aggregate import Aggregate
@@ -66,6 +68,7 @@ class Pipeline:
       accumulate: the stage that sums the gradients of several calls; ``None`` to update at each.
       preprocess: the stage on local gradients; ``None`` without one.
       reduce_dtype: the dtype in which gradients are sent; ``None`` for their own, or float32.
+      aggregator: what sums the gradients, if not XLA.
       loss_scale: the stage that skips steps that overflow; ``None`` without one.
       nonfinite: the stage that keeps out what is not finite; ``None`` without one.
       master_dtype: the dtype of master weights; ``None`` without them.
@@ -82,6 +85,7 @@ class Pipeline:
     accumulate: Accumulate | None = None
     preprocess: Stage | None = None
     reduce_dtype: Any = None
+    aggregator: Aggregator | None = None
     loss_scale: DynamicLossScale | None = None
     nonfinite: Nonfinite | None = None
     master_dtype: Any = None
@@ -102,13 +106,18 @@ class Pipeline:
             self.preprocess,
             LocalNorms() if need_local(self.metrics) else None,
             Weigh(),
-            Aggregate(self.reduction, self.groups, self.axis_name, self.reduce_dtype),
+            Aggregate(self.reduction, self.groups, self.axis_name, self.sums_by),
             self.loss_scale,
             self.nonfinite,
             self.optimize,
             Metrics(self.metrics, self.optimizer, of_metrics) if self.metrics else None,
         )
         return tuple(stage for stage in every if stage is not None)
+
+    @property
+    def sums_by(self) -> Aggregator:
+        """What sums the gradients."""
+        return self.aggregator or Plain(self.reduce_dtype)
 
     @property
     def _stateful(self) -> dict[str, Stage]:
@@ -260,19 +269,24 @@ class Pipeline:
             none = none if self.over_all_shards else context.shards.as_varying(none)
             reduced = reduced.replace(sums={**reduced.sums, REPORTED: none})
 
-            def without_bad(_: Gradients, own: Any) -> tuple[Gradients, Any]:
-                rest, state = weighed(examined(gradients.replace(values=own)))
+            def without_bad(_: Any, own: Any) -> tuple[tuple[Gradients, Any], Any]:
+                rest, again = weighed(examined(gradients.replace(values=own)))
                 kept = lambda new, old: new if new.dtype == old.dtype else old
-                return summed(rest, state)[0], jax.tree.map(kept, rest.values, own)
+                found, again = summed(rest, again)
+                return (found, again.aggregate), jax.tree.map(kept, rest.values, own)
 
-            def named(reduced: Gradients, own: Any) -> tuple[Gradients, Any]:
+            def named(done: tuple[Gradients, Any], own: Any) -> tuple[tuple[Gradients, Any], Any]:
+                reduced, after = done
                 report = examined(gradients.replace(values=own)).sums[REPORTED]
                 found = sum_over_shards(report, context.shards, context.groups)
                 found = of_no_shard(found) if context.over_batch else found
-                return reduced.replace(sums={**reduced.sums, REPORTED: found}), own
+                return (reduced.replace(sums={**reduced.sums, REPORTED: found}), after), own
 
             function = without_bad if self.excludes_shards else named
-            return if_not_finite(reduced, gradients.values, function, context), state
+            # What an aggregator keeps must not be of gradients that are not finite, either.
+            done = reduced, state.aggregate
+            reduced, after = if_not_finite(done, gradients.values, function, context)
+            return reduced, state._replace(aggregate=after)
 
     def finish(
         self,
@@ -321,7 +335,7 @@ class Pipeline:
     @property
     def needs_own_gradient(self) -> bool:
         """Whether a stage before the reduction needs the whole gradient of each shard."""
-        reads = self.preprocess, self.nonfinite
+        reads = self.preprocess, self.nonfinite, self.aggregator
         return any(stage is not None for stage in reads) or need_local(self.metrics)
 
     @property

@@ -15,9 +15,9 @@ from crossshard.collectives.bucketing import bucketed_gather, bucketed_sum
 from crossshard.collectives.rings import Product
 from crossshard.collectives.wire import send_gathered
 from crossshard.jaxprs.deferred import Deferred
+from crossshard.pipeline.aggregators.plain import as_sent
 from crossshard.pipeline.means import to_average
 from crossshard.pipeline.stages.accumulate import add, mean
-from crossshard.pipeline.stages.aggregate import as_sent
 from crossshard.shards.axes import Shards
 from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.partition import Partition

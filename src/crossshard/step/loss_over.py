@@ -123,6 +123,11 @@ def check_over_batch(
             "Leave it out.",
         ),
         (
+            pipeline.aggregator is not None,
+            f"The gradients would be summed {pipeline.sums_by.describe()}, from each shard's own",
+            "Leave aggregator and reduce_dtype out.",
+        ),
+        (
             dtype is not None,
             f"reduce_dtype={str(dtype)!r} is that in which shards send their gradients, and here "
             f"XLA sums them as the loss computes them",

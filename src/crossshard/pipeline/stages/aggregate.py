@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from crossshard.collectives.all_reduce import widen
-from crossshard.collectives.bucketing import bucketed_sum
 from crossshard.gradients.reduction import Reduction
 from crossshard.gradients.status import GradientStatus, Statuses, check_shapes
-from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
+from crossshard.pipeline.aggregators.aggregator import Aggregator, Summands
+from crossshard.pipeline.aggregators.plain import Plain
+from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, as_local
 from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.partition import Partition, slice_index
+from crossshard.shards.placement import PER_SHARD
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,25 +28,29 @@ class Aggregate(Stage):
       reduction: MEAN or SUM.
       groups: the groups that reduce independently; ``None`` for all shards.
       axis_name: the named mesh axes of the shards.
-      dtype: the dtype in which gradients are sent; ``None`` for their own, or float32.
+      aggregator: what sums.
     """
 
     reduction: Reduction
     groups: GroupAssignment | None = None
     axis_name: tuple[str, ...] = ()
-    dtype: Any = None
+    aggregator: Aggregator = dataclasses.field(default_factory=Plain)
 
     phase = Phase.REDUCTION
+    placement = PER_SHARD
     scope = "reduce"
     state_field = "aggregate"
+
+    def init(self, params: Any) -> Any:
+        """The aggregator's own state."""
+        return self.aggregator.init(params)
 
     def describe(self) -> str:
         """``mean over all shards``, with the axes and the dtype if they are given."""
         word = "sum" if self.reduction is Reduction.SUM else "mean"
         over = "all shards" if self.groups is None else f"groups {self.groups}"
         axes = f" on {', '.join(self.axis_name)}" if self.axis_name else ""
-        wire = f" in {self.dtype}" if self.dtype is not None else ""
-        return f"{word} over {over}{axes}{wire}"
+        return f"{word} over {over}{axes} {self.aggregator.describe()}".rstrip()
 
     def update(
         self, gradients: Gradients, state: Any, context: StageContext
@@ -55,6 +61,9 @@ class Aggregate(Stage):
         # One shard reduces nothing: as under a jit of the user's own, on global arrays.
         if context.params is not None and not in_parts and context.shards.number > 1:
             check_shapes(gradients.values, context.params)
+        divisor = context.divisor
+        if self.aggregator.divides_before:
+            gradients, divisor = _divided(gradients, context), 1
         shards, groups = context.shards, context.groups
         values = context.arrays.arranged(gradients.values)
         leaves, tree = jax.tree.flatten((dict(gradients.extra), values))
@@ -65,12 +74,13 @@ class Aggregate(Stage):
         others, other_tree = jax.tree.flatten((gradients.weight, dict(gradients.sums)))
         first = len(gradients.extra_status)
         early = [False] * first + list(gradients.early or [False] * len(gradients.status))
-        summands = [
-            widen(leaves[place]) if place < first else as_sent(leaves[place], self.dtype)
-            for place in to_sum
-        ] + others
-        split = [partitions[place] for place in to_sum] + [_unsplit(other) for other in others]
-        sums = bucketed_sum(summands, split, shards, groups)
+        summands = Summands(
+            gradients.values,
+            [widen(leaves[place]) for place in to_sum] + others,
+            [partitions[place] for place in to_sum] + [_unsplit(other) for other in others],
+            [None if place < first else place - first for place in to_sum] + [None] * len(others),
+        )
+        sums, state = self.aggregator.reduce(summands, state, context)
         totals = dict(zip(to_sum, sums, strict=False))
         total_weight, totals_of_others = other_tree.unflatten(sums[len(to_sum) :])
 
@@ -99,13 +109,26 @@ class Aggregate(Stage):
             extra=reduced.settled().values,
             status=status[first:],
             dtypes=dtypes[first:],
+            divisor=divisor,
         ), state
 
 
-def as_sent(gradient: Any, dtype: Any) -> jax.Array:
-    """A gradient in the dtype in which it is sent: this one, or its own with at least 32 bits."""
-    wide = widen(gradient)
-    return wide if dtype is None or jnp.iscomplexobj(wide) else wide.astype(dtype)
+def _divided(gradients: Gradients, context: StageContext) -> Gradients:
+    """Each shard's own gradients with at least 32 bits, of which the sum is the mean.
+
+    Raises:
+      IncomingError: they are already summed.
+    """
+    gradients = as_local(gradients, context, "aggregator sums")
+    number = context.divisor if gradients.weight is None else 1
+
+    def one(x: Any, status: GradientStatus | None) -> Any:
+        if status is not GradientStatus.LOCAL:
+            return x
+        return widen(x) / number if number > 1 else widen(x)
+
+    leaves, tree = jax.tree.flatten(gradients.values)
+    return gradients.replace(values=tree.unflatten(map(one, leaves, gradients.status)))
 
 
 _TO_SUM = (GradientStatus.LOCAL, GradientStatus.SCALED)

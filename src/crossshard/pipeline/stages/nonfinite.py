@@ -181,6 +181,8 @@ class ReportNonfinite(Stage):
         return "quarantine" if self.excludes_shards else ""
 
 
+# The reduced gradients, and the state of the aggregator.
+Reduced = tuple[Gradients, Any]
 # The scope of what runs only in steps in which a gradient is not finite.
 RARE = "if_not_finite"
 # The name of what shards report, among the sums: for each of them one more than the index of the
@@ -247,37 +249,38 @@ def _part(x: Any, shards: Shards, groups: GroupAssignment | None) -> Any:
 
 
 def if_not_finite(
-    reduced: Gradients,
+    done: Reduced,
     own: Any,
-    function: Callable[[Gradients, Any], tuple[Gradients, Any]],
+    function: Callable[[Reduced, Any], tuple[Reduced, Any]],
     context: StageContext,
-) -> Gradients:
-    """The reduced gradients, or those of ``function(reduced, own)`` if they are not finite.
+) -> Reduced:
+    """What has been reduced, or ``function(done, own)`` if the gradients are not finite.
 
     Args:
-      reduced: the reduced gradients, of which it is known whether they are finite.
+      done: the reduced gradients, of which it is known whether they are finite, and the state of
+        the aggregator.
       own: the gradients of this shard.
       function: also returns what may take the place of ``own`` in memory. It may communicate, since
         all shards agree.
       context: the context.
     """
-    finite = reduced.finite
+    finite = done[0].finite
     assert finite is not None
     if not context.apply_updates:
         # A loop has no derivative in reverse, which who calls an optimizer may want to take.
         with jax.named_scope(RARE):
-            call = lambda reduced, own: function(reduced, own)[0]
-            return lax.cond(finite, lambda reduced, _: reduced, call, reduced, own)
+            call = lambda done, own: function(done, own)[0]
+            return lax.cond(finite, lambda done, _: done, call, done, own)
 
-    def turn(carry: tuple[Any, Gradients, Any]) -> tuple[Any, Gradients, Any]:
-        turns, reduced, own = carry
+    def turn(carry: tuple[Any, Reduced, Any]) -> tuple[Any, Reduced, Any]:
+        turns, done, own = carry
         # What does not change in a loop XLA may compute before it, in every step.
         _, own = lax.optimization_barrier((turns, own))
-        return jnp.bool_(False), *function(reduced, own)
+        return jnp.bool_(False), *function(done, own)
 
     # What it computes takes the place of what it gets, which XLA may copy in a conditional.
     with jax.named_scope(RARE):
-        return lax.while_loop(lambda carry: carry[0], turn, (~finite, reduced, own))[1]
+        return lax.while_loop(lambda carry: carry[0], turn, (~finite, done, own))[1]
 
 
 def _value(x: Any) -> int:

@@ -1,0 +1,1 @@
+"""Aggregators: how the shards' gradients are summed."""
