@@ -34,6 +34,11 @@ class Peers:
     _groups: GroupAssignment | None = None
 
     @property
+    def members(self) -> tuple[Shards, GroupAssignment | None]:
+        """All shards, and the groups of which this is one."""
+        return self._shards, self._groups
+
+    @property
     def number(self) -> int:
         """How many they are."""
         return size_of_group(self._groups, self._shards.number)
