@@ -96,9 +96,11 @@ def to_few_bits(x: np.ndarray, dtype: str) -> np.ndarray:
     ratio = np.clip(blocks / np.where(scale == 0, 1, scale), -top, top)
     if dtype.startswith("float8"):
         ratio = np.float64(ratio.astype(np.float32).astype(ml_dtypes.float8_e4m3fn))
-    return (np.rint(ratio) * scale if dtype.startswith("int") else ratio * scale).ravel()[
-        : flat.size
-    ].reshape(x.shape)
+    return (
+        (np.rint(ratio) * scale if dtype.startswith("int") else ratio * scale)
+        .ravel()[: flat.size]
+        .reshape(x.shape)
+    )
 
 
 def as_rows(x: np.ndarray, number: int) -> np.ndarray:
@@ -357,9 +359,7 @@ class Model:
         wire, number = str(self.options.wire), len(members)
         if weighed[0].size < 128 * number:
             return np.sum(weighed, axis=0)
-        given = [
-            x + self.residuals[shard][name] for x, shard in zip(weighed, members, strict=True)
-        ]
+        given = [x + self.residuals[shard][name] for x, shard in zip(weighed, members, strict=True)]
         sent = [each_row(x, number, wire) for x in given]
         for x, y, shard in zip(given, sent, members, strict=True):
             self.residuals[shard][name] = x - y

@@ -38,6 +38,9 @@ class Codec:
     dtype: str
     stochastic: bool = False
 
+    def __str__(self) -> str:
+        return self.dtype
+
     @property
     def bytes_of_block(self) -> int:
         """How many bytes are sent of a block."""

@@ -88,6 +88,30 @@ def sum_in_few_bits(
     return Sent(*run(list(xs), key))
 
 
+def gather_in_few_bits(
+    part: jax.Array,
+    partition: Partition,
+    codec: Codec,
+    shards: Shards,
+    groups: GroupAssignment | None = None,
+) -> jax.Array:
+    """An array in full, from the slices of all shards, or of the group, as they are read."""
+    if shards.other_axes:
+        block = partition.of_block(jax.sharding.get_abstract_mesh().shape)
+        of_device = dataclasses.replace(shards, other_axes=())
+        run = jax.shard_map(
+            lambda part: gather_in_few_bits(part, block, codec, of_device, groups),
+            axis_names=frozenset(shards.other_axes),
+            in_specs=(partition.other_axes,),
+            out_specs=partition.other_axes,
+            check_vma=False,
+        )
+        return jnp.asarray(run(part))
+    row = jnp.pad(part.ravel(), (0, -part.size % BLOCK))
+    rows = codec.decode(gather_parts(codec.encode(row)[None], 0, shards, groups))
+    return _from_rows(rows.astype(part.dtype), partition, partition.shape)
+
+
 def _sum(
     xs: Sequence[jax.Array],
     partitions: Sequence[Partition],

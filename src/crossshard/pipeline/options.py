@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from crossshard import _check
-from crossshard.collectives.codec import DTYPES
+from crossshard.collectives.codec import DTYPES, Codec
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.pipeline.aggregators.aggregator import Aggregator, check_aggregator
 from crossshard.pipeline.aggregators.few_bits import FewBits, Quantized
@@ -120,7 +120,8 @@ def check_names(function: Any, options: Mapping[str, Any], declared: Any) -> Non
 _DTYPES = {
     "gather_dtype": (
         ("bfloat16", "float16", "float32", "float64"),
-        "bfloat16, float16, float32 or float64, the dtype in which parameters are sent",
+        "bfloat16, float16, float32 or float64, the dtype in which parameters are sent, or int8, "
+        "int4 or float8_e4m3fn, in blocks that share a scale",
     ),
     "reduce_dtype": (
         ("bfloat16", "float32"),
@@ -166,8 +167,22 @@ def check_reduce_dtype(given: Any) -> Any:
 def _wire_of(given: Any) -> Any:
     if isinstance(given, Quantized):
         return given
-    try:
-        name = None if given is None else jnp.dtype(given).name
-    except TypeError:
-        name = None
+    name = _name_of(given)
     return Quantized(name) if name in DTYPES else check_dtype("reduce_dtype", given)
+
+
+def _name_of(dtype: Any) -> str | None:
+    try:
+        return None if dtype is None else str(jnp.dtype(dtype).name)
+    except TypeError:
+        return None
+
+
+def check_gather_dtype(given: Any) -> Any:
+    """The dtype in which parameters are sent, or the codec; ``None`` for their own.
+
+    Raises:
+      ArgumentError: it is none.
+    """
+    name = _name_of(given)
+    return Codec(name) if name in DTYPES else check_dtype("gather_dtype", given)

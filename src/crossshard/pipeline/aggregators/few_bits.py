@@ -15,7 +15,7 @@ from crossshard.collectives.all_reduce import wide, widen
 from crossshard.collectives.bucketing import bucketed_sum
 from crossshard.collectives.codec import DTYPES, Codec
 from crossshard.collectives.few_bits import Tier, sum_in_few_bits, takes_few_bits
-from crossshard.errors import ArgumentError
+from crossshard.errors import ArgumentError, AxisError
 from crossshard.gradients.scalars import is_inexact
 from crossshard.pipeline.aggregators.aggregator import Aggregator, Peers, Summands
 from crossshard.pipeline.stage import StageContext
@@ -172,10 +172,7 @@ class FewBits(Aggregator):
             for x, place in zip(arrays, places, strict=True)
         ]
         of = lambda items, kind: [x for x, is_few in zip(items, few, strict=True) if is_few is kind]
-        tiers = [
-            Tier((axis,) if axis else (), _wire(wire), getattr(wire, "error_feedback", False))
-            for axis, wire in self.wires
-        ]
+        tiers = self._tiers(shards, groups)
         key = None
         if self._is_random:
             # All runs draw the same numbers, and each shard its own.
@@ -200,13 +197,48 @@ class FewBits(Aggregator):
         count = optax.safe_increment(state.count) if self._is_random else ()
         return FewBitsState(residual, count)
 
+    def check_axes(self, axes: Sequence[str], groups: GroupAssignment | None) -> None:
+        """Raise unless the shards have these axes, over all of which they sum.
+
+        Raises:
+          AxisError: an axis is none of the shards'.
+          ArgumentError: there are groups.
+        """
+        named = [axis for axis, _ in self.wires if axis is not None]
+        unknown = [axis for axis in named if axis not in axes]
+        if unknown and axes:
+            raise AxisError(
+                f"reduce_dtype names the axis {unknown[0]!r}, and the shard axes are "
+                f"{', '.join(map(repr, axes))}. Name these, or leave the dict out."
+            )
+        if named and groups is not None:
+            raise ArgumentError(
+                f"reduce_dtype has a dtype for each axis, along which it sums over all shards, and "
+                f"with group_assignment {groups} only those of a group are summed. Pass one dtype."
+            )
+
+    def _tiers(self, shards: Shards, groups: GroupAssignment | None) -> list[Tier]:
+        """Who sends how, inner ones first; neighbours that send alike are one tier."""
+        self.check_axes(shards.axes, groups)
+        wires = dict(self.wires)
+        if None in wires:
+            return [_tier((), wires[None])]
+        found: list[Tier] = []
+        for axis in reversed(shards.axes):
+            own = _tier((axis,), wires.get(axis))
+            if found and found[-1][1:] == own[1:]:
+                own = own._replace(axes=(axis, *found.pop().axes))
+            found.append(own)
+        return found
+
     def describe(self) -> str:
         """The wires."""
-        return "in " + " inside, then in ".join(
+        return "in " + " and ".join(
             f"{wire or 'float32'}" + ("" if axis is None else f" over {axis!r}")
             for axis, wire in self.wires
         )
 
 
-def _wire(wire: Any) -> Any:
-    return wire.codec() if isinstance(wire, Quantized) else wire
+def _tier(axes: tuple[str, ...], wire: Any) -> Tier:
+    is_quantized = isinstance(wire, Quantized)
+    return Tier(axes, wire.codec() if is_quantized else wire, is_quantized and wire.error_feedback)
