@@ -291,10 +291,10 @@ def test_what_is_held_back_stays_on_other_shards(tmp_path: Path, way: str, how: 
             if way == "reshard":
                 state = step.reshard(before.unshard(state))
             else:
-                with Checkpoints(tmp_path, before) as saved:
-                    saved.save(state, wait=True)
-                with Checkpoints(tmp_path, step) as saved:
-                    state = saved.restore_latest(step.init(PARAMS)).state
+                with Checkpoints(tmp_path / str(number), before) as saved:
+                    saved.save(state)
+                with Checkpoints(tmp_path / str(number), step) as saved:
+                    state, _ = saved.restore_latest(step.init(PARAMS))
             for name, x in residual_of(step, state).items():
                 np.testing.assert_allclose(
                     x, held[name], rtol=0, atol=one_unit(held[name] + 1e-30, 8)
