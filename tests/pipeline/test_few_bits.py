@@ -158,6 +158,20 @@ def test_the_first_sum_is_that_of_numpy(way: str, dtype: str):
             np.testing.assert_array_equal(got[shard], got[0])
 
 
+@pytest.mark.parametrize("way", deep_but(("vmap",), ["vmap", "update, types", "step, sharded"]))
+def test_groups_hold_back_for_themselves(way: str):
+    groups = [[0, 3, 5, 6], [1, 2, 4, 7]]
+    opt = CrossShardOptimizer(optax.sgd(1.0), reduce_dtype="int8", group_assignment=groups)
+    g = {name: x[0][:, None] for name, x in G.items()}
+    ((params, _),) = trained(way, opt, loss_fn, PARAMS, [g], number=N)
+    for name, members in itertools.product(LARGE, groups):
+        exact = np.float64(G[name][0][members]).mean(0)
+        for shard in members:
+            off = np.abs(-np.float64(params[name][shard]) - exact).max()
+            assert 1e-6 < off / np.abs(G[name][0][members]).max() < 3 / 254
+            np.testing.assert_array_equal(params[name][shard], params[name][members[0]])
+
+
 def test_without_error_feedback_nothing_is_kept_and_the_error_stays():
     off = {}
     for feeds_back in (True, False):

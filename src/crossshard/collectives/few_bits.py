@@ -169,7 +169,7 @@ class _Way:
             axes = tier.axes or self.shards.axes
             own = dataclasses.replace(
                 self.shards,
-                number=size_of_group(self.groups, self._size(axes)),
+                number=self._size(axes),
                 axes=axes,
                 torus_factors=self.shards.torus_factors if axes == self.shards.axes else (),
             )
@@ -184,7 +184,7 @@ class _Way:
     def scatter(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         """``[width]``: the sum of this shard's row; and what of ``rows`` was not sent."""
         ways = self._of_tiers
-        sizes = [own.number for _, own in reversed(ways)]
+        sizes = [size_of_group(self.groups, own.number) for _, own in reversed(ways)]
         lost = jnp.zeros_like(rows)
         x = rows.reshape(*sizes, -1)
         for nth, (tier, own) in enumerate(ways):
