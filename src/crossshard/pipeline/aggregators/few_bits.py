@@ -87,6 +87,13 @@ class FewBitsState(NamedTuple):
       residual: for each gradient what was not sent of it yet; ``()`` without error feedback. Its
         sum over the shards is what the mean, or the sum, still lacks.
       count: int32[], the number of sums so far; ``()`` unless it rounds at random.
+
+    >>> import jax.numpy as jnp, optax
+    >>> import crossshard
+    >>> opt = crossshard.CrossShardOptimizer(optax.sgd(0.1), reduce_dtype="int8")
+    >>> with crossshard.shard_context(8):
+    ...     opt.init({"w": jnp.ones(2)}).aggregate.residual["w"].shape
+    (8, 2)
     """
 
     residual: PyTree = ()
