@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import crossshard
 from crossshard import Checkpoints, CrossShardOptimizer, make_train_step
-from crossshard.collectives.codec import BLOCK, DTYPES, Codec
+from crossshard.collectives.codec import DTYPES, WIDTH, Codec
 from crossshard.errors import ArgumentError, ArgumentTypeError, AxisError
 from crossshard.pipeline import Quantized
 from tests.pipeline.ways import trained
@@ -35,6 +35,10 @@ G = {
 }
 EXACT = {name: np.float64(g).sum((0, 1)) for name, g in G.items()}
 LARGE = ("w", "layers", "odd")
+
+
+# How many numbers there are up to the largest.
+UNITS = {"int8": 127, "int4": 7, "float8_e4m3fn": 14}
 
 
 def loss_fn(params: Any, batch: Any) -> jax.Array:
@@ -63,13 +67,13 @@ def one_unit(x: np.ndarray, terms: int) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_numbers_are_those_of_numpy_and_what_is_lost_is_exact(dtype: str):
-    x = np.float32(RNG.normal(size=(4, 8 * BLOCK)) * 10.0 ** RNG.integers(-6, 6, size=(4, 1)))
-    x[0, :BLOCK] = 0
+    x = np.float32(RNG.normal(size=(4, 8 * WIDTH)) * 10.0 ** RNG.integers(-6, 6, size=(4, 1)))
+    x[0, :WIDTH] = 0
     codec = Codec(dtype)
     coded = codec.encode(x)
     assert coded.dtype == jnp.uint8
-    bits = {"int4": 4}.get(dtype, 8)
-    assert coded.nbytes == x.size * bits / 8 + 2 * x.size / BLOCK
+    bits, block = FEW_BITS[dtype]
+    assert coded.nbytes == x.size * bits / 8 + 2 * x.size / block
     got = np.asarray(codec.decode(coded))
     np.testing.assert_array_equal(got, np.stack([to_few_bits(np.float64(row), dtype) for row in x]))
     assert np.all(np.float64(x) - np.float64(got) == np.float64(x - got))
@@ -77,12 +81,12 @@ def test_numbers_are_those_of_numpy_and_what_is_lost_is_exact(dtype: str):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_stochastic_rounding_keeps_the_mean(dtype: str):
-    x = jnp.float32(RNG.normal(size=BLOCK))
+    x = jnp.float32(RNG.normal(size=WIDTH))
     codec = Codec(dtype, stochastic=True)
     read = jax.vmap(lambda key: codec.decode(codec.encode(x, key)))
     many = np.float64(read(jax.random.split(jax.random.key(0), 4000)))
     # The numbers of float8 next to the largest, 448, are 32 apart.
-    unit = np.abs(x).max() / (FEW_BITS[dtype] if dtype.startswith("int") else 14)
+    unit = np.abs(x).max() / UNITS[dtype]
     assert np.all(np.abs(many - x).max(0) <= 1.01 * unit)
     # Of 4,000 draws the mean of a number between two neighbours.
     assert np.abs(many.mean(0) - x).max() < 5 * 0.5 * unit / np.sqrt(4000)
@@ -90,12 +94,12 @@ def test_stochastic_rounding_keeps_the_mean(dtype: str):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_does_not_become_so(bad: float):
-    x = np.ones(2 * BLOCK, np.float32)
+    x = np.ones(2 * WIDTH, np.float32)
     x[3] = bad
     for dtype in DTYPES:
         got = np.asarray(Codec(dtype).decode(Codec(dtype).encode(x)))
         assert not np.isfinite(got[3])
-        np.testing.assert_allclose(got[BLOCK:], 1, rtol=0.01)
+        np.testing.assert_allclose(got[WIDTH:], 1, rtol=0.01)
 
 
 # The sum.
@@ -153,7 +157,7 @@ def test_the_first_sum_is_that_of_numpy(way: str, dtype: str):
         # A sum in the middle between two numbers may fall on either, and so may a scale.
         off = np.abs(got - want)
         assert (off <= 1e-6 * np.abs(want).max()).mean() > 0.95
-        assert off.max() <= 1.1 * np.abs(total).max() / FEW_BITS[dtype]
+        assert off.max() <= 1.1 * np.abs(total).max() / UNITS[dtype]
         for shard in range(N):
             np.testing.assert_array_equal(got[shard], got[0])
 

@@ -81,26 +81,34 @@ def round_to(x: Any, dtype: str) -> np.ndarray:
         return np.float64(np.float16(x)) if dtype == "float16" else np.float64(x)
 
 
-# The largest number of each dtype of few bits, whose blocks of 128 share a scale.
-FEW_BITS = {"int8": 127, "int4": 7, "float8_e4m3fn": 448}
+# The bits of each dtype of few bits, and how many numbers share a scale.
+FEW_BITS = {"int8": (8, 128), "int4": (4, 64), "float8_e4m3fn": (8, 128)}
 
 
 def to_few_bits(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Numbers in blocks, whose scale has 16 bits and is rounded up."""
+    """Numbers in blocks, whose scale has 16 bits and is rounded up.
+
+    Of the two ends of a block the larger one is written as negative, of which there is one more;
+    the other one is up to half a unit beyond the last number.
+    """
+    bits, block = FEW_BITS[dtype]
     flat = x.ravel()
-    blocks = np.pad(flat, (0, -flat.size % 128)).reshape(-1, 128)
-    top = FEW_BITS[dtype]
-    exact = np.float32(np.abs(blocks).max(1, keepdims=True) / top)
-    scale = ((exact.view(np.uint32) + 0xFFFF) & 0xFFFF0000).astype(np.uint32).view(np.float32)
-    scale = np.float64(scale)
-    ratio = np.clip(blocks / np.where(scale == 0, 1, scale), -top, top)
+    blocks = np.pad(flat, (0, -flat.size % block)).reshape(-1, block)
+    ends = np.stack([blocks.max(1), -blocks.min(1)], 1)
     if dtype.startswith("float8"):
-        ratio = np.float64(ratio.astype(np.float32).astype(ml_dtypes.float8_e4m3fn))
-    return (
-        (np.rint(ratio) * scale if dtype.startswith("int") else ratio * scale)
-        .ravel()[: flat.size]
-        .reshape(x.shape)
-    )
+        sizes, sign = ends.max(1) / 448, np.ones(len(blocks))
+    else:
+        most = 2.0 ** (bits - 1)
+        sizes = np.maximum(ends.max(1) / most, ends.min(1) / (most - 0.5))
+        sign = np.where(ends[:, 0] > ends[:, 1], -1, 1)
+    up = ((np.float32(sizes).view(np.uint32) + 0xFFFF) & 0xFFFF0000).astype(np.uint32)
+    scale = (sign * np.float64(up.view(np.float32)))[:, None]
+    ratio = blocks / np.where(scale == 0, 1, scale)
+    if dtype.startswith("float8"):
+        ratio = np.clip(ratio, -448, 448).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
+    else:
+        ratio = np.clip(np.rint(ratio), -most, most - 1)
+    return (np.float64(ratio) * scale).ravel()[: flat.size].reshape(x.shape)
 
 
 def as_rows(x: np.ndarray, number: int) -> np.ndarray:

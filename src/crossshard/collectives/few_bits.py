@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from crossshard.collectives.codec import BLOCK, Codec
+from crossshard.collectives.codec import WIDTH, Codec
 from crossshard.collectives.scatter import exchange, gather_parts
 from crossshard.collectives.wire import send_gathered, send_scattered
 from crossshard.shards.axes import Shards
@@ -48,7 +48,7 @@ class Sent(NamedTuple):
 def takes_few_bits(x: Any, shards: Shards, groups: GroupAssignment | None) -> bool:
     """Whether an array fills blocks; smaller ones are sent as they are."""
     number = size_of_group(groups, shards.number)
-    return number > 1 and jnp.isrealobj(x) and x.size >= number * BLOCK
+    return number > 1 and jnp.isrealobj(x) and x.size >= number * WIDTH
 
 
 def sum_in_few_bits(
@@ -107,7 +107,7 @@ def gather_in_few_bits(
             check_vma=False,
         )
         return jnp.asarray(run(part))
-    row = jnp.pad(part.ravel(), (0, -part.size % BLOCK))
+    row = jnp.pad(part.ravel(), (0, -part.size % WIDTH))
     rows = codec.decode(gather_parts(codec.encode(row)[None], 0, shards, groups))
     return _from_rows(rows.astype(part.dtype), partition, partition.shape)
 
@@ -254,7 +254,7 @@ def _as_rows(x: jax.Array, partition: Partition, number: int) -> jax.Array:
         rows = jnp.stack(jnp.split(x, number, partition.axis)).reshape(number, -1)
     else:
         rows = partition.pack(x).reshape(number, -1)
-    return jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % BLOCK)))
+    return jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % WIDTH)))
 
 
 def _from_rows(rows: jax.Array, partition: Partition, shape: tuple[int, ...]) -> jax.Array:
