@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import crossshard
 from crossshard import Checkpoints, CrossShardOptimizer, make_train_step
-from crossshard.collectives.codec import DTYPES, WIDTH, Codec
+from crossshard.collectives.codec import DTYPES, LANES, Codec
 from crossshard.errors import ArgumentError, ArgumentTypeError, AxisError
 from crossshard.pipeline import Quantized
 from tests.pipeline.ways import trained
@@ -67,23 +67,23 @@ def one_unit(x: np.ndarray, terms: int) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_numbers_are_those_of_numpy_and_what_is_lost_is_exact(dtype: str):
-    x = np.float32(RNG.normal(size=(4, 8 * WIDTH)) * 10.0 ** RNG.integers(-6, 6, size=(4, 1)))
-    x[0, :WIDTH] = 0
+    x = np.float32(RNG.normal(size=(4, 256, LANES)) * 10.0 ** RNG.integers(-6, 6, size=(4, 1, 1)))
+    x[0, 1] = 0
     codec = Codec(dtype)
     coded = codec.encode(x)
     assert coded.dtype == jnp.uint8
     bits, block = FEW_BITS[dtype]
     assert coded.nbytes == x.size * bits / 8 + 2 * x.size / block
-    got = np.asarray(codec.decode(coded))
+    got = np.asarray(codec.decode(coded, 256))
     np.testing.assert_array_equal(got, np.stack([to_few_bits(np.float64(row), dtype) for row in x]))
     assert np.all(np.float64(x) - np.float64(got) == np.float64(x - got))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_stochastic_rounding_keeps_the_mean(dtype: str):
-    x = jnp.float32(RNG.normal(size=WIDTH))
+    x = jnp.float32(RNG.normal(size=(2, LANES)))
     codec = Codec(dtype, stochastic=True)
-    read = jax.vmap(lambda key: codec.decode(codec.encode(x, key)))
+    read = jax.vmap(lambda key: codec.decode(codec.encode(x, key), 2))
     many = np.float64(read(jax.random.split(jax.random.key(0), 4000)))
     # The numbers of float8 next to the largest, 448, are 32 apart.
     unit = np.abs(x).max() / UNITS[dtype]
@@ -94,12 +94,12 @@ def test_stochastic_rounding_keeps_the_mean(dtype: str):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_does_not_become_so(bad: float):
-    x = np.ones(2 * WIDTH, np.float32)
-    x[3] = bad
+    x = np.ones((2, LANES), np.float32)
+    x[0, 3] = bad
     for dtype in DTYPES:
-        got = np.asarray(Codec(dtype).decode(Codec(dtype).encode(x)))
-        assert not np.isfinite(got[3])
-        np.testing.assert_allclose(got[WIDTH:], 1, rtol=0.01)
+        got = np.asarray(Codec(dtype).decode(Codec(dtype).encode(x), 2))
+        assert not np.isfinite(got[0, 3])
+        np.testing.assert_allclose(got[1], 1, rtol=0.01)
 
 
 # The sum.
@@ -150,9 +150,9 @@ def test_the_first_sum_is_that_of_numpy(way: str, dtype: str):
     g = {name: x[0][:, None] for name, x in G.items()}
     ((params, _),) = trained(way, opt, loss_fn, PARAMS, [g], number=N)
     for name in LARGE:
-        total = sum(each_row(np.float64(x) / N, N, dtype) for x in G[name][0])
+        total = sum(each_row(np.float64(x) / N, N, dtype, split=False) for x in G[name][0])
         # Every shard gets it whole, so it is written once more.
-        want = each_row(total, N, dtype)
+        want = each_row(total, N, dtype, split=False)
         got = -np.float64(params[name])
         # A sum in the middle between two numbers may fall on either, and so may a scale.
         off = np.abs(got - want)
@@ -369,7 +369,7 @@ def test_a_loss_sees_parameters_as_they_are_gathered(dtype: str):
     )
     state, _ = step(step.init(weights), np.zeros((N, 1), np.float32))
     # The gradient is what the loss sees, and the parameters themselves are not rounded.
-    want = np.float64(weights["w"]) - each_row(np.float64(weights["w"]), N, dtype)
+    want = np.float64(weights["w"]) - each_row(np.float64(weights["w"]), N, dtype, split=True)
     got = np.float64(jax.device_get(state.params["w"]))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
 

@@ -111,15 +111,15 @@ def to_few_bits(x: np.ndarray, dtype: str) -> np.ndarray:
     return (np.float64(ratio) * scale).ravel()[: flat.size].reshape(x.shape)
 
 
-def as_rows(x: np.ndarray, number: int) -> np.ndarray:
-    """``[number, width]``: the elements in order, one row for each shard."""
-    flat = x.ravel()
-    return np.pad(flat, (0, -flat.size % number)).reshape(number, -1)
+def as_rows(x: np.ndarray, number: int, *, split: bool) -> np.ndarray:
+    """``[number, width]``: the elements in order, for each shard; of whole rows of 128 if all."""
+    flat, unit = x.ravel(), number if split else number * 128
+    return np.pad(flat, (0, -flat.size % unit)).reshape(number, -1)
 
 
-def each_row(x: np.ndarray, number: int, dtype: str) -> np.ndarray:
-    """Numbers of which every shard's row has blocks of its own."""
-    rows = np.stack([to_few_bits(row, dtype) for row in as_rows(x, number)])
+def each_row(x: np.ndarray, number: int, dtype: str, *, split: bool) -> np.ndarray:
+    """Numbers of which every shard's have blocks of their own."""
+    rows = np.stack([to_few_bits(row, dtype) for row in as_rows(x, number, split=split)])
     return rows.ravel()[: x.size].reshape(x.shape)
 
 
@@ -368,16 +368,17 @@ class Model:
         if weighed[0].size < 128 * number:
             return np.sum(weighed, axis=0)
         given = [x + self.residuals[shard][name] for x, shard in zip(weighed, members, strict=True)]
-        sent = [each_row(x, number, wire) for x in given]
+        split = name in self.options.split
+        sent = [each_row(x, number, wire, split=split) for x in given]
         for x, y, shard in zip(given, sent, members, strict=True):
             self.residuals[shard][name] = x - y
         total = np.sum(sent, axis=0)
-        if name in self.options.split:
+        if split:
             return total
         # Who has added a row sends it once more, and keeps what that loses.
-        again = each_row(total, number, wire)
+        again = each_row(total, number, wire, split=False)
         for row, shard in enumerate(members):
-            lost = as_rows(total - again, number)
+            lost = as_rows(total - again, number, split=False)
             lost[[other for other in range(number) if other != row]] = 0
             own = lost.ravel()[: total.size].reshape(total.shape)
             self.residuals[shard][name] = self.residuals[shard][name] + own

@@ -1,6 +1,8 @@
 """Few bits: sums over the shards that are sent in few bits, tier by tier, and what they lose."""
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,12 +12,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from crossshard.collectives.codec import WIDTH, Codec
+from crossshard.collectives.codec import LANES, Codec
 from crossshard.collectives.scatter import exchange, gather_parts
 from crossshard.collectives.wire import send_gathered, send_scattered
 from crossshard.shards.axes import Shards
 from crossshard.shards.groups import GroupAssignment, size_of_group
 from crossshard.shards.partition import Partition, slice_index
+
+# Arrays of so many rows on each shard have a collective of their own.
+_MANY = 512
 
 
 class Tier(NamedTuple):
@@ -48,7 +53,7 @@ class Sent(NamedTuple):
 def takes_few_bits(x: Any, shards: Shards, groups: GroupAssignment | None) -> bool:
     """Whether an array fills blocks; smaller ones are sent as they are."""
     number = size_of_group(groups, shards.number)
-    return number > 1 and jnp.isrealobj(x) and x.size >= number * WIDTH
+    return number > 1 and jnp.isrealobj(x) and x.size >= number * LANES
 
 
 def sum_in_few_bits(
@@ -107,9 +112,9 @@ def gather_in_few_bits(
             check_vma=False,
         )
         return jnp.asarray(run(part))
-    row = jnp.pad(part.ravel(), (0, -part.size % WIDTH))
-    rows = codec.decode(gather_parts(codec.encode(row)[None], 0, shards, groups))
-    return _from_rows(rows.astype(part.dtype), partition, partition.shape)
+    row = _in_lanes(part[None])
+    found = codec.decode(gather_parts(codec.encode(row), 0, shards, groups), row.shape[1])
+    return _from_rows(found.astype(part.dtype), partition, partition.shape)
 
 
 def _sum(
@@ -121,36 +126,39 @@ def _sum(
     key: jax.Array | None,
 ) -> Sent:
     number = size_of_group(groups, shards.number)
+    rows = [_as_rows(x, each, number) for x, each in zip(xs, partitions, strict=True)]
     buckets: dict[Any, list[int]] = {}
-    for at, partition in enumerate(partitions):
-        kind = partition.number if partition.is_small else None
-        buckets.setdefault((kind, at if kind is None else 0), []).append(at)
+    for at, (row, partition) in enumerate(zip(rows, partitions, strict=True)):
+        alone = row.shape[1] >= _MANY
+        buckets.setdefault((partition.number, at if alone else None), []).append(at)
     sums, lost = list(map(jnp.asarray, xs)), list(map(jnp.asarray, xs))
     for nth, places in enumerate(buckets.values()):
-        whole = partitions[places[0]].number == 1
         own = None if key is None else jax.random.fold_in(key, nth)
         way = _Way(tiers, shards, groups, own)
-        rows = [_as_rows(xs[at], partitions[at], number) for at in places]
-        total, missing = way.scatter(jnp.concatenate(rows, 1))
+        total, missing = way.scatter(jnp.concatenate([rows[at] for at in places], 1))
+        whole = partitions[places[0]].number == 1
         if whole:
             total, kept = way.gather(total)
             missing = missing.at[slice_index(shards, groups)].add(kept)
-        ends = [sum(row.shape[1] for row in rows[: n + 1]) for n in range(len(rows) - 1)]
+        ends = list(itertools.accumulate(rows[at].shape[1] for at in places))[:-1]
         for at, of_sum, of_lost in zip(
-            places, jnp.split(total, ends, -1), jnp.split(missing, ends, -1), strict=True
+            places,
+            jnp.split(total, ends, -2),
+            jnp.split(missing, ends, -2),
+            strict=True,
         ):
             lost[at] = _from_rows(of_lost, partitions[at], xs[at].shape)
             sums[at] = (
                 _from_rows(of_sum, partitions[at], xs[at].shape)
                 if whole
-                else _slice_of_rows(of_sum, partitions[at])
+                else _from_lanes(of_sum[None], partitions[at].local_shape)[0]
             )
     return Sent(sums, lost)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Way:
-    """How rows, one for each shard, are summed: ``[shards, width]`` of whole blocks.
+    """How ``[shards, rows, 128]``, with rows for each shard, are summed.
 
     Attributes:
       tiers, shards, groups, key: as for ``sum_in_few_bits``.
@@ -181,18 +189,17 @@ class _Way:
             return self.shards.number
         return math.prod(lax.axis_size(axis) for axis in axes)
 
-    def scatter(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """``[width]``: the sum of this shard's row; and what of ``rows`` was not sent."""
-        ways = self._of_tiers
+    def scatter(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """``[rows, 128]``: the sum of this shard's rows; and what of ``x`` was not sent."""
+        ways, lost = self._of_tiers, jnp.zeros_like(x)
         sizes = [size_of_group(self.groups, own.number) for _, own in reversed(ways)]
-        lost = jnp.zeros_like(rows)
-        x = rows.reshape(*sizes, -1)
+        x = x.reshape(*sizes, *x.shape[1:])
         for nth, (tier, own) in enumerate(ways):
             # Those of the tiers that are left, of which this one is the last.
             x = jnp.moveaxis(x, len(sizes) - 1 - nth, 0)
             x, missing = self._scattered(x, tier, own, nth)
             if tier.feeds_back and missing is not None:
-                lost += self._spread(jnp.moveaxis(missing, 0, -2), ways[:nth])
+                lost += self._spread(jnp.moveaxis(missing, 0, -3), ways[:nth])
         return x, lost
 
     def _scattered(
@@ -204,14 +211,13 @@ class _Way:
             sent = x if codec is None else x.astype(codec)
             return send_scattered(sent, 0, own, self.groups)[0].astype(x.dtype), None
         coded = codec.encode(x, self._key_of(nth))
-        received = exchange(coded, 0, own, self.groups)[:, 0]
-        total = codec.decode(received).sum(0)
-        return total.astype(x.dtype), x - codec.decode(coded).astype(x.dtype)
+        read = functools.partial(codec.decode, rows=x.shape[-2])
+        total = read(exchange(coded, 0, own, self.groups)[:, 0]).sum(0)
+        return total.astype(x.dtype), x - read(coded).astype(x.dtype)
 
     def gather(self, part: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """``[shards, width]``: the rows of all shards, and what of this one's was not sent."""
-        ways, kept = self._of_tiers, jnp.zeros_like(part)
-        x = part
+        """``[shards, rows, 128]``: those of all shards, and what of this one's was not sent."""
+        x, ways, kept = part, self._of_tiers, jnp.zeros_like(part)
         for nth, (tier, own) in reversed(list(enumerate(ways))):
             codec = tier.wire
             if not isinstance(codec, Codec):
@@ -219,24 +225,25 @@ class _Way:
                 x = send_gathered(sent, 0, own, self.groups).astype(part.dtype)
             else:
                 coded = codec.encode(x, self._key_of(nth + len(ways)))
-                missing = x - codec.decode(coded).astype(x.dtype)
+                read = functools.partial(codec.decode, rows=x.shape[-2])
+                missing = x - read(coded).astype(x.dtype)
                 # The others along the outer tiers send the same.
-                kept += self._own_row(missing, ways[nth + 1 :]) if tier.feeds_back else 0
-                x = codec.decode(gather_parts(coded[None], 0, own, self.groups)).astype(x.dtype)
+                kept += self._own_rows(missing, ways[nth + 1 :]) if tier.feeds_back else 0
+                x = read(gather_parts(coded[None], 0, own, self.groups)).astype(x.dtype)
             # Major axes first: those of the outer tiers.
-            x = jnp.moveaxis(x, 0, -2)
-        return x.reshape(-1, part.shape[-1]), kept
+            x = jnp.moveaxis(x, 0, -3)
+        return x.reshape(-1, *part.shape), kept
 
     def _spread(self, missing: jax.Array, inner: Sequence[tuple[Tier, Shards]]) -> jax.Array:
-        """``[shards, width]``: zeros, but for what this shard has added up of inner tiers."""
+        """``[shards, rows, 128]``: zeros, but for what this shard has added up of inner tiers."""
         for _, own in reversed(inner):
-            row = jnp.arange(own.number) == own.index()
-            missing = jnp.where(row[:, None], missing[..., None, :], 0)
-        return missing.reshape(-1, missing.shape[-1])
+            is_own = jnp.arange(own.number) == own.index()
+            missing = jnp.where(is_own[:, None, None], missing[..., None, :, :], 0)
+        return missing.reshape(-1, *missing.shape[-2:])
 
     @staticmethod
-    def _own_row(x: jax.Array, outer: Sequence[tuple[Tier, Shards]]) -> jax.Array:
-        """``[width]``: this shard's of the rows of the outer tiers."""
+    def _own_rows(x: jax.Array, outer: Sequence[tuple[Tier, Shards]]) -> jax.Array:
+        """``[rows, 128]``: this shard's of those of the outer tiers."""
         for _, own in reversed(outer):
             x = lax.dynamic_index_in_dim(x, own.index(), 0, keepdims=False)
         return x
@@ -246,28 +253,38 @@ class _Way:
 
 
 def _as_rows(x: jax.Array, partition: Partition, number: int) -> jax.Array:
-    """``[shards, width]``: the slice of each shard, filled up to whole blocks."""
+    """``[shards, rows, 128]``: the slice of each shard, or as many elements for each."""
     if partition.number == 1:
-        flat = jnp.ravel(x)
-        rows = jnp.pad(flat, (0, -flat.size % number)).reshape(number, -1)
-    elif partition.axis:
-        rows = jnp.stack(jnp.split(x, number, partition.axis)).reshape(number, -1)
-    else:
-        rows = partition.pack(x).reshape(number, -1)
-    return jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % WIDTH)))
+        flat = x if x.size % (number * LANES) == 0 else jnp.ravel(x)
+        filled = flat if flat is x else jnp.pad(flat, (0, -flat.size % (number * LANES)))
+        return filled.reshape(number, -1, LANES)
+    if partition.axis:
+        return _in_lanes(jnp.stack(jnp.split(x, number, partition.axis)))
+    return _in_lanes(partition.pack(x).reshape(number, *partition.local_shape))
 
 
 def _from_rows(rows: jax.Array, partition: Partition, shape: tuple[int, ...]) -> jax.Array:
     """The inverse of ``_as_rows``."""
+    size = math.prod(shape)
     if partition.number == 1:
-        width = -(-math.prod(shape) // len(rows))
-        return rows[:, :width].ravel()[: math.prod(shape)].reshape(shape)
-    slices = [_slice_of_rows(row, partition) for row in rows]
+        return rows.reshape(shape) if rows.size == size else rows.ravel()[:size].reshape(shape)
+    slices = _from_lanes(rows, partition.local_shape)
     if partition.axis:
-        return jnp.concatenate(slices, partition.axis)
-    return partition.unpack(jnp.concatenate(slices, 0))
+        return jnp.concatenate(list(slices), partition.axis)
+    return partition.unpack(slices.reshape(-1, *partition.local_shape[1:]))
 
 
-def _slice_of_rows(row: jax.Array, partition: Partition) -> jax.Array:
-    shape = partition.local_shape
-    return row[: math.prod(shape)].reshape(shape)
+def _in_lanes(x: jax.Array) -> jax.Array:
+    """``[shards, rows, 128]``: the elements of each of ``[shards, …]``, filled up."""
+    if math.prod(x.shape[1:]) % LANES:
+        x = x.reshape(len(x), -1)
+        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % LANES)))
+    return x.reshape(len(x), -1, LANES)
+
+
+def _from_lanes(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """``[shards, …]``: the inverse of ``_in_lanes``."""
+    size = math.prod(shape)
+    if rows[0].size != size:
+        rows = rows.reshape(len(rows), -1)[:, :size]
+    return rows.reshape(len(rows), *shape)

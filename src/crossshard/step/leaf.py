@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard.collectives.all_reduce import wide
 from crossshard.collectives.bucketing import bucketed_gather, bucketed_sum
-from crossshard.collectives.codec import WIDTH, Codec
+from crossshard.collectives.codec import LANES, Codec
 from crossshard.collectives.few_bits import gather_in_few_bits
 from crossshard.collectives.rings import Product
 from crossshard.collectives.wire import send_gathered
@@ -34,7 +34,7 @@ def dtype_sent(dtype: Any, wanted: Any) -> Any:
 
 def in_few_bits(partition: Partition, dtype: Any, wanted: Any) -> bool:
     """Whether a parameter of this dtype is sent by a codec: if it fills blocks."""
-    fills = partition.number > 1 and math.prod(partition.local_shape) >= WIDTH
+    fills = partition.number > 1 and math.prod(partition.local_shape) >= LANES
     return isinstance(wanted, Codec) and fills and bool(jnp.issubdtype(dtype, jnp.floating))
 
 
