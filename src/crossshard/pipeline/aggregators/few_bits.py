@@ -39,8 +39,9 @@ class Rounding(enum.StrEnum):
 class Quantized:
     """How gradients are sent in few bits, for ``reduce_dtype``.
 
-    Blocks of 128 numbers share a scale of 16 bits. Each shard rounds what it sends once, and
-    gradients are added in float32. Arrays too small to fill blocks are sent in float32.
+    Blocks of 128 numbers, or of 64 with 4 bits, share a scale of 16 bits. Each shard rounds what it
+    sends once, and gradients are added in float32. Arrays of fewer than 128 numbers for each shard
+    are sent in float32.
 
     Attributes:
       dtype: ``"int8"``, ``"int4"`` or ``"float8_e4m3fn"``.
