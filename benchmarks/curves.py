@@ -18,6 +18,7 @@ os.environ["MPLBACKEND"] = "agg"
 from matplotlib.figure import Figure
 
 import crossshard
+from benchmarks.machine import this_machine
 from examples.byte_lm.held_out import HeldOut
 from examples.byte_lm.job import prepare
 from examples.byte_lm.loop import train
