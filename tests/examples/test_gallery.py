@@ -71,6 +71,12 @@ def clip(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
     return found, nnx_on_one_device(module.loss_fn, model, optimizer, batches)
 
 
+def diloco(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
+    module.EVERY = 2
+    found, _, _ = module.train(STEPS, optimizer, sync_every=2, outer_optimizer=module.OUTER)
+    return found, module.by_hand(STEPS, optimizer)  # this is JAX and Optax alone
+
+
 def experts(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
     loss = lambda params, batch: module.loss_fn(params, batch, 0.1)[0]
     batches = [module.data(seed) for seed in range(STEPS)]
@@ -121,7 +127,8 @@ def quarantine(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
 
 
 CASES = {
-    each.__name__: each for each in (batch_norm, clip, experts, language_model, lora, quarantine)
+    each.__name__: each
+    for each in (batch_norm, clip, diloco, experts, language_model, lora, quarantine)
 }
 
 
