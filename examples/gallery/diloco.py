@@ -19,13 +19,10 @@ ROWS, EVERY = 128, 20
 
 def initial_params():
     """A network with two hidden layers."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    normal = lambda key, *shape: jax.random.normal(key, shape) / shape[0] ** 0.5
-    return {
-        "first": normal(keys[0], 16, 128),
-        "second": normal(keys[1], 128, 128),
-        "last": normal(keys[2], 128, 1),
-    }
+    sizes, keys = (16, 128, 128, 1), jax.random.split(jax.random.key(0), 3)
+    names, both = ("first", "second", "last"), zip(keys, sizes[:3], sizes[1:], strict=True)
+    layers = [jax.random.normal(key, (i, o)) / i**0.5 for key, i, o in both]
+    return dict(zip(names, layers, strict=True))
 
 
 def row_losses(params, batch):
