@@ -29,7 +29,8 @@ FOLDER = Path(__file__).parents[1] / "docs" / "benchmarks"
 RECORD, PICTURE, PAGE = (FOLDER / f"curves.{kind}" for kind in ("json", "png", "md"))
 SEEDS, STEPS, SHARDS = range(5), 300, 8
 PLAIN = "float32"
-DILOCO = {"workers": 4, "sync_every": 20, "outer_learning_rate": 0.7, "outer_momentum": 0.9}
+WORKERS = {"workers": 4, "sync_every": 20}
+DILOCO = WORKERS | {"outer_learning_rate": 0.7, "outer_momentum": 0.9}
 # How gradients are sent, by what the page calls it.
 WAYS: dict[str, dict[str, Any]] = {
     PLAIN: {},
@@ -38,8 +39,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "float8_e4m3fn": {"reduce_dtype": "float8_e4m3fn"},
     "int4": {"reduce_dtype": "int4"},
     "int4, no error feedback": {"reduce_dtype": "int4", "error_feedback": False},
+    "mean of 4 workers, H = 20": WORKERS,
+    "mean of 4 workers, H = 20, int4": WORKERS | {"outer_reduce_dtype": "int4"},
     "DiLoCo, 4 workers, H = 20": DILOCO,
-    "DiLoCo, int4": DILOCO | {"outer_reduce_dtype": "int4"},
 }
 
 
