@@ -21,6 +21,7 @@ from crossshard.optimizer.cross_shard_optimizer import (
     CrossShardOptimizer,
     pipeline_of,
 )
+from crossshard.pipeline.aggregators.in_order import InOrder
 from crossshard.pipeline.options import Options, check_dtype, check_names, check_options
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stages.weigh import check_weighable
@@ -72,6 +73,7 @@ class StepOptions(Options, total=False):
     aux_reduction: PyTree
     check_divergence: int | None
     on_divergence: Literal["raise", "repair"]
+    virtual_shards: int | None
 
 
 def make_train_step(
@@ -187,6 +189,9 @@ def make_train_step(
     check_names(make_train_step, options, StepOptions)
     accumulate_steps, stages = check_options(options)
     pipeline = pipeline_of(optimizer, stages)
+    virtual = options.get("virtual_shards")
+    if virtual is not None:
+        pipeline = dataclasses.replace(pipeline, aggregator=InOrder(virtual))
     where, axes = mesh_and_axes(num_shards, mesh, axis_name, pipeline.axis_name)
     kind = check_model_state(model_state)
     takes = ("params", "batch") if kind is None else ("params", "model_state", "batch")
@@ -205,6 +210,7 @@ def make_train_step(
         over,
         keys_of_rows=rng_per is RngPer.ROW,
         is_summed=pipeline.reduction is Reduction.SUM,
+        virtual_shards=virtual,
     )
     pipeline = _check_pipeline(pipeline, number_of_shards(where, axes), weight)
     if loss.is_over_batch:
