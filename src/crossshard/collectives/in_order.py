@@ -5,6 +5,7 @@ Each shard has as many summands in a row, of which it adds those that are a whol
 number of shards: ``2**levels_within(count)`` of them. It keeps the others, its nodes, apart.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -111,15 +112,16 @@ def sum_in_order(
         split = bucket[0][1].number > 1
         packed = [_by_shard(x, each, shards.number) for x, each in bucket]
         columns = packed[0] if len(packed) == 1 else jnp.concatenate(packed, axis=2)
-        nodes, number, width = columns.shape
+        nodes, _, width = columns.shape
         if not split:
-            columns = columns.reshape(nodes, -1)
-            columns = jnp.pad(columns, ((0, 0), (0, -width % shards.number)))
-            columns = columns.reshape(nodes, shards.number, -1)
-        received = exchange(columns, 1, shards).reshape(shards.number * nodes, -1)
+            padding = -width % shards.number
+            columns = jnp.pad(columns[:, 0], ((0, 0), (0, padding)))
+            width = (width + padding) // shards.number
+            columns = columns.reshape(nodes, shards.number, width)
+        received = exchange(columns, 1, shards).reshape(shards.number * nodes, width)
         total = sum_of_nodes(received)
         if not split:
-            total = gather_parts(total, 0, shards)[: number * width]
+            total = gather_parts(total, 0, shards)
         return split_bucket(total, bucket)
 
     return by_bucket(xs, partitions, shards, move)
@@ -128,7 +130,8 @@ def sum_in_order(
 def _by_shard(x: jax.Array, partition: Partition, number: int) -> jax.Array:
     """``[nodes, shards, width]``: the slices of ``[nodes, …]``; of what is not split, one."""
     if partition.number == 1:
-        return x.reshape(len(x), 1, -1)
+        return x.reshape(len(x), 1, math.prod(x.shape[1:]))
     packed = jax.vmap(partition.pack)(x)
     slices = jnp.split(packed, number, axis=1 + (partition.axis or 0))
-    return jnp.stack([each.reshape(len(x), -1) for each in slices], axis=1)
+    width = math.prod(partition.local_shape)
+    return jnp.stack([each.reshape(len(x), width) for each in slices], axis=1)

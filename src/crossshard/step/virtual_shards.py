@@ -11,7 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from crossshard.collectives.in_order import levels_within, no_sums, nodes_of, with_summand
+from crossshard.collectives.in_order import (
+    levels_within,
+    no_sums,
+    nodes_of,
+    nodes_within,
+    with_summand,
+)
 from crossshard.errors import ArgumentError
 from crossshard.model.state import TrainState
 from crossshard.pipeline.means import to_average
@@ -104,7 +110,7 @@ def over_virtual_shards(
     summed, loss, weight, others = structure.unflatten(nodes_of(sums, count))
     found = dict(zip(of_values, summed, strict=True))
     values = [
-        found[i] if i in found else jnp.zeros((1, *shape), dtype)
+        found[i] if i in found else jnp.zeros((nodes_within(count), *shape), dtype)
         for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
     ]
     return LocalResult(loss, of_params.unflatten(values), weight, model_state, aux, (), others)
