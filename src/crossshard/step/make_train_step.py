@@ -40,6 +40,7 @@ from crossshard.step.loss_over import (
 from crossshard.step.shard_loss import ShardLoss
 from crossshard.step.step_function import StepFunction
 from crossshard.step.train_step import TrainStep
+from crossshard.step.virtual_shards import check_virtual_shards
 from crossshard.step.weight import check_weight
 
 
@@ -63,6 +64,10 @@ class StepOptions(Options, total=False):
       on_divergence: ``"raise"``: a later call raises a DivergenceError, which names the shard and
         the array. ``"repair"``: the copy that more than half of the shards have is given to all,
         with a DivergenceWarning; without such a majority it is an error.
+      virtual_shards: the number V of parts of the batch that have losses and random keys of their
+        own, whatever the number N of shards, which divides V. Each shard computes V/N of them, one
+        after the other, and their gradients are added in one fixed order: the parameters have the
+        same bits for every N. See the guide, "The same bits at any number of shards".
 
     >>> StepOptions(check_divergence=100, on_divergence="repair")
     {'check_divergence': 100, 'on_divergence': 'repair'}
@@ -156,8 +161,8 @@ def make_train_step(
         write ``None`` for these, where ``batch_axis`` is an int.
       donate: whether a call overwrites the state that it is given. ``False`` keeps it valid, which
         takes memory for a second one.
-      **options: ``aux_reduction``, ``check_divergence``, ``on_divergence`` and ``rng_per``, see
-        ``crossshard.step.StepOptions``; and stages to add: ``accumulate_steps``, ``metrics``,
+      **options: ``aux_reduction``, ``check_divergence``, ``on_divergence``, ``rng_per`` and
+        ``virtual_shards``, see ``crossshard.step.StepOptions``; and stages to add: ``accumulate_steps``, ``metrics``,
         ``reduce_dtype``, ``loss_scale``, ``master_dtype``, ``ema``, ``nonfinite``, see
         ``crossshard.pipeline.Options``.
 
@@ -166,7 +171,7 @@ def make_train_step(
 
     Raises:
       ArgumentError: an unknown ``weight_update`` or ``loss_over``, an impossible number of shards,
-        weight with SUM, an option that ``loss_over="batch"`` rules out, or a ``batch_axis``
+        weight with SUM, an option that ``loss_over="batch"`` or ``virtual_shards`` rules out, or a ``batch_axis``
         without an axis, or beside ``replicated_entries`` that it contradicts.
       AxisError: ``axis_name`` names no axis of the mesh.
       ArgumentTypeError: not a function, not an optimizer, or not a mesh; or the loss takes arrays
@@ -189,9 +194,6 @@ def make_train_step(
     check_names(make_train_step, options, StepOptions)
     accumulate_steps, stages = check_options(options)
     pipeline = pipeline_of(optimizer, stages)
-    virtual = options.get("virtual_shards")
-    if virtual is not None:
-        pipeline = dataclasses.replace(pipeline, aggregator=InOrder(virtual))
     where, axes = mesh_and_axes(num_shards, mesh, axis_name, pipeline.axis_name)
     kind = check_model_state(model_state)
     takes = ("params", "batch") if kind is None else ("params", "model_state", "batch")
@@ -210,9 +212,19 @@ def make_train_step(
         over,
         keys_of_rows=rng_per is RngPer.ROW,
         is_summed=pipeline.reduction is Reduction.SUM,
-        virtual_shards=virtual,
     )
     pipeline = _check_pipeline(pipeline, number_of_shards(where, axes), weight)
+    virtual = check_virtual_shards(
+        options.get("virtual_shards"),
+        pipeline,
+        number_of_shards(where, axes),
+        other_axes=[axis for axis in where.axis_names if axis not in axes],
+        loss_over=over,
+        model_state=model_state,
+    )
+    if virtual is not None:
+        loss = dataclasses.replace(loss, virtual_shards=virtual)
+        pipeline = dataclasses.replace(pipeline, aggregator=InOrder(virtual))
     if loss.is_over_batch:
         check_over_batch(
             pipeline,

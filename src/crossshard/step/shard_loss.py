@@ -26,7 +26,7 @@ from crossshard.step.aux_reduction import AuxReduction
 from crossshard.step.loss_over import LossOver
 from crossshard.step.microbatches import Compute, LocalResult, over_microbatches, pieces_of
 from crossshard.step.over_rows import OverRowsRecord, check_over_rows
-from crossshard.step.virtual_shards import Computed, check_divides, over_virtual_shards
+from crossshard.step.virtual_shards import check_rows_divide, over_virtual_shards
 from crossshard.step.weight import Weight, check_weight_is_read, weight_of
 
 # The random key of a loss, or its keys; empty if it takes none.
@@ -128,22 +128,20 @@ class ShardLoss:
             return self._of_shard(state, batch, at_use, scale, shard)
         count = self.virtual_shards // at_use.shards.number
         rows, whole = self.split(batch)
-        check_divides(self.number_of_rows(batch), count, self.accumulate_steps)
+        check_rows_divide(self.number_of_rows(batch), count, self.accumulate_steps)
 
-        def compute(index: Any, rows: Any, given: Any) -> Computed:
-            (params, frozen, model_state), whole = given
+        def compute(index: Any, rows: Any, given: Any) -> tuple[LocalResult, dict[str, Any]]:
+            params, frozen, model_state, whole = given
             here = dataclasses.replace(
                 state, params=params, frozen=frozen, model_state=model_state
             )
-            local = self._of_shard(
-                here, join(rows, whole), at_use, scale, shard * count + index
-            )
-            return Computed(local, self.sums(local))
+            index = shard * count + index
+            local = self._of_shard(here, join(rows, whole), at_use, scale, index)
+            return local, self.sums(local)
 
-        given = (state.params, state.frozen, state.model_state), whole
+        given = state.params, state.frozen, state.model_state, whole
         pieces = pieces_of(rows, self.batch_axes, count)
-        unread = at_use.unread
-        return over_virtual_shards(count, compute, pieces, given, state, unread)
+        return over_virtual_shards(count, compute, pieces, given, state, at_use)
 
     def _of_shard(
         self, state: TrainState, batch: Any, at_use: AtUse, scale: Any, shard: Any
