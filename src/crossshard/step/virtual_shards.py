@@ -20,6 +20,7 @@ from crossshard.collectives.in_order import (
     with_summand,
 )
 from crossshard.errors import ArgumentError, AxisError
+from crossshard.jaxprs.repeats import without_repeats
 from crossshard.jaxprs.walk import equations_of
 from crossshard.model.state import TrainState
 from crossshard.pipeline.means import to_average
@@ -214,7 +215,7 @@ def over_virtual_shards(
     )
     first = jnp.int32(0)
     jaxpr, types = jax.make_jaxpr(one, return_shape=True)(first, nth(first), given)
-    jaxpr = _jax.without_unread(jaxpr)
+    jaxpr = without_repeats(_jax.without_unread(jaxpr))
     _check_alone(jaxpr, at_use.shards.axes)
     run, tree = _jax.as_function(jaxpr), jax.tree.structure(types)
     to_sum, of_sums = jax.tree.flatten(types[0])

@@ -12,6 +12,7 @@ import optax
 from jax import lax
 
 from crossshard.gradients.status import check_shapes
+from crossshard.jaxprs.repeats import computed_once
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
 from crossshard.pipeline.update.masters import with_masters
 from crossshard.pipeline.update.moving_average import Decay, describe_decay, with_moving_average
@@ -143,8 +144,10 @@ def _in_loop(
 
     def turn(before: tuple[Any, ...]) -> tuple[Any, ...]:
         done, _, state, params = before
-        _, own = lax.optimization_barrier((done, given)) if given else (done, given)
-        return jnp.bool_(True), *update(state, params, *own)
+        if not given:
+            return jnp.bool_(True), *update(state, params)
+        _, own = lax.optimization_barrier((done, given))
+        return jnp.bool_(True), *computed_once(update, state, params, *own)
 
     _, *results = lax.while_loop(lambda carry: ~carry[0], turn, (skip, none, state, params))
     return tuple(results)
