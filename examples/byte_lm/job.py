@@ -47,7 +47,7 @@ class Job:
     @functools.cached_property
     def lowered(self) -> jax.stages.Lowered:
         """The program of that step, which is compiled once for reports and for the run."""
-        parts = self.options.accumulate_steps
+        parts = self.options.pieces(self.shards)
         rows = self.processes.own_rows(self.step.mesh, next(self.batches()), parts)
         return self.step.lower(self.step.abstract_init(self.first_model), rows)
 
@@ -57,7 +57,7 @@ class Job:
             self.step,
             self.step.init(self.first_model),
             self.processes,
-            self.options.accumulate_steps,
+            self.options.pieces(self.shards),
             repairs=self.options.on_divergence == "repair",
         )
 
@@ -81,6 +81,7 @@ class Job:
             weight_update=options.weight_update,
             params=options.params,
             accumulate_steps=options.accumulate_steps,
+            virtual_shards=options.virtual_shards,
             metrics=options.metrics,
             reduce_dtype=options.reduce_dtype,
             gather_dtype=options.gather_dtype,
