@@ -67,7 +67,7 @@ class TrainOptions:
     """Microbatches of each shard in a step."""
 
     virtual_shards: int | None = None
-    """Parts of the batch that are added in one order: the same bits on any shards that divide them."""
+    """Parts of the batch that are added in one order, whatever number of shards divides them."""
 
     wrt: str | None = None
     """Train only the parameters with such a name: 'blocks/*' for those of the blocks."""
@@ -165,7 +165,9 @@ class TrainOptions:
         """
         virtual = self.virtual_shards or shards
         if virtual % shards:
-            raise ArgumentError(f"--virtual-shards {virtual} must be a multiple of {shards} shards.")
+            raise ArgumentError(
+                f"--virtual-shards {virtual} must be a multiple of {shards} shards."
+            )
         parts = virtual * self.accumulate_steps
         if self.batch is None:
             return math.ceil(DEFAULT_BATCH / parts) * parts

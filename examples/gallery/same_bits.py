@@ -79,12 +79,12 @@ def furthest(path, other):
 
 def main(optimizer=OPTIMIZER, steps=100, picture=None):
     """Train on each number of shards, with and without virtual shards."""
-    bits, curves = ([], []), {}
+    bits, curves, first = ([], []), {}, None
     print("shards    virtual_shards=8  without")
     for shards in ([1], [2], [4], [8], [8, 2, 4]):
         found = [train(shards, virtual, optimizer, steps) for virtual in (8, None)]
         name = ", ".join(map(str, shards))
-        first = found if len(shards) == shards[0] == 1 else first
+        first = first or found
         for path, known in zip(found, bits, strict=True):
             known.append(sha(path[-1]))
         # Runs with the same SHA-256 have the same letter.

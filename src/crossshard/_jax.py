@@ -197,7 +197,9 @@ def broadcast_equation(atom: Any, shape: tuple[int, ...], like: Any) -> Any:
         first = len(shape) - x.ndim
         return jax.lax.broadcast_in_dim(x, shape, range(first, len(shape)))
 
-    (found,) = jax.make_jaxpr(broadcast)(jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)).eqns
+    (found,) = jax.make_jaxpr(broadcast)(
+        jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
+    ).eqns
     outputs = [_core.Var(found.outvars[0].aval)]
     return found.replace(invars=[atom], outvars=outputs, source_info=like.source_info)
 

@@ -48,11 +48,17 @@ def weighed(params: Any, batch: Any) -> Any:
 
 
 def sha(tree: Any) -> str:
-    return hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(tree))).hexdigest()
+    return hashlib.sha256(
+        b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(tree))
+    ).hexdigest()
 
 
 def trained(
-    shards: int, loss: Any = loss_fn, optimizer: Any = OPTIMIZERS["sgd"], rows: int = ROWS, **options: Any
+    shards: int,
+    loss: Any = loss_fn,
+    optimizer: Any = OPTIMIZERS["sgd"],
+    rows: int = ROWS,
+    **options: Any,
 ) -> tuple[Any, dict[str, Any]]:
     """The parameters after three steps, and the metrics of the last."""
     step = crossshard.make_train_step(loss, optimizer, num_shards=shards, **options)

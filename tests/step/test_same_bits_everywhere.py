@@ -112,9 +112,7 @@ def trained(shards: int, virtual: int | None, optimizer: str, **options: Any) ->
 
     if virtual is not None:
         options["virtual_shards"] = virtual
-    step = crossshard.make_train_step(
-        loss, optimizer_of(optimizer), num_shards=shards, **options
-    )
+    step = crossshard.make_train_step(loss, optimizer_of(optimizer), num_shards=shards, **options)
     params = params_of("bfloat16" if "master_dtype" in options else "float32")
     state, losses = step.init(params), []
     processes, process = jax.process_count(), jax.process_index()
@@ -138,7 +136,12 @@ def transformer(shards: int, virtual: int | None, steps: int) -> str:
 
     options = {} if virtual is None else {"virtual_shards": virtual}
     step = crossshard.make_train_step(
-        model.loss, optax.adamw(1e-3), num_shards=shards, has_aux=True, aux_reduction="sum", **options
+        model.loss,
+        optax.adamw(1e-3),
+        num_shards=shards,
+        has_aux=True,
+        aux_reduction="sum",
+        **options,
     )
     state = step.init(model.ByteTransformer(layers=3, width=160, rngs=nnx.Rngs(0)))
     text, rng = np.frombuffer(Path(model.__file__).read_bytes(), np.uint8), np.random.default_rng(0)
@@ -169,9 +172,7 @@ def main(process: int, port: int, out: str, devices: str, calls: str, flags: str
 Call = tuple[str, Sequence[Any], dict[str, Any]]
 
 
-def bits(
-    folder: Path, calls: Sequence[Call], processes: int = 1, devices: int = 8
-) -> list[str]:
+def bits(folder: Path, calls: Sequence[Call], processes: int = 1, devices: int = 8) -> list[str]:
     folder.mkdir(exist_ok=True)
     given = json.dumps({"processes": processes, "calls": calls})
     found = run_processes(
@@ -196,7 +197,9 @@ def one_for_each(folder: Path, virtual: int, ways: Sequence[dict[str, Any]], nam
         ("trained", [n, virtual, name], way) for way, n in itertools.product(ways, numbers(virtual))
     ]
     found = bits(folder, calls)
-    assert len(set(found)) == 1, [(call[1:], each[:8]) for call, each in zip(calls, found, strict=True)]
+    assert len(set(found)) == 1, [
+        (call[1:], each[:8]) for call, each in zip(calls, found, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("virtual", [8, 12])

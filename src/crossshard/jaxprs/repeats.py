@@ -35,7 +35,7 @@ class _Merged:
     def __init__(self, constants: dict[Any, Any]):
         self.equations: list[Any] = []
         self._constants = constants
-        self._known: dict[Hashable, Sequence[Any]] = {}
+        self._known: dict[Hashable, list[Any]] = {}
 
     def of(self, jaxpr: Any, inputs: Sequence[Any], caller: Any) -> list[Any]:
         """The outputs of a closed jaxpr on these inputs."""
@@ -78,7 +78,7 @@ class _Merged:
         ]
         return equation.replace(invars=given)
 
-    def _once(self, equation: Any) -> Sequence[Any]:
+    def _once(self, equation: Any) -> list[Any]:
         key = None if equation.effects else _key(equation)
         if key is not None and key in self._known:
             return self._known[key]

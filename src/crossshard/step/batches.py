@@ -48,7 +48,9 @@ class BatchPlacer:
         # Rows are split over the shards, and a shard's rows into microbatches.
         self._of_each = microbatches
         self._is_virtual = virtual_shards is not None
-        self._multiple = self._parts * (virtual_shards or self._number) // self._number * microbatches
+        self._multiple = (
+            self._parts * (virtual_shards or self._number) // self._number * microbatches
+        )
         self._mesh = mesh
         self._axes = axes
         self._of_batch = of_batch

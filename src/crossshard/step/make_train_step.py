@@ -162,17 +162,17 @@ def make_train_step(
       donate: whether a call overwrites the state that it is given. ``False`` keeps it valid, which
         takes memory for a second one.
       **options: ``aux_reduction``, ``check_divergence``, ``on_divergence``, ``rng_per`` and
-        ``virtual_shards``, see ``crossshard.step.StepOptions``; and stages to add: ``accumulate_steps``, ``metrics``,
-        ``reduce_dtype``, ``loss_scale``, ``master_dtype``, ``ema``, ``nonfinite``, see
-        ``crossshard.pipeline.Options``.
+        ``virtual_shards``, see ``crossshard.step.StepOptions``; and stages to add:
+        ``accumulate_steps``, ``metrics``, ``reduce_dtype``, ``loss_scale``, ``master_dtype``,
+        ``ema``, ``nonfinite``, see ``crossshard.pipeline.Options``.
 
     Returns:
       A TrainStep.
 
     Raises:
       ArgumentError: an unknown ``weight_update`` or ``loss_over``, an impossible number of shards,
-        weight with SUM, an option that ``loss_over="batch"`` or ``virtual_shards`` rules out, or a ``batch_axis``
-        without an axis, or beside ``replicated_entries`` that it contradicts.
+        weight with SUM, an option that ``loss_over="batch"`` or ``virtual_shards`` rules out, or a
+        ``batch_axis`` without an axis, or beside ``replicated_entries`` that it contradicts.
       AxisError: ``axis_name`` names no axis of the mesh.
       ArgumentTypeError: not a function, not an optimizer, or not a mesh; or the loss takes arrays
         beside the batch.

@@ -16,7 +16,6 @@ from crossshard.model.models import after_loss, check_not_written, combine
 from crossshard.model.state import TrainState
 from crossshard.pipeline.stage import Gradients
 from crossshard.pipeline.stages.accumulate import Sums, zeros
-from crossshard.shards.axes import Shards
 from crossshard.shards.batch_axes import FIRST, BatchAxes, join
 from crossshard.shards.context import shard_context
 from crossshard.shards.random_streams import is_key, keys_of_rows, quiet_keys
@@ -132,9 +131,7 @@ class ShardLoss:
 
         def compute(index: Any, rows: Any, given: Any) -> tuple[LocalResult, dict[str, Any]]:
             params, frozen, model_state, whole = given
-            here = dataclasses.replace(
-                state, params=params, frozen=frozen, model_state=model_state
-            )
+            here = dataclasses.replace(state, params=params, frozen=frozen, model_state=model_state)
             index = shard * count + index
             local = self._of_shard(here, join(rows, whole), at_use, scale, index)
             return local, self.sums(local)
