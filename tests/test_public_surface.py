@@ -39,8 +39,9 @@ PUBLIC = {
         set_per_shard set_shared shard
     """,
     "crossshard.pipeline": """
-        Aggregator CrossShardState DynamicLossScale GradientStatus Gradients Nonfinite
-        NonfiniteState Options PER_SHARD Peers Phase Placement REPLICATED Stage StageContext
+        Aggregator CrossShardState DynamicLossScale FewBitsState GradientStatus Gradients Nonfinite
+        NonfiniteState Options PER_SHARD Peers Phase Placement Quantized REPLICATED Stage
+        StageContext
     """,
     "crossshard.step": "StepOptions TrainState TrainStep make_train_step",
     "crossshard.testing": "assert_communication",

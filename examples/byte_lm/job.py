@@ -12,6 +12,7 @@ from flax import nnx
 
 from crossshard import CrossShardOptimizer, TrainStep, cpu_devices, make_train_step
 from crossshard.errors import ArgumentError
+from crossshard.pipeline import Quantized
 from examples.byte_lm.model import ByteTransformer, loss
 from examples.byte_lm.optimizers import InnerOptimizer, make_optimizer
 from examples.byte_lm.options import MOST_SHARDS, TrainOptions
@@ -83,7 +84,7 @@ class Job:
             accumulate_steps=options.accumulate_steps,
             virtual_shards=options.virtual_shards,
             metrics=options.metrics,
-            reduce_dtype=options.reduce_dtype,
+            reduce_dtype=self._wire,
             gather_dtype=options.gather_dtype,
             loss_scale=options.loss_scale,
             nonfinite=None if options.nonfinite == "off" else options.nonfinite,
@@ -92,6 +93,14 @@ class Job:
             master_dtype=options.master_dtype,
             ema=options.ema,
         )
+
+    @property
+    def _wire(self) -> str | Quantized | None:
+        """How gradients are sent."""
+        options = self.options
+        if not options.sends_few_bits:
+            return options.reduce_dtype
+        return Quantized(str(options.reduce_dtype), options.rounding, options.error_feedback)
 
 
 def prepare(options: TrainOptions, processes: Processes = ALONE) -> Job:

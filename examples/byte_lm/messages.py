@@ -77,13 +77,18 @@ def _measured(summary: Summary) -> Rows:
         yield "speed", f"{summary.tokens_per_second:,.0f} tokens/s; {summary.seconds:.0f} s in all"
     sent = summary.sent
     if sent is not None and sent.bytes_sent:
-        least = f", {sent.ratio:.3f} of the least" if sent.ratio is not None else ""
+        least = f", {sent.ratio:.3f} of what a plain sum takes" if sent.ratio is not None else ""
         hidden = f"; {sent.hidden_share:.0%} behind matrix products" if sent.hidden_share else ""
         yield "sent", f"{sent.bytes_sent:,.0f} bytes by each device in a step{least}{hidden}"
 
 
 def _proof(summary: Summary, steps: Sequence[Step]) -> Rows:
     proof, verification = summary.proof, summary.verification
+    if proof is None and verification is not None:
+        first, *more = verification.describe().splitlines()
+        yield "proof", f"with sgd, crossshard.verify: {first}"
+        yield from (("", line) for line in more)
+        return
     if proof is None:
         why = "the training did not finish"
         if summary.ended == "finished":

@@ -16,6 +16,7 @@ DEFAULT_BATCH = 16
 PROFILED = 7
 # Virtual CPU devices are threads and buffers; more would overload a machine.
 MOST_SHARDS = 1024
+FEW_BITS = ("int8", "int4", "float8_e4m3fn")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,7 @@ class TrainOptions:
     """Whether each shard keeps all parameters, or its slice of them."""
 
     gather_dtype: str | None = None
-    """bfloat16 to send parameters that each shard keeps a slice of in 16 bits."""
+    """bfloat16, int8, int4 or float8_e4m3fn: how --params sharded sends parameters."""
 
     weight: bool = False
     """Rows end where their file does, shards count by their bytes, and --batch is any number."""
@@ -82,7 +83,13 @@ class TrainOptions:
     """float32 to keep parameters of 16 bits in 32 bits too."""
 
     reduce_dtype: str | None = None
-    """bfloat16 to send gradients in 16 bits."""
+    """bfloat16 to send gradients in 16 bits, or int8, int4, float8_e4m3fn, with error feedback."""
+
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """How gradients of few bits are rounded."""
+
+    error_feedback: bool = True
+    """Whether what few bits lose of a gradient is added to the next one."""
 
     loss_scale: Literal["dynamic"] | None = None
     """dynamic to scale the loss, as float16 needs it."""
@@ -146,6 +153,11 @@ class TrainOptions:
             raise ArgumentError(
                 f"--profile traces the last three of {PROFILED} steps; got --steps {self.steps}."
             )
+        if not self.sends_few_bits and (self.rounding, self.error_feedback) != ("nearest", True):
+            raise ArgumentError(
+                f"--rounding and --no-error-feedback are for --reduce-dtype {', '.join(FEW_BITS)}; "
+                f"got {self.reduce_dtype}."
+            )
         if not 0 <= self.seed < 2**32:
             raise ArgumentError(f"--seed must be from 0 to 2**32 - 1; got {self.seed}.")
         rate = self.learning_rate
@@ -155,6 +167,19 @@ class TrainOptions:
     def pieces(self, shards: int) -> int:
         """How many pieces each of this many shards cuts its rows into."""
         return (self.virtual_shards or shards) // shards * self.accumulate_steps
+
+    @property
+    def sends_few_bits(self) -> bool:
+        """Whether gradients are sent in few bits."""
+        return self.reduce_dtype in FEW_BITS
+
+    def unlike_one_shard(self) -> str:
+        """Why one shard does not take the same steps, by more than rounding; empty if it does."""
+        of_parameters = self.gather_dtype in FEW_BITS
+        if self.sends_few_bits or of_parameters:
+            dtype = self.reduce_dtype if self.sends_few_bits else self.gather_dtype
+            return f"{dtype} on the way between shards is more than rounding"
+        return ""
 
     def rows(self, shards: int) -> int:
         """Rows of the global batch on this many shards.

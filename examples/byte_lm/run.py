@@ -81,8 +81,10 @@ def run(job: Job, record: Record, screen: Screen, stopping: Stopping) -> Summary
     if steps:
         record.write("curves.png", draw_curves(steps, summary))
     if summary.ended == "finished" and early:
-        screen.tell("repeating the first steps on one shard")
-        proof, verification = _prove(job, record, early), None
+        proof = verification = None
+        if not job.options.unlike_one_shard():
+            screen.tell("repeating the first steps on one shard")
+            proof = _prove(job, record, early)
         if not stopping.agree():
             screen.tell("verifying the step with plain SGD")
             verification = verify(job)

@@ -268,8 +268,8 @@ LAST_LINES = {
 TOLERANCES = {"linen_batch_norm": 1e-3}
 TOLERANCE = 2e-6
 
-# Stages of one's own, which tests/pipeline/test_own_stage.py trains with.
-STAGES = {"gradient_noise"}
+# A stage and an aggregator of one's own, which tests/pipeline/test_own_*.py train with.
+STAGES = {"gradient_noise", "top_k"}
 
 
 def test_every_example_is_tested_and_in_the_index():

@@ -56,6 +56,11 @@ def _is_followed(c: Combination) -> bool:
     """Whether a way in has the options, and the model of numpy knows every rounding of them."""
     if c.compared is not None and not c.is_step:
         return False
+    # A number of few bits that falls on the other side of the middle is off by a whole unit, which
+    # a normalized update makes as large as the learning rate.
+    normalized = {"int8": ("lamb",), "int4": ("adam", "lamb")}
+    if c.optimizer in normalized.get(c.wire or "", ()):
+        return False
     # Adam's second moment in 16 bits is mostly rounding.
     return c.masters or c.dtype == "float32" or c.optimizer in ("sgd", "clip, sgd")
 

@@ -110,7 +110,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "preprocess": (None, "clip", "trace"),
     "weights": (None, "some", "none in a step"),
     "accumulate": (1, 2),
-    "wire": (None, "bfloat16"),
+    "wire": (None, "bfloat16", "int8", "int4"),
     "scale": (False, True),
     "precision": (
         "float32",

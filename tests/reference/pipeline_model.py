@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 Tree = dict[str, np.ndarray]
@@ -31,7 +32,7 @@ class Options:
       schedule: whether the learning rate falls from step to step.
       preprocess: ``None``, ``"clip"`` or ``"trace"``, on each shard's own gradient.
       wire: ``None``, or ``"bfloat16"``: the gradients of each shard are rounded before they are
-        summed.
+        summed; or a key of ``FEW_BITS``: what that loses is added to the shard's next ones.
       split: the names of the parameters whose gradients each shard gets a slice of. Sums of the
         others are sent once more, and rounded once more.
       scale: the first loss scale and the number of good steps after which it grows, or ``None``.
@@ -78,6 +79,48 @@ def round_to(x: Any, dtype: str) -> np.ndarray:
         return to_bfloat16(x)
     with np.errstate(over="ignore"):
         return np.float64(np.float16(x)) if dtype == "float16" else np.float64(x)
+
+
+# The bits of each dtype of few bits, and how many numbers share a scale.
+FEW_BITS = {"int8": (8, 128), "int4": (4, 64), "float8_e4m3fn": (8, 128)}
+
+
+def to_few_bits(x: np.ndarray, dtype: str) -> np.ndarray:
+    """Numbers in blocks, whose scale has 16 bits and is rounded up.
+
+    Of the two ends of a block the larger one is written as negative, of which there is one more;
+    the other one is up to half a unit beyond the last number.
+    """
+    bits, block = FEW_BITS[dtype]
+    flat = x.ravel()
+    blocks = np.pad(flat, (0, -flat.size % block)).reshape(-1, block)
+    ends = np.stack([blocks.max(1), -blocks.min(1)], 1)
+    if dtype.startswith("float8"):
+        sizes, sign = ends.max(1) / 448, np.ones(len(blocks))
+    else:
+        most = 2.0 ** (bits - 1)
+        sizes = np.maximum(ends.max(1) / most, ends.min(1) / (most - 0.5))
+        sign = np.where(ends[:, 0] > ends[:, 1], -1, 1)
+    up = ((np.float32(sizes).view(np.uint32) + 0xFFFF) & 0xFFFF0000).astype(np.uint32)
+    scale = (sign * np.float64(up.view(np.float32)))[:, None]
+    ratio = blocks / np.where(scale == 0, 1, scale)
+    if dtype.startswith("float8"):
+        ratio = np.clip(ratio, -448, 448).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
+    else:
+        ratio = np.clip(np.rint(ratio), -most, most - 1)
+    return (np.float64(ratio) * scale).ravel()[: flat.size].reshape(x.shape)
+
+
+def as_rows(x: np.ndarray, number: int, *, split: bool) -> np.ndarray:
+    """``[number, width]``: the elements in order, for each shard; of whole rows of 128 if all."""
+    flat, unit = x.ravel(), number if split else number * 128
+    return np.pad(flat, (0, -flat.size % unit)).reshape(number, -1)
+
+
+def each_row(x: np.ndarray, number: int, dtype: str, *, split: bool) -> np.ndarray:
+    """Numbers of which every shard's have blocks of their own."""
+    rows = np.stack([to_few_bits(row, dtype) for row in as_rows(x, number, split=split)])
+    return rows.ravel()[: x.size].reshape(x.shape)
 
 
 def _zeros(tree: Tree) -> Tree:
@@ -193,6 +236,7 @@ class Model:
             _Replica(dict(wide), dict(wide), dict(wide), {}) for _ in range(len(self.groups))
         ]
         self.traces = [{name: 0.0 * x for name, x in wide.items()} for _ in range(options.shards)]
+        self.residuals = [{name: 0.0 * x for name, x in wide.items()} for _ in self.traces]
         self.scale = options.scale[0] if options.scale else 1.0
         self.good_steps = 0
         self.bad: dict[int, int] = {}
@@ -208,6 +252,7 @@ class Model:
         """
         options, scale = self.options, self.scale
         before_traces = [dict(trace) for trace in self.traces]
+        before_residuals = [dict(residual) for residual in self.residuals]
         self.bad = {}
         reduced = [self._reduce(index, batches, weights) for index in range(len(self.groups))]
         self.in_a_row = self.in_a_row + 1 if self.bad else 0
@@ -223,6 +268,7 @@ class Model:
             if skipped:
                 for shard in self.groups[index]:
                     self.traces[shard] = before_traces[shard]
+                    self.residuals[shard] = before_residuals[shard]
             found |= {"skipped": skipped, "loss_scale": scale}
             # A step that is skipped has none, and tells that of the last update.
             count = self.replicas[index].count
@@ -284,7 +330,7 @@ class Model:
             ws.append(weight if has_weights else 1.0)
         total = sum(ws)
         divisor = 1.0 if options.reduction == "sum" else total or 1.0
-        sums = {name: self._sum(name, own, ws) for name in params}
+        sums = {name: self._sum(name, own, ws, members) for name in params}
         if has_weights and total == 0:
             sums = {name: np.zeros_like(x) for name, x in params.items()}
         gradient = {name: x / divisor for name, x in sums.items()}
@@ -301,15 +347,42 @@ class Model:
         }
         return found | self._noise(own, ws, has_weights, gradient)
 
-    def _sum(self, name: str, own: list[Tree], ws: list[float]) -> np.ndarray:
+    def _sum(
+        self, name: str, own: list[Tree], ws: list[float], members: tuple[int, ...]
+    ) -> np.ndarray:
         options = self.options
         weighed = [
             w * tree[name] if w else 0.0 * tree[name] for w, tree in zip(ws, own, strict=True)
         ]
         if options.wire is None:
             return np.sum(weighed, axis=0)
+        if options.wire in FEW_BITS:
+            return self._sum_in_few_bits(name, weighed, members)
         total = np.sum([round_to(x, options.wire) for x in weighed], axis=0)
         return total if name in options.split else round_to(total, options.wire)
+
+    def _sum_in_few_bits(
+        self, name: str, weighed: list[np.ndarray], members: tuple[int, ...]
+    ) -> np.ndarray:
+        wire, number = str(self.options.wire), len(members)
+        if weighed[0].size < 128 * number:
+            return np.sum(weighed, axis=0)
+        given = [x + self.residuals[shard][name] for x, shard in zip(weighed, members, strict=True)]
+        split = name in self.options.split
+        sent = [each_row(x, number, wire, split=split) for x in given]
+        for x, y, shard in zip(given, sent, members, strict=True):
+            self.residuals[shard][name] = x - y
+        total = np.sum(sent, axis=0)
+        if split:
+            return total
+        # Who has added a row sends it once more, and keeps what that loses.
+        again = each_row(total, number, wire, split=False)
+        for row, shard in enumerate(members):
+            lost = as_rows(total - again, number, split=False)
+            lost[[other for other in range(number) if other != row]] = 0
+            own = lost.ravel()[: total.size].reshape(total.shape)
+            self.residuals[shard][name] = self.residuals[shard][name] + own
+        return again
 
     def _noise(
         self, own: list[Tree], ws: list[float], weighted: bool, gradient: Tree

@@ -216,6 +216,12 @@ def test_a_run_that_is_moved_ends_with_the_bits_of_one_that_is_not(name: str, tm
         ({"virtual_shards": 6}, ArgumentError, "there are 4. Pass a multiple of 4"),
         ({"loss_over": "batch"}, ArgumentError, "Write loss_over='rows'"),
         ({"reduce_dtype": "bfloat16"}, ArgumentError, "reduce_dtype='bfloat16' rounds"),
+        ({"reduce_dtype": "int8"}, ArgumentError, "The gradients would be summed"),
+        (
+            {"params": "sharded", "gather_dtype": "bfloat16"},
+            ArgumentError,
+            "gather_dtype='bfloat16' rounds",
+        ),
         ({"nonfinite": "quarantine"}, ArgumentError, "Write nonfinite='skip'"),
         ({"metrics": "noise_scale"}, ArgumentError, "metrics has 'noise_scale'"),
     ],

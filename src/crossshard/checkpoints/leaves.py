@@ -52,7 +52,7 @@ def _leaf(layout: StateLayout, path: str, x: Any, placement: Placement, shards: 
     if placement.per_shard:
         shape = (shards, *shape[1:])
         spec = PartitionSpec(layout.axes, *placement.other_axes)
-        spec = spec if shards == number else PartitionSpec()
+        spec = spec if shards == number else layout.of_other_shards(placement, shape).spec
     else:
         split = partition_along_axis(shape, number, other_axes=placement.other_axes)
         spec = split.spec(layout.axes)

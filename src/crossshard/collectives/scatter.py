@@ -42,6 +42,8 @@ def exchange(
     """
     number = shards.number if groups is None else groups.size
     parts = jnp.stack(jnp.split(x, number, axis))
+    if groups is not None and not shards.manual:
+        return _of_group(parts, shards, groups)[:, jnp.asarray(groups.position_of)[shards.index()]]
     return lax.all_to_all(
         shards.as_varying(parts),
         shards.axes,
@@ -66,6 +68,8 @@ def gather_parts(
 
     The result is invariant unless there are groups.
     """
+    if groups is not None and not shards.manual:
+        return jnp.concatenate(list(_of_group(x, shards, groups)), axis)
     for name, members in reversed(_schedule(shards, groups)):
         if members is None:
             x = _jax.all_gather(x, name, axis, has_vma=shards.has_vma)
@@ -82,6 +86,14 @@ def gather_sums(x: jax.Array, shards: Shards, groups: GroupAssignment) -> jax.Ar
     # The derivative of an all-gather is a reduce-scatter, and that of an exchange an exchange.
     by_exchange = lambda x: exchange(jnp.tile(x, groups.size), 0, shards, groups).ravel()
     return shards.by_platform(x, cpu=by_exchange, default=gather)
+
+
+def _of_group(x: jax.Array, shards: Shards, groups: GroupAssignment) -> jax.Array:
+    """``[size, …]``: the ``x`` of each shard of this one's group, of which vmap has no gather."""
+    for axis in reversed(shards.axes):
+        x = lax.all_gather(x, axis)
+    of_all = x.reshape(shards.number, *x.shape[len(shards.axes) :])
+    return of_all[jnp.asarray(groups.members[groups.group_of])[shards.index()]]
 
 
 def _schedule(shards: Shards, groups: GroupAssignment | None) -> list[Any]:

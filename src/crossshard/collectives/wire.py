@@ -59,6 +59,20 @@ def send_gathered(
     )
 
 
+def send_exchanged(
+    x: jax.Array, shards: Shards, groups: GroupAssignment | None = None
+) -> jax.Array:
+    """``[shards, …]``: what every shard has for this one, from the same of all of them."""
+    if not _is_narrow(x):
+        return exchange(x, 0, shards, groups)[:, 0]
+    by_bits = lambda x: lax.bitcast_convert_type(
+        exchange(_as_bits(x), 0, shards, groups)[:, 0], x.dtype
+    )
+    return shards.by_platform(
+        x, cpu=by_bits, default=lambda x: exchange(x, 0, shards, groups)[:, 0]
+    )
+
+
 def _is_narrow(x: Any) -> bool:
     """Whether an array has fewer bits than those in which it is to be added."""
     return jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32

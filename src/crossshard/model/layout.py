@@ -215,13 +215,24 @@ class StateLayout:
                 return bool(x.shape[0] == self.number_of_shards)
             return own.partition is None or own.partition.packed_shape == own.partition.shape
 
+        def place(own: Placement, x: Any, stored: Any, whole: Any) -> Any:
+            if stays(own, x):
+                return stored
+            return self.of_other_shards(own, x.shape) if own.per_shard else whole
+
         return jax.tree.map(
-            lambda own, x, stored, whole: stored if stays(own, x) else whole,
+            place,
             self.own.placements(state),
             state,
             self.own.shardings(state),
             self.own.unsharded(state),
         )
+
+    def of_other_shards(self, own: Placement, shape: tuple[int, ...]) -> NamedSharding:
+        """The sharding of what each of another number of shards has, which together is large."""
+        others = PartitionSpec(None, *own.other_axes)
+        split = partition_along_axis(shape, self.number_of_shards, other_axes=others)
+        return NamedSharding(self.mesh, split.spec(self.axes))
 
     def constrain(self, state: TrainState) -> TrainState:
         """The state as it is placed, since XLA decides about other axes."""

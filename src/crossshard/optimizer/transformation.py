@@ -237,7 +237,7 @@ class Transformation:
         shards = self.pipeline.shards(warn=False)
         if not shards.axes and get_shard_context() is None:
             raise ShardContextError(
-                "The state of a stage is one per shard, as that of preprocess, and the number of "
+                "The state of preprocess and of error feedback is one per shard, and the number of "
                 "shards is not known here. Call init inside shard_map, with "
                 "out_specs=opt.state_specs(params, num_shards), or within "
                 "crossshard.shard_context(num_shards)."
@@ -250,7 +250,7 @@ def _local(placement: Placement, x: Any) -> Any:
     """One shard's array, if it has the leading axis of one shard."""
     if placement.per_shard and jnp.shape(x)[:1] != (1,):
         raise ArgumentError(
-            f"The state of a stage, as that of preprocess, is one per shard, and a shard sees "
+            f"The state of preprocess and of error feedback is one per shard, and a shard sees "
             f"[1, …] of it; this one sees shape {jnp.shape(x)}. Pass the state to shard_map with "
             f"in_specs and out_specs of opt.state_specs(params, num_shards)."
         )

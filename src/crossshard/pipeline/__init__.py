@@ -2,6 +2,7 @@
 
 from crossshard.gradients.status import GradientStatus
 from crossshard.pipeline.aggregators.aggregator import Aggregator, Peers
+from crossshard.pipeline.aggregators.few_bits import FewBitsState, Quantized
 from crossshard.pipeline.options import Options
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
 from crossshard.pipeline.stages.loss_scale import DynamicLossScale
@@ -15,6 +16,7 @@ __all__ = [
     "Aggregator",
     "CrossShardState",
     "DynamicLossScale",
+    "FewBitsState",
     "GradientStatus",
     "Gradients",
     "Nonfinite",
@@ -23,6 +25,7 @@ __all__ = [
     "Peers",
     "Phase",
     "Placement",
+    "Quantized",
     "Stage",
     "StageContext",
 ]

@@ -12,8 +12,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from crossshard import _check
+from crossshard.collectives.codec import DTYPES, Codec
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.pipeline.aggregators.aggregator import Aggregator, check_aggregator
+from crossshard.pipeline.aggregators.few_bits import FewBits, Quantized
 from crossshard.pipeline.stages.loss_scale import DynamicLossScale, check_loss_scale
 from crossshard.pipeline.stages.metrics import check_metrics
 from crossshard.pipeline.stages.nonfinite import Nonfinite, check_nonfinite
@@ -32,8 +34,11 @@ class Options(TypedDict, total=False):
         ``"update_norm"``, ``"param_norm"``, ``"learning_rate"``, ``"noise_scale"``,
         ``"noise_variance"``, ``"noise_signal"``. A step returns them; an optimizer's state holds
         them in ``state.metrics``.
-      reduce_dtype: the dtype in which gradients are sent: ``bfloat16`` halves the bytes. They are
-        added in float32.
+      reduce_dtype: the dtype in which gradients are sent: ``bfloat16`` halves the bytes, ``int8``
+        and ``float8_e4m3fn`` take a quarter of them, ``int4`` an eighth, with error feedback; see
+        ``Quantized`` for other ways. They are added in float32. With several shard axes it may be
+        a dict from axis to dtype, ``{"host": "int8"}``: the sum is taken along the last axis
+        first, and axes that are left out have float32.
       aggregator: what sums the gradients over the shards, in place of XLA: an ``Aggregator`` of
         your own.
       loss_scale: ``"dynamic"``, or a ``DynamicLossScale``: updates that are not finite are skipped.
@@ -58,7 +63,7 @@ class Options(TypedDict, total=False):
 
     accumulate_steps: int
     metrics: str | Iterable[str]
-    reduce_dtype: DTypeLike | None
+    reduce_dtype: DTypeLike | Quantized | Mapping[str, DTypeLike | Quantized | None] | None
     aggregator: Aggregator | None
     loss_scale: str | DynamicLossScale | None
     master_dtype: DTypeLike | None
@@ -73,7 +78,7 @@ def check_options(options: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
       ArgumentError, ArgumentTypeError: an invalid value.
     """
     checks: dict[str, Callable[[Any], Any]] = {
-        "reduce_dtype": functools.partial(check_dtype, "reduce_dtype"),
+        "reduce_dtype": check_reduce_dtype,
         "aggregator": check_aggregator,
         "loss_scale": check_loss_scale,
         "master_dtype": functools.partial(check_dtype, "master_dtype"),
@@ -88,6 +93,8 @@ def check_options(options: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
             f"aggregator={checked['aggregator']!r:.60} sends gradients in a way of its own. Leave "
             f"one of them out."
         )
+    if isinstance(checked.get("reduce_dtype"), FewBits):
+        checked["aggregator"] = checked.pop("reduce_dtype")
     number = _check.whole_number("accumulate_steps", options.get("accumulate_steps", 1))
     return number, {name: value for name, value in checked.items() if value}
 
@@ -113,11 +120,13 @@ def check_names(function: Any, options: Mapping[str, Any], declared: Any) -> Non
 _DTYPES = {
     "gather_dtype": (
         ("bfloat16", "float16", "float32", "float64"),
-        "bfloat16, float16, float32 or float64, the dtype in which parameters are sent",
+        "bfloat16, float16, float32 or float64, the dtype in which parameters are sent, or int8, "
+        "int4 or float8_e4m3fn, in blocks that share a scale",
     ),
     "reduce_dtype": (
         ("bfloat16", "float32"),
-        "bfloat16, or float32 for gradients of 64 bits; float16 would make those below 6e-8 zero",
+        "bfloat16, float32 for gradients of 64 bits, int8, int4, float8_e4m3fn, a Quantized, or a "
+        "dict of these by axis; float16 would make gradients below 6e-8 zero",
     ),
     "master_dtype": (
         ("float32", "float64"),
@@ -136,3 +145,44 @@ def check_dtype(name: str, given: Any) -> Any:
     except TypeError:
         pass
     raise ArgumentError(f"{name} must be {words}; got {given!r:.60}.")
+
+
+def check_reduce_dtype(given: Any) -> Any:
+    """The dtype in which gradients are sent, or what sends them in few bits.
+
+    Raises:
+      ArgumentError: it is none.
+    """
+    if not isinstance(given, Mapping):
+        wire = _wire_of(given)
+        return FewBits(((None, wire),)) if isinstance(wire, Quantized) else wire
+    if not given or not all(isinstance(axis, str) for axis in given):
+        raise ArgumentError(
+            f"reduce_dtype as a dict has the names of shard axes, such as {{'host': 'int8'}}; got "
+            f"{given!r:.60}."
+        )
+    return FewBits(tuple((axis, _wire_of(wire)) for axis, wire in given.items()))
+
+
+def _wire_of(given: Any) -> Any:
+    if isinstance(given, Quantized):
+        return given
+    name = _name_of(given)
+    return Quantized(name) if name in DTYPES else check_dtype("reduce_dtype", given)
+
+
+def _name_of(dtype: Any) -> str | None:
+    try:
+        return None if dtype is None else str(jnp.dtype(dtype).name)
+    except TypeError:
+        return None
+
+
+def check_gather_dtype(given: Any) -> Any:
+    """The dtype in which parameters are sent, or the codec; ``None`` for their own.
+
+    Raises:
+      ArgumentError: it is none.
+    """
+    name = _name_of(given)
+    return Codec(name) if name in DTYPES else check_dtype("gather_dtype", given)

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from crossshard import _jax
 from crossshard.collectives.all_reduce import wide
 from crossshard.collectives.bucketing import bucketed_gather
+from crossshard.collectives.few_bits import gather_in_few_bits
 from crossshard.gradients.local import value_and_grad
 from crossshard.jaxprs.deferred import Inside, evaluate
 from crossshard.shards.axes import Shards
 from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.partition import Partition
-from crossshard.step.leaf import Leaf, OnMesh, Way, dtype_sent
+from crossshard.step.leaf import Leaf, OnMesh, Way, dtype_sent, in_few_bits
 
 
 class Use(NamedTuple):
@@ -59,8 +60,8 @@ class AtUse:
       in_parts: whether the parameters rest in parts.
       unread: for each parameter, whether its gradient is not to be computed; empty for none.
       reduce_dtype: the dtype in which gradients are sent; ``None`` for their own, or float32.
-      gather_dtype: the dtype in which parameters are sent; ``None`` for that in which they are
-        used.
+      gather_dtype: the dtype in which parameters are sent, or the codec; ``None`` for that in
+        which they are used.
       waits: whether a stage needs each shard's own gradient, so that all are summed after it.
       frozen: how the arrays get there that are not trained; ``None`` if all of them rest whole.
       uses: where the loss uses each parameter that is gathered, or summed, there, by its place; for
@@ -273,13 +274,23 @@ class AtUse:
 
     def _gathered(self, parts: Sequence[Any], places: Sequence[int]) -> list[jax.Array]:
         partitions = [self.partitions[place] for place in places]
+        pairs = list(zip(parts, partitions, strict=True))
+        codec = self.gather_dtype
+        few = [in_few_bits(each, x.dtype, codec) for x, each in pairs]
         with jax.named_scope("gather"):
             sent = [
-                x if each.number == 1 else x.astype(dtype_sent(x.dtype, self.gather_dtype))
-                for x, each in zip(parts, partitions, strict=True)
+                x if each.number == 1 else x.astype(dtype_sent(x.dtype, codec))
+                for (x, each), is_few in zip(pairs, few, strict=True)
+                if not is_few
             ]
+            rest = [each for each, is_few in zip(partitions, few, strict=True) if not is_few]
             if self.on_mesh is None:
-                whole = bucketed_gather(sent, partitions, self.shards, self.groups)
+                others = iter(bucketed_gather(sent, rest, self.shards, self.groups))
             else:
-                whole = list(map(self.on_mesh.whole, sent, partitions))
-            return [x.astype(part.dtype) for x, part in zip(whole, parts, strict=True)]
+                others = map(self.on_mesh.whole, sent, rest)
+            return [
+                gather_in_few_bits(x, each, codec, self.shards, self.groups)
+                if is_few
+                else next(others).astype(x.dtype)
+                for (x, each), is_few in zip(pairs, few, strict=True)
+            ]

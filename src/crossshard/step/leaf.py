@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Self
 
@@ -12,6 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard.collectives.all_reduce import wide
 from crossshard.collectives.bucketing import bucketed_gather, bucketed_sum
+from crossshard.collectives.codec import LANES, Codec
+from crossshard.collectives.few_bits import gather_in_few_bits
 from crossshard.collectives.rings import Product
 from crossshard.collectives.wire import send_gathered
 from crossshard.jaxprs.deferred import Deferred
@@ -25,7 +28,14 @@ from crossshard.shards.partition import Partition
 
 def dtype_sent(dtype: Any, wanted: Any) -> Any:
     """The dtype in which a parameter that is used in this one is sent."""
-    return wanted if wanted is not None and jnp.issubdtype(dtype, jnp.floating) else dtype
+    narrows = wanted is not None and not isinstance(wanted, Codec)
+    return wanted if narrows and jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+def in_few_bits(partition: Partition, dtype: Any, wanted: Any) -> bool:
+    """Whether a parameter of this dtype is sent by a codec: if it fills blocks."""
+    fills = partition.number > 1 and math.prod(partition.local_shape) >= LANES
+    return isinstance(wanted, Codec) and fills and bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +88,9 @@ class Way:
         if not self.in_parts:
             return value
         with jax.named_scope("gather"):
+            if in_few_bits(self.partition, self.dtype, self.gather_dtype):
+                members = self.gather_dtype, self.shards, self.groups
+                return gather_in_few_bits(value, self.partition, *members).astype(self.dtype)
             sent = value.astype(dtype_sent(self.dtype, self.gather_dtype))
             if self.on_mesh is not None:
                 return self.on_mesh.whole(sent, self.partition).astype(self.dtype)
@@ -111,6 +124,8 @@ class Way:
         axis = self.partition.axis
         free = not (self.groups or self.shards.other_axes or how.get("out_sharding"))
         if not (self.in_parts and free and self.shards.torus_factors) or axis is None:
+            return None
+        if in_few_bits(self.partition, self.dtype, self.gather_dtype):
             return None
         (of_x, of_w), batched = how["dimension_numbers"]
         floating = x.dtype == self.dtype and jnp.issubdtype(self.dtype, jnp.floating)

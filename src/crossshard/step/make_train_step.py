@@ -10,6 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from crossshard import _check, _mesh
 from crossshard._annotations import Filter, Loss, PyTree
+from crossshard.collectives.codec import Codec
 from crossshard.errors import ArgumentError
 from crossshard.gradients.reduction import Reduction
 from crossshard.gradients.status import GradientStatus
@@ -21,8 +22,9 @@ from crossshard.optimizer.cross_shard_optimizer import (
     CrossShardOptimizer,
     pipeline_of,
 )
+from crossshard.pipeline.aggregators.few_bits import FewBits
 from crossshard.pipeline.aggregators.in_order import InOrder
-from crossshard.pipeline.options import Options, check_dtype, check_names, check_options
+from crossshard.pipeline.options import Options, check_gather_dtype, check_names, check_options
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stages.weigh import check_weighable
 from crossshard.pipeline.update.plan import Rest, WeightUpdate, check_weight_update
@@ -50,7 +52,8 @@ class StepOptions(Options, total=False):
     Keys:
       gather_dtype: with ``params="sharded"``, the dtype in which parameters are gathered. By
         default that in which the loss first uses them: a parameter that it converts to ``bfloat16``
-        is sent in 16 bits. Another one rounds what the loss sees.
+        is sent in 16 bits. Another one rounds what the loss sees; ``int8``, ``int4`` and
+        ``float8_e4m3fn`` are sent in blocks that share a scale.
       aux_reduction: how ``metrics["aux"]`` is reduced over the shards, or the group: ``"mean"``,
         weighted as the loss is, ``"sum"``, ``"per_shard"`` as for ``None``, or a pytree prefix of
         ``aux`` with these.
@@ -221,10 +224,13 @@ def make_train_step(
         other_axes=[axis for axis in where.axis_names if axis not in axes],
         loss_over=over,
         model_state=model_state,
+        gather_dtype=options.get("gather_dtype"),
     )
     if virtual is not None:
         loss = dataclasses.replace(loss, virtual_shards=virtual)
         pipeline = dataclasses.replace(pipeline, aggregator=InOrder(virtual))
+    if isinstance(pipeline.aggregator, FewBits):
+        pipeline.aggregator.check_axes(axes, pipeline.groups)
     if loss.is_over_batch:
         check_over_batch(
             pipeline,
@@ -235,7 +241,12 @@ def make_train_step(
     sentinel = check_divergence_options(
         options.get("check_divergence"), options.get("on_divergence", "raise")
     )
-    gather_dtype = check_dtype("gather_dtype", options.get("gather_dtype"))
+    gather_dtype = check_gather_dtype(options.get("gather_dtype"))
+    if loss.is_over_batch and isinstance(gather_dtype, Codec):
+        raise ArgumentError(
+            f"gather_dtype={str(gather_dtype)!r} is written in blocks by each shard, and with "
+            f"loss_over='batch' XLA gathers. Pass a dtype such as bfloat16, or loss_over='shard'."
+        )
     function = StepFunction(loss, pipeline, optimizer.get_name(), sentinel, gather_dtype)
     sharding = check_weight_update(weight_update)
     if sharding is WeightUpdate.AUTO and optimizer.weight_update is WeightUpdate.SHARDED:

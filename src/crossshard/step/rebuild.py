@@ -9,18 +9,21 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from crossshard.collectives.codec import Codec
 from crossshard.errors import ArgumentError, LossError
 from crossshard.gradients.reduction import Reduction
+from crossshard.pipeline.aggregators.few_bits import FewBits
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.update.plan import WeightUpdate
 from crossshard.shards.batch_axes import BatchAxes, take_rows
 from crossshard.step.loss_over import LossOver
 from crossshard.step.over_rows import OverRowsRecord
+from crossshard.step.step_function import StepFunction
 from crossshard.step.train_step import TrainStep, config_of
 
 
 def with_sgd(step: TrainStep, optimizer: optax.GradientTransformation, *, alone: bool) -> TrainStep:
-    """The same step with another optimizer, for many shards or for one.
+    """The same step with another optimizer, for many shards or for one, and with all bits.
 
     Args:
       step: the step.
@@ -35,6 +38,8 @@ def with_sgd(step: TrainStep, optimizer: optax.GradientTransformation, *, alone:
     pipeline = dataclasses.replace(config.pipeline, inner=optimizer, metrics=())
     if not alone:
         function = dataclasses.replace(config.function, pipeline=pipeline, sentinel=None)
+        if of_few_bits(step):
+            function = _in_all_bits(function)
         return TrainStep(dataclasses.replace(config, function=function))
     pipeline = Pipeline(
         pipeline.inner, Reduction.MEAN, None, pipeline.axis_name, preprocess=pipeline.preprocess
@@ -47,6 +52,25 @@ def with_sgd(step: TrainStep, optimizer: optax.GradientTransformation, *, alone:
     own = dataclasses.replace(config, function=function, mesh=mesh, outer_mesh=mesh)
     update = WeightUpdate.REPLICATED
     return TrainStep(dataclasses.replace(own, weight_update=update, in_parts=False))
+
+
+def of_few_bits(step: TrainStep) -> str:
+    """What a step sends in so few bits that a single step is not that of one device, in words."""
+    function = config_of(step).function
+    sent = []
+    if isinstance(function.pipeline.aggregator, FewBits):
+        sent.append(f"gradients {function.pipeline.aggregator.describe()}")
+    if isinstance(function.gather_dtype, Codec):
+        sent.append(f"parameters in {function.gather_dtype}")
+    return " and ".join(sent)
+
+
+def _in_all_bits(function: StepFunction) -> StepFunction:
+    pipeline, gather_dtype = function.pipeline, function.gather_dtype
+    if isinstance(pipeline.aggregator, FewBits):
+        pipeline = dataclasses.replace(pipeline, aggregator=None)
+    gather_dtype = None if isinstance(gather_dtype, Codec) else gather_dtype
+    return dataclasses.replace(function, pipeline=pipeline, gather_dtype=gather_dtype)
 
 
 def _own_shard(mesh: Mesh, axes: tuple[str, ...]) -> Mesh:

@@ -40,6 +40,7 @@ def check_virtual_shards(
     other_axes: Sequence[str],
     loss_over: str,
     model_state: str | None,
+    gather_dtype: Any,
 ) -> int | None:
     """The checked number of virtual shards; ``None`` without them.
 
@@ -48,7 +49,7 @@ def check_virtual_shards(
       pipeline: the pipeline of the step.
       shards: the number of shards.
       other_axes: the other axes of the mesh.
-      loss_over: the step's arguments, like ``model_state``.
+      loss_over: the step's arguments, like ``model_state`` and ``gather_dtype``.
 
     Raises:
       ArgumentError: the shards do not divide them, or another option that rules them out.
@@ -79,14 +80,19 @@ def check_virtual_shards(
         ),
         (
             pipeline.aggregator is not None,
-            "aggregator= sums the gradients in a way of its own",
-            "Leave one of them out.",
+            f"The gradients would be summed {pipeline.sums_by.describe()}, from what each shard has",
+            "Leave aggregator and reduce_dtype out.",
         ),
         (
             dtype is not None,
             f"reduce_dtype={str(dtype)!r} rounds what each shard sends, which is more of the sum "
             f"if there are fewer shards",
             "Leave one of them out.",
+        ),
+        (
+            gather_dtype is not None,
+            f"gather_dtype={str(gather_dtype)!r} rounds the parameters that several shards send",
+            "Leave one of them out; the loss may convert them to 16 bits itself.",
         ),
         (
             pipeline.preprocess is not None,

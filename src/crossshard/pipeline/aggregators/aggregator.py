@@ -6,12 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from crossshard._annotations import PyTree
 from crossshard.collectives.all_reduce import sum_over_shards
 from crossshard.collectives.bucketing import bucketed_sum
-from crossshard.collectives.scatter import gather_parts
+from crossshard.collectives.wire import send_exchanged, send_gathered
 from crossshard.errors import ArgumentTypeError
 from crossshard.pipeline.stage import StageContext
 from crossshard.shards.axes import Shards
@@ -34,6 +33,11 @@ class Peers:
     _groups: GroupAssignment | None = None
 
     @property
+    def members(self) -> tuple[Shards, GroupAssignment | None]:
+        """All shards, and the groups of which this is one."""
+        return self._shards, self._groups
+
+    @property
     def number(self) -> int:
         """How many they are."""
         return size_of_group(self._groups, self._shards.number)
@@ -48,23 +52,12 @@ class Peers:
 
     def gather(self, x: jax.Array) -> jax.Array:
         """``[number, …]``: the ``x`` of each of them, in order, the same on all."""
-        if self.number == 1:
-            return jnp.asarray(x)[None]
-        return gather_parts(jnp.asarray(x)[None], 0, self._shards, self._groups)
+        own = jnp.asarray(x)[None]
+        return own if self.number == 1 else send_gathered(own, 0, self._shards, self._groups)
 
     def exchange(self, x: jax.Array) -> jax.Array:
         """``[number, …]``: what each of them has for this shard, from the same of all of them."""
-        if self.number == 1:
-            return x
-        groups = None if self._groups is None else self._groups.members.tolist()
-        return lax.all_to_all(
-            self._shards.as_varying(x),
-            self._shards.axes,
-            split_axis=0,
-            concat_axis=0,
-            axis_index_groups=groups,
-            tiled=True,
-        )
+        return x if self.number == 1 else send_exchanged(x, self._shards, self._groups)
 
 
 @dataclasses.dataclass(frozen=True)

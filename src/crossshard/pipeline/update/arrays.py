@@ -66,6 +66,10 @@ class Arrays:
         """The gradients as they are reduced: arrays in the place of the parameters."""
         return gradients
 
+    def disarranged(self, gradients: Any) -> Any:
+        """The inverse of ``arranged``."""
+        return gradients
+
     def place_gradients(self, tree: Any) -> Any:
         """The reduced gradients as the optimizer takes them."""
         return tree
@@ -156,6 +160,11 @@ class DealtParts(LocalParts):
         """The gradients, with those that travel to their owners in rows."""
         leaves, tree = jax.tree.flatten(gradients)
         return tree.unflatten(rows.pack(self._dealt.rows, leaves))
+
+    def disarranged(self, gradients: Any) -> Any:
+        """The gradients in their own shapes."""
+        leaves, tree = jax.tree.flatten(gradients)
+        return tree.unflatten(rows.unpack(self._dealt.rows, leaves))
 
     def split(self, tree: Any) -> Any:
         """This shard's slices, and its rows."""

@@ -21,6 +21,7 @@ from crossshard.step.rebuild import (
     axes_of_batch,
     groups_of,
     loss_over_rows_of,
+    of_few_bits,
     on_part_of_mesh,
     own_rows,
     with_sgd,
@@ -111,7 +112,8 @@ def _verify(
         found = _found(measurement, lambda found: _with_those_of_others(found, step.mesh))
         params, *model_state, rows = batch
         of_loss = loss_over_rows_of(step, params, own_rows(step, rows), *model_state)
-        return dataclasses.replace(found, notes=(*found.notes, *[of_loss] * bool(of_loss)))
+        notes = (*found.notes, *[of_loss] * bool(of_loss), *_of_few_bits(step))
+        return dataclasses.replace(found, notes=notes)
     if not callable(step):
         raise ArgumentTypeError(
             "verify takes make_step, a function of (optimizer, num_shards), or a TrainStep; got "
@@ -129,6 +131,13 @@ def _verify(
     found = _found(measurement, lambda found: found)
     # The last question takes three compilations.
     return with_flops(found, measurement.flops()) if found.ok else found
+
+
+def _of_few_bits(step: TrainStep) -> list[str]:
+    sent = of_few_bits(step)
+    if not sent:
+        return []
+    return [f"it was verified in float32: it sends {sent}, which no single step is exact in"]
 
 
 def _found(

@@ -1,0 +1,199 @@
+"""Held-out loss against bytes sent, for each way to send less: five runs of the demo's transformer.
+
+`python -m benchmarks.curves` trains and records them, or those that are named; with `--draw` it
+only draws the picture and writes the page of what is recorded.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+# Draws to a file only, whatever backend the user has set.
+os.environ["MPLBACKEND"] = "agg"
+
+from matplotlib.figure import Figure
+
+import crossshard
+from benchmarks.machine import this_machine
+from examples.byte_lm.held_out import HeldOut
+from examples.byte_lm.job import prepare
+from examples.byte_lm.loop import train
+from examples.byte_lm.options import TrainOptions
+
+FOLDER = Path(__file__).parents[1] / "docs" / "benchmarks"
+RECORD, PICTURE, PAGE = (FOLDER / f"curves.{kind}" for kind in ("json", "png", "md"))
+SEEDS, STEPS, SHARDS = range(5), 300, 8
+PLAIN = "float32"
+# How gradients are sent, by what the page calls it.
+WAYS: dict[str, dict[str, Any]] = {
+    PLAIN: {},
+    "bfloat16": {"reduce_dtype": "bfloat16"},
+    "int8": {"reduce_dtype": "int8"},
+    "float8_e4m3fn": {"reduce_dtype": "float8_e4m3fn"},
+    "int4": {"reduce_dtype": "int4"},
+    "int4, no error feedback": {"reduce_dtype": "int4", "error_feedback": False},
+}
+
+
+def one_run(way: str, seed: int) -> dict[str, Any]:
+    """The curve of a run, its end, and the bytes that a device sends in a step."""
+    options = TrainOptions(
+        shards=SHARDS, steps=STEPS, seed=seed, weight_update="replicated", **WAYS[way]
+    )
+    job = prepare(options)
+    training, held_out = job.new_training(), HeldOut(job.text.held_out, options.context)
+    curve = [
+        [step["step"], step["held_out_bits_per_byte"]]
+        for step in train(job, training, held_out)
+        if "held_out_bits_per_byte" in step
+    ]
+    return {
+        "curve": curve,
+        "held_out": held_out.bits_per_byte(training),
+        "bytes": bytes_of_a_step(crossshard.inspect(job.lowered), WAYS[way].get("sync_every", 1)),
+        "parameters": job.parameters,
+    }
+
+
+def bytes_of_a_step(report: Any, every: int) -> float:
+    """The bytes that a device sends in a step, on average: some only in one of so many."""
+    seldom = sum(each.bytes_sent for each in report.collectives if each.counted and each.in_branch)
+    return float(report.bytes_between_shards - seldom + seldom / every)
+
+
+def record(ways: list[str]) -> None:
+    """Run what is named, and write it beside what is recorded already."""
+    found = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {"runs": {}}
+    found["steps"], found["shards"], found["machine"] = (
+        STEPS,
+        SHARDS,
+        dataclasses.asdict(this_machine()),
+    )
+    for way in ways:
+        found["runs"][way] = []
+        for seed in SEEDS:
+            run = one_run(way, seed)
+            print(f"{way}, seed {seed}: {run['held_out']:.4f} bits per byte", flush=True)
+            found["runs"][way].append(run)
+        RECORD.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """What the runs of one way have in common.
+
+    Attributes:
+      way: its name.
+      megabytes: what each device has sent at each point, on average over the steps.
+      bits: the held-out bits per byte there, the mean over the seeds.
+      bytes_of_step: what a device sends in a step.
+      end: the held-out bits per byte of each seed at the end, on all held-out bytes.
+    """
+
+    way: str
+    megabytes: list[float]
+    bits: list[float]
+    bytes_of_step: float
+    end: list[float]
+
+
+def lines() -> list[Line]:
+    """What is recorded."""
+    runs = json.loads(RECORD.read_text(encoding="utf-8"))["runs"]
+    found = []
+    for way in [way for way in WAYS if way in runs]:
+        curves = [run["curve"] for run in runs[way]]
+        sent = runs[way][0]["bytes"]
+        bits = [statistics.fmean(bits for _, bits in points) for points in zip(*curves)]
+        steps = [step for step, _ in curves[0]]
+        ends = [run["held_out"] for run in runs[way]]
+        found.append(Line(way, [step * sent / 1e6 for step in steps], bits, sent, ends))
+    return found
+
+
+def in_words(found: list[Line]) -> str:
+    """The picture, for those who do not see it."""
+    told = "; ".join(
+        f"{line.way} {line.megabytes[-1]:,.3g} MB and {statistics.fmean(line.end):.3f}"
+        for line in found
+    )
+    return (
+        f"Held-out bits per byte of the demo's transformer against the megabytes that each of "
+        f"{SHARDS} devices has sent, on a logarithmic scale, for each way to send gradients. "
+        f"After {STEPS} steps: {told}."
+    )
+
+
+def draw(found: list[Line]) -> None:
+    """Draw the curves to a PNG file, with a description in its metadata."""
+    figure = Figure(figsize=(8, 4.2), dpi=160)
+    figure.set_layout_engine("constrained")
+    axes = figure.subplots()
+    for line in found:
+        style = "--" if "no error" in line.way else "-"
+        (drawn,) = axes.plot(line.megabytes, line.bits, style, label=line.way, linewidth=1.6)
+        axes.plot(line.megabytes[-1], line.bits[-1], "o", color=drawn.get_color(), markersize=4)
+    axes.set_xscale("log")
+    axes.set_xlabel("MB sent by each device", color=_INK)
+    axes.set_ylabel("held-out bits per byte", color=_INK)
+    axes.tick_params(colors=_INK, which="both")
+    axes.grid(color=_RULE, linewidth=0.5)
+    for spine in axes.spines.values():
+        spine.set_color(_RULE)
+    axes.legend(frameon=False, labelcolor=_INK, fontsize=8)
+    figure.savefig(PICTURE, transparent=True, metadata={"Description": in_words(found)})
+
+
+_INK, _RULE = "#7a818a", "#9a9fa655"
+
+
+def page(found: list[Line]) -> str:
+    """The page of the figures."""
+    (plain,) = [line for line in found if line.way == PLAIN]
+    rows = []
+    for line in found:
+        apart = [100 * (a / b - 1) for a, b in zip(line.end, plain.end, strict=True)]
+        rows.append(
+            f"| {line.way} | {line.bytes_of_step:,.0f} | {line.bytes_of_step / plain.bytes_of_step:.4f}"
+            f" | {statistics.fmean(line.end):.4f} | {statistics.fmean(apart):+.2f}% "
+            f"| {min(apart):+.2f} to {max(apart):+.2f}% |"
+        )
+    table = "\n".join(rows)
+    machine = json.loads(RECORD.read_text(encoding="utf-8"))["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    return f"""# Held-out loss against bytes sent
+
+The demo's transformer, a million parameters, on {SHARDS} shards: {STEPS} steps of AdamW with the same batches, and the same initial parameters, for each of {len(SEEDS)} seeds.
+
+![{in_words(found)}](curves.png)
+
+| gradients are sent | bytes by a device in a step | of float32's | held-out bits per byte | beside float32 | of the seeds |
+| --- | ---: | ---: | ---: | ---: | ---: |
+{table}
+
+Bytes are read from the compiled programs, the scales of blocks among them. Bits per byte are those of all held-out bytes after the last step, and the mean over the seeds; *beside float32* is the mean of the relative differences, seed by seed, and then their range. In the picture they are those of a part of the held-out bytes.
+
+{machine["system"]}, {machine["cores"]} cores; {machine["date"]}; {versions}. Each run is in [curves.json](curves.json). To repeat: `python -m benchmarks.curves`.
+"""
+
+
+def main() -> None:
+    """Train what is named, draw the picture, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("ways", nargs="*", help=f"of {', '.join(WAYS)}; by default all")
+    parser.add_argument("--draw", action="store_true", help="only draw what is recorded")
+    given = parser.parse_args()
+    if not given.draw:
+        crossshard.cpu_devices(SHARDS)
+        record(given.ways or list(WAYS))
+    found = lines()
+    draw(found)
+    PAGE.write_text(page(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

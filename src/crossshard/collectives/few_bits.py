@@ -1,0 +1,290 @@
+"""Few bits: sums over the shards that are sent in few bits, tier by tier, and what they lose."""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from crossshard.collectives.codec import LANES, Codec
+from crossshard.collectives.scatter import exchange, gather_parts
+from crossshard.collectives.wire import send_gathered, send_scattered
+from crossshard.shards.axes import Shards
+from crossshard.shards.groups import GroupAssignment, size_of_group
+from crossshard.shards.partition import Partition, slice_index
+
+# Arrays of so many rows on each shard have a collective of their own.
+_MANY = 512
+
+
+class Tier(NamedTuple):
+    """Shards that send to each other in one way: those along some of the axes.
+
+    Attributes:
+      axes: their axes; empty for all of them.
+      wire: how numbers are sent: by a codec, in a dtype, or, if ``None``, as they are.
+      feeds_back: whether what the codec loses is to be returned.
+    """
+
+    axes: tuple[str, ...]
+    wire: Any
+    feeds_back: bool = False
+
+
+class Sent(NamedTuple):
+    """What has been summed.
+
+    Attributes:
+      sums: this shard's slice of each sum, float32.
+      lost: for each array what of this shard's was not sent, so that the sum over the shards of
+        this and of ``sums`` is exact.
+    """
+
+    sums: list[jax.Array]
+    lost: list[jax.Array]
+
+
+def takes_few_bits(x: Any, shards: Shards, groups: GroupAssignment | None) -> bool:
+    """Whether an array fills blocks; smaller ones are sent as they are."""
+    number = size_of_group(groups, shards.number)
+    return number > 1 and jnp.isrealobj(x) and x.size >= number * LANES
+
+
+def sum_in_few_bits(
+    xs: Sequence[jax.Array],
+    partitions: Sequence[Partition],
+    tiers: Sequence[Tier],
+    shards: Shards,
+    groups: GroupAssignment | None = None,
+    key: jax.Array | None = None,
+) -> Sent:
+    """This shard's slice of the sum of each array over the shards, or the groups.
+
+    Each shard writes what it sends once, and adds what it receives in float32. Sums that every
+    shard gets whole are written once more, by the shard that has added a slice of them.
+
+    Args:
+      xs: floating arrays of this shard.
+      partitions: the partition of each.
+      tiers: who sends how, inner ones first.
+      shards: the shards.
+      groups: the groups that reduce independently; they have one tier.
+      key: a PRNG key of this shard, to round stochastically.
+    """
+    if not shards.other_axes:
+        return _sum(xs, partitions, tiers, shards, groups, key)
+    sizes = jax.sharding.get_abstract_mesh().shape
+    blocks = [partition.of_block(sizes) for partition in partitions]
+    specs = [partition.other_axes for partition in partitions]
+    of_device = dataclasses.replace(shards, other_axes=())
+    run = jax.shard_map(
+        lambda xs, key: tuple(_sum(xs, blocks, tiers, of_device, groups, key)),
+        axis_names=frozenset(shards.other_axes),
+        in_specs=(specs, PartitionSpec()),
+        out_specs=(specs, specs),
+        check_vma=False,
+    )
+    return Sent(*run(list(xs), key))
+
+
+def gather_in_few_bits(
+    part: jax.Array,
+    partition: Partition,
+    codec: Codec,
+    shards: Shards,
+    groups: GroupAssignment | None = None,
+) -> jax.Array:
+    """An array in full, from the slices of all shards, or of the group, as they are read."""
+    if shards.other_axes:
+        block = partition.of_block(jax.sharding.get_abstract_mesh().shape)
+        of_device = dataclasses.replace(shards, other_axes=())
+        run = jax.shard_map(
+            lambda part: gather_in_few_bits(part, block, codec, of_device, groups),
+            axis_names=frozenset(shards.other_axes),
+            in_specs=(partition.other_axes,),
+            out_specs=partition.other_axes,
+            check_vma=False,
+        )
+        return jnp.asarray(run(part))
+    row = _in_lanes(part[None])
+    found = codec.decode(gather_parts(codec.encode(row), 0, shards, groups), row.shape[1])
+    return _from_rows(found.astype(part.dtype), partition, partition.shape)
+
+
+def _sum(
+    xs: Sequence[jax.Array],
+    partitions: Sequence[Partition],
+    tiers: Sequence[Tier],
+    shards: Shards,
+    groups: GroupAssignment | None,
+    key: jax.Array | None,
+) -> Sent:
+    number = size_of_group(groups, shards.number)
+    rows = [_as_rows(x, each, number) for x, each in zip(xs, partitions, strict=True)]
+    buckets: dict[Any, list[int]] = {}
+    for at, (row, partition) in enumerate(zip(rows, partitions, strict=True)):
+        alone = row.shape[1] >= _MANY
+        buckets.setdefault((partition.number, at if alone else None), []).append(at)
+    sums, lost = list(map(jnp.asarray, xs)), list(map(jnp.asarray, xs))
+    for nth, places in enumerate(buckets.values()):
+        own = None if key is None else jax.random.fold_in(key, nth)
+        way = _Way(tiers, shards, groups, own)
+        total, missing = way.scatter(jnp.concatenate([rows[at] for at in places], 1))
+        whole = partitions[places[0]].number == 1
+        if whole:
+            total, kept = way.gather(total)
+            missing = missing.at[slice_index(shards, groups)].add(kept)
+        ends = list(itertools.accumulate(rows[at].shape[1] for at in places))[:-1]
+        for at, of_sum, of_lost in zip(
+            places,
+            jnp.split(total, ends, -2),
+            jnp.split(missing, ends, -2),
+            strict=True,
+        ):
+            lost[at] = _from_rows(of_lost, partitions[at], xs[at].shape)
+            sums[at] = (
+                _from_rows(of_sum, partitions[at], xs[at].shape)
+                if whole
+                else _from_lanes(of_sum[None], partitions[at].local_shape)[0]
+            )
+    return Sent(sums, lost)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Way:
+    """How ``[shards, rows, 128]``, with rows for each shard, are summed.
+
+    Attributes:
+      tiers, shards, groups, key: as for ``sum_in_few_bits``.
+    """
+
+    tiers: Sequence[Tier]
+    shards: Shards
+    groups: GroupAssignment | None
+    key: jax.Array | None
+
+    @property
+    def _of_tiers(self) -> list[tuple[Tier, Shards]]:
+        """Each tier with its shards."""
+        found = []
+        for tier in self.tiers:
+            axes = tier.axes or self.shards.axes
+            own = dataclasses.replace(
+                self.shards,
+                number=self._size(axes),
+                axes=axes,
+                torus_factors=self.shards.torus_factors if axes == self.shards.axes else (),
+            )
+            found.append((tier, own))
+        return found
+
+    def _size(self, axes: tuple[str, ...]) -> int:
+        if axes == self.shards.axes:
+            return self.shards.number
+        return math.prod(lax.axis_size(axis) for axis in axes)
+
+    def scatter(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """``[rows, 128]``: the sum of this shard's rows; and what of ``x`` was not sent."""
+        ways, lost = self._of_tiers, jnp.zeros_like(x)
+        sizes = [size_of_group(self.groups, own.number) for _, own in reversed(ways)]
+        x = x.reshape(*sizes, *x.shape[1:])
+        for nth, (tier, own) in enumerate(ways):
+            # Those of the tiers that are left, of which this one is the last.
+            x = jnp.moveaxis(x, len(sizes) - 1 - nth, 0)
+            x, missing = self._scattered(x, tier, own, nth)
+            if tier.feeds_back and missing is not None:
+                lost += self._spread(jnp.moveaxis(missing, 0, -3), ways[:nth])
+        return x, lost
+
+    def _scattered(
+        self, x: jax.Array, tier: Tier, own: Shards, nth: int
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The sum of this shard's of ``[shards, …]`` over a tier; and what was not sent."""
+        codec = tier.wire
+        if not isinstance(codec, Codec):
+            sent = x if codec is None else x.astype(codec)
+            return send_scattered(sent, 0, own, self.groups)[0].astype(x.dtype), None
+        coded = codec.encode(x, self._key_of(nth))
+        read = functools.partial(codec.decode, rows=x.shape[-2])
+        total = read(exchange(coded, 0, own, self.groups)[:, 0]).sum(0)
+        return total.astype(x.dtype), x - read(coded).astype(x.dtype)
+
+    def gather(self, part: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """``[shards, rows, 128]``: those of all shards, and what of this one's was not sent."""
+        x, ways, kept = part, self._of_tiers, jnp.zeros_like(part)
+        for nth, (tier, own) in reversed(list(enumerate(ways))):
+            codec = tier.wire
+            if not isinstance(codec, Codec):
+                sent = (x if codec is None else x.astype(codec))[None]
+                x = send_gathered(sent, 0, own, self.groups).astype(part.dtype)
+            else:
+                coded = codec.encode(x, self._key_of(nth + len(ways)))
+                read = functools.partial(codec.decode, rows=x.shape[-2])
+                missing = x - read(coded).astype(x.dtype)
+                # The others along the outer tiers send the same.
+                kept += self._own_rows(missing, ways[nth + 1 :]) if tier.feeds_back else 0
+                x = read(gather_parts(coded[None], 0, own, self.groups)).astype(x.dtype)
+            # Major axes first: those of the outer tiers.
+            x = jnp.moveaxis(x, 0, -3)
+        return x.reshape(-1, *part.shape), kept
+
+    def _spread(self, missing: jax.Array, inner: Sequence[tuple[Tier, Shards]]) -> jax.Array:
+        """``[shards, rows, 128]``: zeros, but for what this shard has added up of inner tiers."""
+        for _, own in reversed(inner):
+            is_own = jnp.arange(own.number) == own.index()
+            missing = jnp.where(is_own[:, None, None], missing[..., None, :, :], 0)
+        return missing.reshape(-1, *missing.shape[-2:])
+
+    @staticmethod
+    def _own_rows(x: jax.Array, outer: Sequence[tuple[Tier, Shards]]) -> jax.Array:
+        """``[rows, 128]``: this shard's of those of the outer tiers."""
+        for _, own in reversed(outer):
+            x = lax.dynamic_index_in_dim(x, own.index(), 0, keepdims=False)
+        return x
+
+    def _key_of(self, nth: int) -> jax.Array | None:
+        return None if self.key is None else jax.random.fold_in(self.key, nth)
+
+
+def _as_rows(x: jax.Array, partition: Partition, number: int) -> jax.Array:
+    """``[shards, rows, 128]``: the slice of each shard, or as many elements for each."""
+    if partition.number == 1:
+        flat = x if x.size % (number * LANES) == 0 else jnp.ravel(x)
+        filled = flat if flat is x else jnp.pad(flat, (0, -flat.size % (number * LANES)))
+        return filled.reshape(number, -1, LANES)
+    if partition.axis:
+        return _in_lanes(jnp.stack(jnp.split(x, number, partition.axis)))
+    return _in_lanes(partition.pack(x).reshape(number, *partition.local_shape))
+
+
+def _from_rows(rows: jax.Array, partition: Partition, shape: tuple[int, ...]) -> jax.Array:
+    """The inverse of ``_as_rows``."""
+    size = math.prod(shape)
+    if partition.number == 1:
+        return rows.reshape(shape) if rows.size == size else rows.ravel()[:size].reshape(shape)
+    slices = _from_lanes(rows, partition.local_shape)
+    if partition.axis:
+        return jnp.concatenate(list(slices), partition.axis)
+    return partition.unpack(slices.reshape(-1, *partition.local_shape[1:]))
+
+
+def _in_lanes(x: jax.Array) -> jax.Array:
+    """``[shards, rows, 128]``: the elements of each of ``[shards, …]``, filled up."""
+    if math.prod(x.shape[1:]) % LANES:
+        x = x.reshape(len(x), -1)
+        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % LANES)))
+    return x.reshape(len(x), -1, LANES)
+
+
+def _from_lanes(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """``[shards, …]``: the inverse of ``_in_lanes``."""
+    size = math.prod(shape)
+    if rows[0].size != size:
+        rows = rows.reshape(len(rows), -1)[:, :size]
+    return rows.reshape(len(rows), *shape)

@@ -1,0 +1,424 @@
+"""Few bits: what is sent and what is held back are the exact sum; bytes, tiers, other shards."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import crossshard
+from crossshard import Checkpoints, CrossShardOptimizer, make_train_step
+from crossshard.collectives.codec import DTYPES, LANES, Codec
+from crossshard.errors import ArgumentError, ArgumentTypeError, AxisError
+from crossshard.pipeline import Quantized
+from tests.pipeline.ways import trained
+from tests.quick import deep_but
+from tests.reference.pipeline_model import FEW_BITS, each_row, to_few_bits
+from tests.step.common import sgd_step
+
+N, STEPS = 8, 3
+RNG = np.random.default_rng(0)
+# Split along the first axis, along another, not at all since it is small, and padded.
+SHAPES = {"w": (64, 40), "layers": (3, 256, 256), "b": (40,), "odd": (37, 111)}
+PARAMS = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+# The gradient of each shard, times a power of two that differs between shards.
+SIZE = np.float32(2.0) ** RNG.integers(-3, 3, size=N)
+G = {
+    name: (RNG.normal(size=(STEPS, N, *shape)) * SIZE.reshape(N, *[1] * len(shape))).astype("f4")
+    for name, shape in SHAPES.items()
+}
+EXACT = {name: np.float64(g).sum((0, 1)) for name, g in G.items()}
+LARGE = ("w", "layers", "odd")
+
+
+# How many numbers there are up to the largest.
+UNITS = {"int8": 127, "int4": 7, "float8_e4m3fn": 14}
+
+
+def loss_fn(params: Any, batch: Any) -> jax.Array:
+    return sum((params[name] * batch[name].mean(0)).sum() for name in params)
+
+
+def batch_of(step: int, number: int = N) -> dict[str, np.ndarray]:
+    """A row for each of 8 shards, or the means of as many as a shard gets."""
+    rows = {name: g[step] for name, g in G.items()}
+    return {n: x.reshape(number, N // number, *x.shape[1:]).mean(1) for n, x in rows.items()}
+
+
+def residual_of(step: Any, state: Any) -> dict[str, np.ndarray]:
+    """float64: what all shards hold back together."""
+    held = jax.device_get(step.unshard(state)).opt_state.aggregate.residual
+    return {name: np.float64(x).sum(0) for name, x in held.items()}
+
+
+def one_unit(x: np.ndarray, terms: int) -> np.ndarray:
+    """A unit in the last place of float32 for each addition of numbers as large as this."""
+    return terms * np.float64(np.spacing(np.float32(np.abs(x).max())))
+
+
+# The codec, by itself.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_are_those_of_numpy_and_what_is_lost_is_exact(dtype: str):
+    x = np.float32(RNG.normal(size=(4, 256, LANES)) * 10.0 ** RNG.integers(-6, 6, size=(4, 1, 1)))
+    x[0, 1] = 0
+    codec = Codec(dtype)
+    coded = codec.encode(x)
+    assert coded.dtype == jnp.uint8
+    bits, block = FEW_BITS[dtype]
+    assert coded.nbytes == x.size * bits / 8 + 2 * x.size / block
+    got = np.asarray(codec.decode(coded, 256))
+    np.testing.assert_array_equal(got, np.stack([to_few_bits(np.float64(row), dtype) for row in x]))
+    assert np.all(np.float64(x) - np.float64(got) == np.float64(x - got))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_stochastic_rounding_keeps_the_mean(dtype: str):
+    x = jnp.float32(RNG.normal(size=(2, LANES)))
+    codec = Codec(dtype, stochastic=True)
+    read = jax.vmap(lambda key: codec.decode(codec.encode(x, key), 2))
+    many = np.float64(read(jax.random.split(jax.random.key(0), 4000)))
+    # The numbers of float8 next to the largest, 448, are 32 apart.
+    unit = np.abs(x).max() / UNITS[dtype]
+    assert np.all(np.abs(many - x).max(0) <= 1.01 * unit)
+    # Of 4,000 draws the mean of a number between two neighbours.
+    assert np.abs(many.mean(0) - x).max() < 5 * 0.5 * unit / np.sqrt(4000)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_does_not_become_so(bad: float):
+    x = np.ones((2, LANES), np.float32)
+    x[0, 3] = bad
+    for dtype in DTYPES:
+        got = np.asarray(Codec(dtype).decode(Codec(dtype).encode(x), 2))
+        assert not np.isfinite(got[0, 3])
+        np.testing.assert_allclose(got[1], 1, rtol=0.01)
+
+
+# The sum.
+
+
+HOW = {
+    "replicated": {"weight_update": "replicated"},
+    "sharded": {"weight_update": "sharded"},
+    "in parts": {"params": "sharded"},
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(
+    "wire",
+    deep_but(
+        ("int8", "int4"),
+        [*DTYPES, Quantized("int4", "stochastic"), Quantized("float8_e4m3fn", "stochastic")],
+    ),
+    ids=str,
+)
+@pytest.mark.parametrize("reduction", deep_but(("mean",), ["mean", "sum"]))
+def test_what_is_sent_and_what_is_held_back_are_the_sum(how: str, wire: Any, reduction: str):
+    opt = CrossShardOptimizer(optax.sgd(1.0), reduction)
+    step = make_train_step(loss_fn, opt, num_shards=N, reduce_dtype=wire, **HOW[how])
+    state = step.init(PARAMS)
+    for t in range(STEPS):
+        state, _ = step(state, batch_of(t))
+    held, params = residual_of(step, state), jax.device_get(step.model(state))
+    divisor = N if reduction == "mean" else 1
+    for name, exact in EXACT.items():
+        sent = -np.float64(params[name])
+        allowed = one_unit(exact / divisor, STEPS * 4)
+        np.testing.assert_allclose(sent + held[name], exact / divisor, rtol=0, atol=allowed)
+        if name in LARGE:
+            # Not because nothing was rounded.
+            assert np.abs(sent - exact / divisor).max() > 100 * allowed
+        else:
+            assert not held[name].any()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize(
+    "way", deep_but(("update, types", "vmap"), ["update, types", "update, no types", "vmap"])
+)
+def test_the_first_sum_is_that_of_numpy(way: str, dtype: str):
+    opt = CrossShardOptimizer(optax.sgd(1.0), reduce_dtype=dtype)
+    g = {name: x[0][:, None] for name, x in G.items()}
+    ((params, _),) = trained(way, opt, loss_fn, PARAMS, [g], number=N)
+    for name in LARGE:
+        total = sum(each_row(np.float64(x) / N, N, dtype, split=False) for x in G[name][0])
+        # Every shard gets it whole, so it is written once more.
+        want = each_row(total, N, dtype, split=False)
+        got = -np.float64(params[name])
+        # A sum in the middle between two numbers may fall on either, and so may a scale.
+        off = np.abs(got - want)
+        assert (off <= 1e-6 * np.abs(want).max()).mean() > 0.95
+        assert off.max() <= 1.1 * np.abs(total).max() / UNITS[dtype]
+        for shard in range(N):
+            np.testing.assert_array_equal(got[shard], got[0])
+
+
+@pytest.mark.parametrize("way", deep_but(("vmap",), ["vmap", "update, types", "step, sharded"]))
+def test_groups_hold_back_for_themselves(way: str):
+    groups = [[0, 3, 5, 6], [1, 2, 4, 7]]
+    opt = CrossShardOptimizer(optax.sgd(1.0), reduce_dtype="int8", group_assignment=groups)
+    g = {name: x[0][:, None] for name, x in G.items()}
+    ((params, _),) = trained(way, opt, loss_fn, PARAMS, [g], number=N)
+    for name, members in itertools.product(LARGE, groups):
+        exact = np.float64(G[name][0][members]).mean(0)
+        for shard in members:
+            off = np.abs(-np.float64(params[name][shard]) - exact).max()
+            assert 1e-6 < off / np.abs(G[name][0][members]).max() < 3 / 254
+            np.testing.assert_array_equal(params[name][shard], params[name][members[0]])
+
+
+def test_without_error_feedback_nothing_is_kept_and_the_error_stays():
+    off = {}
+    for feeds_back in (True, False):
+        wire = Quantized("int4", error_feedback=feeds_back)
+        step = sgd_step(loss_fn, 1.0, N, reduce_dtype=wire)
+        state = step.init(PARAMS)
+        for _ in range(10):
+            state, _ = step(state, batch_of(0))
+        assert bool(jax.tree.leaves(state.opt_state.aggregate)) is feeds_back
+        error = -np.float64(jax.device_get(state.params["w"])) - 10 * np.float64(G["w"][0]).mean(0)
+        off[feeds_back] = np.abs(error).max()
+    # The same error in each of ten steps, or in the last one.
+    assert off[False] > 5 * off[True]
+
+
+def test_one_shard_sends_nothing_and_rounds_nothing():
+    step = sgd_step(loss_fn, 1.0, 1, reduce_dtype="int4")
+    state, _ = step(step.init(PARAMS), batch_of(0, 1))
+    for name, x in jax.device_get(state.params).items():
+        np.testing.assert_array_equal(x, -batch_of(0, 1)[name][0])
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(("dtype", "most"), [("int8", 0.27), ("int4", 0.14)])
+def test_the_bytes_with_the_scales(how: str, dtype: str, most: float):
+    params = {"w": np.zeros((256, 512), np.float32), "b": np.zeros(512, np.float32)}
+    loss = lambda p, x: ((jnp.tanh(x @ p["w"] + p["b"])) ** 2).mean()
+    rows = np.zeros((N, 256), np.float32)
+
+    def sent(**options: Any) -> float:
+        step = make_train_step(loss, optax.adam(1e-3), num_shards=N, **HOW[how], **options)
+        return crossshard.inspect(step.lower(step.init(params), rows), params).bytes_sent
+
+    options = {"reduce_dtype": dtype} | ({"gather_dtype": dtype} if how == "in parts" else {})
+    share = sent(**options) / sent()
+    # With a sharded update parameters that are whole are gathered as they are.
+    assert share <= (0.5 + most / 2 if how == "sharded" else most)
+    assert share > {"int8": 0.25, "int4": 0.125}[dtype]
+
+
+# Tiers.
+
+
+MESH = jax.make_mesh((2, 4), ("host", "chip"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+@pytest.mark.parametrize("how", deep_but(("replicated", "sharded"), HOW))
+@pytest.mark.parametrize(
+    "wires",
+    deep_but(
+        lambda x: x == {"host": "int4", "chip": "int8"},
+        [{"host": "int8"}, {"chip": "int8"}, {"host": "int4", "chip": "int8"}],
+    ),
+    ids=str,
+)
+def test_tiers_lose_nothing_either(how: str, wires: Any):
+    step = make_train_step(loss_fn, optax.sgd(1.0), mesh=MESH, reduce_dtype=wires, **HOW[how])
+    state = step.init(PARAMS)
+    for t in range(STEPS):
+        state, _ = step(state, batch_of(t))
+    held, params = residual_of(step, state), jax.device_get(step.model(state))
+    for name, exact in EXACT.items():
+        allowed = one_unit(exact / N, STEPS * 8)
+        sent = -np.float64(params[name])
+        np.testing.assert_allclose(sent + held[name], exact / N, rtol=0, atol=allowed)
+        assert name not in LARGE or np.abs(sent - exact / N).max() > 100 * allowed
+
+
+def test_each_tier_sends_in_its_own_way():
+    params = {"w": np.zeros((256, 512), np.float32)}
+    loss = lambda p, x: (jnp.tanh(x @ p["w"]) ** 2).mean()
+
+    def along(wires: Any) -> dict[tuple[str, ...], float]:
+        step = make_train_step(
+            loss, optax.sgd(1.0), mesh=MESH, reduce_dtype=wires, weight_update="replicated"
+        )
+        lowered = step.lower(step.init(params), np.zeros((N, 256), np.float32))
+        found: dict[tuple[str, ...], float] = {}
+        for each in crossshard.inspect(lowered, params).collectives:
+            found[each.axes] = found.get(each.axes, 0) + each.bytes_sent
+        return found
+
+    size = params["w"].nbytes
+    # Inside 3/4 of it, twice; across 1/2 of the quarter that a chip is left with.
+    found = along({"host": "int8"})
+    assert found["chip",] == pytest.approx(2 * 3 / 4 * size, rel=0.01)
+    assert found["host",] == pytest.approx(2 * 1 / 2 * size / 4 * 0.254, rel=0.01)
+    found = along({"host": "bfloat16", "chip": "int8"})
+    assert found["chip",] == pytest.approx(2 * 3 / 4 * size * 0.254, rel=0.01)
+    assert found["host",] == pytest.approx(2 * 1 / 2 * size / 4 / 2, rel=0.01)
+
+
+@pytest.mark.parametrize("how", deep_but(("sharded",), HOW))
+def test_arrays_that_are_split_over_a_model_axis(how: str):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    params = {
+        name: jax.device_put(x, NamedSharding(mesh, P(*[None] * (x.ndim - 1), "model")))
+        for name, x in PARAMS.items()
+        if name != "odd"
+    }
+    options: Any = {"mesh": mesh, "axis_name": "data", "reduce_dtype": "int4", **HOW[how]}
+    step = make_train_step(loss_fn, optax.sgd(1.0), **options)
+    state = step.init(params)
+    for t in range(STEPS):
+        state, _ = step(state, batch_of(t, 4))
+    held, after = residual_of(step, state), jax.device_get(step.model(state))
+    for name in params:
+        exact = EXACT[name] / N
+        sent = -np.float64(after[name])
+        np.testing.assert_allclose(
+            sent + held[name], exact, rtol=0, atol=one_unit(exact, STEPS * 4)
+        )
+
+
+# On other shards.
+
+
+@pytest.mark.parametrize("way", deep_but(("reshard",), ["reshard", "checkpoints"]))
+@pytest.mark.parametrize("how", deep_but(("sharded",), HOW))
+def test_what_is_held_back_stays_on_other_shards(tmp_path: Path, way: str, how: str):
+    steps = {
+        number: sgd_step(loss_fn, 1.0, number, reduce_dtype="int4", **HOW[how])
+        for number in (8, 2, 4)
+    }
+    before, state, rows = None, None, itertools.count()
+    for number, step in steps.items():
+        if before is None:
+            state = step.init(PARAMS)
+        else:
+            held = residual_of(before, state)
+            if way == "reshard":
+                state = step.reshard(before.unshard(state))
+            else:
+                with Checkpoints(tmp_path / str(number), before) as saved:
+                    saved.save(state)
+                with Checkpoints(tmp_path / str(number), step) as saved:
+                    state, _ = saved.restore_latest(step.init(PARAMS))
+            for name, x in residual_of(step, state).items():
+                np.testing.assert_allclose(
+                    x, held[name], rtol=0, atol=one_unit(held[name] + 1e-30, 8)
+                )
+            assert np.abs(held["w"]).max() > 0.01
+        state, _ = step(state, batch_of(next(rows), number))
+        before = step
+    held, params = residual_of(before, state), jax.device_get(before.model(state))
+    for name, exact in EXACT.items():
+        sent = -np.float64(params[name])
+        np.testing.assert_allclose(
+            sent + held[name], exact / N, rtol=0, atol=one_unit(exact / N, STEPS * 8)
+        )
+
+
+# What goes with it.
+
+
+def test_a_shard_that_is_left_out_leaves_nothing_behind():
+    options: Any = {"nonfinite": "quarantine", "reduce_dtype": "int4"}
+    step = sgd_step(loss_fn, 1.0, N, loss_over="shard", **options)
+    state, _ = step(step.init(PARAMS), batch_of(0))
+    held = residual_of(step, state)
+    bad = {name: x.copy() for name, x in batch_of(1).items()}
+    bad["w"][2, 0, 0] = np.nan
+    before = -np.float64(jax.device_get(state.params["w"]))
+    state, metrics = step(state, bad)
+    assert metrics["nonfinite"].shard == 2
+    after = residual_of(step, state)
+    good = [shard for shard in range(N) if shard != 2]
+    # Weights are one for each row, and sums are divided by their total after that.
+    total, sent = np.float64(G["w"][1][good]).sum(0), -np.float64(jax.device_get(state.params["w"]))
+    np.testing.assert_allclose(
+        (sent - before) * 7 + after["w"], total + held["w"], rtol=0, atol=one_unit(total, 64)
+    )
+
+
+def test_a_skipped_step_leaves_what_is_held_back():
+    step = sgd_step(loss_fn, 1.0, N, nonfinite="skip", reduce_dtype="int8")
+    state, _ = step(step.init(PARAMS), batch_of(0))
+    held = jax.device_get(state.opt_state.aggregate)
+    bad = {name: np.full_like(x, np.inf) for name, x in batch_of(1).items()}
+    state, metrics = step(state, bad)
+    assert metrics["skipped"]
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.opt_state.aggregate), held)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_loss_sees_parameters_as_they_are_gathered(dtype: str):
+    weights = {"w": np.float32(RNG.normal(size=(64, 40)))}
+    loss = lambda p, x: (p["w"] ** 2).sum() / 2 + 0 * x.sum()
+    step = make_train_step(
+        loss, optax.sgd(1.0), num_shards=N, params="sharded", gather_dtype=dtype, loss_over="shard"
+    )
+    state, _ = step(step.init(weights), np.zeros((N, 1), np.float32))
+    # The gradient is what the loss sees, and the parameters themselves are not rounded.
+    want = np.float64(weights["w"]) - each_row(np.float64(weights["w"]), N, dtype, split=True)
+    got = np.float64(jax.device_get(state.params["w"]))
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no such dtype": ({"reduce_dtype": "int16"}, ArgumentError, "int8, int4, float8_e4m3fn"),
+    "of no such axis": (
+        {"reduce_dtype": {"hots": "int8"}, "mesh": MESH},
+        AxisError,
+        "'hots', and the shard axes are 'host', 'chip'",
+    ),
+    "no axes": ({"reduce_dtype": {}}, ArgumentError, "names of shard axes"),
+    "two ways": (
+        {"reduce_dtype": {"host": "bfloat17"}, "mesh": MESH},
+        ArgumentError,
+        "reduce_dtype must be bfloat16",
+    ),
+    "whole parameters": ({"gather_dtype": "int8"}, ArgumentError, "params='sharded'"),
+    "a loss over the batch": (
+        {"reduce_dtype": "int8", "loss_over": "batch"},
+        ArgumentError,
+        "from each shard's own",
+    ),
+    "gathered by XLA": (
+        {"gather_dtype": "int8", "params": "sharded", "loss_over": "batch"},
+        ArgumentError,
+        "written in blocks by each shard",
+    ),
+    "no aggregator": ({"aggregator": optax.sgd(1.0)}, ArgumentTypeError, "Aggregator"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name: str):
+    options, kind, text = REFUSED[name]
+    where = {} if "mesh" in options else {"num_shards": N}
+    with pytest.raises(kind, match=text):
+        make_train_step(loss_fn, optax.sgd(1.0), **where, **options)
+
+
+def test_groups_have_one_tier():
+    opt = CrossShardOptimizer(optax.sgd(1.0), group_assignment=[[0, 1, 2, 3], [4, 5, 6, 7]])
+    with pytest.raises(ArgumentError, match="Pass one dtype"):
+        make_train_step(loss_fn, opt, mesh=MESH, reduce_dtype={"host": "int8"})
+
+
+def test_a_quantized_of_nothing_known():
+    for given in ({"dtype": "bfloat16"}, {"dtype": "int8", "rounding": "up"}):
+        with pytest.raises(ArgumentError):
+            Quantized(**given)
+    with pytest.raises(ArgumentTypeError):
+        Quantized("int8", error_feedback="yes")

@@ -1,0 +1,141 @@
+"""Aggregators of one's own, from outside: top-k, in each way in, and what is refused."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import crossshard
+from crossshard import CrossShardOptimizer, make_train_step
+from crossshard.errors import ArgumentError, ArgumentTypeError, IncomingError
+from crossshard.pipeline import Aggregator
+from examples.top_k import TopK
+from tests.pipeline.ways import WAYS, trained
+from tests.quick import deep_but
+from tests.reference.pipeline_model import to_bfloat16
+from tests.step.common import sgd_step
+
+N, STEPS, PART = 4, 4, 0.05
+RNG = np.random.default_rng(0)
+PARAMS = {"w": np.zeros((40, 32), np.float32), "b": np.zeros(32, np.float32)}
+G = {
+    name: RNG.normal(size=(STEPS, N, 1, *x.shape)).astype(np.float32) for name, x in PARAMS.items()
+}
+GROUPS = [[0, 2], [1, 3]]
+
+
+def loss_fn(params: Any, batch: Any) -> jax.Array:
+    return sum((params[name] * batch[name].mean(0)).sum() for name in params)
+
+
+def expected(members: list[int], divisor: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The parameters of some shards after plain SGD, and what each still holds: in numpy."""
+    params = {name: np.zeros(x.shape) for name, x in PARAMS.items()}
+    held = {name: np.zeros((N, *x.shape)) for name, x in PARAMS.items()}
+    for t in range(STEPS):
+        for name, total in params.items():
+            for shard in members:
+                x = (held[name][shard] + np.float64(G[name][t, shard, 0]) / divisor).ravel()
+                k = int(np.ceil(PART * x.size))
+                places = np.argsort(-np.abs(x), kind="stable")[:k]
+                sent = np.zeros_like(x)
+                sent[places] = to_bfloat16(x[places])
+                held[name][shard] = (x - sent).reshape(total.shape)
+                total -= sent.reshape(total.shape)
+    return params, held
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize(
+    "way",
+    deep_but(("update, types", "variables, minimize", "step, replicated", "step, sharded"), WAYS),
+)
+def test_top_k_in_each_way_in(way: str, grouped: bool):
+    opt = CrossShardOptimizer(
+        optax.sgd(1.0), aggregator=TopK(PART), group_assignment=GROUPS if grouped else None
+    )
+    batches = [{name: g[t] for name, g in G.items()} for t in range(STEPS)]
+    *_, (params, _) = trained(way, opt, loss_fn, PARAMS, batches, number=N)
+    for members in GROUPS if grouped else [[*range(N)]]:
+        want, _ = expected(members, len(members))
+        for name, shard in ((name, shard) for name in want for shard in members):
+            np.testing.assert_allclose(params[name][shard], want[name], rtol=0, atol=1e-6)
+
+
+def test_what_is_kept_is_each_shards_own_and_goes_to_other_shards():
+    step = sgd_step(loss_fn, 1.0, N, aggregator=TopK(PART))
+    state = step.init(PARAMS)
+    for t in range(STEPS):
+        state, _ = step(state, {name: g[t, :, 0] for name, g in G.items()})
+    _, held = expected([*range(N)], N)
+    for name, x in state.opt_state.aggregate.items():
+        np.testing.assert_allclose(x, held[name], rtol=0, atol=1e-6)
+    other = sgd_step(loss_fn, 1.0, 2, aggregator=TopK(PART))
+    moved = other.reshard(step.unshard(state)).opt_state.aggregate
+    for name, x in moved.items():
+        assert x.shape[0] == 2
+        np.testing.assert_allclose(np.float64(x).sum(0), held[name].sum(0), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", deep_but(("sharded",), ["replicated", "sharded", "in parts"]))
+def test_the_bytes_are_its_own(how: str):
+    options = {"params": "sharded"} if how == "in parts" else {"weight_update": how}
+    params = {"w": np.zeros((256, 512), np.float32)}
+    loss = lambda p, x: (jnp.tanh(x @ p["w"]) ** 2).mean()
+    step = make_train_step(loss, optax.adam(1e-3), num_shards=8, aggregator=TopK(0.01), **options)
+    report = crossshard.inspect(step.lower(step.init(params), np.zeros((8, 256), np.float32)))
+    # Of all eight, a hundredth of the elements, 6 bytes each; and parameters that are gathered.
+    few = 7 * 0.01 * params["w"].size * 6
+    gathered = 0 if how == "replicated" else 7 / 8 * params["w"].nbytes
+    assert report.bytes_sent == pytest.approx(few + gathered, rel=0.02)
+
+
+def test_it_trains_as_the_plain_mean_does():
+    x = RNG.normal(size=(64, 40)).astype(np.float32)
+    y = np.tanh(x @ RNG.normal(size=(40, 32)).astype(np.float32))
+    loss = lambda p, batch: ((batch[0] @ p["w"] + p["b"] - batch[1]) ** 2).mean()
+    ends = []
+    for aggregator in (None, TopK(0.2)):
+        step = sgd_step(loss, 1.0, N, aggregator=aggregator)
+        state = step.init(PARAMS)
+        for _ in range(200):
+            state, metrics = step(state, (x, y))
+        ends.append(float(metrics["loss"]))
+    assert ends[1] < 1.05 * ends[0]
+
+
+class Twice(Aggregator):
+    """Not what a mean is."""
+
+    def sum(self, values: Any, state: Any, peers: Any) -> Any:
+        return jax.tree.map(lambda x: 2 * peers.sum(x), values), state
+
+
+def test_verify_sees_what_an_aggregator_does():
+    step = sgd_step(loss_fn, 1.0, N, aggregator=Twice())
+    batch = {name: g[0, :, 0] for name, g in G.items()}
+    found = crossshard.verify(step, PARAMS, batch)
+    assert not found.ok
+    assert "2.000" in str(found)
+
+
+def test_what_is_refused():
+    make = lambda **options: make_train_step(loss_fn, optax.sgd(1.0), num_shards=N, **options)
+    with pytest.raises(ArgumentTypeError, match=r"got the class Twice\. Call it"):
+        make(aggregator=Twice)
+    with pytest.raises(ArgumentTypeError, match=r"Aggregator, whose sum\(values, state, peers\)"):
+        make(aggregator=lambda x: x)
+    with pytest.raises(ArgumentError, match="Leave one of them out"):
+        make(aggregator=Twice(), reduce_dtype="bfloat16")
+    with pytest.raises(ArgumentError, match="from each shard's own"):
+        make(aggregator=Twice(), loss_over="batch")
+
+
+def test_gradients_that_are_summed_already_are_refused():
+    opt = CrossShardOptimizer(optax.sgd(1.0), aggregator=Twice(), incoming="summed")
+    step = lambda g: opt.update(g, opt.init(g))[0]
+    with pytest.raises(IncomingError, match="aggregator sums each shard's local gradient"):
+        jax.vmap(step, axis_name="shards")(jnp.ones(N))
