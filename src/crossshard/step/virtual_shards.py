@@ -80,7 +80,7 @@ def check_virtual_shards(
         ),
         (
             pipeline.aggregator is not None,
-            f"The gradients would be summed {pipeline.sums_by.describe()}, from what each shard has",
+            f"The gradients would be summed {pipeline.sums_by.describe()}, of what each shard has",
             "Leave aggregator and reduce_dtype out.",
         ),
         (
