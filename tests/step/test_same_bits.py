@@ -15,6 +15,7 @@ from flax import nnx
 
 import crossshard
 from crossshard.errors import ArgumentError, ArgumentTypeError, AxisError, WeightUpdateError
+from crossshard.tools.planning.topology import topology
 from tests.quick import deep_but
 
 ROWS = 24
@@ -176,6 +177,26 @@ def test_bytes_are_those_of_an_all_reduce_times_the_odd_part(shards: int, virtua
     assert len(re.findall(r" all-to-all(?:-start)?\(", text)) == 1
     assert len(re.findall(r" all-gather(?:-start)?\(", text)) == 1
     assert not re.search(r" (all-reduce|reduce-scatter)(-start)?\(", text)
+
+
+@pytest.mark.deep
+def test_tpus_exchange_slices_and_sum_nothing_large():
+    pytest.importorskip("libtpu")
+    mesh = topology("v5e:2x4").mesh({"shards": 8})
+    step = crossshard.make_train_step(
+        loss_fn, optax.adam(0.1), mesh=mesh, virtual_shards=16, weight_update="replicated"
+    )
+    params = {
+        "a": jax.ShapeDtypeStruct((64, 4096), "float32"),
+        "b": jax.ShapeDtypeStruct((4096,), "float32"),
+    }
+    rows = {
+        "x": jax.ShapeDtypeStruct((64, 64), "float32"),
+        "y": jax.ShapeDtypeStruct((64,), "float32"),
+    }
+    lowered = step.lower(step.abstract_init(params), rows)
+    assert crossshard.inspect(lowered).ratio == pytest.approx(1, rel=0.05)
+    assert re.search(r" all-to-all(-start)?\(", lowered.compile().as_text())
 
 
 def test_it_is_described():

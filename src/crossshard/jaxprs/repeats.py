@@ -83,7 +83,9 @@ class _Merged:
         if key is not None and key in self._known:
             return self._known[key]
         outputs = [_jax.variable_like(out) for out in equation.outvars]
-        new = _jax.with_jaxprs(equation.replace(outvars=outputs), without_repeats)
+        new = equation.replace(outvars=outputs)
+        if _jax.control_flow(equation) is not None:
+            new = _jax.with_jaxprs(new, without_repeats)
         self.equations.append(new)
         if key is not None:
             self._known[key] = outputs
