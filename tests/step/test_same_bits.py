@@ -218,10 +218,12 @@ def test_a_run_that_is_moved_ends_with_the_bits_of_one_that_is_not(name: str, tm
         folder = tmp_path / "-".join(map(str, numbers))
         for seed, number in enumerate(numbers):
             step = make(num_shards=number)
-            checkpoints = crossshard.Checkpoints(folder, step)
-            state = checkpoints.restore_latest(step.init(params_of()))
-            state, _ = step(state, batch_of(seed))
-            checkpoints.save(state, wait=True)
+            with crossshard.Checkpoints(folder, step) as checkpoints:
+                state = step.init(params_of())
+                restored = checkpoints.restore_latest(state)
+                assert (restored is None) == (seed == 0)
+                state, _ = step(state if restored is None else restored[0], batch_of(seed))
+                checkpoints.save(state)
         found.append(sha(jax.device_get(step.unshard(state))))
     assert found[0] == found[1]
 
