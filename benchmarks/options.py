@@ -9,7 +9,16 @@ import tyro
 from crossshard.errors import ArgumentError
 
 Bench = Literal[
-    "update", "step", "processes", "accumulation", "ema", "parts", "dealt", "overhead", "import"
+    "update",
+    "step",
+    "processes",
+    "accumulation",
+    "same_bits",
+    "ema",
+    "parts",
+    "dealt",
+    "overhead",
+    "import",
 ]
 BENCHES: tuple[Bench, ...] = get_args(Bench)
 
@@ -31,6 +40,9 @@ class BenchOptions:
 
     accumulation: four microbatches and one update, against optax.MultiSteps in the step written by
     hand: time, and bytes sent.
+
+    same_bits: virtual shards, whose bits do not depend on the number of shards, against the plain
+    step, and against one in as small pieces: time, and bytes sent.
 
     ema: a moving average of the parameters, in parts and whole: time, and bytes of state.
 
@@ -88,6 +100,7 @@ _SHARDS: dict[Bench, tuple[int, ...]] = {
     "step": (1, 2, 4, 8),
     "processes": (2, 4),
     "accumulation": (2, 8),
+    "same_bits": (2, 8),
     "ema": (2, 8),
     "parts": (8,),
     "dealt": (8,),

@@ -63,6 +63,11 @@ _HEADS: dict[Bench, tuple[str, str]] = {
         "Four microbatches, one reduction or four, and one update with AdamW in float32. A step is "
         "all of it.",
     ),
+    "same_bits": (
+        "The same bits at any number of shards",
+        "The whole step with AdamW in float32, in eight virtual shards that are added in a fixed "
+        "order, or plain.",
+    ),
     "ema": (
         "A moving average of the parameters",
         "The whole step with AdamW in float32, then `ema = 0.999 · ema + 0.001 · params`: in parts "
@@ -143,6 +148,16 @@ a call for each, and only the last is waited for; every call runs the `pmean` of
 compiled programs; the lower bound is 2(N−1)/N of the bytes of the parameters. *Differs by*: the \
 largest difference from "ours, sharded" after the same steps, over the last element of every \
 array.""",
+    "same_bits": f"""\
+{_IN_TURN}
+
+{_PROBLEMS} With virtual shards each shard computes eight divided by the number of shards, one \
+after the other. *In microbatches* the plain step computes as many pieces, of as many rows.
+
+*MB sent* is what one shard sends in a step, read by `crossshard.inspect` from its compiled \
+program; the lower bound is 2(N−1)/N of the bytes of the parameters. *Ours ÷ this* is that of \
+"ours, sharded", the plain step. *Differs by*: the largest difference from the first row after the \
+same steps, over the last element of every array.""",
     "ema": f"""\
 {_IN_TURN}
 

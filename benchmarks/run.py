@@ -5,7 +5,18 @@ from collections.abc import Iterator
 import jax
 
 import crossshard
-from benchmarks import accumulation, dealt, ema, imports, overhead, parts, processes, step, update
+from benchmarks import (
+    accumulation,
+    dealt,
+    ema,
+    imports,
+    overhead,
+    parts,
+    processes,
+    same_bits,
+    step,
+    update,
+)
 from benchmarks.machine import this_machine
 from benchmarks.options import BenchOptions
 from benchmarks.progress import Screen
@@ -16,6 +27,7 @@ _MEASURE = {
     "step": step.measure,
     "processes": processes.measure,
     "accumulation": accumulation.measure,
+    "same_bits": same_bits.measure,
     "ema": ema.measure,
     "parts": parts.measure,
     "dealt": dealt.measure,

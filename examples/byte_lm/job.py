@@ -49,7 +49,7 @@ class Job:
     @functools.cached_property
     def lowered(self) -> jax.stages.Lowered:
         """The program of that step, which is compiled once for reports and for the run."""
-        parts = self.options.accumulate_steps
+        parts = self.options.pieces(self.shards)
         rows = self.processes.own_rows(self.step.mesh, next(self.batches()), parts)
         return self.step.lower(self.step.abstract_init(self.first_model), rows)
 
@@ -59,7 +59,7 @@ class Job:
             self.step,
             self.step.init(self.first_model),
             self.processes,
-            self.options.accumulate_steps,
+            self.options.pieces(self.shards),
             repairs=self.options.on_divergence == "repair",
         )
 
@@ -87,6 +87,7 @@ class Job:
             weight_update=options.weight_update,
             params=options.params,
             accumulate_steps=options.accumulate_steps,
+            virtual_shards=options.virtual_shards,
             metrics=options.metrics,
             reduce_dtype=self._wire,
             gather_dtype=options.gather_dtype,

@@ -67,6 +67,9 @@ class TrainOptions:
     accumulate_steps: int = 1
     """Microbatches of each shard in a step."""
 
+    virtual_shards: int | None = None
+    """Parts of the batch that are added in one order, whatever number of shards divides them."""
+
     wrt: str | None = None
     """Train only the parameters with such a name: 'blocks/*' for those of the blocks."""
 
@@ -153,15 +156,8 @@ class TrainOptions:
 
     def check(self) -> None:
         """Raise an ``ArgumentError`` for an impossible number."""
-        for name in (
-            "shards",
-            "accumulate_steps",
-            "steps",
-            "batch",
-            "context",
-            "save_every",
-            "workers",
-        ):
+        numbers = "shards", "accumulate_steps", "virtual_shards", "steps", "batch", "context"
+        for name in (*numbers, "save_every", "workers"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ArgumentError(f"{_flag(name)} must be at least 1; got {value}.")
@@ -189,6 +185,10 @@ class TrainOptions:
         if rate is not None and not (math.isfinite(rate) and rate > 0):
             raise ArgumentError(f"--learning-rate must be a number above 0; got {rate}.")
 
+    def pieces(self, shards: int) -> int:
+        """How many pieces each of this many shards cuts its rows into."""
+        return (self.virtual_shards or shards) // shards * self.accumulate_steps
+
     @property
     def sends_few_bits(self) -> bool:
         """Whether gradients are sent in few bits."""
@@ -208,16 +208,22 @@ class TrainOptions:
         """Rows of the global batch on this many shards.
 
         Raises:
-          ArgumentError: the batch does not divide by the shards and their microbatches.
+          ArgumentError: the batch does not divide by the shards and their microbatches, or the
+            shards do not divide the virtual ones.
         """
-        parts = shards * self.accumulate_steps
+        virtual = self.virtual_shards or shards
+        if virtual % shards:
+            raise ArgumentError(
+                f"--virtual-shards {virtual} must be a multiple of {shards} shards."
+            )
+        parts = virtual * self.accumulate_steps
         if self.batch is None:
             return math.ceil(DEFAULT_BATCH / parts) * parts
         # crossshard refuses it too, but not where each process cuts out its own rows.
         if self.batch % parts and not self.weight:
             near = max(1, self.batch // parts) * parts
             raise ArgumentError(
-                f"A batch of {self.batch} rows does not divide evenly by {shards} shards with "
+                f"A batch of {self.batch} rows does not divide evenly by {virtual} shards with "
                 f"--accumulate-steps {self.accumulate_steps}. Pass --batch {near}, or --weight."
             )
         return self.batch

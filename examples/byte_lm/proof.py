@@ -66,7 +66,8 @@ def compare(
     parts: Any = nnx.split(job.first_model, options.trains, ...)
     graph, first, frozen = parts
     # SUM adds up the shards' losses, each a mean over an equal part of the rows.
-    factor = job.shards if options.reduction == "sum" else 1
+    parts = options.virtual_shards or job.shards
+    factor = parts if options.reduction == "sum" else 1
     transformation = optax.with_extra_args_support(job.inner.transformation)
 
     def cost(params: Any, batch: Batch) -> jax.Array:
@@ -109,7 +110,7 @@ def verify(job: Job) -> crossshard.tools.Verification | None:
     """The step of the run with plain SGD on all shards and on one; ``None`` if there is one."""
     if job.shards == 1:
         return None
-    parts = job.shards * job.options.accumulate_steps
+    parts = job.shards * job.options.pieces(job.shards)
     batch = {name: filled(rows, parts) for name, rows in next(job.batches()).items()}
     return crossshard.verify(job.step, job.first_model, batch)
 

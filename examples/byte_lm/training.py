@@ -28,7 +28,7 @@ class Training:
       step: the step.
       state: the state after the last step.
       processes: those that train together.
-      accumulate_steps: the microbatches of each shard.
+      pieces: how many pieces each shard cuts its rows into.
       repairs: whether copies that differ are repaired.
       differs: the step count at which copies were found to differ and were not repaired.
     """
@@ -36,7 +36,7 @@ class Training:
     step: TrainStep
     state: TrainState
     processes: Processes = ALONE
-    accumulate_steps: int = 1
+    pieces: int = 1
     repairs: bool = False
     differs: int | None = None
 
@@ -48,7 +48,7 @@ class Training:
         Raises:
           NonfiniteError, DivergenceError: earlier steps have found too many faults.
         """
-        rows = self.own_rows(batch, self.accumulate_steps)
+        rows = self.own_rows(batch, self.pieces)
         with warnings.catch_warnings():
             # A line among the faults says it, two steps earlier.
             warnings.simplefilter("ignore", DivergenceWarning)

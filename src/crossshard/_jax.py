@@ -168,6 +168,42 @@ def control_flow(equation: Any) -> Call | Cond | While | Scan | None:
     return None
 
 
+def called(equation: Any) -> Any:
+    """The closed jaxpr that an equation only calls, and may be written out; else ``None``."""
+    call = control_flow(equation)
+    again = equation.primitive.name in ("checkpoint", "remat", "remat2")
+    return closed(call.jaxpr) if isinstance(call, Call) and not again else None
+
+
+def with_jaxprs(equation: Any, change: Callable[[Any], Any]) -> Any:
+    """An equation in whose parameters each closed jaxpr is changed."""
+
+    def one(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return type(value)(map(one, value)) if type(value) in (tuple, list) else value
+        if isinstance(value, _ClosedJaxpr):
+            return change(value)
+        if isinstance(value, _core.Jaxpr) and not value.constvars:
+            return change(closed(value)).jaxpr
+        return value
+
+    return equation.replace(params={name: one(x) for name, x in equation.params.items()})
+
+
+def broadcast_equation(atom: Any, shape: tuple[int, ...], like: Any) -> Any:
+    """An equation that broadcasts an atom to a shape, from where another equation is."""
+
+    def broadcast(x: Any) -> Any:
+        first = len(shape) - x.ndim
+        return jax.lax.broadcast_in_dim(x, shape, range(first, len(shape)))
+
+    (found,) = jax.make_jaxpr(broadcast)(
+        jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
+    ).eqns
+    outputs = [_core.Var(found.outvars[0].aval)]
+    return found.replace(invars=[atom], outvars=outputs, source_info=like.source_info)
+
+
 def without_unread(jaxpr: Any) -> Any:
     """A closed jaxpr without what none of its outputs is computed from, with the same inputs."""
     outputs = [True] * len(jaxpr.jaxpr.outvars)

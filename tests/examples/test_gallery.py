@@ -126,10 +126,13 @@ def quarantine(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
     return module.train("quarantine", optimizer, STEPS)[0], wanted
 
 
-CASES = {
-    each.__name__: each
-    for each in (batch_norm, clip, diloco, experts, language_model, lora, quarantine)
-}
+def same_bits(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
+    wanted = module.one_device(optimizer, STEPS)  # this is JAX and Optax alone
+    return module.train([8, 2], 8, optimizer, STEPS)[-1], wanted
+
+
+EVERY = (batch_norm, clip, diloco, experts, language_model, lora, quarantine, same_bits)
+CASES = {each.__name__: each for each in EVERY}
 
 
 @pytest.mark.parametrize("name", CASES)

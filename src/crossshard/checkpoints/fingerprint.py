@@ -79,6 +79,7 @@ def _options(pipeline: Pipeline, loss: ShardLoss) -> dict[str, str | None]:
         "weight": None if loss.weight is None else "on",
         "reduce_dtype": pipeline.reduce_dtype,
         "aggregator": None if pipeline.aggregator is None else pipeline.aggregator.describe(),
+        "virtual_shards": loss.virtual_shards,
         "loss_scale": pipeline.loss_scale,
         "nonfinite": None if pipeline.nonfinite is None else pipeline.nonfinite.action,
         "master_dtype": pipeline.master_dtype,

@@ -44,16 +44,16 @@ def bucketed_sum(
             return [total(first)]
         if partition.number == 1:
             flat = jnp.concatenate([_whole(x).ravel() for x, _ in bucket])
-            return _split_bucket(total(flat), bucket)
+            return split_bucket(total(flat), bucket)
         if not others and partition.fills_rows:
             return [_alone(partition, partition.pack(first), partition.local_shape, scatter)]
         rows = [each.pack(x).reshape(partition.number, -1) for x, each in bucket]
         width = sum(row.shape[1] for row in rows)
         padding = jnp.zeros((partition.number, partition.tile.padding(width)), first.dtype)
         columns = jnp.concatenate([*rows, padding], axis=1)
-        return _split_bucket(scatter(columns.reshape(-1, partition.tile.lanes), 0).ravel(), bucket)
+        return split_bucket(scatter(columns.reshape(-1, partition.tile.lanes), 0).ravel(), bucket)
 
-    return _by_bucket(xs, partitions, shards, move)
+    return by_bucket(xs, partitions, shards, move)
 
 
 def bucketed_gather(
@@ -83,7 +83,7 @@ def bucketed_gather(
             for (start, end), (_, each) in between
         ]
 
-    return _by_bucket(parts, partitions, shards, move)
+    return by_bucket(parts, partitions, shards, move)
 
 
 def _whole(x: jax.Array) -> jax.Array:
@@ -120,7 +120,7 @@ def _on_blocks(
     return run(list(xs))
 
 
-def _by_bucket(
+def by_bucket(
     xs: Sequence[jax.Array],
     partitions: Sequence[Partition],
     shards: Shards,
@@ -168,7 +168,7 @@ def _alone(
     return move(x, partition.axis)
 
 
-def _split_bucket(flat: jax.Array, bucket: Bucket) -> list[jax.Array]:
+def split_bucket(flat: jax.Array, bucket: Bucket) -> list[jax.Array]:
     """The arrays of a reduced or gathered bucket."""
     shapes = [partition.local_shape for _, partition in bucket]
     pieces = zip(_between(map(math.prod, shapes)), shapes, strict=True)

@@ -65,6 +65,8 @@ class Gradients:
       extra_status: the same for ``extra``.
       early: for each leaf of ``values`` whether the backward pass has weighed and summed it, and
         left this shard's slice; empty if none is. Such a leaf is ``SUMMED``.
+      weighed: before the aggregate: whether ``values``, ``extra`` and ``sums`` have been multiplied
+        by the weight.
       dtypes: the dtypes that the reduced ``extra`` and ``values`` are to have, leaf by leaf; stages
         may widen them on the way. After the aggregate, those of ``values``.
       divisor: after the aggregate: what the sums in ``values`` are to be divided by, if there are
@@ -84,6 +86,7 @@ class Gradients:
     status: Statuses = dataclasses.field(default=(), metadata={"static": True})
     extra_status: Statuses = dataclasses.field(default=(), metadata={"static": True})
     early: tuple[bool, ...] = dataclasses.field(default=(), metadata={"static": True})
+    weighed: bool = dataclasses.field(default=False, metadata={"static": True})
     dtypes: tuple[np.dtype, ...] = dataclasses.field(default=(), metadata={"static": True})
     divisor: int | None = dataclasses.field(default=None, metadata={"static": True})
 
@@ -130,6 +133,8 @@ class StageContext:
         sent. Empty if it reads all.
       examples: the number of examples that a weight of one stands for, as every shard's does if
         there are no weights; 1 if it is not known.
+      never: bool[], not set, which XLA does not know: the update is then compiled apart from what
+        is around it, so that its bits do not depend on that. ``None`` to leave that to XLA.
       skips_by_loop: whether an update that may be skipped runs in a loop of one turn, or none.
       apply_updates: whether the update returns updated parameters, rather than updates.
       over_batch: whether the gradient is of one loss of the whole batch, of which no shard has one
@@ -150,6 +155,7 @@ class StageContext:
     divisor: int = 1
     unread: tuple[bool, ...] = ()
     examples: int = 1
+    never: jax.Array | None = None
     skips_by_loop: bool = False
     apply_updates: bool = False
     over_batch: bool = False

@@ -87,7 +87,15 @@ def to_reduce(reduction: Any, aux: Any, weight: jax.Array | None) -> dict[str, A
     return {"aux": summands} if summands else {}
 
 
-def reduced(reduction: Any, aux: Any, gradients: Gradients, number: int, *, grouped: bool) -> Any:
+def reduced(
+    reduction: Any,
+    aux: Any,
+    gradients: Gradients,
+    number: int,
+    *,
+    grouped: bool,
+    stacked: bool = False,
+) -> Any:
     """One shard's ``aux`` with the reduced values, as the metrics store it.
 
     Args:
@@ -96,13 +104,14 @@ def reduced(reduction: Any, aux: Any, gradients: Gradients, number: int, *, grou
       gradients: the reduced gradients, with the sums of ``to_reduce``.
       number: the number of shards in a mean.
       grouped: whether each group has its own values.
+      stacked: whether ``aux`` is that of several virtual shards already.
     """
     totals = iter(gradients.sums.get("aux", ()))
 
     def one(leaf: Any, each: AuxReduction) -> jax.Array:
         if each is AuxReduction.PER_SHARD:
             # Stored as one of [shards, …].
-            return jnp.asarray(leaf)[None]
+            return jnp.asarray(leaf) if stacked else jnp.asarray(leaf)[None]
         dtype = jnp.result_type(leaf)
         if each is AuxReduction.SUM:
             total = next(totals).astype(dtype)

@@ -27,7 +27,8 @@ class BatchPlacer:
       axes: its shard axes.
       weight: the weight function; ``None`` if all shards count the same.
       of_batch: along which axes the arrays of a batch are split.
-      microbatches: the number of pieces of a shard's rows.
+      microbatches: the number of pieces of a shard's rows, or a virtual one's.
+      virtual_shards: how many virtual shards there are; ``None`` without them.
       takes_weight: whether the step could be given a weight, so that errors may speak of it.
     """
 
@@ -39,12 +40,17 @@ class BatchPlacer:
         of_batch: BatchAxes,
         microbatches: int = 1,
         *,
+        virtual_shards: int | None = None,
         takes_weight: bool = True,
     ):
         self._number = number_of_shards(mesh, axes)
         self._parts = own_parts(NamedSharding(mesh, PartitionSpec(axes)), self._number)
         # Rows are split over the shards, and a shard's rows into microbatches.
-        self._multiple = self._parts * microbatches
+        self._of_each = microbatches
+        self._is_virtual = virtual_shards is not None
+        self._multiple = (
+            self._parts * (virtual_shards or self._number) // self._number * microbatches
+        )
         self._mesh = mesh
         self._axes = axes
         self._of_batch = of_batch
@@ -177,8 +183,9 @@ class BatchPlacer:
 
     @property
     def _pieces(self) -> str:
-        number = self._multiple // self._parts
-        return f"{self._parts} shards" + (f" of {number} microbatches" if number > 1 else "")
+        number, kind = self._of_each, "virtual shards" if self._is_virtual else "shards"
+        of = f" of {number} microbatches" if number > 1 else ""
+        return f"{self._multiple // number} {kind}{of}"
 
     def _check_padding(self, path: Any, number: int, rows: Any, whole: Any) -> None:
         check_same_rows(rows, self._of_batch)

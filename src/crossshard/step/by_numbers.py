@@ -57,7 +57,7 @@ def check_by_numbers(
 
     def on_shard(state: TrainState, batch: Any) -> Any:
         before, (rows, whole) = layout.local(state), loss.split(batch)
-        half = max(1, loss.number_of_rows(batch) // loss.accumulate_steps // 2)
+        half = max(1, loss.number_of_rows(batch) // loss.pieces(shards.number) // 2)
         of = lambda part: loss.batch_axes.map(lambda x, axis: take_rows(x, axis, part), rows)
         one = of(slice(half))
         if len(together[0]) > 1:
@@ -118,7 +118,8 @@ def _of_batch(config: StepConfig, layout: StateLayout, state: TrainState, batch:
             weight = 1 if found.weight is None else found.weight
             return jnp.float32(found.loss), jnp.float32(weight)
 
-        losses, weights = lax.map(one, pieces_of(rows, loss.batch_axes, loss.accumulate_steps))
+        pieces = pieces_of(rows, loss.batch_axes, loss.pieces(shards.number))
+        losses, weights = lax.map(one, pieces)
         weighted = jnp.where(weights == 0, 0, losses * weights).sum()
         largest = jnp.where(weights == 0, 0, jnp.abs(losses)).max()
         sums = lax.psum((weighted, weights.sum()), shards.axes)

@@ -70,7 +70,7 @@ _KEPT = {
 def _over(function: StepFunction, shards: int) -> list[str]:
     """What the loss is in the rows of the batch, where each shard has its own."""
     loss = function.loss
-    if loss.is_over_batch or shards * loss.accumulate_steps == 1:
+    if loss.is_over_batch or shards * loss.pieces(shards) == 1:
         return []
     if loss.over is LossOver.SHARD:
         return ["loss: each shard's own, loss_over='shard'"]

@@ -23,6 +23,7 @@ from crossshard.optimizer.cross_shard_optimizer import (
     pipeline_of,
 )
 from crossshard.pipeline.aggregators.few_bits import FewBits, Quantized
+from crossshard.pipeline.aggregators.in_order import InOrder
 from crossshard.pipeline.options import Options, check_gather_dtype, check_names, check_options
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stages.weigh import check_weighable
@@ -42,6 +43,7 @@ from crossshard.step.rarely import check_outer, check_workers, with_workers
 from crossshard.step.shard_loss import ShardLoss
 from crossshard.step.step_function import StepFunction
 from crossshard.step.train_step import TrainStep
+from crossshard.step.virtual_shards import check_virtual_shards
 from crossshard.step.weight import check_weight
 
 
@@ -73,6 +75,10 @@ class StepOptions(Options, total=False):
       on_divergence: ``"raise"``: a later call raises a DivergenceError, which names the shard and
         the array. ``"repair"``: the copy that more than half of the shards have is given to all,
         with a DivergenceWarning; without such a majority it is an error.
+      virtual_shards: the number V of parts of the batch that have losses and random keys of their
+        own, whatever the number N of shards, which divides V. Each shard computes V/N of them, one
+        after the other, and their gradients are added in one fixed order: the parameters have the
+        same bits for every N. See the guide, "The same bits at any number of shards".
 
     >>> StepOptions(check_divergence=100, on_divergence="repair")
     {'check_divergence': 100, 'on_divergence': 'repair'}
@@ -86,6 +92,7 @@ class StepOptions(Options, total=False):
     outer_reduce_dtype: DTypeLike | Quantized | None
     check_divergence: int | None
     on_divergence: Literal["raise", "repair"]
+    virtual_shards: int | None
 
 
 def make_train_step(
@@ -168,18 +175,18 @@ def make_train_step(
         write ``None`` for these, where ``batch_axis`` is an int.
       donate: whether a call overwrites the state that it is given. ``False`` keeps it valid, which
         takes memory for a second one.
-      **options: ``aux_reduction``, ``check_divergence``, ``on_divergence`` and ``rng_per``, see
-        ``crossshard.step.StepOptions``; and stages to add: ``accumulate_steps``, ``metrics``,
-        ``reduce_dtype``, ``loss_scale``, ``master_dtype``, ``ema``, ``nonfinite``, see
-        ``crossshard.pipeline.Options``.
+      **options: ``aux_reduction``, ``check_divergence``, ``on_divergence``, ``rng_per`` and
+        ``virtual_shards``, see ``crossshard.step.StepOptions``; and stages to add:
+        ``accumulate_steps``, ``metrics``, ``reduce_dtype``, ``loss_scale``, ``master_dtype``,
+        ``ema``, ``nonfinite``, see ``crossshard.pipeline.Options``.
 
     Returns:
       A TrainStep.
 
     Raises:
       ArgumentError: an unknown ``weight_update`` or ``loss_over``, an impossible number of shards,
-        weight with SUM, an option that ``loss_over="batch"`` rules out, or a ``batch_axis``
-        without an axis, or beside ``replicated_entries`` that it contradicts.
+        weight with SUM, an option that ``loss_over="batch"`` or ``virtual_shards`` rules out, or a
+        ``batch_axis`` without an axis, or beside ``replicated_entries`` that it contradicts.
       AxisError: ``axis_name`` names no axis of the mesh.
       ArgumentTypeError: not a function, not an optimizer, or not a mesh; or the loss takes arrays
         beside the batch.
@@ -227,6 +234,18 @@ def make_train_step(
         check_workers(pipeline, params=params, loss=loss)
         pipeline = with_workers(pipeline, outer, number)
     pipeline = _check_pipeline(pipeline, number, weight)
+    virtual = check_virtual_shards(
+        options.get("virtual_shards"),
+        pipeline,
+        number,
+        other_axes=[axis for axis in where.axis_names if axis not in axes],
+        loss_over=over,
+        model_state=model_state,
+        gather_dtype=options.get("gather_dtype"),
+    )
+    if virtual is not None:
+        loss = dataclasses.replace(loss, virtual_shards=virtual)
+        pipeline = dataclasses.replace(pipeline, aggregator=InOrder(virtual))
     if isinstance(pipeline.aggregator, FewBits):
         pipeline.aggregator.check_axes(axes, pipeline.groups)
     if loss.is_over_batch:

@@ -22,6 +22,9 @@ class LocalResult(NamedTuple):
       aux: what else the loss returned.
       early: for each leaf of the gradient whether the backward pass has summed it over the shards;
         empty if none is. See ``Gradients``.
+      sums: what else the aggregate is to sum, by name, of virtual shards: loss, values, weight and
+        these are then their weighed partial sums, ``[nodes, …]``, and aux is ``[virtual, …]``.
+        ``None`` without them.
     """
 
     loss: Any
@@ -30,6 +33,7 @@ class LocalResult(NamedTuple):
     model_state: Any
     aux: Any
     early: tuple[bool, ...] = ()
+    sums: dict[str, Any] | None = None
 
 
 # Computes the gradient of one microbatch from its rows, the model state and its index.

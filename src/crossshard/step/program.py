@@ -41,6 +41,7 @@ class Program:
             loss.weight,
             loss.batch_axes,
             loss.accumulate_steps,
+            virtual_shards=loss.virtual_shards,
             takes_weight=not loss.is_over_batch,
         )
         self._in_processes = len(processes_of(mesh)) > 1

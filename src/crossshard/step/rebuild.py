@@ -46,7 +46,7 @@ def with_sgd(step: TrainStep, optimizer: optax.GradientTransformation, *, alone:
     )
     loss = config.loss
     if not loss.is_over_batch:  # of which microbatches are other losses, on any number of shards
-        loss = dataclasses.replace(loss, accumulate_steps=1)
+        loss = dataclasses.replace(loss, accumulate_steps=1, virtual_shards=None)
     function = dataclasses.replace(config.function, pipeline=pipeline, loss=loss, sentinel=None)
     mesh = _own_shard(config.mesh, config.axes)
     own = dataclasses.replace(config, function=function, mesh=mesh, outer_mesh=mesh)
@@ -140,7 +140,8 @@ def loss_over_rows_of(step: TrainStep, params: Any, batch: Any, model_state: Any
       model_state: what ``init`` takes.
     """
     config, loss = config_of(step), config_of(step).loss
-    if loss.is_over_batch or config.number_of_shards * loss.accumulate_steps == 1:
+    pieces = config.number_of_shards * loss.pieces(config.number_of_shards)
+    if loss.is_over_batch or pieces == 1:
         return ""
     if loss.over is LossOver.ROWS:
         return f"in its rows the loss is {loss.record}"
@@ -153,12 +154,13 @@ def loss_over_rows_of(step: TrainStep, params: Any, batch: Any, model_state: Any
 
 
 def groups_of(step: TrainStep) -> tuple[tuple[tuple[int, ...], ...], float]:
-    """The shards that reduce together, and the factor of their reduction: N under SUM."""
+    """The shards that reduce together, and the factor of their reduction, under SUM."""
     config = config_of(step)
     groups = config.pipeline.groups
     members = (tuple(range(config.number_of_shards)),) if groups is None else groups.groups
     is_sum = config.pipeline.reduction is Reduction.SUM
-    return members, float(len(members[0])) if is_sum else 1.0
+    parts = config.loss.parts(len(members[0]))
+    return members, float(parts) if is_sum else 1.0
 
 
 def axes_of_batch(step: TrainStep) -> BatchAxes:

@@ -16,7 +16,6 @@ from crossshard.model.models import after_loss, check_not_written, combine
 from crossshard.model.state import TrainState
 from crossshard.pipeline.stage import Gradients
 from crossshard.pipeline.stages.accumulate import Sums, zeros
-from crossshard.shards.axes import Shards
 from crossshard.shards.batch_axes import FIRST, BatchAxes, join
 from crossshard.shards.context import shard_context
 from crossshard.shards.random_streams import is_key, keys_of_rows, quiet_keys
@@ -26,6 +25,7 @@ from crossshard.step.aux_reduction import AuxReduction
 from crossshard.step.loss_over import LossOver
 from crossshard.step.microbatches import Compute, LocalResult, over_microbatches, pieces_of
 from crossshard.step.over_rows import OverRowsRecord, check_over_rows
+from crossshard.step.virtual_shards import check_rows_divide, over_virtual_shards
 from crossshard.step.weight import Weight, check_weight_is_read, weight_of
 
 # The random key of a loss, or its keys; empty if it takes none.
@@ -64,6 +64,7 @@ class ShardLoss:
       over: what it is given: a shard's rows, or those of the whole batch.
       keys_of_rows: whether it takes a key for each row.
       is_summed: whether the shards' losses are added up.
+      virtual_shards: how many virtual shards all shards compute; ``None`` without them.
       record: what its trace has shown it to be in the rows of its batch.
     """
 
@@ -78,6 +79,7 @@ class ShardLoss:
     over: LossOver = LossOver.SHARD
     keys_of_rows: bool = False
     is_summed: bool = False
+    virtual_shards: int | None = None
     record: OverRowsRecord = dataclasses.field(
         default_factory=OverRowsRecord, compare=False, repr=False
     )
@@ -101,10 +103,18 @@ class ShardLoss:
         lengths = self.batch_axes.map(lambda x, axis: x.shape[axis], self.split(batch)[0])
         return int(jax.tree.leaves(lengths)[0])
 
+    def parts(self, shards: int) -> int:
+        """How many virtual shards, or else shards, have a loss of their own."""
+        return self.virtual_shards or shards
+
+    def pieces(self, shards: int) -> int:
+        """How many pieces a shard's rows are cut into."""
+        return self.parts(shards) // shards * self.accumulate_steps
+
     def local_gradient(
         self, state: TrainState, batch: Any, at_use: AtUse, scale: Any
     ) -> LocalResult:
-        """One shard's loss and gradients.
+        """One shard's loss and gradients, or the sums over its virtual shards.
 
         Args:
           state: this shard's state.
@@ -112,11 +122,33 @@ class ShardLoss:
           at_use: how it gets its parameters.
           scale: float[], the loss scale; ``None`` without one.
         """
+        shard = at_use.shards.index()
+        if self.virtual_shards is None:
+            return self._of_shard(state, batch, at_use, scale, shard)
+        count = self.virtual_shards // at_use.shards.number
+        rows, whole = self.split(batch)
+        check_rows_divide(self.number_of_rows(batch), count, self.accumulate_steps)
+
+        def compute(index: Any, rows: Any, given: Any) -> tuple[LocalResult, dict[str, Any]]:
+            params, frozen, model_state, whole = given
+            here = dataclasses.replace(state, params=params, frozen=frozen, model_state=model_state)
+            index = shard * count + index
+            local = self._of_shard(here, join(rows, whole), at_use, scale, index)
+            return local, self.sums(local)
+
+        given = state.params, state.frozen, state.model_state, whole
+        pieces = pieces_of(rows, self.batch_axes, count)
+        return over_virtual_shards(count, compute, pieces, given, state, at_use)
+
+    def _of_shard(
+        self, state: TrainState, batch: Any, at_use: AtUse, scale: Any, shard: Any
+    ) -> LocalResult:
+        """The loss and gradients of the shard, or the virtual one, with this index."""
         number, (rows, whole) = self.accumulate_steps, self.split(batch)
 
         def compute(rows: Any, model_state: Any, index: Any, at_use: AtUse) -> LocalResult:
             here = dataclasses.replace(state, model_state=model_state)
-            return self._of_rows(here, join(rows, whole), at_use, scale, index)
+            return self._of_rows(here, join(rows, whole), at_use, scale, shard, index)
 
         if number == 1:
             return compute(rows, state.model_state, 0, at_use)
@@ -160,10 +192,11 @@ class ShardLoss:
         batch: Any,
         at_use: AtUse,
         scale: Any,
+        shard: Any,
         index: Any,
     ) -> LocalResult:
-        """The loss and gradients of some rows, those of the microbatch with this index."""
-        shards, keys = at_use.shards, self._keys(state, batch, at_use.shards, index)
+        """The loss and gradients of some rows, those of this microbatch of a shard."""
+        shards, keys = at_use.shards, self._keys(state, batch, shard, index)
 
         def run(params: Any, batch: Any = batch, keys: Any = keys) -> Returned:
             return self._run(state, params, batch, keys)
@@ -186,8 +219,9 @@ class ShardLoss:
             if self.weight is not None:
                 of_batch = lambda batch, both: run(both, batch).loss
                 check_weight_is_read(self.weight, batch, of_batch, types)
-            if self.over is LossOver.ROWS and shards.number * self.accumulate_steps > 1:
-                self._check_over_rows(state, batch, keys, types, shards)
+            number = self.parts(shards.number) * self.accumulate_steps
+            if self.over is LossOver.ROWS and number > 1:
+                self._check_over_rows(state, batch, keys, types, number)
             if self.model_state is ModelState.MEAN and not self.is_over_batch:
                 self._check_equal(state, types, batch, run, keys)
             with jax.named_scope("loss"):
@@ -199,7 +233,7 @@ class ShardLoss:
             )
         return LocalResult(jnp.asarray(loss), found.gradients, weight, after, aux, found.early)
 
-    def _keys(self, state: TrainState, batch: Any, shards: Shards, index: Any) -> Keys:
+    def _keys(self, state: TrainState, batch: Any, shard: Any, index: Any) -> Keys:
         """The key of some rows, or their keys; none if the loss takes none."""
         if not self.takes_rng:
             return ()
@@ -208,11 +242,11 @@ class ShardLoss:
         if not self.keys_of_rows:
             count = state.step if number == 1 else state.step * number + index
             of_step = jax.random.fold_in(key, count)
-            return (jax.random.fold_in(of_step, shards.index()),)
+            return (jax.random.fold_in(of_step, shard),)
         each = jnp.arange(self.number_of_rows(batch))
         # As the microbatches are cut.
         places = each * number + index if self.is_over_batch else index * len(each) + each
-        places += shards.index() * number * len(each)
+        places += shard * number * len(each)
         return (keys_of_rows(jax.random.fold_in(key, state.step), places),)
 
     def _run(self, state: TrainState, params: Any, batch: Any, keys: Keys) -> Returned:
@@ -233,9 +267,9 @@ class ShardLoss:
         return Returned(*split_loss(out, self.has_aux), params, after)
 
     def _check_over_rows(
-        self, state: TrainState, batch: Any, keys: Keys, types: Any, shards: Shards
+        self, state: TrainState, batch: Any, keys: Keys, types: Any, number: int
     ) -> None:
-        """Raise if the loss is no mean over rows; see ``check_over_rows``."""
+        """Raise if the loss is no mean over rows, of ``number`` pieces; see ``check_over_rows``."""
         rows, whole = self.split(batch)
         of_rows, of_shard = (keys, ()) if self.keys_of_rows else ((), keys)
         # All shards have the same state, keys in it too, if it is averaged.
@@ -254,7 +288,7 @@ class ShardLoss:
 
         axes = [*self.batch_axes.of_rows(rows), *[0] * len(of_rows)]
         # The second trace has the rows of the batch, or as many more as a power of 2.
-        times = 1 << (shards.number * self.accumulate_steps - 1).bit_length()
+        times = 1 << (number - 1).bit_length()
         own, given = (of_shard, of_one), (rows, of_rows)
         leaves, tree = jax.tree.flatten((given, whole, types, of_all, own))
         key = state.skeleton, tree, times, *((jnp.shape(x), jnp.result_type(x)) for x in leaves)
@@ -325,6 +359,8 @@ class ShardLoss:
         """What the aggregate must sum, by name, besides the gradients and the loss."""
         if self.is_over_batch:
             return {}
+        if local.sums is not None:
+            return local.sums
         of_state = model_states.to_reduce(self.model_state, local.model_state, local.weight)
         return of_state | aux_reduction.to_reduce(self.aux_reduction, local.aux, local.weight)
 
@@ -339,7 +375,12 @@ class ShardLoss:
     ) -> Any:
         """One shard's ``aux`` as the metrics store it, given the reduced gradients."""
         return aux_reduction.reduced(
-            self.aux_reduction, local.aux, gradients, number, grouped=grouped
+            self.aux_reduction,
+            local.aux,
+            gradients,
+            number,
+            grouped=grouped,
+            stacked=self.virtual_shards is not None,
         )
 
     def aux_specs(self, each: Any, reduced: Any) -> Any:

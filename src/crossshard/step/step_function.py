@@ -27,6 +27,7 @@ from crossshard.step.at_use import AtUse
 from crossshard.step.microbatches import LocalResult
 from crossshard.step.over_batch import OverBatch
 from crossshard.step.shard_loss import ShardLoss
+from crossshard.step.virtual_shards import unknown_to_xla
 
 # From one shard's state and what it is given, in shard_map, to its loss and gradients, and to the
 # types of these.
@@ -100,6 +101,8 @@ class StepFunction:
             done = self._reduce(before, *of_shard(before, given), context)
             if not is_global:
                 at_rest = dataclasses.replace(context, params=before.params)
+                if self.loss.virtual_shards is not None:
+                    at_rest = dataclasses.replace(at_rest, never=unknown_to_xla(before))
                 done = self._update(before, done, at_rest)
             # Groups differ, and `aux` has an axis for the shards already.
             stored = lambda x: x if layout.groups is None else x[None]
@@ -135,6 +138,11 @@ class StepFunction:
                 params, at_use = at_use.whole(params), dataclasses.replace(at_use, in_parts=False)
             like = at_use.types_of_gradients(params) if at_use.in_parts else params
             given = dataclasses.replace(before, params=params)
+            if self.loss.virtual_shards is not None and at_use.frozen is not None:
+                # Once for all virtual shards, and in full: a product with slices rounds otherwise.
+                frozen = at_use.frozen.whole(before.frozen)
+                given = dataclasses.replace(given, frozen=frozen)
+                at_use = dataclasses.replace(at_use, frozen=None)
             return self.loss.local_gradient(given, batch, at_use, self._scale(before)), like
 
         return batch, self.loss.batch_axes.specs(batch, layout.axes), of_shard
@@ -175,7 +183,7 @@ class StepFunction:
         if pipeline.excludes_shards:
             weight = own_weight(gradients, local.weight, context)
             local = loss.with_weight(local, weight, before)
-        together = size_of_group(context.groups, context.shards.number)
+        together = loss.virtual_shards or size_of_group(context.groups, context.shards.number)
         metrics = {"loss": gradients.extra["value"]}
         if loss.weight is not None:
             metrics["weight"] = gradients.weight
@@ -210,13 +218,14 @@ class StepFunction:
     def _context(self, layout: StateLayout, batch: Any) -> StageContext:
         shards = layout.shards
         is_global, weight = layout.plan.strategy is UpdateStrategy.GLOBAL, self.loss.weight
+        parts = self.loss.parts(shards.number)
         return StageContext(
             shards,
             layout.groups,
             arrays=_arrays(layout, shards),
-            divisor=1 if self.loss.is_over_batch else self.pipeline.divisor(shards.number),
+            divisor=1 if self.loss.is_over_batch else self.pipeline.divisor(parts),
             unread=layout.plan.unread,
-            examples=self.loss.number_of_rows(batch) // shards.number if weight is None else 1,
+            examples=self.loss.number_of_rows(batch) // parts if weight is None else 1,
             skips_by_loop=layout.groups is None and not is_global and shards.platform == "cpu",
             apply_updates=True,
             over_batch=self.loss.is_over_batch,
@@ -238,6 +247,7 @@ class StepFunction:
         )
 
     def _arrive(self, local: LocalResult, context: StageContext) -> Gradients:
+        is_virtual = self.loss.virtual_shards is not None
         return arrive(
             self.pipeline,
             local.values,
@@ -246,9 +256,11 @@ class StepFunction:
             extra={"value": local.loss},
             weight=local.weight,
             params=context.params,
-            widened=self.loss.accumulate_steps > 1 or self.pipeline.loss_scale is not None,
+            widened=is_virtual
+            or self.loss.accumulate_steps > 1
+            or self.pipeline.loss_scale is not None,
             early=local.early,
-        )
+        ).replace(weighed=is_virtual)
 
     def _out_specs(self, layout: StateLayout, state: TrainState, is_global: bool) -> Progress:
         """The specs of what leaves ``shard_map``."""

@@ -105,6 +105,7 @@ HALF = {"dtype": "bfloat16", "param_dtype": "bfloat16", "master_dtype": "float32
             [
                 ({"weight": True, "batch": 9}, "", EXACT, "weigh"),
                 ({"params": "sharded"}, "", EXACT, "^gather → local"),
+                ({"virtual_shards": 16, "batch": 32}, "", EXACT, "as 16 virtual shards"),
                 ({"wrt": "blocks/*"}, "blocks/", EXACT, "frozen"),
                 ({"reduce_dtype": "bfloat16"}, "", OF_16_BITS, "in bfloat16"),
                 (

@@ -109,6 +109,8 @@ class Aggregator(abc.ABC):
 
     # Whether values are divided before they are summed, so that what is kept of them is of a mean.
     divides_before = True
+    # Whether arrays have the partial sums of a shard's virtual shards, weighed, along a first axis.
+    takes_nodes = False
 
     def init(self, params: PyTree) -> PyTree:
         """The state of one shard before the first step."""

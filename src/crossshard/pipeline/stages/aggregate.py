@@ -61,7 +61,8 @@ class Aggregate(Stage):
         # Parameters that rest in parts have other shapes than gradients that are whole.
         in_parts = any(gradients.early) or context.arrays.at_rest
         # One shard reduces nothing: as under a jit of the user's own, on global arrays.
-        if context.params is not None and not in_parts and context.shards.number > 1:
+        as_params = not in_parts and not self.aggregator.takes_nodes
+        if context.params is not None and as_params and context.shards.number > 1:
             check_shapes(gradients.values, context.params)
         divisor = context.divisor
         if self.aggregator.divides_before:
@@ -91,6 +92,7 @@ class Aggregate(Stage):
                 return totals[place]
             if status[place] is None or early[place]:
                 return leaf
+            leaf = leaf[0] if self.aggregator.takes_nodes else leaf
             return partitions[place].local_slice(widen(leaf), slice_index(shards, groups))
 
         extra, values = tree.unflatten(list(map(summed, range(len(leaves)), leaves)))

@@ -56,7 +56,7 @@ class Weigh(Stage):
     ) -> tuple[Gradients, Any]:
         """The gradients, and the values reduced with them, times the weight."""
         weight = gradients.weight
-        if weight is None:
+        if weight is None or gradients.weighed:
             return gradients, state
         gradients = as_local(gradients, context, "weight multiplies")
         weigh = lambda leaf: to_average(leaf, weight)

@@ -12,6 +12,7 @@ import optax
 from jax import lax
 
 from crossshard.gradients.status import check_shapes
+from crossshard.jaxprs.repeats import computed_once
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
 from crossshard.pipeline.update.masters import with_masters
 from crossshard.pipeline.update.moving_average import Decay, describe_decay, with_moving_average
@@ -78,7 +79,7 @@ class Optimize(Stage):
             state, params = jax.tree.map(typed, (state, params))
         params = None if params is None else arrays.split(params)
 
-        def update(state: Any, params: Any) -> _Results:
+        def update(state: Any, params: Any, gradients: Gradients = gradients) -> _Results:
             reduced = arrays.place_gradients(gradients.settled().values)
             updates, after = arrays.run(self.optimizer, reduced, state, params, extra_args)
             if params is None and context.shards.number > 1:
@@ -86,7 +87,11 @@ class Optimize(Stage):
             return updates, after, optax.apply_updates(params, updates) if applies else None
 
         with jax.named_scope("update"):
-            if skip is None:
+            if context.never is not None:
+                flag = context.never if skip is None else skip
+                given = gradients.replace(skip=None, updated=None)
+                updates, after, updated = _in_loop(update, state, params, flag, given)
+            elif skip is None:
                 updates, after, updated = update(state, params)
             elif applies and context.skips_by_loop:
                 updates, after, updated = _in_loop(update, state, params, skip)
@@ -123,11 +128,12 @@ def _select(new: _Results, state: Any, params: Any, skip: jax.Array) -> _Results
 
 
 def _in_loop(
-    update: Callable[[Any, Any], _Results], state: Any, params: Any, skip: jax.Array
+    update: Callable[..., _Results], state: Any, params: Any, skip: jax.Array, *given: Any
 ) -> _Results:
     """The same, from a loop that runs once or not at all.
 
-    It works in place, where XLA for CPUs copies arrays that a select may keep.
+    It works in place, where XLA for CPUs copies arrays that a select may keep. Nothing that is
+    computed of what is ``given`` besides is computed before it.
     """
     types = jax.eval_shape(update, state, params)
     of = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
@@ -137,8 +143,11 @@ def _in_loop(
     none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), types[0])
 
     def turn(before: tuple[Any, ...]) -> tuple[Any, ...]:
-        _, _, state, params = before
-        return jnp.bool_(True), *update(state, params)
+        done, _, state, params = before
+        if not given:
+            return jnp.bool_(True), *update(state, params)
+        _, own = lax.optimization_barrier((done, given))
+        return jnp.bool_(True), *computed_once(update, state, params, *own)
 
     _, *results = lax.while_loop(lambda carry: ~carry[0], turn, (skip, none, state, params))
     return tuple(results)

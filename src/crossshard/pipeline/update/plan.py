@@ -116,6 +116,7 @@ def plan_update(
     other_axes: Sequence[PartitionSpec] = (),
     in_parts: bool = False,
     sums_in_loops: bool = False,
+    same_bits: bool = False,
 ) -> UpdatePlan:
     """Plan the update of these parameters on ``number`` shards.
 
@@ -131,11 +132,13 @@ def plan_update(
         is split over these.
       in_parts: whether the parameters are to rest in parts.
       sums_in_loops: whether gradients of stacked layers are to be summed layer by layer.
+      same_bits: whether the bits of the update must not depend on the number of shards.
 
     Raises:
       ArgumentError: the optimizer's state changes its structure, or the optimizer needs arguments
         that a step does not have.
-      WeightUpdateError: only slices are possible, and the optimizer is not elementwise.
+      WeightUpdateError: only slices are possible, or the same bits are wanted, and the optimizer is
+        not elementwise.
     """
     params = jax.tree.map(_abstract, params)
     with inside_optimizer():
@@ -194,7 +197,13 @@ def plan_update(
             f"each shard updates its slice alone, and this update is not elementwise: {obstacle}. "
             f"Pass weight_update='replicated', or use make_train_step without groups."
         )
-    if not only_parts and not any(other_axes):
+    if same_bits and wanted is WeightUpdate.SHARDED:
+        raise WeightUpdateError(
+            f"With virtual_shards the bits must not depend on the number of shards, and a sharded "
+            f"update of this optimizer, which is not elementwise, is compiled differently for each "
+            f"of them: {obstacle}. Pass weight_update='replicated', and leave params='sharded' out."
+        )
+    if not (same_bits or only_parts or any(other_axes)):
         # A gradient that nothing reads is not sent, to no owner either.
         partitions = tuple(
             Partition(each.shape) if unread.gradients[place] else each

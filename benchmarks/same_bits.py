@@ -1,0 +1,44 @@
+"""Benchmark of virtual shards: the same bits at any number of shards, against the plain step."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.jax_baselines import JaxCandidate, ours
+from benchmarks.options import BenchOptions
+from benchmarks.problem import Problem
+from benchmarks.progress import Screen
+from benchmarks.result import Result
+from benchmarks.step import compared, problems
+
+VIRTUAL = 8
+
+_SIZES = (1_000_000,)
+
+
+def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> Iterator[Result]:
+    """A result for the transformer and for an MLP, with every number of shards."""
+    del versions  # of peers
+    sizes = problems(options.quick, _SIZES)
+    # Rows for every virtual shard.
+    return compared("same_bits", options, screen, sizes, make_candidates, _sent, parts=VIRTUAL)
+
+
+def _sent(candidates: list[JaxCandidate]) -> dict[str, Any]:
+    sent = {candidate.name: candidate.bytes_sent() for candidate in candidates}
+    return {"sent": sent, "least_sent": candidates[0].communication().lower_bound}
+
+
+def make_candidates(problem: Problem, shards: int) -> list[JaxCandidate]:
+    """Steps with virtual shards, the plain ones, and the plain ones in as small pieces."""
+    found, pieces = [], VIRTUAL // shards
+    for named, options in (
+        (f"{VIRTUAL} virtual shards", {"virtual_shards": VIRTUAL}),
+        (f"in {pieces} microbatches", {"accumulate_steps": pieces}),
+        ("", {}),
+    ):
+        for weight_update in ("sharded", "replicated"):
+            candidate = ours(problem, shards, weight_update, **options)
+            candidate.name += f", {named}" if named else ""
+            found.append(candidate)
+    # With one piece for each shard they are the plain ones.
+    return found if pieces > 1 else found[:2] + found[4:]

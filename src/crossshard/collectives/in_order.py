@@ -1,0 +1,137 @@
+"""In order: adds the parts of virtual shards in one binary tree, whatever the number of shards.
+
+Level by level, adjacent summands are added, and an odd last one is carried to the next level.
+Each shard has as many summands in a row, of which it adds those that are a whole subtree for any
+number of shards: ``2**levels_within(count)`` of them. It keeps the others, its nodes, apart.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from crossshard.collectives.bucketing import Bucket, by_bucket, split_bucket
+from crossshard.collectives.scatter import exchange, gather_parts
+from crossshard.shards.axes import Shards
+from crossshard.shards.partition import Partition
+
+
+def levels_within(count: int) -> int:
+    """How many levels of the tree a shard with ``count`` summands adds by itself.
+
+    >>> levels_within(8), levels_within(6), levels_within(3)
+    (3, 1, 0)
+    """
+    return (count & -count).bit_length() - 1
+
+
+def nodes_within(count: int) -> int:
+    """How many nodes that leaves: 1 if ``count`` is a power of two, and else its odd part."""
+    return count >> levels_within(count)
+
+
+def no_sums(types: Sequence[Any], count: int) -> list[jax.Array]:
+    """The sums before the first of ``count`` summands.
+
+    Each is ``[levels + nodes, …]``: at each level the last sum that waits for its neighbour, and
+    then the nodes.
+    """
+    length = levels_within(count) + nodes_within(count)
+    return [jnp.zeros((length, *x.shape), x.dtype) for x in types]
+
+
+def with_summand(
+    sums: Sequence[jax.Array], summand: Sequence[jax.Array], index: jax.Array, levels: jax.Array
+) -> list[jax.Array]:
+    """The sums with one more summand.
+
+    It is added in a loop of its own, and so read from memory: a product that XLA computed in one
+    kernel with the sum would not be rounded before it is added.
+
+    Args:
+      sums: those before it; see ``no_sums``.
+      summand: it.
+      index: int32[], how many came before it on this shard.
+      levels: int32[], how many levels are added here. It must be no constant that XLA knows, or
+        the loop might be compiled differently for another number of shards.
+    """
+
+    def has_neighbour(carry: Any) -> jax.Array:
+        level, _ = carry
+        return (level < levels) & ((index >> level) & 1 == 1)
+
+    def add(carry: Any) -> Any:
+        level, own = carry
+        waiting = (lax.dynamic_index_in_dim(x, level, 0, keepdims=False) for x in sums)
+        return level + 1, [x + y for x, y in zip(waiting, own, strict=True)]
+
+    level, total = lax.while_loop(has_neighbour, add, (jnp.int32(0), list(summand)))
+    place = jnp.where(level < levels, level, levels + (index >> levels))
+    put = lambda x, own: lax.dynamic_update_index_in_dim(x, own, place, 0)
+    return [put(x, own) for x, own in zip(sums, total, strict=True)]
+
+
+def nodes_of(sums: Sequence[jax.Array], count: int) -> list[jax.Array]:
+    """``[nodes, …]``: the nodes, once all ``count`` summands are added."""
+    return [x[levels_within(count) :] for x in sums]
+
+
+def sum_of_nodes(nodes: jax.Array) -> jax.Array:
+    """The sum of ``[nodes, …]`` along the first axis, by the rest of the tree.
+
+    >>> sum_of_nodes(jnp.array([1.0, 2.0, 3.0]))
+    Array(6., dtype=float32)
+    """
+    level = list(nodes)
+    while len(level) > 1:
+        pairs = zip(level[::2], level[1::2], strict=False)
+        level = [x + y for x, y in pairs] + level[len(level) & ~1 :]
+    return level[0]
+
+
+def sum_in_order(
+    xs: Sequence[jax.Array], partitions: Sequence[Partition], shards: Shards
+) -> list[jax.Array]:
+    """This shard's slice of the sum of each array over the nodes of all shards.
+
+    Every shard sends each other one its slice of the nodes, which adds them in the order of the
+    shards; what is not split is then gathered.
+
+    Args:
+      xs: ``[nodes, …]`` each.
+      partitions: the partition of each sum.
+      shards: the shards.
+    """
+    if shards.number == 1:
+        return [sum_of_nodes(x) for x in xs]
+
+    def move(bucket: Bucket) -> list[jax.Array]:
+        split = bucket[0][1].number > 1
+        packed = [_by_shard(x, each, shards.number) for x, each in bucket]
+        columns = packed[0] if len(packed) == 1 else jnp.concatenate(packed, axis=2)
+        nodes, _, width = columns.shape
+        if not split:
+            padding = -width % shards.number
+            columns = jnp.pad(columns[:, 0], ((0, 0), (0, padding)))
+            width = (width + padding) // shards.number
+            columns = columns.reshape(nodes, shards.number, width)
+        received = exchange(columns, 1, shards).reshape(shards.number * nodes, width)
+        total = sum_of_nodes(received)
+        if not split:
+            total = gather_parts(total, 0, shards)
+        return split_bucket(total, bucket)
+
+    return by_bucket(xs, partitions, shards, move)
+
+
+def _by_shard(x: jax.Array, partition: Partition, number: int) -> jax.Array:
+    """``[nodes, shards, width]``: the slices of ``[nodes, …]``; of what is not split, one."""
+    if partition.number == 1:
+        return x.reshape(len(x), 1, math.prod(x.shape[1:]))
+    packed = jax.vmap(partition.pack)(x)
+    slices = jnp.split(packed, number, axis=1 + (partition.axis or 0))
+    width = math.prod(partition.local_shape)
+    return jnp.stack([each.reshape(len(x), width) for each in slices], axis=1)

@@ -1,0 +1,49 @@
+"""The tree in which virtual shards are added, against the same tree in numpy."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from crossshard.collectives import in_order
+from tests.quick import deep_but
+
+
+def tree_sum(leaves: list[Any]) -> Any:
+    """Adjacent pairs are added, and an odd last one is carried, until one is left."""
+    while len(leaves) > 1:
+        pairs = [x + y for x, y in zip(leaves[::2], leaves[1::2], strict=False)]
+        leaves = pairs + leaves[2 * len(pairs) :]
+    return leaves[0]
+
+
+@jax.jit
+def nodes(leaves: jax.Array) -> jax.Array:
+    """What a shard with these summands sends."""
+    count = len(leaves)
+    sums = in_order.no_sums([jax.ShapeDtypeStruct(leaves.shape[1:], jnp.float32)], count)
+    for index, leaf in enumerate(leaves):
+        levels = jnp.int32(in_order.levels_within(count))
+        sums = in_order.with_summand(sums, [leaf], jnp.int32(index), levels)
+    (found,) = in_order.nodes_of(sums, count)
+    return found
+
+
+@pytest.mark.parametrize("virtual", deep_but([1, 6], [1, 2, 5, 6, 8, 12, 24]))
+def test_every_number_of_shards_has_the_sum_of_one_tree(virtual: int):
+    leaves = np.random.default_rng(0).normal(size=(virtual, 9)).astype(np.float32)
+    wanted = tree_sum(list(leaves))
+    # Which the order of the terms decides.
+    assert virtual < 5 or not np.array_equal(wanted, np.add.accumulate(leaves)[-1])
+    for number in [n for n in range(1, virtual + 1) if virtual % n == 0]:
+        count = virtual // number
+        found = [nodes(own) for own in np.split(leaves, number)]
+        assert all(len(own) == in_order.nodes_within(count) for own in found)
+        np.testing.assert_array_equal(in_order.sum_of_nodes(jnp.concatenate(found)), wanted)
+
+
+@pytest.mark.parametrize(("count", "sent"), [(1, 1), (2, 1), (3, 3), (6, 3), (8, 1), (12, 3)])
+def test_a_shard_sends_the_odd_part_of_its_number(count: int, sent: int):
+    assert in_order.nodes_within(count) == sent

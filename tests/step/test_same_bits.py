@@ -1,0 +1,338 @@
+"""virtual_shards: the parts of the batch, what they compute, and what is refused."""
+
+import functools
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import crossshard
+from crossshard.errors import ArgumentError, ArgumentTypeError, AxisError, WeightUpdateError
+from crossshard.tools.planning.topology import topology
+from tests.quick import deep_but
+
+ROWS = 24
+OPTIMIZERS = {"sgd": optax.sgd(0.1), "adam": optax.adam(1e-2, eps=1e-3)}
+
+
+def params_of() -> Any:
+    rng = np.random.default_rng(1)
+    return {
+        "a": jnp.asarray(rng.normal(size=(64, 48)), jnp.float32) / 8,
+        "b": jnp.asarray(rng.normal(size=48), jnp.float32) / 7,
+    }
+
+
+def batch_of(seed: int, rows: int = ROWS) -> Any:
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(rows, 64)).astype(np.float32)
+    return {"x": x, "y": rng.normal(size=rows).astype(np.float32)}
+
+
+def costs_of(params: Any, batch: Any) -> Any:
+    return (jnp.tanh(batch["x"] @ params["a"]) @ params["b"] - batch["y"]) ** 2
+
+
+def loss_fn(params: Any, batch: Any) -> Any:
+    return costs_of(params, batch).mean()
+
+
+def weighed(params: Any, batch: Any) -> Any:
+    return (costs_of(params, batch) * batch["w"]).sum() / batch["w"].sum()
+
+
+def sha(tree: Any) -> str:
+    return hashlib.sha256(
+        b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(tree))
+    ).hexdigest()
+
+
+def trained(
+    shards: int,
+    loss: Any = loss_fn,
+    optimizer: Any = OPTIMIZERS["sgd"],
+    rows: int = ROWS,
+    **options: Any,
+) -> tuple[Any, dict[str, Any]]:
+    """The parameters after three steps, and the metrics of the last."""
+    step = crossshard.make_train_step(loss, optimizer, num_shards=shards, **options)
+    state, metrics = step.init(params_of()), {}
+    for seed in range(3):
+        batch = batch_of(seed, rows)
+        if "weight" in options:
+            batch["w"] = (np.arange(rows) % 3 > 0).astype(np.float32)
+        state, metrics = step(state, batch)
+    return jax.device_get(step.model(state)), jax.device_get(metrics)
+
+
+def on_one_device(loss: Any, optimizer: Any, rows: int = ROWS, *, weights: bool = False) -> Any:
+    """Three steps in float64, without crossshard."""
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), params_of())
+        state = optimizer.init(params)
+        for seed in range(3):
+            batch = batch_of(seed, rows)
+            if weights:
+                batch["w"] = (np.arange(rows) % 3 > 0).astype(np.float32)
+            batch = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), batch)
+            updates, state = optimizer.update(jax.grad(loss)(params, batch), state, params)
+            params = optax.apply_updates(params, updates)
+        return jax.device_get(params)
+
+
+def near(found: Any, wanted: Any) -> None:
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6), found, wanted)
+
+
+@pytest.mark.parametrize("name", deep_but(["sgd"], OPTIMIZERS))
+def test_one_and_eight_shards_have_the_same_bits_and_those_of_one_device_nearly(name: str):
+    optimizer = OPTIMIZERS[name]
+    found = [
+        trained(shards, optimizer=optimizer, virtual_shards=8, weight_update=update)
+        for shards, update in ((1, "replicated"), (2, "sharded"), (8, "replicated"))
+    ]
+    assert len({sha((params, metrics["loss"])) for params, metrics in found}) == 1
+    near(found[0][0], on_one_device(loss_fn, optimizer))
+
+
+def test_without_it_the_bits_differ():
+    assert sha(trained(1)[0]) != sha(trained(8)[0])
+
+
+@pytest.mark.parametrize("name", deep_but(["sgd"], OPTIMIZERS))
+@pytest.mark.parametrize("shards", deep_but([4], [1, 2, 3, 4, 6]))
+def test_an_odd_part_is_added_in_the_same_order(name: str, shards: int):
+    options = {"optimizer": OPTIMIZERS[name], "virtual_shards": 12, "params": "sharded"}
+    found, _ = trained(shards, **options)
+    assert sha(found) == sha(trained(2, **options)[0])
+    near(found, on_one_device(loss_fn, OPTIMIZERS[name]))
+
+
+@pytest.mark.parametrize("name", deep_but(["sgd"], OPTIMIZERS))
+def test_weights_count_and_padding_divides_over_virtual_shards(name: str):
+    optimizer, rows = OPTIMIZERS[name], 21
+    options = {"loss": weighed, "optimizer": optimizer, "rows": rows, "weight": "w"}
+    options |= {"virtual_shards": 8, "accumulate_steps": 2}
+    found = [trained(shards, **options) for shards in (1, 4)]
+    assert sha(found[0]) == sha(found[1])
+    assert found[0][1]["weight"] == 14
+    near(found[0][0], on_one_device(weighed, optimizer, rows, weights=True))
+
+
+def noisy(params: Any, state: Any, batch: Any, rng: Any) -> Any:
+    x = jnp.where(jax.random.bernoulli(rng, 0.8, batch["x"].shape), batch["x"], 0)
+    cost = loss_fn(params, batch | {"x": x})
+    state = {"mean": 0.9 * state["mean"] + 0.1 * x.mean(0), "count": state["count"] + 1}
+    aux = {"key": jax.random.bits(rng), "rows": len(x), "cost": cost}
+    return cost, (state, aux)
+
+
+def test_each_part_has_the_keys_state_and_aux_of_a_shard():
+    options: dict[str, Any] = {
+        "has_aux": True,
+        "model_state": "mean",
+        "loss_over": "shard",
+        "aux_reduction": {"key": None, "rows": "sum", "cost": "mean"},
+    }
+    found = []
+    for shards, virtual in ((8, None), (2, 8)):
+        options |= {} if virtual is None else {"virtual_shards": virtual}
+        step = crossshard.make_train_step(noisy, optax.sgd(0.1), num_shards=shards, **options)
+        before = {"mean": jnp.zeros(64), "count": jnp.int32(0)}
+        state = step.init(params_of(), rng=3, model_state=before)
+        for seed in range(2):
+            state, metrics = step(state, batch_of(seed))
+        found.append(jax.device_get((step.model(state), metrics["aux"], metrics["loss"])))
+    plain, virtual = found
+    near(virtual, plain)
+    np.testing.assert_array_equal(virtual[1]["key"], plain[1]["key"])
+    assert virtual[1]["key"].shape == (8,)
+    assert virtual[0][1]["count"] == 2
+
+
+@pytest.mark.parametrize(("shards", "virtual", "nodes"), [(4, 8, 1), (2, 6, 3)])
+def test_bytes_are_those_of_an_all_reduce_times_the_odd_part(shards: int, virtual: int, nodes: int):
+    step = crossshard.make_train_step(
+        loss_fn,
+        optax.sgd(0.1),
+        num_shards=shards,
+        virtual_shards=virtual,
+        weight_update="replicated",
+    )
+    lowered = step.lower(step.abstract_init(params_of()), batch_of(0))
+    report = crossshard.inspect(lowered)
+    # With the loss, padded.
+    elements = 64 * 48 + 48 + 1
+    elements += -elements % shards
+    each = 4 * elements * (shards - 1) / shards
+    assert report.bytes_sent == (nodes + 1) * each
+    text = lowered.compile().as_text()
+    assert len(re.findall(r" all-to-all(?:-start)?\(", text)) == 1
+    assert len(re.findall(r" all-gather(?:-start)?\(", text)) == 1
+    assert not re.search(r" (all-reduce|reduce-scatter)(-start)?\(", text)
+
+
+@pytest.mark.deep
+def test_tpus_exchange_slices_and_sum_nothing_large():
+    pytest.importorskip("libtpu")
+    mesh = topology("v5e:2x4").mesh({"shards": 8})
+    step = crossshard.make_train_step(
+        loss_fn, optax.adam(0.1), mesh=mesh, virtual_shards=16, weight_update="replicated"
+    )
+    params = {
+        "a": jax.ShapeDtypeStruct((64, 4096), "float32"),
+        "b": jax.ShapeDtypeStruct((4096,), "float32"),
+    }
+    rows = {
+        "x": jax.ShapeDtypeStruct((64, 64), "float32"),
+        "y": jax.ShapeDtypeStruct((64,), "float32"),
+    }
+    lowered = step.lower(step.abstract_init(params), rows)
+    assert crossshard.inspect(lowered).ratio == pytest.approx(1, rel=0.05)
+    assert re.search(r" all-to-all(-start)?\(", lowered.compile().as_text())
+
+
+def test_it_is_described():
+    step = crossshard.make_train_step(loss_fn, optax.sgd(0.1), num_shards=2, virtual_shards=8)
+    wanted = "mean over all shards as 8 virtual shards, added in a fixed order"
+    assert wanted in str(step)
+    step.abstract_init(params_of())
+    assert wanted in step.describe()
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_run_that_is_moved_ends_with_the_bits_of_one_that_is_not(name: str, tmp_path: Path):
+    make = functools.partial(
+        crossshard.make_train_step, loss_fn, OPTIMIZERS[name], virtual_shards=8, ema=0.9
+    )
+    found = []
+    for numbers in ([8] * 6, [8, 8, 2, 2, 4, 4]):
+        folder = tmp_path / "-".join(map(str, numbers))
+        for seed, number in enumerate(numbers):
+            step = make(num_shards=number)
+            with crossshard.Checkpoints(folder, step) as checkpoints:
+                state = step.init(params_of())
+                restored = checkpoints.restore_latest(state)
+                assert (restored is None) == (seed == 0)
+                state, _ = step(state if restored is None else restored[0], batch_of(seed))
+                checkpoints.save(state)
+        found.append(sha(jax.device_get(step.unshard(state))))
+    assert found[0] == found[1]
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"virtual_shards": 2.0}, ArgumentTypeError, "virtual_shards must be an int"),
+        ({"virtual_shards": 0}, ArgumentError, "virtual_shards must be at least 1"),
+        ({"virtual_shards": 6}, ArgumentError, "there are 4. Pass a multiple of 4"),
+        ({"loss_over": "batch"}, ArgumentError, "Write loss_over='rows'"),
+        ({"reduce_dtype": "bfloat16"}, ArgumentError, "reduce_dtype='bfloat16' rounds"),
+        ({"reduce_dtype": "int8"}, ArgumentError, "The gradients would be summed"),
+        (
+            {"params": "sharded", "gather_dtype": "bfloat16"},
+            ArgumentError,
+            "gather_dtype='bfloat16' rounds",
+        ),
+        ({"nonfinite": "quarantine"}, ArgumentError, "Write nonfinite='skip'"),
+        ({"metrics": "noise_scale"}, ArgumentError, "metrics has 'noise_scale'"),
+    ],
+    ids=str,
+)
+def test_what_would_depend_on_the_number_of_shards_is_refused(
+    options: dict[str, Any], error: Any, says: str
+):
+    with pytest.raises(error, match=re.escape(says)):
+        crossshard.make_train_step(
+            loss_fn, optax.sgd(0.1), num_shards=4, **{"virtual_shards": 8} | options
+        )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"group_assignment": [[0, 1], [2, 3]]}, {"preprocess": optax.clip_by_global_norm(1.0)}],
+    ids=lambda options: next(iter(options)),
+)
+def test_optimizers_for_which_shards_differ_are_refused(options: dict[str, Any]):
+    optimizer = crossshard.CrossShardOptimizer(optax.sgd(0.1), **options)
+    with pytest.raises(ArgumentError, match="not to depend on the number of shards"):
+        crossshard.make_train_step(loss_fn, optimizer, num_shards=4, virtual_shards=8)
+
+
+def test_one_state_for_each_shard_is_refused():
+    loss = lambda params, state, batch: (loss_fn(params, batch), state)
+    with pytest.raises(ArgumentError, match="Write model_state='mean'"):
+        crossshard.make_train_step(
+            loss, optax.sgd(0.1), num_shards=4, virtual_shards=8, model_state="per_shard"
+        )
+
+
+def test_a_mesh_with_other_axes_is_refused():
+    mesh = jax.make_mesh((2, 2), ("data", "model"))
+    with pytest.raises(ArgumentError, match="The mesh has other axes, model"):
+        crossshard.make_train_step(
+            loss_fn, optax.sgd(0.1), mesh=mesh, axis_name="data", virtual_shards=8
+        )
+
+
+@pytest.mark.parametrize("options", [{"weight_update": "sharded"}, {"params": "sharded"}], ids=str)
+def test_an_update_that_is_not_elementwise_is_not_sharded(options: dict[str, Any]):
+    make = functools.partial(
+        crossshard.make_train_step, loss_fn, optax.lamb(0.1), num_shards=4, virtual_shards=8
+    )
+    with pytest.raises(WeightUpdateError, match="With virtual_shards the bits must not depend"):
+        make(**options).init(params_of())
+    params = {"a": jnp.zeros((1024, 256))}
+    assert "update on every shard" in _after_init(make(), params)
+
+
+def _after_init(step: Any, params: Any) -> str:
+    step.abstract_init(params)
+    return str(step)
+
+
+def test_a_loss_that_names_the_axis_is_refused():
+    loss = lambda params, batch: jax.lax.pmean(loss_fn(params, batch), "shards")
+    step = crossshard.make_train_step(
+        loss, optax.sgd(0.1), num_shards=4, virtual_shards=8, loss_over="shard"
+    )
+    with pytest.raises(AxisError, match="The loss names the shard axis 'shards'"):
+        step(step.init(params_of()), batch_of(0))
+
+
+def test_a_module_with_state_of_each_shard_is_refused():
+    model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.BatchNorm(4, rngs=nnx.Rngs(0)))
+    step = crossshard.make_train_step(
+        lambda model, x: model(x).mean(), optax.sgd(0.1), num_shards=4, virtual_shards=8
+    )
+    with pytest.raises(ArgumentError, match="Each shard keeps its own variables"):
+        step.init(model)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_rows_that_do_not_divide_over_virtual_shards_are_refused(microbatches: int):
+    step = crossshard.make_train_step(
+        loss_fn,
+        optax.sgd(0.1),
+        num_shards=2,
+        virtual_shards=8,
+        accumulate_steps=microbatches,
+    )
+    with pytest.raises(ArgumentError, match="12 rows, which do not divide evenly over 8 virtual"):
+        step(step.init(params_of()), batch_of(0, 12))
+    # What lies on the devices already was not looked at.
+    rows = jax.NamedSharding(step.mesh, jax.P("shards"))
+    placed = jax.device_put(batch_of(0, 12), rows)
+    with pytest.raises(ArgumentError, match="A shard has 6 rows of this batch"):
+        step(step.init(params_of()), placed)

@@ -1,0 +1,239 @@
+"""The same bits at any number of shards, as XLA compiles for users: in processes of their own."""
+
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.processes import join, run_processes
+
+pytestmark = pytest.mark.deep
+
+ROWS, STEPS = 48, 12
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": (0.05, {}),
+    "momentum": (0.02, {"momentum": 0.9, "nesterov": True}),
+    "adamw": (1e-2, {}),
+    "lion": (1e-3, {}),
+    "adagrad": (0.05, {}),
+    "rmsprop": (1e-3, {}),
+    "lamb": (1e-2, {}),
+    "adafactor": (1e-2, {}),
+    "novograd": (1e-2, {}),
+    "muon": (1e-2, {}),
+    "clipped": (1e-2, {}),
+}
+ELEMENTWISE = ("sgd", "momentum", "adamw", "lion", "adagrad", "rmsprop")
+# The options of steps that are to have the same bits, by a name.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "accumulated": {"accumulate_steps": 2},
+    "weighed": {"weight": "w"},
+    "scaled": {"loss_scale": "dynamic", "nonfinite": "skip"},
+    "averaged": {"ema": 0.9, "weight": "w", "accumulate_steps": 2},
+    "masters": {"master_dtype": "float32"},
+    "keys_of_rows": {"rng_per": "row"},
+}
+
+
+# In the processes.
+
+
+def optimizer_of(name: str) -> Any:
+    import optax
+
+    rate, options = OPTIMIZERS[name]
+    if name == "clipped":
+        return optax.chain(optax.clip_by_global_norm(0.5), optax.adam(rate))
+    make = getattr(optax, {"momentum": "sgd"}.get(name, name), None)
+    return (make or getattr(optax.contrib, name))(rate, **options)
+
+
+def params_of(dtype: Any = "float32") -> Any:
+    import jax.numpy as jnp
+    import numpy as np
+
+    rng = np.random.default_rng(1)
+    shapes = {"a": (32, 48), "b": (48,), "c": (48, 64), "d": (64,), "e": (40, 32)}
+    return {
+        name: jnp.asarray(rng.normal(size=shape) * 0.2, dtype) for name, shape in shapes.items()
+    }
+
+
+def loss(params: Any, batch: Any, rng: Any) -> Any:
+    """An embedding, products, what is not linear, and noise of one key or of a key for each row."""
+    import jax
+    import jax.numpy as jnp
+
+    x = params["e"][batch["t"]].mean(1) + batch["x"]
+    noise = (lambda key: jax.random.bernoulli(key, 0.9, x.shape[-1:])) if rng.shape else None
+    kept = jax.vmap(noise)(rng) if noise else jax.random.bernoulli(rng, 0.9, x.shape)
+    h = jnp.tanh(jnp.where(kept, x, 0) @ params["a"] + params["b"])
+    h = h * jax.nn.sigmoid(h @ params["c"] @ params["c"].T)
+    costs = (jax.nn.gelu(h @ params["c"]) @ params["d"] - batch["y"]) ** 2
+    return (costs * batch["w"]).sum() / batch["w"].sum() if "w" in batch else costs.mean()
+
+
+def batches(*, weighed: bool, steps: int = STEPS) -> Iterator[Any]:
+    import numpy as np
+
+    rng = np.random.default_rng(2)
+    for _ in range(steps):
+        batch = {
+            "x": rng.normal(size=(ROWS, 32)).astype(np.float32),
+            "t": rng.integers(0, 40, (ROWS, 5)),
+            "y": rng.normal(size=ROWS).astype(np.float32),
+        }
+        yield batch | {"w": (rng.random(ROWS) < 0.7).astype(np.float32)} if weighed else batch
+
+
+def sha(*trees: Any) -> str:
+    """The SHA-256 of the bytes of all arrays, which every device here has whole."""
+    import jax
+    import numpy as np
+
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves(trees):
+        found.update(np.asarray(leaf.addressable_data(0)).tobytes())
+    return found.hexdigest()
+
+
+def trained(shards: int, virtual: int | None, optimizer: str, **options: Any) -> str:
+    """The bits of parameters, their averages and losses after some steps on so many shards."""
+    import jax
+    import numpy as np
+    import optax
+
+    import crossshard
+
+    if virtual is not None:
+        options["virtual_shards"] = virtual
+    step = crossshard.make_train_step(loss, optimizer_of(optimizer), num_shards=shards, **options)
+    params = params_of("bfloat16" if "master_dtype" in options else "float32")
+    state, losses = step.init(params), []
+    processes, process = jax.process_count(), jax.process_index()
+    for batch in batches(weighed="weight" in options):
+        own = {name: np.split(x, processes)[process] for name, x in batch.items()}
+        state, metrics = step(state, own)
+        losses.append(metrics["loss"])
+    whole = step.unshard(state)
+    kept = [optax.tree.get(whole.opt_state, name) for name in ("ema", "masters")]
+    return sha(whole.params, losses, [each for each in kept if each is not None])
+
+
+def transformer(shards: int, virtual: int | None, steps: int) -> str:
+    """The bits of the demo's transformer."""
+    import numpy as np
+    import optax
+    from flax import nnx
+
+    import crossshard
+    from examples.byte_lm import model
+
+    options = {} if virtual is None else {"virtual_shards": virtual}
+    step = crossshard.make_train_step(
+        model.loss,
+        optax.adamw(1e-3),
+        num_shards=shards,
+        has_aux=True,
+        aux_reduction="sum",
+        **options,
+    )
+    state = step.init(model.ByteTransformer(layers=3, width=160, rngs=nnx.Rngs(0)))
+    text, rng = np.frombuffer(Path(model.__file__).read_bytes(), np.uint8), np.random.default_rng(0)
+    metrics: Any = {}
+    for _ in range(steps):
+        starts = rng.integers(0, len(text) - 65, 16)
+        rows = np.stack([text[at : at + 65] for at in starts])
+        state, metrics = step(state, {"read": rows[:, :-1], "wanted": rows[:, 1:]})
+        metrics["loss"].block_until_ready()
+    return sha(state.params, metrics["loss"])
+
+
+def main(process: int, port: int, out: str, devices: str, calls: str, flags: str = "") -> None:
+    """Write down what each call of a function here returns."""
+    import jax
+
+    # As for users, and not as tests compile.
+    os.environ["XLA_FLAGS"] = flags
+    jax.config.update("jax_disable_most_optimizations", False)
+    given = json.loads(calls)
+    join(process, port, given["processes"], int(devices))
+    found = [globals()[name](*args, **options) for name, args, options in given["calls"]]
+    Path(out).write_text(json.dumps(found))
+
+
+# In the tests.
+
+Call = tuple[str, Sequence[Any], dict[str, Any]]
+
+
+def bits(folder: Path, calls: Sequence[Call], processes: int = 1, devices: int = 8) -> list[str]:
+    folder.mkdir(exist_ok=True)
+    given = json.dumps({"processes": processes, "calls": calls})
+    found = run_processes(
+        "step.test_same_bits_everywhere",
+        folder,
+        devices,
+        given,
+        processes=processes,
+        patience=3000,
+    )
+    assert all(each == found[0] for each in found)
+    return found[0]
+
+
+def numbers(virtual: int) -> list[int]:
+    return [n for n in range(1, 9) if virtual % n == 0]
+
+
+def one_for_each(folder: Path, virtual: int, ways: Sequence[dict[str, Any]], name: str) -> None:
+    """All ways and all numbers of shards have the same bits."""
+    calls = [
+        ("trained", [n, virtual, name], way) for way, n in itertools.product(ways, numbers(virtual))
+    ]
+    found = bits(folder, calls)
+    assert len(set(found)) == 1, [
+        (call[1:], each[:8]) for call, each in zip(calls, found, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("virtual", [8, 12])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_has_the_same_bits(name: str, virtual: int, tmp_path: Path):
+    ways = [{"weight_update": "replicated"}]
+    if name in ELEMENTWISE:
+        ways += [{"weight_update": "sharded"}, {"params": "sharded"}]
+    one_for_each(tmp_path, virtual, ways, name)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_an_option_has_the_same_bits(name: str, option: str, tmp_path: Path):
+    ways = [OPTIONS[option] | {"weight_update": each} for each in ("replicated", "sharded")]
+    one_for_each(tmp_path, 8, ways, name)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lamb"])
+def test_processes_have_the_same_bits(name: str, tmp_path: Path):
+    calls = [("trained", [4, 8, name], {}), ("trained", [4, 8, name], {"accumulate_steps": 2})]
+    every = [
+        bits(tmp_path / f"{processes}", calls, processes, 4 // processes) for processes in (1, 2, 4)
+    ]
+    assert every[0] == every[1] == every[2]
+    assert every[0] == bits(tmp_path / "one", [("trained", [1, 8, name], way) for *_, way in calls])
+
+
+def test_the_transformer_has_the_same_bits(tmp_path: Path):
+    calls: list[Call] = [("transformer", [n, 8, 200], {}) for n in numbers(8)]
+    assert len(set(bits(tmp_path, calls))) == 1
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_without_virtual_shards_the_bits_differ(name: str, tmp_path: Path):
+    found = bits(tmp_path, [("trained", [n, None, name], {"rng_per": "row"}) for n in numbers(8)])
+    assert len(set(found)) > 2
