@@ -23,11 +23,14 @@ from examples.byte_lm.held_out import HeldOut
 from examples.byte_lm.job import prepare
 from examples.byte_lm.loop import train
 from examples.byte_lm.options import TrainOptions
+from examples.byte_lm.summary import sent_by
 
 FOLDER = Path(__file__).parents[1] / "docs" / "benchmarks"
 RECORD, PICTURE, PAGE = (FOLDER / f"curves.{kind}" for kind in ("json", "png", "md"))
 SEEDS, STEPS, SHARDS = range(5), 300, 8
 PLAIN = "float32"
+WORKERS = {"workers": 4, "sync_every": 20}
+DILOCO = WORKERS | {"outer_learning_rate": 0.7, "outer_momentum": 0.9}
 # How gradients are sent, by what the page calls it.
 WAYS: dict[str, dict[str, Any]] = {
     PLAIN: {},
@@ -36,6 +39,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "float8_e4m3fn": {"reduce_dtype": "float8_e4m3fn"},
     "int4": {"reduce_dtype": "int4"},
     "int4, no error feedback": {"reduce_dtype": "int4", "error_feedback": False},
+    "mean of 4 workers, H = 20": WORKERS,
+    "mean of 4 workers, H = 20, int4": WORKERS | {"outer_reduce_dtype": "int4"},
+    "DiLoCo, 4 workers, H = 20": DILOCO,
 }
 
 
@@ -54,31 +60,21 @@ def one_run(way: str, seed: int) -> dict[str, Any]:
     return {
         "curve": curve,
         "held_out": held_out.bits_per_byte(training),
-        "bytes": bytes_of_a_step(crossshard.inspect(job.lowered), WAYS[way].get("sync_every", 1)),
+        "bytes": sent_by(crossshard.inspect(job.lowered), options.sync_every or 1).bytes_sent,
         "parameters": job.parameters,
     }
-
-
-def bytes_of_a_step(report: Any, every: int) -> float:
-    """The bytes that a device sends in a step, on average: some only in one of so many."""
-    seldom = sum(each.bytes_sent for each in report.collectives if each.counted and each.in_branch)
-    return float(report.bytes_between_shards - seldom + seldom / every)
 
 
 def record(ways: list[str]) -> None:
     """Run what is named, and write it beside what is recorded already."""
     found = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {"runs": {}}
-    found["steps"], found["shards"], found["machine"] = (
-        STEPS,
-        SHARDS,
-        dataclasses.asdict(this_machine()),
-    )
+    found["machine"] = dataclasses.asdict(this_machine())
     for way in ways:
-        found["runs"][way] = []
+        runs = []
         for seed in SEEDS:
-            run = one_run(way, seed)
-            print(f"{way}, seed {seed}: {run['held_out']:.4f} bits per byte", flush=True)
-            found["runs"][way].append(run)
+            runs.append(one_run(way, seed))
+            print(f"{way}, seed {seed}: {runs[-1]['held_out']:.4f} bits per byte", flush=True)
+        found["runs"][way] = runs
         RECORD.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
@@ -108,7 +104,9 @@ def lines() -> list[Line]:
     for way in [way for way in WAYS if way in runs]:
         curves = [run["curve"] for run in runs[way]]
         sent = runs[way][0]["bytes"]
-        bits = [statistics.fmean(bits for _, bits in points) for points in zip(*curves)]
+        bits = [
+            statistics.fmean(bits for _, bits in points) for points in zip(*curves, strict=True)
+        ]
         steps = [step for step, _ in curves[0]]
         ends = [run["held_out"] for run in runs[way]]
         found.append(Line(way, [step * sent / 1e6 for step in steps], bits, sent, ends))
@@ -157,28 +155,43 @@ def page(found: list[Line]) -> str:
     rows = []
     for line in found:
         apart = [100 * (a / b - 1) for a, b in zip(line.end, plain.end, strict=True)]
-        rows.append(
-            f"| {line.way} | {line.bytes_of_step:,.0f} | {line.bytes_of_step / plain.bytes_of_step:.4f}"
-            f" | {statistics.fmean(line.end):.4f} | {statistics.fmean(apart):+.2f}% "
-            f"| {min(apart):+.2f} to {max(apart):+.2f}% |"
+        cells = (
+            line.way,
+            f"{line.bytes_of_step:,.0f}",
+            f"{line.bytes_of_step / plain.bytes_of_step:.4f}",
+            f"{statistics.fmean(line.end):.4f}",
+            f"{statistics.fmean(apart):+.2f}%",
+            f"{min(apart):+.2f} to {max(apart):+.2f}%",
         )
-    table = "\n".join(rows)
+        rows.append(f"| {' | '.join(cells)} |")
     machine = json.loads(RECORD.read_text(encoding="utf-8"))["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    return f"""# Held-out loss against bytes sent
-
-The demo's transformer, a million parameters, on {SHARDS} shards: {STEPS} steps of AdamW with the same batches, and the same initial parameters, for each of {len(SEEDS)} seeds.
-
-![{in_words(found)}](curves.png)
-
-| gradients are sent | bytes by a device in a step | of float32's | held-out bits per byte | beside float32 | of the seeds |
-| --- | ---: | ---: | ---: | ---: | ---: |
-{table}
-
-Bytes are read from the compiled programs, the scales of blocks among them. Bits per byte are those of all held-out bytes after the last step, and the mean over the seeds; *beside float32* is the mean of the relative differences, seed by seed, and then their range. In the picture they are those of a part of the held-out bytes.
-
-{machine["system"]}, {machine["cores"]} cores; {machine["date"]}; {versions}. Each run is in [curves.json](curves.json). To repeat: `python -m benchmarks.curves`.
-"""
+    head = (
+        "how",
+        "bytes by a device in a step",
+        "of float32's",
+        "held-out bits per byte",
+        "beside float32",
+        "of the seeds",
+    )
+    return "\n\n".join(
+        [
+            "# Held-out loss against bytes sent",
+            f"The demo's transformer, a million parameters, on {SHARDS} shards: {STEPS} steps of "
+            f"AdamW from the same parameters with the same batches, for each of {len(SEEDS)} "
+            f"seeds. Gradients are sent in [few bits](../guide/few-bits.md), or shards "
+            f"[synchronise rarely](../guide/sync-rarely.md).",
+            f"![{in_words(found)}](curves.png)",
+            "\n".join([f"| {' | '.join(head)} |", "| --- |" + " ---: |" * 5, *rows]),
+            "Bytes are read from the compiled programs, with the scales of blocks; what is sent "
+            "only in some steps is divided over all. Bits per byte are those of all held-out "
+            "bytes after the last step, the mean over the seeds; *beside float32* is the mean of "
+            "the relative differences, seed by seed, and *of the seeds* their range. In the "
+            "picture they are those of a sample of the held-out bytes.",
+            f"{machine['system']}, {machine['cores']} cores; {machine['date']}; {versions}. Each "
+            f"run is in [curves.json](curves.json). To repeat: `python -m benchmarks.curves`.\n",
+        ]
+    )
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import jax
 import numpy as np
+import optax
 from flax import nnx
 
 from crossshard import CrossShardOptimizer, TrainStep, cpu_devices, make_train_step
@@ -74,7 +75,11 @@ class Job:
         options = self.options
         return make_train_step(
             loss,
-            CrossShardOptimizer(self.inner.transformation, reduction=options.reduction),
+            CrossShardOptimizer(
+                self.inner.transformation,
+                reduction=options.reduction,
+                group_assignment=self._workers,
+            ),
             num_shards=self.shards,
             has_aux=True,
             weight="counts" if options.weight else None,
@@ -86,6 +91,9 @@ class Job:
             metrics=options.metrics,
             reduce_dtype=self._wire,
             gather_dtype=options.gather_dtype,
+            sync_every=options.sync_every,
+            outer_optimizer=self._outer_optimizer,
+            outer_reduce_dtype=options.outer_reduce_dtype,
             loss_scale=options.loss_scale,
             nonfinite=None if options.nonfinite == "off" else options.nonfinite,
             check_divergence=options.check_divergence,
@@ -93,6 +101,26 @@ class Job:
             master_dtype=options.master_dtype,
             ema=options.ema,
         )
+
+    @property
+    def _workers(self) -> list[list[int]] | None:
+        """The shards of each worker; ``None`` if each is one, or nothing is said of workers."""
+        number = self.options.workers
+        if number is None:
+            return None
+        if self.shards % number:
+            raise ArgumentError(
+                f"{self.shards} shards cannot be split evenly over --workers {number}."
+            )
+        return np.arange(self.shards).reshape(number, -1).tolist()
+
+    @property
+    def _outer_optimizer(self) -> optax.GradientTransformation | None:
+        options = self.options
+        if options.sync_every is None:
+            return None
+        momentum = options.outer_momentum or None
+        return optax.sgd(options.outer_learning_rate, momentum, nesterov=momentum is not None)
 
     @property
     def _wire(self) -> str | Quantized | None:

@@ -91,6 +91,21 @@ class TrainOptions:
     error_feedback: bool = True
     """Whether what few bits lose of a gradient is added to the next one."""
 
+    sync_every: int | None = None
+    """Shards, or --workers, train alone for so many steps before they become one again."""
+
+    workers: int | None = None
+    """With --sync-every, so many groups of shards, which reduce inside in every step."""
+
+    outer_learning_rate: float = 1.0
+    """With --sync-every, that of the outer optimizer; 1 without momentum takes the mean."""
+
+    outer_momentum: float = 0.0
+    """With --sync-every, its Nesterov momentum; DiLoCo has 0.9 and a rate of 0.7."""
+
+    outer_reduce_dtype: str | None = None
+    """With --sync-every, how the workers send what they have moved; as --reduce-dtype."""
+
     loss_scale: Literal["dynamic"] | None = None
     """dynamic to scale the loss, as float16 needs it."""
 
@@ -142,7 +157,7 @@ class TrainOptions:
     def check(self) -> None:
         """Raise an ``ArgumentError`` for an impossible number."""
         numbers = "shards", "accumulate_steps", "virtual_shards", "steps", "batch", "context"
-        for name in (*numbers, "save_every"):
+        for name in (*numbers, "save_every", "workers"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ArgumentError(f"{_flag(name)} must be at least 1; got {value}.")
@@ -152,6 +167,12 @@ class TrainOptions:
         if self.profile and self.steps < PROFILED:
             raise ArgumentError(
                 f"--profile traces the last three of {PROFILED} steps; got --steps {self.steps}."
+            )
+        of_workers = self.workers, self.outer_learning_rate, self.outer_momentum
+        if self.sync_every is None and of_workers != (None, 1.0, 0.0):
+            raise ArgumentError(
+                "--workers, --outer-learning-rate and --outer-momentum are for --sync-every; pass "
+                "it too."
             )
         if not self.sends_few_bits and (self.rounding, self.error_feedback) != ("nearest", True):
             raise ArgumentError(
@@ -175,6 +196,8 @@ class TrainOptions:
 
     def unlike_one_shard(self) -> str:
         """Why one shard does not take the same steps, by more than rounding; empty if it does."""
+        if self.sync_every is not None:
+            return "workers that train alone are no single one"
         of_parameters = self.gather_dtype in FEW_BITS
         if self.sends_few_bits or of_parameters:
             dtype = self.reduce_dtype if self.sends_few_bits else self.gather_dtype

@@ -18,7 +18,7 @@ from examples.byte_lm.record import Record
 from examples.byte_lm.saving import Saving
 from examples.byte_lm.screen import Screen
 from examples.byte_lm.stopping import Stopping
-from examples.byte_lm.summary import Sent, Summary
+from examples.byte_lm.summary import Sent, Summary, sent_by
 from examples.byte_lm.training import Training, Values
 
 
@@ -44,8 +44,7 @@ def run(job: Job, record: Record, screen: Screen, stopping: Stopping) -> Summary
     fault = ""
     if not stopping.agree():
         screen.tell("compiling the step")
-        report = crossshard.inspect(job.lowered)
-        sent = Sent(report.bytes_between_shards, report.ratio, report.hidden_share)
+        sent = sent_by(crossshard.inspect(job.lowered), job.options.sync_every or 1)
         with contextlib.closing(saving):
             try:
                 early = _train(job, training, held_out, record, screen, stopping, saving)

@@ -2,19 +2,28 @@
 
 import dataclasses
 
-from crossshard.tools import Verification
+from crossshard.tools import Communication, Verification
 from examples.byte_lm.proof import Comparison
 
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """What each device sends in a compiled step."""
+    """What each device sends in a compiled step, on average."""
 
     bytes_sent: float
     # To the least that these shards must send; None if that is not known.
     ratio: float | None
     # Of the bytes, behind matrix products; None if nothing is sent.
     hidden_share: float | None
+
+
+def sent_by(report: Communication, every: int) -> Sent:
+    """What each device sends in a step on average, of which some only in one of ``every``."""
+    whole = report.bytes_between_shards
+    seldom = sum(each.bytes_sent for each in report.collectives if each.counted and each.in_branch)
+    on_average = whole - seldom + seldom / every
+    ratio = report.ratio and report.ratio * on_average / whole
+    return Sent(on_average, ratio, report.hidden_share)
 
 
 @dataclasses.dataclass(frozen=True)

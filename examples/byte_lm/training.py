@@ -56,7 +56,9 @@ class Training:
         aux = {name: whole(value).astype(np.float64) for name, value in metrics.pop("aux").items()}
         nonfinite, divergence = (metrics.pop(name, None) for name in ("nonfinite", "divergence"))
         # Reading them blocks on the step: queued steps can deadlock virtual CPU devices.
-        found = {name: float(value) for name, value in metrics.items() if name != "loss"}
+        # Workers that train alone have one each.
+        others = {name: np.asarray(whole(x)) for name, x in metrics.items() if name != "loss"}
+        found = {name: float(value.mean()) for name, value in others.items()}
         faults = []
         if nonfinite is not None and nonfinite.in_a_row:
             then = "the step is skipped" if found["skipped"] else "the others make the step"

@@ -128,6 +128,47 @@ def dealt_out(job: Job) -> Any:
     return found | {"restored": step.unshard(back).opt_state}
 
 
+def few_bits(dtype: str, update: str, job: Job) -> Any:
+    """Gradients in few bits, with what is held back, saved and restored."""
+    start = START | {"wide": np.ones((64, 64), np.float32) / 64}
+    loss = lambda params, batch: (
+        loss_fn(params, batch) + (jnp.tanh(batch["x"] @ params["wide"][:16]) ** 2).mean()
+    )
+    step = job.step(loss, "sgd", reduce_dtype=dtype, weight_update=update)
+    state, found = trained(job, step, start)
+    with Checkpoints(job.folder / f"few bits {dtype} {update}", step) as checkpoints:
+        checkpoints.save(state)
+        checkpoints.wait()
+        back, _ = checkpoints.restore_latest(step.abstract_init(start))
+    return found | {"restored": step.unshard(back).opt_state.aggregate}
+
+
+for _dtype, _update in (("int8", "replicated"), ("int4", "sharded")):
+    feature(few_bits, _dtype, _update)
+
+
+@feature
+def tiers(job: Job) -> Any:
+    """Few bits between halves of the shards, and all of them inside."""
+    hosts = min(2, job.shards)
+    mesh = job.mesh(hosts, job.shards // hosts, names=("host", "chip"))
+    options: Any = {"num_shards": None, "mesh": mesh, "reduce_dtype": {"host": "int8"}}
+    start = START | {"wide": np.ones((64, 64), np.float32) / 64}
+    loss = lambda params, batch: (
+        loss_fn(params, batch) + (jnp.tanh(batch["x"] @ params["wide"][:16]) ** 2).mean()
+    )
+    return trained(job, job.step(loss, "sgd", **options), start)[1]
+
+
+@feature
+def workers_that_synchronise_rarely(job: Job) -> Any:
+    opt = CrossShardOptimizer(optax.adam(0.01, eps=1e-4), group_assignment=job.groups())
+    outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    step = make_train_step(loss_fn, opt, num_shards=job.shards, sync_every=2, outer_optimizer=outer)
+    state, found = trained(job, step)
+    return found | {"model": step.model(state)}
+
+
 @feature
 def loss_over_the_batch(job: Job) -> Any:
     """Rows that are compared with those of other processes, and noise that is one device's."""

@@ -71,6 +71,12 @@ def clip(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
     return found, nnx_on_one_device(module.loss_fn, model, optimizer, batches)
 
 
+def diloco(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
+    module.EVERY = 2
+    found, _, _ = module.train(STEPS, optimizer, sync_every=2, outer_optimizer=module.OUTER)
+    return found, module.by_hand(STEPS, optimizer)  # this is JAX and Optax alone
+
+
 def experts(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
     loss = lambda params, batch: module.loss_fn(params, batch, 0.1)[0]
     batches = [module.data(seed) for seed in range(STEPS)]
@@ -125,7 +131,7 @@ def same_bits(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
     return module.train([8, 2], 8, optimizer, STEPS)[-1], wanted
 
 
-EVERY = (batch_norm, clip, experts, language_model, lora, quarantine, same_bits)
+EVERY = (batch_norm, clip, diloco, experts, language_model, lora, quarantine, same_bits)
 CASES = {each.__name__: each for each in EVERY}
 
 

@@ -83,6 +83,7 @@ def _options(pipeline: Pipeline, loss: ShardLoss) -> dict[str, str | None]:
         "loss_scale": pipeline.loss_scale,
         "nonfinite": None if pipeline.nonfinite is None else pipeline.nonfinite.action,
         "master_dtype": pipeline.master_dtype,
+        "sync_every": None if pipeline.outer is None else pipeline.outer.every,
         "ema": None if pipeline.ema is None else describe_decay(pipeline.ema),
     }
     return {name: None if value is None else str(value) for name, value in options.items()}

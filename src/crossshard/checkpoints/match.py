@@ -209,7 +209,8 @@ def _of_option(name: str, written: Fingerprint, here: Fingerprint) -> str | None
 
 
 def _of_groups(manifest: Manifest, layout: StateLayout) -> str | None:
-    if manifest.groups == groups_of(layout):
+    # Workers that synchronise rarely may be others.
+    if manifest.groups == groups_of(layout) or layout.pipeline.outer is not None:
         return None
     return f"its groups are {manifest.groups}, and here {groups_of(layout)}"
 

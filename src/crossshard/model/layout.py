@@ -360,13 +360,18 @@ class StateLayout:
         return all(jax.tree.leaves(self._map(fits, state)))
 
     def on_other_shards(self, state: TrainState) -> TrainState:
-        """A state without groups, taken from other shards to these, and as it is stored here."""
+        """A state of one set of parameters, taken from other shards to these, as it is stored here.
+
+        Of workers that synchronise rarely, the new ones have what the others had on average.
+        """
         common = lambda placement, x: of_all(x) if placement.per_shard else x
-        spread = self._spread(self._map(common, state))
-        own = self.pipeline.sums_by.on_other_shards(
-            state.opt_state.aggregate, self.number_of_shards
-        )
-        opt_state = spread.opt_state._replace(aggregate=own)
+        one, before, number = self._map(common, state), state.opt_state, self.number_of_shards
+        of_sums = {"aggregate": self.pipeline.sums_by.on_other_shards(before.aggregate, number)}
+        if self.pipeline.outer is not None:
+            sums = self.pipeline.outer.aggregator.on_other_shards(before.outer.aggregate, number)
+            of_sums["outer"] = before.outer._replace(aggregate=sums)
+        spread = self._spread(one)
+        opt_state = spread.opt_state._replace(**of_sums)
         return self.pack(dataclasses.replace(spread, opt_state=opt_state))
 
     # The checks of a state.

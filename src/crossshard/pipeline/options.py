@@ -108,6 +108,11 @@ def check_names(function: Any, options: Mapping[str, Any], declared: Any) -> Non
     declared_names = sorted(typing.get_type_hints(declared))
     for name in options.keys() - declared_names:
         known = [*inspect.signature(function).parameters, *declared_names]
+        if name in _OF_STEPS:
+            raise ArgumentTypeError(
+                f"{function.__name__} takes no argument {name!r}, since it hands out one update. "
+                f"Write make_train_step(..., {name}=...)."
+            )
         close = difflib.get_close_matches(name, known, 1)
         meant = f" Did you mean {close[0]}?" if close else ""
         raise ArgumentTypeError(
@@ -116,6 +121,8 @@ def check_names(function: Any, options: Mapping[str, Any], declared: Any) -> Non
         )
 
 
+# What only a whole step can do.
+_OF_STEPS = ("sync_every", "outer_optimizer", "outer_reduce_dtype", "virtual_shards")
 # The dtypes that an option takes, and in words.
 _DTYPES = {
     "gather_dtype": (
@@ -137,7 +144,7 @@ _DTYPES = {
 
 def check_dtype(name: str, given: Any) -> Any:
     """The dtype that an option gives; ``None`` without one."""
-    among, words = _DTYPES[name]
+    among, words = _DTYPES[name.removeprefix("outer_")]
     try:
         found = None if given is None else jnp.dtype(given)
         if found is None or found.name in among:
@@ -147,28 +154,37 @@ def check_dtype(name: str, given: Any) -> Any:
     raise ArgumentError(f"{name} must be {words}; got {given!r:.60}.")
 
 
-def check_reduce_dtype(given: Any) -> Any:
+def check_reduce_dtype(
+    given: Any, name: str = "reduce_dtype", *, by_axis: bool = True
+) -> FewBits | Any:
     """The dtype in which gradients are sent, or what sends them in few bits.
+
+    Args:
+      given: the argument.
+      name: its name.
+      by_axis: whether each axis may have one of its own.
 
     Raises:
       ArgumentError: it is none.
     """
     if not isinstance(given, Mapping):
-        wire = _wire_of(given)
+        wire = _wire_of(given, name)
         return FewBits(((None, wire),)) if isinstance(wire, Quantized) else wire
+    if not by_axis:
+        raise ArgumentError(f"{name} is one for all axes; got {given!r:.60}.")
     if not given or not all(isinstance(axis, str) for axis in given):
         raise ArgumentError(
-            f"reduce_dtype as a dict has the names of shard axes, such as {{'host': 'int8'}}; got "
+            f"{name} as a dict has the names of shard axes, such as {{'host': 'int8'}}; got "
             f"{given!r:.60}."
         )
-    return FewBits(tuple((axis, _wire_of(wire)) for axis, wire in given.items()))
+    return FewBits(tuple((axis, _wire_of(wire, name)) for axis, wire in given.items()))
 
 
-def _wire_of(given: Any) -> Any:
+def _wire_of(given: Any, name: str) -> Any:
     if isinstance(given, Quantized):
         return given
-    name = _name_of(given)
-    return Quantized(name) if name in DTYPES else check_dtype("reduce_dtype", given)
+    dtype = _name_of(given)
+    return Quantized(dtype) if dtype in DTYPES else check_dtype(name, given)
 
 
 def _name_of(dtype: Any) -> str | None:

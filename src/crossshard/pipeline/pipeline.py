@@ -36,6 +36,7 @@ from crossshard.pipeline.stages.nonfinite import (
     of_no_shard,
     with_finite,
 )
+from crossshard.pipeline.stages.outer import Outer
 from crossshard.pipeline.stages.weigh import Weigh
 from crossshard.pipeline.state import CrossShardState
 from crossshard.pipeline.update.moving_average import Decay
@@ -75,6 +76,7 @@ class Pipeline:
       ema: the decay of the moving average of the parameters, or a schedule of it; ``None``
         without one.
       metrics: the names of the metrics of each update.
+      outer: the stage that synchronises workers, which are the groups; ``None`` without one.
     """
 
     inner: optax.GradientTransformationExtraArgs
@@ -91,6 +93,7 @@ class Pipeline:
     master_dtype: Any = None
     ema: Decay | None = None
     metrics: tuple[str, ...] = ()
+    outer: Outer | None = None
 
     def __post_init__(self) -> None:
         if self.nonfinite is not None:
@@ -111,6 +114,7 @@ class Pipeline:
             self.nonfinite,
             self.optimize,
             Metrics(self.metrics, self.optimizer, of_metrics) if self.metrics else None,
+            self.outer,
         )
         return tuple(stage for stage in every if stage is not None)
 

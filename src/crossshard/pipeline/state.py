@@ -18,6 +18,7 @@ class CrossShardState(NamedTuple):
       loss_scale: a ``LossScaleState``.
       nonfinite: a ``NonfiniteState``: what was not finite at the last update.
       metrics: the requested metrics of the last update, by name, float32[].
+      outer: an ``OuterState``: what the workers that synchronise rarely have in common.
       inner_state: the state of the inner optimizer.
 
     >>> import jax.numpy as jnp, optax
@@ -32,4 +33,5 @@ class CrossShardState(NamedTuple):
     loss_scale: PyTree = ()
     nonfinite: PyTree = ()
     metrics: PyTree = ()
+    outer: PyTree = ()
     inner_state: PyTree = ()

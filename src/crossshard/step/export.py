@@ -33,7 +33,8 @@ def arrays_of(
 
     Args:
       state: a state of the step.
-      shard: the shard; ``None`` for what all have, and the mean of statistics.
+      shard: the shard; ``None`` for what all have, as after the last synchronisation, and the mean
+        of statistics.
       config: what the step is made of.
       unshard: given, the moving average of the parameters is taken, from the state that this
         returns, in which it has its own shapes.
@@ -41,7 +42,8 @@ def arrays_of(
     Raises:
       ArgumentError: groups have other parameters and no shard is chosen, or there is no average.
     """
-    if config.is_grouped and shard is None:
+    synchronises = config.pipeline.outer is not None and shard is None
+    if config.is_grouped and shard is None and not synchronises:
         raise ArgumentError(
             f"With group_assignment {config.pipeline.groups} the parameters differ between "
             f"shards. Choose one: model(state, shard=0)."
@@ -49,7 +51,10 @@ def arrays_of(
     # An index is an array on the host.
     with jax.transfer_guard("allow"):
         params = state.params if unshard is None else _average(state, config, unshard)
-        if config.is_grouped:
+        if synchronises:
+            anchor = state.opt_state.outer.anchor
+            params = jax.tree.map(lambda x, p: x.astype(p.dtype), anchor, state.params)
+        elif config.is_grouped:
             params = jax.tree.map(lambda x: x[shard], params)
         model_state = state.model_state
         if state.per_shard:

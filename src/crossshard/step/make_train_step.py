@@ -22,7 +22,7 @@ from crossshard.optimizer.cross_shard_optimizer import (
     CrossShardOptimizer,
     pipeline_of,
 )
-from crossshard.pipeline.aggregators.few_bits import FewBits
+from crossshard.pipeline.aggregators.few_bits import FewBits, Quantized
 from crossshard.pipeline.aggregators.in_order import InOrder
 from crossshard.pipeline.options import Options, check_gather_dtype, check_names, check_options
 from crossshard.pipeline.pipeline import Pipeline
@@ -39,6 +39,7 @@ from crossshard.step.loss_over import (
     check_over_batch,
     check_rng_per,
 )
+from crossshard.step.rarely import check_outer, check_workers, with_workers
 from crossshard.step.shard_loss import ShardLoss
 from crossshard.step.step_function import StepFunction
 from crossshard.step.train_step import TrainStep
@@ -61,6 +62,13 @@ class StepOptions(Options, total=False):
         ``loss_over="batch"`` the same for all. ``"row"``: it is keys ``[rows]``, one for each row,
         folded from the step's number and the row's place in the global batch, so that noise does
         not depend on the number of shards, nor on ``accumulate_steps``.
+      sync_every: every shard, or every group of the optimizer's ``group_assignment``, is a worker
+        with parameters of its own, and trains alone for so many steps. Then the mean over the
+        workers of what they have moved, the pseudogradient, updates the parameters that all go on
+        from (local SGD, arXiv 1805.09767). ``model(state)`` returns those.
+      outer_optimizer: any Optax optimizer for that update, such as ``optax.sgd(0.7, momentum=0.9,
+        nesterov=True)`` (DiLoCo, arXiv 2311.08105). By default the mean of the parameters is taken.
+      outer_reduce_dtype: how pseudogradients are sent; as ``reduce_dtype``.
       check_divergence: compare the shards' copies of parameters and state, bit by bit, before every
         step whose number divides by this one; never if ``None``. ``metrics["divergence"]`` is a
         ``Divergence``.
@@ -79,6 +87,9 @@ class StepOptions(Options, total=False):
     gather_dtype: DTypeLike | None
     rng_per: Literal["shard", "row"]
     aux_reduction: PyTree
+    sync_every: int | None
+    outer_optimizer: optax.GradientTransformation | None
+    outer_reduce_dtype: DTypeLike | Quantized | None
     check_divergence: int | None
     on_divergence: Literal["raise", "repair"]
     virtual_shards: int | None
@@ -216,11 +227,17 @@ def make_train_step(
         keys_of_rows=rng_per is RngPer.ROW,
         is_summed=pipeline.reduction is Reduction.SUM,
     )
-    pipeline = _check_pipeline(pipeline, number_of_shards(where, axes), weight)
+    number = number_of_shards(where, axes)
+    rarely = [options.get(name) for name in ("outer_optimizer", "outer_reduce_dtype")]
+    outer = check_outer(options.get("sync_every"), *rarely)
+    if outer is not None:
+        check_workers(pipeline, params=params, loss=loss)
+        pipeline = with_workers(pipeline, outer, number)
+    pipeline = _check_pipeline(pipeline, number, weight)
     virtual = check_virtual_shards(
         options.get("virtual_shards"),
         pipeline,
-        number_of_shards(where, axes),
+        number,
         other_axes=[axis for axis in where.axis_names if axis not in axes],
         loss_over=over,
         model_state=model_state,

@@ -35,7 +35,7 @@ def with_sgd(step: TrainStep, optimizer: optax.GradientTransformation, *, alone:
     """
     config = config_of(step)
     # Metrics may be those of the optimizer that it had.
-    pipeline = dataclasses.replace(config.pipeline, inner=optimizer, metrics=())
+    pipeline = dataclasses.replace(config.pipeline, inner=optimizer, metrics=(), outer=None)
     if not alone:
         function = dataclasses.replace(config.function, pipeline=pipeline, sentinel=None)
         if of_few_bits(step):

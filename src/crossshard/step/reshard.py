@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from crossshard import _mesh
 from crossshard.errors import ArgumentError, CheckpointWarning
+from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.shards.model_axes import only
 from crossshard.shards.put import put_whole_unless_on
@@ -62,8 +63,8 @@ class Resharder:
         state = jax.tree.map(place, state, where)
         with _mesh.in_place_of_the_users_mesh(config.mesh):
             state = completed(layout, state, jax.tree.leaves(where))
-        if not layout.is_of_these_shards(state):
-            if config.is_grouped:
+        if not (layout.is_of_these_shards(state) and self._is_of_these_workers(layout, state)):
+            if config.is_grouped and config.pipeline.outer is None:
                 raise ArgumentError(
                     f"The state has groups over another number of shards than "
                     f"{layout.number_of_shards}. Choose one shard's parameters with "
@@ -72,6 +73,19 @@ class Resharder:
             types = jax.eval_shape(layout.on_other_shards, state)
             return self._run(layout.on_other_shards, state, layout.shardings(types))
         return self._run(layout.pack, state, layout.shardings(state))
+
+    def _is_of_these_workers(self, layout: StateLayout, state: TrainState) -> bool:
+        """Whether all shards of each worker have the same parameters, if there are workers."""
+        if layout.groups is None or layout.pipeline.outer is None:
+            return True
+        members = layout.groups.members
+
+        def look(params: Any) -> jax.Array:
+            equal = [(x[members] == x[members[:, :1]]).all() for x in jax.tree.leaves(params)]
+            return jnp.stack(equal).all()
+
+        with _mesh.in_place_of_the_users_mesh(self._config.mesh):
+            return bool(jax.jit(look)(state.params))
 
     def _run(self, how: Callable[[Any], Any], state: TrainState, to: TrainState) -> TrainState:
         # A loop that saves would compile it each time. Layouts live as long.

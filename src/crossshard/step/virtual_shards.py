@@ -74,6 +74,11 @@ def check_virtual_shards(
             "Write loss_over='rows'.",
         ),
         (
+            pipeline.outer is not None,
+            "sync_every lets each worker train alone, and there are as many as shards or groups",
+            "Leave one of them out.",
+        ),
+        (
             pipeline.groups is not None,
             f"group_assignment {pipeline.groups} gives each group of shards parameters of its own",
             "Leave one of them out.",

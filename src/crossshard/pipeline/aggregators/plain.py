@@ -11,6 +11,7 @@ from crossshard.collectives.all_reduce import widen
 from crossshard.collectives.bucketing import bucketed_sum
 from crossshard.pipeline.aggregators.aggregator import Aggregator, Peers, Summands
 from crossshard.pipeline.stage import StageContext
+from crossshard.shards.partition import Partition
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +27,11 @@ class Plain(Aggregator):
     divides_before = False
 
     def sum(self, values: PyTree, state: PyTree, peers: Peers) -> tuple[PyTree, PyTree]:
-        """The sums, one by one."""
-        return jax.tree.map(lambda x: peers.sum(as_sent(x, self.dtype)), values), state
+        """The sums in full; small arrays share a collective."""
+        leaves, tree = jax.tree.flatten(values)
+        sent = [as_sent(x, self.dtype) for x in leaves]
+        wholes = [Partition(x.shape) for x in sent]
+        return tree.unflatten(bucketed_sum(sent, wholes, *peers.members)), state
 
     def reduce(
         self, summands: Summands, state: PyTree, context: StageContext

@@ -47,6 +47,8 @@ class Aggregate(Stage):
 
     def describe(self) -> str:
         """``mean over all shards``, with the axes and the dtype if they are given."""
+        if self.groups is not None and self.groups.size == 1:
+            return "each shard its own"
         word = "sum" if self.reduction is Reduction.SUM else "mean"
         over = "all shards" if self.groups is None else f"groups {self.groups}"
         axes = f" on {', '.join(self.axis_name)}" if self.axis_name else ""

@@ -1,0 +1,136 @@
+"""Outer: every so many steps the workers' parameters become one again, by an outer optimizer.
+
+Local SGD (Stich 2019, arXiv 1805.09767) and DiLoCo (Douillard et al. 2023, arXiv 2311.08105).
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from crossshard._annotations import PyTree
+from crossshard.collectives.all_reduce import wide, widen
+from crossshard.gradients.nesting import inside_optimizer
+from crossshard.pipeline.aggregators.aggregator import Aggregator, Peers
+from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
+from crossshard.pipeline.update.optimize import Updated
+from crossshard.shards.groups import GroupAssignment
+from crossshard.shards.placement import PER_SHARD, REPLICATED
+
+
+class OuterState(NamedTuple):
+    """What all workers have in common.
+
+    Attributes:
+      anchor: the parameters after the last synchronisation, with at least 32 bits.
+      inner_state: the state of the outer optimizer.
+      count: int32[], the number of steps so far, skipped ones among them.
+      aggregate: the state of the outer sum, one per shard.
+    """
+
+    anchor: PyTree
+    inner_state: PyTree
+    count: PyTree
+    aggregate: PyTree = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer(Stage):
+    """Synchronises the workers: each is a group of shards, and has parameters of its own.
+
+    The pseudogradient of a worker is the anchor less its parameters. The outer optimizer updates
+    the anchor with the mean over the workers, and all go on from there.
+
+    Attributes:
+      every: the number of steps from one synchronisation to the next.
+      optimizer: the outer optimizer.
+      aggregator: what sums the pseudogradients.
+    """
+
+    every: int
+    optimizer: optax.GradientTransformationExtraArgs
+    aggregator: Aggregator
+
+    phase = Phase.UPDATE
+    scope = "outer"
+    state_field = "outer"
+
+    def init(self, params: PyTree) -> OuterState:
+        """The state before the first step, of which the anchor is the parameters."""
+        # Copied, since two arrays of a donated state must not share a buffer.
+        copy = lambda p: jnp.array(p, wide(jnp.result_type(p)), copy=True)
+        anchor = jax.tree.map(copy, params)
+        with inside_optimizer():
+            inner_state = self.optimizer.init(anchor)
+        return OuterState(anchor, inner_state, jnp.int32(0), self.aggregator.init(anchor))
+
+    def placements(self, state: OuterState) -> OuterState:
+        """All shards have the same, but for what the sum keeps."""
+        of_all = jax.tree.map(lambda _: REPLICATED, state)
+        own = jax.tree.map(lambda _: PER_SHARD, state.aggregate)
+        return of_all._replace(aggregate=own)
+
+    def update(
+        self, gradients: Gradients, state: OuterState, context: StageContext
+    ) -> tuple[Gradients, OuterState]:
+        """The updated parameters, synchronised if it is time, and the next state."""
+        assert gradients.updated is not None
+        updated = gradients.updated
+        state = state._replace(count=optax.safe_increment(state.count))
+
+        def synchronise(_: PyTree, state: OuterState) -> tuple[PyTree, OuterState]:
+            mean, aggregate = self._mean(self._moved(updated, state, context), state, context)
+            with inside_optimizer():
+                updates, inner_state = self.optimizer.update(mean, state.inner_state, state.anchor)
+            anchor = optax.apply_updates(state.anchor, updates)
+            params = jax.tree.map(lambda x, p: x.astype(p.dtype), anchor, updated.result)
+            return params, OuterState(anchor, inner_state, state.count, aggregate)
+
+        # All shards have counted the same steps, so that they meet in the collectives.
+        is_due = state.count % self.every == 0
+        keep = lambda params, state: (params, state)
+        result, after = lax.cond(is_due, synchronise, keep, updated.result, state)
+        return gradients.replace(updated=updated._replace(result=result)), after
+
+    @staticmethod
+    def _moved(updated: Updated, state: OuterState, context: StageContext) -> PyTree:
+        """The pseudogradient of this shard's worker, split as the optimizer's arrays are."""
+        # Of what every worker began with, which may have fewer bits than the anchor.
+        rounded = jax.tree.map(lambda x, p: x.astype(p.dtype), state.anchor, updated.result)
+        start = context.arrays.split(rounded)
+        # Not of the updated parameters, which are rounded: right after a synchronisation it is
+        # the update itself.
+        one = lambda start, before, update: -((widen(before) - widen(start)) + widen(update))
+        return jax.tree.map(one, start, updated.params, updated.updates)
+
+    def _mean(
+        self, moved: PyTree, state: OuterState, context: StageContext
+    ) -> tuple[PyTree, PyTree]:
+        """The mean over the workers, in full, and the next state of the aggregator."""
+        shards, groups, arrays = context.shards, context.groups, context.arrays
+        if groups is None:
+            return arrays.gather(moved), state.aggregate
+        number, across = len(groups.groups), _across(groups)
+        if self.aggregator.divides_before:
+            moved = jax.tree.map(lambda x: x / number, arrays.gather(moved))
+        total, aggregate = self.aggregator.sum(moved, state.aggregate, Peers(shards, across))
+        if self.aggregator.divides_before:
+            return total, aggregate
+        # Of slices, which the shards of a worker have, each sums its own.
+        return arrays.gather(jax.tree.map(lambda x: x / number, total)), aggregate
+
+    def describe(self) -> str:
+        """How often, and how it is sent."""
+        sent = self.aggregator.describe()
+        often = "every step" if self.every == 1 else f"every {self.every} steps"
+        return f"{often} the mean over the workers{f' {sent}' * bool(sent)}, and the outer update"
+
+
+def _across(groups: GroupAssignment) -> GroupAssignment | None:
+    """The shards with the same position in their groups; ``None`` if these are all shards."""
+    if groups.size == 1:
+        return None
+    return GroupAssignment(tuple(map(tuple, groups.members.T.tolist())))

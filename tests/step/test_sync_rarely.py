@@ -1,0 +1,391 @@
+"""Workers that train alone and synchronise rarely: against a model in numpy, on other workers."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import crossshard
+from crossshard import Checkpoints, CrossShardOptimizer, make_train_step
+from crossshard.errors import ArgumentError, ArgumentTypeError, DivergenceError
+from crossshard.pipeline import Quantized
+from tests.quick import deep_but
+from tests.step.common import assert_same, sgd_step
+
+N, STEPS, ROWS = 8, 12, 32
+RNG = np.random.default_rng(0)
+PARAMS = {
+    "w": RNG.normal(size=(64, 40)).astype(np.float32) / 10,
+    "b": np.zeros(40, np.float32),
+}
+X = RNG.normal(size=(STEPS, ROWS, 64)).astype(np.float32)
+Y = np.tanh(X @ RNG.normal(size=(64, 40)).astype(np.float32) / 8)
+# The rows of each worker follow each other.
+WORKERS = {
+    8: None,
+    4: [[0, 1], [2, 3], [4, 5], [6, 7]],
+    2: [[0, 1, 2, 3], [4, 5, 6, 7]],
+    1: [[*range(8)]],
+}
+NESTEROV = {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}
+
+
+def loss_fn(params: Any, batch: Any) -> jax.Array:
+    return ((batch[0] @ params["w"] + params["b"] - batch[1]) ** 2).mean()
+
+
+def step_of(workers: int, inner: Any = None, **options: Any) -> Any:
+    opt = CrossShardOptimizer(inner or optax.sgd(0.3), group_assignment=WORKERS[workers])
+    return make_train_step(loss_fn, opt, **{"num_shards": N, "sync_every": 4} | options)
+
+
+def train(step: Any, state: Any, steps: Any = range(STEPS)) -> Any:
+    for t in steps:
+        state, _ = step(state, (X[t], Y[t]))
+    return state
+
+
+# The same in numpy and float64.
+
+
+class Sgd:
+    """Plain SGD; with momentum as Nesterov has it."""
+
+    def __init__(self, learning_rate: float, momentum: float = 0, nesterov: bool = False) -> None:
+        self.rate, self.momentum, self.nesterov = learning_rate, momentum, nesterov
+        self.trace: dict[str, Any] = {}
+
+    def __call__(self, gradient: Any) -> Any:
+        found = {}
+        for name, g in gradient.items():
+            trace = self.trace[name] = self.momentum * self.trace.get(name, 0) + g
+            found[name] = -self.rate * (self.momentum * trace + g if self.nesterov else trace)
+        return found
+
+
+class Adam:
+    """Adam, as in the paper."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate, self.m, self.v, self.t = rate, dict[str, Any](), dict[str, Any](), 0
+
+    def __call__(self, gradient: Any) -> Any:
+        self.t, found = self.t + 1, {}
+        for name, g in gradient.items():
+            m = self.m[name] = 0.9 * self.m.get(name, 0) + 0.1 * g
+            v = self.v[name] = 0.999 * self.v.get(name, 0) + 0.001 * g**2
+            m, v = m / (1 - 0.9**self.t), v / (1 - 0.999**self.t)
+            found[name] = -self.rate * m / (np.sqrt(v) + 1e-8)
+        return found
+
+
+def in_numpy(workers: int, every: int, inner: Any, outer: Any, steps: int = STEPS) -> Any:
+    """The anchor, and the parameters of each worker."""
+    anchor = {name: np.float64(x) for name, x in PARAMS.items()}
+    each, optimizers = [dict(anchor) for _ in range(workers)], [inner() for _ in range(workers)]
+    for t in range(steps):
+        halves = np.split(np.float64(X[t]), workers), np.split(np.float64(Y[t]), workers)
+        parts = zip(*halves, strict=True)
+        for params, optimizer, (x, y) in zip(each, optimizers, parts, strict=True):
+            error = 2 * (x @ params["w"] + params["b"] - y) / y.size
+            for name, update in optimizer({"w": x.T @ error, "b": error.sum(0)}).items():
+                params[name] = params[name] + update
+        if (t + 1) % every == 0:
+            moved = {n: np.mean([x - params[n] for params in each], 0) for n, x in anchor.items()}
+            for name, update in outer(moved).items():
+                anchor[name] = anchor[name] + update
+            each = [dict(anchor) for _ in range(workers)]
+    return anchor, each
+
+
+INNER: dict[str, Any] = {
+    "sgd": (lambda: optax.sgd(0.3), lambda: Sgd(0.3)),
+    "adam": (lambda: optax.adam(0.01), lambda: Adam(0.01)),
+}
+
+
+@pytest.mark.parametrize("update", deep_but(("sharded",), ["replicated", "sharded"]))
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("inner", INNER)
+def test_diloco_is_that_of_numpy(inner: str, workers: int, update: str):
+    ours, theirs = INNER[inner]
+    outer = optax.sgd(**NESTEROV)
+    step = step_of(workers, ours(), outer_optimizer=outer, weight_update=update)
+    for steps in (STEPS, STEPS - 2):
+        state = train(step, step.init(PARAMS), range(steps))
+        anchor, each = in_numpy(workers, 4, theirs, Sgd(**NESTEROV), steps)
+        atol = 1e-6 if inner == "sgd" else 1e-5
+        for name, want in anchor.items():
+            np.testing.assert_allclose(step.model(state)[name], want, rtol=0, atol=atol)
+            for shard in range(N) if workers > 1 else ():
+                got = step.model(state, shard=shard)[name]
+                own = each[shard * workers // N][name]
+                np.testing.assert_allclose(got, own, rtol=0, atol=atol)
+
+
+# Identities.
+
+
+@pytest.mark.parametrize("update", ["replicated", "sharded"])
+@pytest.mark.parametrize("workers", WORKERS)
+def test_every_step_and_a_rate_of_one_is_the_synchronous_run(workers: int, update: str):
+    plain = sgd_step(loss_fn, 0.25, N, weight_update=update)
+    want = plain.model(train(plain, plain.init(PARAMS)))
+    step = step_of(workers, optax.sgd(0.25), sync_every=1, weight_update=update)
+    state = train(step, step.init(PARAMS))
+    if workers in (1, 8):
+        # Powers of two, so that a mean of products is the product with the mean, bit by bit.
+        assert_same(step.model(state), want)
+    if workers > 1:
+        # Workers of several shards add in another order.
+        atol = 0 if workers == 8 else 1e-7
+        for name, x in want.items():
+            np.testing.assert_allclose(step.model(state, shard=5)[name], x, rtol=0, atol=atol)
+    rough = step_of(workers, optax.sgd(0.3), sync_every=1, weight_update=update)
+    other = sgd_step(loss_fn, 0.3, N, weight_update=update)
+    got = rough.model(train(rough, rough.init(PARAMS)))
+    want = other.model(train(other, other.init(PARAMS)))
+    for name in got:
+        np.testing.assert_allclose(got[name], want[name], rtol=0, atol=1e-6)
+
+
+def test_a_rate_of_zero_leaves_the_parameters():
+    step = step_of(4, outer_optimizer=optax.sgd(0.0))
+    state = train(step, step.init(PARAMS))
+    assert_same(step.model(state), PARAMS)
+    assert_same(step.model(state, shard=3), PARAMS)
+
+
+def test_one_step_goes_the_way_of_the_workers():
+    # The pseudogradient points from where they went: a rate of 1 goes there, half of it half way.
+    ends = {}
+    for rate in (0.5, 1.0):
+        step = step_of(8, outer_optimizer=optax.sgd(rate))
+        ends[rate] = step.model(train(step, step.init(PARAMS), range(4)))["w"] - PARAMS["w"]
+    np.testing.assert_allclose(2 * ends[0.5], ends[1.0], rtol=0, atol=1e-6)
+    alone = step_of(8, sync_every=100)
+    state = train(alone, alone.init(PARAMS), range(4))
+    mean = np.asarray(state.params["w"]).mean(0) - PARAMS["w"]
+    np.testing.assert_allclose(ends[1.0], mean, rtol=0, atol=1e-6)
+
+
+# What is sent.
+
+
+def sent_by(step: Any) -> tuple[float, float]:
+    """The bytes of parameters by a device in a step that does not synchronise, and in one."""
+    report = crossshard.inspect(step.lower(step.init(BIG), (XB, YB)), BIG)
+    seldom = sum(c.bytes_sent for c in report.collectives if c.counted and c.in_branch)
+    always = sum(c.bytes_sent for c in report.collectives if c.counted and not c.in_branch)
+    return always, seldom
+
+
+BIG = {"w": np.zeros((256, 512), np.float32), "b": np.zeros(512, np.float32)}
+XB, YB = np.zeros((ROWS, 256), np.float32), np.zeros((ROWS, 512), np.float32)
+SIZE = sum(x.nbytes for x in BIG.values())
+
+
+@pytest.mark.parametrize("workers", [8, 4, 2])
+def test_the_bytes_of_a_synchronisation(workers: int):
+    always, seldom = sent_by(step_of(workers, weight_update="replicated"))
+    size = N // workers
+    inside = 2 * (size - 1) / size * SIZE
+    assert always == pytest.approx(inside, rel=0.01, abs=100)
+    # One worker's shards send the same, each to its like in the others.
+    assert seldom == pytest.approx(2 * (workers - 1) / workers * SIZE, rel=0.01)
+
+
+def test_the_bytes_where_each_shard_has_a_slice():
+    always, seldom = sent_by(step_of(4, optax.adam(1e-3), weight_update="sharded"))
+    assert always == pytest.approx(2 * 1 / 2 * SIZE, rel=0.01)
+    # Of half of them between the workers, and the other half inside.
+    assert seldom == pytest.approx((2 * 3 / 4 * 1 / 2 + 1 / 2) * SIZE, rel=0.01)
+
+
+def test_thirty_steps_and_four_bits_are_a_two_hundredth():
+    plain = sent_by(sgd_step(loss_fn, 0.1, N, weight_update="replicated"))[0]
+    step = step_of(8, sync_every=30, outer_reduce_dtype="int4")
+    always, seldom = sent_by(step)
+    assert (always + seldom / 30) / plain <= 1 / 200
+    always, seldom = sent_by(step_of(8, sync_every=30))
+    assert (always + seldom / 30) / plain == pytest.approx(1 / 30, rel=0.01)
+
+
+@pytest.mark.parametrize("wire", ["int8", "int4", Quantized("int4", "stochastic"), "bfloat16"])
+def test_few_bits_lose_nothing(wire: Any):
+    # What was not sent of a pseudogradient is in the next one.
+    step = step_of(8, outer_reduce_dtype=wire, sync_every=2)
+    plain = step_of(8, sync_every=2)
+    got, want = (each.model(train(each, each.init(PARAMS)))["w"] for each in (step, plain))
+    off = np.abs(got - want).max() / np.abs(want - PARAMS["w"]).max()
+    assert 1e-6 < off < 0.05
+    state = train(step, step.init(PARAMS), range(2))
+    held = state.opt_state.outer.aggregate
+    if wire != "bfloat16":
+        exact = step_of(8, sync_every=2)
+        both = exact.model(train(exact, exact.init(PARAMS), range(2)))["w"] - PARAMS["w"]
+        sent = np.float64(step.model(state)["w"]) - PARAMS["w"]
+        left = np.float64(held.residual["w"]).sum(0)
+        np.testing.assert_allclose(sent - left, both, rtol=0, atol=1e-6)
+
+
+# Going on.
+
+
+@pytest.mark.parametrize("workers", [8, 4])
+def test_a_run_goes_on_in_the_middle_of_a_round(tmp_path: Path, workers: int):
+    options: Any = {"outer_optimizer": optax.sgd(**NESTEROV), "outer_reduce_dtype": "int8"}
+    step = step_of(workers, optax.adam(0.01), **options)
+    with Checkpoints(tmp_path, step) as checkpoints:
+        checkpoints.save(train(step, step.init(PARAMS), range(6)))
+    again = step_of(workers, optax.adam(0.01), **options)
+    with Checkpoints(tmp_path, again) as checkpoints:
+        state, _ = checkpoints.restore_latest(again.init(PARAMS))
+    state = train(again, state, range(6, STEPS))
+    want = train(step, step.init(PARAMS))
+    assert_same(jax.device_get(state.params), jax.device_get(want.params))
+    assert_same(jax.device_get(state.opt_state), jax.device_get(want.opt_state))
+
+
+@pytest.mark.parametrize("way", deep_but(("reshard",), ["reshard", "checkpoints"]))
+@pytest.mark.parametrize(
+    ("before", "after"), [((8, 8), (4, 4)), ((4, 8), (2, 8)), ((2, 8), (4, 4))]
+)
+def test_other_workers_go_on(
+    tmp_path: Path, way: str, before: tuple[int, int], after: tuple[int, int]
+):
+    """From some workers of so many shards to others: at a synchronisation, and between two."""
+
+    def made(workers: int, shards: int) -> Any:
+        size = shards // workers
+        groups = np.arange(shards).reshape(workers, size).tolist()
+        opt = CrossShardOptimizer(optax.sgd(0.3), group_assignment=groups)
+        outer = optax.sgd(**NESTEROV)
+        return make_train_step(loss_fn, opt, num_shards=shards, sync_every=4, outer_optimizer=outer)
+
+    one, other = made(*before), made(*after)
+    for steps in (8, 6):
+        state = train(one, one.init(PARAMS), range(steps))
+        mean = {name: np.float64(x).mean(0) for name, x in jax.device_get(state.params).items()}
+        anchor = one.model(state)
+        if way == "reshard":
+            moved = other.reshard(one.unshard(state))
+        else:
+            folder = tmp_path / str(steps)
+            with Checkpoints(folder, one) as checkpoints:
+                checkpoints.save(state)
+            with Checkpoints(folder, other) as checkpoints:
+                moved, _ = checkpoints.restore_latest(other.init(PARAMS))
+        assert_same(other.model(moved), anchor)
+        for name, x in jax.device_get(moved.params).items():
+            assert x.shape[0] == after[1]
+            np.testing.assert_allclose(x, np.broadcast_to(mean[name], x.shape), atol=1e-7, rtol=0)
+        outer = jax.device_get(moved.opt_state.outer.inner_state)
+        assert_same(outer, jax.device_get(state.opt_state.outer.inner_state))
+        assert moved.opt_state.outer.count == steps
+        moved = train(other, moved, range(steps, STEPS))
+        assert np.isfinite(other.model(moved)["w"]).all()
+
+
+# What goes with it.
+
+
+def test_evaluation_is_of_the_anchor():
+    step = step_of(4)
+    state = train(step, step.init(PARAMS), range(6))
+    metric = lambda params, batch: ((batch[0] @ params["w"] + params["b"] - batch[1]) ** 2).mean(1)
+    found = step.evaluate(state, [(X[0], Y[0])], metric)
+    anchor, _ = in_numpy(4, 4, lambda: Sgd(0.3), Sgd(1.0), 6)
+    want = ((X[0] @ anchor["w"] + anchor["b"] - Y[0]) ** 2).mean()
+    np.testing.assert_allclose(found, want, rtol=1e-5)
+
+
+def test_skipped_steps_count_so_that_all_meet():
+    step = step_of(8, nonfinite="skip")
+    state = step.init(PARAMS)
+    for t in range(8):
+        x = X[t].copy()
+        x[0, 0] = np.nan if t in (1, 3) else x[0, 0]
+        state, _ = step(state, (x, Y[t]))
+    assert state.opt_state.outer.count == 8
+    for name, x in jax.device_get(state.params).items():
+        assert np.isfinite(x).all()
+        assert_same(x[0], x[7])
+        assert_same(x[0], step.model(state)[name])
+
+
+def damaged(x: jax.Array) -> jax.Array:
+    """The array, with another copy on device 3."""
+    copies = [np.array(shard.data) for shard in x.addressable_shards]
+    copies[3].flat[7] += 1
+    each = [jax.device_put(a, s.device) for a, s in zip(copies, x.addressable_shards, strict=True)]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, each)
+
+
+@pytest.mark.parametrize("copy", ["anchor", "trace"])
+def test_the_sentinel_sees_a_copy_that_differs(copy: str):
+    step = step_of(4, outer_optimizer=optax.sgd(**NESTEROV), check_divergence=1)
+    state = train(step, step.init(PARAMS), range(5))
+    outer = state.opt_state.outer
+    if copy == "anchor":
+        outer = outer._replace(anchor=outer.anchor | {"w": damaged(outer.anchor["w"])})
+    else:
+        trace = outer.inner_state[0]
+        trace = trace._replace(trace=trace.trace | {"w": damaged(trace.trace["w"])})
+        outer = outer._replace(inner_state=(trace, *outer.inner_state[1:]))
+    state = dataclasses.replace(state, opt_state=state.opt_state._replace(outer=outer))
+    with pytest.raises(DivergenceError, match=r"[Ss]hard 3"):
+        train(step, state, range(5, STEPS))
+
+
+def test_it_says_what_it_does_and_verifies():
+    step = step_of(4, outer_optimizer=optax.sgd(**NESTEROV), outer_reduce_dtype="int8")
+    step.init(PARAMS)
+    text = step.describe().splitlines()[0]
+    every = "every 4 steps the mean over the workers in int8 with error feedback"
+    assert text.endswith(f"→ {every}, and the outer update")
+    assert crossshard.verify(step, PARAMS, (X[0], Y[0])).ok
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no number": ({"sync_every": 0}, ArgumentError, "sync_every must be at least 1"),
+    "a word": ({"sync_every": "often"}, ArgumentTypeError, "It counts steps"),
+    "an outer optimizer alone": (
+        {"sync_every": None, "outer_optimizer": optax.sgd(1.0)},
+        ArgumentError,
+        "Say for how many: sync_every=20",
+    ),
+    "a dtype alone": (
+        {"sync_every": None, "outer_reduce_dtype": "int8"},
+        ArgumentError,
+        "outer_reduce_dtype is for workers",
+    ),
+    "wrapped": (
+        {"outer_optimizer": CrossShardOptimizer(optax.sgd(1.0))},
+        ArgumentTypeError,
+        "without CrossShardOptimizer",
+    ),
+    "no optimizer": ({"outer_optimizer": optax.sgd}, ArgumentTypeError, "outer_optimizer must be"),
+    "no dtype": ({"outer_reduce_dtype": "int3"}, ArgumentError, "outer_reduce_dtype must be"),
+    "by axis": ({"outer_reduce_dtype": {"a": "int8"}}, ArgumentError, "one for all axes"),
+    "parts": ({"params": "sharded"}, ArgumentError, "each worker has its own"),
+    "a loss over the batch": ({"loss_over": "batch"}, ArgumentError, "one loss of all shards"),
+    "masters": ({"master_dtype": "float32"}, ArgumentError, "would not reach"),
+    "ema": ({"ema": 0.9}, ArgumentError, "averages the parameters of one worker"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name: str):
+    options, kind, text = REFUSED[name]
+    with pytest.raises(kind, match=text):
+        step_of(8, **options)
+
+
+def test_an_optimizer_does_not_take_it():
+    with pytest.raises(ArgumentTypeError, match=r"make_train_step\(\.\.\., sync_every=\.\.\.\)"):
+        CrossShardOptimizer(optax.sgd(0.1), sync_every=4)
