@@ -245,6 +245,7 @@ def test_a_run_that_is_moved_ends_with_the_bits_of_one_that_is_not(name: str, tm
             ArgumentError,
             "gather_dtype='bfloat16' rounds",
         ),
+        ({"sync_every": 2}, ArgumentError, "sync_every lets each worker train alone"),
         ({"nonfinite": "quarantine"}, ArgumentError, "Write nonfinite='skip'"),
         ({"metrics": "noise_scale"}, ArgumentError, "metrics has 'noise_scale'"),
     ],
