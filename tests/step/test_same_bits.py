@@ -14,7 +14,13 @@ import pytest
 from flax import nnx
 
 import crossshard
-from crossshard.errors import ArgumentError, ArgumentTypeError, AxisError, WeightUpdateError
+from crossshard.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    AxisError,
+    LossError,
+    WeightUpdateError,
+)
 from crossshard.tools.planning.topology import topology
 from tests.quick import deep_but
 
@@ -245,6 +251,7 @@ def test_a_run_that_is_moved_ends_with_the_bits_of_one_that_is_not(name: str, tm
             ArgumentError,
             "gather_dtype='bfloat16' rounds",
         ),
+        ({"sync_every": 2}, ArgumentError, "sync_every lets each worker train alone"),
         ({"nonfinite": "quarantine"}, ArgumentError, "Write nonfinite='skip'"),
         ({"metrics": "noise_scale"}, ArgumentError, "metrics has 'noise_scale'"),
     ],
@@ -308,6 +315,13 @@ def test_a_loss_that_names_the_axis_is_refused():
         loss, optax.sgd(0.1), num_shards=4, virtual_shards=8, loss_over="shard"
     )
     with pytest.raises(AxisError, match="The loss names the shard axis 'shards'"):
+        step(step.init(params_of()), batch_of(0))
+
+
+def test_a_loss_that_is_no_mean_over_rows_is_refused_on_one_shard_too():
+    loss = lambda params, batch: loss_fn(params, batch | {"x": batch["x"] - batch["x"].mean(0)})
+    step = crossshard.make_train_step(loss, optax.sgd(0.1), num_shards=1, virtual_shards=8)
+    with pytest.raises(LossError):
         step(step.init(params_of()), batch_of(0))
 
 
