@@ -23,7 +23,6 @@ from examples.byte_lm.held_out import HeldOut
 from examples.byte_lm.job import prepare
 from examples.byte_lm.loop import train
 from examples.byte_lm.options import TrainOptions
-from examples.byte_lm.summary import sent_by
 
 FOLDER = Path(__file__).parents[1] / "docs" / "benchmarks"
 RECORD, PICTURE, PAGE = (FOLDER / f"curves.{kind}" for kind in ("json", "png", "md"))
@@ -60,9 +59,16 @@ def one_run(way: str, seed: int) -> dict[str, Any]:
     return {
         "curve": curve,
         "held_out": held_out.bits_per_byte(training),
-        "bytes": sent_by(crossshard.inspect(job.lowered), options.sync_every or 1).bytes_sent,
+        "bytes": bytes_of(crossshard.inspect(job.lowered), options.sync_every),
         "parameters": job.parameters,
     }
+
+
+def bytes_of(report: Any, sync_every: int | None) -> float:
+    """What a device sends in a step on average; of workers, what they send to each other."""
+    if sync_every is None:
+        return float(report.bytes_between_shards)
+    return sum(x.bytes_sent for x in report.collectives if x.counted and x.in_branch) / sync_every
 
 
 def record(ways: list[str]) -> None:
@@ -183,8 +189,9 @@ def page(found: list[Line]) -> str:
             f"[synchronise rarely](../guide/sync-rarely.md).",
             f"![{in_words(found)}](curves.png)",
             "\n".join([f"| {' | '.join(head)} |", "| --- |" + " ---: |" * 5, *rows]),
-            "Bytes are read from the compiled programs, with the scales of blocks; what is sent "
-            "only in some steps is divided over all. Bits per byte are those of all held-out "
+            "Bytes are read from the compiled programs, with the scales of blocks. Of workers they "
+            "are those that they send to each other in one step of H, divided over H; the two "
+            "shards of a worker send each other more, in every step. Bits per byte are those of all held-out "
             "bytes after the last step, the mean over the seeds; *beside float32* is the mean of "
             "the relative differences, seed by seed, and *of the seeds* their range. In the "
             "picture they are those of a sample of the held-out bytes.",
