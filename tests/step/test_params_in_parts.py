@@ -680,7 +680,7 @@ def refusal(**options: Any) -> str:
 def test_what_cannot_be_is_refused():
     assert "weight_update='replicated'" in refusal(params="sharded", weight_update="replicated")
     assert "params='sharded'" in refusal(gather_dtype="bfloat16")
-    assert "gather_dtype must be bfloat16" in refusal(params="sharded", gather_dtype="int8")
+    assert "gather_dtype must be bfloat16" in refusal(params="sharded", gather_dtype="int16")
     said = refusal(params="split")
     assert "params" in said
     assert "'sharded'" in said
