@@ -143,7 +143,7 @@ def test_what_is_sent_and_what_is_held_back_are_the_sum(how: str, wire: Any, red
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 @pytest.mark.parametrize(
-    "way", deep_but(("update, types", "vmap"), ["update, types", "update, no types", "vmap"])
+    "way", deep_but(("update, types",), ["update, types", "update, no types", "vmap"])
 )
 def test_the_first_sum_is_that_of_numpy(way: str, dtype: str):
     opt = CrossShardOptimizer(optax.sgd(1.0), reduce_dtype=dtype)
@@ -162,7 +162,9 @@ def test_the_first_sum_is_that_of_numpy(way: str, dtype: str):
             np.testing.assert_array_equal(got[shard], got[0])
 
 
-@pytest.mark.parametrize("way", deep_but(("vmap",), ["vmap", "update, types", "step, sharded"]))
+@pytest.mark.parametrize(
+    "way", deep_but(("step, sharded",), ["vmap", "update, types", "step, sharded"])
+)
 def test_groups_hold_back_for_themselves(way: str):
     groups = [[0, 3, 5, 6], [1, 2, 4, 7]]
     opt = CrossShardOptimizer(optax.sgd(1.0), reduce_dtype="int8", group_assignment=groups)
