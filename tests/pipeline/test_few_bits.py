@@ -246,6 +246,28 @@ def test_tiers_lose_nothing_either(how: str, wires: Any):
         assert name not in LARGE or np.abs(sent - exact / N).max() > 100 * allowed
 
 
+def test_chance_does_not_part_the_copies():
+    # What several shards send alike, on the way back from outer tiers, they must round alike.
+    wire = Quantized("int4", "stochastic")
+    wires = {"host": Quantized("int8", "stochastic"), "chip": wire}
+    for reduce_dtype in (wire, wires):
+        step = make_train_step(
+            loss_fn,
+            optax.sgd(1.0),
+            mesh=MESH,
+            reduce_dtype=reduce_dtype,
+            weight_update="replicated",
+        )
+        state = step.init(PARAMS)
+        for t in range(2):
+            state, _ = step(state, batch_of(t))
+        held, exact = residual_of(step, state)["w"], np.float64(G["w"][:2]).sum((0, 1)) / N
+        copies = [np.array(shard.data) for shard in state.params["w"].addressable_shards]
+        for copy in copies:
+            np.testing.assert_array_equal(copy, copies[0])
+        np.testing.assert_allclose(held - copies[0], exact, rtol=0, atol=one_unit(exact, 32))
+
+
 def test_each_tier_sends_in_its_own_way():
     params = {"w": np.zeros((256, 512), np.float32)}
     loss = lambda p, x: (jnp.tanh(x @ p["w"]) ** 2).mean()

@@ -75,7 +75,7 @@ def sum_in_few_bits(
       tiers: who sends how, inner ones first.
       shards: the shards.
       groups: the groups that reduce independently; they have one tier.
-      key: a PRNG key of this shard, to round stochastically.
+      key: a PRNG key, the same on all shards, to round stochastically.
     """
     if not shards.other_axes:
         return _sum(xs, partitions, tiers, shards, groups, key)
@@ -210,7 +210,7 @@ class _Way:
         if not isinstance(codec, Codec):
             sent = x if codec is None else x.astype(codec)
             return send_scattered(sent, 0, own, self.groups)[0].astype(x.dtype), None
-        coded = codec.encode(x, self._key_of(nth))
+        coded = codec.encode(x, self._key_of(nth, self.shards))
         read = functools.partial(codec.decode, rows=x.shape[-2])
         total = read(exchange(coded, 0, own, self.groups)[:, 0]).sum(0)
         return total.astype(x.dtype), x - read(coded).astype(x.dtype)
@@ -224,10 +224,11 @@ class _Way:
                 sent = (x if codec is None else x.astype(codec))[None]
                 x = send_gathered(sent, 0, own, self.groups).astype(part.dtype)
             else:
-                coded = codec.encode(x, self._key_of(nth + len(ways)))
+                # The others along the outer tiers have the same, and must round it alike.
+                those = [each for _, each in ways[: nth + 1]]
+                coded = codec.encode(x, self._key_of(nth + len(ways), *those))
                 read = functools.partial(codec.decode, rows=x.shape[-2])
                 missing = x - read(coded).astype(x.dtype)
-                # The others along the outer tiers send the same.
                 kept += self._own_rows(missing, ways[nth + 1 :]) if tier.feeds_back else 0
                 x = read(gather_parts(coded[None], 0, own, self.groups)).astype(x.dtype)
             # Major axes first: those of the outer tiers.
@@ -248,8 +249,14 @@ class _Way:
             x = lax.dynamic_index_in_dim(x, own.index(), 0, keepdims=False)
         return x
 
-    def _key_of(self, nth: int) -> jax.Array | None:
-        return None if self.key is None else jax.random.fold_in(self.key, nth)
+    def _key_of(self, nth: int, *those: Shards) -> jax.Array | None:
+        """The key of what is sent, another for each place among these shards."""
+        if self.key is None:
+            return None
+        key = jax.random.fold_in(self.key, nth)
+        for shards in those:
+            key = jax.random.fold_in(key, shards.index())
+        return key
 
 
 def _as_rows(x: jax.Array, partition: Partition, number: int) -> jax.Array:

@@ -183,9 +183,8 @@ class FewBits(Aggregator):
         tiers = self._tiers(shards, groups)
         key = None
         if self._is_random:
-            # All runs draw the same numbers, and each shard its own.
+            # All runs draw the same numbers.
             key = jax.random.fold_in(jax.random.key(0), state.count)
-            key = jax.random.fold_in(key, shards.index())
         sent = sum_in_few_bits(of(arrays, True), of(partitions, True), tiers, shards, groups, key)
         whole = [widen(x) for x in of(arrays, False)]
         others = bucketed_sum(whole, of(partitions, False), shards, groups)
