@@ -233,6 +233,16 @@ def test_few_bits_lose_nothing(wire: Any):
         np.testing.assert_allclose(sent - left, both, rtol=0, atol=1e-6)
 
 
+def test_chance_does_not_part_the_shards_of_a_worker():
+    step = step_of(4, outer_reduce_dtype=Quantized("int4", "stochastic"))
+    state = train(step, step.init(PARAMS), range(8))
+    for name, x in state.opt_state.outer.anchor.items():
+        for shard in x.addressable_shards:
+            np.testing.assert_array_equal(shard.data, step.model(state)[name])
+        for copy in np.asarray(state.params[name]):
+            np.testing.assert_array_equal(copy, step.model(state)[name])
+
+
 # Going on.
 
 

@@ -255,7 +255,8 @@ class _Way:
             return None
         key = jax.random.fold_in(self.key, nth)
         for shards in those:
-            key = jax.random.fold_in(key, shards.index())
+            # Shards with the same place in their groups may send the same.
+            key = jax.random.fold_in(key, slice_index(shards, self.groups))
         return key
 
 
