@@ -243,6 +243,21 @@ def test_chance_does_not_part_the_shards_of_a_worker():
             np.testing.assert_array_equal(copy, step.model(state)[name])
 
 
+@pytest.mark.parametrize("workers", [4, 8])
+def test_what_workers_hold_back_goes_to_others(workers: int):
+    step = step_of(workers, outer_reduce_dtype="int4", sync_every=2)
+    state = train(step, step.init(PARAMS), range(2))
+    exact = step_of(workers, sync_every=2)
+    both = exact.model(train(exact, exact.init(PARAMS), range(2)))["w"]
+    lacks = both - np.float64(step.model(state)["w"])
+    for other_workers in (2, 4, 8):
+        other = step_of(other_workers, outer_reduce_dtype="int4", sync_every=2)
+        moved = other.reshard(step.unshard(state))
+        held = np.float64(moved.opt_state.outer.aggregate.residual["w"]).sum(0)
+        np.testing.assert_allclose(-held, lacks, rtol=0, atol=1e-6)
+    assert np.abs(lacks).max() > 1e-4
+
+
 # Going on.
 
 
@@ -299,6 +314,17 @@ def test_other_workers_go_on(
         assert moved.opt_state.outer.count == steps
         moved = train(other, moved, range(steps, STEPS))
         assert np.isfinite(other.model(moved)["w"]).all()
+
+
+def test_what_is_held_back_inside_a_worker_stays_with_it():
+    step = step_of(4, reduce_dtype="int8")
+    state = train(step, step.init(PARAMS), range(3))
+    held = state.opt_state.aggregate.residual["w"]
+    same = step.reshard(step.unshard(state)).opt_state.aggregate.residual["w"]
+    np.testing.assert_array_equal(same, held)
+    moved = step_of(2, reduce_dtype="int8").reshard(step.unshard(state))
+    assert np.asarray(held).any()
+    assert not np.asarray(moved.opt_state.aggregate.residual["w"]).any()
 
 
 # What goes with it.

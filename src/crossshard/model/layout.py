@@ -368,6 +368,9 @@ class StateLayout:
         one, before, number = self._map(common, state), state.opt_state, self.number_of_shards
         of_sums = {"aggregate": self.pipeline.sums_by.on_other_shards(before.aggregate, number)}
         if self.pipeline.outer is not None:
+            # What a worker holds back is of its own mean, and there is no such worker any more.
+            drop = lambda x: x * 0 if jnp.issubdtype(x.dtype, jnp.inexact) else x
+            of_sums["aggregate"] = jax.tree.map(drop, of_sums["aggregate"])
             sums = self.pipeline.outer.aggregator.on_other_shards(before.outer.aggregate, number)
             of_sums["outer"] = before.outer._replace(aggregate=sums)
         spread = self._spread(one)

@@ -116,7 +116,11 @@ class Outer(Stage):
         number, across = len(groups.groups), _across(groups)
         if self.aggregator.divides_before:
             moved = jax.tree.map(lambda x: x / number, arrays.gather(moved))
-        total, aggregate = self.aggregator.sum(moved, state.aggregate, Peers(shards, across))
+        # The shards of a worker keep the same, and each a part of it, so that the sum over all
+        # shards is that over the workers, whatever their number.
+        kept = _times(state.aggregate, groups.size)
+        total, aggregate = self.aggregator.sum(moved, kept, Peers(shards, across))
+        aggregate = _times(aggregate, 1 / groups.size)
         if self.aggregator.divides_before:
             return total, aggregate
         # Of slices, which the shards of a worker have, each sums its own.
@@ -127,6 +131,12 @@ class Outer(Stage):
         sent = self.aggregator.describe()
         often = "every step" if self.every == 1 else f"every {self.every} steps"
         return f"{often} the mean over the workers{f' {sent}' * bool(sent)}, and the outer update"
+
+
+def _times(state: PyTree, factor: float) -> PyTree:
+    """The state of an aggregator, with its floating arrays times a factor."""
+    is_floating = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+    return jax.tree.map(lambda x: x * factor if is_floating(x) else x, state)
 
 
 def _across(groups: GroupAssignment) -> GroupAssignment | None:
