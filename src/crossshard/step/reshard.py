@@ -75,17 +75,20 @@ class Resharder:
         return self._run(layout.pack, state, layout.shardings(state))
 
     def _is_of_these_workers(self, layout: StateLayout, state: TrainState) -> bool:
-        """Whether all shards of each worker have the same parameters, if there are workers."""
+        """Whether all shards of each worker have the same, if there are workers."""
         if layout.groups is None or layout.pipeline.outer is None:
             return True
         members = layout.groups.members
 
-        def look(params: Any) -> jax.Array:
-            equal = [(x[members] == x[members[:, :1]]).all() for x in jax.tree.leaves(params)]
+        def look(arrays: Any) -> jax.Array:
+            equal = [(x[members] == x[members[:, :1]]).all() for x in jax.tree.leaves(arrays)]
             return jnp.stack(equal).all()
 
+        # Right after a synchronisation all have the same parameters.
+        of_worker = state.params, state.opt_state.inner_state
+
         with _mesh.in_place_of_the_users_mesh(self._config.mesh):
-            return bool(jax.jit(look)(state.params))
+            return bool(jax.jit(look)(of_worker))
 
     def _run(self, how: Callable[[Any], Any], state: TrainState, to: TrainState) -> TrainState:
         # A loop that saves would compile it each time. Layouts live as long.
