@@ -230,9 +230,10 @@ class TrainStep:
 
         If the number of shards changes, statistics of an NNX module and the state of the
         preprocessor are averaged, and random streams get new keys; so they are between a loss over
-        the shards' rows and one over the batch, which has one state for all. If the state is of a
-        step with other options, what a new one keeps is made, what one that is gone kept is
-        dropped, and a ``CheckpointWarning`` says so.
+        the shards' rows and one over the batch, which has one state for all. What error feedback
+        holds back keeps its sum. With ``sync_every`` new workers begin with what the others had on
+        average. If the state is of a step with other options, what a new one keeps is made, what
+        one that is gone kept is dropped, and a ``CheckpointWarning`` says so.
 
         Raises:
           ArgumentError: the state is another optimizer's or preprocessor's, its groups are not of
@@ -249,7 +250,8 @@ class TrainStep:
         Args:
           state: a state of this step.
           shard: the shard whose model to return. If ``None``, model state that differs between
-            shards is averaged if floating (statistics), otherwise taken from the first shard.
+            shards is averaged if floating (statistics), otherwise taken from the first shard; with
+            ``sync_every`` the parameters are those after the last synchronisation.
           ema: whether to return the moving average of the parameters, in their dtypes.
 
         Returns:
