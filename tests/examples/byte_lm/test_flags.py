@@ -132,6 +132,43 @@ def test_with_a_flag_shards_train_as_one_device_does(text, flags, chosen, within
 
 
 @pytest.mark.deep
+@pytest.mark.parametrize(
+    ("flags", "described"),
+    [
+        ({"reduce_dtype": "int8"}, "in int8 with error feedback"),
+        ({"reduce_dtype": "int4", "rounding": "stochastic"}, "in int4, rounded at random"),
+        (
+            {"sync_every": 2, "outer_reduce_dtype": "int8"},
+            "every 2 steps the mean over the workers",
+        ),
+        ({"sync_every": 2, "workers": 1, "outer_momentum": 0.9}, "mean over all shards"),
+    ],
+)
+def test_with_a_flag_shards_train_nearly_as_one_device_does(text, flags, described):
+    job = job_of(text, shards=2, **flags)
+    assert described in job.step.describe()
+    # One shard takes other steps, so the run does not compare with it.
+    assert job.options.unlike_one_shard()
+    after, metrics = trained(job)
+    start, *_, end = by_one(job)
+    assert len(metrics) == STEPS
+    assert 0 < distance(after, end) < 0.5 * distance(start, end)
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ({"rounding": "stochastic"}, "are for --reduce-dtype int8"),
+        ({"workers": 2}, "are for --sync-every"),
+        ({"sync_every": 2, "workers": 3, "shards": 2}, "split evenly over --workers 3"),
+    ],
+)
+def test_flags_that_need_another_one_say_so(text, flags, why):
+    with pytest.raises(crossshard.errors.ArgumentError, match=why):
+        job_of(text, **flags)
+
+
+@pytest.mark.deep
 def test_the_average_is_evaluated_and_the_norm_is_of_the_gradient(text):
     job = job_of(text, ema=0.5, metrics=("grad_norm",))
     path = by_one(job)
