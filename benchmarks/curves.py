@@ -68,7 +68,7 @@ def bytes_of(report: Any, sync_every: int | None) -> float:
     """What a device sends in a step on average; of workers, what they send to each other."""
     if sync_every is None:
         return float(report.bytes_between_shards)
-    return sum(x.bytes_sent for x in report.collectives if x.counted and x.in_branch) / sync_every
+    return float(report.bytes_in_branches / sync_every)
 
 
 def record(ways: list[str]) -> None:
@@ -195,10 +195,8 @@ def page(found: list[Line]) -> str:
             "all held-out bytes after the last step, the mean over the seeds; *beside float32* is "
             "the mean of the relative differences, seed by seed, and *of the seeds* their range. "
             "In the picture they are those of a sample of the held-out bytes.",
-            "The workers start from nothing, and have 15 synchronisations: each makes its steps "
-            "from a quarter of the rows, and their mean is behind. Published runs of DiLoCo begin "
-            "with a trained model, or take many more steps. With four times the rows, so that a "
-            "worker has as many as all shards have above, seed 0 ends at 2.194.",
+            "The workers start from nothing and have 15 synchronisations; each makes its steps "
+            "from a quarter of the rows.",
             f"{machine['system']}, {machine['cores']} cores; {machine['date']}; {versions}. Each "
             f"run is in [curves.json](curves.json). To repeat: `python -m benchmarks.curves`.\n",
         ]

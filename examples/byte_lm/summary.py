@@ -19,8 +19,7 @@ class Sent:
 
 def sent_by(report: Communication, every: int) -> Sent:
     """What each device sends in a step on average, of which some only in one of ``every``."""
-    whole = report.bytes_between_shards
-    seldom = sum(each.bytes_sent for each in report.collectives if each.counted and each.in_branch)
+    whole, seldom = report.bytes_between_shards, report.bytes_in_branches
     on_average = whole - seldom + seldom / every
     ratio = report.ratio and report.ratio * on_average / whole
     return Sent(on_average, ratio, report.hidden_share)
