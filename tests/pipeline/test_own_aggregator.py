@@ -134,6 +134,17 @@ def test_what_is_refused():
         make(aggregator=Twice(), loss_over="batch")
 
 
+@pytest.mark.parametrize("one", [{"reduce_dtype": "bfloat16"}, {"reduce_dtype": "int8"}])
+@pytest.mark.parametrize("other", [{"reduce_dtype": "int8"}, {"aggregator": Twice()}])
+def test_an_optimizer_and_its_step_do_not_send_in_two_ways(one: Any, other: Any):
+    for of_optimizer, of_step in ((one, other), (other, one)):
+        opt = CrossShardOptimizer(optax.sgd(1.0), **of_optimizer)
+        with pytest.raises(ArgumentError, match=r"Leave one of them out|Pass it to one of them"):
+            make_train_step(loss_fn, opt, num_shards=N, **of_step)
+        with pytest.raises(ArgumentError, match="Leave one of them out"):
+            CrossShardOptimizer(optax.sgd(1.0), reduce_dtype="int8", aggregator=Twice())
+
+
 def test_gradients_that_are_summed_already_are_refused():
     opt = CrossShardOptimizer(optax.sgd(1.0), aggregator=Twice(), incoming="summed")
     step = lambda g: opt.update(g, opt.init(g))[0]

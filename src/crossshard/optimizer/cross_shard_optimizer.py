@@ -505,8 +505,10 @@ def pipeline_of(optimizer: CrossShardOptimizer, stages: Mapping[str, Any]) -> Pi
     pipeline = optimizer._pipeline
     for name in stages:
         if getattr(pipeline, name):
+            # Few bits are an aggregator.
+            what = "reduce_dtype, or aggregator" if name == "aggregator" else name
             raise ArgumentError(
-                f"Both the optimizer and make_train_step were given {name}. Pass it to one of them."
+                f"Both the optimizer and make_train_step were given {what}. Pass it to one of them."
             )
     return dataclasses.replace(pipeline, **stages)
 

@@ -87,13 +87,13 @@ def check_options(options: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
         "nonfinite": check_nonfinite,
     }
     checked = {name: check(options[name]) for name, check in checks.items() if name in options}
-    if checked.get("aggregator") and checked.get("reduce_dtype"):
-        raise ArgumentError(
-            f"reduce_dtype={str(checked['reduce_dtype'])!r} is for the sum that XLA computes, and "
-            f"aggregator={checked['aggregator']!r:.60} sends gradients in a way of its own. Leave "
-            f"one of them out."
-        )
     if isinstance(checked.get("reduce_dtype"), FewBits):
+        if checked.get("aggregator"):
+            raise ArgumentError(
+                f"reduce_dtype={options['reduce_dtype']!r:.60} sends gradients in few bits, and "
+                f"aggregator={checked['aggregator']!r:.60} in a way of its own. Leave one of them "
+                f"out."
+            )
         checked["aggregator"] = checked.pop("reduce_dtype")
     number = _check.whole_number("accumulate_steps", options.get("accumulate_steps", 1))
     return number, {name: value for name, value in checked.items() if value}

@@ -16,6 +16,7 @@ import optax
 from jax import lax
 
 from crossshard.collectives.all_reduce import sum_over_shards
+from crossshard.errors import ArgumentError
 from crossshard.gradients.nesting import refuse_nesting
 from crossshard.gradients.reduction import Reduction
 from crossshard.gradients.status import GradientStatus
@@ -96,6 +97,12 @@ class Pipeline:
     outer: Outer | None = None
 
     def __post_init__(self) -> None:
+        if self.aggregator is not None and self.reduce_dtype is not None:
+            raise ArgumentError(
+                f"reduce_dtype={str(self.reduce_dtype)!r} is for the sum that XLA computes, and "
+                f"gradients are already to be summed {self.aggregator.describe()}. Leave one of "
+                f"them out."
+            )
         if self.nonfinite is not None:
             check_fits(self.nonfinite, self.reduction, has_loss_scale=self.loss_scale is not None)
 

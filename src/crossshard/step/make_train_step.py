@@ -175,10 +175,11 @@ def make_train_step(
         write ``None`` for these, where ``batch_axis`` is an int.
       donate: whether a call overwrites the state that it is given. ``False`` keeps it valid, which
         takes memory for a second one.
-      **options: ``aux_reduction``, ``check_divergence``, ``on_divergence``, ``rng_per`` and
-        ``virtual_shards``, see ``crossshard.step.StepOptions``; and stages to add:
-        ``accumulate_steps``, ``metrics``, ``reduce_dtype``, ``loss_scale``, ``master_dtype``,
-        ``ema``, ``nonfinite``, see ``crossshard.pipeline.Options``.
+      **options: ``aux_reduction``, ``check_divergence``, ``on_divergence``, ``rng_per``,
+        ``sync_every``, ``outer_optimizer`` and ``virtual_shards``, see
+        ``crossshard.step.StepOptions``; and stages to add: ``accumulate_steps``, ``metrics``,
+        ``reduce_dtype``, ``aggregator``, ``loss_scale``, ``master_dtype``, ``ema``,
+        ``nonfinite``, see ``crossshard.pipeline.Options``.
 
     Returns:
       A TrainStep.
