@@ -107,6 +107,34 @@ def test_it_trains_as_the_plain_mean_does():
     assert ends[1] < 1.05 * ends[0]
 
 
+class BySlices(Aggregator):
+    """Each of the peers adds a slice, of what the others send it in 16 bits."""
+
+    def sum(self, values: Any, state: Any, peers: Any) -> Any:
+        def one(x: jax.Array) -> jax.Array:
+            flat = jnp.pad(x.ravel(), (0, -x.size % peers.number))
+            sent = flat.reshape(peers.number, -1).astype(jnp.bfloat16)
+            part = peers.exchange(sent).astype(jnp.float32).sum(0)
+            return peers.gather(part).ravel()[: x.size].reshape(x.shape)
+
+        return jax.tree.map(one, values), state
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("way", deep_but(("update, types", "vmap", "step, sharded"), WAYS))
+def test_peers_exchange_what_is_each_others(way: str, grouped: bool):
+    opt = CrossShardOptimizer(
+        optax.sgd(1.0), aggregator=BySlices(), group_assignment=GROUPS if grouped else None
+    )
+    batch = {name: g[0] for name, g in G.items()}
+    ((params, _),) = trained(way, opt, loss_fn, PARAMS, [batch], number=N)
+    for members in GROUPS if grouped else [[*range(N)]]:
+        for name, g in batch.items():
+            want = -sum(to_bfloat16(g[shard, 0] / len(members)) for shard in members)
+            for shard in members:
+                np.testing.assert_allclose(params[name][shard], want, rtol=0, atol=1e-6)
+
+
 class Twice(Aggregator):
     """Not what a mean is."""
 
