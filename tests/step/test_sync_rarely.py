@@ -256,6 +256,25 @@ def test_what_workers_hold_back_goes_to_others(workers: int):
     assert np.abs(lacks).max() > 1e-4
 
 
+@pytest.mark.parametrize("workers", [8, 4, 2])
+def test_several_rounds_lose_nothing_either(workers: int):
+    # Of a linear loss the way does not depend on what was rounded before.
+    g = RNG.normal(size=(6, N, 64, 40)).astype(np.float32)
+    linear = lambda params, g: (params["w"] * g.mean(0)).sum() + 0 * params["b"].sum()
+    opt = CrossShardOptimizer(optax.sgd(0.5), group_assignment=WORKERS[workers])
+    step = make_train_step(
+        linear, opt, num_shards=N, sync_every=2, outer_reduce_dtype="int4", loss_over="shard"
+    )
+    state = step.init(PARAMS)
+    for each in g:
+        state, _ = step(state, each)
+    sent = np.float64(step.model(state)["w"]) - PARAMS["w"]
+    held = np.float64(state.opt_state.outer.aggregate.residual["w"]).sum(0)
+    exact = -0.5 * np.float64(g).mean(1).sum(0)
+    assert np.abs(sent - exact).max() > 1e-3
+    np.testing.assert_allclose(sent - held, exact, rtol=0, atol=2e-6)
+
+
 # Going on.
 
 
