@@ -122,7 +122,13 @@ def check_names(function: Any, options: Mapping[str, Any], declared: Any) -> Non
 
 
 # What only a whole step can do.
-_OF_STEPS = ("sync_every", "outer_optimizer", "outer_reduce_dtype", "virtual_shards")
+_OF_STEPS = (
+    "sync_every",
+    "sync_streaming",
+    "outer_optimizer",
+    "outer_reduce_dtype",
+    "virtual_shards",
+)
 # The dtypes that an option takes, and in words.
 _DTYPES = {
     "gather_dtype": (

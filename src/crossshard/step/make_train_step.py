@@ -69,6 +69,10 @@ class StepOptions(Options, total=False):
       outer_optimizer: any Optax optimizer for that update, such as ``optax.sgd(0.7, momentum=0.9,
         nesterov=True)`` (DiLoCo, arXiv 2311.08105). By default the mean of the parameters is taken.
       outer_reduce_dtype: how pseudogradients are sent; as ``reduce_dtype``.
+      sync_streaming: send the next ``1/sync_every`` of the pseudogradient in every step, beside the
+        loss and its gradient, so that each number is synchronised once in ``sync_every`` steps and
+        no step waits (after Streaming DiLoCo, arXiv 2501.18512). ``outer_optimizer`` must be
+        elementwise.
       check_divergence: compare the shards' copies of parameters and state, bit by bit, before every
         step whose number divides by this one; never if ``None``. ``metrics["divergence"]`` is a
         ``Divergence``.
@@ -90,6 +94,7 @@ class StepOptions(Options, total=False):
     sync_every: int | None
     outer_optimizer: optax.GradientTransformation | None
     outer_reduce_dtype: DTypeLike | Quantized | None
+    sync_streaming: bool
     check_divergence: int | None
     on_divergence: Literal["raise", "repair"]
     virtual_shards: int | None
@@ -230,7 +235,8 @@ def make_train_step(
     )
     number = number_of_shards(where, axes)
     rarely = [options.get(name) for name in ("outer_optimizer", "outer_reduce_dtype")]
-    outer = check_outer(options.get("sync_every"), *rarely)
+    streaming = options.get("sync_streaming", False)
+    outer = check_outer(options.get("sync_every"), *rarely, streaming)
     if outer is not None:
         check_workers(pipeline, params=params, loss=loss)
         pipeline = with_workers(pipeline, outer, number)

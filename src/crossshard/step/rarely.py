@@ -14,21 +14,29 @@ from crossshard.pipeline.aggregators.plain import Plain
 from crossshard.pipeline.options import check_reduce_dtype
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stages.outer import Outer
+from crossshard.pipeline.stages.streaming import Streaming
 from crossshard.shards.groups import GroupAssignment
 from crossshard.step.shard_loss import ShardLoss
 
 
-def check_outer(sync_every: Any, outer_optimizer: Any, outer_reduce_dtype: Any) -> Outer | None:
+def check_outer(
+    sync_every: Any, outer_optimizer: Any, outer_reduce_dtype: Any, sync_streaming: Any
+) -> Outer | None:
     """The stage of these arguments; ``None`` without ``sync_every``.
 
     Raises:
       ArgumentError: not a positive number, a dtype that is none, or the others without it.
-      ArgumentTypeError: not a whole number, or no Optax optimizer.
+      ArgumentTypeError: not a whole number, no Optax optimizer, or no bool.
     """
+    streaming = _check.flag("sync_streaming", sync_streaming)
     if sync_every is None:
-        given = {"outer_optimizer": outer_optimizer, "outer_reduce_dtype": outer_reduce_dtype}
-        for name, value in given.items():
-            if value is not None:
+        given = {
+            "outer_optimizer": outer_optimizer is not None,
+            "outer_reduce_dtype": outer_reduce_dtype is not None,
+            "sync_streaming": streaming,
+        }
+        for name, is_given in given.items():
+            if is_given:
                 raise ArgumentError(
                     f"{name} is for workers that train alone for some steps. Say for how many: "
                     f"sync_every=20, or leave {name} out."
@@ -44,7 +52,8 @@ def check_outer(sync_every: Any, outer_optimizer: Any, outer_reduce_dtype: Any) 
     found = optax.sgd(1.0) if outer_optimizer is None else outer_optimizer
     found = optax.with_extra_args_support(check_transformation(found, "outer_optimizer"))
     wire = check_reduce_dtype(outer_reduce_dtype, "outer_reduce_dtype", by_axis=False)
-    return Outer(every, found, wire if isinstance(wire, Aggregator) else Plain(wire))
+    kind = Streaming if streaming else Outer
+    return kind(every, found, wire if isinstance(wire, Aggregator) else Plain(wire))
 
 
 def check_workers(pipeline: Pipeline, *, params: str, loss: ShardLoss) -> None:

@@ -16,6 +16,7 @@ from crossshard.collectives.all_reduce import wide, widen
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.pipeline.aggregators.aggregator import Aggregator, Peers
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
+from crossshard.pipeline.update.arrays import Arrays
 from crossshard.pipeline.update.optimize import Updated
 from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.placement import PER_SHARD, REPLICATED
@@ -60,9 +61,7 @@ class Outer(Stage):
 
     def init(self, params: PyTree) -> OuterState:
         """The state before the first step, of which the anchor is the parameters."""
-        # Copied, since two arrays of a donated state must not share a buffer.
-        copy = lambda p: jnp.array(p, wide(jnp.result_type(p)), copy=True)
-        anchor = jax.tree.map(copy, params)
+        anchor = as_anchor(params)
         with inside_optimizer():
             inner_state = self.optimizer.init(anchor)
         return OuterState(anchor, inner_state, jnp.int32(0), self.aggregator.init(anchor))
@@ -82,7 +81,8 @@ class Outer(Stage):
         state = state._replace(count=optax.safe_increment(state.count))
 
         def synchronise(_: PyTree, state: OuterState) -> tuple[PyTree, OuterState]:
-            mean, aggregate = self._mean(self._moved(updated, state, context), state, context)
+            moved = self._moved(updated, state, context)
+            mean, aggregate = self._mean(moved, context.arrays, state.aggregate, context)
             with inside_optimizer():
                 updates, inner_state = self.optimizer.update(mean, state.inner_state, state.anchor)
             anchor = optax.apply_updates(state.anchor, updates)
@@ -107,18 +107,18 @@ class Outer(Stage):
         return jax.tree.map(one, start, updated.params, updated.updates)
 
     def _mean(
-        self, moved: PyTree, state: OuterState, context: StageContext
+        self, moved: PyTree, arrays: Arrays, state: PyTree, context: StageContext
     ) -> tuple[PyTree, PyTree]:
         """The mean over the workers, in full, and the next state of the aggregator."""
-        shards, groups, arrays = context.shards, context.groups, context.arrays
+        shards, groups = context.shards, context.groups
         if groups is None:
-            return arrays.gather(moved), state.aggregate
+            return arrays.gather(moved), state
         number, across = len(groups.groups), _across(groups)
         if self.aggregator.divides_before:
             moved = jax.tree.map(lambda x: x / number, arrays.gather(moved))
         # The shards of a worker keep the same, and each a part of it, so that the sum over all
         # shards is that over the workers, whatever their number.
-        kept = _times(state.aggregate, groups.size)
+        kept = _times(state, groups.size)
         total, aggregate = self.aggregator.sum(moved, kept, Peers(shards, across))
         aggregate = _times(aggregate, 1 / groups.size)
         if self.aggregator.divides_before:
@@ -131,6 +131,13 @@ class Outer(Stage):
         sent = self.aggregator.describe()
         often = "every step" if self.every == 1 else f"every {self.every} steps"
         return f"{often} the mean over the workers{f' {sent}' * bool(sent)}, and the outer update"
+
+
+def as_anchor(params: PyTree) -> PyTree:
+    """The parameters with at least 32 bits."""
+    # Copied, since two arrays of a donated state must not share a buffer.
+    copy = lambda p: jnp.array(p, wide(jnp.result_type(p)), copy=True)
+    return jax.tree.map(copy, params)
 
 
 def _times(state: PyTree, factor: float) -> PyTree:

@@ -1,0 +1,192 @@
+"""Streaming: in every step the next piece of the workers' parameters becomes one again.
+
+After Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512).
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from crossshard._annotations import PyTree
+from crossshard.collectives.all_reduce import widen
+from crossshard.errors import ArgumentError
+from crossshard.gradients.nesting import inside_optimizer
+from crossshard.jaxprs.elementwise import why_not_elementwise
+from crossshard.pipeline.stage import Gradients, StageContext
+from crossshard.pipeline.stages.outer import Outer, OuterState, as_anchor
+from crossshard.pipeline.update.arrays import Arrays, LocalParts
+from crossshard.shards.groups import size_of_group
+from crossshard.shards.partition import partition_for
+
+
+@dataclasses.dataclass(frozen=True)
+class Streaming(Outer):
+    """Synchronises one piece of every array in each step, and each piece once in a round.
+
+    The pseudogradient is of the parameters before the step, and what comes of it is used after the
+    step, so that neither waits for the other. What the worker's step does to the piece meanwhile
+    is added to the piece of the anchor. The states of the outer optimizer and of the sum are
+    ``[pieces, …]``.
+    """
+
+    def init(self, params: PyTree) -> OuterState:
+        """The state before the first step, of which the anchor is the parameters."""
+        anchor = as_anchor(params)
+        self._check_elementwise(anchor)
+        cut = lambda at: jax.tree.map(lambda x: self._piece_of(x).cut(x, at), anchor)
+        pieces = jax.vmap(cut)(jnp.arange(self.every))
+        with inside_optimizer():
+            inner_state = jax.vmap(self.optimizer.init, axis_size=self.every)(pieces)
+        aggregate = jax.vmap(self.aggregator.init, axis_size=self.every)(pieces)
+        return OuterState(anchor, inner_state, jnp.int32(0), aggregate)
+
+    def update(
+        self, gradients: Gradients, state: OuterState, context: StageContext
+    ) -> tuple[Gradients, OuterState]:
+        """The updated parameters, of which a piece is synchronised, and the next state."""
+        assert gradients.updated is not None
+        before, after = context.params, gradients.updated.result
+        at = state.count % self.every
+        cut = lambda tree: jax.tree.map(lambda x: self._piece_of(x).cut(x, at), tree)
+        put = lambda x, new: self._piece_of(x).put(x, new.astype(x.dtype), at)
+        of_piece = lambda tree: jax.tree.map(lambda x: x[at], tree)
+        keep = lambda tree, new: jax.tree.map(lambda x, own: x.at[at].set(own), tree, new)
+
+        def moved(x: jax.Array, start: jax.Array, now: jax.Array) -> jax.Array:
+            # Of what the worker began with, which may have fewer bits than the anchor.
+            return self._piece_of(x).own(widen(start.astype(now.dtype)) - widen(now), at)
+
+        anchor, was = cut(state.anchor), cut(before)
+        pseudogradient = jax.tree.map(moved, before, anchor, was)
+        mean, aggregate = self._mean(
+            *self._within_a_worker(pseudogradient, context), of_piece(state.aggregate), context
+        )
+        with inside_optimizer():
+            updates, inner_state = self.optimizer.update(mean, of_piece(state.inner_state), anchor)
+        anchor = optax.apply_updates(anchor, updates)
+        meanwhile = jax.tree.map(lambda new, old: widen(new) - widen(old), cut(after), was)
+        result = jax.tree.map(lambda x, a, step: put(x, a + step), after, anchor, meanwhile)
+        return gradients.replace(updated=gradients.updated._replace(result=result)), OuterState(
+            jax.tree.map(put, state.anchor, anchor),
+            keep(state.inner_state, inner_state),
+            optax.safe_increment(state.count),
+            keep(state.aggregate, aggregate),
+        )
+
+    def describe(self) -> str:
+        """What is sent in each step, and how."""
+        sent = self.aggregator.describe()
+        part = "the" if self.every == 1 else f"the next 1/{self.every} of the"
+        return (
+            f"every step {part} mean over the workers{f' {sent}' * bool(sent)}, beside the step, "
+            f"and its outer update"
+        )
+
+    def _piece_of(self, x: Any) -> "_Pieces":
+        return _Pieces(jnp.shape(x), self.every)
+
+    def _within_a_worker(self, pieces: PyTree, context: StageContext) -> tuple[PyTree, Arrays]:
+        """The pieces as the shards of a worker split them between them."""
+        if not context.arrays.is_local:
+            return pieces, Arrays()
+        number = size_of_group(context.groups, context.shards.number)
+        partitions = tuple(partition_for(x.shape, number) for x in jax.tree.leaves(pieces))
+        arrays = LocalParts(partitions, context.shards, context.groups)
+        return arrays.split(pieces), arrays
+
+    def _check_elementwise(self, anchor: PyTree) -> None:
+        """Raise unless the outer optimizer updates a piece as it would update the whole.
+
+        Raises:
+          ArgumentError: it does not.
+        """
+
+        def update(params: PyTree, state: PyTree, gradients: PyTree) -> tuple[PyTree, PyTree]:
+            with inside_optimizer():
+                updates, after = self.optimizer.update(gradients, state, params)
+            return optax.apply_updates(params, updates), after
+
+        def whole(x: jax.Array) -> jax.ShapeDtypeStruct:
+            piece = self._piece_of(x).shape
+            # A number cannot be cut, and is none of the others' pieces.
+            longer = (*piece[:-1], 2) if piece == x.shape else x.shape
+            return jax.ShapeDtypeStruct(longer, x.dtype)
+
+        part = lambda x: jax.ShapeDtypeStruct(self._piece_of(x).shape or (1,), x.dtype)
+        trees = [jax.tree.map(kind, anchor) for kind in (whole, part)]
+        with inside_optimizer():
+            states = [jax.eval_shape(self.optimizer.init, tree) for tree in trees]
+        pairs = [(tree, state, tree) for tree, state in zip(trees, states, strict=True)]
+        obstacle = why_not_elementwise(update, *pairs)
+        if obstacle is not None:
+            raise ArgumentError(
+                f"sync_streaming updates a piece of the parameters in each step, and outer_optimizer "
+                f"is not elementwise: {obstacle}. Leave sync_streaming out, or pass one such as "
+                f"optax.sgd(0.7, momentum=0.9, nesterov=True)."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pieces:
+    """How an array is cut: into rows where it has many of them, else between any two numbers.
+
+    All pieces have one shape, with as many dimensions as the array. The last row of a piece may
+    be the next one's first.
+
+    Attributes:
+      array: the shape of the array.
+      number: the number of pieces.
+    """
+
+    array: tuple[int, ...]
+    number: int
+
+    @property
+    def _view(self) -> tuple[int, ...]:
+        rows = math.prod(self.array[:-1])
+        # The last row of a piece, which is sent for nothing, is then a small part of it.
+        in_rows = len(self.array) > 1 and rows >= _MANY * self.number
+        return (rows, self.array[-1]) if in_rows else (math.prod(self.array),)
+
+    @property
+    def _rows(self) -> int:
+        return -(-self._view[0] // self.number)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of each piece."""
+        view = (self._rows, *self._view[1:])
+        return (1,) * (len(self.array) - len(view)) + view if self.array else ()
+
+    def _start(self, at: Any) -> Any:
+        # The same as at · rows // number, which may overflow.
+        each, rest = divmod(self._view[0], self.number)
+        return at * each + at * rest // self.number
+
+    def cut(self, x: jax.Array, at: Any) -> jax.Array:
+        """The piece with this index."""
+        view = jnp.reshape(x, self._view)
+        return lax.dynamic_slice_in_dim(view, self._start(at), self._rows).reshape(self.shape)
+
+    def own(self, piece: jax.Array, at: Any, other: Any = 0) -> jax.Array:
+        """The piece, with another's number where its last row is the next one's."""
+        if self._view[0] % self.number == 0:
+            return piece
+        view = piece.reshape(self._rows, *self._view[1:])
+        row = lax.broadcasted_iota(jnp.int32, view.shape, 0)
+        is_own = (row < self._start(at + 1) - self._start(at)).reshape(piece.shape)
+        return jnp.where(is_own, piece, other)
+
+    def put(self, x: jax.Array, piece: jax.Array, at: Any) -> jax.Array:
+        """The array with another piece."""
+        new = self.own(piece, at, self.cut(x, at)).reshape(self._rows, *self._view[1:])
+        view = jnp.reshape(x, self._view)
+        return lax.dynamic_update_slice_in_dim(view, new, self._start(at), 0).reshape(self.array)
+
+
+_MANY = 16
