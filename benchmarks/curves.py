@@ -41,6 +41,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "mean of 4 workers, H = 20": WORKERS,
     "mean of 4 workers, H = 20, int4": WORKERS | {"outer_reduce_dtype": "int4"},
     "DiLoCo, 4 workers, H = 20": DILOCO,
+    "streaming DiLoCo, 4 workers, H = 20": DILOCO | {"sync_streaming": True},
 }
 
 
@@ -59,16 +60,24 @@ def one_run(way: str, seed: int) -> dict[str, Any]:
     return {
         "curve": curve,
         "held_out": held_out.bits_per_byte(training),
-        "bytes": bytes_of(crossshard.inspect(job.lowered), options.sync_every),
+        "bytes": bytes_of(crossshard.inspect(job.lowered), options),
         "parameters": job.parameters,
     }
 
 
-def bytes_of(report: Any, sync_every: int | None) -> float:
+def bytes_of(report: Any, options: TrainOptions) -> float:
     """What a device sends in a step on average; of workers, what they send to each other."""
-    if sync_every is None:
+    if options.workers is None:
         return float(report.bytes_between_shards)
-    return float(report.bytes_in_branches / sync_every)
+    size = SHARDS // options.workers
+    between = [
+        each
+        for each in report.counted
+        if any(len({device // size for device in group}) > 1 for group in each.groups)
+    ]
+    seldom = sum(each.bytes_sent for each in between if each.in_branch)
+    always = sum(each.bytes_sent for each in between) - seldom
+    return float(always + seldom / (options.sync_every or 1))
 
 
 def record(ways: list[str]) -> None:

@@ -92,6 +92,7 @@ class Job:
             reduce_dtype=self._wire,
             gather_dtype=options.gather_dtype,
             sync_every=options.sync_every,
+            sync_streaming=options.sync_streaming,
             outer_optimizer=self._outer_optimizer,
             outer_reduce_dtype=options.outer_reduce_dtype,
             loss_scale=options.loss_scale,

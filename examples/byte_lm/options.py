@@ -94,6 +94,9 @@ class TrainOptions:
     sync_every: int | None = None
     """Shards, or --workers, train alone for so many steps before they become one again."""
 
+    sync_streaming: bool = False
+    """With --sync-every, a part of the parameters becomes one in every step, beside it."""
+
     workers: int | None = None
     """With --sync-every, so many groups of shards, which reduce inside in every step."""
 
@@ -169,10 +172,11 @@ class TrainOptions:
                 f"--profile traces the last three of {PROFILED} steps; got --steps {self.steps}."
             )
         of_workers = self.workers, self.outer_learning_rate, self.outer_momentum
-        if self.sync_every is None and of_workers != (None, 1.0, 0.0):
+        streaming = self.sync_streaming
+        if self.sync_every is None and (streaming or of_workers != (None, 1.0, 0.0)):
             raise ArgumentError(
-                "--workers, --outer-learning-rate and --outer-momentum are for --sync-every; pass "
-                "it too."
+                "--workers, --sync-streaming, --outer-learning-rate and --outer-momentum are for "
+                "--sync-every; pass it too."
             )
         if not self.sends_few_bits and (self.rounding, self.error_feedback) != ("nearest", True):
             raise ArgumentError(

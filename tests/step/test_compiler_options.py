@@ -68,6 +68,13 @@ def test_parameters_in_parts_travel_beside_the_sums(monkeypatch: pytest.MonkeyPa
     assert limit not in compiler_options("gpu", 32, in_parts=True)
 
 
+def test_what_streams_travels_beside_the_sums():
+    limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
+    assert compiler_options("gpu", 8, streaming=True) == {**compiler_options("gpu", 8), limit: 2}
+    # Workers of one shard have no other sums, and on older GPUs no scheduler that hides any.
+    assert "xla_gpu_enable_latency_hiding_scheduler" in compiler_options("gpu", 1, streaming=True)
+
+
 def test_other_steps_have_none():
     for platform, shards in (("cpu", 8), ("tpu", 8), ("gpu", 1)):
         assert compiler_options(platform, shards) == {}
@@ -79,9 +86,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Steps compile as if these devices were GPUs; a list of who asked, with what."""
     calls: list[Any] = []
 
-    def options(platform: str, shards: int, *, in_parts: bool) -> dict[str, Any]:
+    def options(platform: str, shards: int, **how: bool) -> dict[str, Any]:
         calls.append((platform, shards))
-        return compiler_options("gpu", shards, in_parts=in_parts)
+        return compiler_options("gpu", shards, **how)
 
     monkeypatch.setattr(program, "compiler_options", options)
     return calls

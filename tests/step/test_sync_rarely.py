@@ -15,72 +15,27 @@ from crossshard.errors import ArgumentError, ArgumentTypeError, DivergenceError
 from crossshard.pipeline import Quantized
 from tests.quick import deep_but
 from tests.step.common import assert_same, sgd_step
-
-N, STEPS, ROWS = 8, 12, 32
-RNG = np.random.default_rng(0)
-PARAMS = {
-    "w": RNG.normal(size=(64, 40)).astype(np.float32) / 10,
-    "b": np.zeros(40, np.float32),
-}
-X = RNG.normal(size=(STEPS, ROWS, 64)).astype(np.float32)
-Y = np.tanh(X @ RNG.normal(size=(64, 40)).astype(np.float32) / 8)
-# The rows of each worker follow each other.
-WORKERS = {
-    8: None,
-    4: [[0, 1], [2, 3], [4, 5], [6, 7]],
-    2: [[0, 1, 2, 3], [4, 5, 6, 7]],
-    1: [[*range(8)]],
-}
-NESTEROV = {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}
-
-
-def loss_fn(params: Any, batch: Any) -> jax.Array:
-    return ((batch[0] @ params["w"] + params["b"] - batch[1]) ** 2).mean()
-
-
-def step_of(workers: int, inner: Any = None, **options: Any) -> Any:
-    opt = CrossShardOptimizer(inner or optax.sgd(0.3), group_assignment=WORKERS[workers])
-    return make_train_step(loss_fn, opt, **{"num_shards": N, "sync_every": 4} | options)
-
-
-def train(step: Any, state: Any, steps: Any = range(STEPS)) -> Any:
-    for t in steps:
-        state, _ = step(state, (X[t], Y[t]))
-    return state
-
+from tests.step.workers import (
+    INNER,
+    NESTEROV,
+    PARAMS,
+    RNG,
+    SIZE,
+    STEPS,
+    WORKERS,
+    N,
+    Sgd,
+    X,
+    Y,
+    damaged,
+    loss_fn,
+    sent_by,
+    step_of,
+    train,
+    train_alone,
+)
 
 # The same in numpy and float64.
-
-
-class Sgd:
-    """Plain SGD; with momentum as Nesterov has it."""
-
-    def __init__(self, learning_rate: float, momentum: float = 0, nesterov: bool = False) -> None:
-        self.rate, self.momentum, self.nesterov = learning_rate, momentum, nesterov
-        self.trace: dict[str, Any] = {}
-
-    def __call__(self, gradient: Any) -> Any:
-        found = {}
-        for name, g in gradient.items():
-            trace = self.trace[name] = self.momentum * self.trace.get(name, 0) + g
-            found[name] = -self.rate * (self.momentum * trace + g if self.nesterov else trace)
-        return found
-
-
-class Adam:
-    """Adam, as in the paper."""
-
-    def __init__(self, rate: float) -> None:
-        self.rate, self.m, self.v, self.t = rate, dict[str, Any](), dict[str, Any](), 0
-
-    def __call__(self, gradient: Any) -> Any:
-        self.t, found = self.t + 1, {}
-        for name, g in gradient.items():
-            m = self.m[name] = 0.9 * self.m.get(name, 0) + 0.1 * g
-            v = self.v[name] = 0.999 * self.v.get(name, 0) + 0.001 * g**2
-            m, v = m / (1 - 0.9**self.t), v / (1 - 0.999**self.t)
-            found[name] = -self.rate * m / (np.sqrt(v) + 1e-8)
-        return found
 
 
 def in_numpy(workers: int, every: int, inner: Any, outer: Any, steps: int = STEPS) -> Any:
@@ -88,24 +43,13 @@ def in_numpy(workers: int, every: int, inner: Any, outer: Any, steps: int = STEP
     anchor = {name: np.float64(x) for name, x in PARAMS.items()}
     each, optimizers = [dict(anchor) for _ in range(workers)], [inner() for _ in range(workers)]
     for t in range(steps):
-        halves = np.split(np.float64(X[t]), workers), np.split(np.float64(Y[t]), workers)
-        parts = zip(*halves, strict=True)
-        for params, optimizer, (x, y) in zip(each, optimizers, parts, strict=True):
-            error = 2 * (x @ params["w"] + params["b"] - y) / y.size
-            for name, update in optimizer({"w": x.T @ error, "b": error.sum(0)}).items():
-                params[name] = params[name] + update
+        train_alone(each, optimizers, t)
         if (t + 1) % every == 0:
             moved = {n: np.mean([x - params[n] for params in each], 0) for n, x in anchor.items()}
             for name, update in outer(moved).items():
                 anchor[name] = anchor[name] + update
             each = [dict(anchor) for _ in range(workers)]
     return anchor, each
-
-
-INNER: dict[str, Any] = {
-    "sgd": (lambda: optax.sgd(0.3), lambda: Sgd(0.3)),
-    "adam": (lambda: optax.adam(0.01), lambda: Adam(0.01)),
-}
 
 
 @pytest.mark.parametrize("update", deep_but(("sharded",), ["replicated", "sharded"]))
@@ -174,17 +118,6 @@ def test_one_step_goes_the_way_of_the_workers():
 
 
 # What is sent.
-
-
-def sent_by(step: Any) -> tuple[float, float]:
-    """The bytes of parameters by a device in a step that does not synchronise, and in one."""
-    report = crossshard.inspect(step.lower(step.init(BIG), (XB, YB)), BIG)
-    return report.bytes_sent - report.bytes_in_branches, report.bytes_in_branches
-
-
-BIG = {"w": np.zeros((256, 512), np.float32), "b": np.zeros(512, np.float32)}
-XB, YB = np.zeros((ROWS, 256), np.float32), np.zeros((ROWS, 512), np.float32)
-SIZE = sum(x.nbytes for x in BIG.values())
 
 
 @pytest.mark.parametrize("workers", deep_but((4,), [8, 4, 2]))
@@ -380,14 +313,6 @@ def test_skipped_steps_count_so_that_all_meet():
         assert np.isfinite(x).all()
         assert_same(x[0], x[7])
         assert_same(x[0], step.model(state)[name])
-
-
-def damaged(x: jax.Array) -> jax.Array:
-    """The array, with another copy on device 3."""
-    copies = [np.array(shard.data) for shard in x.addressable_shards]
-    copies[3].flat[7] += 1
-    each = [jax.device_put(a, s.device) for a, s in zip(copies, x.addressable_shards, strict=True)]
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, each)
 
 
 @pytest.mark.parametrize("copy", ["anchor", "trace"])

@@ -16,6 +16,7 @@ from crossshard.model.layout import StateLayout
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import Stage
 from crossshard.pipeline.stages.preprocess import Preprocess
+from crossshard.pipeline.stages.streaming import Streaming
 from crossshard.pipeline.update.moving_average import describe_decay
 from crossshard.pipeline.update.optimize import takes_value
 from crossshard.step.shard_loss import ShardLoss
@@ -71,6 +72,7 @@ def _of_stage(stage: Stage | None, params: Any) -> Update | None:
 
 def _options(pipeline: Pipeline, loss: ShardLoss) -> dict[str, str | None]:
     """The options, in words, that change what a step does; ``None`` for those that are off."""
+    outer = pipeline.outer
     options: dict[str, Any] = {
         "reduction": pipeline.reduction.name,
         "preprocess": None if pipeline.preprocess is None else "on",
@@ -83,7 +85,8 @@ def _options(pipeline: Pipeline, loss: ShardLoss) -> dict[str, str | None]:
         "loss_scale": pipeline.loss_scale,
         "nonfinite": None if pipeline.nonfinite is None else pipeline.nonfinite.action,
         "master_dtype": pipeline.master_dtype,
-        "sync_every": None if pipeline.outer is None else pipeline.outer.every,
+        "sync_every": None if outer is None else outer.every,
+        "sync_streaming": f"{outer.every} pieces" if isinstance(outer, Streaming) else None,
         "ema": None if pipeline.ema is None else describe_decay(pipeline.ema),
     }
     return {name: None if value is None else str(value) for name, value in options.items()}

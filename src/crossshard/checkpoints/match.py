@@ -57,6 +57,7 @@ class Match:
 
     def find(self, manifest: Manifest, leaves: list[Leaf], here: Fingerprint) -> None:
         """Find the arrays of a state in a checkpoint."""
+        cut = _of_option("sync_streaming", manifest.fingerprint, here)
         was, now = _wrapped(manifest.fingerprint), _wrapped(here)
         written = {key_of(leaf.path, **was): at for at, leaf in enumerate(manifest.leaves)}
         other_masters = manifest.fingerprint.options.get(MASTERS) != here.options[MASTERS]
@@ -69,6 +70,7 @@ class Match:
                 continue
             each = manifest.leaves[at]
             if each.shape != leaf.on_disk.shape:
+                self.refuse(cut if option == "outer" else None)
                 self.refuse(
                     f"{leaf.path} has the shape {each.shape} in it, and {leaf.on_disk.shape} here"
                 )
@@ -123,6 +125,8 @@ def match(
         compared.append((PREPROCESS, written.preprocess, here.preprocess))
     for each in compared:
         found.add(_of_states(*each))
+    if (manifest.groups is None) != (layout.groups is None):
+        found.refuse(_of_option("sync_every", written, here))
     found.refuse(_of_groups(manifest, layout))
     if manifest.rng != str(state.rng_impl):
         found.refuse(f"its random key is of {manifest.rng}, and here of {state.rng_impl}")

@@ -449,6 +449,12 @@ class StateLayout:
                 f"keeps another state, or none. Write step.reshard(other.unshard(state)), which "
                 f"makes what is new and drops what is gone."
             )
+        if not self._has_these_pieces(state):
+            raise ArgumentError(
+                "The state is of a step with sync_streaming and another sync_every, or one of two "
+                "has it and the other has not: what the outer optimizer keeps is cut into other "
+                "pieces. Choose the parameters with other.model(state) and init with them."
+            )
         structure = jax.tree.structure(state.opt_state.inner_state)
         if structure != self.plan.structure:
             raise ArgumentError(
@@ -456,6 +462,16 @@ class StateLayout:
                 f"{structure}. If only ema or master_dtype differ, write "
                 f"step.reshard(other.unshard(state))."
             )
+
+    def _has_these_pieces(self, state: TrainState) -> bool:
+        """Whether what the workers have in common, if there is any, has the shapes of this step."""
+        outer, where = state.opt_state.outer, self.placements(state).opt_state.outer
+        leaves = zip(*map(jax.tree.leaves, (where, outer, self.types.outer)), strict=True)
+        return all(
+            x.shape[placement.per_shard :] == like.shape
+            for placement, x, like in leaves
+            if hasattr(x, "shape")  # what is to be made has none yet
+        )
 
 
 def _all(placement: Placement, tree: Any) -> Any:

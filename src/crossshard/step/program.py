@@ -10,6 +10,7 @@ from crossshard.distributed.agreement import compare, processes_of
 from crossshard.distributed.programs import check_same_program
 from crossshard.distributed.progress import PROGRESS
 from crossshard.model.state import TrainState
+from crossshard.pipeline.stages.streaming import Streaming
 from crossshard.shards.batch_axes import resized
 from crossshard.shards.devices import are_of_all_processes
 from crossshard.step.arguments import check_not_of_mesh
@@ -51,7 +52,10 @@ class Program:
         reduce_together = groups.size if config.is_grouped and groups else mesh.size
         platform = mesh.devices.flat[0].platform
         self.options: dict[str, bool | int] = compiler_options(
-            platform, reduce_together, in_parts=config.in_parts
+            platform,
+            reduce_together,
+            in_parts=config.in_parts,
+            streaming=isinstance(config.pipeline.outer, Streaming),
         )
         run = _mesh.under_automatic_axes(self._run, mesh, self._specs)
         self._compiled = jax.jit(
