@@ -34,6 +34,11 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "int4": (1, {"reduce_dtype": "int4"}),
     "H = 30": (30, {"sync_every": 30}),
     "H = 30, int4": (30, {"sync_every": 30, "outer_reduce_dtype": "int4"}),
+    "H = 30, streaming": (30, {"sync_every": 30, "sync_streaming": True}),
+    "H = 30, streaming, int4": (
+        30,
+        {"sync_every": 30, "sync_streaming": True, "outer_reduce_dtype": "int4"},
+    ),
     "virtual shards": (1, {"virtual_shards": 8}),
 }
 

@@ -181,7 +181,7 @@ def make_train_step(
       donate: whether a call overwrites the state that it is given. ``False`` keeps it valid, which
         takes memory for a second one.
       **options: ``aux_reduction``, ``check_divergence``, ``on_divergence``, ``rng_per``,
-        ``sync_every``, ``outer_optimizer`` and ``virtual_shards``, see
+        ``sync_every``, ``sync_streaming``, ``outer_optimizer`` and ``virtual_shards``, see
         ``crossshard.step.StepOptions``; and stages to add: ``accumulate_steps``, ``metrics``,
         ``reduce_dtype``, ``aggregator``, ``loss_scale``, ``master_dtype``, ``ema``,
         ``nonfinite``, see ``crossshard.pipeline.Options``.
@@ -234,9 +234,12 @@ def make_train_step(
         is_summed=pipeline.reduction is Reduction.SUM,
     )
     number = number_of_shards(where, axes)
-    rarely = [options.get(name) for name in ("outer_optimizer", "outer_reduce_dtype")]
-    streaming = options.get("sync_streaming", False)
-    outer = check_outer(options.get("sync_every"), *rarely, streaming)
+    outer = check_outer(
+        options.get("sync_every"),
+        options.get("outer_optimizer"),
+        options.get("outer_reduce_dtype"),
+        sync_streaming=options.get("sync_streaming", False),
+    )
     if outer is not None:
         check_workers(pipeline, params=params, loss=loss)
         pipeline = with_workers(pipeline, outer, number)

@@ -20,7 +20,7 @@ from crossshard.step.shard_loss import ShardLoss
 
 
 def check_outer(
-    sync_every: Any, outer_optimizer: Any, outer_reduce_dtype: Any, sync_streaming: Any
+    sync_every: Any, outer_optimizer: Any, outer_reduce_dtype: Any, *, sync_streaming: Any
 ) -> Outer | None:
     """The stage of these arguments; ``None`` without ``sync_every``.
 

@@ -125,9 +125,9 @@ class Streaming(Outer):
         obstacle = why_not_elementwise(update, *pairs)
         if obstacle is not None:
             raise ArgumentError(
-                f"sync_streaming updates a piece of the parameters in each step, and outer_optimizer "
-                f"is not elementwise: {obstacle}. Leave sync_streaming out, or pass one such as "
-                f"optax.sgd(0.7, momentum=0.9, nesterov=True)."
+                f"sync_streaming updates one piece of the parameters at a time, and this "
+                f"outer_optimizer is not elementwise: {obstacle}. Leave sync_streaming out, or "
+                f"pass one such as optax.sgd(0.7, momentum=0.9, nesterov=True)."
             )
 
 
