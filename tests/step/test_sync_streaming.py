@@ -341,9 +341,10 @@ def test_an_outer_optimizer_that_looks_at_more_than_a_piece_is_refused(name: str
         step.init(PARAMS)
 
 
-def test_numbers_alone_have_a_norm_too():
-    numbers = {"a": np.float32(1), "b": np.float32(2)}
-    loss = lambda params, x: params["a"] * params["b"] * x.mean()
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+def test_numbers_alone_have_a_norm_too(shape: tuple[int, ...]):
+    numbers = {"a": np.ones(shape, np.float32), "b": np.ones(shape, np.float32)}
+    loss = lambda params, x: (params["a"] * params["b"]).sum() * x.mean()
     options: Any = {"sync_every": 4, "sync_streaming": True, "num_shards": N}
     clipped = NOT_ELEMENTWISE["a norm"]
     step = make_train_step(loss, optax.sgd(0.1), outer_optimizer=clipped, **options)
