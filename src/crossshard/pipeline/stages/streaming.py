@@ -5,6 +5,7 @@ After Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512).
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -50,33 +51,43 @@ class Streaming(Outer):
     ) -> tuple[Gradients, OuterState]:
         """The updated parameters, of which a piece is synchronised, and the next state."""
         assert gradients.updated is not None
-        before, after = context.params, gradients.updated.result
         at = state.count % self.every
         cut = lambda tree: jax.tree.map(lambda x: self._piece_of(x).cut(x, at), tree)
-        put = lambda x, new: self._piece_of(x).put(x, new.astype(x.dtype), at)
-        of_piece = lambda tree: jax.tree.map(lambda x: x[at], tree)
-        keep = lambda tree, new: jax.tree.map(lambda x, own: x.at[at].set(own), tree, new)
+        add = lambda x, update: self._piece_of(x).add(x, update, at)
+        of_piece = lambda x: lax.dynamic_index_in_dim(x, at, 0, keepdims=False)
+        keep = lambda x, own: lax.dynamic_update_index_in_dim(x, own, at, 0)
 
         def moved(x: jax.Array, start: jax.Array, now: jax.Array) -> jax.Array:
             # Of what the worker began with, which may have fewer bits than the anchor.
             return self._piece_of(x).own(widen(start.astype(now.dtype)) - widen(now), at)
 
-        anchor, was = cut(state.anchor), cut(before)
-        pseudogradient = jax.tree.map(moved, before, anchor, was)
+        before, anchor = context.params, cut(state.anchor)
+        pseudogradient = jax.tree.map(moved, before, anchor, cut(before))
+        inner_state, aggregate = jax.tree.map(of_piece, (state.inner_state, state.aggregate))
         mean, aggregate = self._mean(
-            *self._within_a_worker(pseudogradient, context), of_piece(state.aggregate), context
+            *self._within_a_worker(pseudogradient, context), aggregate, context
         )
-        with inside_optimizer():
-            updates, inner_state = self.optimizer.update(mean, of_piece(state.inner_state), anchor)
-        anchor = optax.apply_updates(anchor, updates)
-        meanwhile = jax.tree.map(lambda new, old: widen(new) - widen(old), cut(after), was)
-        result = jax.tree.map(lambda x, a, step: put(x, a + step), after, anchor, meanwhile)
-        return gradients.replace(updated=gradients.updated._replace(result=result)), OuterState(
-            jax.tree.map(put, state.anchor, anchor),
-            keep(state.inner_state, inner_state),
+
+        def synchronised(updated: PyTree) -> tuple[PyTree, tuple[PyTree, PyTree]]:
+            with inside_optimizer():
+                found, after = self.optimizer.update(mean, inner_state, anchor)
+            updates = jax.tree.map(lambda x, u: self._piece_of(x).own(u, at), before, found)
+            # The pseudogradient takes the worker back to the anchor.
+            back = jax.tree.map(jnp.add, updates, pseudogradient)
+            return jax.tree.map(add, updated, back), (updates, after)
+
+        in_loop = context.shards.platform == "cpu"
+        updated = gradients.updated
+        # No count is below zero, which XLA does not know.
+        flag = state.count < 0 if in_loop else None
+        result, (updates, inner_state) = _in_place(synchronised, updated.result, flag)
+        after = OuterState(
+            jax.tree.map(add, state.anchor, updates),
+            jax.tree.map(keep, state.inner_state, inner_state),
             optax.safe_increment(state.count),
-            keep(state.aggregate, aggregate),
+            jax.tree.map(keep, state.aggregate, aggregate),
         )
+        return gradients.replace(updated=updated._replace(result=result)), after
 
     def describe(self) -> str:
         """What is sent in each step, and how."""
@@ -131,6 +142,25 @@ class Streaming(Outer):
             )
 
 
+def _in_place(
+    function: Callable[[PyTree], tuple[PyTree, PyTree]], tree: PyTree, never: jax.Array | None
+) -> tuple[PyTree, PyTree]:
+    """``function(tree)``, whose first result XLA writes over the tree, rather than copy it.
+
+    Args:
+      function: returns the tree as it is afterwards, and other arrays.
+      tree: arrays that XLA computes first, and not where the function reads them.
+      never: bool[], not set, which XLA does not know, if it takes a loop to keep it from that, as
+        on CPUs.
+    """
+    if never is None:
+        return function(lax.optimization_barrier(tree))
+    none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, tree)[1])
+    turn = lambda carry: (jnp.bool_(True), *function(carry[1]))
+    _, *found = lax.while_loop(lambda carry: ~carry[0], turn, (never, tree, none))
+    return tuple(found)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Pieces:
     """How an array is cut: into rows where it has many of them, else between any two numbers.
@@ -173,20 +203,20 @@ class _Pieces:
         view = jnp.reshape(x, self._view)
         return lax.dynamic_slice_in_dim(view, self._start(at), self._rows).reshape(self.shape)
 
-    def own(self, piece: jax.Array, at: Any, other: Any = 0) -> jax.Array:
-        """The piece, with another's number where its last row is the next one's."""
+    def own(self, piece: jax.Array, at: Any) -> jax.Array:
+        """The piece, with zeros in its last row if that is the next one's."""
         if self._view[0] % self.number == 0:
             return piece
         view = piece.reshape(self._rows, *self._view[1:])
         row = lax.broadcasted_iota(jnp.int32, view.shape, 0)
         is_own = (row < self._start(at + 1) - self._start(at)).reshape(piece.shape)
-        return jnp.where(is_own, piece, other)
+        return jnp.where(is_own, piece, 0)
 
-    def put(self, x: jax.Array, piece: jax.Array, at: Any) -> jax.Array:
-        """The array with another piece."""
-        new = self.own(piece, at, self.cut(x, at)).reshape(self._rows, *self._view[1:])
-        view = jnp.reshape(x, self._view)
-        return lax.dynamic_update_slice_in_dim(view, new, self._start(at), 0).reshape(self.array)
+    def add(self, x: jax.Array, piece: jax.Array, at: Any) -> jax.Array:
+        """The array with this added to the piece."""
+        new = (widen(self.cut(x, at)) + piece).astype(x.dtype)
+        view, rows = jnp.reshape(x, self._view), new.reshape(self._rows, *self._view[1:])
+        return lax.dynamic_update_slice_in_dim(view, rows, self._start(at), 0).reshape(self.array)
 
 
 _MANY = 16
