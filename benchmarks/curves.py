@@ -40,8 +40,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "int4, no error feedback": {"reduce_dtype": "int4", "error_feedback": False},
     "mean of 4 workers, H = 20": WORKERS,
     "mean of 4 workers, H = 20, int4": WORKERS | {"outer_reduce_dtype": "int4"},
+    "mean of 4 workers, H = 20, streaming": WORKERS | {"sync_streaming": True},
     "DiLoCo, 4 workers, H = 20": DILOCO,
-    "streaming DiLoCo, 4 workers, H = 20": DILOCO | {"sync_streaming": True},
+    "DiLoCo, 4 workers, H = 20, streaming": DILOCO | {"sync_streaming": True},
 }
 
 
@@ -90,7 +91,16 @@ def record(ways: list[str]) -> None:
             runs.append(one_run(way, seed))
             print(f"{way}, seed {seed}: {runs[-1]['held_out']:.4f} bits per byte", flush=True)
         found["runs"][way] = runs
-        RECORD.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        RECORD.write_text(_in_lines(found), encoding="utf-8")
+
+
+def _in_lines(found: dict[str, Any]) -> str:
+    """What is recorded as JSON, with each run in a line."""
+    ways = [
+        f"{json.dumps(way)}: [\n" + ",\n".join(map(json.dumps, runs)) + "\n]"
+        for way, runs in found["runs"].items()
+    ]
+    return f'{{"machine": {json.dumps(found["machine"])},\n"runs": {{\n' + ",\n".join(ways) + "}}\n"
 
 
 @dataclasses.dataclass(frozen=True)

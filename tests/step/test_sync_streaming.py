@@ -99,8 +99,7 @@ def test_one_worker_that_takes_the_mean_is_the_plain_run(inner: str):
     plain = make_train_step(loss_fn, INNER[inner][0](), num_shards=N)
     step = streaming(1, INNER[inner][0]())
     want = train(plain, plain.init(PARAMS)).params
-    for name, x in train(step, step.init(PARAMS)).params.items():
-        np.testing.assert_allclose(x, want[name], rtol=0, atol=1e-6)
+    assert_same(train(step, step.init(PARAMS)).params, want)
 
 
 def test_a_rate_of_zero_leaves_the_anchor():
