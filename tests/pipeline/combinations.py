@@ -44,6 +44,18 @@ REFUSALS: dict[str, Refusal] = {
         "is not elementwise",
         "in one's own shard_map, or in groups, each shard has its slice and nothing else",
     ),
+    "an average of workers": (
+        lambda c: c.workers is not None and c.ema is not None,
+        errors.ArgumentError,
+        "averages the parameters of one worker",
+        "a synchronisation replaces the parameters that it averages",
+    ),
+    "masters of workers": (
+        lambda c: c.workers is not None and c.masters,
+        errors.ArgumentError,
+        "would not reach",
+        "a synchronisation would not reach the masters",
+    ),
 }
 
 
@@ -54,7 +66,7 @@ def refusals_of(combination: Combination) -> list[str]:
 
 def _is_followed(c: Combination) -> bool:
     """Whether a way in has the options, and the model of numpy knows every rounding of them."""
-    if c.compared is not None and not c.is_step:
+    if (c.compared is not None or c.workers is not None) and not c.is_step:
         return False
     # A number of few bits that falls on the other side of the middle is off by a whole unit, which
     # a normalized update makes as large as the learning rate.
@@ -65,11 +77,13 @@ def _is_followed(c: Combination) -> bool:
     return c.masters or c.dtype == "float32" or c.optimizer in ("sgd", "clip, sgd")
 
 
-def covering(factors: Mapping[str, tuple[Any, ...]], seed: int, **fixed: Any) -> list[Combination]:
-    """Combinations in which every pair of values occurs, unless it is refused."""
+def covering(
+    factors: Mapping[str, tuple[Any, ...]], seed: int, *, one: str | None = None, **fixed: Any
+) -> list[Combination]:
+    """Combinations in which every pair of values occurs, of one factor if named, unless refused."""
     draw = random.Random(seed)
     names = [name for name in factors if name not in fixed]
-    both = list(itertools.combinations(names, 2))
+    both = [pair for pair in itertools.combinations(names, 2) if one is None or one in pair]
     # In a dict, since the order of a set differs between runs.
     missing = dict.fromkeys((a, x, b, y) for a, b in both for x in factors[a] for y in factors[b])
 
@@ -115,13 +129,26 @@ def refused() -> list[Combination]:
                 for grouped in (False, True)
             ),
         ]
+        if default.is_step:
+            rarely = dataclasses.replace(default, workers="rarely")
+            tried.append(dataclasses.replace(rarely, ema=0.9))
+            tried.append(dataclasses.replace(rarely, precision="bfloat16 with masters"))
         found += [each for each in tried if refusals_of(each)]
     return found
 
 
+def _covered(seed: int, **fixed: Any) -> list[Combination]:
+    """Every pair of values, unless it is refused."""
+    # Few options go with workers, and those of all the others would be drawn too seldom.
+    others = {name: values for name, values in FACTORS.items() if name != "workers"}
+    of_workers = FACTORS | {"workers": tuple(each for each in FACTORS["workers"] if each)}
+    found = covering(others, seed, **fixed)
+    return [*found, *covering(of_workers, seed, one="workers", **fixed)]
+
+
 def some() -> list[Combination]:
     """Every pair of values, ways in included: for every run of the tests."""
-    return covering(FACTORS, 0)
+    return _covered(0)
 
 
 def few() -> list[Combination]:
@@ -142,9 +169,7 @@ def few() -> list[Combination]:
 def many() -> list[Combination]:
     """For each way in every pair of the other values, without those of ``some``."""
     found = [
-        each
-        for seed, way in enumerate(FACTORS["way"])
-        for each in covering(FACTORS, seed + 1, way=way)
+        each for seed, way in enumerate(FACTORS["way"]) for each in _covered(seed + 1, way=way)
     ]
     known = set(some())
     return [each for each in dict.fromkeys(found) if each not in known]

@@ -135,20 +135,32 @@ WITHOUT: dict[str, Callable[[Combination], dict[str, Any]]] = {
     "wire": lambda c: {"wire": None},
     "scale": lambda c: {"scale": False},
     "ema": lambda c: {"ema": None},
+    "workers": lambda c: {
+        "workers": {None: None, "rarely": "streaming", "streaming": "rarely"}[c.workers]
+    },
     "nonfinite": lambda c: {
         "nonfinite": {None: None, "skip": "quarantine", "quarantine": "skip"}[c.nonfinite]
     },
 }
 
 
+def _is_alone(c: Combination) -> bool:
+    """Whether every shard is a worker, which sums nothing in a step."""
+    return c.workers is not None and not c.grouped
+
+
 # What hides an option from all that a run shows, and why.
 HIDDEN: dict[str, Callable[[Combination], bool]] = {
     # The direction of a sum is that of the mean, and the length is clipped, or normalized.
     "reduction": lambda c: (
-        c.optimizer in ("clip, sgd", "lamb") or (c.optimizer == "adam" and c.dtype != "float32")
+        _is_alone(c)
+        or c.optimizer in ("clip, sgd", "lamb")
+        or (c.optimizer == "adam" and c.dtype != "float32")
     ),
     # Parameters of 16 bits are rounded as coarsely, and what is preprocessed in 16 bits.
-    "wire": lambda c: c.dtype != "float32" and (not c.masters or c.preprocess is not None),
+    "wire": lambda c: (
+        _is_alone(c) or (c.dtype != "float32" and (not c.masters or c.preprocess is not None))
+    ),
 }
 
 
@@ -205,6 +217,23 @@ NEVER = {
     ("scale", True, "nonfinite", "quarantine"),
     # Only a whole step compares copies.
     *(("way", way, "compared", 2) for way in FACTORS["way"] if not way.startswith("step")),
+    # So it is with workers.
+    *(
+        ("way", way, "workers", workers)
+        for way in FACTORS["way"]
+        for workers in ("rarely", "streaming")
+        if not way.startswith("step")
+    ),
+    # Refused: a synchronisation replaces the parameters that are averaged, and reaches no masters.
+    *(
+        (*option, "workers", workers)
+        for workers in ("rarely", "streaming")
+        for option in (
+            ("ema", 0.9),
+            ("precision", "bfloat16 with masters"),
+            ("precision", "float16 with masters"),
+        )
+    ),
     # Refused: a constant learning rate is not told.
     ("schedule", False, "metrics", ("learning_rate",)),
     # Refused: in one's own shard_map a shard has its slice and nothing else.

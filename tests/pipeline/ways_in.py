@@ -56,6 +56,7 @@ class Combination:
     metrics: tuple[str, ...] = ()
     nonfinite: str | None = None
     compared: int | None = None
+    workers: str | None = None
 
     def __str__(self) -> str:
         given = dataclasses.asdict(self)
@@ -90,6 +91,7 @@ class Combination:
         return "sharded" in self.way
 
 
+SYNC_EVERY = {"rarely": 2, "streaming": 3}
 NORMS = ("grad_norm", "update_norm", "param_norm")
 NOISE = ("local_grad_norm", "noise_scale", "noise_variance", "noise_signal")
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -124,6 +126,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "nonfinite": (None, "quarantine", "skip"),
     # How often the copies are compared, which only a whole step does.
     "compared": (None, 2),
+    # Groups, or shards, that become one again rarely, which only a whole step does.
+    "workers": (None, "rarely", "streaming"),
 }
 
 
@@ -218,6 +222,14 @@ def options_of(combination: Combination) -> dict[str, Any]:
         "nonfinite": combination.nonfinite,
         "check_divergence": combination.compared,
     }
+    if combination.workers is not None:
+        given |= {
+            "sync_every": SYNC_EVERY[combination.workers],
+            "sync_streaming": combination.workers == "streaming",
+            "outer_optimizer": optax.sgd(
+                numpy_model.OUTER_RATE, numpy_model.OUTER_DECAY, nesterov=True
+            ),
+        }
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -395,9 +407,12 @@ def model_options(combination: Combination) -> numpy_model.Options:
     split = ("kernel",) if combination.is_sharded else ()
     # Unscaled gradients, and sums of several, have at least 32 bits.
     is_widened = combination.scale or combination.accumulate > 1
+    groups = GROUPS if combination.grouped else None
+    if combination.workers is not None and groups is None:
+        groups = tuple((shard,) for shard in range(N))
     return numpy_model.Options(
         shards=N,
-        groups=GROUPS if combination.grouped else None,
+        groups=groups,
         reduction=combination.reduction,
         optimizer=combination.optimizer,
         schedule=combination.schedule,
@@ -412,6 +427,8 @@ def model_options(combination: Combination) -> numpy_model.Options:
         # Only a whole step knows how many rows there are.
         examples=ROWS * combination.accumulate if combination.is_step else 1,
         nonfinite=combination.nonfinite,
+        sync_every=SYNC_EVERY.get(combination.workers or ""),
+        streaming=combination.workers == "streaming",
     )
 
 

@@ -16,6 +16,8 @@ Tree = dict[str, np.ndarray]
 
 LEARNING_RATE, CLIP, INNER_CLIP, DECAY = 0.1, 2.0, 1.0, 0.9
 B1, B2 = 0.9, 0.999
+# Of workers that synchronise rarely.
+OUTER_RATE, OUTER_DECAY = 0.7, 0.9
 # An eps that does not magnify rounding where a gradient is nearly zero.
 EPS = 1e-3
 
@@ -43,6 +45,9 @@ class Options:
       examples: the number of examples of a shard's gradient.
       nonfinite: ``None``, ``"quarantine"`` or ``"skip"``: what happens if a shard's gradient is not
         finite.
+      sync_every: the number of steps after which the groups, which are workers, become one again;
+        ``None`` if they never do.
+      streaming: whether a part of the parameters does so in each of these steps.
     """
 
     shards: int
@@ -60,6 +65,8 @@ class Options:
     ema: float | None = None
     examples: int = 1
     nonfinite: str | None = None
+    sync_every: int | None = None
+    streaming: bool = False
 
 
 # Rounding.
@@ -242,6 +249,9 @@ class Model:
         self.bad: dict[int, int] = {}
         self.in_a_row = 0
         self.of_step: list[dict[str, Any]] = []
+        self.anchor, self.taken = dict(wide), 0
+        # Of the outer optimizer: for each part that is synchronised on its own.
+        self.momenta = [_zeros(wide) for _ in range(options.sync_every or 0)]
 
     def step(self, batches: Any, weights: np.ndarray | None = None) -> list[dict[str, Any]]:
         """One update; what each group shows after it.
@@ -253,6 +263,7 @@ class Model:
         options, scale = self.options, self.scale
         before_traces = [dict(trace) for trace in self.traces]
         before_residuals = [dict(residual) for residual in self.residuals]
+        before = [dict(replica.params) for replica in self.replicas]
         self.bad = {}
         reduced = [self._reduce(index, batches, weights) for index in range(len(self.groups))]
         self.in_a_row = self.in_a_row + 1 if self.bad else 0
@@ -274,6 +285,8 @@ class Model:
             count = self.replicas[index].count
             found["learning_rate"] = learning_rate(options, max(0, count - skipped))
             found |= self._update(self.replicas[index], found["gradient"], skipped)
+        if options.sync_every is not None:
+            self._synchronise(options.sync_every, before, [found["change"] for found in reduced])
         if options.scale is not None and not all(weightless):
             self._rescale(overflowed)
         self.of_step = reduced
@@ -354,7 +367,8 @@ class Model:
         weighed = [
             w * tree[name] if w else 0.0 * tree[name] for w, tree in zip(ws, own, strict=True)
         ]
-        if options.wire is None:
+        if options.wire is None or len(members) == 1:
+            # A worker of one shard sends nothing.
             return np.sum(weighed, axis=0)
         if options.wire in FEW_BITS:
             return self._sum_in_few_bits(name, weighed, members)
@@ -433,7 +447,48 @@ class Model:
             if options.masters:
                 # The update of the parameters, not of the masters.
                 change = {name: replica.params[name] - before[name] for name in before}
-        return {"update_norm": norm(change), "param_norm": norm(replica.params)}
+        return {
+            "update_norm": norm(change),
+            "param_norm": norm(replica.params),
+            "change": change,
+        }
+
+    def _synchronise(self, every: int, before: list[Tree], changes: list[Tree]) -> None:
+        """Nesterov's momentum on the mean over the workers of what they have moved.
+
+        Args:
+          every: the number of steps of a round.
+          before: the parameters of each worker before this step.
+          changes: what this step has added to them.
+        """
+        number, self.taken = self.taken % every, self.taken + 1
+        if not self.options.streaming and number < every - 1:
+            return
+        dtype = self.options.dtype
+        start = {name: round_to(x, dtype) for name, x in self.anchor.items()}
+        away = [{name: start[name] - x for name, x in params.items()} for params in before]
+        momentum = self.momenta[number]
+        for name, anchor in self.anchor.items():
+            part = np.ones(anchor.size, bool)
+            if self.options.streaming:
+                at = np.arange(anchor.size)
+                part = (number * anchor.size // every <= at) & (
+                    at < (number + 1) * anchor.size // every
+                )
+            part = part.reshape(anchor.shape)
+            moved = [own[name] for own in away]
+            if not self.options.streaming:
+                moved = [x - change[name] for x, change in zip(moved, changes, strict=True)]
+            mean = np.where(part, np.mean(moved, axis=0), 0)
+            momentum[name] = OUTER_DECAY * momentum[name] + mean
+            update = np.where(part, -OUTER_RATE * (OUTER_DECAY * momentum[name] + mean), 0)
+            self.anchor[name] = anchor + update
+            for replica, own in zip(self.replicas, moved, strict=True):
+                here = self.anchor[name]
+                if self.options.streaming:
+                    # What the step has changed stays.
+                    here = replica.params[name] + own + update
+                replica.params[name] = np.where(part, round_to(here, dtype), replica.params[name])
 
     def _rescale(self, overflowed: bool) -> None:
         """Halve the scale, or double it after enough good steps."""

@@ -142,6 +142,7 @@ def test_with_a_flag_shards_train_as_one_device_does(text, flags, chosen, within
             "every 2 steps the mean over the workers",
         ),
         ({"sync_every": 2, "workers": 1, "outer_momentum": 0.9}, "mean over all shards"),
+        ({"sync_every": 2, "sync_streaming": True}, "every step the next 1/2 of the mean"),
     ],
 )
 def test_with_a_flag_shards_train_nearly_as_one_device_does(text, flags, described):
@@ -160,6 +161,7 @@ def test_with_a_flag_shards_train_nearly_as_one_device_does(text, flags, describ
     [
         ({"rounding": "stochastic"}, "are for --reduce-dtype int8"),
         ({"workers": 2}, "are for --sync-every"),
+        ({"sync_streaming": True}, "are for --sync-every"),
         ({"sync_every": 2, "workers": 3, "shards": 2}, "split evenly over --workers 3"),
     ],
 )
