@@ -54,7 +54,7 @@ def find_trained(module: Module, inputs: Sequence[Pieces], outputs: Sequence[boo
         are not the program's.
       outputs: for each output, whether it is replicated; the same.
     """
-    devices = module.partitions * module.replicas
+    devices = module.devices
     shapes = _arrays(each.shape for each in module.entry.parameters)
     results = _arrays([module.entry.root.shape])
     if len(inputs) != len(shapes) or {*map(len, inputs)} - {devices}:

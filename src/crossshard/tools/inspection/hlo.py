@@ -152,6 +152,7 @@ class Module:
       entry: the entry computation.
       partitions: the number of devices that one replica is split over.
       replicas: the number of replicas.
+      slices: the number of slices of a TPU that run it, each with all replicas and partitions.
     """
 
     computations: Mapping[str, Computation]
@@ -159,6 +160,12 @@ class Module:
     partitions: int
     replicas: int
     _frames: Mapping[int, tuple[str, int]]
+    slices: int = 1
+
+    @property
+    def devices(self) -> int:
+        """The number of devices that run it."""
+        return self.partitions * self.replicas * self.slices
 
     def lines(self, instruction: Instruction) -> tuple[str, ...]:
         """The ``file:line`` of an instruction and of its callers, innermost first.

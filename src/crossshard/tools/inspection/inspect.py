@@ -16,6 +16,7 @@ from crossshard.tools.inspection.parameters import Parameters, named_bytes
 from crossshard.tools.inspection.pieces import Pieces, input_pieces
 from crossshard.tools.inspection.replicas import joined_devices
 from crossshard.tools.inspection.report import Communication, Memory
+from crossshard.tools.inspection.slices import with_slices
 
 
 class HoldsLowered(Protocol):
@@ -95,7 +96,7 @@ def inspect(program: Program, parameters: PyTree | int | None = None) -> Communi
     if text is None:
         raise ArgumentError("The compiled program has no HLO text; compile it again.")
     return report_on(
-        parse(text),
+        with_slices(parse(text)),
         input_pieces(compiled),
         [each.is_fully_replicated for each in jax.tree.leaves(compiled.output_shardings)],
         None if parameters is None else named_bytes(parameters),
@@ -122,7 +123,7 @@ def report_on(
       memory: the compiler's memory analysis.
       axes: the axes of the program's mesh.
     """
-    devices = module.partitions * module.replicas
+    devices = module.devices
     trained, data = find_trained(module, inputs, outputs)
     found = tuple(
         dataclasses.replace(

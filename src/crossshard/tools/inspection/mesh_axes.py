@@ -16,6 +16,9 @@ Axes = tuple[tuple[str, int], ...]
 def mesh_axes(compiled: jax.stages.Compiled) -> Axes:
     """The axes of the mesh that a program's inputs are on; empty if unknown.
 
+    The program numbers the devices of one slice of a TPU after those of the other, and a mesh in
+    another order is as good as unknown.
+
     >>> import jax.numpy as jnp
     >>> mesh_axes(jax.jit(lambda w: 2 * w).lower(jnp.zeros(3)).compile())
     ()
@@ -27,7 +30,10 @@ def mesh_axes(compiled: jax.stages.Compiled) -> Axes:
         if isinstance(each, NamedSharding) and isinstance(each.mesh, Mesh)
     ]
     found = max(meshes, key=lambda mesh: len(mesh.axis_names), default=None)
-    return () if found is None else tuple(found.shape.items())
+    if found is None:
+        return ()
+    slices = [getattr(device, "slice_index", 0) for device in found.devices.flat]
+    return tuple(found.shape.items()) if slices == sorted(slices) else ()
 
 
 def axes_of(groups: Groups, axes: Axes) -> tuple[str, ...]:

@@ -127,6 +127,8 @@ def groups_of(collective: Instruction, kind: str, module: Module) -> Groups:
         # They follow a comma, so they were parsed as another attribute.
         text = f"{text}, device_ids={attributes['device_ids']}"
     given = [list(group) for group in parse_groups(text)]
+    if "between_slices" in attributes:
+        return tuple(map(tuple, given))
     if pairs and not given:
         return ()
     devices = np.arange(module.replicas * module.partitions)
@@ -139,4 +141,6 @@ def groups_of(collective: Instruction, kind: str, module: Module) -> Groups:
         rows = [row[group] for row in table for group in given or [[*range(len(row))]]]
     else:
         rows = [table[group].ravel() for group in given or [[*range(len(table))]]]
-    return tuple(tuple(row.tolist()) for row in rows)
+    # Every slice runs the same.
+    firsts = range(0, module.devices, devices.size)
+    return tuple(tuple((row + first).tolist()) for first in firsts for row in rows)
