@@ -146,6 +146,14 @@ def test_thirty_steps_and_four_bits_are_a_two_hundredth():
     assert (always + seldom / 30) / plain == pytest.approx(1 / 30, rel=0.01)
 
 
+def test_few_bits_of_slices():
+    options: Any = {"outer_reduce_dtype": "int8", "weight_update": "sharded"}
+    always, seldom = sent_by(step_of(2, optax.adam(1e-3), **options))
+    assert always == pytest.approx(2 * 3 / 4 * SIZE, rel=0.01)
+    # Of a quarter between the workers in 8 bits; inside of one what is gathered, and what is held.
+    assert seldom == pytest.approx((2 * 1 / 2 * 0.254 / 4 + 3 / 4 + 3 / 4) * SIZE, rel=0.03)
+
+
 @pytest.mark.parametrize(
     "wire",
     deep_but(("int4",), ["int8", "int4", Quantized("int4", "stochastic"), "bfloat16"]),
@@ -178,9 +186,10 @@ def test_chance_does_not_part_the_shards_of_a_worker():
             np.testing.assert_array_equal(copy, step.model(state)[name])
 
 
+@pytest.mark.parametrize("update", ["replicated", "sharded"])
 @pytest.mark.parametrize("workers", deep_but((4,), [4, 8]))
-def test_what_workers_hold_back_goes_to_others(workers: int):
-    step = step_of(workers, outer_reduce_dtype="int4", sync_every=2)
+def test_what_workers_hold_back_goes_to_others(workers: int, update: str):
+    step = step_of(workers, outer_reduce_dtype="int4", sync_every=2, weight_update=update)
     state = train(step, step.init(PARAMS), range(2))
     exact = step_of(workers, sync_every=2)
     both = exact.model(train(exact, exact.init(PARAMS), range(2)))["w"]
@@ -193,15 +202,15 @@ def test_what_workers_hold_back_goes_to_others(workers: int):
     assert np.abs(lacks).max() > 1e-4
 
 
+@pytest.mark.parametrize("update", ["replicated", "sharded"])
 @pytest.mark.parametrize("workers", deep_but((4,), [8, 4, 2]))
-def test_several_rounds_lose_nothing_either(workers: int):
+def test_several_rounds_lose_nothing_either(workers: int, update: str):
     # Of a linear loss the way does not depend on what was rounded before.
     g = RNG.normal(size=(6, N, 64, 40)).astype(np.float32)
     linear = lambda params, g: (params["w"] * g.mean(0)).sum() + 0 * params["b"].sum()
     opt = CrossShardOptimizer(optax.sgd(0.5), group_assignment=WORKERS[workers])
-    step = make_train_step(
-        linear, opt, num_shards=N, sync_every=2, outer_reduce_dtype="int4", loss_over="shard"
-    )
+    options: Any = {"sync_every": 2, "outer_reduce_dtype": "int4", "loss_over": "shard"}
+    step = make_train_step(linear, opt, num_shards=N, weight_update=update, **options)
     state = step.init(PARAMS)
     for each in g:
         state, _ = step(state, each)

@@ -165,17 +165,19 @@ def test_each_shard_of_a_worker_sends_a_slice():
     assert seldom == 0
 
 
+@pytest.mark.parametrize("update", ["replicated", "sharded"])
 @pytest.mark.parametrize("workers", deep_but((4,), [8, 4, 2]))
 @pytest.mark.parametrize(
     "wire", deep_but(("int4",), ["int8", "int4", Quantized("int4", "stochastic")]), ids=str
 )
-def test_few_bits_lose_nothing(workers: int, wire: Any):
+def test_few_bits_lose_nothing(workers: int, wire: Any, update: str):
     # Of a linear loss the way does not depend on what was rounded before.
     g = RNG.normal(size=(11, N, 97, 40)).astype(np.float32)
     linear = lambda params, g: (params * g.mean(0)).sum()
     opt = CrossShardOptimizer(optax.sgd(0.5), group_assignment=WORKERS[workers])
     options: Any = {"sync_every": 3, "sync_streaming": True, "outer_reduce_dtype": wire}
-    step = make_train_step(linear, opt, num_shards=N, loss_over="shard", **options)
+    options |= {"weight_update": update, "loss_over": "shard"}
+    step = make_train_step(linear, opt, num_shards=N, **options)
     state = step.init(np.zeros((97, 40), np.float32))
     for each in g:
         state, _ = step(state, each)

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -109,6 +110,8 @@ class Aggregator(abc.ABC):
 
     # Whether values are divided before they are summed, so that what is kept of them is of a mean.
     divides_before = True
+    # Whether what is kept of values, if anything is, can be told from the rest by `with_held`.
+    holds_values = False
     # Whether arrays have the partial sums of a shard's virtual shards, weighed, along a first axis.
     takes_nodes = False
 
@@ -139,6 +142,11 @@ class Aggregator(abc.ABC):
             return jnp.broadcast_to(own, (number, *own.shape)).astype(x.dtype)
 
         return jax.tree.map(one, state)
+
+    def with_held(self, state: PyTree, change: Callable[[PyTree], PyTree]) -> PyTree:
+        """The state with what is kept of the values, a pytree like them, changed."""
+        del change
+        return state
 
     def describe(self) -> str:
         """What it does besides summing, for ``describe``: by default its name."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -112,6 +112,8 @@ class FewBits(Aggregator):
 
     wires: tuple[tuple[str | None, Any], ...]
 
+    holds_values = True
+
     @property
     def _quantized(self) -> list[Quantized]:
         return [wire for _, wire in self.wires if isinstance(wire, Quantized)]
@@ -157,6 +159,10 @@ class FewBits(Aggregator):
             if place is not None:
                 lost[place] = x
         return sums, self._after(context.arrays.disarranged(tree.unflatten(lost)), state)
+
+    def with_held(self, state: FewBitsState, change: Callable[[PyTree], PyTree]) -> FewBitsState:
+        """The state with other residuals."""
+        return state._replace(residual=change(state.residual)) if self._feeds_back else state
 
     def _with_held(self, values: PyTree, state: FewBitsState) -> PyTree:
         """The values with what was not sent of those before them."""

@@ -4,6 +4,7 @@ Local SGD (Stich 2019, arXiv 1805.09767) and DiLoCo (Douillard et al. 2023, arXi
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -13,12 +14,14 @@ from jax import lax
 
 from crossshard._annotations import PyTree
 from crossshard.collectives.all_reduce import wide, widen
+from crossshard.collectives.bucketing import bucketed_sum
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.pipeline.aggregators.aggregator import Aggregator, Peers
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
-from crossshard.pipeline.update.arrays import Arrays
+from crossshard.pipeline.update.arrays import Arrays, LocalParts
 from crossshard.pipeline.update.optimize import Updated
 from crossshard.shards.groups import GroupAssignment
+from crossshard.shards.partition import Partition, slice_index
 from crossshard.shards.placement import PER_SHARD, REPLICATED
 
 
@@ -113,18 +116,22 @@ class Outer(Stage):
         shards, groups = context.shards, context.groups
         if groups is None:
             return arrays.gather(moved), state
-        number, across = len(groups.groups), _across(groups)
-        if self.aggregator.divides_before:
-            moved = jax.tree.map(lambda x: x / number, arrays.gather(moved))
-        # The shards of a worker keep the same, and each a part of it, so that the sum over all
+        number, across = len(groups.groups), Peers(shards, _across(groups))
+        aggregator, mean = self.aggregator, lambda x: x / number
+        if not aggregator.divides_before:
+            # Of slices, which the shards of a worker have, each sums its own.
+            total, state = aggregator.sum(moved, state, across)
+            return arrays.gather(jax.tree.map(mean, total)), state
+        # What a worker holds back is the sum of what its shards keep, so that the sum over all
         # shards is that over the workers, whatever their number.
-        kept = _times(state, groups.size)
-        total, aggregate = self.aggregator.sum(moved, kept, Peers(shards, across))
-        aggregate = _times(aggregate, 1 / groups.size)
-        if self.aggregator.divides_before:
-            return total, aggregate
-        # Of slices, which the shards of a worker have, each sums its own.
-        return arrays.gather(jax.tree.map(lambda x: x / number, total)), aggregate
+        if aggregator.holds_values and isinstance(arrays, LocalParts):
+            held = aggregator.with_held(state, functools.partial(_slices_of_held, arrays))
+            total, after = aggregator.sum(jax.tree.map(mean, moved), held, across)
+            after = aggregator.with_held(after, functools.partial(_held_of_slices, arrays))
+            return arrays.gather(total), after
+        moved = jax.tree.map(mean, arrays.gather(moved))
+        total, after = aggregator.sum(moved, _times(state, groups.size), across)
+        return total, _times(after, 1 / groups.size)
 
     def describe(self) -> str:
         """How often, and how it is sent."""
@@ -138,6 +145,38 @@ def as_anchor(params: PyTree) -> PyTree:
     # Copied, since two arrays of a donated state must not share a buffer.
     copy = lambda p: jnp.array(p, wide(jnp.result_type(p)), copy=True)
     return jax.tree.map(copy, params)
+
+
+def _slices_of_held(arrays: LocalParts, held: PyTree) -> PyTree:
+    """This shard's slices of what the shards of its worker hold back together."""
+    assert arrays.groups is not None
+    leaves, tree = jax.tree.flatten(held, is_leaf=_is_none)
+    pairs = [each for each in zip(leaves, arrays.partitions, strict=True) if each[0] is not None]
+    kept, partitions = [x for x, _ in pairs], [partition for _, partition in pairs]
+    sums = iter(bucketed_sum(kept, partitions, arrays.shards, arrays.groups))
+    return tree.unflatten([None if x is None else next(sums) for x in leaves])
+
+
+def _held_of_slices(arrays: LocalParts, held: PyTree) -> PyTree:
+    """What this shard holds back, in full: its slices, and its part of what is not split."""
+    groups = arrays.groups
+    assert groups is not None
+    index = slice_index(arrays.shards, groups)
+
+    def one(x: jax.Array | None, partition: Partition) -> jax.Array | None:
+        if x is None or partition.number == 1:
+            return None if x is None else x / groups.size
+        axis = partition.axis or 0
+        whole = jnp.zeros(partition.packed_shape, x.dtype)
+        start = index * x.shape[axis]
+        return partition.unpack(lax.dynamic_update_slice_in_dim(whole, x, start, axis))
+
+    leaves, tree = jax.tree.flatten(held, is_leaf=_is_none)
+    return tree.unflatten(list(map(one, leaves, arrays.partitions)))
+
+
+def _is_none(x: object) -> bool:
+    return x is None
 
 
 def _times(state: PyTree, factor: float) -> PyTree:
