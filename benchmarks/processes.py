@@ -18,8 +18,16 @@ from benchmarks.result import Result
 
 _LAYERS, _ROWS = 4, 128
 _SIZES, _QUICK_SIZES = (1_000_000, 10_000_000), (1_000,)
-_OURS = {"replicated": OURS_REPLICATED, "sharded": OURS_SHARDED}
-_THEIRS = {"ddp": "PyTorch gloo DDP", "zero": "PyTorch gloo DDP + ZeRO"}
+_OURS = {
+    "replicated": OURS_REPLICATED,
+    "sharded": OURS_SHARDED,
+    **{dtype: f"{OURS_REPLICATED}, {dtype}" for dtype in ("bfloat16", "int8", "int4")},
+}
+_THEIRS = {
+    "ddp": "PyTorch gloo DDP",
+    "zero": "PyTorch gloo DDP + ZeRO",
+    "fp16": "PyTorch gloo DDP + fp16 hook",
+}
 
 
 def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> Iterator[Result]:

@@ -84,8 +84,8 @@ def page(record: dict[str, dict[str, float]]) -> str:
             f"one step of H is divided over H steps.",
             table,
             "The scales are 2 bytes for 128 numbers of 8 bits, or for 64 of 4. Biases, which do "
-            "not fill a block on each shard, are sent in float32. A streamed piece has whole rows, of "
-            "which the last may be sent for nothing. See [few "
+            "not fill a block on each shard, are sent in float32. A streamed piece has whole "
+            "rows, of which the last may be sent for nothing. See [few "
             "bits](../guide/few-bits.md), [synchronise rarely](../guide/sync-rarely.md) and [the "
             "same bits](../guide/same-bits.md).",
             "To repeat: `python -m benchmarks.wires cpu:8`; for a TPU or a GPU with its compiler "

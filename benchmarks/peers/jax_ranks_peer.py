@@ -14,6 +14,16 @@ from typing import Any
 
 from ranks import serve  # type: ignore[import-not-found]
 
+# The options of each step that is asked for, by its name.
+OPTIONS: dict[str, Any] = {
+    "replicated": {"weight_update": "replicated"},
+    "sharded": {"weight_update": "sharded"},
+    **{
+        dtype: {"weight_update": "replicated", "reduce_dtype": dtype}
+        for dtype in ("bfloat16", "int8", "int4")
+    },
+}
+
 
 def run_rank(rank: int, problem: dict, folder: str, asked: Connection) -> None:
     """Be one process: sleep until a question comes, answer it, leave at ``None``."""
@@ -70,7 +80,7 @@ def run_rank(rank: int, problem: dict, folder: str, asked: Connection) -> None:
     while (question := asked.recv()) is not None:
         variant = question["variant"]
         if variant not in steps:
-            steps[variant] = crossshard.make_train_step(loss_fn, optimizer, weight_update=variant)
+            steps[variant] = crossshard.make_train_step(loss_fn, optimizer, **OPTIONS[variant])
             states[variant] = steps[variant].init(params)
         step, state = steps[variant], states.pop(variant)
         multihost_utils.sync_global_devices(variant)

@@ -1,4 +1,4 @@
-"""PyTorch's part in the benchmark of processes: whole steps of DDP, and of DDP with ZeRO.
+"""PyTorch's part in the benchmark of processes: whole steps of DDP, with ZeRO or its fp16 hook.
 
 Run by an interpreter that has torch, so it imports nothing of crossshard; what is said to it and
 what it answers is told in ../peer.py. Model, rows and numbers are those of jax_ranks_peer.py.
@@ -15,6 +15,9 @@ from gloo_ranks import (  # type: ignore[import-not-found]
     last_numbers,
 )
 from ranks import serve  # type: ignore[import-not-found]
+from torch.distributed.algorithms.ddp_comm_hooks import (  # type: ignore[import-not-found]
+    default_hooks,
+)
 from torch.nn.parallel import (  # type: ignore[import-not-found]
     DistributedDataParallel,
 )
@@ -32,10 +35,11 @@ class Trainer:
     Args:
       problem: the width and depth of the model, the rows, and numbers of the optimizer.
       rank: whose rows to take.
-      sharded: whether each rank updates a part of the parameters and broadcasts it.
+      variant: ``"ddp"``; ``"zero"`` if each rank updates a part of the parameters and broadcasts
+        it; ``"fp16"`` if gradients are sent in 16 bits.
     """
 
-    def __init__(self, problem: dict, rank: int, sharded: bool) -> None:
+    def __init__(self, problem: dict, rank: int, variant: str) -> None:
         width, layers, rows = (problem[name] for name in ("width", "layers", "rows"))
         model = torch.nn.Sequential()
         for layer in range(layers):
@@ -50,11 +54,13 @@ class Trainer:
         self._model = DistributedDataParallel(
             model, gradient_as_bucket_view=True, broadcast_buffers=False
         )
+        if variant == "fp16":
+            self._model.register_comm_hook(None, default_hooks.fp16_compress_hook)
         self._params = list(model.parameters())
         own = slice(rank * rows // problem["ranks"], (rank + 1) * rows // problem["ranks"])
         self._x = scattered(layers * width**2, (rows, width))[own].float()
         self._y = scattered(layers * width**2 + rows * width, (rows, width))[own].float()
-        self._optimizer = adamw(self._params, problem, sharded=sharded)
+        self._optimizer = adamw(self._params, problem, sharded=variant == "zero")
 
     def step(self) -> None:
         """Forward, backward beside the reduction, and update."""
@@ -72,7 +78,7 @@ class Trainer:
 
 def run_rank(rank: int, problem: dict, folder: str, asked: Connection) -> None:
     """Be one rank."""
-    make = lambda variant: Trainer(problem, rank, sharded=variant == "zero")
+    make = lambda variant: Trainer(problem, rank, variant)
     answer(rank, problem["ranks"], problem["cores"], folder, asked, make)
 
 

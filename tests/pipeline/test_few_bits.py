@@ -25,7 +25,7 @@ from tests.step.common import sgd_step
 N, STEPS = 8, 3
 RNG = np.random.default_rng(0)
 # Split along the first axis, along another, not at all since it is small, and padded.
-SHAPES = {"w": (64, 40), "layers": (3, 256, 256), "b": (40,), "odd": (37, 111)}
+SHAPES = {"w": (64, 40), "layers": (3, 256, 256), "b": (40,), "odd": (37, 111), "long": (1500,)}
 PARAMS = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
 # The gradient of each shard, times a power of two that differs between shards.
 SIZE = np.float32(2.0) ** RNG.integers(-3, 3, size=N)
@@ -34,7 +34,7 @@ G = {
     for name, shape in SHAPES.items()
 }
 EXACT = {name: np.float64(g).sum((0, 1)) for name, g in G.items()}
-LARGE = ("w", "layers", "odd")
+LARGE = ("w", "layers", "odd", "long")
 
 
 # How many numbers there are up to the largest.

@@ -263,8 +263,8 @@ class _Way:
 def _as_rows(x: jax.Array, partition: Partition, number: int) -> jax.Array:
     """``[shards, rows, 128]``: the slice of each shard, or as many elements for each."""
     if partition.number == 1:
-        flat = x if x.size % (number * LANES) == 0 else jnp.ravel(x)
-        filled = flat if flat is x else jnp.pad(flat, (0, -flat.size % (number * LANES)))
+        missing = -x.size % (number * LANES)
+        filled = jnp.pad(jnp.ravel(x), (0, missing)) if missing else x
         return filled.reshape(number, -1, LANES)
     if partition.axis:
         return _in_lanes(jnp.stack(jnp.split(x, number, partition.axis)))
