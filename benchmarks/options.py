@@ -36,7 +36,8 @@ class BenchOptions:
     step: whole steps with forward and backward, from 10 thousand to 50 million parameters, against
     the step written by hand.
 
-    processes: whole steps in 2 and 4 processes, against PyTorch's DDP and ZeRO over gloo.
+    processes: whole steps in 2 and 4 processes, in few bits, too, against PyTorch's DDP, its ZeRO
+      and its fp16 hook over gloo.
 
     accumulation: four microbatches and one update, against optax.MultiSteps in the step written by
     hand: time, and bytes sent.

@@ -1,4 +1,4 @@
-"""Benchmark of whole steps in several processes: ours against PyTorch's DDP and ZeRO over gloo."""
+"""Benchmark of whole steps in several processes: ours against PyTorch's DDP over gloo."""
 
 import contextlib
 import math

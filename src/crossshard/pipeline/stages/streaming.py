@@ -154,7 +154,7 @@ def _in_place(
         on CPUs.
     """
     if never is None:
-        return function(lax.optimization_barrier(tree))
+        return function(jax.tree.map(lax.optimization_barrier, tree))
     none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, tree)[1])
     turn = lambda carry: (jnp.bool_(True), *function(carry[1]))
     _, *found = lax.while_loop(lambda carry: ~carry[0], turn, (never, tree, none))
