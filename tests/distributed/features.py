@@ -164,9 +164,13 @@ def tiers(job: Job) -> Any:
 def workers_that_synchronise_rarely(job: Job) -> Any:
     opt = CrossShardOptimizer(optax.adam(0.01, eps=1e-4), group_assignment=job.groups())
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
-    step = make_train_step(loss_fn, opt, num_shards=job.shards, sync_every=2, outer_optimizer=outer)
-    state, found = trained(job, step)
-    return found | {"model": step.model(state)}
+    found = {}
+    for streaming in (False, True):
+        options: Any = {"sync_every": 2, "sync_streaming": streaming, "outer_optimizer": outer}
+        step = make_train_step(loss_fn, opt, num_shards=job.shards, **options)
+        state, results = trained(job, step)
+        found[f"streaming={streaming}"] = results | {"model": step.model(state)}
+    return found
 
 
 @feature

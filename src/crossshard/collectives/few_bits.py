@@ -175,18 +175,16 @@ class _Way:
         found = []
         for tier in self.tiers:
             axes = tier.axes or self.shards.axes
-            own = dataclasses.replace(
-                self.shards,
-                number=self._size(axes),
-                axes=axes,
-                torus_factors=self.shards.torus_factors if axes == self.shards.axes else (),
-            )
+            own = self.shards
+            if axes != own.axes:
+                own = dataclasses.replace(
+                    own, number=self._size(axes), axes=axes, torus_factors=(), slices=1
+                )
             found.append((tier, own))
         return found
 
-    def _size(self, axes: tuple[str, ...]) -> int:
-        if axes == self.shards.axes:
-            return self.shards.number
+    @staticmethod
+    def _size(axes: tuple[str, ...]) -> int:
         return math.prod(lax.axis_size(axis) for axis in axes)
 
     def scatter(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -27,7 +27,11 @@ def scatter_sum(
 def _reduce_scatter(
     x: jax.Array, axis: int, shards: Shards, groups: GroupAssignment | None
 ) -> jax.Array:
-    for name, members in _schedule(shards, groups):
+    stages = _schedule(shards, groups)
+    if _is_inner_first(shards, groups):
+        x = _reordered(x, axis, _sizes(stages))
+        stages.reverse()
+    for name, members in stages:
         over: Any = {"axis_index_groups": members, "tiled": True}
         x = lax.psum_scatter(x, name, scatter_dimension=axis, **over)
     return x
@@ -70,12 +74,14 @@ def gather_parts(
     """
     if groups is not None and not shards.manual:
         return jnp.concatenate(list(_of_group(x, shards, groups)), axis)
-    for name, members in reversed(_schedule(shards, groups)):
+    stages = _schedule(shards, groups)
+    inner_first = _is_inner_first(shards, groups)
+    for name, members in stages if inner_first else reversed(stages):
         if members is None:
             x = _jax.all_gather(x, name, axis, has_vma=shards.has_vma)
         else:
             x = lax.all_gather(x, name, axis=axis, axis_index_groups=members, tiled=True)
-    return x
+    return _reordered(x, axis, _sizes(stages)[::-1]) if inner_first else x
 
 
 def gather_sums(x: jax.Array, shards: Shards, groups: GroupAssignment) -> jax.Array:
@@ -94,6 +100,30 @@ def _of_group(x: jax.Array, shards: Shards, groups: GroupAssignment) -> jax.Arra
         x = lax.all_gather(x, axis)
     of_all = x.reshape(shards.number, *x.shape[len(shards.axes) :])
     return of_all[jnp.asarray(groups.members[groups.group_of])[shards.index()]]
+
+
+def _is_inner_first(shards: Shards, groups: GroupAssignment | None) -> bool:
+    """Whether a sum goes inside first, and a part of it over the slower network between.
+
+    A gather goes the other way.
+    """
+    return groups is None and (len(shards.axes) > 1 or shards.slices > 1)
+
+
+def _sizes(stages: list[Any]) -> list[int]:
+    return [lax.axis_size(name) if members is None else len(members[0]) for name, members in stages]
+
+
+def _reordered(x: jax.Array, axis: int, sizes: list[int]) -> jax.Array:
+    """The blocks along an axis, so many of so many, with the last of them as the first."""
+    blocks = x.reshape(*x.shape[:axis], *sizes, -1, *x.shape[axis + 1 :])
+    count = len(sizes)
+    order = [
+        *range(axis),
+        *range(axis + count - 1, axis - 1, -1),
+        *range(axis + count, blocks.ndim),
+    ]
+    return blocks.transpose(order).reshape(x.shape)
 
 
 def _schedule(shards: Shards, groups: GroupAssignment | None) -> list[Any]:

@@ -23,7 +23,7 @@ from crossshard.pipeline.state import CrossShardState
 from crossshard.pipeline.update.collect import collect, deal_out
 from crossshard.pipeline.update.plan import UpdatePlan
 from crossshard.shards.axes import Shards
-from crossshard.shards.devices import sends_beside_products, torus_factors
+from crossshard.shards.devices import sends_beside_products, slices_in_order, torus_factors
 from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.model_axes import only, other_axes_like
 from crossshard.shards.partition import (
@@ -89,6 +89,7 @@ class StateLayout:
             other_axes=self.unnamed_axes,
             platform=self.mesh.devices.flat[0].platform,
             in_rings=sends_beside_products(self.mesh),
+            slices=slices_in_order(self.mesh),
         )
 
     @property

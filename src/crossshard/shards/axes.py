@@ -29,6 +29,8 @@ class Shards:
       other_axes: the other axes of their mesh, over which XLA splits the work of each shard.
       platform: that of their devices, as ``"cpu"``; empty if it is not known before XLA compiles.
       in_rings: whether slices go round beside the products that they are for.
+      slices: the number of slices of a TPU, with a slower network between them, that follow each
+        other along a single axis.
     """
 
     number: int
@@ -39,6 +41,7 @@ class Shards:
     other_axes: tuple[str, ...] = ()
     platform: str = ""
     in_rings: bool = False
+    slices: int = 1
 
     def by_platform(self, x: Any, cpu: Callable[[Any], Any], default: Callable[[Any], Any]) -> Any:
         """``cpu(x)`` on CPUs, and else ``default(x)``."""

@@ -146,9 +146,18 @@ def torus_factors(mesh: jax.sharding.Mesh) -> tuple[int, ...]:
     """
     if mesh.devices.flat[0].platform != "tpu" or len(mesh.axis_names) > 1:
         return ()
-    size = mesh.size
+    slices = slices_in_order(mesh)
+    size = mesh.size // slices
     second = max((d for d in range(2, math.isqrt(size) + 1) if size % d == 0), default=1)
-    return (size // second, second) if second > 1 else ()
+    within = (size // second, second) if second > 1 else (size,) * (slices > 1)
+    return (slices, *within) if slices > 1 else within
+
+
+def slices_in_order(mesh: jax.sharding.Mesh) -> int:
+    """The number of slices of a TPU that a mesh has, one after the other; 1 if they are mixed."""
+    places = [getattr(device, "slice_index", 0) for device in mesh.devices.flat]
+    number = len(set(places))
+    return number if places == sorted(places) and mesh.size % number == 0 else 1
 
 
 def sends_beside_products(mesh: jax.sharding.Mesh) -> bool:
@@ -159,7 +168,7 @@ def sends_beside_products(mesh: jax.sharding.Mesh) -> bool:
     of v5e:2x4 to 16x16, v6e:8x8 to 16x16 and v5p:2x2x4 to 8x8x16.
     """
     has_limits = "v5 lite" in mesh.devices.flat[0].device_kind and mesh.size > _V5E_WITHOUT_LIMITS
-    return bool(torus_factors(mesh)) and not has_limits
+    return bool(torus_factors(mesh)) and slices_in_order(mesh) == 1 and not has_limits
 
 
 def warn_of_deadlock(mesh: jax.sharding.Mesh) -> None:
