@@ -466,8 +466,11 @@ class StateLayout:
 
     def _has_these_pieces(self, state: TrainState) -> bool:
         """Whether what the workers have in common, if there is any, has the shapes of this step."""
-        outer, where = state.opt_state.outer, self.placements(state).opt_state.outer
-        leaves = zip(*map(jax.tree.leaves, (where, outer, self.types.outer)), strict=True)
+        outer, stage = state.opt_state.outer, self.pipeline.outer
+        if stage is None:
+            return True
+        trees = stage.placements(outer), outer, self.types.outer
+        leaves = zip(*map(jax.tree.leaves, trees), strict=True)
         return all(
             x.shape[placement.per_shard :] == like.shape
             for placement, x, like in leaves
