@@ -18,6 +18,7 @@ os.environ["MPLBACKEND"] = "agg"
 from matplotlib.figure import Figure
 
 import crossshard
+from benchmarks import markdown
 from benchmarks.machine import this_machine
 from examples.byte_lm.held_out import HeldOut
 from examples.byte_lm.job import prepare
@@ -181,15 +182,15 @@ def page(found: list[Line]) -> str:
     rows = []
     for line in found:
         apart = [100 * (a / b - 1) for a, b in zip(line.end, plain.end, strict=True)]
-        cells = (
+        cells = [
             line.way,
             f"{line.bytes_of_step:,.0f}",
             f"{line.bytes_of_step / plain.bytes_of_step:.4f}",
             f"{statistics.fmean(line.end):.4f}",
             f"{statistics.fmean(apart):+.2f}%",
             f"{min(apart):+.2f} to {max(apart):+.2f}%",
-        )
-        rows.append(f"| {' | '.join(cells)} |")
+        ]
+        rows.append(cells)
     machine = json.loads(RECORD.read_text(encoding="utf-8"))["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     head = (
@@ -208,7 +209,7 @@ def page(found: list[Line]) -> str:
             f"seeds. Gradients are sent in [few bits](../guide/few-bits.md), or shards "
             f"[synchronise rarely](../guide/sync-rarely.md).",
             f"![{in_words(found)}](curves.png)",
-            "\n".join([f"| {' | '.join(head)} |", "| --- |" + " ---: |" * 5, *rows]),
+            markdown.table(head, rows),
             "Bytes are read from the compiled programs, with the scales of blocks. Of workers they "
             "are those that they send to each other in one step of H, divided over H; the two "
             "shards of a worker send each other more, in every step. Bits per byte are those of "

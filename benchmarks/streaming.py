@@ -19,6 +19,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 import crossshard
+from benchmarks import markdown
 from crossshard.tools import topology
 
 FOLDER = Path(__file__).parents[1] / "docs" / "benchmarks"
@@ -115,8 +116,6 @@ def page(record: dict[str, dict[str, dict[str, float]]]) -> str:
         for name, ways in record.items()
         for way, found in ways.items()
     ]
-    rule = ["---", "---", *["---:"] * (len(head) - 2)]
-    table = "\n".join(f"| {' | '.join(row)} |" for row in [head, rule, *rows])
     return "\n\n".join(
         [
             "# The sum between workers, beside the step",
@@ -125,7 +124,7 @@ def page(record: dict[str, dict[str, dict[str, float]]]) -> str:
             f"and {ROWS:,} rows for each device; no TPU or GPU ran. Each of {WORKERS} slices of a "
             f"TPU, or hosts, is a worker, and Nesterov's momentum updates what they have in common "
             f"([streaming](../guide/sync-rarely.md#streaming-no-step-waits)).",
-            table,
+            markdown.table(head, rows, names=(0, 1)),
             "Between slices XLA sends a sum as a reduce-scatter, from before the first matrix "
             "product until into the backward pass, and as an all-gather from there to the end. "
             "Together they have the whole step beside them, and each byte a half of it. Without "

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 import crossshard
+from benchmarks import markdown
 from crossshard.tools import topology
 
 FOLDER = Path(__file__).parents[1] / "docs" / "benchmarks"
@@ -67,14 +68,8 @@ def bytes_of(name: str) -> dict[str, float]:
 def page(record: dict[str, dict[str, float]]) -> str:
     """The page of what is recorded."""
     names = list(record)
-    head = " | ".join(["how", *names])
-    rows = [
-        " | ".join([way, *(f"{record[n][way] / record[n]['float32']:.5f}" for n in names)])
-        for way in WAYS
-    ]
+    rows = [[way, *(f"{record[n][way] / record[n]['float32']:.5f}" for n in names)] for way in WAYS]
     size = sum(x.size for x in PARAMS.values())
-    rule = " | ".join(["---"] + ["---:"] * len(names))
-    table = "\n".join(f"| {row} |" for row in [head, rule, *rows])
     return "\n\n".join(
         [
             "# Bytes of each wire",
@@ -82,7 +77,7 @@ def page(record: dict[str, dict[str, float]]) -> str:
             f"whole on every shard. The bytes are read from programs that are compiled for eight "
             f"devices of each kind, with the scales of blocks; no TPU or GPU ran. What is sent in "
             f"one step of H is divided over H steps.",
-            table,
+            markdown.table(["how", *names], rows),
             "The scales are 2 bytes for 128 numbers of 8 bits, or for 64 of 4. Biases, which do "
             "not fill a block on each shard, are sent in float32. A streamed piece has whole "
             "rows, of which the last may be sent for nothing. See [few "

@@ -8,12 +8,16 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from crossshard.collectives.bucketing import bucketed_gather, bucketed_sum
+from crossshard.collectives.scatter import gather_parts, scatter_sum
 from crossshard.shards.axes import Shards
 from crossshard.shards.partition import ANY, TPU, TileShape, partition_for
 
 MESH = jax.make_mesh((8,), ("s",), axis_types=(AxisType.Auto,))
 # In two stages, as on a torus.
 SHARDS = Shards(8, ("s",), manual=True, torus_factors=(4, 2))
+# In three, the two inside of a slice first; over two axes, the last one first.
+SLICES = Shards(8, ("s",), manual=True, torus_factors=(2, 2, 2), slices=2)
+AXES = Shards(8, ("host", "chip"), manual=True)
 
 ARRAYS = {
     "one that is not a multiple of rows": [(1030,)],
@@ -41,6 +45,24 @@ def test_sums_and_gathers_are_numpys(shapes: list[tuple[int, ...]], tile: TileSh
 
     for got, want in zip(summed(list(map(jnp.asarray, each))), each, strict=True):
         np.testing.assert_array_equal(got, want.sum(0))
+
+
+@pytest.mark.parametrize("shards", [SHARDS, SLICES, AXES], ids=["torus", "slices", "axes"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_each_shard_has_the_slice_at_its_index(shards: Shards, axis: int):
+    sizes = (8,) if len(shards.axes) == 1 else (2, 4)
+    mesh = jax.make_mesh(sizes, shards.axes, axis_types=(AxisType.Auto,) * len(sizes))
+    each = np.random.default_rng(0).integers(-9, 9, (8, 16, 24)).astype(np.float32)
+    split = P(*[None] * axis, shards.axes)
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=P(shards.axes), out_specs=(split, P()), check_vma=False)
+    def found(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        part = scatter_sum(x[0], axis, shards)
+        return part, gather_parts(part, axis, shards)
+
+    for got in found(each):
+        np.testing.assert_array_equal(got, each.sum(0))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from tests.step.workers import (
     INNER,
     NESTEROV,
     PARAMS,
-    RNG,
     SIZE,
     STEPS,
     WORKERS,
@@ -29,6 +28,7 @@ from tests.step.workers import (
     Y,
     damaged,
     loss_fn,
+    on_a_line,
     sent_by,
     step_of,
     train,
@@ -205,18 +205,10 @@ def test_what_workers_hold_back_goes_to_others(workers: int, update: str):
 @pytest.mark.parametrize("update", ["replicated", "sharded"])
 @pytest.mark.parametrize("workers", deep_but((4,), [8, 4, 2]))
 def test_several_rounds_lose_nothing_either(workers: int, update: str):
-    # Of a linear loss the way does not depend on what was rounded before.
-    g = RNG.normal(size=(6, N, 64, 40)).astype(np.float32)
-    linear = lambda params, g: (params["w"] * g.mean(0)).sum() + 0 * params["b"].sum()
-    opt = CrossShardOptimizer(optax.sgd(0.5), group_assignment=WORKERS[workers])
-    options: Any = {"sync_every": 2, "outer_reduce_dtype": "int4", "loss_over": "shard"}
-    step = make_train_step(linear, opt, num_shards=N, weight_update=update, **options)
-    state = step.init(PARAMS)
-    for each in g:
-        state, _ = step(state, each)
-    sent = np.float64(step.model(state)["w"]) - PARAMS["w"]
-    held = np.float64(state.opt_state.outer.aggregate.residual["w"]).sum(0)
-    exact = -0.5 * np.float64(g).mean(1).sum(0)
+    options: Any = {"sync_every": 2, "outer_reduce_dtype": "int4", "weight_update": update}
+    step, state, exact = on_a_line(workers, 64, 6, **options)
+    sent = np.float64(step.model(state))
+    held = np.float64(state.opt_state.outer.aggregate.residual).sum(0)
     assert np.abs(sent - exact).max() > 1e-3
     np.testing.assert_allclose(sent - held, exact, rtol=0, atol=2e-6)
 
@@ -224,9 +216,11 @@ def test_several_rounds_lose_nothing_either(workers: int, update: str):
 # Going on.
 
 
+@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("workers", deep_but((4,), [8, 4]))
-def test_a_run_goes_on_in_the_middle_of_a_round(tmp_path: Path, workers: int):
+def test_a_run_goes_on_in_the_middle_of_a_round(tmp_path: Path, workers: int, streaming: bool):
     options: Any = {"outer_optimizer": optax.sgd(**NESTEROV), "outer_reduce_dtype": "int8"}
+    options["sync_streaming"] = streaming
     step = step_of(workers, optax.adam(0.01), **options)
     with Checkpoints(tmp_path, step) as checkpoints:
         checkpoints.save(train(step, step.init(PARAMS), range(6)))

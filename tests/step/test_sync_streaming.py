@@ -28,6 +28,7 @@ from tests.step.workers import (
     X,
     Y,
     loss_fn,
+    on_a_line,
     sent_by,
     step_of,
     train,
@@ -171,41 +172,17 @@ def test_each_shard_of_a_worker_sends_a_slice():
     "wire", deep_but(("int4",), ["int8", "int4", Quantized("int4", "stochastic")]), ids=str
 )
 def test_few_bits_lose_nothing(workers: int, wire: Any, update: str):
-    # Of a linear loss the way does not depend on what was rounded before.
-    g = RNG.normal(size=(11, N, 97, 40)).astype(np.float32)
-    linear = lambda params, g: (params * g.mean(0)).sum()
-    opt = CrossShardOptimizer(optax.sgd(0.5), group_assignment=WORKERS[workers])
-    options: Any = {"sync_every": 3, "sync_streaming": True, "outer_reduce_dtype": wire}
-    options |= {"weight_update": update, "loss_over": "shard"}
-    step = make_train_step(linear, opt, num_shards=N, **options)
-    state = step.init(np.zeros((97, 40), np.float32))
-    for each in g:
-        state, _ = step(state, each)
+    options: Any = {"sync_every": 3, "outer_reduce_dtype": wire, "weight_update": update}
+    _, state, exact = on_a_line(workers, 97, 11, sync_streaming=True, **options)
     ends = np.float64(state.params).mean(0)
     # The windows have 33 rows, and two of the pieces 32.
     first, second, third = np.float64(state.opt_state.outer.aggregate.residual).sum(0)
     held = np.concatenate([first[:32], second[:32], third])
-    exact = -0.5 * np.float64(g).mean(1).sum(0)
     assert np.abs(ends - exact).max() > 1e-3
     np.testing.assert_allclose(ends - held, exact, rtol=0, atol=3e-6)
 
 
 # Going on.
-
-
-@pytest.mark.parametrize("workers", deep_but((4,), [8, 4]))
-def test_a_run_goes_on_in_the_middle_of_a_round(tmp_path: Path, workers: int):
-    options: Any = {"outer_optimizer": optax.sgd(**NESTEROV), "outer_reduce_dtype": "int8"}
-    step = streaming(workers, optax.adam(0.01), **options)
-    with Checkpoints(tmp_path, step) as checkpoints:
-        checkpoints.save(train(step, step.init(PARAMS), range(6)))
-    again = streaming(workers, optax.adam(0.01), **options)
-    with Checkpoints(tmp_path, again) as checkpoints:
-        state, _ = checkpoints.restore_latest(again.init(PARAMS))
-    state = train(again, state, range(6, STEPS))
-    want = train(step, step.init(PARAMS))
-    assert_same(jax.device_get(state.params), jax.device_get(want.params))
-    assert_same(jax.device_get(state.opt_state), jax.device_get(want.opt_state))
 
 
 @pytest.mark.parametrize("way", deep_but(("reshard",), ["reshard", "checkpoints"]))

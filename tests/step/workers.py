@@ -82,6 +82,22 @@ def train_alone(each: Any, optimizers: Any, t: int) -> None:
             params[name] = params[name] + update
 
 
+def on_a_line(workers: int, length: int, steps: int, **options: Any) -> tuple[Any, Any, Any]:
+    """A step and its state after a linear loss, whose way does not depend on what was rounded.
+
+    Returns:
+      The step, the state, and the sum of what the workers have moved on average, exactly.
+    """
+    g = RNG.normal(size=(steps, N, length, 40)).astype(np.float32)
+    opt = CrossShardOptimizer(optax.sgd(0.5), group_assignment=WORKERS[workers])
+    linear = lambda params, g: (params * g.mean(0)).sum()
+    step = make_train_step(linear, opt, num_shards=N, loss_over="shard", **options)
+    state = step.init(np.zeros((length, 40), np.float32))
+    for each in g:
+        state, _ = step(state, each)
+    return step, state, -0.5 * np.float64(g).mean(1).sum(0)
+
+
 INNER: dict[str, Any] = {
     "sgd": (lambda: optax.sgd(0.3), lambda: Sgd(0.3)),
     "adam": (lambda: optax.adam(0.01), lambda: Adam(0.01)),

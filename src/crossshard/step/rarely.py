@@ -9,7 +9,7 @@ from crossshard import _check
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.optimizer.cross_shard_optimizer import CrossShardOptimizer
 from crossshard.optimizer.transformation import check_transformation
-from crossshard.pipeline.aggregators.aggregator import Aggregator
+from crossshard.pipeline.aggregators.few_bits import FewBits
 from crossshard.pipeline.aggregators.plain import Plain
 from crossshard.pipeline.options import check_reduce_dtype
 from crossshard.pipeline.pipeline import Pipeline
@@ -53,7 +53,7 @@ def check_outer(
     found = optax.with_extra_args_support(check_transformation(found, "outer_optimizer"))
     wire = check_reduce_dtype(outer_reduce_dtype, "outer_reduce_dtype", by_axis=False)
     kind = Streaming if streaming else Outer
-    return kind(every, found, wire if isinstance(wire, Aggregator) else Plain(wire))
+    return kind(every, found, wire if isinstance(wire, FewBits) else Plain(wire))
 
 
 def check_workers(pipeline: Pipeline, *, params: str, loss: ShardLoss) -> None:

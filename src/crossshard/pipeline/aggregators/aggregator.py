@@ -2,7 +2,6 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -110,8 +109,6 @@ class Aggregator(abc.ABC):
 
     # Whether values are divided before they are summed, so that what is kept of them is of a mean.
     divides_before = True
-    # Whether what is kept of values, if anything is, can be told from the rest by `with_held`.
-    holds_values = False
     # Whether arrays have the partial sums of a shard's virtual shards, weighed, along a first axis.
     takes_nodes = False
 
@@ -142,11 +139,6 @@ class Aggregator(abc.ABC):
             return jnp.broadcast_to(own, (number, *own.shape)).astype(x.dtype)
 
         return jax.tree.map(one, state)
-
-    def with_held(self, state: PyTree, change: Callable[[PyTree], PyTree]) -> PyTree:
-        """The state with what is kept of the values, a pytree like them, changed."""
-        del change
-        return state
 
     def describe(self) -> str:
         """What it does besides summing, for ``describe``: by default its name."""

@@ -112,8 +112,6 @@ class FewBits(Aggregator):
 
     wires: tuple[tuple[str | None, Any], ...]
 
-    holds_values = True
-
     @property
     def _quantized(self) -> list[Quantized]:
         return [wire for _, wire in self.wires if isinstance(wire, Quantized)]
@@ -160,7 +158,7 @@ class FewBits(Aggregator):
                 lost[place] = x
         return sums, self._after(context.arrays.disarranged(tree.unflatten(lost)), state)
 
-    def with_held(self, state: FewBitsState, change: Callable[[PyTree], PyTree]) -> FewBitsState:
+    def change_held(self, state: FewBitsState, change: Callable[[PyTree], PyTree]) -> FewBitsState:
         """The state with other residuals."""
         return state._replace(residual=change(state.residual)) if self._feeds_back else state
 

@@ -5,6 +5,7 @@ Local SGD (Stich 2019, arXiv 1805.09767) and DiLoCo (Douillard et al. 2023, arXi
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -16,7 +17,9 @@ from crossshard._annotations import PyTree
 from crossshard.collectives.all_reduce import wide, widen
 from crossshard.collectives.bucketing import bucketed_sum
 from crossshard.gradients.nesting import inside_optimizer
-from crossshard.pipeline.aggregators.aggregator import Aggregator, Peers
+from crossshard.pipeline.aggregators.aggregator import Peers
+from crossshard.pipeline.aggregators.few_bits import FewBits
+from crossshard.pipeline.aggregators.plain import Plain
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
 from crossshard.pipeline.update.arrays import Arrays, LocalParts
 from crossshard.pipeline.update.optimize import Updated
@@ -56,7 +59,7 @@ class Outer(Stage):
 
     every: int
     optimizer: optax.GradientTransformationExtraArgs
-    aggregator: Aggregator
+    aggregator: Plain | FewBits
 
     phase = Phase.UPDATE
     scope = "outer"
@@ -116,22 +119,20 @@ class Outer(Stage):
         shards, groups = context.shards, context.groups
         if groups is None:
             return arrays.gather(moved), state
-        number, across = len(groups.groups), Peers(shards, _across(groups))
-        aggregator, mean = self.aggregator, lambda x: x / number
-        if not aggregator.divides_before:
-            # Of slices, which the shards of a worker have, each sums its own.
-            total, state = aggregator.sum(moved, state, across)
-            return arrays.gather(jax.tree.map(mean, total)), state
+        across = Peers(shards, _across(groups))
+        mean = lambda tree: jax.tree.map(lambda x: x / len(groups.groups), tree)
+        aggregator = self.aggregator
+        # Of slices, which the shards of a worker have, each sums its own.
+        if isinstance(aggregator, Plain):
+            return arrays.gather(mean(aggregator.sum(moved, (), across)[0])), state
         # What a worker holds back is the sum of what its shards keep, so that the sum over all
         # shards is that over the workers, whatever their number.
-        if aggregator.holds_values and isinstance(arrays, LocalParts):
-            held = aggregator.with_held(state, functools.partial(_slices_of_held, arrays))
-            total, after = aggregator.sum(jax.tree.map(mean, moved), held, across)
-            after = aggregator.with_held(after, functools.partial(_held_of_slices, arrays))
-            return arrays.gather(total), after
-        moved = jax.tree.map(mean, arrays.gather(moved))
-        total, after = aggregator.sum(moved, _times(state, groups.size), across)
-        return total, _times(after, 1 / groups.size)
+        take, keep = _times(groups.size), _times(1 / groups.size)
+        if isinstance(arrays, LocalParts):
+            take = functools.partial(_slices_of_held, arrays)
+            keep = functools.partial(_held_of_slices, arrays)
+        total, after = aggregator.sum(mean(moved), aggregator.change_held(state, take), across)
+        return arrays.gather(total), aggregator.change_held(after, keep)
 
     def describe(self) -> str:
         """How often, and how it is sent."""
@@ -179,10 +180,8 @@ def _is_none(x: object) -> bool:
     return x is None
 
 
-def _times(state: PyTree, factor: float) -> PyTree:
-    """The state of an aggregator, with its floating arrays times a factor."""
-    is_floating = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
-    return jax.tree.map(lambda x: x * factor if is_floating(x) else x, state)
+def _times(factor: float) -> Callable[[PyTree], PyTree]:
+    return lambda tree: jax.tree.map(lambda x: x * factor, tree)
 
 
 def _across(groups: GroupAssignment) -> GroupAssignment | None:
