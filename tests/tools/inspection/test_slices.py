@@ -29,8 +29,8 @@ ENTRY %main (p: {given}) -> {result} {{
   %token = token[] after-all()
   %recv = ({result}, u32[], token[]) recv(%token), {sent}
   %send = ({given}, u32[], token[]) send(%p, %token), {sent}
-{work}  %send-done = token[] send-done(%send), channel_id=1, is_host_transfer=true
-  %recv-done = ({result}, token[]) recv-done(%recv), channel_id=1, is_host_transfer=true
+  %send-done = token[] send-done(%send), channel_id=1, is_host_transfer=true
+{work}  %recv-done = ({result}, token[]) recv-done(%recv), channel_id=1, is_host_transfer=true
   ROOT %found = {result} get-tuple-element(%recv-done), index=0
 }}
 """
