@@ -108,6 +108,42 @@ def test_one_and_eight_shards_have_the_same_bits_and_those_of_one_device_nearly(
     near(found[0][0], on_one_device(loss_fn, optimizer))
 
 
+# Dealt out whole, and with one norm of all leaves; with plain steps too.
+LEAF_BY_LEAF = {
+    "lamb": optax.lamb(1e-2, eps=1e-3),
+    "clip, sgd": optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)),
+}
+
+
+@pytest.mark.parametrize("name", deep_but(["clip, sgd"], LEAF_BY_LEAF))
+def test_an_update_that_is_dealt_out_has_the_bits_of_one_shard(name: str):
+    optimizer = LEAF_BY_LEAF[name]
+    ways = [
+        (1, {"weight_update": "replicated"}),
+        (2, {"weight_update": "sharded"}),
+        (8, {"params": "sharded"}),
+    ]
+    found = [trained(n, optimizer=optimizer, virtual_shards=8, **way) for n, way in ways]
+    assert len({sha((params, metrics["loss"])) for params, metrics in found}) == 1
+    near(found[0][0], on_one_device(loss_fn, optimizer))
+
+
+def test_leaves_whose_sums_all_read_are_updated_whole_and_by_all_where_that_sends_less():
+    optimizer = LEAF_BY_LEAF["clip, sgd"]
+    make = functools.partial(
+        crossshard.make_train_step, loss_fn, optimizer, num_shards=4, virtual_shards=8
+    )
+    step = make(weight_update="sharded")
+    step.abstract_init(params_of())
+    assert "updated whole on one shard each, since reduce_sum over a full parameter" in (
+        step.describe()
+    )
+    # One leaf has most of it.
+    step = make()
+    step.abstract_init({"a": jnp.zeros((1024, 256)), "b": jnp.zeros((64, 48))})
+    assert "update on every shard" in str(step)
+
+
 def test_without_it_the_bits_differ():
     assert sha(trained(1)[0]) != sha(trained(8)[0])
 
@@ -294,19 +330,18 @@ def test_a_mesh_with_other_axes_is_refused():
 
 
 @pytest.mark.parametrize("options", [{"weight_update": "sharded"}, {"params": "sharded"}], ids=str)
-def test_an_update_that_is_not_elementwise_is_not_sharded(options: dict[str, Any]):
+def test_an_update_that_reads_all_leaves_at_once_is_not_sharded(options: dict[str, Any]):
+    from tests.optimizers.table import across_leaves
+
     make = functools.partial(
-        crossshard.make_train_step, loss_fn, optax.lamb(0.1), num_shards=4, virtual_shards=8
+        crossshard.make_train_step, loss_fn, across_leaves(0.1), num_shards=4, virtual_shards=8
     )
-    with pytest.raises(WeightUpdateError, match="With virtual_shards the bits must not depend"):
-        make(**options).init(params_of())
-    params = {"a": jnp.zeros((1024, 256))}
-    assert "update on every shard" in _after_init(make(), params)
-
-
-def _after_init(step: Any, params: Any) -> str:
-    step.abstract_init(params)
-    return str(step)
+    says = r"not depend on the number of shards, and .* neither elementwise nor leaf by leaf"
+    with pytest.raises(WeightUpdateError, match=says):
+        make(**options).init({"a": jnp.zeros((64, 48)), "b": jnp.zeros((48, 64))})
+    step = make()
+    step.abstract_init({"a": jnp.zeros((1024, 256)), "b": jnp.zeros((256, 1024))})
+    assert "update on every shard" in str(step)
 
 
 def test_a_loss_that_names_the_axis_is_refused():

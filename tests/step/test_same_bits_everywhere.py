@@ -26,9 +26,10 @@ OPTIMIZERS: dict[str, Any] = {
     "adafactor": (1e-2, {}),
     "novograd": (1e-2, {}),
     "muon": (1e-2, {}),
+    "muon of layers": (1e-2, {}),
     "clipped": (1e-2, {}),
 }
-ELEMENTWISE = ("sgd", "momentum", "adamw", "lion", "adagrad", "rmsprop")
+WAYS = [{"weight_update": "replicated"}, {"weight_update": "sharded"}, {"params": "sharded"}]
 # The options of steps that are to have the same bits, by a name.
 OPTIONS: dict[str, dict[str, Any]] = {
     "accumulated": {"accumulate_steps": 2},
@@ -49,6 +50,10 @@ def optimizer_of(name: str) -> Any:
     rate, options = OPTIMIZERS[name]
     if name == "clipped":
         return optax.chain(optax.clip_by_global_norm(0.5), optax.adam(rate))
+    if name == "muon of layers":
+        of = lambda x: optax.contrib.MuonDimensionNumbers((x.ndim - 2,), (x.ndim - 1,))
+        matrices = lambda params: {k: of(x) if x.ndim > 1 else None for k, x in params.items()}
+        return optax.contrib.muon(rate, muon_weight_dimension_numbers=matrices)
     make = getattr(optax, {"momentum": "sgd"}.get(name, name), None)
     return (make or getattr(optax.contrib, name))(rate, **options)
 
@@ -58,7 +63,9 @@ def params_of(dtype: Any = "float32") -> Any:
     import numpy as np
 
     rng = np.random.default_rng(1)
-    shapes = {"a": (32, 48), "b": (48,), "c": (48, 64), "d": (64,), "e": (40, 32)}
+    shapes: dict[str, tuple[int, ...]] = {"a": (32, 48), "b": (48,), "c": (48, 64), "d": (64,)}
+    # Layers that no number of shards but 2 divides, and an odd size.
+    shapes |= {"e": (40, 32), "f": (6, 48, 48), "g": (1027,)}
     return {
         name: jnp.asarray(rng.normal(size=shape) * 0.2, dtype) for name, shape in shapes.items()
     }
@@ -74,6 +81,8 @@ def loss(params: Any, batch: Any, rng: Any) -> Any:
     kept = jax.vmap(noise)(rng) if noise else jax.random.bernoulli(rng, 0.9, x.shape)
     h = jnp.tanh(jnp.where(kept, x, 0) @ params["a"] + params["b"])
     h = h * jax.nn.sigmoid(h @ params["c"] @ params["c"].T)
+    h, _ = jax.lax.scan(lambda h, w: (h + 0.1 * jnp.tanh(h @ w), None), h, params["f"])
+    h = h * (1 + jnp.sin(params["g"]).mean())
     costs = (jax.nn.gelu(h @ params["c"]) @ params["d"] - batch["y"]) ** 2
     return (costs * batch["w"]).sum() / batch["w"].sum() if "w" in batch else costs.mean()
 
@@ -205,14 +214,11 @@ def one_for_each(folder: Path, virtual: int, ways: Sequence[dict[str, Any]], nam
 @pytest.mark.parametrize("virtual", [8, 12])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_has_the_same_bits(name: str, virtual: int, tmp_path: Path):
-    ways = [{"weight_update": "replicated"}]
-    if name in ELEMENTWISE:
-        ways += [{"weight_update": "sharded"}, {"params": "sharded"}]
-    one_for_each(tmp_path, virtual, ways, name)
+    one_for_each(tmp_path, virtual, WAYS, name)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "muon"])
 def test_an_option_has_the_same_bits(name: str, option: str, tmp_path: Path):
     ways = [OPTIONS[option] | {"weight_update": each} for each in ("replicated", "sharded")]
     one_for_each(tmp_path, 8, ways, name)
@@ -220,7 +226,10 @@ def test_an_option_has_the_same_bits(name: str, option: str, tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lamb"])
 def test_processes_have_the_same_bits(name: str, tmp_path: Path):
-    calls = [("trained", [4, 8, name], {}), ("trained", [4, 8, name], {"accumulate_steps": 2})]
+    calls = [
+        ("trained", [4, 8, name], options)
+        for options in ({"weight_update": "sharded"}, {"accumulate_steps": 2})
+    ]
     every = [
         bits(tmp_path / f"{processes}", calls, processes, 4 // processes) for processes in (1, 2, 4)
     ]

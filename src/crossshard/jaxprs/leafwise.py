@@ -70,6 +70,9 @@ def find_leafwise(
     slices: Mapping[int, Shape],
     stacks: Mapping[int, Shape],
     padded: Collection[int] = (),
+    stay: Collection[int] = (),
+    *,
+    sums_slices: bool = True,
 ) -> Leafwise:
     """How an update runs leaf by leaf.
 
@@ -82,11 +85,14 @@ def find_leafwise(
         every shard.
       stacks: for some of these the shape of a slice along the first axis.
       padded: those whose slices end with padding, on some shards.
+      stay: those that are not cut, whatever the update does.
+      sums_slices: whether leaves may be cut of which the update computes a sum.
 
     Raises:
       NotLeafwise: it does not.
     """
-    return _Finder(update, params, state, extra, slices, stacks, padded).find()
+    finder = _Finder(update, params, state, extra, slices, stacks, padded)
+    return finder.find(stay, sums_slices=sums_slices)
 
 
 class _Value(NamedTuple):
@@ -127,6 +133,7 @@ class _Finder:
         self._params, self._params_tree = jax.tree.flatten(params)
         self._state, self._state_tree = jax.tree.flatten(state)
         self._slices, self._stacks, self._padded = slices, stacks, padded
+        self.sums_slices = True
         self._whole: dict[int, str] = {}
         self._stacked: set[int] = set()
         self._of_state: list[int | None] = [None] * len(self._state)
@@ -140,12 +147,13 @@ class _Finder:
         )
         self._fixed = [before is after for before, after in list(unchanged)[:number]]
 
-    def find(self) -> Leafwise:
+    def find(self, stay: Collection[int], *, sums_slices: bool) -> Leafwise:
         """What has been found once nothing is assumed that does not hold."""
+        self.sums_slices = sums_slices
         self._whole = dict.fromkeys(self._slices, "")
         # First of which leaf each array of the state is; all leaves are whole.
         self._settled()
-        self._whole = {}
+        self._whole = dict.fromkeys(stay, "it is not split")
         self._check_state_is_cut()
         self._settled()
         # Then the same on slices. What is not elementwise may be a stack.
@@ -440,6 +448,8 @@ class _Walk:
         """Whether an equation reduces all of a leaf that is cut, to a scalar that is given out."""
         leaf, kind = values[0][:2] if values else (None, None)
         if leaf is None or not self._finder.is_cut(leaf) or leaf in self.refused:
+            return False
+        if not self._finder.sums_slices:
             return False
         if any(each.leaf != leaf or each.kind != kind for each in values):
             return False

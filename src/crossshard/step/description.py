@@ -86,9 +86,10 @@ def _updated(layout: StateLayout, state: TrainState) -> list[str]:
         return []
     leafwise, by_text = dealt.leafwise, dict[str, list[int]]()
     for place, partition in enumerate(dealt.params):
-        if place in leafwise.stacked:
+        is_owned = place in dealt.owned
+        if place in leafwise.stacked and (is_owned or partition.number > 1):
             text = "layer by layer, each on one shard"
-        elif place in dealt.owned:
+        elif is_owned:
             text = f"whole on one shard each, since {leafwise.whole[place]}"
         elif partition.number > 1:
             text = "element by element, a slice on each shard"

@@ -16,7 +16,13 @@ from crossshard.pipeline.arrive import arrive
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import Gradients, StageContext
 from crossshard.pipeline.stages.nonfinite import own_weight
-from crossshard.pipeline.update.arrays import Arrays, DealtParts, GlobalArrays, LocalParts
+from crossshard.pipeline.update.arrays import (
+    Arrays,
+    DealtParts,
+    GlobalArrays,
+    LeafByLeaf,
+    LocalParts,
+)
 from crossshard.pipeline.update.plan import UpdatePlan, UpdateStrategy
 from crossshard.shards.axes import Shards
 from crossshard.shards.groups import size_of_group
@@ -367,7 +373,7 @@ def _unless_skipped(
 def _arrays(layout: StateLayout, shards: Shards) -> Arrays:
     plan = layout.plan
     if plan.strategy is UpdateStrategy.WHOLE and not shards.other_axes:
-        return Arrays()
+        return Arrays() if plan.alone is None else LeafByLeaf(plan.alone, shards)
     if plan.dealt is not None:
         arranged = plan.dealt.arranged
         return DealtParts(arranged, shards, at_rest=plan.in_parts, dealt=plan.dealt)

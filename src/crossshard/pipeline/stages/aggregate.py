@@ -68,7 +68,10 @@ class Aggregate(Stage):
         if self.aggregator.divides_before:
             gradients, divisor = _divided(gradients, context), 1
         shards, groups = context.shards, context.groups
-        values = context.arrays.arranged(gradients.values)
+        arranged = context.arrays.arranged
+        if self.aggregator.takes_nodes:
+            arranged = jax.vmap(arranged)
+        values = arranged(gradients.values)
         leaves, tree = jax.tree.flatten((dict(gradients.extra), values))
         status = (*gradients.extra_status, *_unless_unread(gradients.status, context.unread))
         partitions = _partitions(gradients, context)

@@ -85,11 +85,44 @@ class Arrays:
         state: Any,
         params: Any,
         extra_args: Mapping[str, Any],
+        *,
+        never: Any = None,
     ) -> tuple[Any, Any]:
-        """The optimizer's updates, and its next state."""
+        """The optimizer's updates, and its next state.
+
+        ``never`` is that of the context, for arrays that compute each leaf apart from the others.
+        """
+        del never
         with inside_optimizer():
             found: tuple[Any, Any] = optimizer.update(gradients, state, params, **extra_args)
             return found
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafByLeaf(Arrays):
+    """Whole arrays, of which every shard updates all, leaf by leaf.
+
+    Attributes:
+      dealt: the leaves, of which none is cut, and none has an owner.
+      shards: the shards.
+    """
+
+    dealt: Dealt
+    shards: Shards
+
+    def run(
+        self,
+        optimizer: optax.GradientTransformationExtraArgs,
+        gradients: Any,
+        state: Any,
+        params: Any,
+        extra_args: Mapping[str, Any],
+        *,
+        never: Any = None,
+    ) -> tuple[Any, Any]:
+        """The optimizer's updates, leaf by leaf, and its next state."""
+        del optimizer
+        return _leaf_by_leaf(self.dealt, self.shards, gradients, state, params, extra_args, never)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,14 +221,28 @@ class DealtParts(LocalParts):
         state: Any,
         params: Any,
         extra_args: Mapping[str, Any],
+        *,
+        never: Any = None,
     ) -> tuple[Any, Any]:
         """The optimizer's updates, leaf by leaf, and its next state."""
         del optimizer
-        (reduced, tree), (arrays, structure) = map(jax.tree.flatten, (gradients, state))
-        loss = extra_args.get("value", jnp.float32(0))
-        own = jax.tree.leaves(params)
-        updates, after = update_leaf_by_leaf(self._dealt, self.shards, reduced, arrays, own, [loss])
-        return tree.unflatten(updates), structure.unflatten(after)
+        return _leaf_by_leaf(self._dealt, self.shards, gradients, state, params, extra_args, never)
+
+
+def _leaf_by_leaf(
+    dealt: Dealt,
+    shards: Shards,
+    gradients: Any,
+    state: Any,
+    params: Any,
+    extra_args: Mapping[str, Any],
+    never: Any,
+) -> tuple[Any, Any]:
+    (reduced, tree), (arrays, structure) = map(jax.tree.flatten, (gradients, state))
+    loss = extra_args.get("value", jnp.float32(0))
+    own = jax.tree.leaves(params)
+    updates, after = update_leaf_by_leaf(dealt, shards, reduced, arrays, own, [loss], never)
+    return tree.unflatten(updates), structure.unflatten(after)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,7 @@ def deal(
     *,
     in_parts: bool,
     sums_in_loops: bool,
+    same_bits: bool = False,
 ) -> Dealt:
     """Plan an update that is not elementwise.
 
@@ -38,6 +39,8 @@ def deal(
       tile: the smallest slice that the platform scatters efficiently.
       in_parts: whether the parameters rest so.
       sums_in_loops: whether gradients of stacked layers are to be summed layer by layer.
+      same_bits: whether its bits must not depend on the number of shards: a leaf that is not
+        elementwise is then not cut, but for its layers, of which each is computed alone.
 
     Raises:
       NotLeafwise: it cannot be computed leaf by leaf.
@@ -49,19 +52,31 @@ def deal(
     layers = {i: each.shape[0] for i, each in split.items() if _may_be_layers(each, number)}
     # So many layers go to each shard; if they do not divide, each has an owner.
     together = {i: own // number if own % number == 0 else 1 for i, own in layers.items()}
+    stay: list[int] = []
+    if same_bits:
+        # Those that every shard updates are leaves, too, and have layers.
+        stay = [i for i in range(len(partitions)) if i not in split]
+        slices |= {i: partitions[i].shape for i in stay}
+        together = {i: 1 for i, each in enumerate(partitions) if _has_layers(each)}
     stacks = {i: (own, *partitions[i].shape[1:]) for i, own in together.items()}
     padded = [i for i, each in split.items() if each.packed_shape != each.shape]
-    found = find_leafwise(update, params, state, extra, slices, stacks, padded)
-    layered = [i for i in found.stacked if layers[i] % number]
-    costs: dict[Unit, float] = {(i, None): _cost(partitions[i].shape) for i in found.whole}
+    found = find_leafwise(
+        update, params, state, extra, slices, stacks, padded, stay, sums_slices=not same_bits
+    )
+    stacked = [i for i in found.stacked if i in layers]
+    layered = [i for i in stacked if layers[i] % number]
+    of_one = [i for i in found.whole if i in split]
+    costs: dict[Unit, float] = {(i, None): _cost(partitions[i].shape) for i in of_one}
     costs |= {(i, row): _cost(partitions[i].shape[1:]) for i in layered for row in range(layers[i])}
     owners = owners_of(costs, number)
     chosen = list(partitions)
-    for i in found.stacked.difference(layered):
+    for i in found.stacked.difference(stacked):
+        chosen[i] = Partition(partitions[i].shape)
+    for i in set(stacked).difference(layered):
         if not in_parts and not (sums_in_loops and partitions[i].axis):
             chosen[i] = Partition(partitions[i].shape, number, 0, tile)
     waits = lambda i: sums_in_loops and _has_rows(partitions[i])
-    whole = [i for i in (*found.whole, *layered) if not (in_parts or waits(i))]
+    whole = [i for i in (*of_one, *layered) if not (in_parts or waits(i))]
     for i in whole:
         chosen[i] = Partition(partitions[i].shape)
     dealt = Dealt(found, owners, tuple(chosen), types, number, tile)
@@ -94,9 +109,12 @@ def _within_layers(partition: Partition) -> Partition:
 
 
 def _may_be_layers(partition: Partition, number: int) -> bool:
-    """Whether a leaf may be updated layer by layer, also if it travels in slices."""
-    layers = partition.shape[0] if len(partition.shape) > 2 else 1
-    return layers > 1 and (layers % number == 0 or bool(partition.axis))
+    """Whether a leaf may be dealt out layer by layer, also if it travels in slices."""
+    return _has_layers(partition) and (partition.shape[0] % number == 0 or bool(partition.axis))
+
+
+def _has_layers(partition: Partition) -> bool:
+    return len(partition.shape) > 2 and partition.shape[0] > 1
 
 
 def _has_rows(partition: Partition) -> bool:

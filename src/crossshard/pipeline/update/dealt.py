@@ -136,6 +136,8 @@ class Dealt:
                 return Partition(shape)
             if leaf in self.owned:
                 return of_owners[place]
+            if self.params[leaf].number == 1:
+                return Partition(shape)
             if leaf in self.leafwise.stacked:
                 return Partition(shape, self.number, 0, self.tile)
             return self.params[leaf]

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from crossshard.collectives.all_reduce import widen
 from crossshard.collectives.bucketing import bucketed_sum
@@ -14,6 +15,7 @@ from crossshard.collectives.owners import at_owner, by_owner, from_owners, of_un
 from crossshard.collectives.scatter import turn
 from crossshard.gradients.scalars import is_inexact
 from crossshard.jaxprs.pieces import Pieces
+from crossshard.jaxprs.repeats import alone
 from crossshard.pipeline.update.dealt import Dealt
 from crossshard.shards.axes import Shards
 from crossshard.shards.partition import Partition
@@ -30,6 +32,7 @@ def update_leaf_by_leaf(
     state: Sequence[Any],
     params: Sequence[Any],
     extra: Sequence[Any],
+    never: jax.Array | None = None,
 ) -> tuple[list[Any], list[Any]]:
     """The updates and the optimizer's next state, arranged as the parameters and the state are.
 
@@ -40,8 +43,9 @@ def update_leaf_by_leaf(
       state: this shard's slices and rows of the state.
       params: this shard's slices and rows of the parameters.
       extra: further arguments of the update.
+      never: bool[], not set, which XLA does not know, to compile each leaf apart from the others.
     """
-    return _Update(dealt, shards, gradients, state, params, extra).run()
+    return _Update(dealt, shards, gradients, state, params, extra, never).run()
 
 
 class _Update:
@@ -55,7 +59,9 @@ class _Update:
         state: Sequence[Any],
         params: Sequence[Any],
         extra: Sequence[Any],
+        never: jax.Array | None,
     ):
+        self._never = never
         self._dealt, self._shards, self._leafwise = dealt, shards, dealt.leafwise
         self._jaxpr, self._index = dealt.leafwise.jaxpr, shards.index()
         self._pieces = Pieces(self._jaxpr)
@@ -128,15 +134,39 @@ class _Update:
         for level in sorted({each.level for each in self._leafwise.scalars}):
             self._sum_scalars(level)
         updates, after = list(self._params), list(self._state)
-        found = self._computed(
-            [*self._common, *(self._of_state + j for j in self._common_state)], self._inputs
-        )
+        found: dict[int, Any] = {}
+        for leaf, outputs in self._of_common():
+            run = self._layer_by_layer if leaf in self._leafwise.stacked else self._computed
+            found |= run(outputs, self._inputs)
         for i in self._common:
             axis = self._dealt.turned(i)
             updates[i] = turn(found[i], axis, 0, self._shards) if axis else found[i]
         for j in self._common_state:
             after[j] = found[self._of_state + j]
         return self._of_owned(updates, after) if self._dealt.owned else (updates, after)
+
+    def _of_common(self) -> list[tuple[int | None, list[int]]]:
+        """The places of what every shard computes: all at once, or of each leaf and of none."""
+        if self._never is None:
+            every = [*self._common, *(self._of_state + j for j in self._common_state)]
+            return [(None, every)]
+        of_none = [j for j in self._common_state if self._leafwise.of_state[j] is None]
+        return [
+            *((leaf, self._outputs_of(leaf)) for leaf in self._common),
+            (None, [self._of_state + j for j in of_none]),
+        ]
+
+    def _layer_by_layer(self, outputs: Sequence[int], inputs: Values) -> dict[int, Any]:
+        """As ``_computed``, for a leaf of which the update takes one layer."""
+        leaf = outputs[0]
+        own = [*outputs, self._after + leaf]
+        layers = {place: inputs[place][:, None] for place in own}
+
+        def one(_: None, layer: dict[int, Any]) -> tuple[None, dict[int, Any]]:
+            return None, self._computed(outputs, {**inputs, **layer})
+
+        _, found = lax.scan(one, None, layers)
+        return {place: x[:, 0] for place, x in found.items()}
 
     def _of_owned(
         self, updates: Sequence[Any], after: Sequence[Any]
@@ -221,9 +251,16 @@ class _Update:
         of_owners = [k for k in now if scalars[k].leaf in dealt.owned]
         of_all = [k for k in now if scalars[k].leaf not in dealt.owned]
         types = {k: self._jaxpr.out_avals[self._after + k] for k in now}
-        parts = self._computed([self._after + k for k in of_all], self._inputs)
+        leaves = [[k for k in of_all if scalars[k].leaf == leaf] for leaf in self._common]
+        parts: dict[int, Any] = {}
+        for own in leaves if self._never is not None else [of_all]:
+            parts |= self._computed([self._after + k for k in own], self._inputs)
+        # A leaf that is not cut has all of it.
+        done = [k for k in of_all if not scalars[k].reduced]
+        self._inputs |= {first + k: parts[self._after + k] for k in done}
+        of_all = [k for k in of_all if scalars[k].reduced]
 
-        def own(shard: int) -> list[Any]:
+        def of_owner(shard: int) -> list[Any]:
             found = {k: _summand(jnp.zeros(types[k].shape, types[k].dtype)) for k in of_owners}
             for (leaf, _), inputs in self._owned_by(shard).items():
                 mine = [k for k in of_owners if scalars[k].leaf == leaf]
@@ -234,7 +271,7 @@ class _Update:
 
         summands = [_summand(parts[self._after + k], scalars[k].reduced) for k in of_all]
         if of_owners:
-            summands += on_owner(places_of(dealt.of_shard), self._index, own)
+            summands += on_owner(places_of(dealt.of_shard), self._index, of_owner)
         sums = bucketed_sum(summands, [Partition(x.shape) for x in summands], self._shards)
         for k, total in zip([*of_all, *of_owners], sums, strict=True):
             is_and = scalars[k].reduced == "reduce_and"
@@ -245,7 +282,9 @@ class _Update:
         if not outputs:
             return {}
         piece = self._pieces.of(outputs)
-        return dict(zip(outputs, piece.run(*(inputs[i] for i in piece.taken)), strict=True))
+        given = [inputs[i] for i in piece.taken]
+        found = piece.run(*given) if self._never is None else alone(piece.run, given, self._never)
+        return dict(zip(outputs, found, strict=True))
 
 
 def _summand(x: jax.Array, reduced: str = "") -> jax.Array:

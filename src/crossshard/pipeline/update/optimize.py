@@ -79,9 +79,13 @@ class Optimize(Stage):
             state, params = jax.tree.map(typed, (state, params))
         params = None if params is None else arrays.split(params)
 
-        def update(state: Any, params: Any, gradients: Gradients = gradients) -> _Results:
+        def update(
+            state: Any, params: Any, gradients: Gradients = gradients, never: Any = None
+        ) -> _Results:
             reduced = arrays.place_gradients(gradients.settled().values)
-            updates, after = arrays.run(self.optimizer, reduced, state, params, extra_args)
+            updates, after = arrays.run(
+                self.optimizer, reduced, state, params, extra_args, never=never
+            )
             if params is None and context.shards.number > 1:
                 check_shapes(reduced, updates, "its update")
             return updates, after, optax.apply_updates(params, updates) if applies else None
@@ -90,7 +94,9 @@ class Optimize(Stage):
             if context.never is not None:
                 flag = context.never if skip is None else skip
                 given = gradients.replace(skip=None, updated=None)
-                updates, after, updated = _in_loop(update, state, params, flag, given)
+                updates, after, updated = _in_loop(
+                    update, state, params, flag, given, context.never
+                )
             elif skip is None:
                 updates, after, updated = update(state, params)
             elif applies and context.skips_by_loop:
@@ -135,7 +141,7 @@ def _in_loop(
     It works in place, where XLA for CPUs copies arrays that a select may keep. Nothing that is
     computed of what is ``given`` besides is computed before it.
     """
-    types = jax.eval_shape(update, state, params)
+    types = jax.eval_shape(update, state, params, *given)
     of = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
     if of(types[1:]) != of((state, params)):
         # A loop keeps its types, and a select converts them.

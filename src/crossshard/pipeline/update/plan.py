@@ -4,6 +4,7 @@ Xu et al. 2020, "Automatic Cross-Replica Sharding of Weight Update in Data-Paral
 (arXiv 2004.13336).
 """
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -88,6 +89,7 @@ class UpdatePlan:
       unread: for each parameter, whether its gradient need be neither computed nor sent.
       in_parts: whether the parameters rest in parts, too.
       dealt: who updates which leaf, if the update runs leaf by leaf.
+      alone: the leaves, if every shard updates all of them, each in a program of its own.
     """
 
     strategy: UpdateStrategy
@@ -98,6 +100,7 @@ class UpdatePlan:
     unread: tuple[bool, ...] = ()
     in_parts: bool = False
     dealt: Dealt | None = None
+    alone: Dealt | None = None
 
 
 # Below this the two collectives of a sharded update cost more than the split saves.
@@ -137,8 +140,8 @@ def plan_update(
     Raises:
       ArgumentError: the optimizer's state changes its structure, or the optimizer needs arguments
         that a step does not have.
-      WeightUpdateError: only slices are possible, or the same bits are wanted, and the optimizer is
-        not elementwise.
+      WeightUpdateError: only slices are possible and the optimizer is not elementwise, or the same
+        bits are wanted and it does not run leaf by leaf either.
     """
     params = jax.tree.map(_abstract, params)
     with inside_optimizer():
@@ -157,7 +160,14 @@ def plan_update(
         unread = Unread((False,) * len(leaves), (False,) * len(leaves), (False,) * len(arrays))
 
     planned = functools.partial(UpdatePlan, structure=structure, unread=unread.gradients)
-    whole = lambda why: planned(UpdateStrategy.WHOLE, why, whole_params, whole_state)
+    deal_over = functools.partial(
+        deal, as_updates(inner), params, state, [_LOSS], same_bits=same_bits
+    )
+    apart = None
+    if same_bits and not _is_elementwise(update, params, state, whole_params, whole_state):
+        with contextlib.suppress(NotLeafwise):
+            apart = deal_over(whole_params, 1, tile, in_parts=False, sums_in_loops=False)
+    whole = lambda why: planned(UpdateStrategy.WHOLE, why, whole_params, whole_state, alone=apart)
     if wanted is WeightUpdate.REPLICATED:
         return whole("as requested")
     if number == 1:
@@ -180,15 +190,16 @@ def plan_update(
         return dataclasses.replace(whole("every parameter is tiny"), in_parts=in_parts)
     if wanted is WeightUpdate.AUTO and sum(to_split) < _WORTH_BYTES:
         return whole("the parameters are too small to gain from it")
-    alike = {(each.shape, each.other_axes): each for each in partitions if each.number > 1}
     state_stays = (False,) * len(arrays) if in_parts else unread.state
     of_state = tuple(
-        each if still else alike.get((each.shape, each.other_axes), each)
-        for each, still in zip(whole_state, state_stays, strict=True)
+        each if still else other
+        for each, other, still in zip(
+            whole_state, _split_alike(whole_state, partitions), state_stays, strict=True
+        )
     )
     split = functools.partial(planned, in_parts=in_parts)
     obstacle = why_not_in_parts(update, params, state, partitions, of_state)
-    if obstacle is None:
+    if obstacle is None and apart is None:
         why = "the update is elementwise"
         return split(UpdateStrategy.PARTS, why, partitions, of_state)
     if only_parts and wanted is WeightUpdate.SHARDED:
@@ -197,37 +208,33 @@ def plan_update(
             f"each shard updates its slice alone, and this update is not elementwise: {obstacle}. "
             f"Pass weight_update='replicated', or use make_train_step without groups."
         )
-    if same_bits and wanted is WeightUpdate.SHARDED:
-        raise WeightUpdateError(
-            f"With virtual_shards the bits must not depend on the number of shards, and a sharded "
-            f"update of this optimizer, which is not elementwise, is compiled differently for each "
-            f"of them: {obstacle}. Pass weight_update='replicated', and leave params='sharded' out."
-        )
-    if not (same_bits or only_parts or any(other_axes)):
+    # What is compiled as one program on one shard is so on all others.
+    may_be_dealt = apart is not None or not same_bits
+    if may_be_dealt and not (only_parts or any(other_axes)):
         # A gradient that nothing reads is not sent, to no owner either.
         partitions = tuple(
             Partition(each.shape) if unread.gradients[place] else each
             for place, each in enumerate(partitions)
         )
         try:
-            dealt = deal(
-                as_updates(inner),
-                params,
-                state,
-                [_LOSS],
-                partitions,
-                number,
-                tile,
-                in_parts=in_parts,
-                sums_in_loops=sums_in_loops,
-            )
+            in_loops = sums_in_loops and not same_bits
+            dealt = deal_over(partitions, number, tile, in_parts=in_parts, sums_in_loops=in_loops)
             if wanted is WeightUpdate.AUTO and is_lopsided(dealt):
                 return whole("one shard would do most of it, if each leaf were updated by one")
+            if wanted is WeightUpdate.AUTO and same_bits and dealt.exchanged:
+                return whole("gradients would travel twice, to be updated whole")
             why = "each leaf is updated from its own arrays, and from scalars"
             return split(UpdateStrategy.DEALT, why, dealt.params, dealt.state, dealt=dealt)
         except NotLeafwise as reason:
             if str(reason) != obstacle:
                 obstacle = f"{obstacle}; nor leaf by leaf: {reason}"
+    if same_bits and wanted is WeightUpdate.SHARDED:
+        raise WeightUpdateError(
+            f"With virtual_shards the bits must not depend on the number of shards, and a sharded "
+            f"update of this optimizer, which is neither elementwise nor leaf by leaf, is compiled "
+            f"differently for each of them: {obstacle}. Pass weight_update='replicated', and leave "
+            f"params='sharded' out."
+        )
     why = f"the update is not elementwise: {obstacle}"
     if wanted is WeightUpdate.AUTO:
         return whole(why)
@@ -239,6 +246,18 @@ def plan_update(
 
 
 _LOSS = jax.ShapeDtypeStruct((), "float32")
+
+
+def _is_elementwise(
+    update: Callable[..., Any],
+    params: Any,
+    state: Any,
+    of_params: Sequence[Partition],
+    of_state: Sequence[Partition],
+) -> bool:
+    """Whether an update ``as_function`` runs on halves of its arrays, for any number of shards."""
+    halves = [partition_for(each.shape, 2) for each in of_params]
+    return not why_not_in_parts(update, params, state, halves, _split_alike(of_state, halves))
 
 
 def _check_state_stays(update: Callable[..., Any], params: Any, state: Any) -> None:
@@ -273,6 +292,12 @@ def _check_state_stays(update: Callable[..., Any], params: Any, state: Any) -> N
 def _unsplit(tree: Any, other_axes: Sequence[PartitionSpec]) -> tuple[Partition, ...]:
     leaves = zip(jax.tree.leaves(tree), other_axes, strict=True)
     return tuple(Partition(leaf.shape, other_axes=own) for leaf, own in leaves)
+
+
+def _split_alike(state: Sequence[Partition], params: Sequence[Partition]) -> list[Partition]:
+    """The partitions of arrays of the state: those with the shape of a parameter as it is."""
+    alike = {(each.shape, each.other_axes): each for each in params if each.number > 1}
+    return [alike.get((each.shape, each.other_axes), each) for each in state]
 
 
 def as_function(optimizer: optax.GradientTransformationExtraArgs) -> Callable[..., Any]:
