@@ -127,6 +127,21 @@ def test_it_follows_one_device(name: str, place: str):
     assert_close(of(whole.opt_state.inner_state), of(inner), atol=atol, rtol=2e-5)
 
 
+@pytest.mark.parametrize("name", deep_but(["clip, muon"], OPTIMIZERS))
+def test_with_virtual_shards_it_follows_one_device_with_the_same_bits(name: str):
+    found = []
+    for place, number in (("parts", 8), ("sharded", 4), ("sharded", 1)):
+        step = made(OPTIMIZERS[name], place, number, virtual_shards=8)
+        state = step.unshard(train(step, step.init(PARAMS), BATCHES))
+        assert ("leaf by leaf" in step.describe()) == (number > 1)
+        found.append(jax.device_get(state.params))
+    for other in found[1:]:
+        jax.tree.map(np.testing.assert_array_equal, found[0], other)
+    expected, _ = on_one_device(loss_fn, OPTIMIZERS[name], PARAMS, BATCHES)
+    # Gradients of sm3 and sums of slices are added in another order.
+    assert_close(found[0], expected, atol=5e-6, rtol=5e-6)
+
+
 # Rules that one might write: what leaves have in common is found in all of them.
 
 

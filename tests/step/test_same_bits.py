@@ -128,20 +128,18 @@ def test_an_update_that_is_dealt_out_has_the_bits_of_one_shard(name: str):
     near(found[0][0], on_one_device(loss_fn, optimizer))
 
 
-def test_leaves_whose_sums_all_read_are_updated_whole_and_by_all_where_that_sends_less():
-    optimizer = LEAF_BY_LEAF["clip, sgd"]
-    make = functools.partial(
-        crossshard.make_train_step, loss_fn, optimizer, num_shards=4, virtual_shards=8
+def test_norms_are_added_piece_by_piece_and_only_what_cannot_be_cut_is_whole():
+    step = crossshard.make_train_step(
+        loss_fn, LEAF_BY_LEAF["clip, sgd"], num_shards=4, virtual_shards=8, weight_update="sharded"
     )
-    step = make(weight_update="sharded")
-    step.abstract_init(params_of())
-    assert "updated whole on one shard each, since reduce_sum over a full parameter" in (
-        step.describe()
-    )
-    # One leaf has most of it.
-    step = make()
-    step.abstract_init({"a": jnp.zeros((1024, 256)), "b": jnp.zeros((64, 48))})
-    assert "update on every shard" in str(step)
+    params = {"a": jnp.zeros((64, 512)), "b": jnp.zeros(512), "odd": jnp.zeros(1027)}
+    lowered = step.lower(step.abstract_init(params), batch_of(0))
+    text = step.describe()
+    assert "updated element by element, a slice on each shard: `a`" in text
+    assert "whole on one shard each, since it has no axis that divides by 8: `odd`" in text
+    assert "updated whole on every shard: `b`" in text
+    # To its owner and back, and what has no slices, with padding.
+    assert crossshard.inspect(lowered).ratio == pytest.approx(1, abs=0.1)
 
 
 def test_without_it_the_bits_differ():
@@ -250,10 +248,19 @@ def test_it_is_described():
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_run_that_is_moved_ends_with_the_bits_of_one_that_is_not(name: str, tmp_path: Path):
+@pytest.mark.parametrize("update", ["replicated", "sharded"])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "lamb", "muon"])
+def test_a_run_that_is_moved_ends_with_the_bits_of_one_that_is_not(
+    name: str, update: str, tmp_path: Path
+):
+    others = {"lamb": LEAF_BY_LEAF["lamb"], "muon": optax.contrib.muon(1e-2)}
     make = functools.partial(
-        crossshard.make_train_step, loss_fn, OPTIMIZERS[name], virtual_shards=8, ema=0.9
+        crossshard.make_train_step,
+        loss_fn,
+        (OPTIMIZERS | others)[name],
+        virtual_shards=8,
+        ema=0.9,
+        weight_update=update,
     )
     found = []
     for numbers in ([8] * 6, [8, 8, 2, 2, 4, 4]):

@@ -70,9 +70,7 @@ def find_leafwise(
     slices: Mapping[int, Shape],
     stacks: Mapping[int, Shape],
     padded: Collection[int] = (),
-    stay: Collection[int] = (),
-    *,
-    sums_slices: bool = True,
+    stay: Mapping[int, str] | None = None,
 ) -> Leafwise:
     """How an update runs leaf by leaf.
 
@@ -85,14 +83,12 @@ def find_leafwise(
         every shard.
       stacks: for some of these the shape of a slice along the first axis.
       padded: those whose slices end with padding, on some shards.
-      stay: those that are not cut, whatever the update does.
-      sums_slices: whether leaves may be cut of which the update computes a sum.
+      stay: those that are not cut, whatever the update does, and why.
 
     Raises:
       NotLeafwise: it does not.
     """
-    finder = _Finder(update, params, state, extra, slices, stacks, padded)
-    return finder.find(stay, sums_slices=sums_slices)
+    return _Finder(update, params, state, extra, slices, stacks, padded).find(stay or {})
 
 
 class _Value(NamedTuple):
@@ -133,7 +129,6 @@ class _Finder:
         self._params, self._params_tree = jax.tree.flatten(params)
         self._state, self._state_tree = jax.tree.flatten(state)
         self._slices, self._stacks, self._padded = slices, stacks, padded
-        self.sums_slices = True
         self._whole: dict[int, str] = {}
         self._stacked: set[int] = set()
         self._of_state: list[int | None] = [None] * len(self._state)
@@ -147,13 +142,12 @@ class _Finder:
         )
         self._fixed = [before is after for before, after in list(unchanged)[:number]]
 
-    def find(self, stay: Collection[int], *, sums_slices: bool) -> Leafwise:
+    def find(self, stay: Mapping[int, str]) -> Leafwise:
         """What has been found once nothing is assumed that does not hold."""
-        self.sums_slices = sums_slices
         self._whole = dict.fromkeys(self._slices, "")
         # First of which leaf each array of the state is; all leaves are whole.
         self._settled()
-        self._whole = dict.fromkeys(stay, "it is not split")
+        self._whole = dict(stay)
         self._check_state_is_cut()
         self._settled()
         # Then the same on slices. What is not elementwise may be a stack.
@@ -448,8 +442,6 @@ class _Walk:
         """Whether an equation reduces all of a leaf that is cut, to a scalar that is given out."""
         leaf, kind = values[0][:2] if values else (None, None)
         if leaf is None or not self._finder.is_cut(leaf) or leaf in self.refused:
-            return False
-        if not self._finder.sums_slices:
             return False
         if any(each.leaf != leaf or each.kind != kind for each in values):
             return False

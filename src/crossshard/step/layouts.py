@@ -70,7 +70,7 @@ class Layouts:
             in_parts=config.in_parts,
             # XLA for CPUs does nothing beside a sum.
             sums_in_loops=mesh.devices.flat[0].platform != "cpu",
-            same_bits=config.loss.virtual_shards is not None,
+            virtual_shards=config.loss.virtual_shards,
         )
         model_state = config.loss.model_state
         return StateLayout(

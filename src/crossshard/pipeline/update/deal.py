@@ -24,7 +24,7 @@ def deal(
     *,
     in_parts: bool,
     sums_in_loops: bool,
-    same_bits: bool = False,
+    virtual: int | None = None,
 ) -> Dealt:
     """Plan an update that is not elementwise.
 
@@ -39,30 +39,41 @@ def deal(
       tile: the smallest slice that the platform scatters efficiently.
       in_parts: whether the parameters rest so.
       sums_in_loops: whether gradients of stacked layers are to be summed layer by layer.
-      same_bits: whether its bits must not depend on the number of shards: a leaf that is not
-        elementwise is then not cut, but for its layers, of which each is computed alone.
+      virtual: if its bits must not depend on the number of shards, into how many pieces leaves are
+        cut on all shards together.
 
     Raises:
       NotLeafwise: it cannot be computed leaf by leaf.
     """
     types = tuple(jax.tree.leaves(params)), tuple(jax.tree.leaves(state))
-    partitions = [_within_layers(each) for each in partitions]
+    partitions, cut = [_within_layers(each) for each in partitions], dict[int, Partition]()
+    if virtual is not None:
+        for i, each in enumerate(partitions):
+            piece = partition_along_axis(each.shape, virtual, tile)
+            if piece.number > 1:
+                cut[i] = piece
+                if each.number > 1:
+                    partitions[i] = dataclasses.replace(piece, number=number)
     split = {i: each for i, each in enumerate(partitions) if each.number > 1}
-    slices = {i: each.local_shape for i, each in split.items()}
     layers = {i: each.shape[0] for i, each in split.items() if _may_be_layers(each, number)}
-    # So many layers go to each shard; if they do not divide, each has an owner.
-    together = {i: own // number if own % number == 0 else 1 for i, own in layers.items()}
-    stay: list[int] = []
-    if same_bits:
-        # Those that every shard updates are leaves, too, and have layers.
-        stay = [i for i in range(len(partitions)) if i not in split]
-        slices |= {i: partitions[i].shape for i in stay}
+    stay: dict[int, str] = {}
+    if virtual is None:
+        slices = {i: each.local_shape for i, each in split.items()}
+        # So many layers go to each shard; if they do not divide, each has an owner.
+        together = {i: own // number if own % number == 0 else 1 for i, own in layers.items()}
+    else:
+        # Of all leaves, whether they are split or not, and whatever the number of shards.
+        slices = {i: cut.get(i, each).local_shape for i, each in enumerate(partitions)}
         together = {i: 1 for i, each in enumerate(partitions) if _has_layers(each)}
+        why = f"it has no axis that divides by {virtual}"
+        stay = {i: why for i in slices if i not in cut}
     stacks = {i: (own, *partitions[i].shape[1:]) for i, own in together.items()}
     padded = [i for i, each in split.items() if each.packed_shape != each.shape]
-    found = find_leafwise(
-        update, params, state, extra, slices, stacks, padded, stay, sums_slices=not same_bits
-    )
+    found = find_leafwise(update, params, state, extra, slices, stacks, padded, stay)
+    pieces = {} if virtual is None else dict.fromkeys(found.stacked, (0, 1))
+    for i in set(cut).difference(found.stacked, found.whole):
+        axis = cut[i].axis or 0
+        pieces[i] = axis, cut[i].local_shape[axis]
     stacked = [i for i in found.stacked if i in layers]
     layered = [i for i in stacked if layers[i] % number]
     of_one = [i for i in found.whole if i in split]
@@ -79,7 +90,7 @@ def deal(
     whole = [i for i in (*of_one, *layered) if not (in_parts or waits(i))]
     for i in whole:
         chosen[i] = Partition(partitions[i].shape)
-    dealt = Dealt(found, owners, tuple(chosen), types, number, tile)
+    dealt = Dealt(found, owners, tuple(chosen), types, number, tile, pieces)
     own = sum(bytes_of(types[0][i]) for i in whole)
     sent = sum(number * rows.width * rows.dtype.itemsize for rows in dealt.rows)
     if sent <= own + own / number:

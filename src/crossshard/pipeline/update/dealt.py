@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +29,8 @@ class Dealt:
       types: the types of the parameters, and of the arrays of the optimizer's state.
       number: the number of shards.
       tile: the smallest slice that the platform scatters efficiently.
+      pieces: for leaves that are computed piece by piece, or layer by layer, so that each piece is
+        the same for any number of shards: along which axis, and the length of a piece.
     """
 
     leafwise: Leafwise
@@ -37,6 +39,7 @@ class Dealt:
     types: tuple[Types, Types]
     number: int
     tile: TileShape
+    pieces: Mapping[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     def __hash__(self) -> int:
         return id(self)

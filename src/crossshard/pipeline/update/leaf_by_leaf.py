@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from crossshard.collectives.all_reduce import widen
-from crossshard.collectives.bucketing import bucketed_sum
+from crossshard.collectives.bucketing import bucketed_gather, bucketed_sum
+from crossshard.collectives.in_order import sum_of_nodes
 from crossshard.collectives.owners import at_owner, by_owner, from_owners, of_unit, to_owners
 from crossshard.collectives.scatter import turn
 from crossshard.gradients.scalars import is_inexact
@@ -134,10 +135,7 @@ class _Update:
         for level in sorted({each.level for each in self._leafwise.scalars}):
             self._sum_scalars(level)
         updates, after = list(self._params), list(self._state)
-        found: dict[int, Any] = {}
-        for leaf, outputs in self._of_common():
-            run = self._layer_by_layer if leaf in self._leafwise.stacked else self._computed
-            found |= run(outputs, self._inputs)
+        found = self._of_common()
         for i in self._common:
             axis = self._dealt.turned(i)
             updates[i] = turn(found[i], axis, 0, self._shards) if axis else found[i]
@@ -145,28 +143,33 @@ class _Update:
             after[j] = found[self._of_state + j]
         return self._of_owned(updates, after) if self._dealt.owned else (updates, after)
 
-    def _of_common(self) -> list[tuple[int | None, list[int]]]:
-        """The places of what every shard computes: all at once, or of each leaf and of none."""
+    def _of_common(self) -> dict[int, Any]:
+        """What shards compute of leaves that have no owner: all at once, or leaf by leaf."""
         if self._never is None:
             every = [*self._common, *(self._of_state + j for j in self._common_state)]
-            return [(None, every)]
+            return self._computed(every, self._inputs)
         of_none = [j for j in self._common_state if self._leafwise.of_state[j] is None]
-        return [
-            *((leaf, self._outputs_of(leaf)) for leaf in self._common),
-            (None, [self._of_state + j for j in of_none]),
-        ]
+        found = self._computed([self._of_state + j for j in of_none], self._inputs)
+        for leaf in self._common:
+            outputs = self._outputs_of(leaf)
+            if leaf not in self._dealt.pieces:
+                found |= self._computed(outputs, self._inputs)
+                continue
+            axis, _ = self._dealt.pieces[leaf]
+            new = self._in_pieces(leaf, outputs)
+            found |= {place: _joined(x, axis) for place, x in new.items()}
+        return found
 
-    def _layer_by_layer(self, outputs: Sequence[int], inputs: Values) -> dict[int, Any]:
-        """As ``_computed``, for a leaf of which the update takes one layer."""
-        leaf = outputs[0]
-        own = [*outputs, self._after + leaf]
-        layers = {place: inputs[place][:, None] for place in own}
+    def _in_pieces(self, leaf: int, outputs: Sequence[int]) -> dict[int, Any]:
+        """``[pieces, …]``: as ``_computed``, of each piece that this shard has of a leaf."""
+        axis, length = self._dealt.pieces[leaf]
+        own = [*self._outputs_of(leaf), self._after + leaf]
+        pieces = {place: _cut(self._inputs[place], axis, length) for place in own}
 
-        def one(_: None, layer: dict[int, Any]) -> tuple[None, dict[int, Any]]:
-            return None, self._computed(outputs, {**inputs, **layer})
+        def one(_: None, piece: dict[int, Any]) -> tuple[None, dict[int, Any]]:
+            return None, self._computed(outputs, {**self._inputs, **piece})
 
-        _, found = lax.scan(one, None, layers)
-        return {place: x[:, 0] for place, x in found.items()}
+        return dict(lax.scan(one, None, pieces)[1])
 
     def _of_owned(
         self, updates: Sequence[Any], after: Sequence[Any]
@@ -251,31 +254,64 @@ class _Update:
         of_owners = [k for k in now if scalars[k].leaf in dealt.owned]
         of_all = [k for k in now if scalars[k].leaf not in dealt.owned]
         types = {k: self._jaxpr.out_avals[self._after + k] for k in now}
-        leaves = [[k for k in of_all if scalars[k].leaf == leaf] for leaf in self._common]
-        parts: dict[int, Any] = {}
-        for own in leaves if self._never is not None else [of_all]:
-            parts |= self._computed([self._after + k for k in own], self._inputs)
-        # A leaf that is not cut has all of it.
-        done = [k for k in of_all if not scalars[k].reduced]
-        self._inputs |= {first + k: parts[self._after + k] for k in done}
-        of_all = [k for k in of_all if scalars[k].reduced]
 
-        def of_owner(shard: int) -> list[Any]:
-            found = {k: _summand(jnp.zeros(types[k].shape, types[k].dtype)) for k in of_owners}
-            for (leaf, _), inputs in self._owned_by(shard).items():
+        def own(shard: int) -> list[Any]:
+            found = {k: _summand(self._no_parts(k, types[k])) for k in of_owners}
+            for (leaf, row), inputs in self._owned_by(shard).items():
                 mine = [k for k in of_owners if scalars[k].leaf == leaf]
                 new = self._computed([self._after + k for k in mine], inputs)
                 for k in mine:
-                    found[k] += _summand(new[self._after + k], scalars[k].reduced)
+                    part = _summand(new[self._after + k], scalars[k].reduced)
+                    if self._never is None:
+                        found[k] += part
+                    else:
+                        found[k] = found[k].at[row or 0].set(part)
             return list(found.values())
 
-        summands = [_summand(parts[self._after + k], scalars[k].reduced) for k in of_all]
+        summed, whole = of_all, dict[int, Any]()
+        if self._never is None:
+            parts = self._computed([self._after + k for k in of_all], self._inputs)
+            summands = [_summand(parts[self._after + k], scalars[k].reduced) for k in of_all]
+        else:
+            summed, summands, whole = [], [], self._parts_of_all(of_all)
         if of_owners:
-            summands += on_owner(places_of(dealt.of_shard), self._index, of_owner)
+            summands += on_owner(places_of(dealt.of_shard), self._index, own)
         sums = bucketed_sum(summands, [Partition(x.shape) for x in summands], self._shards)
-        for k, total in zip([*of_all, *of_owners], sums, strict=True):
+        whole |= dict(zip([*summed, *of_owners], sums, strict=True))
+        for k, total in whole.items():
+            # One after the other, whatever shards they come from.
+            total = total if self._never is None else sum_of_nodes(total)
             is_and = scalars[k].reduced == "reduce_and"
             self._inputs[first + k] = total == 0 if is_and else total.astype(types[k].dtype)
+
+    def _no_parts(self, scalar: int, like: Any) -> jax.Array:
+        """Zero; or ``[layers]``, or ``[1]``, for what each layer gives to the scalar."""
+        leaf = self._leafwise.scalars[scalar].leaf
+        layers = self._dealt.types[0][leaf].shape[0] if leaf in self._leafwise.stacked else 1
+        shape = like.shape if self._never is None else (layers, *like.shape)
+        return jnp.zeros(shape, like.dtype)
+
+    def _parts_of_all(self, scalars: Sequence[int]) -> dict[int, Any]:
+        """``[pieces, …]``: what each piece of leaves that have no owner gives to each scalar."""
+        found: dict[int, Any] = {}
+        for leaf in self._common:
+            mine = [k for k in scalars if self._leafwise.scalars[k].leaf == leaf]
+            outputs = [self._after + k for k in mine]
+            if mine and leaf in self._dealt.pieces:
+                assert all(self._leafwise.scalars[k].reduced for k in mine)
+                new = self._in_pieces(leaf, outputs)
+            else:
+                new = {k: x[None] for k, x in self._computed(outputs, self._inputs).items()}
+            for k in mine:
+                found[k] = _summand(new[self._after + k], self._leafwise.scalars[k].reduced)
+
+        def partition(k: int) -> Partition:
+            leaf, x = self._leafwise.scalars[k].leaf, found[k]
+            number = self._dealt.params[leaf].number
+            return Partition((number * len(x), *x.shape[1:]), number)
+
+        whole = bucketed_gather(list(found.values()), list(map(partition, found)), self._shards)
+        return dict(zip(found, whole, strict=True))
 
     def _computed(self, outputs: Sequence[int], inputs: Values) -> dict[int, Any]:
         """Some outputs of the update, by their places."""
@@ -285,6 +321,18 @@ class _Update:
         given = [inputs[i] for i in piece.taken]
         found = piece.run(*given) if self._never is None else alone(piece.run, given, self._never)
         return dict(zip(outputs, found, strict=True))
+
+
+def _cut(x: jax.Array, axis: int, length: int) -> jax.Array:
+    """``[pieces, …]``: the pieces of an array along an axis."""
+    shape = x.shape[:axis], (x.shape[axis] // length, length), x.shape[axis + 1 :]
+    return jnp.moveaxis(x.reshape(sum(shape, ())), axis, 0)
+
+
+def _joined(x: jax.Array, axis: int) -> jax.Array:
+    """The inverse of ``_cut``."""
+    x = jnp.moveaxis(x, 0, axis)
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
 
 def _summand(x: jax.Array, reduced: str = "") -> jax.Array:

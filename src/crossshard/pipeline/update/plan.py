@@ -119,7 +119,7 @@ def plan_update(
     other_axes: Sequence[PartitionSpec] = (),
     in_parts: bool = False,
     sums_in_loops: bool = False,
-    same_bits: bool = False,
+    virtual_shards: int | None = None,
 ) -> UpdatePlan:
     """Plan the update of these parameters on ``number`` shards.
 
@@ -135,7 +135,8 @@ def plan_update(
         is split over these.
       in_parts: whether the parameters are to rest in parts.
       sums_in_loops: whether gradients of stacked layers are to be summed layer by layer.
-      same_bits: whether the bits of the update must not depend on the number of shards.
+      virtual_shards: if the bits of the update must not depend on the number of shards, a multiple
+        of it.
 
     Raises:
       ArgumentError: the optimizer's state changes its structure, or the optimizer needs arguments
@@ -161,9 +162,9 @@ def plan_update(
 
     planned = functools.partial(UpdatePlan, structure=structure, unread=unread.gradients)
     deal_over = functools.partial(
-        deal, as_updates(inner), params, state, [_LOSS], same_bits=same_bits
+        deal, as_updates(inner), params, state, [_LOSS], virtual=virtual_shards
     )
-    apart = None
+    apart, same_bits = None, virtual_shards is not None
     if same_bits and not _is_elementwise(update, params, state, whole_params, whole_state):
         with contextlib.suppress(NotLeafwise):
             apart = deal_over(whole_params, 1, tile, in_parts=False, sums_in_loops=False)
