@@ -33,10 +33,11 @@ def muon(rate: float = 0.01) -> optax.GradientTransformation:
 def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> Iterator[Result]:
     """A result for every optimizer, with every number of shards."""
     del versions  # of peers
-    return compared("dealt", options, screen, _problems(options.quick), make_candidates, _facts)
+    return compared("dealt", options, screen, problems(options.quick), make_candidates, _facts)
 
 
-def _problems(quick: bool) -> list[NamedProblem]:
+def problems(quick: bool) -> list[NamedProblem]:
+    """Matrices, with each of the optimizers."""
     small: dict[str, Any] = {"layers": 8, "width": 64} if quick else {}
     cases = {
         "Muon, 24 matrices": muon(),

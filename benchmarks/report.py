@@ -65,8 +65,8 @@ _HEADS: dict[Bench, tuple[str, str]] = {
     ),
     "same_bits": (
         "The same bits at any number of shards",
-        "The whole step with AdamW in float32, in eight virtual shards that are added in a fixed "
-        "order, or plain.",
+        "The whole step in float32, with AdamW where no optimizer is named, in eight virtual "
+        "shards that are added in a fixed order, or plain.",
     ),
     "ema": (
         "A moving average of the parameters",
@@ -156,8 +156,9 @@ array.""",
     "same_bits": f"""\
 {_IN_TURN}
 
-{_PROBLEMS} With virtual shards each shard computes eight divided by the number of shards, one \
-after the other. *In microbatches* the plain step computes as many pieces, of as many rows.
+{_PROBLEMS} Muon and the clip update 24 matrices of 352 × 352, the layers of an MLP. With virtual \
+shards each shard computes eight divided by the number of shards, one after the other. *In \
+microbatches* the plain step computes as many pieces, of as many rows.
 
 *MB sent* is what one shard sends in a step, read by `crossshard.inspect` from its compiled \
 program; the lower bound is 2(N−1)/N of the bytes of the parameters. *Ours ÷ this* is that of \

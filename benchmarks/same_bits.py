@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks import dealt
 from benchmarks.jax_baselines import JaxCandidate, ours
 from benchmarks.options import BenchOptions
 from benchmarks.problem import Problem
@@ -13,12 +14,16 @@ from benchmarks.step import compared, problems
 VIRTUAL = 8
 
 _SIZES = (1_000_000,)
+_NOT_ELEMENTWISE = ("Muon, 24 matrices", "AdamW behind a clip by the global norm")
 
 
 def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> Iterator[Result]:
-    """A result for the transformer and for an MLP, with every number of shards."""
+    """A result for every problem, with every number of shards."""
     del versions  # of peers
-    sizes = problems(options.quick, _SIZES)
+    sizes = [*problems(options.quick, _SIZES)]
+    # Whole matrices on one shard each, and a norm that all read.
+    of_matrices = dict(dealt.problems(options.quick))
+    sizes += [(name, of_matrices[name]) for name in _NOT_ELEMENTWISE]
     # Rows for every virtual shard.
     return compared("same_bits", options, screen, sizes, make_candidates, _sent, parts=VIRTUAL)
 

@@ -128,6 +128,31 @@ def test_an_update_that_is_dealt_out_has_the_bits_of_one_shard(name: str):
     near(found[0][0], on_one_device(loss_fn, optimizer))
 
 
+def test_many_leaves_may_all_be_dealt_out_whole():
+    def loss(params: Any, batch: Any) -> Any:
+        x = batch["x"][:, :32]
+        for each in params:
+            x = jnp.tanh(x @ each)
+        return (x**2).mean()
+
+    rng, found = np.random.default_rng(0), []
+    params = list(rng.normal(size=(24, 32, 32)).astype(np.float32) / 6)
+    for shards in (1, 8):
+        step = crossshard.make_train_step(
+            loss,
+            optax.contrib.muon(0.01),
+            num_shards=shards,
+            virtual_shards=8,
+            weight_update="sharded",
+        )
+        state = step.init(params)
+        for seed in range(3):
+            state, _ = step(state, batch_of(seed))
+        found.append(jax.device_get(state.params))
+    assert "updated whole on one shard each" in step.describe()
+    assert sha(found[0]) == sha(found[1])
+
+
 def test_norms_are_added_piece_by_piece_and_only_what_cannot_be_cut_is_whole():
     step = crossshard.make_train_step(
         loss_fn, LEAF_BY_LEAF["clip, sgd"], num_shards=4, virtual_shards=8, weight_update="sharded"

@@ -113,6 +113,8 @@ def sum_in_order(
         packed = [_by_shard(x, each, shards.number) for x, each in bucket]
         columns = packed[0] if len(packed) == 1 else jnp.concatenate(packed, axis=2)
         nodes, _, width = columns.shape
+        if not width:
+            return [jnp.zeros(x.shape[1:], x.dtype) for x, _ in bucket]
         if not split:
             padding = -width % shards.number
             columns = jnp.pad(columns[:, 0], ((0, 0), (0, padding)))

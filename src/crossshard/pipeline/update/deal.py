@@ -49,11 +49,12 @@ def deal(
     partitions, cut = [_within_layers(each) for each in partitions], dict[int, Partition]()
     if virtual is not None:
         for i, each in enumerate(partitions):
-            piece = partition_along_axis(each.shape, virtual, tile)
+            # For any tile, which may depend on the number of shards.
+            piece = partition_along_axis(each.shape, virtual)
             if piece.number > 1:
                 cut[i] = piece
                 if each.number > 1:
-                    partitions[i] = dataclasses.replace(piece, number=number)
+                    partitions[i] = dataclasses.replace(piece, number=number, tile=tile)
     split = {i: each for i, each in enumerate(partitions) if each.number > 1}
     layers = {i: each.shape[0] for i, each in split.items() if _may_be_layers(each, number)}
     stay: dict[int, str] = {}
