@@ -15,6 +15,7 @@ from typing import Any
 # Draws to a file only, whatever backend the user has set.
 os.environ["MPLBACKEND"] = "agg"
 
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 import crossshard
@@ -163,6 +164,8 @@ def draw(found: list[Line]) -> None:
     figure = Figure(figsize=(8, 4.2), dpi=160)
     figure.set_layout_engine("constrained")
     axes = figure.subplots()
+    # Ten are too few.
+    axes.set_prop_cycle(color=[*colormaps["tab10"](range(10)), *colormaps["Dark2"](range(8))])
     for line in found:
         styles = {"no error": "--", "streaming": "-.", "Muon": ":"}
         style = next((style for word, style in styles.items() if word in line.way), "-")

@@ -245,12 +245,19 @@ def test_bytes_are_those_of_an_all_reduce_times_the_odd_part(shards: int, virtua
 
 
 @pytest.mark.deep
-def test_tpus_exchange_slices_and_sum_nothing_large():
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        (optax.adam(0.1), {"weight_update": "replicated"}),
+        (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), {"params": "sharded"}),
+        (optax.lamb(0.1), {"weight_update": "sharded"}),
+    ],
+    ids=["adam", "clip", "lamb"],
+)
+def test_tpus_exchange_slices_and_sum_nothing_large(optimizer: Any, options: dict[str, Any]):
     pytest.importorskip("libtpu")
     mesh = topology("v5e:2x4").mesh({"shards": 8})
-    step = crossshard.make_train_step(
-        loss_fn, optax.adam(0.1), mesh=mesh, virtual_shards=16, weight_update="replicated"
-    )
+    step = crossshard.make_train_step(loss_fn, optimizer, mesh=mesh, virtual_shards=16, **options)
     params = {
         "a": jax.ShapeDtypeStruct((64, 4096), "float32"),
         "b": jax.ShapeDtypeStruct((4096,), "float32"),

@@ -203,8 +203,8 @@ def numbers(virtual: int) -> list[int]:
 
 def one_for_each(folder: Path, virtual: int, ways: Sequence[dict[str, Any]], name: str) -> None:
     """All ways have the bits of one shard."""
-    several = {8: (2, 4, 8), 12: (3, 4)}[virtual]
-    calls = [("trained", [1, virtual, name], ways[0])]
+    one, *several = numbers(virtual)
+    calls = [("trained", [one, virtual, name], ways[0])]
     calls += [("trained", [n, virtual, name], way) for way, n in itertools.product(ways, several)]
     found = bits(folder, calls)
     assert len(set(found)) == 1, [

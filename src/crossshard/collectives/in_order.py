@@ -113,7 +113,7 @@ def sum_in_order(
         packed = [_by_shard(x, each, shards.number) for x, each in bucket]
         columns = packed[0] if len(packed) == 1 else jnp.concatenate(packed, axis=2)
         nodes, _, width = columns.shape
-        if not width:
+        if not width:  # all are empty, as those are whose rows travel in another
             return [jnp.zeros(x.shape[1:], x.dtype) for x, _ in bucket]
         if not split:
             padding = -width % shards.number

@@ -4,9 +4,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from crossshard import _jax
 
@@ -29,25 +27,6 @@ def computed_once(function: Callable[..., Any], *args: Any) -> Any:
     jaxpr, out = jax.make_jaxpr(function, return_shape=True)(*args)
     found = _jax.as_function(without_repeats(_jax.without_unread(jaxpr)))(*jax.tree.leaves(args))
     return jax.tree.unflatten(jax.tree.structure(out), found)
-
-
-def alone(function: Callable[..., list[Any]], args: Sequence[Any], never: Any) -> list[Any]:
-    """What a function returns, from a loop of one turn, so that XLA compiles it by itself.
-
-    Args:
-      function: returns arrays.
-      args: its arguments.
-      never: bool[], not set, which XLA does not know.
-    """
-    none = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(function, *args)]
-
-    def turn(before: tuple[Any, Any]) -> tuple[Any, Any]:
-        # Or XLA would compute before the loop what is the same in all turns.
-        _, own = lax.optimization_barrier((before[0], list(args)))
-        return jnp.bool_(True), computed_once(function, *own)
-
-    found: tuple[Any, list[Any]] = lax.while_loop(lambda carry: ~carry[0], turn, (never, none))
-    return found[1]
 
 
 class _Merged:

@@ -20,8 +20,8 @@ from crossshard.pipeline.update.arrays import (
     Arrays,
     DealtParts,
     GlobalArrays,
-    LeafByLeaf,
     LocalParts,
+    WholeLeaves,
 )
 from crossshard.pipeline.update.plan import UpdatePlan, UpdateStrategy
 from crossshard.shards.axes import Shards
@@ -373,7 +373,7 @@ def _unless_skipped(
 def _arrays(layout: StateLayout, shards: Shards) -> Arrays:
     plan = layout.plan
     if plan.strategy is UpdateStrategy.WHOLE and not shards.other_axes:
-        return Arrays() if plan.alone is None else LeafByLeaf(plan.alone, shards)
+        return Arrays() if plan.alone is None else WholeLeaves(plan.alone, shards)
     if plan.dealt is not None:
         arranged = plan.dealt.arranged
         return DealtParts(arranged, shards, at_rest=plan.in_parts, dealt=plan.dealt)

@@ -98,12 +98,11 @@ class Arrays:
             return found
 
 
-@dataclasses.dataclass(frozen=True)
-class LeafByLeaf(Arrays):
-    """Whole arrays, of which every shard updates all, leaf by leaf.
+class _LeafByLeaf(Arrays):
+    """Arrays that are updated leaf by leaf.
 
     Attributes:
-      dealt: the leaves, of which none is cut, and none has an owner.
+      dealt: the leaves, and who owns which.
       shards: the shards.
     """
 
@@ -122,7 +121,21 @@ class LeafByLeaf(Arrays):
     ) -> tuple[Any, Any]:
         """The optimizer's updates, leaf by leaf, and its next state."""
         del optimizer
-        return _leaf_by_leaf(self.dealt, self.shards, gradients, state, params, extra_args, never)
+        (reduced, tree), (arrays, structure) = map(jax.tree.flatten, (gradients, state))
+        loss = extra_args.get("value", jnp.float32(0))
+        own = jax.tree.leaves(params)
+        updates, after = update_leaf_by_leaf(
+            self.dealt, self.shards, reduced, arrays, own, [loss], never
+        )
+        return tree.unflatten(updates), structure.unflatten(after)
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeLeaves(_LeafByLeaf):
+    """Whole arrays, of which every shard updates all: no leaf is cut, and none has an owner."""
+
+    dealt: Dealt
+    shards: Shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,8 +186,8 @@ class LocalParts(Arrays):
         return structure.unflatten(whole)
 
 
-@dataclasses.dataclass(frozen=True)
-class DealtParts(LocalParts):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DealtParts(_LeafByLeaf, LocalParts):
     """Each shard updates its slices of some arrays, and all of others, which it owns.
 
     Attributes:
@@ -182,22 +195,17 @@ class DealtParts(LocalParts):
       dealt: who owns what.
     """
 
-    dealt: Dealt | None = None
-
-    @property
-    def _dealt(self) -> Dealt:
-        assert self.dealt is not None
-        return self.dealt
+    dealt: Dealt
 
     def arranged(self, gradients: Any) -> Any:
         """The gradients, with those that travel to their owners in rows."""
         leaves, tree = jax.tree.flatten(gradients)
-        return tree.unflatten(rows.pack(self._dealt.rows, leaves))
+        return tree.unflatten(rows.pack(self.dealt.rows, leaves))
 
     def disarranged(self, gradients: Any) -> Any:
         """The gradients in their own shapes."""
         leaves, tree = jax.tree.flatten(gradients)
-        return tree.unflatten(rows.unpack(self._dealt.rows, leaves))
+        return tree.unflatten(rows.unpack(self.dealt.rows, leaves))
 
     def split(self, tree: Any) -> Any:
         """This shard's slices, and its rows."""
@@ -205,44 +213,14 @@ class DealtParts(LocalParts):
             return tree
         leaves, structure = jax.tree.flatten(tree)
         index = slice_index(self.shards)
-        pairs = zip(self._dealt.params, leaves, strict=True)
+        pairs = zip(self.dealt.params, leaves, strict=True)
         slices = [partition.local_slice(x, index) for partition, x in pairs]
-        return structure.unflatten(rows.pack_own(self._dealt.rows, slices, index))
+        return structure.unflatten(rows.pack_own(self.dealt.rows, slices, index))
 
     def gather(self, tree: Any) -> Any:
         """Full arrays from the slices and rows of all shards, unless they rest so."""
         leaves, structure = jax.tree.flatten(super().gather(tree))
-        return structure.unflatten(rows.unpack(self._dealt.rows, leaves))
-
-    def run(
-        self,
-        optimizer: optax.GradientTransformationExtraArgs,
-        gradients: Any,
-        state: Any,
-        params: Any,
-        extra_args: Mapping[str, Any],
-        *,
-        never: Any = None,
-    ) -> tuple[Any, Any]:
-        """The optimizer's updates, leaf by leaf, and its next state."""
-        del optimizer
-        return _leaf_by_leaf(self._dealt, self.shards, gradients, state, params, extra_args, never)
-
-
-def _leaf_by_leaf(
-    dealt: Dealt,
-    shards: Shards,
-    gradients: Any,
-    state: Any,
-    params: Any,
-    extra_args: Mapping[str, Any],
-    never: Any,
-) -> tuple[Any, Any]:
-    (reduced, tree), (arrays, structure) = map(jax.tree.flatten, (gradients, state))
-    loss = extra_args.get("value", jnp.float32(0))
-    own = jax.tree.leaves(params)
-    updates, after = update_leaf_by_leaf(dealt, shards, reduced, arrays, own, [loss], never)
-    return tree.unflatten(updates), structure.unflatten(after)
+        return structure.unflatten(rows.unpack(self.dealt.rows, leaves))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -164,11 +164,11 @@ def plan_update(
     deal_over = functools.partial(
         deal, as_updates(inner), params, state, [_LOSS], virtual=virtual_shards
     )
-    apart, same_bits = None, virtual_shards is not None
+    alone, same_bits = None, virtual_shards is not None
     if same_bits and not _is_elementwise(update, params, state, whole_params, whole_state):
         with contextlib.suppress(NotLeafwise):
-            apart = deal_over(whole_params, 1, tile, in_parts=False, sums_in_loops=False)
-    whole = lambda why: planned(UpdateStrategy.WHOLE, why, whole_params, whole_state, alone=apart)
+            alone = deal_over(whole_params, 1, tile, in_parts=False, sums_in_loops=False)
+    whole = lambda why: planned(UpdateStrategy.WHOLE, why, whole_params, whole_state, alone=alone)
     if wanted is WeightUpdate.REPLICATED:
         return whole("as requested")
     if number == 1:
@@ -200,7 +200,7 @@ def plan_update(
     )
     split = functools.partial(planned, in_parts=in_parts)
     obstacle = why_not_in_parts(update, params, state, partitions, of_state)
-    if obstacle is None and apart is None:
+    if obstacle is None and alone is None:
         why = "the update is elementwise"
         return split(UpdateStrategy.PARTS, why, partitions, of_state)
     if only_parts and wanted is WeightUpdate.SHARDED:
@@ -210,7 +210,7 @@ def plan_update(
             f"Pass weight_update='replicated', or use make_train_step without groups."
         )
     # What is compiled as one program on one shard is so on all others.
-    may_be_dealt = apart is not None or not same_bits
+    may_be_dealt = alone is not None or not same_bits
     if may_be_dealt and not (only_parts or any(other_axes)):
         # A gradient that nothing reads is not sent, to no owner either.
         partitions = tuple(
