@@ -61,11 +61,13 @@ class OverRowsRecord:
       latest: what its trace showed last; ``None`` if it has not been traced.
       known: what its traces showed, by the types of all that it took.
       by_numbers: the doubts that numbers have removed.
+      returns_mean: whether the loss returns a ``Mean``; ``None`` if it has not been traced.
     """
 
     latest: Finding | None = None
     known: dict[Any, Finding] = dataclasses.field(default_factory=dict)
     by_numbers: set[Doubt] = dataclasses.field(default_factory=set)
+    returns_mean: bool | None = None
 
     def __str__(self) -> str:
         if self.latest is None:

@@ -6,14 +6,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from crossshard.gradients.local import split_loss
+from crossshard.gradients.mean import Mean, counts_of, sums_of
 from crossshard.gradients.scalars import is_inexact
 from crossshard.jaxprs.mean_over_rows import over_rows
 from crossshard.model import model_state as model_states
 from crossshard.model.model_state import ModelState
 from crossshard.model.models import after_loss, check_not_written, combine
 from crossshard.model.state import TrainState
+from crossshard.pipeline.means import to_sum
 from crossshard.pipeline.stage import Gradients
 from crossshard.pipeline.stages.accumulate import Sums, zeros
 from crossshard.shards.batch_axes import FIRST, BatchAxes, join
@@ -22,6 +25,7 @@ from crossshard.shards.random_streams import is_key, keys_of_rows, quiet_keys
 from crossshard.step import aux_reduction
 from crossshard.step.at_use import AtUse
 from crossshard.step.aux_reduction import AuxReduction
+from crossshard.step.counting import Counting, check_takes_mean, counts_of_pieces, pruned
 from crossshard.step.loss_over import LossOver
 from crossshard.step.microbatches import Compute, LocalResult, over_microbatches, pieces_of
 from crossshard.step.over_rows import OverRowsRecord, check_over_rows
@@ -36,7 +40,7 @@ class Returned(NamedTuple):
     """What a loss returned, and what it left behind.
 
     Attributes:
-      loss: the loss.
+      loss: the loss, a number or a ``Mean``.
       aux: what it returned besides.
       written: the parameters after it.
       model_state: the model state after it.
@@ -112,7 +116,7 @@ class ShardLoss:
         return self.parts(shards) // shards * self.accumulate_steps
 
     def local_gradient(
-        self, state: TrainState, batch: Any, at_use: AtUse, scale: Any
+        self, state: TrainState, batch: Any, at_use: AtUse, scale: Any, weight: Any = None
     ) -> LocalResult:
         """One shard's loss and gradients, or the sums over its virtual shards.
 
@@ -121,34 +125,89 @@ class ShardLoss:
           batch: its rows of the batch.
           at_use: how it gets its parameters.
           scale: float[], the loss scale; ``None`` without one.
+          weight: float[], 0 if this shard is left out of a ``Mean``, else 1; ``None`` if none is.
         """
         shard = at_use.shards.index()
+        pieces = self.pieces(at_use.shards.number)
+        counting = Counting(at_use.shards, at_use.groups, pieces, weight)
+        in_pieces = pieces > 1 or self.virtual_shards is not None
+        if in_pieces and self.record.returns_mean is not False:
+            counting = counting.with_counts(self._counts(state, batch, at_use, counting))
         if self.virtual_shards is None:
-            return self._of_shard(state, batch, at_use, scale, shard)
+            return self._of_shard(state, batch, at_use, scale, shard, counting)
         count = self.virtual_shards // at_use.shards.number
         rows, whole = self.split(batch)
         check_rows_divide(self.number_of_rows(batch), count, self.accumulate_steps)
 
         def compute(index: Any, rows: Any, given: Any) -> tuple[LocalResult, dict[str, Any]]:
-            params, frozen, model_state, whole = given
+            params, frozen, model_state, whole, counts = given
             here = dataclasses.replace(state, params=params, frozen=frozen, model_state=model_state)
-            index = shard * count + index
-            local = self._of_shard(here, join(rows, whole), at_use, scale, index)
+            index, own = shard * count + index, counting.with_counts(counts)
+            local = self._of_shard(here, join(rows, whole), at_use, scale, index, own)
             return local, self.sums(local)
 
-        given = state.params, state.frozen, state.model_state, whole
+        given = state.params, state.frozen, state.model_state, whole, counting.counts
         pieces = pieces_of(rows, self.batch_axes, count)
         return over_virtual_shards(count, compute, pieces, given, state, at_use)
 
+    def _counts(
+        self, state: TrainState, batch: Any, at_use: AtUse, counting: Counting
+    ) -> tuple[Any, ...] | None:
+        """What all pieces of the batch count, if the loss returns a ``Mean``; else ``None``."""
+        shard, (rows, whole) = at_use.shards.index(), self.split(batch)
+        number = self.accumulate_steps
+
+        def of_piece(rows: Any, model_state: Any, shard: Any, index: Any) -> tuple[Any, Any]:
+            here, batch = dataclasses.replace(state, model_state=model_state), join(rows, whole)
+            keys = self._keys(here, batch, shard, index)
+
+            def of_both(both: tuple[Any, Any]) -> tuple[Any, Any]:
+                out = self._run(here, both, batch, keys)
+                self.record.returns_mean = isinstance(out.loss, Mean)
+                counts = counts_of(out.loss) if isinstance(out.loss, Mean) else ()
+                return counts, out.model_state
+
+            of_params = lambda params: at_use.with_frozen(
+                lambda frozen: of_both((params, frozen)), state.frozen
+            )
+            found: tuple[Any, Any] = at_use.call(of_params, state.params)
+            return found
+
+        def of_shard(rows: Any, shard: Any) -> Any:
+            pieces = pieces_of(rows, self.batch_axes, number, interleaved=self.is_over_batch)
+            count = lambda rows, model_state, index: of_piece(rows, model_state, shard, index)
+            return counts_of_pieces(count, number, pieces, state.model_state)
+
+        def of_virtual(rows: Any) -> Any:
+            of_one = lambda given: of_shard(given[1], shard * count + given[0])
+            return lax.map(of_one, (jnp.arange(count), pieces_of(rows, self.batch_axes, count)))
+
+        with shard_context(at_use.shards.number, axis_name=at_use.shards.axes):
+            if self.record.returns_mean is None:
+                of_one = jax.tree.map(lambda x: x[0], pieces_of(rows, self.batch_axes, 1))
+                jax.eval_shape(of_piece, of_one, state.model_state, shard, jnp.int32(0))
+            if not self.record.returns_mean:
+                return None
+            if self.virtual_shards is None:
+                return counting.over_shards(pruned(of_shard, rows, shard))
+            count = self.virtual_shards // at_use.shards.number
+            return counting.in_order(pruned(of_virtual, rows))
+
     def _of_shard(
-        self, state: TrainState, batch: Any, at_use: AtUse, scale: Any, shard: Any
+        self,
+        state: TrainState,
+        batch: Any,
+        at_use: AtUse,
+        scale: Any,
+        shard: Any,
+        counting: Counting,
     ) -> LocalResult:
         """The loss and gradients of the shard, or the virtual one, with this index."""
         number, (rows, whole) = self.accumulate_steps, self.split(batch)
 
         def compute(rows: Any, model_state: Any, index: Any, at_use: AtUse) -> LocalResult:
             here = dataclasses.replace(state, model_state=model_state)
-            return self._of_rows(here, join(rows, whole), at_use, scale, shard, index)
+            return self._of_rows(here, join(rows, whole), at_use, scale, shard, index, counting)
 
         if number == 1:
             return compute(rows, state.model_state, 0, at_use)
@@ -194,6 +253,7 @@ class ShardLoss:
         scale: Any,
         shard: Any,
         index: Any,
+        counting: Counting,
     ) -> LocalResult:
         """The loss and gradients of some rows, those of this microbatch of a shard."""
         shards, keys = at_use.shards, self._keys(state, batch, shard, index)
@@ -211,7 +271,12 @@ class ShardLoss:
             out = run(both)
             aux_reduction.check_aux(out.aux)
             check_not_written(out.written, both, lambda both: run(both).written)
-            return out.loss, (out.model_state, out.aux)
+            self.record.returns_mean = isinstance(out.loss, Mean)
+            if not isinstance(out.loss, Mean):
+                return out.loss, (out.model_state, out.aux, None)
+            check_takes_mean(weight=self.weight, is_summed=self.is_summed)
+            terms = sums_of(out.loss)
+            return counting.part(out.loss), (out.model_state, out.aux, terms)
 
         weight = None if self.weight is None else weight_of(self.weight, batch)
         with shard_context(shards.number, axis_name=shards.axes):
@@ -226,12 +291,13 @@ class ShardLoss:
                 self._check_equal(state, types, batch, run, keys)
             with jax.named_scope("loss"):
                 found = at_use.value_and_grad(loss_of, state.params, weight, scale)
-        loss, (after, aux) = found.out
+        loss, (after, aux, terms) = found.out
         if weight is not None:
             after = model_states.unless_weightless(
                 self.model_state, weight, after, state.model_state
             )
-        return LocalResult(jnp.asarray(loss), found.gradients, weight, after, aux, found.early)
+        loss = jnp.asarray(loss)
+        return LocalResult(loss, found.gradients, weight, after, aux, terms, found.early)
 
     def _keys(self, state: TrainState, batch: Any, shard: Any, index: Any) -> Keys:
         """The key of some rows, or their keys; none if the loss takes none."""
@@ -327,7 +393,7 @@ class ShardLoss:
         weight = None if self.weight is None else weight_of(self.weight, batch)
         with shard_context(at_use.shards.number, axis_name=at_use.shards.axes):
             found = at_use.value_and_grad(loss_of, state.params, weight, None)
-        return LocalResult(found.out[0], found.gradients, weight, None, None, found.early)
+        return LocalResult(found.out[0], found.gradients, weight, None, None, None, found.early)
 
     def _check_equal(
         self,
@@ -362,7 +428,10 @@ class ShardLoss:
         if local.sums is not None:
             return local.sums
         of_state = model_states.to_reduce(self.model_state, local.model_state, local.weight)
-        return of_state | aux_reduction.to_reduce(self.aux_reduction, local.aux, local.weight)
+        of_aux = aux_reduction.to_reduce(self.aux_reduction, local.aux, local.weight)
+        counted = lambda x: to_sum(x, local.weight)
+        terms = {} if local.terms is None else {"terms": jax.tree.map(counted, local.terms)}
+        return of_state | of_aux | terms
 
     def settled_state(self, local: LocalResult, gradients: Gradients, number: int) -> Any:
         """The model state for the next step, given the reduced gradients of ``number`` shards."""
