@@ -43,6 +43,7 @@ from crossshard.jaxprs.row_gathers import gathered, of_index, own_number, scatte
 from crossshard.jaxprs.row_moves import batches_of, of_rows
 from crossshard.jaxprs.row_slopes import cotangent, is_slope, tangent
 from crossshard.jaxprs.row_sums import ADDS_UNLIKE, added, of_sums
+from crossshard.jaxprs.same_program import is_same_program, scales
 from crossshard.jaxprs.walk import Analysis, Equations, Mismatch, follow
 from crossshard.shards.batch_axes import resized
 
@@ -81,17 +82,9 @@ def over_rows(
     own: Any = (),
     axes: Sequence[int] | None = None,
     times: int = 2,
+    first: Any = None,
 ) -> Finding:
-    """What ``loss(batch, *others, own)`` is in the rows of the batch.
-
-    Args:
-      loss: returns a scalar.
-      batch: a pytree of arrays or types, each with rows.
-      *others: what has no rows.
-      own: what has none either, and differs from shard to shard, such as PRNG keys.
-      axes: for each array of the batch the axis of its rows; axis 0 of all if ``None``.
-      times: how many times as many rows the second trace has, a power of 2, by which a float is
-        multiplied exactly.
+    """What ``loss(batch, *others, own)`` is in the rows of the batch; see ``facts_of``.
 
     >>> import jax.numpy as jnp
     >>> over_rows(lambda x, w, own: ((x @ w) ** 2).mean(), jnp.ones((4, 3)), jnp.ones(3)).kind
@@ -99,49 +92,122 @@ def over_rows(
     >>> over_rows(lambda x, w, own: (x @ w).std(), jnp.ones((4, 3)), jnp.ones(3)).kind
     <OverRows.COMPARED: 'a comparison of rows'>
     """
+    (fact,) = facts_of(loss, batch, *others, own=own, axes=axes, times=times, first=first)
+    return found(fact)
+
+
+def facts_of(
+    function: Callable[..., Any],
+    batch: Any,
+    *others: Any,
+    own: Any = (),
+    axes: Sequence[int] | None = None,
+    times: int = 2,
+    first: Any = None,
+) -> tuple[Fact, ...]:
+    """What each output of ``function(batch, *others, own)`` is in the rows of the batch.
+
+    The two traces have the numbers of rows that it is proven for: those of the batch, and
+    ``times`` as many. So what it asks Python for the number of rows is answered as in the step.
+
+    Args:
+      function: returns a pytree; its leaves are the outputs.
+      batch: a pytree of arrays or types, each with rows: those of one piece.
+      *others: what has no rows.
+      own: what has none either, and differs from piece to piece, such as PRNG keys.
+      axes: for each array of the batch the axis of its rows; axis 0 of all if ``None``.
+      times: of how many pieces the whole is, at least 2.
+      first: the jaxpr of the function with the batch as it is, if there is one already.
+    """
     leaves, tree = jax.tree.flatten(batch)
     axes = [0] * len(leaves) if axes is None else axes
     rows = leaves[0].shape[axes[0]]
-    # With few rows, what is no power of their number may look like one; not so if they grow much.
-    rows *= -(-(2 if times >= 8 else 4) // max(1, rows))
-    traces = []
-    for number in (rows, times * rows):
+
+    def traced(number: int) -> Any:
         of_number = tree.unflatten(
             [
                 jax.ShapeDtypeStruct(resized(x.shape, axis, number), x.dtype)
                 for x, axis in zip(leaves, axes, strict=True)
             ]
         )
-        try:
-            traces.append(jax.make_jaxpr(loss)(of_number, *others, own))
-        except Exception as error:  # a loss may raise anything on other shapes
-            if not traces:
-                raise
-            return Finding(OverRows.UNDECIDED, _FAILS, _jax.source_of_error(error))
+        return jax.make_jaxpr(function)(of_number, *others, own)
+
+    first = traced(rows) if first is None else first
     inputs: list[Fact] = [Rows(axis, entry=place) for place, axis in enumerate(axes)]
     inputs += [Free()] * len(jax.tree.leaves(others))
     inputs += [Free(own=True)] * len(jax.tree.leaves(own))
-    return found_in(traces, inputs, rows, times)
-
-
-def found_in(traces: Sequence[Any], inputs: Sequence[Fact], rows: int, times: int = 2) -> Finding:
-    """What a loss is, of its jaxprs with some rows and with ``times`` as many."""
     try:
-        (fact,) = follow(_OverRows(rows, times), traces, inputs)
+        whole = traced(times * rows)
+    except Exception as error:  # a function may raise anything on other shapes
+        fails = Obstacle(OverRows.UNDECIDED, _FAILS, source=_jax.source_of_error(error))
+        return (fails,) * len(first.out_avals)
+    facts = _followed((first, whole), inputs, rows, times)
+    if rows >= _MANY or not any(isinstance(fact, Obstacle) for fact in facts):
+        return facts
+    # With one row JAX leaves out what would repeat it: a program of more rows is looked at, and
+    # whether that of one is the same.
+    try:
+        larger = traced(2 * times * rows)
+    except Exception:  # a function may raise anything on other shapes
+        return facts
+    general = _followed((whole, larger), inputs, times * rows, 2)
+    if all(isinstance(fact, Obstacle) for fact in general):
+        return facts
+    same = is_same_program((first, whole, larger), (rows, times * rows, 2 * times * rows))
+    few = Obstacle(OverRows.UNDECIDED, _OF_FEW)
+
+    def better(fact: Fact, of_more: Fact) -> Fact:
+        if not isinstance(fact, Obstacle) or isinstance(of_more, Obstacle):
+            return fact
+        return of_more if same else few if fact.kind is OverRows.UNDECIDED else fact
+
+    return tuple(map(better, facts, general))
+
+
+def _followed(
+    traces: Sequence[Any], inputs: Sequence[Fact], rows: int, times: int
+) -> tuple[Fact, ...]:
+    """The facts of the outputs of jaxprs with some rows and with ``times`` as many."""
+    try:
+        return tuple(follow(_OverRows(rows, times), traces, inputs))
     except Mismatch as mismatch:
-        return _found(Obstacle(OverRows.UNDECIDED, _DIFFERS, mismatch.equation))
-    return _found(fact)
+        differs = Obstacle(OverRows.UNDECIDED, _DIFFERS, mismatch.equation)
+        return (differs,) * len(traces[0].out_avals)
 
 
+# From so many rows on, none of JAX's functions leaves out anything for their number.
+_MANY = 4
 _FAILS = "it cannot be traced with more rows"
 _COUNTS = "it computes with the number of rows"
 _DIFFERS = "it computes something different with more rows"
+_OF_FEW = "it computes something different with this number of rows"
 
 
-def _found(fact: Fact) -> Finding:
+def is_mean(fact: Fact) -> bool:
+    """Whether the mean of the pieces' values is that of the whole."""
+    return isinstance(fact, Free | Total | Never) and found(fact).kind is OverRows.MEAN
+
+
+def is_sum(fact: Fact) -> bool:
+    """Whether the sum of the pieces' values is that of the whole."""
     match fact:
-        case Obstacle(kind, reason, equation):
-            return Finding(kind, reason, "" if equation is None else _jax.sources_of(equation))
+        case Total(power=1, moved=False) | Free(power=1):
+            return True
+    return False
+
+
+def is_free(fact: Fact) -> bool:
+    """Whether a value is the same for each piece and for the whole."""
+    return isinstance(fact, Never) or (isinstance(fact, Free) and not (fact.power or fact.own))
+
+
+def found(fact: Fact) -> Finding:
+    """What a loss is, of which this is known."""
+    match fact:
+        case Obstacle(kind, reason, equation, source):
+            return Finding(
+                kind, reason, source or _jax.sources_of(equation) if equation else source
+            )
         case Ratio(entry, equation):
             return Finding(OverRows.RATIO, "", _jax.sources_of(equation), entry)
         case Free(power=0) | Total(power=0, moved=False) | Never():
@@ -167,7 +233,7 @@ class _OverRows(Analysis[Fact]):
 
     Args:
       rows: the number of rows of the first.
-      times: how many times as many the second has, a power of 2.
+      times: how many times as many the second has.
       derives: whether to look at the derivatives of functions that have their own.
     """
 
@@ -196,10 +262,7 @@ class _OverRows(Analysis[Fact]):
                 return Free(number=_number(one))
             if one.ndim == 1 and one.size < 9 and one.dtype.kind in "iu":
                 return Shape(tuple(one.tolist()), tuple(other.tolist()))
-            # Multiplied by a power of 2 a float is exact.
-            powers = (
-                p for p in (1, -1, 2, -2) if np.array_equal(other, one * float(self._times) ** p)
-            )
+            powers = (p for p in (1, -1, 2, -2) if scales(one, other, self._times, p))
             power = next(powers, None)
             if power is not None:
                 return Free(power, number=_number(one))

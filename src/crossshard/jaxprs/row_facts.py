@@ -155,11 +155,12 @@ class Some:
 
 @dataclass(frozen=True)
 class Obstacle:
-    """A value that is none of these, because of an equation."""
+    """A value that is none of these, because of an equation, or of what a source line does."""
 
     kind: OverRows
     reason: str
     equation: Any = None
+    source: str = ""
 
 
 Fact = (

@@ -139,13 +139,14 @@ def _reshaped(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
     (rows,) = inputs
     assert isinstance(rows, Rows)
     before, after = (x.aval.shape for x in (pair.one.invars[0], pair.one.outvars[0]))
+    of_other = pair.other.outvars[0].aval.shape
     order = pair.one.params.get("dimensions") or range(len(before))
     before, at = [before[axis] for axis in order], order.index(rows.axis)
     outer = math.prod(before[:at]) * rows.outer
     inner = math.prod(before[at + 1 :]) * rows.inner
     for axis, size in enumerate(after):
         left, right = math.prod(after[:axis]), math.prod(after[axis + 1 :])
-        if outer % left or inner % right:
+        if outer % left or inner % right or of_other[axis] != pair.times * size:
             continue
         if outer // left * pair.rows * (inner // right) == size:
             alone = (left, size) == (math.prod(before[:at]), before[at])

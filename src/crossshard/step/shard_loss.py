@@ -353,15 +353,13 @@ class ShardLoss:
             ).loss
 
         axes = [*self.batch_axes.of_rows(rows), *[0] * len(of_rows)]
-        # The second trace has the rows of the batch, or as many more as a power of 2.
-        times = 1 << (number - 1).bit_length()
         own, given = (of_shard, of_one), (rows, of_rows)
         leaves, tree = jax.tree.flatten((given, whole, types, of_all, own))
-        key = state.skeleton, tree, times, *((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+        key = state.skeleton, tree, number, *((jnp.shape(x), jnp.result_type(x)) for x in leaves)
         # With microbatches a step traces its loss several times.
         if key not in self.record.known:
             self.record.known[key] = over_rows(
-                loss, given, whole, types, of_all, own=own, axes=axes, times=times
+                loss, given, whole, types, of_all, own=own, axes=axes, times=number
             )
         finding = self.record.latest = self.record.known[key]
         check_over_rows(
