@@ -63,12 +63,14 @@ class Finding:
       source: its source line; empty if unknown.
       entry: of a ratio, the place among the leaves of the batch of the one whose sum divides;
         ``None`` if it is none of them.
+      of: what part of a ``Mean`` it is of; empty for a number.
     """
 
     kind: OverRows
     reason: str = ""
     source: str = ""
     entry: int | None = None
+    of: str = ""
 
     def __str__(self) -> str:
         reason = f": {self.reason}" if self.reason else ""

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from crossshard.gradients.local import split_loss
-from crossshard.gradients.mean import Mean, counts_of, sums_of
+from crossshard.gradients.mean import Mean, counts_of, per_row, sums_of
 from crossshard.gradients.scalars import is_inexact
-from crossshard.jaxprs.mean_over_rows import over_rows
+from crossshard.jaxprs.mean_over_rows import facts_of
 from crossshard.model import model_state as model_states
 from crossshard.model.model_state import ModelState
 from crossshard.model.models import after_loss, check_not_written, combine
@@ -28,7 +28,7 @@ from crossshard.step.aux_reduction import AuxReduction
 from crossshard.step.counting import Counting, check_takes_mean, counts_of_pieces, pruned
 from crossshard.step.loss_over import LossOver
 from crossshard.step.microbatches import Compute, LocalResult, over_microbatches, pieces_of
-from crossshard.step.over_rows import OverRowsRecord, check_over_rows
+from crossshard.step.over_rows import OverRowsRecord, check_over_rows, finding_of
 from crossshard.step.virtual_shards import check_rows_divide, over_virtual_shards
 from crossshard.step.weight import Weight, check_weight_is_read, weight_of
 
@@ -342,15 +342,15 @@ class ShardLoss:
         equal = self.model_state is ModelState.MEAN
         of_all, of_one = (state.model_state, None) if equal else (None, state.model_state)
 
+        returned: list[Any] = []
+
         def loss(given: Any, whole: Any, both: Any, of_all: Any, own: Any) -> Any:
             (rows, of_rows), (of_shard, of_one) = given, own
-            here = of_all if equal else of_one
-            return self._run(
-                dataclasses.replace(state, model_state=here),
-                both,
-                join(rows, whole),
-                (*of_rows, *of_shard),
-            ).loss
+            here = dataclasses.replace(state, model_state=of_all if equal else of_one)
+            keys = *of_rows, *of_shard
+            found = self._run(here, both, join(rows, whole), keys).loss
+            returned.append(jax.tree.structure(found))
+            return found
 
         axes = [*self.batch_axes.of_rows(rows), *[0] * len(of_rows)]
         own, given = (of_shard, of_one), (rows, of_rows)
@@ -358,9 +358,8 @@ class ShardLoss:
         key = state.skeleton, tree, number, *((jnp.shape(x), jnp.result_type(x)) for x in leaves)
         # With microbatches a step traces its loss several times.
         if key not in self.record.known:
-            self.record.known[key] = over_rows(
-                loss, given, whole, types, of_all, own=own, axes=axes, times=number
-            )
+            facts = facts_of(loss, given, whole, types, of_all, own=own, axes=axes, times=number)
+            self.record.known[key] = finding_of(jax.tree.unflatten(returned[0], facts))
         finding = self.record.latest = self.record.known[key]
         check_over_rows(
             finding,
@@ -386,7 +385,9 @@ class ShardLoss:
 
         def loss_of(trained: Any) -> tuple[Any, None]:
             of_both = lambda frozen: self._run(here, (trained, frozen), batch, keys).loss
-            return at_use.with_frozen(of_both, state.frozen), None
+            found = at_use.with_frozen(of_both, state.frozen)
+            rows = self.number_of_rows(batch)
+            return (per_row(found, rows) if isinstance(found, Mean) else found), None
 
         weight = None if self.weight is None else weight_of(self.weight, batch)
         with shard_context(at_use.shards.number, axis_name=at_use.shards.axes):
