@@ -106,12 +106,14 @@ class OverRowsRecord:
       latest: what its trace showed last; ``None`` if it has not been traced.
       known: what its traces showed, by the types of all that it took.
       by_numbers: the doubts that numbers have removed.
+      traces: the traced losses of the step that is being traced, by the same.
       returns_mean: whether the loss returns a ``Mean``; ``None`` if it has not been traced.
     """
 
     latest: Finding | None = None
     known: dict[Any, Finding] = dataclasses.field(default_factory=dict)
     by_numbers: set[Doubt] = dataclasses.field(default_factory=set)
+    traces: dict[Any, Any] = dataclasses.field(default_factory=dict)
     returns_mean: bool | None = None
 
     def __str__(self) -> str:

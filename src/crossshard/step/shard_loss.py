@@ -1,6 +1,7 @@
 """ShardLoss: the loss and gradient of one shard's rows, in one piece or in microbatches."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from crossshard import _jax
 from crossshard.gradients.local import split_loss
 from crossshard.gradients.mean import Mean, counts_of, per_row, sums_of
 from crossshard.gradients.scalars import is_inexact
@@ -50,6 +52,24 @@ class Returned(NamedTuple):
     aux: Any
     written: Any
     model_state: Any
+
+
+class Arguments(NamedTuple):
+    """What a loss is computed from.
+
+    Attributes:
+      given: the rows of the batch, and their keys.
+      whole: the entries of the batch that have no rows.
+      both: the parameters, trained and frozen.
+      of_all: the model state, if all shards have the same.
+      own: the key of the shard, and its model state.
+    """
+
+    given: Any
+    whole: Any
+    both: Any
+    of_all: Any
+    own: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +147,7 @@ class ShardLoss:
           scale: float[], the loss scale; ``None`` without one.
           weight: float[], 0 if this shard is left out of a ``Mean``, else 1; ``None`` if none is.
         """
+        self.record.traces.clear()
         shard = at_use.shards.index()
         pieces = self.pieces(at_use.shards.number)
         counting = Counting(at_use.shards, at_use.groups, pieces, weight)
@@ -160,9 +181,10 @@ class ShardLoss:
         def of_piece(rows: Any, model_state: Any, shard: Any, index: Any) -> tuple[Any, Any]:
             here, batch = dataclasses.replace(state, model_state=model_state), join(rows, whole)
             keys = self._keys(here, batch, shard, index)
+            run = self._once_traced(here, batch, keys, at_use)
 
             def of_both(both: tuple[Any, Any]) -> tuple[Any, Any]:
-                out = self._run(here, both, batch, keys)
+                out = run(both)
                 self.record.returns_mean = isinstance(out.loss, Mean)
                 counts = counts_of(out.loss) if isinstance(out.loss, Mean) else ()
                 return counts, out.model_state
@@ -258,9 +280,6 @@ class ShardLoss:
         """The loss and gradients of some rows, those of this microbatch of a shard."""
         shards, keys = at_use.shards, self._keys(state, batch, shard, index)
 
-        def run(params: Any, batch: Any = batch, keys: Any = keys) -> Returned:
-            return self._run(state, params, batch, keys)
-
         def loss_of(params: Any) -> tuple[Any, Any]:
             found: tuple[Any, Any] = at_use.with_frozen(
                 lambda frozen: loss_of_both((params, frozen)), state.frozen
@@ -269,7 +288,6 @@ class ShardLoss:
 
         def loss_of_both(both: tuple[Any, Any]) -> tuple[Any, Any]:
             out = run(both)
-            aux_reduction.check_aux(out.aux)
             check_not_written(out.written, both, lambda both: run(both).written)
             self.record.returns_mean = isinstance(out.loss, Mean)
             if not isinstance(out.loss, Mean):
@@ -281,11 +299,12 @@ class ShardLoss:
         weight = None if self.weight is None else weight_of(self.weight, batch)
         with shard_context(shards.number, axis_name=shards.axes):
             types = at_use.types(state.params), at_use.types_of_frozen(state.frozen)
+            run = self._once_traced(state, batch, keys, at_use)
             if self.weight is not None:
                 of_batch = lambda batch, both: run(both, batch).loss
                 check_weight_is_read(self.weight, batch, of_batch, types)
-            number = self.parts(shards.number) * self.accumulate_steps
-            if self.over is LossOver.ROWS and number > 1:
+            if self._is_proven(shards.number):
+                number = self.parts(shards.number) * self.accumulate_steps
                 self._check_over_rows(state, batch, keys, types, number)
             if self.model_state is ModelState.MEAN and not self.is_over_batch:
                 self._check_equal(state, types, batch, run, keys)
@@ -321,6 +340,7 @@ class ShardLoss:
         model = combine(state.skeleton, trained, frozen, state.model_state)
         if self.model_state is None:
             loss, aux = split_loss(self.function(model, batch, *keys), self.has_aux)
+            aux_reduction.check_aux(aux)
             return Returned(
                 loss, aux, *after_loss(state.skeleton, model, params, state.model_state)
             )
@@ -330,36 +350,80 @@ class ShardLoss:
             self.function(model, before, batch, *keys), self.has_aux
         )
         after = model_states.check_returned(state.model_state, after)
-        return Returned(*split_loss(out, self.has_aux), params, after)
+        loss, aux = split_loss(out, self.has_aux)
+        aux_reduction.check_aux(aux)
+        return Returned(loss, aux, params, after)
 
-    def _check_over_rows(
-        self, state: TrainState, batch: Any, keys: Keys, types: Any, number: int
-    ) -> None:
-        """Raise if the loss is no mean over rows, of ``number`` pieces; see ``check_over_rows``."""
+    # Tracing it once, for the proof and for the step.
+
+    def _is_proven(self, shards: int) -> bool:
+        """Whether the loss has to be proven a mean over rows."""
+        return self.over is LossOver.ROWS and self.parts(shards) * self.accumulate_steps > 1
+
+    def _arguments(self, state: TrainState, both: Any, batch: Any, keys: Keys) -> Arguments:
+        """What the loss is computed from, by what rows and shards have to do with it."""
         rows, whole = self.split(batch)
         of_rows, of_shard = (keys, ()) if self.keys_of_rows else ((), keys)
         # All shards have the same state, keys in it too, if it is averaged.
         equal = self.model_state is ModelState.MEAN
         of_all, of_one = (state.model_state, None) if equal else (None, state.model_state)
+        return Arguments((rows, of_rows), whole, both, of_all, (of_shard, of_one))
 
-        returned: list[Any] = []
+    def _of_arguments(self, state: TrainState, *arguments: Any) -> Returned:
+        """What the loss returns of these ``Arguments``."""
+        (rows, of_rows), whole, both, of_all, (of_shard, of_one) = arguments
+        equal = self.model_state is ModelState.MEAN
+        here = dataclasses.replace(state, model_state=of_all if equal else of_one)
+        return self._run(here, both, join(rows, whole), (*of_rows, *of_shard))
 
-        def loss(given: Any, whole: Any, both: Any, of_all: Any, own: Any) -> Any:
-            (rows, of_rows), (of_shard, of_one) = given, own
-            here = dataclasses.replace(state, model_state=of_all if equal else of_one)
-            keys = *of_rows, *of_shard
-            found = self._run(here, both, join(rows, whole), keys).loss
-            returned.append(jax.tree.structure(found))
-            return found
+    def _trace(self, state: TrainState, arguments: Arguments) -> tuple[Any, Any]:
+        """The jaxpr of the loss, and the tree of what it returns."""
+        key = state.skeleton, *_types(arguments)
+        if key not in self.record.traces:
+            of = functools.partial(self._of_arguments, state)
+            jaxpr, types = jax.make_jaxpr(of, return_shape=True)(*arguments)
+            found = jaxpr, jax.tree.structure(types)
+            if any(isinstance(x, jax.core.Tracer) for x in jaxpr.consts):
+                return found
+            # With microbatches a step computes its loss several times.
+            self.record.traces[key] = found
+        return self.record.traces[key]
 
-        axes = [*self.batch_axes.of_rows(rows), *[0] * len(of_rows)]
-        own, given = (of_shard, of_one), (rows, of_rows)
-        leaves, tree = jax.tree.flatten((given, whole, types, of_all, own))
-        key = state.skeleton, tree, number, *((jnp.shape(x), jnp.result_type(x)) for x in leaves)
-        # With microbatches a step traces its loss several times.
+    def _once_traced(
+        self, state: TrainState, batch: Any, keys: Keys, at_use: AtUse
+    ) -> Callable[..., Returned]:
+        """The loss as a function of the parameters, and of other rows and keys than these."""
+
+        def run(both: Any, batch: Any = batch, keys: Keys = keys) -> Returned:
+            if not self._is_proven(at_use.shards.number):
+                return self._run(state, both, batch, keys)
+            arguments = self._arguments(state, both, batch, keys)
+            jaxpr, tree = self._trace(state, arguments)
+            found = _jax.as_function(jaxpr)(*jax.tree.leaves(arguments))
+            returned: Returned = jax.tree.unflatten(tree, found)
+            return returned
+
+        return run
+
+    def _check_over_rows(
+        self, state: TrainState, batch: Any, keys: Keys, types: Any, number: int
+    ) -> None:
+        """Raise if the loss is no mean over rows, of ``number`` pieces; see ``check_over_rows``."""
+        rows = self.split(batch)[0]
+        arguments = self._arguments(state, types, batch, keys)
+        key = state.skeleton, number, *_types(arguments)
         if key not in self.record.known:
-            facts = facts_of(loss, given, whole, types, of_all, own=own, axes=axes, times=number)
-            self.record.known[key] = finding_of(jax.tree.unflatten(returned[0], facts))
+            *given, own = arguments
+            first, tree = self._trace(state, arguments)
+            facts = facts_of(
+                functools.partial(self._of_arguments, state),
+                *given,
+                own=own,
+                axes=[*self.batch_axes.of_rows(rows), *[0] * len(jax.tree.leaves(given[0][1]))],
+                times=number,
+                first=first,
+            )
+            self.record.known[key] = finding_of(jax.tree.unflatten(tree, facts).loss)
         finding = self.record.latest = self.record.known[key]
         check_over_rows(
             finding,
@@ -455,6 +519,12 @@ class ShardLoss:
         """The specs of ``aux``, given that of per-shard and that of reduced values."""
         is_per_shard = lambda reduction: reduction is AuxReduction.PER_SHARD
         return jax.tree.map(lambda x: each if is_per_shard(x) else reduced, self.aux_reduction)
+
+
+def _types(tree: Any) -> tuple[Any, ...]:
+    """The structure of a pytree, and the types of its leaves."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, *((jnp.shape(x), jnp.result_type(x)) for x in leaves)
 
 
 def _scaled(sums: Sums, scale: Any) -> Sums:
