@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from crossshard import _jax
+from crossshard.jaxprs.row_draws import KEYS, SAME_NOISE, drawn, is_random
 from crossshard.jaxprs.row_facts import (
     ADDS,
     MOVES,
@@ -39,7 +40,7 @@ from crossshard.jaxprs.row_facts import (
     power_of,
     worst,
 )
-from crossshard.jaxprs.row_gathers import gathered, of_index, own_number, scattered
+from crossshard.jaxprs.row_gathers import gathered, of_index, of_own_numbers, scattered
 from crossshard.jaxprs.row_moves import batches_of, of_rows
 from crossshard.jaxprs.row_slopes import cotangent, is_slope, tangent
 from crossshard.jaxprs.row_sums import ADDS_UNLIKE, added, of_sums
@@ -50,7 +51,6 @@ from crossshard.shards.batch_axes import resized
 __all__ = ["ADDS_UNLIKE", "MEETS_EARLIER", "SAME_NOISE", "Finding", "OverRows", "over_rows"]
 
 MEETS_EARLIER = "a row meets those before it"
-SAME_NOISE = "noise from a key that is the same on every shard"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,7 +225,6 @@ _PASSES = frozenset(
     "device_put layout_constraint mesh_cast name optimization_barrier pcast pvary reshard "
     "sharding_constraint".split()
 )
-_RANDOM = frozenset({"random_bits", "random_split"})
 
 
 class _OverRows(Analysis[Fact]):
@@ -408,6 +407,8 @@ class _OverRows(Analysis[Fact]):
         free = [fact for fact in inputs if isinstance(fact, Free)]
         if len(free) == 2 and _is_never(name, *free):
             return [Never()]
+        if is_random(name) and KEYS.get(name) is None:
+            return pair.undecided(f"{name}, of which nothing is known")
         own, power = any(fact.own for fact in free), power_of(pair, inputs)
         if power is None:
             return pair.undecided(f"{name} of the number of rows")
@@ -431,10 +432,8 @@ class _OverRows(Analysis[Fact]):
             return [Rows(axis, 1, inner, power, constant=True, zero=zero)]
         if name == "tile":
             return [Rows(axis, 1, inner, power, constant=inner == 1)]
-        if name in _RANDOM:
-            if not own:
-                return pair.compared(SAME_NOISE)
-            return [Rows(axis, 1, inner)] * number
+        if is_random(name):
+            return drawn(pair, inputs, axis) if inner == 1 else pair.undecided(f"{name} of rows")
         return pair.undecided(f"{name} with the number of rows")
 
     def _of_shapes(self, pair: Pair, inputs: Sequence[Fact]) -> Fact:
@@ -450,9 +449,8 @@ class _OverRows(Analysis[Fact]):
     def _of_index(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
         if pair.name == "lt" and isinstance(inputs[0], Index) and is_zero(inputs[1]):
             return [Never()]
-        axis = own_number(pair, inputs)
-        if axis is not None:
-            return [Rows(axis)]
+        if pair.name == "random_fold_in":
+            return of_own_numbers(pair, inputs)
         if pair.name == "gather" or pair.name.startswith("scatter"):
             of = [fact for fact in inputs if not isinstance(fact, Index)]
             power = power_of(pair, [of[0], Free(), *of[1:]])

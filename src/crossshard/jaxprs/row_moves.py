@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from crossshard.jaxprs.along import axes_after
 from crossshard.jaxprs.elementwise import ELEMENTWISE, Along, Slicing
+from crossshard.jaxprs.row_draws import drawn, is_random
 from crossshard.jaxprs.row_facts import (
     MOVES,
     Fact,
@@ -32,6 +33,8 @@ def of_rows(pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
     """The facts of the outputs, of inputs that are rows or free of the batch."""
     name = pair.name
     rows = [fact for fact in inputs if isinstance(fact, Rows)]
+    if is_random(name):
+        return drawn(pair, inputs)
     power = power_of(pair, inputs)
     if power is None:
         return pair.undecided(f"{name} of the number of rows")
@@ -196,14 +199,6 @@ def _transformed(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
     return [rows] if alone else pair.compared("fft over the rows")
 
 
-def _drawn(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
-    """What is made of random keys, one for each row, or of what they are made of."""
-    axes = {fact.axis for fact in inputs if isinstance(fact, Rows)}
-    if len(axes) > 1 or not all(fact.is_plain for fact in inputs if isinstance(fact, Rows)):
-        return pair.undecided(f"{pair.name} of keys in two orders")
-    return [Rows(axes.pop(), constant=True)] * len(pair.one.outvars)
-
-
 def _convolved(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
     params, (left, right) = pair.one.params, inputs
     numbers, mixed = params["dimension_numbers"], pair.compared("a convolution over the rows")
@@ -280,14 +275,6 @@ _SPECIAL: dict[str, Callable[[Pair, Sequence[Fact]], list[Rows] | Obstacle]] = {
     "dynamic_update_slice": _updated,
     "fft": _transformed,
     "gather": gathered,
-    "random_bits": _drawn,
-    "random_clone": _drawn,
-    "random_fold_in": _drawn,
-    "random_gamma": _drawn,
-    "random_seed": _drawn,
-    "random_split": _drawn,
-    "random_unwrap": _drawn,
-    "random_wrap": _drawn,
     "reduce_window": _in_windows,
     "reduce_window_max": _in_windows,
     "reduce_window_min": _in_windows,
