@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.experimental.pallas.tpu  # its primitives
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +32,7 @@ DISTRIBUTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "chisquare": lambda k, a: jax.random.chisquare(k, a),
     "choice": lambda k, a: jax.random.choice(k, 5, a.shape),
     "dirichlet": lambda k, a: jax.random.dirichlet(k, jnp.stack([a, a], -1))[..., 0],
-    "double_sided_maxwell": lambda k, a: jax.random.double_sided_maxwell(k, 0.0, a),
+    "double_sided_maxwell": lambda k, a: jax.random.double_sided_maxwell(k, 0.0, 1.0, a.shape),
     "exponential": lambda k, a: jax.random.exponential(k, a.shape),
     "f": lambda k, a: jax.random.f(k, a, a),
     "gamma": lambda k, a: jax.random.gamma(k, a),

@@ -11,6 +11,10 @@ SAME_NOISE = "noise from a key that is the same on every shard"
 
 # Which input is the key, or what a key is made of; None where no rule says what is drawn of rows.
 KEYS: dict[str, int | None] = {
+    "prng_join": None,
+    "prng_random_bits": None,
+    "prng_seed": None,
+    "prng_split": None,
     "random_bits": 0,
     "random_clone": 0,
     "random_fold_in": 0,
