@@ -5,6 +5,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from crossshard.jaxprs.along import axes_after
 from crossshard.jaxprs.elementwise import ELEMENTWISE, Along, Slicing
 from crossshard.jaxprs.row_draws import drawn, is_random
@@ -16,6 +18,7 @@ from crossshard.jaxprs.row_facts import (
     Pair,
     Rows,
     Total,
+    are_counts,
     is_zero,
     layout,
     power_of,
@@ -25,7 +28,7 @@ from crossshard.jaxprs.row_gathers import gathered, scattered
 # Primitives that let rows meet, where they work along their axis.
 _MIXES = frozenset(
     "argmax argmin cumlogsumexp cummax cummin cumprod cumsum dot_general fft reduce_max reduce_min "
-    "reduce_prod reduce_xor rev slice sort top_k".split()
+    "reduce_prod reduce_xor rev slice top_k".split()
 )
 
 
@@ -43,8 +46,10 @@ def of_rows(pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
     if name == "reduce_sum" and rows[0].axis in pair.one.params["axes"]:
         if rows[0].constant:
             return [Free(power + 1)]
-        whole = len(pair.one.params["axes"]) == pair.one.invars[0].aval.ndim
-        return [Total(power + 1, rows[0].entry if whole else None)]
+        summed = pair.one.invars[0]
+        of = summed if rows[0].entry is None else rows[0].entry
+        whole = len(pair.one.params["axes"]) == summed.aval.ndim
+        return [Total(power + 1, of if whole else None, counts=are_counts(pair, inputs))]
     if name in ("scatter-add", "scatter_add") and isinstance(inputs[0], Free):
         return _added_up(pair, inputs, power)
     if name.startswith("scatter"):
@@ -53,7 +58,7 @@ def of_rows(pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
         moved = _SPECIAL.get(name, _moved)(pair, inputs)
     if isinstance(moved, Obstacle):
         return moved
-    constant = all(fact.constant for fact in rows)
+    constant, counts = all(fact.constant for fact in rows), are_counts(pair, inputs)
     same = name in MOVES and not pair.converts()
     return [
         replace(
@@ -62,6 +67,7 @@ def of_rows(pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
             constant=constant and fact.constant,
             zero=same and rows[0].zero,
             entry=rows[0].entry if same else None,
+            counts=counts,
         )
         for fact in moved
     ]
@@ -118,7 +124,9 @@ def _moved(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
     except (KeyError, TypeError, ValueError):
         axes = None
     if axes is None:
-        known = name in ELEMENTWISE or name in _MIXES
+        # A sort may be undone; by random numbers, which numbers cannot tell, it is a permutation.
+        by_noise = name == "sort" and pair.one.invars[0].aval.dtype == np.uint32
+        known = name in ELEMENTWISE or name in _MIXES or by_noise
         return (pair.compared if known else pair.undecided)(f"{name} over the rows")
     constant = all(fact.constant for fact in inputs if isinstance(fact, Rows))
     return [replace(found, axis=axis, constant=constant) for axis in axes]
@@ -135,7 +143,8 @@ def _contracted(pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle
     if layout(inputs) is None:
         return pair.compared("dot_general of rows and other rows")
     both = left.constant and right.constant
-    return [Free(power + 1) if both else Total(power + 1)]
+    counts = are_counts(pair, inputs)
+    return [Free(power + 1) if both else Total(power + 1, counts=counts)]
 
 
 def _reshaped(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
@@ -266,7 +275,9 @@ def _added_up(pair: Pair, inputs: Sequence[Fact], power: int) -> list[Total] | O
     own = update.axis in batch and batch.index(update.axis) == indices.axis
     if not own or layout([indices, update]) is None:
         return mixed
-    return [Total(power + 1)] if is_zero(operand) else pair.undecided("scatter-add to a sum")
+    if not is_zero(operand):
+        return pair.undecided("scatter-add to a sum")
+    return [Total(power + 1, counts=are_counts(pair, inputs))]
 
 
 _SPECIAL: dict[str, Callable[[Pair, Sequence[Fact]], list[Rows] | Obstacle]] = {

@@ -17,7 +17,7 @@ from crossshard.model.state import TrainState
 from crossshard.pipeline.stage import Gradients
 from crossshard.pipeline.stages.accumulate import Sums, zeros
 from crossshard.shards.batch_axes import FIRST, BatchAxes, join
-from crossshard.shards.context import shard_context
+from crossshard.shards.context import get_shard_context, shard_context
 from crossshard.shards.random_streams import is_key, keys_of_rows, quiet_keys
 from crossshard.step import aux_reduction
 from crossshard.step.at_use import AtUse
@@ -288,12 +288,14 @@ class ShardLoss:
 
         axes = [*self.batch_axes.of_rows(rows), *[0] * len(of_rows)]
         own, given = (of_shard, of_one), (rows, of_rows)
+        context = get_shard_context()
+        shards = None if context is None else context.axis_name
         leaves, tree = jax.tree.flatten((given, whole, types, of_all, own))
         key = state.skeleton, tree, number, *((jnp.shape(x), jnp.result_type(x)) for x in leaves)
         # With microbatches a step traces its loss several times.
         if key not in self.record.known:
             self.record.known[key] = over_rows(
-                loss, given, whole, types, of_all, own=own, axes=axes, times=number
+                loss, given, whole, types, of_all, own=own, axes=axes, times=number, shards=shards
             )
         finding = self.record.latest = self.record.known[key]
         check_over_rows(
