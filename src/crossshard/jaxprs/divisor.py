@@ -1,4 +1,4 @@
-"""Divisor: computes the sum over rows that divides a loss, and compares it with another function."""
+"""Divisor: computes the sum over rows that divides a loss, and compares it with another."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -13,7 +13,7 @@ from crossshard import _jax
 from crossshard.gradients.local import split_loss
 from crossshard.gradients.mean import Mean, counts_of, per_row, sums_of
 from crossshard.gradients.scalars import is_inexact
-from crossshard.jaxprs.mean_over_rows import facts_of
+from crossshard.jaxprs.mean_over_rows import by_itself, facts_of
 from crossshard.model import model_state as model_states
 from crossshard.model.model_state import ModelState
 from crossshard.model.models import after_loss, check_not_written, combine
@@ -22,7 +22,7 @@ from crossshard.pipeline.means import to_sum
 from crossshard.pipeline.stage import Gradients
 from crossshard.pipeline.stages.accumulate import Sums, zeros
 from crossshard.shards.batch_axes import FIRST, BatchAxes, join
-from crossshard.shards.context import shard_context
+from crossshard.shards.context import get_shard_context, shard_context
 from crossshard.shards.random_streams import is_key, keys_of_rows, quiet_keys
 from crossshard.step import aux_reduction
 from crossshard.step.at_use import AtUse
@@ -409,7 +409,8 @@ class ShardLoss:
         self, state: TrainState, batch: Any, keys: Keys, types: Any, number: int
     ) -> None:
         """Raise if the loss is no mean over rows, of ``number`` pieces; see ``check_over_rows``."""
-        rows = self.split(batch)[0]
+        rows, context = self.split(batch)[0], get_shard_context()
+        axes_of_shards = None if context is None else context.axis_name
         arguments = self._arguments(state, types, batch, keys)
         key = state.skeleton, number, *_types(arguments)
         if key not in self.record.known:
@@ -422,8 +423,10 @@ class ShardLoss:
                 axes=[*self.batch_axes.of_rows(rows), *[0] * len(jax.tree.leaves(given[0][1]))],
                 times=number,
                 first=first,
+                shards=axes_of_shards,
             )
-            self.record.known[key] = finding_of(jax.tree.unflatten(tree, facts).loss)
+            finding = finding_of(jax.tree.unflatten(tree, facts).loss)
+            self.record.known[key] = by_itself(finding, first)
         finding = self.record.latest = self.record.known[key]
         check_over_rows(
             finding,
