@@ -68,11 +68,13 @@ class Finding:
       source: its source line; empty if unknown.
       entry: of a ratio, the place among the leaves of the batch of the one whose sum divides;
         ``None`` if it is none of them.
+      power: of a ratio, of the number of rows, which the sum that divides grows with.
       moved: of a ratio, what was done to the sum that divides: ``"max"`` with a bound, ``"plus"``
         something small, or ``"guard"``, another value where it is 0; empty if nothing was.
-      bound: that bound, what was added, or that value; infinite if unknown.
+      bound: that bound, what was added, or that value.
       counts: of a ratio, whether the sum that divides is known to be one of integers.
-      equation: of a ratio, the one that divides.
+      code: of a ratio, the line that divides; empty if unknown.
+      by: of a ratio, which sum divides; see ``Total.of``.
       of: what part of a ``Mean`` it is of; empty for a number.
     """
 
@@ -80,10 +82,12 @@ class Finding:
     reason: str = ""
     source: str = ""
     entry: int | None = None
+    power: int = 1
     moved: str = ""
     bound: float = 0.0
     counts: bool = False
-    equation: Any = dataclasses.field(default=None, compare=False, repr=False)
+    code: str = ""
+    by: Any = dataclasses.field(default=None, compare=False, repr=False)
     of: str = ""
 
     def __str__(self) -> str:
@@ -139,6 +143,7 @@ def facts_of(
     times: int = 2,
     first: Any = None,
     shards: Sequence[str] | None = None,
+    named_in: list[Any] | None = None,
 ) -> tuple[Fact, ...]:
     """What each output of ``function(batch, *others, own)`` is in the rows of the batch.
 
@@ -154,6 +159,7 @@ def facts_of(
       times: of how many pieces the whole is, at least 2.
       first: the jaxpr of the function with the batch as it is, if there is one already.
       shards: the mesh axes of the shards; all that are named if ``None``.
+      named_in: gets the jaxpr whose variables the facts name.
     """
     leaves, tree = jax.tree.flatten(batch)
     axes = [0] * len(leaves) if axes is None else axes
@@ -169,6 +175,8 @@ def facts_of(
         return jax.make_jaxpr(function)(of_number, *others, own)
 
     first = traced(rows) if first is None else first
+    named_in = [] if named_in is None else named_in
+    named_in.append(first)
     inputs: list[Fact] = [
         Rows(axis, entry=place, counts=not (is_inexact_type(x.dtype)))
         for place, (x, axis) in enumerate(zip(leaves, axes, strict=True))
@@ -192,6 +200,7 @@ def facts_of(
     general = _followed((whole, larger), inputs, times * rows, 2, shards)
     if all(isinstance(fact, Obstacle) for fact in general):
         return facts
+    named_in[:] = [whole]
     same = is_same_program((first, whole, larger), (rows, times * rows, 2 * times * rows))
     few = Obstacle(OverRows.UNDECIDED, _OF_FEW)
 
@@ -261,10 +270,12 @@ def found(fact: Fact) -> Finding:
                 OverRows.RATIO,
                 source=_jax.sources_of(equation),
                 entry=by.of if isinstance(by.of, int) else None,
-                moved=by.moved or "plus" * bool(by.bound),
+                power=by.power,
+                moved=by.moved,
                 bound=by.bound,
                 counts=by.counts,
-                equation=equation,
+                code=_jax.code_of(equation),
+                by=by.of,
             )
         case Free(power=0) | Total(power=0, moved="") | Never():
             return Finding(OverRows.MEAN)
