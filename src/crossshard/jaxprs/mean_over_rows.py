@@ -21,6 +21,7 @@ from crossshard.jaxprs.row_draws import KEYS, SAME_NOISE, drawn, is_random
 from crossshard.jaxprs.row_facts import (
     ADDS,
     MOVES,
+    Chunks,
     Fact,
     Free,
     Index,
@@ -46,7 +47,7 @@ from crossshard.jaxprs.row_facts import (
     worst,
 )
 from crossshard.jaxprs.row_gathers import gathered, of_index, of_own_numbers, scattered
-from crossshard.jaxprs.row_moves import batches_of, of_rows
+from crossshard.jaxprs.row_moves import batches_of, merged, of_rows
 from crossshard.jaxprs.row_slopes import cotangent, is_slope, tangent
 from crossshard.jaxprs.row_sums import ADDS_UNLIKE, added, divided, divisor_of, of_sums
 from crossshard.jaxprs.same_program import do_the_same, is_same_program, scales
@@ -359,10 +360,11 @@ class _OverRows(Analysis[Fact]):
             case _:
                 return pair.undecided(f"rows decide a {name}")
 
-    def enters(self, equations: Equations) -> bool:
+    def enters_with(self, equations: Equations, inputs: Sequence[Fact]) -> bool:
         kinds = [_jax.control_flow(each) for each in equations]
         loops = [each for each in kinds if isinstance(each, _jax.Scan)]
-        return len({each.steps for each in loops}) < 2
+        in_chunks = bool(loops) and any(isinstance(fact, Chunks) for fact in inputs)
+        return len({each.steps for each in loops}) < 2 and not in_chunks
 
     def element(self, equations: Equations, fact: Fact) -> Fact:
         return self._beside(equations, fact, -1)
@@ -485,6 +487,11 @@ class _OverRows(Analysis[Fact]):
     def _fits(self, fact: Fact, one: Any, other: Any) -> bool:
         """Whether the shape of a value grows only along the axis of its rows."""
         shapes = _shape(one), _shape(other)
+        if isinstance(fact, Chunks) and fact.axis is not None:
+            fits = shapes[0][0] == fact.number and shapes[0][fact.axis] == fact.size
+            grown = list(shapes[0])
+            grown[fact.axis] *= self._times
+            return fits and tuple(grown) == shapes[1]
         if not isinstance(fact, Rows | Index):
             return isinstance(fact, Obstacle | Never) or shapes[0] == shapes[1]
         slices = 1 if isinstance(fact, Index) else fact.outer * fact.inner
@@ -495,6 +502,8 @@ class _OverRows(Analysis[Fact]):
         return tuple(grown) == shapes[1]
 
     def _transferred(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
+        if any(isinstance(fact, Chunks) for fact in inputs):
+            return self._of_chunks(pair, inputs)
         if any(isinstance(fact, Rows) and fact.over is not None for fact in inputs):
             return self._of_divided(pair, inputs)
         found = batches_of(pair, inputs)
@@ -534,6 +543,30 @@ class _OverRows(Analysis[Fact]):
         if isinstance(outputs, Obstacle):
             return outputs
         return [divided(pair, fact, by) for fact in outputs]
+
+    def _of_chunks(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
+        """Of chunks of rows, outside of a loop over them: what treats all of them alike."""
+        chunks = [fact for fact in inputs if isinstance(fact, Chunks)]
+        one, unknown = chunks[0], pair.undecided(f"{pair.name} of chunks of rows")
+        if pair.name == "reduce_sum":
+            axes, counts = set(pair.one.params["axes"]), are_counts(pair, inputs)
+            if one.axis is None and axes == {0}:
+                return [Total(one.power, counts=counts)]
+            whole = one.axis is not None and {0, one.axis} <= axes
+            return [Total(one.power + 1, counts=counts)] if whole else unknown
+        if pair.name == "reshape" and one.axis is not None:
+            return merged(pair, one)
+        alike = all(
+            (x.number, x.size, x.axis) == (one.number, one.size, one.axis)
+            if isinstance(x, Chunks)
+            else isinstance(x, Free) and set(_shape(atom)) <= {1}
+            for x, atom in zip(inputs, pair.one.invars, strict=True)
+        )
+        rows = [Rows(0, power=x.power) if isinstance(x, Chunks) else x for x in inputs]
+        power = power_of(pair, rows)
+        if one.axis is None or not alike or power is None or pair.name not in ELEMENTWISE:
+            return unknown
+        return [replace(one, power=power, counts=are_counts(pair, inputs))]
 
     # Free of the batch.
 
@@ -609,9 +642,11 @@ class _OverRows(Analysis[Fact]):
             return sums
         if sums:
             match sorted(inputs, key=lambda fact: not isinstance(fact, SoFar)):
-                case [SoFar(before), OneRow(by)] if before in (None, by):
-                    if pair.name in ADDS and (pair.name != "sub" or inputs[0] in sums):
-                        return [SoFar(by)]
+                case [SoFar(before), OneRow() | Total(moved="") as more]:
+                    by = more.power - isinstance(more, Total)
+                    adds = pair.name in ADDS and (pair.name != "sub" or inputs[0] in sums)
+                    if adds and before in (None, by):
+                        return [SoFar(by, are_counts(pair, inputs))]
             return pair.compared(MEETS_EARLIER)
         if not all(isinstance(fact, OneRow | Free | Never) for fact in inputs):
             return pair.undecided("a row meets others")
@@ -621,20 +656,34 @@ class _OverRows(Analysis[Fact]):
         return [OneRow(power)] * number
 
     def _scan_over_rows(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact]:
-        """A loop over the rows, as ``lax.map`` makes: each turn reads its own row alone."""
+        """A loop over the rows, as ``lax.map`` makes, or over chunks of them.
+
+        Each turn reads its own row, or chunk, alone, and does the same with it.
+        """
         loops: Any = [_jax.control_flow(each) for each in (pair.one, pair.other)]
         constants, carried = loops[0].constants, loops[0].carried
         first, number = constants + carried, len(pair.one.outvars)
-        steps = [each.steps for each in loops]
-        if [steps[1]] != [(self._times * self._rows, steps[0][1])] or steps[0][0] != self._rows:
-            return [pair.undecided("a scan with the number of rows")] * number
+        unknown = [pair.undecided("a scan over the rows")] * number
         if not all(isinstance(fact, Free) and fact.power == 0 for fact in inputs[:first]):
-            return [pair.undecided("a scan over the rows")] * number
+            return unknown
+        chunks = [fact for fact in inputs[first:] if isinstance(fact, Chunks)]
+        steps, within = [each.steps for each in loops], self
+        if chunks:
+            size = chunks[0].size
+            within = _OverRows(size, self._times, self._shards, derives=self._derives)
+            if steps[0] != steps[1] or {fact.size for fact in chunks} != {size}:
+                return unknown
+        elif steps[1] != (self._times * self._rows, steps[0][1]) or steps[0][0] != self._rows:
+            return [pair.undecided("a scan with the number of rows")] * number
         rows: list[Fact] = []
         for fact in inputs[first:]:
-            if not isinstance(fact, Rows) or fact.axis or not fact.is_plain or fact.over:
-                return [pair.undecided("a scan over the rows")] * number
-            rows.append(Free(fact.power) if fact.constant else OneRow(fact.power))
+            match fact:
+                case Chunks(_, _, int(axis), power, counts):
+                    rows.append(Rows(axis - 1, power=power, counts=counts))
+                case Rows(0, 1, 1, power, constant, over=None) if not chunks:
+                    rows.append(Free(power) if constant else OneRow(power))
+                case _:
+                    return unknown
         # What is carried is passed on, or a sum of rows.
         before: Any = inputs[constants:first]
         passed = [_jax.passes_on(loops[0], place) for place in range(carried)]
@@ -645,7 +694,7 @@ class _OverRows(Analysis[Fact]):
         ]
         while True:
             taken = [*inputs[:constants], *carry, *rows]
-            outputs = follow(self, [each.body for each in loops], taken)
+            outputs = follow(within, [each.body for each in loops], taken)
             obstacle = worst(outputs)
             if obstacle is None and any(
                 not isinstance(fact, Free if alone else SoFar)
@@ -653,6 +702,8 @@ class _OverRows(Analysis[Fact]):
             ):
                 obstacle = pair.compared(MEETS_EARLIER)
             if obstacle is not None:
+                if chunks and obstacle.reason == MEETS_EARLIER:
+                    obstacle = replace(obstacle, kind=OverRows.UNDECIDED)
                 return [obstacle] * number
             after = list(outputs[:carried])
             for place, alone in enumerate(free):
@@ -661,22 +712,31 @@ class _OverRows(Analysis[Fact]):
                 break
             carry = after
         found: list[Fact] = []
-        for start, fact in zip(before, carry, strict=True):
+        for start, fact, atom in zip(before, carry, pair.one.outvars, strict=False):
             if not isinstance(fact, SoFar):
                 found.append(fact)
             elif fact.power is None:
                 found.append(start)
             else:
                 mixed = pair.undecided("a sum of the rows and of something else")
-                found.append(added([Total(fact.power + 1), start], mixed))
+                total = added([Total(fact.power + 1), start], mixed)
+                if isinstance(total, Total):
+                    counts = fact.counts or not is_inexact(atom)
+                    total = replace(total, counts=counts and start.number == 0)
+                found.append(total)
         for fact in outputs[carried:]:
             match fact:
+                case Rows(axis, 1, 1, power, over=None) if chunks:
+                    found.append(Chunks(chunks[0].number, within._rows, axis + 1, power))
+                case Total(power, moved="") if chunks:
+                    found.append(Chunks(chunks[0].number, within._rows, None, power))
                 case OneRow(power):
                     found.append(Rows(0, power=power))
-                case Free(power):
+                case Free(power) if not chunks:
                     found.append(Rows(0, power=power, constant=True))
                 case _:
-                    found.append(pair.compared(MEETS_EARLIER))
+                    unlike = pair.undecided if chunks else pair.compared
+                    found.append(unlike(MEETS_EARLIER))
         return found
 
     def _solved(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact]:
