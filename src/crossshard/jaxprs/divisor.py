@@ -88,10 +88,11 @@ def agree(one: Callable[..., Any], other: Callable[..., Any], *types: Any) -> bo
     with jax.ensure_compile_time_eval():
         run = jax.jit(_jax.as_function(pruned))
         draws = ([_drawn(draw, x.shape, x.dtype) for x in leaves] for _ in range(_TRIALS))
-        (first, by), *rest = (np.float64(jax.device_get(run(*each))) for each in draws)
-    if not (np.isfinite(first) and np.isfinite(by) and first and by):
+        found = np.array([jax.device_get(run(*each)) for each in draws], np.float64)
+    first, by = found[0]
+    if not np.isfinite(found).all() or not first or not by:
         return False
-    return all(are_equal(x * by, y * first) for x, y in rest)
+    return all(are_equal(x * by, y * first) for x, y in found)
 
 
 def are_equal(one: Any, other: Any) -> bool:

@@ -157,9 +157,10 @@ def another_sum(weight: Weight, finding: Finding, numbers: str = "") -> LossErro
 def not_of_the_batch(weight: Weight, finding: Finding) -> LossError:
     """The error for a divisor that is no sum of what the batch alone has, or cannot be seen."""
     return LossError(
-        f"The loss divides by a sum over rows ({finding.source}) that depends on more than the "
-        f"batch, or is computed in a loop or a branch, so that weight= cannot be compared with "
-        f"it: {said(weight)}. {AS_MEAN}"
+        f"The loss divides by a sum over rows ({finding.source}) that cannot be computed from the "
+        f"rows of one shard alone: it depends on more than the batch, is within a loop or a "
+        f"branch, or the loss is another program for so few rows. So it cannot be compared with "
+        f"{said(weight)}. {AS_MEAN}"
     )
 
 

@@ -279,7 +279,7 @@ def _check_weight(
         )
     if not is_exact(finding) and (divisor is None or not divisor.is_of_piece):
         raise not_of_the_batch(weight, finding)
-    if divisor is None:
+    if divisor is None or not (divisor.is_weight or divisor.is_of_piece):
         raise not_of_the_batch(weight, finding)
     if not divisor.is_weight:
         what = f"Nothing proves that weight= is what the loss divides by{where}."
