@@ -1,0 +1,297 @@
+"""The table of losses: what a case is, what one device says of it, and what a step makes of it.
+
+Truth is plain ``jax.grad`` on one device and the whole batch, in float32 arithmetic. A step of SGD
+keeps the gradient that it got in its momentum, of decay 0; it is compared with that, relative to
+the largest entry of all leaves.
+
+In bfloat16, parameters and batch are rounded to bfloat16, and truth is the float32 arithmetic of
+these rounded numbers. The program rounds as it computes, on one device too; so an error is allowed
+that is twice what one device has in bfloat16 on the whole batch and, on average, on a shard's rows
+alone, each against float32 arithmetic of the same rows, and one rounding of the result.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import crossshard
+from tests.losses import parts
+
+SEED = 5
+SHARDS = (2, 3, 8)
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+TOLERANCE = 1e-5
+# The shards of which rounding is measured, and how far a mean over shards is from the batch's.
+MOST = max(SHARDS)
+ROUNDING = float(jnp.finfo(jnp.bfloat16).eps)
+
+RIGHT, REFUSED, WRONG, BREAKS, SKIPPED = "right", "refused", "wrong", "breaks", "skipped"
+MEAN, RATIO, COMPARING, WRONG_WEIGHT = "mean", "ratio", "comparing", "wrong weight"
+
+
+class Run(NamedTuple):
+    """What a step made of a case.
+
+    Attributes:
+      outcome: one of the words above.
+      error: how far the gradient is from that of one device, relative to the largest entry.
+      message: the first sentence of the error.
+    """
+
+    outcome: str
+    error: float = float("nan")
+    message: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A loss of the table.
+
+    Attributes:
+      kind: what the loss is in the rows of the batch.
+      function: ``loss(params, batch[, mean][, rng])``; ``mean(total, count)`` is a division on one
+        device and under ``weight=``, and ``crossshard.Mean`` in the form that returns it.
+      weight: the weight of the step.
+      rng_per: whether ``rng`` is a key for the shard, or one for each row.
+      on_axis: whether the loss names the axis of the shards.
+      may_refuse: why the step may refuse what is right; empty if it may not.
+      needs: the name of crossshard without which the case is skipped.
+    """
+
+    kind: str
+    function: Callable[..., Any]
+    weight: Any = None
+    rng_per: str = "shard"
+    on_axis: bool = False
+    may_refuse: str = ""
+    needs: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__.replace("_", " ").strip()
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        return tuple(inspect.signature(self.function).parameters)[2:]
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """How the loss may be handed over: as a number, with a weight, as a ``Mean``."""
+        plain = ("weight",) if self.weight is not None else ()
+        if "mean" in self.takes:
+            return (*plain, "Mean")
+        return plain or ("plain",)
+
+    @property
+    def expected(self) -> tuple[str, ...]:
+        if self.kind in (COMPARING, WRONG_WEIGHT):
+            return (REFUSED,)
+        return (RIGHT, REFUSED) if self.may_refuse else (RIGHT,)
+
+    def loss(self, form: str) -> Callable[..., Any]:
+        """The loss as a step takes it."""
+        divide = lambda total, count: total / count
+        mean = crossshard.Mean if form == "Mean" else divide
+        given = (mean,) if "mean" in self.takes else ()
+        function = self.function
+        if "rng" in self.takes:
+            return lambda params, batch, rng: function(params, batch, *given, rng)
+        return lambda params, batch: function(params, batch, *given)
+
+    def is_missing(self, form: str) -> bool:
+        """Whether crossshard lacks what this form needs."""
+        names = [self.needs] * bool(self.needs) + ["Mean"] * (form == "Mean")
+        return not all(hasattr(crossshard, name) for name in names)
+
+    def gradient(self, params: Any, batch: Any, rng: Any = None) -> Any:
+        """The gradient of one device, which is one shard if the loss names the axis."""
+        loss = self.loss("plain")
+        given = (params, batch) if "rng" not in self.takes else (params, batch, rng)
+        gradient = jax.grad(loss)
+        if not self.on_axis:
+            return gradient(*given)
+        along = jax.vmap(gradient, (None, 0), axis_name="shards")
+        return jax.tree.map(lambda g: g[0], along(params, jax.tree.map(lambda x: x[None], batch)))
+
+
+CASES: dict[str, Case] = {}
+
+
+def _enter(kind: str, **options: Any) -> Callable[[Any], Any]:
+    def enter(function: Any) -> Any:
+        case = Case(kind, function, **options)
+        assert case.name not in CASES, case.name
+        CASES[case.name] = case
+        return function
+
+    return enter
+
+
+# The four kinds, as decorators.
+is_mean = functools.partial(_enter, MEAN)
+is_comparing = functools.partial(_enter, COMPARING)
+
+
+def is_ratio(weight: Any = None, **options: Any) -> Callable[[Any], Any]:
+    """Enters a ratio of sums, or a sum of several, with the weight that is right if one is."""
+    return _enter(RATIO, weight=weight, **options)
+
+
+def is_wrong_weight(weight: Any) -> Callable[[Any], Any]:
+    """Enters a loss with a weight that is wrong for it."""
+    return _enter(WRONG_WEIGHT, weight=weight)
+
+
+@functools.cache
+def inputs(case: Case, dtype: str) -> tuple[Any, Any]:
+    """The parameters and the entries of the batch that a case reads."""
+    read: tuple[set[str], set[str]] = set(), set()
+
+    class Recording(dict[str, Any]):
+        def __init__(self, values: Any, names: set[str]):
+            super().__init__(values)
+            self.names = names
+
+        def __getitem__(self, name: str) -> Any:
+            self.names.add(name)
+            return super().__getitem__(name)
+
+    params, batch = parts.params(), parts.batch()
+    here = lambda p, b: case.function(
+        Recording(p, read[0]), Recording(b, read[1]), *_more(case, case.loss("plain"))
+    )
+    with_axis = jax.vmap(here, (None, 0), axis_name="shards")
+    jax.eval_shape(with_axis, params, jax.tree.map(lambda x: x[None], batch))
+    if isinstance(case.weight, str):
+        read[1].add(case.weight)
+    elif case.weight is not None:
+        case.weight(Recording(batch, read[1]))
+    to = lambda x: jnp.asarray(x, DTYPES[dtype]) if x.dtype == np.float32 else jnp.asarray(x)
+    return tuple(
+        {name: to(x) for name, x in values.items() if name in names}
+        for values, names in zip((params, batch), read, strict=True)
+    )  # type: ignore[return-value]
+
+
+def _more(case: Case, _: Any) -> tuple[Any, ...]:
+    divide = lambda total, count: total / count
+    keys = _keys(case, 0, 1, parts.ROWS)
+    return tuple(divide if name == "mean" else keys for name in case.takes)
+
+
+def _keys(case: Case, shard: int, number: int, rows: int) -> Any:
+    """What a step hands to a shard as ``rng`` at its first call."""
+    of_step = jax.random.fold_in(jax.random.key(SEED), 0)
+    if case.rng_per == "shard":
+        return jax.random.fold_in(of_step, shard)
+    places = shard * (rows // number) + np.arange(rows // number)
+    return jax.vmap(jax.random.fold_in, (None, 0))(of_step, places)
+
+
+@functools.cache
+def _compiled(case: Case) -> Any:
+    return jax.jit(case.gradient)
+
+
+def _numbers(tree: Any) -> dict[str, Any]:
+    return {name: np.asarray(x, np.float32) for name, x in tree.items()}
+
+
+@functools.cache
+def of_pieces(case: Case, dtype: str, arithmetic: str, number: int) -> tuple[Any, Any]:
+    """The gradients of ``number`` pieces of the batch on one device, and their weights.
+
+    Args:
+      case: the case.
+      dtype: what parameters and batch are rounded to.
+      arithmetic: the dtype that they are handed over in.
+      number: how many pieces.
+    """
+    to = lambda x: x.astype(arithmetic) if x.dtype == DTYPES[dtype] else x
+    params, batch = jax.tree.map(to, inputs(case, dtype))
+    rows, found, weights = parts.ROWS // number, [], []
+    weight = case.weight if case.weight is not None else lambda batch: 1
+    weigh = (lambda batch: batch[weight].sum()) if isinstance(weight, str) else weight
+    for i in range(number):
+        piece = {name: x[i * rows : (i + 1) * rows] for name, x in batch.items()}
+        keys = _keys(case, i, number, parts.ROWS)
+        found.append(_numbers(_compiled(case)(params, piece, keys)))
+        weights.append(float(weigh(piece)))
+    return found, np.asarray(weights)
+
+
+def _mean(found: Any, weights: Any) -> Any:
+    if not weights.sum():
+        return found[0]
+    shares = weights / weights.sum()
+    counted = [(s, g) for s, g in zip(shares, found, strict=True) if s]
+    return {name: sum(s * g[name] for s, g in counted) for name in found[0]}
+
+
+def largest(tree: Any) -> float:
+    """The largest entry of all leaves, NaN if there is one."""
+    return float(max(np.abs(x).max() for x in tree.values()))
+
+
+def _apart(one: Any, other: Any) -> float:
+    return largest({name: one[name] - other[name] for name in one})
+
+
+def truth(case: Case, dtype: str, number: int) -> Any:
+    """The gradient of one device, in float32 arithmetic.
+
+    Where each shard has a key of its own, one device does what the shards do, one after another.
+    """
+    by_shard = "rng" in case.takes and case.rng_per == "shard" and case.kind != COMPARING
+    return _mean(*of_pieces(case, dtype, "float32", number if by_shard else 1))
+
+
+@functools.cache
+def apart_in_pieces(case: Case) -> float:
+    """How far the mean of the shards' gradients is from that of the batch, relatively."""
+    want = truth(case, "float32", MOST)
+    return _apart(_mean(*of_pieces(case, "float32", "float32", MOST)), want) / largest(want)
+
+
+@functools.cache
+def tolerance(case: Case, dtype: str) -> float:
+    """How far a gradient may be from that of one device, relative to the largest entry."""
+    if dtype == "float32":
+        return TOLERANCE
+    noise = 0.0
+    for number in (1, MOST):
+        exact, weights = of_pieces(case, dtype, "float32", number)
+        rounded, _ = of_pieces(case, dtype, dtype, number)
+        errors = [_apart(*both) for both in zip(exact, rounded, strict=True)]
+        noise += float(np.average(errors, weights=weights if weights.sum() else None))
+    return 2 * noise / largest(truth(case, dtype, MOST)) + ROUNDING
+
+
+def run(case: Case, form: str, dtype: str, number: int) -> Run:
+    """One step of SGD on a number of shards, compared with one device."""
+    if case.is_missing(form):
+        return Run(SKIPPED)
+    params, batch = inputs(case, dtype)
+    options: dict[str, Any] = {"rng_per": "row"} if case.rng_per == "row" else {}
+    if form == "weight":
+        options["weight"] = case.weight
+    try:
+        step = crossshard.make_train_step(
+            case.loss(form), optax.sgd(1.0, momentum=0.0), num_shards=number, **options
+        )
+        state, _ = step(step.init(params, SEED), batch)
+        got = _numbers(jax.device_get(optax.tree.get(state.opt_state, "trace")))
+    except crossshard.errors.CrossshardError as error:
+        return Run(REFUSED, message=str(error))
+    except Exception as error:  # which is a finding, too
+        return Run(BREAKS, message=f"{type(error).__name__}: {error}")
+    want = truth(case, dtype, number)
+    error = _apart(got, want) / largest(want)
+    return Run(RIGHT if error <= tolerance(case, dtype) else WRONG, error)
