@@ -164,11 +164,12 @@ def inputs(case: Case, dtype: str) -> tuple[Any, Any]:
             return super().__getitem__(name)
 
     params, batch = parts.params(), parts.batch()
-    here = lambda p, b: case.function(
-        Recording(p, read[0]), Recording(b, read[1]), *_more(case, case.loss("plain"))
-    )
-    with_axis = jax.vmap(here, (None, 0), axis_name="shards")
-    jax.eval_shape(with_axis, params, jax.tree.map(lambda x: x[None], batch))
+    divide = lambda total, count: total / count
+    more = [divide if name == "mean" else _keys(case, 0, 1) for name in case.takes]
+    look = lambda p, b: case.function(Recording(p, read[0]), Recording(b, read[1]), *more)
+    if case.on_axis:
+        one, look = look, lambda p, b: jax.vmap(lambda _: one(p, b), axis_name="shards")(jnp.ones(1))
+    jax.eval_shape(look, params, batch)
     if isinstance(case.weight, str):
         read[1].add(case.weight)
     elif case.weight is not None:
@@ -180,18 +181,13 @@ def inputs(case: Case, dtype: str) -> tuple[Any, Any]:
     )  # type: ignore[return-value]
 
 
-def _more(case: Case, _: Any) -> tuple[Any, ...]:
-    divide = lambda total, count: total / count
-    keys = _keys(case, 0, 1, parts.ROWS)
-    return tuple(divide if name == "mean" else keys for name in case.takes)
-
-
-def _keys(case: Case, shard: int, number: int, rows: int) -> Any:
+def _keys(case: Case, shard: int, number: int) -> Any:
     """What a step hands to a shard as ``rng`` at its first call."""
     of_step = jax.random.fold_in(jax.random.key(SEED), 0)
     if case.rng_per == "shard":
         return jax.random.fold_in(of_step, shard)
-    places = shard * (rows // number) + np.arange(rows // number)
+    rows = parts.ROWS // number
+    places = shard * rows + np.arange(rows)
     return jax.vmap(jax.random.fold_in, (None, 0))(of_step, places)
 
 
@@ -221,7 +217,7 @@ def of_pieces(case: Case, dtype: str, arithmetic: str, number: int) -> tuple[Any
     weigh = (lambda batch: batch[weight].sum()) if isinstance(weight, str) else weight
     for i in range(number):
         piece = {name: x[i * rows : (i + 1) * rows] for name, x in batch.items()}
-        keys = _keys(case, i, number, parts.ROWS)
+        keys = _keys(case, i, number)
         found.append(_numbers(_compiled(case)(params, piece, keys)))
         weights.append(float(weigh(piece)))
     return found, np.asarray(weights)
