@@ -39,7 +39,9 @@ def main() -> int:
                         refusals.setdefault((case.kind, name), each)
                 outcomes = [each.outcome for each in found.values()]
                 words.append(outcomes[0] if len({*outcomes}) == 1 else "/".join(outcomes))
-                worst[dtype] = max((r.error for r in found.values() if r.error == r.error), default=None)
+                worst[dtype] = max(
+                    (r.error for r in found.values() if r.error == r.error), default=None
+                )
             errors = "  ".join("       " if e is None else f"{e:7.1e}" for e in worst.values())
             print(f"{case.kind:12}  {name:62}  {errors}  {', '.join(words)}", flush=True)
     print("\nRefused, or broken:")

@@ -170,7 +170,10 @@ def inputs(case: Case, dtype: str) -> tuple[Any, Any]:
     more = [divide if name == "mean" else _keys(case, 0, 1) for name in case.takes]
     look = lambda p, b: case.function(Recording(p, read[0]), Recording(b, read[1]), *more)
     if case.on_axis:
-        one, look = look, lambda p, b: jax.vmap(lambda _: one(p, b), axis_name="shards")(jnp.ones(1))
+        one, look = (
+            look,
+            lambda p, b: jax.vmap(lambda _: one(p, b), axis_name="shards")(jnp.ones(1)),
+        )
     jax.eval_shape(look, params, batch)
     if isinstance(case.weight, str):
         read[1].add(case.weight)

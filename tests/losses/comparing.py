@@ -501,7 +501,9 @@ _shared("bernoulli", lambda key, shape: 2 * jax.random.bernoulli(key, 0.5, shape
 _shared("gumbel", jax.random.gumbel)
 _shared("gamma", lambda key, shape: jax.random.gamma(key, 1.5, shape))
 _shared("beta", lambda key, shape: 3 * jax.random.beta(key, 0.4, 0.4, shape))
-_shared("dirichlet", lambda key, shape: 5 * jax.random.dirichlet(key, jnp.ones(shape[1]), shape[:1]))
+_shared(
+    "dirichlet", lambda key, shape: 5 * jax.random.dirichlet(key, jnp.ones(shape[1]), shape[:1])
+)
 _shared("chi_square", lambda key, shape: jax.random.chisquare(key, 2.0, shape=shape))
 _shared("log_gamma", lambda key, shape: jax.random.loggamma(key, 2.0, shape))
 _shared("poisson", lambda key, shape: jax.random.poisson(key, 1.0, shape))
@@ -673,10 +675,10 @@ def batch_norm_over_the_axis_beside_a_token_mean(p, b):
 
 
 @is_comparing(on_axis=True)
-def balance_over_the_axis_with_a_local_half(p, b):
+def balance_over_the_axis_beside_one_over_the_shard(p, b):
     gates = jax.nn.softmax(b["v"] @ p["route"])
     chosen = jax.nn.one_hot(gates.argmax(1), EXPERTS, dtype=gates.dtype).mean(0)
-    return EXPERTS * (chosen * lax.pmean(gates.mean(0), "shards")).sum()
+    return (chosen * gates.mean(0) * lax.pmean(gates.mean(0), "shards")).sum() * EXPERTS**2
 
 
 @is_comparing(on_axis=True)
@@ -690,8 +692,16 @@ def sum_over_the_axis_in_place_of_a_mean(p, b):
 
 
 @is_comparing(on_axis=True)
-def number_of_the_shard(p, b):
-    return row_losses(p, b).mean() * (1 + 0.1 * lax.axis_index("shards"))
+def shared_noise_beside_a_mean_over_the_axis(p, b):
+    noise = jax.random.normal(jax.random.key(2), b["v"].shape)
+    return _with_noise(p, b, noise) + lax.pmean(row_losses(p, b).mean(), "shards")
+
+
+@is_comparing(on_axis=True)
+def ratio_of_the_axis_times_a_ratio_of_the_shard(p, b):
+    losses = token_losses(p, b)
+    total, count = lax.psum(((losses * b["mask"]).sum(), b["mask"].sum()), "shards")
+    return total / count + (losses * b["spans"]).sum() / b["spans"].sum()
 
 
 # As a ``Mean`` of what is no sum of rows.
@@ -729,4 +739,3 @@ def mean_with_a_constant_behind_its_count(p, b, mean):
 @is_comparing()
 def mean_times_a_mean(p, b, mean):
     return mean(row_losses(p, b).sum() * b["seen"].sum() / 5, len(b["v"]))
-

@@ -173,7 +173,9 @@ def identity_preference_optimization(p, b):
 @is_mean()
 def kahneman_tversky_with_a_given_reference(p, b):
     gains = (log_probabilities(p, b["words"]) - b["old"][:, 1:]).sum(1)
-    return jnp.where(b["kind"] % 2 == 0, 1 - jax.nn.sigmoid(gains - 0.1), jax.nn.sigmoid(gains - 0.1)).mean()
+    return jnp.where(
+        b["kind"] % 2 == 0, 1 - jax.nn.sigmoid(gains - 0.1), jax.nn.sigmoid(gains - 0.1)
+    ).mean()
 
 
 @is_mean()
@@ -517,7 +519,9 @@ def masked_autoencoder(p, b):
 
 
 def _convolved(x, filters):
-    return lax.conv_general_dilated(x, filters, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return lax.conv_general_dilated(
+        x, filters, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
 
 
 @is_mean()
@@ -605,7 +609,9 @@ def equations_solved_in_each_row(p, b):
 @is_mean()
 def cholesky_of_each_row(p, b):
     root = jnp.linalg.cholesky(_matrix(p, b))
-    white = jax.scipy.linalg.solve_triangular(root, b["v"].astype(jnp.float32)[..., None], lower=True)
+    white = jax.scipy.linalg.solve_triangular(
+        root, b["v"].astype(jnp.float32)[..., None], lower=True
+    )
     return (white**2).sum((1, 2)).mean() + jnp.log(jnp.diagonal(root, 0, 1, 2)).sum(1).mean()
 
 
@@ -660,9 +666,9 @@ def equation_of_physics(p, b):
 @is_mean()
 def gradient_penalty(p, b):
     slopes = jax.vmap(jax.grad(lambda x: _field(p, x)))(b["v"])
-    return ((jnp.linalg.norm(slopes, axis=1) - 1) ** 2).mean() - jax.vmap(
-        lambda x: _field(p, x)
-    )(b["v"]).mean()
+    return ((jnp.linalg.norm(slopes, axis=1) - 1) ** 2).mean() - jax.vmap(lambda x: _field(p, x))(
+        b["v"]
+    ).mean()
 
 
 @is_mean()
@@ -691,7 +697,9 @@ def inner_step_of_each_row(p, b):
 @is_mean()
 def hypernetwork(p, b):
     weights = jnp.einsum("rd,edf->ref", b["v"], p["experts"])
-    return squares(jnp.tanh(jnp.einsum("rtd,red->rte", b["x"], weights)) @ p["head"], b["y"][..., :KINDS])
+    return squares(
+        jnp.tanh(jnp.einsum("rtd,red->rte", b["x"], weights)) @ p["head"], b["y"][..., :KINDS]
+    )
 
 
 @is_mean()
@@ -749,3 +757,30 @@ def contrastive_with_all_rows_gathered(p, b):
     at = lax.axis_index("shards") * len(one) + jnp.arange(len(one))
     return cross_entropy(5 * one @ everyone.T, at).mean()
 
+
+@is_mean(on_axis=True)
+def token_mean_summed_over_the_axis(p, b):
+    total, count = lax.psum(((token_losses(p, b) * b["mask"]).sum(), b["mask"].sum()), "shards")
+    return total / count
+
+
+@is_mean(on_axis=True)
+def token_count_summed_over_the_axis(p, b):
+    count = lax.pmean(b["mask"].sum(), "shards")
+    return (token_losses(p, b) * b["mask"]).sum() / count
+
+
+@is_mean(on_axis=True)
+def balance_with_the_chosen_of_the_shard_and_the_gates_of_all(p, b):
+    """Linear in what is the shard's own."""
+    gates = jax.nn.softmax(b["v"] @ p["route"])
+    chosen = jax.nn.one_hot(gates.argmax(1), EXPERTS, dtype=gates.dtype).mean(0)
+    return EXPERTS * (chosen * lax.pmean(gates.mean(0), "shards")).sum()
+
+
+@is_mean(on_axis=True)
+def advantages_normalized_over_the_axis(p, b):
+    gain = b["advantage"]
+    mean = lax.pmean(gain.mean(), "shards")
+    spread = jnp.sqrt(lax.pmean((gain**2).mean(), "shards") - mean**2)
+    return (cross_entropy(b["v"] @ p["route"], b["kind"]) * (gain - mean) / spread).mean()

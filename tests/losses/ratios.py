@@ -68,7 +68,9 @@ def packed_rows(p, b, mean):
     return mean((cross_entropy(x @ p["out"], b["labels"]) * there).sum(), there.sum())
 
 
-@is_ratio(lambda b: ((b["segments"][:, 1:] == b["segments"][:, :-1]) & (b["segments"][:, 1:] > 0)).sum())
+@is_ratio(
+    lambda b: ((b["segments"][:, 1:] == b["segments"][:, :-1]) & (b["segments"][:, 1:] > 0)).sum()
+)
 def packed_rows_without_what_starts_a_segment(p, b, mean):
     after = b["segments"][:, 1:]
     there = (after == b["segments"][:, :-1]) & (after > 0)
@@ -374,4 +376,3 @@ def mean_over_rows_and_mean_over_tokens_of_one_loss(p, b, mean):
 def only_squares_of_rows(p, b, mean):
     found = out_of(p, b)
     return mean(((found - b["z"]) ** 2).sum(), found.size) + 0.1 * squares(p["a"], 0)
-

@@ -304,7 +304,9 @@ def lstm_read_at_its_last_word(p, b):
 def retention_chunk_by_chunk(p, b):
     q, k, v = (b["x"] @ p[name] for name in "qkv")
     chunks = [swapped(x.reshape(len(x), 2, TIME // 2, WIDTH)) for x in (q, k, v)]
-    within = jnp.asarray(0.9 ** np.maximum(np.subtract.outer(*[np.arange(4)] * 2), 0) * CAUSAL[:4, :4])
+    within = jnp.asarray(
+        0.9 ** np.maximum(np.subtract.outer(*[np.arange(4)] * 2), 0) * CAUSAL[:4, :4]
+    )
 
     def one(state, now):
         q, k, v = now

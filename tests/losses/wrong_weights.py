@@ -260,11 +260,8 @@ def kernel_and_the_number_of_rows(p, b):
 
 
 @is_wrong_weight("mask")
-def chunks_that_divide_by_their_own_tokens(p, b):
-    chunked = lambda x: x.reshape(1, -1, *x.shape[2:])
-    losses, there = chunked(token_losses(p, b)), chunked(b["spans"])
-    shares = (losses * there * chunked(b["mask"])).sum(1) / there.sum(1)
-    return shares.mean()
+def mask_in_the_losses_and_another_one_below(p, b):
+    return (token_losses(p, b) * b["mask"] * b["spans"]).sum() / b["spans"].sum()
 
 
 @is_wrong_weight(lambda b: jnp.where(b["mask"].sum() > 12, 2.0, 1.0))
