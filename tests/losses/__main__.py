@@ -17,7 +17,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.losses", description=__doc__)
     parser.add_argument("--only", default="", help="a part of the names")
     parser.add_argument("--kind", choices=KINDS, action="append")
-    parser.add_argument("--dtype", choices=list(DTYPES), action="append")
+    parser.add_argument("--dtype", choices=DTYPES, action="append")
     parser.add_argument("--shards", type=int, choices=SHARDS, action="append")
     given = parser.parse_args()
     dtypes, shards, kinds = given.dtype or DTYPES, given.shards or SHARDS, given.kind or KINDS

@@ -5,9 +5,10 @@ keeps the gradient that it got in its momentum, of decay 0; it is compared with 
 the largest entry of all leaves.
 
 In bfloat16, parameters and batch are rounded to bfloat16, and truth is the float32 arithmetic of
-these rounded numbers. The program rounds as it computes, on one device too; so an error is allowed
-that is twice what one device has in bfloat16 on the whole batch and, on average, on a shard's rows
-alone, each against float32 arithmetic of the same rows, and one rounding of the result.
+these rounded numbers. So it is in "mixed", where they are stored in float32 and the loss casts them
+to bfloat16. The program rounds as it computes, on one device too; so an error is allowed that is
+twice what one device has in bfloat16 on the whole batch and, on average, on a shard's rows alone,
+each against float32 arithmetic of the same rows, and one rounding of the result.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ from tests.losses import parts
 
 SEED = 5
 SHARDS = (2, 3, 8)
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+DTYPES = ("float32", "bfloat16", "mixed")
 TOLERANCE = 1e-5
 # The shards of which rounding is measured, and how far a mean over shards is from the batch's.
 MOST = max(SHARDS)
@@ -48,6 +49,18 @@ class Run(NamedTuple):
     outcome: str
     error: float = float("nan")
     message: str = ""
+
+
+def _divided(total: Any, count: Any) -> Any:
+    return total / count
+
+
+def _is_float(x: Any) -> bool:
+    return getattr(x, "dtype", None) in (jnp.float32, jnp.bfloat16)
+
+
+def _cast(tree: Any, dtype: Any = jnp.bfloat16) -> Any:
+    return jax.tree.map(lambda x: x.astype(dtype) if _is_float(x) else x, tree)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,12 +110,11 @@ class Case:
         runs_rightly = outcome == RIGHT and apart_in_pieces(self, number) <= TOLERANCE
         return outcome in (REFUSED, SKIPPED) or runs_rightly
 
-    def loss(self, form: str) -> Callable[..., Any]:
-        """The loss as a step takes it."""
-        divide = lambda total, count: total / count
-        mean = crossshard.Mean if form == "Mean" else divide
+    def loss(self, form: str, *, casts: bool = False) -> Callable[..., Any]:
+        """The loss as a step takes it, which computes in bfloat16 if it casts."""
+        mean = crossshard.Mean if form == "Mean" else _divided
         given = (mean,) if "mean" in self.takes else ()
-        function = self.function
+        function = (lambda *args: self.function(*_cast(args))) if casts else self.function
         if "rng" in self.takes:
             return lambda params, batch, rng: function(params, batch, *given, rng)
         return lambda params, batch: function(params, batch, *given)
@@ -112,9 +124,9 @@ class Case:
         names = [self.needs] * bool(self.needs) + ["Mean"] * (form == "Mean")
         return not all(hasattr(crossshard, name) for name in names)
 
-    def gradient(self, params: Any, batch: Any, rng: Any = None) -> Any:
+    def gradient(self, casts: bool, params: Any, batch: Any, rng: Any) -> Any:
         """The gradient of one device, which is one shard if the loss names the axis."""
-        loss = self.loss("plain")
+        loss = self.loss("plain", casts=casts)
         given = (params, batch) if "rng" not in self.takes else (params, batch, rng)
         gradient = jax.grad(loss)
         if not self.on_axis:
@@ -166,24 +178,21 @@ def inputs(case: Case, dtype: str) -> tuple[Any, Any]:
             return super().__getitem__(name)
 
     params, batch = parts.params(), parts.batch()
-    divide = lambda total, count: total / count
-    more = [divide if name == "mean" else _keys(case, 0, 1) for name in case.takes]
+    more = [_divided if name == "mean" else _keys(case, 0, 1) for name in case.takes]
     look = lambda p, b: case.function(Recording(p, read[0]), Recording(b, read[1]), *more)
     if case.on_axis:
-        one, look = (
-            look,
-            lambda p, b: jax.vmap(lambda _: one(p, b), axis_name="shards")(jnp.ones(1)),
-        )
+        look = jax.vmap(look, (None, None), axis_name="shards", axis_size=1)
     jax.eval_shape(look, params, batch)
     if isinstance(case.weight, str):
         read[1].add(case.weight)
     elif case.weight is not None:
         case.weight(Recording(batch, read[1]))
-    to = lambda x: jnp.asarray(x, DTYPES[dtype]) if x.dtype == np.float32 else jnp.asarray(x)
-    return tuple(
-        {name: to(x) for name, x in values.items() if name in names}
+    found = [
+        {name: jnp.asarray(x) for name, x in values.items() if name in names}
         for values, names in zip((params, batch), read, strict=True)
-    )  # type: ignore[return-value]
+    ]
+    rounded = found if dtype == "float32" else _cast(found)
+    return tuple(_cast(rounded, jnp.float32) if dtype == "mixed" else rounded)
 
 
 def _keys(case: Case, shard: int, number: int) -> Any:
@@ -197,8 +206,8 @@ def _keys(case: Case, shard: int, number: int) -> Any:
 
 
 @functools.cache
-def _compiled(case: Case) -> Any:
-    return jax.jit(case.gradient)
+def _compiled(case: Case, casts: bool) -> Any:
+    return jax.jit(functools.partial(case.gradient, casts))
 
 
 def _numbers(tree: Any) -> dict[str, Any]:
@@ -206,24 +215,26 @@ def _numbers(tree: Any) -> dict[str, Any]:
 
 
 @functools.cache
-def of_pieces(case: Case, dtype: str, arithmetic: str, number: int) -> tuple[Any, Any]:
+def of_pieces(
+    case: Case, dtype: str, number: int, *, exact: bool = True
+) -> tuple[list[dict[str, Any]], Any]:
     """The gradients of ``number`` pieces of the batch on one device, and their weights.
 
     Args:
       case: the case.
       dtype: what parameters and batch are rounded to.
-      arithmetic: the dtype that they are handed over in.
       number: how many pieces.
+      exact: whether to compute in float32, whatever the dtype.
     """
-    to = lambda x: x.astype(arithmetic) if x.dtype == DTYPES[dtype] else x
-    params, batch = jax.tree.map(to, inputs(case, dtype))
+    params, batch = _cast(inputs(case, dtype), jnp.float32) if exact else inputs(case, dtype)
+    gradient = _compiled(case, dtype == "mixed" and not exact)
     rows, found, weights = parts.ROWS // number, [], []
     weight = case.weight if case.weight is not None else lambda batch: 1
     weigh = (lambda batch: batch[weight].sum()) if isinstance(weight, str) else weight
     for i in range(number):
         piece = {name: x[i * rows : (i + 1) * rows] for name, x in batch.items()}
         keys = _keys(case, i, number)
-        found.append(_numbers(_compiled(case)(params, piece, keys)))
+        found.append(_numbers(gradient(params, piece, keys)))
         weights.append(float(weigh(piece)))
     return found, np.asarray(weights)
 
@@ -251,14 +262,14 @@ def truth(case: Case, dtype: str, number: int) -> Any:
     Where each shard has a key of its own, one device does what the shards do, one after another.
     """
     by_shard = "rng" in case.takes and case.rng_per == "shard" and case.kind != COMPARING
-    return _mean(*of_pieces(case, dtype, "float32", number if by_shard else 1))
+    return _mean(*of_pieces(case, dtype, number if by_shard else 1))
 
 
 @functools.cache
 def apart_in_pieces(case: Case, number: int = MOST) -> float:
     """How far the mean of the shards' gradients is from that of the batch, relatively."""
     want = truth(case, "float32", number)
-    return _apart(_mean(*of_pieces(case, "float32", "float32", number)), want) / largest(want)
+    return _apart(_mean(*of_pieces(case, "float32", number)), want) / largest(want)
 
 
 @functools.cache
@@ -268,8 +279,8 @@ def tolerance(case: Case, dtype: str) -> float:
         return TOLERANCE
     noise = 0.0
     for number in (1, MOST):
-        exact, weights = of_pieces(case, dtype, "float32", number)
-        rounded, _ = of_pieces(case, dtype, dtype, number)
+        exact, weights = of_pieces(case, dtype, number)
+        rounded, _ = of_pieces(case, dtype, number, exact=False)
         errors = [_apart(*both) for both in zip(exact, rounded, strict=True)]
         noise += float(np.average(errors, weights=weights if weights.sum() else None))
     return 2 * noise / largest(truth(case, dtype, MOST)) + ROUNDING
@@ -285,7 +296,7 @@ def run(case: Case, form: str, dtype: str, number: int) -> Run:
         options["weight"] = case.weight
     try:
         step = crossshard.make_train_step(
-            case.loss(form), optax.sgd(1.0, momentum=0.0), num_shards=number, **options
+            case.loss(form, casts=dtype == "mixed"), optax.sgd(1.0, momentum=0.0), num_shards=number, **options
         )
         state, _ = step(step.init(params, SEED), batch)
         got = _numbers(jax.device_get(optax.tree.get(state.opt_state, "trace")))

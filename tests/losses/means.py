@@ -1,4 +1,4 @@
-"""Means over rows: losses of every trade, noise, gradients within, and what no trace sees through."""
+"""Means over rows: losses of every trade, noise, gradients within, and what is opaque."""
 
 import jax
 import jax.numpy as jnp

@@ -325,10 +325,10 @@ def tokens_and_rows_left_out(p, b, mean):
 def policy_over_tokens_and_value_of_rows(p, b, mean):
     policy = mean((token_losses(p, b) * b["mask"] * b["advantage"][:, None]).sum(), b["mask"].sum())
     errors = (b["v"] @ p["scale"] - b["z"][:, 0]) ** 2
-    entropy = jax.nn.softmax(b["v"] @ p["route"])
-    entropy = -(entropy * jnp.log(entropy)).sum(1)
+    shares = jax.nn.softmax(b["v"] @ p["route"])
+    order = (shares * jnp.log(shares)).sum(1)
     rows = len(errors)
-    return policy + 0.5 * mean(errors.sum(), rows) - 0.1 * mean(entropy.sum(), rows)
+    return policy + 0.5 * mean(errors.sum(), rows) + 0.1 * mean(order.sum(), rows)
 
 
 @is_ratio()
