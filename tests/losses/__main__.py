@@ -2,9 +2,11 @@
 
 import argparse
 import collections
+import os
 import sys
 import time
 
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # a sharding of callbacks that XLA regrets
 import tests.conftest  # noqa: F401  # sets up the CPU devices, before JAX is imported
 from tests.losses import table
 from tests.losses.cases import DTYPES, SHARDS, run

@@ -69,6 +69,7 @@ class Case:
 
     Attributes:
       kind: what the loss is in the rows of the batch.
+      name: what it is called.
       function: ``loss(params, batch[, mean][, rng])``; ``mean(total, count)`` is a division on one
         device and under ``weight=``, and ``crossshard.Mean`` in the form that returns it.
       weight: the weight of the step.
@@ -79,16 +80,13 @@ class Case:
     """
 
     kind: str
+    name: str
     function: Callable[..., Any]
     weight: Any = None
     rng_per: str = "shard"
     on_axis: bool = False
     may_refuse: str = ""
     needs: str = ""
-
-    @property
-    def name(self) -> str:
-        return self.function.__name__.replace("_", " ").strip()
 
     @property
     def takes(self) -> tuple[str, ...]:
@@ -138,29 +136,32 @@ class Case:
 CASES: dict[str, Case] = {}
 
 
-def _enter(kind: str, **options: Any) -> Callable[[Any], Any]:
-    def enter(function: Any) -> Any:
-        case = Case(kind, function, **options)
-        assert case.name not in CASES, case.name
-        CASES[case.name] = case
-        return function
+def _enter(kind: str, name: str, function: Any, **options: Any) -> None:
+    case = Case(kind, name.replace("_", " "), function, **options)
+    assert case.name not in CASES, case.name
+    CASES[case.name] = case
+
+
+def _is(kind: str) -> Callable[..., Callable[[Any], None]]:
+    def of_options(weight: Any = None, **options: Any) -> Callable[[Any], None]:
+        return lambda f: _enter(kind, f.__name__, f, weight=weight, **options)
+
+    return of_options
+
+
+def _are(kind: str) -> Callable[..., None]:
+    def enter(**functions: Any) -> None:
+        for name, given in functions.items():
+            weight, function = given if isinstance(given, tuple) else (None, given)
+            _enter(kind, name, function, weight=weight)
 
     return enter
 
 
-# The four kinds, as decorators.
-is_mean = functools.partial(_enter, MEAN)
-is_comparing = functools.partial(_enter, COMPARING)
-
-
-def is_ratio(weight: Any = None, **options: Any) -> Callable[[Any], Any]:
-    """Enters a ratio of sums, or a sum of several, with the weight that is right if one is."""
-    return _enter(RATIO, weight=weight, **options)
-
-
-def is_wrong_weight(weight: Any) -> Callable[[Any], Any]:
-    """Enters a loss with a weight that is wrong for it."""
-    return _enter(WRONG_WEIGHT, weight=weight)
+# Enter losses: one as a decorator, or some by name, as functions or with their weights.
+is_mean, is_ratio = _is(MEAN), _is(RATIO)
+is_comparing, are_comparing = _is(COMPARING), _are(COMPARING)
+is_wrong_weight, have_wrong_weights = _is(WRONG_WEIGHT), _are(WRONG_WEIGHT)
 
 
 @functools.cache
@@ -296,7 +297,10 @@ def run(case: Case, form: str, dtype: str, number: int) -> Run:
         options["weight"] = case.weight
     try:
         step = crossshard.make_train_step(
-            case.loss(form, casts=dtype == "mixed"), optax.sgd(1.0, momentum=0.0), num_shards=number, **options
+            case.loss(form, casts=dtype == "mixed"),
+            optax.sgd(1.0, momentum=0.0),
+            num_shards=number,
+            **options,
         )
         state, _ = step(step.init(params, SEED), batch)
         got = _numbers(jax.device_get(optax.tree.get(state.opt_state, "trace")))

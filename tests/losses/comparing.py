@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tests.losses.cases import is_comparing
+from tests.losses.cases import are_comparing, is_comparing
 from tests.losses.parts import (
     EXPERTS,
     KINDS,
@@ -132,16 +132,6 @@ def _standardized(x):
 
 
 @is_comparing()
-def batch_norm(p, b):
-    return squares(jnp.tanh(_standardized(b["v"] @ p["a"])) @ p["b"], b["z"])
-
-
-@is_comparing()
-def batch_norm_of_inputs_alone(p, b):
-    return squares(jnp.tanh(_standardized(b["v"]) @ p["a"]) @ p["b"], b["z"])
-
-
-@is_comparing()
 def batch_norm_without_a_gradient(p, b):
     x = b["v"] @ p["a"]
     mean, spread = lax.stop_gradient((x.mean(0), x.var(0)))
@@ -179,19 +169,15 @@ def pearson_correlation(p, b):
     return 1 - (x * y).sum() / jnp.sqrt((x**2).sum() * (y**2).sum())
 
 
-@is_comparing()
-def root_of_the_mean_square(p, b):
-    return jnp.sqrt(squares(out_of(p, b), b["z"]))
-
-
-@is_comparing()
-def logarithm_of_the_mean(p, b):
-    return jnp.log(jnp.exp(row_losses(p, b)).mean())
-
-
-@is_comparing()
-def explained_variance(p, b):
-    return 1 - squares(out_of(p, b), b["z"]) / b["z"].var()
+are_comparing(
+    batch_norm=lambda p, b: squares(jnp.tanh(_standardized(b["v"] @ p["a"])) @ p["b"], b["z"]),
+    batch_norm_of_inputs_alone=lambda p, b: squares(
+        jnp.tanh(_standardized(b["v"]) @ p["a"]) @ p["b"], b["z"]
+    ),
+    root_of_the_mean_square=lambda p, b: jnp.sqrt(squares(out_of(p, b), b["z"])),
+    logarithm_of_the_mean=lambda p, b: jnp.log(jnp.exp(row_losses(p, b)).mean()),
+    explained_variance=lambda p, b: 1 - squares(out_of(p, b), b["z"]) / b["z"].var(),
+)
 
 
 @is_comparing()
@@ -262,26 +248,6 @@ def reference_of_the_batch_in_kahneman_tversky(p, b):
 
 
 @is_comparing()
-def sorted_over_rows(p, b):
-    return jnp.abs(jnp.sort(out_of(p, b), 0) - jnp.sort(b["z"], 0)).mean()
-
-
-@is_comparing()
-def largest_over_rows(p, b):
-    return row_losses(p, b).max()
-
-
-@is_comparing()
-def worst_third(p, b):
-    return lax.top_k(row_losses(p, b), len(b["v"]) // 3)[0].mean()
-
-
-@is_comparing()
-def quantile_over_the_batch(p, b):
-    return jnp.quantile(row_losses(p, b).astype(jnp.float32), 0.8)
-
-
-@is_comparing()
 def losses_above_the_median_of_the_batch(p, b):
     losses = row_losses(p, b)
     middle = lax.stop_gradient(jnp.median(losses.astype(jnp.float32)))
@@ -292,16 +258,6 @@ def losses_above_the_median_of_the_batch(p, b):
 def softmax_over_rows(p, b):
     losses = row_losses(p, b)
     return (jax.nn.softmax(losses) * losses).sum()
-
-
-@is_comparing()
-def cumulative_sum_over_rows(p, b):
-    return squares(out_of(p, b).cumsum(0) / 5, b["z"])
-
-
-@is_comparing()
-def differences_of_rows_that_follow(p, b):
-    return squares(jnp.diff(out_of(p, b), axis=0), 0)
 
 
 @is_comparing()
@@ -317,26 +273,6 @@ def loop_over_rows(p, b):
 def number_of_the_row(p, b):
     place = jnp.arange(len(b["v"]), dtype=b["v"].dtype)[:, None] / 10
     return squares(jnp.tanh(b["v"] @ p["a"] + place * p["bias"]), b["z"])
-
-
-@is_comparing()
-def first_rows_only(p, b):
-    return row_losses(p, b)[:2].mean()
-
-
-@is_comparing()
-def every_second_row(p, b):
-    return row_losses(p, b)[::2].mean()
-
-
-@is_comparing()
-def first_row_is_a_support(p, b):
-    return squares(jnp.tanh(b["v"] @ p["a"]) - jnp.tanh(b["v"][0] @ p["a"]), b["z"])
-
-
-@is_comparing()
-def rows_in_reverse(p, b):
-    return squares(out_of(p, b)[::-1], b["z"])
 
 
 @is_comparing()
@@ -364,9 +300,23 @@ def convolution_over_rows(p, b):
     return squares((padded[:-2] + x + padded[2:]) @ p["b"], b["z"])
 
 
-@is_comparing()
-def spectrum_over_rows(p, b):
-    return jnp.log1p(jnp.abs(jnp.fft.rfft(out_of(p, b).astype(jnp.float32), axis=0)) ** 2).mean()
+are_comparing(
+    sorted_over_rows=lambda p, b: jnp.abs(jnp.sort(out_of(p, b), 0) - jnp.sort(b["z"], 0)).mean(),
+    largest_over_rows=lambda p, b: row_losses(p, b).max(),
+    worst_third=lambda p, b: lax.top_k(row_losses(p, b), len(b["v"]) // 3)[0].mean(),
+    quantile_over_the_batch=lambda p, b: jnp.quantile(row_losses(p, b).astype(jnp.float32), 0.8),
+    cumulative_sum_over_rows=lambda p, b: squares(out_of(p, b).cumsum(0) / 5, b["z"]),
+    differences_of_rows_that_follow=lambda p, b: squares(jnp.diff(out_of(p, b), axis=0), 0),
+    first_rows_only=lambda p, b: row_losses(p, b)[:2].mean(),
+    every_second_row=lambda p, b: row_losses(p, b)[::2].mean(),
+    first_row_is_a_support=lambda p, b: squares(
+        jnp.tanh(b["v"] @ p["a"]) - jnp.tanh(b["v"][0] @ p["a"]), b["z"]
+    ),
+    rows_in_reverse=lambda p, b: squares(out_of(p, b)[::-1], b["z"]),
+    spectrum_over_rows=lambda p, b: jnp.log1p(
+        jnp.abs(jnp.fft.rfft(out_of(p, b).astype(jnp.float32), axis=0)) ** 2
+    ).mean(),
+)
 
 
 @is_comparing()
@@ -381,65 +331,31 @@ def least_squares_over_rows(p, b):
 
 
 @is_comparing()
-def sum_in_place_of_a_mean(p, b):
-    return row_losses(p, b).sum()
-
-
-@is_comparing()
-def sum_over_a_number_written_down(p, b):
-    return row_losses(p, b).sum() / 16
-
-
-@is_comparing()
-def sum_over_at_least_four_rows(p, b):
-    return row_losses(p, b).sum() / max(len(b["v"]), 4)
-
-
-@is_comparing()
-def sum_over_at_least_ten_rows(p, b):
-    return row_losses(p, b).sum() / max(len(b["v"]), 10)
-
-
-@is_comparing()
-def sum_over_at_most_sixteen_rows(p, b):
-    return row_losses(p, b).sum() / min(len(b["v"]), 16)
-
-
-@is_comparing()
-def sum_over_all_rows_but_one(p, b):
-    return row_losses(p, b).sum() / (len(b["v"]) - 1)
-
-
-@is_comparing()
-def sum_over_the_root_of_the_number(p, b):
-    return row_losses(p, b).sum() / len(b["v"]) ** 0.5
-
-
-@is_comparing()
-def token_mean_without_a_weight(p, b):
-    return (token_losses(p, b) * b["mask"]).sum() / b["mask"].sum()
-
-
-@is_comparing()
-def token_mean_by_where(p, b):
-    return token_losses(p, b).mean(where=b["is_there"])
-
-
-@is_comparing()
 def two_ratios_without_a_weight(p, b):
     losses = token_losses(p, b)
     one = (losses * b["mask"]).sum() / b["mask"].sum()
     return one + (losses * b["spans"]).sum() / b["spans"].sum()
 
 
-@is_comparing()
-def regulariser_over_the_number_of_rows(p, b):
-    return row_losses(p, b).mean() + (p["a"] ** 2).sum() / len(b["v"])
-
-
-@is_comparing()
-def temperature_of_the_number_of_rows(p, b):
-    return cross_entropy(out_of(p, b) * len(b["v"]) ** 0.5 / 3, b["kind"]).mean()
+are_comparing(
+    sum_in_place_of_a_mean=lambda p, b: row_losses(p, b).sum(),
+    sum_over_a_number_written_down=lambda p, b: row_losses(p, b).sum() / 16,
+    sum_over_at_least_four_rows=lambda p, b: row_losses(p, b).sum() / max(len(b["v"]), 4),
+    sum_over_at_least_ten_rows=lambda p, b: row_losses(p, b).sum() / max(len(b["v"]), 10),
+    sum_over_at_most_sixteen_rows=lambda p, b: row_losses(p, b).sum() / min(len(b["v"]), 16),
+    sum_over_all_rows_but_one=lambda p, b: row_losses(p, b).sum() / (len(b["v"]) - 1),
+    sum_over_the_root_of_the_number=lambda p, b: row_losses(p, b).sum() / len(b["v"]) ** 0.5,
+    token_mean_without_a_weight=lambda p, b: (
+        (token_losses(p, b) * b["mask"]).sum() / b["mask"].sum()
+    ),
+    token_mean_by_where=lambda p, b: token_losses(p, b).mean(where=b["is_there"]),
+    regulariser_over_the_number_of_rows=lambda p, b: (
+        row_losses(p, b).mean() + (p["a"] ** 2).sum() / len(b["v"])
+    ),
+    temperature_of_the_number_of_rows=lambda p, b: cross_entropy(
+        out_of(p, b) * len(b["v"]) ** 0.5 / 3, b["kind"]
+    ).mean(),
+)
 
 
 @is_comparing()
@@ -491,8 +407,7 @@ def _shared(name, draw):
     def case(p, b):
         return _with_noise(p, b, draw(jax.random.key(7), b["v"].shape))
 
-    case.__name__ = f"shared_{name}_noise"
-    is_comparing()(case)
+    are_comparing(**{f"shared_{name}_noise": case})
 
 
 _shared("normal", jax.random.normal)
@@ -539,9 +454,11 @@ def callback_that_centres_rows(p, b):
     return squares(jnp.tanh(x) @ p["b"], b["z"])
 
 
-@is_comparing()
-def callback_that_sorts_rows(p, b):
-    return squares(opaque(lambda x: np.sort(x, 0), b["v"] @ p["a"]), b["z"])
+are_comparing(
+    callback_that_sorts_rows=lambda p, b: squares(
+        opaque(lambda x: np.sort(x, 0), b["v"] @ p["a"]), b["z"]
+    ),
+)
 
 
 @is_comparing()
@@ -587,14 +504,13 @@ def pallas_kernel_that_drops_by_the_place_of_a_row(p, b):
 # Gradients that are no mean, though the loss is one.
 
 
-def _with(of_gradient):
-    return lambda p, b: squares(with_gradient(of_gradient)(b["v"] @ p["a"]) @ p["b"], b["z"])
-
-
 def _gradient(name, of_gradient):
-    case = _with(of_gradient)
-    case.__name__ = f"custom_vjp_that_{name}"
-    is_comparing()(case)
+    """A case whose gradient is changed within."""
+
+    def case(p, b):
+        return squares(with_gradient(of_gradient)(b["v"] @ p["a"]) @ p["b"], b["z"])
+
+    are_comparing(**{f"custom_vjp_that_{name}": case})
 
 
 _gradient("clips_by_the_norm_of_all_rows", lambda g: g / jnp.maximum(1, 50 * jnp.linalg.norm(g)))
@@ -638,9 +554,11 @@ def one_percent_of_a_contrastive_loss(p, b):
     return row_losses(p, b).mean() - 0.02 * jnp.diag(jax.nn.log_softmax(logits)).mean()
 
 
-@is_comparing()
-def one_percent_of_a_variance(p, b):
-    return row_losses(p, b).mean() - 0.05 * jnp.sqrt(out_of(p, b).var(0) + 0.01).mean()
+are_comparing(
+    one_percent_of_a_variance=lambda p, b: (
+        row_losses(p, b).mean() - 0.05 * jnp.sqrt(out_of(p, b).var(0) + 0.01).mean()
+    ),
+)
 
 
 @is_comparing()
@@ -726,16 +644,14 @@ def mean_of_tokens_beside_a_batch_norm(p, b, mean):
     return mean((errors * b["mask"]).sum(), b["mask"].sum())
 
 
-@is_comparing()
-def mean_that_counts_by_a_root(p, b, mean):
-    return mean((token_losses(p, b) * b["mask"]).sum(), jnp.sqrt(b["mask"].sum()))
-
-
-@is_comparing()
-def mean_with_a_constant_behind_its_count(p, b, mean):
-    return mean((token_losses(p, b) * b["mask"]).sum(), b["mask"].sum() + 20)
-
-
-@is_comparing()
-def mean_times_a_mean(p, b, mean):
-    return mean(row_losses(p, b).sum() * b["seen"].sum() / 5, len(b["v"]))
+are_comparing(
+    mean_that_counts_by_a_root=lambda p, b, mean: mean(
+        (token_losses(p, b) * b["mask"]).sum(), jnp.sqrt(b["mask"].sum())
+    ),
+    mean_with_a_constant_behind_its_count=lambda p, b, mean: mean(
+        (token_losses(p, b) * b["mask"]).sum(), b["mask"].sum() + 20
+    ),
+    mean_times_a_mean=lambda p, b, mean: mean(
+        row_losses(p, b).sum() * b["seen"].sum() / 5, len(b["v"])
+    ),
+)
