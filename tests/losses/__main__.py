@@ -24,7 +24,8 @@ def main() -> int:
     given = parser.parse_args()
     dtypes, shards, kinds = given.dtype or DTYPES, given.shards or SHARDS, given.kind or KINDS
     counts: dict[str, collections.Counter[tuple[str, str]]] = {}
-    unlike, refusals, started = [], {}, time.monotonic()
+    unlike: dict[str, dict[str, list[str]]] = {}
+    refusals, started = {}, time.monotonic()
     chosen = [c for c in table.CASES.values() if given.only in c.name and c.kind in kinds]
     for case in chosen:
         for form in case.forms:
@@ -35,8 +36,9 @@ def main() -> int:
                 for number, each in found.items():
                     key = dtype, each.outcome
                     counts.setdefault(case.kind, collections.Counter())[key] += 1
-                    if not case.is_as_expected(each.outcome, number):
-                        unlike.append(f"{case.kind}: {name}, {dtype}, {number}: {each.outcome}")
+                    if not case.is_as_expected(form, each.outcome, number):
+                        runs = unlike.setdefault(f"{case.kind}: {name}: {each.outcome}", {})
+                        runs.setdefault(dtype, []).append(str(number))
                     if each.message:
                         refusals.setdefault((case.kind, name), each)
                 outcomes = [each.outcome for each in found.values()]
@@ -49,7 +51,9 @@ def main() -> int:
     print("\nRefused, or broken:")
     for (kind, name), each in refusals.items():
         print(f"  {kind}: {name}: {each.outcome}: {table.first_sentence(each.message)}")
-    print("\nNot as expected:", *(unlike or ["nothing"]), sep="\n  ")
+    print("\nNot as expected, on so many shards:" if unlike else "\nAll as expected.")
+    for name, runs in unlike.items():
+        print(f"  {name}:", "; ".join(f"{dtype} {', '.join(n)}" for dtype, n in runs.items()))
     print(f"\n{'kind':12}  {'cases':>5}  dtype", *(f"{w:>8}" for w in table.OUTCOMES))
     for kind, counted in counts.items():
         cases = sum(c.kind == kind for c in chosen)

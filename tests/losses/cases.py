@@ -94,19 +94,19 @@ class Case:
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """How the loss may be handed over: as a number, with a weight, as a ``Mean``."""
-        plain = ("weight",) if self.weight is not None else ()
-        if "mean" in self.takes:
-            return (*plain, "Mean")
-        return plain or ("plain",)
+        """How a loss is handed over: a number, one with its weight or none, or a ``Mean``."""
+        given = ("weight",) * (self.weight is not None) + ("Mean",) * ("mean" in self.takes)
+        return given + ("no weight",) * (self.kind == RATIO) or ("plain",)
 
-    def is_as_expected(self, outcome: str, number: int) -> bool:
+    def is_as_expected(self, form: str, outcome: str, number: int) -> bool:
         """Whether the table wants this outcome on a number of shards."""
-        if self.kind in (MEAN, RATIO):
+        if self.kind in (MEAN, RATIO) and form != "no weight":
             return outcome in (RIGHT, SKIPPED) or bool(self.may_refuse and outcome == REFUSED)
+        if outcome != RIGHT:
+            return outcome in (REFUSED, SKIPPED)
         # With so many rows on a shard the mean over shards may be that of the batch.
-        runs_rightly = outcome == RIGHT and apart_in_pieces(self, number) <= TOLERANCE
-        return outcome in (REFUSED, SKIPPED) or runs_rightly
+        alone = dataclasses.replace(self, weight=None) if form == "no weight" else self
+        return apart_in_pieces(alone, number) <= TOLERANCE
 
     def loss(self, form: str, *, casts: bool = False) -> Callable[..., Any]:
         """The loss as a step takes it, which computes in bfloat16 if it casts."""
@@ -273,6 +273,34 @@ def apart_in_pieces(case: Case, number: int = MOST) -> float:
     return _apart(_mean(*of_pieces(case, "float32", number)), want) / largest(want)
 
 
+def apart_as_sums(case: Case) -> float:
+    """How far sums of totals over sums of counts, of pieces, are from the batch's, relatively."""
+    params, batch = inputs(case, "float32")
+    counts: list[list[Any]] = []
+
+    def gradient(i: int, sums: Any) -> Any:
+        """A piece's gradient, each total divided by a count of all, or by its own."""
+        counts.append([])
+        rows = parts.ROWS // MOST
+        piece = {name: x[i * rows : (i + 1) * rows] for name, x in batch.items()}
+        keys = (_keys(case, i, MOST),) * ("rng" in case.takes)
+
+        def loss(params: Any) -> Any:
+            def mean(total: Any, count: Any) -> Any:
+                counts[-1].append(jax.lax.stop_gradient(count))
+                return total / (sums[len(counts[-1]) - 1] / MOST if sums else count)
+
+            value = case.function(params, piece, mean, *keys)
+            return value, [jnp.float32(count) for count in counts[-1]]
+
+        return jax.jit(jax.grad(loss, has_aux=True))(params)
+
+    of_all = [sum(each) for each in zip(*(gradient(i, None)[1] for i in range(MOST)), strict=True)]
+    found = [_numbers(gradient(i, of_all)[0]) for i in range(MOST)]
+    want = truth(case, "float32", MOST)
+    return _apart(_mean(found, np.ones(MOST)), want) / largest(want)
+
+
 @functools.cache
 def tolerance(case: Case, dtype: str) -> float:
     """How far a gradient may be from that of one device, relative to the largest entry."""
@@ -309,5 +337,5 @@ def run(case: Case, form: str, dtype: str, number: int) -> Run:
     except Exception as error:  # which is a finding, too
         return Run(BREAKS, message=f"{type(error).__name__}: {error}")
     want = truth(case, dtype, number)
-    error = _apart(got, want) / largest(want)
+    error = float(np.nan_to_num(_apart(got, want) / largest(want), nan=np.inf))
     return Run(RIGHT if error <= tolerance(case, dtype) else WRONG, error)

@@ -14,6 +14,7 @@ from tests.losses.cases import (
     TOLERANCE,
     WRONG_WEIGHT,
     Case,
+    apart_as_sums,
     apart_in_pieces,
     run,
 )
@@ -41,7 +42,7 @@ def test_the_gradient_is_that_of_one_device_or_refused(
     found = run(CASES[name], form, dtype, number)
     if found.outcome == SKIPPED:
         pytest.skip("crossshard lacks what this form needs")
-    assert CASES[name].is_as_expected(found.outcome, number), found
+    assert CASES[name].is_as_expected(form, found.outcome, number), found
 
 
 def is_told_apart(case: Case) -> bool:
@@ -57,6 +58,14 @@ def test_a_case_is_what_the_table_calls_it(name: str):
         assert apart <= TOLERANCE
     else:
         assert apart > 1000 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "name",
+    deep_but(QUICK, [n for n in NAMES if "Mean" in CASES[n].forms and CASES[n].kind == RATIO]),
+)
+def test_totals_and_counts_add_up(name: str):
+    assert apart_as_sums(CASES[name]) <= TOLERANCE
 
 
 def test_the_table_is_as_large_as_it_should_be():
