@@ -6,17 +6,18 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import io_callback
 from jax.experimental.custom_partitioning import custom_partitioning
 
 import crossshard
-from crossshard import CrossShardOptimizer
+from crossshard import CrossShardOptimizer, _jax
 from tests.distributed.test_launch import PATIENCE, launch
 from tests.quick import deep
 
@@ -117,6 +118,7 @@ def printing(params: Any, batch: Any) -> jax.Array:
     loss = loss_fn(params, batch)
     jax.debug.print("the loss is {}", loss)
     jax.debug.callback(lambda _: None, loss)
+    io_callback(lambda _: None, None, jax.lax.stop_gradient(loss))
     return loss
 
 
@@ -274,6 +276,61 @@ def main(out: str, *names: str) -> None:
             found[f"alike: {name}"] = f"{type(error).__name__}: {error}"
     del held
     Path(out, f"{job.process_id}.json").write_text(json.dumps(found))
+
+
+class Text(NamedTuple):
+    """A lowered program with one operation."""
+
+    target: str
+    config: str
+
+    def as_text(self) -> str:
+        return (
+            f"  %1 = stablehlo.custom_call @{self.target}(%0) {{api_version = 2 : i32, "
+            f'backend_config = "{self.config}", mhlo.backend_config = {{index = 1 : ui64}}}}\n'
+            f"  %cst = stablehlo.constant dense<[{self.config!r}]>\n"
+        )
+
+
+@pytest.mark.parametrize(
+    ("target", "one", "other"),
+    [
+        ("CustomSPMDPartitioning", "140219", "139965"),
+        ("InspectSharding", r"\\10\\05@<\\22", r"\\20\\05@<"),
+        ("xla_python_cpu_callback", "140219", "139965"),
+        ("xla_ffi_partitioned_python_gpu_callback", "140219", "139965"),
+    ],
+)
+def test_an_address_is_left_out_and_nothing_else(target: str, one: str, other: str):
+    found, others = (
+        _jax.without_addresses(cast(Any, Text(target, config))).splitlines()
+        for config in (one, other)
+    )
+    assert found[0] == others[0]
+    assert "an address" in found[0]
+    assert "index = 1" in found[0]
+    assert found[1] != others[1]
+
+
+@pytest.mark.parametrize("target", ["tpu_custom_call", "lapack_spotrf_ffi", "my_callback"])
+def test_the_configuration_of_another_operation_counts(target: str):
+    texts = [Text(target, config) for config in ("140219", "139965")]
+    assert [_jax.without_addresses(cast(Any, text)) for text in texts] == [
+        text.as_text() for text in texts
+    ]
+
+
+def test_an_operation_is_told_by_what_partitions_it():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("shards",))
+
+    def text(tanh: Any) -> str:
+        split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("shards"))
+        lowered = jax.jit(lambda x: tanh(x), in_shardings=split).lower(np.ones((2, 4)))
+        return _jax.without_addresses(lowered)
+
+    assert "test_programs._as_it_lies" in text(_own_tanh)
+    assert text(_own_tanh) == text(_own_tanh)
+    assert len({text(tanh) for tanh in (_own_tanh, _scaled_tanh, _other_tanh)}) == 3
 
 
 @pytest.mark.multiprocess

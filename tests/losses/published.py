@@ -319,6 +319,8 @@ def tunix_sft_with_means(params: Any, batch: Any) -> Any:
 def aggregate(loss: Any, mask: Any, mode: str) -> WeightedMetric:
     if mode == "token mean":
         return WeightedMetric((loss * mask).sum(), mask.sum(), at_least=1.0)
+    if mode == "sum of tokens by rows":
+        return WeightedMetric((loss * mask).sum(), len(loss), at_least=1e-6)
     counts = mask.sum(-1)
     of_rows = (loss * mask).sum(-1) / jnp.clip(counts, min=1.0)
     return WeightedMetric(of_rows.sum(), (counts > 0).sum(), at_least=1.0)
@@ -549,6 +551,7 @@ PUBLISHED = {
         lambda batch: (batch["completion_mask"][:, 1:].sum(1) > 0).sum(),
         grpo_with_means("mean of sequences"),
     ),
+    "tunix grpo, sum of tokens by rows": Published(grpo("sum of tokens by rows"), _ANSWERS, True),
     "tunix dpo": Published(dpo, _IN_HALVES, _COMPARES, by_rows=(dpo_of_pairs, _PAIRS)),
     "easylm": Published(easylm, _MASKED, True),
     "big_vision sigmoid": Published(sigmoid_cross_entropy, _CLASSES, True),
