@@ -8,6 +8,7 @@ from crossshard.collectives.all_reduce import cross_replica_sum
 from crossshard.collectives.exchange import all_to_all, collective_permute
 from crossshard.errors import CrossshardError
 from crossshard.gradients.local import grad, value_and_grad
+from crossshard.gradients.mean import Mean
 from crossshard.gradients.reduction import Reduction
 from crossshard.model.state import TrainState
 from crossshard.optimizer.cross_shard_optimizer import CrossShardOptimizer
@@ -42,6 +43,7 @@ __all__ = [
     "CrossShardState",
     "CrossshardError",
     "DynamicLossScale",
+    "Mean",
     "Nonfinite",
     "Reduction",
     "Stage",

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import linen
 from jax import lax
+from jax.experimental import pallas
 
 from crossshard.jaxprs.mean_over_rows import Finding, OverRows, over_rows
 
@@ -364,6 +366,21 @@ MEANS: dict[str, Loss] = {
 }
 
 
+def doubled(w: Any) -> Any:
+    def kernel(given: Any, out: Any) -> None:
+        out[...] = given[...] * 2
+
+    return pallas.pallas_call(kernel, out_shape=jax.typeof(w), interpret=True)(w)
+
+
+def composed(w: Any) -> Any:
+    return lax.composite(lambda w: jnp.tanh(w) * 2, name="tests.composed")(w)
+
+
+MEANS["kernel of parameters"] = lambda b, w, k: (b["x"] @ doubled(w)).mean()
+MEANS["composite of parameters"] = lambda b, w, k: (b["x"] @ composed(w)).mean()
+
+
 def contrastive(b: Any, w: Any, k: Any) -> Any:
     scores = (b["x"] @ w) @ (b["x"] @ w.T).T  # <-
     return entropy(scores, jnp.arange(scores.shape[0])).mean()
@@ -497,7 +514,6 @@ COMPARED: dict[str, Loss] = {
     "first rows": lambda b, w, k: (b["x"][:2] @ w).mean(),
     "largest row": lambda b, w, k: (b["x"] @ w).sum(1).max(),
     "softmax over rows": lambda b, w, k: (jax.nn.softmax(b["x"] @ w, axis=0) ** 2).mean(),
-    "sorted rows": lambda b, w, k: jnp.sort(b["x"] @ w, axis=0)[0].mean(),
     "sums so far": lambda b, w, k: (jnp.cumsum(b["x"] @ w, axis=0) ** 2).mean(),
     "distances": distances,
     "covariance": lambda b, w, k: (jnp.cov((b["x"] @ w).T) ** 2).sum(),
@@ -506,12 +522,10 @@ COMPARED: dict[str, Loss] = {
     "logsumexp over rows": lambda b, w, k: jax.nn.logsumexp(b["x"] @ w, axis=0).sum(),
     "triplet, hardest": lambda b, w, k: ((b["x"] @ w) @ (b["x"] @ w).T).max(1).mean(),
     "segments": lambda b, w, k: (jax.ops.segment_sum(b["x"] @ w, b["y"], 3) ** 2).mean(),
-    "each row for each row": each_for_each,
     "pairs": lambda b, w, k: (b["x"][0::2] @ w - b["x"][1::2] @ w).mean(),
     "product of means": lambda b, w, k: (b["x"] @ w).mean() * b["target"].mean(),
     "position": lambda b, w, k: (jnp.arange(ROWS_OF(b)) * (b["x"] @ w).sum(1)).mean(),
     "position, from 1": lambda b, w, k: ((jnp.arange(ROWS_OF(b)) + 1) * b["target"]).mean(),
-    "position, twice": diagonal,
     "a row is written": lambda b, w, k: (b["target"].at[0].set(0.0) * b["x"][:, 0]).mean(),
     "constant noise": constant_noise,
     "barlow": barlow,
@@ -562,8 +576,30 @@ def noted(b: Any, w: Any, k: Any) -> Any:
     return note[...]  # <-
 
 
+def unsorted(b: Any, w: Any, k: Any) -> Any:
+    order = jnp.argsort(b["y"] % 3)  # <-
+    return (b["x"][order] @ w)[jnp.argsort(order)].mean()
+
+
+def grouped(b: Any, w: Any, k: Any) -> Any:
+    sizes = jnp.bincount(b["y"] % 3, length=3)
+    return lax.ragged_dot(b["x"], jnp.stack([w] * 3), sizes).mean()  # <-
+
+
+def asked_again(b: Any, w: Any, k: Any) -> Any:
+    count = lambda: (b["mask"] * (b["words"] > 0)).sum()
+    return (b["x"] @ w).sum() / jnp.where(count() == 0, 1, count())  # <-
+
+
 # Nothing proves them, and numbers tell that some are means all the same.
 UNDECIDED: dict[str, Loss] = {
+    "sorted and unsorted": unsorted,
+    "grouped product": grouped,
+    "guard of the same sum, computed again": asked_again,
+    "read from outside": lambda b, w, k: jax.experimental.io_callback(np.abs, b["y"][0], w[0, 0]),
+    "position, twice": diagonal,
+    "each row for each row": each_for_each,
+    "sorted rows": lambda b, w, k: jnp.sort(b["x"] @ w, axis=0)[0].mean(),
     "median": lambda b, w, k: jnp.median(b["x"] @ w, axis=0).sum(),
     "quantile": lambda b, w, k: jnp.quantile((b["x"] @ w).sum(1), 0.9),
     "some row": lambda b, w, k: jnp.where((b["y"] > 1).any(), 1, 2) * (b["x"] @ w).mean(),
@@ -580,6 +616,12 @@ UNDECIDED: dict[str, Loss] = {
     "microbatches": lambda b, w, k: lax.map(jnp.std, b["x"].reshape(2, -1, WIDTH)).mean(),
     "loop of each row": lambda b, w, k: jax.vmap(halved_while_large)(b["x"]).mean(),
 }
+
+
+def losses_and_more(b: Any, w: Any, count: Any) -> Any:
+    return (b["x"] @ w).sum() / count + 0.1 * jnp.abs(b["x"] @ w).sum() / count
+
+
 RATIOS: dict[str, tuple[Loss, str | None]] = {
     "token mean": (
         lambda b, w, k: ((b["sequence"] @ w).sum(-1) * b["mask"]).sum() / b["mask"].sum(),
@@ -633,6 +675,28 @@ RATIOS: dict[str, tuple[Loss, str | None]] = {
     "eps": (
         lambda b, w, k: ((b["x"] @ w).sum(1) * b["weight"]).sum() / (b["weight"].sum() + 1e-8),
         "weight",
+    ),
+    "each row divided by the sum": (
+        lambda b, w, k: (b["weight"] / b["weight"].sum() * (b["x"] @ w).sum(1)).sum(),
+        "weight",
+    ),
+    "as gemma has it": (
+        lambda b, w, k: (
+            ((b["sequence"] @ w).sum(-1) * b["mask"]).sum(1) * ROWS_OF(b) / b["mask"].sum()
+        ).mean(),
+        "mask",
+    ),
+    "multiplied by one by the sum": (
+        lambda b, w, k: ((b["x"] @ w).sum(1) * b["weight"] * (1 / b["weight"].sum())).sum(),
+        "weight",
+    ),
+    "contracted": (
+        lambda b, w, k: (b["x"] @ w).sum(1) @ (b["weight"] / b["weight"].sum()),
+        "weight",
+    ),
+    "two ratios of one sum": (
+        lambda b, w, k: losses_and_more(b, w, (b["mask"] * (b["words"] > 0)).sum()),
+        None,
     ),
     "words that count": (
         lambda b, w, k: (
@@ -691,6 +755,80 @@ def test_a_ratio_of_sums_is_told_with_its_weight(name: str):
     assert finding.entry == entry
 
 
+def over(divisor: Callable[[Any], Any]) -> Loss:
+    return lambda b, w, k: ((b["x"] @ w).sum(1) * b["weight"]).sum() / divisor(b)
+
+
+def guarded(count: Any, otherwise: Any) -> Any:
+    return jnp.where(count == 0, otherwise, count)
+
+
+# What is done to the sum that divides, the bound, and whether it is one of integers.
+DIVISORS: dict[str, tuple[Callable[[Any], Any], str, float, bool]] = {
+    "weights": (lambda b: b["weight"].sum(), "", 0, False),
+    "weights, at least 1": (lambda b: jnp.maximum(b["weight"].sum(), 1), "max", 1, False),
+    "weights, a small bound": (lambda b: jnp.clip(b["weight"].sum(), 1e-8), "max", 1e-8, False),
+    "weights and a bit": (lambda b: b["weight"].sum() + 1e-6, "plus", 1e-6, False),
+    "weights, guarded": (lambda b: guarded(b["weight"].sum(), 1e-12), "guard", 1e-12, False),
+    "words": (lambda b: (b["words"] > 0).sum(), "", 0, True),
+    "words, at least 1": (lambda b: jnp.maximum((b["words"] > 0).sum(), 1), "max", 1, True),
+    "words as floats": (lambda b: (b["words"] > 0).astype(float).sum(), "", 0, True),
+    "words and a bit": (lambda b: (b["words"] > 0).astype(float).sum() + 1e-8, "plus", 1e-8, True),
+    "words, guarded": (lambda b: guarded((b["words"] > 0).sum(), 1), "guard", 1, True),
+    "chosen ones and zeros": (
+        lambda b: jnp.maximum(jnp.where(b["words"] > 0, 1.0, 0.0).sum(), 1),
+        "max",
+        1,
+        True,
+    ),
+    "scaled words": (lambda b: 0.01 * (b["words"] > 0).sum(), "", 0, False),
+    "some classes": (lambda b: ((b["words"] > 0) * b["mask"]).sum(), "", 0, False),
+}
+
+
+@pytest.mark.parametrize("name", DIVISORS)
+def test_what_is_done_to_the_sum_that_divides_is_told(name: str):
+    divisor, *want = DIVISORS[name]
+    finding = found(over(divisor))
+    assert finding.kind is OverRows.RATIO, finding
+    assert finding.equation is not None
+    of = [finding.moved, pytest.approx(finding.bound), finding.counts]
+    assert of == want
+
+
+def test_a_small_term_of_a_mean_that_divides_is_told():
+    of_means = lambda term: (
+        lambda b, w, k: ((b["x"] @ w).sum(1) * b["weight"]).mean() / (b["weight"].mean() + term)
+    )
+    finding = found(of_means(5e-4))
+    assert (finding.moved, finding.bound) == ("plus", pytest.approx(5e-4))
+    assert found(of_means(0.0)).moved == ""
+    finding = found(lambda b, w, k: of_means(5e-4)(b, w, k) / 2)
+    assert finding.moved == "plus"
+    finding = found(over(lambda b: 2 * (b["weight"].mean() + 5e-4) * ROWS_OF(b)))
+    assert (finding.moved, finding.bound) == ("plus", np.inf)
+
+
+def test_sums_of_two_calls_are_not_one():
+    count = jax.jit(lambda x: (x * x).sum())
+
+    def loss(b: Any, w: Any, k: Any) -> Any:
+        one, other = count(b["weight"]), count(b["weight"] + 1)
+        total = ((b["x"] @ w).sum(1) * b["weight"]).sum()
+        return total / one + total / other
+
+    assert found(loss).kind is OverRows.UNDECIDED
+
+
+def test_sums_of_two_turns_are_not_one():
+    def loss(b: Any, w: Any, k: Any) -> Any:
+        total = (b["x"] @ w).sum()
+        turn = lambda so_far, mask: (so_far + total / (mask * mask).sum(), None)
+        return lax.scan(turn, 0.0, b["mask"].T)[0]
+
+    assert found(loss).kind is OverRows.UNDECIDED
+
+
 # Their noise is another on halves of the rows.
 NOISY = {
     *("dropout", "noise", "noise of a folded key", "keys of rows", "diffusion"),
@@ -737,7 +875,8 @@ def test_a_mean_that_is_divided_again_is_none():
     mapped = lambda b, w, k: lax.map(lambda x: (x @ w).sum() / ROWS_OF(b), b["x"]).mean()
     of_rows = lambda b, w, k: lax.map(lambda x: (x @ w).sum(), b["x"] / ROWS_OF(b)).mean()
     plain = lambda b, w, k: (b["x"] @ w).mean() / ROWS_OF(b)
-    for loss in (mapped, of_rows, plain):
+    ratio = lambda b, w, k: (b["x"] @ w).sum() / b["weight"].sum() / ROWS_OF(b)
+    for loss in (mapped, of_rows, plain, ratio):
         assert found(loss) == Finding(OverRows.UNDECIDED, "it grows with the number of rows")
 
 

@@ -6,6 +6,7 @@ axis has rows there, and a literal that grows as much counts them.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,6 +16,8 @@ import jax
 import numpy as np
 
 from crossshard import _jax
+from crossshard.jaxprs.elementwise import ELEMENTWISE
+from crossshard.jaxprs.row_draws import KEYS, SAME_NOISE, drawn, is_random
 from crossshard.jaxprs.row_facts import (
     ADDS,
     MOVES,
@@ -33,23 +36,26 @@ from crossshard.jaxprs.row_facts import (
     SoFar,
     Some,
     Total,
+    are_counts,
     is_inexact,
+    is_inexact_type,
     is_zero,
     joined,
+    outside,
     power_of,
     worst,
 )
-from crossshard.jaxprs.row_gathers import gathered, of_index, own_number, scattered
+from crossshard.jaxprs.row_gathers import gathered, of_index, of_own_numbers, scattered
 from crossshard.jaxprs.row_moves import batches_of, of_rows
 from crossshard.jaxprs.row_slopes import cotangent, is_slope, tangent
-from crossshard.jaxprs.row_sums import ADDS_UNLIKE, added, of_sums
-from crossshard.jaxprs.walk import Analysis, Equations, Mismatch, follow
+from crossshard.jaxprs.row_sums import ADDS_UNLIKE, added, divided, divisor_of, of_sums
+from crossshard.jaxprs.same_program import do_the_same, is_same_program, scales
+from crossshard.jaxprs.walk import Analysis, Equations, Mismatch, equations_of, follow
 from crossshard.shards.batch_axes import resized
 
 __all__ = ["ADDS_UNLIKE", "MEETS_EARLIER", "SAME_NOISE", "Finding", "OverRows", "over_rows"]
 
 MEETS_EARLIER = "a row meets those before it"
-SAME_NOISE = "noise from a key that is the same on every shard"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +68,23 @@ class Finding:
       source: its source line; empty if unknown.
       entry: of a ratio, the place among the leaves of the batch of the one whose sum divides;
         ``None`` if it is none of them.
+      moved: of a ratio, what was done to the sum that divides: ``"max"`` with a bound, ``"plus"``
+        something small, or ``"guard"``, another value where it is 0; empty if nothing was.
+      bound: that bound, what was added, or that value; infinite if unknown.
+      counts: of a ratio, whether the sum that divides is known to be one of integers.
+      equation: of a ratio, the one that divides.
+      of: what part of a ``Mean`` it is of; empty for a number.
     """
 
     kind: OverRows
     reason: str = ""
     source: str = ""
     entry: int | None = None
+    moved: str = ""
+    bound: float = 0.0
+    counts: bool = False
+    equation: Any = dataclasses.field(default=None, compare=False, repr=False)
+    of: str = ""
 
     def __str__(self) -> str:
         reason = f": {self.reason}" if self.reason else ""
@@ -81,17 +98,12 @@ def over_rows(
     own: Any = (),
     axes: Sequence[int] | None = None,
     times: int = 2,
+    first: Any = None,
+    shards: Sequence[str] | None = None,
 ) -> Finding:
-    """What ``loss(batch, *others, own)`` is in the rows of the batch.
+    """What ``loss(batch, *others, own)`` is in the rows of the batch; see ``facts_of``.
 
-    Args:
-      loss: returns a scalar.
-      batch: a pytree of arrays or types, each with rows.
-      *others: what has no rows.
-      own: what has none either, and differs from shard to shard, such as PRNG keys.
-      axes: for each array of the batch the axis of its rows; axis 0 of all if ``None``.
-      times: how many times as many rows the second trace has, a power of 2, by which a float is
-        multiplied exactly.
+    A loss that sums over the shards by itself is said to, unless something else is wrong.
 
     >>> import jax.numpy as jnp
     >>> over_rows(lambda x, w, own: ((x @ w) ** 2).mean(), jnp.ones((4, 3)), jnp.ones(3)).kind
@@ -99,67 +111,179 @@ def over_rows(
     >>> over_rows(lambda x, w, own: (x @ w).std(), jnp.ones((4, 3)), jnp.ones(3)).kind
     <OverRows.COMPARED: 'a comparison of rows'>
     """
+    if first is None:
+        first = jax.make_jaxpr(loss)(jax.tree.map(_type_of, batch), *others, own)
+    (fact,) = facts_of(
+        loss, batch, *others, own=own, axes=axes, times=times, first=first, shards=shards
+    )
+    return by_itself(found(fact), first)
+
+
+def by_itself(finding: Finding, jaxpr: Any) -> Finding:
+    """The same finding, or that a loss sums over the shards by itself if nothing else is wrong."""
+    of_program = finding.reason in (_FAILS, _DIFFERS, _OF_FEW)
+    if finding.kind in (OverRows.MEAN, OverRows.UNDECIDED) and not of_program:
+        for each in equations_of(jaxpr):
+            if each.primitive.name != "axis_index" and _jax.names_axes(each):
+                name = str(each.primitive.name)
+                return Finding(OverRows.OVER_SHARDS, name, _jax.sources_of(each))
+    return finding
+
+
+def facts_of(
+    function: Callable[..., Any],
+    batch: Any,
+    *others: Any,
+    own: Any = (),
+    axes: Sequence[int] | None = None,
+    times: int = 2,
+    first: Any = None,
+    shards: Sequence[str] | None = None,
+) -> tuple[Fact, ...]:
+    """What each output of ``function(batch, *others, own)`` is in the rows of the batch.
+
+    The two traces have the numbers of rows that it is proven for: those of the batch, and
+    ``times`` as many. So what it asks Python for the number of rows is answered as in the step.
+
+    Args:
+      function: returns a pytree; its leaves are the outputs.
+      batch: a pytree of arrays or types, each with rows: those of one piece.
+      *others: what has no rows.
+      own: what has none either, and differs from piece to piece, such as PRNG keys.
+      axes: for each array of the batch the axis of its rows; axis 0 of all if ``None``.
+      times: of how many pieces the whole is, at least 2.
+      first: the jaxpr of the function with the batch as it is, if there is one already.
+      shards: the mesh axes of the shards; all that are named if ``None``.
+    """
     leaves, tree = jax.tree.flatten(batch)
     axes = [0] * len(leaves) if axes is None else axes
     rows = leaves[0].shape[axes[0]]
-    # With few rows, what is no power of their number may look like one; not so if they grow much.
-    rows *= -(-(2 if times >= 8 else 4) // max(1, rows))
-    traces = []
-    for number in (rows, times * rows):
+
+    def traced(number: int) -> Any:
         of_number = tree.unflatten(
             [
                 jax.ShapeDtypeStruct(resized(x.shape, axis, number), x.dtype)
                 for x, axis in zip(leaves, axes, strict=True)
             ]
         )
-        try:
-            traces.append(jax.make_jaxpr(loss)(of_number, *others, own))
-        except Exception as error:  # a loss may raise anything on other shapes
-            if not traces:
-                raise
-            return Finding(OverRows.UNDECIDED, _FAILS, _jax.source_of_error(error))
-    inputs: list[Fact] = [Rows(axis, entry=place) for place, axis in enumerate(axes)]
+        return jax.make_jaxpr(function)(of_number, *others, own)
+
+    first = traced(rows) if first is None else first
+    inputs: list[Fact] = [
+        Rows(axis, entry=place, counts=not (is_inexact_type(x.dtype)))
+        for place, (x, axis) in enumerate(zip(leaves, axes, strict=True))
+    ]
     inputs += [Free()] * len(jax.tree.leaves(others))
     inputs += [Free(own=True)] * len(jax.tree.leaves(own))
-    return found_in(traces, inputs, rows, times)
-
-
-def found_in(traces: Sequence[Any], inputs: Sequence[Fact], rows: int, times: int = 2) -> Finding:
-    """What a loss is, of its jaxprs with some rows and with ``times`` as many."""
     try:
-        (fact,) = follow(_OverRows(rows, times), traces, inputs)
+        whole = traced(times * rows)
+    except Exception as error:  # a function may raise anything on other shapes
+        fails = Obstacle(OverRows.UNDECIDED, _FAILS, source=_jax.source_of_error(error))
+        return (fails,) * len(first.out_avals)
+    facts = _followed((first, whole), inputs, rows, times, shards)
+    if rows >= _MANY or not any(isinstance(fact, Obstacle) for fact in facts):
+        return facts
+    # With one row JAX leaves out what would repeat it: a program of more rows is looked at, and
+    # whether that of one is the same.
+    try:
+        larger = traced(2 * times * rows)
+    except Exception:  # a function may raise anything on other shapes
+        return facts
+    general = _followed((whole, larger), inputs, times * rows, 2, shards)
+    if all(isinstance(fact, Obstacle) for fact in general):
+        return facts
+    same = is_same_program((first, whole, larger), (rows, times * rows, 2 * times * rows))
+    few = Obstacle(OverRows.UNDECIDED, _OF_FEW)
+
+    def better(fact: Fact, of_more: Fact) -> Fact:
+        if not isinstance(fact, Obstacle) or isinstance(of_more, Obstacle):
+            return fact
+        return of_more if same else few if fact.kind is OverRows.UNDECIDED else fact
+
+    return tuple(map(better, facts, general))
+
+
+def _type_of(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _followed(
+    traces: Sequence[Any],
+    inputs: Sequence[Fact],
+    rows: int,
+    times: int,
+    shards: Sequence[str] | None,
+) -> tuple[Fact, ...]:
+    """The facts of the outputs of jaxprs with some rows and with ``times`` as many."""
+    try:
+        return tuple(follow(_OverRows(rows, times, shards), traces, inputs))
     except Mismatch as mismatch:
-        return _found(Obstacle(OverRows.UNDECIDED, _DIFFERS, mismatch.equation))
-    return _found(fact)
+        differs = Obstacle(OverRows.UNDECIDED, _DIFFERS, mismatch.equation)
+        return (differs,) * len(traces[0].out_avals)
 
 
+# From so many rows on, none of JAX's functions leaves out anything for their number.
+_MANY = 4
+_NOT_LINEAR = "something of a sum over rows that is not linear"
 _FAILS = "it cannot be traced with more rows"
 _COUNTS = "it computes with the number of rows"
 _DIFFERS = "it computes something different with more rows"
+_OF_FEW = "it computes something different with this number of rows"
 
 
-def _found(fact: Fact) -> Finding:
+def is_mean(fact: Fact) -> bool:
+    """Whether the mean of the pieces' values is that of the whole."""
+    return isinstance(fact, Free | Total | Never) and found(fact).kind is OverRows.MEAN
+
+
+def is_sum(fact: Fact) -> bool:
+    """Whether the sum of the pieces' values is that of the whole."""
     match fact:
-        case Obstacle(kind, reason, equation):
-            return Finding(kind, reason, "" if equation is None else _jax.sources_of(equation))
-        case Ratio(entry, equation):
-            return Finding(OverRows.RATIO, "", _jax.sources_of(equation), entry)
-        case Free(power=0) | Total(power=0, moved=False) | Never():
+        case Total(power=1, moved="") | Free(power=1):
+            return True
+    return False
+
+
+def is_free(fact: Fact) -> bool:
+    """Whether a value is the same for each piece and for the whole."""
+    return isinstance(fact, Never) or (isinstance(fact, Free) and not (fact.power or fact.own))
+
+
+def found(fact: Fact) -> Finding:
+    """What a loss is, of which this is known."""
+    match fact:
+        case Obstacle(kind, reason, equation, source):
+            return Finding(
+                kind, reason, source or _jax.sources_of(equation) if equation else source
+            )
+        case Ratio(by, equation, power=0):
+            return Finding(
+                OverRows.RATIO,
+                source=_jax.sources_of(equation),
+                entry=by.of if isinstance(by.of, int) else None,
+                moved=by.moved or "plus" * bool(by.bound),
+                bound=by.bound,
+                counts=by.counts,
+                equation=equation,
+            )
+        case Free(power=0) | Total(power=0, moved="") | Never():
             return Finding(OverRows.MEAN)
-        case Total(power=1, moved=False):
+        case Total(power=1, moved=""):
             return Finding(OverRows.SUM)
-        case Total(moved=True) | Inverse() | Some():
-            return Finding(OverRows.COMPARED, "something of a sum over rows that is not linear")
+        case Total(moved=str(moved)) if moved:
+            return Finding(OverRows.COMPARED, _NOT_LINEAR)
+        case Inverse() | Some():
+            return Finding(OverRows.COMPARED, _NOT_LINEAR)
         case _:
             return Finding(OverRows.UNDECIDED, "it grows with the number of rows")
 
 
+_SUMS_OVER_SHARDS = frozenset("pmax pmin psum psum2 psum_invariant".split())
 # Which return what they are given.
 _PASSES = frozenset(
     "device_put layout_constraint mesh_cast name optimization_barrier pcast pvary reshard "
     "sharding_constraint".split()
 )
-_RANDOM = frozenset({"random_bits", "random_split"})
 
 
 class _OverRows(Analysis[Fact]):
@@ -167,12 +291,16 @@ class _OverRows(Analysis[Fact]):
 
     Args:
       rows: the number of rows of the first.
-      times: how many times as many the second has, a power of 2.
-      derives: whether to look at the derivatives of functions that have their own.
+      times: how many times as many the second has.
+      shards: the mesh axes of the shards; all that are named if ``None``.
+      derives: whether to look at the derivatives of functions that have their own; not within
+        such a derivative.
     """
 
-    def __init__(self, rows: int, times: int, *, derives: bool = True):
-        self._rows, self._times, self._derives = rows, times, derives
+    def __init__(
+        self, rows: int, times: int, shards: Sequence[str] | None = None, *, derives: bool = True
+    ):
+        self._rows, self._times, self._shards, self._derives = rows, times, shards, derives
         self.memory = {}
 
     def constant(self, values: Sequence[Any]) -> Fact:
@@ -196,10 +324,7 @@ class _OverRows(Analysis[Fact]):
                 return Free(number=_number(one))
             if one.ndim == 1 and one.size < 9 and one.dtype.kind in "iu":
                 return Shape(tuple(one.tolist()), tuple(other.tolist()))
-            # Multiplied by a power of 2 a float is exact.
-            powers = (
-                p for p in (1, -1, 2, -2) if np.array_equal(other, one * float(self._times) ** p)
-            )
+            powers = (p for p in (1, -1, 2, -2) if scales(one, other, self._times, p))
             power = next(powers, None)
             if power is not None:
                 return Free(power, number=_number(one))
@@ -209,10 +334,7 @@ class _OverRows(Analysis[Fact]):
         return Obstacle(OverRows.UNDECIDED, _COUNTS, equation)
 
     def join(self, facts: Sequence[Fact]) -> Fact:
-        found = facts[0]
-        for fact in facts[1:]:
-            found = joined(found, fact)
-        return found
+        return outside(functools.reduce(joined, facts))
 
     def control(self, equations: Equations, decides: Fact) -> Fact | None:
         name, pair = equations[0].primitive.name, self._pair(equations)
@@ -247,7 +369,7 @@ class _OverRows(Analysis[Fact]):
             case Index(axis):
                 return replace(fact, axis=axis + axes)
             case Total():
-                return replace(fact, single=False, entry=None)
+                return replace(fact, single=False, of=None)
         return fact
 
     def returned(
@@ -257,6 +379,10 @@ class _OverRows(Analysis[Fact]):
             obstacle = self._of_derivative(equations, inputs, outputs)
             if obstacle is not None:
                 outputs = [worst([fact, obstacle]) or obstacle for fact in outputs]
+        # Another call of the same jaxpr has other values.
+        outputs = [
+            fact if fact in inputs else outside(fact, equations[0].outvars[0]) for fact in outputs
+        ]
         # A value without a source line, as in a jit that JAX has traced before, takes the call's.
         return [
             replace(fact, equation=equations[0])
@@ -279,7 +405,9 @@ class _OverRows(Analysis[Fact]):
         if pair.name == "axis_index":
             return [Free(own=True)]
         if _jax.names_axes(pair.one):
-            return [Obstacle(OverRows.OVER_SHARDS, pair.name, pair.one)] * number
+            return self._over_shards(pair, inputs)
+        if pair.one.effects and pair.name != "scan":
+            return [pair.undecided(f"{pair.name}, which has an effect")] * number
         obstacle = worst(inputs)
         if obstacle is not None:
             return [obstacle] * number
@@ -295,6 +423,42 @@ class _OverRows(Analysis[Fact]):
             for fact, *both in zip(outputs, pair.one.outvars, pair.other.outvars, strict=True)
         ]
 
+    def _over_shards(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact]:
+        """Of a collective that the loss makes itself.
+
+        A sum over the shards of a sum over their rows is the same on all of them, and grows with
+        the rows of a shard as that does. What brings rows of other shards compares all that it
+        means to.
+        """
+        names = {x for x in jax.tree.leaves(_jax.named_axes(pair.one)) if isinstance(x, str)}
+        elsewhere = self._shards is not None and not names & set(self._shards)
+        brings = pair.name not in _SUMS_OVER_SHARDS and not elsewhere
+        by_itself = Obstacle(OverRows.OVER_SHARDS, pair.name, pair.one, brings=brings)
+        if brings or len(inputs) != len(pair.one.outvars):
+            free = all(isinstance(fact, Free) and fact.power == 0 for fact in inputs)
+            return [Free(own=True) if free else by_itself] * len(pair.one.outvars)
+        whole = pair.one.params.get("axis_index_groups") is None and self._derives
+        adds = pair.name.startswith("psum")
+
+        def of(fact: Fact) -> Fact:
+            match fact:
+                case Rows(over=None) if elsewhere:
+                    # Of the same rows, as on a mesh with axes of the model.
+                    return replace(fact, entry=None, counts=False)
+                case Total(power, moved="") if elsewhere and adds:
+                    return Total(power)
+                case Obstacle() if elsewhere:
+                    return fact
+                case Free(power, own) if whole:
+                    return Free(power, own and elsewhere)
+                case Total(power, moved="") if whole and adds and not elsewhere:
+                    return Free(power)
+                case Ratio() if not elsewhere:
+                    return pair.compared(f"{pair.name} of each shard's ratio of sums over rows")
+            return by_itself
+
+        return list(map(of, inputs))
+
     def _pair(self, equations: Equations) -> Pair:
         one, other = equations
         return Pair(one, other, self._rows, self._times)
@@ -302,9 +466,9 @@ class _OverRows(Analysis[Fact]):
     def _of_shape(self, pair: Pair, fact: Fact, one: Any, other: Any) -> Fact:
         """The fact of an output, given its shapes."""
         if not self._fits(fact, one, other):
-            return pair.compared(f"{pair.name} of rows")
+            return pair.undecided(f"{pair.name} of rows")
         if isinstance(fact, Total) and math.prod(_shape(one)) == 1:
-            return replace(fact, single=True)
+            return replace(fact, single=True, of=one if fact.of is None else fact.of)
         return fact
 
     def _fits(self, fact: Fact, one: Any, other: Any) -> bool:
@@ -320,11 +484,13 @@ class _OverRows(Analysis[Fact]):
         return tuple(grown) == shapes[1]
 
     def _transferred(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
+        if any(isinstance(fact, Rows) and fact.over is not None for fact in inputs):
+            return self._of_divided(pair, inputs)
         found = batches_of(pair, inputs)
         if found is not None:
             return found
         if not pair.is_alike():
-            return pair.undecided(_DIFFERS)
+            return self._of_unlike(pair, inputs)
         kinds = set(map(type, inputs))
         if Shape in kinds:
             return [self._of_shapes(pair, inputs)]
@@ -338,6 +504,26 @@ class _OverRows(Analysis[Fact]):
             return of_rows(pair, inputs)
         return self._of_free(pair, inputs)
 
+    def _of_unlike(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
+        """Of a kernel, or another program, that is made anew in each trace."""
+        free = [fact for fact in inputs if isinstance(fact, Free) and not fact.power]
+        atoms = [(*each.invars, *each.outvars) for each in pair[:2]]
+        same = all(map(_same_shape, *atoms)) and not is_random(pair.name)
+        if len(free) < len(inputs) or not (same and do_the_same(*pair[:2])):
+            return pair.undecided(_DIFFERS)
+        return [Free(own=any(fact.own for fact in free))] * len(pair.one.outvars)
+
+    def _of_divided(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
+        """Of rows that are all divided by one sum: what is linear in them still is."""
+        by = divisor_of(pair, inputs)
+        if isinstance(by, Obstacle):
+            return by
+        without = [replace(x, over=None) if isinstance(x, Rows) else x for x in inputs]
+        outputs = self._transferred(pair, without)
+        if isinstance(outputs, Obstacle):
+            return outputs
+        return [divided(pair, fact, by) for fact in outputs]
+
     # Free of the batch.
 
     def _of_free(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
@@ -345,6 +531,8 @@ class _OverRows(Analysis[Fact]):
         free = [fact for fact in inputs if isinstance(fact, Free)]
         if len(free) == 2 and _is_never(name, *free):
             return [Never()]
+        if is_random(name) and KEYS.get(name) is None:
+            return pair.undecided(f"{name}, of which nothing is known")
         own, power = any(fact.own for fact in free), power_of(pair, inputs)
         if power is None:
             return pair.undecided(f"{name} of the number of rows")
@@ -365,13 +553,12 @@ class _OverRows(Analysis[Fact]):
             return [Index(axis)] if inner == 1 else pair.undecided("iota over rows")
         if name in ("iota", "broadcast_in_dim"):
             zero = any(map(is_zero, free))
-            return [Rows(axis, 1, inner, power, constant=True, zero=zero)]
+            counts = are_counts(pair, inputs)
+            return [Rows(axis, 1, inner, power, constant=True, zero=zero, counts=counts)]
         if name == "tile":
             return [Rows(axis, 1, inner, power, constant=inner == 1)]
-        if name in _RANDOM:
-            if not own:
-                return pair.compared(SAME_NOISE)
-            return [Rows(axis, 1, inner)] * number
+        if is_random(name):
+            return drawn(pair, inputs, axis) if inner == 1 else pair.undecided(f"{name} of rows")
         return pair.undecided(f"{name} with the number of rows")
 
     def _of_shapes(self, pair: Pair, inputs: Sequence[Fact]) -> Fact:
@@ -387,9 +574,8 @@ class _OverRows(Analysis[Fact]):
     def _of_index(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
         if pair.name == "lt" and isinstance(inputs[0], Index) and is_zero(inputs[1]):
             return [Never()]
-        axis = own_number(pair, inputs)
-        if axis is not None:
-            return [Rows(axis)]
+        if pair.name == "random_fold_in":
+            return of_own_numbers(pair, inputs)
         if pair.name == "gather" or pair.name.startswith("scatter"):
             of = [fact for fact in inputs if not isinstance(fact, Index)]
             power = power_of(pair, [of[0], Free(), *of[1:]])
@@ -398,7 +584,11 @@ class _OverRows(Analysis[Fact]):
                 return found if power is not None else pair.undecided(f"{pair.name} of powers")
             return [replace(fact, power=power, zero=False, entry=None) for fact in found]
         index = of_index(pair, inputs)
-        return pair.compared("the position of a row") if index is None else [index]
+        if index is not None:
+            return [index]
+        by_noise = pair.name == "sort" and pair.one.invars[0].aval.dtype == np.uint32
+        known = pair.name in ELEMENTWISE or by_noise
+        return (pair.compared if known else pair.undecided)("the position of a row")
 
     # One row after the other.
 
@@ -431,7 +621,7 @@ class _OverRows(Analysis[Fact]):
             return [pair.undecided("a scan over the rows")] * number
         rows: list[Fact] = []
         for fact in inputs[first:]:
-            if not isinstance(fact, Rows) or fact.axis or not fact.is_plain:
+            if not isinstance(fact, Rows) or fact.axis or not fact.is_plain or fact.over:
                 return [pair.undecided("a scan over the rows")] * number
             rows.append(Free(fact.power) if fact.constant else OneRow(fact.power))
         # What is carried is passed on, or a sum of rows.
@@ -512,7 +702,7 @@ class _OverRows(Analysis[Fact]):
             rules = [_jax.rule_of_derivative(each, backward=backward) for each in equations]
         except Exception:  # a rule of the user may raise anything
             return unknown
-        without_rules = _OverRows(self._rows, self._times, derives=False)
+        without_rules = _OverRows(self._rows, self._times, self._shards, derives=False)
         try:
             found = follow(without_rules, rules, [*inputs, *slopes])
         except Mismatch:

@@ -1,8 +1,9 @@
 """Facts: what a value of a loss is in the rows of its batch, and what two paths have in common."""
 
 import enum
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ class OverRows(enum.Enum):
     MEAN = "a mean over the rows"
     SUM = "a sum over the rows"
     RATIO = "a ratio of two sums over the rows"
+    COUNTED = "sums over the rows, divided by their counts"
     COMPARED = "a comparison of rows"
     OVER_SHARDS = "a sum over the shards by itself"
     UNDECIDED = "not decided"
@@ -47,6 +49,8 @@ class Rows:
       constant: whether all slices along the axis are equal, so that it has any such order.
       zero: whether all of it is 0.
       entry: the place of the batch's leaf that it is, but for its shape and dtype.
+      counts: whether all of it is known to be integers, of any dtype.
+      over: the sum over rows that all of it is divided by, if it is.
     """
 
     axis: int
@@ -56,6 +60,8 @@ class Rows:
     constant: bool = False
     zero: bool = False
     entry: int | None = None
+    counts: bool = False
+    over: "Total | None" = None
 
     @property
     def is_plain(self) -> bool:
@@ -108,23 +114,40 @@ class Total:
 
     Attributes:
       power: of the number of rows, which it grows with: 1 for a sum, 0 for a mean.
-      entry: the place of the batch's leaf of which it is the sum.
-      moved: whether something small was added, or is a bound: it may only divide then.
+      of: which sum it is: the place of the batch's leaf of which it is the sum, or what tells it
+        from others; ``None`` if unknown.
+      moved: what was done to it, so that it may only divide: ``"max"`` with a bound, ``"plus"``
+        something small, or ``"guard"``, another value where it is 0; empty if nothing was.
+      bound: that bound, what was added, or that value; without any of these, what each row has
+        more than what is summed, infinite if unknown.
+      counts: whether it is known to be a sum of integers, before it was moved.
       single: whether it is one number.
     """
 
     power: int
-    entry: int | None = None
-    moved: bool = False
+    of: Any = None
+    moved: str = ""
+    bound: float = 0.0
+    counts: bool = False
     single: bool = False
+
+    def is_same(self, other: "Total") -> bool:
+        """Whether it is known to be the same value."""
+        same = (self.of, self.moved, self.bound) == (other.of, other.moved, other.bound)
+        return same and self.of is not None
 
 
 @dataclass(frozen=True)
 class Inverse:
-    """One by a sum over rows, which is one number."""
+    """One by a sum over rows, which is one number.
+
+    Attributes:
+      power: of the number of rows, which it grows with.
+      by: the sum.
+    """
 
     power: int
-    entry: int | None
+    by: Total
 
 
 @dataclass(frozen=True)
@@ -132,12 +155,14 @@ class Ratio:
     """A sum over rows, divided by another one, which is one number.
 
     Attributes:
-      entry: the place of the batch's leaf whose sum divides.
+      by: the sum that divides.
       equation: the one that divides.
+      power: of the number of rows, which it grows with.
     """
 
-    entry: int | None
+    by: Total
     equation: Any
+    power: int = 0
 
 
 @dataclass(frozen=True)
@@ -145,21 +170,33 @@ class Some:
     """Whether a sum over rows is more than 0, as a guard of what it divides asks.
 
     Attributes:
-      entry: the place of the batch's leaf of which it is the sum.
+      of: which sum, as of ``Total``.
       isnt: whether it is 0.
+      equation: the one that asks.
     """
 
-    entry: int
+    of: Any
     isnt: bool = False
+    equation: Any = None
 
 
 @dataclass(frozen=True)
 class Obstacle:
-    """A value that is none of these, because of an equation."""
+    """A value that is none of these, because of an equation, or of what a source line does.
+
+    Attributes:
+      kind: what it is.
+      reason: why.
+      equation: the one that makes it so; ``None`` if unknown.
+      source: the line, if it is known without an equation.
+      brings: whether rows of other shards come to it, so that comparisons with them are meant.
+    """
 
     kind: OverRows
     reason: str
     equation: Any = None
+    source: str = ""
+    brings: bool = False
 
 
 Fact = (
@@ -217,6 +254,26 @@ _OF_SHAPE = frozenset(
 )
 
 
+def are_counts(pair: Pair, facts: Sequence[Fact]) -> bool:
+    """Whether an output is integers, of any dtype."""
+    out = pair.one.outvars[0].aval.dtype
+    if jnp.issubdtype(out, jnp.integer) or out == np.bool_:
+        return True
+    return pair.name in _OF_COUNTS and all(map(_counts, facts, pair.one.invars))
+
+
+def _counts(fact: Fact, atom: Any) -> bool:
+    dtype = atom.aval.dtype
+    if jnp.issubdtype(dtype, jnp.integer) or dtype == np.bool_:
+        return True
+    match fact:
+        case Free(number=float(number)):
+            return number.is_integer()
+        case Rows(counts=counts) | Total(counts=counts):
+            return counts
+    return False
+
+
 def is_inexact(atom: Any) -> bool:
     """Whether a variable is of floats or complex numbers."""
     return is_inexact_type(atom.aval.dtype)
@@ -229,9 +286,9 @@ def is_inexact_type(dtype: Any) -> bool:
 
 def worst(facts: Sequence[Fact]) -> Obstacle | None:
     """The obstacle among facts that says most."""
-    order = OverRows.OVER_SHARDS, OverRows.COMPARED, OverRows.UNDECIDED
+    order = OverRows.COMPARED, OverRows.OVER_SHARDS, OverRows.UNDECIDED
     found = [fact for fact in facts if isinstance(fact, Obstacle)]
-    return min(found, key=lambda fact: order.index(fact.kind), default=None)
+    return min(found, key=lambda x: (not x.brings, order.index(x.kind)), default=None)
 
 
 def layout(facts: Sequence[Fact]) -> Rows | None:
@@ -255,28 +312,54 @@ def joined(one: Fact, other: Fact) -> Fact:
             return Free(by if one.number == 0 else power, one.own or other.own)
         case Free(number=0), Total() | Ratio() | OneRow():
             return other
-        case Free(power), Total(by, _, False) if power == by:
-            return Total(power)
-        case Free(0), Ratio():
+        case Free(power), Total(by, moved="") if power == by:
+            return Total(power, bound=math.inf)
+        case Free(power), Ratio(power=by) if power == by:
             return other
         case Free(0), Some():
             return other
-        case (Some(own), Ratio(by) as ratio) | (Ratio(by) as ratio, Some(own)) if own == by:
+        case (Some(own), Ratio(by) as ratio) | (Ratio(by) as ratio, Some(own)) if own == by.of:
             # A shard of whose rows none counts has no weight, whatever its loss is.
             return ratio
         case Free(power), OneRow(by) if power == by:
             return other
-        case Total(power, _, moved), Total(by, _, too) if power == by:
-            return Total(power, moved=moved or too)
-        case Ratio(entry), Ratio(by) if entry == by is not None:
+        case Total(power, moved=""), Total(by, moved="") if power == by:
+            return Total(power, bound=math.inf if one.bound or other.bound else 0.0)
+        case Ratio(by), Ratio(also) if by.is_same(also) and one.power == other.power:
             return one
-        case Rows(), Rows() if one.axis == other.axis:
+        case Rows(), Rows() if one.axis == other.axis and one.over == other.over:
             found = layout((one, other))
             if found is not None and (one.power == other.power or one.zero or other.zero):
                 power = other.power if one.zero else one.power
                 constant = one.constant and other.constant
-                return Rows(one.axis, found.outer, found.inner, power, constant)
+                return Rows(one.axis, found.outer, found.inner, power, constant, over=found.over)
+    for fact in (one, other):
+        if isinstance(fact, Some):
+            return Obstacle(OverRows.COMPARED, "a sum over rows decides", fact.equation)
     return Obstacle(OverRows.UNDECIDED, "one path treats rows in another way than the next")
+
+
+def outside(fact: Fact, place: Any = None) -> Fact:
+    """A fact behind a call, a branch or a loop, of whose inner variables there may be several.
+
+    Args:
+      fact: the fact within.
+      place: what tells the values of a call from those of others; ``None`` if nothing does.
+    """
+    match fact:
+        case Total(of=of) | Some(of=of):
+            return replace(fact, of=_outside(of, place))
+        case Ratio(by) | Inverse(by=by):
+            return replace(fact, by=replace(by, of=_outside(by.of, place)))
+        case Rows(over=Total() as by):
+            return replace(fact, over=replace(by, of=_outside(by.of, place)))
+    return fact
+
+
+def _outside(of: Any, place: Any) -> Any:
+    if of is None or isinstance(of, int):
+        return of
+    return None if place is None else (place, of)
 
 
 # What keeps a sum a sum, if all else that it takes is free of the batch.
@@ -308,6 +391,13 @@ _HOMOGENEOUS = (
 )
 
 
+# Which make integers of integers.
+_OF_COUNTS = (
+    LINEAR
+    | ADDS
+    | set(CHOOSES)
+    | set("abs dot_general max min mul reduce_max reduce_min sign square".split())
+)
 # Whose outcome is the same then.
 _OF_SIGN = frozenset("argmax argmin eq ge gt is_finite le lt ne sign".split())
 

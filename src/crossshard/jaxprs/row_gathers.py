@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from crossshard.jaxprs.row_draws import SAME_NOISE
 from crossshard.jaxprs.row_facts import Fact, Free, Index, Obstacle, Pair, Rows, layout
 
 
@@ -147,9 +148,11 @@ def of_index(pair: Pair, inputs: Sequence[Fact]) -> Fact | None:
     return None
 
 
-def own_number(pair: Pair, inputs: Sequence[Fact]) -> int | None:
-    """The axis of keys that are made of a shard's own key and of each row's number."""
+def of_own_numbers(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
+    """Keys that are made of one key and of each row's number."""
     match inputs:
-        case [Free(own=True), Index(axis)] if pair.name == "random_fold_in":
-            return axis
-    return None
+        case [Free(own=True), Index(axis, None)]:
+            return [Rows(axis)]
+        case [Free(), Index()]:
+            return pair.compared(SAME_NOISE)
+    return pair.undecided("keys of the position of a row")

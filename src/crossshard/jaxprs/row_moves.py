@@ -5,8 +5,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from crossshard.jaxprs.along import axes_after
 from crossshard.jaxprs.elementwise import ELEMENTWISE, Along, Slicing
+from crossshard.jaxprs.row_draws import drawn, is_random
 from crossshard.jaxprs.row_facts import (
     MOVES,
     Fact,
@@ -15,6 +18,7 @@ from crossshard.jaxprs.row_facts import (
     Pair,
     Rows,
     Total,
+    are_counts,
     is_zero,
     layout,
     power_of,
@@ -24,7 +28,7 @@ from crossshard.jaxprs.row_gathers import gathered, scattered
 # Primitives that let rows meet, where they work along their axis.
 _MIXES = frozenset(
     "argmax argmin cumlogsumexp cummax cummin cumprod cumsum dot_general fft reduce_max reduce_min "
-    "reduce_prod reduce_xor rev slice sort top_k".split()
+    "reduce_prod reduce_xor rev slice top_k".split()
 )
 
 
@@ -32,6 +36,8 @@ def of_rows(pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
     """The facts of the outputs, of inputs that are rows or free of the batch."""
     name = pair.name
     rows = [fact for fact in inputs if isinstance(fact, Rows)]
+    if is_random(name):
+        return drawn(pair, inputs)
     power = power_of(pair, inputs)
     if power is None:
         return pair.undecided(f"{name} of the number of rows")
@@ -40,8 +46,10 @@ def of_rows(pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
     if name == "reduce_sum" and rows[0].axis in pair.one.params["axes"]:
         if rows[0].constant:
             return [Free(power + 1)]
-        whole = len(pair.one.params["axes"]) == pair.one.invars[0].aval.ndim
-        return [Total(power + 1, rows[0].entry if whole else None)]
+        summed = pair.one.invars[0]
+        of = summed if rows[0].entry is None else rows[0].entry
+        whole = len(pair.one.params["axes"]) == summed.aval.ndim
+        return [Total(power + 1, of if whole else None, counts=are_counts(pair, inputs))]
     if name in ("scatter-add", "scatter_add") and isinstance(inputs[0], Free):
         return _added_up(pair, inputs, power)
     if name.startswith("scatter"):
@@ -50,7 +58,7 @@ def of_rows(pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
         moved = _SPECIAL.get(name, _moved)(pair, inputs)
     if isinstance(moved, Obstacle):
         return moved
-    constant = all(fact.constant for fact in rows)
+    constant, counts = all(fact.constant for fact in rows), are_counts(pair, inputs)
     same = name in MOVES and not pair.converts()
     return [
         replace(
@@ -59,6 +67,7 @@ def of_rows(pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
             constant=constant and fact.constant,
             zero=same and rows[0].zero,
             entry=rows[0].entry if same else None,
+            counts=counts,
         )
         for fact in moved
     ]
@@ -115,7 +124,9 @@ def _moved(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
     except (KeyError, TypeError, ValueError):
         axes = None
     if axes is None:
-        known = name in ELEMENTWISE or name in _MIXES
+        # A sort may be undone; by random numbers, which numbers cannot tell, it is a permutation.
+        by_noise = name == "sort" and pair.one.invars[0].aval.dtype == np.uint32
+        known = name in ELEMENTWISE or name in _MIXES or by_noise
         return (pair.compared if known else pair.undecided)(f"{name} over the rows")
     constant = all(fact.constant for fact in inputs if isinstance(fact, Rows))
     return [replace(found, axis=axis, constant=constant) for axis in axes]
@@ -132,20 +143,22 @@ def _contracted(pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle
     if layout(inputs) is None:
         return pair.compared("dot_general of rows and other rows")
     both = left.constant and right.constant
-    return [Free(power + 1) if both else Total(power + 1)]
+    counts = are_counts(pair, inputs)
+    return [Free(power + 1) if both else Total(power + 1, counts=counts)]
 
 
 def _reshaped(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
     (rows,) = inputs
     assert isinstance(rows, Rows)
     before, after = (x.aval.shape for x in (pair.one.invars[0], pair.one.outvars[0]))
+    of_other = pair.other.outvars[0].aval.shape
     order = pair.one.params.get("dimensions") or range(len(before))
     before, at = [before[axis] for axis in order], order.index(rows.axis)
     outer = math.prod(before[:at]) * rows.outer
     inner = math.prod(before[at + 1 :]) * rows.inner
     for axis, size in enumerate(after):
         left, right = math.prod(after[:axis]), math.prod(after[axis + 1 :])
-        if outer % left or inner % right:
+        if outer % left or inner % right or of_other[axis] != pair.times * size:
             continue
         if outer // left * pair.rows * (inner // right) == size:
             alone = (left, size) == (math.prod(before[:at]), before[at])
@@ -193,14 +206,6 @@ def _transformed(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
     assert isinstance(rows, Rows)
     alone = rows.axis < pair.one.invars[0].aval.ndim - of
     return [rows] if alone else pair.compared("fft over the rows")
-
-
-def _drawn(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
-    """What is made of random keys, one for each row, or of what they are made of."""
-    axes = {fact.axis for fact in inputs if isinstance(fact, Rows)}
-    if len(axes) > 1 or not all(fact.is_plain for fact in inputs if isinstance(fact, Rows)):
-        return pair.undecided(f"{pair.name} of keys in two orders")
-    return [Rows(axes.pop(), constant=True)] * len(pair.one.outvars)
 
 
 def _convolved(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
@@ -270,7 +275,9 @@ def _added_up(pair: Pair, inputs: Sequence[Fact], power: int) -> list[Total] | O
     own = update.axis in batch and batch.index(update.axis) == indices.axis
     if not own or layout([indices, update]) is None:
         return mixed
-    return [Total(power + 1)] if is_zero(operand) else pair.undecided("scatter-add to a sum")
+    if not is_zero(operand):
+        return pair.undecided("scatter-add to a sum")
+    return [Total(power + 1, counts=are_counts(pair, inputs))]
 
 
 _SPECIAL: dict[str, Callable[[Pair, Sequence[Fact]], list[Rows] | Obstacle]] = {
@@ -279,14 +286,6 @@ _SPECIAL: dict[str, Callable[[Pair, Sequence[Fact]], list[Rows] | Obstacle]] = {
     "dynamic_update_slice": _updated,
     "fft": _transformed,
     "gather": gathered,
-    "random_bits": _drawn,
-    "random_clone": _drawn,
-    "random_fold_in": _drawn,
-    "random_gamma": _drawn,
-    "random_seed": _drawn,
-    "random_split": _drawn,
-    "random_unwrap": _drawn,
-    "random_wrap": _drawn,
     "reduce_window": _in_windows,
     "reduce_window_max": _in_windows,
     "reduce_window_min": _in_windows,

@@ -22,9 +22,9 @@ def tangent(fact: Fact) -> Fact:
     match fact:
         case Free(power, own):
             return Free(power, own)
-        case Rows():
+        case Rows(over=None):
             return replace(fact, zero=False, entry=None)
-        case Total(power, _, False):
+        case Total(power, moved=""):
             return Total(power)
         case OneRow():
             return fact
@@ -36,9 +36,9 @@ def cotangent(fact: Fact) -> Fact:
     match fact:
         case Free(power):
             return Total(-power)
-        case Rows(axis, outer, inner, power):
+        case Rows(axis, outer, inner, power, over=None):
             return Rows(axis, outer, inner, -1 - power)
-        case Total(power, _, False):
+        case Total(power, moved=""):
             return Free(-power)
         case OneRow(power):
             return OneRow(-1 - power)
@@ -52,8 +52,9 @@ def is_slope(fact: Fact, expected: Fact) -> bool:
     match fact, expected:
         case Rows(), Rows():
             alike = layout([fact, expected]) is not None
-            return alike and (fact.axis, fact.power) == (expected.axis, expected.power)
-        case ((Total(power, _, False) | Free(power)), Total(by)):
+            same = (fact.axis, fact.power, fact.over) == (expected.axis, expected.power, None)
+            return alike and same
+        case ((Total(power, moved="") | Free(power)), Total(by)):
             return power == by
         case OneRow(power), Total(by):
             return power == by - 1

@@ -1,8 +1,10 @@
 """What becomes of sums over rows, of their ratios, and of what divides by them."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from crossshard.jaxprs.elementwise import ELEMENTWISE
 from crossshard.jaxprs.row_facts import (
     ADDS,
     CHOOSES,
@@ -14,9 +16,13 @@ from crossshard.jaxprs.row_facts import (
     Obstacle,
     Pair,
     Ratio,
+    Rows,
     Some,
     Total,
+    are_counts,
     chosen,
+    is_inexact,
+    is_zero,
     joined,
 )
 
@@ -24,46 +30,48 @@ ADDS_UNLIKE = "terms that depend differently on the number of rows"
 
 # What may be added to a sum that divides; and a sum of at least so much is none of less.
 _SMALL, _LEAST = 1e-3, 1.0
+# What is not linear, and known to be none of a sum that is done in another way.
+_KNOWN = (
+    ELEMENTWISE | set(CHOOSES) | LINEAR | set("dot_general reduce_max reduce_min top_k".split())
+)
 
 
 def of_sums(pair: Pair, inputs: Sequence[Fact]) -> Fact:
-    """The fact of an output, of inputs that are sums over rows or free of the batch."""
+    """The fact of an output, of inputs among which are sums over rows."""
     found = _of_sums(pair, inputs)
-    if isinstance(found, Total):
-        found = replace(found, single=pair.name in MOVES and found.single)
+    if isinstance(found, Total) and pair.name not in MOVES and not found.moved:
+        found = replace(found, single=False, of=None, counts=are_counts(pair, inputs))
+        if pair.name not in ADDS and any(x.bound for x in inputs if isinstance(x, Total)):
+            found = replace(found, bound=math.inf)
     return found
 
 
 def _of_sums(pair: Pair, inputs: Sequence[Fact]) -> Fact:
     name, sums = pair.name, [fact for fact in inputs if not isinstance(fact, Free)]
-    mixed = pair.compared(f"{name} of a sum over rows")
+    mixed = _mixed(pair, inputs, f"{name} of a sum over rows")
     if any(isinstance(fact, Some) for fact in inputs):
         return _guarded(pair, inputs)
     if not all(isinstance(fact, Free | Total | Ratio | Inverse) for fact in inputs):
-        # In a mean over rows, what is added to each row is still added to the mean.
-        reason = f"{name} of a row and of a sum over rows"
-        return pair.undecided(reason) if name in ("add", "add_any") else pair.compared(reason)
+        return _of_rows_and_sums(pair, inputs)
     match inputs:
-        case [Total(entry=int(of), single=True), Free(number=0)] if name in ("gt", "ne", "eq"):
-            return Some(of, isnt=name == "eq")
-        case [Free(number=0), Total(entry=int(of), single=True)] if name in ("lt", "ne", "eq"):
-            return Some(of, isnt=name == "eq")
+        case [Total(of=of, moved="", single=True), Free(number=0)] if name in ("gt", "ne", "eq"):
+            return Some(of, name == "eq", pair.one)
+        case [Free(number=0), Total(of=of, moved="", single=True)] if name in ("lt", "ne", "eq"):
+            return Some(of, name == "eq", pair.one)
     if pair.converts():
         return mixed
     if name == "div":
         return _divided(pair, inputs, mixed)
     if name == "mul" and len(sums) == 2:
         match sorted(sums, key=lambda fact: isinstance(fact, Inverse)):
-            case [Total(power, moved=False), Inverse(by, entry)] if power + by == 0:
-                return Ratio(entry, pair.one)
+            case [Total(power, moved=""), Inverse(by, divisor)]:
+                return Ratio(divisor, pair.one, power + by)
         return mixed
     if name == "mul" or (name == "dot_general" and len(sums) == 1):
         power = sum(fact.power for fact in inputs if isinstance(fact, Free))
         match sums[0]:
-            case Total(own, _, moved=False):
-                return Total(own + power)
-            case Ratio() if power == 0:
-                return sums[0]
+            case Total(own, moved="") | Ratio(power=own) | Inverse(own):
+                return replace(sums[0], power=own + power)
         return mixed
     if name == "max":
         return _at_least(inputs, mixed)
@@ -84,21 +92,92 @@ def _of_sums(pair: Pair, inputs: Sequence[Fact]) -> Fact:
     return _all(pair, inputs) if name in LINEAR else mixed
 
 
+def _mixed(pair: Pair, inputs: Sequence[Fact], reason: str) -> Obstacle:
+    """That rows meet, if the operation is known; several counts may only say where rows go."""
+    counts = any(
+        isinstance(fact, Total) and not fact.single and not is_inexact(atom)
+        for fact, atom in zip(inputs, pair.one.invars, strict=True)
+    )
+    known = pair.name in _KNOWN and not counts
+    return (pair.compared if known else pair.undecided)(reason)
+
+
+def _of_rows_and_sums(pair: Pair, inputs: Sequence[Fact]) -> Fact:
+    reason = f"{pair.name} of a row and of a sum over rows"
+    match inputs:
+        case [Rows(power=power) as rows, Total(by, single=True) as total] if pair.name == "div":
+            return replace(rows, power=power - by, over=total, entry=None, counts=False)
+        case [Rows() as rows, Inverse() as one] | [Inverse() as one, Rows() as rows] if (
+            pair.name == "mul"
+        ):
+            power = rows.power + one.power
+            return replace(rows, power=power, over=one.by, entry=None, counts=False)
+        case [Rows(), Total()] if pair.name == "div":
+            return pair.undecided(reason)
+    # In a mean over rows, what is added to each row is still added to the mean.
+    return (
+        pair.undecided(reason) if pair.name in ("add", "add_any") else _mixed(pair, inputs, reason)
+    )
+
+
+def divisor_of(pair: Pair, inputs: Sequence[Fact]) -> Total | Obstacle:
+    """The sum that divides some of the inputs, if the output is linear in what it divides."""
+    name = pair.name
+    reason = f"{name} of rows that a sum over rows divides"
+    divided = [fact for fact in inputs if isinstance(fact, Rows) and fact.over is not None]
+    by = divided[0].over
+    assert by is not None
+    if not all(isinstance(fact, Rows | Free) for fact in inputs) or pair.converts():
+        return pair.undecided(reason)
+    linear = name in LINEAR and len(inputs) == 1
+    if name in ("mul", "dot_general"):
+        linear = len(divided) == 1
+    elif name == "div":
+        linear = len(divided) == 1 and divided[0] is inputs[0]
+    elif name in ADDS or name in ("select_n", "gather", "dynamic_slice", "concatenate", "stack"):
+        chooses, rest = chosen(name, inputs)
+        same = [fact == by or by.is_same(fact) for fact in (x.over for x in divided) if fact]
+        apart = [fact for fact in rest if fact not in divided and not is_zero(fact)]
+        linear = all(same) and not apart and not any(fact in divided for fact in chooses)
+    if linear:
+        return by
+    return _mixed(pair, inputs, reason)
+
+
+def divided(pair: Pair, fact: Fact, by: Total) -> Fact:
+    """What is known of a value, if all of it is divided by a sum over rows."""
+    match fact:
+        case Rows():
+            return replace(fact, over=by)
+        case Total(power, moved=""):
+            return Ratio(by, pair.one, power)
+        case Free(power, own=False):
+            return Inverse(power, by)
+        case Obstacle():
+            return fact
+    return pair.undecided(f"{pair.name} of rows that a sum over rows divides")
+
+
 def _guarded(pair: Pair, inputs: Sequence[Fact]) -> Fact:
     """Of what is something else where a sum over rows is 0."""
-    name, mixed = pair.name, pair.compared("a sum over rows decides")
+    name, reason = pair.name, "a sum over rows decides"
+    # The sum that is asked may be the one that divides, computed once more.
+    again = any(isinstance(fact, Total | Ratio) for fact in inputs)
+    mixed = (pair.undecided if again else pair.compared)(reason)
     if name in MOVES and len(inputs) == 1:
         return inputs[0]
     some, *cases = inputs
     if name == "select_n" and isinstance(some, Some):
         match cases[::-1] if some.isnt else cases:
-            case [Free(0), Total(power, by, _, True)] if by == some.entry:
-                return Total(power, by, moved=True, single=True)
-            case [Free(0), Ratio(by) as ratio] if by == some.entry:
+            case [Free(0, number=number), Total(of=of, single=True) as total] if of == some.of:
+                if total.moved:
+                    return total
+                return replace(total, moved="guard", bound=number or 0.0)
+            case [Free(0), Ratio(by) as ratio] if by.of == some.of:
                 return ratio
     elif name == "mul":
         match inputs:
-            case [Some(own), Ratio(by) as ratio] | [Ratio(by) as ratio, Some(own)] if own == by:
+            case [Some(own), Ratio(by) as ratio] | [Ratio(by) as ratio, Some(own)] if own == by.of:
                 return ratio
     return mixed
 
@@ -108,8 +187,6 @@ def _all(pair: Pair, facts: Sequence[Fact]) -> Fact:
     found = facts[0]
     for fact in facts[1:]:
         found = joined(found, fact)
-    if isinstance(found, Total) and pair.name not in MOVES:
-        return replace(found, entry=None)
     if isinstance(found, Obstacle) and found.equation is None:
         return replace(found, equation=pair.one)
     return found
@@ -117,24 +194,24 @@ def _all(pair: Pair, facts: Sequence[Fact]) -> Fact:
 
 def _divided(pair: Pair, inputs: Sequence[Fact], mixed: Obstacle) -> Fact:
     match inputs:
-        case [Total(power, _, False), Free(by)]:
+        case [Total(power, moved=""), Free(by)]:
             return Total(power - by)
-        case [Ratio() as ratio, Free(0)]:
-            return ratio
-        case [Total(_, _, False) | Free(), Total(single=False)]:
+        case [Ratio(power=power) | Inverse(power) as fact, Free(by)]:
+            return replace(fact, power=power - by)
+        case [Total(moved="") | Free(), Total(single=False)]:
             return pair.undecided("div by several sums over rows")
-        case [Total(power, _, False), Total(by, entry)] if power == by:
-            return Ratio(entry, pair.one)
-        case [Free(power), Total(by, entry)]:
-            return Inverse(power - by, entry)
+        case [Total(power, moved=""), Total(by) as divisor]:
+            return Ratio(divisor, pair.one, power - by)
+        case [Free(power), Total(by) as divisor]:
+            return Inverse(power - by, divisor)
     return mixed
 
 
 def _at_least(inputs: Sequence[Fact], mixed: Obstacle) -> Fact:
     match sorted(inputs, key=lambda fact: isinstance(fact, Free)):
-        case [Total(power) as total, Free(0, _, float(bound))]:
+        case [Total(power, moved="" | "guard") as total, Free(0, _, float(bound))]:
             if bound <= (_LEAST if power == 1 else _SMALL):
-                return replace(total, moved=True)
+                return replace(total, moved="max", bound=bound)
     return mixed
 
 
@@ -146,14 +223,14 @@ def added(facts: Sequence[Fact], mixed: Obstacle) -> Fact:
     match one, other:
         case (_, Free(number=0)):
             return one
-        case Total(power, _, False), Free(by) if power == by:
-            return Total(power)
-        case Total(), Free(0, _, float(number)) if abs(number) <= _SMALL:
-            return replace(one, moved=True)
-        case Ratio(), Free(0):
+        case Total(power, moved=""), Free(by, number=number) if power == by:
+            return Total(power, bound=math.inf if number is None or one.bound else number)
+        case Total(moved="" | "guard"), Free(0, _, float(number)) if abs(number) <= _SMALL:
+            return replace(one, moved="plus", bound=number)
+        case Ratio(power=power), Free(by) if power == by:
             return one
-        case Total(power, _, False), Total(by, _, False) if power == by:
-            return Total(power)
-        case Ratio(entry), Ratio(by) if entry == by is not None:
+        case Total(power, moved=""), Total(by, moved="") if power == by:
+            return Total(power, bound=math.inf if one.bound or other.bound else 0.0)
+        case Ratio(by), Ratio(also) if by.is_same(also) and one.power == other.power:
             return one
     return mixed

@@ -2,20 +2,30 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 
 from crossshard.errors import LossError
+from crossshard.gradients.mean import Mean, Term
 from crossshard.jaxprs.mean_over_rows import (
     ADDS_UNLIKE,
     MEETS_EARLIER,
     SAME_NOISE,
     Finding,
     OverRows,
+    found,
+    is_free,
+    is_mean,
+    is_sum,
 )
 from crossshard.step.weight import SumOf, Weight
 
+# What a part of a Mean has to be.
+A_SUM = "a sum over the rows"
+A_MEAN = "the same for any rows, or a mean over them"
+THE_SAME = "the same for any rows"
 # Of a recurrent network over [time, rows, …].
 _OTHER_AXIS = "If the rows are along another axis, write batch_axis=1, or its number. "
 _WAYS_ON = (
@@ -53,6 +63,41 @@ class UndecidedError(LossError):
         )
 
 
+def finding_of(facts: Any) -> Finding:
+    """What a loss is in its rows, given the fact of the number, or of the ``Mean``, it returned."""
+    if not isinstance(facts, Mean):
+        return found(facts)
+    findings = [each for term in facts.terms for each in _of_term(term)]
+    findings.append(_if(is_mean(facts.rest), facts.rest, "what is added to the Means", A_MEAN))
+    order = OverRows.COMPARED, OverRows.OVER_SHARDS, OverRows.UNDECIDED
+    return min(
+        (each for each in findings if each.kind in order),
+        key=lambda each: order.index(each.kind),
+        default=Finding(OverRows.COUNTED),
+    )
+
+
+def _of_term(term: Term) -> Iterator[Finding]:
+    """What the parts of a term are, each to be a sum over rows, or a mean with a fixed count."""
+    of = f"of the Mean {term.name!r}" if term.name else "of the Mean"
+    yield _if(is_free(term.scale), term.scale, f"what multiplies the quotient {of}", THE_SAME)
+    if is_mean(term.total) and is_mean(term.count):
+        return
+    yield _if(is_sum(term.total), term.total, f"the total {of}", A_SUM)
+    yield _if(is_sum(term.count), term.count, f"the count {of}", A_SUM)
+
+
+def _if(holds: bool, fact: Any, what: str, expected: str) -> Finding:
+    """That a part of a ``Mean`` is as it has to be, or what it is in place of that."""
+    if holds:
+        return Finding(OverRows.COUNTED)
+    it_is = found(fact)
+    if it_is.kind in (OverRows.COMPARED, OverRows.OVER_SHARDS, OverRows.UNDECIDED):
+        return dataclasses.replace(it_is, of=what)
+    is_said = f"it is {it_is.kind.value}, and has to be {expected}"
+    return dataclasses.replace(it_is, kind=OverRows.COMPARED, reason=is_said, of=what)
+
+
 @dataclasses.dataclass
 class OverRowsRecord:
     """What is known of a loss in the rows of its batch.
@@ -61,11 +106,15 @@ class OverRowsRecord:
       latest: what its trace showed last; ``None`` if it has not been traced.
       known: what its traces showed, by the types of all that it took.
       by_numbers: the doubts that numbers have removed.
+      traces: the traced losses of the step that is being traced, by the same.
+      returns_mean: whether the loss returns a ``Mean``; ``None`` if it has not been traced.
     """
 
     latest: Finding | None = None
     known: dict[Any, Finding] = dataclasses.field(default_factory=dict)
     by_numbers: set[Doubt] = dataclasses.field(default_factory=set)
+    traces: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    returns_mean: bool | None = None
 
     def __str__(self) -> str:
         if self.latest is None:
@@ -112,6 +161,13 @@ def check_over_rows(
             f"of the shards' losses is not that of the whole batch. Leave the number of rows out "
             f"of the regulariser, and give all means the same weights. Or: {_WAYS_ON}"
         )
+    if finding.kind is OverRows.COMPARED and finding.of:
+        raise LossError(
+            f"The loss returns a Mean, and {finding.of} is no sum of what single rows have: "
+            f"{finding.reason}{where}. Return the sum over the rows and how many count in it, "
+            f"Mean((losses * mask).sum(), mask.sum()), and no mean or quotient of them. Or: "
+            f"{_WAYS_ON}"
+        )
     if finding.kind is OverRows.COMPARED:
         raise LossError(
             f"The loss compares rows of the batch: {finding.reason}{where}. Each shard has its own "
@@ -120,6 +176,8 @@ def check_over_rows(
         )
     if finding.kind is OverRows.UNDECIDED:
         what = "the loss is a mean over the rows of the batch"
+        if finding.of:
+            what = f"{finding.of} is a sum over the rows of the batch"
         types = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(rows))
         doubt = Doubt(finding, f"Nothing proves that {what}: {finding.reason}{where}.", types)
         if doubt not in record.by_numbers:

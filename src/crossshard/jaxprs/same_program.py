@@ -1,0 +1,207 @@
+"""Whether traces with different numbers of rows are one program, but for repeating a single row."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from crossshard import _jax
+
+# What only gives an array another shape, which JAX leaves out if it has that already.
+_SHAPES = frozenset("broadcast_in_dim reshape squeeze".split())
+# Parameters that say how long axes are, which the shapes tell; and what a derivative is made by,
+# whose rule is compared in its place.
+_TOLD = frozenset(
+    "batch_group_count bwd bwd_batches call_jaxpr_thunk feature_group_count fwd_jaxpr_thunk "
+    "jvp_jaxpr_fun jvp_jaxpr_thunk limit_indices new_sizes num_consts out_sharding out_trees reps "
+    "shape sharding sizes slice_sizes update_jaxpr".split()
+)
+
+
+def is_same_program(jaxprs: Sequence[Any], rows: Sequence[int]) -> bool:
+    """Whether three traces do the same, with these three numbers of rows.
+
+    They have the same equations, but for those that only give an array another shape. What these
+    take are the same values, whose shapes and literals are fixed, or grow with the rows alike.
+
+    >>> import jax
+    >>> trace = lambda f: [jax.make_jaxpr(f)(jnp.ones((n, 3))) for n in (1, 2, 4)]
+    >>> is_same_program(trace(lambda x: x.sum() / len(x)), (1, 2, 4))
+    True
+    >>> is_same_program(trace(lambda x: x.sum() / max(len(x), 2)), (1, 2, 4))
+    False
+    """
+    try:
+        return _same(jaxprs, rows)
+    except (AttributeError, KeyError, TypeError, ValueError):  # parameters of any kind
+        return False
+
+
+def do_the_same(one: Any, other: Any) -> bool:
+    """Whether two equations of equal shapes do the same, with what they run inside."""
+    try:
+        return one.params.keys() == other.params.keys() and all(
+            _are_equal(value, other.params[key]) for key, value in one.params.items()
+        )
+    except (AttributeError, KeyError, TypeError, ValueError):  # parameters of any kind
+        return False
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if _is_jaxpr(one) and not isinstance(one, tuple | list):
+        # Of as many rows, so that nothing may grow.
+        return _same((one, other, other), (1, 2, 4))
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(_are_equal, one, other))
+    if dataclasses.is_dataclass(one):
+        fields = [field.name for field in dataclasses.fields(one)]
+        return all(_are_equal(getattr(one, x), getattr(other, x)) for x in fields)
+    return bool(one == other)
+
+
+def scales(one: Any, other: Any, times: int, power: int) -> bool:
+    """Whether numbers are ``times ** power`` times other ones, but for rounding."""
+    one, other = np.asarray(one), np.asarray(other)
+    if one.dtype.kind == "b" or one.shape != other.shape:
+        return False
+    if one.dtype.kind in "iu":
+        if power < 0:
+            one, other, power = other, one, -power
+        return np.array_equal(other, one.astype(object) * times**power)
+    if not jnp.issubdtype(one.dtype, jnp.floating):
+        return False
+    eps = max(float(jnp.finfo(x.dtype).eps) for x in (one, other, np.float32(0)))
+    one, other = one.astype(np.float64), other.astype(np.float64)
+    return np.allclose(other, one * float(times) ** power, rtol=2 * eps, atol=0)
+
+
+def _same(jaxprs: Sequence[Any], rows: Sequence[int]) -> bool:
+    traces = [_Trace(each) for each in jaxprs]
+    opened = [each.jaxpr for each in traces]
+    kept = [each.kept for each in traces]
+    counts = [(len(x.invars), len(x.constvars), len(y)) for x, y in zip(opened, kept, strict=True)]
+    if len(set(counts)) > 1:
+        return False
+    if hasattr(jaxprs[0], "consts"):
+        constants = zip(*map(_jax.constants, jaxprs), strict=True)
+        if not all(_is_alike(each, rows) for each in constants):
+            return False
+
+    def of_atoms(atoms: Sequence[Any]) -> bool:
+        if not _fit([atom.aval.shape for atom in atoms], rows):
+            return False
+        values = [of.value(atom) for of, atom in zip(traces, atoms, strict=True)]
+        if all(isinstance(value, _Literal) for value in values):
+            return _is_alike([value.value for value in values], rows)
+        return not any(value != values[0] for value in values)
+
+    for equations in zip(*kept, strict=True):
+        one = equations[0]
+        if any(each.primitive is not one.primitive for each in equations):
+            return False
+        if len({len(each.invars) for each in equations}) > 1:
+            return False
+        if not all(map(of_atoms, zip(*(each.invars for each in equations), strict=True))):
+            return False
+        if not all(
+            _fit([getattr(atom.aval, "shape", ()) for atom in atoms], rows)
+            for atoms in zip(*(each.outvars for each in equations), strict=True)
+        ):
+            return False
+        if not _are_alike([each.params for each in equations], rows):
+            return False
+        within = [list(_jax.jaxprs_within(each)) for each in equations]
+        if _jax.has_own_derivative(one):
+            backward = one.primitive.name.startswith("custom_vjp")
+            for jaxprs_of, each in zip(within, equations, strict=True):
+                jaxprs_of.append(_jax.rule_of_derivative(each, backward=backward))
+        if not all(_same(each, rows) for each in zip(*within, strict=True)):
+            return False
+    return all(map(of_atoms, zip(*(each.outvars for each in opened), strict=True)))
+
+
+class _Literal:
+    """A literal, of some shape."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+class _Trace:
+    """A jaxpr, in which a value keeps its name when it only gets another shape.
+
+    Attributes:
+      jaxpr: the open jaxpr.
+      kept: its equations that do more.
+    """
+
+    def __init__(self, jaxpr: Any):
+        self.jaxpr = _jax.opened(jaxpr)
+        self.kept: list[Any] = []
+        self._values: dict[Any, Any] = {}
+        for kind in ("invars", "constvars"):
+            variables = getattr(self.jaxpr, kind)
+            self._values.update({x: (kind, place) for place, x in enumerate(variables)})
+        for equation in self.jaxpr.eqns:
+            if equation.primitive.name in _SHAPES and len(equation.invars) == 1:
+                self._values[equation.outvars[0]] = self.value(equation.invars[0])
+                continue
+            outputs = enumerate(equation.outvars)
+            self._values.update({x: (len(self.kept), place) for place, x in outputs})
+            self.kept.append(equation)
+
+    def value(self, atom: Any) -> Any:
+        """The name of a value, or the literal that it is."""
+        return _Literal(atom.val) if _jax.is_literal(atom) else self._values[atom]
+
+
+def _fit(shapes: Sequence[Any], rows: Sequence[int]) -> bool:
+    """Whether each axis has a fixed length, or one that grows with the rows."""
+    if len(set(map(len, shapes))) > 1:
+        return False
+    (one, some, many) = rows
+    return all(
+        (b - a) * (many - some) == (c - b) * (some - one) for a, b, c in zip(*shapes, strict=True)
+    )
+
+
+def _is_alike(values: Sequence[Any], rows: Sequence[int]) -> bool:
+    """Whether values are equal, or grow with the same power of the number of rows."""
+    if values[0] is values[1] is values[2]:
+        return True
+    one, some, many = map(np.asarray, values)
+    if np.array_equal(one, some) and np.array_equal(some, many):
+        return True
+    return any(
+        scales(one, some, rows[1] // rows[0], power)
+        and scales(some, many, rows[2] // rows[1], power)
+        for power in (1, -1, 2, -2)
+    )
+
+
+def _are_alike(params: Sequence[dict[str, Any]], rows: Sequence[int]) -> bool:
+    """Whether equations do the same, but for what shapes and inner jaxprs tell."""
+    first, *others = params
+    if any(each.keys() != first.keys() for each in others):
+        return False
+    for key, value in first.items():
+        each = [value, *(other[key] for other in others)]
+        if key == "length" and _fit([(x,) for x in each], rows):
+            continue
+        if key in _TOLD or all(map(_is_jaxpr, each)):
+            continue
+        if not all(other is value or bool(other == value) for other in each[1:]):
+            return False
+    return True
+
+
+def _is_jaxpr(value: Any) -> bool:
+    """Whether a parameter is a jaxpr, or several."""
+    each = value if isinstance(value, tuple | list) else [value]
+    return bool(each) and all(hasattr(_jax.opened(x), "eqns") for x in each)

@@ -1,0 +1,130 @@
+"""Proofs with the step's own numbers of rows: few of them, and losses that ask for the number."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen
+
+from crossshard.jaxprs.mean_over_rows import (
+    OverRows,
+    facts_of,
+    is_free,
+    is_mean,
+    is_sum,
+    over_rows,
+)
+from crossshard.jaxprs.row_facts import Free, Obstacle, Ratio, Total
+
+WIDTH = 4
+W = np.float32(np.random.default_rng(0).normal(size=(WIDTH, WIDTH)))
+B = np.float32(np.random.default_rng(1).normal(size=WIDTH))
+Loss = Callable[..., Any]
+
+
+def batch_of(rows: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
+
+
+def kind(loss: Loss, rows: int, shards: int) -> OverRows:
+    return over_rows(loss, batch_of(rows), W, own=jax.random.key(0), times=shards).kind
+
+
+mean = lambda x, w: jnp.tanh(x @ w).mean()
+ASKS: dict[str, Loss] = {
+    "at least 4": lambda x, w, k: jnp.tanh(x @ w).sum() / max(len(x), 4),
+    "at least 6, weighted": lambda x, w, k: (x @ w).mean() * len(x) / max(len(x), 6),
+    "more than 2": lambda x, w, k: mean(x, w) * (3 if len(x) > 2 else 1),
+    "exactly 12": lambda x, w, k: mean(x, w) * (3 if len(x) == 12 else 1),
+    "one": lambda x, w, k: mean(x, w) * (3 if len(x) == 1 else 1),
+    "a multiple of 3": lambda x, w, k: mean(x, w) * (3 if len(x) % 3 == 0 else 1),
+    "another function of one": lambda x, w, k: (jnp.sin if len(x) == 1 else jnp.cos)(x @ w).mean(),
+    "another value of one": lambda x, w, k: (x @ (w if len(x) == 1 else w.T)).mean(),
+    "repeats one": lambda x, w, k: (
+        (jnp.broadcast_to(x[0], (3, WIDTH)) if len(x) == 1 else x).sum() / len(x)
+    ),
+    "the power of 2 above": lambda x, w, k: (x @ w).sum() / (1 << (len(x) - 1).bit_length()),
+}
+
+
+@pytest.mark.parametrize("name", ASKS)
+def test_what_is_proven_of_a_loss_that_asks_for_the_number_is_so(name: str):
+    loss = ASKS[name]
+    whole = np.float32(np.random.default_rng(2).normal(size=(60, WIDTH)))
+    value = {rows: loss(whole[:rows], W, None) for rows in range(1, 61)}
+    for rows in (1, 2, 3, 4, 6):
+        for shards in (2, 3, 4, 6):
+            proven = kind(loss, rows, shards)
+            if proven not in (OverRows.MEAN, OverRows.SUM):
+                continue
+            number = rows * shards
+            pieces = [loss(x, W, None) for x in np.split(whole[:number], shards)]
+            total = sum(pieces) / (shards if proven is OverRows.MEAN else 1)
+            np.testing.assert_allclose(value[number], total, rtol=1e-4, atol=1e-6)
+
+
+ORDINARY: dict[str, Loss] = {
+    "mean": lambda x, w, k: mean(x, w),
+    "a third of a mean": lambda x, w, k: jnp.tanh(x @ w).sum() / (3 * len(x)),
+    "bfloat16": lambda x, w, k: (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).mean(),
+    "biased": lambda x, w, k: jax.nn.relu(x @ w + B).mean(),
+    "normed": lambda x, w, k: (
+        (linen.LayerNorm().bind({"params": {"scale": B, "bias": B}})(x)).sum() / x.size
+    ),
+    "columns": lambda x, w, k: ((x[:, :1] * x) @ w).mean(),
+    "flat": lambda x, w, k: optax.l2_loss((x[:, None] * B[:, None]).reshape(-1, WIDTH) @ w).mean(),
+    "each": lambda x, w, k: jax.vmap(lambda x: ((x @ w) ** 2).mean())(x).mean(),
+    "in turn": lambda x, w, k: jax.lax.map(lambda x: jnp.tanh(x @ w).sum(), x).mean(),
+    "noise": lambda x, w, k: (x * jax.random.normal(k, x.shape) @ w).mean(),
+    "keys": lambda x, w, k: jax.vmap(lambda x, k: x * jax.random.normal(k, x.shape))(
+        x, jax.random.split(k, len(x))
+    ).mean(),
+    "at rows": lambda x, w, k: x[jnp.arange(len(x)), jnp.zeros(len(x), int)].mean(),
+    "attention": lambda x, w, k: jax.nn.dot_product_attention(
+        *[(x @ w).reshape(len(x), 2, 1, 2)] * 3
+    ).mean(),
+}
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_an_ordinary_mean_is_proven_of_one_row_too(name: str):
+    for rows, shards in ((1, 2), (1, 3), (1, 4), (2, 2), (3, 7), (4, 4)):
+        assert kind(ORDINARY[name], rows, shards) is OverRows.MEAN, (rows, shards)
+
+
+def test_what_compares_rows_compares_one_with_those_of_others():
+    assert kind(lambda x, w, k: (x @ w).std(), 1, 4) is OverRows.COMPARED
+
+
+def test_the_first_trace_is_made_once():
+    seen = []
+
+    def loss(x: Any, w: Any, own: Any) -> Any:
+        seen.append(len(x))
+        return mean(x, w)
+
+    first = jax.make_jaxpr(loss)(batch_of(6), W, ())
+    assert over_rows(loss, batch_of(6), W, times=3, first=first).kind is OverRows.MEAN
+    assert seen == [6, 18]
+
+
+def test_all_outputs_have_facts():
+    def outputs(x: Any, w: Any, own: Any) -> Any:
+        total = (x @ w).sum()
+        return {"a": (total, x.shape[0]), "b": [(w**2).sum(), x.std(), total / x[:, 0].sum()]}
+
+    facts = facts_of(outputs, batch_of(6), W, times=3)
+    total, count, free, compared, ratio = facts
+    assert isinstance(total, Total)
+    assert (is_sum(total), is_mean(total), is_free(total)) == (True, False, False)
+    assert isinstance(count, Free)
+    assert (is_sum(count), is_mean(count), is_free(count)) == (True, False, False)
+    assert (is_sum(free), is_mean(free), is_free(free)) == (False, True, True)
+    assert isinstance(compared, Obstacle)
+    assert isinstance(ratio, Ratio)
+    for fact in (compared, ratio):
+        assert (is_sum(fact), is_mean(fact), is_free(fact)) == (False, False, False)

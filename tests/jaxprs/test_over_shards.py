@@ -1,0 +1,116 @@
+"""Losses that name the shard axis: a sum over the shards excuses nothing else that is wrong."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+from crossshard.jaxprs.mean_over_rows import Finding, OverRows, over_rows
+
+ROWS, WIDTH, SHARDS = 6, 4, 4
+W = np.float32(np.random.default_rng(0).normal(size=(WIDTH, WIDTH)))
+BATCH = {
+    "x": jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32),
+    "mask": jax.ShapeDtypeStruct((ROWS,), jnp.float32),
+}
+Loss = Callable[[Any, Any], Any]
+
+
+def found(loss: Loss) -> Finding:
+    """What is found of a loss in a ``shard_map`` over shards and parts of the model."""
+    of: list[Finding] = []
+
+    def look(x: Any) -> Any:
+        function = lambda batch, w, own: loss(batch, w)
+        of.append(over_rows(function, BATCH, W, times=SHARDS, shards=("shards",)))
+        return x
+
+    mesh = jax.sharding.AbstractMesh((SHARDS, 2), ("shards", "model"))
+    spec = jax.P("shards")
+    run = jax.shard_map(look, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    jax.eval_shape(run, jax.ShapeDtypeStruct((SHARDS,), jnp.float32))
+    return of[0]
+
+
+def normed(x: Any) -> Any:
+    mean, of_squares = lax.pmean((x.mean(0), (x**2).mean(0)), "shards")
+    return (x - mean) * lax.rsqrt(of_squares - mean**2 + 1e-5)
+
+
+def contrastive(x: Any, w: Any) -> Any:
+    scores = (x @ w) @ (x @ w.T).T
+    return optax.softmax_cross_entropy_with_integer_labels(scores, jnp.arange(len(x))).mean()
+
+
+def gathered(x: Any, w: Any) -> Any:
+    everyone = lax.all_gather(x @ w.T, "shards", tiled=True)
+    rows = lax.axis_index("shards") * len(x) + jnp.arange(len(x))
+    scores = jax.nn.log_softmax(x @ w @ everyone.T)
+    return -jnp.take_along_axis(scores, rows[:, None], 1).mean()
+
+
+def in_a_ring(x: Any, w: Any) -> Any:
+    other, signs, total = x @ w, 2 * jnp.eye(len(x)) - 1, jnp.float32(0)
+    for _ in range(SHARDS):
+        total -= jax.nn.log_sigmoid(signs * (x @ other.T)).sum()
+        other = lax.ppermute(other, "shards", [(i, (i + 1) % SHARDS) for i in range(SHARDS)])
+        signs = -jnp.ones_like(signs)
+    return total / len(x)
+
+
+def token_mean(x: Any, mask: Any) -> Any:
+    return (x.sum(1) * mask).sum() / mask.sum()
+
+
+BY_ITSELF: dict[str, Loss] = {
+    "batch norm": lambda b, w: (normed(b["x"] @ w) ** 3).mean(),
+    "gathered": lambda b, w: gathered(b["x"], w),
+    "in a ring": lambda b, w: in_a_ring(b["x"], w),
+    "mean of means": lambda b, w: lax.pmean((b["x"] @ w).mean(), "shards"),
+    "mean of what compares": lambda b, w: lax.pmean((b["x"] @ w).std(), "shards"),
+    "ratio of sums": lambda b, w: (
+        lax.psum((b["x"] @ w).sum(), "shards") / lax.psum(b["mask"].sum(), "shards")
+    ),
+    "not understood": lambda b, w: jnp.median(normed(b["x"] @ w), axis=0).sum(),
+    "product of means": lambda b, w: (lax.pmean(jnp.abs(b["x"] @ w).mean(0), "shards") ** 2).sum(),
+    "sum over the model": lambda b, w: lax.psum(jnp.tanh(b["x"] @ w), "model").mean(),
+}
+WRONG: dict[str, tuple[Loss, OverRows]] = {
+    "beside a comparison": (
+        lambda b, w: (normed(b["x"] @ w) ** 3).mean() + contrastive(b["x"], w),
+        OverRows.COMPARED,
+    ),
+    "a comparison of the normed": (
+        lambda b, w: contrastive(normed(b["x"] @ w), w),
+        OverRows.COMPARED,
+    ),
+    "beside a token mean": (
+        lambda b, w: token_mean(normed(b["x"] @ w), b["mask"]),
+        OverRows.RATIO,
+    ),
+    "sum": (lambda b, w: (normed(b["x"] @ w) ** 3).sum(), OverRows.SUM),
+    "mean of token means": (
+        lambda b, w: lax.pmean(token_mean(b["x"] @ w, b["mask"]), "shards"),
+        OverRows.COMPARED,
+    ),
+    "a comparison on a part of the model": (
+        lambda b, w: contrastive(lax.psum(jnp.tanh(b["x"] @ w), "model"), w),
+        OverRows.COMPARED,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_ITSELF)
+def test_what_sums_over_the_shards_by_itself_runs(name: str):
+    assert found(BY_ITSELF[name]).kind is OverRows.OVER_SHARDS
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_beside_such_a_sum_is_told(name: str):
+    loss, kind = WRONG[name]
+    assert found(loss).kind is kind
