@@ -1,6 +1,7 @@
 """All private or version-dependent JAX API; no other file imports private JAX."""
 
 import ctypes
+import enum
 import linecache
 import os
 import re
@@ -17,6 +18,7 @@ import numpy as np
 from jax import dtypes, lax
 from jax._src import clusters as _clusters
 from jax._src import core as _core
+from jax._src import custom_partitioning as _custom_partitioning
 from jax._src import distributed as _distributed
 from jax._src import source_info_util as _source_info_util
 from jax._src import xla_bridge as _xla_bridge
@@ -618,6 +620,45 @@ def abandon_coordination() -> None:
 def backend_is_running() -> bool:
     """Whether JAX's backend is initialized, which fixes the number of devices."""
     return _xla_bridge.backends_are_initialized()
+
+
+# JAX's own calls whose `backend_config` is the address of a Python object, and that address. JAX
+# leaves them out of the keys of its compilation cache, too.
+_OF_PYTHON = r"CustomSPMDPartitioning|InspectSharding|xla_\w*python_\w*callback\w*"
+_ADDRESS = re.compile(
+    rf'(custom_call @(?:{_OF_PYTHON})\(.*?(?<![\w.])backend_config = ")((?:[^"\\\n]|\\.)+)"'
+)
+
+
+def without_addresses(lowered: jax.stages.Lowered) -> str:
+    """The text of a lowered program, in which no Python object is named by its address.
+
+    An address is another one in each process. Where JAX tells what is there, its name stands in
+    its place: the function that partitions an operation, with the operation's static arguments.
+    """
+    return _ADDRESS.sub(lambda found: f'{found[1]}{_at_address(found[2])}"', lowered.as_text())
+
+
+def _at_address(address: str) -> str:
+    """What JAX keeps at an address, as far as it can be told in every process alike."""
+    known = getattr(_custom_partitioning, "_sharding_callbacks", {})
+    found = known.get(address.encode())
+    if found is None:
+        return "an address"
+    return f"{_told(found.partition)} {_told(found.static_args)}"
+
+
+def _told(value: Any) -> str:
+    """A value in words that are the same in every process; of most objects the type alone."""
+    if isinstance(value, bool | int | float | complex | str | None):
+        return repr(value)
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_told, value))})"
+    if isinstance(value, enum.Enum):
+        return str(value)
+    value = getattr(value, "func", value)  # of a partial function
+    of = value if hasattr(value, "__qualname__") else type(value)
+    return f"{of.__module__}.{of.__qualname__}"
 
 
 def at_top_level() -> bool:

@@ -289,15 +289,17 @@ class ShardLoss:
         """The loss and gradients of some rows, those of this microbatch of a shard."""
         shards, keys = at_use.shards, self._keys(state, batch, shard, index)
 
-        def loss_of(params: Any) -> tuple[Any, Any]:
+        def loss_of(params: Any, *overwritten: Any) -> tuple[Any, Any]:
+            given = model_states.overwrite(state.model_state, overwritten)
+            here = dataclasses.replace(state, model_state=given)
             found: tuple[Any, Any] = at_use.with_frozen(
-                lambda frozen: loss_of_both((params, frozen)), state.frozen
+                lambda frozen: loss_of_both((params, frozen), here), state.frozen
             )
             return found
 
-        def loss_of_both(both: tuple[Any, Any]) -> tuple[Any, Any]:
-            out = run(both)
-            check_not_written(out.written, both, lambda both: run(both).written)
+        def loss_of_both(both: tuple[Any, Any], here: TrainState) -> tuple[Any, Any]:
+            out = run(both, state=here)
+            check_not_written(out.written, both, lambda both: run(both, state=here).written)
             self.record.returns_mean = isinstance(out.loss, Mean)
             if not isinstance(out.loss, Mean):
                 return out.loss, (out.model_state, out.aux, None)
@@ -315,8 +317,13 @@ class ShardLoss:
             if self.model_state is ModelState.MEAN and not self.is_over_batch:
                 self._check_equal(state, types, batch, run, keys)
             with jax.named_scope("loss"):
-                found = at_use.value_and_grad(loss_of, state.params, weight, scale)
+                overwritten = model_states.overwritten(state.model_state)
+                found = at_use.value_and_grad(loss_of, state.params, weight, scale, overwritten)
         loss, (after, aux, terms) = found.out
+        if overwritten:
+            # They are what the backward pass returns, and were divided by the loss scale.
+            whole = [x if scale is None else x * scale for x in found.of_others]
+            after = model_states.overwrite(after, whole)
         if weight is not None:
             after = model_states.unless_weightless(
                 self.model_state, weight, after, state.model_state
@@ -398,9 +405,11 @@ class ShardLoss:
     def _once_traced(
         self, state: TrainState, batch: Any, keys: Keys, at_use: AtUse
     ) -> Callable[..., Returned]:
-        """The loss as a function of the parameters, and of other rows and keys than these."""
+        """The loss as a function of the parameters, and of other rows, keys or states."""
 
-        def run(both: Any, batch: Any = batch, keys: Keys = keys) -> Returned:
+        def run(
+            both: Any, batch: Any = batch, keys: Keys = keys, state: TrainState = state
+        ) -> Returned:
             if not self._is_proven(at_use.shards.number):
                 return self._run(state, both, batch, keys)
             arguments = self._arguments(state, both, batch, keys)
