@@ -439,8 +439,8 @@ class ShardLoss:
             # In the first batch another sum may be equal to what divides.
             return run, weight if divisor.is_weight else divisor.of_batch(batch)
 
-        def as_sums(both: Any) -> Returned:
-            found = run(both)
+        def as_sums(*given: Any, **others: Any) -> Returned:
+            found = run(*given, **others)
             return found._replace(loss=as_mean(found.loss, divisor, finding, batch, weight))
 
         return as_sums, None
