@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from crossshard import _jax
+from crossshard.jaxprs.kernels import Assumptions, of_kernel
 from crossshard.jaxprs.row_facts import (
     ADDS,
     MOVES,
@@ -62,16 +63,19 @@ class Finding:
       source: its source line; empty if unknown.
       entry: of a ratio, the place among the leaves of the batch of the one whose sum divides;
         ``None`` if it is none of them.
+      assumes: the operations that it is assumed of to compute each row alone.
     """
 
     kind: OverRows
     reason: str = ""
     source: str = ""
     entry: int | None = None
+    assumes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         reason = f": {self.reason}" if self.reason else ""
-        return f"{self.kind.value}{reason}{f' ({self.source})' if self.source else ''}"
+        alone = f", if each row is computed alone by {', '.join(self.assumes)}" * bool(self.assumes)
+        return f"{self.kind.value}{reason}{f' ({self.source})' if self.source else ''}{alone}"
 
 
 def over_rows(
@@ -118,19 +122,38 @@ def over_rows(
             if not traces:
                 raise
             return Finding(OverRows.UNDECIDED, _FAILS, _jax.source_of_error(error))
+    return found_in(traces, facts_of(axes, others, own), rows, times)
+
+
+def facts_of(axes: Sequence[int], others: Any, own: Any) -> list[Fact]:
+    """The facts of the inputs of a loss, as ``over_rows`` takes them."""
     inputs: list[Fact] = [Rows(axis, entry=place) for place, axis in enumerate(axes)]
     inputs += [Free()] * len(jax.tree.leaves(others))
     inputs += [Free(own=True)] * len(jax.tree.leaves(own))
-    return found_in(traces, inputs, rows, times)
+    return inputs
 
 
-def found_in(traces: Sequence[Any], inputs: Sequence[Fact], rows: int, times: int = 2) -> Finding:
-    """What a loss is, of its jaxprs with some rows and with ``times`` as many."""
+def found_in(
+    traces: Sequence[Any],
+    inputs: Sequence[Fact],
+    rows: int,
+    times: int = 2,
+    assumed: Assumptions | None = None,
+) -> Finding:
+    """What a loss is, of its jaxprs with some rows and with ``times`` as many.
+
+    What it assumes of operations is written down in ``assumed``.
+    """
+    assumed = Assumptions() if assumed is None else assumed
     try:
-        (fact,) = follow(_OverRows(rows, times), traces, inputs)
+        (fact,) = follow(_OverRows(rows, times, assumed=assumed), traces, inputs)
     except Mismatch as mismatch:
         return _found(Obstacle(OverRows.UNDECIDED, _DIFFERS, mismatch.equation))
-    return _found(fact)
+    finding, names = _found(fact), assumed.names()
+    if names and finding.kind is OverRows.COMPARED:
+        # Of rows only if these operations compute each row alone.
+        return replace(finding, kind=OverRows.UNDECIDED)
+    return finding if finding.kind is OverRows.UNDECIDED else replace(finding, assumes=names)
 
 
 _FAILS = "it cannot be traced with more rows"
@@ -169,10 +192,19 @@ class _OverRows(Analysis[Fact]):
       rows: the number of rows of the first.
       times: how many times as many the second has, a power of 2.
       derives: whether to look at the derivatives of functions that have their own.
+      assumed: where to write down what is assumed of operations.
     """
 
-    def __init__(self, rows: int, times: int, *, derives: bool = True):
+    def __init__(
+        self,
+        rows: int,
+        times: int,
+        *,
+        derives: bool = True,
+        assumed: Assumptions | None = None,
+    ):
         self._rows, self._times, self._derives = rows, times, derives
+        self._assumed = Assumptions() if assumed is None else assumed
         self.memory = {}
 
     def constant(self, values: Sequence[Any]) -> Fact:
@@ -229,7 +261,7 @@ class _OverRows(Analysis[Fact]):
     def enters(self, equations: Equations) -> bool:
         kinds = [_jax.control_flow(each) for each in equations]
         loops = [each for each in kinds if isinstance(each, _jax.Scan)]
-        return len({each.steps for each in loops}) < 2
+        return not _jax.is_rowwise(equations[0]) and len({each.steps for each in loops}) < 2
 
     def element(self, equations: Equations, fact: Fact) -> Fact:
         return self._beside(equations, fact, -1)
@@ -320,7 +352,7 @@ class _OverRows(Analysis[Fact]):
         return tuple(grown) == shapes[1]
 
     def _transferred(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
-        found = batches_of(pair, inputs)
+        found = batches_of(pair, inputs) or of_kernel(self, pair, inputs, self._assumed)
         if found is not None:
             return found
         if not pair.is_alike():
@@ -512,7 +544,8 @@ class _OverRows(Analysis[Fact]):
             rules = [_jax.rule_of_derivative(each, backward=backward) for each in equations]
         except Exception:  # a rule of the user may raise anything
             return unknown
-        without_rules = _OverRows(self._rows, self._times, derives=False)
+        without_rules = _OverRows(self._rows, self._times, derives=False, assumed=self._assumed)
+        self._assumed.rules[id(pair.other)] = rules[1]
         try:
             found = follow(without_rules, rules, [*inputs, *slopes])
         except Mismatch:
