@@ -175,7 +175,9 @@ _NO_KERNELS = frozenset(
     "geqp3 geqrf get iota_2x32_shape jit layout_constraint mesh_cast name pjit pvary reciprocal "
     "remat remat2 reshard stack swap threefry2x32 tile unstack".split()
 )
-# Also how a function is named of which the user says that it computes each row alone.
+# Whose jaxpr says what they compute, whatever runs in its place.
+SAID_BY_JAXPR = {"composite": "jaxpr", "custom_vmap_call": "call"}
+# How a function is named of which the user says that it computes each row alone.
 ROWWISE = "crossshard_rowwise"
 
 

@@ -23,8 +23,6 @@ from crossshard.jaxprs.row_facts import (
 from crossshard.jaxprs.walk import Analysis, equations_within, follow
 
 _ATTENTION = "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"
-# Whose jaxpr says what it computes, whatever runs in its place.
-_SAID_BY_JAXPR = {"composite": "jaxpr", "custom_vmap_call": "call"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,8 +89,8 @@ def of_kernel(
     """The facts of the outputs of a kernel; ``None`` for what is none."""
     if not _jax.is_kernel(pair.one):
         return None
-    if pair.name in _SAID_BY_JAXPR:
-        within = [each.params[_SAID_BY_JAXPR[pair.name]] for each in (pair.one, pair.other)]
+    if pair.name in _jax.SAID_BY_JAXPR:
+        within = [each.params[_jax.SAID_BY_JAXPR[pair.name]] for each in (pair.one, pair.other)]
         return follow(analysis, within, inputs)
     unknown = pair.undecided(f"{_jax.name_of(pair.one)} of what is no row")
     powers = any(getattr(fact, "power", 0) for fact in inputs)

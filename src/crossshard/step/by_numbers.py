@@ -15,13 +15,18 @@ from jax.sharding import PartitionSpec
 
 from crossshard import _mesh
 from crossshard.gradients.scalars import is_inexact
+from crossshard.jaxprs.kernels import Assumptions
+from crossshard.jaxprs.mean_over_rows import OverRows, facts_of, found_in
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.shards.batch_axes import join, take_rows
+from crossshard.shards.context import shard_context
 from crossshard.step.config import StepConfig
 from crossshard.step.leaf import OnMesh
 from crossshard.step.microbatches import LocalResult, pieces_of
-from crossshard.step.over_rows import Doubt, not_by_numbers, not_of_other_rows
+from crossshard.step.operations import Trial
+from crossshard.step.over_rows import Doubt, not_alone, not_by_numbers, not_of_other_rows
+from crossshard.step.shard_loss import ShardLoss
 from crossshard.step.step_function import to_read
 
 # Sums over rows in another order differ by less, in float32.
@@ -49,50 +54,128 @@ def check_by_numbers(
     Raises:
       LossError: the loss is no mean over rows.
     """
-    loss, shards, groups = config.loss, layout.shards, layout.groups
-    at_use = to_read(layout, state)
-    together = [list(range(shards.number))] if groups is None else groups.groups
-    pairs = (zip(each, [*each[1:], each[0]], strict=True) for each in together)
-    to_next = list(itertools.chain.from_iterable(pairs))
+    given = jax.tree.map(lambda x: _mesh.on_mesh(x, layout.mesh), (state, batch))
+    with _mesh.in_place_of_the_users_mesh(layout.mesh):
+        only_operations = doubt.finding.kind is not OverRows.UNDECIDED
+        if not (only_operations and _check_operations(config, layout, given, doubt)):
+            _check_loss(config, layout, given, doubt)
+
+
+def _check_operations(
+    config: StepConfig, layout: StateLayout, given: tuple[TrainState, Any], doubt: Doubt
+) -> bool:
+    """Try the operations alone of which nothing is known; whether nothing else is in doubt."""
+    loss, shards = config.loss, layout.shards
+    at_use, trials = to_read(layout, given[0]), []
 
     def on_shard(state: TrainState, batch: Any) -> Any:
         before, (rows, whole) = layout.local(state), loss.split(batch)
-        half = max(1, loss.number_of_rows(batch) // loss.pieces(shards.number) // 2)
-        of = lambda part: loss.batch_axes.map(lambda x, axis: take_rows(x, axis, part), rows)
-        one = of(slice(half))
-        if len(together[0]) > 1:
-            other = jax.tree.map(lambda x: lax.ppermute(x, shards.axes, to_next), one)
-        else:
-            other = of(slice(half, 2 * half))
-        concatenated = lambda axis, *x: jnp.concatenate(x, axis)
-        both = jax.tree.map(concatenated, loss.batch_axes.tree_of(rows), one, other)
+        one, other = _of_two_shards(config, layout, rows)
+        if loss.number_of_rows(one) == 1:
+            # Where two axes are one row long, a trace does not tell which is that of the rows.
+            one, other = _behind(loss, one, other), _behind(loss, other, one)
+        number, all_rows = loss.number_of_rows(one), _behind(loss, one, other)
+
+        def of_params(both: Any) -> Any:
+            of = [loss.quiet_of_rows(before, join(x, whole), both) for x in (one, all_rows)]
+            traces = [jax.make_jaxpr(x.loss)(x.rows, *x.others, x.own) for x in of]
+            facts = facts_of(of[1].axes, of[1].others, of[1].own)
+            trial = Trial(Assumptions())
+            if found_in(traces, facts, number, 2, trial.assumed).kind is OverRows.UNDECIDED:
+                raise _NotDecidedError
+            trial.evaluate(traces[1], jax.tree.leaves((of[1].rows, *of[1].others, of[1].own)))
+            trials.append(trial.tried)
+            return jnp.stack(trial.apart)[None]
+
+        def of_trained(trained: Any) -> Any:
+            return at_use.with_frozen(lambda frozen: of_params((trained, frozen)), before.frozen)
+
+        with shard_context(shards.number, axis_name=shards.axes):
+            return at_use.call(of_trained, before.params)
+
+    try:
+        found = _run(_on_shards(layout, loss, on_shard, given), layout, given, doubt)
+    except _NotDecidedError:
+        return False
+    apart = found[np.argmax(np.nan_to_num(found[..., 1], nan=np.inf), 0), np.arange(found.shape[1])]
+    for tried, (distance, allowed) in zip(trials[-1], apart, strict=True):
+        # Which is so of numbers that are not finite, too.
+        if not allowed <= 1:
+            raise not_alone(doubt, tried.operation, tried.change, float(distance))
+    return True
+
+
+class _NotDecidedError(Exception):
+    """With so few rows, there is more in doubt than some operations."""
+
+
+def _on_shards(layout: StateLayout, loss: ShardLoss, on_shard: Any, given: Any) -> Any:
+    """A function of one shard's state and rows on all shards, whose results are stacked."""
+    state, batch = given
+    return jax.shard_map(
+        on_shard,
+        mesh=layout.mesh,
+        axis_names=frozenset(layout.axes),
+        in_specs=(layout.specs(state), loss.batch_axes.specs(batch, layout.axes)),
+        out_specs=PartitionSpec(layout.axes),
+        check_vma=False,
+    )
+
+
+def _run(function: Callable[..., Any], layout: StateLayout, given: Any, doubt: Doubt) -> Any:
+    """What a function of the state and the batch returns, in every process."""
+    everywhere = jax.NamedSharding(layout.mesh, PartitionSpec())
+    try:
+        traced = jax.jit(function, out_shardings=everywhere).trace(*given)
+    except _NotDecidedError:
+        raise
+    except Exception as error:  # a loss may raise anything on other shapes
+        raise not_of_other_rows(doubt, error) from error
+    return jax.device_get(traced.lower().compile()(*given))
+
+
+def _of_two_shards(config: StepConfig, layout: StateLayout, rows: Any) -> tuple[Any, Any]:
+    """Half of a shard's rows, and of the next shard's; or of its own, if there is no other."""
+    loss, shards, groups = config.loss, layout.shards, layout.groups
+    together = [list(range(shards.number))] if groups is None else groups.groups
+    half = max(1, loss.number_of_rows(rows) // loss.pieces(shards.number) // 2)
+    of = lambda part: loss.batch_axes.map(lambda x, axis: take_rows(x, axis, part), rows)
+    one = of(slice(half))
+    if len(together[0]) == 1:
+        return one, of(slice(half, 2 * half))
+    pairs = (zip(each, [*each[1:], each[0]], strict=True) for each in together)
+    to_next = list(itertools.chain.from_iterable(pairs))
+    return one, jax.tree.map(lambda x: lax.ppermute(x, shards.axes, to_next), one)
+
+
+def _behind(loss: ShardLoss, one: Any, other: Any) -> Any:
+    """The rows of one batch, and behind them those of another one."""
+    concatenated = lambda axis, *x: jnp.concatenate(x, axis)
+    return jax.tree.map(concatenated, loss.batch_axes.tree_of(one), one, other)
+
+
+def _check_loss(
+    config: StepConfig, layout: StateLayout, given: tuple[TrainState, Any], doubt: Doubt
+) -> None:
+    """Compare the loss of all rows with that of some, and its gradient; see above."""
+    loss, at_use = config.loss, to_read(layout, given[0])
+
+    def on_shard(state: TrainState, batch: Any) -> Any:
+        before, (rows, whole) = layout.local(state), loss.split(batch)
+        one, other = _of_two_shards(config, layout, rows)
+        both = _behind(loss, one, other)
         found = [
             loss.quiet_gradient(before, join(each, whole), at_use) for each in (one, other, both)
         ]
         return jnp.stack(_compared(found))[None]
 
-    each = PartitionSpec(layout.axes)
-    run = jax.shard_map(
-        on_shard,
-        mesh=layout.mesh,
-        axis_names=frozenset(layout.axes),
-        in_specs=(layout.specs(state), loss.batch_axes.specs(batch, layout.axes)),
-        out_specs=each,
-        check_vma=False,
-    )
-    everywhere = jax.NamedSharding(layout.mesh, PartitionSpec())
-    given = jax.tree.map(lambda x: _mesh.on_mesh(x, layout.mesh), (state, batch))
+    run = _on_shards(layout, loss, on_shard, given)
     # Traced once: the call takes what was traced.
     of_batch = jax.jit(lambda state, batch: _of_batch(config, layout, state, batch), inline=True)
-    tolerance = _tolerance(state, batch)
-    with _mesh.in_place_of_the_users_mesh(layout.mesh):
-        has_whole = groups is None and _can_be_traced(of_batch, *given)
-        every = lambda *given: (run(*given), of_batch(*given) if has_whole else None)
-        try:
-            traced = jax.jit(every, out_shardings=everywhere).trace(*given)
-        except Exception as error:  # a loss may raise anything on other shapes
-            raise not_of_other_rows(doubt, error) from error
-        found, whole = jax.device_get(traced.lower().compile()(*given))
+    tolerance = _tolerance(given)
+    has_whole = layout.groups is None and _can_be_traced(of_batch, *given)
+    every = lambda *given: (run(*given), of_batch(*given) if has_whole else None)
+    found, whole = _run(every, layout, given, doubt)
     values, gradients, both, mean = found[np.argmax(np.nan_to_num(found[:, :2], nan=np.inf).max(1))]
     # Which is so of numbers that are not finite, too: they show nothing.
     if not (values <= tolerance and gradients <= tolerance):

@@ -71,7 +71,8 @@ class OverRowsRecord:
         if self.latest is None:
             return "not looked at"
         is_shown = any(doubt.finding == self.latest for doubt in self.by_numbers)
-        return f"{self.latest}" + "; by numbers it is a mean over the rows" * is_shown
+        shown = "it is" if self.latest.assumes else "it is a mean over the rows"
+        return f"{self.latest}" + f"; by numbers {shown}" * is_shown
 
 
 def check_over_rows(
@@ -120,10 +121,7 @@ def check_over_rows(
         )
     if finding.kind is OverRows.UNDECIDED:
         what = "the loss is a mean over the rows of the batch"
-        types = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(rows))
-        doubt = Doubt(finding, f"Nothing proves that {what}: {finding.reason}{where}.", types)
-        if doubt not in record.by_numbers:
-            raise UndecidedError(doubt)
+        _check_is_shown(finding, f"{what}: {finding.reason}{where}", rows, record)
     if finding.kind is OverRows.SUM and not summed:
         raise LossError(
             "The loss is a sum over the rows of the batch, and the mean of the shards' sums is "
@@ -146,6 +144,17 @@ def check_over_rows(
             f"by that sum: (losses * batch[{weight.key!r}]).sum() / batch[{weight.key!r}].sum(). "
             f"Or leave weight out."
         )
+    if finding.assumes:
+        what = f"each row is computed alone by {', '.join(finding.assumes)}"
+        _check_is_shown(finding, what, rows, record)
+
+
+def _check_is_shown(finding: Finding, what: str, rows: Any, record: OverRowsRecord) -> None:
+    """Raise unless numbers have shown what nothing proves."""
+    types = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(rows))
+    doubt = Doubt(finding, f"Nothing proves that {what}.", types)
+    if doubt not in record.by_numbers:
+        raise UndecidedError(doubt)
 
 
 def not_by_numbers(
@@ -170,6 +179,26 @@ def not_by_numbers(
             f"them finite in the first call. Or: {_WAYS_ON}"
         )
     return LossError(f"{doubt.sentence} And by numbers it is not so: {numbers}. {_WAYS_ON}")
+
+
+def not_alone(doubt: Doubt, operation: str, change: str, apart: float) -> LossError:
+    """The error for an operation that does not compute each row alone.
+
+    Args:
+      doubt: what the trace of the loss does not decide.
+      operation: what it is.
+      change: what was changed of the rows.
+      apart: how far that changed its results, relative to them; of integers, how many.
+    """
+    if not math.isfinite(apart):
+        return LossError(
+            f"{doubt.sentence} And numbers that are not finite cannot show it of {operation}. Make "
+            f"them finite in the first call. Or: {_WAYS_ON}"
+        )
+    return LossError(
+        f"{doubt.sentence} And by numbers it is not so: of the same rows {change}, the results of "
+        f"{operation} are {apart:.2g} of their size apart. {_WAYS_ON}"
+    )
 
 
 def not_of_other_rows(doubt: Doubt, error: Exception) -> LossError:

@@ -48,6 +48,24 @@ class Returned(NamedTuple):
     model_state: Any
 
 
+class OfRows(NamedTuple):
+    """A loss as a function of rows.
+
+    Attributes:
+      loss: takes the rows, what has no rows, and what differs from shard to shard.
+      rows: the rows, and their keys.
+      others: what has no rows: the parameters, the trained and the frozen ones, are the second.
+      own: what differs from shard to shard.
+      axes: for each array of the rows the axis along which they lie.
+    """
+
+    loss: Callable[..., Any]
+    rows: Any
+    others: tuple[Any, Any, Any]
+    own: Any
+    axes: list[int]
+
+
 @dataclasses.dataclass(frozen=True)
 class ShardLoss:
     """The loss of a step, as a function of one shard's state and rows.
@@ -270,6 +288,29 @@ class ShardLoss:
         self, state: TrainState, batch: Any, keys: Keys, types: Any, number: int
     ) -> None:
         """Raise if the loss is no mean over rows, of ``number`` pieces; see ``check_over_rows``."""
+        rows, _ = self.split(batch)
+        loss, given, others, own, axes = self._as_of_rows(state, batch, keys, types)
+        # The second trace has the rows of the batch, or as many more as a power of 2.
+        times = 1 << (number - 1).bit_length()
+        leaves, tree = jax.tree.flatten((given, others, own))
+        key = state.skeleton, tree, times, *((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+        # With microbatches a step traces its loss several times.
+        if key not in self.record.known:
+            self.record.known[key] = over_rows(
+                loss, given, *others, own=own, axes=axes, times=times
+            )
+        finding = self.record.latest = self.record.known[key]
+        check_over_rows(
+            finding,
+            rows,
+            weight=self.weight,
+            summed=self.is_summed,
+            microbatches=self.accumulate_steps,
+            record=self.record,
+        )
+
+    def _as_of_rows(self, state: TrainState, batch: Any, keys: Keys, both: Any) -> OfRows:
+        """The loss as ``over_rows`` takes it, given its trained and its frozen parameters."""
         rows, whole = self.split(batch)
         of_rows, of_shard = (keys, ()) if self.keys_of_rows else ((), keys)
         # All shards have the same state, keys in it too, if it is averaged.
@@ -287,25 +328,20 @@ class ShardLoss:
             ).loss
 
         axes = [*self.batch_axes.of_rows(rows), *[0] * len(of_rows)]
-        # The second trace has the rows of the batch, or as many more as a power of 2.
-        times = 1 << (number - 1).bit_length()
-        own, given = (of_shard, of_one), (rows, of_rows)
-        leaves, tree = jax.tree.flatten((given, whole, types, of_all, own))
-        key = state.skeleton, tree, times, *((jnp.shape(x), jnp.result_type(x)) for x in leaves)
-        # With microbatches a step traces its loss several times.
-        if key not in self.record.known:
-            self.record.known[key] = over_rows(
-                loss, given, whole, types, of_all, own=own, axes=axes, times=times
-            )
-        finding = self.record.latest = self.record.known[key]
-        check_over_rows(
-            finding,
-            rows,
-            weight=self.weight,
-            summed=self.is_summed,
-            microbatches=self.accumulate_steps,
-            record=self.record,
-        )
+        return OfRows(loss, (rows, of_rows), (whole, both, of_all), (of_shard, of_one), axes)
+
+    def quiet(self, state: TrainState, batch: Any) -> tuple[TrainState, Keys]:
+        """The state, and the keys, with which the noise of the loss is switched off."""
+        shape = (self.number_of_rows(batch),) if self.keys_of_rows else ()
+        keys = (quiet_keys(shape),) if self.takes_rng else ()
+        quiet = lambda x: quiet_keys(x.shape) if is_key(x) else x
+        model_state = jax.tree.map(quiet, state.model_state)
+        return dataclasses.replace(state, model_state=model_state), keys
+
+    def quiet_of_rows(self, state: TrainState, batch: Any, both: Any) -> OfRows:
+        """The loss with its noise switched off, as a function of rows; see ``_as_of_rows``."""
+        here, keys = self.quiet(state, batch)
+        return self._as_of_rows(here, batch, keys, both)
 
     def quiet_gradient(self, state: TrainState, batch: Any, at_use: AtUse) -> LocalResult:
         """The loss of some rows with its noise switched off, and its gradient.
@@ -315,10 +351,7 @@ class ShardLoss:
           batch: some rows of the batch.
           at_use: how the shard gets its parameters.
         """
-        shape = (self.number_of_rows(batch),) if self.keys_of_rows else ()
-        keys = (quiet_keys(shape),) if self.takes_rng else ()
-        quiet = lambda x: quiet_keys(x.shape) if is_key(x) else x
-        here = dataclasses.replace(state, model_state=jax.tree.map(quiet, state.model_state))
+        here, keys = self.quiet(state, batch)
 
         def loss_of(trained: Any) -> tuple[Any, None]:
             of_both = lambda frozen: self._run(here, (trained, frozen), batch, keys).loss
