@@ -204,6 +204,13 @@ def name_of(equation: Any) -> str:
     return f"{name} {own}" if own else str(name)
 
 
+def precision_of(equation: Any) -> float:
+    """The precision of the coarsest floats that an equation takes or makes; 0 if there are none."""
+    dtypes = [getattr(x.aval, "dtype", None) for x in (*equation.invars, *equation.outvars)]
+    exact = [x for x in dtypes if x is not None and jnp.issubdtype(x, np.inexact)]
+    return max((float(jnp.finfo(x).eps) for x in exact), default=0.0)
+
+
 def says(equation: Any) -> str:
     """All that the parameters of an equation say, but for the values of constants."""
     grid = equation.params.get("grid_mapping")

@@ -13,12 +13,14 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from crossshard import _mesh
+from crossshard import _jax, _mesh
 from crossshard.gradients.scalars import is_inexact
 from crossshard.jaxprs.kernels import Assumptions
 from crossshard.jaxprs.mean_over_rows import OverRows, facts_of, found_in
+from crossshard.jaxprs.walk import equations_of
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
+from crossshard.pipeline.stages.accumulate import zeros
 from crossshard.shards.batch_axes import join, take_rows
 from crossshard.shards.context import shard_context
 from crossshard.step.config import StepConfig
@@ -29,8 +31,9 @@ from crossshard.step.over_rows import Doubt, not_alone, not_by_numbers, not_of_o
 from crossshard.step.shard_loss import ShardLoss
 from crossshard.step.step_function import to_read
 
-# Sums over rows in another order differ by less, in float32.
-_TOLERANCE = 1e-4
+# Sums over rows in another order differ by less, in float32; and in coarser floats by less than so
+# many units of their precision.
+_TOLERANCE, _COARSEST = 1e-4, 16
 
 
 def check_by_numbers(
@@ -94,7 +97,7 @@ def _check_operations(
             return at_use.call(of_trained, before.params)
 
     try:
-        found = _run(_on_shards(layout, loss, on_shard, given), layout, given, doubt)
+        found, _ = _run(_on_shards(layout, loss, on_shard, given), layout, given, doubt)
     except _NotDecidedError:
         return False
     apart = found[np.argmax(np.nan_to_num(found[..., 1], nan=np.inf), 0), np.arange(found.shape[1])]
@@ -123,7 +126,7 @@ def _on_shards(layout: StateLayout, loss: ShardLoss, on_shard: Any, given: Any) 
 
 
 def _run(function: Callable[..., Any], layout: StateLayout, given: Any, doubt: Doubt) -> Any:
-    """What a function of the state and the batch returns, in every process."""
+    """What a function of the state and the batch returns, and the precision of its floats."""
     everywhere = jax.NamedSharding(layout.mesh, PartitionSpec())
     try:
         traced = jax.jit(function, out_shardings=everywhere).trace(*given)
@@ -131,7 +134,8 @@ def _run(function: Callable[..., Any], layout: StateLayout, given: Any, doubt: D
         raise
     except Exception as error:  # a loss may raise anything on other shapes
         raise not_of_other_rows(doubt, error) from error
-    return jax.device_get(traced.lower().compile()(*given))
+    found = jax.device_get(traced.lower().compile()(*given))
+    return found, max(map(_jax.precision_of, equations_of(traced.jaxpr)), default=0.0)
 
 
 def _of_two_shards(config: StepConfig, layout: StateLayout, rows: Any) -> tuple[Any, Any]:
@@ -164,30 +168,39 @@ def _check_loss(
         before, (rows, whole) = layout.local(state), loss.split(batch)
         one, other = _of_two_shards(config, layout, rows)
         both = _behind(loss, one, other)
+        order = np.random.default_rng(0).permutation(loss.number_of_rows(both))
+        moved = loss.batch_axes.map(lambda x, axis: jnp.take(x, order, axis), both)
         found = [
-            loss.quiet_gradient(before, join(each, whole), at_use) for each in (one, other, both)
+            loss.quiet_gradient(before, join(each, whole), at_use)
+            for each in (one, other, both, moved)
         ]
-        return jnp.stack(_compared(found))[None]
+        return jnp.stack([*_compared(found[:3]), *_noise(*found[2:])])[None]
 
     run = _on_shards(layout, loss, on_shard, given)
     # Traced once: the call takes what was traced.
     of_batch = jax.jit(lambda state, batch: _of_batch(config, layout, state, batch), inline=True)
-    tolerance = _tolerance(given)
     has_whole = layout.groups is None and _can_be_traced(of_batch, *given)
     every = lambda *given: (run(*given), of_batch(*given) if has_whole else None)
-    found, whole = _run(every, layout, given, doubt)
-    values, gradients, both, mean = found[np.argmax(np.nan_to_num(found[:, :2], nan=np.inf).max(1))]
+    (found, whole), coarsest = _run(every, layout, given, doubt)
+    least = _tolerance(given)
+    # The same rows in another order: one device would differ as much.
+    allowed = np.clip(2 * found[:, 4:].max(0), least, max(least, _COARSEST * coarsest))
+    worst = np.nan_to_num(found[:, :2] / allowed, nan=np.inf).max(1)
+    values, gradients, both, mean = found[np.argmax(worst), :4]
     # Which is so of numbers that are not finite, too: they show nothing.
-    if not (values <= tolerance and gradients <= tolerance):
+    if not (values <= allowed[0] and gradients <= allowed[1]):
         raise not_by_numbers(doubt, "two shards", both, mean, gradients)
-    if whole is not None and not whole[0] <= tolerance:
-        raise not_by_numbers(doubt, "the whole batch", *whole[1:])
+    if whole is not None and not (whole[0] <= allowed[0] and whole[1] <= allowed[1]):
+        _, gradients, both, mean = whole
+        raise not_by_numbers(doubt, "the whole batch", both, mean, gradients)
 
 
 def _of_batch(config: StepConfig, layout: StateLayout, state: TrainState, batch: Any) -> Any:
-    """How far the loss of all rows is from the mean of the shards' losses; and both."""
-    loss, shards = config.loss, layout.shards
-    at_use = to_read(layout, state)
+    """How far the loss of all rows, and its gradient, is from the shards' mean; both losses."""
+    loss, shards, axes = config.loss, layout.shards, layout.axes
+    # Each shard's own gradient, but for those that the backward pass sums where it makes them.
+    at_use = dataclasses.replace(to_read(layout, state), waits=True)
+    early = at_use.early or (False,) * len(at_use.partitions)
     # Of all shards the same state, as the whole batch has one.
     first = (lambda x: x[0]) if state.per_shard else lambda x: x
     of_first = jax.tree.map(first, state.model_state)
@@ -196,37 +209,51 @@ def _of_batch(config: StepConfig, layout: StateLayout, state: TrainState, batch:
         before = dataclasses.replace(layout.local(state), model_state=of_first)
         rows, whole = loss.split(batch)
 
-        def one(piece: Any) -> tuple[Any, Any]:
+        def one(sums: Any, piece: Any) -> tuple[Any, Any]:
             found = loss.quiet_gradient(before, join(piece, whole), at_use)
             weight = 1 if found.weight is None else found.weight
-            return jnp.float32(found.loss), jnp.float32(weight)
+            by_weight = lambda x: jnp.where(weight == 0, 0, weight * x)
+            leaves = jax.tree.leaves(found.values)
+            counted = [
+                x if is_early else by_weight(x) for x, is_early in zip(leaves, early, strict=True)
+            ]
+            sums = [x + y.astype(x.dtype) for x, y in zip(sums, counted, strict=True)]
+            return sums, (jnp.float32(found.loss), jnp.float32(weight))
 
         pieces = pieces_of(rows, loss.batch_axes, loss.pieces(shards.number))
-        losses, weights = lax.map(one, pieces)
+        none = jax.tree.leaves(zeros(at_use.types_of_gradients(before.params))[0])
+        summed, (losses, weights) = lax.scan(one, none, pieces)
         weighted = jnp.where(weights == 0, 0, losses * weights).sum()
         largest = jnp.where(weights == 0, 0, jnp.abs(losses)).max()
-        sums = lax.psum((weighted, weights.sum()), shards.axes)
-        return *sums, lax.pmax(largest, shards.axes)
+        own = [x for x, is_early in zip(summed, early, strict=True) if not is_early]
+        own, weighted, weight = lax.psum((own, weighted, weights.sum()), shards.axes)
+        over = iter(own)
+        summed = [x if is_early else next(over) for x, is_early in zip(summed, early, strict=True)]
+        return weighted, weight, lax.pmax(largest, shards.axes), summed
 
+    specs = [
+        PartitionSpec(*[None] * (each.axis or 0), axes) if is_early else PartitionSpec()
+        for each, is_early in zip(at_use.partitions, early, strict=True)
+    ]
     run = jax.shard_map(
         on_shard,
         mesh=layout.mesh,
-        axis_names=frozenset(layout.axes),
-        in_specs=(
-            layout.specs(state),
-            loss.batch_axes.specs(batch, layout.axes),
-            PartitionSpec(),
-        ),
-        out_specs=PartitionSpec(),
+        axis_names=frozenset(axes),
+        in_specs=(layout.specs(state), loss.batch_axes.specs(batch, axes), PartitionSpec()),
+        out_specs=(*[PartitionSpec()] * 3, specs),
         check_vma=False,
     )
-    total, weight, largest = run(state, batch, of_first)
-    mean = total / jnp.where(weight == 0, 1, weight)
-    over = at_use.over_batch(OnMesh(layout.mesh, layout.axes))
+    total, weight, largest, summed = run(state, batch, of_first)
+    divided = lambda x: x / jnp.where(weight == 0, 1, weight)
+    mean, gradients = divided(total), list(map(divided, summed))
+    over = at_use.over_batch(OnMesh(layout.mesh, axes))
     here = dataclasses.replace(state, model_state=of_first)
-    together = jnp.float32(loss.quiet_gradient(here, batch, over).loss)
-    together = jnp.where(weight == 0, 0, together)
-    return _relative(together - mean, together, mean, largest), together, mean
+    found = loss.quiet_gradient(here, batch, over)
+    together = jnp.where(weight == 0, 0, jnp.float32(found.loss))
+    of_all = [jnp.where(weight == 0, 0, x) for x in jax.tree.leaves(found.values)]
+    norms = map(optax.tree.norm, (_minus(of_all, gradients), of_all, gradients))
+    off = _relative(together - mean, together, mean, largest)
+    return off, _relative(*norms), together, mean
 
 
 def _can_be_traced(function: Callable[..., Any], *args: Any) -> bool:
@@ -264,6 +291,19 @@ def _compared(found: Sequence[LocalResult]) -> list[jax.Array]:
             pieces.append((apart, *counted, both))
     norms = [optax.tree.norm(list(each)) for each in zip(*pieces, strict=True)]
     return [off, _relative(*norms), losses[2], mean]
+
+
+def _noise(one: LocalResult, other: LocalResult) -> list[jax.Array]:
+    """How far the losses and the gradients of the same rows are apart, in another order."""
+    loss, by = jnp.float32(one.loss), jnp.float32(other.loss)
+    values = [jax.tree.leaves(each.values) for each in (one, other)]
+    norms = map(optax.tree.norm, (_minus(*values), *values))
+    # Of what is not finite nothing is known, and nothing allowed.
+    return [jnp.nan_to_num(x) for x in (_relative(loss - by, loss, by), _relative(*norms))]
+
+
+def _minus(some: Sequence[Any], others: Sequence[Any]) -> list[jax.Array]:
+    return [x - y for x, y in zip(some, others, strict=True)]
 
 
 def _relative(difference: Any, *values: Any) -> jax.Array:

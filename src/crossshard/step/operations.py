@@ -101,7 +101,8 @@ class Trial:
         if str(key) in self._seen:
             return
         self._seen.add(str(key))
-        precision = max(_precision(pair.other), _LEAST)
+        within = (pair.other, *equations_within(pair.other))
+        precision = max(_LEAST, *map(_jax.precision_of, within))
         runs = [lambda given, of=of: _jax.bound(of, given) for of in (pair.one, pair.other)]
         self._compare(str(operation), runs, operation.inputs, operation.outputs, given, precision,
                       pair.rows)  # fmt: skip
@@ -244,12 +245,3 @@ def _distance(one: Any, other: Any) -> jax.Array:
     norm = lambda x: jnp.sqrt(jnp.sum(jnp.where(same & ~jnp.isfinite(x), 0, jnp.abs(x)) ** 2))
     apart = jnp.sqrt(jnp.sum(jnp.where(same, 0, jnp.abs(one - other)) ** 2))
     return jnp.where(apart == 0, 0, apart / jnp.maximum(norm(one), norm(other)))
-
-
-def _precision(equation: Any) -> float:
-    """The precision of the coarsest floats that an operation takes, makes or computes with."""
-    atoms = [x for each in (equation, *equations_within(equation)) for x in
-             (*each.invars, *each.outvars)]  # fmt: skip
-    dtypes = {getattr(x.aval, "dtype", None) for x in atoms} - {None}
-    exact = [x for x in dtypes if x is not None and jnp.issubdtype(x, jnp.inexact)]
-    return max((float(jnp.finfo(dtype).eps) for dtype in exact), default=0.0)
