@@ -73,7 +73,8 @@ def _check_operations(
 
     def on_shard(state: TrainState, batch: Any) -> Any:
         before, (rows, whole) = layout.local(state), loss.split(batch)
-        one, other = _of_two_shards(config, layout, rows)
+        # A kernel may take no half of a shard's rows.
+        one, other = _of_two_shards(config, layout, rows, parts=1)
         if loss.number_of_rows(one) == 1:
             # Where two axes are one row long, a trace does not tell which is that of the rows.
             one, other = _behind(loss, one, other), _behind(loss, other, one)
@@ -138,11 +139,13 @@ def _run(function: Callable[..., Any], layout: StateLayout, given: Any, doubt: D
     return found, max(map(_jax.precision_of, equations_of(traced.jaxpr)), default=0.0)
 
 
-def _of_two_shards(config: StepConfig, layout: StateLayout, rows: Any) -> tuple[Any, Any]:
-    """Half of a shard's rows, and of the next shard's; or of its own, if there is no other."""
+def _of_two_shards(
+    config: StepConfig, layout: StateLayout, rows: Any, parts: int = 2
+) -> tuple[Any, Any]:
+    """Half of the rows of a piece, or all, and of the next shard's; or of its own next piece."""
     loss, shards, groups = config.loss, layout.shards, layout.groups
     together = [list(range(shards.number))] if groups is None else groups.groups
-    half = max(1, loss.number_of_rows(rows) // loss.pieces(shards.number) // 2)
+    half = max(1, loss.number_of_rows(rows) // loss.pieces(shards.number) // parts)
     of = lambda part: loss.batch_axes.map(lambda x, axis: take_rows(x, axis, part), rows)
     one = of(slice(half))
     if len(together[0]) == 1:

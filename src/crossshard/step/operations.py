@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from crossshard import _jax
 from crossshard.gradients.scalars import is_inexact
@@ -158,33 +159,48 @@ class Trial:
           precision: relative, of what it computes.
           rows: the number of rows.
         """
-        few, all_ = runs
         order = np.random.default_rng(0).permutation(2 * rows)
         order = order if np.any(order != np.arange(2 * rows)) else order[::-1]
         first, second = np.arange(rows), np.arange(rows, 2 * rows)
-        of = lambda places: [_taken(x, fact, places) for x, fact in zip(given, inputs, strict=True)]
-        whole = all_(given)
-        back = [_taken(x, fact, np.argsort(order)) for x, fact in zip(all_(of(order)), outputs,
-                                                                      strict=True)]  # fmt: skip
+        powered = [bool(getattr(fact, "power", 0)) for fact in inputs]
+
+        def repeated(run: Callable[..., Any], places: Sequence[Any], factors: Any) -> list[Any]:
+            """What it computes of several choices of rows, in a loop, so by one compiled code."""
+
+            def once(chosen: Any) -> Any:
+                places, factor = chosen
+                taken = [_taken(x, fact, places) for x, fact in zip(given, inputs, strict=True)]
+                return list(
+                    run([
+                        x * factor.astype(x.dtype) if is_scaled else x
+                        for x, is_scaled in zip(taken, powered, strict=True)
+                    ])
+                )  # fmt: skip
+
+            chosen = lax.optimization_barrier((jnp.stack(places), jnp.float32(factors)))
+            found = lax.map(once, chosen)
+            return [[x[turn] for x in found] for turn in range(len(factors))]
+
         # One row in the place of all that are not looked at.
-        beside = all_(of(np.concatenate([first, np.zeros_like(first)])))
-        halves = few(of(first)), few(of(second))
+        beside = np.concatenate([first, np.zeros_like(first)])
+        choices, factors = [np.arange(2 * rows), order, beside], [1.0, 1.0, 1.0]
+        if any(powered):
+            choices, factors = [*choices, choices[0]], [*factors, 0.5]
+        whole, moved, single, *scaled = repeated(runs[1], choices, factors)
+        one, other = repeated(runs[0], [first, second], [1.0, 1.0])
         found: dict[str, list[tuple[Fact, Any, Any]]] = {_ORDER: [], _BESIDE: [], _NUMBER: []}
         for place, fact in enumerate(outputs):
-            one, other = (half[place] for half in halves)
-            found[_ORDER].append((fact, whole[place], back[place]))
+            x, parts = whole[place], (one[place], other[place])
+            found[_ORDER].append((fact, x, _taken(moved[place], fact, np.argsort(order))))
             if isinstance(fact, Rows):
-                both = [_taken(x[place], fact, first) for x in (whole, beside)]
+                both = [_taken(each[place], fact, first) for each in (whole, single)]
                 found[_BESIDE].append((fact, *both))
-                found[_NUMBER].append((fact, whole[place], _behind(fact, one, other)))
+                found[_NUMBER].append((fact, x, _behind(fact, *parts)))
             else:
-                found[_NUMBER].append((fact, whole[place], one + other))
-        if any(getattr(fact, "power", 0) for fact in inputs):
-            scaled = [x * 0.5 if getattr(fact, "power", 0) else x
-                      for x, fact in zip(given, inputs, strict=True)]  # fmt: skip
-            found[_SCALE] = [
-                (fact, 0.5 * x, y) for fact, x, y in zip(outputs, whole, all_(scaled), strict=True)
-            ]
+                found[_NUMBER].append((fact, x, parts[0] + parts[1]))
+        for each in scaled:
+            halved = [0.5 * x for x in whole]
+            found[_SCALE] = list(zip(outputs, halved, each, strict=True))
         noise = jnp.float32(0)
         for change, pairs in found.items():
             apart = []
@@ -214,7 +230,7 @@ def _random(aval: Any, seed: int, rows: Rows | None = None) -> jax.Array:
     return noise.astype(aval.dtype)
 
 
-def _taken(x: Any, fact: Fact, places: np.ndarray[Any, Any]) -> Any:
+def _taken(x: Any, fact: Fact, places: Any) -> Any:
     """Some rows of an array; all of it if it has none."""
     if not isinstance(fact, Rows):
         return x

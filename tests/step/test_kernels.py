@@ -1,0 +1,288 @@
+"""Losses with kernels: proven, or tried alone by numbers; and those that are wrong are refused."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.custom_partitioning import custom_partitioning
+
+import crossshard
+from crossshard.errors import ArgumentError, ArgumentTypeError, LossError
+
+ROWS, TIME, WIDTH = 48, 8, 16
+RNG = np.random.default_rng(0)
+X = np.float32(RNG.normal(size=(ROWS, TIME, WIDTH)))
+BATCH = {"x": X, "y": np.float32(RNG.normal(size=(ROWS, TIME, WIDTH)))}
+W = np.float32(RNG.normal(size=(WIDTH, WIDTH))) / 4
+Block = Callable[[jax.Array], jax.Array]
+
+
+def like(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+# Kernels.
+
+
+def softmax_of(x_ref: Any, out_ref: Any) -> None:
+    x = x_ref[...].astype(jnp.float32)
+    e = jnp.exp(x - x.max(-1, keepdims=True))
+    out_ref[...] = (e / e.sum(-1, keepdims=True)).astype(out_ref.dtype)
+
+
+def pulled_of(y_ref: Any, g_ref: Any, out_ref: Any) -> None:
+    y, g = y_ref[...].astype(jnp.float32), g_ref[...].astype(jnp.float32)
+    out_ref[...] = (y * (g - (y * g).sum(-1, keepdims=True))).astype(out_ref.dtype)
+
+
+def in_blocks(kernel: Any, rows: int, *arrays: Any) -> jax.Array:
+    """A kernel on blocks of so many rows; on all of them at once with 0."""
+    x = arrays[0]
+    spec = pl.BlockSpec((rows or len(x), *x.shape[1:]), lambda i: (i, *[0] * (x.ndim - 1)))
+    return pl.pallas_call(
+        kernel,
+        out_shape=like(x),
+        grid=(len(x) // (rows or len(x)),),
+        in_specs=[spec] * len(arrays),
+        out_specs=spec,
+        interpret=True,
+    )(*arrays)
+
+
+def softmax(rows: int, forward: Any = softmax_of, backward: Any = pulled_of) -> Block:
+    """A softmax over the last axis, forwards and backwards a kernel."""
+
+    @jax.custom_vjp
+    def run(x: jax.Array) -> jax.Array:
+        return in_blocks(forward, rows, x)
+
+    def keeps(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = run(x)
+        return y, y
+
+    run.defvjp(keeps, lambda y, g: (in_blocks(backward, rows, y, g),))
+    return run
+
+
+def attention_of(q_ref: Any, k_ref: Any, v_ref: Any, out_ref: Any) -> None:
+    scores = q_ref[...].astype(jnp.float32) @ k_ref[...].astype(jnp.float32).T
+    weights = jax.nn.softmax(scores / jnp.sqrt(WIDTH))
+    out_ref[...] = (weights @ v_ref[...].astype(jnp.float32)).astype(out_ref.dtype)
+
+
+@jax.custom_vjp
+def attention(x: jax.Array) -> jax.Array:
+    call = pl.pallas_call(attention_of, out_shape=like(x), interpret=True)
+    return call(x, x, x)
+
+
+def plain_attention(x: jax.Array) -> jax.Array:
+    weights = jax.nn.softmax(x.astype(jnp.float32) @ x.astype(jnp.float32).T / jnp.sqrt(WIDTH))
+    return (weights @ x.astype(jnp.float32)).astype(x.dtype)
+
+
+attention.defvjp(
+    lambda x: (attention(x), x), lambda x, g: jax.vjp(plain_attention, x)[1](g)
+)
+
+
+def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
+    """A product with a grid axis over rows, and one over columns."""
+
+    def of(x_ref: Any, w_ref: Any, out_ref: Any) -> None:
+        product = x_ref[...].astype(jnp.float32) @ w_ref[...].astype(jnp.float32)
+        out_ref[...] = product.astype(out_ref.dtype)
+
+    half = w.shape[1] // 2
+    return pl.pallas_call(
+        of,
+        out_shape=jax.ShapeDtypeStruct((len(x), w.shape[1]), x.dtype),
+        grid=(len(x) // TIME, 2),
+        in_specs=[
+            pl.BlockSpec((TIME, x.shape[1]), lambda i, j: (i, 0)),
+            pl.BlockSpec((w.shape[0], half), lambda i, j: (0, j)),
+        ],
+        out_specs=pl.BlockSpec((TIME, half), lambda i, j: (i, j)),
+        interpret=True,
+    )(x, w)
+
+
+@jax.custom_vjp
+def product(x: jax.Array, w: jax.Array) -> jax.Array:
+    return matmul(x, w)
+
+
+product.defvjp(
+    lambda x, w: (matmul(x, w), (x, w)),
+    lambda xw, g: (matmul(g, xw[1].T), (xw[0].astype(jnp.float32).T @ g).astype(xw[1].dtype)),
+)
+
+
+def with_slope(forward: Block, backward: Block) -> Block:
+    """A function whose gradient is another one of the gradient."""
+    run = jax.custom_vjp(forward)
+    run.defvjp(lambda x: (forward(x), None), lambda _, g: (backward(g),))
+    return run
+
+
+def called_back(method: str | None, of: Any = np.tanh) -> Block:
+    def run(x: jax.Array) -> jax.Array:
+        call = lambda x: np.asarray(of(np.float32(x)), x.dtype)
+        return jax.pure_callback(call, like(x), x, vmap_method=method)
+
+    return run
+
+
+doubled = called_back("broadcast_all", lambda x: 2 * x)
+
+
+@custom_partitioning
+def partitioned(x: jax.Array) -> jax.Array:
+    return jnp.tanh(x)
+
+
+partitioned.def_partition(
+    partition=lambda mesh, args, out: (mesh, jnp.tanh, out.sharding, [args[0].sharding]),
+    infer_sharding_from_operands=lambda mesh, args, out: args[0].sharding,
+    sharding_rule="i j k -> i j k",
+)
+
+
+@custom_partitioning
+def without_rule(x: jax.Array) -> jax.Array:
+    return jnp.tanh(x)
+
+
+without_rule.def_partition(
+    partition=lambda mesh, args, out: (mesh, jnp.tanh, out.sharding, [args[0].sharding]),
+    infer_sharding_from_operands=lambda mesh, args, out: args[0].sharding,
+    sharding_rule=lambda *_: "i j k -> i j k",
+)
+
+
+def experts(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Each row by the expert that it chooses, sorted by these."""
+    flat = x.reshape(-1, WIDTH)
+    chosen = jnp.argmax(flat[:, :3], -1)
+    order = jnp.argsort(chosen)
+    each = lax.ragged_dot(
+        flat[order], jnp.stack([w, 2 * w, -w]), jnp.bincount(chosen, length=3).astype(jnp.int32)
+    )
+    return jnp.zeros_like(each).at[order].set(each).reshape(x.shape)
+
+
+tanh_slope = lambda x, g: g * (1 - jnp.tanh(x) ** 2)
+with_tanh = lambda f: with_saved(f, tanh_slope)
+
+
+def with_saved(forward: Block, slope: Any) -> Block:
+    run = jax.custom_vjp(forward)
+    run.defvjp(lambda x: (forward(x), x), lambda x, g: (slope(x, g),))
+    return run
+
+
+Model = Callable[[jax.Array, jax.Array], jax.Array]
+# Whether they are proven, and what stands for them without a kernel.
+MODELS: dict[str, tuple[bool, Model, Model]] = {
+    "softmax, a row a block": (True, lambda x, w: in_steps(x @ w), lambda x, w: plain(x @ w)),
+    "softmax in blocks of rows": (False, lambda x, w: softmax(2)(x @ w), lambda x, w: plain(x @ w)),
+    "softmax, one block": (False, lambda x, w: softmax(0)(x @ w), lambda x, w: plain(x @ w)),
+    "attention under vmap": (
+        True,
+        lambda x, w: jax.vmap(attention)(x @ w),
+        lambda x, w: jax.vmap(plain_attention)(x @ w),
+    ),
+    "product": (
+        False,
+        lambda x, w: product(x.reshape(-1, WIDTH), w).reshape(x.shape),
+        lambda x, w: x @ w,
+    ),
+    "called back": (
+        False,
+        lambda x, w: with_tanh(called_back("broadcast_all"))(x @ w),
+        lambda x, w: jnp.tanh(x @ w),
+    ),
+    "called back under vmap": (
+        False,
+        lambda x, w: with_tanh(jax.vmap(called_back("expand_dims")))(x @ w),
+        lambda x, w: jnp.tanh(x @ w),
+    ),
+    "called back in the gradient": (
+        False,
+        lambda x, w: with_slope(lambda x: 2 * x, doubled)(x @ w),
+        lambda x, w: 2 * (x @ w),
+    ),
+    "approximate maximum": (
+        True,
+        lambda x, w: lax.approx_max_k(x @ w, 4)[0],
+        lambda x, w: lax.top_k(x @ w, 4)[0],
+    ),
+    "a rule": (True, lambda x, w: with_tanh(partitioned)(x @ w), lambda x, w: jnp.tanh(x @ w)),
+    "no rule": (False, lambda x, w: with_tanh(without_rule)(x @ w), lambda x, w: jnp.tanh(x @ w)),
+    "experts": (
+        False,
+        lambda x, w: crossshard.rowwise(experts, in_axes=(0, None))(x, w),
+        experts,
+    ),
+    "composite": (
+        True,
+        lambda x, w: with_tanh(lax.composite(jnp.tanh, name="a.tanh"))(x @ w),
+        lambda x, w: jnp.tanh(x @ w),
+    ),
+    "layers": (
+        False,
+        lambda x, w: lax.scan(
+            jax.checkpoint(lambda x, w: (softmax(2)(x @ w), None)), x, jnp.stack([w, w])
+        )[0],
+        lambda x, w: plain(plain(x @ w) @ w),
+    ),
+}
+
+
+def plain(x: jax.Array) -> jax.Array:
+    return jax.nn.softmax(x.astype(jnp.float32)).astype(x.dtype)
+
+
+def in_steps(x: jax.Array) -> jax.Array:
+    """A softmax whose kernel says that a block is a row, forwards; backwards it has none."""
+    run = with_saved(
+        lambda x: in_blocks(softmax_of, 1, x), lambda x, g: jax.vjp(plain, x)[1](g)[0]
+    )
+    return run(x)
+
+
+def loss_of(model: Model, dtype: Any) -> Any:
+    def loss(w: Any, batch: Any) -> Any:
+        out = model(batch["x"].astype(dtype), w.astype(dtype)).astype(jnp.float32)
+        return 100 * ((out - batch["y"][..., : out.shape[-1]]) ** 2).mean()
+
+    return loss
+
+
+def step_of(loss: Any, shards: int, **options: Any) -> Any:
+    return crossshard.make_train_step(loss, optax.sgd(0.5), num_shards=shards, **options)
+
+
+DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+
+
+@DTYPES
+@pytest.mark.parametrize("shards", [2, 3, 8])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_kernel_runs_and_follows_one_device(name: str, shards: int, dtype: Any):
+    is_proven, model, same = MODELS[name]
+    step = step_of(loss_of(model, dtype), shards)
+    state, metrics = step(step.init(W), BATCH)
+    assert ("each row is computed alone" not in step.describe()) == is_proven
+    want, slope = jax.value_and_grad(loss_of(same, dtype))(W, BATCH)
+    coarse = 1e-5 if dtype == jnp.float32 else 3e-2
+    np.testing.assert_allclose(metrics["loss"], want, rtol=coarse)
+    moved = np.asarray(W - step.model(state)) / 0.5
+    assert np.linalg.norm(moved - slope) <= coarse * np.linalg.norm(slope)
