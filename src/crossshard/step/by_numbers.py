@@ -31,8 +31,8 @@ from crossshard.step.over_rows import Doubt, not_alone, not_by_numbers, not_of_o
 from crossshard.step.shard_loss import ShardLoss
 from crossshard.step.step_function import to_read
 
-# Sums over rows in another order differ by less, in float32; and in coarser floats by less than so
-# many units of their precision.
+# Sums over rows in another order differ by less, in float32; in coarser floats at least by a unit of
+# their precision, and at most by so many.
 _TOLERANCE, _COARSEST = 1e-4, 16
 
 
@@ -185,8 +185,9 @@ def _check_loss(
     has_whole = layout.groups is None and _can_be_traced(of_batch, *given)
     every = lambda *given: (run(*given), of_batch(*given) if has_whole else None)
     (found, whole), coarsest = _run(every, layout, given, doubt)
-    least = _tolerance(given)
     # The same rows in another order: one device would differ as much.
+    coarsest = min(coarsest, float(jnp.finfo(jnp.bfloat16).eps))
+    least = max(_tolerance(given), coarsest)
     allowed = np.clip(2 * found[:, 4:].max(0), least, max(least, _COARSEST * coarsest))
     worst = np.nan_to_num(found[:, :2] / allowed, nan=np.inf).max(1)
     values, gradients, both, mean = found[np.argmax(worst), :4]
