@@ -211,6 +211,11 @@ def precision_of(equation: Any) -> float:
     return max((float(jnp.finfo(x).eps) for x in exact), default=0.0)
 
 
+def temporary_bytes(compiled: Any) -> int:
+    """The bytes that a compiled function needs while it runs; 0 if that is not known."""
+    return int(getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0))
+
+
 def says(equation: Any) -> str:
     """All that the parameters of an equation say, but for the values of constants."""
     grid = equation.params.get("grid_mapping")

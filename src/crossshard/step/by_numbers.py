@@ -31,9 +31,12 @@ from crossshard.step.over_rows import Doubt, not_alone, not_by_numbers, not_of_o
 from crossshard.step.shard_loss import ShardLoss
 from crossshard.step.step_function import to_read
 
-# Sums over rows in another order differ by less, in float32; in coarser floats at least by a unit of
-# their precision, and at most by so many.
+# Sums over rows in another order differ by less, in float32; in coarser floats at least by a unit
+# of their precision, and at most by so many.
 _TOLERANCE, _COARSEST = 1e-4, 16
+# The bytes that the loss of the whole batch may take beyond twice those of a shard's rows: XLA
+# cannot split all that it does.
+_SPARE = 1 << 26
 
 
 def check_by_numbers(
@@ -41,10 +44,11 @@ def check_by_numbers(
 ) -> None:
     """Raise unless numbers show that the loss is a mean over rows, which its trace does not.
 
-    Each shard computes the loss, and its gradient, of half of its rows, of half of the next
-    shard's, and of both together, as many as in the step. And as a loss may do something else with
-    so many rows, the loss of the whole batch, whose work XLA splits, is compared with the mean of
-    all shards' and microbatches'. Noise is switched off. If there are several processes, all of
+    If only some operations are in doubt, these are tried alone. Else the loss of the whole batch,
+    whose work XLA splits, and its gradient are compared with the mean of all shards' and
+    microbatches'. Where there is none, as it names the axis of the shards or takes too much memory,
+    each shard computes the loss, and its gradient, of half of its rows, of half of the next
+    shard's, and of both together. Noise is switched off. If there are several processes, all of
     them make this call.
 
     Args:
@@ -126,17 +130,25 @@ def _on_shards(layout: StateLayout, loss: ShardLoss, on_shard: Any, given: Any) 
     )
 
 
-def _run(function: Callable[..., Any], layout: StateLayout, given: Any, doubt: Doubt) -> Any:
+def _compiled(function: Callable[..., Any], given: Any, out: Any = None) -> tuple[Any, float]:
+    """A function, compiled, and the precision of its floats."""
+    traced = jax.jit(function, out_shardings=out).trace(*given)
+    precision = max(map(_jax.precision_of, equations_of(traced.jaxpr)), default=0.0)
+    return traced.lower().compile(), precision
+
+
+def _run(
+    function: Callable[..., Any], layout: StateLayout, given: Any, doubt: Doubt
+) -> tuple[Any, float]:
     """What a function of the state and the batch returns, and the precision of its floats."""
     everywhere = jax.NamedSharding(layout.mesh, PartitionSpec())
     try:
-        traced = jax.jit(function, out_shardings=everywhere).trace(*given)
+        compiled, precision = _compiled(function, given, everywhere)
     except _NotDecidedError:
         raise
     except Exception as error:  # a loss may raise anything on other shapes
         raise not_of_other_rows(doubt, error) from error
-    found = jax.device_get(traced.lower().compile()(*given))
-    return found, max(map(_jax.precision_of, equations_of(traced.jaxpr)), default=0.0)
+    return jax.device_get(compiled(*given)), precision
 
 
 def _of_two_shards(
@@ -164,50 +176,114 @@ def _behind(loss: ShardLoss, one: Any, other: Any) -> Any:
 def _check_loss(
     config: StepConfig, layout: StateLayout, given: tuple[TrainState, Any], doubt: Doubt
 ) -> None:
-    """Compare the loss of all rows with that of some, and its gradient; see above."""
+    """Compare the loss of all rows with that of some, and its gradient."""
     loss, at_use = config.loss, to_read(layout, given[0])
+    if layout.groups is None and _check_whole(config, layout, given, doubt):
+        return
 
-    def on_shard(state: TrainState, batch: Any) -> Any:
-        before, (rows, whole) = layout.local(state), loss.split(batch)
+    def rows_of(batch: Any) -> tuple[Any, Any, Any, Callable[..., LocalResult]]:
+        rows, whole = loss.split(batch)
         one, other = _of_two_shards(config, layout, rows)
-        both = _behind(loss, one, other)
-        order = np.random.default_rng(0).permutation(loss.number_of_rows(both))
-        moved = loss.batch_axes.map(lambda x, axis: jnp.take(x, order, axis), both)
-        found = [
-            loss.quiet_gradient(before, join(each, whole), at_use)
-            for each in (one, other, both, moved)
-        ]
-        return jnp.stack([*_compared(found[:3]), *_noise(*found[2:])])[None]
+        of = lambda state, rows: loss.quiet_gradient(layout.local(state), join(rows, whole), at_use)
+        return one, other, _behind(loss, one, other), of
 
-    run = _on_shards(layout, loss, on_shard, given)
-    # Traced once: the call takes what was traced.
-    of_batch = jax.jit(lambda state, batch: _of_batch(config, layout, state, batch), inline=True)
-    has_whole = layout.groups is None and _can_be_traced(of_batch, *given)
-    every = lambda *given: (run(*given), of_batch(*given) if has_whole else None)
-    (found, whole), coarsest = _run(every, layout, given, doubt)
-    # The same rows in another order: one device would differ as much.
-    coarsest = min(coarsest, float(jnp.finfo(jnp.bfloat16).eps))
-    least = max(_tolerance(given), coarsest)
-    allowed = np.clip(2 * found[:, 4:].max(0), least, max(least, _COARSEST * coarsest))
-    worst = np.nan_to_num(found[:, :2] / allowed, nan=np.inf).max(1)
-    values, gradients, both, mean = found[np.argmax(worst), :4]
+    def compared(state: TrainState, batch: Any) -> Any:
+        *each, of = rows_of(batch)
+        return jnp.stack(_compared([of(state, rows) for rows in each]))[None]
+
+    def noise(state: TrainState, batch: Any) -> Any:
+        _, _, both, of = rows_of(batch)
+        found = [of(state, rows) for rows in (both, _moved(loss, both))]
+        values = [(jnp.float32(x.loss), jax.tree.leaves(x.values)) for x in found]
+        return jnp.stack(_apart(*values))[None]
+
+    on_shards = lambda function: _on_shards(layout, loss, function, given)
+    found, precision = _run(on_shards(compared), layout, given, doubt)
+    worst = found[np.argmax(np.nan_to_num(found[:, :2], nan=np.inf).max(1))]
+    of_order = lambda: _run(on_shards(noise), layout, given, doubt)[0].max(0)
+    _check_apart(doubt, "two shards", worst, _least(given, precision), precision, of_order)
+
+
+def _check_whole(
+    config: StepConfig, layout: StateLayout, given: tuple[TrainState, Any], doubt: Doubt
+) -> bool:
+    """Compare the loss of the whole batch with the shards'; whether that was possible."""
+    loss, (state, batch) = config.loss, given
+    of_shards, of_batch, specs = _of_shards_and_batch(config, layout, state, batch)
+    placed = lambda spec: jax.NamedSharding(layout.mesh, spec)
+    out = jax.tree.map(placed, (*[PartitionSpec()] * 3, specs))
+    try:
+        mean, precision = _compiled(of_shards, given, out)
+        as_placed = lambda x, placed: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
+        types = jax.tree.map(as_placed, jax.eval_shape(of_shards, *given), out)
+        whole, _ = _compiled(of_batch, (*given, types), (out[0], *out))
+    except Exception:  # a loss may raise anything on other shapes, and a kernel may not be split
+        return False
+    sizes = [_jax.temporary_bytes(each) for each in (mean, whole)]
+    if sizes[1] > 2 * sizes[0] + _SPARE:
+        return False
+    *apart, gradients = whole(*given, mean(*given))
+    found: Any = np.float32(jax.device_get(apart))
+
+    def of_order() -> Any:
+        rows, unsplit = loss.split(batch)
+        keep = jax.tree.map(lambda x: x.sharding, batch)
+        moved = jax.jit(lambda rows, rest: join(_moved(loss, rows), rest), out_shardings=keep)
+        first = (*jax.device_put((found[2], np.float32(1), np.abs(found[2])), out[:3]), gradients)
+        return np.float32(jax.device_get(whole(state, moved(rows, unsplit), first)[:2]))
+
+    least = _least(given, precision)
+    _check_apart(doubt, "the whole batch", found, least, precision, of_order)
+    return True
+
+
+def _check_apart(
+    doubt: Doubt, rows: str, found: Any, least: float, precision: float, of_order: Any
+) -> None:
+    """Raise if losses or gradients are further apart than rounding makes them.
+
+    Args:
+      doubt: what the trace of the loss does not decide.
+      rows: whose rows were taken together.
+      found: how far the losses and the gradients are apart; and both losses.
+      least: how far they may be.
+      precision: of the coarsest floats of the loss.
+      of_order: returns how far they are apart of the same rows in another order.
+    """
+    values, gradients, both, mean = map(float, found)
+    if values <= least and gradients <= least:
+        return
+    # One device would differ as much then.
+    allowed = [least, least]
+    if precision > np.finfo(np.float32).eps and np.isfinite(found[:2]).all():
+        allowed = np.clip(2 * np.nan_to_num(of_order()), least, max(least, _COARSEST * precision))
     # Which is so of numbers that are not finite, too: they show nothing.
     if not (values <= allowed[0] and gradients <= allowed[1]):
-        raise not_by_numbers(doubt, "two shards", both, mean, gradients)
-    if whole is not None and not (whole[0] <= allowed[0] and whole[1] <= allowed[1]):
-        _, gradients, both, mean = whole
-        raise not_by_numbers(doubt, "the whole batch", both, mean, gradients)
+        raise not_by_numbers(doubt, rows, both, mean, gradients)
 
 
-def _of_batch(config: StepConfig, layout: StateLayout, state: TrainState, batch: Any) -> Any:
-    """How far the loss of all rows, and its gradient, is from the shards' mean; both losses."""
+def _moved(loss: ShardLoss, rows: Any) -> Any:
+    """The same rows in another order."""
+    order = np.random.default_rng(0).permutation(loss.number_of_rows(rows))
+    return loss.batch_axes.map(lambda x, axis: jnp.take(x, order, axis), rows)
+
+
+def _of_shards_and_batch(
+    config: StepConfig, layout: StateLayout, state: TrainState, batch: Any
+) -> Any:
+    """The mean of the shards' losses, and how far the loss of all rows is from that.
+
+    Two functions. Of the state and the batch, the first returns the mean, the weight, the largest
+    loss and the gradient; given these, too, the second returns how far the losses and the gradients
+    are apart, both losses, and the gradient of all rows. And the specs of a gradient.
+    """
     loss, shards, axes = config.loss, layout.shards, layout.axes
     # Each shard's own gradient, but for those that the backward pass sums where it makes them.
     at_use = dataclasses.replace(to_read(layout, state), waits=True)
     early = at_use.early or (False,) * len(at_use.partitions)
     # Of all shards the same state, as the whole batch has one.
     first = (lambda x: x[0]) if state.per_shard else lambda x: x
-    of_first = jax.tree.map(first, state.model_state)
+    of_first = lambda state: jax.tree.map(first, state.model_state)
 
     def on_shard(state: TrainState, batch: Any, of_first: Any) -> Any:
         before = dataclasses.replace(layout.local(state), model_state=of_first)
@@ -247,26 +323,25 @@ def _of_batch(config: StepConfig, layout: StateLayout, state: TrainState, batch:
         out_specs=(*[PartitionSpec()] * 3, specs),
         check_vma=False,
     )
-    total, weight, largest, summed = run(state, batch, of_first)
-    divided = lambda x: x / jnp.where(weight == 0, 1, weight)
-    mean, gradients = divided(total), list(map(divided, summed))
-    over = at_use.over_batch(OnMesh(layout.mesh, axes))
-    here = dataclasses.replace(state, model_state=of_first)
-    found = loss.quiet_gradient(here, batch, over)
-    together = jnp.where(weight == 0, 0, jnp.float32(found.loss))
-    of_all = [jnp.where(weight == 0, 0, x) for x in jax.tree.leaves(found.values)]
-    norms = map(optax.tree.norm, (_minus(of_all, gradients), of_all, gradients))
-    off = _relative(together - mean, together, mean, largest)
-    return off, _relative(*norms), together, mean
 
+    def of_shards(state: TrainState, batch: Any) -> Any:
+        total, weight, largest, summed = run(state, batch, of_first(state))
+        divided = lambda x: x / jnp.where(weight == 0, 1, weight)
+        return divided(total), weight, largest, list(map(divided, summed))
 
-def _can_be_traced(function: Callable[..., Any], *args: Any) -> bool:
-    """Whether there is a loss of the whole batch: it may raise, or name the axis of the shards."""
-    try:
-        jax.eval_shape(function, *args)
-    except Exception:  # a loss may raise anything on other shapes
-        return False
-    return True
+    def of_batch(state: TrainState, batch: Any, of_shards: Any) -> Any:
+        mean, weight, largest, gradients = of_shards
+        over = at_use.over_batch(OnMesh(layout.mesh, axes))
+        here = dataclasses.replace(state, model_state=of_first(state))
+        found = loss.quiet_gradient(here, batch, over)
+        unless_none = lambda x, like: jnp.where(weight == 0, 0, x).astype(like.dtype)
+        together = unless_none(found.loss, mean)
+        of_all = list(map(unless_none, jax.tree.leaves(found.values), gradients))
+        norms = map(optax.tree.norm, (_minus(of_all, gradients), of_all, gradients))
+        off = _relative(together - mean, together, mean, largest)
+        return off, _relative(*norms), together, mean, of_all
+
+    return of_shards, of_batch, specs
 
 
 def _compared(found: Sequence[LocalResult]) -> list[jax.Array]:
@@ -297,13 +372,10 @@ def _compared(found: Sequence[LocalResult]) -> list[jax.Array]:
     return [off, _relative(*norms), losses[2], mean]
 
 
-def _noise(one: LocalResult, other: LocalResult) -> list[jax.Array]:
-    """How far the losses and the gradients of the same rows are apart, in another order."""
-    loss, by = jnp.float32(one.loss), jnp.float32(other.loss)
-    values = [jax.tree.leaves(each.values) for each in (one, other)]
-    norms = map(optax.tree.norm, (_minus(*values), *values))
-    # Of what is not finite nothing is known, and nothing allowed.
-    return [jnp.nan_to_num(x) for x in (_relative(loss - by, loss, by), _relative(*norms))]
+def _apart(one: tuple[Any, Any], other: tuple[Any, Any]) -> list[jax.Array]:
+    """How far two losses and their gradients are apart."""
+    norms = map(optax.tree.norm, (_minus(one[1], other[1]), one[1], other[1]))
+    return [_relative(one[0] - other[0], one[0], other[0]), _relative(*norms)]
 
 
 def _minus(some: Sequence[Any], others: Sequence[Any]) -> list[jax.Array]:
@@ -315,7 +387,8 @@ def _relative(difference: Any, *values: Any) -> jax.Array:
     return jnp.where(difference == 0, 0, jnp.abs(difference) / largest).astype(jnp.float32)
 
 
-def _tolerance(*trees: Any) -> float:
+def _least(given: Any, precision: float) -> float:
     """Up to which relative difference two losses are equal."""
-    dtypes = [x.dtype for x in jax.tree.leaves(trees) if is_inexact(x)]
-    return max(_TOLERANCE, *(4 * float(jnp.finfo(dtype).eps) for dtype in dtypes))
+    dtypes = [x.dtype for x in jax.tree.leaves(given) if is_inexact(x)]
+    coarsest = min(precision, float(jnp.finfo(jnp.bfloat16).eps))
+    return max(_TOLERANCE, coarsest, *(4 * float(jnp.finfo(dtype).eps) for dtype in dtypes))
