@@ -193,15 +193,16 @@ def _check_loss(
 
     def noise(state: TrainState, batch: Any) -> Any:
         _, _, both, of = rows_of(batch)
-        found = [of(state, rows) for rows in (both, _moved(loss, both))]
-        values = [(jnp.float32(x.loss), jax.tree.leaves(x.values)) for x in found]
-        return jnp.stack(_apart(*values))[None]
+        rounded = dataclasses.replace(state, params=_rounded(state.params))
+        every = of(state, both), of(state, _moved(loss, both)), of(rounded, _rounded(both))
+        first, *others = [(jnp.float32(x.loss), jax.tree.leaves(x.values)) for x in every]
+        return jnp.stack([jnp.stack(_apart(first, each)) for each in others])[None]
 
     on_shards = lambda function: _on_shards(layout, loss, function, given)
     found, precision = _run(on_shards(compared), layout, given, doubt)
     worst = found[np.argmax(np.nan_to_num(found[:, :2], nan=np.inf).max(1))]
-    of_order = lambda: _run(on_shards(noise), layout, given, doubt)[0].max(0)
-    _check_apart(doubt, "two shards", worst, _least(given, precision), precision, of_order)
+    of_rounding = lambda: _run(on_shards(noise), layout, given, doubt)[0].max(0).min(0)
+    _check_apart(doubt, "two shards", worst, _least(given, precision), precision, of_rounding)
 
 
 def _check_whole(
@@ -225,22 +226,32 @@ def _check_whole(
     *apart, gradients = whole(*given, mean(*given))
     found: Any = np.float32(jax.device_get(apart))
 
-    def of_order() -> Any:
-        rows, unsplit = loss.split(batch)
-        keep = jax.tree.map(lambda x: x.sharding, batch)
-        moved = jax.jit(lambda rows, rest: join(_moved(loss, rows), rest), out_shardings=keep)
+    def of_rounding() -> Any:
+        def changed(state: TrainState, batch: Any) -> Any:
+            rows, rest = loss.split(batch)
+            moved, rounded = (
+                join(f(rows), rest) for f in (functools.partial(_moved, loss), _rounded)
+            )
+            return moved, dataclasses.replace(state, params=_rounded(state.params)), rounded
+
+        keep, of_batch = (jax.tree.map(lambda x: x.sharding, each) for each in given)
+        moved, near, rounded = jax.jit(changed, out_shardings=(of_batch, keep, of_batch))(*given)
         first = (*jax.device_put((found[2], np.float32(1), np.abs(found[2])), out[:3]), gradients)
-        return np.float32(jax.device_get(whole(state, moved(rows, unsplit), first)[:2]))
+        by = [whole(*each, first)[:2] for each in ((state, moved), (near, rounded))]
+        return np.float32(jax.device_get(by)).min(0)
 
     least = _least(given, precision)
-    _check_apart(doubt, "the whole batch", found, least, precision, of_order)
+    _check_apart(doubt, "the whole batch", found, least, precision, of_rounding)
     return True
 
 
 def _check_apart(
-    doubt: Doubt, rows: str, found: Any, least: float, precision: float, of_order: Any
+    doubt: Doubt, rows: str, found: Any, least: float, precision: float, of_rounding: Any
 ) -> None:
     """Raise if losses or gradients are further apart than rounding makes them.
+
+    In coarse floats the same rows in another order give other numbers; but so they do where rows
+    are compared in order. So also another rounding of the parameters and of the rows is looked at.
 
     Args:
       doubt: what the trace of the loss does not decide.
@@ -248,15 +259,16 @@ def _check_apart(
       found: how far the losses and the gradients are apart; and both losses.
       least: how far they may be.
       precision: of the coarsest floats of the loss.
-      of_order: returns how far they are apart of the same rows in another order.
+      of_rounding: returns how far they are apart of the same rows, the lesser of the two.
     """
     values, gradients, both, mean = map(float, found)
     if values <= least and gradients <= least:
         return
-    # One device would differ as much then.
     allowed = [least, least]
     if precision > np.finfo(np.float32).eps and np.isfinite(found[:2]).all():
-        allowed = np.clip(2 * np.nan_to_num(of_order()), least, max(least, _COARSEST * precision))
+        allowed = np.clip(
+            2 * np.nan_to_num(of_rounding()), least, max(least, _COARSEST * precision)
+        )
     # Which is so of numbers that are not finite, too: they show nothing.
     if not (values <= allowed[0] and gradients <= allowed[1]):
         raise not_by_numbers(doubt, rows, both, mean, gradients)
@@ -266,6 +278,17 @@ def _moved(loss: ShardLoss, rows: Any) -> Any:
     """The same rows in another order."""
     order = np.random.default_rng(0).permutation(loss.number_of_rows(rows))
     return loss.batch_axes.map(lambda x, axis: jnp.take(x, order, axis), rows)
+
+
+def _rounded(tree: Any) -> Any:
+    """The same numbers, each of which may be the next one to a bfloat16."""
+    by = float(jnp.finfo(jnp.bfloat16).eps) / 2
+
+    def one(x: Any) -> Any:
+        signs = jax.random.rademacher(jax.random.key(0), x.shape, jnp.float32)
+        return (x * (1 + by * signs)).astype(x.dtype) if is_inexact(x) else x
+
+    return jax.tree.map(one, tree)
 
 
 def _of_shards_and_batch(
