@@ -88,9 +88,7 @@ def plain_attention(x: jax.Array) -> jax.Array:
     return (weights @ x.astype(jnp.float32)).astype(x.dtype)
 
 
-attention.defvjp(
-    lambda x: (attention(x), x), lambda x, g: jax.vjp(plain_attention, x)[1](g)
-)
+attention.defvjp(lambda x: (attention(x), x), lambda x, g: jax.vjp(plain_attention, x)[1](g))
 
 
 def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -252,9 +250,7 @@ def plain(x: jax.Array) -> jax.Array:
 
 def in_steps(x: jax.Array) -> jax.Array:
     """A softmax whose kernel says that a block is a row, forwards; backwards it has none."""
-    run = with_saved(
-        lambda x: in_blocks(softmax_of, 1, x), lambda x, g: jax.vjp(plain, x)[1](g)[0]
-    )
+    run = with_saved(lambda x: in_blocks(softmax_of, 1, x), lambda x, g: jax.vjp(plain, x)[1](g)[0])
     return run(x)
 
 
@@ -299,9 +295,7 @@ FAULTS: dict[str, Callable[[float], Callable[[Any], Any]]] = {
     "the mean of its rows": centred,
     "the largest of its rows": lambda size: lambda x: x + size * np.abs(x).max(0),
     "the row before": lambda size: lambda x: x + size * np.roll(x, 1, 0),
-    "both neighbours": lambda size: (
-        lambda x: x + size / 2 * (np.roll(x, 1, 0) + np.roll(x, -1, 0))
-    ),
+    "both neighbours": lambda size: lambda x: x + size / 2 * (np.roll(x, 1, 0) + np.roll(x, -1, 0)),
     "the number of its rows": lambda size: lambda x: x * (1 + size * np.log2(len(x))),
     "the position of a row": lambda size: (
         lambda x: x * (1 + size * (np.arange(len(x)) % 2))[:, None, None]
@@ -447,3 +441,89 @@ def test_with_few_rows(rows: int, dtype: Any):
     step = step_of(loss_of(lambda x, w: run(x @ w), dtype), 2)
     with pytest.raises(LossError, match="And by numbers it is not so"):
         step(step.init(W), few)
+
+
+# rowwise.
+
+
+def test_rowwise_is_transparent():
+    run = crossshard.rowwise(experts, in_axes=(0, None))
+    assert (run.__name__, run.__doc__) == (experts.__name__, experts.__doc__)
+    loss = lambda f: lambda w, x: (f(x, w) ** 2).sum()
+    for way in (
+        lambda f: f,
+        jax.jit,
+        jax.checkpoint,
+        lambda f: lambda x, w: lax.scan(lambda x, _: (f(x, w), None), x, None, length=2)[0],
+    ):
+        got, want = (jax.grad(loss(way(f)))(W, X) for f in (run, experts))
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    transposed = crossshard.rowwise(lambda x: x.T, out_axes=1)
+    got = jax.vmap(transposed)(X)
+    np.testing.assert_array_equal(got, X.swapaxes(1, 2))
+
+
+def test_rowwise_costs_nothing_in_the_compiled_program():
+    plain_loss, marked = (
+        loss_of(plain_model, jnp.float32),
+        loss_of(lambda x, w: crossshard.rowwise(plain_model, in_axes=(0, None))(x, w), jnp.float32),
+    )
+    found = []
+    for loss in (plain_loss, marked):
+        compiled = jax.jit(jax.value_and_grad(loss)).lower(W, BATCH).compile()
+        found.append([compiled.cost_analysis()["flops"], compiled.as_text().count(" fusion(")])
+    assert found[0] == found[1]
+
+
+def plain_model(x: jax.Array, w: jax.Array) -> jax.Array:
+    return plain(x @ w)
+
+
+def test_rowwise_refuses_in_words():
+    with pytest.raises(ArgumentTypeError, match="rowwise takes a function; got int"):
+        crossshard.rowwise(3)
+    with pytest.raises(ArgumentError, match=r"got \[16, 48\] rows, and returned \[16, 48\]"):
+        crossshard.rowwise(lambda x, w: x @ w)(X, W)
+    with pytest.raises(ArgumentError, match=r"got \[48\] rows, and returned \[8, 48\]"):
+        crossshard.rowwise(lambda x: x.sum(0))(X)
+    with pytest.raises(ArgumentError, match="in_axes has 1 entries, and experts got 2"):
+        crossshard.rowwise(experts, in_axes=(0,))(X, W)
+    with pytest.raises(ArgumentError, match=r"in_axes=.* does not fit arrays of shapes"):
+        crossshard.rowwise(lambda x: x, in_axes=5)(X)
+    with pytest.raises(ArgumentError, match="out_axes=1 does not fit"):
+        crossshard.rowwise(lambda x: x.sum((1, 2)), out_axes=1)(X)
+
+
+def test_a_step_that_is_lowered_first_asks_for_numbers():
+    step = step_of(loss_of(crossshard.rowwise(experts, in_axes=(0, None)), jnp.float32), 3)
+    with pytest.raises(LossError, match=r"computed alone by rowwise\(experts\) .*The first call"):
+        step.lower(step.abstract_init(W), BATCH)
+    step(step.init(W), BATCH)
+    step.lower(step.abstract_init(W), BATCH)
+
+
+# JAX's own kernels, in interpret mode.
+
+
+@DTYPES
+@pytest.mark.parametrize("name", ["layer norm", "RMS norm", "attention"])
+def test_kernels_of_jax_run(name: str, dtype: Any):
+    from jax.experimental.pallas.ops.gpu import attention as gpu
+    from jax.experimental.pallas.ops.gpu import layer_norm, rms_norm
+
+    def model(x: jax.Array, w: jax.Array) -> jax.Array:
+        x = x @ w
+        if name == "layer norm":
+            return layer_norm.layer_norm(x, 1 + w[0], w[1], interpret=True)
+        if name == "RMS norm":
+            return rms_norm.rms_norm(x, 1 + w[0], w[1], interpret=True)
+        heads = x.reshape(*x.shape[:2], 1, WIDTH)
+        return gpu.mha(heads, heads, heads, None, interpret=True).reshape(x.shape)
+
+    step = step_of(loss_of(model, dtype), 3)
+    state, _ = step(step.init(W), BATCH)
+    assert "each row is computed alone by pallas_call" in step.describe()
+    slope = jax.grad(loss_of(model, dtype))(W, BATCH)
+    moved = np.asarray(W - step.model(state)) / 0.5
+    coarse = 1e-4 if dtype == jnp.float32 else 3e-2
+    assert np.linalg.norm(moved - slope) <= coarse * np.linalg.norm(slope)

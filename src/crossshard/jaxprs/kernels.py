@@ -17,6 +17,7 @@ from crossshard.jaxprs.row_facts import (
     OneRow,
     Pair,
     Rows,
+    Total,
     is_inexact,
     layout,
 )
@@ -32,13 +33,13 @@ class Operation:
     Attributes:
       pair: its equations, with some rows and with more.
       inputs: what is known of its inputs: rows, or free of the batch.
-      outputs: where the rows are in its outputs; with powers of their number, the operation is also
-        assumed to multiply its outputs by what these inputs are multiplied by.
+      outputs: where the rows are in its outputs, or that they are sums over them; with powers of
+        their number in its inputs, it is also assumed to multiply its outputs as these are.
     """
 
     pair: Pair
     inputs: tuple[Fact, ...]
-    outputs: tuple[Rows, ...]
+    outputs: tuple[Rows | Total, ...]
 
     def __str__(self) -> str:
         source = _jax.sources_of(self.pair.one)
@@ -51,11 +52,12 @@ class Assumptions:
 
     Attributes:
       operations: these, by the number of the second of their equations.
-      rules: the jaxprs of derivatives, with more rows, by the number of the calls' equations.
+      rules: the jaxprs of derivatives, with more rows, and what is known of the slopes that they
+        take, by the number of the calls' equations.
     """
 
     operations: dict[int, list[Operation]] = field(default_factory=dict)
-    rules: dict[int, Any] = field(default_factory=dict)
+    rules: dict[int, tuple[Any, Sequence[Fact]]] = field(default_factory=dict)
 
     def add(self, operation: Operation) -> None:
         """Write an operation down."""
@@ -80,7 +82,7 @@ class Assumptions:
     def are_in_rule(self, equation: Any) -> bool:
         """Whether any is what the derivative of an equation runs."""
         rule = self.rules.get(id(equation))
-        return rule is not None and any(map(self.are_in, _jax.opened(rule).eqns))
+        return rule is not None and any(map(self.are_in, _jax.opened(rule[0]).eqns))
 
 
 def of_kernel(
@@ -112,23 +114,31 @@ def of_kernel(
     return outputs
 
 
-def _outputs(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | None:
-    """Where the rows are in the outputs, if they are along the axis that grows in each."""
+def _outputs(pair: Pair, inputs: Sequence[Fact]) -> list[Rows | Total] | None:
+    """Where the rows are in the outputs, if they are along the axis that grows in each.
+
+    In a gradient, an output that does not grow is that of a parameter, a sum over the rows.
+    """
     rows = [fact for fact in inputs if isinstance(fact, Rows)]
     powers = {fact.power for fact in inputs if isinstance(fact, Free | Rows)} - {0}
     outers = {fact.outer for fact in rows}
     if len(powers) > 1 or len(outers) > 1:
         return None
     ((outer,), both), power = (outers, layout(rows)), max(powers, default=0)
-    found = []
+    found: list[Rows | Total] = []
     for one, other in zip(pair.one.outvars, pair.other.outvars, strict=True):
         sizes = zip(_shape(one), _shape(other), strict=True)
         grown = [axis for axis, (few, more) in enumerate(sizes) if few != more]
-        slices, odd = divmod(_shape(one)[grown[0]], pair.rows) if len(grown) == 1 else (0, 1)
-        if odd or (power and not is_inexact(one)):
+        if power and not is_inexact(one):
             return None
+        if power and not grown:
+            found.append(Total(power + 1))
+            continue
+        slices, odd = divmod(_shape(one)[grown[0]], pair.rows) if len(grown) == 1 else (0, 1)
         inner = slices // outer
-        if inner * outer != slices or (outer > 1 and (both is None or both.inner != inner)):
+        if odd or inner * outer != slices:
+            return None
+        if outer > 1 and (both is None or both.inner != inner):
             return None
         found.append(Rows(grown[0], outer, inner, power))
     return found
@@ -138,7 +148,7 @@ def _shape(atom: Any) -> tuple[int, ...]:
     return tuple(getattr(atom.aval, "shape", ()))
 
 
-def _is_proven(pair: Pair, inputs: Sequence[Fact], outputs: Sequence[Rows]) -> bool:
+def _is_proven(pair: Pair, inputs: Sequence[Fact], outputs: Sequence[Rows | Total]) -> bool:
     """Whether a kernel says that it computes each row alone."""
     facts = [*inputs, *outputs]
     if pair.name.startswith("dot_product_attention"):
@@ -150,7 +160,8 @@ def _is_proven(pair: Pair, inputs: Sequence[Fact], outputs: Sequence[Rows]) -> b
         case "approx_top_k":
             (given,), ndim = inputs, len(_shape(pair.one.invars[0]))
             axis = pair.one.params["reduction_dimension"] % ndim
-            return all(x.axis == given.axis != axis for x in outputs if isinstance(given, Rows))
+            rows = [x.axis for x in (given, *outputs) if isinstance(x, Rows)]
+            return len(rows) == 3 and len({*rows, axis}) == 2 and axis not in rows
         case "ragged_dot_general":
             return _is_batched_product(pair, facts)
         case "custom_partitioning":
@@ -172,6 +183,8 @@ def _is_attention(pair: Pair, facts: Sequence[Fact]) -> bool:
         not (any(linear) or packed or pair.one.params["dropout_rate"])
         and pair.is_alike()
         and all((fact.axis, fact.outer) == (0, 1) for fact in rows)
+        # But for the gradient of a bias.
+        and all(isinstance(fact, Rows) for fact in facts[number : number + 3])
     )
 
 

@@ -545,7 +545,7 @@ class _OverRows(Analysis[Fact]):
         except Exception:  # a rule of the user may raise anything
             return unknown
         without_rules = _OverRows(self._rows, self._times, derives=False, assumed=self._assumed)
-        self._assumed.rules[id(pair.other)] = rules[1]
+        self._assumed.rules[id(pair.other)] = rules[1], slopes
         try:
             found = follow(without_rules, rules, [*inputs, *slopes])
         except Mismatch:

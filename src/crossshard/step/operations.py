@@ -5,6 +5,7 @@ The operation is given the same rows in another order, beside other rows, and as
 so is its gradient. What it computes of a row may differ by rounding alone.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -70,9 +71,10 @@ class Trial:
         if not self.assumed.are_in(equation):
             return _jax.bound(equation, given)
         if self.assumed.are_in_rule(equation):
-            rule = self.assumed.rules[id(equation)]
-            slopes = [_random(x.aval, place) for place, x in enumerate(_jax.opened(rule).invars)]
-            self.evaluate(rule, [*given, *slopes[len(given) :]], differentiated=False)
+            rule, facts = self.assumed.rules[id(equation)]
+            atoms = _jax.opened(rule).invars[len(given) :]
+            slopes = [_random(x.aval, place, facts[place]) for place, x in enumerate(atoms)]
+            self.evaluate(rule, [*given, *slopes], differentiated=False)
         differentiated = differentiated and not _jax.has_own_derivative(equation)
         within = lambda jaxpr, given: self.evaluate(jaxpr, given, differentiated=differentiated)
         match _jax.control_flow(equation):
@@ -188,25 +190,26 @@ class Trial:
             choices, factors = [*choices, choices[0]], [*factors, 0.5]
         whole, moved, single, *scaled = repeated(runs[1], choices, factors)
         one, other = repeated(runs[0], [first, second], [1.0, 1.0])
-        found: dict[str, list[tuple[Fact, Any, Any]]] = {_ORDER: [], _BESIDE: [], _NUMBER: []}
+        found: dict[str, list[tuple[Any, ...]]] = {_ORDER: [], _BESIDE: [], _NUMBER: [], _SCALE: []}
         for place, fact in enumerate(outputs):
-            x, parts = whole[place], (one[place], other[place])
-            found[_ORDER].append((fact, x, _taken(moved[place], fact, np.argsort(order))))
+            x, parts = whole[place], [_wide(half[place]) for half in (one, other)]
+            # The sum of two halves may be less than either, and as exact as these.
+            sums = [] if isinstance(fact, Rows) else parts
+            back = _taken(moved[place], fact, np.argsort(order))
+            found[_ORDER].append((fact, x, back, *sums))
+            found[_SCALE] += [(fact, x, 2 * _wide(each[place]), *sums) for each in scaled]
             if isinstance(fact, Rows):
                 both = [_taken(each[place], fact, first) for each in (whole, single)]
                 found[_BESIDE].append((fact, *both))
                 found[_NUMBER].append((fact, x, _behind(fact, *parts)))
             else:
-                found[_NUMBER].append((fact, x, parts[0] + parts[1]))
-        for each in scaled:
-            halved = [0.5 * x for x in whole]
-            found[_SCALE] = list(zip(outputs, halved, each, strict=True))
+                found[_NUMBER].append((fact, x, parts[0] + parts[1], *sums))
         noise = jnp.float32(0)
         for change, pairs in found.items():
             apart = []
-            for fact, one, other in pairs:
+            for fact, *arrays in pairs:
                 allowed = (_OF_ROWS if isinstance(fact, Rows) else _OF_SUMS)[change] * precision
-                distance = _distance(one, other)
+                distance = _distance(*arrays)
                 apart.append(jnp.stack([distance, distance / jnp.maximum(allowed, 4 * noise)]))
             if apart:
                 self.tried.append(Tried(name, change))
@@ -219,10 +222,10 @@ class Trial:
                 noise = jnp.minimum(self.apart[-1][0], min(least))
 
 
-def _random(aval: Any, seed: int, rows: Rows | None = None) -> jax.Array:
+def _random(aval: Any, seed: int, rows: Fact) -> jax.Array:
     """Random slopes; those of the second half of the rows have another mean than the first."""
     noise = jax.random.normal(jax.random.key(seed), aval.shape, jnp.float32)
-    if rows is not None:
+    if isinstance(rows, Rows):
         number = aval.shape[rows.axis] // (rows.outer * rows.inner)
         signs = np.where(np.arange(number) < number // 2, 1, -1)
         signs = np.tile(np.repeat(signs, rows.inner), rows.outer)
@@ -251,13 +254,18 @@ def _behind(fact: Rows, one: Any, other: Any) -> Any:
     return found.reshape(*one.shape[: fact.axis], -1, *one.shape[fact.axis + 1 :])
 
 
-def _distance(one: Any, other: Any) -> jax.Array:
-    """How far two arrays are apart, relative to the larger; of integers, how many differ."""
+def _distance(one: Any, other: Any, *more: Any) -> jax.Array:
+    """How far two arrays are apart, relative to the largest; of integers, how many differ."""
     if not is_inexact(one):
         return jnp.sqrt(jnp.mean(one != other, dtype=jnp.float32)) if one.size else jnp.float32(0)
-    wide = jnp.complex64 if jnp.iscomplexobj(one) else jnp.float32
-    one, other = one.astype(wide), other.astype(wide)
+    one, other = _wide(one), _wide(other)
     same = (one == other) | (jnp.isnan(one) & jnp.isnan(other))
     norm = lambda x: jnp.sqrt(jnp.sum(jnp.where(same & ~jnp.isfinite(x), 0, jnp.abs(x)) ** 2))
     apart = jnp.sqrt(jnp.sum(jnp.where(same, 0, jnp.abs(one - other)) ** 2))
-    return jnp.where(apart == 0, 0, apart / jnp.maximum(norm(one), norm(other)))
+    largest = functools.reduce(jnp.maximum, map(norm, (one, other, *map(_wide, more))))
+    return jnp.where(apart == 0, 0, apart / largest).astype(jnp.float32)
+
+
+def _wide(x: Any) -> Any:
+    """An array in float32 at least, if it is one of floats."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_inexact(x) else x
