@@ -130,7 +130,8 @@ class OverRowsRecord:
         if self.latest is None:
             return "not looked at"
         is_shown = any(doubt.finding == self.latest for doubt in self.by_numbers)
-        return f"{self.latest}" + "; by numbers it is a mean over the rows" * is_shown
+        shown = "it is" if self.latest.assumes else "it is a mean over the rows"
+        return f"{self.latest}" + f"; by numbers {shown}" * is_shown
 
 
 def check_over_rows(
@@ -206,6 +207,9 @@ def check_over_rows(
         )
     if finding.kind is OverRows.RATIO:
         _check_weight(finding, where, rows, weight, divisor, record)
+    if finding.assumes:
+        what = f"each row is computed alone by {', '.join(finding.assumes)}"
+        _ask_numbers(finding, f"Nothing proves that {what}.", rows, record)
 
 
 def _ask_numbers(
@@ -244,6 +248,26 @@ def not_by_numbers(
             f"them finite in the first call. Or: {_WAYS_ON}"
         )
     return LossError(f"{doubt.sentence} And by numbers it is not so: {numbers}. {_WAYS_ON}")
+
+
+def not_alone(doubt: Doubt, operation: str, change: str, apart: float) -> LossError:
+    """The error for an operation that does not compute each row alone.
+
+    Args:
+      doubt: what the trace of the loss does not decide.
+      operation: what it is.
+      change: what was changed of the rows.
+      apart: how far that changed its results, relative to them; of integers, how many.
+    """
+    if not math.isfinite(apart):
+        return LossError(
+            f"{doubt.sentence} And numbers that are not finite cannot show it of {operation}. Make "
+            f"them finite in the first call. Or: {_WAYS_ON}"
+        )
+    return LossError(
+        f"{doubt.sentence} And by numbers it is not so: of the same rows {change}, the results of "
+        f"{operation} are {apart:.2g} of their size apart. {_WAYS_ON}"
+    )
 
 
 def not_of_other_rows(doubt: Doubt, error: Exception) -> LossError:

@@ -13,7 +13,8 @@ from crossshard import _jax
 from crossshard.gradients.local import split_loss
 from crossshard.gradients.mean import Mean, counts_of, per_row, sums_of
 from crossshard.gradients.scalars import is_inexact
-from crossshard.jaxprs.mean_over_rows import Finding, OverRows, by_itself, facts_of
+from crossshard.jaxprs.kernels import Assumptions
+from crossshard.jaxprs.mean_over_rows import Finding, OverRows, assuming, by_itself, facts_of
 from crossshard.model import model_state as model_states
 from crossshard.model.model_state import ModelState
 from crossshard.model.models import after_loss, check_not_written, combine
@@ -459,7 +460,10 @@ class ShardLoss:
         if key not in self.record.known:
             *given, own = arguments
             first, tree = self._trace(state, arguments)
+            # Its outputs are the first of them.
+            of_loss = jax.tree.unflatten(tree, range(tree.num_leaves)).loss
             named_in: list[Any] = []
+            assumed = Assumptions()
             facts = facts_of(
                 functools.partial(self._of_arguments, state),
                 *given,
@@ -468,10 +472,13 @@ class ShardLoss:
                 times=number,
                 first=first,
                 shards=axes_of_shards,
+                only=len(jax.tree.leaves(of_loss)),
                 named_in=named_in,
+                assumed=assumed,
             )
-            finding = finding_of(jax.tree.unflatten(tree, facts).loss)
-            self.record.known[key] = finding = by_itself(finding, first)
+            finding = finding_of(jax.tree.unflatten(jax.tree.structure(of_loss), facts))
+            finding = by_itself(assuming(finding, assumed), named_in[0])
+            self.record.known[key] = finding
             if finding.kind is OverRows.RATIO and self.weight is not None:
                 self.record.divisors[key] = divisor_of(
                     finding, named_in[0], arguments, self.split, join, self.weight
@@ -491,6 +498,22 @@ class ShardLoss:
         )
         return finding, divisor
 
+    def quiet(self, state: TrainState, batch: Any) -> tuple[TrainState, Keys]:
+        """The state, and the keys, with which the noise of the loss is switched off."""
+        shape = (self.number_of_rows(batch),) if self.keys_of_rows else ()
+        keys = (quiet_keys(shape),) if self.takes_rng else ()
+        quiet = lambda x: quiet_keys(x.shape) if is_key(x) else x
+        model_state = jax.tree.map(quiet, state.model_state)
+        return dataclasses.replace(state, model_state=model_state), keys
+
+    def quiet_of_rows(
+        self, state: TrainState, batch: Any, both: Any
+    ) -> tuple[Callable[..., Any], Arguments]:
+        """The loss with its noise switched off, and what it is computed from."""
+        here, keys = self.quiet(state, batch)
+        arguments = self._arguments(here, both, batch, keys)
+        return lambda *arguments: self._of_arguments(here, *arguments).loss, arguments
+
     def quiet_gradient(self, state: TrainState, batch: Any, at_use: AtUse) -> LocalResult:
         """The loss of some rows with its noise switched off, and its gradient.
 
@@ -499,10 +522,7 @@ class ShardLoss:
           batch: some rows of the batch.
           at_use: how the shard gets its parameters.
         """
-        shape = (self.number_of_rows(batch),) if self.keys_of_rows else ()
-        keys = (quiet_keys(shape),) if self.takes_rng else ()
-        quiet = lambda x: quiet_keys(x.shape) if is_key(x) else x
-        here = dataclasses.replace(state, model_state=jax.tree.map(quiet, state.model_state))
+        here, keys = self.quiet(state, batch)
 
         def loss_of(trained: Any) -> tuple[Any, None]:
             of_both = lambda frozen: self._run(here, (trained, frozen), batch, keys).loss
