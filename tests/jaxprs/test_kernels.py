@@ -200,6 +200,21 @@ def test_rows_that_are_added_up_are_neither():
     )
 
 
+def test_half_of_all_rows_are_no_rows():
+    halved = lambda x, w: lax.approx_max_k(x @ w, len(x) // 2, reduction_dimension=0)[0]
+    assert found(halved).assumes
+
+
+def test_a_kernel_of_the_parameters_must_be_the_same_one():
+    def scaled(x: jax.Array, w: jax.Array) -> jax.Array:
+        def kernel(w_ref: Any, out_ref: Any) -> None:
+            out_ref[...] = w_ref[...] * len(x)
+
+        return x @ pl.pallas_call(kernel, out_shape=like(w))(w)
+
+    assert found(scaled).kind is OverRows.UNDECIDED
+
+
 def test_what_compares_what_is_assumed_is_not_decided():
     """It may be that the operation does not keep rows apart, and all is well."""
     finding = found(lambda x, w: called(x @ w) - called(x @ w).mean(0))

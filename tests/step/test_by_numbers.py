@@ -246,3 +246,107 @@ def test_a_loss_of_one_number_of_rows_alone_is_refused_in_words():
     step = made(loss)
     with pytest.raises(LossError, match=r"cannot be computed of half of a shard's rows.*loss_over"):
         step(step.init(W), BATCH)
+
+
+# What is undecided for other reasons than one operation: the whole loss is compared.
+
+
+def in_chunks(of: Any, dtype: Any) -> Any:
+    """A loss over a fixed number of chunks, which a trace does not tell from rows that meet."""
+
+    def loss(w: Any, batch: Any) -> Any:
+        hidden = batch["x"].astype(dtype) @ w.astype(dtype)
+        chunks = hidden.reshape(2, -1, *hidden.shape[1:])
+        return 100 * jax.lax.map(of, chunks).mean().astype(jnp.float32)
+
+    return loss
+
+
+MANY = {
+    "x": np.float32(np.random.default_rng(2).normal(size=(48, 3))),
+    "mask": np.float32(np.arange(48) % 3 > 0),
+}
+DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+WAYS = pytest.mark.parametrize(
+    "options", [{}, {"params": "sharded"}, {"accumulate_steps": 2}], ids=str
+)
+
+
+@DTYPES
+@WAYS
+def test_a_mean_in_chunks_runs(options: dict[str, Any], dtype: Any):
+    step = made(in_chunks(lambda x: (x**2).mean(), dtype), **options)
+    state, _ = step(step.init(W), MANY)
+    want = 100 * jax.grad(lambda w: ((MANY["x"] @ w) ** 2).mean())(W)
+    moved = (W - np.asarray(step.model(state))) / 0.1
+    coarse = 1e-5 if dtype == jnp.float32 else 2e-2
+    assert np.linalg.norm(moved - want) <= coarse * np.linalg.norm(want)
+    assert "by numbers it is a mean over the rows" in step.describe()
+
+
+@DTYPES
+@WAYS
+@pytest.mark.parametrize("of", [jnp.std, lambda x: (x - x.mean(0)).var()], ids=["std", "centred"])
+def test_a_comparison_in_chunks_is_refused(of: Any, options: dict[str, Any], dtype: Any):
+    step = made(in_chunks(of, dtype), **options)
+    with pytest.raises(LossError, match="And by numbers it is not so: of rows of the whole batch"):
+        step(step.init(W), MANY)
+
+
+@DTYPES
+def test_the_noise_of_a_rounding_does_not_excuse_what_depends_on_the_order(dtype: Any):
+    """Rows in another order give other numbers, where each chunk is compared with its mean."""
+    step = made(in_chunks(lambda x: jnp.std(x + 3), dtype), num_shards=2)
+    with pytest.raises(LossError, match="And by numbers it is not so"):
+        step(step.init(W), MANY)
+
+
+def of_few_gradients(size: float) -> Any:
+    """A mean, whose gradient is another one of many rows than of few."""
+
+    @jax.custom_vjp
+    def odd(x: Any) -> Any:
+        return x
+
+    odd.defvjp(lambda x: (x, None), lambda _, g: (g if len(g) <= 24 else g * (1 + size),))
+    return lambda w, batch: ((odd(batch["x"]) @ w) ** 2 + odd(batch["x"] @ w) ** 2).mean()
+
+
+@WAYS
+def test_gradients_of_the_whole_batch_are_compared(options: dict[str, Any]):
+    step = made(of_few_gradients(0), **options)
+    step(step.init(W), MANY)
+    step = made(of_few_gradients(0.01), **options)
+    with pytest.raises(LossError, match=r"whole batch the loss is .*; the gradients are"):
+        step(step.init(W), MANY)
+
+
+def test_and_with_weights():
+    def loss(size: float) -> Any:
+        of = of_few_gradients(size)
+
+        def ratio(w: Any, batch: Any) -> Any:
+            losses = (batch["x"] @ w).sum(1) ** 2 * batch["mask"]
+            # An undecided term of no size, which is weighted like the rest.
+            return losses.sum() / batch["mask"].sum() + of(w, batch) - of(w, batch)
+
+        return ratio
+
+    step = made(loss(0), weight="mask")
+    state, _ = step(step.init(W), MANY)
+    mask = MANY["mask"]
+    want = jax.grad(lambda w: ((MANY["x"] @ w).sum(1) ** 2 * mask).sum() / mask.sum())(W)
+    np.testing.assert_allclose(state.params, W - 0.1 * want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"params": "sharded"}], ids=str)
+def test_where_there_is_no_loss_of_the_whole_batch_halves_are_compared(options: dict[str, Any]):
+    """It names the axis of the shards."""
+    axis = lambda: 0 * jax.lax.axis_index("shards")
+    mean = in_chunks(lambda x: (x**2).mean(), jnp.bfloat16)
+    step = made(lambda w, batch: mean(w, batch) + axis(), **options)
+    step(step.init(W), MANY)
+    wrong = in_chunks(jnp.std, jnp.bfloat16)
+    step = made(lambda w, batch: wrong(w, batch) + axis(), **options)
+    with pytest.raises(LossError, match="of rows of two shards"):
+        step(step.init(W), MANY)
