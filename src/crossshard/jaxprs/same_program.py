@@ -81,7 +81,7 @@ def scales(one: Any, other: Any, times: int, power: int) -> bool:
     return np.allclose(other, one * float(times) ** power, rtol=2 * eps, atol=0)
 
 
-def _same(jaxprs: Sequence[Any], rows: Sequence[int]) -> bool:
+def _same(jaxprs: Sequence[Any], rows: Sequence[int], *, derives: bool = True) -> bool:
     traces = [_Trace(each) for each in jaxprs]
     opened = [each.jaxpr for each in traces]
     kept = [each.kept for each in traces]
@@ -107,23 +107,76 @@ def _same(jaxprs: Sequence[Any], rows: Sequence[int]) -> bool:
             return False
         if len({len(each.invars) for each in equations}) > 1:
             return False
-        if not all(map(of_atoms, zip(*(each.invars for each in equations), strict=True))):
+        inputs = list(zip(*(each.invars for each in equations), strict=True))
+        if one.primitive.name == "gather" and (place := _place_of_one(equations)) is not None:
+            # It is looked up by the same indices.
+            shapes = [list(atom.aval.shape) for atom in inputs[1]]
+            shapes[0].insert(place, 1)
+            values = [of.value(atom) for of, atom in zip(traces, inputs[1], strict=True)]
+            if not _fit(shapes, rows) or any(value != values[0] for value in values):
+                return False
+            inputs = inputs[:1]
+        elif not _are_alike([each.params for each in equations], rows):
+            return False
+        if not all(map(of_atoms, inputs)):
             return False
         if not all(
             _fit([getattr(atom.aval, "shape", ()) for atom in atoms], rows)
             for atoms in zip(*(each.outvars for each in equations), strict=True)
         ):
             return False
-        if not _are_alike([each.params for each in equations], rows):
-            return False
         within = [list(_jax.jaxprs_within(each)) for each in equations]
-        if _jax.has_own_derivative(one):
-            backward = one.primitive.name.startswith("custom_vjp")
-            for jaxprs_of, each in zip(within, equations, strict=True):
-                jaxprs_of.append(_jax.rule_of_derivative(each, backward=backward))
-        if not all(_same(each, rows) for each in zip(*within, strict=True)):
+        if not all(_same(each, rows, derives=derives) for each in zip(*within, strict=True)):
             return False
+        if derives and _jax.has_own_derivative(one):
+            backward = one.primitive.name.startswith("custom_vjp")
+            rules = [_jax.rule_of_derivative(each, backward=backward) for each in equations]
+            # Rules call the function itself.
+            if not _same(rules, rows, derives=False):
+                return False
     return all(map(of_atoms, zip(*(each.outvars for each in opened), strict=True)))
+
+
+def _place_of_one(equations: Sequence[Any]) -> int | None:
+    """The axis of the indices that a gather is given by all traces but the first.
+
+    Of an operand with one row, JAX takes all along the axis of the rows, in place of one element
+    by each row of the indices. That is the same.
+    """
+    numbers = [each.params["dimension_numbers"] for each in equations]
+    few, more = numbers[0], numbers[1]
+    axes = [axis for axis in more.operand_batching_dims if axis not in few.operand_batching_dims]
+    if len(axes) != 1 or numbers[2] != more or equations[0].invars[0].aval.shape[axes[0]] != 1:
+        return None
+    (axis,) = axes
+    at = more.operand_batching_dims.index(axis)
+    place = more.start_indices_batching_dims[at]
+    # Where the axis is in the output, which batch axes come to in order.
+    rank = equations[1].outvars[0].aval.ndim
+    batch = [out for out in range(rank) if out not in more.offset_dims]
+    out = batch[place]
+    operand = equations[0].invars[0].aval.ndim
+    kept = [
+        x
+        for x in range(operand)
+        if x not in few.collapsed_slice_dims and x not in few.operand_batching_dims
+    ]
+    if axis not in kept or few.offset_dims[kept.index(axis)] != out:
+        return None
+    batching = list(zip(more.operand_batching_dims, more.start_indices_batching_dims, strict=True))
+    rest = [(x, y - (y > place)) for x, y in batching if x != axis]
+    same = (
+        tuple(sorted((*more.offset_dims, out))) == tuple(few.offset_dims)
+        and few.collapsed_slice_dims == more.collapsed_slice_dims
+        and few.start_index_map == more.start_index_map
+        and rest
+        == list(zip(few.operand_batching_dims, few.start_indices_batching_dims, strict=True))
+    )
+    others = [
+        {x: y for x, y in each.params.items() if x not in ("dimension_numbers", "slice_sizes")}
+        for each in equations
+    ]
+    return place if same and _are_alike(others, (1, 2, 4)) else None
 
 
 class _Literal:
