@@ -90,9 +90,9 @@ ORDINARY: dict[str, Loss] = {
     "entropy of tokens": lambda x, w, k: optax.softmax_cross_entropy_with_integer_labels(
         x[:, :, None] * w, jnp.argmax(x[:, :, None] + w, 2)
     ).mean(),
-    "attacked": lambda x, w, k: jax.nn.relu(
-        x + jax.grad(lambda x: jax.nn.relu(x @ w).mean())(x)
-    ).mean(),
+    "products of matrices": lambda x, w, k: (
+        jax.nn.softmax((x[:, None] * w) @ (x[:, None] * w).swapaxes(1, 2)).max(1).mean()
+    ),
     "attention": lambda x, w, k: jax.nn.dot_product_attention(
         *[(x @ w).reshape(len(x), 2, 1, 2)] * 3
     ).mean(),
