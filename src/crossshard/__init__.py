@@ -8,6 +8,7 @@ from crossshard.collectives.all_reduce import cross_replica_sum
 from crossshard.collectives.exchange import all_to_all, collective_permute
 from crossshard.errors import CrossshardError
 from crossshard.gradients.local import grad, value_and_grad
+from crossshard.gradients.mean import Mean
 from crossshard.gradients.reduction import Reduction
 from crossshard.model.state import TrainState
 from crossshard.optimizer.cross_shard_optimizer import CrossShardOptimizer
@@ -18,6 +19,7 @@ from crossshard.pipeline.state import CrossShardState
 from crossshard.shards.context import get_shard_context, shard_context
 from crossshard.shards.devices import cpu_devices
 from crossshard.step.make_train_step import make_train_step
+from crossshard.step.rowwise import rowwise
 from crossshard.step.train_step import TrainStep
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ __all__ = [
     "CrossShardState",
     "CrossshardError",
     "DynamicLossScale",
+    "Mean",
     "Nonfinite",
     "Reduction",
     "Stage",
@@ -58,6 +61,7 @@ __all__ = [
     "make_train_step",
     "merge_shards",
     "plan",
+    "rowwise",
     "shard",
     "shard_context",
     "value_and_grad",

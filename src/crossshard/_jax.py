@@ -1,6 +1,8 @@
 """All private or version-dependent JAX API; no other file imports private JAX."""
 
 import ctypes
+import enum
+import linecache
 import os
 import re
 import signal
@@ -16,6 +18,7 @@ import numpy as np
 from jax import dtypes, lax
 from jax._src import clusters as _clusters
 from jax._src import core as _core
+from jax._src import custom_partitioning as _custom_partitioning
 from jax._src import distributed as _distributed
 from jax._src import source_info_util as _source_info_util
 from jax._src import xla_bridge as _xla_bridge
@@ -168,6 +171,157 @@ def control_flow(equation: Any) -> Call | Cond | While | Scan | None:
     return None
 
 
+# What JAX has besides the primitives of lax, and is no kernel.
+_NO_KERNELS = frozenset(
+    "add_any addupdate closed_call copy_p core_call custom_jvp_call custom_lin custom_linear_solve "
+    "custom_vjp_call custom_vjp_call_jaxpr debug_callback debug_print dimension_size empty empty2 "
+    "geqp3 geqrf get iota_2x32_shape jit layout_constraint mesh_cast name pjit pvary reciprocal "
+    "remat remat2 reshard stack swap threefry2x32 tile unstack".split()
+)
+# Whose jaxpr says what they compute, whatever runs in its place.
+SAID_BY_JAXPR = {"composite": "jaxpr", "custom_vmap_call": "call"}
+# How a function is named of which the user says that it computes each row alone.
+ROWWISE = "crossshard_rowwise"
+
+
+def is_rowwise(equation: Any) -> bool:
+    """Whether an equation calls a function of which ``crossshard.rowwise`` was said."""
+    return str(equation.params.get("name", "")).startswith(ROWWISE)
+
+
+def is_kernel(equation: Any) -> bool:
+    """Whether the code of an equation cannot be walked: a kernel, a callback, a user's own."""
+    name = equation.primitive.name
+    if name in ("approx_top_k", "ragged_dot_general") or is_rowwise(equation):
+        return True
+    own = any(hasattr(module, f"{name.replace('-', '_')}_p") for module in (lax, lax.linalg))
+    return not own and name not in _NO_KERNELS and not name.startswith("random_")
+
+
+def name_of(equation: Any) -> str:
+    """What an equation runs, with the name of the kernel if it has one."""
+    name, params = equation.primitive.name, equation.params
+    own = params.get("name") or params.get("target_name")
+    if is_rowwise(equation):
+        return f"rowwise({str(own).removeprefix(ROWWISE).strip('_')})"
+    return f"{name} {own}" if own else str(name)
+
+
+def precision_of(equation: Any) -> float:
+    """The precision of the coarsest floats that an equation takes or makes; 0 if there are none."""
+    dtypes = [getattr(x.aval, "dtype", None) for x in (*equation.invars, *equation.outvars)]
+    exact = [x for x in dtypes if x is not None and jnp.issubdtype(x, np.inexact)]
+    return max((float(jnp.finfo(x).eps) for x in exact), default=0.0)
+
+
+def temporary_bytes(compiled: Any) -> int:
+    """The bytes that a compiled function needs while it runs; 0 if that is not known."""
+    return int(getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0))
+
+
+def says(equation: Any) -> str:
+    """All that the parameters of an equation say, but for the values of constants."""
+    grid = equation.params.get("grid_mapping")
+    blocks = [str((each.block_shape, each.index_map_jaxpr)) for each in _blocks(grid)]
+    consts = [list(map(id, getattr(x, "consts", ()))) for x in jaxprs_within(equation)]
+    return f"{equation.primitive.name} {equation.params} {blocks} {consts}"
+
+
+def _blocks(grid: Any) -> Sequence[Any]:
+    return () if grid is None else grid.block_mappings
+
+
+class Block(NamedTuple):
+    """How the steps of a grid choose the blocks of an array.
+
+    Attributes:
+      sizes: how many slices a block has along each axis; ``None`` if that is not fixed.
+      walks: of an axis whose block is that of a step's own number, the dimension of the grid.
+      depends: for each axis, the dimensions of the grid that choose the block.
+    """
+
+    sizes: tuple[int | None, ...]
+    walks: dict[int, int]
+    depends: tuple[frozenset[int], ...]
+
+
+class Grid(NamedTuple):
+    """The grid of a kernel.
+
+    Attributes:
+      lengths: of its dimensions.
+      before: how many inputs choose blocks, and have none.
+      blocks: of the other inputs, and of the outputs.
+      alone: the dimensions whose steps are programs of their own, so that nothing is kept between
+        them, and which do not read their number, either.
+      code: what a step runs, as text.
+    """
+
+    lengths: tuple[Any, ...]
+    before: int
+    blocks: tuple[Block, ...]
+    alone: frozenset[int]
+    code: str
+
+
+def grid_of(equation: Any) -> Grid | None:
+    """The grid of a ``pallas_call``; ``None`` if it is another one than is known here."""
+    params, grid = equation.params, equation.params["grid_mapping"]
+    try:
+        if grid.num_dynamic_grid_bounds:
+            return None
+        body, lengths = opened(params["jaxpr"]), tuple(grid.grid)
+        vmapped = list(grid.vmapped_dims)
+        parallel = getattr(params["compiler_params"], "dimension_semantics", None) or ()
+        own = [place for place in range(len(lengths)) if place not in vmapped]
+        keeps = bool(grid.scratch_avals or params["input_output_aliases"])
+        reads = {
+            each.params["axis"]
+            for each in _equations_below(body)
+            if each.primitive.name in ("program_id", "num_programs")
+        }
+        # By number or by name; what vmap adds has neither, and is no step that anything sees.
+        said = dict(zip(own, map(str, parallel), strict=False))
+        alone = {
+            place
+            for number, place in enumerate(own)
+            if number not in reads and (not keeps or "parallel" in said.get(place, "").lower())
+        }
+        code = str((body, params["compiler_params"], grid.scratch_avals, grid.num_index_operands))
+        blocks = tuple(map(_block, grid.block_mappings))
+    except (AttributeError, KeyError):
+        return None
+    return Grid(lengths, grid.num_index_operands, blocks, frozenset({*alone, *vmapped}), code)
+
+
+def _equations_below(jaxpr: Any) -> Iterable[Any]:
+    for equation in opened(jaxpr).eqns:
+        yield equation
+        for each in jaxprs_within(equation):
+            yield from _equations_below(each)
+
+
+def _block(block: Any) -> Block:
+    kinds = [type(each).__name__ for each in block.block_shape]
+    known = all(kind in ("Blocked", "Squeezed") for kind in kinds)
+    sizes = [getattr(each, "block_size", 1) if known else None for each in block.block_shape]
+    maps = opened(block.index_map_jaxpr)
+    of: dict[Any, frozenset[int]] = {}
+    for place, variable in enumerate(maps.invars):
+        of[variable] = frozenset({place} if np.ndim(variable.aval) == 0 else ())
+    read = lambda atom: frozenset() if is_literal(atom) else of.get(atom, frozenset())
+    for equation in maps.eqns:
+        found = frozenset().union(*map(read, equation.invars))
+        of |= dict.fromkeys(equation.outvars, found)
+    numbers = {variable: place for place, variable in enumerate(maps.invars)}
+    walks = {
+        axis: numbers[atom]
+        for axis, atom in enumerate(maps.outvars)
+        if not is_literal(atom) and atom in numbers
+    }
+    return Block(tuple(sizes), walks, tuple(map(read, maps.outvars)))
+
+
 def called(equation: Any) -> Any:
     """The closed jaxpr that an equation only calls, and may be written out; else ``None``."""
     call = control_flow(equation)
@@ -207,6 +361,13 @@ def broadcast_equation(atom: Any, shape: tuple[int, ...], like: Any) -> Any:
 def without_unread(jaxpr: Any) -> Any:
     """A closed jaxpr without what none of its outputs is computed from, with the same inputs."""
     outputs = [True] * len(jaxpr.jaxpr.outvars)
+    found, _ = _partial_eval.dce_jaxpr(jaxpr.jaxpr, outputs, instantiate=True)
+    return _ClosedJaxpr(found, jaxpr.consts)
+
+
+def first_outputs(jaxpr: Any, number: int) -> Any:
+    """A closed jaxpr with its first outputs alone, what they are computed from, and all inputs."""
+    outputs = [place < number for place in range(len(jaxpr.jaxpr.outvars))]
     found, _ = _partial_eval.dce_jaxpr(jaxpr.jaxpr, outputs, instantiate=True)
     return _ClosedJaxpr(found, jaxpr.consts)
 
@@ -452,6 +613,14 @@ def sources_of(equation: Any) -> str:
     return ", from ".join(dict.fromkeys(filter(None, map(_source, (lines, own)))))
 
 
+def code_of(equation: Any) -> str:
+    """The line of the user's own code that an equation is from; empty if unknown."""
+    frames = _source_info_util.user_frames(equation.source_info.traceback)
+    own = [f for f in frames if not re.search("(site|dist)-packages", f.file_name)]
+    own = [f for f in own if not f.file_name.startswith(_OURS)]
+    return linecache.getline(own[0].file_name, own[0].start_line).strip() if own else ""
+
+
 def has_source(equation: Any) -> bool:
     """Whether the source line of an equation is known."""
     return equation is not None and bool(source_of(equation))
@@ -609,6 +778,45 @@ def abandon_coordination() -> None:
 def backend_is_running() -> bool:
     """Whether JAX's backend is initialized, which fixes the number of devices."""
     return _xla_bridge.backends_are_initialized()
+
+
+# JAX's own calls whose `backend_config` is the address of a Python object, and that address. JAX
+# leaves them out of the keys of its compilation cache, too.
+_OF_PYTHON = r"CustomSPMDPartitioning|InspectSharding|xla_\w*python_\w*callback\w*"
+_ADDRESS = re.compile(
+    rf'(custom_call @(?:{_OF_PYTHON})\(.*?(?<![\w.])backend_config = ")((?:[^"\\\n]|\\.)+)"'
+)
+
+
+def without_addresses(lowered: jax.stages.Lowered) -> str:
+    """The text of a lowered program, in which no Python object is named by its address.
+
+    An address is another one in each process. Where JAX tells what is there, its name stands in
+    its place: the function that partitions an operation, with the operation's static arguments.
+    """
+    return _ADDRESS.sub(lambda found: f'{found[1]}{_at_address(found[2])}"', lowered.as_text())
+
+
+def _at_address(address: str) -> str:
+    """What JAX keeps at an address, as far as it can be told in every process alike."""
+    known = getattr(_custom_partitioning, "_sharding_callbacks", {})
+    found = known.get(address.encode())
+    if found is None:
+        return "an address"
+    return f"{_told(found.partition)} {_told(found.static_args)}"
+
+
+def _told(value: Any) -> str:
+    """A value in words that are the same in every process; of most objects the type alone."""
+    if isinstance(value, bool | int | float | complex | str | None):
+        return repr(value)
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_told, value))})"
+    if isinstance(value, enum.Enum):
+        return str(value)
+    value = getattr(value, "func", value)  # of a partial function
+    of = value if hasattr(value, "__qualname__") else type(value)
+    return f"{of.__module__}.{of.__qualname__}"
 
 
 def at_top_level() -> bool:

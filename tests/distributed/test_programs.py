@@ -1,20 +1,23 @@
 """Processes that would run different steps: all are told before the first sum, and which is odd."""
 
+import functools
 import json
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import io_callback
+from jax.experimental.custom_partitioning import custom_partitioning
 
 import crossshard
-from crossshard import CrossShardOptimizer
+from crossshard import CrossShardOptimizer, _jax
 from tests.distributed.test_launch import PATIENCE, launch
 from tests.quick import deep
 
@@ -64,6 +67,59 @@ def sum_then_maximum(params: Any, batch: Any) -> jax.Array:
 
 def maximum_then_sum(params: Any, batch: Any) -> jax.Array:
     return with_a_maximum(params, batch) + with_a_sum(params, batch)
+
+
+def _as_it_lies(mesh: Any, args: Any, out: Any) -> Any:
+    return mesh, jnp.tanh, args[0].sharding, (args[0].sharding,)
+
+
+def _scaled_as_it_lies(scale: float, mesh: Any, args: Any, out: Any) -> Any:
+    return mesh, lambda x: scale * jnp.tanh(x), args[0].sharding, (args[0].sharding,)
+
+
+def _in_python(x: Any) -> Any:
+    return np.tanh(x)
+
+
+# Each as cuDNN's attention is: an operation that its own code partitions, and its derivative.
+def _partitioned(function: Any, partition: Any, *static: float) -> Callable[[Any], jax.Array]:
+    operation = custom_partitioning(function, static_argnums=tuple(range(len(static))))
+    operation.def_partition(partition=partition, sharding_rule="i j -> i j")
+    run = jax.custom_vjp(functools.partial(operation, *static))
+    run.defvjp(lambda x: (run(x), x), lambda x, c: (c / jnp.cosh(x) ** 2,))
+    return run
+
+
+_own_tanh = _partitioned(jnp.tanh, _as_it_lies)
+_scaled_tanh, _other_tanh = (
+    _partitioned(lambda scale, x: scale * jnp.tanh(x), _scaled_as_it_lies, scale)
+    for scale in (1.0, 1.5)
+)
+
+
+@jax.custom_jvp
+def _tanh_in_python(x: jax.Array) -> jax.Array:
+    return jax.pure_callback(_in_python, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+@_tanh_in_python.defjvp
+def _(x: Any, tangents: Any) -> Any:
+    return _tanh_in_python(*x), tangents[0] / jnp.cosh(x[0]) ** 2
+
+
+def of_operation(tanh: Any, constant: float = 1.0) -> Any:
+    """A loss whose lowered text names Python objects by their addresses."""
+    return lambda params, batch: (
+        constant * (tanh(batch["x"] @ params["w"] + params["b"]) ** 2).mean()
+    )
+
+
+def printing(params: Any, batch: Any) -> jax.Array:
+    loss = loss_fn(params, batch)
+    jax.debug.print("the loss is {}", loss)
+    jax.debug.callback(lambda _: None, loss)
+    io_callback(lambda _: None, None, jax.lax.stop_gradient(loss))
+    return loss
 
 
 def with_aux(params: Any, batch: Any) -> Any:
@@ -139,6 +195,24 @@ KINDS: dict[str, Callable[[], tuple[dict[str, Any], dict[str, Any]]]] = {
     "a maximum for a sum": lambda: ({"loss": with_a_maximum}, {"loss": with_a_sum}),
     "order of collectives": lambda: ({"loss": sum_then_maximum}, {"loss": maximum_then_sum}),
     "aux": lambda: ({"loss": with_aux, "has_aux": True}, {}),
+    # Losses that name Python objects by their addresses.
+    "constant beside a partitioner": lambda: (
+        {"loss": of_operation(_own_tanh, 1.001), "loss_over": "batch"},
+        {"loss": of_operation(_own_tanh), "loss_over": "batch"},
+    ),
+    "partitioner": lambda: (
+        {"loss": of_operation(_own_tanh), "loss_over": "batch"},
+        {"loss": of_operation(_scaled_tanh), "loss_over": "batch"},
+    ),
+    "argument of a partitioner": lambda: (
+        {"loss": of_operation(_scaled_tanh), "loss_over": "batch"},
+        {"loss": of_operation(_other_tanh), "loss_over": "batch"},
+    ),
+    "constant beside a callback": lambda: (
+        {"loss": of_operation(_tanh_in_python, 1.001), "loss_over": "shard"},
+        {"loss": of_operation(_tanh_in_python), "loss_over": "shard"},
+    ),
+    "print": lambda: ({"loss": printing}, {}),
     # What they are given.
     "parameters": lambda: ({"params": {**W, "b": 2 * W["b"]}}, {}),
     "shape of a parameter": lambda: ({"params": {**W, "b": np.ones(1, np.float32)}}, {}),
@@ -157,8 +231,27 @@ KINDS: dict[str, Callable[[], tuple[dict[str, Any], dict[str, Any]]]] = {
 }
 
 
+# What all pass alike, and is taken: the addresses differ.
+ALIKE: dict[str, dict[str, Any]] = {
+    "partitioner": {"loss": of_operation(_own_tanh), "loss_over": "batch"},
+    "partitioner with an argument": {"loss": of_operation(_other_tanh), "loss_over": "batch"},
+    "partitioner of a shard": {"loss": of_operation(_own_tanh)},
+    "callback": {"loss": of_operation(_tanh_in_python)},
+    "callback over the batch": {"loss": of_operation(_tanh_in_python), "loss_over": "batch"},
+    "prints": {"loss": printing},
+    "prints over the batch": {"loss": printing, "loss_over": "batch"},
+}
+
+
 # One of each sort.
-FEW = ["constant", "order of collectives", "rows", "key"]
+FEW = [
+    "constant",
+    "order of collectives",
+    "rows",
+    "key",
+    "constant beside a partitioner",
+    "argument of a partitioner",
+]
 
 
 def main(out: str, *names: str) -> None:
@@ -174,7 +267,70 @@ def main(out: str, *names: str) -> None:
             found[name] = f"{type(error).__name__}: {error}"
     # What is equal is taken, and lowered once.
     run()
+    # Other objects in each process, so that no two have the same addresses.
+    held = [object() for _ in range(1000 * job.process_id)]
+    for name, passed in ALIKE.items():
+        try:
+            run(**passed)
+        except crossshard.CrossshardError as error:
+            found[f"alike: {name}"] = f"{type(error).__name__}: {error}"
+    del held
     Path(out, f"{job.process_id}.json").write_text(json.dumps(found))
+
+
+class Text(NamedTuple):
+    """A lowered program with one operation."""
+
+    target: str
+    config: str
+
+    def as_text(self) -> str:
+        return (
+            f"  %1 = stablehlo.custom_call @{self.target}(%0) {{api_version = 2 : i32, "
+            f'backend_config = "{self.config}", mhlo.backend_config = {{index = 1 : ui64}}}}\n'
+            f"  %cst = stablehlo.constant dense<[{self.config!r}]>\n"
+        )
+
+
+@pytest.mark.parametrize(
+    ("target", "one", "other"),
+    [
+        ("CustomSPMDPartitioning", "140219", "139965"),
+        ("InspectSharding", r"\\10\\05@<\\22", r"\\20\\05@<"),
+        ("xla_python_cpu_callback", "140219", "139965"),
+        ("xla_ffi_partitioned_python_gpu_callback", "140219", "139965"),
+    ],
+)
+def test_an_address_is_left_out_and_nothing_else(target: str, one: str, other: str):
+    found, others = (
+        _jax.without_addresses(cast(Any, Text(target, config))).splitlines()
+        for config in (one, other)
+    )
+    assert found[0] == others[0]
+    assert "an address" in found[0]
+    assert "index = 1" in found[0]
+    assert found[1] != others[1]
+
+
+@pytest.mark.parametrize("target", ["tpu_custom_call", "lapack_spotrf_ffi", "my_callback"])
+def test_the_configuration_of_another_operation_counts(target: str):
+    texts = [Text(target, config) for config in ("140219", "139965")]
+    assert [_jax.without_addresses(cast(Any, text)) for text in texts] == [
+        text.as_text() for text in texts
+    ]
+
+
+def test_an_operation_is_told_by_what_partitions_it():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("shards",))
+
+    def text(tanh: Any) -> str:
+        split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("shards"))
+        lowered = jax.jit(lambda x: tanh(x), in_shardings=split).lower(np.ones((2, 4)))
+        return _jax.without_addresses(lowered)
+
+    assert "test_programs._as_it_lies" in text(_own_tanh)
+    assert text(_own_tanh) == text(_own_tanh)
+    assert len({text(tanh) for tanh in (_own_tanh, _scaled_tanh, _other_tanh)}) == 3
 
 
 @pytest.mark.multiprocess
@@ -194,3 +350,4 @@ def test_the_odd_process_is_named(names: list[str], tmp_path: Path):
         if first == "taken" or not named or others != [first] * len(others):
             wrong[name] = [each[name] for each in told]
     assert not wrong
+    assert [{key for key in each if key.startswith("alike: ")} for each in told] == [set()] * 3

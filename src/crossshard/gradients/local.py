@@ -14,12 +14,14 @@ from crossshard import _check
 from crossshard._annotations import PyTree
 from crossshard._flax import AnyVariable, nnx, rebound
 from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.gradients.mean import Mean, part_of_shard
 from crossshard.gradients.model_sums import check_sums
 from crossshard.gradients.scalars import check_scalar, is_inexact, is_number
 from crossshard.gradients.scaled_loss import scaled, unscale
 from crossshard.gradients.varying_types import explained_types
 from crossshard.shards.axes import Shards, check_no_further, check_one_way, shards_of_gradient
 from crossshard.shards.context import check_axis_name
+from crossshard.shards.groups import GroupAssignment
 
 _P = ParamSpec("_P")
 _Aux = TypeVar("_Aux")
@@ -35,6 +37,7 @@ def value_and_grad(
     *,
     axis_name: str | tuple[str, ...] | None = None,
     loss_scale: PyTree = None,
+    optimizer: object = None,
 ) -> Callable[_P, tuple[jax.Array, PyTree]]: ...
 
 
@@ -48,6 +51,7 @@ def value_and_grad(
     allow_int: bool = False,
     axis_name: str | tuple[str, ...] | None = None,
     loss_scale: PyTree = None,
+    optimizer: object = None,
 ) -> Callable[_P, tuple[tuple[jax.Array, _Aux], PyTree]]: ...
 
 
@@ -61,6 +65,7 @@ def value_and_grad(
     *,
     axis_name: str | tuple[str, ...] | None = None,
     loss_scale: PyTree = None,
+    optimizer: object = None,
 ) -> Callable[_P, PyTree]: ...
 
 
@@ -73,6 +78,7 @@ def value_and_grad(
     *,
     axis_name: str | tuple[str, ...] | None = None,
     loss_scale: PyTree = None,
+    optimizer: object = None,
 ) -> Callable[..., PyTree]:
     """Like ``jax.value_and_grad``, but the gradient is always local to the shard.
 
@@ -96,12 +102,17 @@ def value_and_grad(
       loss_scale: float[], or the ``loss_scale`` of an optimizer's state: the loss is multiplied by
         it before it is differentiated, and the gradients, in at least 32 bits, are divided by it.
         ``None`` or ``()``, the state of an optimizer without one, changes nothing.
+      optimizer: the ``CrossShardOptimizer`` that reduces the gradients; for a loss that returns a
+        ``Mean``, which is counted over the shards, or the group, that it reduces over. Of such a
+        loss the value is this shard's part: its mean over the shards is the loss of the batch.
+        Where no row counts, the gradients are 0; pass ``weight=0`` to ``update`` to skip it.
 
     Returns:
       A function of the same arguments that returns ``(value, gradient)``.
 
     Raises:
-      ArgumentError: ``argnums`` names a missing argument, or the loss is not a scalar.
+      ArgumentError: ``argnums`` names a missing argument, the loss is not a scalar, or it is a
+        ``Mean`` without the optimizer, or with one that takes none.
       ArgumentTypeError: a loop in the loss has a carry that varies only after its first step.
       AxisError: several axes are bound, none is named, and the loss is reduced over some of them;
         or the loss varies over one that is not named, or without types is reduced over it.
@@ -127,6 +138,8 @@ def value_and_grad(
 
         def local_loss(*args: Any, **kwargs: Any) -> Any:
             loss, aux = split_loss(fun(*args, **kwargs), has_aux, (jnp.inexact,))
+            if isinstance(loss, Mean):
+                loss, _ = part_of_shard(loss, *_shards_of_mean(optimizer))
             check_one_way(loss, shards, names)
             check_no_further(loss, shards, params)
             # An invariant loss is cast to varying: each shard differentiates its own copy.
@@ -151,6 +164,7 @@ def grad(
     allow_int: bool = False,
     *,
     axis_name: str | tuple[str, ...] | None = None,
+    optimizer: object = None,
 ) -> Callable[_P, PyTree]: ...
 
 
@@ -163,6 +177,7 @@ def grad(
     holomorphic: bool = False,
     allow_int: bool = False,
     axis_name: str | tuple[str, ...] | None = None,
+    optimizer: object = None,
 ) -> Callable[_P, tuple[PyTree, _Aux]]: ...
 
 
@@ -175,6 +190,7 @@ def grad(
     allow_int: bool = False,
     *,
     axis_name: str | tuple[str, ...] | None = None,
+    optimizer: object = None,
 ) -> Callable[_P, PyTree]: ...
 
 
@@ -186,6 +202,7 @@ def grad(
     allow_int: bool = False,
     *,
     axis_name: str | tuple[str, ...] | None = None,
+    optimizer: object = None,
 ) -> Callable[..., PyTree]:
     """Like ``jax.grad``, but the gradient is always local to the shard; see ``value_and_grad``.
 
@@ -194,7 +211,15 @@ def grad(
     >>> jax.vmap(step, axis_name="shards")(jnp.array([1.0, 3.0]))
     Array([1., 3.], dtype=float32)
     """
-    both = value_and_grad(fun, argnums, has_aux, holomorphic, allow_int, axis_name=axis_name)
+    both = value_and_grad(
+        fun,
+        argnums,
+        has_aux,
+        holomorphic,
+        allow_int,
+        axis_name=axis_name,
+        optimizer=optimizer,
+    )
 
     @functools.wraps(fun)
     def value_and_local_grad(*args: Any, **kwargs: Any) -> Any:
@@ -204,10 +229,25 @@ def grad(
     return value_and_local_grad
 
 
+def _shards_of_mean(optimizer: Any) -> tuple[Shards, GroupAssignment | None]:
+    """The shards over which a ``Mean`` is counted."""
+    if not hasattr(optimizer, "_shards_of_mean"):
+        got = "" if optimizer is None else f"; got {type(optimizer).__name__}"
+        raise ArgumentError(
+            f"The loss returns a Mean, which is counted over the shards that the optimizer reduces "
+            f"over. Pass the CrossShardOptimizer, crossshard.value_and_grad(loss, optimizer=opt)"
+            f"{got}."
+        )
+    found: tuple[Shards, GroupAssignment | None] = optimizer._shards_of_mean()
+    return found
+
+
 def split_loss(
     out: Any, has_aux: bool, kinds: tuple[Any, ...] = (jnp.floating,)
 ) -> tuple[Any, Any]:
-    """Split the output of a loss function into a loss of one of these kinds of dtype and ``aux``.
+    """Split the output of a loss function into a loss and ``aux``.
+
+    The loss is a ``Mean``, or a scalar of one of these kinds of dtype.
 
     Raises:
       ArgumentError, ArgumentTypeError: as for ``check_scalar``, or the output is not a pair.
@@ -223,7 +263,7 @@ def split_loss(
             f"two. If it returned (loss, aux), pass has_aux=True."
         )
     loss, aux = out if has_aux else (out, None)
-    return check_scalar(loss, kinds=kinds), aux
+    return loss if isinstance(loss, Mean) else check_scalar(loss, kinds=kinds), aux
 
 
 def _check_argnums(argnums: int | Sequence[int], number: int) -> tuple[int, ...]:

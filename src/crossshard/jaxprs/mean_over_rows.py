@@ -17,6 +17,7 @@ import numpy as np
 
 from crossshard import _jax
 from crossshard.jaxprs.elementwise import ELEMENTWISE
+from crossshard.jaxprs.kernels import Assumptions, of_kernel
 from crossshard.jaxprs.row_draws import KEYS, SAME_NOISE, drawn, is_random
 from crossshard.jaxprs.row_facts import (
     ADDS,
@@ -69,25 +70,34 @@ class Finding:
       source: its source line; empty if unknown.
       entry: of a ratio, the place among the leaves of the batch of the one whose sum divides;
         ``None`` if it is none of them.
+      power: of a ratio, of the number of rows, which the sum that divides grows with.
       moved: of a ratio, what was done to the sum that divides: ``"max"`` with a bound, ``"plus"``
         something small, or ``"guard"``, another value where it is 0; empty if nothing was.
-      bound: that bound, what was added, or that value; infinite if unknown.
+      bound: that bound, what was added, or that value.
       counts: of a ratio, whether the sum that divides is known to be one of integers.
-      equation: of a ratio, the one that divides.
+      code: of a ratio, the line that divides; empty if unknown.
+      by: of a ratio, which sum divides; see ``Total.of``.
+      of: what part of a ``Mean`` it is of; empty for a number.
+      assumes: the operations that it is assumed of to compute each row alone.
     """
 
     kind: OverRows
     reason: str = ""
     source: str = ""
     entry: int | None = None
+    power: int = 1
     moved: str = ""
     bound: float = 0.0
     counts: bool = False
-    equation: Any = dataclasses.field(default=None, compare=False, repr=False)
+    code: str = ""
+    by: Any = dataclasses.field(default=None, compare=False, repr=False)
+    assumes: tuple[str, ...] = ()
+    of: str = ""
 
     def __str__(self) -> str:
         reason = f": {self.reason}" if self.reason else ""
-        return f"{self.kind.value}{reason}{f' ({self.source})' if self.source else ''}"
+        alone = f", if each row is computed alone by {', '.join(self.assumes)}" * bool(self.assumes)
+        return f"{self.kind.value}{reason}{f' ({self.source})' if self.source else ''}{alone}"
 
 
 def over_rows(
@@ -112,13 +122,26 @@ def over_rows(
     """
     if first is None:
         first = jax.make_jaxpr(loss)(jax.tree.map(_type_of, batch), *others, own)
-    (fact,) = facts_of(
-        loss, batch, *others, own=own, axes=axes, times=times, first=first, shards=shards
-    )
-    finding = found(fact)
-    of_program = isinstance(fact, Obstacle) and fact.reason in (_FAILS, _DIFFERS, _OF_FEW)
+    how: Any = {"own": own, "axes": axes, "times": times, "first": first, "shards": shards}
+    assumed = Assumptions()
+    (fact,) = facts_of(loss, batch, *others, **how, assumed=assumed)
+    return by_itself(assuming(found(fact), assumed), first)
+
+
+def assuming(finding: Finding, assumed: Assumptions) -> Finding:
+    """The finding with what it assumes of operations."""
+    names = assumed.names()
+    if names and finding.kind is OverRows.COMPARED:
+        # Of rows only if these operations compute each row alone.
+        return replace(finding, kind=OverRows.UNDECIDED)
+    return finding if finding.kind is OverRows.UNDECIDED else replace(finding, assumes=names)
+
+
+def by_itself(finding: Finding, jaxpr: Any) -> Finding:
+    """The same finding, or that a loss sums over the shards by itself if nothing else is wrong."""
+    of_program = finding.reason in (_FAILS, _DIFFERS, _OF_FEW)
     if finding.kind in (OverRows.MEAN, OverRows.UNDECIDED) and not of_program:
-        for each in equations_of(first):
+        for each in equations_of(jaxpr):
             if each.primitive.name != "axis_index" and _jax.names_axes(each):
                 name = str(each.primitive.name)
                 return Finding(OverRows.OVER_SHARDS, name, _jax.sources_of(each))
@@ -134,6 +157,9 @@ def facts_of(
     times: int = 2,
     first: Any = None,
     shards: Sequence[str] | None = None,
+    only: int | None = None,
+    named_in: list[Any] | None = None,
+    assumed: Assumptions | None = None,
 ) -> tuple[Fact, ...]:
     """What each output of ``function(batch, *others, own)`` is in the rows of the batch.
 
@@ -149,6 +175,9 @@ def facts_of(
       times: of how many pieces the whole is, at least 2.
       first: the jaxpr of the function with the batch as it is, if there is one already.
       shards: the mesh axes of the shards; all that are named if ``None``.
+      only: how many of the first outputs are looked at; all if ``None``.
+      named_in: gets the jaxpr whose variables the facts name.
+      assumed: gets what is assumed of operations.
     """
     leaves, tree = jax.tree.flatten(batch)
     axes = [0] * len(leaves) if axes is None else axes
@@ -161,21 +190,20 @@ def facts_of(
                 for x, axis in zip(leaves, axes, strict=True)
             ]
         )
-        return jax.make_jaxpr(function)(of_number, *others, own)
+        return looked_at(jax.make_jaxpr(function)(of_number, *others, own))
 
-    first = traced(rows) if first is None else first
-    inputs: list[Fact] = [
-        Rows(axis, entry=place, counts=not (is_inexact_type(x.dtype)))
-        for place, (x, axis) in enumerate(zip(leaves, axes, strict=True))
-    ]
-    inputs += [Free()] * len(jax.tree.leaves(others))
-    inputs += [Free(own=True)] * len(jax.tree.leaves(own))
+    looked_at = lambda jaxpr: jaxpr if only is None else _jax.first_outputs(jaxpr, only)
+    first = traced(rows) if first is None else looked_at(first)
+    assumed = Assumptions() if assumed is None else assumed
+    named_in = [] if named_in is None else named_in
+    named_in.append(first)
+    inputs = facts_of_inputs(leaves, axes, others, own)
     try:
         whole = traced(times * rows)
     except Exception as error:  # a function may raise anything on other shapes
         fails = Obstacle(OverRows.UNDECIDED, _FAILS, source=_jax.source_of_error(error))
         return (fails,) * len(first.out_avals)
-    facts = _followed((first, whole), inputs, rows, times, shards)
+    facts = followed((first, whole), inputs, rows, times, shards, assumed)
     if rows >= _MANY or not any(isinstance(fact, Obstacle) for fact in facts):
         return facts
     # With one row JAX leaves out what would repeat it: a program of more rows is looked at, and
@@ -184,9 +212,10 @@ def facts_of(
         larger = traced(2 * times * rows)
     except Exception:  # a function may raise anything on other shapes
         return facts
-    general = _followed((whole, larger), inputs, times * rows, 2, shards)
+    general = followed((whole, larger), inputs, times * rows, 2, shards, assumed)
     if all(isinstance(fact, Obstacle) for fact in general):
         return facts
+    named_in[:] = [whole]
     same = is_same_program((first, whole, larger), (rows, times * rows, 2 * times * rows))
     few = Obstacle(OverRows.UNDECIDED, _OF_FEW)
 
@@ -202,16 +231,32 @@ def _type_of(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-def _followed(
+def facts_of_inputs(
+    leaves: Sequence[Any], axes: Sequence[int], others: Any, own: Any
+) -> list[Fact]:
+    """The facts of the inputs of a function; see ``facts_of``."""
+    inputs: list[Fact] = [
+        Rows(axis, entry=place, counts=not is_inexact_type(x.dtype))
+        for place, (x, axis) in enumerate(zip(leaves, axes, strict=True))
+    ]
+    inputs += [Free()] * len(jax.tree.leaves(others))
+    return [*inputs, *[Free(own=True)] * len(jax.tree.leaves(own))]
+
+
+def followed(
     traces: Sequence[Any],
     inputs: Sequence[Fact],
     rows: int,
     times: int,
     shards: Sequence[str] | None,
+    assumed: Assumptions,
 ) -> tuple[Fact, ...]:
-    """The facts of the outputs of jaxprs with some rows and with ``times`` as many."""
+    """The facts of the outputs of jaxprs with some rows and with ``times`` as many.
+
+    What it assumes of operations is written down in ``assumed``.
+    """
     try:
-        return tuple(follow(_OverRows(rows, times, shards), traces, inputs))
+        return tuple(follow(_OverRows(rows, times, shards, assumed=assumed), traces, inputs))
     except Mismatch as mismatch:
         differs = Obstacle(OverRows.UNDECIDED, _DIFFERS, mismatch.equation)
         return (differs,) * len(traces[0].out_avals)
@@ -256,10 +301,12 @@ def found(fact: Fact) -> Finding:
                 OverRows.RATIO,
                 source=_jax.sources_of(equation),
                 entry=by.of if isinstance(by.of, int) else None,
-                moved=by.moved or "plus" * bool(by.bound),
+                power=by.power,
+                moved=by.moved,
                 bound=by.bound,
                 counts=by.counts,
-                equation=equation,
+                code=_jax.code_of(equation),
+                by=by.of,
             )
         case Free(power=0) | Total(power=0, moved="") | Never():
             return Finding(OverRows.MEAN)
@@ -290,12 +337,20 @@ class _OverRows(Analysis[Fact]):
       shards: the mesh axes of the shards; all that are named if ``None``.
       derives: whether to look at the derivatives of functions that have their own; not within
         such a derivative.
+      assumed: where to write down what is assumed of operations.
     """
 
     def __init__(
-        self, rows: int, times: int, shards: Sequence[str] | None = None, *, derives: bool = True
+        self,
+        rows: int,
+        times: int,
+        shards: Sequence[str] | None = None,
+        *,
+        derives: bool = True,
+        assumed: Assumptions | None = None,
     ):
         self._rows, self._times, self._shards, self._derives = rows, times, shards, derives
+        self._assumed = Assumptions() if assumed is None else assumed
         self.memory = {}
 
     def constant(self, values: Sequence[Any]) -> Fact:
@@ -346,6 +401,8 @@ class _OverRows(Analysis[Fact]):
     def enters_with(self, equations: Equations, inputs: Sequence[Fact]) -> bool:
         kinds = [_jax.control_flow(each) for each in equations]
         loops = [each for each in kinds if isinstance(each, _jax.Scan)]
+        if _jax.is_rowwise(equations[0]):
+            return False
         in_chunks = bool(loops) and any(isinstance(fact, Chunks) for fact in inputs)
         return len({each.steps for each in loops}) < 2 and not in_chunks
 
@@ -489,7 +546,7 @@ class _OverRows(Analysis[Fact]):
             return self._of_chunks(pair, inputs)
         if any(isinstance(fact, Rows) and fact.over is not None for fact in inputs):
             return self._of_divided(pair, inputs)
-        found = batches_of(pair, inputs)
+        found = batches_of(pair, inputs) or of_kernel(self, pair, inputs, self._assumed)
         if found is not None:
             return found
         if not pair.is_alike():
@@ -756,7 +813,10 @@ class _OverRows(Analysis[Fact]):
             rules = [_jax.rule_of_derivative(each, backward=backward) for each in equations]
         except Exception:  # a rule of the user may raise anything
             return unknown
-        without_rules = _OverRows(self._rows, self._times, self._shards, derives=False)
+        without_rules = _OverRows(
+            self._rows, self._times, self._shards, derives=False, assumed=self._assumed
+        )
+        self._assumed.rules[id(pair.other)] = rules[1], slopes
         try:
             found = follow(without_rules, rules, [*inputs, *slopes])
         except Mismatch:

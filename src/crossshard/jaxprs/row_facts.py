@@ -16,6 +16,7 @@ class OverRows(enum.Enum):
     MEAN = "a mean over the rows"
     SUM = "a sum over the rows"
     RATIO = "a ratio of two sums over the rows"
+    COUNTED = "sums over the rows, divided by their counts"
     COMPARED = "a comparison of rows"
     OVER_SHARDS = "a sum over the shards by itself"
     UNDECIDED = "not decided"

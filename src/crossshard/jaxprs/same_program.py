@@ -82,6 +82,11 @@ def scales(one: Any, other: Any, times: int, power: int) -> bool:
 
 
 def _same(jaxprs: Sequence[Any], rows: Sequence[int], *, derives: bool = True) -> bool:
+    """Whether jaxprs do the same; ``derives`` is whether own derivatives are compared, too.
+
+    A derivative may call the function that it is of, as that of ``logaddexp`` does, so that those
+    within one are not.
+    """
     traces = [_Trace(each) for each in jaxprs]
     opened = [each.jaxpr for each in traces]
     kept = [each.kept for each in traces]
@@ -129,7 +134,6 @@ def _same(jaxprs: Sequence[Any], rows: Sequence[int], *, derives: bool = True) -
         if derives and _jax.has_own_derivative(one):
             backward = one.primitive.name.startswith("custom_vjp")
             rules = [_jax.rule_of_derivative(each, backward=backward) for each in equations]
-            # Rules call the function itself.
             if not _same(rules, rows, derives=False):
                 return False
     return all(map(of_atoms, zip(*(each.outvars for each in opened), strict=True)))

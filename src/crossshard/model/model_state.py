@@ -2,7 +2,7 @@
 
 import enum
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -39,11 +39,14 @@ def check_model_state(model_state: object) -> ModelState | None:
     return _check.choice("model_state", model_state, ModelState, hint)
 
 
-def check_initial(kind: ModelState | None, params: Any, model_state: Any) -> Any:
+def check_initial(
+    kind: ModelState | None, params: Any, model_state: Any, *, over_batch: bool
+) -> Any:
     """The state before the first step as arrays; ``()`` if the loss takes none.
 
     Raises:
-      ArgumentError: the state is missing or not taken, or an NNX module keeps it.
+      ArgumentError: the state is missing or not taken, or an NNX module keeps it; or a backward
+        pass writes some of it, and that of the whole batch is not meant.
       ArgumentTypeError: a leaf is neither an array nor a number.
     """
     if kind is None:
@@ -63,6 +66,13 @@ def check_initial(kind: ModelState | None, params: Any, model_state: Any) -> Any
             f"The step has model_state={str(kind)!r}: pass the state before the first step, "
             f"init(params, model_state=state)."
         )
+    if overwritten(model_state) and not over_batch:
+        raise ArgumentError(
+            f"model_state[{OVERWRITTEN!r}] takes its next values from the backward pass, such as "
+            f"the maxima of fp8 over all rows. A shard sees its own rows, and gradients of its own "
+            f"mean, which are larger. Write make_train_step(..., loss_over='batch'), and the "
+            f"values are one device's."
+        )
     for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
         if not is_number(leaf):
             raise ArgumentTypeError(
@@ -71,6 +81,29 @@ def check_initial(kind: ModelState | None, params: Any, model_state: Any) -> Any
             )
     is_type = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
     return jax.tree.map(lambda x: x if is_type(x) else jnp.asarray(x), model_state)
+
+
+# Linen's collection of arrays that a backward pass writes: their "gradients" are their next values.
+# The scales and histories of fp8 are kept so.
+OVERWRITTEN = "_overwrite_with_gradient"
+
+
+def overwritten(state: Any) -> list[Any]:
+    """The arrays of a state whose gradients are their next values."""
+    return [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state) if _of_it(path)]
+
+
+def overwrite(state: Any, values: Sequence[Any]) -> Any:
+    """A state with these values in the place of ``overwritten(state)``."""
+    if not values:
+        return state
+    left = iter(values)
+    one = lambda path, x: next(left).astype(x.dtype) if _of_it(path) else x
+    return jax.tree_util.tree_map_with_path(one, state)
+
+
+def _of_it(path: tuple[Any, ...]) -> bool:
+    return jax.tree_util.DictKey(OVERWRITTEN) in path
 
 
 def holds_keys(path: tuple[Any, ...], state: Any) -> bool:

@@ -15,6 +15,7 @@ from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.scalars import is_inexact
 from crossshard.jaxprs.dependence import depends, hands_on
+from crossshard.model.model_state import OVERWRITTEN
 from crossshard.model.trained import (
     check_some_trained,
     of_module,
@@ -114,12 +115,15 @@ def check_params(
         of_params = jax.tree_util.DictKey("params")
         others = [place for place, (path, _) in enumerate(paths) if path[0] != of_params]
         if others and _moves(optimizer, params, others):
+            # The values of this collection are one device's in a loss over the batch alone.
+            over = ", loss_over='batch'" * (OVERWRITTEN in model)
             raise ArgumentError(
                 f"The parameters are a dict with 'params' in it, as Linen's variables, and the "
                 f"optimizer would also train {sorted(set(model) - {'params'})}. Write "
                 f"init(params, model_state=rest), where params = variables.pop('params'), with "
-                f"make_train_step(loss_fn, optimizer, model_state='mean') and loss_fn(params, "
-                f"rest, batch). To train everything, write wrt=lambda path, leaf: True."
+                f"make_train_step(loss_fn, optimizer, model_state='mean'{over}) and "
+                f"loss_fn(params, rest, batch), which returns (loss, rest). To train everything, "
+                f"write wrt=lambda path, leaf: True."
             )
     if isinstance(model, nnx.Pytree):
         of_lora = [

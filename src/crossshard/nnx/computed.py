@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
+import jax
+import jax.numpy as jnp
+
 from crossshard import _flax
 from crossshard._flax import AnyVariable, describe_variable
 from crossshard.errors import IncomingError, ShardContextError
@@ -26,6 +29,8 @@ class Computed:
         self._names: Named = {}
         self._shards: dict[int, int] = {}
         self._applied: set[int] = set()
+        # float[], 0 if a Mean counted no row; None if some always count.
+        self.weight: jax.Array | None = None
 
     @property
     def names(self) -> Named:
@@ -34,9 +39,10 @@ class Computed:
             self.clear()
         return self._names
 
-    def add(self, found: Named, number_of_shards: int) -> None:
-        """Note that their gradients were returned on this many shards."""
+    def add(self, found: Named, number_of_shards: int, empty: jax.Array | None = None) -> None:
+        """Note that their gradients were returned on this many shards, and if no row counts."""
         self.names.update(found)
+        self.weight = None if empty is None else jnp.where(empty, 0.0, 1.0)
         self._shards.update(dict.fromkeys(found, number_of_shards))
         self._applied.difference_update(found)
 

@@ -13,6 +13,7 @@ from crossshard import _flax
 from crossshard._flax import AnyVariable
 from crossshard.collectives.all_reduce import widen
 from crossshard.errors import VariableError
+from crossshard.gradients.mean import Mean, part_of_shard
 from crossshard.gradients.model_sums import check_sums
 from crossshard.gradients.scalars import check_scalar
 from crossshard.gradients.scaled_loss import scaled, unscale
@@ -20,6 +21,7 @@ from crossshard.gradients.varying_types import explained_types
 from crossshard.nnx.binding import bound, check_writable
 from crossshard.nnx.graph import reached_in, same_arrays
 from crossshard.shards.axes import Shards, check_no_further
+from crossshard.shards.groups import GroupAssignment
 
 
 def differentiate(
@@ -31,11 +33,15 @@ def differentiate(
     given: Any = None,
     loss_scale: jax.Array | None = None,
     axis_name: tuple[str, ...] = (),
-) -> tuple[jax.Array, list[jax.Array | None]]:
+    shards_of_mean: Callable[[], tuple[Shards, GroupAssignment | None]] | None = None,
+) -> tuple[jax.Array, list[jax.Array | None], jax.Array | None]:
     """The loss, and the gradient of ``loss / divisor * grad_loss`` per variable.
 
+    The third result is whether a ``Mean`` counts no row at all; ``None`` if some always count.
+
     ``given`` holds modules whose variables the loss may write, besides those of the step, and
-    ``axis_name`` the shard axes, if they are named.
+    ``axis_name`` the shard axes, if they are named. ``shards_of_mean`` returns the shards
+    over which a ``Mean`` is counted, or raises.
 
     The loss is multiplied by ``loss_scale`` before it is differentiated, and the gradients are
     divided by it. The gradients are local; a variable that the loss does not depend on gets
@@ -56,13 +62,16 @@ def differentiate(
             out = _called(loss)
             after = [other.get_raw_value() for other in others]
             made = [v for v in reached_in(below.roots).variables if id(v) not in known]
+        empty = None
+        if isinstance(out, Mean) and shards_of_mean is not None:
+            out, empty = part_of_shard(out, *shards_of_mean())
         value = jnp.asarray(check_scalar(out))
         check_no_further(value, shards, values)
         changed = [not same_arrays(a, b) for a, b in zip(after, rest, strict=True)]
         written[:] = [*itertools.compress(others, changed), *made]
         kept = [*itertools.compress(after, changed), *(v.get_raw_value() for v in made)]
         divided = value if divisor == 1 or divide_after else value / divisor
-        return shards.as_varying(scaled(divided, loss_scale)), (value, kept)
+        return shards.as_varying(scaled(divided, loss_scale)), (value, kept, empty)
 
     values = [shards.as_varying(variable.get_raw_value()) for variable in variables]
     # Divided in 16 bits, a small gradient could underflow before it is summed.
@@ -70,7 +79,7 @@ def differentiate(
     rest = [other.get_raw_value() for other in others]
     check_sums(lambda: jax.make_jaxpr(lambda values: of_values(values, rest)[0])(values), axis_name)
     with explained_types(shards):
-        gradients, (value, kept) = jax.grad(of_values, has_aux=True)(values, rest)
+        gradients, (value, kept, empty) = jax.grad(of_values, has_aux=True)(values, rest)
     gradients = unscale(gradients, loss_scale)
     if divide_after:
         gradients = [widen(gradient) / divisor for gradient in gradients]
@@ -84,7 +93,7 @@ def differentiate(
         # grad_loss may be an int; a loss may not.
         seed = jnp.asarray(check_scalar(grad_loss, "grad_loss", (jnp.floating, jnp.integer)))
         gradients = [gradient * seed.astype(gradient.dtype) for gradient in gradients]
-    return value, [g if place in reached else None for place, g in enumerate(gradients)]
+    return value, [g if place in reached else None for place, g in enumerate(gradients)], empty
 
 
 def _called(loss: Callable[[], Any]) -> Any:

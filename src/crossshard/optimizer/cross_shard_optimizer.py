@@ -48,10 +48,10 @@ from crossshard.pipeline.stages.accumulate import Accumulate
 from crossshard.pipeline.stages.preprocess import Preprocess
 from crossshard.pipeline.state import CrossShardState
 from crossshard.pipeline.update.plan import UpdateStrategy, WeightUpdate, check_weight_update
-from crossshard.shards.axes import shards_of_gradient
+from crossshard.shards.axes import Shards, shards_of_gradient
 from crossshard.shards.context import check_axis_name, check_num_shards
 from crossshard.shards.devices import axes_in_sight
-from crossshard.shards.groups import check_group_assignment
+from crossshard.shards.groups import GroupAssignment, check_group_assignment
 
 GradientsAndVariables: TypeAlias = "Iterable[tuple[jax.Array | None, AnyVariable]]"
 VariableList: TypeAlias = "nnx.Pytree | AnyVariable | Sequence[nnx.Pytree | AnyVariable]"
@@ -346,6 +346,8 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         for variable in [*variables, *counted, *self.slots.all()]:
             check_writable(variable)
         origin = check_incoming(incoming) or self._origin(variables)
+        if incoming is None and origin is GradientStatus.SCALED and weight is None:
+            weight = self.computed.weight
         keyed = keyed_variables(self, variables, [variable for _, variable in pairs])
         run = self._transformation.transformations
         is_stage = not isinstance(self._pipeline.preprocess, Preprocess | None)
@@ -457,7 +459,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         number = self._pipeline.shards().number
         found = named_variables(trained_by_default() if var_list is None else var_list)
         variables = [variable for variable, _ in found.values()]
-        value, gradients = differentiate(
+        value, gradients, empty = differentiate(
             loss,
             variables,
             shards_of_gradient(axes),
@@ -466,9 +468,32 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             var_list,
             self._loss_scale(),
             axes,
+            self._shards_of_mean,
         )
-        self.computed.add(found, number)
+        self.computed.add(found, number, empty)
         return value, list(zip(gradients, variables, strict=True))
+
+    def _shards_of_mean(self) -> tuple[Shards, GroupAssignment | None]:
+        """The shards over which a ``Mean`` is counted; raises if this optimizer takes none."""
+        pipeline = self._pipeline
+        if pipeline.reduction is Reduction.SUM:
+            raise ArgumentError(
+                "The loss returns a Mean, which is a mean over the whole batch, and this "
+                "optimizer's reduction is SUM, which adds up the losses of shards. Use MEAN."
+            )
+        if pipeline.accumulate is not None:
+            raise ArgumentError(
+                f"The loss returns a Mean, and this optimizer accumulates over "
+                f"{pipeline.accumulate.steps} calls, of which the later ones have not been counted "
+                f"yet. Pass accumulate_steps to make_train_step, which counts all rows first."
+            )
+        if pipeline.excludes_shards:
+            raise ArgumentError(
+                "The loss returns a Mean, whose gradients have to be computed again without a "
+                "shard that nonfinite='quarantine' leaves out. Use make_train_step, which does "
+                "so, or nonfinite='skip'."
+            )
+        return pipeline.shards(warn=False), pipeline.groups
 
     def _loss_scale(self) -> jax.Array | None:
         """The current scale of the loss; ``None`` without one."""

@@ -244,6 +244,7 @@ class Pipeline:
         before: CrossShardState,
         context: StageContext,
         others: Callable[[jax.Array | None], dict[str, Any]] = lambda _: {},
+        recounted: Callable[[Any], tuple[Any, Any]] | None = None,
     ) -> tuple[Gradients, CrossShardState]:
         """The stages up to the reduction.
 
@@ -252,7 +253,16 @@ class Pipeline:
           before: the state before these stages.
           context: the context.
           others: what the aggregate is to sum besides, by name, given the weight of the shard.
+          recounted: computes the gradients and the loss of this shard again, given its weight, if
+            they depend on which shards count; ``None`` if they do not.
         """
+        if recounted is not None and self.excludes_shards and self.preprocess is not None:
+            raise ArgumentError(
+                "The loss returns a Mean, whose gradients are computed again without a shard that "
+                "nonfinite='quarantine' leaves out, and preprocess= changes them in between. Put "
+                "it before the optimizer, optax.chain(preprocess, optimizer), or write "
+                "nonfinite='skip'."
+            )
 
         def examined(gradients: Gradients) -> Gradients:
             return self.run((Phase.ARRIVAL,), gradients, before, context)[0]
@@ -281,7 +291,11 @@ class Pipeline:
             reduced = reduced.replace(sums={**reduced.sums, REPORTED: none})
 
             def without_bad(_: Any, own: Any) -> tuple[tuple[Gradients, Any], Any]:
-                rest, again = weighed(examined(gradients.replace(values=own)))
+                left = examined(gradients.replace(values=own))
+                if recounted is not None:
+                    values, loss = recounted(left.weight)
+                    left = left.replace(values=values, extra={**left.extra, "value": loss})
+                rest, again = weighed(left)
                 kept = lambda new, old: new if new.dtype == old.dtype else old
                 found, again = summed(rest, again)
                 return (found, again.aggregate), jax.tree.map(kept, rest.values, own)

@@ -42,11 +42,13 @@ class Found(NamedTuple):
       out: the loss with its auxiliary output.
       gradients: the gradients: whole and local, or, where ``early``, this shard's slice of the sum.
       early: for each gradient, whether the backward pass has summed it; empty if none is.
+      of_others: the gradients of the other arrays.
     """
 
     out: Any
     gradients: Any
     early: tuple[bool, ...]
+    of_others: Sequence[Any] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,49 +130,52 @@ class AtUse:
 
     def value_and_grad(
         self,
-        loss_of: Callable[[Any], tuple[Any, Any]],
+        loss_of: Callable[..., tuple[Any, Any]],
         params: Any,
         weight: Any = None,
         loss_scale: Any = None,
+        others: Sequence[Any] = (),
     ) -> Found:
         """The loss with its auxiliary output, and the gradients that are read.
 
         Args:
-          loss_of: the loss as a function of the parameters, which returns ``(loss, aux)``.
+          loss_of: the loss as a function of the parameters and the other arrays, which returns
+            ``(loss, aux)``.
           params: the parameters as they rest.
           weight: float[], the weight of this shard; ``None`` if all count the same.
           loss_scale: the scale of the loss; see ``crossshard.value_and_grad``.
+          others: further arrays to differentiate, which every shard has whole.
         """
         leaves, tree = jax.tree.flatten(params)
         unread = self.unread or (False,) * len(leaves)
         read = [place for place, each in enumerate(unread) if not each]
-        traced, late = self._late(loss_of, params, read)
+        traced, late = self._late(loss_of, params, read, others)
         whole = self._at_start(leaves, late)
         given = list(whole)
         for place in late.intersection(read):
             given[place] = self._slot(place, leaves[place])
 
-        def of_read(arrays: Sequence[Any]) -> tuple[Any, Any]:
+        def of_read(arrays: Sequence[Any], others: Sequence[Any]) -> tuple[Any, Any]:
             inputs = list(whole)
             for place, x in zip(read, arrays, strict=True):
                 inputs[place] = x
             if traced is None:
-                return loss_of(tree.unflatten(inputs))
+                return loss_of(tree.unflatten(inputs), *others)
             for place in late:
                 slot = None if unread[place] else inputs[place]
                 inputs[place] = self._leaf(place, leaves[place], slot, weight)
-            found: tuple[Any, Any] = self._evaluated(traced, inputs, self.uses)
+            found: tuple[Any, Any] = self._evaluated(traced, [*inputs, *others], self.uses)
             return found
 
-        compute = value_and_grad(of_read, has_aux=True, loss_scale=loss_scale)
-        out, found = compute([given[place] for place in read])
+        compute = value_and_grad(of_read, (0, 1), has_aux=True, loss_scale=loss_scale)
+        out, (found, of_others) = compute([given[place] for place in read], list(others))
         gradients = [
             jnp.zeros_like(x) if none else x for x, none in zip(given, unread, strict=True)
         ]
         for place, gradient in zip(read, found, strict=True):
             gradients[place] = gradient
         early = tuple(place in late for place in range(len(leaves))) if late else ()
-        return Found(out, tree.unflatten(gradients), early)
+        return Found(out, tree.unflatten(gradients), early, of_others)
 
     def call(self, function: Callable[[Any], Any], params: Any) -> Any:
         """What a function of the parameters returns, which are gathered where it uses them."""
@@ -190,13 +195,19 @@ class AtUse:
         """The arrays that are not trained, or their types in full if some rest in parts."""
         return frozen if self.frozen is None else self.frozen.types(frozen)
 
-    def _traced(self, function: Callable[[Any], Any], params: Any) -> tuple[Any, Any]:
+    def _traced(
+        self, function: Callable[..., Any], params: Any, others: Sequence[Any] = ()
+    ) -> tuple[Any, Any]:
         """The jaxpr of a function of the parameters in full, and the tree of its outputs."""
-        jaxpr, out = jax.make_jaxpr(function, return_shape=True)(self.types(params))
+        jaxpr, out = jax.make_jaxpr(function, return_shape=True)(self.types(params), *others)
         return _jax.without_unread(jaxpr), jax.tree.structure(out)
 
     def _late(
-        self, loss_of: Callable[[Any], tuple[Any, Any]], params: Any, read: Sequence[int]
+        self,
+        loss_of: Callable[..., tuple[Any, Any]],
+        params: Any,
+        read: Sequence[int],
+        others: Sequence[Any],
     ) -> tuple[Any, set[int]]:
         """The traced loss, and the places of the parameters that wait until it uses them.
 
@@ -205,10 +216,10 @@ class AtUse:
         rows = [place for place in read if self.partitions[place].row is not None]
         if not self.in_parts and (self.waits or not rows):
             return None, set()
-        traced = self._traced(loss_of, params)
+        traced = self._traced(loss_of, params, others)
         if self.in_parts:
             return traced, {place for place, waits in enumerate(self.early) if waits}
-        late = self._used_in_rows(traced, jax.tree.leaves(params), rows)
+        late = self._used_in_rows(traced, jax.tree.leaves(params), rows, others)
         return (traced, late) if late else (None, late)
 
     def _at_start(self, leaves: Sequence[Any], late: set[int]) -> list[Any]:
@@ -223,7 +234,9 @@ class AtUse:
             found[place] = x
         return found
 
-    def _used_in_rows(self, traced: Any, leaves: Sequence[Any], places: Sequence[int]) -> set[int]:
+    def _used_in_rows(
+        self, traced: Any, leaves: Sequence[Any], places: Sequence[int], others: Sequence[Any]
+    ) -> set[int]:
         """Which of these parameters the loss uses row by row, as in a loop over its layers.
 
         XLA puts the sum of a whole gradient where it is made, but one of a row in no loop.
@@ -235,7 +248,7 @@ class AtUse:
             for place in places:
                 x = arrays[place]
                 inputs[place] = self._leaf(place, x, self._slot(place, x), None)
-            return self._evaluated(traced, inputs, uses)
+            return self._evaluated(traced, [*inputs, *others], uses)
 
         jax.eval_shape(survey, list(leaves))
         return {place for place, found in uses.items() if any(use.of_row for use in found)}

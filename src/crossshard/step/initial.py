@@ -53,7 +53,7 @@ def prepare(
     """
     impl, key = check_key(rng)
     mesh, kind = config.mesh, config.loss.model_state
-    model_state = check_initial(kind, params, model_state)
+    model_state = check_initial(kind, params, model_state, over_batch=config.loss.is_over_batch)
     skeleton, *arrays = partition(params, config.wrt)
     if kind is not None:
         arrays[2] = model_state

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from crossshard.gradients.mean import MeanSums
 from crossshard.pipeline.stages.accumulate import Sums, add, mean
 from crossshard.shards.batch_axes import BatchAxes
 
@@ -20,6 +21,7 @@ class LocalResult(NamedTuple):
       weight: float[], the weight of the rows; ``None`` if all shards count the same.
       model_state: the model state after the loss.
       aux: what else the loss returned.
+      terms: the sums and counts of a ``Mean``; ``None`` if the loss is a number.
       early: for each leaf of the gradient whether the backward pass has summed it over the shards;
         empty if none is. See ``Gradients``.
       sums: what else the aggregate is to sum, by name, of virtual shards: loss, values, weight and
@@ -32,6 +34,7 @@ class LocalResult(NamedTuple):
     weight: Any
     model_state: Any
     aux: Any
+    terms: MeanSums | None = None
     early: tuple[bool, ...] = ()
     sums: dict[str, Any] | None = None
 
@@ -94,10 +97,11 @@ def over_microbatches(
         index, rows = piece
         found = compute(rows, model_state, index)
         sums = add(sums, found.values, found.loss, found.weight, early)
-        return (sums, _as_stored(found.model_state, model_state)), (found.aux, found.weight)
+        others = found.aux, found.terms, found.weight
+        return (sums, _as_stored(found.model_state, model_state)), others
 
     if last is None:
-        (sums, model_state), (aux, weights) = lax.scan(one, (zero, model_state), pieces)
+        (sums, model_state), (aux, terms, weights) = lax.scan(one, (zero, model_state), pieces)
         values, loss = mean(sums, early, weighted=weights is not None)
     else:
         but_last = jax.tree.map(lambda x: x[:-1], pieces)
@@ -111,9 +115,11 @@ def over_microbatches(
         values = _chosen(early, found.values, values)
         model_state = _as_stored(found.model_state, model_state)
         join = lambda first, end: jnp.concatenate([first, jnp.asarray(end)[None]])
-        aux, weights = jax.tree.map(join, others, (found.aux, found.weight))
+        own = found.aux, found.terms, found.weight
+        aux, terms, weights = jax.tree.map(join, others, own)
     total = None if weights is None else sums[2]
-    return LocalResult(loss, values, total, model_state, None, early), aux, weights
+    terms = jax.tree.map(lambda x: x.sum(0), terms)
+    return LocalResult(loss, values, total, model_state, None, terms, early), aux, weights
 
 
 def _as_stored(after: Any, before: Any) -> Any:

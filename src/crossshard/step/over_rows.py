@@ -2,20 +2,37 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 
 from crossshard.errors import LossError
+from crossshard.gradients.mean import Mean, Term
 from crossshard.jaxprs.mean_over_rows import (
     ADDS_UNLIKE,
     MEETS_EARLIER,
     SAME_NOISE,
     Finding,
     OverRows,
+    found,
+    is_free,
+    is_mean,
+    is_sum,
+)
+from crossshard.step.divisor import (
+    AS_MEAN,
+    Divisor,
+    is_exact,
+    name_of,
+    not_of_the_batch,
 )
 from crossshard.step.weight import SumOf, Weight
 
+# What a part of a Mean has to be.
+A_SUM = "a sum over the rows"
+A_MEAN = "the same for any rows, or a mean over them"
+THE_SAME = "the same for any rows"
 # Of a recurrent network over [time, rows, …].
 _OTHER_AXIS = "If the rows are along another axis, write batch_axis=1, or its number. "
 _WAYS_ON = (
@@ -43,14 +60,50 @@ class UndecidedError(LossError):
 
     Attributes:
       doubt: what is not decided.
+      divisor: what divides the loss, if the doubt is whether the weight is that.
     """
 
-    def __init__(self, doubt: Doubt):
-        self.doubt = doubt
+    def __init__(self, doubt: Doubt, divisor: Divisor | None = None):
+        self.doubt, self.divisor = doubt, divisor
         super().__init__(
             f"{doubt.sentence} The first call of the step checks it by numbers; a step that is "
             f"lowered or traced before that has none. {_WAYS_ON}"
         )
+
+
+def finding_of(facts: Any) -> Finding:
+    """What a loss is in its rows, given the fact of the number, or of the ``Mean``, it returned."""
+    if not isinstance(facts, Mean):
+        return found(facts)
+    findings = [each for term in facts.terms for each in _of_term(term)]
+    findings.append(_if(is_mean(facts.rest), facts.rest, "what is added to the Means", A_MEAN))
+    order = OverRows.COMPARED, OverRows.OVER_SHARDS, OverRows.UNDECIDED
+    return min(
+        (each for each in findings if each.kind in order),
+        key=lambda each: order.index(each.kind),
+        default=Finding(OverRows.COUNTED),
+    )
+
+
+def _of_term(term: Term) -> Iterator[Finding]:
+    """What the parts of a term are, each to be a sum over rows, or a mean with a fixed count."""
+    of = f"of the Mean {term.name!r}" if term.name else "of the Mean"
+    yield _if(is_free(term.scale), term.scale, f"what multiplies the quotient {of}", THE_SAME)
+    if is_mean(term.total) and is_mean(term.count):
+        return
+    yield _if(is_sum(term.total), term.total, f"the total {of}", A_SUM)
+    yield _if(is_sum(term.count), term.count, f"the count {of}", A_SUM)
+
+
+def _if(holds: bool, fact: Any, what: str, expected: str) -> Finding:
+    """That a part of a ``Mean`` is as it has to be, or what it is in place of that."""
+    if holds:
+        return Finding(OverRows.COUNTED)
+    it_is = found(fact)
+    if it_is.kind in (OverRows.COMPARED, OverRows.OVER_SHARDS, OverRows.UNDECIDED):
+        return dataclasses.replace(it_is, of=what)
+    is_said = f"it is {it_is.kind.value}, and has to be {expected}"
+    return dataclasses.replace(it_is, kind=OverRows.COMPARED, reason=is_said, of=what)
 
 
 @dataclasses.dataclass
@@ -61,17 +114,24 @@ class OverRowsRecord:
       latest: what its trace showed last; ``None`` if it has not been traced.
       known: what its traces showed, by the types of all that it took.
       by_numbers: the doubts that numbers have removed.
+      divisors: what divides a loss that is a ratio, by the same.
+      traces: the traced losses of the step that is being traced, by the same.
+      returns_mean: whether the loss returns a ``Mean``; ``None`` if it has not been traced.
     """
 
     latest: Finding | None = None
     known: dict[Any, Finding] = dataclasses.field(default_factory=dict)
     by_numbers: set[Doubt] = dataclasses.field(default_factory=set)
+    divisors: dict[Any, Divisor | None] = dataclasses.field(default_factory=dict)
+    traces: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    returns_mean: bool | None = None
 
     def __str__(self) -> str:
         if self.latest is None:
             return "not looked at"
         is_shown = any(doubt.finding == self.latest for doubt in self.by_numbers)
-        return f"{self.latest}" + "; by numbers it is a mean over the rows" * is_shown
+        shown = "it is" if self.latest.assumes else "it is a mean over the rows"
+        return f"{self.latest}" + f"; by numbers {shown}" * is_shown
 
 
 def check_over_rows(
@@ -82,6 +142,7 @@ def check_over_rows(
     summed: bool,
     microbatches: int,
     record: OverRowsRecord,
+    divisor: Divisor | None,
 ) -> None:
     """Raise if a loss is no mean over rows.
 
@@ -92,6 +153,7 @@ def check_over_rows(
       summed: whether the shards' losses are added up.
       microbatches: how many of a shard are averaged.
       record: what numbers have shown.
+      divisor: what divides the loss, if that is known.
 
     Raises:
       LossError: the mean over the shards would not be the loss of the whole batch.
@@ -112,6 +174,13 @@ def check_over_rows(
             f"of the shards' losses is not that of the whole batch. Leave the number of rows out "
             f"of the regulariser, and give all means the same weights. Or: {_WAYS_ON}"
         )
+    if finding.kind is OverRows.COMPARED and finding.of:
+        raise LossError(
+            f"The loss returns a Mean, and {finding.of} is no sum of what single rows have: "
+            f"{finding.reason}{where}. Return the sum over the rows and how many count in it, "
+            f"Mean((losses * mask).sum(), mask.sum()), and no mean or quotient of them. Or: "
+            f"{_WAYS_ON}"
+        )
     if finding.kind is OverRows.COMPARED:
         raise LossError(
             f"The loss compares rows of the batch: {finding.reason}{where}. Each shard has its own "
@@ -120,10 +189,9 @@ def check_over_rows(
         )
     if finding.kind is OverRows.UNDECIDED:
         what = "the loss is a mean over the rows of the batch"
-        types = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(rows))
-        doubt = Doubt(finding, f"Nothing proves that {what}: {finding.reason}{where}.", types)
-        if doubt not in record.by_numbers:
-            raise UndecidedError(doubt)
+        if finding.of:
+            what = f"{finding.of} is a sum over the rows of the batch"
+        _ask_numbers(finding, f"Nothing proves that {what}: {finding.reason}{where}.", rows, record)
     if finding.kind is OverRows.SUM and not summed:
         raise LossError(
             "The loss is a sum over the rows of the batch, and the mean of the shards' sums is "
@@ -138,14 +206,24 @@ def check_over_rows(
             f"accumulate_steps; or write loss_over='shard', if this mean is meant."
         )
     if finding.kind is OverRows.RATIO:
-        _check_weight(finding, where, rows, weight)
-    if finding.kind is OverRows.MEAN and isinstance(weight, SumOf):
-        raise LossError(
-            f"The loss is a mean over rows, in which all rows count the same, and "
-            f"weight={weight.key!r} lets a shard count as the sum of batch[{weight.key!r}]. Divide "
-            f"by that sum: (losses * batch[{weight.key!r}]).sum() / batch[{weight.key!r}].sum(). "
-            f"Or leave weight out."
-        )
+        _check_weight(finding, where, rows, weight, divisor, record)
+    if finding.assumes:
+        what = f"each row is computed alone by {', '.join(finding.assumes)}"
+        _ask_numbers(finding, f"Nothing proves that {what}.", rows, record)
+
+
+def _ask_numbers(
+    finding: Finding,
+    sentence: str,
+    rows: Any,
+    record: OverRowsRecord,
+    divisor: Divisor | None = None,
+) -> None:
+    """Raise unless numbers have shown, for rows of these types, what the trace does not."""
+    types = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(rows))
+    doubt = Doubt(finding, sentence, types)
+    if doubt not in record.by_numbers:
+        raise UndecidedError(doubt, divisor)
 
 
 def not_by_numbers(
@@ -172,6 +250,26 @@ def not_by_numbers(
     return LossError(f"{doubt.sentence} And by numbers it is not so: {numbers}. {_WAYS_ON}")
 
 
+def not_alone(doubt: Doubt, operation: str, change: str, apart: float) -> LossError:
+    """The error for an operation that does not compute each row alone.
+
+    Args:
+      doubt: what the trace of the loss does not decide.
+      operation: what it is.
+      change: what was changed of the rows.
+      apart: how far that changed its results, relative to them; of integers, how many.
+    """
+    if not math.isfinite(apart):
+        return LossError(
+            f"{doubt.sentence} And numbers that are not finite cannot show it of {operation}. Make "
+            f"them finite in the first call. Or: {_WAYS_ON}"
+        )
+    return LossError(
+        f"{doubt.sentence} And by numbers it is not so: of the same rows {change}, the results of "
+        f"{operation} are {apart:.2g} of their size apart. {_WAYS_ON}"
+    )
+
+
 def not_of_other_rows(doubt: Doubt, error: Exception) -> LossError:
     """The error for a loss that raises one when it is given some of a shard's rows."""
     said = str(error).partition("\n")[0]
@@ -181,27 +279,32 @@ def not_of_other_rows(doubt: Doubt, error: Exception) -> LossError:
     )
 
 
-def _check_weight(finding: Finding, where: str, rows: Any, weight: Weight | None) -> None:
-    """Raise if a ratio divides by another sum than the weight, as far as that is known."""
-    entry = None
-    if isinstance(rows, dict) and finding.entry is not None:
-        entry = _name_of(rows, finding.entry)
+def _check_weight(
+    finding: Finding,
+    where: str,
+    rows: Any,
+    weight: Weight | None,
+    divisor: Divisor | None,
+    record: OverRowsRecord,
+) -> None:
+    """Raise unless the weight is the sum by which a ratio divides."""
+    entry = name_of(rows, finding.entry)
     if weight is None:
-        write = f"weight={entry!r}" if entry else "weight=lambda batch: …, the sum that divides"
+        passed = f"Pass weight={entry!r}, which is how much a shard counts. Or: " if entry else ""
         raise LossError(
             f"The loss divides a sum over the rows of the batch by another one{where}, in which "
-            f"shards differ, so that the mean of their losses is not that of the whole batch. Pass "
-            f"{write}, which is how much a shard counts; or write loss_over='shard', if all shards "
-            f"are to count the same."
+            f"shards differ, so that the mean of their losses is not that of the whole batch. "
+            f"{passed}{AS_MEAN} Or write loss_over='shard', if all shards are to count the same."
         )
     if entry and isinstance(weight, SumOf) and weight.key != entry:
         raise LossError(
             f"The loss divides by the sum of batch[{entry!r}]{where}, and weight={weight.key!r} "
             f"counts another entry. Pass weight={entry!r}."
         )
-
-
-def _name_of(rows: dict[str, Any], place: int) -> str | None:
-    """The name of the entry of a batch whose only array is this one of its leaves."""
-    path = jax.tree_util.tree_leaves_with_path(rows)[place][0]
-    return str(path[0].key) if len(path) == 1 else None
+    if not is_exact(finding) and (divisor is None or not divisor.is_of_piece):
+        raise not_of_the_batch(weight, finding)
+    if divisor is None or not (divisor.is_weight or divisor.is_of_piece):
+        raise not_of_the_batch(weight, finding)
+    if not divisor.is_weight:
+        what = f"Nothing proves that weight= is what the loss divides by{where}."
+        _ask_numbers(finding, what, rows, record, divisor)

@@ -1,19 +1,25 @@
 """ShardLoss: the loss and gradient of one shard's rows, in one piece or in microbatches."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from crossshard import _jax
 from crossshard.gradients.local import split_loss
+from crossshard.gradients.mean import Mean, counts_of, per_row, sums_of
 from crossshard.gradients.scalars import is_inexact
-from crossshard.jaxprs.mean_over_rows import over_rows
+from crossshard.jaxprs.kernels import Assumptions
+from crossshard.jaxprs.mean_over_rows import Finding, OverRows, assuming, by_itself, facts_of
 from crossshard.model import model_state as model_states
 from crossshard.model.model_state import ModelState
 from crossshard.model.models import after_loss, check_not_written, combine
 from crossshard.model.state import TrainState
+from crossshard.pipeline.means import to_sum
 from crossshard.pipeline.stage import Gradients
 from crossshard.pipeline.stages.accumulate import Sums, zeros
 from crossshard.shards.batch_axes import FIRST, BatchAxes, join
@@ -22,9 +28,17 @@ from crossshard.shards.random_streams import is_key, keys_of_rows, quiet_keys
 from crossshard.step import aux_reduction
 from crossshard.step.at_use import AtUse
 from crossshard.step.aux_reduction import AuxReduction
+from crossshard.step.counting import Counting, check_takes_mean, counts_of_pieces, pruned
+from crossshard.step.divisor import (
+    Divisor,
+    as_mean,
+    check_weight_of_mean,
+    divisor_of,
+    is_exact,
+)
 from crossshard.step.loss_over import LossOver
 from crossshard.step.microbatches import Compute, LocalResult, over_microbatches, pieces_of
-from crossshard.step.over_rows import OverRowsRecord, check_over_rows
+from crossshard.step.over_rows import OverRowsRecord, check_over_rows, finding_of
 from crossshard.step.virtual_shards import check_rows_divide, over_virtual_shards
 from crossshard.step.weight import Weight, check_weight_is_read, weight_of
 
@@ -36,7 +50,7 @@ class Returned(NamedTuple):
     """What a loss returned, and what it left behind.
 
     Attributes:
-      loss: the loss.
+      loss: the loss, a number or a ``Mean``.
       aux: what it returned besides.
       written: the parameters after it.
       model_state: the model state after it.
@@ -46,6 +60,24 @@ class Returned(NamedTuple):
     aux: Any
     written: Any
     model_state: Any
+
+
+class Arguments(NamedTuple):
+    """What a loss is computed from.
+
+    Attributes:
+      given: the rows of the batch, and their keys.
+      whole: the entries of the batch that have no rows.
+      both: the parameters, trained and frozen.
+      of_all: the model state, if all shards have the same.
+      own: the key of the shard, and its model state.
+    """
+
+    given: Any
+    whole: Any
+    both: Any
+    of_all: Any
+    own: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +144,7 @@ class ShardLoss:
         return self.parts(shards) // shards * self.accumulate_steps
 
     def local_gradient(
-        self, state: TrainState, batch: Any, at_use: AtUse, scale: Any
+        self, state: TrainState, batch: Any, at_use: AtUse, scale: Any, weight: Any = None
     ) -> LocalResult:
         """One shard's loss and gradients, or the sums over its virtual shards.
 
@@ -121,34 +153,93 @@ class ShardLoss:
           batch: its rows of the batch.
           at_use: how it gets its parameters.
           scale: float[], the loss scale; ``None`` without one.
+          weight: float[], 0 if this shard is left out of a ``Mean``, else 1; ``None`` if none is.
         """
+        self.record.traces.clear()
         shard = at_use.shards.index()
+        pieces = self.pieces(at_use.shards.number)
+        counting = Counting(at_use.shards, at_use.groups, pieces, weight)
+        in_pieces = pieces > 1 or self.virtual_shards is not None
+        if in_pieces and self.record.returns_mean is not False:
+            counting = counting.with_counts(self._counts(state, batch, at_use, counting))
         if self.virtual_shards is None:
-            return self._of_shard(state, batch, at_use, scale, shard)
+            return self._of_shard(state, batch, at_use, scale, shard, counting)
         count = self.virtual_shards // at_use.shards.number
         rows, whole = self.split(batch)
         check_rows_divide(self.number_of_rows(batch), count, self.accumulate_steps)
 
         def compute(index: Any, rows: Any, given: Any) -> tuple[LocalResult, dict[str, Any]]:
-            params, frozen, model_state, whole = given
+            params, frozen, model_state, whole, counts = given
             here = dataclasses.replace(state, params=params, frozen=frozen, model_state=model_state)
-            index = shard * count + index
-            local = self._of_shard(here, join(rows, whole), at_use, scale, index)
+            index, own = shard * count + index, counting.with_counts(counts)
+            local = self._of_shard(here, join(rows, whole), at_use, scale, index, own)
             return local, self.sums(local)
 
-        given = state.params, state.frozen, state.model_state, whole
+        given = state.params, state.frozen, state.model_state, whole, counting.counts
         pieces = pieces_of(rows, self.batch_axes, count)
         return over_virtual_shards(count, compute, pieces, given, state, at_use)
 
+    def _counts(
+        self, state: TrainState, batch: Any, at_use: AtUse, counting: Counting
+    ) -> tuple[Any, ...] | None:
+        """What all pieces of the batch count, if the loss returns a ``Mean``; else ``None``."""
+        shard, (rows, whole) = at_use.shards.index(), self.split(batch)
+        number = self.accumulate_steps
+
+        def of_piece(rows: Any, model_state: Any, shard: Any, index: Any) -> tuple[Any, Any]:
+            here, batch = dataclasses.replace(state, model_state=model_state), join(rows, whole)
+            keys = self._keys(here, batch, shard, index)
+            run = self._once_traced(here, batch, keys, at_use)
+            run, _ = self._weighed(run, here, batch, keys, at_use)
+
+            def of_both(both: tuple[Any, Any]) -> tuple[Any, Any]:
+                out = run(both)
+                self.record.returns_mean = isinstance(out.loss, Mean)
+                counts = counts_of(out.loss) if isinstance(out.loss, Mean) else ()
+                return counts, out.model_state
+
+            of_params = lambda params: at_use.with_frozen(
+                lambda frozen: of_both((params, frozen)), state.frozen
+            )
+            found: tuple[Any, Any] = at_use.call(of_params, state.params)
+            return found
+
+        def of_shard(rows: Any, shard: Any) -> Any:
+            pieces = pieces_of(rows, self.batch_axes, number, interleaved=self.is_over_batch)
+            count = lambda rows, model_state, index: of_piece(rows, model_state, shard, index)
+            return counts_of_pieces(count, number, pieces, state.model_state)
+
+        def of_virtual(rows: Any) -> Any:
+            of_one = lambda given: of_shard(given[1], shard * count + given[0])
+            return lax.map(of_one, (jnp.arange(count), pieces_of(rows, self.batch_axes, count)))
+
+        with shard_context(at_use.shards.number, axis_name=at_use.shards.axes):
+            if self.record.returns_mean is None:
+                pieces = pieces_of(rows, self.batch_axes, counting.pieces)
+                of_one = jax.tree.map(lambda x: x[0], pieces)
+                jax.eval_shape(of_piece, of_one, state.model_state, shard, jnp.int32(0))
+            if not self.record.returns_mean:
+                return None
+            if self.virtual_shards is None:
+                return counting.over_shards(pruned(of_shard, rows, shard))
+            count = self.virtual_shards // at_use.shards.number
+            return counting.in_order(pruned(of_virtual, rows))
+
     def _of_shard(
-        self, state: TrainState, batch: Any, at_use: AtUse, scale: Any, shard: Any
+        self,
+        state: TrainState,
+        batch: Any,
+        at_use: AtUse,
+        scale: Any,
+        shard: Any,
+        counting: Counting,
     ) -> LocalResult:
         """The loss and gradients of the shard, or the virtual one, with this index."""
         number, (rows, whole) = self.accumulate_steps, self.split(batch)
 
         def compute(rows: Any, model_state: Any, index: Any, at_use: AtUse) -> LocalResult:
             here = dataclasses.replace(state, model_state=model_state)
-            return self._of_rows(here, join(rows, whole), at_use, scale, shard, index)
+            return self._of_rows(here, join(rows, whole), at_use, scale, shard, index, counting)
 
         if number == 1:
             return compute(rows, state.model_state, 0, at_use)
@@ -194,44 +285,52 @@ class ShardLoss:
         scale: Any,
         shard: Any,
         index: Any,
+        counting: Counting,
     ) -> LocalResult:
         """The loss and gradients of some rows, those of this microbatch of a shard."""
         shards, keys = at_use.shards, self._keys(state, batch, shard, index)
 
-        def run(params: Any, batch: Any = batch, keys: Any = keys) -> Returned:
-            return self._run(state, params, batch, keys)
-
-        def loss_of(params: Any) -> tuple[Any, Any]:
+        def loss_of(params: Any, *overwritten: Any) -> tuple[Any, Any]:
+            given = model_states.overwrite(state.model_state, overwritten)
+            here = dataclasses.replace(state, model_state=given)
             found: tuple[Any, Any] = at_use.with_frozen(
-                lambda frozen: loss_of_both((params, frozen)), state.frozen
+                lambda frozen: loss_of_both((params, frozen), here), state.frozen
             )
             return found
 
-        def loss_of_both(both: tuple[Any, Any]) -> tuple[Any, Any]:
-            out = run(both)
-            aux_reduction.check_aux(out.aux)
-            check_not_written(out.written, both, lambda both: run(both).written)
-            return out.loss, (out.model_state, out.aux)
+        def loss_of_both(both: tuple[Any, Any], here: TrainState) -> tuple[Any, Any]:
+            out = run(both, state=here)
+            check_not_written(out.written, both, lambda both: run(both, state=here).written)
+            self.record.returns_mean = isinstance(out.loss, Mean)
+            if not isinstance(out.loss, Mean):
+                return out.loss, (out.model_state, out.aux, None)
+            check_takes_mean(weight=weight, is_summed=self.is_summed)
+            terms = sums_of(out.loss)
+            return counting.part(out.loss), (out.model_state, out.aux, terms)
 
-        weight = None if self.weight is None else weight_of(self.weight, batch)
         with shard_context(shards.number, axis_name=shards.axes):
             types = at_use.types(state.params), at_use.types_of_frozen(state.frozen)
+            run = self._once_traced(state, batch, keys, at_use)
             if self.weight is not None:
                 of_batch = lambda batch, both: run(both, batch).loss
                 check_weight_is_read(self.weight, batch, of_batch, types)
-            number = self.parts(shards.number) * self.accumulate_steps
-            if self.over is LossOver.ROWS and number > 1:
-                self._check_over_rows(state, batch, keys, types, number)
+            run, weight = self._weighed(run, state, batch, keys, at_use)
             if self.model_state is ModelState.MEAN and not self.is_over_batch:
                 self._check_equal(state, types, batch, run, keys)
             with jax.named_scope("loss"):
-                found = at_use.value_and_grad(loss_of, state.params, weight, scale)
-        loss, (after, aux) = found.out
+                overwritten = model_states.overwritten(state.model_state)
+                found = at_use.value_and_grad(loss_of, state.params, weight, scale, overwritten)
+        loss, (after, aux, terms) = found.out
+        if overwritten:
+            # They are what the backward pass returns, and were divided by the loss scale.
+            whole = [x if scale is None else x * scale for x in found.of_others]
+            after = model_states.overwrite(after, whole)
         if weight is not None:
             after = model_states.unless_weightless(
                 self.model_state, weight, after, state.model_state
             )
-        return LocalResult(jnp.asarray(loss), found.gradients, weight, after, aux, found.early)
+        loss = jnp.asarray(loss)
+        return LocalResult(loss, found.gradients, weight, after, aux, terms, found.early)
 
     def _keys(self, state: TrainState, batch: Any, shard: Any, index: Any) -> Keys:
         """The key of some rows, or their keys; none if the loss takes none."""
@@ -255,6 +354,7 @@ class ShardLoss:
         model = combine(state.skeleton, trained, frozen, state.model_state)
         if self.model_state is None:
             loss, aux = split_loss(self.function(model, batch, *keys), self.has_aux)
+            aux_reduction.check_aux(aux)
             return Returned(
                 loss, aux, *after_loss(state.skeleton, model, params, state.model_state)
             )
@@ -264,39 +364,128 @@ class ShardLoss:
             self.function(model, before, batch, *keys), self.has_aux
         )
         after = model_states.check_returned(state.model_state, after)
-        return Returned(*split_loss(out, self.has_aux), params, after)
+        loss, aux = split_loss(out, self.has_aux)
+        aux_reduction.check_aux(aux)
+        return Returned(loss, aux, params, after)
 
-    def _check_over_rows(
-        self, state: TrainState, batch: Any, keys: Keys, types: Any, number: int
-    ) -> None:
-        """Raise if the loss is no mean over rows, of ``number`` pieces; see ``check_over_rows``."""
+    # Tracing it once, for the proof and for the step.
+
+    def _is_proven(self, shards: int) -> bool:
+        """Whether the loss has to be proven a mean over rows."""
+        return self.over is LossOver.ROWS and self.parts(shards) * self.accumulate_steps > 1
+
+    def _arguments(self, state: TrainState, both: Any, batch: Any, keys: Keys) -> Arguments:
+        """What the loss is computed from, by what rows and shards have to do with it."""
         rows, whole = self.split(batch)
         of_rows, of_shard = (keys, ()) if self.keys_of_rows else ((), keys)
         # All shards have the same state, keys in it too, if it is averaged.
         equal = self.model_state is ModelState.MEAN
         of_all, of_one = (state.model_state, None) if equal else (None, state.model_state)
+        return Arguments((rows, of_rows), whole, both, of_all, (of_shard, of_one))
 
-        def loss(given: Any, whole: Any, both: Any, of_all: Any, own: Any) -> Any:
-            (rows, of_rows), (of_shard, of_one) = given, own
-            here = of_all if equal else of_one
-            return self._run(
-                dataclasses.replace(state, model_state=here),
-                both,
-                join(rows, whole),
-                (*of_rows, *of_shard),
-            ).loss
+    def _of_arguments(self, state: TrainState, *arguments: Any) -> Returned:
+        """What the loss returns of these ``Arguments``."""
+        (rows, of_rows), whole, both, of_all, (of_shard, of_one) = arguments
+        equal = self.model_state is ModelState.MEAN
+        here = dataclasses.replace(state, model_state=of_all if equal else of_one)
+        return self._run(here, both, join(rows, whole), (*of_rows, *of_shard))
 
-        axes = [*self.batch_axes.of_rows(rows), *[0] * len(of_rows)]
-        own, given = (of_shard, of_one), (rows, of_rows)
-        context = get_shard_context()
-        shards = None if context is None else context.axis_name
-        leaves, tree = jax.tree.flatten((given, whole, types, of_all, own))
-        key = state.skeleton, tree, number, *((jnp.shape(x), jnp.result_type(x)) for x in leaves)
-        # With microbatches a step traces its loss several times.
+    def _trace(self, state: TrainState, arguments: Arguments) -> tuple[Any, Any]:
+        """The jaxpr of the loss, and the tree of what it returns."""
+        key = state.skeleton, *_types(arguments)
+        if key not in self.record.traces:
+            of = functools.partial(self._of_arguments, state)
+            jaxpr, types = jax.make_jaxpr(of, return_shape=True)(*arguments)
+            found = jaxpr, jax.tree.structure(types)
+            if any(isinstance(x, jax.core.Tracer) for x in jaxpr.consts):
+                return found
+            # With microbatches a step computes its loss several times.
+            self.record.traces[key] = found
+        return self.record.traces[key]
+
+    def _once_traced(
+        self, state: TrainState, batch: Any, keys: Keys, at_use: AtUse
+    ) -> Callable[..., Returned]:
+        """The loss as a function of the parameters, and of other rows, keys or states."""
+
+        def run(
+            both: Any, batch: Any = batch, keys: Keys = keys, state: TrainState = state
+        ) -> Returned:
+            if not self._is_proven(at_use.shards.number):
+                return self._run(state, both, batch, keys)
+            arguments = self._arguments(state, both, batch, keys)
+            jaxpr, tree = self._trace(state, arguments)
+            found = _jax.as_function(jaxpr)(*jax.tree.leaves(arguments))
+            returned: Returned = jax.tree.unflatten(tree, found)
+            return returned
+
+        return run
+
+    def _weighed(
+        self,
+        run: Callable[..., Returned],
+        state: TrainState,
+        batch: Any,
+        keys: Keys,
+        at_use: AtUse,
+    ) -> tuple[Callable[..., Returned], Any]:
+        """The loss as it is divided, and the weight of its rows; ``None`` if a ``Mean`` has it."""
+        weight = None if self.weight is None else weight_of(self.weight, batch)
+        if not self._is_proven(at_use.shards.number):
+            return run, weight
+        finding, divisor = self._check_over_rows(state, batch, keys, at_use)
+        if divisor is None or not divisor.is_of_piece:
+            return run, weight
+        if is_exact(finding):
+            # In the first batch another sum may be equal to what divides.
+            return run, weight if divisor.is_weight else divisor.of_batch(batch)
+
+        def as_sums(*given: Any, **others: Any) -> Returned:
+            found = run(*given, **others)
+            return found._replace(loss=as_mean(found.loss, divisor, finding, batch, weight))
+
+        return as_sums, None
+
+    def _check_over_rows(
+        self, state: TrainState, batch: Any, keys: Keys, at_use: AtUse
+    ) -> tuple[Finding, Divisor | None]:
+        """What the loss is in its rows, and what divides it; see ``check_over_rows`` for errors."""
+        types = at_use.types(state.params), at_use.types_of_frozen(state.frozen)
+        number = self.parts(at_use.shards.number) * self.accumulate_steps
+        (rows, whole), context = self.split(batch), get_shard_context()
+        axes_of_shards = None if context is None else context.axis_name
+        arguments = self._arguments(state, types, batch, keys)
+        key = state.skeleton, number, *_types(arguments)
+        axes = self.batch_axes.of_rows(rows)
         if key not in self.record.known:
-            self.record.known[key] = over_rows(
-                loss, given, whole, types, of_all, own=own, axes=axes, times=number, shards=shards
+            *given, own = arguments
+            first, tree = self._trace(state, arguments)
+            # Its outputs are the first of them.
+            of_loss = jax.tree.unflatten(tree, range(tree.num_leaves)).loss
+            named_in: list[Any] = []
+            assumed = Assumptions()
+            facts = facts_of(
+                functools.partial(self._of_arguments, state),
+                *given,
+                own=own,
+                axes=[*axes, *[0] * len(jax.tree.leaves(given[0][1]))],
+                times=number,
+                first=first,
+                shards=axes_of_shards,
+                only=len(jax.tree.leaves(of_loss)),
+                named_in=named_in,
+                assumed=assumed,
             )
+            finding = finding_of(jax.tree.unflatten(jax.tree.structure(of_loss), facts))
+            finding = by_itself(assuming(finding, assumed), named_in[0])
+            self.record.known[key] = finding
+            if finding.kind is OverRows.RATIO and self.weight is not None:
+                self.record.divisors[key] = divisor_of(
+                    finding, named_in[0], arguments, self.split, join, self.weight
+                )
+            if finding.kind is OverRows.MEAN and self.weight is not None:
+                check_weight_of_mean(self.weight, rows, whole, join, axes=axes, times=number)
+        divisor = self.record.divisors.get(key)
         finding = self.record.latest = self.record.known[key]
         check_over_rows(
             finding,
@@ -305,7 +494,25 @@ class ShardLoss:
             summed=self.is_summed,
             microbatches=self.accumulate_steps,
             record=self.record,
+            divisor=divisor,
         )
+        return finding, divisor
+
+    def quiet(self, state: TrainState, batch: Any) -> tuple[TrainState, Keys]:
+        """The state, and the keys, with which the noise of the loss is switched off."""
+        shape = (self.number_of_rows(batch),) if self.keys_of_rows else ()
+        keys = (quiet_keys(shape),) if self.takes_rng else ()
+        quiet = lambda x: quiet_keys(x.shape) if is_key(x) else x
+        model_state = jax.tree.map(quiet, state.model_state)
+        return dataclasses.replace(state, model_state=model_state), keys
+
+    def quiet_of_rows(
+        self, state: TrainState, batch: Any, both: Any
+    ) -> tuple[Callable[..., Any], Arguments]:
+        """The loss with its noise switched off, and what it is computed from."""
+        here, keys = self.quiet(state, batch)
+        arguments = self._arguments(here, both, batch, keys)
+        return lambda *arguments: self._of_arguments(here, *arguments).loss, arguments
 
     def quiet_gradient(self, state: TrainState, batch: Any, at_use: AtUse) -> LocalResult:
         """The loss of some rows with its noise switched off, and its gradient.
@@ -315,19 +522,18 @@ class ShardLoss:
           batch: some rows of the batch.
           at_use: how the shard gets its parameters.
         """
-        shape = (self.number_of_rows(batch),) if self.keys_of_rows else ()
-        keys = (quiet_keys(shape),) if self.takes_rng else ()
-        quiet = lambda x: quiet_keys(x.shape) if is_key(x) else x
-        here = dataclasses.replace(state, model_state=jax.tree.map(quiet, state.model_state))
+        here, keys = self.quiet(state, batch)
 
         def loss_of(trained: Any) -> tuple[Any, None]:
             of_both = lambda frozen: self._run(here, (trained, frozen), batch, keys).loss
-            return at_use.with_frozen(of_both, state.frozen), None
+            found = at_use.with_frozen(of_both, state.frozen)
+            rows = self.number_of_rows(batch)
+            return (per_row(found, rows) if isinstance(found, Mean) else found), None
 
         weight = None if self.weight is None else weight_of(self.weight, batch)
         with shard_context(at_use.shards.number, axis_name=at_use.shards.axes):
             found = at_use.value_and_grad(loss_of, state.params, weight, None)
-        return LocalResult(found.out[0], found.gradients, weight, None, None, found.early)
+        return LocalResult(found.out[0], found.gradients, weight, None, None, None, found.early)
 
     def _check_equal(
         self,
@@ -362,7 +568,10 @@ class ShardLoss:
         if local.sums is not None:
             return local.sums
         of_state = model_states.to_reduce(self.model_state, local.model_state, local.weight)
-        return of_state | aux_reduction.to_reduce(self.aux_reduction, local.aux, local.weight)
+        of_aux = aux_reduction.to_reduce(self.aux_reduction, local.aux, local.weight)
+        counted = lambda x: to_sum(x, local.weight)
+        terms = {} if local.terms is None else {"terms": jax.tree.map(counted, local.terms)}
+        return of_state | of_aux | terms
 
     def settled_state(self, local: LocalResult, gradients: Gradients, number: int) -> Any:
         """The model state for the next step, given the reduced gradients of ``number`` shards."""
@@ -387,6 +596,12 @@ class ShardLoss:
         """The specs of ``aux``, given that of per-shard and that of reduced values."""
         is_per_shard = lambda reduction: reduction is AuxReduction.PER_SHARD
         return jax.tree.map(lambda x: each if is_per_shard(x) else reduced, self.aux_reduction)
+
+
+def _types(tree: Any) -> tuple[Any, ...]:
+    """The structure of a pytree, and the types of its leaves."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, *((jnp.shape(x), jnp.result_type(x)) for x in leaves)
 
 
 def _scaled(sums: Sums, scale: Any) -> Sums:

@@ -35,9 +35,9 @@ from crossshard.step.over_batch import OverBatch
 from crossshard.step.shard_loss import ShardLoss
 from crossshard.step.virtual_shards import unknown_to_xla
 
-# From one shard's state and what it is given, in shard_map, to its loss and gradients, and to the
-# types of these.
-OfShard = Callable[[TrainState, Any], tuple[LocalResult, Any]]
+# From one shard's state, what it is given, in shard_map, and whether it counts, to its loss and
+# gradients, and to the types of these.
+OfShard = Callable[..., tuple[LocalResult, Any]]
 
 
 class Progress(NamedTuple):
@@ -104,7 +104,8 @@ class StepFunction:
 
         def on_one_shard(state: TrainState, given: Any) -> Progress:
             before = layout.local(state)
-            done = self._reduce(before, *of_shard(before, given), context)
+            again = lambda weight: of_shard(before, given, weight)[0]
+            done = self._reduce(before, *of_shard(before, given), context, again)
             if not is_global:
                 at_rest = dataclasses.replace(context, params=before.params)
                 if self.loss.virtual_shards is not None:
@@ -138,7 +139,7 @@ class StepFunction:
         """The rows, their specs, and from a shard's rows to its own loss and gradients."""
         every = self._at_use(layout, state, context)
 
-        def of_shard(before: TrainState, batch: Any) -> tuple[LocalResult, Any]:
+        def of_shard(before: TrainState, batch: Any, weight: Any = None) -> tuple[LocalResult, Any]:
             params, at_use = before.params, every
             if at_use.waits:
                 params, at_use = at_use.whole(params), dataclasses.replace(at_use, in_parts=False)
@@ -149,7 +150,8 @@ class StepFunction:
                 frozen = at_use.frozen.whole(before.frozen)
                 given = dataclasses.replace(given, frozen=frozen)
                 at_use = dataclasses.replace(at_use, frozen=None)
-            return self.loss.local_gradient(given, batch, at_use, self._scale(before)), like
+            scale = self._scale(before)
+            return self.loss.local_gradient(given, batch, at_use, scale, weight), like
 
         return batch, self.loss.batch_axes.specs(batch, layout.axes), of_shard
 
@@ -159,12 +161,15 @@ class StepFunction:
         """The same of a loss over the batch: it is differentiated here; and its ``aux``."""
         over = OverBatch(self.loss, layout, self._at_use(layout, state, context))
         found = over.gradient(state, batch, self._scale(state))
-        given = found.loss, found.values, found.model_state
-        specs = PartitionSpec(), over.specs(found.values), PartitionSpec()
+        given = found.loss, found.values, found.model_state, found.terms
+        whole = PartitionSpec()
+        specs = whole, over.specs(found.values), whole, whole
 
-        def of_shard(before: TrainState, given: Any) -> tuple[LocalResult, Any]:
-            loss, values, model_state = given
-            return LocalResult(loss, values, None, model_state, None, found.early), before.params
+        def of_shard(before: TrainState, given: Any, weight: Any = None) -> tuple[LocalResult, Any]:
+            del weight
+            loss, values, model_state, terms = given
+            local = LocalResult(loss, values, None, model_state, None, terms, found.early)
+            return local, before.params
 
         return given, specs, of_shard, found.aux
 
@@ -173,9 +178,17 @@ class StepFunction:
         return state.opt_state.loss_scale.scale if has_scale else None
 
     def _reduce(
-        self, before: TrainState, local: LocalResult, like: Any, context: StageContext
+        self,
+        before: TrainState,
+        local: LocalResult,
+        like: Any,
+        context: StageContext,
+        again: Callable[[Any], LocalResult],
     ) -> Progress:
-        """From one shard's loss and gradients, and their types, to the reduced gradients."""
+        """From one shard's loss and gradients, and their types, to the reduced gradients.
+
+        ``again`` computes them once more, given whether this shard counts.
+        """
         loss, pipeline, opt_state = self.loss, self.pipeline, before.opt_state
         context = dataclasses.replace(context, params=like)
         gradients = self._arrive(local, context)
@@ -184,15 +197,28 @@ class StepFunction:
             excludes = pipeline.excludes_shards
             return loss.sums(loss.with_weight(local, weight, before) if excludes else local)
 
+        def recounted(weight: Any) -> tuple[Any, Any]:
+            found = again(weight)
+            return found.values, found.loss
+
+        # The gradients of a Mean are divided by what all shards count.
+        left_out = None if local.terms is None else recounted
         with jax.named_scope(self.name):
-            gradients, opt_state = pipeline.reduce(gradients, opt_state, context, others)
+            gradients, opt_state = pipeline.reduce(gradients, opt_state, context, others, left_out)
         if pipeline.excludes_shards:
             weight = own_weight(gradients, local.weight, context)
             local = loss.with_weight(local, weight, before)
         together = loss.virtual_shards or size_of_group(context.groups, context.shards.number)
         metrics = {"loss": gradients.extra["value"]}
+        sums: dict[str, Any] = dict(gradients.sums)
         if loss.weight is not None:
-            metrics["weight"] = gradients.weight
+            counts = sums["terms"].counts[0] if "terms" in sums else None
+            metrics["weight"] = gradients.weight if counts is None else counts
+        terms = local.terms if loss.is_over_batch else sums.get("terms")
+        if terms is not None:
+            metrics |= terms.metrics() if loss.weight is None else {}
+            are_empty = terms.are_empty()
+            gradients = gradients if are_empty is None else gradients.skipped_if(are_empty)
         grouped = context.groups is not None
         reduces_aux = loss.has_aux and not loss.is_over_batch
         aux = loss.reduced_aux(local, gradients, together, grouped) if reduces_aux else None
@@ -313,6 +339,7 @@ class StepFunction:
     def names_of_metrics(self) -> list[str]:
         """The names of the metrics, in the order of their importance."""
         weight = ["weight"] if self.loss.weight is not None else []
+        weight = weight or ["terms", "counts"] * bool(self.loss.record.returns_mean)
         aux = ["aux"] if self.loss.has_aux else []
         divergence = ["divergence"] if self.sentinel is not None else []
         return ["loss", *weight, *aux, *self._names_of_stages(), *divergence]
@@ -336,7 +363,9 @@ class StepFunction:
             "nonfinite": after.opt_state.nonfinite,
             "skipped": skip,
         }
-        return {name: found[name] for name in self._names_of_stages()}
+        # A loss that returns a Mean skips a batch of which nothing counts.
+        also = [] if skip is None else ["skipped"]
+        return {name: found[name] for name in dict.fromkeys([*self._names_of_stages(), *also])}
 
 
 def to_read(layout: StateLayout, state: TrainState) -> AtUse:

@@ -1,0 +1,335 @@
+"""Mean: a loss as a sum over rows and their count, so that shards and microbatches add up."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple, NoReturn, Self
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float
+
+from crossshard.collectives.all_reduce import sum_over_shards
+from crossshard.errors import ArgumentError, ArgumentTypeError, LossError
+from crossshard.gradients.scalars import check_scalar, is_number
+from crossshard.shards.axes import Shards
+from crossshard.shards.groups import GroupAssignment, size_of_group
+
+
+class Moved(NamedTuple):
+    """What a loss does to a sum over all rows before it divides by it.
+
+    Attributes:
+      how: ``"max"``, at least the bound; ``"plus"``, the bound is added; else nothing.
+      bound: the bound.
+      of_mean: whether it does so to the mean of what the parts have, rather than to their sum.
+    """
+
+    how: str = ""
+    bound: float = 0.0
+    of_mean: bool = False
+
+    def __call__(self, count: Any, parts: Any = 1) -> Any:
+        """What divides, given the sum over so many parts."""
+        bound = self.bound * parts if self.of_mean else self.bound
+        if self.how == "max":
+            return jnp.maximum(count, bound)
+        return count + bound if self.how == "plus" else count
+
+
+_UNMOVED = Moved()
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """One quotient of a ``Mean``.
+
+    Attributes:
+      total: the sum over rows.
+      count: how many count, which divides it.
+      scale: what multiplies the quotient.
+      name: its name in ``metrics``; empty if it has none.
+      is_fixed: whether the count is a number that is no array, and not 0.
+      moved: what is done to the count of the batch before it divides.
+    """
+
+    total: Any
+    count: Any
+    scale: Any = 1.0
+    name: str = ""
+    is_fixed: bool = False
+    moved: Moved = _UNMOVED
+
+
+class Mean:
+    """Divides a sum over rows by their count, both summed over the whole batch first.
+
+    What a loss returns in place of a number: the loss of the batch is the sum of the totals of all
+    rows, divided by the sum of their counts, whatever shard or microbatch has them. Means add up
+    and scale, and a number that does not depend on the batch may be added:
+    ``Mean(ce, tokens) + 0.01 * Mean(balance, rows) + 1e-4 * l2(params)``.
+
+    Args:
+      total: float[], the sum over the rows that are given, such as ``(losses * mask).sum()``.
+      count: number[], how many count in it, such as ``mask.sum()`` or the number of rows. No
+        gradient flows through it.
+      name: the name of this term in ``metrics["terms"]`` and ``metrics["counts"]``.
+
+    Raises:
+      ArgumentError: the total or the count is not a scalar.
+      ArgumentTypeError: they are not numbers.
+
+    >>> import jax.numpy as jnp, optax
+    >>> import crossshard
+    >>> def loss_fn(w, batch):
+    ...     errors = (w * batch["x"] - 1) ** 2
+    ...     return crossshard.Mean((errors * batch["mask"]).sum(), batch["mask"].sum(), "error")
+    >>> step = crossshard.make_train_step(loss_fn, optax.sgd(0.1), num_shards=1)
+    >>> batch = {"x": jnp.array([1.0, 2.0, 3.0]), "mask": jnp.array([1.0, 1.0, 0.0])}
+    >>> state, metrics = step(step.init(jnp.float32(0)), batch)
+    >>> float(metrics["loss"]), float(metrics["counts"]["error"])
+    (1.0, 2.0)
+    """
+
+    # A number of numpy's leaves arithmetic to this class.
+    __array_ufunc__ = None
+
+    def __init__(self, total: ArrayLike, count: ArrayLike, name: str | None = None):
+        check_scalar(total, "The total of a Mean")
+        check_scalar(count, "The count of a Mean", (jnp.floating, jnp.integer))
+        if name is not None and not (isinstance(name, str) and name):
+            raise ArgumentTypeError(f"The name of a Mean is a word; got {name!r:.40}.")
+        is_fixed = not isinstance(count, jax.Array) and bool(count)
+        self.terms: tuple[Term, ...] = (Term(total, count, 1.0, name or "", is_fixed),)
+        self.rest: Any = 0.0
+
+    def value(self) -> Float[Array, ""]:
+        """The loss of the rows that are given alone, as on one device: 0 where nothing counts.
+
+        >>> float((Mean(6.0, 3) + 0.5 * Mean(4.0, 2)).value())
+        3.0
+        """
+        return part_of_mean(self, counts_of(self), 1)
+
+    def __repr__(self) -> str:
+        terms = " + ".join(f"{t.scale} * Mean({t.total}, {t.count})" for t in self.terms)
+        return f"{terms} + {self.rest}"
+
+    def _with(self, terms: tuple[Term, ...], rest: Any) -> Self:
+        made = object.__new__(type(self))
+        made.terms, made.rest = terms, rest
+        return made
+
+    def _scaled(self, by: Any) -> Self:
+        terms = tuple(dataclasses.replace(each, scale=by(each.scale)) for each in self.terms)
+        return self._with(terms, by(self.rest))
+
+    def __add__(self, other: Mean | ArrayLike) -> Self:
+        if isinstance(other, Mean):
+            return self._with((*self.terms, *other.terms), self.rest + other.rest)
+        return self._with(self.terms, self.rest + _factor(other, "added to"))
+
+    def __mul__(self, other: ArrayLike) -> Self:
+        factor = _factor(other, "multiplied with")
+        return self._scaled(lambda x: x * factor)
+
+    def __truediv__(self, other: ArrayLike) -> Self:
+        factor = _factor(other, "divided by")
+        return self._scaled(lambda x: x / factor)
+
+    def __neg__(self) -> Self:
+        return self._scaled(lambda x: -x)
+
+    def __sub__(self, other: Mean | ArrayLike) -> Self:
+        return self + (-other if isinstance(other, Mean) else -_factor(other, "less"))
+
+    def __rsub__(self, other: ArrayLike) -> Self:
+        return -self + other
+
+    def __radd__(self, other: ArrayLike) -> Self:
+        return self + other
+
+    def __rmul__(self, other: ArrayLike) -> Self:
+        return self * other
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise ArgumentTypeError(
+            "A Mean may be added to others, and multiplied with a number or divided by one, so "
+            "that what shards have of it adds up. Of anything else take value(), with "
+            "loss_over='batch', whose loss has all rows."
+        )
+
+    __rtruediv__ = __pow__ = __rpow__ = __abs__ = __float__ = _refuse
+
+
+def with_moved(mean: Mean, moved: Moved) -> Mean:
+    """The same, with something done to the counts of the batch before they divide."""
+    terms = (dataclasses.replace(each, moved=moved) for each in mean.terms)
+    return mean._with(tuple(terms), mean.rest)
+
+
+def _factor(x: Any, what: str) -> Any:
+    """A number that a ``Mean`` is combined with."""
+    if isinstance(x, Mean) or not is_number(x):
+        raise ArgumentTypeError(
+            f"A Mean was {what} {type(x).__name__}. Means add up; a number may multiply or divide "
+            f"one, or be added."
+        )
+    return check_scalar(x, f"What a Mean is {what}", (jnp.floating, jnp.integer))
+
+
+def _flatten(mean: Mean) -> tuple[tuple[Any, ...], Any]:
+    arrays = tuple((each.total, each.count, each.scale) for each in mean.terms)
+    return (arrays, mean.rest), tuple((each.name, each.is_fixed, each.moved) for each in mean.terms)
+
+
+def _unflatten(names: Any, children: Any) -> Mean:
+    arrays, rest = children
+    made = object.__new__(Mean)
+    pairs = zip(arrays, names, strict=True)
+    made.terms, made.rest = tuple(Term(*given, *said) for given, said in pairs), rest
+    return made
+
+
+jax.tree_util.register_pytree_node(Mean, _flatten, _unflatten)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["totals", "counts"],
+    meta_fields=["names", "is_never_empty"],
+)
+@dataclasses.dataclass(frozen=True)
+class MeanSums:
+    """The sums and counts of a ``Mean``, to be added up over microbatches and shards.
+
+    Attributes:
+      totals, counts: of each term.
+      names: their names.
+      is_never_empty: whether some count is fixed, so that not all are 0.
+    """
+
+    totals: tuple[Any, ...]
+    counts: tuple[Any, ...]
+    names: tuple[str, ...]
+    is_never_empty: bool
+
+    def metrics(self) -> dict[str, dict[str, Any]]:
+        """The mean and the count of each term, of sums over all rows."""
+        pairs = zip(self.totals, self.counts, strict=True)
+        means = [jnp.where(count != 0, total / _or_one(count), 0) for total, count in pairs]
+        return {
+            "terms": dict(zip(self.names, means, strict=True)),
+            "counts": dict(zip(self.names, self.counts, strict=True)),
+        }
+
+    def are_empty(self) -> Any:
+        """Whether no row counts in any term; ``None`` if some always does."""
+        if self.is_never_empty:
+            return None
+        return functools.reduce(jnp.logical_and, [count == 0 for count in self.counts])
+
+
+def sums_of(mean: Mean) -> MeanSums:
+    """The sums and counts of a ``Mean``.
+
+    Raises:
+      ArgumentError: two terms have the same name.
+    """
+    names = tuple(each.name or f"term_{place}" for place, each in enumerate(mean.terms))
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ArgumentError(
+            f"Two terms of the loss are named {twice[0]!r}, and metrics has one of each name. Pass "
+            f"Mean(total, count, name) another one."
+        )
+    totals = tuple(_wide(jax.lax.stop_gradient(each.total)) for each in mean.terms)
+    is_never_empty = any(each.is_fixed for each in mean.terms)
+    return MeanSums(totals, counts_of(mean), names, is_never_empty)
+
+
+def counts_of(mean: Mean) -> tuple[Any, ...]:
+    """float[] of each term: its count, through which no gradient flows.
+
+    Raises:
+      LossError: when it is differentiated: one would.
+    """
+    return tuple(
+        _counted(jnp.asarray(each.count, float), each.name or f"term_{place}")
+        for place, each in enumerate(mean.terms)
+    )
+
+
+def _counted(count: Any, name: str) -> Any:
+    @jax.custom_jvp
+    def identity(x: Any) -> Any:
+        return x
+
+    def derivative(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        (x,), (change,) = primals, tangents
+        if not isinstance(change, jax.custom_derivatives.SymbolicZero):
+            raise LossError(
+                f"The count of the Mean {name!r} depends on the parameters in a way that has a "
+                f"gradient, and the counts of all shards are summed before the backward pass. "
+                f"Write Mean(total, jax.lax.stop_gradient(count)), if it counts; or "
+                f"loss_over='batch' and .value(), if its gradient is meant."
+            )
+        return x, jnp.zeros_like(x)
+
+    identity.defjvp(derivative, symbolic_zeros=True)
+    return identity(count)
+
+
+def part_of_mean(mean: Mean, counts: tuple[Any, ...], parts: Any) -> Float[Array, ""]:
+    """The loss of a part of the batch, so that the mean of the parts' losses is that of the batch.
+
+    Args:
+      mean: what the loss returned of the rows of this part.
+      counts: of each term, that of the batch.
+      parts: how many parts the batch has.
+    """
+    found = []
+    for each, count in zip(mean.terms, counts, strict=True):
+        by = each.moved(count, parts)
+        found.append(each.scale * _wide(each.total) * jnp.where(by != 0, parts / _or_one(by), 0))
+    return functools.reduce(jnp.add, found, _wide(mean.rest))
+
+
+def per_row(mean: Mean, rows: int) -> Float[Array, ""]:
+    """A number that is a mean over rows if, and only if, all totals and counts are sums over them.
+
+    For sums that cancel each other by chance all of them get factors of their own.
+    """
+    found = _wide(mean.rest)
+    for place, each in enumerate(mean.terms):
+        total = (1 + 0.37 * place) * _wide(each.total)
+        found += (
+            each.scale * (total + (0.61 + 0.23 * place) * jnp.asarray(each.count, float)) / rows
+        )
+    return found
+
+
+def part_of_shard(
+    mean: Mean, shards: Shards, groups: GroupAssignment | None = None
+) -> tuple[Float[Array, ""], Bool[Array, ""] | None]:
+    """The loss of a shard, so that the mean over the shards, or the group, is that of the batch.
+
+    The second result is whether no row of them counts; ``None`` if some always do.
+    """
+    own = jax.lax.stop_gradient(shards.as_varying(jnp.stack(counts_of(mean))))
+    counts = tuple(sum_over_shards(own, shards, groups))
+    found = dataclasses.replace(sums_of(mean), counts=counts)
+    return part_of_mean(mean, counts, size_of_group(groups, shards.number)), found.are_empty()
+
+
+def _wide(x: Any) -> Any:
+    """In at least 32 bits, in which totals are divided."""
+    x = jnp.asarray(x)
+    dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.dtype(float)
+    return x.astype(jnp.promote_types(dtype, jnp.float32))
+
+
+def _or_one(count: Any) -> Any:
+    return jnp.where(count != 0, count, 1)

@@ -1,0 +1,251 @@
+"""Kernels: what an operation whose code cannot be walked says of rows, and what is assumed of it.
+
+A kernel that says that each row is computed alone is believed: by its grid, its sharding rule, or
+by name. Of others it is assumed, and written down, so that numbers can try the operation alone.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from crossshard import _jax
+from crossshard.jaxprs.row_facts import (
+    Fact,
+    Free,
+    Obstacle,
+    OneRow,
+    Pair,
+    Rows,
+    Total,
+    is_inexact,
+    layout,
+)
+from crossshard.jaxprs.walk import Analysis, equations_within, follow
+
+_ATTENTION = "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """An operation that is assumed to compute each row alone.
+
+    Attributes:
+      pair: its equations, with some rows and with more.
+      inputs: what is known of its inputs: rows, or free of the batch.
+      outputs: where the rows are in its outputs, or that they are sums over them; with powers of
+        their number in its inputs, it is also assumed to multiply its outputs as these are.
+    """
+
+    pair: Pair
+    inputs: tuple[Fact, ...]
+    outputs: tuple[Rows | Total, ...]
+
+    def __str__(self) -> str:
+        source = _jax.sources_of(self.pair.one)
+        return f"{_jax.name_of(self.pair.one)}{f' ({source})' if source else ''}"
+
+
+@dataclass
+class Assumptions:
+    """The operations that a walk assumes to compute each row alone.
+
+    Attributes:
+      operations: these, by the number of the second of their equations.
+      rules: the jaxprs of derivatives, with more rows, and what is known of the slopes that they
+        take, by the number of the calls' equations.
+    """
+
+    operations: dict[int, list[Operation]] = field(default_factory=dict)
+    rules: dict[int, tuple[Any, Sequence[Fact]]] = field(default_factory=dict)
+
+    def add(self, operation: Operation) -> None:
+        """Write an operation down."""
+        known = self.operations.setdefault(id(operation.pair.other), [])
+        if all(each.inputs != operation.inputs for each in known):
+            known.append(operation)
+
+    def __iter__(self) -> Iterator[Operation]:
+        return (each for known in self.operations.values() for each in known)
+
+    def names(self) -> tuple[str, ...]:
+        """What and where the operations are."""
+        return tuple(dict.fromkeys(map(str, self)))
+
+    def are_in(self, equation: Any) -> bool:
+        """Whether any is what an equation runs, or what a derivative of it runs."""
+        return any(
+            id(each) in self.operations or self.are_in_rule(each)
+            for each in (equation, *equations_within(equation))
+        )
+
+    def are_in_rule(self, equation: Any) -> bool:
+        """Whether any is what the derivative of an equation runs."""
+        rule = self.rules.get(id(equation))
+        return rule is not None and any(map(self.are_in, _jax.opened(rule[0]).eqns))
+
+
+def of_kernel(
+    analysis: Analysis[Fact], pair: Pair, inputs: Sequence[Fact], assumed: Assumptions
+) -> Sequence[Fact] | Obstacle | None:
+    """The facts of the outputs of a kernel; ``None`` for what is none."""
+    if not _jax.is_kernel(pair.one):
+        return None
+    if pair.name in _jax.SAID_BY_JAXPR:
+        within = [each.params[_jax.SAID_BY_JAXPR[pair.name]] for each in (pair.one, pair.other)]
+        return follow(analysis, within, inputs)
+    unknown = pair.undecided(f"{_jax.name_of(pair.one)} of what is no row")
+    powers = any(getattr(fact, "power", 0) for fact in inputs)
+    if not all(isinstance(fact, Free | Rows) for fact in inputs):
+        one_row = all(isinstance(fact, Free | OneRow) for fact in inputs) and not powers
+        alike = one_row and _jax.says(pair.one) == _jax.says(pair.other)
+        return [OneRow()] * len(pair.one.outvars) if alike else unknown
+    rows = [fact for fact in inputs if isinstance(fact, Rows)]
+    if not rows:
+        same = [_shape(x) for x in pair.one.outvars] == [_shape(x) for x in pair.other.outvars]
+        alike = same and _jax.says(pair.one) == _jax.says(pair.other)
+        own = any(fact.own for fact in inputs if isinstance(fact, Free))
+        return [Free(own=own)] * len(pair.one.outvars) if alike and not powers else unknown
+    outputs = _outputs(pair, inputs)
+    if outputs is None:
+        return unknown
+    if not _is_proven(pair, inputs, outputs):
+        assumed.add(Operation(pair, tuple(inputs), tuple(outputs)))
+    return outputs
+
+
+def _outputs(pair: Pair, inputs: Sequence[Fact]) -> list[Rows | Total] | None:
+    """Where the rows are in the outputs, if they are along the axis that grows in each.
+
+    In a gradient, an output that does not grow is that of a parameter, a sum over the rows.
+    """
+    rows = [fact for fact in inputs if isinstance(fact, Rows)]
+    powers = {fact.power for fact in inputs if isinstance(fact, Free | Rows)} - {0}
+    outers = {fact.outer for fact in rows}
+    if len(powers) > 1 or len(outers) > 1:
+        return None
+    ((outer,), both), power = (outers, layout(rows)), max(powers, default=0)
+    found: list[Rows | Total] = []
+    for one, other in zip(pair.one.outvars, pair.other.outvars, strict=True):
+        sizes = zip(_shape(one), _shape(other), strict=True)
+        grown = [axis for axis, (few, more) in enumerate(sizes) if few != more]
+        if power and not is_inexact(one):
+            return None
+        if power and not grown:
+            found.append(Total(power + 1))
+            continue
+        slices, odd = divmod(_shape(one)[grown[0]], pair.rows) if len(grown) == 1 else (0, 1)
+        inner = slices // outer
+        if odd or inner * outer != slices:
+            return None
+        if outer > 1 and (both is None or both.inner != inner):
+            return None
+        found.append(Rows(grown[0], outer, inner, power))
+    return found
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return tuple(getattr(atom.aval, "shape", ()))
+
+
+def _is_proven(pair: Pair, inputs: Sequence[Fact], outputs: Sequence[Rows | Total]) -> bool:
+    """Whether a kernel says that it computes each row alone."""
+    facts = [*inputs, *outputs]
+    if pair.name.startswith("dot_product_attention"):
+        return pair.name in _ATTENTION and _is_attention(pair, facts)
+    # Nothing says that it is linear.
+    if outputs[0].power or any(fact.power for fact in inputs if isinstance(fact, Free)):
+        return False
+    match pair.name:
+        case "approx_top_k":
+            (given,), ndim = inputs, len(_shape(pair.one.invars[0]))
+            axis = pair.one.params["reduction_dimension"] % ndim
+            rows = [x.axis for x in (given, *outputs) if isinstance(x, Rows)]
+            return len(rows) == 3 and len({*rows, axis}) == 2 and axis not in rows
+        case "ragged_dot_general":
+            return _is_batched_product(pair, facts)
+        case "custom_partitioning":
+            return _is_in_rule(pair, facts)
+        case "pallas_call":
+            return _is_in_grid(pair, facts)
+    return False
+
+
+def _is_attention(pair: Pair, facts: Sequence[Fact]) -> bool:
+    """cuDNN's attention: axis 0 of all is the batch; backwards it is linear in its last input."""
+    number = len(pair.one.invars)
+    powers = [getattr(fact, "power", 0) for fact in facts[:number]]
+    linear = powers[:-1] if pair.name == _ATTENTION[1] else powers
+    # Those of packed rows and of pages, which are not axes of a batch.
+    packed = any(0 not in _shape(x) for x in pair.one.invars[6:10])
+    rows = [fact for fact in facts if isinstance(fact, Rows)]
+    return (
+        not (any(linear) or packed or pair.one.params["dropout_rate"])
+        and pair.is_alike()
+        and all((fact.axis, fact.outer) == (0, 1) for fact in rows)
+        # But for the gradient of a bias.
+        and all(isinstance(fact, Rows) for fact in facts[number : number + 3])
+    )
+
+
+def _is_batched_product(pair: Pair, facts: Sequence[Fact]) -> bool:
+    """A product of groups, along whose batch axes each has groups of its own."""
+    numbers = pair.one.params["ragged_dot_dimension_numbers"]
+    left, right = map(list, numbers.dot_dimension_numbers[1])
+    batches = [left, right, *[list(range(len(left)))] * 2]
+    at = {
+        of.index(fact.axis) if fact.axis in of else None
+        for fact, of in zip(facts, batches, strict=True)
+        if isinstance(fact, Rows)
+    }
+    return len(at) == 1 and None not in at and layout(facts) is not None
+
+
+def _is_in_rule(pair: Pair, facts: Sequence[Fact]) -> bool:
+    """A sharding rule that passes one factor through, which is the rows of all arrays."""
+    rule, atoms = pair.one.params["sharding_rule"], [*pair.one.invars, *pair.one.outvars]
+    if not hasattr(rule, "operand_mappings") or layout(facts) is None:
+        return False
+    mappings, factors = [*rule.operand_mappings, *rule.result_mappings], set()
+    for fact, mapping, atom in zip(facts, mappings, atoms, strict=True):
+        names = list(mapping)
+        if names and isinstance(names[0], str) and names[0].startswith("…"):
+            # Any number of axes in front.
+            several = range(len(_shape(atom)) - len(names) + 1)
+            names[:1] = [f"{names[0]}{place}" for place in several]
+        if isinstance(fact, Rows):
+            factors.add(names.pop(fact.axis))
+        factors |= {None for name in names if name in factors or not isinstance(name, str)}
+    special = rule.reduction_factors, rule.need_replication_factors, rule.permutation_factors
+    return len(factors) == 1 and not factors & {None, *itertools.chain(*special)}
+
+
+def _is_in_grid(pair: Pair, facts: Sequence[Fact]) -> bool:
+    """A grid, of which one dimension walks over the rows, and over nothing else.
+
+    Its blocks are slices of one row, and nothing is kept from one step of it to the next.
+    """
+    one, other = map(_jax.grid_of, (pair.one, pair.other))
+    if one is None or other is None or one.code != other.code:
+        return False
+    both = list(zip(one.lengths, other.lengths, strict=True))
+    grown = [place for place, lengths in enumerate(both) if lengths[0] != lengths[1]]
+    chooses, blocked = facts[: one.before], facts[one.before :]
+    if len(grown) != 1 or not all(isinstance(fact, Free) for fact in chooses):
+        return False
+    (at,), (steps, more) = grown, both[grown[0]]
+    if more != pair.times * steps or at not in one.alone:
+        return False
+    of_a_row = set()
+    for fact, block, same in zip(blocked, one.blocks, other.blocks, strict=True):
+        axes = [axis for axis, places in enumerate(block.depends) if at in places]
+        if block != same or axes != ([fact.axis] if isinstance(fact, Rows) else []):
+            return False
+        if isinstance(fact, Rows):
+            size, slices = block.sizes[fact.axis], fact.outer * pair.rows * fact.inner
+            if block.walks.get(fact.axis) != at or not size or fact.inner % size:
+                return False
+            if steps * size != slices:
+                return False
+            of_a_row.add((fact.outer, fact.inner // size))
+    return len(of_a_row) == 1

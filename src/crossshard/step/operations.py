@@ -1,0 +1,271 @@
+"""Tries operations alone, by numbers: whether each computes each row by itself.
+
+The loss is evaluated, equation by equation, up to an operation of which its trace shows nothing.
+The operation is given the same rows in another order, beside other rows, and as many as a half; and
+so is its gradient. What it computes of a row may differ by rounding alone.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from crossshard import _jax
+from crossshard.gradients.scalars import is_inexact
+from crossshard.jaxprs.kernels import Assumptions, Operation
+from crossshard.jaxprs.row_facts import Fact, Rows
+from crossshard.jaxprs.walk import equations_within
+
+# What is changed, and how far that may change what is computed of a row, in units of the precision
+# of the operation: in one program a row's result is rounded in one way, and with another number of
+# rows XLA may tile it otherwise. Sums over rows, as in the gradient of a weight, are rounded anew.
+_ORDER, _BESIDE, _NUMBER, _SCALE = "in another order", "beside other rows", "in halves", "scaled"
+_OF_ROWS = {_ORDER: 1 / 8, _BESIDE: 1 / 8, _NUMBER: 1 / 2, _SCALE: 1 / 8}
+_OF_SUMS = {_ORDER: 1 / 2, _BESIDE: 1 / 2, _NUMBER: 1.0, _SCALE: 1 / 2}
+# Of float32, in the same units: what is added in another order is some hundred times less exact.
+_LEAST = 2e-4
+
+
+class Tried(NamedTuple):
+    """How an operation, or its gradient, was tried.
+
+    Attributes:
+      operation: what it is.
+      change: what was changed of the rows.
+    """
+
+    operation: str
+    change: str
+
+
+class Trial:
+    """Collects what the operations of one loss do on one shard."""
+
+    def __init__(self, assumed: Assumptions):
+        self.assumed = assumed
+        self._seen: set[Any] = set()
+        self.tried: list[Tried] = []
+        # For each of these how far the results are apart, and of how far they may be.
+        self.apart: list[jax.Array] = []
+
+    def evaluate(self, jaxpr: Any, inputs: Sequence[Any], *, differentiated: bool = True) -> Any:
+        """The outputs of a jaxpr, of which each assumed operation is tried on the way."""
+        opened = _jax.opened(jaxpr)
+        values = dict(zip(opened.invars, inputs, strict=True))
+        values |= dict(zip(opened.constvars, getattr(jaxpr, "consts", ()), strict=True))
+        read = lambda atom: atom.val if _jax.is_literal(atom) else values[atom]
+        for equation in opened.eqns:
+            given = list(map(read, equation.invars))
+            for operation in self.assumed.operations.get(id(equation), ()):
+                self._try(operation, given, differentiated=differentiated)
+            found = self._run(equation, given, differentiated)
+            values |= dict(zip(equation.outvars, found, strict=True))
+        return list(map(read, opened.outvars))
+
+    def _run(self, equation: Any, given: Sequence[Any], differentiated: bool) -> Sequence[Any]:
+        """The outputs of an equation, with trials of what it runs."""
+        if not self.assumed.are_in(equation):
+            return _jax.bound(equation, given)
+        if self.assumed.are_in_rule(equation):
+            rule, facts = self.assumed.rules[id(equation)]
+            atoms = _jax.opened(rule).invars[len(given) :]
+            slopes = [_random(x.aval, place, facts[place]) for place, x in enumerate(atoms)]
+            self.evaluate(rule, [*given, *slopes], differentiated=False)
+        differentiated = differentiated and not _jax.has_own_derivative(equation)
+        within = lambda jaxpr, given: self.evaluate(jaxpr, given, differentiated=differentiated)
+        match _jax.control_flow(equation):
+            case _jax.Call(jaxpr) if not _jax.is_rowwise(equation):
+                return within(jaxpr, given)
+            case _jax.Cond(branches):
+                for branch in branches:
+                    within(branch, given[1:])
+            case _jax.While(cond, of_cond, body, of_body):
+                carry = given[of_cond + of_body :]
+                within(cond, [*given[:of_cond], *carry])
+                within(body, [*given[of_cond : of_cond + of_body], *carry])
+            case _jax.Scan(body, constants, carried, (steps, reverse)) if steps:
+                first = constants + carried
+                turn = [x[steps - 1 if reverse else 0] for x in given[first:]]
+                within(body, [*given[:first], *turn])
+            case None if equation.primitive.name in _jax.SAID_BY_JAXPR:
+                return within(equation.params[_jax.SAID_BY_JAXPR[equation.primitive.name]], given)
+        return _jax.bound(equation, given)
+
+    def _try(self, operation: Operation, given: Sequence[Any], *, differentiated: bool) -> None:
+        """Compare what it computes of all rows, in several ways; and what its gradient does."""
+        pair, given = operation.pair, list(map(jnp.asarray, given))
+        types = [(x.shape, x.dtype) for x in given]
+        # An operation of many layers is one.
+        key = _jax.says(pair.other), *types, operation.inputs, differentiated
+        if str(key) in self._seen:
+            return
+        self._seen.add(str(key))
+        within = (pair.other, *equations_within(pair.other))
+        precision = max(_LEAST, *map(_jax.precision_of, within))
+        runs = [lambda given, of=of: _jax.bound(of, given) for of in (pair.one, pair.other)]
+        self._compare(str(operation), runs, operation.inputs, operation.outputs, given, precision,
+                      pair.rows)  # fmt: skip
+        if not differentiated:
+            return
+        exact = [place for place, x in enumerate(given) if is_inexact(x)]
+        sloped = [place for place, x in enumerate(pair.other.outvars) if is_inexact(x.aval)]
+        slopes = [
+            _random(pair.other.outvars[place].aval, place, operation.outputs[place])
+            for place in sloped
+        ]
+
+        def backward(run: Callable[..., Any]) -> Callable[..., Any]:
+            def pulled(given: Sequence[Any]) -> Any:
+                given, slopes = list(given[: len(types)]), list(given[len(types) :])
+
+                def of_exact(values: Sequence[Any]) -> list[Any]:
+                    replaced = dict(zip(exact, values, strict=True))
+                    found = run([replaced.get(place, x) for place, x in enumerate(given)])
+                    return [found[place] for place in sloped]
+
+                _, pull = jax.vjp(of_exact, [given[place] for place in exact])
+                return pull(slopes)[0]
+
+            return pulled
+
+        facts = [*operation.inputs, *(operation.outputs[place] for place in sloped)]
+        gradients = [operation.inputs[place] for place in exact]
+        try:
+            jax.eval_shape(backward(runs[1]), [*given, *slopes])
+        except Exception:  # it cannot be differentiated, so nothing does
+            return
+        self._compare(f"the gradient of {operation}", list(map(backward, runs)), facts, gradients,
+                      [*given, *slopes], precision, pair.rows)  # fmt: skip
+
+    def _compare(
+        self,
+        name: str,
+        runs: Sequence[Callable[..., Any]],
+        inputs: Sequence[Fact],
+        outputs: Sequence[Fact],
+        given: Sequence[Any],
+        precision: float,
+        rows: int,
+    ) -> None:
+        """Compare an operation of ``rows`` rows, and of twice as many, with itself.
+
+        Args:
+          name: what it is called.
+          runs: the operation of so many rows, and of twice as many.
+          inputs, outputs: where the rows are; an output without rows is a sum over them.
+          given: its inputs, of twice as many rows.
+          precision: relative, of what it computes.
+          rows: the number of rows.
+        """
+        order = np.random.default_rng(0).permutation(2 * rows)
+        order = order if np.any(order != np.arange(2 * rows)) else order[::-1]
+        first, second = np.arange(rows), np.arange(rows, 2 * rows)
+        powered = [bool(getattr(fact, "power", 0)) for fact in inputs]
+
+        def repeated(run: Callable[..., Any], places: Sequence[Any], factors: Any) -> list[Any]:
+            """What it computes of several choices of rows, in a loop, so by one compiled code."""
+
+            def once(chosen: Any) -> Any:
+                places, factor = chosen
+                taken = [_taken(x, fact, places) for x, fact in zip(given, inputs, strict=True)]
+                return list(
+                    run([
+                        x * factor.astype(x.dtype) if is_scaled else x
+                        for x, is_scaled in zip(taken, powered, strict=True)
+                    ])
+                )  # fmt: skip
+
+            chosen = lax.optimization_barrier((jnp.stack(places), jnp.float32(factors)))
+            found = lax.map(once, chosen)
+            return [[x[turn] for x in found] for turn in range(len(factors))]
+
+        # One row in the place of all that are not looked at.
+        beside = np.concatenate([first, np.zeros_like(first)])
+        choices, factors = [np.arange(2 * rows), order, beside], [1.0, 1.0, 1.0]
+        if any(powered):
+            choices, factors = [*choices, choices[0]], [*factors, 0.5]
+        whole, moved, single, *scaled = repeated(runs[1], choices, factors)
+        one, other = repeated(runs[0], [first, second], [1.0, 1.0])
+        found: dict[str, list[tuple[Any, ...]]] = {_ORDER: [], _BESIDE: [], _NUMBER: [], _SCALE: []}
+        for place, fact in enumerate(outputs):
+            x, parts = whole[place], [_wide(half[place]) for half in (one, other)]
+            # The sum of two halves may be less than either, and as exact as these.
+            sums = [] if isinstance(fact, Rows) else parts
+            back = _taken(moved[place], fact, np.argsort(order))
+            found[_ORDER].append((fact, x, back, *sums))
+            found[_SCALE] += [(fact, x, 2 * _wide(each[place]), *sums) for each in scaled]
+            if isinstance(fact, Rows):
+                both = [_taken(each[place], fact, first) for each in (whole, single)]
+                found[_BESIDE].append((fact, *both))
+                found[_NUMBER].append((fact, x, _behind(fact, *parts)))
+            else:
+                found[_NUMBER].append((fact, x, parts[0] + parts[1], *sums))
+        noise = jnp.float32(0)
+        for change, pairs in found.items():
+            apart = []
+            for fact, *arrays in pairs:
+                allowed = (_OF_ROWS if isinstance(fact, Rows) else _OF_SUMS)[change] * precision
+                distance = _distance(*arrays)
+                apart.append(jnp.stack([distance, distance / jnp.maximum(allowed, 4 * noise)]))
+            if apart:
+                self.tried.append(Tried(name, change))
+                stacked = jnp.stack(apart)
+                self.apart.append(stacked[jnp.argmax(jnp.nan_to_num(stacked[:, 1], nan=jnp.inf))])
+            if change == _ORDER and apart:
+                # The order itself may make no more than is allowed.
+                least = [(_OF_ROWS if isinstance(fact, Rows) else _OF_SUMS)[change] * precision
+                         for fact, *_ in pairs]  # fmt: skip
+                noise = jnp.minimum(self.apart[-1][0], min(least))
+
+
+def _random(aval: Any, seed: int, rows: Fact) -> jax.Array:
+    """Random slopes; those of the second half of the rows have another mean than the first."""
+    noise = jax.random.normal(jax.random.key(seed), aval.shape, jnp.float32)
+    if isinstance(rows, Rows):
+        number = aval.shape[rows.axis] // (rows.outer * rows.inner)
+        signs = np.where(np.arange(number) < number // 2, 1, -1)
+        signs = np.tile(np.repeat(signs, rows.inner), rows.outer)
+        noise += np.expand_dims(signs, [i for i in range(noise.ndim) if i != rows.axis])
+    return noise.astype(aval.dtype)
+
+
+def _taken(x: Any, fact: Fact, places: Any) -> Any:
+    """Some rows of an array; all of it if it has none."""
+    if not isinstance(fact, Rows):
+        return x
+    slices = x.shape[fact.axis] // (fact.outer * fact.inner), fact.inner
+    before, after = x.shape[: fact.axis], x.shape[fact.axis + 1 :]
+    split = x.reshape(*before, fact.outer, *slices, *after)
+    found = jnp.take(split, places, axis=fact.axis + 1)
+    return found.reshape(*before, fact.outer * len(places) * fact.inner, *after)
+
+
+def _behind(fact: Rows, one: Any, other: Any) -> Any:
+    """The rows of one array, and behind them those of another one."""
+    parts = [
+        x.reshape(*x.shape[: fact.axis], fact.outer, -1, *x.shape[fact.axis + 1 :])
+        for x in (one, other)
+    ]
+    found = jnp.concatenate(parts, fact.axis + 1)
+    return found.reshape(*one.shape[: fact.axis], -1, *one.shape[fact.axis + 1 :])
+
+
+def _distance(one: Any, other: Any, *more: Any) -> jax.Array:
+    """How far two arrays are apart, relative to the largest; of integers, how many differ."""
+    if not is_inexact(one):
+        return jnp.sqrt(jnp.mean(one != other, dtype=jnp.float32)) if one.size else jnp.float32(0)
+    one, other = _wide(one), _wide(other)
+    same = (one == other) | (jnp.isnan(one) & jnp.isnan(other))
+    norm = lambda x: jnp.sqrt(jnp.sum(jnp.where(same & ~jnp.isfinite(x), 0, jnp.abs(x)) ** 2))
+    apart = jnp.sqrt(jnp.sum(jnp.where(same, 0, jnp.abs(one - other)) ** 2))
+    largest = functools.reduce(jnp.maximum, map(norm, (one, other, *map(_wide, more))))
+    return jnp.where(apart == 0, 0, apart / largest).astype(jnp.float32)
+
+
+def _wide(x: Any) -> Any:
+    """An array in float32 at least, if it is one of floats."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_inexact(x) else x
