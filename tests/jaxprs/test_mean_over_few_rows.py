@@ -84,6 +84,15 @@ ORDINARY: dict[str, Loss] = {
         x, jax.random.split(k, len(x))
     ).mean(),
     "at rows": lambda x, w, k: x[jnp.arange(len(x)), jnp.zeros(len(x), int)].mean(),
+    "entropy": lambda x, w, k: optax.softmax_cross_entropy_with_integer_labels(
+        x @ w, jnp.argmax(x, 1)
+    ).mean(),
+    "entropy of tokens": lambda x, w, k: optax.softmax_cross_entropy_with_integer_labels(
+        x[:, :, None] * w, jnp.argmax(x[:, :, None] + w, 2)
+    ).mean(),
+    "products of matrices": lambda x, w, k: (
+        jax.nn.softmax((x[:, None] * w) @ (x[:, None] * w).swapaxes(1, 2)).max(1).mean()
+    ),
     "attention": lambda x, w, k: jax.nn.dot_product_attention(
         *[(x @ w).reshape(len(x), 2, 1, 2)] * 3
     ).mean(),

@@ -98,8 +98,14 @@ def _same(jaxprs: Sequence[Any], rows: Sequence[int], *, derives: bool = True) -
         if not all(_is_alike(each, rows) for each in constants):
             return False
 
-    def of_atoms(atoms: Sequence[Any]) -> bool:
-        if not _fit([atom.aval.shape for atom in atoms], rows):
+    def fits(atoms: Sequence[Any], left_out: int | None) -> bool:
+        shapes = [list(getattr(atom.aval, "shape", ())) for atom in atoms]
+        if left_out is not None:
+            shapes[0].insert(left_out, 1)
+        return _fit(shapes, rows)
+
+    def of_atoms(atoms: Sequence[Any], left_out: int | None = None) -> bool:
+        if not fits(atoms, left_out):
             return False
         values = [of.value(atom) for of, atom in zip(traces, atoms, strict=True)]
         if all(isinstance(value, _Literal) for value in values):
@@ -112,14 +118,15 @@ def _same(jaxprs: Sequence[Any], rows: Sequence[int], *, derives: bool = True) -
             return False
         if len({len(each.invars) for each in equations}) > 1:
             return False
-        if not all(map(of_atoms, zip(*(each.invars for each in equations), strict=True))):
+        left_out = _LEFT_OUT.get(one.primitive.name, lambda _: None)(equations)
+        if left_out is None and not _are_alike([each.params for each in equations], rows):
             return False
-        if not all(
-            _fit([getattr(atom.aval, "shape", ()) for atom in atoms], rows)
-            for atoms in zip(*(each.outvars for each in equations), strict=True)
-        ):
+        inputs = list(zip(*(each.invars for each in equations), strict=True))
+        outputs = list(zip(*(each.outvars for each in equations), strict=True))
+        places = left_out or [None] * len(inputs + outputs)
+        if not all(map(of_atoms, inputs, places)):
             return False
-        if not _are_alike([each.params for each in equations], rows):
+        if not all(map(fits, outputs, places[len(inputs) :])):
             return False
         within = [list(_jax.jaxprs_within(each)) for each in equations]
         if not all(_same(each, rows, derives=derives) for each in zip(*within, strict=True)):
@@ -130,6 +137,62 @@ def _same(jaxprs: Sequence[Any], rows: Sequence[int], *, derives: bool = True) -
             if not _same(rules, rows, derives=False):
                 return False
     return all(map(of_atoms, zip(*(each.outvars for each in opened), strict=True)))
+
+
+# For each input and output the axis of the rows, if the first trace leaves it out.
+_Places = list[int | None]
+
+
+def _of_gather(equations: Sequence[Any]) -> _Places | None:
+    """Of an operand with one row, JAX takes all along the axis of the rows.
+
+    In place of one element by each row of the indices, which is the same.
+    """
+    few, more, also = (each.params["dimension_numbers"] for each in equations)
+    axes = [axis for axis in more.operand_batching_dims if axis not in few.operand_batching_dims]
+    operand, out = equations[0].invars[0].aval, equations[0].outvars[0].aval
+    if len(axes) != 1 or also != more or operand.shape[axes[0]] != 1:
+        return None
+    (axis,) = axes
+    pairs = list(zip(more.operand_batching_dims, more.start_indices_batching_dims, strict=True))
+    place = dict(pairs)[axis]
+    at = [x for x in range(out.ndim) if x not in more.offset_dims][place]
+    gone = {*few.collapsed_slice_dims, *few.operand_batching_dims}
+    kept = [x for x in range(operand.ndim) if x not in gone]
+    given = [(x, y - (y > place)) for x, y in pairs if x != axis]
+    same = (
+        few.offset_dims[kept.index(axis)] == at
+        and tuple(sorted((*more.offset_dims, at))) == tuple(few.offset_dims)
+        and few.collapsed_slice_dims == more.collapsed_slice_dims
+        and few.start_index_map == more.start_index_map
+        and given
+        == list(zip(few.operand_batching_dims, few.start_indices_batching_dims, strict=True))
+    )
+    return [None, place, None] if same and _alike_but_for_numbers(equations) else None
+
+
+def _of_product(equations: Sequence[Any]) -> _Places | None:
+    """Of matrices of one row, JAX makes a product without the axis of the rows."""
+    few, more, also = (each.params["dimension_numbers"] for each in equations)
+    (left, right), (lefts, rights) = more
+    if more != also or len(few[1][0]) != len(lefts) - 1:
+        return None
+    for at, (one, other) in enumerate(zip(lefts, rights, strict=True)):
+        without = [
+            tuple(axis - (axis > gone) for axis in axes if axis != gone)
+            for axes, gone in ((left, one), (right, other), (lefts, one), (rights, other))
+        ]
+        if [tuple(x) for both in few for x in both] == without:
+            return [one, other, at] if _alike_but_for_numbers(equations) else None
+    return None
+
+
+def _alike_but_for_numbers(equations: Sequence[Any]) -> bool:
+    each = [{**equation.params, "dimension_numbers": None} for equation in equations]
+    return _are_alike(each, (1, 2, 4))
+
+
+_LEFT_OUT: dict[str, Any] = {"dot_general": _of_product, "gather": _of_gather}
 
 
 class _Literal:
