@@ -791,7 +791,7 @@ def test_what_is_done_to_the_sum_that_divides_is_told(name: str):
     divisor, *want = DIVISORS[name]
     finding = found(over(divisor))
     assert finding.kind is OverRows.RATIO, finding
-    assert finding.equation is not None
+    assert finding.by is not None
     of = [finding.moved, pytest.approx(finding.bound), finding.counts]
     assert of == want
 
@@ -800,13 +800,12 @@ def test_a_small_term_of_a_mean_that_divides_is_told():
     of_means = lambda term: (
         lambda b, w, k: ((b["x"] @ w).sum(1) * b["weight"]).mean() / (b["weight"].mean() + term)
     )
+    # Each row then has so much more, and a sum is one of all rows.
     finding = found(of_means(5e-4))
-    assert (finding.moved, finding.bound) == ("plus", pytest.approx(5e-4))
-    assert found(of_means(0.0)).moved == ""
-    finding = found(lambda b, w, k: of_means(5e-4)(b, w, k) / 2)
-    assert finding.moved == "plus"
+    assert (finding.power, finding.moved, finding.bound) == (0, "", pytest.approx(5e-4))
+    assert found(of_means(0.0)).bound == 0
     finding = found(over(lambda b: 2 * (b["weight"].mean() + 5e-4) * ROWS_OF(b)))
-    assert (finding.moved, finding.bound) == ("plus", np.inf)
+    assert (finding.power, finding.moved, finding.bound) == (1, "", np.inf)
 
 
 def test_sums_of_two_calls_are_not_one():

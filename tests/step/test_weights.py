@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from crossshard import CrossShardOptimizer, make_train_step
-from crossshard.errors import ArgumentError
+from crossshard.errors import ArgumentError, LossError
 from tests.quick import deep, deep_but
 from tests.step.common import assert_same, on_one_device, sgd_step
 
@@ -95,12 +95,16 @@ def test_a_module_whose_loss_does_not_read_the_weight():
         step(step.init(net), batch_of(np.ones(8)))
 
 
-def test_a_function_may_count_what_the_loss_does_not_read():
+def test_a_function_may_count_what_each_shards_own_loss_does_not_read():
     blind = lambda w, batch: ((batch["x"] @ w) ** 2).mean()
-    step = sgd_step(blind, 0.1, 2, weight=lambda batch: batch["mask"].sum())
+    weight = lambda batch: batch["mask"].sum()
+    step = sgd_step(blind, 0.1, 2, weight=weight, loss_over="shard")
     _, metrics = step(step.init(W), batch_of([1, 0, 1, 1]))
     rows = ((X[:4] @ W) ** 2).mean(-1).reshape(2, 2).mean(-1)
     np.testing.assert_allclose(metrics["loss"], (rows[0] + 2 * rows[1]) / 3, rtol=1e-5)
+    step = sgd_step(blind, 0.1, 2, weight=weight)
+    with pytest.raises(LossError, match="a mean over rows, in which all rows count the same"):
+        step(step.init(W), batch_of([1, 0, 1, 1]))
 
 
 # Nothing counts.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,30 @@ from crossshard.shards.axes import Shards
 from crossshard.shards.groups import GroupAssignment, size_of_group
 
 
+class Moved(NamedTuple):
+    """What a loss does to a sum over all rows before it divides by it.
+
+    Attributes:
+      how: ``"max"``, at least the bound; ``"plus"``, the bound is added; else nothing.
+      bound: the bound.
+      of_mean: whether it does so to the mean of what the parts have, rather than to their sum.
+    """
+
+    how: str = ""
+    bound: float = 0.0
+    of_mean: bool = False
+
+    def __call__(self, count: Any, parts: Any = 1) -> Any:
+        """What divides, given the sum over so many parts."""
+        bound = self.bound * parts if self.of_mean else self.bound
+        if self.how == "max":
+            return jnp.maximum(count, bound)
+        return count + bound if self.how == "plus" else count
+
+
+_UNMOVED = Moved()
+
+
 @dataclasses.dataclass(frozen=True)
 class Term:
     """One quotient of a ``Mean``.
@@ -28,6 +52,7 @@ class Term:
       scale: what multiplies the quotient.
       name: its name in ``metrics``; empty if it has none.
       is_fixed: whether the count is a number that is no array, and not 0.
+      moved: what is done to the count of the batch before it divides.
     """
 
     total: Any
@@ -35,6 +60,7 @@ class Term:
     scale: Any = 1.0
     name: str = ""
     is_fixed: bool = False
+    moved: Moved = _UNMOVED
 
 
 class Mean:
@@ -138,6 +164,12 @@ class Mean:
     __rtruediv__ = __pow__ = __rpow__ = __abs__ = __float__ = _refuse
 
 
+def with_moved(mean: Mean, moved: Moved) -> Mean:
+    """The same, with something done to the counts of the batch before they divide."""
+    terms = (dataclasses.replace(each, moved=moved) for each in mean.terms)
+    return mean._with(tuple(terms), mean.rest)
+
+
 def _factor(x: Any, what: str) -> Any:
     """A number that a ``Mean`` is combined with."""
     if isinstance(x, Mean) or not is_number(x):
@@ -150,7 +182,7 @@ def _factor(x: Any, what: str) -> Any:
 
 def _flatten(mean: Mean) -> tuple[tuple[Any, ...], Any]:
     arrays = tuple((each.total, each.count, each.scale) for each in mean.terms)
-    return (arrays, mean.rest), tuple((each.name, each.is_fixed) for each in mean.terms)
+    return (arrays, mean.rest), tuple((each.name, each.is_fixed, each.moved) for each in mean.terms)
 
 
 def _unflatten(names: Any, children: Any) -> Mean:
@@ -258,11 +290,10 @@ def part_of_mean(mean: Mean, counts: tuple[Any, ...], parts: Any) -> Float[Array
       counts: of each term, that of the batch.
       parts: how many parts the batch has.
     """
-    pairs = zip(mean.terms, counts, strict=True)
-    found = [
-        each.scale * _wide(each.total) * jnp.where(count != 0, parts / _or_one(count), 0)
-        for each, count in pairs
-    ]
+    found = []
+    for each, count in zip(mean.terms, counts, strict=True):
+        by = each.moved(count, parts)
+        found.append(each.scale * _wide(each.total) * jnp.where(by != 0, parts / _or_one(by), 0))
     return functools.reduce(jnp.add, found, _wide(mean.rest))
 
 

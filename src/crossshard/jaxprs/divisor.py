@@ -1,7 +1,7 @@
 """Divisor: computes the sum over rows that divides a loss, and compares it with another."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,31 +9,45 @@ import numpy as np
 
 from crossshard import _jax
 
-# How often two functions are compared on numbers that are drawn, and up to which difference two
-# float32 sums of as many numbers, in another order, are equal.
-_TRIALS, TOLERANCE = 4, 1e-5
+# How often two functions are compared on numbers that are drawn; and up to which relative
+# difference two float32 sums of the same numbers, in another order, are equal.
+_TRIALS, _TOLERANCE = 4, 1e-5
 
 
-def value_in(jaxpr: Any, of: Any) -> Callable[..., Any] | None:
-    """A function of the inputs of a closed jaxpr that computes a value in it.
+class Value(NamedTuple):
+    """A value in a jaxpr.
+
+    Attributes:
+      compute: computes it, float[], from the inputs that it reads.
+      reads: the places of these among the inputs of the jaxpr.
+    """
+
+    compute: Callable[..., Any]
+    reads: tuple[int, ...]
+
+
+def value_in(jaxpr: Any, of: Any) -> Value | None:
+    """The sum of a value in a closed jaxpr; ``None`` if it is within a loop, or in a branch.
 
     Args:
       jaxpr: the jaxpr.
-      of: a variable of it; or ``(output, of)``, a variable in the call that has this output.
-
-    Returns:
-      The function; ``None`` if there is no such value, as within a loop.
+      of: a variable of it; the place of an input; or ``(output, of)``, a value in the call that has
+        this output. See ``Total.of``.
     """
     found: list[bool] = []
 
     def compute(*args: Any) -> Any:
-        value = _value(jaxpr, args, of)
+        value = args[of] if isinstance(of, int) else _value(jaxpr, args, of)
         found.append(value is not None)
-        return 0.0 if value is None else value
+        return jnp.asarray(jnp.sum(0.0 if value is None else value), float)
 
     traced = jax.make_jaxpr(compute)(*jaxpr.in_avals)
-    run = _jax.as_function(_jax.without_unread(traced))
-    return (lambda *args: jnp.asarray(run(*args)[0], float).reshape(())) if found[0] else None
+    pruned, reads = _jax.pruned(traced, [True])
+    if not found[0] or any(isinstance(x, jax.core.Tracer) for x in pruned.consts):
+        return None
+    run = _jax.as_function(pruned)
+    places = tuple(place for place, is_read in enumerate(reads) if is_read)
+    return Value(lambda *args: run(*args)[0], places)
 
 
 def _value(jaxpr: Any, args: Sequence[Any], of: Any) -> Any:
@@ -57,42 +71,45 @@ def _value(jaxpr: Any, args: Sequence[Any], of: Any) -> Any:
     return known.get(wanted)
 
 
-def are_written_alike(one: Callable[..., Any], other: Callable[..., Any], *types: Any) -> bool:
-    """Whether two functions of inputs of these types are the same program."""
-    texts = {
-        str(_jax.without_unread(_jax.flat(jax.make_jaxpr(each)(*types)))) for each in (one, other)
-    }
-    return len(texts) == 1
+def agree(one: Callable[..., Any], other: Callable[..., Any], *types: Any) -> bool:
+    """Whether two functions of inputs of these types are one program, or agree on drawn numbers.
 
-
-def agree_on_chance(one: Callable[..., Any], other: Callable[..., Any], *types: Any) -> bool:
-    """Whether two functions return equal numbers for inputs of these types that are drawn."""
+    One may be the other times a constant.
+    """
+    traced = [jax.make_jaxpr(each)(*types) for each in (one, other)]
+    if len({str(_jax.without_unread(_jax.flat(each))) for each in traced}) == 1:
+        return True
+    both = jax.make_jaxpr(lambda *args: (one(*args), other(*args)))(*types)
+    pruned, reads = _jax.pruned(both, [True, True])
+    if any(isinstance(x, jax.core.Tracer) for x in pruned.consts):
+        return False
+    leaves = [x for x, is_read in zip(jax.tree.leaves(types), reads, strict=True) if is_read]
     draw = np.random.default_rng(0)
     with jax.ensure_compile_time_eval():
-        both = jax.jit(lambda *args: (one(*args), other(*args)))
-        for _ in range(_TRIALS):
-            args = jax.tree.map(lambda x: _drawn(draw, x), types)
-            if not are_equal(*jax.device_get(both(*args))):
-                return False
-    return True
+        run = jax.jit(_jax.as_function(pruned))
+        draws = ([_drawn(draw, x.shape, x.dtype) for x in leaves] for _ in range(_TRIALS))
+        found = np.array([jax.device_get(run(*each)) for each in draws], np.float64)
+    first, by = found[0]
+    if not np.isfinite(found).all() or not first or not by:
+        return False
+    return all(are_equal(x * by, y * first) for x, y in found)
 
 
 def are_equal(one: Any, other: Any) -> bool:
     """Whether two sums of the same numbers are equal but for rounding."""
     one, other = np.float64(one), np.float64(other)
-    return bool(np.abs(one - other) <= TOLERANCE * max(np.abs(one), np.abs(other)))
+    return bool(np.abs(one - other) <= _TOLERANCE * max(np.abs(one), np.abs(other)))
 
 
-def _drawn(draw: np.random.Generator, like: Any) -> Any:
-    """Numbers of a type, small ones of both signs, and zeros among them."""
-    shape, dtype = like.shape, like.dtype
+def _drawn(draw: np.random.Generator, shape: Any, dtype: Any) -> Any:
+    """Numbers of a dtype: small ones, and zeros among them; integers of both signs."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
-        keys = draw.integers(0, 2**31, shape).reshape(-1)
+        keys = jnp.asarray(draw.integers(0, 2**31, int(np.prod(shape))), jnp.uint32)
         return jax.vmap(jax.random.key)(keys).reshape(shape)
     if dtype == np.bool_:
         return draw.random(shape) < 0.5
     if jnp.issubdtype(dtype, jnp.integer):
         low = 0 if jnp.issubdtype(dtype, jnp.unsignedinteger) else -2
-        return draw.integers(low, 4, shape).astype(dtype)
+        return jnp.asarray(draw.integers(low, 4, shape), dtype)
     zeros = draw.random(shape) < 0.3
     return jnp.asarray(np.where(zeros, 0, draw.uniform(0, 2, shape)), dtype)

@@ -21,6 +21,7 @@ from crossshard.jaxprs.row_draws import KEYS, SAME_NOISE, drawn, is_random
 from crossshard.jaxprs.row_facts import (
     ADDS,
     MOVES,
+    Chunks,
     Fact,
     Free,
     Index,
@@ -46,7 +47,7 @@ from crossshard.jaxprs.row_facts import (
     worst,
 )
 from crossshard.jaxprs.row_gathers import gathered, of_index, of_own_numbers, scattered
-from crossshard.jaxprs.row_moves import batches_of, of_rows
+from crossshard.jaxprs.row_moves import batches_of, merged, of_rows
 from crossshard.jaxprs.row_slopes import cotangent, is_slope, tangent
 from crossshard.jaxprs.row_sums import ADDS_UNLIKE, added, divided, divisor_of, of_sums
 from crossshard.jaxprs.same_program import do_the_same, is_same_program, scales
@@ -68,11 +69,13 @@ class Finding:
       source: its source line; empty if unknown.
       entry: of a ratio, the place among the leaves of the batch of the one whose sum divides;
         ``None`` if it is none of them.
+      power: of a ratio, of the number of rows, which the sum that divides grows with.
       moved: of a ratio, what was done to the sum that divides: ``"max"`` with a bound, ``"plus"``
         something small, or ``"guard"``, another value where it is 0; empty if nothing was.
-      bound: that bound, what was added, or that value; infinite if unknown.
+      bound: that bound, what was added, or that value.
       counts: of a ratio, whether the sum that divides is known to be one of integers.
-      equation: of a ratio, the one that divides.
+      code: of a ratio, the line that divides; empty if unknown.
+      by: of a ratio, which sum divides; see ``Total.of``.
       of: what part of a ``Mean`` it is of; empty for a number.
     """
 
@@ -80,10 +83,12 @@ class Finding:
     reason: str = ""
     source: str = ""
     entry: int | None = None
+    power: int = 1
     moved: str = ""
     bound: float = 0.0
     counts: bool = False
-    equation: Any = dataclasses.field(default=None, compare=False, repr=False)
+    code: str = ""
+    by: Any = dataclasses.field(default=None, compare=False, repr=False)
     of: str = ""
 
     def __str__(self) -> str:
@@ -139,6 +144,7 @@ def facts_of(
     times: int = 2,
     first: Any = None,
     shards: Sequence[str] | None = None,
+    named_in: list[Any] | None = None,
 ) -> tuple[Fact, ...]:
     """What each output of ``function(batch, *others, own)`` is in the rows of the batch.
 
@@ -154,6 +160,7 @@ def facts_of(
       times: of how many pieces the whole is, at least 2.
       first: the jaxpr of the function with the batch as it is, if there is one already.
       shards: the mesh axes of the shards; all that are named if ``None``.
+      named_in: gets the jaxpr whose variables the facts name.
     """
     leaves, tree = jax.tree.flatten(batch)
     axes = [0] * len(leaves) if axes is None else axes
@@ -169,6 +176,8 @@ def facts_of(
         return jax.make_jaxpr(function)(of_number, *others, own)
 
     first = traced(rows) if first is None else first
+    named_in = [] if named_in is None else named_in
+    named_in.append(first)
     inputs: list[Fact] = [
         Rows(axis, entry=place, counts=not (is_inexact_type(x.dtype)))
         for place, (x, axis) in enumerate(zip(leaves, axes, strict=True))
@@ -192,6 +201,7 @@ def facts_of(
     general = _followed((whole, larger), inputs, times * rows, 2, shards)
     if all(isinstance(fact, Obstacle) for fact in general):
         return facts
+    named_in[:] = [whole]
     same = is_same_program((first, whole, larger), (rows, times * rows, 2 * times * rows))
     few = Obstacle(OverRows.UNDECIDED, _OF_FEW)
 
@@ -261,10 +271,12 @@ def found(fact: Fact) -> Finding:
                 OverRows.RATIO,
                 source=_jax.sources_of(equation),
                 entry=by.of if isinstance(by.of, int) else None,
-                moved=by.moved or "plus" * bool(by.bound),
+                power=by.power,
+                moved=by.moved,
                 bound=by.bound,
                 counts=by.counts,
-                equation=equation,
+                code=_jax.code_of(equation),
+                by=by.of,
             )
         case Free(power=0) | Total(power=0, moved="") | Never():
             return Finding(OverRows.MEAN)
@@ -348,10 +360,11 @@ class _OverRows(Analysis[Fact]):
             case _:
                 return pair.undecided(f"rows decide a {name}")
 
-    def enters(self, equations: Equations) -> bool:
+    def enters_with(self, equations: Equations, inputs: Sequence[Fact]) -> bool:
         kinds = [_jax.control_flow(each) for each in equations]
         loops = [each for each in kinds if isinstance(each, _jax.Scan)]
-        return len({each.steps for each in loops}) < 2
+        in_chunks = bool(loops) and any(isinstance(fact, Chunks) for fact in inputs)
+        return len({each.steps for each in loops}) < 2 and not in_chunks
 
     def element(self, equations: Equations, fact: Fact) -> Fact:
         return self._beside(equations, fact, -1)
@@ -474,6 +487,11 @@ class _OverRows(Analysis[Fact]):
     def _fits(self, fact: Fact, one: Any, other: Any) -> bool:
         """Whether the shape of a value grows only along the axis of its rows."""
         shapes = _shape(one), _shape(other)
+        if isinstance(fact, Chunks) and fact.axis is not None:
+            fits = shapes[0][0] == fact.number and shapes[0][fact.axis] == fact.size
+            grown = list(shapes[0])
+            grown[fact.axis] *= self._times
+            return fits and tuple(grown) == shapes[1]
         if not isinstance(fact, Rows | Index):
             return isinstance(fact, Obstacle | Never) or shapes[0] == shapes[1]
         slices = 1 if isinstance(fact, Index) else fact.outer * fact.inner
@@ -484,6 +502,8 @@ class _OverRows(Analysis[Fact]):
         return tuple(grown) == shapes[1]
 
     def _transferred(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
+        if any(isinstance(fact, Chunks) for fact in inputs):
+            return self._of_chunks(pair, inputs)
         if any(isinstance(fact, Rows) and fact.over is not None for fact in inputs):
             return self._of_divided(pair, inputs)
         found = batches_of(pair, inputs)
@@ -523,6 +543,30 @@ class _OverRows(Analysis[Fact]):
         if isinstance(outputs, Obstacle):
             return outputs
         return [divided(pair, fact, by) for fact in outputs]
+
+    def _of_chunks(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
+        """Of chunks of rows, outside of a loop over them: what treats all of them alike."""
+        chunks = [fact for fact in inputs if isinstance(fact, Chunks)]
+        one, unknown = chunks[0], pair.undecided(f"{pair.name} of chunks of rows")
+        if pair.name == "reduce_sum":
+            axes, counts = set(pair.one.params["axes"]), are_counts(pair, inputs)
+            if one.axis is None and axes == {0}:
+                return [Total(one.power, counts=counts)]
+            whole = one.axis is not None and {0, one.axis} <= axes
+            return [Total(one.power + 1, counts=counts)] if whole else unknown
+        if pair.name == "reshape" and one.axis is not None:
+            return merged(pair, one)
+        alike = all(
+            (x.number, x.size, x.axis) == (one.number, one.size, one.axis)
+            if isinstance(x, Chunks)
+            else isinstance(x, Free) and set(_shape(atom)) <= {1}
+            for x, atom in zip(inputs, pair.one.invars, strict=True)
+        )
+        rows = [Rows(0, power=x.power) if isinstance(x, Chunks) else x for x in inputs]
+        power = power_of(pair, rows)
+        if one.axis is None or not alike or power is None or pair.name not in ELEMENTWISE:
+            return unknown
+        return [replace(one, power=power, counts=are_counts(pair, inputs))]
 
     # Free of the batch.
 
@@ -598,9 +642,11 @@ class _OverRows(Analysis[Fact]):
             return sums
         if sums:
             match sorted(inputs, key=lambda fact: not isinstance(fact, SoFar)):
-                case [SoFar(before), OneRow(by)] if before in (None, by):
-                    if pair.name in ADDS and (pair.name != "sub" or inputs[0] in sums):
-                        return [SoFar(by)]
+                case [SoFar(before), OneRow() | Total(moved="") as more]:
+                    by = more.power - isinstance(more, Total)
+                    adds = pair.name in ADDS and (pair.name != "sub" or inputs[0] in sums)
+                    if adds and before in (None, by):
+                        return [SoFar(by, are_counts(pair, inputs))]
             return pair.compared(MEETS_EARLIER)
         if not all(isinstance(fact, OneRow | Free | Never) for fact in inputs):
             return pair.undecided("a row meets others")
@@ -610,20 +656,34 @@ class _OverRows(Analysis[Fact]):
         return [OneRow(power)] * number
 
     def _scan_over_rows(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact]:
-        """A loop over the rows, as ``lax.map`` makes: each turn reads its own row alone."""
+        """A loop over the rows, as ``lax.map`` makes, or over chunks of them.
+
+        Each turn reads its own row, or chunk, alone, and does the same with it.
+        """
         loops: Any = [_jax.control_flow(each) for each in (pair.one, pair.other)]
         constants, carried = loops[0].constants, loops[0].carried
         first, number = constants + carried, len(pair.one.outvars)
-        steps = [each.steps for each in loops]
-        if [steps[1]] != [(self._times * self._rows, steps[0][1])] or steps[0][0] != self._rows:
-            return [pair.undecided("a scan with the number of rows")] * number
+        unknown = [pair.undecided("a scan over the rows")] * number
         if not all(isinstance(fact, Free) and fact.power == 0 for fact in inputs[:first]):
-            return [pair.undecided("a scan over the rows")] * number
+            return unknown
+        chunks = [fact for fact in inputs[first:] if isinstance(fact, Chunks)]
+        steps, within = [each.steps for each in loops], self
+        if chunks:
+            size = chunks[0].size
+            within = _OverRows(size, self._times, self._shards, derives=self._derives)
+            if steps[0] != steps[1] or {fact.size for fact in chunks} != {size}:
+                return unknown
+        elif steps[1] != (self._times * self._rows, steps[0][1]) or steps[0][0] != self._rows:
+            return [pair.undecided("a scan with the number of rows")] * number
         rows: list[Fact] = []
         for fact in inputs[first:]:
-            if not isinstance(fact, Rows) or fact.axis or not fact.is_plain or fact.over:
-                return [pair.undecided("a scan over the rows")] * number
-            rows.append(Free(fact.power) if fact.constant else OneRow(fact.power))
+            match fact:
+                case Chunks(_, _, int(axis), power, counts):
+                    rows.append(Rows(axis - 1, power=power, counts=counts))
+                case Rows(0, 1, 1, power, constant, over=None) if not chunks:
+                    rows.append(Free(power) if constant else OneRow(power))
+                case _:
+                    return unknown
         # What is carried is passed on, or a sum of rows.
         before: Any = inputs[constants:first]
         passed = [_jax.passes_on(loops[0], place) for place in range(carried)]
@@ -634,7 +694,7 @@ class _OverRows(Analysis[Fact]):
         ]
         while True:
             taken = [*inputs[:constants], *carry, *rows]
-            outputs = follow(self, [each.body for each in loops], taken)
+            outputs = follow(within, [each.body for each in loops], taken)
             obstacle = worst(outputs)
             if obstacle is None and any(
                 not isinstance(fact, Free if alone else SoFar)
@@ -642,6 +702,8 @@ class _OverRows(Analysis[Fact]):
             ):
                 obstacle = pair.compared(MEETS_EARLIER)
             if obstacle is not None:
+                if chunks and obstacle.reason == MEETS_EARLIER:
+                    obstacle = replace(obstacle, kind=OverRows.UNDECIDED)
                 return [obstacle] * number
             after = list(outputs[:carried])
             for place, alone in enumerate(free):
@@ -650,22 +712,31 @@ class _OverRows(Analysis[Fact]):
                 break
             carry = after
         found: list[Fact] = []
-        for start, fact in zip(before, carry, strict=True):
+        for start, fact, atom in zip(before, carry, pair.one.outvars, strict=False):
             if not isinstance(fact, SoFar):
                 found.append(fact)
             elif fact.power is None:
                 found.append(start)
             else:
                 mixed = pair.undecided("a sum of the rows and of something else")
-                found.append(added([Total(fact.power + 1), start], mixed))
+                total = added([Total(fact.power + 1), start], mixed)
+                if isinstance(total, Total):
+                    counts = fact.counts or not is_inexact(atom)
+                    total = replace(total, counts=counts and start.number == 0)
+                found.append(total)
         for fact in outputs[carried:]:
             match fact:
+                case Rows(axis, 1, 1, power, over=None) if chunks:
+                    found.append(Chunks(chunks[0].number, within._rows, axis + 1, power))
+                case Total(power, moved="") if chunks:
+                    found.append(Chunks(chunks[0].number, within._rows, None, power))
                 case OneRow(power):
                     found.append(Rows(0, power=power))
-                case Free(power):
+                case Free(power) if not chunks:
                     found.append(Rows(0, power=power, constant=True))
                 case _:
-                    found.append(pair.compared(MEETS_EARLIER))
+                    unlike = pair.undecided if chunks else pair.compared
+                    found.append(unlike(MEETS_EARLIER))
         return found
 
     def _solved(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact]:

@@ -70,6 +70,28 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Chunks:
+    """Rows, or what is computed of them, in a fixed number of chunks along axis 0.
+
+    Which rows are in the first chunk depends on their number, so that all chunks have to be treated
+    alike.
+
+    Attributes:
+      number: how many chunks there are.
+      size: how many slices along the axis one has.
+      axis: the axis of these slices; ``None`` if each chunk has but a sum over its slices.
+      power: of the number of rows, which it grows with.
+      counts: as of ``Rows``.
+    """
+
+    number: int
+    size: int
+    axis: int | None
+    power: int = 0
+    counts: bool = False
+
+
+@dataclass(frozen=True)
 class Index:
     """Indices, of which each row has its own number: in a column of the last axis, or in all."""
 
@@ -99,13 +121,15 @@ class OneRow:
 
 @dataclass(frozen=True)
 class SoFar:
-    """A sum over the rows before, in a scan over the rows.
+    """A sum over the rows before, in a scan over the rows or over chunks of them.
 
     Attributes:
-      power: of what is added; ``None`` if nothing is yet.
+      power: of what is added of each row; ``None`` if nothing is yet.
+      counts: whether all that is added is known to be integers.
     """
 
     power: int | None = None
+    counts: bool = True
 
 
 @dataclass(frozen=True)
@@ -200,7 +224,19 @@ class Obstacle:
 
 
 Fact = (
-    Free | Rows | Index | Shape | Never | OneRow | SoFar | Total | Inverse | Ratio | Some | Obstacle
+    Free
+    | Rows
+    | Chunks
+    | Index
+    | Shape
+    | Never
+    | OneRow
+    | SoFar
+    | Total
+    | Inverse
+    | Ratio
+    | Some
+    | Obstacle
 )
 
 
@@ -269,7 +305,9 @@ def _counts(fact: Fact, atom: Any) -> bool:
     match fact:
         case Free(number=float(number)):
             return number.is_integer()
-        case Rows(counts=counts) | Total(counts=counts):
+        case Rows(counts=counts) | Chunks(counts=counts) | Total(counts=counts):
+            return counts
+        case SoFar(counts=counts):
             return counts
     return False
 

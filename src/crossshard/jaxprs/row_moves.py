@@ -12,6 +12,7 @@ from crossshard.jaxprs.elementwise import ELEMENTWISE, Along, Slicing
 from crossshard.jaxprs.row_draws import drawn, is_random
 from crossshard.jaxprs.row_facts import (
     MOVES,
+    Chunks,
     Fact,
     Free,
     Obstacle,
@@ -52,12 +53,15 @@ def of_rows(pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
         return [Total(power + 1, of if whole else None, counts=are_counts(pair, inputs))]
     if name in ("scatter-add", "scatter_add") and isinstance(inputs[0], Free):
         return _added_up(pair, inputs, power)
+    moved: list[Rows] | Chunks | Obstacle
     if name.startswith("scatter"):
         moved = scattered(pair, inputs)
     else:
         moved = _SPECIAL.get(name, _moved)(pair, inputs)
     if isinstance(moved, Obstacle):
         return moved
+    if isinstance(moved, Chunks):
+        return [replace(moved, power=power, counts=are_counts(pair, inputs))]
     constant, counts = all(fact.constant for fact in rows), are_counts(pair, inputs)
     same = name in MOVES and not pair.converts()
     return [
@@ -147,7 +151,7 @@ def _contracted(pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle
     return [Free(power + 1) if both else Total(power + 1, counts=counts)]
 
 
-def _reshaped(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
+def _reshaped(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Chunks | Obstacle:
     (rows,) = inputs
     assert isinstance(rows, Rows)
     before, after = (x.aval.shape for x in (pair.one.invars[0], pair.one.outvars[0]))
@@ -164,7 +168,25 @@ def _reshaped(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
             alone = (left, size) == (math.prod(before[:at]), before[at])
             constant = rows.constant and (alone or rows.zero)
             return [Rows(axis, outer // left, inner // right, constant=constant)]
+    for axis, size in enumerate(after[1:], 1):
+        alone = outer == math.prod(after[1:axis]) == 1 and after[0] == of_other[0]
+        inside = inner % math.prod(after[axis + 1 :]) == 0
+        if alone and inside and of_other[axis] == pair.times * size:
+            return Chunks(after[0], size, axis)
     return pair.undecided("reshape that splits the rows")
+
+
+def merged(pair: Pair, chunks: Chunks) -> list[Rows] | Obstacle:
+    """Chunks behind each other, as the rows were before they were cut."""
+    after, of_other = (x.outvars[0].aval.shape for x in pair[:2])
+    for axis, size in enumerate(after):
+        inner, odd = divmod(size, pair.rows)
+        behind = math.prod(after[axis + 1 :])
+        of_slice = math.prod(pair.one.invars[0].aval.shape) // (chunks.number * chunks.size)
+        whole = size * behind == chunks.number * chunks.size * of_slice and not odd
+        if whole and of_slice % behind == 0 and of_other[axis] == pair.times * size:
+            return [Rows(axis, 1, inner, chunks.power, counts=chunks.counts)]
+    return pair.undecided("reshape of chunks of rows")
 
 
 def _stacked(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
@@ -280,7 +302,7 @@ def _added_up(pair: Pair, inputs: Sequence[Fact], power: int) -> list[Total] | O
     return [Total(power + 1, counts=are_counts(pair, inputs))]
 
 
-_SPECIAL: dict[str, Callable[[Pair, Sequence[Fact]], list[Rows] | Obstacle]] = {
+_SPECIAL: dict[str, Callable[[Pair, Sequence[Fact]], list[Rows] | Chunks | Obstacle]] = {
     "concatenate": _concatenated,
     "conv_general_dilated": _convolved,
     "dynamic_update_slice": _updated,

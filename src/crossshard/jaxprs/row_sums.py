@@ -28,8 +28,8 @@ from crossshard.jaxprs.row_facts import (
 
 ADDS_UNLIKE = "terms that depend differently on the number of rows"
 
-# What may be added to a sum that divides; and a sum of at least so much is none of less.
-_SMALL, _LEAST = 1e-3, 1.0
+# What may be added to a sum, which then divides; a sum and more than that are two terms of a loss.
+_SMALL = 1.0
 # What is not linear, and known to be none of a sum that is done in another way.
 _KNOWN = (
     ELEMENTWISE | set(CHOOSES) | LINEAR | set("dot_general reduce_max reduce_min top_k".split())
@@ -210,7 +210,7 @@ def _divided(pair: Pair, inputs: Sequence[Fact], mixed: Obstacle) -> Fact:
 def _at_least(inputs: Sequence[Fact], mixed: Obstacle) -> Fact:
     match sorted(inputs, key=lambda fact: isinstance(fact, Free)):
         case [Total(power, moved="" | "guard") as total, Free(0, _, float(bound))]:
-            if bound <= (_LEAST if power == 1 else _SMALL):
+            if power in (0, 1):
                 return replace(total, moved="max", bound=bound)
     return mixed
 

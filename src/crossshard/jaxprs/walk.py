@@ -70,6 +70,11 @@ class Analysis(abc.ABC, Generic[Fact]):
         del equations
         return True
 
+    def enters_with(self, equations: Equations, inputs: Sequence[Fact]) -> bool:
+        """As ``enters``, with the facts of what is given to it."""
+        del inputs
+        return self.enters(equations)
+
     def element(self, equations: Equations, fact: Fact) -> Fact:
         """The fact of one slice of an array that a scan iterates over."""
         del equations
@@ -144,7 +149,7 @@ def through(
 ) -> Sequence[Fact]:
     """The facts of the outputs of an equation of any kind."""
     kinds: Any = [_jax.control_flow(each) for each in equations]
-    if None in kinds or not analysis.enters(equations):
+    if None in kinds or not analysis.enters_with(equations, inputs):
         return analysis.transfer(equations, inputs)
     match kinds[0]:
         case _jax.Call():

@@ -20,6 +20,13 @@ from crossshard.jaxprs.mean_over_rows import (
     is_mean,
     is_sum,
 )
+from crossshard.step.divisor import (
+    AS_MEAN,
+    Divisor,
+    is_exact,
+    name_of,
+    not_of_the_batch,
+)
 from crossshard.step.weight import SumOf, Weight
 
 # What a part of a Mean has to be.
@@ -53,10 +60,11 @@ class UndecidedError(LossError):
 
     Attributes:
       doubt: what is not decided.
+      divisor: what divides the loss, if the doubt is whether the weight is that.
     """
 
-    def __init__(self, doubt: Doubt):
-        self.doubt = doubt
+    def __init__(self, doubt: Doubt, divisor: Divisor | None = None):
+        self.doubt, self.divisor = doubt, divisor
         super().__init__(
             f"{doubt.sentence} The first call of the step checks it by numbers; a step that is "
             f"lowered or traced before that has none. {_WAYS_ON}"
@@ -106,6 +114,7 @@ class OverRowsRecord:
       latest: what its trace showed last; ``None`` if it has not been traced.
       known: what its traces showed, by the types of all that it took.
       by_numbers: the doubts that numbers have removed.
+      divisors: what divides a loss that is a ratio, by the same.
       traces: the traced losses of the step that is being traced, by the same.
       returns_mean: whether the loss returns a ``Mean``; ``None`` if it has not been traced.
     """
@@ -113,6 +122,7 @@ class OverRowsRecord:
     latest: Finding | None = None
     known: dict[Any, Finding] = dataclasses.field(default_factory=dict)
     by_numbers: set[Doubt] = dataclasses.field(default_factory=set)
+    divisors: dict[Any, Divisor | None] = dataclasses.field(default_factory=dict)
     traces: dict[Any, Any] = dataclasses.field(default_factory=dict)
     returns_mean: bool | None = None
 
@@ -131,6 +141,7 @@ def check_over_rows(
     summed: bool,
     microbatches: int,
     record: OverRowsRecord,
+    divisor: Divisor | None,
 ) -> None:
     """Raise if a loss is no mean over rows.
 
@@ -141,6 +152,7 @@ def check_over_rows(
       summed: whether the shards' losses are added up.
       microbatches: how many of a shard are averaged.
       record: what numbers have shown.
+      divisor: what divides the loss, if that is known.
 
     Raises:
       LossError: the mean over the shards would not be the loss of the whole batch.
@@ -178,10 +190,7 @@ def check_over_rows(
         what = "the loss is a mean over the rows of the batch"
         if finding.of:
             what = f"{finding.of} is a sum over the rows of the batch"
-        types = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(rows))
-        doubt = Doubt(finding, f"Nothing proves that {what}: {finding.reason}{where}.", types)
-        if doubt not in record.by_numbers:
-            raise UndecidedError(doubt)
+        _ask_numbers(finding, f"Nothing proves that {what}: {finding.reason}{where}.", rows, record)
     if finding.kind is OverRows.SUM and not summed:
         raise LossError(
             "The loss is a sum over the rows of the batch, and the mean of the shards' sums is "
@@ -196,14 +205,21 @@ def check_over_rows(
             f"accumulate_steps; or write loss_over='shard', if this mean is meant."
         )
     if finding.kind is OverRows.RATIO:
-        _check_weight(finding, where, rows, weight)
-    if finding.kind is OverRows.MEAN and isinstance(weight, SumOf):
-        raise LossError(
-            f"The loss is a mean over rows, in which all rows count the same, and "
-            f"weight={weight.key!r} lets a shard count as the sum of batch[{weight.key!r}]. Divide "
-            f"by that sum: (losses * batch[{weight.key!r}]).sum() / batch[{weight.key!r}].sum(). "
-            f"Or leave weight out."
-        )
+        _check_weight(finding, where, rows, weight, divisor, record)
+
+
+def _ask_numbers(
+    finding: Finding,
+    sentence: str,
+    rows: Any,
+    record: OverRowsRecord,
+    divisor: Divisor | None = None,
+) -> None:
+    """Raise unless numbers have shown, for rows of these types, what the trace does not."""
+    types = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(rows))
+    doubt = Doubt(finding, sentence, types)
+    if doubt not in record.by_numbers:
+        raise UndecidedError(doubt, divisor)
 
 
 def not_by_numbers(
@@ -239,27 +255,32 @@ def not_of_other_rows(doubt: Doubt, error: Exception) -> LossError:
     )
 
 
-def _check_weight(finding: Finding, where: str, rows: Any, weight: Weight | None) -> None:
-    """Raise if a ratio divides by another sum than the weight, as far as that is known."""
-    entry = None
-    if isinstance(rows, dict) and finding.entry is not None:
-        entry = _name_of(rows, finding.entry)
+def _check_weight(
+    finding: Finding,
+    where: str,
+    rows: Any,
+    weight: Weight | None,
+    divisor: Divisor | None,
+    record: OverRowsRecord,
+) -> None:
+    """Raise unless the weight is the sum by which a ratio divides."""
+    entry = name_of(rows, finding.entry)
     if weight is None:
-        write = f"weight={entry!r}" if entry else "weight=lambda batch: …, the sum that divides"
+        passed = f"Pass weight={entry!r}, which is how much a shard counts. Or: " if entry else ""
         raise LossError(
             f"The loss divides a sum over the rows of the batch by another one{where}, in which "
-            f"shards differ, so that the mean of their losses is not that of the whole batch. Pass "
-            f"{write}, which is how much a shard counts; or write loss_over='shard', if all shards "
-            f"are to count the same."
+            f"shards differ, so that the mean of their losses is not that of the whole batch. "
+            f"{passed}{AS_MEAN} Or write loss_over='shard', if all shards are to count the same."
         )
     if entry and isinstance(weight, SumOf) and weight.key != entry:
         raise LossError(
             f"The loss divides by the sum of batch[{entry!r}]{where}, and weight={weight.key!r} "
             f"counts another entry. Pass weight={entry!r}."
         )
-
-
-def _name_of(rows: dict[str, Any], place: int) -> str | None:
-    """The name of the entry of a batch whose only array is this one of its leaves."""
-    path = jax.tree_util.tree_leaves_with_path(rows)[place][0]
-    return str(path[0].key) if len(path) == 1 else None
+    if not is_exact(finding) and (divisor is None or not divisor.is_of_piece):
+        raise not_of_the_batch(weight, finding)
+    if divisor is None or not (divisor.is_weight or divisor.is_of_piece):
+        raise not_of_the_batch(weight, finding)
+    if not divisor.is_weight:
+        what = f"Nothing proves that weight= is what the loss divides by{where}."
+        _ask_numbers(finding, what, rows, record, divisor)

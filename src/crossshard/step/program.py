@@ -22,6 +22,7 @@ from crossshard.step.config import StepConfig
 from crossshard.step.donation import Donation
 from crossshard.step.layouts import Layouts
 from crossshard.step.over_rows import UndecidedError
+from crossshard.step.weight_by_numbers import check_weight_by_numbers
 
 Metrics = dict[str, Any]
 
@@ -104,8 +105,11 @@ class Program:
         except UndecidedError as error:
             if is_traced:
                 raise
-            doubt = error.doubt
-        check_by_numbers(self._config, self._layouts.of_state(state), state, batch, doubt)
+            doubt, divisor = error.doubt, error.divisor
+        if divisor is not None:
+            check_weight_by_numbers(self._config, batch, doubt.finding, divisor)
+        else:
+            check_by_numbers(self._config, self._layouts.of_state(state), state, batch, doubt)
         self._config.loss.record.by_numbers.add(doubt)
         return self._run_placed(state, batch, is_traced)
 

@@ -13,7 +13,7 @@ from crossshard import _jax
 from crossshard.gradients.local import split_loss
 from crossshard.gradients.mean import Mean, counts_of, per_row, sums_of
 from crossshard.gradients.scalars import is_inexact
-from crossshard.jaxprs.mean_over_rows import by_itself, facts_of
+from crossshard.jaxprs.mean_over_rows import Finding, OverRows, by_itself, facts_of
 from crossshard.model import model_state as model_states
 from crossshard.model.model_state import ModelState
 from crossshard.model.models import after_loss, check_not_written, combine
@@ -28,6 +28,13 @@ from crossshard.step import aux_reduction
 from crossshard.step.at_use import AtUse
 from crossshard.step.aux_reduction import AuxReduction
 from crossshard.step.counting import Counting, check_takes_mean, counts_of_pieces, pruned
+from crossshard.step.divisor import (
+    Divisor,
+    as_mean,
+    check_weight_of_mean,
+    divisor_of,
+    is_exact,
+)
 from crossshard.step.loss_over import LossOver
 from crossshard.step.microbatches import Compute, LocalResult, over_microbatches, pieces_of
 from crossshard.step.over_rows import OverRowsRecord, check_over_rows, finding_of
@@ -182,6 +189,7 @@ class ShardLoss:
             here, batch = dataclasses.replace(state, model_state=model_state), join(rows, whole)
             keys = self._keys(here, batch, shard, index)
             run = self._once_traced(here, batch, keys, at_use)
+            run, _ = self._weighed(run, here, batch, keys, at_use)
 
             def of_both(both: tuple[Any, Any]) -> tuple[Any, Any]:
                 out = run(both)
@@ -206,7 +214,8 @@ class ShardLoss:
 
         with shard_context(at_use.shards.number, axis_name=at_use.shards.axes):
             if self.record.returns_mean is None:
-                of_one = jax.tree.map(lambda x: x[0], pieces_of(rows, self.batch_axes, 1))
+                pieces = pieces_of(rows, self.batch_axes, counting.pieces)
+                of_one = jax.tree.map(lambda x: x[0], pieces)
                 jax.eval_shape(of_piece, of_one, state.model_state, shard, jnp.int32(0))
             if not self.record.returns_mean:
                 return None
@@ -294,20 +303,17 @@ class ShardLoss:
             self.record.returns_mean = isinstance(out.loss, Mean)
             if not isinstance(out.loss, Mean):
                 return out.loss, (out.model_state, out.aux, None)
-            check_takes_mean(weight=self.weight, is_summed=self.is_summed)
+            check_takes_mean(weight=weight, is_summed=self.is_summed)
             terms = sums_of(out.loss)
             return counting.part(out.loss), (out.model_state, out.aux, terms)
 
-        weight = None if self.weight is None else weight_of(self.weight, batch)
         with shard_context(shards.number, axis_name=shards.axes):
             types = at_use.types(state.params), at_use.types_of_frozen(state.frozen)
             run = self._once_traced(state, batch, keys, at_use)
             if self.weight is not None:
                 of_batch = lambda batch, both: run(both, batch).loss
                 check_weight_is_read(self.weight, batch, of_batch, types)
-            if self._is_proven(shards.number):
-                number = self.parts(shards.number) * self.accumulate_steps
-                self._check_over_rows(state, batch, keys, types, number)
+            run, weight = self._weighed(run, state, batch, keys, at_use)
             if self.model_state is ModelState.MEAN and not self.is_over_batch:
                 self._check_equal(state, types, batch, run, keys)
             with jax.named_scope("loss"):
@@ -414,28 +420,65 @@ class ShardLoss:
 
         return run
 
+    def _weighed(
+        self,
+        run: Callable[..., Returned],
+        state: TrainState,
+        batch: Any,
+        keys: Keys,
+        at_use: AtUse,
+    ) -> tuple[Callable[..., Returned], Any]:
+        """The loss as it is divided, and the weight of its rows; ``None`` if a ``Mean`` has it."""
+        weight = None if self.weight is None else weight_of(self.weight, batch)
+        if not self._is_proven(at_use.shards.number):
+            return run, weight
+        finding, divisor = self._check_over_rows(state, batch, keys, at_use)
+        if divisor is None or not divisor.is_of_piece:
+            return run, weight
+        if is_exact(finding):
+            # In the first batch another sum may be equal to what divides.
+            return run, weight if divisor.is_weight else divisor.of_batch(batch)
+
+        def as_sums(*given: Any, **others: Any) -> Returned:
+            found = run(*given, **others)
+            return found._replace(loss=as_mean(found.loss, divisor, finding, batch, weight))
+
+        return as_sums, None
+
     def _check_over_rows(
-        self, state: TrainState, batch: Any, keys: Keys, types: Any, number: int
-    ) -> None:
-        """Raise if the loss is no mean over rows, of ``number`` pieces; see ``check_over_rows``."""
-        rows, context = self.split(batch)[0], get_shard_context()
+        self, state: TrainState, batch: Any, keys: Keys, at_use: AtUse
+    ) -> tuple[Finding, Divisor | None]:
+        """What the loss is in its rows, and what divides it; see ``check_over_rows`` for errors."""
+        types = at_use.types(state.params), at_use.types_of_frozen(state.frozen)
+        number = self.parts(at_use.shards.number) * self.accumulate_steps
+        (rows, whole), context = self.split(batch), get_shard_context()
         axes_of_shards = None if context is None else context.axis_name
         arguments = self._arguments(state, types, batch, keys)
         key = state.skeleton, number, *_types(arguments)
+        axes = self.batch_axes.of_rows(rows)
         if key not in self.record.known:
             *given, own = arguments
             first, tree = self._trace(state, arguments)
+            named_in: list[Any] = []
             facts = facts_of(
                 functools.partial(self._of_arguments, state),
                 *given,
                 own=own,
-                axes=[*self.batch_axes.of_rows(rows), *[0] * len(jax.tree.leaves(given[0][1]))],
+                axes=[*axes, *[0] * len(jax.tree.leaves(given[0][1]))],
                 times=number,
                 first=first,
                 shards=axes_of_shards,
+                named_in=named_in,
             )
             finding = finding_of(jax.tree.unflatten(tree, facts).loss)
-            self.record.known[key] = by_itself(finding, first)
+            self.record.known[key] = finding = by_itself(finding, first)
+            if finding.kind is OverRows.RATIO and self.weight is not None:
+                self.record.divisors[key] = divisor_of(
+                    finding, named_in[0], arguments, self.split, join, self.weight
+                )
+            if finding.kind is OverRows.MEAN and self.weight is not None:
+                check_weight_of_mean(self.weight, rows, whole, join, axes=axes, times=number)
+        divisor = self.record.divisors.get(key)
         finding = self.record.latest = self.record.known[key]
         check_over_rows(
             finding,
@@ -444,7 +487,9 @@ class ShardLoss:
             summed=self.is_summed,
             microbatches=self.accumulate_steps,
             record=self.record,
+            divisor=divisor,
         )
+        return finding, divisor
 
     def quiet_gradient(self, state: TrainState, batch: Any, at_use: AtUse) -> LocalResult:
         """The loss of some rows with its noise switched off, and its gradient.

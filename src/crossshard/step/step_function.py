@@ -210,12 +210,13 @@ class StepFunction:
             local = loss.with_weight(local, weight, before)
         together = loss.virtual_shards or size_of_group(context.groups, context.shards.number)
         metrics = {"loss": gradients.extra["value"]}
-        if loss.weight is not None:
-            metrics["weight"] = gradients.weight
         sums: dict[str, Any] = dict(gradients.sums)
+        if loss.weight is not None:
+            counts = sums["terms"].counts[0] if "terms" in sums else None
+            metrics["weight"] = gradients.weight if counts is None else counts
         terms = local.terms if loss.is_over_batch else sums.get("terms")
         if terms is not None:
-            metrics |= terms.metrics()
+            metrics |= terms.metrics() if loss.weight is None else {}
             are_empty = terms.are_empty()
             gradients = gradients if are_empty is None else gradients.skipped_if(are_empty)
         grouped = context.groups is not None
@@ -338,7 +339,7 @@ class StepFunction:
     def names_of_metrics(self) -> list[str]:
         """The names of the metrics, in the order of their importance."""
         weight = ["weight"] if self.loss.weight is not None else []
-        weight = ["terms", "counts"] if self.loss.record.returns_mean else weight
+        weight = weight or ["terms", "counts"] * bool(self.loss.record.returns_mean)
         aux = ["aux"] if self.loss.has_aux else []
         divergence = ["divergence"] if self.sentinel is not None else []
         return ["loss", *weight, *aux, *self._names_of_stages(), *divergence]

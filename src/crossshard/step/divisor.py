@@ -1,0 +1,172 @@
+"""Divisor: what a loss divides by, with which ``weight=`` is compared: it is never believed."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from crossshard.errors import LossError
+from crossshard.gradients.mean import Mean, Moved, with_moved
+from crossshard.jaxprs.divisor import agree, value_in
+from crossshard.jaxprs.mean_over_rows import Finding, facts_of
+from crossshard.jaxprs.row_facts import Free
+from crossshard.step.weight import SumOf, Weight
+
+# So little behind a count float32 rounds off.
+_ROUNDED = 1e-6
+AS_MEAN = (
+    "Return the two sums, which are then added up over all shards before they are divided:\n"
+    "    total, count = (losses * mask).sum(), mask.sum()\n"
+    "    return crossshard.Mean(total, count)\n"
+    "and leave weight out."
+)
+
+
+class Divisor(NamedTuple):
+    """The sum over rows that divides a loss.
+
+    Attributes:
+      of_batch: computes it, float[], from a batch.
+      is_of_piece: whether of a piece.
+      is_weight: whether the weight is shown to be it, or it times a constant, for any batch.
+    """
+
+    of_batch: Callable[[Any], Any]
+    is_of_piece: bool
+    is_weight: bool
+
+
+def divisor_of(
+    finding: Finding,
+    jaxpr: Any,
+    arguments: Any,
+    split: Callable[[Any], tuple[Any, Any]],
+    join: Callable[[Any, Any], Any],
+    weight: Weight,
+) -> Divisor | None:
+    """What divides a loss that is a ratio of two sums; ``None`` if more than the batch says it.
+
+    Args:
+      finding: what its trace shows.
+      jaxpr: the trace that this is of.
+      arguments: what the loss of a piece is computed from, or the types of that.
+      split: splits a batch into its rows, and its entries that have none.
+      join: joins them again.
+      weight: the weight of the step.
+    """
+    (rows, keys), whole, *_ = arguments
+    sizes = [len(jax.tree.leaves(each)) for each in (rows, keys, whole)]
+    value = None if finding.by is None else value_in(jaxpr, finding.by)
+    after = sizes[0] + sizes[1]
+    places = [*range(sizes[0]), *range(after, after + sizes[2])]
+    if value is None or not set(value.reads) <= set(places):
+        return None
+    read = [places.index(place) for place in value.reads]
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jaxpr.in_avals]
+    is_of_piece = [x.shape for x in types] == [jnp.shape(x) for x in jax.tree.leaves(arguments)]
+
+    def of_batch(batch: Any) -> Any:
+        leaves = jax.tree.leaves(split(batch))
+        return value.compute(*(leaves[place] for place in read))
+
+    of = lambda tree, found: jax.tree.unflatten(jax.tree.structure(tree), found)
+    all_rows, all_whole = of(rows, types[: sizes[0]]), of(whole, types[after : after + sizes[2]])
+    given = join(all_rows, all_whole)
+    is_weight = isinstance(weight, SumOf) and name_of(rows, finding.entry) == weight.key
+    of_weight = lambda batch: jnp.asarray(weight(batch), float)
+    return Divisor(of_batch, is_of_piece, is_weight or agree(of_weight, of_batch, given))
+
+
+def is_exact(finding: Finding) -> bool:
+    """Whether the mean that is weighed by the divisors of the shards is that of the batch.
+
+    So it is unless what the loss does behind the sum changes a shard's and not that of the batch.
+    """
+    if finding.moved in ("", "guard"):
+        return True
+    small = {"max": 1.0, "plus": _ROUNDED}[finding.moved]
+    return finding.counts and abs(finding.bound) <= small
+
+
+def as_mean(loss: Any, divisor: Divisor, finding: Finding, batch: Any, weight: Any) -> Mean:
+    """A piece's ratio as the ``Mean`` that it is; the last of its terms has the weight alone."""
+    moved, count = Moved(finding.moved, finding.bound, not finding.power), divisor.of_batch(batch)
+    by = lax.stop_gradient(moved(count))
+    wide = loss.astype(jnp.promote_types(loss.dtype, by.dtype))
+    return with_moved(Mean(wide * by, count), moved) + 0.0 * Mean(0.0, weight, "weight")
+
+
+def check_weight_of_mean(
+    weight: Weight, rows: Any, whole: Any, join: Callable[[Any, Any], Any], **how: Any
+) -> None:
+    """Raise unless the weight of a loss that is a mean over rows is the same for all shards.
+
+    Args:
+      weight: the weight.
+      rows: the rows of a piece of the batch, or their types.
+      whole: the entries that have none.
+      join: joins them to a batch.
+      **how: the axes of the rows, and of how many pieces the batch is, as of ``facts_of``.
+
+    Raises:
+      LossError: some shards would count more than others.
+    """
+    of = lambda rows, whole, own: jnp.asarray(weight(join(rows, whole)), float)
+    (fact,) = facts_of(of, rows, whole, **how)
+    if isinstance(fact, Free) and not fact.own:
+        return
+    if isinstance(weight, SumOf):
+        entry = f"batch[{weight.key!r}]"
+        raise LossError(
+            f"The loss is a mean over rows, in which all rows count the same, and "
+            f"weight={weight.key!r} lets a shard count as the sum of {entry}. Divide by that sum: "
+            f"(losses * {entry}).sum() / {entry}.sum(). Or leave weight out."
+        )
+    raise LossError(
+        f"The loss is a mean over rows, in which all rows count the same, and weight= lets shards "
+        f"count differently: {said(weight)}. Leave weight out. Or if rows are to count "
+        f"differently: {AS_MEAN}"
+    )
+
+
+def said(weight: Weight) -> str:
+    """A weight as its author wrote it."""
+    if isinstance(weight, SumOf):
+        return f"weight={weight.key!r}, which is batch[{weight.key!r}].sum()"
+    try:
+        lines, first = inspect.getsourcelines(weight)
+        file = inspect.getsourcefile(weight) or ""
+    except (OSError, TypeError):
+        return "weight=, a function"
+    text = " ".join(line.strip() for line in lines[:3]) + (" …" if len(lines) > 3 else "")
+    return f"{text} ({'/'.join(file.split('/')[-3:])}:{first})"
+
+
+def another_sum(weight: Weight, finding: Finding, numbers: str = "") -> LossError:
+    """The error for a weight that is not what the loss divides by."""
+    code = f"{finding.code} ({finding.source})" if finding.code else finding.source
+    return LossError(
+        f"The loss divides by one sum over rows, and weight= is another:\n"
+        f"    the loss: {code}\n    weight: {said(weight)}\n{numbers}{AS_MEAN}"
+    )
+
+
+def not_of_the_batch(weight: Weight, finding: Finding) -> LossError:
+    """The error for a divisor that is no sum of what the batch alone has, or cannot be seen."""
+    return LossError(
+        f"The loss divides by a sum over rows ({finding.source}) that cannot be computed from the "
+        f"rows of one shard alone: it depends on more than the batch, is within a loop or a "
+        f"branch, or the loss is another program for so few rows. So it cannot be compared with "
+        f"{said(weight)}. {AS_MEAN}"
+    )
+
+
+def name_of(rows: Any, place: int | None) -> str | None:
+    """The name of the entry of a batch whose only array is this one of its leaves."""
+    if not isinstance(rows, dict) or place is None:
+        return None
+    path: Sequence[Any] = jax.tree_util.tree_leaves_with_path(rows)[place][0]
+    return str(path[0].key) if len(path) == 1 else None

@@ -1,0 +1,347 @@
+"""The table of losses: what a case is, what one device says of it, and what a step makes of it.
+
+Truth is plain ``jax.grad`` on one device and the whole batch, in float32 arithmetic. A step of SGD
+keeps the gradient that it got in its momentum, of decay 0; it is compared with that, relative to
+the largest entry of all leaves.
+
+In bfloat16, parameters and batch are rounded to bfloat16, and truth is the float32 arithmetic of
+these rounded numbers. So it is in "mixed", where they are stored in float32 and the loss casts them
+to bfloat16. The program rounds as it computes, on one device too; so an error is allowed that is
+twice what one device has in bfloat16 on the whole batch and, on average, on a shard's rows alone,
+each against float32 arithmetic of the same rows, and one rounding of the result.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import crossshard
+from tests.losses import parts
+
+SEED = 5
+SHARDS = (2, 3, 8)
+DTYPES = ("float32", "bfloat16", "mixed")
+TOLERANCE = 1e-5
+# The shards of which rounding is measured, and how far a mean over shards is from the batch's.
+MOST = max(SHARDS)
+ROUNDING = float(jnp.finfo(jnp.bfloat16).eps)
+
+RIGHT, REFUSED, WRONG, BREAKS, SKIPPED = "right", "refused", "wrong", "breaks", "skipped"
+MEAN, RATIO, COMPARING, WRONG_WEIGHT = "mean", "ratio", "comparing", "wrong weight"
+
+
+class Run(NamedTuple):
+    """What a step made of a case.
+
+    Attributes:
+      outcome: one of the words above.
+      error: how far the gradient is from that of one device, relative to the largest entry.
+      message: the first sentence of the error.
+    """
+
+    outcome: str
+    error: float = float("nan")
+    message: str = ""
+
+
+def _divided(total: Any, count: Any) -> Any:
+    return total / count
+
+
+def _is_float(x: Any) -> bool:
+    return getattr(x, "dtype", None) in (jnp.float32, jnp.bfloat16)
+
+
+def _cast(tree: Any, dtype: Any = jnp.bfloat16) -> Any:
+    return jax.tree.map(lambda x: x.astype(dtype) if _is_float(x) else x, tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A loss of the table.
+
+    Attributes:
+      kind: what the loss is in the rows of the batch.
+      name: what it is called.
+      function: ``loss(params, batch[, mean][, rng])``; ``mean(total, count)`` is a division on one
+        device and under ``weight=``, and ``crossshard.Mean`` in the form that returns it.
+      weight: the weight of the step.
+      rng_per: whether ``rng`` is a key for the shard, or one for each row.
+      on_axis: whether the loss names the axis of the shards.
+      may_refuse: why the step may refuse what is right; empty if it may not.
+      needs: the name of crossshard without which the case is skipped.
+    """
+
+    kind: str
+    name: str
+    function: Callable[..., Any]
+    weight: Any = None
+    rng_per: str = "shard"
+    on_axis: bool = False
+    may_refuse: str = ""
+    needs: str = ""
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        return tuple(inspect.signature(self.function).parameters)[2:]
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """How a loss is handed over: a number, one with its weight or none, or a ``Mean``."""
+        given = ("weight",) * (self.weight is not None) + ("Mean",) * ("mean" in self.takes)
+        return given + ("no weight",) * (self.kind == RATIO) or ("plain",)
+
+    def may_run(self, form: str) -> bool:
+        """Whether the loss, so handed over, is one that shards can compute."""
+        return self.kind in (MEAN, RATIO) and form != "no weight"
+
+    def is_as_expected(self, form: str, outcome: str) -> bool:
+        """Whether the table wants this outcome.
+
+        What may not run may yet be right, with some numbers of rows on a shard.
+        """
+        may_refuse = self.may_refuse or not self.may_run(form)
+        return outcome in (RIGHT, SKIPPED) or bool(may_refuse and outcome == REFUSED)
+
+    def loss(self, form: str, *, casts: bool = False) -> Callable[..., Any]:
+        """The loss as a step takes it, which computes in bfloat16 if it casts."""
+        mean = crossshard.Mean if form == "Mean" else _divided
+        given = (mean,) if "mean" in self.takes else ()
+        function = (lambda *args: self.function(*_cast(args))) if casts else self.function
+        if "rng" in self.takes:
+            return lambda params, batch, rng: function(params, batch, *given, rng)
+        return lambda params, batch: function(params, batch, *given)
+
+    def is_missing(self, form: str) -> bool:
+        """Whether crossshard lacks what this form needs."""
+        names = [self.needs] * bool(self.needs) + ["Mean"] * (form == "Mean")
+        return not all(hasattr(crossshard, name) for name in names)
+
+    def gradient(self, casts: bool, params: Any, batch: Any, rng: Any) -> Any:
+        """The gradient of one device, which is one shard if the loss names the axis."""
+        loss = self.loss("plain", casts=casts)
+        given = (params, batch) if "rng" not in self.takes else (params, batch, rng)
+        gradient = jax.grad(loss)
+        if not self.on_axis:
+            return gradient(*given)
+        along = jax.vmap(gradient, (None, 0), axis_name="shards")
+        return jax.tree.map(lambda g: g[0], along(params, jax.tree.map(lambda x: x[None], batch)))
+
+
+CASES: dict[str, Case] = {}
+
+
+def _enter(kind: str, name: str, function: Any, **options: Any) -> None:
+    case = Case(kind, name.replace("_", " "), function, **options)
+    assert case.name not in CASES, case.name
+    CASES[case.name] = case
+
+
+def _is(kind: str) -> Callable[..., Callable[[Any], None]]:
+    def of_options(weight: Any = None, **options: Any) -> Callable[[Any], None]:
+        return lambda f: _enter(kind, f.__name__, f, weight=weight, **options)
+
+    return of_options
+
+
+def _are(kind: str) -> Callable[..., None]:
+    def enter(**functions: Any) -> None:
+        for name, given in functions.items():
+            weight, function = given if isinstance(given, tuple) else (None, given)
+            _enter(kind, name, function, weight=weight)
+
+    return enter
+
+
+# Enter losses: one as a decorator, or some by name, as functions or with their weights.
+is_mean, is_ratio = _is(MEAN), _is(RATIO)
+is_comparing, are_comparing = _is(COMPARING), _are(COMPARING)
+is_wrong_weight, have_wrong_weights = _is(WRONG_WEIGHT), _are(WRONG_WEIGHT)
+
+
+@functools.cache
+def inputs(case: Case, dtype: str) -> tuple[Any, Any]:
+    """The parameters and the entries of the batch that a case reads."""
+    read: tuple[set[str], set[str]] = set(), set()
+
+    class Recording(dict[str, Any]):
+        def __init__(self, values: Any, names: set[str]):
+            super().__init__(values)
+            self.names = names
+
+        def __getitem__(self, name: str) -> Any:
+            self.names.add(name)
+            return super().__getitem__(name)
+
+    params, batch = parts.params(), parts.batch()
+    more = [_divided if name == "mean" else _keys(case, 0, 1) for name in case.takes]
+    look = lambda p, b: case.function(Recording(p, read[0]), Recording(b, read[1]), *more)
+    if case.on_axis:
+        look = jax.vmap(look, (None, None), axis_name="shards", axis_size=1)
+    jax.eval_shape(look, params, batch)
+    if isinstance(case.weight, str):
+        read[1].add(case.weight)
+    elif case.weight is not None:
+        case.weight(Recording(batch, read[1]))
+    found = [
+        {name: jnp.asarray(x) for name, x in values.items() if name in names}
+        for values, names in zip((params, batch), read, strict=True)
+    ]
+    rounded = found if dtype == "float32" else _cast(found)
+    return tuple(_cast(rounded, jnp.float32) if dtype == "mixed" else rounded)
+
+
+def _keys(case: Case, shard: int, number: int) -> Any:
+    """What a step hands to a shard as ``rng`` at its first call."""
+    of_step = jax.random.fold_in(jax.random.key(SEED), 0)
+    if case.rng_per == "shard":
+        return jax.random.fold_in(of_step, shard)
+    rows = parts.ROWS // number
+    places = shard * rows + np.arange(rows)
+    return jax.vmap(jax.random.fold_in, (None, 0))(of_step, places)
+
+
+@functools.cache
+def _compiled(case: Case, casts: bool) -> Any:
+    return jax.jit(functools.partial(case.gradient, casts))
+
+
+def _numbers(tree: Any) -> dict[str, Any]:
+    return {name: np.asarray(x, np.float32) for name, x in tree.items()}
+
+
+@functools.cache
+def of_pieces(
+    case: Case, dtype: str, number: int, *, exact: bool = True
+) -> tuple[list[dict[str, Any]], Any]:
+    """The gradients of ``number`` pieces of the batch on one device, and their weights.
+
+    Args:
+      case: the case.
+      dtype: what parameters and batch are rounded to.
+      number: how many pieces.
+      exact: whether to compute in float32, whatever the dtype.
+    """
+    params, batch = _cast(inputs(case, dtype), jnp.float32) if exact else inputs(case, dtype)
+    gradient = _compiled(case, dtype == "mixed" and not exact)
+    rows, found, weights = parts.ROWS // number, [], []
+    weight = case.weight if case.weight is not None else lambda batch: 1
+    weigh = (lambda batch: batch[weight].sum()) if isinstance(weight, str) else weight
+    for i in range(number):
+        piece = {name: x[i * rows : (i + 1) * rows] for name, x in batch.items()}
+        keys = _keys(case, i, number)
+        found.append(_numbers(gradient(params, piece, keys)))
+        weights.append(float(weigh(piece)))
+    return found, np.asarray(weights)
+
+
+def _mean(found: Any, weights: Any) -> Any:
+    if not weights.sum():
+        return found[0]
+    shares = weights / weights.sum()
+    counted = [(s, g) for s, g in zip(shares, found, strict=True) if s]
+    return {name: sum(s * g[name] for s, g in counted) for name in found[0]}
+
+
+def largest(tree: Any) -> float:
+    """The largest entry of all leaves, NaN if there is one."""
+    return float(max(np.abs(x).max() for x in tree.values()))
+
+
+def _apart(one: Any, other: Any) -> float:
+    return largest({name: one[name] - other[name] for name in one})
+
+
+def truth(case: Case, dtype: str, number: int) -> Any:
+    """The gradient of one device, in float32 arithmetic.
+
+    Where each shard has a key of its own, one device does what the shards do, one after another.
+    """
+    by_shard = "rng" in case.takes and case.rng_per == "shard" and case.kind != COMPARING
+    return _mean(*of_pieces(case, dtype, number if by_shard else 1))
+
+
+@functools.cache
+def apart_in_pieces(case: Case, number: int = MOST) -> float:
+    """How far the mean of the shards' gradients is from that of the batch, relatively."""
+    want = truth(case, "float32", number)
+    return _apart(_mean(*of_pieces(case, "float32", number)), want) / largest(want)
+
+
+def apart_as_sums(case: Case) -> float:
+    """How far sums of totals over sums of counts, of pieces, are from the batch's, relatively."""
+    params, batch = inputs(case, "float32")
+    counts: list[list[Any]] = []
+
+    def gradient(i: int, sums: Any) -> Any:
+        """A piece's gradient, each total divided by a count of all, or by its own."""
+        counts.append([])
+        rows = parts.ROWS // MOST
+        piece = {name: x[i * rows : (i + 1) * rows] for name, x in batch.items()}
+        keys = (_keys(case, i, MOST),) * ("rng" in case.takes)
+
+        def loss(params: Any) -> Any:
+            def mean(total: Any, count: Any) -> Any:
+                counts[-1].append(jax.lax.stop_gradient(count))
+                return total / (sums[len(counts[-1]) - 1] / MOST if sums else count)
+
+            value = case.function(params, piece, mean, *keys)
+            return value, [jnp.float32(count) for count in counts[-1]]
+
+        return jax.jit(jax.grad(loss, has_aux=True))(params)
+
+    of_all = [sum(each) for each in zip(*(gradient(i, None)[1] for i in range(MOST)), strict=True)]
+    found = [_numbers(gradient(i, of_all)[0]) for i in range(MOST)]
+    want = truth(case, "float32", MOST)
+    return _apart(_mean(found, np.ones(MOST)), want) / largest(want)
+
+
+@functools.cache
+def tolerance(case: Case, dtype: str) -> float:
+    """How far a gradient may be from that of one device, relative to the largest entry."""
+    if dtype == "float32":
+        return TOLERANCE
+    noise = 0.0
+    for number in (1, MOST):
+        exact, weights = of_pieces(case, dtype, number)
+        rounded, _ = of_pieces(case, dtype, number, exact=False)
+        errors = [_apart(*both) for both in zip(exact, rounded, strict=True)]
+        noise += float(np.average(errors, weights=weights if weights.sum() else None))
+    return 2 * noise / largest(truth(case, dtype, MOST)) + ROUNDING
+
+
+def run(case: Case, form: str, dtype: str, number: int) -> Run:
+    """One step of SGD on a number of shards, compared with one device."""
+    if case.is_missing(form):
+        return Run(SKIPPED)
+    params, batch = inputs(case, dtype)
+    options: dict[str, Any] = {"rng_per": "row"} if case.rng_per == "row" else {}
+    if form == "weight":
+        options["weight"] = case.weight
+    try:
+        step = crossshard.make_train_step(
+            case.loss(form, casts=dtype == "mixed"),
+            optax.sgd(1.0, momentum=0.0),
+            num_shards=number,
+            **options,
+        )
+        state, _ = step(step.init(params, SEED), batch)
+        got = _numbers(jax.device_get(optax.tree.get(state.opt_state, "trace")))
+    except crossshard.errors.CrossshardError as error:
+        return Run(REFUSED, message=str(error))
+    except Exception as error:  # which is a finding, too
+        return Run(BREAKS, message=f"{type(error).__name__}: {error}")
+    want = truth(case, dtype, number)
+    error = float(np.nan_to_num(_apart(got, want) / largest(want), nan=np.inf))
+    is_right = error <= tolerance(case, dtype)
+    if is_right and dtype != "float32" and not case.may_run(form):
+        # A mistake hides in rounding.
+        is_right = run(case, form, "float32", number).outcome == RIGHT
+    return Run(RIGHT if is_right else WRONG, error)
