@@ -819,6 +819,11 @@ def _told(value: Any) -> str:
     return f"{of.__module__}.{of.__qualname__}"
 
 
+def needs_devices(error: ValueError) -> bool:
+    """Whether JAX refuses a program, which must know its devices, for having two kinds of axes."""
+    return "mesh should be the same across the entire program" in str(error)
+
+
 def at_top_level() -> bool:
     """Whether no function is being traced here."""
     return _core.trace_ctx.is_top_level()

@@ -57,6 +57,39 @@ def has_explicit_axes(mesh: Any) -> bool:
     return any(kind is not jax.sharding.AxisType.Auto for kind in mesh.axis_types)
 
 
+class OnAutomaticAxes:
+    """A compiled function of arrays on explicit axes, which sees them on automatic ones.
+
+    The arrays are moved from one mesh to the other outside of what JAX compiles, without a copy;
+    that takes some microseconds for each. ``under_automatic_axes`` does it inside, which JAX
+    refuses of a program that needs to know its devices: one with a callback to Python, or with an
+    operation of ``custom_partitioning``, such as cuDNN's attention.
+    """
+
+    def __init__(self, compiled: Any, mesh: jax.sharding.Mesh):
+        self._compiled = compiled
+        self._mesh = mesh
+
+    def _run(self, call: Callable[..., Any], args: Any) -> Any:
+        with in_place_of_the_users_mesh(with_automatic_axes(self._mesh)):
+            return call(*jax.tree.map(lambda x: on_mesh(x, None), args))
+
+    def __call__(self, *args: Any) -> Any:
+        """What the function returns, on the explicit axes again."""
+        found = self._run(self._compiled, args)
+        return jax.tree.map(lambda x: on_mesh(x, self._mesh), found)
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        """The lowered function, which takes arrays on automatic axes."""
+        lowered: jax.stages.Lowered = self._run(self._compiled.lower, args)
+        return lowered
+
+    def trace(self, *args: Any) -> jax.stages.Traced:
+        """The traced function, which takes arrays on automatic axes."""
+        traced: jax.stages.Traced = self._run(self._compiled.trace, args)
+        return traced
+
+
 def under_automatic_axes(
     function: Callable[..., Any], mesh: jax.sharding.Mesh, specs: Callable[..., Any]
 ) -> Callable[..., Any]:

@@ -516,7 +516,7 @@ PUBLISHED = {
     "flax ogbg": Published(
         ogbg,
         {"image": _IMAGES, "labels": _LABELS},
-        "weight",
+        False,
         lambda batch: (~jnp.isnan(batch["labels"])).sum(),
         ogbg_with_means,
     ),

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -288,3 +289,48 @@ def test_beside_a_mesh_that_is_set_a_step_keeps_the_one_that_it_was_given():
                 state, _ = step(state, {"x": x, "y": y})
             for name, x in jax.device_get(step.model(state)).items():
                 np.testing.assert_allclose(x, expected[name], atol=1e-5)
+
+
+def _as_it_lies(mesh: Any, args: Any, out: Any) -> Any:
+    return mesh, jnp.tanh, args[0].sharding, (args[0].sharding,)
+
+
+_tanh = custom_partitioning(jnp.tanh)
+_tanh.def_partition(partition=_as_it_lies, sharding_rule="i j -> i j")
+own_tanh = jax.custom_vjp(lambda x: _tanh(x))
+own_tanh.defvjp(lambda x: (own_tanh(x), x), lambda x, c: (c / jnp.cosh(x) ** 2,))
+
+
+@jax.custom_jvp
+def tanh_in_python(x: jax.Array) -> jax.Array:
+    return jax.pure_callback(np.tanh, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+@tanh_in_python.defjvp
+def _(x: Any, tangents: Any) -> Any:
+    return tanh_in_python(*x), tangents[0] / jnp.cosh(x[0]) ** 2
+
+
+@pytest.mark.parametrize("over", ["rows", "batch"])
+@pytest.mark.parametrize("tanh", [own_tanh, tanh_in_python], ids=["partitioned", "callback"])
+@pytest.mark.parametrize("is_set", [True, False])
+def test_a_program_that_needs_to_know_its_devices(tanh: Any, over: str, is_set: bool):
+    """One with cuDNN's attention, or a callback, which JAX refuses with two kinds of axes."""
+    mesh = MESHES["one axis"]
+
+    def loss_of(params: Any, batch: Any) -> Any:
+        out = tanh(batch["x"] @ params["first"]) @ params["second"] + params["bias"]
+        return ((out - batch["y"]) ** 2).mean()
+
+    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+        step = crossshard.make_train_step(loss_of, optax.sgd(0.1), mesh=mesh, loss_over=over)
+        state = step.init(PARAMS)
+        for x, y in zip(X, Y, strict=True):
+            before, (state, metrics) = state, step(state, {"x": x, "y": y})
+    params, loss = trained_on_one_device(optax.sgd(0.1))
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    for got, expected in zip(*map(jax.tree.leaves, (state.params, params)), strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+    assert all(x.sharding.mesh == mesh for x in jax.tree.leaves((state, metrics)))
+    assert all(x.is_deleted() for x in jax.tree.leaves(before.params))
+    assert step.lower(state, {"x": X[0], "y": Y[0]}).as_text()

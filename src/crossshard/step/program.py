@@ -1,5 +1,6 @@
 """Program: a step as it is compiled, and what is checked before it runs."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -59,11 +60,12 @@ class Program:
             streaming=isinstance(config.pipeline.outer, Streaming),
         )
         run = _mesh.under_automatic_axes(self._run, mesh, self._specs)
-        self._compiled = jax.jit(
-            run,
+        self._jit = functools.partial(
+            jax.jit,
             donate_argnums=(0,) if config.donate else (),
             compiler_options=self.options or None,
         )
+        self._compiled: Any = self._jit(run)
         # JAX refuses options for what runs inside another jit.
         self._traced = jax.jit(run)
 
@@ -82,24 +84,26 @@ class Program:
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """The next state and the metrics; see ``TrainStep``."""
         # Under jax.grad the backward pass needs the state again, so it is not donated.
-        run = self._compiled if _jax.at_top_level() else self._traced
-        if self._config.donate and run is self._compiled:
+        is_traced = not _jax.at_top_level()
+        if self._config.donate and not is_traced:
             self._donation.check(state, batch)
         if self._in_processes or _mesh.another_mesh_is_set(self._config.outer_mesh):
             with _mesh.in_place_of_the_users_mesh(self._config.outer_mesh):
                 if self._is_watched and self._in_processes:
                     PROGRESS.take(self._place.rows_of(batch))
-                return self._run_placed(run, state, self._place(batch))
+                return self._run_placed(state, self._place(batch), is_traced)
         # Without a context, which costs a microsecond at every step.
-        return self._run_placed(run, state, self._place(batch))
+        return self._run_placed(state, self._place(batch), is_traced)
 
-    def _run_placed(self, run: Callable[..., Any], state: TrainState, batch: Any) -> Any:
+    def _run_placed(self, state: TrainState, batch: Any, is_traced: bool) -> Any:
         try:
-            if self._in_processes and run is self._compiled:
+            if self._in_processes and not is_traced:
                 self._check_same(state, batch)
-            return self._explained(run, state, batch)
+            return self._explained(
+                lambda: self._traced if is_traced else self._compiled, state, batch
+            )
         except UndecidedError as error:
-            if run is self._traced:
+            if is_traced:
                 raise
             doubt, divisor = error.doubt, error.divisor
         if divisor is not None:
@@ -107,17 +111,20 @@ class Program:
         else:
             check_by_numbers(self._config, self._layouts.of_state(state), state, batch, doubt)
         self._config.loss.record.by_numbers.add(doubt)
-        return self._run_placed(run, state, batch)
+        return self._run_placed(state, batch, is_traced)
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """The lowered program for a state and a batch, or for their types."""
         with _mesh.in_place_of_the_users_mesh(self._config.outer_mesh):
-            return self._explained(self._compiled.lower, state, self._place.abstract(batch))
+            return self._lowered(state, self._place.abstract(batch))
 
     def trace(self, state: Any, batch: Any) -> jax.stages.Traced:
         """The traced program for a state and a batch, or for their types."""
         with _mesh.in_place_of_the_users_mesh(self._config.outer_mesh):
-            return self._explained(self._compiled.trace, state, self._place.abstract(batch))
+            return self._explained(lambda: self._compiled.trace, state, self._place.abstract(batch))
+
+    def _lowered(self, state: Any, batch: Any) -> Any:
+        return self._explained(lambda: self._compiled.lower, state, batch)
 
     def _check_same(self, state: TrainState, batch: Any) -> None:
         """Before the first run of a program, raise unless every process runs the same one."""
@@ -133,12 +140,16 @@ class Program:
         mesh = self._config.outer_mesh
         rows = lambda: {"rows": str(loss.number_of_rows(batch))}
         if not free or compare("step", rows, mesh) is None:
-            check_same_program(self._explained(self._compiled.lower, state, batch), mesh)
+            check_same_program(self._lowered(state, batch), mesh)
         self._agreed.add(key)
 
-    def _explained(self, compiled: Callable[..., Any], state: Any, batch: Any) -> Any:
+    def _explained(self, function: Callable[[], Callable[..., Any]], state: Any, batch: Any) -> Any:
+        """What a function returns, which is asked for again if it must be another one."""
         try:
-            return compiled(state, batch)
+            return function()(state, batch)
         except ValueError as error:
             check_not_of_mesh(error, self._config.axes)
-            raise
+            if isinstance(self._compiled, _mesh.OnAutomaticAxes) or not _jax.needs_devices(error):
+                raise
+        self._compiled = _mesh.OnAutomaticAxes(self._jit(self._run), self._config.outer_mesh)
+        return function()(state, batch)
