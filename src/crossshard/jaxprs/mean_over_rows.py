@@ -542,16 +542,16 @@ class _OverRows(Analysis[Fact]):
         return tuple(grown) == shapes[1]
 
     def _transferred(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
-        if any(isinstance(fact, Chunks) for fact in inputs):
+        kinds = set(map(type, inputs))
+        if Chunks in kinds:
             return self._of_chunks(pair, inputs)
-        if any(isinstance(fact, Rows) and fact.over is not None for fact in inputs):
+        if Rows in kinds and any(type(x) is Rows and x.over is not None for x in inputs):
             return self._of_divided(pair, inputs)
         found = batches_of(pair, inputs) or of_kernel(self, pair, inputs, self._assumed)
         if found is not None:
             return found
         if not pair.is_alike():
             return self._of_unlike(pair, inputs)
-        kinds = set(map(type, inputs))
         if Shape in kinds:
             return [self._of_shapes(pair, inputs)]
         if kinds & {OneRow, SoFar}:

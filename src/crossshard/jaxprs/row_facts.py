@@ -292,15 +292,17 @@ _OF_SHAPE = frozenset(
 
 def are_counts(pair: Pair, facts: Sequence[Fact]) -> bool:
     """Whether an output is integers, of any dtype."""
-    out = pair.one.outvars[0].aval.dtype
-    if jnp.issubdtype(out, jnp.integer) or out == np.bool_:
+    if _is_count(pair.one.outvars[0]):
         return True
     return pair.name in _OF_COUNTS and all(map(_counts, facts, pair.one.invars))
 
 
+def _is_count(atom: Any) -> bool:
+    return getattr(atom.aval.dtype, "kind", "") in ("b", "i", "u")
+
+
 def _counts(fact: Fact, atom: Any) -> bool:
-    dtype = atom.aval.dtype
-    if jnp.issubdtype(dtype, jnp.integer) or dtype == np.bool_:
+    if _is_count(atom):
         return True
     match fact:
         case Free(number=float(number)):
@@ -325,7 +327,7 @@ def is_inexact_type(dtype: Any) -> bool:
 def worst(facts: Sequence[Fact]) -> Obstacle | None:
     """The obstacle among facts that says most."""
     order = OverRows.COMPARED, OverRows.OVER_SHARDS, OverRows.UNDECIDED
-    found = [fact for fact in facts if isinstance(fact, Obstacle)]
+    found = [fact for fact in facts if type(fact) is Obstacle]
     return min(found, key=lambda x: (not x.brings, order.index(x.kind)), default=None)
 
 
