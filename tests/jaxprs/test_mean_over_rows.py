@@ -498,6 +498,7 @@ def clipped_sum(b: Any, w: Any, k: Any) -> Any:
 
 
 COMPARED: dict[str, Loss] = {
+    "microbatches": lambda b, w, k: lax.map(jnp.std, b["x"].reshape(2, -1, WIDTH)).mean(),
     "regulariser of a row": lambda b, w, k: (b["x"] @ w).mean() + (w**2).sum() / ROWS_OF(b),
     "moved far": lambda b, w, k: (b["x"] @ w).sum() / (b["weight"].sum() + 100),
     "mean beside a ratio": lambda b, w, k: b["y"].mean() + jnp.average(b["y"], weights=b["weight"]),
@@ -613,7 +614,6 @@ UNDECIDED: dict[str, Loss] = {
     "logarithm of the number": lambda b, w, k: b["x"].sum() / np.log2(ROWS_OF(b)),
     "called back": lambda b, w, k: jax.pure_callback(np.std, b["target"][0], b["target"]),
     "spectrum over rows": lambda b, w, k: jnp.abs(jnp.fft.fft(b["sequence"] @ w, axis=-3)).mean(),
-    "microbatches": lambda b, w, k: lax.map(jnp.std, b["x"].reshape(2, -1, WIDTH)).mean(),
     "loop of each row": lambda b, w, k: jax.vmap(halved_while_large)(b["x"]).mean(),
 }
 

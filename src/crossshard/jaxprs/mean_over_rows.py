@@ -744,6 +744,8 @@ class _OverRows(Analysis[Fact]):
             if obstacle is not None:
                 if chunks and obstacle.reason == MEETS_EARLIER:
                     obstacle = replace(obstacle, kind=OverRows.UNDECIDED)
+                if not _jax.has_source(obstacle.equation):
+                    obstacle = replace(obstacle, equation=pair.one)
                 return [obstacle] * number
             after = list(outputs[:carried])
             for place, alone in enumerate(free):
