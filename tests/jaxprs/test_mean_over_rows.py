@@ -819,6 +819,17 @@ def test_sums_of_two_calls_are_not_one():
     assert found(loss).kind is OverRows.UNDECIDED
 
 
+def test_a_guard_of_a_sum_that_is_not_known_is_of_no_other():
+    def chosen(b: Any, w: Any) -> Any:
+        return lax.cond(w[0, 0] > 0, lambda: (b["mask"] ** 2).sum(), lambda: b["weight"].sum())
+
+    def loss(b: Any, w: Any, k: Any) -> Any:
+        total = (b["x"] @ w).sum()
+        return total / jnp.where(chosen(b, w) == 0, 1.0, chosen(b, w.T))
+
+    assert found(loss).kind in (OverRows.COMPARED, OverRows.UNDECIDED)
+
+
 def test_sums_of_two_turns_are_not_one():
     def loss(b: Any, w: Any, k: Any) -> Any:
         total = (b["x"] @ w).sum()

@@ -465,12 +465,15 @@ class _OverRows(Analysis[Fact]):
         if obstacle is not None:
             return [obstacle] * number
         if pair.name == "scan":
-            return self._scan_over_rows(pair, inputs)
+            return self._of_shapes_of(pair, self._scan_over_rows(pair, inputs))
         if pair.name == "custom_linear_solve":
             return self._solved(pair, inputs)
         outputs = self._transferred(pair, inputs)
         if isinstance(outputs, Obstacle):
             return [outputs] * number
+        return self._of_shapes_of(pair, outputs)
+
+    def _of_shapes_of(self, pair: Pair, outputs: Sequence[Fact]) -> list[Fact]:
         return [
             self._of_shape(pair, fact, *both)
             for fact, *both in zip(outputs, pair.one.outvars, pair.other.outvars, strict=True)

@@ -203,6 +203,10 @@ class Some:
     isnt: bool = False
     equation: Any = None
 
+    def asks(self, total: Total) -> bool:
+        """Whether it is known to ask this sum."""
+        return self.of is not None and self.of == total.of
+
 
 @dataclass(frozen=True)
 class Obstacle:
@@ -358,7 +362,9 @@ def joined(one: Fact, other: Fact) -> Fact:
             return other
         case Free(0), Some():
             return other
-        case (Some(own), Ratio(by) as ratio) | (Ratio(by) as ratio, Some(own)) if own == by.of:
+        case (Some() as some, Ratio(by) as ratio) | (Ratio(by) as ratio, Some() as some) if (
+            some.asks(by)
+        ):
             # A shard of whose rows none counts has no weight, whatever its loss is.
             return ratio
         case Free(power), OneRow(by) if power == by:
