@@ -465,12 +465,15 @@ class _OverRows(Analysis[Fact]):
         if obstacle is not None:
             return [obstacle] * number
         if pair.name == "scan":
-            return self._scan_over_rows(pair, inputs)
+            return self._of_shapes_of(pair, self._scan_over_rows(pair, inputs))
         if pair.name == "custom_linear_solve":
             return self._solved(pair, inputs)
         outputs = self._transferred(pair, inputs)
         if isinstance(outputs, Obstacle):
             return [outputs] * number
+        return self._of_shapes_of(pair, outputs)
+
+    def _of_shapes_of(self, pair: Pair, outputs: Sequence[Fact]) -> list[Fact]:
         return [
             self._of_shape(pair, fact, *both)
             for fact, *both in zip(outputs, pair.one.outvars, pair.other.outvars, strict=True)
@@ -542,16 +545,16 @@ class _OverRows(Analysis[Fact]):
         return tuple(grown) == shapes[1]
 
     def _transferred(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
-        if any(isinstance(fact, Chunks) for fact in inputs):
+        kinds = set(map(type, inputs))
+        if Chunks in kinds:
             return self._of_chunks(pair, inputs)
-        if any(isinstance(fact, Rows) and fact.over is not None for fact in inputs):
+        if Rows in kinds and any(type(x) is Rows and x.over is not None for x in inputs):
             return self._of_divided(pair, inputs)
         found = batches_of(pair, inputs) or of_kernel(self, pair, inputs, self._assumed)
         if found is not None:
             return found
         if not pair.is_alike():
             return self._of_unlike(pair, inputs)
-        kinds = set(map(type, inputs))
         if Shape in kinds:
             return [self._of_shapes(pair, inputs)]
         if kinds & {OneRow, SoFar}:
@@ -744,6 +747,8 @@ class _OverRows(Analysis[Fact]):
             if obstacle is not None:
                 if chunks and obstacle.reason == MEETS_EARLIER:
                     obstacle = replace(obstacle, kind=OverRows.UNDECIDED)
+                if not _jax.has_source(obstacle.equation):
+                    obstacle = replace(obstacle, equation=pair.one)
                 return [obstacle] * number
             after = list(outputs[:carried])
             for place, alone in enumerate(free):
