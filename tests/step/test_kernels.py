@@ -527,3 +527,31 @@ def test_kernels_of_jax_run(name: str, dtype: Any):
     moved = np.asarray(W - step.model(state)) / 0.5
     coarse = 1e-4 if dtype == jnp.float32 else 3e-2
     assert np.linalg.norm(moved - slope) <= coarse * np.linalg.norm(slope)
+
+
+@DTYPES
+def test_weights_that_start_at_zero_hide_nothing(dtype: Any):
+    zero = np.zeros_like(W)
+    run = with_tanh(called_back("broadcast_all"))
+    step = step_of(loss_of(lambda x, w: run(x @ w), dtype), 3)
+    step(step.init(zero), BATCH)
+    run = with_tanh(called_back("broadcast_all", centred(0.01)))
+    step = step_of(loss_of(lambda x, w: run(x @ w), dtype), 3)
+    with pytest.raises(LossError, match="And by numbers it is not so: of the same rows"):
+        step(step.init(zero), BATCH)
+
+
+@pytest.mark.parametrize("shards", [2, 3])
+def test_rows_along_another_axis(shards: int):
+    turned = {name: x.swapaxes(0, 1) for name, x in BATCH.items()}
+    run = with_tanh(called_back("broadcast_all"))
+    step = step_of(loss_of(lambda x, w: run(x @ w), jnp.bfloat16), shards, batch_axis=1)
+    step(step.init(W), turned)
+    # Each row by itself now.
+    run = with_tanh(called_back("broadcast_all", centred(0.01)))
+    step = step_of(loss_of(lambda x, w: run(x @ w), jnp.bfloat16), shards, batch_axis=1)
+    step(step.init(W), turned)
+    wrong = with_tanh(called_back("broadcast_all", lambda x: x - 0.01 * x.mean(1, keepdims=True)))
+    step = step_of(loss_of(lambda x, w: wrong(x @ w), jnp.bfloat16), shards, batch_axis=1)
+    with pytest.raises(LossError, match="And by numbers it is not so: of the same rows"):
+        step(step.init(W), turned)

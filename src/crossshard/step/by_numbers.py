@@ -92,6 +92,8 @@ def _check_operations(
             if found_in(traces, facts, number, 2, trial.assumed).kind is OverRows.UNDECIDED:
                 raise _NotDecidedError
             trial.evaluate(traces[1], jax.tree.leaves((of[1].rows, *of[1].others, of[1].own)))
+            if trial.reached != set(trial.assumed.names()) or not trial.apart:
+                raise _NotDecidedError
             trials.append(trial.tried)
             return jnp.stack(trial.apart)[None]
 
@@ -114,7 +116,7 @@ def _check_operations(
 
 
 class _NotDecidedError(Exception):
-    """With so few rows, there is more in doubt than some operations."""
+    """With so few rows, there is more in doubt than some operations, or some are not reached."""
 
 
 def _on_shards(layout: StateLayout, loss: ShardLoss, on_shard: Any, given: Any) -> Any:
