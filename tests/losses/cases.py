@@ -312,8 +312,10 @@ def tolerance(case: Case, dtype: str) -> float:
     for number in (1, MOST):
         exact, weights = of_pieces(case, dtype, number)
         rounded, _ = of_pieces(case, dtype, number, exact=False)
-        errors = [_apart(*both) for both in zip(exact, rounded, strict=True)]
-        noise += float(np.average(errors, weights=weights if weights.sum() else None))
+        errors = np.asarray([_apart(*both) for both in zip(exact, rounded, strict=True)])
+        # A shard alone may divide by nothing.
+        known = np.isfinite(errors) & (weights > 0)
+        noise += float(np.average(errors[known], weights=weights[known]))
     return 2 * noise / largest(truth(case, dtype, MOST)) + ROUNDING
 
 
