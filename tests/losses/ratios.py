@@ -6,7 +6,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from tests.losses.cases import is_ratio
+from tests.losses.cases import FEW_BITS, is_ratio
 from tests.losses.parts import (
     EXPERTS,
     KINDS,
@@ -133,12 +133,12 @@ def policy_over_tokens(p, b, mean):
     return mean((losses * b["mask"]).sum(), b["mask"].sum())
 
 
-@is_ratio("mask")
+@is_ratio("mask", may_refuse=FEW_BITS)
 def divided_by_at_least_one(p, b):
     return (token_losses(p, b) * b["mask"]).sum() / jnp.maximum(b["mask"].sum(), 1)
 
 
-@is_ratio("mask")
+@is_ratio("mask", may_refuse=FEW_BITS)
 def divided_by_one_where_there_is_none(p, b):
     """As Tunix has it."""
     count = b["mask"].sum()
@@ -195,7 +195,7 @@ def chunks_of_masked_tokens(p, b, mean):
     return mean(*lax.scan(jax.checkpoint(one), (zero, zero), chunks)[0])
 
 
-@is_ratio("mask")
+@is_ratio("mask", may_refuse=FEW_BITS)
 def sums_along_time(p, b, mean):
     def one(carry, now):
         state, total, count = carry
