@@ -55,9 +55,18 @@ from crossshard.jaxprs.same_program import do_the_same, is_same_program, scales
 from crossshard.jaxprs.walk import Analysis, Equations, Mismatch, equations_of, follow
 from crossshard.shards.batch_axes import resized
 
-__all__ = ["ADDS_UNLIKE", "MEETS_EARLIER", "SAME_NOISE", "Finding", "OverRows", "over_rows"]
+__all__ = [
+    "ADDS_SHARDS",
+    "ADDS_UNLIKE",
+    "MEETS_EARLIER",
+    "SAME_NOISE",
+    "Finding",
+    "OverRows",
+    "over_rows",
+]
 
 MEETS_EARLIER = "a row meets those before it"
+ADDS_SHARDS = "the shards' means are added up"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,6 +317,8 @@ def found(fact: Fact) -> Finding:
                 code=_jax.code_of(equation),
                 by=by.of,
             )
+        case Free(times=times) if times > 1:
+            return Finding(OverRows.COMPARED, ADDS_SHARDS)
         case Free(power=0) | Total(power=0, moved="") | Never():
             return Finding(OverRows.MEAN)
         case Total(power=1, moved=""):
@@ -495,6 +506,7 @@ class _OverRows(Analysis[Fact]):
             return [Free(own=True) if free else by_itself] * len(pair.one.outvars)
         whole = pair.one.params.get("axis_index_groups") is None and self._derives
         adds = pair.name.startswith("psum")
+        number = math.prod(_jax.bound_axes().get(name, 1) for name in names) if adds else 1
 
         def of(fact: Fact) -> Fact:
             match fact:
@@ -506,9 +518,9 @@ class _OverRows(Analysis[Fact]):
                 case Obstacle() if elsewhere:
                     return fact
                 case Free(power, own) if whole:
-                    return Free(power, own and elsewhere)
+                    return Free(power, own and elsewhere, times=1 if elsewhere else number)
                 case Total(power, moved="") if whole and adds and not elsewhere:
-                    return Free(power)
+                    return Free(power, times=1 if power else number)
                 case Ratio() if not elsewhere:
                     return pair.compared(f"{pair.name} of each shard's ratio of sums over rows")
             return by_itself
@@ -625,7 +637,8 @@ class _OverRows(Analysis[Fact]):
             return pair.undecided(f"{name} of the number of rows")
         if all(map(_same_shape, pair.one.outvars, pair.other.outvars)):
             kept = name in MOVES and not pair.converts() and len(free) == len(inputs)
-            return [Free(power, own, free[0].number if kept and free else None)] * number
+            of_all = free[0].number if kept and free else None
+            return [Free(power, own, of_all, _times(name, free))] * number
         axes = {
             _axis_that_grows(_shape(one), _shape(other), self._times)
             for one, other in zip(pair.one.outvars, pair.other.outvars, strict=True)
@@ -831,6 +844,22 @@ class _OverRows(Analysis[Fact]):
             reason = f"in a gradient of its own, {obstacle.reason}"
             return replace(obstacle, reason=reason, equation=obstacle.equation or pair.one)
         return None if all(map(is_slope, found, [*expected, *returned])) else unknown
+
+
+def _times(name: str, facts: Sequence[Free]) -> int:
+    """How many times too large an output is, of inputs that are; see ``Free.times``."""
+    times = [fact.times for fact in facts]
+    if max(times, default=1) == 1:
+        return 1
+    if name in MOVES or name in ADDS or name == "neg":
+        return max(times)
+    if name in ("mul", "div") and len(facts) == 2:
+        one, other = facts if times[0] > 1 else facts[::-1]
+        by = other.number
+        # As pmean divides by the number of shards, and as one sum over them by another.
+        is_divided = times[1] > 1 or by == (one.times if name == "div" else 1 / one.times)
+        return 1 if is_divided else one.times
+    return 1
 
 
 def _number(value: np.ndarray[Any, Any]) -> float | None:

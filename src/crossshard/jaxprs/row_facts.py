@@ -31,11 +31,13 @@ class Free:
       power: of the number of rows, which it grows with.
       own: whether it differs from shard to shard.
       number: what all of it is, if that is known; with the rows of the first trace.
+      times: how many times too large it is, as the shards have added up what is no sum over rows.
     """
 
     power: int = 0
     own: bool = False
     number: float | None = None
+    times: int = 1
 
 
 @dataclass(frozen=True)
