@@ -118,16 +118,16 @@ def test_what_is_wrong_beside_such_a_sum_is_told(name: str):
 
 def test_means_that_are_added_up_are_told():
     for loss in (
-        lambda b, w, k: jax.lax.psum(((b["x"] @ w) ** 2).mean(), "shards"),
-        lambda b, w, k: 2 * jax.lax.psum(((b["x"] @ w) ** 2).mean() + (w**2).sum(), "shards"),
+        lambda b, w: jax.lax.psum(((b["x"] @ w) ** 2).mean(), "shards"),
+        lambda b, w: 2 * jax.lax.psum(((b["x"] @ w) ** 2).mean() + (w**2).sum(), "shards"),
     ):
         assert found(loss).reason == "the shards' means are added up"
     for loss in (
-        lambda b, w, k: jax.lax.pmean(((b["x"] @ w) ** 2).mean(), "shards"),
-        lambda b, w, k: (
+        lambda b, w: jax.lax.pmean(((b["x"] @ w) ** 2).mean(), "shards"),
+        lambda b, w: (
             jax.lax.psum(((b["x"] @ w) ** 2).mean(), "shards") / jax.lax.axis_size("shards")
         ),
-        lambda b, w, k: (
+        lambda b, w: (
             jax.lax.psum(((b["x"] @ w) ** 2).sum(), "shards")
             / jax.lax.psum((b["x"] > 0).sum(), "shards")
         ),
