@@ -855,10 +855,9 @@ def _times(name: str, facts: Sequence[Free]) -> int:
         return max(times)
     if name in ("mul", "div") and len(facts) == 2:
         one, other = facts if times[0] > 1 else facts[::-1]
-        by = other.number
         # As pmean divides by the number of shards, and as one sum over them by another.
-        is_divided = times[1] > 1 or by == (one.times if name == "div" else 1 / one.times)
-        return 1 if is_divided else one.times
+        by = one.times if name == "div" else 1 / one.times
+        return 1 if other.number == by or (name == "div" and times[1] > 1) else one.times
     return 1
 
 
