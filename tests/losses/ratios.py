@@ -100,9 +100,9 @@ def fractional_weights_of_rows(p, b, mean):
     return mean((row_losses(p, b) * b["share"]).sum(), b["share"].sum())
 
 
-@is_ratio(lambda b: jnp.asarray([1.0, 0.2, 3.0, 0.5])[b["kind"]].sum())
+@is_ratio(lambda b: jnp.asarray([1.0, 0.25, 3.0, 0.5])[b["kind"]].sum())
 def weights_of_classes(p, b, mean):
-    weights = jnp.asarray([1.0, 0.2, 3.0, 0.5], b["v"].dtype)[b["kind"]]
+    weights = jnp.asarray([1.0, 0.25, 3.0, 0.5], b["v"].dtype)[b["kind"]]
     return mean((cross_entropy(b["v"] @ p["route"], b["kind"]) * weights).sum(), weights.sum())
 
 
