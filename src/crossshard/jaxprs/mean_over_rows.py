@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from crossshard import _jax
@@ -381,7 +382,7 @@ class _OverRows(Analysis[Fact]):
             same = one is other
             return Free() if same else Obstacle(OverRows.UNDECIDED, _DIFFERS, equation)
         if one.shape == other.shape:
-            if np.array_equal(one, other) or (one.dtype.kind == "f" and _both_nan(one, other)):
+            if np.array_equal(one, other) or _both_nan(one, other):
                 return Free(number=_number(one))
             if one.ndim == 1 and one.size < 9 and one.dtype.kind in "iu":
                 return Shape(tuple(one.tolist()), tuple(other.tolist()))
@@ -863,13 +864,20 @@ def _times(name: str, facts: Sequence[Free]) -> int:
 
 def _number(value: np.ndarray[Any, Any]) -> float | None:
     """The number that all of an array is, if it is a scalar or 0."""
-    if value.dtype.kind not in "biuf" or not value.size or (value.ndim and np.any(value)):
+    # The kind of bfloat16 is not that of floats.
+    is_real = value.dtype.kind in "biu" or jnp.issubdtype(value.dtype, jnp.floating)
+    if not is_real or not value.size or (value.ndim and np.any(value)):
         return None
     return float(value.flat[0])
 
 
 def _both_nan(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
-    return np.array_equal(one, other, equal_nan=True)
+    real = jnp.issubdtype(one.dtype, jnp.floating)
+    return bool(
+        real
+        and np.array_equal(np.isnan(one), np.isnan(other))
+        and np.array_equal(one[~np.isnan(one)], other[~np.isnan(other)])
+    )
 
 
 def _shape(atom: Any) -> tuple[int, ...]:
