@@ -133,12 +133,12 @@ def policy_over_tokens(p, b, mean):
     return mean((losses * b["mask"]).sum(), b["mask"].sum())
 
 
-@is_ratio("mask", may_refuse=FEW_BITS)
+@is_ratio("mask")
 def divided_by_at_least_one(p, b):
     return (token_losses(p, b) * b["mask"]).sum() / jnp.maximum(b["mask"].sum(), 1)
 
 
-@is_ratio("mask", may_refuse=FEW_BITS)
+@is_ratio("mask")
 def divided_by_one_where_there_is_none(p, b):
     """As Tunix has it."""
     count = b["mask"].sum()

@@ -54,9 +54,10 @@ def _of_sums(pair: Pair, inputs: Sequence[Fact]) -> Fact:
     if not all(isinstance(fact, Free | Total | Ratio | Inverse) for fact in inputs):
         return _of_rows_and_sums(pair, inputs)
     match inputs:
-        case [Total(of=of, moved="", single=True), Free(number=0)] if name in ("gt", "ne", "eq"):
+        # Of a sum with something behind it, too: a guard of that does nothing, or the same.
+        case [Total(of=of, single=True), Free(number=0)] if name in ("gt", "ne", "eq"):
             return Some(of, name == "eq", pair.one)
-        case [Free(number=0), Total(of=of, moved="", single=True)] if name in ("lt", "ne", "eq"):
+        case [Free(number=0), Total(of=of, single=True)] if name in ("lt", "ne", "eq"):
             return Some(of, name == "eq", pair.one)
     if pair.converts():
         return mixed
@@ -175,6 +176,8 @@ def _guarded(pair: Pair, inputs: Sequence[Fact]) -> Fact:
                 return replace(total, moved="guard", bound=number or 0.0)
             case [Free(0), Ratio(by) as ratio] if some.asks(by):
                 return ratio
+            case [Free(number=0), Inverse(by=by) as inverse] if some.asks(by):
+                return inverse
     elif name == "mul":
         match inputs:
             case [Some() as asked, Ratio(by) as ratio] | [Ratio(by) as ratio, Some() as asked] if (
