@@ -88,7 +88,7 @@ def test_k_calls_are_one_step(name: str, weighted: bool, check_vma: bool):
 def test_microbatches_of_a_step(name: str, weighted: bool):
     weight = weight_of if weighted else None
     step = make_train_step(
-        loss_fn, optimizer(name), num_shards=N, accumulate_steps=K, weight=weight
+        loss_fn, optimizer(name), num_shards=N, accumulate_steps=K, weight=weight, loss_over="shard"
     )
     state, want = step.init(W), expected(MOMENTA[name], weighted)
     for t in range(STEPS):

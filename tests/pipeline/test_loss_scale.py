@@ -167,7 +167,12 @@ def test_small_gradients_are_kept_and_large_ones_found_in_float16():
 @pytest.mark.parametrize("option", [{"loss_scale": "dynamic"}, {"nonfinite": "skip"}])
 def test_a_weightless_infinity_does_not_count(option: dict[str, str]):
     step = sgd_step(
-        lambda w, b: (w * b["x"]).mean(), 1.0, 2, weight=lambda b: b["n"].sum(), **option
+        lambda w, b: (w * b["x"]).mean(),
+        1.0,
+        2,
+        weight=lambda b: b["n"].sum(),
+        loss_over="shard",
+        **option,
     )
     batch = {"x": np.float32([1, 1, np.inf, np.nan]), "n": np.float32([1, 1, 0, 0])}
     state, metrics = step(step.init(np.float32(3)), batch)

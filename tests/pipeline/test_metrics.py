@@ -145,6 +145,7 @@ def test_the_noise_is_on_average_what_it_is(weighted: bool, accumulate_steps: in
         metrics=names,
         accumulate_steps=accumulate_steps,
         weight=(lambda batch: batch["n"].sum()) if weighted else None,
+        loss_over="shard",
     )
     state, rng, found = step.init(np.zeros(3, np.float32)), np.random.default_rng(1), []
     for _ in range(600):

@@ -267,7 +267,8 @@ def test_describe_names_it():
 def test_a_shard_without_weight_leaves_no_trace_in_its_state():
     opt = CrossShardOptimizer(optax.sgd(0.1), preprocess=optax.trace(0.9))
     loss = lambda w, batch: (w * batch["x"]).mean()
-    step = make_train_step(loss, opt, num_shards=2, weight=lambda b: b["mask"].sum())
+    weight = lambda b: b["mask"].sum()
+    step = make_train_step(loss, opt, num_shards=2, weight=weight, loss_over="shard")
     state = step.init(np.float32(1.0))
     padded = {"x": np.float32([1, 3, np.nan, np.nan]), "mask": np.float32([1, 1, 0, 0])}
     state, _ = step(state, padded)

@@ -50,6 +50,7 @@ def step_of(shards: int, weight_update: str, groups: Any = None) -> Any:
         num_shards=shards,
         weight_update=weight_update,
         weight=lambda batch: batch["n"].sum(),
+        loss_over="shard",
         accumulate_steps=2,
         **EVERYTHING,
     )

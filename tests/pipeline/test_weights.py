@@ -91,6 +91,7 @@ def test_a_step_in_which_nothing_weighs_changes_no_bit(inner: str, weight_update
         num_shards=N,
         weight_update=weight_update,
         weight=lambda batch: batch["n"].sum(),
+        loss_over="shard",
         ema=0.9,
     )
     x = RNG.normal(size=(2 * N, 32)).astype(np.float32)

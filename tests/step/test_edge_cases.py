@@ -179,7 +179,8 @@ def test_padding_does_not_enter_statistics():
 
 
 def test_a_weight_that_is_nan_shows():
-    step = sgd_step(lambda p, b: (p * b["x"]).mean(), 0.1, 4, weight=lambda b: b["mask"].sum())
+    weight = lambda b: b["mask"].sum()
+    step = sgd_step(lambda p, b: (p * b["x"]).mean(), 0.1, 4, weight=weight, loss_over="shard")
     batch = {"x": np.ones(4, np.float32), "mask": np.array([1, np.nan, 1, 1], np.float32)}
     state, metrics = step(step.init(jnp.float32(1)), batch)
     assert np.isnan(metrics["loss"])

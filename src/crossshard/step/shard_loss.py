@@ -158,15 +158,16 @@ class ShardLoss:
         self.record.traces.clear()
         shard = at_use.shards.index()
         pieces = self.pieces(at_use.shards.number)
+        count = pieces // self.accumulate_steps
+        if self.virtual_shards is not None:
+            check_rows_divide(self.number_of_rows(batch), count, self.accumulate_steps)
         counting = Counting(at_use.shards, at_use.groups, pieces, weight)
         in_pieces = pieces > 1 or self.virtual_shards is not None
         if in_pieces and self.record.returns_mean is not False:
             counting = counting.with_counts(self._counts(state, batch, at_use, counting))
         if self.virtual_shards is None:
             return self._of_shard(state, batch, at_use, scale, shard, counting)
-        count = self.virtual_shards // at_use.shards.number
         rows, whole = self.split(batch)
-        check_rows_divide(self.number_of_rows(batch), count, self.accumulate_steps)
 
         def compute(index: Any, rows: Any, given: Any) -> tuple[LocalResult, dict[str, Any]]:
             params, frozen, model_state, whole, counts = given
