@@ -104,7 +104,7 @@ def _outside(function: Callable[[], Any]) -> Any:
 
     Both belong to a thread, and where the user has set a mesh, arrays would lie on its axes.
     """
-    x64 = jax.config.jax_enable_x64
+    x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
 
     def run() -> Any:
         with jax.enable_x64(x64):
