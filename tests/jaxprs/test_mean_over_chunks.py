@@ -123,6 +123,12 @@ def test_a_ratio_in_chunks_is_told_with_what_divides():
     assert (finding.moved, finding.bound, finding.counts) == ("max", 1, True)
 
 
+def test_a_count_of_floats_divides_too():
+    count = lambda b: lax.scan(lambda s, m: (s + m.sum(), None), 0.0, cut(b["mask"]))[0]
+    finding = found(lambda b, w, k: (b["x"] @ w).sum() / count(b))
+    assert (finding.kind, finding.counts) == (OverRows.RATIO, False)
+
+
 @pytest.mark.parametrize("name", UNLIKE)
 def test_what_treats_chunks_unlike_is_not_proven(name: str):
     assert found(UNLIKE[name]).kind in (OverRows.UNDECIDED, OverRows.COMPARED)

@@ -114,3 +114,22 @@ def test_what_sums_over_the_shards_by_itself_runs(name: str):
 def test_what_is_wrong_beside_such_a_sum_is_told(name: str):
     loss, kind = WRONG[name]
     assert found(loss).kind is kind
+
+
+def test_means_that_are_added_up_are_told():
+    for loss in (
+        lambda b, w: jax.lax.psum(((b["x"] @ w) ** 2).mean(), "shards"),
+        lambda b, w: 2 * jax.lax.psum(((b["x"] @ w) ** 2).mean() + (w**2).sum(), "shards"),
+    ):
+        assert found(loss).reason == "the shards' means are added up"
+    for loss in (
+        lambda b, w: jax.lax.pmean(((b["x"] @ w) ** 2).mean(), "shards"),
+        lambda b, w: (
+            jax.lax.psum(((b["x"] @ w) ** 2).mean(), "shards") / jax.lax.axis_size("shards")
+        ),
+        lambda b, w: (
+            jax.lax.psum(((b["x"] @ w) ** 2).sum(), "shards")
+            / jax.lax.psum((b["x"] > 0).sum(), "shards")
+        ),
+    ):
+        assert found(loss).kind is OverRows.OVER_SHARDS

@@ -36,7 +36,7 @@ def main() -> int:
                 for number, each in found.items():
                     key = dtype, each.outcome
                     counts.setdefault(case.kind, collections.Counter())[key] += 1
-                    if not case.is_as_expected(form, each.outcome):
+                    if not case.is_as_expected(form, dtype, each.outcome):
                         runs = unlike.setdefault(f"{case.kind}: {name}: {each.outcome}", {})
                         runs.setdefault(dtype, []).append(str(number))
                     if each.message:

@@ -13,10 +13,22 @@ from tests.pipeline.ways_in import FACTORS, Combination
 Refusal = tuple[Callable[[Combination], bool], type[Exception], str, str]
 REFUSALS: dict[str, Refusal] = {
     "weights under SUM": (
-        lambda c: c.weights is not None and c.reduction == "sum",
+        lambda c: c.weights is not None and not c.is_counted and c.reduction == "sum",
         errors.ArgumentError,
         "weight is a shard's weight in a mean",
         "a weight says what a shard counts in a mean; a sum is not divided",
+    ),
+    "counts under SUM": (
+        lambda c: c.is_counted and c.reduction == "sum",
+        errors.ArgumentError,
+        "a mean over the whole batch",
+        "a sum is not divided by what its rows count",
+    ),
+    "quarantine of counted gradients that are preprocessed": (
+        lambda c: c.is_counted and c.nonfinite == "quarantine" and c.preprocess is not None,
+        errors.ArgumentError,
+        "computed again without a shard",
+        "the gradients depend on which shards count, and preprocess comes in between",
     ),
     "quarantine under SUM": (
         lambda c: c.nonfinite == "quarantine" and c.reduction == "sum",
@@ -66,7 +78,8 @@ def refusals_of(combination: Combination) -> list[str]:
 
 def _is_followed(c: Combination) -> bool:
     """Whether a way in has the options, and the model of numpy knows every rounding of them."""
-    if (c.compared is not None or c.workers is not None) and not c.is_step:
+    of_steps = c.compared is not None or c.workers is not None or c.is_counted
+    if of_steps and not c.is_step:
         return False
     # A number of few bits that falls on the other side of the middle is off by a whole unit, which
     # a normalized update makes as large as the learning rate.
@@ -130,6 +143,9 @@ def refused() -> list[Combination]:
             ),
         ]
         if default.is_step:
+            counted = dataclasses.replace(default, weights="counted")
+            tried.append(dataclasses.replace(counted, reduction="sum"))
+            tried.append(dataclasses.replace(counted, nonfinite="quarantine", preprocess="clip"))
             rarely = dataclasses.replace(default, workers="rarely")
             tried.append(dataclasses.replace(rarely, ema=0.9))
             tried.append(dataclasses.replace(rarely, precision="bfloat16 with masters"))

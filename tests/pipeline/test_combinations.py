@@ -210,8 +210,14 @@ def test_a_combination_that_makes_no_sense_is_refused(combination: Combination):
 # The pairs of values that never occur together in a run, and why.
 NEVER = {
     # Refused: a weight says what a shard counts in a mean.
-    ("reduction", "sum", "weights", "some"),
-    ("reduction", "sum", "weights", "none in a step"),
+    *(("reduction", "sum", "weights", weights) for weights in FACTORS["weights"] if weights),
+    # Only a whole step counts beside all else.
+    *(
+        ("way", way, "weights", weights)
+        for way in FACTORS["way"]
+        for weights in ("counted", "counted, none in a step")
+        if not way.startswith("step")
+    ),
     # Refused: the mean is that of the others, and a loss scale is found by what is skipped.
     ("reduction", "sum", "nonfinite", "quarantine"),
     ("scale", True, "nonfinite", "quarantine"),

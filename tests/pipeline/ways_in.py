@@ -86,6 +86,11 @@ class Combination:
         return self.way.startswith("step")
 
     @property
+    def is_counted(self) -> bool:
+        """Whether the loss returns what its rows count."""
+        return (self.weights or "").startswith("counted")
+
+    @property
     def is_sharded(self) -> bool:
         """Whether the weight update is sharded."""
         return "sharded" in self.way
@@ -110,7 +115,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "reduction": ("mean", "sum"),
     "grouped": (False, True),
     "preprocess": (None, "clip", "trace"),
-    "weights": (None, "some", "none in a step"),
+    # Counts are those of a loss that returns a Mean, which only a whole step takes with all else.
+    "weights": (None, "some", "none in a step", "counted", "counted, none in a step"),
     "accumulate": (1, 2),
     "wire": (None, "bfloat16", "int8", "int4"),
     "scale": (False, True),
@@ -147,7 +153,7 @@ def batch_of(combination: Combination, step: int) -> dict[str, np.ndarray]:
         weights = WEIGHTS[step, :number].copy()
         if step == STEP_OF_NAN:
             weights[0, 1] = 0
-        if combination.weights == "none in a step" and step == STEP_WITHOUT:
+        if "none in a step" in combination.weights and step == STEP_WITHOUT:
             weights[:, list(GROUPS[0]) if combination.grouped else slice(None)] = 0
         x[weights == 0] = np.nan
     rows = np.broadcast_to(weights[..., None] / ROWS, (number, N, ROWS)).astype(np.float32)
@@ -158,6 +164,15 @@ def loss_fn(params: Any, batch: Any) -> jax.Array:
     # In float32, so that only the gradient is rounded to the dtype of the parameters.
     kernel, bias = (params[name].astype(jnp.float32) for name in ("kernel", "bias"))
     return ((batch["x"] @ kernel + bias - batch["y"]) ** 2).sum(-1).mean() / 2
+
+
+def counted_loss(params: Any, batch: Any) -> crossshard.Mean:
+    """The same, of rows that count differently, or not at all."""
+    kernel, bias = (params[name].astype(jnp.float32) for name in ("kernel", "bias"))
+    counts = batch["weight"]
+    x = jnp.where(counts[:, None] > 0, batch["x"], 0)
+    losses = ((x @ kernel + bias - batch["y"]) ** 2).sum(-1) / 2
+    return crossshard.Mean((losses * counts).sum(), counts.sum(), "loss")
 
 
 def weight_of(batch: Any) -> jax.Array:
@@ -368,12 +383,15 @@ def by_variables(combination: Combination) -> Run:
 
 def by_train_step(combination: Combination) -> Run:
     """A whole step, built by make_train_step."""
+    is_weighed = combination.weights is not None and not combination.is_counted
     step = make_train_step(
-        loss_fn,
+        counted_loss if combination.is_counted else loss_fn,
         optimizer_of(combination),
         num_shards=N,
         weight_update="sharded" if combination.is_sharded else "replicated",
-        weight=None if combination.weights is None else weight_of,
+        weight=weight_of if is_weighed else None,
+        # Each row of a shard has the same weight, by which the plain loss does not divide.
+        loss_over="shard" if is_weighed else "rows",
         **options_of(combination),
     )
     state = step.init(params_of(combination))
@@ -388,6 +406,9 @@ def by_train_step(combination: Combination) -> Run:
             shown["compared"] = _each(divergence.step)
             shown["differs"] = _each(divergence.diverged)
         shown |= _found(metrics.pop("nonfinite", ()))
+        if combination.is_counted:
+            metrics["weight"] = metrics.pop("counts")["loss"]
+            metrics.pop("terms")
         steps.append(shown | _named(metrics))
     return Run(steps, _state(step.unshard(state).opt_state))
 
@@ -429,6 +450,7 @@ def model_options(combination: Combination) -> numpy_model.Options:
         nonfinite=combination.nonfinite,
         sync_every=SYNC_EVERY.get(combination.workers or ""),
         streaming=combination.workers == "streaming",
+        counted=combination.is_counted,
     )
 
 

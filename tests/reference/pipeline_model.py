@@ -48,6 +48,8 @@ class Options:
       sync_every: the number of steps after which the groups, which are workers, become one again;
         ``None`` if they never do.
       streaming: whether a part of the parameters does so in each of these steps.
+      counted: whether weights are counts of the loss, which divides by their sum over the group, so
+        that they multiply the gradient of a shard before anything else is done to it.
     """
 
     shards: int
@@ -67,6 +69,7 @@ class Options:
     nonfinite: str | None = None
     sync_every: int | None = None
     streaming: bool = False
+    counted: bool = False
 
 
 # Rounding.
@@ -292,20 +295,23 @@ class Model:
         self.of_step = reduced
         return reduced
 
-    def _local(self, shard: int, params: Tree, batches: Any, weights: Any) -> tuple[Tree, Any, Any]:
+    def _local(
+        self, shard: int, params: Tree, batches: Any, weights: Any, factors: Any = None
+    ) -> tuple[Tree, Any, Any]:
         """The mean gradient and loss of a shard's microbatches, and their weight."""
         gradient: Tree = {name: np.zeros_like(x) for name, x in params.items()}
         loss = total = 0.0
         for number, batch in enumerate(batches):
             weight = 1.0 if weights is None else float(weights[number][shard])
+            factor = 1.0 if factors is None else float(factors[number][shard])
             total += weight
-            if weight == 0:
+            if weight == 0 or factor == 0:
                 continue
             scaled = gradient_of(params, *map(np.float64, batch[shard]))
             for name, g in scaled.items():
-                in_dtype = round_to(g * self.scale, self.options.dtype) / self.scale
+                in_dtype = round_to(g * factor * self.scale, self.options.dtype) / self.scale
                 gradient[name] = gradient[name] + weight * in_dtype
-            loss += weight * loss_of(params, *map(np.float64, batch[shard]))
+            loss += weight * factor * loss_of(params, *map(np.float64, batch[shard]))
         if total == 0:
             return gradient, 0.0, 0.0
         return {name: g / total for name, g in gradient.items()}, loss / total, total
@@ -323,6 +329,28 @@ class Model:
 
     def _reduce(self, index: int, batches: Any, weights: Any) -> dict[str, Any]:
         """The reduced gradient of a group, with the loss, the weight and the norms."""
+        if self.options.counted:
+            return self._reduce_counted(index, batches, weights)
+        return self._reduce_weighed(index, batches, weights)
+
+    def _reduce_counted(self, index: int, batches: Any, counts: Any) -> dict[str, Any]:
+        """The same, where each part's loss is divided by what all that are not left out count."""
+        members, traces = self.groups[index], [dict(trace) for trace in self.traces]
+        residuals = [dict(residual) for residual in self.residuals]
+        left = members
+        while True:
+            total, parts = counts[:, list(left)].sum(), len(left) * len(batches)
+            factors = counts * (parts / total if total else 0.0)
+            found = self._reduce_weighed(index, batches, None, factors)
+            good = tuple(shard for shard in members if shard not in self.bad)
+            if self.options.nonfinite != "quarantine" or good == left:
+                return found | {"weight": total}
+            # Once more, without those that are left out.
+            self.traces, self.residuals, left = traces, residuals, good
+
+    def _reduce_weighed(
+        self, index: int, batches: Any, weights: Any, factors: Any = None
+    ) -> dict[str, Any]:
         options, members = self.options, self.groups[index]
         params = self.replicas[index].params
         # A shard in quarantine weighs nothing, the others what they do.
@@ -332,7 +360,7 @@ class Model:
             weights = np.full((number, options.shards), options.examples / number)
         own, losses, ws = [], [], []
         for shard in members:
-            gradient, loss, weight = self._local(shard, params, batches, weights)
+            gradient, loss, weight = self._local(shard, params, batches, weights, factors)
             leaves = [not np.isfinite(gradient[name]).all() for name in sorted(gradient)]
             if weight and any(leaves):
                 self.bad[shard] = leaves.index(True)

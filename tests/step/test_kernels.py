@@ -15,6 +15,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 
 import crossshard
 from crossshard.errors import ArgumentError, ArgumentTypeError, LossError
+from tests.quick import deep_but
 
 ROWS, TIME, WIDTH = 48, 8, 16
 RNG = np.random.default_rng(0)
@@ -266,11 +267,13 @@ def step_of(loss: Any, shards: int, **options: Any) -> Any:
     return crossshard.make_train_step(loss, optax.sgd(0.5), num_shards=shards, **options)
 
 
-DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+DTYPES = pytest.mark.parametrize(
+    "dtype", [pytest.param(jnp.float32, marks=pytest.mark.deep), jnp.bfloat16], ids=["f32", "bf16"]
+)
 
 
 @DTYPES
-@pytest.mark.parametrize("shards", [2, 3, 8])
+@pytest.mark.parametrize("shards", deep_but([3], [2, 3, 8]))
 @pytest.mark.parametrize("name", MODELS)
 def test_a_kernel_runs_and_follows_one_device(name: str, shards: int, dtype: Any):
     is_proven, model, same = MODELS[name]
@@ -302,7 +305,7 @@ FAULTS: dict[str, Callable[[float], Callable[[Any], Any]]] = {
     ),
     "the first row": lambda size: lambda x: x - size * x[:1],
 }
-SIZES = pytest.mark.parametrize("size", [1.0, 0.1, 0.01])
+SIZES = pytest.mark.parametrize("size", deep_but([0.01], [1.0, 0.1, 0.01]))
 
 
 @DTYPES
@@ -347,7 +350,7 @@ def centred_of(size: float) -> Any:
 
 @DTYPES
 @SIZES
-@pytest.mark.parametrize("rows", [0, 2, 8])
+@pytest.mark.parametrize("rows", deep_but([2], [0, 2, 8]))
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_kernel_whose_blocks_mix_rows_is_refused(
     rows: int, backward: bool, size: float, dtype: Any
@@ -527,3 +530,41 @@ def test_kernels_of_jax_run(name: str, dtype: Any):
     moved = np.asarray(W - step.model(state)) / 0.5
     coarse = 1e-4 if dtype == jnp.float32 else 3e-2
     assert np.linalg.norm(moved - slope) <= coarse * np.linalg.norm(slope)
+
+
+@DTYPES
+def test_weights_that_start_at_zero_hide_nothing(dtype: Any):
+    zero = np.zeros_like(W)
+    run = with_tanh(called_back("broadcast_all"))
+    step = step_of(loss_of(lambda x, w: run(x @ w), dtype), 3)
+    step(step.init(zero), BATCH)
+    run = with_tanh(called_back("broadcast_all", centred(0.01)))
+    step = step_of(loss_of(lambda x, w: run(x @ w), dtype), 3)
+    with pytest.raises(LossError, match="And by numbers it is not so: of the same rows"):
+        step(step.init(zero), BATCH)
+
+
+@pytest.mark.parametrize("shards", [2, 3])
+def test_rows_along_another_axis(shards: int):
+    turned = {name: x.swapaxes(0, 1) for name, x in BATCH.items()}
+    run = with_tanh(called_back("broadcast_all"))
+    step = step_of(loss_of(lambda x, w: run(x @ w), jnp.bfloat16), shards, batch_axis=1)
+    step(step.init(W), turned)
+    # Each row by itself now.
+    run = with_tanh(called_back("broadcast_all", centred(0.01)))
+    step = step_of(loss_of(lambda x, w: run(x @ w), jnp.bfloat16), shards, batch_axis=1)
+    step(step.init(W), turned)
+    wrong = with_tanh(called_back("broadcast_all", lambda x: x - 0.01 * x.mean(1, keepdims=True)))
+    step = step_of(loss_of(lambda x, w: wrong(x @ w), jnp.bfloat16), shards, batch_axis=1)
+    with pytest.raises(LossError, match="And by numbers it is not so: of the same rows"):
+        step(step.init(W), turned)
+
+
+def test_microbatches_along_another_axis():
+    """Of a loss that takes as many steps in time as there are."""
+    turned = {name: x[:12].swapaxes(0, 1) for name, x in BATCH.items()}
+    table = jnp.arange(1.0, TIME + 1)[:, None, None]
+    run = with_tanh(called_back("broadcast_all"))
+    loss = loss_of(lambda x, w: run(x @ w) * table, jnp.float32)
+    step = step_of(loss, 3, batch_axis=1, accumulate_steps=2)
+    step(step.init(W), turned)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from crossshard import _jax
@@ -55,9 +56,18 @@ from crossshard.jaxprs.same_program import do_the_same, is_same_program, scales
 from crossshard.jaxprs.walk import Analysis, Equations, Mismatch, equations_of, follow
 from crossshard.shards.batch_axes import resized
 
-__all__ = ["ADDS_UNLIKE", "MEETS_EARLIER", "SAME_NOISE", "Finding", "OverRows", "over_rows"]
+__all__ = [
+    "ADDS_SHARDS",
+    "ADDS_UNLIKE",
+    "MEETS_EARLIER",
+    "SAME_NOISE",
+    "Finding",
+    "OverRows",
+    "over_rows",
+]
 
 MEETS_EARLIER = "a row meets those before it"
+ADDS_SHARDS = "the shards' means are added up"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,6 +318,8 @@ def found(fact: Fact) -> Finding:
                 code=_jax.code_of(equation),
                 by=by.of,
             )
+        case Free(times=times) if times > 1:
+            return Finding(OverRows.COMPARED, ADDS_SHARDS)
         case Free(power=0) | Total(power=0, moved="") | Never():
             return Finding(OverRows.MEAN)
         case Total(power=1, moved=""):
@@ -370,7 +382,7 @@ class _OverRows(Analysis[Fact]):
             same = one is other
             return Free() if same else Obstacle(OverRows.UNDECIDED, _DIFFERS, equation)
         if one.shape == other.shape:
-            if np.array_equal(one, other) or (one.dtype.kind == "f" and _both_nan(one, other)):
+            if np.array_equal(one, other) or _both_nan(one, other):
                 return Free(number=_number(one))
             if one.ndim == 1 and one.size < 9 and one.dtype.kind in "iu":
                 return Shape(tuple(one.tolist()), tuple(other.tolist()))
@@ -465,12 +477,15 @@ class _OverRows(Analysis[Fact]):
         if obstacle is not None:
             return [obstacle] * number
         if pair.name == "scan":
-            return self._scan_over_rows(pair, inputs)
+            return self._of_shapes_of(pair, self._scan_over_rows(pair, inputs))
         if pair.name == "custom_linear_solve":
             return self._solved(pair, inputs)
         outputs = self._transferred(pair, inputs)
         if isinstance(outputs, Obstacle):
             return [outputs] * number
+        return self._of_shapes_of(pair, outputs)
+
+    def _of_shapes_of(self, pair: Pair, outputs: Sequence[Fact]) -> list[Fact]:
         return [
             self._of_shape(pair, fact, *both)
             for fact, *both in zip(outputs, pair.one.outvars, pair.other.outvars, strict=True)
@@ -492,6 +507,7 @@ class _OverRows(Analysis[Fact]):
             return [Free(own=True) if free else by_itself] * len(pair.one.outvars)
         whole = pair.one.params.get("axis_index_groups") is None and self._derives
         adds = pair.name.startswith("psum")
+        number = math.prod(_jax.bound_axes().get(name, 1) for name in names) if adds else 1
 
         def of(fact: Fact) -> Fact:
             match fact:
@@ -503,9 +519,9 @@ class _OverRows(Analysis[Fact]):
                 case Obstacle() if elsewhere:
                     return fact
                 case Free(power, own) if whole:
-                    return Free(power, own and elsewhere)
+                    return Free(power, own and elsewhere, times=1 if elsewhere else number)
                 case Total(power, moved="") if whole and adds and not elsewhere:
-                    return Free(power)
+                    return Free(power, times=1 if power else number)
                 case Ratio() if not elsewhere:
                     return pair.compared(f"{pair.name} of each shard's ratio of sums over rows")
             return by_itself
@@ -542,16 +558,16 @@ class _OverRows(Analysis[Fact]):
         return tuple(grown) == shapes[1]
 
     def _transferred(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
-        if any(isinstance(fact, Chunks) for fact in inputs):
+        kinds = set(map(type, inputs))
+        if Chunks in kinds:
             return self._of_chunks(pair, inputs)
-        if any(isinstance(fact, Rows) and fact.over is not None for fact in inputs):
+        if Rows in kinds and any(type(x) is Rows and x.over is not None for x in inputs):
             return self._of_divided(pair, inputs)
         found = batches_of(pair, inputs) or of_kernel(self, pair, inputs, self._assumed)
         if found is not None:
             return found
         if not pair.is_alike():
             return self._of_unlike(pair, inputs)
-        kinds = set(map(type, inputs))
         if Shape in kinds:
             return [self._of_shapes(pair, inputs)]
         if kinds & {OneRow, SoFar}:
@@ -622,7 +638,8 @@ class _OverRows(Analysis[Fact]):
             return pair.undecided(f"{name} of the number of rows")
         if all(map(_same_shape, pair.one.outvars, pair.other.outvars)):
             kept = name in MOVES and not pair.converts() and len(free) == len(inputs)
-            return [Free(power, own, free[0].number if kept and free else None)] * number
+            of_all = free[0].number if kept and free else None
+            return [Free(power, own, of_all, _times(name, free))] * number
         axes = {
             _axis_that_grows(_shape(one), _shape(other), self._times)
             for one, other in zip(pair.one.outvars, pair.other.outvars, strict=True)
@@ -744,6 +761,8 @@ class _OverRows(Analysis[Fact]):
             if obstacle is not None:
                 if chunks and obstacle.reason == MEETS_EARLIER:
                     obstacle = replace(obstacle, kind=OverRows.UNDECIDED)
+                if not _jax.has_source(obstacle.equation):
+                    obstacle = replace(obstacle, equation=pair.one)
                 return [obstacle] * number
             after = list(outputs[:carried])
             for place, alone in enumerate(free):
@@ -828,15 +847,37 @@ class _OverRows(Analysis[Fact]):
         return None if all(map(is_slope, found, [*expected, *returned])) else unknown
 
 
+def _times(name: str, facts: Sequence[Free]) -> int:
+    """How many times too large an output is, of inputs that are; see ``Free.times``."""
+    times = [fact.times for fact in facts]
+    if max(times, default=1) == 1:
+        return 1
+    if name in MOVES or name in ADDS or name == "neg":
+        return max(times)
+    if name in ("mul", "div") and len(facts) == 2:
+        one, other = facts if times[0] > 1 else facts[::-1]
+        # As pmean divides by the number of shards, and as one sum over them by another.
+        by = one.times if name == "div" else 1 / one.times
+        return 1 if other.number == by or (name == "div" and times[1] > 1) else one.times
+    return 1
+
+
 def _number(value: np.ndarray[Any, Any]) -> float | None:
     """The number that all of an array is, if it is a scalar or 0."""
-    if value.dtype.kind not in "biuf" or not value.size or (value.ndim and np.any(value)):
+    # The kind of bfloat16 is not that of floats.
+    is_real = value.dtype.kind in "biu" or jnp.issubdtype(value.dtype, jnp.floating)
+    if not is_real or not value.size or (value.ndim and np.any(value)):
         return None
     return float(value.flat[0])
 
 
 def _both_nan(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
-    return np.array_equal(one, other, equal_nan=True)
+    real = jnp.issubdtype(one.dtype, jnp.floating)
+    return bool(
+        real
+        and np.array_equal(np.isnan(one), np.isnan(other))
+        and np.array_equal(one[~np.isnan(one)], other[~np.isnan(other)])
+    )
 
 
 def _shape(atom: Any) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 A primitive that is not in the table is not known, and nothing is said of what it draws of rows.
 """
 
+import functools
 from collections.abc import Sequence
 
 from crossshard.jaxprs.row_facts import Fact, Free, Obstacle, Pair, Rows, power_of
@@ -32,6 +33,7 @@ KEYS: dict[str, int | None] = {
 _DRAWS = frozenset({"random_bits", "random_gamma", "random_split"})
 
 
+@functools.cache
 def is_random(name: str) -> bool:
     """Whether the name of a primitive says that it is about random numbers."""
     return any(word in name for word in ("random", "rng", "threefry"))

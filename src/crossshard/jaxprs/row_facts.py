@@ -31,11 +31,13 @@ class Free:
       power: of the number of rows, which it grows with.
       own: whether it differs from shard to shard.
       number: what all of it is, if that is known; with the rows of the first trace.
+      times: how many times too large it is, as the shards have added up what is no sum over rows.
     """
 
     power: int = 0
     own: bool = False
     number: float | None = None
+    times: int = 1
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,10 @@ class Some:
     isnt: bool = False
     equation: Any = None
 
+    def asks(self, total: Total) -> bool:
+        """Whether it is known to ask this sum."""
+        return self.of is not None and self.of == total.of
+
 
 @dataclass(frozen=True)
 class Obstacle:
@@ -292,15 +298,17 @@ _OF_SHAPE = frozenset(
 
 def are_counts(pair: Pair, facts: Sequence[Fact]) -> bool:
     """Whether an output is integers, of any dtype."""
-    out = pair.one.outvars[0].aval.dtype
-    if jnp.issubdtype(out, jnp.integer) or out == np.bool_:
+    if _is_count(pair.one.outvars[0]):
         return True
     return pair.name in _OF_COUNTS and all(map(_counts, facts, pair.one.invars))
 
 
+def _is_count(atom: Any) -> bool:
+    return getattr(atom.aval.dtype, "kind", "") in ("b", "i", "u")
+
+
 def _counts(fact: Fact, atom: Any) -> bool:
-    dtype = atom.aval.dtype
-    if jnp.issubdtype(dtype, jnp.integer) or dtype == np.bool_:
+    if _is_count(atom):
         return True
     match fact:
         case Free(number=float(number)):
@@ -325,7 +333,7 @@ def is_inexact_type(dtype: Any) -> bool:
 def worst(facts: Sequence[Fact]) -> Obstacle | None:
     """The obstacle among facts that says most."""
     order = OverRows.COMPARED, OverRows.OVER_SHARDS, OverRows.UNDECIDED
-    found = [fact for fact in facts if isinstance(fact, Obstacle)]
+    found = [fact for fact in facts if type(fact) is Obstacle]
     return min(found, key=lambda x: (not x.brings, order.index(x.kind)), default=None)
 
 
@@ -356,7 +364,9 @@ def joined(one: Fact, other: Fact) -> Fact:
             return other
         case Free(0), Some():
             return other
-        case (Some(own), Ratio(by) as ratio) | (Ratio(by) as ratio, Some(own)) if own == by.of:
+        case (Some() as some, Ratio(by) as ratio) | (Ratio(by) as ratio, Some() as some) if (
+            some.asks(by)
+        ):
             # A shard of whose rows none counts has no weight, whatever its loss is.
             return ratio
         case Free(power), OneRow(by) if power == by:

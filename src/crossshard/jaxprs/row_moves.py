@@ -29,7 +29,7 @@ from crossshard.jaxprs.row_gathers import gathered, scattered
 # Primitives that let rows meet, where they work along their axis.
 _MIXES = frozenset(
     "argmax argmin cumlogsumexp cummax cummin cumprod cumsum dot_general fft reduce_max reduce_min "
-    "reduce_prod reduce_xor rev slice top_k".split()
+    "reduce_prod reduce_xor rev top_k".split()
 )
 
 

@@ -169,15 +169,17 @@ def _guarded(pair: Pair, inputs: Sequence[Fact]) -> Fact:
     some, *cases = inputs
     if name == "select_n" and isinstance(some, Some):
         match cases[::-1] if some.isnt else cases:
-            case [Free(0, number=number), Total(of=of, single=True) as total] if of == some.of:
+            case [Free(0, number=number), Total(single=True) as total] if some.asks(total):
                 if total.moved:
                     return total
                 return replace(total, moved="guard", bound=number or 0.0)
-            case [Free(0), Ratio(by) as ratio] if by.of == some.of:
+            case [Free(0), Ratio(by) as ratio] if some.asks(by):
                 return ratio
     elif name == "mul":
         match inputs:
-            case [Some(own), Ratio(by) as ratio] | [Ratio(by) as ratio, Some(own)] if own == by.of:
+            case [Some() as asked, Ratio(by) as ratio] | [Ratio(by) as ratio, Some() as asked] if (
+                asked.asks(by)
+            ):
                 return ratio
     return mixed
 

@@ -105,6 +105,8 @@ def _check_operations(
             if finding_of(of_loss).kind is OverRows.UNDECIDED:
                 raise _NotDecidedError
             trial.evaluate(jaxprs[1], jax.tree.leaves(arguments))
+            if trial.reached != set(trial.assumed.names()) or not trial.apart:
+                raise _NotDecidedError
             trials.append(trial.tried)
             return jnp.stack(trial.apart)[None]
 
@@ -127,7 +129,7 @@ def _check_operations(
 
 
 class _NotDecidedError(Exception):
-    """With so few rows, there is more in doubt than some operations."""
+    """With so few rows, there is more in doubt than some operations, or some are not reached."""
 
 
 def _on_shards(layout: StateLayout, loss: ShardLoss, on_shard: Any, given: Any) -> Any:

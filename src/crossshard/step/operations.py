@@ -17,7 +17,7 @@ from jax import lax
 from crossshard import _jax
 from crossshard.gradients.scalars import is_inexact
 from crossshard.jaxprs.kernels import Assumptions, Operation
-from crossshard.jaxprs.row_facts import Fact, Rows
+from crossshard.jaxprs.row_facts import Fact, Free, Rows
 from crossshard.jaxprs.walk import equations_within
 
 # What is changed, and how far that may change what is computed of a row, in units of the precision
@@ -47,7 +47,9 @@ class Trial:
 
     def __init__(self, assumed: Assumptions):
         self.assumed = assumed
-        self._seen: set[Any] = set()
+        self._seen: set[str] = set()
+        # The operations that were reached, even if like ones had been tried before.
+        self.reached: set[str] = set()
         self.tried: list[Tried] = []
         # For each of these how far the results are apart, and of how far they may be.
         self.apart: list[jax.Array] = []
@@ -97,18 +99,19 @@ class Trial:
 
     def _try(self, operation: Operation, given: Sequence[Any], *, differentiated: bool) -> None:
         """Compare what it computes of all rows, in several ways; and what its gradient does."""
-        pair, given = operation.pair, list(map(jnp.asarray, given))
+        pair, given = operation.pair, _telling(operation, list(map(jnp.asarray, given)))
+        self.reached.add(str(operation))
         types = [(x.shape, x.dtype) for x in given]
         # An operation of many layers is one.
-        key = _jax.says(pair.other), *types, operation.inputs, differentiated
-        if str(key) in self._seen:
+        key = str((_jax.says(pair.other), types, operation.inputs, differentiated))
+        if key in self._seen:
             return
-        self._seen.add(str(key))
+        self._seen.add(key)
         within = (pair.other, *equations_within(pair.other))
         precision = max(_LEAST, *map(_jax.precision_of, within))
         runs = [lambda given, of=of: _jax.bound(of, given) for of in (pair.one, pair.other)]
-        self._compare(str(operation), runs, operation.inputs, operation.outputs, given, precision,
-                      pair.rows)  # fmt: skip
+        compare = functools.partial(self._compare, precision=precision, rows=pair.rows)
+        compare(str(operation), runs, operation.inputs, operation.outputs, given)
         if not differentiated:
             return
         exact = [place for place, x in enumerate(given) if is_inexact(x)]
@@ -138,8 +141,8 @@ class Trial:
             jax.eval_shape(backward(runs[1]), [*given, *slopes])
         except Exception:  # it cannot be differentiated, so nothing does
             return
-        self._compare(f"the gradient of {operation}", list(map(backward, runs)), facts, gradients,
-                      [*given, *slopes], precision, pair.rows)  # fmt: skip
+        name = f"the gradient of {operation}"
+        compare(name, list(map(backward, runs)), facts, gradients, [*given, *slopes])
 
     def _compare(
         self,
@@ -148,6 +151,7 @@ class Trial:
         inputs: Sequence[Fact],
         outputs: Sequence[Fact],
         given: Sequence[Any],
+        *,
         precision: float,
         rows: int,
     ) -> None:
@@ -172,12 +176,9 @@ class Trial:
             def once(chosen: Any) -> Any:
                 places, factor = chosen
                 taken = [_taken(x, fact, places) for x, fact in zip(given, inputs, strict=True)]
-                return list(
-                    run([
-                        x * factor.astype(x.dtype) if is_scaled else x
-                        for x, is_scaled in zip(taken, powered, strict=True)
-                    ])
-                )  # fmt: skip
+                of_linear = zip(taken, powered, strict=True)
+                scaled = [x * factor.astype(x.dtype) if is_ else x for x, is_ in of_linear]
+                return list(run(scaled))
 
             chosen = lax.optimization_barrier((jnp.stack(places), jnp.float32(factors)))
             found = lax.map(once, chosen)
@@ -204,22 +205,40 @@ class Trial:
                 found[_NUMBER].append((fact, x, _behind(fact, *parts)))
             else:
                 found[_NUMBER].append((fact, x, parts[0] + parts[1], *sums))
-        noise = jnp.float32(0)
+        limit = lambda fact, change: (
+            precision * (_OF_ROWS[change] if isinstance(fact, Rows) else _OF_SUMS[change])
+        )
+        noise: Any = 0.0
         for change, pairs in found.items():
             apart = []
             for fact, *arrays in pairs:
-                allowed = (_OF_ROWS if isinstance(fact, Rows) else _OF_SUMS)[change] * precision
-                distance = _distance(*arrays)
-                apart.append(jnp.stack([distance, distance / jnp.maximum(allowed, 4 * noise)]))
+                distance, allowed = _distance(*arrays), jnp.maximum(limit(fact, change), 4 * noise)
+                apart.append(jnp.stack([distance, distance / allowed]))
             if apart:
                 self.tried.append(Tried(name, change))
                 stacked = jnp.stack(apart)
                 self.apart.append(stacked[jnp.argmax(jnp.nan_to_num(stacked[:, 1], nan=jnp.inf))])
             if change == _ORDER and apart:
                 # The order itself may make no more than is allowed.
-                least = [(_OF_ROWS if isinstance(fact, Rows) else _OF_SUMS)[change] * precision
-                         for fact, *_ in pairs]  # fmt: skip
-                noise = jnp.minimum(self.apart[-1][0], min(least))
+                noise = jnp.minimum(
+                    self.apart[-1][0], min(limit(each[0], change) for each in pairs)
+                )
+
+
+def _telling(operation: Operation, given: Sequence[Any]) -> list[Any]:
+    """Its inputs; random ones if all rows are alike, as of weights that start at 0."""
+    floats = [
+        isinstance(fact, Rows) and is_inexact(x) and not fact.power
+        for fact, x in zip(operation.inputs, given, strict=True)
+    ]
+    pairs = list(zip(operation.inputs, given, floats, strict=True))
+    first = lambda x, fact: _taken(x, fact, np.zeros(2 * operation.pair.rows, int))
+    differ = [jnp.any(x != first(x, fact)) for fact, x, is_float in pairs if is_float]
+    if not differ:
+        return list(given)
+    alike = ~functools.reduce(jnp.logical_or, differ)
+    noise = lambda x, place: jnp.where(alike, _random(x, place, Free()), 0).astype(x.dtype)
+    return [x + noise(x, i) if is_float else x for i, (_, x, is_float) in enumerate(pairs)]
 
 
 def _random(aval: Any, seed: int, rows: Fact) -> jax.Array:

@@ -10,6 +10,7 @@ import jax
 from crossshard.errors import LossError
 from crossshard.gradients.mean import Mean, Term
 from crossshard.jaxprs.mean_over_rows import (
+    ADDS_SHARDS,
     ADDS_UNLIKE,
     MEETS_EARLIER,
     SAME_NOISE,
@@ -173,6 +174,12 @@ def check_over_rows(
             f"that is divided by their number, or means with different weights, so that the mean "
             f"of the shards' losses is not that of the whole batch. Leave the number of rows out "
             f"of the regulariser, and give all means the same weights. Or: {_WAYS_ON}"
+        )
+    if finding.kind is OverRows.COMPARED and finding.reason == ADDS_SHARDS:
+        raise LossError(
+            "The loss adds up the shards' means, or what is the same on all of them, with "
+            "jax.lax.psum over their axis, so that it is as many times too large as there are "
+            "shards. Write jax.lax.pmean; or add up sums over rows, and divide by a sum over all."
         )
     if finding.kind is OverRows.COMPARED and finding.of:
         raise LossError(

@@ -1,0 +1,181 @@
+"""weight= is what the loss divides by, or it is refused; whatever is done to that sum behind it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from crossshard.errors import LossError
+from tests.quick import deep_but
+from tests.step.common import assert_close, on_one_device, sgd_step, train
+
+RNG = np.random.default_rng(0)
+ROWS, RATE = 24, 0.5
+W = {"kernel": RNG.normal(size=4).astype(np.float32), "bias": np.float32(0.3)}
+
+
+def batch_of(seed: int) -> dict[str, np.ndarray]:
+    """Rows that count more and more, and less than 1 on the first shards."""
+    rng, rises = np.random.default_rng(seed), np.linspace(0.05, 0.9, ROWS)[:, None]
+    return {
+        "x": rng.normal(size=(ROWS, 5, 4)).astype(np.float32),
+        "mask": (rng.random((ROWS, 5)) < rises).astype(np.float32),
+        "spans": (rng.random((ROWS, 5)) < 0.5).astype(np.float32),
+        "words": rng.integers(0, 9, (ROWS, 5)).astype(np.int32),
+        "flags": rng.random((ROWS, 5)) < rises,
+        "shares": (0.1 * rng.random((ROWS, 5)) * rises).astype(np.float32),
+    }
+
+
+BATCHES = [batch_of(seed) for seed in (1, 2)]
+# Batches of which all tokens count tell no mask from another.
+FULL = {name: np.ones_like(x) if name == "mask" else x for name, x in BATCHES[0].items()}
+
+
+def losses(params: Any, batch: Any) -> jax.Array:
+    return jnp.tanh(batch["x"] @ params["kernel"] + params["bias"]) ** 2
+
+
+def divided(of: Callable[[Any], Any], moved: Callable[[Any], Any] = lambda count: count) -> Any:
+    return lambda p, b: (losses(p, b) * of(b)).sum() / moved(of(b).sum())
+
+
+mask = lambda batch: batch["mask"]
+shifted = lambda batch: jnp.pad(batch["mask"][:, 1:], ((0, 0), (1, 0)))
+both = lambda batch: batch["mask"] * batch["spans"]
+RIGHT: dict[str, tuple[Any, Any]] = {
+    "an entry": (divided(mask), "mask"),
+    "an entry, at least 1": (divided(mask, lambda n: jnp.maximum(n, 1)), "mask"),
+    "an entry, clipped": (divided(mask, lambda n: jnp.clip(n, 1)), "mask"),
+    "an entry, at least 5": (divided(mask, lambda n: jnp.maximum(n, 5)), "mask"),
+    "an entry and an epsilon": (divided(mask, lambda n: n + 1e-8), "mask"),
+    "an entry and 1": (divided(mask, lambda n: n + 1), "mask"),
+    "an entry, guarded": (divided(mask, lambda n: jnp.where(n == 0, 1, n)), "mask"),
+    "shares, at least 1": (divided(lambda b: b["shares"], lambda n: jnp.maximum(n, 1)), "shares"),
+    "shares and an epsilon": (divided(lambda b: b["shares"], lambda n: n + 1e-3), "shares"),
+    "a shifted mask": (divided(shifted), lambda b: b["mask"][:, 1:].sum()),
+    "a product": (divided(both), lambda b: (b["spans"] * b["mask"]).sum()),
+    "a product, at least 1": (
+        divided(both, lambda n: jnp.maximum(n, 1)),
+        lambda b: (b["spans"] * b["mask"]).sum(),
+    ),
+    "words that are no padding": (
+        divided(lambda b: b["words"] != 0),
+        lambda b: (b["words"] != 0).sum(),
+    ),
+    "words, equal in these batches": (
+        divided(lambda b: b["words"] != 0),
+        lambda b: (b["words"] > 0).sum(),
+    ),
+    "where": (lambda p, b: losses(p, b).mean(where=b["flags"]), "flags"),
+    "a mean of means": (
+        lambda p, b: (losses(p, b) * mask(b)).mean() / jnp.maximum(mask(b).mean(), 0.3),
+        lambda b: b["mask"].mean(),
+    ),
+    "so many times the sum": (
+        lambda p, b: (losses(p, b) * mask(b)).mean() / mask(b).mean(),
+        "mask",
+    ),
+    "rows divided, and added": (
+        lambda p, b: ((losses(p, b) * mask(b)).sum(1) * len(b["mask"]) / mask(b).sum()).mean(),
+        "mask",
+    ),
+    "in a jitted function": (
+        lambda p, b: jax.jit(lambda x, m: (x * m).sum() / m.sum())(losses(p, b), shifted(b)),
+        lambda b: b["mask"][:, 1:].sum(),
+    ),
+    "number of rows": (lambda p, b: losses(p, b).mean(), lambda b: b["x"].shape[0]),
+}
+WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+    "2": (2, {}),
+    "3": (3, {}),
+    "8, microbatches": (8, {"accumulate_steps": 3}),
+    "virtual shards": (2, {"virtual_shards": 8}),
+    "sharded": (4, {"params": "sharded"}),
+    "quarantine": (4, {"nonfinite": "quarantine"}),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("way", deep_but(["3", "8, microbatches"], WAYS))
+def test_the_sum_that_divides_is_taken(name: str, way: str) -> None:
+    (loss, weight), (number, options) = RIGHT[name], WAYS[way]
+    step = sgd_step(loss, RATE, number, weight=weight, **options)
+    state, metrics = step(step.init(W), BATCHES[0])
+    first, _ = on_one_device(loss, optax.sgd(RATE), W, BATCHES[:1])
+    assert_close(step.model(state), first, atol=2e-6)
+    np.testing.assert_allclose(metrics["loss"], loss(W, BATCHES[0]), rtol=1e-4)
+    want, _ = on_one_device(loss, optax.sgd(RATE), W, BATCHES)
+    assert_close(step.model(train(step, state, BATCHES[1:])), want, atol=4e-6)
+
+
+WRONG: dict[str, tuple[Any, Any]] = {
+    "the mask of a shifted one": (divided(shifted), "mask"),
+    "one of two": (divided(both), "mask"),
+    "ids": (divided(lambda b: b["words"] != 0), "words"),
+    "a column more": (divided(shifted), lambda b: b["mask"].sum()),
+    "tokens of a plain mean": (lambda p, b: losses(p, b).mean(), lambda b: b["mask"].sum()),
+    "a mask of a plain mean": (lambda p, b: (losses(p, b) * mask(b)).mean(), "mask"),
+    "what depends on the parameters": (
+        lambda p, b: (losses(p, b) * (losses(p, b) > 0.2)).sum() / (losses(p, b) > 0.2).sum(),
+        lambda b: b["mask"].sum(),
+    ),
+    "an epsilon left out": (
+        lambda p, b: (losses(p, b) * mask(b)).mean() / (mask(b).mean() + 5e-4),
+        lambda b: b["mask"].mean(),
+    ),
+    "a square": (divided(mask), lambda b: b["mask"].sum() ** 2),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("number", [2, 8])
+def test_another_sum_is_refused_with_what_to_write(name: str, number: int) -> None:
+    loss, weight = WRONG[name]
+    step = sgd_step(loss, RATE, number, weight=weight)
+    with pytest.raises(LossError) as caught:
+        step(step.init(W), BATCHES[0])
+    assert "crossshard.Mean(total, count)" in str(caught.value) or "Divide by that" in str(
+        caught.value
+    )
+
+
+def test_the_message_has_both_expressions_their_lines_and_numbers() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        tokens = batch["mask"][:, 1:]
+        return (losses(params, batch)[:, 1:] * tokens).sum() / tokens.sum()
+
+    step = sgd_step(loss, RATE, 2, weight="mask")
+    with pytest.raises(LossError) as caught:
+        step(step.init(W), BATCHES[0])
+    text = str(caught.value)
+    assert "return (losses(params, batch)[:, 1:] * tokens).sum() / tokens.sum()" in text
+    assert "test_what_a_loss_divides_by.py:" in text
+    assert "weight='mask', which is batch['mask'].sum()" in text
+    half = BATCHES[0]["mask"][: ROWS // 2]
+    assert f"divides by {half[:, 1:].sum():.7g}, and weight= is {half.sum():.7g}" in text
+
+
+def test_what_is_equal_in_the_first_batch_alone_is_not_believed_later() -> None:
+    """Where all tokens count, another mask of as many is equal; then what divides is taken."""
+    loss = divided(mask)
+    weight = lambda batch: jnp.where(batch["mask"] > -1, 1.0, 0.0).sum()
+    step = sgd_step(loss, RATE, 4, weight=weight)
+    got = step.model(train(step, step.init(W), [FULL, BATCHES[1]]))
+    want, _ = on_one_device(loss, optax.sgd(RATE), W, [FULL, BATCHES[1]])
+    assert_close(got, want, atol=4e-6)
+
+
+def test_a_step_that_is_lowered_has_no_numbers() -> None:
+    loss, weight = RIGHT["words, equal in these batches"]
+    step = sgd_step(loss, RATE, 4, weight=weight)
+    with pytest.raises(LossError, match="The first call of the step checks it by numbers"):
+        step.lower(step.init(W), BATCHES[0])
+    for name in ("a shifted mask", "shares, at least 1", "so many times the sum"):
+        loss, weight = RIGHT[name]
+        step = sgd_step(loss, RATE, 4, weight=weight)
+        step.lower(step.init(W), BATCHES[0])
