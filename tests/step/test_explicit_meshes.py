@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import crossshard
+from crossshard.errors import LossError
 from tests.quick import deep_but
 
 STEPS, ROWS = 3, 32
@@ -276,6 +277,26 @@ def test_groups_padding_and_verify():
         )
         step = crossshard.make_train_step(loss_fn, optax.sgd(0.3))
         assert crossshard.verify(step, PARAMS, {"x": X[0], "y": Y[0]}).ok
+
+
+@pytest.mark.parametrize("name", ["one axis", "two axes"])
+def test_a_weight_is_compared_with_what_the_loss_divides_by(name: str):
+    """On drawn numbers, which must not lie on the mesh that is set."""
+    batch = {"x": X[0], "y": Y[0], "mask": np.float32(np.arange(ROWS) % 3 > 0)}
+    for weight, is_it in (
+        (lambda batch: 2 * batch["mask"].sum(), True),
+        (lambda batch: (batch["mask"] > 0).sum(), True),
+        (lambda batch: batch["mask"][1:].sum(), False),
+    ):
+        with jax.set_mesh(MESHES[name]):
+            step = crossshard.make_train_step(weighted, optax.sgd(0.3), weight=weight)
+            state = step.init(PARAMS)
+            if not is_it:
+                with pytest.raises(LossError, match="is another"):
+                    step(state, batch)
+                continue
+            _, metrics = step(state, batch)
+        np.testing.assert_allclose(metrics["loss"], weighted(PARAMS, batch), rtol=1e-5)
 
 
 def test_beside_a_mesh_that_is_set_a_step_keeps_the_one_that_it_was_given():

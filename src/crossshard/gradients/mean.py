@@ -68,7 +68,7 @@ class Mean:
 
     What a loss returns in place of a number: the loss of the batch is the sum of the totals of all
     rows, divided by the sum of their counts, whatever shard or microbatch has them. Means add up
-    and scale, and a number that does not depend on the batch may be added:
+    and scale, and a number that is a mean over rows, or the same for any rows, may be added:
     ``Mean(ce, tokens) + 0.01 * Mean(balance, rows) + 1e-4 * l2(params)``.
 
     Args:

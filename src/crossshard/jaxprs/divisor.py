@@ -1,5 +1,6 @@
 """Divisor: computes the sum over rows that divides a loss, and compares it with another."""
 
+import concurrent.futures
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -85,14 +86,32 @@ def agree(one: Callable[..., Any], other: Callable[..., Any], *types: Any) -> bo
         return False
     leaves = [x for x, is_read in zip(jax.tree.leaves(types), reads, strict=True) if is_read]
     draw = np.random.default_rng(0)
-    with jax.ensure_compile_time_eval():
+
+    def drawn() -> Any:
         run = jax.jit(_jax.as_function(pruned))
         draws = ([_drawn(draw, x.shape, x.dtype) for x in leaves] for _ in range(_TRIALS))
-        found = np.array([jax.device_get(run(*each)) for each in draws], np.float64)
+        return np.array([jax.device_get(run(*each)) for each in draws], np.float64)
+
+    found = _outside(drawn)
     first, by = found[0]
     if not np.isfinite(found).all() or not first or not by:
         return False
     return all(are_equal(x * by, y * first) for x, y in found)
+
+
+def _outside(function: Callable[[], Any]) -> Any:
+    """What a function returns that runs arrays, outside of what is traced and of the mesh there.
+
+    Both belong to a thread, and where the user has set a mesh, arrays would lie on its axes.
+    """
+    x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
+
+    def run() -> Any:
+        with jax.enable_x64(x64):
+            return function()
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result()
 
 
 def are_equal(one: Any, other: Any) -> bool:

@@ -127,7 +127,8 @@ def make_train_step(
 
     Args:
       loss_fn: ``loss_fn(params, batch)``, or ``loss_fn(params, batch, rng)``, the mean loss of one
-        shard's rows of the batch, float[]. ``params`` is the model that ``init`` got: a pytree,
+        shard's rows of the batch, float[]; or a ``crossshard.Mean`` of their sum and their count,
+        where shards count differently. ``params`` is the model that ``init`` got: a pytree,
         an Equinox module, or an NNX module, which the loss may write to. ``rng`` is a key of this
         step and shard: the third parameter must be named like one, such as ``rng``, ``key`` or
         ``seed``; it is also passed to an optional parameter (``rng=None``, or a name that ends in
@@ -152,9 +153,10 @@ def make_train_step(
         it. ``state.params`` are global arrays in their own shapes. Large parameters that ``wrt``
         leaves out rest in parts too, and are gathered without a gradient.
       loss_over: ``"rows"``: the loss is given one shard's rows, and it is proven from its trace to
-        be a mean over rows, or with ``weight`` a ratio of two sums over them, so that the mean over
-        the shards is that of the whole batch; else it is a LossError that names the line. What the
-        trace does not decide, the first call checks by numbers. ``"batch"``: the loss is given the
+        be a mean over rows, sums over them and their counts in a ``Mean``, or with ``weight`` a
+        ratio of two sums, so that the shards' losses make that of the whole batch; else it is a
+        LossError that names the line. What the trace does not decide, such as a kernel, the first
+        call checks by numbers. ``"batch"``: the loss is given the
         whole batch, as global arrays whose work XLA splits, as under ``jax.jit``. It may compare
         rows (batch norm, a contrastive loss), and its numbers, and those of its ``rng``, one key
         for the step, are one device's. ``aux`` and model state are kept as it returns them. What
@@ -162,7 +164,8 @@ def make_train_step(
         meant, and nothing is proven.
       weight: the number of examples or tokens of a shard: the name of the batch entry to sum,
         such as a mask, or a function from a shard's batch to float[]. The mean is then
-        sum(w · g) / sum(w), and a batch whose rows do not divide is padded with zeros.
+        sum(w · g) / sum(w), and a batch whose rows do not divide is padded with zeros. It is
+        compared with the sum by which the loss divides. Not beside a ``Mean``.
       has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
       wrt: what is trained: an NNX filter, such as ``nnx.LoRAParam``, for a module, or a function
         of path and leaf, ``(path, leaf) -> bool``, for a pytree; all parameters if ``None``. What
@@ -196,8 +199,8 @@ def make_train_step(
       AxisError: ``axis_name`` names no axis of the mesh.
       ArgumentTypeError: not a function, not an optimizer, or not a mesh; or the loss takes arrays
         beside the batch.
-      LossError: when a step of several shards is first traced, with ``loss_over="rows"``: the loss
-        is no such mean.
+      LossError: when a step of several shards is first called, with ``loss_over="rows"``: the loss
+        is no such mean, or ``weight`` is not what it divides by.
       VariableError: the optimizer closes over an NNX variable, as a schedule may.
 
     >>> import jax.numpy as jnp, optax

@@ -93,13 +93,14 @@ class TrainStep:
         Returns:
           The next state, and the metrics: ``"loss"``, float[], reduced like the gradients
           (``[shards]`` with groups); with ``weight``, ``"weight"``, float[], the sum of the
-          weights of all shards, or of the group; with ``has_aux``, ``"aux"``, ``[shards, …]``, or
-          ``[shards, accumulate_steps, …]``, or reduced by ``aux_reduction``; the requested
-          ``metrics``; with ``check_divergence``, ``"divergence"``, a ``Divergence``; with
-          ``nonfinite``, ``"nonfinite"``, a ``NonfiniteState``; with ``loss_scale``,
-          ``"loss_scale"``, float[], the scale of this step. With ``weight``, ``loss_scale`` or
-          ``nonfinite``, ``"skipped"``, bool[]: if all weights are 0, or the gradient is not
-          finite, parameters, states and step count are unchanged.
+          weights of all shards, or of the group; of a loss that returns a ``Mean``, ``"terms"``
+          and ``"counts"``, by name, the mean and the count of each term; with ``has_aux``,
+          ``"aux"``, ``[shards, …]``, or ``[shards, accumulate_steps, …]``, or reduced by
+          ``aux_reduction``; the requested ``metrics``; with ``check_divergence``, ``"divergence"``,
+          a ``Divergence``; with ``nonfinite``, ``"nonfinite"``, a ``NonfiniteState``; with
+          ``loss_scale``, ``"loss_scale"``, float[], the scale of this step. With ``weight``, a
+          ``Mean``, ``loss_scale`` or ``nonfinite``, ``"skipped"``, bool[]: if all weights or counts
+          are 0, or the gradient is not finite, parameters, states and step count are unchanged.
 
         Raises:
           ArgumentError, ArgumentTypeError: the batch cannot be split, or the state is not of this
