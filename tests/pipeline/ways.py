@@ -54,7 +54,10 @@ def by_step(
     weigh: Any,
     weight_update: str = "replicated",
 ) -> Trained:
-    step = make_train_step(loss, opt, num_shards=number, weight=weigh, weight_update=weight_update)
+    over = "rows" if weigh is None else "shard"  # the losses do not divide by the weight
+    step = make_train_step(
+        loss, opt, num_shards=number, weight=weigh, weight_update=weight_update, loss_over=over
+    )
     state = step.init(params)
     for batch in batches:
         rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)

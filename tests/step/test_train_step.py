@@ -328,7 +328,7 @@ def test_it_is_traced_and_compiled_by_the_first_call_alone():
 
     step = make_train_step(counted, optax.adam(0.1), num_shards=8, weight_update="sharded")
     state, _ = step(step.init(START), batches()[0])
-    # Once to compile it, and with as many rows as the batch has, to prove that it is a mean of them.
+    # Once to compile it; and with as many rows as the batch has, for the proof.
     assert count == 2
     trained_by(step)
     step(state, batches()[1])

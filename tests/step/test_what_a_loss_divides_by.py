@@ -155,7 +155,7 @@ def test_the_message_has_both_expressions_their_lines_and_numbers() -> None:
     text = str(caught.value)
     assert "return (losses(params, batch)[:, 1:] * tokens).sum() / tokens.sum()" in text
     assert "test_what_a_loss_divides_by.py:" in text
-    assert "weight='mask', which is batch['mask'].sum()" in text
+    assert "the weight: 'mask', which is batch['mask'].sum()" in text
     half = BATCHES[0]["mask"][: ROWS // 2]
     assert f"divides by {half[:, 1:].sum():.7g}, and weight= is {half.sum():.7g}" in text
 

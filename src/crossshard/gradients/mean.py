@@ -257,7 +257,7 @@ def counts_of(mean: Mean) -> tuple[Any, ...]:
       LossError: when it is differentiated: one would.
     """
     return tuple(
-        _counted(jnp.asarray(each.count, float), each.name or f"term_{place}")
+        _counted(jnp.asarray(each.count, float), f"the Mean {each.name or place + 1!s}")
         for place, each in enumerate(mean.terms)
     )
 
@@ -271,7 +271,7 @@ def _counted(count: Any, name: str) -> Any:
         (x,), (change,) = primals, tangents
         if not isinstance(change, jax.custom_derivatives.SymbolicZero):
             raise LossError(
-                f"The count of the Mean {name!r} depends on the parameters in a way that has a "
+                f"The count of {name} depends on the parameters in a way that has a "
                 f"gradient, and the counts of all shards are summed before the backward pass. "
                 f"Write Mean(total, jax.lax.stop_gradient(count)), if it counts; or "
                 f"loss_over='batch' and .value(), if its gradient is meant."

@@ -195,7 +195,8 @@ class BatchPlacer:
             fewer = f"{number - rest} or " if number > parts else ""
             or_weight = (
                 ", or weight=, the batch's entry that counts examples: the batch is then padded "
-                "with rows of weight 0."
+                "with rows of weight 0. A loss that returns a Mean takes rows of your own padding, "
+                "whose count is 0."
             )
             raise ArgumentError(
                 f"batch{jax.tree_util.keystr(path)} has {number} rows, which do not divide evenly "

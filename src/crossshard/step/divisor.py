@@ -135,7 +135,7 @@ def check_weight_of_mean(
 def said(weight: Weight) -> str:
     """A weight as its author wrote it."""
     if isinstance(weight, SumOf):
-        return f"weight={weight.key!r}, which is batch[{weight.key!r}].sum()"
+        return f"{weight.key!r}, which is batch[{weight.key!r}].sum()"
     try:
         lines, first = inspect.getsourcelines(weight)
         file = inspect.getsourcefile(weight) or ""
@@ -150,7 +150,7 @@ def another_sum(weight: Weight, finding: Finding, numbers: str = "") -> LossErro
     code = f"{finding.code} ({finding.source})" if finding.code else finding.source
     return LossError(
         f"The loss divides by one sum over rows, and weight= is another:\n"
-        f"    the loss: {code}\n    weight: {said(weight)}\n{numbers}{AS_MEAN}"
+        f"    the loss: {code}\n    the weight: {said(weight)}\n{numbers}{AS_MEAN}"
     )
 
 

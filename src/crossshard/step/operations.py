@@ -282,7 +282,10 @@ def _distance(one: Any, other: Any, *more: Any) -> jax.Array:
     norm = lambda x: jnp.sqrt(jnp.sum(jnp.where(same & ~jnp.isfinite(x), 0, jnp.abs(x)) ** 2))
     apart = jnp.sqrt(jnp.sum(jnp.where(same, 0, jnp.abs(one - other)) ** 2))
     largest = functools.reduce(jnp.maximum, map(norm, (one, other, *map(_wide, more))))
-    return jnp.where(apart == 0, 0, apart / largest).astype(jnp.float32)
+    # What is NaN alone shows nothing.
+    shows = ~jnp.isnan(one).all() if one.size else jnp.bool_(True)
+    found = jnp.where(apart == 0, 0, apart / largest)
+    return jnp.where(shows, found, jnp.nan).astype(jnp.float32)
 
 
 def _wide(x: Any) -> Any:

@@ -21,6 +21,7 @@ from crossshard.jaxprs.mean_over_rows import (
     is_mean,
     is_sum,
 )
+from crossshard.jaxprs.row_facts import Free, Total
 from crossshard.step.divisor import (
     AS_MEAN,
     Divisor,
@@ -101,10 +102,17 @@ def _if(holds: bool, fact: Any, what: str, expected: str) -> Finding:
     if holds:
         return Finding(OverRows.COUNTED)
     it_is = found(fact)
-    if it_is.kind in (OverRows.COMPARED, OverRows.OVER_SHARDS, OverRows.UNDECIDED):
+    if it_is.kind in (OverRows.OVER_SHARDS, OverRows.UNDECIDED):
         return dataclasses.replace(it_is, of=what)
-    is_said = f"it is {it_is.kind.value}, and has to be {expected}"
-    return dataclasses.replace(it_is, kind=OverRows.COMPARED, reason=is_said, of=what)
+    is_said = it_is.kind.value
+    if isinstance(fact, Free) and not fact.power:
+        is_said = "the same number for any rows, of which each shard would add its own"
+    elif isinstance(fact, Total) and fact.moved:
+        is_said = "a sum over rows that something is done to, such as a bound or an epsilon"
+    elif it_is.kind is OverRows.COMPARED:
+        is_said = f"no sum of what single rows have: {it_is.reason}"
+    reason = f"is {is_said}; it has to be {expected}"
+    return dataclasses.replace(it_is, kind=OverRows.COMPARED, reason=reason, of=what)
 
 
 @dataclasses.dataclass
@@ -131,8 +139,12 @@ class OverRowsRecord:
         if self.latest is None:
             return "not looked at"
         is_shown = any(doubt.finding == self.latest for doubt in self.by_numbers)
-        shown = "it is" if self.latest.assumes else "it is a mean over the rows"
-        return f"{self.latest}" + f"; by numbers {shown}" * is_shown
+        shown = "by numbers it is a mean over the rows"
+        if self.latest.assumes:
+            shown = "by numbers it is"
+        elif self.latest.kind is OverRows.RATIO:
+            shown = "in the first batch weight= is what it divides by"
+        return f"{self.latest}" + f"; {shown}" * is_shown
 
 
 def check_over_rows(
@@ -171,9 +183,11 @@ def check_over_rows(
     if finding.kind is OverRows.COMPARED and finding.reason == ADDS_UNLIKE:
         raise LossError(
             f"The loss adds {finding.reason}{where}, such as a mean over rows and a regulariser "
-            f"that is divided by their number, or means with different weights, so that the mean "
-            f"of the shards' losses is not that of the whole batch. Leave the number of rows out "
-            f"of the regulariser, and give all means the same weights. Or: {_WAYS_ON}"
+            f"that is divided by their number, or means that divide by different sums, so that the "
+            f"mean of the shards' losses is not that of the whole batch. Leave the number of rows "
+            f"out of the regulariser. Return each quotient as a Mean, and add them up: "
+            f"crossshard.Mean(total, count) + crossshard.Mean(other, its_count); a mean over rows "
+            f"is Mean(losses.sum(), losses.size). Or: {_WAYS_ON}"
         )
     if finding.kind is OverRows.COMPARED and finding.reason == ADDS_SHARDS:
         raise LossError(
@@ -183,10 +197,9 @@ def check_over_rows(
         )
     if finding.kind is OverRows.COMPARED and finding.of:
         raise LossError(
-            f"The loss returns a Mean, and {finding.of} is no sum of what single rows have: "
-            f"{finding.reason}{where}. Return the sum over the rows and how many count in it, "
-            f"Mean((losses * mask).sum(), mask.sum()), and no mean or quotient of them. Or: "
-            f"{_WAYS_ON}"
+            f"The loss returns a Mean, and {finding.of} {finding.reason}{where}. Return the sum "
+            f"over the rows and how many count in it, Mean((losses * mask).sum(), mask.sum()), and "
+            f"no mean or quotient of them; where nothing counts, the Mean is 0. Or: {_WAYS_ON}"
         )
     if finding.kind is OverRows.COMPARED:
         raise LossError(

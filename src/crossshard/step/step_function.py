@@ -348,7 +348,8 @@ class StepFunction:
         """The names of the metrics that ``_metrics_of_stages`` returns."""
         scale = ["loss_scale"] if self.pipeline.loss_scale is not None else []
         nonfinite = ["nonfinite"] if self.pipeline.nonfinite is not None else []
-        may_skip = bool(scale or nonfinite) or self.loss.weight is not None
+        counts = self.loss.weight is not None or self.loss.record.returns_mean
+        may_skip = bool(scale or nonfinite or counts)
         skipped = ["skipped"] if may_skip else []
         return [*self.pipeline.metrics, *scale, *nonfinite, *skipped]
 
@@ -363,9 +364,8 @@ class StepFunction:
             "nonfinite": after.opt_state.nonfinite,
             "skipped": skip,
         }
-        # A loss that returns a Mean skips a batch of which nothing counts.
-        also = [] if skip is None else ["skipped"]
-        return {name: found[name] for name in dict.fromkeys([*self._names_of_stages(), *also])}
+        # A Mean of which something always counts skips nothing.
+        return {x: found[x] for x in self._names_of_stages() if x != "skipped" or skip is not None}
 
 
 def to_read(layout: StateLayout, state: TrainState) -> AtUse:
