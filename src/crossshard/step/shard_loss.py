@@ -156,6 +156,8 @@ class ShardLoss:
           weight: float[], 0 if this shard is left out of a ``Mean``, else 1; ``None`` if none is.
         """
         self.record.traces.clear()
+        # Unknown for a step that is traced anew, whose batch may have other entries.
+        self.record.returns_mean = None
         shard = at_use.shards.index()
         pieces = self.pieces(at_use.shards.number)
         count = pieces // self.accumulate_steps
@@ -163,7 +165,7 @@ class ShardLoss:
             check_rows_divide(self.number_of_rows(batch), count, self.accumulate_steps)
         counting = Counting(at_use.shards, at_use.groups, pieces, weight)
         in_pieces = pieces > 1 or self.virtual_shards is not None
-        if in_pieces and self.record.returns_mean is not False:
+        if in_pieces:
             counting = counting.with_counts(self._counts(state, batch, at_use, counting))
         if self.virtual_shards is None:
             return self._of_shard(state, batch, at_use, scale, shard, counting)
