@@ -92,8 +92,8 @@ def _page(tables: dict[str, str], options: argparse.Namespace) -> str:
         "unrolled": "1.3 billion parameters, with `jax.checkpoint` around each layer, from types "
         "alone. Each step is measured against the one by hand of its kind: see "
         "[GPU clusters](gpus.md). To prove that its loss is a mean over rows, a step traces it "
-        "twice more, with the rows of a shard and with those of the batch; a step with "
-        "`loss_over='shard'` proves nothing.",
+        "with the rows of a shard, which it then differentiates, and with those of the batch; a "
+        "step with `loss_over='shard'` proves nothing.",
         "scan": "",
     }
     paragraphs = [
