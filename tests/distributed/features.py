@@ -196,6 +196,40 @@ def weights_metrics_average_and_evaluation(job: Job) -> Any:
     return found | {"average": step.model(state, ema=True), "error": evaluated}
 
 
+def counted(params: Any, batch: Any) -> crossshard.Mean:
+    """Terms that count differently; the rows of a process count otherwise than the next one's."""
+    errors = (jnp.tanh(batch["x"] @ params["kernel"]) - 1) ** 2
+    counts = batch["mask"] * (batch["x"][:, 0] > 0)
+    of_rows = crossshard.Mean((errors.mean(-1) * counts).sum(), counts.sum(), "rows")
+    return (
+        of_rows
+        + 0.1 * crossshard.Mean(jnp.sin(errors).sum(), errors.size)
+        + ((params["bias"] - 1) ** 2).sum()
+    )
+
+
+@feature
+def sums_and_counts(job: Job) -> Any:
+    metrics = trained(job, job.step(counted, rule="sgd", accumulate_steps=2, params="sharded"))[1]
+    return metrics | {"quarantine": trained(job, job.step(counted, nonfinite="quarantine"))[1]}
+
+
+def numbered(params: Any, batch: Any) -> jax.Array:
+    """What a trace does not decide, and a divisor that is compared by numbers."""
+    errors = ((jnp.tanh(batch["x"] @ params["kernel"]) - 1) ** 2).mean(-1)
+    like = jax.ShapeDtypeStruct(errors.shape, errors.dtype)
+    weights = jax.lax.stop_gradient(
+        jax.pure_callback(lambda x: x, like, batch["mask"], vmap_method="expand_dims")
+    )
+    return (errors * weights * batch["mask"]).sum() / (batch["mask"] != 0).sum()
+
+
+@feature
+def checked_by_numbers(job: Job) -> Any:
+    step = job.step(numbered, rule="sgd", weight=lambda batch: (batch["mask"] > 0.5).sum())
+    return trained(job, step)[1]
+
+
 @feature
 def accumulation_and_gradients_sent_in_16_bits(job: Job) -> Any:
     return trained(job, job.step(rule="sgd", accumulate_steps=2, reduce_dtype="bfloat16"))[1]
