@@ -147,6 +147,13 @@ def test_metrics_have_the_loss_each_term_and_the_counts(number: int) -> None:
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
 
 
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(f))])
+def test_in_functions_of_jax(wrap: Any) -> None:
+    step = sgd_step(wrap(several), RATE, 4, accumulate_steps=2)
+    got = step.model(train(step, step.init(W), BATCHES))
+    assert_close(got, expected("several"), atol=2e-6)
+
+
 # Beside its neighbours.
 
 
@@ -415,6 +422,28 @@ def test_a_count_with_a_gradient_is_refused() -> None:
     step = sgd_step(loss, RATE, 4)
     with pytest.raises(LossError, match=r"stop_gradient\(count\)"):
         step(step.init(W), BATCHES[0])
+
+    @jax.custom_vjp
+    def fused(errors: Any, mask: Any) -> Any:
+        return (errors * mask).sum(), mask.sum()
+
+    forward = lambda errors, mask: (fused(errors, mask), mask)
+    fused.defvjp(forward, lambda mask, g: (mask * g[0], jnp.zeros_like(mask)))
+
+    def of_fused(stop: Any) -> Any:
+        def loss(params: Any, batch: Any) -> Mean:
+            total, count = fused(errors_of(params, batch), batch["mask"])
+            return Mean(total, stop(count))
+
+        return loss
+
+    step = sgd_step(of_fused(lambda x: x), RATE, 4)
+    with pytest.raises(LossError, match="a function with a gradient of its own"):
+        step(step.init(W), BATCHES[0])
+    loss = of_fused(jax.lax.stop_gradient)
+    step = sgd_step(loss, RATE, 4)
+    got = step.model(train(step, step.init(W), BATCHES))
+    assert_close(got, on_one_device(value_of(loss), optax.sgd(RATE), W, BATCHES)[0], atol=2e-6)
 
 
 def test_what_contradicts_it_is_refused() -> None:

@@ -271,10 +271,11 @@ def _counted(count: Any, name: str) -> Any:
         (x,), (change,) = primals, tangents
         if not isinstance(change, jax.custom_derivatives.SymbolicZero):
             raise LossError(
-                f"The count of {name} depends on the parameters in a way that has a "
-                f"gradient, and the counts of all shards are summed before the backward pass. "
-                f"Write Mean(total, jax.lax.stop_gradient(count)), if it counts; or "
-                f"loss_over='batch' and .value(), if its gradient is meant."
+                f"A gradient would flow through the count of {name}: it depends on the parameters, "
+                f"or comes from a function with a gradient of its own that takes them. The counts "
+                f"of all shards are summed before the backward pass. Write Mean(total, "
+                f"jax.lax.stop_gradient(count)), if it counts; or loss_over='batch' and .value(), "
+                f"if its gradient is meant."
             )
         return x, jnp.zeros_like(x)
 
