@@ -71,7 +71,22 @@ def check_by_numbers(
     with _mesh.in_place_of_the_users_mesh(layout.mesh):
         only_operations = doubt.finding.kind is not OverRows.UNDECIDED
         if not (only_operations and _check_operations(config, layout, given, doubt)):
-            _check_loss(config, layout, given, doubt)
+            _check_loss(config, layout, _widened(config, layout, given), doubt)
+
+
+def _widened(config: StepConfig, layout: StateLayout, given: Any) -> Any:
+    """The same with floats of 32 bits, in which numbers show more, if the loss takes them."""
+    is_coarse = lambda x: is_inexact(x) and jnp.finfo(x.dtype).bits < 32
+    if not any(map(is_coarse, jax.tree.leaves(given))):
+        return given
+    widen = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32) if is_coarse(x) else x, tree)
+    placed = jax.tree.map(lambda x: x.sharding, given)
+    try:
+        of_shards, *_ = _of_shards_and_batch(config, layout, *jax.eval_shape(widen, given))
+        jax.eval_shape(of_shards, *jax.eval_shape(widen, given))
+    except Exception:  # a loss may raise anything on other dtypes
+        return given
+    return jax.jit(widen, out_shardings=placed)(given)
 
 
 def _check_operations(

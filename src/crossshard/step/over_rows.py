@@ -180,9 +180,13 @@ def check_over_rows(
             f"parameter, rng, which is each shard's own; or keep the key in "
             f"model_state='per_shard'. {_WAYS_ON}"
         )
-    if finding.kind is OverRows.COMPARED and finding.reason == ADDS_UNLIKE:
+    # Where two quotients may divide by the same sum, numbers would have to tell them apart.
+    if finding.kind is not OverRows.MEAN and finding.reason == ADDS_UNLIKE:
+        adds = finding.reason
+        if finding.kind is OverRows.UNDECIDED:
+            adds = "terms of which nothing shows that they depend alike on the number of rows"
         raise LossError(
-            f"The loss adds {finding.reason}{where}, such as a mean over rows and a regulariser "
+            f"The loss adds {adds}{where}, such as a mean over rows and a regulariser "
             f"that is divided by their number, or means that divide by different sums, so that the "
             f"mean of the shards' losses is not that of the whole batch. Leave the number of rows "
             f"out of the regulariser. Return each quotient as a Mean, and add them up: "
