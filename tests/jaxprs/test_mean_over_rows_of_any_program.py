@@ -343,8 +343,8 @@ def check(program: Program, last: int, rows: int, shards: int, *, sums: bool = F
     [
         (5, False),
         (5, True),
-        pytest.param(500, False, marks=pytest.mark.deep),
-        pytest.param(500, True, marks=pytest.mark.deep),
+        pytest.param(1000, False, marks=pytest.mark.deep),
+        pytest.param(1000, True, marks=pytest.mark.deep),
     ],
 )
 def test_what_is_proven_of_a_random_program_is_so(number: int, sums: bool):
