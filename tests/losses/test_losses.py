@@ -6,10 +6,8 @@ import pytest
 
 from tests.losses.cases import (
     COMPARING,
-    DTYPES,
     MEAN,
     RATIO,
-    SHARDS,
     SKIPPED,
     TOLERANCE,
     WRONG_WEIGHT,
@@ -33,8 +31,11 @@ def of_forms() -> list[object]:
     return deep_but(lambda pair: pair[0] in QUICK, pairs)
 
 
-@pytest.mark.parametrize("number", deep_but((2, 3), SHARDS))
-@pytest.mark.parametrize("dtype", deep_but(("float32",), DTYPES))
+# Each dtype, and each number of shards; `python -m tests.losses` tries all of both.
+RUNS = [("float32", 3), ("mixed", 8), ("bfloat16", 2)]
+
+
+@pytest.mark.parametrize(("dtype", "number"), deep_but(RUNS[:1], RUNS))
 @pytest.mark.parametrize(("name", "form"), of_forms())
 def test_the_gradient_is_that_of_one_device_or_refused(
     name: str, form: str, dtype: str, number: int
