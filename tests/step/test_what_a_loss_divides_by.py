@@ -26,6 +26,7 @@ def batch_of(seed: int) -> dict[str, np.ndarray]:
         "mask": (rng.random((ROWS, 5)) < rises).astype(np.float32),
         "spans": (rng.random((ROWS, 5)) < 0.5).astype(np.float32),
         "words": rng.integers(0, 9, (ROWS, 5)).astype(np.int32),
+        "place": np.arange(ROWS, dtype=np.int32),
         "flags": rng.random((ROWS, 5)) < rises,
         "shares": (0.1 * rng.random((ROWS, 5)) * rises).astype(np.float32),
     }
@@ -46,7 +47,9 @@ def divided(of: Callable[[Any], Any], moved: Callable[[Any], Any] = lambda count
 
 mask = lambda batch: batch["mask"]
 shifted = lambda batch: jnp.pad(batch["mask"][:, 1:], ((0, 0), (1, 0)))
+late = lambda batch: batch["mask"] * (batch["place"] > 15)[:, None]
 both = lambda batch: batch["mask"] * batch["spans"]
+one_for_none = lambda count: jnp.where(count == 0, 1, count)
 RIGHT: dict[str, tuple[Any, Any]] = {
     "an entry": (divided(mask), "mask"),
     "an entry, at least 1": (divided(mask, lambda n: jnp.maximum(n, 1)), "mask"),
@@ -88,6 +91,10 @@ RIGHT: dict[str, tuple[Any, Any]] = {
         lambda p, b: jax.jit(lambda x, m: (x * m).sum() / m.sum())(losses(p, b), shifted(b)),
         lambda b: b["mask"][:, 1:].sum(),
     ),
+    "unmasked above, guarded": (
+        lambda p, b: losses(p, b).sum() / one_for_none(late(b).sum()),
+        lambda b: late(b).sum(),
+    ),
     "number of rows": (lambda p, b: losses(p, b).mean(), lambda b: b["x"].shape[0]),
 }
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -109,6 +116,12 @@ def test_the_sum_that_divides_is_taken(name: str, way: str) -> None:
     first, _ = on_one_device(loss, optax.sgd(RATE), W, BATCHES[:1])
     assert_close(step.model(state), first, atol=2e-6)
     np.testing.assert_allclose(metrics["loss"], loss(W, BATCHES[0]), rtol=1e-4)
+    if name != "number of rows":
+        of_batch = (lambda b: b[weight].sum()) if isinstance(weight, str) else weight
+        # The weights of parts are added, and a mean is that of a part.
+        parts = number * options.get("accumulate_steps", 1)
+        times = options.get("virtual_shards", parts) if name == "a mean of means" else 1
+        np.testing.assert_allclose(metrics["weight"], times * of_batch(BATCHES[0]), rtol=1e-5)
     want, _ = on_one_device(loss, optax.sgd(RATE), W, BATCHES)
     assert_close(step.model(train(step, state, BATCHES[1:])), want, atol=4e-6)
 

@@ -22,7 +22,8 @@ class Moved(NamedTuple):
     """What a loss does to a sum over all rows before it divides by it.
 
     Attributes:
-      how: ``"max"``, at least the bound; ``"plus"``, the bound is added; else nothing.
+      how: ``"max"``, at least the bound; ``"plus"``, the bound is added; ``"guard"``, the bound in
+        the place of 0; else nothing.
       bound: the bound.
       of_mean: whether it does so to the mean of what the parts have, rather than to their sum.
     """
@@ -36,6 +37,8 @@ class Moved(NamedTuple):
         bound = self.bound * parts if self.of_mean else self.bound
         if self.how == "max":
             return jnp.maximum(count, bound)
+        if self.how == "guard":
+            return jnp.where(count == 0, bound, count)
         return count + bound if self.how == "plus" else count
 
 

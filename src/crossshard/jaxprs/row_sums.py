@@ -230,7 +230,7 @@ def added(facts: Sequence[Fact], mixed: Obstacle) -> Fact:
             return one
         case Total(power, moved=""), Free(by, number=number) if power == by:
             return Total(power, bound=math.inf if number is None or one.bound else number)
-        case Total(moved="" | "guard"), Free(0, _, float(number)) if abs(number) <= _SMALL:
+        case Total(1, moved="" | "guard"), Free(0, _, float(number)) if abs(number) <= _SMALL:
             return replace(one, moved="plus", bound=number)
         case Ratio(power=power), Free(by) if power == by:
             return one

@@ -1,6 +1,7 @@
 """Divisor: what a loss divides by, with which ``weight=`` is compared: it is never believed."""
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -85,10 +86,11 @@ def is_exact(finding: Finding) -> bool:
 
     So it is unless what the loss does behind the sum changes a shard's and not that of the batch.
     """
-    if finding.moved in ("", "guard"):
-        return True
-    small = {"max": 1.0, "plus": _ROUNDED}[finding.moved]
-    return finding.counts and abs(finding.bound) <= small
+    if finding.moved == "guard":
+        # By which number a shard was divided that counts nothing tells what it has above.
+        return not (finding.bound and math.isfinite(finding.bound))
+    small = {"": 0.0, "max": 1.0, "plus": _ROUNDED}[finding.moved]
+    return not finding.moved or (finding.counts and abs(finding.bound) <= small)
 
 
 def as_mean(loss: Any, divisor: Divisor, finding: Finding, batch: Any, weight: Any) -> Mean:

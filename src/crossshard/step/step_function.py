@@ -212,7 +212,7 @@ class StepFunction:
         metrics = {"loss": gradients.extra["value"]}
         sums: dict[str, Any] = dict(gradients.sums)
         if loss.weight is not None:
-            counts = sums["terms"].counts[0] if "terms" in sums else None
+            counts = sums["terms"].counts[-1] if "terms" in sums else None
             metrics["weight"] = gradients.weight if counts is None else counts
         terms = local.terms if loss.is_over_batch else sums.get("terms")
         if terms is not None:
