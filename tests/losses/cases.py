@@ -34,7 +34,7 @@ TOLERANCE = 1e-5
 MOST = max(SHARDS)
 ROUNDING = float(jnp.finfo(jnp.bfloat16).eps)
 
-RIGHT, REFUSED, WRONG, BREAKS, SKIPPED = "right", "refused", "wrong", "breaks", "skipped"
+RIGHT, REFUSED, WRONG, BREAKS = "right", "refused", "wrong", "breaks"
 MEAN, RATIO, COMPARING, WRONG_WEIGHT = "mean", "ratio", "comparing", "wrong weight"
 
 
@@ -77,7 +77,6 @@ class Case:
       rng_per: whether ``rng`` is a key for the shard, or one for each row.
       on_axis: whether the loss names the axis of the shards.
       may_refuse: in which dtypes the step may refuse it, though it is right.
-      needs: the name of crossshard without which the case is skipped.
     """
 
     kind: str
@@ -87,7 +86,6 @@ class Case:
     rng_per: str = "shard"
     on_axis: bool = False
     may_refuse: tuple[str, ...] = ()
-    needs: str = ""
 
     @property
     def takes(self) -> tuple[str, ...]:
@@ -109,7 +107,7 @@ class Case:
         What may not run may yet be right, with some numbers of rows on a shard.
         """
         may_refuse = dtype in self.may_refuse or not self.may_run(form)
-        return outcome in (RIGHT, SKIPPED) or (may_refuse and outcome == REFUSED)
+        return outcome == RIGHT or (may_refuse and outcome == REFUSED)
 
     def loss(self, form: str, *, casts: bool = False) -> Callable[..., Any]:
         """The loss as a step takes it, which computes in bfloat16 if it casts."""
@@ -119,11 +117,6 @@ class Case:
         if "rng" in self.takes:
             return lambda params, batch, rng: function(params, batch, *given, rng)
         return lambda params, batch: function(params, batch, *given)
-
-    def is_missing(self, form: str) -> bool:
-        """Whether crossshard lacks what this form needs."""
-        names = [self.needs] * bool(self.needs) + ["Mean"] * (form == "Mean")
-        return not all(hasattr(crossshard, name) for name in names)
 
     def gradient(self, casts: bool, params: Any, batch: Any, rng: Any) -> Any:
         """The gradient of one device, which is one shard if the loss names the axis."""
@@ -322,8 +315,6 @@ def tolerance(case: Case, dtype: str) -> float:
 
 def run(case: Case, form: str, dtype: str, number: int) -> Run:
     """One step of SGD on a number of shards, compared with one device."""
-    if case.is_missing(form):
-        return Run(SKIPPED)
     params, batch = inputs(case, dtype)
     options: dict[str, Any] = {"rng_per": "row"} if case.rng_per == "row" else {}
     if form == "weight":

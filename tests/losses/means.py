@@ -417,13 +417,13 @@ def callback_one_row_after_another(p, b):
     return squares(jax.vmap(of_row)(b["v"] @ p["a"]), b["z"])
 
 
-@is_mean(needs="rowwise")
+@is_mean()
 def callback_marked_as_row_wise(p, b):
     f = crossshard.rowwise(lambda x: opaque(lambda x: np.round(x, 3), x))
     return squares(f(b["v"] @ p["a"]), b["z"])
 
 
-@is_mean(needs="rowwise")
+@is_mean()
 def pallas_kernel_marked_as_row_wise(p, b):
     f = crossshard.rowwise(lambda x: kernel(tanh_kernel, x))
     return squares(f(b["v"] @ p["a"]), b["z"])
