@@ -39,10 +39,10 @@ _KNOWN = (
         'loss_over="batch"',
     ),
     Refused(
-        ((", weight=count", ""),),
+        (("crossshard.Mean(total, count)", "total / count"),),
         "The loss divides a sum over the rows of the batch by another one",
-        "Pass weight=",
-        "weight=",
+        "return crossshard.Mean(total, count)",
+        "crossshard.Mean(total, count)",
     ),
     Refused(
         (

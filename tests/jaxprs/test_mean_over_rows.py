@@ -377,8 +377,11 @@ def composed(w: Any) -> Any:
     return lax.composite(lambda w: jnp.tanh(w) * 2, name="tests.composed")(w)
 
 
-MEANS["kernel of parameters"] = lambda b, w, k: (b["x"] @ doubled(w)).mean()
-MEANS["composite of parameters"] = lambda b, w, k: (b["x"] @ composed(w)).mean()
+# Neither has a derivative.
+MEANS["kernel of parameters"] = lambda b, w, k: (b["x"] @ w @ doubled(lax.stop_gradient(w))).mean()
+MEANS["composite of parameters"] = lambda b, w, k: (
+    b["x"] @ w @ composed(lax.stop_gradient(w))
+).mean()
 
 
 def contrastive(b: Any, w: Any, k: Any) -> Any:

@@ -68,6 +68,24 @@ def test_a_mean_is_that_of_one_device():
     np.testing.assert_allclose(state.params, want, rtol=0, atol=1e-6)
 
 
+def test_entries_of_the_batch_that_where_takes_are_seen_through_without_numbers():
+    def loss(w: Any, batch: Any) -> Any:
+        other = jnp.where(~jnp.isnan(batch["other"]), batch["other"], 0)
+        return ((batch["x"] @ w).sum(1) * other).mean()
+
+    step = made(loss)
+    step.lower(step.abstract_init(W), BATCH)
+
+
+def test_a_number_beside_a_sum_that_is_divided_is_told():
+    def dice(w: Any, batch: Any) -> Any:
+        guess = jax.nn.sigmoid(batch["x"] @ w)[:, 0]
+        both = (guess * batch["mask"]).sum()
+        return 1 - (2 * both + 1) / (guess.sum() + batch["mask"].sum() + 1)
+
+    assert "adds terms that depend differently on the number of rows" in refused(dice)
+
+
 def test_what_compares_rows_is_refused_with_its_line():
     text = refused(lambda w, batch: (batch["x"] @ w).std())
     assert text.startswith("The loss compares rows of the batch: sub of a row and of a sum")

@@ -34,7 +34,8 @@ def loss_fn(params, batch):
     valid = ~jnp.isnan(batch["labels"])  # not every graph has every label
     labels = jnp.where(valid, batch["labels"], 0)
     losses = optax.sigmoid_binary_cross_entropy(logits, labels)
-    return jnp.sum(jnp.where(valid, losses, 0)) / jnp.sum(valid)
+    total, count = jnp.sum(jnp.where(valid, losses, 0)), jnp.sum(valid)
+    return crossshard.Mean(total, count)
 
 
 def data(steps):
@@ -57,8 +58,7 @@ def data(steps):
 def main(optimizer=OPTIMIZER, steps=4):
     first = [x[0] for x in next(data(1)).values()]
     params = net.init(jax.random.key(0), *first[:-1])["params"]
-    count = lambda batch: (~jnp.isnan(batch["labels"])).sum()
-    step = crossshard.make_train_step(loss_fn, optimizer, weight=count)
+    step = crossshard.make_train_step(loss_fn, optimizer)
     state = step.init(params)
 
     for batch in data(steps):

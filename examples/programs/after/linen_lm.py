@@ -44,8 +44,8 @@ def loss_fn(params, batch):
     inputs = jnp.pad(batch["inputs"], ((0, 0), (1, 0)))[:, :-1]  # shifted right
     logits = model.apply({"params": params}, inputs)
     weights = jnp.where(batch["inputs"] > 0, 1, 0).astype(jnp.float32)
-    loss, weight_sum = compute_weighted_cross_entropy(logits, batch["inputs"], weights)
-    return loss / weight_sum
+    total, count = compute_weighted_cross_entropy(logits, batch["inputs"], weights)
+    return crossshard.Mean(total, count)
 
 
 def data(steps):
@@ -58,8 +58,7 @@ def data(steps):
 
 def main(optimizer=OPTIMIZER, steps=4):
     params = model.init(jax.random.key(0), np.ones((1, LENGTH), int))["params"]
-    count = lambda batch: (batch["inputs"] > 0).sum()
-    step = crossshard.make_train_step(loss_fn, optimizer, weight=count)
+    step = crossshard.make_train_step(loss_fn, optimizer)
     state = step.init(params)
 
     for batch in data(steps):

@@ -32,7 +32,8 @@ def loss_fn(params, batch):
     valid = ~jnp.isnan(batch["labels"])  # not every graph has every label
     labels = jnp.where(valid, batch["labels"], 0)
     losses = optax.sigmoid_binary_cross_entropy(logits, labels)
-    return jnp.sum(jnp.where(valid, losses, 0)) / jnp.sum(valid)
+    total, count = jnp.sum(jnp.where(valid, losses, 0)), jnp.sum(valid)
+    return total / count
 
 
 def data(steps):

@@ -42,8 +42,8 @@ def loss_fn(params, batch):
     inputs = jnp.pad(batch["inputs"], ((0, 0), (1, 0)))[:, :-1]  # shifted right
     logits = model.apply({"params": params}, inputs)
     weights = jnp.where(batch["inputs"] > 0, 1, 0).astype(jnp.float32)
-    loss, weight_sum = compute_weighted_cross_entropy(logits, batch["inputs"], weights)
-    return loss / weight_sum
+    total, count = compute_weighted_cross_entropy(logits, batch["inputs"], weights)
+    return total / count
 
 
 def data(steps):

@@ -28,7 +28,8 @@ def loss_fn(params, batch):
     logits = model.apply({"params": params}, batch["query"], batch["answer"])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["answer"])
     mask = (jnp.arange(OUT) <= batch["length"][:, None]).astype(jnp.float32)
-    return jnp.sum(losses * mask) / jnp.sum(mask)
+    total, count = jnp.sum(losses * mask), jnp.sum(mask)
+    return total / count
 
 
 def data(steps):

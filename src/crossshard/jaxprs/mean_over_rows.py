@@ -194,9 +194,10 @@ def facts_of(
     rows = leaves[0].shape[axes[0]]
 
     def traced(number: int) -> Any:
+        # Of another mesh, jnp.where would place them anew, which the first trace does not.
         of_number = tree.unflatten(
             [
-                jax.ShapeDtypeStruct(resized(x.shape, axis, number), x.dtype)
+                jax.typeof(x).update(shape=resized(x.shape, axis, number))
                 for x, axis in zip(leaves, axes, strict=True)
             ]
         )

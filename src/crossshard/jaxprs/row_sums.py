@@ -209,6 +209,9 @@ def _divided(pair: Pair, inputs: Sequence[Fact], mixed: Obstacle) -> Fact:
             return Ratio(divisor, pair.one, power - by)
         case [Free(power), Total(by) as divisor]:
             return Inverse(power - by, divisor)
+        # Such as Dice's: a sum and a number, of which each shard would add its own.
+        case [Total(moved="plus"), _]:
+            return pair.compared(ADDS_UNLIKE)
     return mixed
 
 
