@@ -27,6 +27,9 @@ ROUNDING = {
 }
 # What float32 may add up to in a run.
 SMALL = 2e-5
+# The part of the parameters whose gradients of 16 bits, rounded once more to few, may be on the
+# other side of a middle: Adam makes up to its learning rate of a unit that is small to the block.
+TURNED = 1 / 500
 EXACT = (
     *("count", "scale", "good_steps", "skipped", "loss_scale", "compared", "differs"),
     *crossshard.pipeline.NonfiniteState._fields,
@@ -77,6 +80,13 @@ def tolerance_of(name: str, want: np.ndarray, combination: Combination, model: R
     return relative * np.abs(want)
 
 
+def may_turn(name: str, combination: Combination) -> bool:
+    """Whether the model may round a few of these numbers to the other side."""
+    rounds_twice = combination.wire in ("int8", "int4") and combination.dtype != "float32"
+    is_kept = name.split("/")[0] in ("params", "masters", "ema")
+    return rounds_twice and is_kept and combination.optimizer in ("adam", "lamb")
+
+
 def faults_of(got: Run, want: Run, combination: Combination) -> list[str]:
     """Where a run is not what the model says."""
     faults = []
@@ -99,6 +109,8 @@ def faults_of(got: Run, want: Run, combination: Combination) -> list[str]:
             # A norm of what overflowed is infinite, or not a number.
             off = np.where(np.isfinite(b), np.abs(a - b), np.where(np.isfinite(a), np.inf, 0))
             wrong = ~(off <= np.where(np.isfinite(b), allowed, 0))
+            if may_turn(name, combination) and wrong.sum() <= TURNED * wrong.size:
+                wrong = ~(off <= allowed + pipeline_model.OPTIMIZERS[combination.optimizer][1])
             if wrong.any():
                 faults.append(
                     f"{when} {name} is off by {off.max():.3g} in {wrong.sum()} of {wrong.size} "
