@@ -1,5 +1,6 @@
 """Few bits: what is sent and what is held back are the exact sum; bytes, tiers, other shards."""
 
+import dataclasses
 import itertools
 from pathlib import Path
 from typing import Any
@@ -384,6 +385,29 @@ def test_a_skipped_step_leaves_what_is_held_back():
     state, metrics = step(state, bad)
     assert metrics["skipped"]
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.opt_state.aggregate), held)
+
+
+@pytest.mark.parametrize("bad", deep_but((np.nan,), [np.nan, np.inf]))
+@pytest.mark.parametrize("how", deep_but(("sharded",), HOW))
+def test_what_is_held_back_counts_as_nothing_where_it_is_not_finite(how: str, bad: float):
+    step = sgd_step(loss_fn, 1.0, N, nonfinite="skip", reduce_dtype="int8", **HOW[how])
+    state, _ = step(step.init(PARAMS), batch_of(0))
+
+    def gone_on(planted: float) -> Any:
+        # On shard 2 alone, of an array that is sent in few bits and of one that is not.
+        plant = lambda x: x.at[2, -1].set(planted) if x.ndim > 1 else x
+        here = jax.tree.map(jnp.copy, state)
+        held = here.opt_state.aggregate
+        held = held._replace(
+            residual={n: jax.device_put(plant(x), x.sharding) for n, x in held.residual.items()}
+        )
+        here = dataclasses.replace(here, opt_state=here.opt_state._replace(aggregate=held))
+        for t in (1, 2):
+            here, metrics = step(here, batch_of(t))
+            assert not metrics["skipped"]
+        return jax.device_get((here.params, here.opt_state.aggregate))
+
+    jax.tree.map(np.testing.assert_array_equal, gone_on(bad), gone_on(0.0))
 
 
 @pytest.mark.parametrize("dtype", deep_but(("int4",), DTYPES))

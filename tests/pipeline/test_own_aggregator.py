@@ -1,5 +1,6 @@
 """Aggregators of one's own, from outside: top-k, in each way in, and what is refused."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,8 +10,13 @@ import optax
 import pytest
 
 import crossshard
-from crossshard import CrossShardOptimizer, make_train_step
-from crossshard.errors import ArgumentError, ArgumentTypeError, IncomingError
+from crossshard import CrossShardOptimizer, Nonfinite, make_train_step
+from crossshard.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    IncomingError,
+    NonfiniteError,
+)
 from crossshard.pipeline import Aggregator
 from examples.top_k import TopK
 from tests.pipeline.ways import WAYS, trained
@@ -178,3 +184,25 @@ def test_gradients_that_are_summed_already_are_refused():
     step = lambda g: opt.update(g, opt.init(g))[0]
     with pytest.raises(IncomingError, match="aggregator sums each shard's local gradient"):
         jax.vmap(step, axis_name="shards")(jnp.ones(N))
+
+
+def test_a_state_that_is_not_finite_is_named_and_not_praised():
+    options: Any = {"metrics": "grad_norm", "aggregator": TopK(PART)}
+    batch = {name: g[0].reshape(N, *g.shape[3:]) for name, g in G.items()}
+    two = Nonfinite("skip", max_consecutive=2)
+    step = sgd_step(loss_fn, 1.0, N, nonfinite=two, **options)
+    state = step.init(PARAMS)
+    held = state.opt_state.aggregate
+    bad = jax.device_put(held["w"].at[1, 3].set(np.nan), held["w"].sharding)
+    opt_state = state.opt_state._replace(aggregate={**held, "w": bad})
+    state = dataclasses.replace(state, opt_state=opt_state)
+    for _ in range(2):
+        state, _ = step(state, batch)
+    with pytest.raises(NonfiniteError, match=r"`opt_state/aggregate/w` of the state is NaN, what"):
+        step.finish(state)
+    # A batch that is not finite leaves nothing in the state but its metrics.
+    step = sgd_step(loss_fn, 1.0, N, nonfinite="raise", **options)
+    state, _ = step(step.init(PARAMS), {**batch, "w": np.full_like(batch["w"], np.nan)})
+    assert np.isnan(state.opt_state.metrics["grad_norm"])
+    with pytest.raises(NonfiniteError, match="Parameters and state hold nothing of it"):
+        step.finish(state)

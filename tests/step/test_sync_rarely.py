@@ -176,6 +176,22 @@ def test_few_bits_lose_nothing(wire: Any):
         np.testing.assert_allclose(sent - left, both, rtol=0, atol=1e-6)
 
 
+def test_a_nan_that_a_worker_holds_back_does_not_reach_the_anchor():
+    step = step_of(8, sync_every=2, outer_reduce_dtype="int8")
+    state = train(step, step.init(PARAMS), range(2))
+    outer = state.opt_state.outer
+    held = outer.aggregate.residual["w"]
+    bad = {
+        **outer.aggregate.residual,
+        "w": jax.device_put(held.at[3, 2].set(np.nan), held.sharding),
+    }
+    outer = outer._replace(aggregate=outer.aggregate._replace(residual=bad))
+    state = dataclasses.replace(state, opt_state=state.opt_state._replace(outer=outer))
+    state = train(step, state, range(2))
+    for x in jax.tree.leaves((state.params, state.opt_state.outer)):
+        assert np.isfinite(x).all()
+
+
 def test_chance_does_not_part_the_shards_of_a_worker():
     step = step_of(4, outer_reduce_dtype=Quantized("int4", "stochastic"))
     state = train(step, step.init(PARAMS), range(8))

@@ -1,15 +1,20 @@
 """Watch: raises what earlier steps have found, without waiting for the latest one."""
 
 import collections
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from crossshard.errors import NonfiniteError
+from crossshard.gradients.scalars import is_inexact
+from crossshard.gradients.status import leaf_name
 from crossshard.guards.diverged import report
+from crossshard.model.state import TrainState
 from crossshard.pipeline.stages.nonfinite import NonfiniteState
 from crossshard.step.step_function import StepFunction
 
@@ -45,12 +50,12 @@ class Watch:
         self._metrics.append({name: metrics[name] for name in names})
 
     def look(
-        self, params: Any, compared: Callable[[], Sequence[str]], running: int = _BEHIND - 1
+        self, state: TrainState, compared: Callable[[], Sequence[str]], running: int = _BEHIND - 1
     ) -> None:
         """Raise for what the call before the last has found, while the last may still run.
 
         Args:
-          params: the parameters, by which leaves are named.
+          state: the latest state, after whose parameters leaves are named.
           compared: returns the names of the leaves that the sentinel compares.
           running: the number of the last calls that are not looked at yet.
 
@@ -63,21 +68,35 @@ class Watch:
             if self._sentinel is not None and metrics["divergence"].diverged:
                 report(metrics["divergence"], self._sentinel, compared(), self._mesh, self._axes)
             if self._nonfinite is not None:
-                self._check_finite(metrics["nonfinite"], params)
+                self._check_finite(metrics["nonfinite"], state)
 
-    def _check_finite(self, found: NonfiniteState, params: Any) -> None:
+    def _check_finite(self, found: NonfiniteState, state: TrainState) -> None:
         assert self._nonfinite is not None
         number = _value(found.in_a_row)
         if number < self._nonfinite.max_consecutive:
             return
         # Whoever goes on is not told of the same steps again.
         self._metrics.clear()
-        what = found.describe(params)
-        many = f"Something was not finite in {number} steps in a row; in the last of them "
-        raise NonfiniteError(
-            f"{many + what if number > 1 else what[0].upper() + what[1:]}. Parameters and state "
-            f"hold nothing of it: save them, and look at the batch of that step."
+        what, of_state = found.describe(state.params), _first_nan(state)
+        then = (
+            "Parameters and state hold nothing of it: save them, and look at the batch of that "
+            "step."
         )
+        if of_state:
+            then = f"{of_state} of the state is NaN, whatever the batch is: restore a checkpoint."
+        many = f"Something was not finite in {number} steps in a row; in the last of them "
+        raise NonfiniteError(f"{many + what if number > 1 else what[0].upper() + what[1:]}. {then}")
+
+
+def _first_nan(state: TrainState) -> str:
+    """The first array of a state of which a part that this process has is NaN; empty if none is."""
+    # Metrics are of the last step, and infinities may be meant, such as the best loss so far.
+    state = dataclasses.replace(state, opt_state=state.opt_state._replace(metrics=()))
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        parts = x.addressable_shards if is_inexact(x) else ()
+        if any(jnp.isnan(part.data).any() for part in parts):
+            return leaf_name(path)
+    return ""
 
 
 def _value(x: jax.Array) -> int:

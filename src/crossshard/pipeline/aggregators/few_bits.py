@@ -86,7 +86,8 @@ class FewBitsState(NamedTuple):
 
     Attributes:
       residual: for each gradient what was not sent of it yet; ``()`` without error feedback. Its
-        sum over the shards is what the mean, or the sum, still lacks.
+        sum over the shards is what the mean, or the sum, still lacks. What is not finite in it,
+        as after a flipped bit, counts as 0.
       count: int32[], the number of sums so far; ``()`` unless it rounds at random.
 
     >>> import jax.numpy as jnp, optax
@@ -166,7 +167,9 @@ class FewBits(Aggregator):
         """The values with what was not sent of those before them."""
         if not self._feeds_back:
             return values
-        add = lambda held, x: x if held is None else widen(x) + held
+        # A flipped bit may make it NaN, and each later gradient would be so, too.
+        known = lambda held: jnp.where(jnp.isfinite(held), held, 0)
+        add = lambda held, x: x if held is None else widen(x) + known(held)
         return jax.tree.map(add, state.residual, values, is_leaf=lambda x: x is None)
 
     def _sent(
