@@ -1,6 +1,7 @@
 """A model, its steps and its batches, which the tests of checkpoints share."""
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import optax
 
 from crossshard import Checkpoints, TrainStep, make_train_step
+from crossshard._hash import sha256
 
 _rng = np.random.default_rng(0)
 # Split along an axis, padded for any number of shards, and not split at all.
@@ -74,3 +76,11 @@ def write(folder: Path, number: int) -> dict[int, list[np.ndarray]]:
             found[at] = arrays(step, state)
             checkpoints.save(state, {"at": at})
     return found
+
+
+def edit(manifest: Path, change: Any) -> None:
+    """Change a manifest as a forger would, with its checksum."""
+    body = json.loads(manifest.read_text())
+    del body["sha256"]
+    change(body)
+    manifest.write_text(json.dumps({**body, "sha256": sha256(body)}))

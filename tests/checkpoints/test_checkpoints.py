@@ -1,5 +1,6 @@
 """A state is saved on some shards and restored on others, with the same bits."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from crossshard import Checkpoints, CrossShardOptimizer, make_train_step
 from crossshard.errors import (
     ArgumentError,
     ArgumentTypeError,
+    CheckpointError,
     CheckpointMismatchError,
+    CheckpointWarning,
 )
 from tests.checkpoints.common import PARAMS, XS, arrays, check_same_bits, loss_fn, step_on, trained
 
@@ -264,5 +267,97 @@ def test_bad_arguments(tmp_path: Path):
         Checkpoints(tmp_path, step).save(PARAMS)
     with pytest.raises(ArgumentError, match="another step"):
         Checkpoints(tmp_path, step).save(step_on(8).init(PARAMS))
+    for folder in ("a\0b", "~nobody-of-this-name/run", "\ud800"):
+        with pytest.raises(ArgumentError, match="folder must be a path; got"):
+            Checkpoints(folder, step)
+    for score in (True, "3", 1j):
+        with pytest.raises(ArgumentTypeError, match="score must be a number"):
+            Checkpoints(tmp_path, step).save(step.init(PARAMS), score=score)
     assert repr(tmp_path.name)[1:-1] in repr(Checkpoints(tmp_path, step))
     assert crossshard.Checkpoints is Checkpoints
+
+
+def without_a_leaf(state: Any) -> Any:
+    state.params["odd"].delete()
+    return state
+
+
+def used(state: Any) -> Any:
+    jax.jit(lambda state: state.params, donate_argnums=0)(state)
+    return state
+
+
+BAD_STATES: dict[str, tuple[Any, Any, str]] = {
+    "types": (
+        lambda state: step_on(2).abstract_init(PARAMS),
+        ArgumentTypeError,
+        "ShapeDtypeStruct",
+    ),
+    "deleted": (without_a_leaf, ArgumentError, r"\.params\['odd'\] .* was donated or deleted"),
+    "donated": (used, ArgumentError, "donated"),
+    "numpy": (lambda s: dataclasses.replace(s, params=PARAMS), ArgumentTypeError, "got ndarray"),
+    "a number": (lambda s: dataclasses.replace(s, step=3), ArgumentTypeError, r"\.step .* got int"),
+    "parameters": (lambda state: state.params, ArgumentTypeError, "got dict"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_STATES)
+def test_a_state_that_cannot_be_saved_is_refused_by_name(name: str, tmp_path: Path):
+    (spoil, error, says), step = BAD_STATES[name], step_on(2)
+    with (
+        Checkpoints(tmp_path, step) as checkpoints,
+        pytest.raises(error, match=says) as refused,
+    ):
+        checkpoints.save(spoil(step.init(PARAMS)))
+    # From our own check, and not from a write that failed.
+    assert type(refused.value) is error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_calls_in_a_function_that_jax_traces_are_refused(tmp_path: Path):
+    step = step_on(2)
+    state = trained(step, 1)
+    saved(tmp_path, step, state)
+    checkpoints = Checkpoints(tmp_path, step)
+    for name in ("save", "save_if_preempted", "restore_latest", "restore_params"):
+        call = getattr(checkpoints, name)
+        with pytest.raises(ArgumentError, match=r"Call it outside of jax\.jit"):
+            jax.jit(lambda state, call=call: call(state) and None)(state)
+
+
+def test_a_step_to_restore_is_a_number(tmp_path: Path):
+    step = step_on(2)
+    state = trained(step, 1)
+    saved(tmp_path, step, state)
+    checkpoints = Checkpoints(tmp_path, step)
+    assert int(checkpoints.restore(state, np.int64(1))[0].step) == 1
+    for number in (True, 1.0, "1", None, np.ones(2)):
+        with pytest.raises(ArgumentTypeError, match="step must be an int"):
+            checkpoints.restore(state, number)
+    with pytest.raises(ArgumentTypeError, match="step must be an int"):
+        checkpoints.restore_params(state, True)
+    with pytest.raises(ArgumentTypeError, match=r"\.step of the state must be an array; got int"):
+        checkpoints.restore_latest(dataclasses.replace(state, step=1))
+
+
+def test_a_folder_with_an_absurd_number_is_not_one_of_ours(tmp_path: Path):
+    step = step_on(2)
+    absurd = tmp_path / "999999999999999999"
+    absurd.mkdir()
+    with Checkpoints(tmp_path, step, keep=2) as checkpoints:
+        state = step.init(PARAMS)
+        for x in XS[:3]:
+            state, _ = step(state, x)
+            checkpoints.save(state)
+        checkpoints.wait()
+        assert checkpoints.steps() == [2, 3]
+    assert int(Checkpoints(tmp_path, step).restore_latest(state)[0].step) == 3
+    assert absurd.is_dir()
+    # The largest that counts: what comes after it would not be found again.
+    (tmp_path / "9999999999").mkdir()
+    with Checkpoints(tmp_path, step, keep=2) as checkpoints:
+        with pytest.warns(CheckpointWarning, match="checkpoint 9999999999: it was not committed"):
+            checkpoints.restore_latest(state)
+        with pytest.raises(CheckpointError, match=r"9999999999, since .* move that folder"):
+            checkpoints.save(state)
+        assert checkpoints.steps() == [2, 3, 9999999999]

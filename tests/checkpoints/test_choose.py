@@ -1,7 +1,10 @@
 """Which checkpoint is restored and which ones stay; weights alone; remote folders; moved ones."""
 
 import dataclasses
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -223,3 +226,85 @@ def test_a_remote_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         checkpoints.save(states[2], 3)
     assert checkpoints.steps() == [2, 3]
     assert checkpoints.restore(step.abstract_init(PARAMS), 3)[1] == 3
+
+
+# Beside a run that writes.
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_what_is_deleted_while_it_is_read_is_not_damaged(
+    pinned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    step = step_on(2)
+    state = trained(step, 1)
+    reader = Checkpoints(tmp_path, step)
+    check, began = reader._folder.check, []
+    with Checkpoints(tmp_path, step, keep=1) as writer:
+        writer.save(state, "old", pin=pinned)
+        writer.save(step(trained(step, 1), XS[1])[0], "first")
+        writer.wait()
+
+        def vanish(number: int) -> int:
+            for path in tmp_path.glob("0*"):
+                shutil.rmtree(path)
+            return number
+
+        def late(number: int) -> None:
+            began.append(number)
+            if len(began) <= times:
+                writer.save(trained(step, 1), len(began))
+                writer.wait()
+            check(number)
+
+        monkeypatch.setattr(reader._folder, "check", late)
+        times = 2
+        # The newest, and no word of those that are gone, nor the older one that is pinned.
+        assert reader.restore_latest(state)[1] == 2
+        assert began == [2, 3, 4]
+        began, times = [], 100
+        with pytest.raises(CheckpointError, match=r"Each checkpoint in .*, 21 so far, .* keep=10"):
+            reader.restore_latest(state)
+        # None at all is left of what there was, which is not the same as none.
+        began, times = [], 0
+        monkeypatch.setattr(reader._folder, "check", lambda number: check(vanish(number)))
+        with pytest.raises(CheckpointError, match="deleted while it was read"):
+            reader.restore_latest(state)
+
+
+WRITER = """
+import sys
+from crossshard import Checkpoints
+from tests.checkpoints.common import step_on, trained
+step = step_on(2)
+state = trained(step, 1)
+with Checkpoints(sys.argv[1], step, keep=1) as checkpoints:
+    while True:
+        checkpoints.save(state)
+        checkpoints.wait()
+        print("saved", flush=True)
+"""
+
+
+@pytest.mark.deep
+def test_a_reader_beside_a_process_that_writes_fast(tmp_path: Path):
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+    writing = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert writing.stdout is not None
+        assert writing.stdout.readline() == "saved\n"
+        step = step_on(2)
+        reader, like = Checkpoints(tmp_path, step), step.abstract_init(PARAMS)
+        for _ in range(100):
+            # No word of what is deleted meanwhile, or it would be an error of this test.
+            assert reader.restore_latest(like) is not None
+        assert writing.poll() is None
+    finally:
+        writing.kill()
+        writing.communicate()
+    assert reader.steps()[-1] > 20

@@ -1,6 +1,5 @@
 """A damaged checkpoint is refused with its leaf named, and the one before it is taken."""
 
-import json
 import os
 import shutil
 import warnings
@@ -11,10 +10,9 @@ import numpy as np
 import pytest
 
 from crossshard import Checkpoints
-from crossshard._hash import sha256
 from crossshard.checkpoints.manifest import MOST_BYTES, Damaged, read_manifest
 from crossshard.errors import CheckpointDamagedError, CheckpointMismatchError, CheckpointWarning
-from tests.checkpoints.common import PARAMS, arrays, check_same_bits, step_on, write
+from tests.checkpoints.common import PARAMS, arrays, check_same_bits, edit, step_on, write
 
 STEP = lambda: step_on(2)
 
@@ -34,14 +32,6 @@ def copy(written: Any, tmp_path: Path) -> Path:
 def restore(folder: Path) -> Any:
     step = STEP()
     return Checkpoints(folder, step).restore_latest(step.abstract_init(PARAMS))
-
-
-def edit(manifest: Path, change: Any) -> None:
-    """Change a manifest as a forger would, with its checksum."""
-    body = json.loads(manifest.read_text())
-    del body["sha256"]
-    change(body)
-    manifest.write_text(json.dumps({**body, "sha256": sha256(body)}))
 
 
 def manifest_of(folder: Path, number: int = 2) -> Path:
@@ -177,7 +167,7 @@ def test_a_run_goes_on_after_a_damaged_one(copy: Path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda body: body.update(version=2), "has version 2, and .* reads version 3"),
+        (lambda body: body.update(version=2), "has version 2, and .* reads versions 3 and 4"),
         (lambda body: body.update(extra=1), "an unknown key 'extra'"),
         (lambda body: body.pop("rng"), "no key 'rng'"),
         (lambda body: body["leaves"].pop(), "it has no "),
@@ -188,6 +178,24 @@ def test_another_format_is_refused_and_not_passed_over(change: Any, message: str
     edit(manifest_of(copy), change)
     with pytest.raises(CheckpointMismatchError, match=message):
         restore(copy)
+
+
+def test_words_on_disk_do_not_command_a_terminal(copy: Path):
+    def shout(body: Any) -> None:
+        body["fingerprint"]["options"].update(reduction="\x1b[2JSUM", accumulate_steps="\x1b[1m")
+
+    edit(manifest_of(copy), shout)
+    with pytest.raises(CheckpointMismatchError, match="SUM in it") as refused:
+        restore(copy)
+    assert str(refused.value).isprintable()
+    step = STEP()
+    with pytest.warns(CheckpointWarning, match="accumulate_steps") as warned:
+        Checkpoints(copy, step).restore_latest(step.abstract_init(PARAMS), strict=False)
+    assert str(warned[0].message).isprintable()
+    (copy / "00000002" / "state" / "\x1b[2J").symlink_to("x")
+    with pytest.warns(CheckpointWarning, match="a link or a device") as warned:
+        restore(copy)
+    assert str(warned[0].message).isprintable()
 
 
 def test_arrays_of_another_size_are_refused_before_they_are_read(copy: Path, monkeypatch: Any):
@@ -217,7 +225,7 @@ WRONG = {
     "a key too many": lambda body: body["fingerprint"].update(more=1),
     "a fraction in a shape": lambda body: body["leaves"][0].update(shape=[1.0]),
     "a number for an option": lambda body: body["fingerprint"]["options"].update(ema=0.9),
-    "nothing for an update": lambda body: body["fingerprint"].update(update=None),
+    "nothing for an update": lambda body: body["fingerprint"]["updates"].update(optimizer=None),
     "a path twice": lambda body: body["leaves"].append(body["leaves"][0]),
 }
 

@@ -180,3 +180,55 @@ def test_of_many_that_find_a_dead_writer_one_takes_over(tmp_path: Path):
     for own in locks:
         own.release()
     assert list(tmp_path.iterdir()) == []
+
+
+# What is there in place of a writer's file.
+
+
+def a_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def a_link(path: Path) -> None:
+    other = path.parent.parent / "of another folder"
+    other.write_text(json.dumps({"machine": lock.machine(), "process": os.getpid(), "began": 0}))
+    path.symlink_to(other)
+
+
+def deep_json(path: Path) -> None:
+    path.write_text('{"token": ' + "[" * 100_000)
+
+
+def much(path: Path) -> None:
+    path.write_text(json.dumps({"host": "far", "since": "x" * 100_000}))
+
+
+@pytest.mark.parametrize("put", [a_pipe, a_link, deep_json, much], ids=lambda put: put.__name__)
+def test_what_no_writer_has_written_is_nobodys_name(put: Any, quick: None, tmp_path: Path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    put(folder / FILE)
+    # Nobody touches it, so it is taken over.
+    own, told = Lock(folder), []
+    taking = threading.Thread(target=lambda: told.append(own.take()), daemon=True)
+    taking.start()
+    taking.join(20)
+    assert told == [""]
+    put(folder / "another")
+    os.replace(folder / "another", folder / FILE)
+    assert own.take() == (
+        "a process that has not said its name has taken the folder over, as this process did not "
+        "respond"
+    )
+
+
+def test_a_writers_words_do_not_command_a_terminal(tmp_path: Path):
+    elsewhere(tmp_path)
+    body = json.loads((tmp_path / FILE).read_text())
+    body |= {"host": "far\x1b[2J", "since": "then\u202e", "process": ["\x1b"] * 3}
+    (tmp_path / FILE).write_text(json.dumps(body))
+    own = Lock(tmp_path)
+    own._release = lambda: None
+    told = own.take()
+    assert "has taken the folder over" in told
+    assert told.isprintable()

@@ -12,19 +12,22 @@ import numpy as np
 import optax
 import pytest
 
-from crossshard import Checkpoints, CrossShardOptimizer, Reduction, make_train_step
+from crossshard import Checkpoints, CrossShardOptimizer, Nonfinite, Reduction, make_train_step
 from crossshard.errors import (
     ArgumentError,
     ArgumentTypeError,
     CheckpointMismatchError,
     CheckpointWarning,
 )
-from tests.checkpoints.common import arrays, check_same_bits
+from crossshard.pipeline import DynamicLossScale
+from examples.top_k import TopK
+from tests.checkpoints.common import arrays, check_same_bits, edit
 from tests.quick import deep_but
 
 RNG = np.random.default_rng(0)
 W = np.float32(RNG.normal(size=(37, 16)) / 4)
 XS = np.float32(RNG.normal(size=(8, 16, 37)))
+OUTER = optax.sgd(0.7, momentum=0.9)
 OPTIMIZERS = {"sgd": lambda: optax.sgd(0.1, momentum=0.9), "adam": lambda: optax.adam(0.01)}
 
 
@@ -202,8 +205,25 @@ def test_on_other_shards_and_with_groups(tmp_path: Path):
 def test_metrics_are_exchanged(tmp_path: Path):
     one, other = step_with(metrics=("grad_norm",)), step_with(metrics=("param_norm", "grad_norm"))
     saved(tmp_path, one, trained(one))
-    restored(tmp_path, other, says="metrics is new")
+    restored(tmp_path, other, says="metrics keeps more arrays, of which the new ones are made anew")
     restored(tmp_path, step_with(metrics="update_norm"), says="metrics keeps other arrays")
+
+
+def test_what_is_kept_is_not_said_to_be_gone(tmp_path: Path):
+    rarely = {"sync_every": 2, "weight_update": "replicated"}
+    plain = step_with(outer_optimizer=OUTER, **rarely)
+    few = step_with(outer_optimizer=OUTER, outer_reduce_dtype="int8", **rarely)
+    anchor_of = lambda step, state: step.unshard(state).opt_state.outer.anchor["w"]
+    for one, other, says in (
+        (plain, few, "outer keeps more arrays, of which the new ones are made anew"),
+        (few, plain, "outer keeps fewer arrays, and the others are dropped"),
+    ):
+        folder, state = tmp_path / says[:17], trained(one)
+        saved(folder, one, state)
+        found = restored(folder, other, says=says)
+        np.testing.assert_array_equal(anchor_of(other, found), anchor_of(one, state))
+        with pytest.warns(CheckpointWarning, match=says):
+            other.reshard(one.unshard(state))
 
 
 # What changes the meaning of a step.
@@ -230,6 +250,16 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"optimizer": optax.sgd(optax.linear_schedule(0.1, 0, 100))},
         {"optimizer": optax.sgd(optax.cosine_decay_schedule(0.1, 100))},
         r"update differ.* in scale_by_schedule, and this one .* in scale_by_schedule",
+    ),
+    "outer update": (
+        {"sync_every": 2, "outer_optimizer": OUTER},
+        {"sync_every": 2, "outer_optimizer": optax.sgd(0.7, momentum=0.9, nesterov=True)},
+        "its outer_optimizer has a state of the same kind, but the operations",
+    ),
+    "outer state": (
+        {"sync_every": 2, "outer_optimizer": OUTER},
+        {"sync_every": 2, "outer_optimizer": optax.adam(0.7)},
+        "its outer_optimizer's state is TraceState, EmptyState, and this one's ScaleByAdamState",
     ),
 }
 
@@ -308,6 +338,37 @@ NUMBERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "nonfinite is skip in it, and raise",
     ),
     "reduce_dtype": ({}, {"reduce_dtype": "bfloat16"}, "reduce_dtype is off in it, and bfloat16"),
+    "outer rate": (
+        {"sync_every": 2, "outer_optimizer": OUTER},
+        {"sync_every": 2, "outer_optimizer": optax.sgd(0.5, momentum=0.9)},
+        "update of its outer_optimizer differ: it has mul(-0.7, x)…, and this one mul(-0.5, x)",
+    ),
+    "outer_reduce_dtype": (
+        {"sync_every": 2},
+        {"sync_every": 2, "outer_reduce_dtype": "bfloat16"},
+        "outer_reduce_dtype is off in it, and in bfloat16 here",
+    ),
+    "gather_dtype": (
+        {"params": "sharded"},
+        {"params": "sharded", "gather_dtype": "int8"},
+        "gather_dtype is off in it, and int8 here",
+    ),
+    "an aggregator's number": (
+        {"aggregator": TopK(0.1)},
+        {"aggregator": TopK(0.2)},
+        "differs: aggregator.part is 0.1 in it, and 0.2 here.",
+    ),
+    "loss_over": ({}, {"loss_over": "shard"}, "loss_over is rows in it, and shard here"),
+    "max_consecutive": (
+        {"nonfinite": Nonfinite("skip", 5)},
+        {"nonfinite": Nonfinite("skip", 7)},
+        "differs: nonfinite.max_consecutive is 5 in it, and 7 here.",
+    ),
+    "several of one": (
+        {"loss_scale": DynamicLossScale(growth_factor=2.0)},
+        {"loss_scale": DynamicLossScale(growth_factor=4.0, backoff_factor=0.25)},
+        "loss_scale.backoff_factor is 0.5 in it, and 0.25 here; loss_scale.growth_factor is 2.0",
+    ),
 }
 
 
@@ -319,6 +380,38 @@ def test_other_numbers_are_said(name: str, tmp_path: Path):
     saved(tmp_path, old, state)
     check_same_bits(arrays(old, restored(tmp_path, old)), arrays(old, state))
     restored(tmp_path, new, says=says)
+
+
+# Older checkpoints.
+
+
+def as_before(body: Any) -> None:
+    """Change a manifest to what 0.2.0 would have written."""
+    found = body["fingerprint"]
+    updates, told = found.pop("updates"), found.pop("options")
+    names = "reduction preprocess accumulate_steps weight reduce_dtype nonfinite master_dtype ema"
+    words = {name: told[name] for name in names.split()}
+    words |= {"loss_over='batch'": None, "loss_scale": "DynamicLossScale(initial=65536.0)"}
+    found |= {
+        "update": updates["optimizer"],
+        "preprocess": updates["preprocess"],
+        "options": words,
+    }
+    body["version"] = 3
+
+
+def test_a_checkpoint_of_0_2_0_is_restored_and_compared_as_far_as_it_goes(tmp_path: Path):
+    options: dict[str, Any] = {"nonfinite": "skip", "loss_scale": "dynamic"}
+    step = step_with(preprocess=optax.clip(1.0), **options)
+    state = trained(step)
+    saved(tmp_path, step, state)
+    edit(tmp_path / "00000002" / "manifest" / "manifest.json", as_before)
+    check_same_bits(arrays(step, restored(tmp_path, step)), arrays(step, state))
+    other = step_with(preprocess=optax.clip(2.0), accumulate_steps=2, **options)
+    restored(tmp_path, other, says="update of its preprocess…accumulate_steps is 1 in it, and 2")
+    rarely = step_with(preprocess=optax.clip(1.0), nonfinite="skip", sync_every=2)
+    with pytest.raises(CheckpointMismatchError, match="sync_every is off in it, and 2 here"):
+        restored(tmp_path, rarely)
 
 
 # A state that is passed on in memory.

@@ -9,12 +9,12 @@ from typing import Any, Self
 
 import jax
 
-from crossshard import _check, _mesh
+from crossshard import _check, _jax, _mesh
 from crossshard._annotations import Json
 from crossshard.checkpoints.fingerprint import fingerprint
 from crossshard.checkpoints.folder import Folder
 from crossshard.checkpoints.keeping import Keeping, notes_of
-from crossshard.checkpoints.leaves import check_devices
+from crossshard.checkpoints.leaves import check_arrays, check_devices, check_types
 from crossshard.checkpoints.manifest import Damaged, Fingerprint, check_data
 from crossshard.checkpoints.preemption import Preemption
 from crossshard.checkpoints.reading import Found, read_params, read_state
@@ -28,7 +28,11 @@ from crossshard.errors import (
 )
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
+from crossshard.step.arguments import check_state
 from crossshard.step.train_step import TrainStep, collected, config_of, layout_of
+
+# How often to begin again while another run deletes what is being read.
+_MOST_DELETED = 20
 
 
 class Checkpoints:
@@ -121,6 +125,8 @@ class Checkpoints:
           CheckpointError: it cannot be written, the one before could not be, or another run writes
             to the folder.
         """
+        _check_call("save", state)
+        check_arrays(state)
         layout = layout_of(self._step, state)
         check_data(data)
         notes = notes_of(score, pin)
@@ -158,9 +164,12 @@ class Checkpoints:
           ArgumentError, ArgumentTypeError, CheckpointError: as for ``save``; or it is not called in
             the main thread.
         """
+        # Not only once it has to be saved.
+        _check_call("save_if_preempted", state)
         self._preemption = self._preemption or Preemption()
         if not self._preemption.reached():
             return False
+        check_arrays(state)
         if self._saving.taken is None or self._saving.taken != int(state.step):
             self.save(state, data)
         self.wait()
@@ -199,8 +208,8 @@ class Checkpoints:
           state: a state of the step, such as ``step.init(params)``, of which only the types are
             read; ``step.abstract_init(params)`` takes no memory.
           strict: whether to refuse what changes the meaning of a step: the reduction, another
-            preprocessor, another update, dtypes. If not, this is said by the warning, too, and
-            what of the optimizer's state is not in the checkpoint is made anew.
+            preprocessor, another update or outer update, dtypes. If not, this is said by the
+            warning, too, and what of the optimizer's state is not in the checkpoint is made anew.
 
         Returns:
           The state, and the data that was saved with it; ``None`` if there is no checkpoint.
@@ -264,6 +273,8 @@ class Checkpoints:
           CheckpointError: there is none, or the folder cannot be read.
           CheckpointMismatchError: the parameters have other names, shapes or dtypes.
         """
+        _check_call("restore_params", state)
+        check_types(state)
         layout = layout_of(self._step, state)
         types = layout.collected_types(state)
         read = lambda number: read_params(self._folder, number, layout.own, types)
@@ -285,7 +296,9 @@ class Checkpoints:
         return self._folder.numbers(self._step.mesh)
 
     def _reader(self, state: TrainState, strict: Any) -> Callable[[int], Found]:
+        _check_call("restore", state)
         _check.flag("strict", strict)
+        check_types(state)
         layout = layout_of(self._step, state)
 
         def read(number: int) -> Found:
@@ -309,16 +322,30 @@ class Checkpoints:
     def _latest(self, read: Callable[[int], Any]) -> Any:
         """What is read of the latest checkpoint that is whole; ``None`` if there is none."""
         self.wait()
-        numbers = self._saving.numbers = self.steps()
-        reasons = []
-        for number in reversed(numbers):
+        reasons: dict[int, str] = {}
+        deleted = 0
+        while True:
+            numbers = self._saving.numbers = self.steps()
+            # A run that writes meanwhile may have deleted what was being read, and has newer ones.
+            deleted += len(reasons.keys() - set(numbers))
+            reasons = {each: why for each, why in reasons.items() if each in numbers}
+            if deleted > _MOST_DELETED or (deleted and not numbers):
+                raise CheckpointError(
+                    f"Each checkpoint in {self._folder.path}, {deleted} so far, was deleted while "
+                    f"it was read. If another run writes there, let that one keep more of them: "
+                    f"Checkpoints(folder, step, keep=10)."
+                )
+            left = [each for each in numbers if each not in reasons]
+            if not left:
+                break
+            number = left[-1]
             try:
                 found = read(number)
             except Damaged as damage:
-                self._saving.damaged.add(number)
-                reasons.append(f"checkpoint {number}: {damage}")
+                reasons[number] = f"checkpoint {number}: {damage}"
                 continue
-            for reason in reasons:
+            self._saving.damaged |= reasons.keys()
+            for reason in reasons.values():
                 warnings.warn(
                     f"{self._folder.path}, {reason}. It is damaged and passed over; checkpoint "
                     f"{number} is taken.",
@@ -327,13 +354,15 @@ class Checkpoints:
                 )
             return found
         if reasons:
+            self._saving.damaged |= reasons.keys()
             raise CheckpointDamagedError(
-                f"No checkpoint in {self._folder.path} is whole: {'; '.join(reasons)}. Bring back "
-                f"a copy of it, or choose another folder to start again in."
+                f"No checkpoint in {self._folder.path} is whole: {'; '.join(reasons.values())}. "
+                f"Bring back a copy of it, or choose another folder to start again in."
             )
         return None
 
     def _chosen(self, number: int, read: Callable[[int], Any]) -> Any:
+        number = _check.whole_number("step", number, least=0, hint="It is one of steps().")
         self.wait()
         numbers = self._saving.numbers = self.steps()
         if number not in numbers:
@@ -356,8 +385,18 @@ class Checkpoints:
         if id(layout) not in self._fingerprints:
             one = 0 if layout.groups is None else 1
             types = lambda x: jax.ShapeDtypeStruct(x.shape[one:], x.dtype)
-            loss, params = config_of(self._step).loss, jax.tree.map(types, state.params)
+            params = jax.tree.map(types, state.params)
             with _mesh.without_mesh():
-                found = fingerprint(layout, loss, params)
+                found = fingerprint(config_of(self._step), params)
             self._fingerprints[id(layout)] = layout, found
         return self._fingerprints[id(layout)][1]
+
+
+def _check_call(call: str, state: Any) -> None:
+    """Raise unless a call can do its work here, and with a state."""
+    check_state(state)
+    if not _jax.at_top_level():
+        raise ArgumentError(
+            f"{call} works with files, which a function that jax traces cannot do. Call it outside "
+            f"of jax.jit."
+        )

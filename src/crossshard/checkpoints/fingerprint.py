@@ -1,5 +1,6 @@
 """Fingerprint: tells a step from others, by its options and by its optimizer's state and update."""
 
+import dataclasses
 from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
@@ -7,37 +8,121 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from crossshard import _jax
 from crossshard._hash import sha256
 from crossshard.checkpoints.manifest import Fingerprint, Update
 from crossshard.gradients.nesting import inside_optimizer
-from crossshard.model.layout import StateLayout
+from crossshard.gradients.reduction import Reduction
+from crossshard.pipeline.aggregators.aggregator import Aggregator
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import Stage
 from crossshard.pipeline.stages.preprocess import Preprocess
 from crossshard.pipeline.stages.streaming import Streaming
 from crossshard.pipeline.update.moving_average import describe_decay
 from crossshard.pipeline.update.optimize import takes_value
+from crossshard.step.config import StepConfig
+from crossshard.step.options import OPTIMIZER, PREPROCESS
 from crossshard.step.shard_loss import ShardLoss
+from crossshard.step.step_function import StepFunction
+
+# The parts of a step, and of each the fields that are not compared. All others are, so that a new
+# one is: whoever adds one that changes nothing of what a state becomes writes it down here.
+NOT_COMPARED: dict[type, set[str]] = {
+    # Where arrays are, which a restore changes. What is trained the arrays tell.
+    StepConfig: {"mesh", "outer_mesh", "axes", "weight_update", "in_parts", "donate", "wrt"},
+    # A name, and what only looks.
+    StepFunction: {"name", "sentinel"},
+    # The user's code and what it takes; what becomes of metrics; what is known of a trace; and
+    # what the reduction tells.
+    ShardLoss: {
+        "function",
+        "takes_rng",
+        "has_aux",
+        "batch_axes",
+        "aux_reduction",
+        "record",
+        "is_summed",
+    },
+    # The manifest has the groups; metrics only look; the others no step has, or they name axes.
+    Pipeline: {"groups", "metrics", "axis_name", "incoming", "accumulate"},
+}
+# What the user calls them, where fields have other names.
+_NAMES = {
+    "inner": OPTIMIZER,
+    "over": "loss_over",
+    "keys_of_rows": "rng_per='row'",
+    "outer": "sync_every",
+    "outer.optimizer": "outer_optimizer",
+    "outer.aggregator": "outer_reduce_dtype",
+    "aggregator.virtual_shards": "virtual_shards",
+}
 
 
-def fingerprint(layout: StateLayout, loss: ShardLoss, params: Any) -> Fingerprint:
+def fingerprint(config: StepConfig, params: Any) -> Fingerprint:
     """What tells a step from another one.
 
     Args:
-      layout: the layout of the state, with the pipeline.
-      loss: the loss of the step.
+      config: what the step is made of.
       params: the types of one set of parameters.
     """
-    pipeline = layout.pipeline
-    return Fingerprint(
-        update=_of_update(pipeline.inner, params),
-        preprocess=_of_stage(pipeline.preprocess, params),
-        options=_options(pipeline, loss),
-        jax=jax.__version__,
-        optax=version("optax"),
-    )
+    outer = config.pipeline.outer
+    updates: dict[str, Update] = {}
+    # The kind of the stage, and what its state is cut into.
+    streaming = f"{outer.every} pieces" if isinstance(outer, Streaming) else None
+    options: dict[str, str | None] = {"sync_streaming": streaming}
+    for field, value in compared(config):
+        for name, told in _told(field, value, params):
+            if isinstance(told, Update):
+                updates[name] = told
+            else:
+                options[name] = told
+    return Fingerprint(updates, options, jax.__version__, version("optax"))
+
+
+def compared(part: Any) -> Iterator[tuple[str, Any]]:
+    """The names and the values of the fields of a step, or of a part of it, that are compared."""
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        if type(value) in NOT_COMPARED:
+            yield from compared(value)
+        elif field.name not in NOT_COMPARED[type(part)]:
+            yield field.name, value
+
+
+def _told(name: str, value: Any, params: Any) -> Iterator[tuple[str, str | Update | None]]:
+    """An option in words, and what it consists of, by their names; ``None`` if it is off."""
+    said = _NAMES.get(name, name)
+    if isinstance(value, optax.GradientTransformation):
+        yield said, _of_update(value, params)
+    elif name == PREPROCESS and value is not None:
+        yield said, "on"
+        yield said, _of_stage(value, params)
+    elif isinstance(value, Aggregator):
+        yield said, value.describe() or None
+        for key, each in getattr(value, "__dict__", {}).items():
+            if type(each) in _PLAIN:
+                yield from _told(f"{name}.{key}", each, params)
+    elif dataclasses.is_dataclass(value) and dataclasses.fields(value):
+        # One says nonfinite="skip", and Nonfinite("skip", max_consecutive=5).
+        first, *others = dataclasses.fields(value)
+        yield from _told(name, getattr(value, first.name), params)
+        for field in others:
+            yield from _told(f"{name}.{field.name}", getattr(value, field.name), params)
+    else:
+        yield said, _in_words(value)
+
+
+def _in_words(value: Any) -> str | None:
+    if value is None or isinstance(value, bool):
+        return "on" if value else None
+    if isinstance(value, Reduction):
+        return value.name
+    if isinstance(value, tuple | list):
+        return ", ".join(str(_in_words(each)) for each in value)
+    # An address, which the text of an object may have, differs between processes.
+    return str(value) if isinstance(value, (*_PLAIN, np.dtype)) else describe_decay(value)
 
 
 def _of_update(optimizer: Any, params: Any) -> Update:
@@ -60,9 +145,7 @@ def _of_update(optimizer: Any, params: Any) -> Update:
     )
 
 
-def _of_stage(stage: Stage | None, params: Any) -> Update | None:
-    if stage is None:
-        return None
+def _of_stage(stage: Stage, params: Any) -> Update:
     if isinstance(stage, Preprocess):
         return _of_update(stage.transformation, params)
     # What a stage of the user's own computes cannot be traced outside of a step.
@@ -70,29 +153,8 @@ def _of_stage(stage: Stage | None, params: Any) -> Update | None:
     return Update([type(stage).__qualname__], "", sha256(numbers), numbers)
 
 
-def _options(pipeline: Pipeline, loss: ShardLoss) -> dict[str, str | None]:
-    """The options, in words, that change what a step does; ``None`` for those that are off."""
-    outer = pipeline.outer
-    options: dict[str, Any] = {
-        "reduction": pipeline.reduction.name,
-        "preprocess": None if pipeline.preprocess is None else "on",
-        "accumulate_steps": loss.accumulate_steps,
-        "loss_over='batch'": "on" if loss.is_over_batch else None,
-        "weight": None if loss.weight is None else "on",
-        "reduce_dtype": pipeline.reduce_dtype,
-        "aggregator": None if pipeline.aggregator is None else pipeline.aggregator.describe(),
-        "virtual_shards": loss.virtual_shards,
-        "loss_scale": pipeline.loss_scale,
-        "nonfinite": None if pipeline.nonfinite is None else pipeline.nonfinite.action,
-        "master_dtype": pipeline.master_dtype,
-        "sync_every": None if outer is None else outer.every,
-        "sync_streaming": f"{outer.every} pieces" if isinstance(outer, Streaming) else None,
-        "ema": None if pipeline.ema is None else describe_decay(pipeline.ema),
-    }
-    return {name: None if value is None else str(value) for name, value in options.items()}
-
-
 _NUMBERS = (int, float)
+_PLAIN = (*_NUMBERS, bool, str)
 
 
 def _equations(jaxpr: Any) -> Iterator[tuple[str, str, Any]]:

@@ -20,6 +20,8 @@ from crossshard.errors import ArgumentError, ArgumentTypeError, CheckpointError
 # Orbax writes it last. On a disk it also renames the folder of a checkpoint once that is complete.
 _MARKER = "commit_success.txt"
 _DIGITS = 8
+# Steps are counted in 32 bits. A folder with a larger number is somebody else's.
+LARGEST = 10**10 - 1
 _UNFINISHED = re.compile(r"\d{8,}\.(orbax-checkpoint-tmp.*|deleted)")
 # What Orbax's library for paths and its library for arrays both know.
 _REMOTE = "gs://"
@@ -43,7 +45,11 @@ class Folder:
                 f"folder must be a folder of this machine, one that is mounted, or one at "
                 f"{_REMOTE}, where Orbax can write; got {text!r:.80}."
             )
-        self.path: Any = _remote(text) if self.remote else Path(text).expanduser().resolve()
+        try:
+            os.fsencode(text)
+            self.path: Any = _remote(text) if self.remote else Path(text).expanduser().resolve()
+        except (ValueError, RuntimeError) as error:
+            raise ArgumentError(f"folder must be a path; got {text!r:.80} ({error}).") from None
 
     def of(self, number: int) -> Any:
         """The folder of a checkpoint."""
@@ -78,7 +84,7 @@ class Folder:
         return [int(number) for number in first]
 
     def _numbered(self) -> list[int]:
-        names = (name for name in self._names() if re.fullmatch(r"\d{8,18}", name, re.ASCII))
+        names = (name for name in self._names() if re.fullmatch(r"\d{8,10}", name, re.ASCII))
         return sorted(int(name) for name in names if self.of(int(name)).name == name)
 
     def _committed(self, number: int) -> bool:

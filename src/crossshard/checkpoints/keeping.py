@@ -6,11 +6,14 @@ from typing import Any
 
 from crossshard import _check
 from crossshard.checkpoints import manifest
+from crossshard.checkpoints.files import read
 from crossshard.checkpoints.folder import Folder
 from crossshard.errors import ArgumentTypeError
 
 # Beside a checkpoint's manifest. Who wants to keep a checkpoint can make the first file by hand.
 _PINNED, _SCORE = "pinned", "score.txt"
+# Of a number.
+_MOST_BYTES = 64
 
 
 class Keeping:
@@ -62,7 +65,7 @@ class Keeping:
         """The score of a checkpoint; ``None`` if it has none that is a number, or none counts."""
         if self._best and number not in self._scores:
             try:
-                found = float(self._note(number, _SCORE).read_text())
+                found = float(read(self._note(number, _SCORE), _MOST_BYTES))
             except (OSError, ValueError):
                 found = math.nan
             self._scores[number] = None if math.isnan(found) else found
@@ -81,8 +84,9 @@ def notes_of(score: Any, pin: Any) -> dict[str, str]:
     _check.flag("pin", pin)
     if score is None:
         return {_PINNED: ""} if pin else {}
+    number: Any = None if isinstance(score, bool | str) else score
     try:
-        number = float(score)
+        number = float(number)
     except (TypeError, ValueError):
         raise ArgumentTypeError(f"score must be a number; got {type(score).__name__}.") from None
     return {_SCORE: repr(number), **({_PINNED: ""} if pin else {})}

@@ -13,11 +13,14 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from crossshard.checkpoints.files import read, read_json
 from crossshard.distributed.identity import is_gone, machine, own_identity
 
 FILE = "writer.json"
 # A writer touches its file so often. One on another machine that has not for so long is dead.
 _BEAT, _DEAD = 5.0, 30.0
+# Many times what a writer writes down.
+_MOST_BYTES, _LONGEST = 4096, 256
 
 
 class Lock:
@@ -111,7 +114,8 @@ class Lock:
 
     def _touched(self) -> object:
         with contextlib.suppress(OSError):
-            found: Any = self._path.stat()
+            # A link is no writer's, whatever becomes of what it leads to.
+            found: Any = self._path.stat() if self._remote else self._path.lstat()
             return found.mtime if self._remote else found.st_mtime_ns
         return None
 
@@ -147,10 +151,12 @@ def _named(holder: dict[str, Any]) -> str:
 def _read(path: Any) -> dict[str, Any]:
     """What a writer wrote down; nothing if it is writing, or the file is gone or something else."""
     try:
-        found = json.loads(path.read_text())
+        found = read_json(path, _MOST_BYTES)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    # They are told, so that they must not command a terminal.
+    is_word = lambda x: isinstance(x, str) and len(x) <= _LONGEST and x.isprintable()
+    return {key: x for key, x in found.items() if type(x) is int or is_word(x)}
 
 
 def _beat(path: Any, token: str, ended: threading.Event, remote: bool) -> None:
@@ -160,7 +166,7 @@ def _beat(path: Any, token: str, ended: threading.Event, remote: bool) -> None:
             if _read(path).get("token") != token:
                 return
             if remote:
-                path.write_text(path.read_text())
+                path.write_bytes(read(path, _MOST_BYTES))
             else:
                 os.utime(path)
 

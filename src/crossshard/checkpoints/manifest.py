@@ -7,9 +7,10 @@ from typing import Any
 
 from crossshard._hash import sha256
 from crossshard._typed import typed
+from crossshard.checkpoints.files import read_json
 from crossshard.errors import ArgumentError, ArgumentTypeError, CheckpointMismatchError
 
-VERSION = 3
+VERSION = 4
 # Where it is, in the folder of a checkpoint.
 FOLDER, FILE = "manifest", "manifest.json"
 # A thousand times what a large model needs. Files of which Orbax reads all are held to it too.
@@ -44,15 +45,15 @@ class Fingerprint:
     """What tells a step from others, as far as the meaning of its state depends on it.
 
     Attributes:
-      update: that of the wrapped optimizer, without master weights and moving average.
-      preprocess: that of ``preprocess``; ``None`` without one.
+      updates: that of the wrapped optimizer, without master weights and moving average, and those
+        of other options that are optimizers or stages, by their names.
       options: the options that change what a step does, in words; ``None`` for one that is off.
+        Of one that is missing nothing is known.
       jax: the version of JAX. Only the same two versions trace an update alike.
       optax: the version of Optax.
     """
 
-    update: Update
-    preprocess: Update | None
+    updates: dict[str, Update]
     options: dict[str, str | None]
     jax: str
     optax: str
@@ -137,14 +138,19 @@ def read_manifest(file: Path, number: int) -> Manifest:
       CheckpointMismatchError: it is whole, and another version of crossshard wrote it.
       Damaged: it is not whole.
     """
-    body = _parsed(file)
+    try:
+        body = read_json(file, MOST_BYTES)
+    except FileNotFoundError:
+        raise Damaged("it has no manifest") from None
+    except (OSError, ValueError) as error:
+        raise Damaged(f"the manifest cannot be read ({error!s:.100})") from None
     checksum = body.pop("sha256", None)
     if checksum != sha256(body):
         raise Damaged("the manifest does not have the checksum that it was written with")
     version = body.pop("version", None)
-    if version != VERSION:
+    if version not in (3, VERSION):
         raise CheckpointMismatchError(
-            f"{file} has version {version!r:.20}, and this crossshard reads version "
+            f"{file} has version {version!r:.20}, and this crossshard reads versions 3 and "
             f"{VERSION}. Install the crossshard that wrote it, or choose another folder."
         )
     known = {field.name for field in dataclasses.fields(Manifest)}
@@ -154,28 +160,31 @@ def read_manifest(file: Path, number: int) -> Manifest:
             f"{file} has {what} {key!r:.60}, so something else wrote it. Choose another folder."
         )
     try:
+        if version == 3:
+            body["fingerprint"] = _of_version_3(**body["fingerprint"])
         manifest: Manifest = typed(Manifest, body)
         paths = [leaf.path for leaf in manifest.leaves]
         if manifest.shards > _MOST_SHARDS or len({*paths}) < len(paths):
             raise ValueError("It has too many shards, or a path twice.")
-    except ValueError:
+    except (ValueError, TypeError):
         raise Damaged("the manifest has values of a wrong type") from None
     if manifest.number != number:
         raise Damaged(f"its manifest is that of checkpoint {manifest.number}")
     return manifest
 
 
-def _parsed(file: Path) -> dict[str, Any]:
-    try:
-        with file.open("rb") as opened:
-            text = opened.read(MOST_BYTES + 1)
-        if len(text) > MOST_BYTES:
-            raise Damaged(f"the manifest is larger than {MOST_BYTES:,} bytes")
-        body = json.loads(text)
-    except FileNotFoundError:
-        raise Damaged("it has no manifest") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise Damaged(f"the manifest cannot be read ({error!s:.100})") from None
-    if not isinstance(body, dict):
-        raise Damaged("the manifest is no JSON object")
-    return body
+def _of_version_3(update: Any, preprocess: Any, options: Any, **others: Any) -> dict[str, Any]:
+    """A fingerprint as crossshard 0.2.0 wrote it, as it is written now."""
+    updates = {"optimizer": update, "preprocess": preprocess}
+    # It did not have these, and said more of others.
+    off = dict.fromkeys(("aggregator", "sync_every", "sync_streaming", "virtual_shards"))
+    options = {
+        name: words
+        for name, words in {**off, **options}.items()
+        if words is None or name not in ("loss_scale", "weight")
+    }
+    return {
+        "updates": {name: each for name, each in updates.items() if each is not None},
+        "options": options,
+        **others,
+    }

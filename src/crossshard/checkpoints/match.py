@@ -9,7 +9,7 @@ from crossshard.checkpoints.leaves import Leaf
 from crossshard.checkpoints.manifest import Fingerprint, Manifest, Update
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
-from crossshard.step.options import AVERAGE, MASTERS, OPTIMIZER, PREPROCESS, key_of, said
+from crossshard.step.options import AVERAGE, MASTERS, OPTIMIZER, key_of, said
 
 _ADVICE = "Build the step as it was when it was saved"
 _ANYWAY = "restore_latest(state, strict=False), which keeps what fits"
@@ -31,6 +31,7 @@ class Match:
       notes: what differs, in words.
       new: the options with a state that is made.
       gone: the options with a state that is dropped.
+      kept: the options with a state that is read.
     """
 
     strict: bool
@@ -39,6 +40,7 @@ class Match:
     notes: list[str] = dataclasses.field(default_factory=list)
     new: list[str] = dataclasses.field(default_factory=list)
     gone: list[str] = dataclasses.field(default_factory=list)
+    kept: set[str] = dataclasses.field(default_factory=set)
 
     def refuse(self, what: str | None) -> None:
         """Raise if anything differs."""
@@ -68,6 +70,7 @@ class Match:
             if at is None:
                 self._lacks(option, f"it has no {leaf.path}", self.new)
                 continue
+            self.kept.add(option)
             each = manifest.leaves[at]
             if each.shape != leaf.on_disk.shape:
                 self.refuse(cut if option == "outer" else None)
@@ -120,9 +123,11 @@ def match(
       Different: something differs that must not.
     """
     found, written = Match(strict), manifest.fingerprint
-    compared = [(OPTIMIZER, written.update, here.update)]
-    if written.preprocess and here.preprocess:
-        compared.append((PREPROCESS, written.preprocess, here.preprocess))
+    compared = [
+        (name, written.updates[name], update)
+        for name, update in here.updates.items()
+        if name in written.updates
+    ]
     for each in compared:
         found.add(_of_states(*each))
     if (manifest.groups is None) != (layout.groups is None):
@@ -132,7 +137,8 @@ def match(
         found.refuse(f"its random key is of {manifest.rng}, and here of {state.rng_impl}")
     found.add(_of_option("reduction", written, here))
     found.find(manifest, leaves, here)
-    found.notes += said(*({*each} - {OPTIMIZER} for each in (found.new, found.gone)))
+    new, gone = ({*each} - {OPTIMIZER} for each in (found.new, found.gone))
+    found.notes += said(new, gone, found.kept)
     if (written.jax, written.optax) == (here.jax, here.optax):
         for each in compared:
             found.add(_of_operations(*each))
@@ -208,7 +214,9 @@ def _first(written: Update, here: Update) -> str:
 
 
 def _of_option(name: str, written: Fingerprint, here: Fingerprint) -> str | None:
-    was, now = written.options.get(name), here.options[name]
+    if name not in written.options:
+        return None
+    was, now = written.options[name], here.options[name]
     return None if was == now else f"{name} is {was or 'off'} in it, and {now or 'off'} here"
 
 

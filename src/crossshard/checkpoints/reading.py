@@ -9,6 +9,7 @@ import jax
 
 from crossshard import _mesh
 from crossshard._hash import hash_of
+from crossshard.checkpoints.files import printable
 from crossshard.checkpoints.folder import Folder
 from crossshard.checkpoints.leaves import Leaf, from_disk, leaves_of
 from crossshard.checkpoints.manifest import (
@@ -68,7 +69,7 @@ def read_state(
         arrays = [NEW if place is None else read[place] for place in matched.places]
         shardings = [leaf.on_disk.sharding for leaf in leaves]
         whole = completed(layout, from_disk(state, arrays), shardings)
-    return Found(whole, manifest.data, matched.notes, number)
+    return Found(whole, manifest.data, list(map(printable, matched.notes)), number)
 
 
 def read_params(folder: Folder, number: int, layout: StateLayout, state: TrainState) -> Any:
@@ -144,7 +145,8 @@ def _as_written(
 def _agree(refused: Exception | None, layout: StateLayout) -> None:
     """Raise, in every process, what the first one that cannot read a checkpoint has found."""
     kind = "" if refused is None else type(refused).__name__
-    told = exchange("restore", json.dumps([kind, str(refused)]), layout.mesh)
+    # It may quote what is on disk.
+    told = exchange("restore", json.dumps([kind, printable(str(refused))]), layout.mesh)
     found = dict(reversed([json.loads(each) for each in told]))
     for error in (Damaged, CheckpointMismatchError):
         if error.__name__ in found:

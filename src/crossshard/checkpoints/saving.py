@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from crossshard import _mesh
 from crossshard._hash import crc32, hash_later
-from crossshard.checkpoints.folder import Folder, in_words
+from crossshard.checkpoints.folder import LARGEST, Folder, in_words
 from crossshard.checkpoints.keeping import Keeping
 from crossshard.checkpoints.leaves import leaves_of, to_disk
 from crossshard.checkpoints.lock import Lock
@@ -75,6 +75,11 @@ class Saving:
         self._finish()
         taken = int(state.step)
         number = max([taken, *(newest + 1 for newest in self.numbers[-1:])])
+        if number > LARGEST:
+            raise CheckpointError(
+                f"No checkpoint can be written after {self._folder.of(LARGEST)}, since {LARGEST} "
+                f"is the largest number. No run counts so far: move that folder to another place."
+            )
         leaves = leaves_of(layout, state, layout.number_of_shards)
         manifest = Manifest(
             number,

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -39,12 +39,22 @@ def key_of(path: str, *, masters: bool, average: bool) -> Key:
     return OPTIMIZER, rest
 
 
-def said(new: Iterable[str], gone: Iterable[str]) -> list[str]:
-    """What becomes of the states of options, in words."""
+def said(new: Iterable[str], gone: Iterable[str], kept: Collection[str]) -> list[str]:
+    """What becomes of the states of options, in words.
+
+    Args:
+      new: the options with arrays that are made.
+      gone: the options with arrays that are dropped.
+      kept: the options with arrays that stay.
+    """
     new, gone, found = set(new), set(gone), []
     for option in sorted(new | gone):
         how = "from the parameters" if option in (MASTERS, AVERAGE) else "anew"
-        if option not in new:
+        if option in kept and option not in new:
+            found.append(f"{option} keeps fewer arrays, and the others are dropped")
+        elif option in kept and option not in gone:
+            found.append(f"{option} keeps more arrays, of which the new ones are made {how}")
+        elif option not in new:
             found.append(f"{option} is gone, and its state is dropped")
         elif option not in gone:
             found.append(f"{option} is new, and its state is made {how}")
@@ -79,7 +89,8 @@ def adopted(layout: StateLayout, state: TrainState) -> tuple[TrainState, list[st
     new = [key[0] for key in keys if key not in given]
     gone = [key[0] for key in given.keys() - set(keys)]
     found = [_as(like.dtype, given.get(key, NEW)) for key, like in zip(keys, own, strict=True)]
-    return dataclasses.replace(state, opt_state=structure.unflatten(found)), said(new, gone)
+    kept = {key[0] for key in keys if key in given}
+    return dataclasses.replace(state, opt_state=structure.unflatten(found)), said(new, gone, kept)
 
 
 def _differ(one: Any, other: Any) -> bool:

@@ -1,0 +1,127 @@
+"""What a restore compares: each option of a step, unless it is declared to change nothing."""
+
+import dataclasses
+import inspect
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from crossshard import CrossShardOptimizer, Nonfinite, make_train_step
+from crossshard.checkpoints.fingerprint import NOT_COMPARED, fingerprint
+from crossshard.pipeline import DynamicLossScale, Quantized
+from crossshard.step import StepOptions
+from crossshard.step.train_step import config_of
+from examples.gradient_noise import GradientNoise
+from examples.top_k import TopK
+
+ONE, OTHER = optax.sgd(0.1), optax.sgd(0.2)
+PARAMS = {"w": jax.ShapeDtypeStruct((37, 16), jnp.float32)}
+
+
+def loss_fn(params: Any, x: Any) -> jax.Array:
+    return ((x @ params["w"]) ** 2).mean()
+
+
+def mesh_of(*axes: str) -> jax.sharding.Mesh:
+    return jax.make_mesh((*(1,) * (len(axes) - 1), 2), axes)
+
+
+RARELY = {"sync_every": 2, "outer_optimizer": ONE}
+# Of each option what goes with it, and two values.
+EXAMPLES: dict[str, tuple[dict[str, Any], Any, Any]] = {
+    "loss_fn": ({}, loss_fn, lambda params, x: loss_fn(params, x)),
+    "optimizer": ({}, ONE, OTHER),
+    "mesh": ({}, mesh_of("x"), mesh_of("y")),
+    "num_shards": ({}, 2, 4),
+    "axis_name": ({"mesh": mesh_of("a", "b")}, "b", ("a", "b")),
+    "weight_update": ({}, "sharded", "replicated"),
+    "params": ({}, "sharded", "replicated"),
+    "loss_over": ({}, "rows", "shard"),
+    "weight": ({}, None, "mask"),
+    "has_aux": ({}, False, True),
+    "wrt": ({}, None, lambda path, leaf: True),
+    "model_state": ({"loss_fn": lambda p, s, batch: (0.0, s)}, "per_shard", "mean"),
+    "batch_axis": ({}, 0, 1),
+    "replicated_entries": ({}, (), ("table",)),
+    "donate": ({}, True, False),
+    "gather_dtype": ({"params": "sharded"}, "int8", "int4"),
+    "rng_per": ({"loss_fn": lambda params, batch, rng: 0.0}, "shard", "row"),
+    "aux_reduction": ({"has_aux": True}, "mean", "sum"),
+    "sync_every": ({"outer_optimizer": ONE}, 2, 3),
+    "outer_optimizer": ({"sync_every": 2}, ONE, OTHER),
+    "outer_reduce_dtype": (RARELY, "int8", "int4"),
+    "sync_streaming": (RARELY, True, False),
+    "check_divergence": ({}, 5, None),
+    "on_divergence": ({"check_divergence": 5}, "raise", "repair"),
+    "virtual_shards": ({}, 4, 8),
+    "accumulate_steps": ({}, 2, 4),
+    "metrics": ({}, "grad_norm", "update_norm"),
+    "reduce_dtype": ({}, "int8", Quantized("int8", "stochastic")),
+    "aggregator": ({}, TopK(0.1), TopK(0.2)),
+    "loss_scale": ({}, DynamicLossScale(growth_interval=3), "dynamic"),
+    "master_dtype": ({}, "float32", "float64"),
+    "ema": ({}, 0.9, optax.constant_schedule(0.9)),
+    "nonfinite": ({}, Nonfinite("skip", 5), Nonfinite("skip", 6)),
+    # Of CrossShardOptimizer.
+    "opt": ({}, ONE, OTHER),
+    "reduction": ({}, "sum", "mean"),
+    "name": ({}, "One", "Other"),
+    "group_assignment": ({"num_shards": 4}, [[0, 1], [2, 3]], [[0, 2], [1, 3]]),
+    "preprocess": ({}, GradientNoise(0.1), GradientNoise(0.2)),
+    "incoming": ({}, None, "local"),
+}
+OF_WRAPPER = {"opt", "reduction", "name", "group_assignment", "preprocess", "incoming"}
+
+
+def config_with(options: dict[str, Any]) -> Any:
+    options = {"loss_fn": loss_fn, "opt": ONE, **options}
+    if "mesh" not in options:
+        options = {"num_shards": 2, **options}
+    wrapped = {name: options.pop(name) for name in OF_WRAPPER & options.keys()}
+    return config_of(make_train_step(**{"optimizer": CrossShardOptimizer(**wrapped), **options}))
+
+
+def fields_of(part: Any) -> Iterator[tuple[type, str, Any]]:
+    """Each field of a step: the part that it is of, its name and its value."""
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        if type(value) in NOT_COMPARED:
+            yield from fields_of(value)
+        else:
+            yield type(part), field.name, value
+
+
+def test_each_option_has_an_example():
+    names = set(typing.get_type_hints(StepOptions))
+    for function in (make_train_step, CrossShardOptimizer.__new__):
+        names |= set(inspect.signature(function).parameters) - {"cls", "options"}
+    assert names == set(EXAMPLES)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_each_option_is_compared_or_declared_not_to_be(name: str):
+    others, one, other = EXAMPLES[name]
+    # Once more the same, so that what differs is the option.
+    configs = [config_with({**others, name: value}) for value in (one, one, other)]
+    first, again, last = (fingerprint(config, PARAMS) for config in configs)
+    assert first == again
+    own, same, new = (list(fields_of(config)) for config in configs)
+    changed = [
+        (part, field)
+        for (part, field, was), (_, _, once_more), (_, _, now) in zip(own, same, new, strict=True)
+        if was == once_more != now
+    ]
+    # A loss is wrapped in a function that is made anew each time.
+    assert changed or name == "loss_fn"
+    undeclared = [field for part, field in changed if field not in NOT_COMPARED[part]]
+    assert (first != last) == bool(undeclared), changed
+
+
+def test_what_is_declared_is_there():
+    for part, names in NOT_COMPARED.items():
+        assert names <= {field.name for field in dataclasses.fields(part)}
