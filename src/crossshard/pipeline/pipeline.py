@@ -218,7 +218,6 @@ class Pipeline:
             state = state._replace(accumulate=sums)
             return self._as_varying(result, state, jnp.bool_(True), context)
 
-        # All shards agree on the count, so that they meet in the collectives of `last`.
         result, state, skip = lax.cond(self.accumulate.is_last(sums), last, wait, state)
         return gradients.replace(values=None, skip=skip, updated=Updated(result)), state
 
