@@ -24,6 +24,8 @@ import crossshard
 # A case's setup, which returns the step as a function without arguments.
 Case = Callable[[], Callable[[], Any]]
 CASES: dict[str, Case] = {}
+# Devices that are not here: then steps of make_train_step are compiled for them, and not run.
+NOT_HERE: list[Any] = []
 
 SHARDS = 8
 TWO_GROUPS = [[0, 2, 5, 7], [1, 3, 4, 6]]
@@ -121,7 +123,8 @@ def mesh_of(**axes: int) -> Mesh:
     """A mesh over the first devices."""
     number = int(np.prod(list(axes.values())))
     types = (AxisType.Auto,) * len(axes)
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), types, devices=jax.devices()[:number])
+    devices = (NOT_HERE or jax.devices())[:number]
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), types, devices=devices)
 
 
 def add(name: str, make: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -150,10 +153,15 @@ def whole(
     """A step of make_train_step; `opt` is for the CrossShardOptimizer, bare without it."""
     if params_rest != "replicated":
         kwargs["params"] = params_rest
+    if NOT_HERE and axes is None:
+        axes = {"shards": shards}
     where = {"num_shards": shards} if axes is None else {"mesh": mesh_of(**axes)}
     rule = OPTIMIZERS[optimizer]() if opt is None else wrapped(optimizer, **opt)
     step = crossshard.make_train_step(loss, rule, weight_update=weight_update, **where, **kwargs)
-    state = step.init(params() if callable(params) else params)
+    given = params() if callable(params) else params
+    if NOT_HERE:
+        return lambda: step.lower(step.abstract_init(given), batch).compile()
+    state = step.init(given)
 
     def call() -> None:
         nonlocal state
