@@ -68,7 +68,7 @@ def _compiled_for(name: str) -> list[str]:
     from crossshard.tools.planning.topology import topology
 
     program_cases.NOT_HERE += topology(name).devices
-    made = {name: case.func for name, case in program_cases.CASES.items()}
+    made = {name: getattr(case, "func", None) for name, case in program_cases.CASES.items()}
     # Arrays that are placed need devices.
     is_placed = lambda name: "model-axis" in name
     return [

@@ -60,6 +60,7 @@ class Gradients:
       finite: bool[], after the aggregate: whether the reduced gradients are finite on all shards;
         ``None`` if no stage asks for it.
       updated: an ``Updated``, after the optimizer; else ``None``.
+      beside: before the aggregate: what this shard keeps besides, which has to be finite too.
       status: for each leaf of ``values`` how far it was reduced before the aggregate; ``None`` for
         float0.
       extra_status: the same for ``extra``.
@@ -83,6 +84,7 @@ class Gradients:
     skip: jax.Array | None = None
     finite: jax.Array | None = None
     updated: "Updated | None" = None
+    beside: PyTree = ()
     status: Statuses = dataclasses.field(default=(), metadata={"static": True})
     extra_status: Statuses = dataclasses.field(default=(), metadata={"static": True})
     early: tuple[bool, ...] = dataclasses.field(default=(), metadata={"static": True})

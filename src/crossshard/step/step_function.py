@@ -292,7 +292,7 @@ class StepFunction:
             or self.loss.accumulate_steps > 1
             or self.pipeline.loss_scale is not None,
             early=local.early,
-        ).replace(weighed=is_virtual)
+        ).replace(weighed=is_virtual, beside=local.model_state)
 
     def _out_specs(self, layout: StateLayout, state: TrainState, is_global: bool) -> Progress:
         """The specs of what leaves ``shard_map``."""

@@ -123,7 +123,7 @@ class TrainStep:
         if not (self._watch.is_on and _jax.at_top_level()):
             return self._program(state, batch)
         # Before the state is donated, so that the caller can save it.
-        self._watch.look(state.params, lambda: self.compared(state))
+        self._watch.look(state, lambda: self.compared(state))
         after, metrics = self._program(state, batch)
         self._watch.add(metrics)
         return after, metrics
@@ -166,7 +166,7 @@ class TrainStep:
         """
         with self._entering("finish"):
             check_state(state)
-            self._watch.look(state.params, lambda: self.compared(state), running=0)
+            self._watch.look(state, lambda: self.compared(state), running=0)
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Lower the step for arrays, or for their types (see ``abstract_init``).

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from crossshard.errors import NonfiniteError
 from crossshard.guards.diverged import report
+from crossshard.model.state import TrainState
 from crossshard.pipeline.stages.nonfinite import NonfiniteState
 from crossshard.step.step_function import StepFunction
 
@@ -45,12 +46,12 @@ class Watch:
         self._metrics.append({name: metrics[name] for name in names})
 
     def look(
-        self, params: Any, compared: Callable[[], Sequence[str]], running: int = _BEHIND - 1
+        self, state: TrainState, compared: Callable[[], Sequence[str]], running: int = _BEHIND - 1
     ) -> None:
         """Raise for what the call before the last has found, while the last may still run.
 
         Args:
-          params: the parameters, by which leaves are named.
+          state: the state, by which leaves are named.
           compared: returns the names of the leaves that the sentinel compares.
           running: the number of the last calls that are not looked at yet.
 
@@ -63,16 +64,16 @@ class Watch:
             if self._sentinel is not None and metrics["divergence"].diverged:
                 report(metrics["divergence"], self._sentinel, compared(), self._mesh, self._axes)
             if self._nonfinite is not None:
-                self._check_finite(metrics["nonfinite"], params)
+                self._check_finite(metrics["nonfinite"], state)
 
-    def _check_finite(self, found: NonfiniteState, params: Any) -> None:
+    def _check_finite(self, found: NonfiniteState, state: TrainState) -> None:
         assert self._nonfinite is not None
         number = _value(found.in_a_row)
         if number < self._nonfinite.max_consecutive:
             return
         # Whoever goes on is not told of the same steps again.
         self._metrics.clear()
-        what = found.describe(params)
+        what = found.describe(state.params, state.model_state)
         many = f"Something was not finite in {number} steps in a row; in the last of them "
         raise NonfiniteError(
             f"{many + what if number > 1 else what[0].upper() + what[1:]}. Parameters and state "
