@@ -16,7 +16,7 @@ DEVICES = 8
 # Halves what a test costs: without them XLA emits fusions by MLIR, and splits a program in 32.
 QUICK_TO_COMPILE = ["--xla_cpu_parallel_codegen_split_count=1"]
 # XLA ends the process at a flag that it does not know.
-if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 12):
+if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11):
     QUICK_TO_COMPILE.append("--xla_cpu_use_fusion_emitters=false")
 
 

@@ -24,6 +24,8 @@ import crossshard
 # A case's setup, which returns the step as a function without arguments.
 Case = Callable[[], Callable[[], Any]]
 CASES: dict[str, Case] = {}
+# Devices that are not here: then steps of make_train_step are compiled for them, and not run.
+NOT_HERE: list[Any] = []
 
 SHARDS = 8
 TWO_GROUPS = [[0, 2, 5, 7], [1, 3, 4, 6]]
@@ -121,7 +123,8 @@ def mesh_of(**axes: int) -> Mesh:
     """A mesh over the first devices."""
     number = int(np.prod(list(axes.values())))
     types = (AxisType.Auto,) * len(axes)
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), types, devices=jax.devices()[:number])
+    devices = (NOT_HERE or jax.devices())[:number]
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), types, devices=devices)
 
 
 def add(name: str, make: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -144,13 +147,21 @@ def whole(
     shards: int = SHARDS,
     axes: dict[str, int] | None = None,
     opt: dict[str, Any] | None = None,
+    params_rest: str = "replicated",
     **kwargs: Any,
 ) -> Callable[[], Any]:
     """A step of make_train_step; `opt` is for the CrossShardOptimizer, bare without it."""
+    if params_rest != "replicated":
+        kwargs["params"] = params_rest
+    if NOT_HERE and axes is None:
+        axes = {"shards": shards}
     where = {"num_shards": shards} if axes is None else {"mesh": mesh_of(**axes)}
     rule = OPTIMIZERS[optimizer]() if opt is None else wrapped(optimizer, **opt)
     step = crossshard.make_train_step(loss, rule, weight_update=weight_update, **where, **kwargs)
-    state = step.init(params() if callable(params) else params)
+    given = params() if callable(params) else params
+    if NOT_HERE:
+        return lambda: step.lower(step.abstract_init(given), batch).compile()
+    state = step.init(given)
 
     def call() -> None:
         nonlocal state
@@ -253,6 +264,38 @@ _most: dict[str, Any] = {"nonfinite": "skip", "accumulate_steps": 2, "metrics": 
 add("whole-most-replicated", whole, "adamw", "replicated", **_most | _clip_shard | _kept)
 add("whole-most-sharded", whole, "adamw", "sharded", **_most | _clip_shard | _kept)
 add("whole-most-global", whole, "clip", "sharded", **_most | _kept)
+
+
+# What a loss is over, where parameters rest, few bits, workers, and what is compared.
+
+
+def mean_of_sums(params: Any, batch: Any) -> crossshard.Mean:
+    """Two terms that count differently."""
+    hidden = jnp.tanh(batch["x"] @ params["embed"])
+    per_row = ((hidden @ params["kernel"]) ** 2).mean(1)
+    of_mask = crossshard.Mean((per_row * batch["mask"]).sum(), batch["mask"].sum(), "masked")
+    return of_mask + 0.1 * crossshard.Mean((hidden**2).mean(1).sum(), batch["x"].shape[0])
+
+
+for _optimizer in ("sgd", "adamw", "clip"):
+    add(f"whole-parts-{_optimizer}", whole, _optimizer, params_rest="sharded")
+    add(f"whole-batch-{_optimizer}", whole, _optimizer, "sharded", loss_over="batch")
+    add(f"whole-virtual-{_optimizer}", whole, _optimizer, "sharded", virtual_shards=16)
+    add(f"whole-sums-{_optimizer}", whole, _optimizer, "sharded", loss=mean_of_sums)
+    add(f"whole-compared-{_optimizer}", whole, _optimizer, "sharded", check_divergence=2)
+add("whole-parts-quarantine", whole, "adamw", params_rest="sharded", nonfinite="quarantine")
+add("whole-parts-int8", whole, "adamw", params_rest="sharded", reduce_dtype="int8")
+add("whole-int8-replicated", whole, "sgd", "replicated", reduce_dtype="int8")
+add("whole-int4-sharded", whole, "adamw", "sharded", reduce_dtype="int4")
+add("whole-int8-quarantine", whole, "adamw", "sharded", reduce_dtype="int8", nonfinite="quarantine")
+add("whole-repaired", whole, "adamw", "sharded", check_divergence=2, on_divergence="repair")
+_outer: dict[str, Any] = {"sync_every": 4, "outer_optimizer": optax.sgd(0.7, momentum=0.9)}
+add("whole-workers", whole, "adamw", **_outer)
+add("whole-workers-groups", whole, "adamw", "sharded", opt=_two, **_outer)
+add("whole-workers-int8", whole, "adamw", outer_reduce_dtype="int8", **_outer)
+add("whole-workers-skip", whole, "adamw", nonfinite="skip", **_outer)
+add("whole-streaming", whole, "adamw", sync_streaming=True, **_outer)
+add("whole-streaming-groups", whole, "adamw", "sharded", opt=_two, sync_streaming=True, **_outer)
 
 
 def split_over_a_model_axis() -> Any:

@@ -6,6 +6,9 @@ A change that should be neutral leaves every program as it was. Write them befor
     PYTHONPATH=AFTER/src python tools/programs.py write after
     python tools/programs.py compare before after
 
+With `--for v5e:2x4` or `--for h100:1x8` the steps of make_train_step are compiled for such devices,
+of which none need be here, and not run.
+
 The steps are those of program_cases.py, and what counts is what XLA compiles while one is called:
 the setup before it is not looked at. A package without crossshard.tools.inspection, which reads the
 programs, is written by its own tools/programs.py.
@@ -58,6 +61,21 @@ def _compiled_by(call: Callable[[], Any]) -> list[str]:
     return [_text(module) for executable in new for module in executable.hlo_modules()]
 
 
+def _compiled_for(name: str) -> list[str]:
+    """The names of the cases that can be compiled for devices that are not here; from now on."""
+    import program_cases
+
+    from crossshard.tools.planning.topology import topology
+
+    program_cases.NOT_HERE += topology(name).devices
+    made = {name: getattr(case, "func", None) for name, case in program_cases.CASES.items()}
+    # Arrays that are placed need devices.
+    is_placed = lambda name: "model-axis" in name
+    return [
+        name for name, make in made.items() if make is program_cases.whole and not is_placed(name)
+    ]
+
+
 def _text(module: Any) -> str:
     # The default leaves out the elements of constants, which may be all that differs. There is no
     # public name for these options.
@@ -82,13 +100,14 @@ def _of_the_step(texts: Iterable[str]) -> list[str]:
     return [text for text in programs if 2 * text.count("\n") >= longest or sends(text)]
 
 
-def write(folder: Path, pattern: str) -> int:
+def write(folder: Path, pattern: str, devices: str | None) -> int:
     """Writes one file for each case whose name the pattern is found in; 1 if one failed."""
     _set_up_devices()
     import program_cases
 
     folder.mkdir(parents=True, exist_ok=True)
-    chosen = {name: make for name, make in program_cases.CASES.items() if re.search(pattern, name)}
+    known = program_cases.CASES if devices is None else _compiled_for(devices)
+    chosen = {name: program_cases.CASES[name] for name in known if re.search(pattern, name)}
     if not chosen:
         print(f"No case has {pattern!r} in its name; there are {', '.join(program_cases.CASES)}.")
         return 1
@@ -101,8 +120,11 @@ def write(folder: Path, pattern: str) -> int:
         started = time.monotonic()
         try:
             call = make()
-            # Twice, to show a step that recompiles for its own output.
-            found = _of_the_step([*_compiled_by(call), *_compiled_by(call)])
+            if devices is None:
+                # Twice, to show a step that recompiles for its own output.
+                found = _of_the_step([*_compiled_by(call), *_compiled_by(call)])
+            else:
+                found = _of_the_step([call().as_text()])
             if not found:
                 raise RuntimeError("Nothing was compiled while the step was called.")
         except Exception:
@@ -174,13 +196,14 @@ def main() -> int:
     writing.add_argument(
         "--only", default="", metavar="PATTERN", help="found in the names of cases"
     )
+    writing.add_argument("--for", dest="devices", metavar="DEVICES", help="such as v5e:2x4")
     comparing = commands.add_parser("compare", help="compare two folders")
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
     comparing.add_argument("--diff", metavar="NAME", help="show all of one difference")
     asked = parser.parse_args()
     if asked.command == "write":
-        return write(asked.folder, asked.only)
+        return write(asked.folder, asked.only, asked.devices)
     return compare(asked.before, asked.after, asked.diff)
 
 

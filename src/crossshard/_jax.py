@@ -476,6 +476,45 @@ def shard_map_parts(equation: Any) -> tuple[frozenset[str], Sequence[Any], Any]:
     return frozenset(params["mesh"].axis_names), params["in_specs"], params["jaxpr"]
 
 
+def shard_map(
+    function: Callable[..., Any], *, in_specs: Any, out_specs: Any, **where: Any
+) -> Callable[..., Any]:
+    """``jax.shard_map`` without types, for a function that may read arrays without elements.
+
+    Those are made inside: the compiler of JAX 0.11.2 dies of one that is passed and read.
+    """
+
+    def run(*args: Any) -> Any:
+        leaves, tree = jax.tree.flatten(args)
+        spread = lambda spec, below: jax.tree.map(lambda _: spec, below)
+        specs = tree.flatten_up_to(jax.tree.map(spread, in_specs, args))
+        is_empty = [not x.size and not jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in leaves]
+        mesh = where.get("mesh") or jax.sharding.get_abstract_mesh()
+        pairs = zip(leaves, specs, is_empty, strict=True)
+        types = [(_shape_on_shard(x, spec, mesh), x.dtype) if no else None for x, spec, no in pairs]
+
+        def on_shard(*given: Any) -> Any:
+            passed = iter(given)
+            every = [next(passed) if each is None else jnp.zeros(*each) for each in types]
+            return function(*tree.unflatten(every))
+
+        passed = [place for place, no in enumerate(is_empty) if not no]
+        mapped = jax.shard_map(
+            on_shard,
+            in_specs=tuple(specs[place] for place in passed),
+            out_specs=out_specs,
+            check_vma=False,
+            **where,
+        )
+        return mapped(*(leaves[place] for place in passed))
+
+    return run
+
+
+def _shape_on_shard(x: Any, spec: Any, mesh: Any) -> tuple[int, ...]:
+    return jax.sharding.NamedSharding(mesh, spec).shard_shape(x.shape)
+
+
 # The collectives whose output is equal on all shards along their axes.
 _EQUALIZING = frozenset({"psum", "pmax", "pmin", "all_gather"})
 

@@ -304,6 +304,48 @@ def test_statistics_of_a_bad_shard_do_not_count(kind: str):
         np.testing.assert_allclose(got, each, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["mean", "per_shard"])
+@pytest.mark.parametrize("what", ["loss", "state"])
+@pytest.mark.parametrize("action", ["quarantine", "skip"])
+def test_what_is_not_finite_beside_finite_gradients_is_named_and_spread_to_nobody(
+    action: str, what: str, kind: str
+):
+    """NaN in a running mean would be on all shards, in every step to come."""
+    x = RNG.normal(size=(N, 5)).astype(np.float32)
+    mark = np.zeros((N, 5), np.float32)
+    mark[1, 2] = np.nan
+
+    def loss(w: Any, seen: Any, batch: Any) -> Any:
+        bad = jax.lax.stop_gradient(batch["mark"].sum())
+        in_loss, in_state = (bad, 0) if what == "loss" else (0, bad)
+        return (w * batch["x"]).mean() + in_loss, {"mean": batch["x"].mean() + in_state}
+
+    step = sgd_step(loss, 1.0, N, model_state=kind, nonfinite=action, loss_over="shard")
+    state = step.init(np.float32(3), model_state={"mean": jnp.float32(7)})
+    state, metrics = step(state, {"x": x.reshape(-1), "mark": mark.reshape(-1)})
+    text = metrics["nonfinite"].describe(state.params, state.model_state)
+    named = "the loss" if what == "loss" else "the model state `mean`"
+    assert text == f"{named}, but no gradient, is not finite on shard 1"
+    assert bool(metrics["skipped"]) == (action == "skip")
+    others = np.delete(x, 1, 0)
+    if action == "skip":
+        assert float(state.params) == 3
+        np.testing.assert_array_equal(
+            state.model_state["mean"], np.full_like(state.model_state["mean"], 7)
+        )
+        return
+    np.testing.assert_allclose(state.params, 3 - others.mean(), rtol=1e-6)
+    if kind == "mean":
+        np.testing.assert_allclose(state.model_state["mean"], others.mean(), rtol=1e-6)
+    else:
+        want = np.where(np.arange(N) == 1, 7, x.mean(1))
+        np.testing.assert_allclose(np.ravel(state.model_state["mean"]), want, rtol=1e-5)
+    if what == "state":
+        # And in the next step nothing is left of it.
+        state, metrics = step(state, {"x": x.reshape(-1), "mark": 0 * np.ravel(x)})
+        assert int(metrics["nonfinite"].shards) == 0
+
+
 def test_noise_is_that_of_the_others():
     loss = lambda w, x: (w * x).mean()
     names = ("noise_variance", "noise_signal", "local_grad_norm")

@@ -116,7 +116,7 @@ programs._set_up_devices()
 import program_cases
 assert len(program_cases.CASES) >= 60
 program_cases.CASES = {{"nothing": lambda: lambda: None}}
-sys.exit(programs.write(Path({str(tmp_path)!r}), ""))
+sys.exit(programs.write(Path({str(tmp_path)!r}), "", None))
 """
     returned, said = run("-c", code)
     assert returned == 1

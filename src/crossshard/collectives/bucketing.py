@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from crossshard import _jax
 from crossshard.collectives.wire import send_gathered, send_scattered, send_sum
 from crossshard.shards.axes import Shards
 from crossshard.shards.groups import GroupAssignment
@@ -110,12 +111,11 @@ def _on_blocks(
     blocks = [partition.of_block(sizes) for partition in partitions]
     specs = [partition.other_axes for partition in partitions]
     of_device = dataclasses.replace(shards, other_axes=())
-    run = jax.shard_map(
+    run = _jax.shard_map(
         lambda xs: move(xs, blocks, of_device, groups),
         axis_names=frozenset(shards.other_axes),
         in_specs=(specs,),
         out_specs=specs,
-        check_vma=False,
     )
     return run(list(xs))
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from crossshard import _jax
 from crossshard.collectives.codec import LANES, Codec
 from crossshard.collectives.scatter import exchange, gather_parts
 from crossshard.collectives.wire import send_gathered, send_scattered
@@ -83,12 +84,11 @@ def sum_in_few_bits(
     blocks = [partition.of_block(sizes) for partition in partitions]
     specs = [partition.other_axes for partition in partitions]
     of_device = dataclasses.replace(shards, other_axes=())
-    run = jax.shard_map(
+    run = _jax.shard_map(
         lambda xs, key: tuple(_sum(xs, blocks, tiers, of_device, groups, key)),
         axis_names=frozenset(shards.other_axes),
         in_specs=(specs, PartitionSpec()),
         out_specs=(specs, specs),
-        check_vma=False,
     )
     return Sent(*run(list(xs), key))
 
@@ -104,12 +104,11 @@ def gather_in_few_bits(
     if shards.other_axes:
         block = partition.of_block(jax.sharding.get_abstract_mesh().shape)
         of_device = dataclasses.replace(shards, other_axes=())
-        run = jax.shard_map(
+        run = _jax.shard_map(
             lambda part: gather_in_few_bits(part, block, codec, of_device, groups),
             axis_names=frozenset(shards.other_axes),
             in_specs=(partition.other_axes,),
             out_specs=partition.other_axes,
-            check_vma=False,
         )
         return jnp.asarray(run(part))
     row = _in_lanes(part[None])

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int
 
-from crossshard import _check
+from crossshard import _check, _jax
 from crossshard._hash import from_words, to_words, word_of
 from crossshard.collectives.all_reduce import sum_over_shards
 from crossshard.errors import ArgumentError
@@ -173,13 +173,12 @@ class Sentinel:
         of_all, of_group = _places(layout, state)
         chosen = of_all + of_group
         own_specs = [specs[index] for index in chosen]
-        run = jax.shard_map(
+        # Copies that differ are what it looks for.
+        run = _jax.shard_map(
             functools.partial(self._of_one_device, layout, len(of_all), np.argsort(chosen)),
             mesh=mesh,
             in_specs=(PartitionSpec(), own_specs),
             out_specs=(PartitionSpec(), own_specs),
-            # Copies that differ are what it looks for.
-            check_vma=False,
         )
         found, repaired = run(state.step, [leaves[index] for index in chosen])
         for index, leaf in zip(chosen, repaired, strict=True):

@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from crossshard import _jax
 from crossshard._hash import to_words
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState, names_of
@@ -26,12 +27,11 @@ def differing(
 ) -> dict[str, tuple[int, ...]]:
     """The names of the arrays whose bits differ, and the shards that have them."""
     specs = jax.tree.map(lambda sharding: sharding.spec, layout.shardings(state))
-    run = jax.shard_map(
+    run = _jax.shard_map(
         functools.partial(_of_one_device, layout),
         mesh=layout.mesh,
         in_specs=(specs, specs),
         out_specs=PartitionSpec(),
-        check_vma=False,
     )
     found = jax.device_get(jax.jit(run)(state, again))
     return {

@@ -28,7 +28,7 @@ def varying_axes_of_outputs(sharded: ClosedJaxpr) -> Sequence[Axes]:
     (equation,) = sharded.jaxpr.eqns
     mesh_axes, in_specs, jaxpr = _jax.shard_map_parts(equation)
     inputs = [_names_in(spec) & mesh_axes for spec in in_specs]
-    return follow(_Variance(mesh_axes), [jaxpr], inputs)
+    return follow(Variance(mesh_axes), [jaxpr], inputs)
 
 
 def _names_in(names: Any) -> Axes:
@@ -40,7 +40,7 @@ def _names_in(names: Any) -> Axes:
     return _INVARIANT.union(*map(_names_in, names))
 
 
-class _Variance(Analysis[Axes]):
+class Variance(Analysis[Axes]):
     """The mesh axes over which a value may vary."""
 
     def __init__(self, mesh_axes: Axes):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from crossshard import _jax
 from crossshard._flax import nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.scalars import is_inexact
@@ -273,13 +274,12 @@ class StateLayout:
         before, after = (
             [each.spec(self.axes) for each in layout.plan.state] for layout in (one, other)
         )
-        run = jax.shard_map(
+        run = _jax.shard_map(
             lambda leaves: how(dealt, leaves, self.shards),
             mesh=self.mesh,
             axis_names=frozenset(self.axes),
             in_specs=(before,),
             out_specs=after,
-            check_vma=False,
         )
         inner = tree.unflatten(run(leaves))
         return dataclasses.replace(state, opt_state=state.opt_state._replace(inner_state=inner))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from crossshard import _flax, _mesh
+from crossshard import _flax, _jax, _mesh
 from crossshard._flax import AnyVariable, describe_variable, nnx
 from crossshard._hash import checksum
 from crossshard.distributed.agreement import check_agreement, processes_of
@@ -355,13 +355,12 @@ class Program:
         self, call: _Call, function: Callable[..., Any], out_specs: Any
     ) -> Callable[..., Any]:
         variables = [held.placement.spec(self._mesh.axis_names) for held in call.held]
-        return jax.shard_map(
+        # Read from the jaxpr which variables differ: JAX's types reject some correct steps.
+        return _jax.shard_map(
             function,
             mesh=self._mesh,
             in_specs=(variables, call.arguments.specs),
             out_specs=out_specs,
-            # Read from the jaxpr which variables differ: JAX's types reject some correct steps.
-            check_vma=False,
         )
 
 

@@ -34,6 +34,7 @@ from crossshard.pipeline.stages.nonfinite import (
     as_counted,
     check_fits,
     if_not_finite,
+    is_sound,
     of_no_shard,
     with_finite,
 )
@@ -218,7 +219,6 @@ class Pipeline:
             state = state._replace(accumulate=sums)
             return self._as_varying(result, state, jnp.bool_(True), context)
 
-        # All shards agree on the count, so that they meet in the collectives of `last`.
         result, state, skip = lax.cond(self.accumulate.is_last(sums), last, wait, state)
         return gradients.replace(values=None, skip=skip, updated=Updated(result)), state
 
@@ -273,8 +273,9 @@ class Pipeline:
 
         def summed(gradients: Gradients, state: CrossShardState) -> Any:
             reduced, state = self.run((Phase.REDUCTION,), gradients, state, context)
-            is_read = self.nonfinite is not None or self.loss_scale is not None
-            return with_finite(reduced, context) if is_read else reduced, state
+            if self.nonfinite is not None:
+                return with_finite(reduced, context, is_sound(gradients)), state
+            return reduced if self.loss_scale is None else with_finite(reduced, context), state
 
         if self.nonfinite is None or self.preprocess is not None:
             # With preprocess a gradient may be finite that was not.

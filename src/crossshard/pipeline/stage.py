@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Int
 
 from crossshard._annotations import PyTree
 from crossshard.collectives.all_reduce import sum_over_shards
@@ -60,6 +60,7 @@ class Gradients:
       finite: bool[], after the aggregate: whether the reduced gradients are finite on all shards;
         ``None`` if no stage asks for it.
       updated: an ``Updated``, after the optimizer; else ``None``.
+      beside: before the aggregate: what this shard keeps besides, which has to be finite too.
       status: for each leaf of ``values`` how far it was reduced before the aggregate; ``None`` for
         float0.
       extra_status: the same for ``extra``.
@@ -83,6 +84,7 @@ class Gradients:
     skip: jax.Array | None = None
     finite: jax.Array | None = None
     updated: "Updated | None" = None
+    beside: PyTree = ()
     status: Statuses = dataclasses.field(default=(), metadata={"static": True})
     extra_status: Statuses = dataclasses.field(default=(), metadata={"static": True})
     early: tuple[bool, ...] = dataclasses.field(default=(), metadata={"static": True})
@@ -168,6 +170,19 @@ class StageContext:
         if self.groups is None and not differs:
             return flag
         return sum_over_shards(jnp.float32(~flag), self.shards) == 0
+
+    def agreed(self, count: Int[Array, ""]) -> Int[Array, ""]:
+        """The count of most shards.
+
+        Each has a copy. If a bit of one flips, and the copy decides when its shard communicates,
+        the others wait for it without end.
+        """
+        number = self.shards.number
+        if number == 1:
+            return count
+        own = jnp.where(jnp.arange(number) == self.shards.index(), count, 0)
+        # The median, which is what more than half of them have.
+        return jnp.sort(sum_over_shards(own, self.shards))[number // 2]
 
 
 class Stage(abc.ABC):

@@ -150,13 +150,12 @@ class _NotDecidedError(Exception):
 def _on_shards(layout: StateLayout, loss: ShardLoss, on_shard: Any, given: Any) -> Any:
     """A function of one shard's state and rows on all shards, whose results are stacked."""
     state, batch = given
-    return jax.shard_map(
+    return _jax.shard_map(
         on_shard,
         mesh=layout.mesh,
         axis_names=frozenset(layout.axes),
         in_specs=(layout.specs(state), loss.batch_axes.specs(batch, layout.axes)),
         out_specs=PartitionSpec(layout.axes),
-        check_vma=False,
     )
 
 
@@ -368,13 +367,12 @@ def _of_shards_and_batch(
         PartitionSpec(*[None] * (each.axis or 0), axes) if is_early else PartitionSpec()
         for each, is_early in zip(at_use.partitions, early, strict=True)
     ]
-    run = jax.shard_map(
+    run = _jax.shard_map(
         on_shard,
         mesh=layout.mesh,
         axis_names=frozenset(axes),
         in_specs=(layout.specs(state), loss.batch_axes.specs(batch, axes), PartitionSpec()),
         out_specs=(*[PartitionSpec()] * 3, specs),
-        check_vma=False,
     )
 
     def of_shards(state: TrainState, batch: Any) -> Any:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from crossshard import _jax
 from crossshard.gradients.status import GradientStatus
 from crossshard.guards.divergence import Sentinel
 from crossshard.model.layout import StateLayout
@@ -116,14 +117,13 @@ class StepFunction:
             metrics = jax.tree.map(stored, done.metrics)
             return done._replace(state=layout.stored(done.state), metrics=metrics)
 
-        on_all_shards = jax.shard_map(
+        # Gradients are local by construction, and gathered parameters are equal.
+        on_all_shards = _jax.shard_map(
             on_one_shard,
             mesh=layout.mesh,
             axis_names=frozenset(layout.axes),
             in_specs=(layout.specs(state), specs),
             out_specs=self._out_specs(layout, state, is_global),
-            # Gradients are local by construction, and gathered parameters are equal.
-            check_vma=False,
         )
         done = on_all_shards(state, given)
         if is_global:
@@ -292,7 +292,7 @@ class StepFunction:
             or self.loss.accumulate_steps > 1
             or self.pipeline.loss_scale is not None,
             early=local.early,
-        ).replace(weighed=is_virtual)
+        ).replace(weighed=is_virtual, beside=local.model_state)
 
     def _out_specs(self, layout: StateLayout, state: TrainState, is_global: bool) -> Progress:
         """The specs of what leaves ``shard_map``."""

@@ -77,7 +77,7 @@ class Watch:
             return
         # Whoever goes on is not told of the same steps again.
         self._metrics.clear()
-        what, of_state = found.describe(state.params), _first_nan(state)
+        what, of_state = found.describe(state.params, state.model_state), _first_nan(state)
         then = (
             "Parameters and state hold nothing of it: save them, and look at the batch of that "
             "step."

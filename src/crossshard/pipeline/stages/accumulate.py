@@ -60,7 +60,6 @@ class Accumulate(Stage):
         self, gradients: Gradients, state: AccumulateState, context: StageContext
     ) -> tuple[Gradients, AccumulateState]:
         """The mean gradient of the microbatches so far, and the sums with this one."""
-        del context
         if "grad" in gradients.extra:
             raise ArgumentError(
                 "accumulate_steps does not accumulate the extra argument grad, which a line search "
@@ -68,7 +67,7 @@ class Accumulate(Stage):
             )
         check_shapes(gradients.values, state.values)
         loss, weight = gradients.extra.get("value"), gradients.weight
-        count = state.count + 1
+        count = context.agreed(state.count) + 1
         sums = add(state[1:], gradients.values, jnp.zeros(()) if loss is None else loss, weight)
         values, value = mean(sums)
         extra = gradients.extra if loss is None else {"value": value.astype(loss.dtype)}

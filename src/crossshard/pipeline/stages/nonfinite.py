@@ -44,7 +44,8 @@ class NonfiniteState(NamedTuple):
     Attributes:
       shard: int32[], the first shard whose gradient was not finite; -1 if all were, or if the loss
         is over the batch, so that no shard has a gradient of its own.
-      leaf: int32[], the first such leaf of its gradient; -1 if all were.
+      leaf: int32[], the first such leaf of its gradient; the next number for its loss, and those
+        after that for the arrays of its model state; -1 if all were finite.
       shards: int32[], the number of shards whose gradients were not finite; 1 with a loss over the
         batch.
       overflow: bool[], whether the reduced gradient was not finite although those that it was
@@ -62,18 +63,15 @@ class NonfiniteState(NamedTuple):
     overflow: Bool[Array, ""]
     in_a_row: Int[Array, ""]
 
-    def describe(self, params: PyTree) -> str:
-        """What was found, in words, given the parameters."""
+    def describe(self, params: PyTree, model_state: PyTree = ()) -> str:
+        """What was found, in words, given the parameters, and the model state if there is one."""
         number = _value(self.shards)
         if number:
-            path, _ = jax.tree_util.tree_leaves_with_path(params)[_value(self.leaf)]
+            what = f"{_named(_value(self.leaf), params, model_state)} is not finite"
             if _value(self.shard) < 0:
-                return f"the gradient of {leaf_name(path)} is not finite"
+                return what
             others = f", and on {number - 1} more" if number > 1 else ""
-            return (
-                f"the gradient of {leaf_name(path)} is not finite on shard {_value(self.shard)}"
-                f"{others}"
-            )
+            return f"{what} on shard {_value(self.shard)}{others}"
         if _value(self.overflow):
             return "every shard's gradient is finite, and their reduction is not: it overflows"
         return "all gradients are finite"
@@ -166,7 +164,7 @@ class ReportNonfinite(Stage):
         self, gradients: Gradients, state: Any, context: StageContext
     ) -> tuple[Gradients, Any]:
         """The local gradients, with what this shard reports, and its weight in the mean."""
-        flags, weight = _flags(gradients.values), gradients.weight
+        flags, weight = _flags((gradients.values, beside(gradients))), gradients.weight
         # A shard of weight 0 may hold NaN.
         counts = True if weight is None else weight != 0
         own = jnp.where(flags.any() & counts, jnp.argmax(flags) + 1, 0)
@@ -207,6 +205,30 @@ def own_weight(gradients: Gradients, weight: jax.Array | None, context: StageCon
     return jnp.where(gradients.sums[REPORTED][context.shards.index()] > 0, 0, as_counted(weight))
 
 
+def beside(gradients: Gradients) -> tuple[Any, Any]:
+    """This shard's loss, and what it keeps besides: they have to be finite as its gradient has."""
+    return gradients.extra.get("value", 0.0), gradients.beside
+
+
+def is_sound(gradients: Gradients) -> Bool[Array, ""]:
+    """Whether what is ``beside`` this shard's gradients is finite, if the shard counts."""
+    flagged = _flags(beside(gradients)).any()
+    # A shard of weight 0 may hold NaN.
+    return ~flagged if gradients.weight is None else ~flagged | (gradients.weight == 0)
+
+
+def _named(leaf: int, params: PyTree, model_state: PyTree) -> str:
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    of_state = [path for path, _ in jax.tree_util.tree_leaves_with_path(model_state)]
+    if leaf < len(paths):
+        return f"the gradient of {leaf_name(paths[leaf])}"
+    if leaf == len(paths):
+        return "the loss, but no gradient,"
+    after = leaf - len(paths) - 1
+    name = f" {leaf_name(of_state[after])}" if after < len(of_state) else ""
+    return f"the model state{name}, but no gradient,"
+
+
 def _flags(values: Any) -> Bool[Array, " leaves"]:
     """Which leaves are not finite."""
     leaves = jax.tree.leaves(values)
@@ -220,8 +242,10 @@ def _at_own_place(own: Float[Array, ""], context: StageContext) -> Float[Array, 
     return jnp.where(jnp.arange(shards.number) == shards.index(), own, 0)
 
 
-def with_finite(gradients: Gradients, context: StageContext) -> Gradients:
-    """The reduced gradients, with whether they are finite, the same on all shards."""
+def with_finite(
+    gradients: Gradients, context: StageContext, sound: Bool[Array, ""] | bool = True
+) -> Gradients:
+    """The reduced gradients, with whether they are finite, and all shards ``sound``, on all."""
     shards, groups = context.shards, context.groups
     totals, tree = jax.tree.flatten(gradients.values)
     partitions = context.arrays.partitions_of(gradients.values)
@@ -233,7 +257,7 @@ def with_finite(gradients: Gradients, context: StageContext) -> Gradients:
     ]
     means = jax.tree.leaves(gradients.replace(values=tree.unflatten(parts)).settled().values)
     leaves = [jnp.isfinite(mean).all() for mean in means if is_inexact(mean)]
-    finite = functools.reduce(jnp.logical_and, leaves)
+    finite = functools.reduce(jnp.logical_and, [*leaves, jnp.bool_(sound)])
     # Agreed on, though one shard's copy be damaged: who examines meets the others in collectives.
     return gradients.replace(finite=context.on_all_shards(finite, differs=True))
 

@@ -84,7 +84,7 @@ class Outer(Stage):
         """The updated parameters, synchronised if it is time, and the next state."""
         assert gradients.updated is not None
         updated = gradients.updated
-        state = state._replace(count=optax.safe_increment(state.count))
+        state = state._replace(count=optax.safe_increment(context.agreed(state.count)))
 
         def synchronise(_: PyTree, state: OuterState) -> tuple[PyTree, OuterState]:
             moved = self._moved(updated, state, context)
@@ -95,7 +95,6 @@ class Outer(Stage):
             params = jax.tree.map(lambda x, p: x.astype(p.dtype), anchor, updated.result)
             return params, OuterState(anchor, inner_state, state.count, aggregate)
 
-        # All shards have counted the same steps, so that they meet in the collectives.
         is_due = state.count % self.every == 0
         keep = lambda params, state: (params, state)
         result, after = lax.cond(is_due, synchronise, keep, updated.result, state)

@@ -51,7 +51,9 @@ class Streaming(Outer):
     ) -> tuple[Gradients, OuterState]:
         """The updated parameters, of which a piece is synchronised, and the next state."""
         assert gradients.updated is not None
-        at = state.count % self.every
+        # Shards that count differently would sum different pieces.
+        count = context.agreed(state.count)
+        at = count % self.every
         cut = lambda tree: jax.tree.map(lambda x: self._piece_of(x).cut(x, at), tree)
         add = lambda x, update: self._piece_of(x).add(x, update, at)
         of_piece = lambda x: lax.dynamic_index_in_dim(x, at, 0, keepdims=False)
@@ -79,12 +81,12 @@ class Streaming(Outer):
         in_loop = context.shards.platform == "cpu"
         updated = gradients.updated
         # No count is below zero, which XLA does not know.
-        flag = state.count < 0 if in_loop else None
+        flag = count < 0 if in_loop else None
         result, (updates, inner_state) = _in_place(synchronised, updated.result, flag)
         after = OuterState(
             jax.tree.map(add, state.anchor, updates),
             jax.tree.map(keep, state.inner_state, inner_state),
-            optax.safe_increment(state.count),
+            optax.safe_increment(count),
             jax.tree.map(keep, state.aggregate, aggregate),
         )
         return gradients.replace(updated=updated._replace(result=result)), after

@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from crossshard import _jax
 from crossshard.collectives.all_reduce import sum_over_shards, widen
 from crossshard.collectives.bucketing import bucketed_gather
 from crossshard.gradients.nesting import inside_optimizer
@@ -258,13 +259,12 @@ class GlobalArrays(Arrays):
         parts, structure = jax.tree.flatten(split)
         axes = self.shards.axes
         # Explicit, since XLA for TPUs turns an all-gather over all chips into an all-reduce.
-        gather = jax.shard_map(
+        gather = _jax.shard_map(
             lambda parts: bucketed_gather(parts, self.partitions, self.shards),
             mesh=self.mesh,
             axis_names=frozenset(axes),
             in_specs=([PartitionSpec(*only(each.spec(axes), axes)) for each in self.partitions],),
             out_specs=PartitionSpec(),
-            check_vma=False,
         )
         return structure.unflatten(gather(parts))
 

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from crossshard import _jax
 from crossshard.gradients.status import check_shapes
 from crossshard.jaxprs.repeats import computed_once
+from crossshard.jaxprs.walk import equations_of
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
 from crossshard.pipeline.update.masters import with_masters
 from crossshard.pipeline.update.moving_average import Decay, describe_decay, with_moving_average
@@ -92,8 +94,11 @@ class Optimize(Stage):
 
         with jax.named_scope("update"):
             if context.never is not None:
-                flag = context.never if skip is None else skip
                 given = gradients.replace(skip=None, updated=None)
+                flag = context.never if skip is None else skip
+                if skip is None and _communicates(update, state, params, given, flag):
+                    # By its own copy a shard could leave out what the others wait for.
+                    flag = context.on_all_shards(flag, differs=True)
                 updates, after, updated = _in_loop(
                     update, state, params, flag, given, context.never
                 )
@@ -157,6 +162,10 @@ def _in_loop(
 
     _, *results = lax.while_loop(lambda carry: ~carry[0], turn, (skip, none, state, params))
     return tuple(results)
+
+
+def _communicates(update: Callable[..., _Results], *args: Any) -> bool:
+    return any(map(_jax.names_axes, equations_of(jax.make_jaxpr(update)(*args))))
 
 
 def takes_value(optimizer: optax.GradientTransformation) -> bool:

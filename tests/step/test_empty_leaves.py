@@ -1,0 +1,68 @@
+"""Arrays without elements, in parameters and in what an optimizer keeps, go into no shard_map."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+import optax
+import pytest
+
+import crossshard
+from crossshard.jaxprs.walk import equations_of
+from tests.quick import deep_but
+
+DIES = "0.11.2"
+BATCH = {"x": np.float32(np.random.default_rng(0).normal(size=(16, 12)))}
+
+
+def loss_fn(params: Any, batch: Any) -> jax.Array:
+    hidden = jnp.tanh(batch["x"] @ params["in"])
+    return (
+        ((hidden @ params["out"] - 1) ** 2).mean() + params["none"].sum() + params["b"].sum() ** 2
+    )
+
+
+def params_of() -> dict[str, jax.Array]:
+    rng = np.random.default_rng(1)
+    made = {"in": (12, 24), "out": (24, 8), "b": (8,), "none": (0,)}
+    return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in made.items()}
+
+
+@pytest.mark.parametrize("shards", deep_but({2}, [2, 8]))
+@pytest.mark.parametrize("virtual", [None, 8])
+@pytest.mark.parametrize("place", [{"weight_update": "sharded"}, {"params": "sharded"}], ids=str)
+@pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.contrib.muon(1e-2)])
+def test_a_step_trains_as_one_device_and_passes_none(
+    optimizer: Any, place: Any, virtual: int | None, shards: int
+):
+    step = crossshard.make_train_step(
+        loss_fn, optimizer, num_shards=shards, virtual_shards=virtual, **place
+    )
+    state = step.init(params_of())
+    jaxpr = jax.make_jaxpr(step)(state, BATCH)
+    mapped = [each for each in equations_of(jaxpr) if each.primitive.name == "shard_map"]
+    assert mapped
+    assert all(atom.aval.size for each in mapped for atom in each.invars)
+    for _ in range(2):
+        state, _ = step(state, BATCH)
+    want, kept = params_of(), optimizer.init(params_of())
+    for _ in range(2):
+        updates, kept = optimizer.update(jax.grad(loss_fn)(want, BATCH), kept, want)
+        want = optax.apply_updates(want, updates)
+    for got, wanted in zip(*map(jax.tree.leaves, (step.model(state), want)), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-5)
+
+
+def test_what_jax_does_with_one():
+    """Twenty lines: if a newer JAX dies of them too, `DIES` is no longer alone."""
+    script = Path(__file__).with_name("empty_into_shard_map.py")
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    died = run.returncode == -signal.SIGSEGV
+    assert died == (jaxlib.__version__ == DIES), run.stderr
+    assert died or run.stdout.strip() == "[2. 2. 2. 2.]"
