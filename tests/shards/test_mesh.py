@@ -23,7 +23,9 @@ print(metrics["loss"])
 
 
 # Orbax loads absl, which may take over what is logged.
-@pytest.mark.parametrize("first", ["math", pytest.param("orbax.checkpoint", marks=pytest.mark.deep)])
+@pytest.mark.parametrize(
+    "first", ["math", pytest.param("orbax.checkpoint", marks=pytest.mark.deep)]
+)
 def test_one_device_is_told_in_one_line_and_once(first: str):
     run = [sys.executable, "-W", "error", "-c", ONE.format(first=first)]
     clean = {"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu", "PYTHONPATH": ":".join(sys.path)}

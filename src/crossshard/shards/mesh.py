@@ -70,7 +70,9 @@ def mesh_and_axes(
 def _say_that_it_is_one_shard() -> None:
     """Log a line, once in a process: nothing is wrong, but it may not be what is meant."""
     (device,) = jax.devices()
-    on_cpu = "crossshard.cpu_devices(8) first, JAX for your GPUs or TPUs (see crossshard doctor), or "
+    on_cpu = (
+        "crossshard.cpu_devices(8) first, JAX for your GPUs or TPUs (see crossshard doctor), or "
+    )
     logging.getLogger("crossshard").warning(
         f"crossshard trains on one shard: JAX found one device ({device.device_kind}). For more: "
         f"{on_cpu if device.platform == 'cpu' else ''}crossshard.distributed.initialize() in "
