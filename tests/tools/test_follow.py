@@ -85,7 +85,7 @@ def test_a_page_that_is_wrong_is_found(
 
 def test_a_terminal_has_none_of_our_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    variables = follow.new_terminal(tmp_path, None)
+    variables = follow.new_terminal(tmp_path)
     assert not {"PYTHONPATH", "XLA_FLAGS", "JAX_PLATFORMS"} & {*variables}
 
 
