@@ -27,6 +27,8 @@ help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
 
 environment: $(READY)  ## build .venv, if it is not there or not up to date
+	@$(VENV)/bin/python -c 'from importlib.metadata import version; from platform import python_version; \
+	  print("$(VENV) has Python", python_version(), "and JAX", version("jax"))'
 
 $(READY): pyproject.toml $(wildcard constraints/*.txt)
 	@[ -f $@ ] || { python="$(PYTHON)"; [ -n "$$python" ] && "$$python" -m venv --clear $(VENV); }
@@ -89,7 +91,7 @@ docs-browse: docs  ## open all pages of the site in Chromium, which must be ther
 tutorial: environment  ## follow the tutorial word by word, in an empty environment
 	pins=$$PWD/constraints/$$($(VENV)/bin/python -c \
 	    'import sys; print("py%d%d-newest.txt" % sys.version_info[:2])'); \
-	  PIP_CONSTRAINT=$$pins $(VENV)/bin/python tools/follow.py --package . docs/tutorial/*.md
+	  PIP_CONSTRAINT=$$pins $(VENV)/bin/python tools/follow.py --clone . docs/tutorial/*.md
 
 release: environment  ## build the wheel and the source distribution, and try them in empty environments
 	$(VENV)/bin/python -m nox -s release

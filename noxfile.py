@@ -69,7 +69,7 @@ def peer(session: nox.Session, peer: str) -> None:
 def gpus(session: nox.Session) -> None:
     """Compile steps for H100 clusters, those of what is passed on; 5 GB."""
     pins = f"constraints/py{sys.version_info.major}{sys.version_info.minor}-newest.txt"
-    session.install("-c", pins, "-e", ".[examples,gpus]")
+    session.install("-c", pins, "-e", ".[examples,cuda12]")
     session.run("python", "-m", "benchmarks.gpus", *session.posargs)
 
 

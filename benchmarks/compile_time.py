@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import markdown
+from benchmarks import age, markdown
 
 SHARDS = 8
 BY_HAND = "by hand, "
@@ -56,7 +56,7 @@ def main() -> None:
         tables[model] = _table(rows, MODELS[model])
         print(tables[model])
     if options.out is not None:
-        options.out.write_text(_page(tables, options), encoding="utf-8")
+        age.write(options.out, _page(tables, options))
 
 
 def _table(rows: dict[str, list[dict[str, tuple[float, float]]]], against: dict[str, str]) -> str:

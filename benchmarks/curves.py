@@ -19,7 +19,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 import crossshard
-from benchmarks import markdown
+from benchmarks import age, markdown
 from benchmarks.machine import this_machine
 from examples.byte_lm.held_out import HeldOut
 from examples.byte_lm.job import prepare
@@ -249,7 +249,7 @@ def main() -> None:
         record(given.ways or list(WAYS))
     found = lines()
     draw(found)
-    PAGE.write_text(page(found), encoding="utf-8")
+    age.write(PAGE, page(found), rows_stay=bool(given.draw or given.ways))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import crossshard
-from benchmarks import markdown
+from benchmarks import age, markdown
 from benchmarks.interleave import interleave
 from benchmarks.jax_baselines import JaxCandidate, ours
 from benchmarks.machine import this_machine
@@ -103,7 +103,7 @@ def main() -> None:
             f"{options.rounds}",
         ),
     )
-    options.out.write_text("\n\n".join(paragraphs) + "\n", encoding="utf-8")
+    age.write(options.out, "\n\n".join(paragraphs) + "\n")
 
 
 def make_candidates(

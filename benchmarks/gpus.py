@@ -16,7 +16,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 import crossshard
-from benchmarks import by_hand, markdown
+from benchmarks import age, by_hand, markdown
 from benchmarks.problem import adamw
 from benchmarks.shapes import Shapes, mlp, transformer
 
@@ -188,7 +188,8 @@ def main(words: Sequence[str] | None = None) -> None:
     found = {(row["model"], row["gpus"], row["step"]): row for row in rows}
     wanted.out.mkdir(parents=True, exist_ok=True)
     print(" | ".join(("model", *_HEADS)))
-    for model, number, step in itertools.product(wanted.models, wanted.gpus, wanted.steps):
+    measured_now = [*itertools.product(wanted.models, wanted.gpus, wanted.steps)]
+    for model, number, step in measured_now:
         mesh = cluster(number // _GPUS_OF_A_HOST)
         row = {"model": model, "gpus": number, "step": step}
         row |= measured(step, mesh, models[model][1])
@@ -197,7 +198,8 @@ def main(words: Sequence[str] | None = None) -> None:
         found[model, number, step] = row
         kept.write_text(json.dumps([*found.values()], indent=1) + "\n", encoding="utf-8")
     titles = {model: title for model, (title, _) in models.items()}
-    (wanted.out / "gpus.md").write_text(page(titles, found.values()), encoding="utf-8")
+    rows_stay = not found.keys() <= {*measured_now}
+    age.write(wanted.out / "gpus.md", page(titles, found.values()), rows_stay=rows_stay)
 
 
 def _wanted(words: Sequence[str] | None, models: Collection[str]) -> argparse.Namespace:

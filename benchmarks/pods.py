@@ -16,7 +16,7 @@ import optax
 from jax.sharding import Mesh
 
 import crossshard
-from benchmarks import by_hand, markdown
+from benchmarks import age, by_hand, markdown
 from benchmarks.problem import adamw
 from benchmarks.shapes import Shapes, blocks
 
@@ -179,7 +179,7 @@ def main(out: Path = Path("docs/benchmarks/pods.md")) -> None:
     # What was tried by hand stands below the table, and stays.
     before = out.read_text(encoding="utf-8") if out.exists() else ""
     _, heading, tried = before.partition("\n\n## ")
-    out.write_text("\n\n".join(lines) + (heading + tried or "\n"), encoding="utf-8")
+    age.write(out, "\n\n".join(lines) + (heading + tried or "\n"))
 
 
 if __name__ == "__main__":

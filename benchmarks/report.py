@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import markdown
+from benchmarks import age, markdown
 from benchmarks.machine import Machine
 from benchmarks.options import Bench
 from benchmarks.result import Result
@@ -210,7 +210,7 @@ def write(report: Report, out: Path) -> None:
     page, times = (out / f"{report.bench}{suffix}" for suffix in (".md", ".json"))
     try:
         times.write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n", encoding="utf-8")
-        page.write_text(_page(report, times.name), encoding="utf-8")
+        age.write(page, _page(report, times.name))
     except OSError as error:
         raise _cannot_write(out, error) from None
 

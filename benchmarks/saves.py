@@ -18,7 +18,7 @@ import optax
 import orbax.checkpoint as ocp
 
 import crossshard
-from benchmarks import markdown
+from benchmarks import age, markdown
 from benchmarks.machine import this_machine
 from benchmarks.tables import three_digits
 
@@ -69,7 +69,7 @@ def main() -> None:
         f"new. Ours also hashes every array, beside the loop.",
         markdown.measured_on(machine, f"python -m benchmarks.saves --rounds {options.rounds}"),
     )
-    options.out.write_text("\n\n".join(paragraphs) + "\n", encoding="utf-8")
+    age.write(options.out, "\n\n".join(paragraphs) + "\n")
 
 
 def measured(shards: int, update: str, width: int, rounds: int) -> list[str]:

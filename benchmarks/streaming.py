@@ -19,7 +19,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 import crossshard
-from benchmarks import markdown
+from benchmarks import age, markdown
 from crossshard.tools import topology
 
 FOLDER = Path(__file__).parents[1] / "docs" / "benchmarks"
@@ -145,6 +145,7 @@ def main() -> None:
     parser.add_argument("--network", type=int, help="Gb/s between GPU hosts, for XLA's scheduler")
     given = parser.parse_args()
     record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
+    measured = set[str]()
     for name in given.names:
         label = f"{WORKERS} × {name}" if name.startswith("v") else name
         if given.network is not None:
@@ -152,8 +153,9 @@ def main() -> None:
             os.environ["XLA_FLAGS"] = f"{flag}=nic_speed_gbps={given.network}"
             label += f", {given.network} Gb/s"
         record[label] = look(name)
+        measured.add(label)
         RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(page(record), encoding="utf-8")
+    age.write(PAGE, page(record), rows_stay=not record.keys() <= measured)
 
 
 if __name__ == "__main__":

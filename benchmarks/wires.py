@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 import crossshard
-from benchmarks import markdown
+from benchmarks import age, markdown
 from crossshard.tools import topology
 
 FOLDER = Path(__file__).parents[1] / "docs" / "benchmarks"
@@ -98,7 +98,7 @@ def main() -> None:
     for name in given:
         record[name] = bytes_of(name)
         RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(page(record), encoding="utf-8")
+    age.write(PAGE, page(record), rows_stay=not record.keys() <= {*given})
 
 
 if __name__ == "__main__":

@@ -187,15 +187,17 @@ def unknown_commands(text: str) -> set[str]:
             unknown.add(module)
     scripts = re.findall(r"python ((?:tools|examples|benchmarks)/\S+\.py)", text)
     unknown |= {script for script in scripts if not (ROOT / script).exists()}
-    extras = {e for each in re.findall(r"crossshard\[([\w,]+)\]", text) for e in each.split(",")}
+    extras = {
+        e for each in re.findall(r"(?:crossshard|\"\.)\[([\w,]+)\]", text) for e in each.split(",")
+    }
     return unknown | extras - set(PROJECT["project"]["optional-dependencies"])
 
 
 def test_commands_exist():
     unknown = {name_of(page): unknown_commands(page.read_text()) for page in NOW}
     assert not {page: names for page, names in unknown.items() if names}
-    assert unknown_commands("`make tset`, python -m examples.none, crossshard[none]") == {
-        *("tset", "examples.none", "none")
+    assert unknown_commands('`make tset`, python -m examples.none, crossshard[none], ".[nil]"') == {
+        *("tset", "examples.none", "none", "nil")
     }
 
 
@@ -211,7 +213,7 @@ def test_names_exist():
 
 def test_the_first_screen_shows_what_it_is_how_it_is_installed_and_what_it_looks_like():
     screen = "\n".join(README.read_text().splitlines()[:40])
-    for part in ("pip install crossshard", "make demo", "make test", "```python", "!["):
+    for part in ("pip install .", "make demo", "make test", "```python", "!["):
         assert part in screen
     first = blocks(README, "python")[0].split("\n\n")[-1]
     assert len(first.strip().splitlines()) <= 6

@@ -1,9 +1,10 @@
 """Follows pages word by word: writes each file, runs each block, compares what it prints.
 
-As a reader's terminal, the shell goes on from block to block and from page to page. It starts in an
-empty folder with the Python that runs this program; pages make an environment of their own::
+As a reader's terminal, the shell goes on from block to block and from page to page. It starts in a
+folder that has nothing but the clone, with the Python that runs this program; pages make an
+environment of their own::
 
-    python tools/follow.py --package . docs/tutorial/*.md
+    python tools/follow.py --clone . docs/tutorial/*.md
 
 Three kinds of fenced block are known, and any other is a fault:
 
@@ -85,31 +86,25 @@ def follow(page: Path, folder: Path, variables: Mapping[str, str]) -> Counter[st
     return counts
 
 
-def new_terminal(beside: Path, package: Path | None) -> dict[str, str]:
-    """The variables of a new terminal, in which pip finds the package, if one is given."""
+def new_terminal(beside: Path) -> dict[str, str]:
+    """The variables of a new terminal."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    variables |= {"PATH": path, "TERMINAL": str(beside / "state")}
-    if package:
-        pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps"]
-        subprocess.run([*pip, "-w", beside, package], env=variables, check=True)
-        (wheel,), pin = beside.glob("*.whl"), beside / "pin.txt"
-        pin.write_text("{}=={}\n".format(*wheel.name.split("-")[:2]))
-        for name, first in ("PIP_FIND_LINKS", beside), ("PIP_CONSTRAINT", pin):
-            variables[name] = f"{first} {variables.get(name, '')}".strip()
-    return variables
+    return variables | {"PATH": path, "TERMINAL": str(beside / "state")}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Follow the pages, and print a line for each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("pages", nargs="+", type=Path, help="in the order in which one reads them")
-    parser.add_argument("--package", type=Path, help="the folder that pip installs crossshard from")
+    parser.add_argument("--clone", type=Path, help="the folder that pages know as `crossshard`")
     parser.add_argument("--folder", type=Path, help="work here and leave it, not in a new folder")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="follow-") as beside:
-        variables = new_terminal(Path(beside), options.package)
+        variables = new_terminal(Path(beside))
         folder = (options.folder or Path(tempfile.mkdtemp(dir=beside))).resolve()
+        if options.clone:
+            (folder / "crossshard").symlink_to(options.clone.resolve())
         print(f"{'page':28}   files  blocks run  compared  seconds", flush=True)
         for page in options.pages:
             start = time.monotonic()

@@ -307,6 +307,23 @@ def test_what_is_held_back_inside_a_worker_stays_with_it():
     assert not np.asarray(moved.opt_state.aggregate.residual["w"]).any()
 
 
+def test_parts_of_workers_go_on_with_what_they_have():
+    step = step_of(4, optax.adam(0.01), reduce_dtype="int8")
+    state = train(step, step.init(PARAMS), range(3))
+    parts = step_of(8, optax.adam(0.01), reduce_dtype="int8")
+    moved = parts.reshard(step.unshard(state))
+    assert np.ptp(np.asarray(moved.params["w"]), axis=0).any()
+    whole = jax.device_get((step.unshard(state).params, step.unshard(state).opt_state))
+    assert_same(jax.device_get((moved.params, parts.unshard(moved).opt_state)), whole)
+
+
+def test_a_single_worker_takes_no_state_of_several_nor_they_its_own():
+    several, one = step_of(4), step_of(1)
+    for before, after in ((several, one), (one, several)):
+        with pytest.raises(ArgumentError, match=r"init with them"):
+            after.reshard(before.unshard(before.init(PARAMS)))
+
+
 # What goes with it.
 
 

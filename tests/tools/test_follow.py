@@ -85,7 +85,7 @@ def test_a_page_that_is_wrong_is_found(
 
 def test_a_terminal_has_none_of_our_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    variables = follow.new_terminal(tmp_path, None)
+    variables = follow.new_terminal(tmp_path)
     assert not {"PYTHONPATH", "XLA_FLAGS", "JAX_PLATFORMS"} & {*variables}
 
 
@@ -119,7 +119,7 @@ def test_the_overview_has_the_pages_in_order_and_their_minutes():
 def follow_all(pages: list[Path], work: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setenv("PIP_CONSTRAINT", str(ROOT / VERSIONS))
     work.mkdir()
-    return follow.main([*map(str, pages), "--package", str(ROOT), "--folder", str(work)])
+    return follow.main([*map(str, pages), "--clone", str(ROOT), "--folder", str(work)])
 
 
 # About four minutes on two cores, half of which are the installation and the plan.

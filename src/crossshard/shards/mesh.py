@@ -1,5 +1,7 @@
 """The mesh of a step, and its shard axes."""
 
+import functools
+import logging
 import math
 from typing import Any
 
@@ -32,6 +34,8 @@ def mesh_and_axes(
     named = check_axis_name(axis_name) or of_optimizer
     mesh = mesh_in_force(num_shards, named) if mesh is None else mesh
     if mesh is None:
+        if num_shards is None and jax.device_count() == 1:
+            _say_that_it_is_one_shard()
         count = None if num_shards is None else check_num_shards(num_shards)
         found = mesh_for(len(jax.devices()) if count is None else count, None)
     else:
@@ -60,6 +64,20 @@ def mesh_and_axes(
             f"{number} shards; leave num_shards out."
         )
     return found, axes
+
+
+@functools.cache
+def _say_that_it_is_one_shard() -> None:
+    """Log a line, once in a process: nothing is wrong, but it may not be what is meant."""
+    (device,) = jax.devices()
+    on_cpu = (
+        "crossshard.cpu_devices(8) first, JAX for your GPUs or TPUs (see crossshard doctor), or "
+    )
+    logging.getLogger("crossshard").warning(
+        f"crossshard trains on one shard: JAX found one device ({device.device_kind}). For more: "
+        f"{on_cpu if device.platform == 'cpu' else ''}crossshard.distributed.initialize() in "
+        f"several processes; num_shards=1 if one is meant."
+    )
 
 
 def mesh_in_force(num_shards: Any, axes: tuple[str, ...] = ()) -> Mesh | None:

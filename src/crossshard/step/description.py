@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from crossshard._text import size
+from crossshard._text import count, size
 from crossshard.gradients.scalars import is_inexact
 from crossshard.gradients.status import leaf_name
 from crossshard.model.layout import StateLayout
@@ -26,7 +26,7 @@ def describe(function: StepFunction, layout: StateLayout, state: TrainState) -> 
     kept = "one, as the loss returns it" if layout.has_one_state else kind and _KEPT[kind]
     frozen = [leaf for leaf in jax.tree.leaves(state.frozen) if is_inexact(leaf)]
     over = f" over {', '.join(layout.axes)}" * bool(layout.unnamed_axes)
-    shards = f"{layout.number_of_shards} shards{over} on the mesh ({axes})"
+    shards = f"{count(layout.number_of_shards, 'shard')}{over} on the mesh ({axes})"
     in_parts, of_frozen = None, "neither differentiated nor sent"
     if plan.in_parts:
         in_parts, of_frozen = layout, "not differentiated"
@@ -53,7 +53,7 @@ def summarize(
     how = "how the weights are updated is decided by init(params)"
     return "\n".join(
         [
-            f"Training step of {function.loss.name} on {shards} shards",
+            f"Training step of {function.loss.name} on {count(shards, 'shard')}",
             *([] if wrt is None else [f"trains only what wrt={chooses:.60} chooses"]),
             f"metrics: {', '.join(function.names_of_metrics())}",
             *([function.describe(), how] if latest is None else [describe(function, *latest)]),

@@ -257,7 +257,7 @@ UNEVEN = {
     [
         # Compilers that are not installed.
         ({"topology": "v5e:4x4"}, ArgumentError, r'pip install "crossshard\[tpu\]"'),
-        ({"topology": "h100:1x8"}, ArgumentError, r'pip install "crossshard\[gpus\]"'),
+        ({"topology": "h100:1x8"}, ArgumentError, r'pip install "crossshard\[cuda12\]"'),
         # What the plan chooses itself.
         ({"weight_update": "sharded"}, ArgumentError, "leave out weight_update"),
         ({"params": "sharded"}, ArgumentError, "whole and in parts itself"),

@@ -108,7 +108,7 @@ def _gpu(name: str, sizes: list[int]) -> Topology:
         importlib.util.find_spec("jax_cuda13_plugin") is None
     ):
         raise ArgumentError(
-            f'{name} needs JAX for CUDA, which compiles for GPUs: pip install "crossshard[gpus]".'
+            f'{name} needs JAX for CUDA, which compiles for GPUs: pip install "crossshard[cuda12]".'
         )
     if len(sizes) != 2:
         raise ArgumentError(
