@@ -28,7 +28,7 @@ from crossshard.errors import (
 )
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
-from crossshard.step.train_step import TrainStep, collected, config_of, layout_of
+from crossshard.step.train_step import TrainStep, collected, config_of, entering_of, layout_of
 
 
 class Checkpoints:
@@ -92,11 +92,12 @@ class Checkpoints:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is None:
+            return self.close()
+        # The others go on, and do not close it.
         try:
-            self.close()
+            self._close()
         except CheckpointError as own:
-            if error is None:
-                raise
             error.add_note(str(own))
 
     def save(
@@ -121,6 +122,10 @@ class Checkpoints:
           CheckpointError: it cannot be written, the one before could not be, or another run writes
             to the folder.
         """
+        with entering_of(self._step, "save"):
+            self._save(state, data, score, pin)
+
+    def _save(self, state: TrainState, data: Json, score: Any, pin: Any) -> None:
         layout = layout_of(self._step, state)
         check_data(data)
         notes = notes_of(score, pin)
@@ -172,7 +177,8 @@ class Checkpoints:
         Raises:
           CheckpointError: it could not be written; those before it are as they were.
         """
-        self._saving.wait()
+        with entering_of(self._step, "wait"):
+            self._saving.wait()
 
     def close(self) -> None:
         """Wait until the last checkpoint is written; leaving the ``with`` block does it.
@@ -180,6 +186,10 @@ class Checkpoints:
         Raises:
           CheckpointError: as for ``wait``.
         """
+        with entering_of(self._step, "wait"):
+            self._close()
+
+    def _close(self) -> None:
         if self._preemption is not None:
             self._preemption.close()
             self._preemption = None
@@ -211,9 +221,10 @@ class Checkpoints:
           CheckpointError: the folder cannot be read.
           CheckpointMismatchError: it is another model's or optimizer's, or has other dtypes.
         """
-        found = self._latest(self._reader(state, strict))
-        self._may_write = True
-        return None if found is None else self._restored(found)
+        with entering_of(self._step, "restore"):
+            found = self._latest(self._reader(state, strict))
+            self._may_write = True
+            return None if found is None else self._restored(found)
 
     def restore(
         self, state: TrainState, step: int, *, strict: bool = True
@@ -233,9 +244,10 @@ class Checkpoints:
           CheckpointDamagedError: it is not whole.
           CheckpointError, CheckpointMismatchError: as for ``restore_latest``.
         """
-        found = self._chosen(step, self._reader(state, strict))
-        self._may_write = True
-        return self._restored(found)
+        with entering_of(self._step, "restore"):
+            found = self._chosen(step, self._reader(state, strict))
+            self._may_write = True
+            return self._restored(found)
 
     def restore_params(self, state: TrainState, step: int | None = None) -> TrainState:
         """A state with the parameters of a checkpoint, whatever optimizer has trained them.
@@ -267,7 +279,8 @@ class Checkpoints:
         layout = layout_of(self._step, state)
         types = layout.collected_types(state)
         read = lambda number: read_params(self._folder, number, layout.own, types)
-        params = self._latest(read) if step is None else self._chosen(step, read)
+        with entering_of(self._step, "restore"):
+            params = self._latest(read) if step is None else self._chosen(step, read)
         if params is None:
             raise CheckpointError(f"{self._folder.path} has no checkpoint to take parameters from.")
         params = jax.tree.map(lambda x: _mesh.on_mesh(x, self._step.mesh), params)
@@ -308,7 +321,7 @@ class Checkpoints:
 
     def _latest(self, read: Callable[[int], Any]) -> Any:
         """What is read of the latest checkpoint that is whole; ``None`` if there is none."""
-        self.wait()
+        self._saving.wait()
         numbers = self._saving.numbers = self.steps()
         reasons = []
         for number in reversed(numbers):
@@ -334,7 +347,7 @@ class Checkpoints:
         return None
 
     def _chosen(self, number: int, read: Callable[[int], Any]) -> Any:
-        self.wait()
+        self._saving.wait()
         numbers = self._saving.numbers = self.steps()
         if number not in numbers:
             raise ArgumentError(

@@ -1,13 +1,24 @@
 """Initialize: connects this process with the others of its job."""
 
 import dataclasses
+import os
 from collections.abc import Mapping
-
-import jax
+from pathlib import Path
 
 from crossshard import _check, _jax
-from crossshard.distributed.addresses import bind_address, check_unused, split_address
-from crossshard.distributed.job import ADDRESS, NUMBER, OWN, Job, find_job
+from crossshard.distributed.addresses import answers, bind_address, check_unused, split_address
+from crossshard.distributed.job import (
+    ADDRESS,
+    CONNECTS,
+    NUMBER,
+    OWN,
+    VERDICTS,
+    Job,
+    find_job,
+    tell_launcher,
+    told_launcher,
+)
+from crossshard.distributed.supervisor.reports import Kind, Verdict
 from crossshard.distributed.supervisor.timeouts import Timeouts, check_seconds
 from crossshard.distributed.supervisor.watch import watch, watch_alone
 from crossshard.errors import ArgumentError, ArgumentTypeError, DistributedError
@@ -108,6 +119,9 @@ def _connect(job: Job, bind: str | None, timeout: float, stall_timeout: float) -
     listens = bind_address(address, bind) if job.process_id == 0 else address
     if job.process_id == 0:
         check_unused(*split_address(listens))
+    of_launcher = os.environ.get(NUMBER) == str(job.num_processes)
+    if of_launcher:
+        tell_launcher(job.process_id, CONNECTS)
     try:
         _jax.start_coordination(
             address,
@@ -119,11 +133,33 @@ def _connect(job: Job, bind: str | None, timeout: float, stall_timeout: float) -
             # JAX aborts the process then, without a word on who it waits for.
             heartbeat_seconds=max(_JAX_HEARTBEAT_SECONDS, int(min(2 * stall_timeout, 1e6))),
         )
-    except jax.errors.JaxRuntimeError as error:
+    except TimeoutError:
+        missing = _missing(job) if of_launcher else []
+        if missing:
+            late = Verdict(Kind.BEHIND, missing[0], "initialize", int(timeout))
+            tell_launcher(job.process_id, str(late))
         raise DistributedError(
             f"Process {job.process_id} of {job.num_processes} did not meet the others at {address} "
-            f"in {timeout:g} seconds: {str(error).splitlines()[0]:.300}"
-        ) from error
+            f"in {timeout:g} seconds: {_why(address, missing)}."
+        ) from None
+
+
+def _missing(job: Job) -> list[int]:
+    """The processes of a launcher that have not come to ``initialize``."""
+    told = told_launcher(Path(os.environ.get(VERDICTS, os.devnull)))
+    came = {who for who, what in told if what == CONNECTS}
+    return [each for each in range(job.num_processes) if came and str(each) not in came]
+
+
+def _why(address: str, missing: list[int]) -> str:
+    if missing:
+        return f"process {', '.join(map(str, missing))} has not called initialize"
+    if answers(address):
+        return "process 0 is there, and another one has not called initialize with this address"
+    return (
+        "nothing listens there. Process 0 has not called initialize, or has another address, or "
+        "cannot be reached"
+    )
 
 
 def _check_types(address: object, number: object, own: object) -> None:
