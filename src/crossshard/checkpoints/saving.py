@@ -96,7 +96,7 @@ class Saving:
             self._mesh,
             "Every process passes the same; where all of them stand is one dict.",
         )
-        reason = exchange("save", self._why_not(), self._mesh)[0]
+        reason = exchange("save", self._why_not(), self._mesh, within="lock")[0]
         if reason:
             raise CheckpointError(
                 f"Checkpoint {number} cannot be written to {self._folder.path}: {reason}."

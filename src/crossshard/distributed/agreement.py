@@ -115,7 +115,7 @@ class _Answer:
     whose: list[int]
 
 
-def exchange(call: str, text: str, mesh: Mesh, *, longer: bool = False) -> tuple[str, ...]:
+def exchange(call: str, text: str, mesh: Mesh, within: str = "") -> tuple[str, ...]:
     """What each process of the mesh passed, in the order of the processes; in every process.
 
     The first process reads what all have told, and the others read its answer. Nothing is sent if
@@ -125,7 +125,7 @@ def exchange(call: str, text: str, mesh: Mesh, *, longer: bool = False) -> tuple
       call: the name of the call that every process makes.
       text: what this process passes.
       mesh: the mesh.
-      longer: whether the others may take as long as ``stall_timeout`` has for the call's name.
+      within: what the others may take longer for than for a call, by its name among the timeouts.
 
     Raises:
       ArgumentError: a process has not reached this call, or is at another one.
@@ -136,8 +136,8 @@ def exchange(call: str, text: str, mesh: Mesh, *, longer: bool = False) -> tuple
         return (text,)
     of_all = len(processes) == jax.process_count()
     # The watch compares only what all processes of the job enter.
-    with waiting(call, longer=longer) if of_all else contextlib.nullcontext():
-        answer = _exchanged(_Call(call, text), processes, _patience(call, of_all=of_all))
+    with waiting(call, within) if of_all else contextlib.nullcontext():
+        answer = _exchanged(_Call(call, text), processes, _patience(within or call, of_all=of_all))
     if answer.wrong:
         raise ArgumentError(
             f"{answer.wrong} Every process of a mesh must make the same calls, in the same order."

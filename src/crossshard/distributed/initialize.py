@@ -55,13 +55,14 @@ def initialize(
       bind: the address of another interface at which process 0 listens, as behind a service of
         Kubernetes; ``"all interfaces"`` for all of them.
       timeout: how many seconds to wait for the others.
-      stall_timeout: how many seconds a process may stand still while others wait for it in a step;
-        then all leave, with the exit code ``PROCESS_STALLED``, their stacks and a line that names
-        it. When one dies or fails, the others leave within seconds, with ``PROCESS_LOST``. By name
-        if they differ, as in ``{"start": 900, "step": 60, "evaluate": 300, "alone": 600}``: until
-        the first step is entered, for steps and all else, for what ``entering`` names, and for a
+      stall_timeout: how many seconds a process may stand still while others wait for it, in a step,
+        ``init``, ``save`` or any other call that all of them make; then all leave, with the exit
+        code ``PROCESS_STALLED``, their stacks and a line that names it. When one dies, fails or
+        leaves, the others leave within seconds, with ``PROCESS_LOST``. By name if they differ, as
+        in ``{"start": 900, "step": 60, "save": 300, "alone": 600}``: until the first step is
+        entered, for steps and all else, for one of the calls or what ``entering`` names, and for a
         job of one process, which is not watched without: it leaves if it enters nothing for so
-        long after a step.
+        long after a step. ``"compile"`` has 600 and ``"lock"`` 60, unless you name them.
 
     Returns:
       What it found.

@@ -103,16 +103,16 @@ def entering(name: str = "step") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def waiting(name: str, *, longer: bool = False) -> Iterator[None]:
+def waiting(name: str, within: str = "") -> Iterator[None]:
     """Tell the others that this process waits for all of them, within what it has entered.
 
     Args:
       name: the call that it enters, unless it is in one.
-      longer: whether it may wait within a call for as long as the name says.
+      within: what they may take longer for than for the call, by its name among the timeouts.
     """
     name = name.lower().replace(" ", "_")[:20]
     with contextlib.nullcontext() if PROGRESS.inside else entering(name):
-        before, PROGRESS.inner = PROGRESS.inner, name if longer else PROGRESS.inner
+        before, PROGRESS.inner = PROGRESS.inner, within or PROGRESS.inner
         PROGRESS.waits += 1
         try:
             yield

@@ -143,7 +143,9 @@ class Family:
                 return Ending(its or code, own, f"{_in_short(verdict)}; {_OTHERS}")
             code = its
         how = f"with code {code}" if code > 0 else f"by {signal.Signals(-code).name}"
-        return Ending(code if code > 0 else 128 - code, own, f"process {own} ended {how}; {_OTHERS}")
+        return Ending(
+            code if code > 0 else 128 - code, own, f"process {own} ended {how}; {_OTHERS}"
+        )
 
     def _wait_for(self, processes: Iterable[subprocess.Popen[bytes]], seconds: float) -> None:
         """Wait until these have ended, or their time is over."""

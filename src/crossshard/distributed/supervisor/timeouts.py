@@ -12,10 +12,11 @@ from crossshard.errors import ArgumentError
 _START, _STEP, _ALONE = "start", "step", "alone"
 # Calls before the first step.
 _EARLY = ("nothing", "init", "checkpoints", "restore")
-# Calls in which processes may wait for longer than in a step, unless the user names them. XLA finds
-# a program in the cache of one machine, and compiles it on another; and who waits for a checkpoint to
-# be written waits for the others to write, who may do something else meanwhile.
-_LONGER = {"compile": 600.0, "wait": math.inf}
+# For what processes may wait longer than in a step, unless the user names it. XLA finds a program
+# in the cache of one machine, and compiles it on another. The first one looks for half a minute
+# whether a writer on another machine is alive. Who waits for a checkpoint to be written waits for
+# what the others write, and they may do something else meanwhile.
+_LONGER = {"compile": 600.0, "lock": 60.0, "wait": math.inf}
 
 
 def is_before_steps(call: str) -> bool:
