@@ -4,7 +4,6 @@ import ctypes
 import enum
 import linecache
 import os
-import queue
 import re
 import signal
 import threading
@@ -713,7 +712,7 @@ def start_coordination(
       TimeoutError: the others have not come in so many seconds.
     """
     before = signal.getsignal(signal.SIGTERM)
-    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    raised: list[BaseException] = []
 
     def connect() -> None:
         try:
@@ -727,19 +726,18 @@ def start_coordination(
                 initialization_timeout=_NEVER,
                 heartbeat_timeout_seconds=heartbeat_seconds,
             )
-            ended.put(None)
         except BaseException as error:
-            ended.put(error)
+            raised.append(error)
 
     # When its own time is over, JAX aborts the process instead of raising; Ctrl-C it does not hear.
-    threading.Thread(target=connect, name="crossshard connects", daemon=True).start()
-    try:
-        error = ended.get(timeout=seconds)
-    except queue.Empty:
+    connecting = threading.Thread(target=connect, name="crossshard connects", daemon=True)
+    connecting.start()
+    connecting.join(seconds)
+    if connecting.is_alive():
         abandon_coordination()
-        raise TimeoutError from None
-    if error is not None:
-        raise error
+        raise TimeoutError
+    if raised:
+        raise raised[0]
     # JAX takes SIGTERM over, also where the caller has a handler for it.
     in_main = threading.current_thread() is threading.main_thread()
     if in_main and before not in (None, signal.SIG_DFL):
