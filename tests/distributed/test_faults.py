@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -81,10 +82,14 @@ def test_a_job_ends_soon_after_a_fault_and_names_the_process(
     words = [who, stage, fault, tmp_path / "checkpoints"]
     script = [sys.executable, Path(__file__).with_name("staged.py"), *words]
     ran = launch("-n", 2, "--cpu-devices", 1, "--", *script, STALL_SECONDS, connect)
+    # It ends them all; one that hangs would never close its pipes.
+    hangs = threading.Timer(PATIENCE, ran.terminate)
+    hangs.start()
     began = None
     for line in ran.stdout:
         began = time.monotonic() if line == f"[{who}] now\n" else began
-    _, err = ran.communicate(timeout=PATIENCE)
+    _, err = ran.communicate()
+    hangs.cancel()
     assert began is not None, err
     seconds = time.monotonic() - began - (connect if connect == NEVER_CONNECT_SECONDS else 0)
     assert ran.returncode == code, err
