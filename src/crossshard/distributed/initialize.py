@@ -5,6 +5,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import jax
+
 from crossshard import _check, _jax
 from crossshard.distributed.addresses import answers, bind_address, check_unused, split_address
 from crossshard.distributed.job import (
@@ -134,15 +136,19 @@ def _connect(job: Job, bind: str | None, timeout: float, stall_timeout: float) -
             # JAX aborts the process then, without a word on who it waits for.
             heartbeat_seconds=max(_JAX_HEARTBEAT_SECONDS, int(min(2 * stall_timeout, 1e6))),
         )
+        return
     except TimeoutError:
         missing = _missing(job) if of_launcher else []
+        why = _why(address, missing)
         if missing:
             late = Verdict(Kind.BEHIND, missing[0], "initialize", int(timeout))
             tell_launcher(job.process_id, str(late))
-        raise DistributedError(
-            f"Process {job.process_id} of {job.num_processes} did not meet the others at {address} "
-            f"in {timeout:g} seconds: {_why(address, missing)}."
-        ) from None
+    except jax.errors.JaxRuntimeError as error:
+        why = f"{str(error).splitlines()[0]:.300}"
+    raise DistributedError(
+        f"Process {job.process_id} of {job.num_processes} did not meet the others at {address} in "
+        f"{timeout:g} seconds: {why}."
+    )
 
 
 def _missing(job: Job) -> list[int]:
