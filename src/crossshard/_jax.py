@@ -731,6 +731,10 @@ def detected_job(seconds: float) -> tuple[str, str, int, int, tuple[int, ...] | 
     return kind.name or kind.__name__, address, number, own, devices and tuple(devices)
 
 
+# Seconds, of which JAX takes no infinite number.
+_NEVER = 10**6
+
+
 def start_coordination(
     address: str,
     number: int,
@@ -741,18 +745,38 @@ def start_coordination(
     seconds: float,
     heartbeat_seconds: int,
 ) -> None:
-    """``jax.distributed.initialize`` with nothing left to be found out."""
+    """``jax.distributed.initialize`` with nothing left to be found out.
+
+    Raises:
+      TimeoutError: the others have not come in so many seconds.
+    """
     before = signal.getsignal(signal.SIGTERM)
-    jax.distributed.initialize(
-        address,
-        number,
-        own,
-        None if devices is None else list(devices),
-        cluster_detection_method="deactivate",
-        coordinator_bind_address=bind_address,
-        initialization_timeout=int(seconds),
-        heartbeat_timeout_seconds=heartbeat_seconds,
-    )
+    raised: list[BaseException] = []
+
+    def connect() -> None:
+        try:
+            jax.distributed.initialize(
+                address,
+                number,
+                own,
+                None if devices is None else list(devices),
+                cluster_detection_method="deactivate",
+                coordinator_bind_address=bind_address,
+                initialization_timeout=_NEVER,
+                heartbeat_timeout_seconds=heartbeat_seconds,
+            )
+        except BaseException as error:
+            raised.append(error)
+
+    # When its own time is over, JAX aborts the process instead of raising; Ctrl-C it does not hear.
+    connecting = threading.Thread(target=connect, name="crossshard connects", daemon=True)
+    connecting.start()
+    connecting.join(seconds)
+    if connecting.is_alive():
+        abandon_coordination()
+        raise TimeoutError
+    if raised:
+        raise raised[0]
     # JAX takes SIGTERM over, also where the caller has a handler for it.
     in_main = threading.current_thread() is threading.main_thread()
     if in_main and before not in (None, signal.SIG_DFL):
@@ -817,6 +841,12 @@ def abandon_coordination() -> None:
 def backend_is_running() -> bool:
     """Whether JAX's backend is initialized, which fixes the number of devices."""
     return _xla_bridge.backends_are_initialized()
+
+
+def backend_has_begun() -> bool:
+    """Whether JAX's backend is initialized or begins to be, where it waits for all processes."""
+    # `backends_are_initialized` would wait for the lock.
+    return bool(_xla_bridge._backends) or _xla_bridge._backend_lock.locked()
 
 
 # JAX's own calls whose `backend_config` is the address of a Python object, and that address. JAX

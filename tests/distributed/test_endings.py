@@ -134,6 +134,39 @@ def test_the_launcher_leaves_out_whom_the_processes_name(
     assert says in err
 
 
+DOES_NOT_COME = """
+import os, sys, time
+import crossshard
+
+number, own = os.environ["JAX_NUM_PROCESSES"], os.environ["JAX_PROCESS_ID"]
+if (number, own) == ("3", "1"):
+    {how}
+crossshard.distributed.initialize(timeout=8 if number == "3" else 60)
+sys.stderr.write(f"slot {{os.environ['JAX_LOCAL_DEVICE_IDS']}}\\n")
+"""
+
+
+@pytest.mark.deep
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("sys.exit()", "left before initialize, which others have entered"),
+        ("time.sleep(600)", "has not entered initialize for 8 seconds, and others wait for it"),
+    ],
+)
+def test_the_process_that_does_not_come_to_initialize_is_left_out(how: str, says: str):
+    flags = ["--restarts", 1, "--min-processes", 1]
+    ran = launch("-n", 3, *flags, *python(DOES_NOT_COME.format(how=how)))
+    _, err = ran.communicate(timeout=PATIENCE)
+    assert ran.returncode == 0, err
+    assert f"crossshard: process 1 {says}; the others are ended.\n" in err
+    assert sorted(line for line in err.splitlines() if "slot" in line) == [
+        "[0] slot 0",
+        "[1] slot 2",
+    ]
+
+
 STALLS = """
 import os, sys, time
 import crossshard

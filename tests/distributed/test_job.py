@@ -1,15 +1,23 @@
 """The job that the environment describes, and where its coordinator listens."""
 
 import socket
+import subprocess
+import sys
 
 import jax
 import pytest
 
 import crossshard
-from crossshard.distributed.addresses import ALL_INTERFACES, bind_address, split_address
+from crossshard.distributed.addresses import (
+    ALL_INTERFACES,
+    bind_address,
+    free_port,
+    split_address,
+)
 from crossshard.distributed.job import Job, find_job
 from crossshard.distributed.progress import PROGRESS
 from crossshard.errors import ArgumentError, ArgumentTypeError, DistributedError
+from tests.quick import deep
 
 # As prterun of Open MPI 5.0.11 sets them, on one host and on two.
 OPEN_MPI_5 = {
@@ -148,6 +156,36 @@ def test_it_is_refused_once_jax_runs(environment):
         crossshard.distributed.initialize("127.0.0.1:1234", 2, 0)
 
 
+ALONE_OF_TWO = """
+import sys
+import crossshard
+
+try:
+    crossshard.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]), timeout=2)
+except crossshard.errors.DistributedError as error:
+    print(error)
+    sys.exit(3)
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("own", "why"),
+    [
+        deep((0, "process 0 is there, and another one has not called initialize with this addre")),
+        (1, "nothing listens there. Process 0 has not called initialize, or has another address"),
+    ],
+)
+def test_who_does_not_meet_the_others_says_so_and_goes_on(own: int, why: str):
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    words = [sys.executable, "-c", ALONE_OF_TWO, address, str(own)]
+    ran = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    # JAX itself would abort the process, with a stack of C++.
+    assert (ran.returncode, ran.stderr) == (3, "")
+    met = f"Process {own} of 2 did not meet the others at {address} in 2 seconds: {why}"
+    assert ran.stdout.startswith(met)
+
+
 def test_the_coordinator_listens_where_it_is_named():
     assert bind_address("127.0.0.1:80", None) == "127.0.0.1:80"
     assert bind_address("localhost:80", None) in ("127.0.0.1:80", "[::1]:80")
@@ -180,7 +218,5 @@ def test_an_address_has_a_host_and_a_port():
 
 
 def test_a_free_port_is_free():
-    from crossshard.distributed.addresses import free_port
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", free_port("127.0.0.1")))

@@ -98,7 +98,82 @@ def test_a_process_that_left_is_named_once_another_needs_it(job: Job):
     job.says = [{"calls": 3}, {"calls": 3, "state": State.LEFT}, {"calls": 3}]
     assert job.run(100 * TIMEOUT) is None
     job.says[0] = {"calls": 4, "latest": "step 3"}
-    assert job.run(1) == Verdict(Kind.LEFT, 1, "step 3")
+    # The other may be about to leave, too.
+    assert job.run(FAILURE_SECONDS - 1) is None
+    assert job.run(2) == Verdict(Kind.LEFT, 1, "step 3")
+
+
+def test_who_has_left_by_another_way_is_named_though_it_has_entered_as_much(job: Job):
+    trains = {"calls": 8, "latest": "step 7", "before": "nothing, init 1, step 6"}
+    job.says = [trains, trains | {"latest": "finish 1", "state": State.LEFT}, trains]
+    assert job.run(FAILURE_SECONDS - 1) is None
+    assert job.run(2) == Verdict(Kind.LEFT, 1, "step 7")
+    # And more than the others.
+    ends = {"calls": 9, "latest": "save 4", "before": "step 6, finish 1", "state": State.LEFT}
+    other = Job()
+    other.says = [trains, trains, ends]
+    assert other.run(FAILURE_SECONDS + 1) == Verdict(Kind.LEFT, 2, "step 7")
+
+
+def test_who_enters_something_else_is_named_with_both(job: Job):
+    trains = {"calls": 8, "latest": "step 7", "before": "step 6"}
+    saves = {"calls": 9, "latest": "save 1", "before": "step 6, evaluate 1", "place": "a.py:3"}
+    job.says = [saves, trains, trains]
+    assert job.run(TIMEOUT - 1) is None
+    verdict = job.run(2)
+    assert (verdict.kind, verdict.process, verdict.code) == (Kind.ELSEWHERE, 0, PROCESS_STALLED)
+    assert verdict.sentence() == (
+        "process 0 has entered evaluate 1, and process 1 step 7 in its place. Every process must "
+        "make the same calls, in the same order. It stands at a.py:3."
+    )
+
+
+def test_who_stands_still_in_a_call_that_all_have_entered_is_named_with_it(job: Job):
+    saves = {"calls": 8, "latest": "save 2", "waits": 1}
+    job.says = [saves | {"waits": 0}, saves, saves]
+    assert job.run(TIMEOUT - 1) is None
+    verdict = job.run(2)
+    assert verdict.sentence() == (
+        "process 0 has stood still in save 2 for 10 seconds, and others wait for it."
+    )
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_of_a_process_that_is_far_behind_its_own_last_step_is_said(job: Job, silent: bool):
+    job.says = [{"calls": 9, "latest": "step 8"}] * 3
+    job.run(2)
+    job.silent = {1} if silent else set()
+    job.says[0] = job.says[2] = {"calls": 21, "latest": "step 20"}
+    assert job.run(2 * TIMEOUT).sentence() == (
+        "process 1 has not been heard of for 10 seconds. It has entered step 8 last."
+        if silent
+        else "process 1 has entered nothing after step 8 for 10 seconds, and others wait for it in "
+        "step 20."
+    )
+
+
+def test_before_the_first_call_they_wait_for_each_others_devices(job: Job):
+    job.says = [{}, {"waits": 1}, {"waits": 1}]
+    assert job.run(2 * TIMEOUT).sentence() == (
+        "process 0 has not entered the first JAX operation for 10 seconds, and others wait for it."
+    )
+
+
+def test_who_waits_for_a_checkpoint_lets_the_others_do_something_else(job: Job):
+    job.says = [{"calls": 7, "latest": "step 6"}] + [{"calls": 8, "latest": "wait 1"}] * 2
+    assert job.run(100 * TIMEOUT) is None
+    job.says[0] = {"calls": 7, "latest": "step 6", "state": State.LEFT}
+    assert job.run(FAILURE_SECONDS + 1) == Verdict(Kind.LEFT, 0, "wait 1")
+
+
+def test_who_compiles_has_longer(job: Job):
+    job.says = [{"calls": 2, "waits": 1}] + [{"calls": 2, "waits": 2, "inner": "compile"}] * 2
+    assert job.run(590) is None
+    assert job.run(20).kind is Kind.BEHIND
+    # But not who is silent in it.
+    other = Job()
+    other.says, other.silent = [{"calls": 2, "inner": "compile"}] * 3, {1}
+    assert other.run(TIMEOUT + 1).kind is Kind.SILENT
 
 
 def test_all_that_have_come_to_their_ends_may_go(job: Job):
@@ -108,12 +183,14 @@ def test_all_that_have_come_to_their_ends_may_go(job: Job):
 
 def test_reports_and_verdicts_are_read_as_they_were_written():
     rows = "float32[8,3],key<fry>[8]"
-    report = Report(3, 8, "step 7", State.FAILED, "ValueError", 2, "train.py:41", rows, 7)
+    told = (3, 8, "step 7", State.FAILED, "ValueError", 2, "train.py:41", rows, 7)
+    report = Report(*told, "init 1, step 6", 2, "compile")
     assert Report.parse(str(report)) == report
     assert Report.parse(str(Report(0, 2, "init 1"))) == Report(0, 2, "init 1")
     for verdict in (
         Verdict(Kind.BEHIND, 2, "step 8", 120, "<string>:1"),
         Verdict(Kind.FAILED, 0, "ValueError"),
+        Verdict(Kind.ELSEWHERE, 1, "step 8", other=2, entered="save 1"),
         Verdict(Kind.DIFFERS, 2, "step 8", rows=rows, other=1, expected="float32[4,3]"),
     ):
         assert Verdict.parse(str(verdict)) == verdict
@@ -133,6 +210,7 @@ def test_reports_and_verdicts_are_read_as_they_were_written():
         (Report, {"place": "\x1b[2J:1"}),
         (Report, {"rows": "\u202e"}),
         (Report, {"rows": "x\n"}),
+        (Report, {"before": "\x1b[2J"}),
         (Report, {"error": "x" * 1_000_000}),
         (Report, {"further": 1}),
         (Verdict, {"kind": "shut"}),

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 
+from crossshard.distributed.supervisor import launcher
 from crossshard.tools.cli import main
 from tests.quick import deep
 
@@ -234,6 +235,7 @@ def test_a_signal_that_ends_them_is_the_code(number: signal.Signals):
     ("arguments", "message"),
     [
         (("-n", 0, "--", "true"), "-n must be at least 1; got 0"),
+        (("-n", 10**9, "--", "true"), "-n must be at most "),
         (("-n", 2, "--cpu-devices", 0, "--", "true"), "--cpu-devices must be at least 1"),
         (("-n", 2, "--port", 70000, "--", "true"), "--port must be from 1 to 65535"),
         (("-n", 2, "--restarts", -1, "--", "true"), "--restarts must be at least 0; got -1"),
@@ -252,6 +254,23 @@ def test_what_cannot_be_launched_is_refused_in_one_line(arguments, message, capf
     assert out == ""
     assert message in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it counts what Linux has")
+def test_as_many_processes_start_as_are_not_refused(monkeypatch: pytest.MonkeyPatch, capfd):
+    import resource
+
+    few = lambda kind: (100, 100) if kind == resource.RLIMIT_NOFILE else (-1, -1)
+    monkeypatch.setattr(launcher.resource, "getrlimit", few)
+    most, why = launcher.most_processes()
+    assert (most, why) == (42, "100 files may be open, two of each (ulimit -n)")
+    assert main(["launch", "-n", "43", "--", "true"]) == 2
+    assert capfd.readouterr().err == (
+        f"crossshard: -n must be at most 42 on this machine, where {why}; got 43.\n"
+    )
+    ours = ["-m", "crossshard.tools.cli", "launch", "-n", "42", "--", "true"]
+    limited = f"ulimit -n 100; exec {' '.join([sys.executable, *ours])}"
+    assert subprocess.run(["sh", "-c", limited], timeout=PATIENCE).returncode == 0
 
 
 def test_a_reader_that_leaves_does_not_stop_the_processes(tmp_path: Path):

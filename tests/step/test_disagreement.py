@@ -133,7 +133,7 @@ def main(process: int, port: int, out: str) -> None:
     _, metrics = keyed(keyed.init(W), {"key": keys})
     found["keys"] = float(metrics["loss"])
     # One that does not come.
-    agreement._SECONDS = 1
+    agreement._UNWATCHED_SECONDS = 1
     if process:
         time.sleep(3)
     else:

@@ -29,7 +29,7 @@ from crossshard.errors import (
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.step.arguments import check_state
-from crossshard.step.train_step import TrainStep, collected, config_of, layout_of
+from crossshard.step.train_step import TrainStep, collected, config_of, entering_of, layout_of
 
 # How often to begin again while another run deletes what is being read.
 _MOST_DELETED = 20
@@ -96,11 +96,12 @@ class Checkpoints:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is None:
+            return self.close()
+        # The others go on, and do not close it.
         try:
-            self.close()
+            self._close()
         except CheckpointError as own:
-            if error is None:
-                raise
             error.add_note(str(own))
 
     def save(
@@ -127,6 +128,10 @@ class Checkpoints:
         """
         _check_call("save", state)
         check_arrays(state)
+        with entering_of(self._step, "save"):
+            self._save(state, data, score, pin)
+
+    def _save(self, state: TrainState, data: Json, score: Any, pin: Any) -> None:
         layout = layout_of(self._step, state)
         check_data(data)
         notes = notes_of(score, pin)
@@ -181,7 +186,8 @@ class Checkpoints:
         Raises:
           CheckpointError: it could not be written; those before it are as they were.
         """
-        self._saving.wait()
+        with entering_of(self._step, "wait"):
+            self._saving.wait()
 
     def close(self) -> None:
         """Wait until the last checkpoint is written; leaving the ``with`` block does it.
@@ -189,6 +195,10 @@ class Checkpoints:
         Raises:
           CheckpointError: as for ``wait``.
         """
+        with entering_of(self._step, "wait"):
+            self._close()
+
+    def _close(self) -> None:
         if self._preemption is not None:
             self._preemption.close()
             self._preemption = None
@@ -220,9 +230,10 @@ class Checkpoints:
           CheckpointError: the folder cannot be read.
           CheckpointMismatchError: it is another model's or optimizer's, or has other dtypes.
         """
-        found = self._latest(self._reader(state, strict))
-        self._may_write = True
-        return None if found is None else self._restored(found)
+        with entering_of(self._step, "restore"):
+            found = self._latest(self._reader(state, strict))
+            self._may_write = True
+            return None if found is None else self._restored(found)
 
     def restore(
         self, state: TrainState, step: int, *, strict: bool = True
@@ -242,9 +253,10 @@ class Checkpoints:
           CheckpointDamagedError: it is not whole.
           CheckpointError, CheckpointMismatchError: as for ``restore_latest``.
         """
-        found = self._chosen(step, self._reader(state, strict))
-        self._may_write = True
-        return self._restored(found)
+        with entering_of(self._step, "restore"):
+            found = self._chosen(step, self._reader(state, strict))
+            self._may_write = True
+            return self._restored(found)
 
     def restore_params(self, state: TrainState, step: int | None = None) -> TrainState:
         """A state with the parameters of a checkpoint, whatever optimizer has trained them.
@@ -278,7 +290,8 @@ class Checkpoints:
         layout = layout_of(self._step, state)
         types = layout.collected_types(state)
         read = lambda number: read_params(self._folder, number, layout.own, types)
-        params = self._latest(read) if step is None else self._chosen(step, read)
+        with entering_of(self._step, "restore"):
+            params = self._latest(read) if step is None else self._chosen(step, read)
         if params is None:
             raise CheckpointError(f"{self._folder.path} has no checkpoint to take parameters from.")
         params = jax.tree.map(lambda x: _mesh.on_mesh(x, self._step.mesh), params)
@@ -321,7 +334,7 @@ class Checkpoints:
 
     def _latest(self, read: Callable[[int], Any]) -> Any:
         """What is read of the latest checkpoint that is whole; ``None`` if there is none."""
-        self.wait()
+        self._saving.wait()
         reasons: dict[int, str] = {}
         deleted = 0
         while True:
@@ -363,7 +376,7 @@ class Checkpoints:
 
     def _chosen(self, number: int, read: Callable[[int], Any]) -> Any:
         number = _check.whole_number("step", number, least=0, hint="It is one of steps().")
-        self.wait()
+        self._saving.wait()
         numbers = self._saving.numbers = self.steps()
         if number not in numbers:
             raise ArgumentError(

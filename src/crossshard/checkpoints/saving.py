@@ -17,6 +17,7 @@ from crossshard.checkpoints.lock import Lock
 from crossshard.checkpoints.manifest import FILE, Fingerprint, Manifest, WrittenLeaf
 from crossshard.checkpoints.match import groups_of
 from crossshard.distributed.agreement import check_agreement, exchange
+from crossshard.distributed.progress import waiting
 from crossshard.errors import CheckpointError
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
@@ -100,7 +101,7 @@ class Saving:
             self._mesh,
             "Every process passes the same; where all of them stand is one dict.",
         )
-        reason = exchange("save", self._why_not(), self._mesh)[0]
+        reason = exchange("save", self._why_not(), self._mesh, within="lock")[0]
         if reason:
             raise CheckpointError(
                 f"Checkpoint {number} cannot be written to {self._folder.path}: {reason}."
@@ -116,7 +117,8 @@ class Saving:
             from crossshard.checkpoints import storage
 
             self._orbax = self._orbax or storage.checkpointer()
-            storage.start(self._orbax, self._folder.of(number), arrays, files)
+            with waiting("save"):
+                storage.start(self._orbax, self._folder.of(number), arrays, files)
         except Exception as error:
             raise self._failed(error) from error
 

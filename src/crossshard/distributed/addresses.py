@@ -85,6 +85,15 @@ def check_unused(host: str, port: int) -> None:
                 ) from None
 
 
+def answers(address: str) -> bool:
+    """Whether something listens at ``host:port``."""
+    try:
+        socket.create_connection(split_address(address), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
 def _resolved(host: str) -> str:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)

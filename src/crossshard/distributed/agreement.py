@@ -1,6 +1,7 @@
 """Agreement: compares what the processes of a mesh do, through their coordinator."""
 
 import collections
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
@@ -12,10 +13,13 @@ from jax.sharding import Mesh
 from crossshard import _jax
 from crossshard._hash import crc32
 from crossshard._typed import typed
+from crossshard.distributed.progress import PROGRESS, waiting
 from crossshard.errors import ArgumentError, DistributedError
 
-# A process may load its data, or compile, for minutes before it reaches the same line.
-_SECONDS = 600
+# Where nobody watches the processes, since the script has connected them by JAX's own call.
+_UNWATCHED_SECONDS = 600.0
+# Where the watch ends all of them before.
+_FOR_EVER = 1e6
 # Characters of what one process tells.
 _LONGEST = 1 << 24
 
@@ -111,7 +115,7 @@ class _Answer:
     whose: list[int]
 
 
-def exchange(call: str, text: str, mesh: Mesh) -> tuple[str, ...]:
+def exchange(call: str, text: str, mesh: Mesh, within: str = "") -> tuple[str, ...]:
     """What each process of the mesh passed, in the order of the processes; in every process.
 
     The first process reads what all have told, and the others read its answer. Nothing is sent if
@@ -121,6 +125,7 @@ def exchange(call: str, text: str, mesh: Mesh) -> tuple[str, ...]:
       call: the name of the call that every process makes.
       text: what this process passes.
       mesh: the mesh.
+      within: what the others may take longer for than for a call, by its name among the timeouts.
 
     Raises:
       ArgumentError: a process has not reached this call, or is at another one.
@@ -129,21 +134,10 @@ def exchange(call: str, text: str, mesh: Mesh) -> tuple[str, ...]:
     this = jax.process_index()
     if len(processes) == 1 or this not in processes or not _jax.has_coordinator():
         return (text,)
-    _exchanges[processes] += 1
-    number, folder = _exchanges[processes], f"crossshard/{crc32(repr(processes))}"
-    own = _Call(call, text)
-    if this == processes[0]:
-        answer = _gathered(f"{folder}/{number}", own, processes)
-        _tell(f"{folder}/{number}/answer", answer)
-        # Who has come here has read everything of the exchange before.
-        _jax.forget(f"{folder}/{number - 1}")
-    else:
-        _tell(f"{folder}/{number}/{this}", own)
-        told = _jax.told_by_processes(f"{folder}/{number}/answer", 2 * _SECONDS)
-        if told is None:
-            answer = _Answer(_missing(processes[0], call, 2 * _SECONDS), [], [])
-        else:
-            answer = _read(_Answer, told, processes[0])
+    of_all = len(processes) == jax.process_count()
+    # The watch compares only what all processes of the job enter.
+    with waiting(call, within) if of_all else contextlib.nullcontext():
+        answer = _exchanged(_Call(call, text), processes, _patience(within or call, of_all=of_all))
     if answer.wrong:
         raise ArgumentError(
             f"{answer.wrong} Every process of a mesh must make the same calls, in the same order."
@@ -151,18 +145,44 @@ def exchange(call: str, text: str, mesh: Mesh) -> tuple[str, ...]:
     return tuple(answer.texts[which] for which in answer.whose)
 
 
+def _patience(call: str, *, of_all: bool) -> float:
+    """For how many seconds the first process waits for each of the others."""
+    if PROGRESS.seconds is None:
+        return _UNWATCHED_SECONDS
+    return _FOR_EVER if of_all else PROGRESS.seconds(call)
+
+
+def _exchanged(own: _Call, processes: tuple[int, ...], seconds: float) -> _Answer:
+    """What the first process answers to all; it has waited for each of the others for so long."""
+    this = jax.process_index()
+    _exchanges[processes] += 1
+    number, folder = _exchanges[processes], f"crossshard/{crc32(repr(processes))}"
+    if this == processes[0]:
+        answer = _gathered(f"{folder}/{number}", own, processes, seconds)
+        _tell(f"{folder}/{number}/answer", answer)
+        # Who has come here has read everything of the exchange before.
+        _jax.forget(f"{folder}/{number - 1}")
+        return answer
+    _tell(f"{folder}/{number}/{this}", own)
+    told = _jax.told_by_processes(f"{folder}/{number}/answer", 2 * seconds)
+    if told is None:
+        return _Answer(_missing(processes[0], own.name, 2 * seconds), [], [])
+    found: _Answer = _read(_Answer, told, processes[0])
+    return found
+
+
 def processes_of(mesh: Mesh) -> tuple[int, ...]:
     """The indices of the processes that have devices of a mesh, in ascending order."""
     return tuple(sorted({device.process_index for device in mesh.devices.flat}))
 
 
-def _gathered(key: str, own: _Call, processes: tuple[int, ...]) -> _Answer:
+def _gathered(key: str, own: _Call, processes: tuple[int, ...], seconds: float) -> _Answer:
     """What all processes have told, or which one is at another call or at none."""
     texts = [own.text]
     for process in processes[1:]:
-        told = _jax.told_by_processes(f"{key}/{process}", _SECONDS)
+        told = _jax.told_by_processes(f"{key}/{process}", seconds)
         if told is None:
-            return _Answer(_missing(process, own.name, _SECONDS), [], [])
+            return _Answer(_missing(process, own.name, seconds), [], [])
         its = _read(_Call, told, process)
         if its.name != own.name:
             wrong = f"Process {process} is at {its.name}, and process {processes[0]} at {own.name}."
@@ -188,4 +208,4 @@ def _read(kind: Any, text: str, process: int) -> Any:
 
 
 def _missing(process: int, call: str, seconds: float) -> str:
-    return f"Process {process} has not reached {call} in {seconds} seconds."
+    return f"Process {process} has not reached {call} in {seconds:g} seconds."

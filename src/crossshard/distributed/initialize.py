@@ -1,13 +1,26 @@
 """Initialize: connects this process with the others of its job."""
 
 import dataclasses
+import os
 from collections.abc import Mapping
+from pathlib import Path
 
 import jax
 
 from crossshard import _check, _jax
-from crossshard.distributed.addresses import bind_address, check_unused, split_address
-from crossshard.distributed.job import ADDRESS, NUMBER, OWN, Job, find_job
+from crossshard.distributed.addresses import answers, bind_address, check_unused, split_address
+from crossshard.distributed.job import (
+    ADDRESS,
+    CONNECTS,
+    NUMBER,
+    OWN,
+    VERDICTS,
+    Job,
+    find_job,
+    tell_launcher,
+    told_launcher,
+)
+from crossshard.distributed.supervisor.reports import Kind, Verdict
 from crossshard.distributed.supervisor.timeouts import Timeouts, check_seconds
 from crossshard.distributed.supervisor.watch import watch, watch_alone
 from crossshard.errors import ArgumentError, ArgumentTypeError, DistributedError
@@ -44,13 +57,14 @@ def initialize(
       bind: the address of another interface at which process 0 listens, as behind a service of
         Kubernetes; ``"all interfaces"`` for all of them.
       timeout: how many seconds to wait for the others.
-      stall_timeout: how many seconds a process may stand still while others wait for it in a step;
-        then all leave, with the exit code ``PROCESS_STALLED``, their stacks and a line that names
-        it. When one dies or fails, the others leave within seconds, with ``PROCESS_LOST``. By name
-        if they differ, as in ``{"start": 900, "step": 60, "evaluate": 300, "alone": 600}``: until
-        the first step is entered, for steps and all else, for what ``entering`` names, and for a
+      stall_timeout: how many seconds a process may stand still while others wait for it, in a step,
+        ``init``, ``save`` or any other call that all of them make; then all leave, with the exit
+        code ``PROCESS_STALLED``, their stacks and a line that names it. When one dies, fails or
+        leaves, the others leave within seconds, with ``PROCESS_LOST``. By name if they differ, as
+        in ``{"start": 900, "step": 60, "save": 300, "alone": 600}``: until the first step is
+        entered, for steps and all else, for one of the calls or what ``entering`` names, and for a
         job of one process, which is not watched without: it leaves if it enters nothing for so
-        long after a step.
+        long after a step. ``"compile"`` has 600 and ``"lock"`` 60, unless you name them.
 
     Returns:
       What it found.
@@ -108,6 +122,9 @@ def _connect(job: Job, bind: str | None, timeout: float, stall_timeout: float) -
     listens = bind_address(address, bind) if job.process_id == 0 else address
     if job.process_id == 0:
         check_unused(*split_address(listens))
+    of_launcher = os.environ.get(NUMBER) == str(job.num_processes)
+    if of_launcher:
+        tell_launcher(job.process_id, CONNECTS)
     try:
         _jax.start_coordination(
             address,
@@ -119,11 +136,37 @@ def _connect(job: Job, bind: str | None, timeout: float, stall_timeout: float) -
             # JAX aborts the process then, without a word on who it waits for.
             heartbeat_seconds=max(_JAX_HEARTBEAT_SECONDS, int(min(2 * stall_timeout, 1e6))),
         )
+        return
+    except TimeoutError:
+        missing = _missing(job) if of_launcher else []
+        why = _why(address, missing)
+        if missing:
+            late = Verdict(Kind.BEHIND, missing[0], "initialize", int(timeout))
+            tell_launcher(job.process_id, str(late))
     except jax.errors.JaxRuntimeError as error:
-        raise DistributedError(
-            f"Process {job.process_id} of {job.num_processes} did not meet the others at {address} "
-            f"in {timeout:g} seconds: {str(error).splitlines()[0]:.300}"
-        ) from error
+        why = f"{str(error).splitlines()[0]:.300}"
+    raise DistributedError(
+        f"Process {job.process_id} of {job.num_processes} did not meet the others at {address} in "
+        f"{timeout:g} seconds: {why}."
+    )
+
+
+def _missing(job: Job) -> list[int]:
+    """The processes of a launcher that have not come to ``initialize``."""
+    told = told_launcher(Path(os.environ.get(VERDICTS, os.devnull)))
+    came = {who for who, what in told if what == CONNECTS}
+    return [each for each in range(job.num_processes) if came and str(each) not in came]
+
+
+def _why(address: str, missing: list[int]) -> str:
+    if missing:
+        return f"process {', '.join(map(str, missing))} has not called initialize"
+    if answers(address):
+        return "process 0 is there, and another one has not called initialize with this address"
+    return (
+        "nothing listens there. Process 0 has not called initialize, or has another address, or "
+        "cannot be reached"
+    )
 
 
 def _check_types(address: object, number: object, own: object) -> None:

@@ -1,9 +1,11 @@
 """Job: how many processes train together, which of them this is, and where they meet."""
 
+import contextlib
 import dataclasses
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 from crossshard import _jax
 from crossshard.errors import ArgumentError
@@ -11,8 +13,11 @@ from crossshard.errors import ArgumentError
 # What `crossshard launch` sets. JAX itself reads the first and the last.
 ADDRESS, NUMBER, OWN = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 DEVICES = "JAX_LOCAL_DEVICE_IDS"
-# The file in which processes tell their launcher why they leave.
+# The file in which processes tell their launcher that they connect, and why they leave.
 VERDICTS = "CROSSSHARD_VERDICTS"
+
+# What they write there before they wait for each other to connect.
+CONNECTS = "connects"
 
 LOOPBACK = "127.0.0.1"
 
@@ -59,6 +64,23 @@ def find_job(seconds: float, environ: Mapping[str, str] = os.environ) -> Job:
         _refuse_unknown_launcher(environ)
         return Job()
     return job
+
+
+def tell_launcher(process: int, what: str) -> None:
+    """Write a line for ``crossshard launch``, if that has started this process."""
+    with contextlib.suppress(KeyError, OSError):
+        file = os.open(os.environ[VERDICTS], os.O_WRONLY | os.O_APPEND)
+        os.write(file, f"{process} {what}\n".encode())
+        os.close(file)
+
+
+def told_launcher(file: Path) -> list[tuple[str, str]]:
+    """What processes have told their launcher: the number of each, and its text."""
+    try:
+        lines = file.read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return []
+    return [(who, what) for who, _, what in (line.partition(" ") for line in lines)]
 
 
 def _of_variables(environ: Mapping[str, str]) -> Job | None:

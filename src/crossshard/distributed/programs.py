@@ -66,7 +66,7 @@ def _difference(lowered: jax.stages.Lowered, mesh: Mesh) -> Disagreement | None:
     if found is None and mesh.devices.flat[0].platform == "cpu":
         # In its first run gloo connects the processes, and gives up if one is half a minute late.
         lowered.compile()
-        exchange("a compiled first step", "", mesh)
+        exchange("a compiled step", "", mesh, within="compile")
     if found is not None and found.name == "program":
         found = _first_line(text.splitlines(), mesh) or found
     return found

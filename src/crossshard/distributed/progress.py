@@ -3,7 +3,7 @@
 import collections
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from crossshard._hash import crc32
 from crossshard.errors import ArgumentError
@@ -12,6 +12,8 @@ from crossshard.errors import ArgumentError
 NAME = re.compile(r"[a-z][a-z_]{0,19}")
 NO_ROWS = "nothing"
 _LONGEST = 140
+# How many calls back others can see where this process went another way.
+_REMEMBERED = 8
 
 
 class Progress:
@@ -19,20 +21,33 @@ class Progress:
 
     def __init__(self) -> None:
         self.calls: int = 0
-        self.latest: str = "nothing"
+        # The latest calls, such as "step 7", the newest last.
+        self.trail: list[str] = ["nothing"]
+        # How often this process has waited for the others within the latest call.
+        self.waits: int = 0
+        # Where it waits longer than the call says, such as "compile".
+        self.inner: str = ""
         # The calls that are under way, one within another.
         self.inside: int = 0
         # Whether a job of one process is watched, so that its steps are entered, too.
         self.is_alone: bool = False
+        # For how many seconds others may wait in a call; ``None`` if nobody watches them.
+        self.seconds: Callable[[str], float] | None = None
         # The rows that the last step was given, in one word, and the first call with them.
         self.rows: tuple[str, int] = (NO_ROWS, 0)
         self._of_name: collections.Counter[str] = collections.Counter()
 
+    @property
+    def latest(self) -> str:
+        """The latest call that was entered, such as ``"step 7"``."""
+        return self.trail[-1]
+
     def enter(self, name: str) -> None:
         """Note a call."""
         self._of_name[name] += 1
-        self.latest = f"{name} {self._of_name[name]}"
+        self.trail = [*self.trail[1 - _REMEMBERED :], f"{name} {self._of_name[name]}"]
         self.calls += 1
+        self.waits = 0
 
     def take(self, rows: str) -> None:
         """Note the rows of the latest call, of which others see one word."""
@@ -41,10 +56,13 @@ class Progress:
         if rows != self.rows[0]:
             self.rows = (rows, self.calls)
 
-    def withdraw(self, name: str) -> None:
+    def withdraw(self, name: str, waits: int) -> None:
         """Take a call back that has failed, and that the others may wait for."""
+        label = f"{name} {self._of_name[name]}"
+        self.trail = [each for each in self.trail if each != label] or ["nothing"]
         self._of_name[name] -= 1
         self.calls -= 1
+        self.waits = waits
 
 
 PROGRESS = Progress()
@@ -72,12 +90,31 @@ def entering(name: str = "step") -> Iterator[None]:
             f"A name must have 1 to 20 small letters and underscores, as train_step; got "
             f"{name!r:.60}."
         )
+    waits = PROGRESS.waits
     PROGRESS.enter(name)
     PROGRESS.inside += 1
     try:
         yield
     except BaseException:
-        PROGRESS.withdraw(name)
+        PROGRESS.withdraw(name, waits)
         raise
     finally:
         PROGRESS.inside -= 1
+
+
+@contextlib.contextmanager
+def waiting(name: str, within: str = "") -> Iterator[None]:
+    """Tell the others that this process waits for all of them, within what it has entered.
+
+    Args:
+      name: the call that it enters, unless it is in one.
+      within: what they may take longer for than for the call, by its name among the timeouts.
+    """
+    name = name.lower().replace(" ", "_")[:20]
+    with contextlib.nullcontext() if PROGRESS.inside else entering(name):
+        before, PROGRESS.inner = PROGRESS.inner, within or PROGRESS.inner
+        PROGRESS.waits += 1
+        try:
+            yield
+        finally:
+            PROGRESS.inner = before

@@ -1,5 +1,6 @@
 """Reshard: a state in the optimizer's own shapes, and on another number of shards."""
 
+import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable
@@ -9,9 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from crossshard import _mesh
+from crossshard.distributed.progress import waiting
 from crossshard.errors import ArgumentError, CheckpointWarning
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
+from crossshard.shards.devices import are_of_all_processes
 from crossshard.shards.model_axes import only
 from crossshard.shards.put import put_whole_unless_on
 from crossshard.step.config import StepConfig
@@ -96,5 +99,11 @@ class Resharder:
         if key not in self._compiled:
             run = lambda state: how(jax.tree.map(jnp.copy, state))
             self._compiled[key] = jax.jit(run, out_shardings=to)
-        with _mesh.in_place_of_the_users_mesh(self._config.mesh):
+        # All processes of the job send each other their parts.
+        parts = not all(x.is_fully_replicated for x in jax.tree.leaves(state))
+        together = parts and are_of_all_processes(self._config.mesh)
+        with (
+            waiting("unshard") if together else contextlib.nullcontext(),
+            _mesh.in_place_of_the_users_mesh(self._config.mesh),
+        ):
             return self._compiled[key](state)

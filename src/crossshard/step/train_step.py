@@ -242,7 +242,7 @@ class TrainStep:
             stores them.
         """
         check_state(state)
-        with self._inner_mesh():
+        with self._inner_mesh(), self._entering("reshard"):
             return self._outside(self._resharder.reshard(_inside(state)))
 
     def model(self, state: TrainState, shard: int | None = None, *, ema: bool = False) -> PyTree:
@@ -437,6 +437,11 @@ def _inside(tree: Any) -> Any:
 def config_of(step: TrainStep) -> StepConfig:
     """What a step is made of."""
     return step._config
+
+
+def entering_of(step: TrainStep, call: str) -> contextlib.AbstractContextManager[Any]:
+    """What tells the other processes of a step that this one is in a call of its own name."""
+    return step._entering(call)
 
 
 def collected(step: TrainStep, state: TrainState) -> TrainState:

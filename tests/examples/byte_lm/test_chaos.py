@@ -24,6 +24,17 @@ SETTINGS = [
 ]
 
 
+# The stages that keep a state for themselves, and the processes and devices of each run.
+STAGES = {
+    "sharded": ("--weight-update sharded", [(2, 1)]),
+    "few bits": ("--params sharded --reduce-dtype int8 --gather-dtype int8", [(2, 2)]),
+    "quarantine": ("--params sharded --nonfinite quarantine --ema 0.9", [(2, 2)]),
+    "workers": ("--sync-every 4 --workers 2 --outer-momentum 0.9", [(2, 2)]),
+    "streaming": ("--sync-every 4 --sync-streaming --outer-reduce-dtype int8", [(2, 2)]),
+    "virtual shards": ("--virtual-shards 4 --weight-update sharded", [(2, 2), (1, 4), (2, 1)]),
+}
+
+
 @pytest.fixture
 def tell(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
     """Prints lines while the test runs."""
@@ -57,15 +68,19 @@ def sha256(of: dict[str, np.ndarray]) -> str:
     return found.hexdigest()
 
 
-def undisturbed(folder: Path, steps: int, update: str) -> Path:
-    words = ["--steps", str(steps), "--save-every", str(steps), "--weight-update", update]
-    run = Run(folder, "whole", 2, 1, *words, launched=True)
+def undisturbed(folder: Path, steps: int, processes: int, devices: int, *words: str) -> Path:
+    ends = ["--steps", str(steps), "--save-every", str(steps)]
+    run = Run(folder, "whole", processes, devices, *ends, *words, launched=True)
     try:
         run.wait()
     finally:
         run.kill()
     assert run.started[0].returncode == 0, run.printed()
     return folder / "whole"
+
+
+def losses(out: Path) -> list[float]:
+    return [step["loss"] for step in values(out)]
 
 
 def check_seconds(chaos: Chaos) -> None:
@@ -77,14 +92,19 @@ def check_seconds(chaos: Chaos) -> None:
 
 @pytest.mark.soak
 @pytest.mark.multiprocess
-def test_the_same_number_of_processes_ends_with_the_same_bits(tmp_path: Path, tell, soak_steps):
-    chaos = Chaos(tmp_path, 29, tell)
-    for _ in range(max(1, soak_steps // 400)):
-        chaos.cycle(2, 1, "--weight-update", "sharded")
-    steps = chaos.finish(2, 1, "--weight-update", "sharded")
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_run_with_each_stage_ends_with_the_same_bits(
+    stage: str, tmp_path: Path, tell, soak_steps
+):
+    (words, shapes), seed = STAGES[stage], 29 + list(STAGES).index(stage)
+    chaos = Chaos(tmp_path, seed, tell)
+    tell(f"{stage}: {words}")
+    for number in range(max(1, soak_steps // 400 // len(STAGES))):
+        chaos.cycle(*shapes[number % len(shapes)], *words.split())
+    steps = chaos.finish(*shapes[-1], *words.split())
     tell(chaos.summary())
-    whole = undisturbed(tmp_path, steps, "sharded")
-    assert values(chaos.out) == values(whole)
+    whole = undisturbed(tmp_path, steps, *shapes[0], *words.split())
+    assert losses(chaos.out) == losses(whole)
     hashes = [sha256(arrays(out, steps)) for out in (chaos.out, whole)]
     tell(f"sha256 of the state after {steps} steps, killed and undisturbed:\n  {hashes}")
     assert hashes[0] == hashes[1]
@@ -100,12 +120,11 @@ def test_changing_numbers_of_processes_and_shards_agree(tmp_path: Path, tell, so
         chaos.cycle(processes, devices, "--weight-update", update)
     steps = chaos.finish(1, 2, "--weight-update", "sharded")
     tell(chaos.summary())
-    whole = undisturbed(tmp_path, steps, "replicated")
+    whole = undisturbed(tmp_path, steps, 2, 1, "--weight-update", "replicated")
     ours, theirs = arrays(chaos.out, steps), arrays(whole, steps)
     params = [path for path in ours if path.startswith(".params")]
     apart = max(np.abs(ours[path] - theirs[path]).max() for path in params)
     tell(f"{len(params)} parameters after {steps} steps are at most {apart:.1e} apart")
     assert apart <= 1e-5
-    losses = [[step["loss"] for step in values(out)] for out in (chaos.out, whole)]
-    np.testing.assert_allclose(*losses, rtol=1e-5)
+    np.testing.assert_allclose(losses(chaos.out), losses(whole), rtol=1e-5)
     check_seconds(chaos)

@@ -10,7 +10,8 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from crossshard.distributed.supervisor.reports import PROCESS_LOST, PROCESS_STALLED, Verdict
+from crossshard.distributed.job import CONNECTS, told_launcher
+from crossshard.distributed.supervisor.reports import PROCESS_LOST, PROCESS_STALLED, Kind, Verdict
 
 # How long processes that leave because of another one wait for each other, at most.
 _LEAVING_SECONDS = 5.0
@@ -18,6 +19,7 @@ _EVERY = 0.02
 _ENDING = tuple(getattr(signal, f"SIG{name}") for name in ("INT", "QUIT", "TERM", "HUP"))
 _PASSED_ON = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2)
 _BECAUSE_OF_ANOTHER = (PROCESS_LOST, PROCESS_STALLED)
+_OTHERS = "the others are ended"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +103,11 @@ class Family:
                     # After Ctrl-C everybody knows why.
                     is_news = number > 1 and not self._received
                     return ending if is_news else dataclasses.replace(ending, why="")
+            ended = {*range(len(self.processes))} - left.keys()
+            if left and ended and not self._received:
+                absent = self._absent(ended)
+                if absent is not None:
+                    return absent
             time.sleep(_EVERY)
         if not left and len(self.processes) == number:
             return Ending(0)
@@ -122,19 +129,23 @@ class Family:
 
     def _of_failure(self, own: int, code: int, left: dict[int, subprocess.Popen[bytes]]) -> Ending:
         """The ending of a job in which a process has failed, perhaps because of another one."""
-        others = "the others are ended"
-        if code in _BECAUSE_OF_ANOTHER:
+        if code in _BECAUSE_OF_ANOTHER or self._has_said_why(own):
             self._wait_for(left.values(), _LEAVING_SECONDS)
             verdict = self._verdict()
             if verdict is None:
-                return Ending(code, None, f"process {own} ended with code {code}; {others}")
+                return Ending(code, None, f"process {own} ended with code {code}; {_OTHERS}")
             # They may see a death before this process can ask for its code.
-            own, code = verdict.process, self.processes[verdict.process].returncode or code
-            if code in _BECAUSE_OF_ANOTHER:
-                what = verdict.sentence().partition(". ")[0].rstrip(".")
-                return Ending(code, own, f"{what}; {others}")
+            own, its = verdict.process, self.processes[verdict.process].returncode
+            if verdict.kind is Kind.SILENT:
+                # It is stopped, or does not run Python, and saves nothing.
+                _send(self.processes[own], signal.SIGKILL)
+            if not its or its in _BECAUSE_OF_ANOTHER:
+                return Ending(its or code, own, f"{_in_short(verdict)}; {_OTHERS}")
+            code = its
         how = f"with code {code}" if code > 0 else f"by {signal.Signals(-code).name}"
-        return Ending(code if code > 0 else 128 - code, own, f"process {own} ended {how}; {others}")
+        return Ending(
+            code if code > 0 else 128 - code, own, f"process {own} ended {how}; {_OTHERS}"
+        )
 
     def _wait_for(self, processes: Iterable[subprocess.Popen[bytes]], seconds: float) -> None:
         """Wait until these have ended, or their time is over."""
@@ -145,14 +156,29 @@ class Family:
 
     def _verdict(self) -> Verdict | None:
         """Why they leave: what process 0 says, which judges, or else the first that says it."""
-        try:
-            text = self._verdicts.read_text("utf-8", "replace")
-        except OSError:
-            return None
-        said = [line.partition(" ") for line in text.splitlines()]
-        said.sort(key=lambda words: words[0] != "0")
-        found = (Verdict.parse(text) for _, _, text in said)
+        said = sorted(told_launcher(self._verdicts), key=lambda words: words[0] != "0")
+        found = (Verdict.parse(text) for _, text in said)
         return next((each for each in found if each and each.process < len(self.processes)), None)
+
+    def _has_said_why(self, own: int) -> bool:
+        told = told_launcher(self._verdicts)
+        return any(who == str(own) and Verdict.parse(text) for who, text in told)
+
+    def _absent(self, ended: set[int]) -> Ending | None:
+        """The ending of a job if one of those that ended well is waited for by those that connect.
+
+        Those that connect wait for all, and come to their ends together.
+        """
+        connected = {who for who, what in told_launcher(self._verdicts) if what == CONNECTS}
+        absent = next((each for each in sorted(ended) if str(each) not in connected), None)
+        if not connected or absent is None:
+            return None
+        verdict = Verdict(Kind.LEFT, absent, "initialize")
+        return Ending(verdict.code, absent, f"{_in_short(verdict)}; {_OTHERS}")
+
+
+def _in_short(verdict: Verdict) -> str:
+    return verdict.sentence().partition(". ")[0].rstrip(".")
 
 
 def _send(process: subprocess.Popen[bytes], number: int) -> None:

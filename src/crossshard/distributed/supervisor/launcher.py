@@ -3,6 +3,7 @@
 import contextlib
 import os
 import queue
+import resource
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,26 @@ from crossshard.errors import ArgumentError
 GRACE_SECONDS = 30.0
 # How long to read what a process wrote after it ended, if one that it started keeps its pipe.
 _DRAIN_SECONDS = 1.0
+
+
+def most_processes() -> tuple[int, str]:
+    """How many processes one launcher can have on this machine, and why not more."""
+    of_user = lambda kind: resource.getrlimit(kind)[0]
+    # Two pipes, which two threads of the launcher read; the launcher has files of its own.
+    bounds = [
+        (of_user(resource.RLIMIT_NOFILE), 16, 2, "files may be open, two of each (ulimit -n)"),
+        (of_user(resource.RLIMIT_NPROC), 0, 3, "threads may run, three of each (ulimit -u)"),
+    ]
+    for name in ("pid_max", "threads-max"):
+        with contextlib.suppress(OSError, ValueError):
+            limit = int(Path("/proc/sys/kernel", name).read_text())
+            bounds.append((limit, 0, 3, f"threads may run, three of each (kernel.{name})"))
+    # A negative number is none.
+    return min(
+        (max(0, limit - own) // each, f"{limit} {what}")
+        for limit, own, each, what in bounds
+        if limit >= 0
+    )
 
 
 def launch(

@@ -58,6 +58,9 @@ class Report(_Told):
       place: the line at which its main thread stands.
       rows: what its last step was given.
       rows_since: the first call with these rows.
+      before: the calls before the latest, the newest last, as far as they are remembered.
+      waits: how often it has waited for the others within the latest.
+      inner: where it waits longer than the latest says; empty elsewhere.
     """
 
     beat: int
@@ -69,6 +72,30 @@ class Report(_Told):
     place: str = NOWHERE
     rows: str = NO_ROWS
     rows_since: int = 0
+    before: str = ""
+    waits: int = 0
+    inner: str = ""
+
+    @property
+    def reached(self) -> tuple[int, int]:
+        """How far it is, to compare with others."""
+        return self.calls, self.waits
+
+    @property
+    def others_wait_in(self) -> str:
+        """What another process has not entered that is not as far."""
+        return self.latest if self.calls else "the first JAX operation"
+
+    @property
+    def waits_in(self) -> str:
+        """The call that says for how long it may wait."""
+        return self.inner or self.latest
+
+    def at(self, call: int) -> str | None:
+        """What it has entered as this call; ``None`` if that is long ago, or to come."""
+        known = [*filter(None, self.before.split(", ")), self.latest]
+        back = self.calls - call
+        return known[-1 - back] if 0 <= back < len(known) else None
 
 
 class Kind(enum.StrEnum):
@@ -81,6 +108,7 @@ class Kind(enum.StrEnum):
     BEHIND = "behind"
     SILENT = "silent"
     DIFFERS = "differs"
+    ELSEWHERE = "elsewhere"
     ALONE = "alone"
 
 
@@ -91,12 +119,14 @@ class Verdict(_Told):
     Attributes:
       kind: what is wrong.
       process: with which of them.
-      what: the exception, or the call that it has not entered, or has with other rows.
+      what: the exception, or the call that it has not entered, or has with other rows, or that
+        another process has entered.
       seconds: for how long.
       place: the line at which it stands.
       rows: what it has entered the call with.
       other: another process.
       expected: what that has entered the call with.
+      entered: the call that it has entered last; empty if ``what`` says all.
     """
 
     kind: Kind
@@ -107,11 +137,12 @@ class Verdict(_Told):
     rows: str = NO_ROWS
     other: int = 0
     expected: str = NO_ROWS
+    entered: str = ""
 
     @property
     def code(self) -> int:
         """The exit code of the others."""
-        stalled = (Kind.BEHIND, Kind.SILENT, Kind.DIFFERS, Kind.ALONE)
+        stalled = (Kind.BEHIND, Kind.SILENT, Kind.DIFFERS, Kind.ELSEWHERE, Kind.ALONE)
         return PROCESS_STALLED if self.kind in stalled else PROCESS_LOST
 
     def sentence(self) -> str:
@@ -125,13 +156,29 @@ class Verdict(_Told):
                 return f"{who} ended with {self.what}."
             case Kind.LEFT:
                 return f"{who} left before {self.what}, which others have entered."
+            case Kind.BEHIND if self.entered == self.what:
+                return (
+                    f"{who} has stood still in {self.what} for {self.seconds} seconds, and others "
+                    f"wait for it.{stands}"
+                )
+            case Kind.BEHIND if self.entered:
+                return (
+                    f"{who} has entered nothing after {self.entered} for {self.seconds} seconds, "
+                    f"and others wait for it in {self.what}.{stands}"
+                )
             case Kind.BEHIND:
                 return (
                     f"{who} has not entered {self.what} for {self.seconds} seconds, and others "
                     f"wait for it.{stands}"
                 )
             case Kind.SILENT:
-                return f"{who} has not been heard of for {self.seconds} seconds.{stands}"
+                last = f" It has entered {self.entered} last." if self.entered else ""
+                return f"{who} has not been heard of for {self.seconds} seconds.{last}{stands}"
+            case Kind.ELSEWHERE:
+                return (
+                    f"{who} has entered {self.entered}, and process {self.other} {self.what} in "
+                    f"its place. Every process must make the same calls, in the same order.{stands}"
+                )
             case Kind.DIFFERS:
                 return (
                     f"{who} has entered {self.what} with {self.rows}, and process {self.other} "

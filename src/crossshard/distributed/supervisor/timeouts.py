@@ -1,6 +1,7 @@
 """Timeouts: for how long a process may stand still, by what the others wait for."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,18 @@ from crossshard.distributed.progress import NAME
 from crossshard.errors import ArgumentError
 
 _START, _STEP, _ALONE = "start", "step", "alone"
+# Calls before the first step.
+_EARLY = ("nothing", "init", "checkpoints", "restore")
+# For what processes may wait longer than in a step, unless the user names it. XLA finds a program
+# in the cache of one machine, and compiles it on another. The first one looks for half a minute
+# whether a writer on another machine is alive. Who waits for a checkpoint to be written waits for
+# what the others write, and they may do something else meanwhile.
+_LONGER = {"compile": 600.0, "lock": 60.0, "wait": math.inf}
+
+
+def is_before_steps(call: str) -> bool:
+    """Whether a process that has entered this call last prepares its steps."""
+    return call.partition(" ")[0] in _EARLY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,11 +38,15 @@ class Timeouts:
     others: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def of(self, call: str) -> float:
-        """Those of a call, such as ``"step 7"``."""
+        """For how long others may wait in a call, such as ``"step 7"``, for one to enter it."""
         name = call.partition(" ")[0]
-        is_early = name in ("nothing", "init") or call == "step 1"
+        return self.others.get(name, max(self.silence(call), _LONGER.get(name, 0)))
+
+    def silence(self, call: str) -> float:
+        """For how long nothing may be heard of a process in a call."""
+        is_early = is_before_steps(call) or call == "step 1"
         default = self.others.get(_START, self.step) if is_early else self.step
-        return self.others.get(name, default)
+        return self.others.get(call.partition(" ")[0], default)
 
     @property
     def alone(self) -> float | None:

@@ -8,7 +8,6 @@ import atexit
 import contextlib
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -16,14 +15,14 @@ from typing import Any
 
 from crossshard import _jax
 from crossshard.distributed import identity
-from crossshard.distributed.addresses import split_address
-from crossshard.distributed.job import VERDICTS, Job
+from crossshard.distributed.addresses import answers
+from crossshard.distributed.job import Job, tell_launcher
 from crossshard.distributed.progress import PROGRESS
 from crossshard.distributed.supervisor.aborts import as_usual_on_abort, before_abort
 from crossshard.distributed.supervisor.judge import Judge
 from crossshard.distributed.supervisor.reports import PROCESS_STALLED, Kind, Report, State, Verdict
 from crossshard.distributed.supervisor.stacks import place, stacks
-from crossshard.distributed.supervisor.timeouts import Timeouts
+from crossshard.distributed.supervisor.timeouts import Timeouts, is_before_steps
 
 _EVERY = 0.5
 # For the others to read the verdict, before process 0 takes the coordinator away.
@@ -46,6 +45,7 @@ def watch(job: Job, timeouts: Timeouts) -> None:
       job: the job, whose coordinator is connected.
       timeouts: how many seconds a process may stand still while others wait for it.
     """
+    PROGRESS.seconds = timeouts.of
     _Watch(job, timeouts).start()
 
 
@@ -59,8 +59,7 @@ def watch_alone(seconds: float) -> None:
         calls, idle = 0, 0.0
         while True:
             time.sleep(_EVERY)
-            begins = PROGRESS.latest.partition(" ")[0] in ("nothing", "init")
-            moves = begins or PROGRESS.inside or PROGRESS.calls != calls
+            moves = is_before_steps(PROGRESS.latest) or PROGRESS.inside or PROGRESS.calls != calls
             calls, idle = PROGRESS.calls, 0.0 if moves else idle + _EVERY
             if idle >= seconds:
                 what = PROGRESS.latest
@@ -148,6 +147,8 @@ class _Watch:
             None,
         )
         rows, since = PROGRESS.rows
+        # Before the first call JAX itself waits for all, to count their devices.
+        waits = PROGRESS.waits if PROGRESS.calls else int(_jax.backend_has_begun())
         return Report(
             self._beat,
             PROGRESS.calls,
@@ -158,6 +159,9 @@ class _Watch:
             place(),
             rows,
             since,
+            ", ".join(PROGRESS.trail[:-1]),
+            waits,
+            PROGRESS.inner,
         )
 
     def _reports(self) -> dict[int, Report]:
@@ -182,13 +186,13 @@ class _Watch:
                 self._clock - self._failing_since > _ANSWER_SECONDS
             ):
                 self._leave(Verdict(Kind.DIED, 0))
-            elif silent >= self._timeouts.of(PROGRESS.latest) and self._process != 0:
+            elif silent >= self._timeouts.silence(PROGRESS.latest) and self._process != 0:
                 self._leave(Verdict(Kind.SILENT, 0, seconds=int(silent)))
 
     def _note_gap(self) -> None:
         now = time.monotonic()
         # The others count from the last time that they heard of this process.
-        if now - self._ticked >= self._timeouts.of(PROGRESS.latest) / 2:
+        if now - self._ticked >= self._timeouts.silence(PROGRESS.latest) / 2:
             self._gap = (now - self._ticked, now)
         self._ticked = now
 
@@ -220,7 +224,7 @@ class _Watch:
 
     def _say_farewell(self, verdict: Verdict) -> None:
         """Tell that this process ends; process 0 waits until all others have told it."""
-        ending = Report(self._beat + 1, PROGRESS.calls, PROGRESS.latest, State.ENDING)
+        ending = Report(self._beat + 1, PROGRESS.calls, PROGRESS.latest, state=State.ENDING)
         _jax.tell_again(f"{_FOLDER}/reports/{self._process}", str(ending))
         until = time.monotonic() + _FAREWELL_SECONDS
         ends_itself = verdict.kind in (Kind.FAILED, Kind.LEFT)
@@ -247,7 +251,7 @@ class _Watch:
     def _before_abort(self) -> None:
         if self._state is State.FAILED and self._released.is_set():
             os._exit(1)
-        if self._verdict is None and _answers(str(self._job.coordinator_address)):
+        if self._verdict is None and answers(str(self._job.coordinator_address)):
             return  # it aborts for a reason of its own
         self._leave(self._verdict or Verdict(Kind.DIED, 0))
 
@@ -297,18 +301,8 @@ def _leave(process: int, verdict: Verdict, stood: str | None = None) -> None:
     with contextlib.suppress(OSError):
         os.write(error, f"{line}\n".encode())
     # Exit codes alone would not tell who left because of whom.
-    with contextlib.suppress(KeyError, OSError):
-        file = os.open(os.environ[VERDICTS], os.O_WRONLY | os.O_APPEND)
-        os.write(file, f"{process} {verdict}\n".encode())
+    tell_launcher(process, str(verdict))
     os._exit(verdict.code)
-
-
-def _answers(address: str) -> bool:
-    try:
-        socket.create_connection(split_address(address), timeout=1).close()
-    except OSError:
-        return False
-    return True
 
 
 def _flush() -> None:

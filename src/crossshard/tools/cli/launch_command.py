@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from crossshard import _check
-from crossshard.distributed.supervisor.launcher import GRACE_SECONDS, launch_again
+from crossshard.distributed.supervisor.launcher import GRACE_SECONDS, launch_again, most_processes
 from crossshard.errors import ArgumentError
 from crossshard.tools.cli.command import add_command
 
@@ -66,6 +66,11 @@ def _run(options: argparse.Namespace) -> int:
     for flag, value in (("-n", options.processes), ("--cpu-devices", options.cpu_devices)):
         if value is not None:
             _check.whole_number(flag, value)
+    most, why = most_processes()
+    if options.processes > most:
+        raise ArgumentError(
+            f"-n must be at most {most} on this machine, where {why}; got {options.processes}."
+        )
     if options.port is not None and not 0 < options.port < 65536:
         raise ArgumentError(f"--port must be from 1 to 65535; got {options.port}.")
     if not options.grace >= 0:
