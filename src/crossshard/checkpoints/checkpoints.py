@@ -334,11 +334,12 @@ class Checkpoints:
         return None
 
     def _chosen(self, number: int, read: Callable[[int], Any]) -> Any:
+        _check.whole_number("step", number, least=0)
         self.wait()
         numbers = self._saving.numbers = self.steps()
         if number not in numbers:
             raise ArgumentError(
-                f"{self._folder.path} has no checkpoint {number!r:.40}; it has "
+                f"{self._folder.path} has no checkpoint {number}; it has "
                 f"{', '.join(map(str, numbers)) or 'none'}."
             )
         try:

@@ -43,7 +43,11 @@ class Folder:
                 f"folder must be a folder of this machine, one that is mounted, or one at "
                 f"{_REMOTE}, where Orbax can write; got {text!r:.80}."
             )
-        self.path: Any = _remote(text) if self.remote else Path(text).expanduser().resolve()
+        try:
+            os.fsencode(text)
+            self.path: Any = _remote(text) if self.remote else Path(text).expanduser().resolve()
+        except (ValueError, RuntimeError) as error:
+            raise ArgumentError(f"folder must be a path; got {text!r:.80} ({error}).") from None
 
     def of(self, number: int) -> Any:
         """The folder of a checkpoint."""

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from crossshard import _check
 from crossshard._flax import nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.scalars import is_inexact
@@ -514,7 +515,7 @@ def check_key(rng: Any) -> tuple[Any, jax.Array]:
         rng = jax.random.wrap_key_data(jnp.asarray(rng))
     elif dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key) or rng.shape != ():
         raise ArgumentTypeError(
-            f"rng must be a seed or a key such as jax.random.key(0); got {rng!r:.60} "
+            f"rng must be a seed or a key such as jax.random.key(0); got {_check.shown(rng)} "
             f"({type(rng).__name__})."
         )
     return jax.random.key_impl(rng), jax.random.key_data(rng)

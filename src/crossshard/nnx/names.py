@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from crossshard import _check
 from crossshard._flax import AnyVariable, describe_variable, nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
 from crossshard.nnx.binding import bound
@@ -55,7 +56,7 @@ def named_variables(var_list: Any) -> Named:
         else:
             raise ArgumentTypeError(
                 f"var_list must be an nnx.Module or a list of nnx variables; item {index} is "
-                f"{type(item).__name__} ({item!r:.60})."
+                f"{type(item).__name__} ({_check.shown(item)})."
             )
         for name, variable in named:
             _check_floating(variable)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from crossshard import _flax
+from crossshard import _check, _flax
 from crossshard._annotations import Groups, PyTree
 from crossshard._flax import AnyVariable, nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError, NestedReductionError
@@ -422,8 +422,15 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
 
         Names are those of the fields of the Optax state (``mu``, ``nu``, ``trace``,
         ``sum_of_squares`` …) or TensorFlow's (``m``, ``v``, ``momentum``, ``accumulator`` …).
+
+        Raises:
+          ArgumentTypeError: ``var`` is no variable and no name, or ``name`` is none.
         """
-        return self.slots.find(var, name)
+        if not isinstance(var, str | nnx.Variable):
+            raise ArgumentTypeError(
+                f"var must be an nnx variable, or its name; got {_check.described(var)}."
+            )
+        return self.slots.find(var, _check.word("name", name, "It is that of a slot, such as 'm'."))
 
     def get_slot_names(self) -> list[str]:
         """The names of the slots, as Optax names them; empty before the first step."""

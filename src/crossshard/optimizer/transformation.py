@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from crossshard import _jax
+from crossshard import _check, _jax
 from crossshard.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -168,6 +168,9 @@ class Transformation:
 
         A parameter that is split over other axes of the mesh stays split, and so does its state.
         """
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            _check.array(f"params{jax.tree_util.keystr(path)}", leaf, or_type=True)
+        params = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), params)
         other_axes = jax.tree.map(functools.partial(_other_axes, axes=axes), params)
         split = any(jax.tree.leaves(other_axes, is_leaf=_is_spec))
         if split and self.weight_update is WeightUpdate.SHARDED:
@@ -319,7 +322,8 @@ def check_transformation(opt: Any, what: str = "The optimizer") -> optax.Gradien
     tx = " Pass its .tx." if hasattr(opt, "tx") else ""
     raise ArgumentTypeError(
         f"{what} must be an Optax transformation, with init and update; got "
-        f"{type(opt).__name__} ({opt!r:.80}), which has no {' and no '.join(missing)}.{tx}"
+        f"{type(opt).__name__} ({_check.shown(opt, 80)}), which has no "
+        f"{' and no '.join(missing)}.{tx}"
     )
 
 

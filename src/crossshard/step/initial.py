@@ -15,6 +15,7 @@ from crossshard.model.models import check_params, partition
 from crossshard.model.state import TrainState
 from crossshard.shards.model_axes import other_axes_of
 from crossshard.shards.put import put_whole, types_on
+from crossshard.step.arguments import check_arrays
 from crossshard.step.config import StepConfig
 from crossshard.step.layouts import Layouts
 from crossshard.step.virtual_shards import check_state_is_shared
@@ -94,6 +95,8 @@ def run(config: StepConfig, initial: Initial) -> TrainState:
         "rng": initial.key,
         "optimizer": initial.types.opt_state,
     }
+    for name, tree in zip(("params", "params", "model_state"), initial.arrays, strict=True):
+        check_arrays(name, tree)
     check_equal_everywhere(config, "init", parts)
     both = (initial.arrays, initial.key)
     arrays, key = jax.tree.map(lambda x, to: put_whole(x, to.sharding), both, initial.given)

@@ -215,6 +215,7 @@ def make_train_step(
     if not isinstance(optimizer, CrossShardOptimizer):
         optimizer = CrossShardOptimizer(optimizer)
     check_names(make_train_step, options, StepOptions)
+    _check.flag("has_aux", has_aux)
     accumulate_steps, stages = check_options(options)
     pipeline = pipeline_of(optimizer, stages)
     where, axes = mesh_and_axes(num_shards, mesh, axis_name, pipeline.axis_name)

@@ -10,11 +10,12 @@ from crossshard import _jax, _mesh
 from crossshard.distributed.agreement import compare, processes_of
 from crossshard.distributed.programs import check_same_program
 from crossshard.distributed.progress import PROGRESS
+from crossshard.errors import CrossshardError
 from crossshard.model.state import TrainState
 from crossshard.pipeline.stages.streaming import Streaming
 from crossshard.shards.batch_axes import resized
 from crossshard.shards.devices import are_of_all_processes
-from crossshard.step.arguments import check_not_of_mesh
+from crossshard.step.arguments import check_arrays, check_not_of_mesh
 from crossshard.step.batches import BatchPlacer
 from crossshard.step.by_numbers import check_by_numbers
 from crossshard.step.compiler_options import compiler_options
@@ -106,6 +107,13 @@ class Program:
             if is_traced:
                 raise
             doubt, divisor = error.doubt, error.divisor
+        except CrossshardError:
+            raise
+        except Exception:
+            # To look at each array before would take long at every step.
+            check_arrays("state", state)
+            check_arrays("batch", batch)
+            raise
         if divisor is not None:
             check_weight_by_numbers(self._config, batch, doubt.finding, divisor)
         else:

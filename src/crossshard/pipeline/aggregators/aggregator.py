@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from crossshard import _check
 from crossshard._annotations import PyTree
 from crossshard.collectives.all_reduce import sum_over_shards
 from crossshard.collectives.bucketing import bucketed_sum
@@ -174,5 +175,5 @@ def check_aggregator(aggregator: Any) -> Aggregator | None:
         )
     raise ArgumentTypeError(
         f"aggregator must be a crossshard.pipeline.Aggregator, whose sum(values, state, peers) "
-        f"sums the gradients; got {aggregator!r:.60} ({type(aggregator).__name__})."
+        f"sums the gradients; got {_check.described(aggregator)}."
     )

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from crossshard import _check
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.pipeline.means import to_average
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
@@ -162,8 +163,11 @@ def check_metrics(metrics: Any) -> tuple[str, ...]:
       ArgumentTypeError: not names.
     """
     names = (metrics,) if isinstance(metrics, str) else metrics
-    if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
-        raise ArgumentTypeError(f"metrics must be names, such as ('grad_norm',); got {metrics!r}.")
+    names = [None] if hasattr(names, "dtype") or not isinstance(names, Iterable) else list(names)
+    if not all(isinstance(name, str) for name in names):
+        raise ArgumentTypeError(
+            f"metrics must be names, such as ('grad_norm',); got {_check.shown(metrics)}."
+        )
     names = tuple(dict.fromkeys(names))
     for name in names:
         if name not in NAMES:
