@@ -175,7 +175,7 @@ def array(name: str, given: Any, *, or_type: bool = False) -> Any:
         if isinstance(given, int) and not of_ints.min <= given <= of_ints.max:
             raise ArgumentError(f"{name} is {shown(given)}, which {of_ints.dtype} cannot hold.")
     elif not isinstance(dtype, np.dtype) or not hasattr(given, "shape"):
-        raise ArgumentTypeError(f"{name} must be an array; got {described(given)}.")
+        raise ArgumentTypeError(f"{name} must be an array or a number; got {described(given)}.")
     elif not dtype.isnative:
         raise ArgumentTypeError(
             f"{name} is an array of {dtype.str}, whose bytes are in the order of another machine. "
@@ -198,7 +198,9 @@ def as_array(name: str, given: Any) -> jax.Array:
     try:
         return jnp.asarray(given)
     except (TypeError, ValueError):
-        raise ArgumentTypeError(f"{name} must be an array; got {described(given)}.") from None
+        raise ArgumentTypeError(
+            f"{name} must be an array or a number; got {described(given)}."
+        ) from None
 
 
 def _can_be_held(dtype: np.dtype) -> bool:
