@@ -494,9 +494,10 @@ def _check_shapes(what: str, tree: Any, expected: list[tuple[int, ...]]) -> None
 
 def strong_copy(x: Any) -> jax.Array:
     """A copy without a weak type, which would compile the step a second time."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+    dtype = jnp.result_type(x)
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
         return jnp.copy(x)
-    return jnp.copy(jnp.asarray(x, x.dtype))
+    return jnp.copy(jnp.asarray(x, dtype))
 
 
 def check_key(rng: Any) -> tuple[Any, jax.Array]:

@@ -24,6 +24,7 @@ from crossshard.nnx.differentiate import differentiate
 from crossshard.nnx.graph import HasSlots
 from crossshard.nnx.making import check_structure, explained, keyed_variables, make_missing_slots
 from crossshard.nnx.names import named_variables, trained_by_default
+from crossshard.nnx.read_only import read_only
 from crossshard.nnx.slots import SlotStore, as_params
 from crossshard.optimizer.arguments import (
     check_gates,
@@ -444,10 +445,13 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
     def state(self) -> CrossShardState | None:
         """A copy of the Optax state, a pytree of arrays; ``None`` before the first step.
 
+        Its dicts raise an ArgumentTypeError if they are written to, which would change nothing.
+
         Assign a pytree of the same structure to restore it, after ``build`` or a first step, or to
         change it: ``opt.state = optax.tree.set(opt.state, learning_rate=jnp.float32(0.01))``.
         """
-        return self.slots.values()
+        state: CrossShardState | None = read_only(self.slots.values())
+        return state
 
     @state.setter
     def state(self, state: CrossShardState) -> None:

@@ -151,7 +151,8 @@ def learning_rate(state: Any) -> Any:
     raise ArgumentError(
         f"metrics has 'learning_rate', but the optimizer's state tells "
         f"{'several learning rates' if told else 'no learning rate'}. Write "
-        f"optax.inject_hyperparams(optax.adam)(learning_rate=...); a schedule may be the rate."
+        f"optax.inject_hyperparams(optax.adam)(learning_rate=...); a schedule may be the rate. A "
+        f"function that is none, such as a mask, is named: static_args='mask'."
     )
 
 
