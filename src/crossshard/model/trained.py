@@ -24,7 +24,9 @@ def check_wrt(wrt: Any) -> Any:
     Raises:
       ArgumentTypeError: it is something else, or a function of other arguments.
     """
-    if wrt is None or _is_nnx_filter(wrt):
+    if wrt is None:
+        return None
+    if _is_nnx_filter(wrt):
         try:
             nnx.filterlib.to_predicate(wrt)
         except (TypeError, ValueError):

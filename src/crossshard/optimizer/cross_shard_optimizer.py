@@ -150,6 +150,8 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
                 "'replicated' or 'sharded'."
             )
         transformation = Transformation(pipeline, where, check_name(name), inner)
+        # Flax learns that it is a node before it can meet one.
+        _flax.load()
         return cls._made(transformation, SlotStore(), _flax.current_trace())
 
     @classmethod
@@ -532,13 +534,26 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
 register_node(CrossShardOptimizer)
 
 
-def pipeline_of(optimizer: CrossShardOptimizer, stages: Mapping[str, Any]) -> Pipeline:
+def transformation_of(optimizer: Any) -> Transformation:
+    """What an optimizer does; of one of Optax's, what it does when it is wrapped.
+
+    Raises:
+      ArgumentTypeError: it is no optimizer.
+    """
+    if isinstance(optimizer, CrossShardOptimizer):
+        return optimizer._transformation
+    inner = check_transformation(optimizer)
+    pipeline = Pipeline(optax.with_extra_args_support(inner), Reduction.MEAN)
+    return Transformation(pipeline, WeightUpdate.REPLICATED, "CrossShardOptimizer", inner)
+
+
+def pipeline_of(optimizer: Transformation, stages: Mapping[str, Any]) -> Pipeline:
     """The pipeline of an optimizer, with further stages, as ``check_options`` returns them.
 
     Raises:
       ArgumentError: the optimizer has such an option already.
     """
-    pipeline = optimizer._pipeline
+    pipeline = optimizer.pipeline
     for name in stages:
         if getattr(pipeline, name):
             # Few bits are an aggregator.
