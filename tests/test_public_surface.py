@@ -31,7 +31,8 @@ PUBLIC = {
         DeadlockWarning DistributedError DivergenceError DivergenceWarning DoubleReductionError
         GroupAssignmentError IncomingError LossError NestedContextError NestedReductionError
         NonfiniteError
-        ProgramMismatchError ShardContextError ShardContextWarning VariableError WeightUpdateError
+        ProgramMismatchError ShardContextError ShardContextWarning VariableError VariableTypeError
+        WeightUpdateError
     """,
     "crossshard.guards": "Divergence",
     "crossshard.nnx": """
@@ -46,8 +47,9 @@ PUBLIC = {
     "crossshard.step": "StepOptions TrainState TrainStep make_train_step",
     "crossshard.testing": "assert_communication",
     "crossshard.tf1": """
-        CrossShardOptimizer Reduction ShardContext all_to_all batch_parallel collective_permute
-        cross_replica_sum get_shard_context replicate rewrite shard shard_context
+        CrossShardOptimizer Reduction ShardContext TpuContext all_to_all batch_parallel
+        collective_permute cross_replica_sum get_shard_context get_tpu_context replicate rewrite
+        shard shard_context tpu_shard_context
     """,
     "crossshard.tools": """
         Array Candidate Collective CollectiveTest Communication Devices Diagnosis Fault Finding
@@ -163,7 +165,7 @@ def test_every_public_function_is_annotated():
 # What is only returned, and has no call of its own.
 RETURNED = """
     Array Candidate CollectiveTest Devices Finding GradientStatus Job LinkUse Memory
-    MemoryUse Parameters Phase Seconds ShardContext Topology
+    MemoryUse Parameters Phase Seconds ShardContext Topology TpuContext
 """.split()
 
 

@@ -109,7 +109,7 @@ def cross_replica_sum(
     >>> jax.vmap(cross_replica_sum, axis_name="shards")(jnp.arange(4.0))
     Array([6., 6., 6., 6.], dtype=float32)
     """
-    shards = current_shards(check_axis_name(axis_name))
+    shards = current_shards(check_axis_name(axis_name), what="cross_replica_sum")
     groups = check_group_assignment(group_assignment)
     x = check_numeric(x, "cross_replica_sum")
     with scope(name, "cross_replica_sum"):

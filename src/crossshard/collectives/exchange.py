@@ -58,7 +58,7 @@ def all_to_all(
     >>> jax.vmap(exchange, axis_name="shards")(jnp.zeros((4, 8, 4))).shape
     (4, 2, 16)
     """
-    shards = current_shards(check_axis_name(axis_name))
+    shards = current_shards(check_axis_name(axis_name), what="all_to_all")
     x = check_numeric(x, "all_to_all")
     groups = check_group_assignment(group_assignment) or GroupAssignment(
         (tuple(range(shards.number)),)
@@ -124,7 +124,7 @@ def collective_permute(
     >>> jax.vmap(send, axis_name="shards")(jnp.array([5.0, 7.0, 9.0]))
     Array([0., 5., 7.], dtype=float32)
     """
-    shards = current_shards(check_axis_name(axis_name))
+    shards = current_shards(check_axis_name(axis_name), what="collective_permute")
     x = check_numeric(x, "collective_permute")
     pairs = _check_pairs(source_target_pairs, shards.number)
     with scope(name, "collective_permute"):

@@ -299,6 +299,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             or there are no variables.
           VariableError: a variable that is not floating, or a duplicate; or the loss writes to one
             that was not given.
+          VariableTypeError: an item of ``var_list`` is no variable.
         """
         del aggregation_method, colocate_gradients_with_ops
         check_gates(gate_gradients)
@@ -408,7 +409,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
 
         Raises:
           ArgumentError: the inner optimizer's state cannot be slots.
-          ArgumentTypeError, VariableError: see ``compute_gradients``.
+          VariableError, VariableTypeError: see ``compute_gradients``.
         """
         check_whole(self._transformation.weight_update)
         found = named_variables(var_list)
