@@ -22,7 +22,7 @@ from crossshard.gradients.status import check_incoming
 from crossshard.optimizer.arguments import check_functions
 from crossshard.pipeline.arrive import arrive
 from crossshard.pipeline.pipeline import Pipeline
-from crossshard.pipeline.stage import Gradients, Stage, StageContext
+from crossshard.pipeline.stage import Gradients, Stage, StageContext, check_stage
 from crossshard.pipeline.stages.nonfinite import OnNonfinite
 from crossshard.pipeline.stages.preprocess import Preprocess
 from crossshard.pipeline.stages.weigh import as_weight, check_weighable
@@ -331,10 +331,14 @@ def check_preprocess(preprocess: Any) -> Stage | None:
     """``preprocess`` as a stage; ``None`` if there is none.
 
     Raises:
+      ArgumentError: a stage with attributes that a stage there cannot have.
       ArgumentTypeError: neither an Optax transformation nor a stage.
       NestedReductionError: it reduces over the shards itself.
     """
-    if preprocess is None or isinstance(preprocess, Stage):
+    if preprocess is None:
+        return None
+    if isinstance(preprocess, Stage):
+        check_stage(preprocess)
         return preprocess
     if isinstance(preprocess, type) and issubclass(preprocess, Stage):
         raise ArgumentTypeError(
