@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,6 +38,18 @@ from crossshard.shards.placement import PER_SHARD, REPLICATED, Placement
 from crossshard.shards.random_streams import own_stream
 
 
+@dataclasses.dataclass
+class UsesRecord:
+    """Where the loss uses its parameters.
+
+    Attributes:
+      latest: for each parameter that is gathered, or summed, there, by its place, as the step that
+        was traced last to its end has it; ``None`` if none was.
+    """
+
+    latest: Mapping[int, Any] | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class StateLayout:
     """The placement of a state on the mesh.
@@ -66,7 +78,7 @@ class StateLayout:
     model_state: ModelState | None = None
     other_axes: tuple[PartitionSpec, ...] = ()
     has_one_state: bool = False
-    uses: dict[int, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    uses: UsesRecord = dataclasses.field(default_factory=UsesRecord, compare=False, repr=False)
 
     @functools.cached_property
     def types(self) -> CrossShardState:

@@ -179,6 +179,7 @@ class Pipeline:
         weighted: bool = False,
         in_parts: bool = False,
         over_batch: bool = False,
+        microbatches: int = 1,
     ) -> str:
         """The stages in the order in which they run, in one line."""
         update, *gather = _UPDATES[strategy]
@@ -187,6 +188,7 @@ class Pipeline:
             texts = ["gradient of one loss over the batch, summed by XLA"]
         if in_parts:
             texts, gather = [*gather, *texts], []
+        texts += [f"accumulate {microbatches} microbatches"] * (microbatches > 1)
         for stage in self.stages:
             if isinstance(stage, Weigh) and not (weighted or self.excludes_shards):
                 continue

@@ -136,13 +136,14 @@ class BatchPlacer:
         key = tuple(given.items())
         if key in self._agreed:
             return
-        or_weight = ", or pass weight=, the batch's entry that counts rows."
+        or_weight = ", or pass weight=, the batch's entry that counts rows"
         check_agreement(
             "step",
             lambda: given,
             self._mesh,
-            "The mean over the shards is that over all rows only if every process passes as many. "
-            f"Pass as many{or_weight if self._takes_weight else '.'}",
+            "Every process must pass arrays of the same dtypes. The mean over the shards is that "
+            "over all rows only if all pass as many rows: pass as many"
+            f"{or_weight if self._takes_weight else ''}.",
         )
         self._agreed.add(key)
 
