@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.errors import ArgumentError, ArgumentTypeError, CrossshardError
 
 _E = TypeVar("_E", bound=enum.Enum)
 # Counts are held in int32[].
@@ -184,6 +184,16 @@ def array(name: str, given: Any, *, or_type: bool = False) -> Any:
     elif not _can_be_held(dtype):
         raise ArgumentTypeError(f"{name} is an array of {dtype}, which JAX cannot hold.")
     return given
+
+
+def arrays(name: str, tree: Any, *, or_types: bool = False) -> None:
+    """Raise unless the leaves of a tree are what ``array`` takes; names the one that is not."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        try:
+            array(name, leaf, or_type=or_types)
+        except CrossshardError:
+            # To name each leaf would take long.
+            array(f"{name}{jax.tree_util.keystr(path)}", leaf, or_type=or_types)
 
 
 def as_array(name: str, given: Any) -> jax.Array:

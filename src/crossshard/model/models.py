@@ -266,7 +266,7 @@ def _has_floats(variable: "AnyVariable") -> bool:
 
 def _partition_module(module: Any, wrt: Any) -> tuple[Any, ...]:
     chosen, frozen = of_module(wrt), set()
-    _check_arrays(jax.tree_util.tree_leaves_with_path(nnx.state(module)))
+    _check_arrays(nnx.state(module))
     for path, variable in nnx.to_flat_state(nnx.state(module)):
         is_chosen = chosen(path, variable)
         if _is_param(path, variable):
@@ -288,7 +288,7 @@ class _Fixed:
 def _partition_pytree(model: Any, wrt: Any) -> tuple[Any, ...]:
     chosen = of_pytree(wrt, model)
     paths, tree = jax.tree_util.tree_flatten_with_path(model)
-    _check_arrays(paths)
+    _check_arrays(model)
     leaves = [jnp.asarray(x) if _is_number_to_train(path, x) else x for path, x in paths]
     fixed = tuple(
         None if _is_array(leaf) else _Fixed(_check_fixed(leaf), type(leaf)) for leaf in leaves
@@ -320,10 +320,10 @@ def _check_fixed(leaf: Any) -> Any:
     return leaf
 
 
-def _check_arrays(paths: list[tuple[Any, Any]]) -> None:
-    for path, leaf in paths:
-        if _is_array(leaf):
-            _check.array(f"params{jax.tree_util.keystr(path)}", leaf, or_type=True)
+def _check_arrays(tree: Any) -> None:
+    # What is no array is static.
+    arrays = jax.tree.map(lambda leaf: leaf if _is_array(leaf) else None, tree)
+    _check.arrays("params", arrays, or_types=True)
 
 
 def _is_array(leaf: Any) -> bool:

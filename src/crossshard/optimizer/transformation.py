@@ -168,8 +168,7 @@ class Transformation:
 
         A parameter that is split over other axes of the mesh stays split, and so does its state.
         """
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-            _check.array(f"params{jax.tree_util.keystr(path)}", leaf, or_type=True)
+        _check.arrays("params", params, or_types=True)
         params = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), params)
         other_axes = jax.tree.map(functools.partial(_other_axes, axes=axes), params)
         split = any(jax.tree.leaves(other_axes, is_leaf=_is_spec))

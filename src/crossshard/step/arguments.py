@@ -62,18 +62,7 @@ def check_state(state: Any, *, or_types: bool = True) -> None:
       ArgumentTypeError: it is something else.
     """
     check_is_state(state)
-    check_arrays("state", state, or_types=or_types)
-
-
-def check_arrays(name: str, tree: Any, *, or_types: bool = False) -> None:
-    """Raise unless a tree has only arrays that JAX can hold; see ``check_state``."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        # As most are; to name each would take long.
-        if isinstance(leaf, jax.core.Tracer) or (
-            isinstance(leaf, jax.Array) and not leaf.is_deleted()
-        ):
-            continue
-        _check.array(f"{name}{jax.tree_util.keystr(path)}", leaf, or_type=or_types)
+    _check.arrays("state", state, or_types=or_types)
 
 
 def check_is_state(state: Any) -> None:

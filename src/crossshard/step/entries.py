@@ -61,8 +61,7 @@ class WholeEntries:
           ArgumentTypeError: what is whole holds something else than numbers.
         """
         rows, whole = self._axes.split(batch)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(whole):
-            _check.array(f"batch{jax.tree_util.keystr(path)}", leaf, or_type=or_types)
+        _check.arrays("batch", whole, or_types=or_types)
         # A Python number would be a part of the program.
         return rows, jax.tree.map(lambda x: x if hasattr(x, "dtype") else np.asarray(x), whole)
 

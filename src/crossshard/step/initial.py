@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from crossshard import _jax, _mesh
+from crossshard import _check, _jax, _mesh
 from crossshard._hash import checksum
 from crossshard.distributed.agreement import check_agreement
 from crossshard.model.layout import StateLayout, check_key
@@ -15,7 +15,6 @@ from crossshard.model.models import check_params, partition
 from crossshard.model.state import TrainState
 from crossshard.shards.model_axes import other_axes_of
 from crossshard.shards.put import put_whole, types_on
-from crossshard.step.arguments import check_arrays
 from crossshard.step.config import StepConfig
 from crossshard.step.layouts import Layouts
 from crossshard.step.virtual_shards import check_state_is_shared
@@ -96,7 +95,7 @@ def run(config: StepConfig, initial: Initial) -> TrainState:
         "optimizer": initial.types.opt_state,
     }
     for name, tree in zip(("params", "params", "model_state"), initial.arrays, strict=True):
-        check_arrays(name, tree)
+        _check.arrays(name, tree)
     check_equal_everywhere(config, "init", parts)
     both = (initial.arrays, initial.key)
     arrays, key = jax.tree.map(lambda x, to: put_whole(x, to.sharding), both, initial.given)

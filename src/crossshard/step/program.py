@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from crossshard import _jax, _mesh
+from crossshard import _check, _jax, _mesh
 from crossshard.distributed.agreement import compare, processes_of
 from crossshard.distributed.programs import check_same_program
 from crossshard.distributed.progress import PROGRESS
@@ -15,7 +15,7 @@ from crossshard.model.state import TrainState
 from crossshard.pipeline.stages.streaming import Streaming
 from crossshard.shards.batch_axes import resized
 from crossshard.shards.devices import are_of_all_processes
-from crossshard.step.arguments import check_arrays, check_not_of_mesh
+from crossshard.step.arguments import check_not_of_mesh
 from crossshard.step.batches import BatchPlacer
 from crossshard.step.by_numbers import check_by_numbers
 from crossshard.step.compiler_options import compiler_options
@@ -111,8 +111,8 @@ class Program:
             raise
         except Exception:
             # To look at each array before would take long at every step.
-            check_arrays("state", state)
-            check_arrays("batch", batch)
+            _check.arrays("state", state)
+            _check.arrays("batch", batch)
             raise
         if divisor is not None:
             check_weight_by_numbers(self._config, batch, doubt.finding, divisor)
