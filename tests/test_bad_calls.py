@@ -469,7 +469,7 @@ COLLECTIVES = [
     bad("a sum of strings", on_shards(lambda x: cross_replica_sum("x")), *TYPE,
         "cross_replica_sum", "str"),
     bad("a sum of a list of strings", on_shards(lambda x: cross_replica_sum(["x", "y"])), *TYPE,
-        "cross_replica_sum", "list"),
+        "cross_replica_sum", "'x' (str)"),
     bad("a sum of bools", on_shards(lambda x: cross_replica_sum(x > 0)), *TYPE, "bool"),
     bad("a sum over groups that overlap", on_shards(lambda x: cross_replica_sum(x, [[0, 0]])),
         *GROUPS, "more than once"),

@@ -31,7 +31,8 @@ PUBLIC = {
         DeadlockWarning DistributedError DivergenceError DivergenceWarning DoubleReductionError
         GroupAssignmentError IncomingError LossError NestedContextError NestedReductionError
         NonfiniteError
-        ProgramMismatchError ShardContextError ShardContextWarning VariableError WeightUpdateError
+        ProgramMismatchError ShardContextError ShardContextWarning VariableError VariableTypeError
+        WeightUpdateError
     """,
     "crossshard.guards": "Divergence",
     "crossshard.nnx": """
@@ -46,8 +47,9 @@ PUBLIC = {
     "crossshard.step": "StepOptions TrainState TrainStep make_train_step",
     "crossshard.testing": "assert_communication",
     "crossshard.tf1": """
-        CrossShardOptimizer Reduction ShardContext all_to_all batch_parallel collective_permute
-        cross_replica_sum get_shard_context replicate rewrite shard shard_context
+        CrossShardOptimizer Reduction ShardContext TpuContext all_to_all batch_parallel
+        collective_permute cross_replica_sum get_shard_context get_tpu_context replicate rewrite
+        shard shard_context tpu_shard_context
     """,
     "crossshard.tools": """
         Array Candidate Collective CollectiveTest Communication Devices Diagnosis Fault Finding
@@ -163,7 +165,7 @@ def test_every_public_function_is_annotated():
 # What is only returned, and has no call of its own.
 RETURNED = """
     Array Candidate CollectiveTest Devices Finding GradientStatus Job LinkUse Memory
-    MemoryUse Parameters Phase Seconds ShardContext Topology
+    MemoryUse Parameters Phase Seconds ShardContext Topology TpuContext
 """.split()
 
 
@@ -177,6 +179,26 @@ def test_every_function_and_class_has_an_example_that_runs():
         and ">>>" not in (thing.__doc__ or "")
     ]
     assert without == []
+
+
+def test_a_step_of_a_pytree_does_not_load_flax():
+    script = """
+import sys
+import jax.numpy as jnp, optax
+import crossshard
+step = crossshard.make_train_step(lambda w, x: (w * x).mean(), optax.adam(0.1), num_shards=1)
+state = step.init({"w": jnp.float32(3)}["w"])
+state, metrics = step(state, jnp.ones(4))
+step.model(state), step.evaluate(state, [jnp.ones(4)], lambda w, x: w * x), step.describe()
+print("flax" in sys.modules)
+from flax import nnx
+model, opt = nnx.Linear(3, 1, rngs=nnx.Rngs(0)), crossshard.CrossShardOptimizer(optax.adam(0.1))
+with crossshard.shard_context(1):
+    opt.minimize(lambda: model(jnp.ones((1, 3))).sum(), var_list=model)
+print(len(nnx.state(opt)["state"]), len(opt.variables()))
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stdout.split("\n")[:2] == ["False", "1 5"]
 
 
 def test_importing_loads_neither_flax_nor_orbax_nor_a_tool():

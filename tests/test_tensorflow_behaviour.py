@@ -11,8 +11,13 @@ import pytest
 from flax import nnx
 
 import crossshard
-from crossshard import CrossShardOptimizer, Reduction
-from crossshard.errors import IncomingError, ShardContextWarning
+from crossshard import CrossShardOptimizer, Reduction, tf1
+from crossshard.errors import (
+    ArgumentTypeError,
+    IncomingError,
+    ShardContextWarning,
+    VariableTypeError,
+)
 
 ATOL = {"rtol": 0, "atol": 1e-6}
 
@@ -54,6 +59,16 @@ def test_reduction_carries_tensorflows_values():
         "weighted_sum_by_nonzero_weights",
     ]
     assert Reduction.SUM_OVER_NONZERO_WEIGHTS is Reduction.SUM_BY_NONZERO_WEIGHTS
+
+
+@pytest.mark.parametrize(
+    "groups", [((0, 1), (2, 3)), [(0, 1), (2, 3)], np.array([[0, 1], [2, 3]]), ()]
+)
+def test_groups_are_lists_of_lists(groups: Any):
+    with pytest.raises(ValueError, match="must be a list of lists"):
+        sgd(group_assignment=groups)
+    with crossshard.shard_context(4), pytest.raises(ValueError, match="must be a list of lists"):
+        crossshard.cross_replica_sum(1.0, groups)
 
 
 def test_coverage_is_checked_once_the_number_of_shards_is_known():
@@ -133,6 +148,23 @@ def test_without_a_list_there_is_none_outside_of_a_step():
     w = param()
     with crossshard.shard_context(1), pytest.raises(ValueError, match="var_list=model"):
         sgd().compute_gradients(lambda: w[...])
+
+
+@pytest.mark.parametrize("given", [[jnp.ones(3)], "w", ["w"], [None], {"w": 1}, 3, [object()]])
+def test_what_is_no_variable_is_a_type_error_and_a_value_error(given: Any):
+    opt, w = sgd(), param()
+    loss = lambda: w[...] * 1.0
+    with crossshard.shard_context(1):
+        for call in (
+            lambda: opt.minimize(loss, var_list=given),
+            lambda: opt.compute_gradients(loss, given),
+            lambda: opt.build(given),
+        ):
+            with pytest.raises(VariableTypeError, match="list of nnx variables; item 0") as caught:
+                call()
+            assert isinstance(caught.value, ValueError)
+            assert isinstance(caught.value, TypeError)
+            assert isinstance(caught.value, ArgumentTypeError)
 
 
 # apply_gradients.
@@ -291,6 +323,35 @@ def test_contexts_do_not_nest_and_end_also_after_an_exception():
     with pytest.raises(ZeroDivisionError), crossshard.shard_context(4):
         _ = 1 / 0
     assert crossshard.get_shard_context() is None
+
+
+def test_contexts_under_their_own_names():
+    # The original always has a context; nested ones and numbers below 1 it refuses.
+    assert tf1.get_tpu_context().number_of_shards is None
+    with tf1.tpu_shard_context(4):
+        assert tf1.get_tpu_context().number_of_shards == 4
+        assert crossshard.get_shard_context().number_of_shards == 4
+        with pytest.raises(NotImplementedError), tf1.tpu_shard_context(number_of_shards=2):
+            pass
+    assert tf1.get_tpu_context().number_of_shards is None
+    with pytest.raises(ValueError, match="at least 1"), tf1.tpu_shard_context(0):
+        pass
+    assert tf1.cross_replica_sum is crossshard.cross_replica_sum
+    assert tf1.Reduction is Reduction
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("cross_replica_sum", lambda: tf1.cross_replica_sum(np.float32(3))),
+        ("all_to_all", lambda: tf1.all_to_all(np.ones(2, np.float32), 0, 0, 1)),
+        ("collective_permute", lambda: tf1.collective_permute(np.float32(3), [[0, 0]])),
+    ],
+)
+def test_a_collective_outside_of_all_shards_warns_of_itself(name: str, call: Any):
+    with pytest.warns(ShardContextWarning, match=rf"^{name} should be .* assuming 1 shard") as told:
+        call()
+    assert len(told) == 1
 
 
 def test_contexts_are_thread_local():

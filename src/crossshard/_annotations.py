@@ -16,7 +16,7 @@ Json: TypeAlias = Any
 Loss: TypeAlias = ArrayLike | tuple[ArrayLike, PyTree]
 # A PRNG key, typed or raw, or a seed.
 Key: TypeAlias = jax.Array | np.ndarray | int
-# Groups of shards, as lists or as an integer array.
-Groups: TypeAlias = Sequence[Sequence[int]] | np.ndarray
+# Groups of shards.
+Groups: TypeAlias = list[list[int]]
 # What NNX filters by, or a function of path and leaf.
 Filter: TypeAlias = type | str | bool | EllipsisType | Callable[..., bool] | Sequence[object]

@@ -6,9 +6,15 @@ import operator
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from crossshard.errors import ArgumentError, ArgumentTypeError
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from crossshard.errors import ArgumentError, ArgumentTypeError, CrossshardError
 
 _E = TypeVar("_E", bound=enum.Enum)
+# Counts are held in int32[].
+_MOST = 2**31 - 1
 
 
 def choice(name: str, given: object, among: type[_E], hint: str = "") -> _E:
@@ -23,20 +29,36 @@ def choice(name: str, given: object, among: type[_E], hint: str = "") -> _E:
     Raises:
       ArgumentError: it is none of them.
     """
-    try:
+    values = [each.value for each in among]
+    # Not of an array, whose comparison is another one.
+    if isinstance(given, str) and given in values:
         return among(given)
-    except ValueError:
-        *first, last = [repr(each.value) for each in among]
-        words = f"{', '.join(first)} or {last}"
-        got = f"{given!r:.60}.{_after(hint)}"
-        raise ArgumentError(f"{name} must be {words}; got {got}") from None
+    *first, last = map(repr, values)
+    words = f"{', '.join(first)} or {last}"
+    raise ArgumentError(f"{name} must be {words}; got {shown(given)}.{_after(hint)}")
+
+
+def word(name: str, given: object, hint: str = "") -> str:
+    """A string that can be read; it is in a program, a profile or a message.
+
+    Raises:
+      ArgumentError: it is empty, or not of letters that can be printed.
+      ArgumentTypeError: it is no string.
+    """
+    if not isinstance(given, str):
+        raise ArgumentTypeError(f"{name} must be a string; got {described(given)}.{_after(hint)}")
+    if not given:
+        raise ArgumentError(f"{name} must not be empty.{_after(hint)}")
+    if not given.isprintable():
+        raise ArgumentError(f"{name} must be printable; got {shown(given)}.{_after(hint)}")
+    return given
 
 
 def whole_number(name: str, given: Any, least: int | None = 1, hint: str = "") -> int:
-    """An int, which may be numpy's; of any size if ``least`` is ``None``.
+    """An int, which may be numpy's; of any size if ``least`` is ``None``, else at most int32's.
 
     Raises:
-      ArgumentError: it is too small.
+      ArgumentError: it is too small, or too large.
       ArgumentTypeError: it is none; True and False are none.
     """
     try:
@@ -48,18 +70,50 @@ def whole_number(name: str, given: Any, least: int | None = 1, hint: str = "") -
         raise ArgumentTypeError(f"{name} must be {what}; got {described(given)}.{_after(hint)}")
     if least is not None and found < least:
         raise ArgumentError(f"{name} must be at least {least}; got {found}.{_after(hint)}")
+    if least is not None and found > _MOST:
+        raise ArgumentError(f"{name} must be at most {_MOST}; got {shown(found)}.{_after(hint)}")
     return found
 
 
-def number(name: str, given: Any) -> float:
+def index(name: str, given: Any, number: int, of: str) -> int:
+    """The index of one of so many, such as of ``of="shards"``.
+
+    Raises:
+      ArgumentError: there is no such one; a negative one there is not.
+      ArgumentTypeError: it is no int.
+    """
+    found = whole_number(name, given, least=None)
+    if not 0 <= found < number:
+        raise ArgumentError(
+            f"{name} must be one of the {number} {of}, 0 to {number - 1}; got {shown(found)}."
+        )
+    return found
+
+
+def number(name: str, given: Any, hint: str = "") -> float:
     """A real number.
 
     Raises:
+      ArgumentError: it is larger than a float.
       ArgumentTypeError: it is none; True and False are none.
     """
     if isinstance(given, bool) or not isinstance(given, numbers.Real):
-        raise ArgumentTypeError(f"{name} must be a number; got {described(given)}.")
-    return float(given)
+        raise ArgumentTypeError(f"{name} must be a number; got {described(given)}.{_after(hint)}")
+    try:
+        return float(given)
+    except OverflowError:
+        raise ArgumentError(f"{name} is too large: {shown(given)}.{_after(hint)}") from None
+
+
+def finite(name: str, given: Any, hint: str = "") -> None:
+    """Raise unless a number is finite; what is computed, or on a device, is not looked at.
+
+    Raises:
+      ArgumentError: it is not, in JAX's default precision.
+    """
+    wide = jax.dtypes.canonicalize_dtype(float)
+    if not isinstance(given, jax.Array) and not np.isfinite(np.asarray(given, wide)).all():
+        raise ArgumentError(f"{name} must be finite; got {shown(given)}.{_after(hint)}")
 
 
 def flag(name: str, given: object) -> bool:
@@ -84,13 +138,107 @@ def function(name: str, given: object) -> Callable[..., Any]:
     return given
 
 
+def array(name: str, given: Any, *, or_type: bool = False) -> Any:
+    """A number or an array that JAX can hold.
+
+    Args:
+      name: that of the argument.
+      given: the number or array.
+      or_type: whether it may be a ``jax.ShapeDtypeStruct``, to compile for.
+
+    Raises:
+      ArgumentError: it was deleted, or is too large an int.
+      ArgumentTypeError: it is none.
+    """
+    dtype = getattr(given, "dtype", None)
+    if isinstance(given, jax.core.Tracer) or (or_type and isinstance(given, jax.ShapeDtypeStruct)):
+        return given
+    if isinstance(given, jax.Array):
+        if given.is_deleted():
+            raise ArgumentError(
+                f"{name} is an array that was deleted: it was donated to a step, or to a jax.jit, "
+                f"or .delete() was called. Pass what the step returned, or write "
+                f"make_train_step(..., donate=False)."
+            )
+    elif isinstance(given, jax.ShapeDtypeStruct):
+        raise ArgumentTypeError(
+            f"{name} is a jax.ShapeDtypeStruct, which has a type and no values. Pass an array; to "
+            f"compile for types, write step.lower(step.abstract_init(types), types)."
+        )
+    elif isinstance(given, np.ma.MaskedArray):
+        raise ArgumentTypeError(
+            f"{name} is a masked array, and JAX has no masks. Pass {name}.filled(0), and the mask "
+            f"as an array of its own."
+        )
+    elif isinstance(given, int | float | complex):
+        of_ints = jnp.iinfo(jax.dtypes.canonicalize_dtype(int))
+        if isinstance(given, int) and not of_ints.min <= given <= of_ints.max:
+            raise ArgumentError(f"{name} is {shown(given)}, which {of_ints.dtype} cannot hold.")
+    elif not isinstance(dtype, np.dtype) or not hasattr(given, "shape"):
+        raise ArgumentTypeError(f"{name} must be an array or a number; got {described(given)}.")
+    elif not dtype.isnative:
+        raise ArgumentTypeError(
+            f"{name} is an array of {dtype.str}, whose bytes are in the order of another machine. "
+            f"Pass {name}.astype({dtype.newbyteorder('=').str!r})."
+        )
+    elif not _can_be_held(dtype):
+        raise ArgumentTypeError(f"{name} is an array of {dtype}, which JAX cannot hold.")
+    return given
+
+
+def arrays(name: str, tree: Any, *, or_types: bool = False) -> None:
+    """Raise unless the leaves of a tree are what ``array`` takes; names the one that is not."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        try:
+            array(name, leaf, or_type=or_types)
+        except CrossshardError:
+            # To name each leaf would take long.
+            array(f"{name}{jax.tree_util.keystr(path)}", leaf, or_type=or_types)
+
+
+def as_array(name: str, given: Any) -> jax.Array:
+    """An array of JAX's, from what ``array`` takes, or from lists of it.
+
+    Raises: as ``array``.
+    """
+    if not isinstance(given, list | tuple):
+        return jnp.asarray(array(name, given))
+    for leaf in jax.tree.leaves(given):
+        array(name, leaf)
+    try:
+        return jnp.asarray(given)
+    except (TypeError, ValueError):
+        raise ArgumentTypeError(
+            f"{name} must be an array or a number; got {described(given)}."
+        ) from None
+
+
+def _can_be_held(dtype: np.dtype) -> bool:
+    # JAX has no words, dates and records, and no floats of more than 64 bits.
+    is_number = dtype.kind == "b" or jnp.issubdtype(dtype, jnp.number)
+    return bool(is_number and dtype.itemsize <= (16 if dtype.kind == "c" else 8))
+
+
 def described(given: object) -> str:
     """What was given, and its type.
 
     >>> described("eight")
     "'eight' (str)"
     """
-    return f"{given!r:.60} ({type(given).__name__})"
+    return f"{shown(given)} ({type(given).__name__})"
+
+
+def shown(given: object, width: int = 60) -> str:
+    """The beginning of what was given; also of what cannot be printed, as a deleted array.
+
+    >>> shown("eight" * 4, 8)
+    "'eighte…"
+    """
+    try:
+        text = repr(given)
+    except Exception:  # whatever it is, the caller is about to say that it is refused
+        text = f"<{type(given).__name__}>"
+    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def _after(hint: str) -> str:

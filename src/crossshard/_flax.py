@@ -8,6 +8,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import jax.extend
+
 if TYPE_CHECKING:
     from flax import nnx as nnx
     from flax.nnx.tracers import TraceState
@@ -16,11 +18,19 @@ if TYPE_CHECKING:
     AnyVariable: TypeAlias = nnx.Variable[Any]
 else:
 
+    class _None:
+        """Stands for every class of Flax until it is loaded: nothing is an instance of it."""
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            raise AssertionError("Flax is not loaded, and a variable is about to be made.")
+
     class _Nnx:
         """Stands for ``flax.nnx``, whose import takes longer than that of this package."""
 
         def __getattr__(self, name: str) -> Any:
-            value = getattr(_loaded(), name)
+            if name[0].isupper() and not is_loaded():
+                return _None
+            value = getattr(load(), name)
             setattr(self, name, value)
             return value
 
@@ -39,10 +49,11 @@ def when_loaded(register: Callable[[], object]) -> None:
     """Call ``register``, which makes a class known to Flax, once Flax is loaded."""
     _registrations.append(register)
     if is_loaded():
-        _loaded()
+        load()
 
 
-def _loaded() -> Any:
+def load() -> Any:
+    """``flax.nnx``, which knows the classes of this package."""
     from flax import nnx
 
     while _registrations:
@@ -50,9 +61,12 @@ def _loaded() -> Any:
     return nnx
 
 
-def current_trace() -> TraceState:
+def current_trace() -> Any:
     """The current trace, comparable with ``==``."""
-    _loaded()
+    return jax.extend.core.get_opaque_trace_state(convention="nnx")
+
+
+def _trace_state() -> TraceState:
     from flax.nnx.tracers import TraceState
 
     return TraceState()
@@ -75,7 +89,7 @@ def is_writable(variable: AnyVariable) -> bool:
 
 def bring_out(variable: AnyVariable, value: Any) -> None:
     """Write to a variable that may have been created in a trace that has ended."""
-    _set(variable, value, current_trace())
+    _set(variable, value, _trace_state())
 
 
 @contextmanager
@@ -88,7 +102,7 @@ def rebound(
     """
     before = [(variable.get_raw_value(), variable._trace_state) for variable in variables]
     traces = [module._pytree__state._trace_state for module in modules]
-    trace = current_trace()
+    trace = _trace_state()
     try:
         for variable, value in zip(variables, values, strict=True):
             _set(variable, value, trace)
@@ -141,7 +155,7 @@ class _WatchedSlot:
         watcher = getattr(_thread, "watcher", None)
         if watcher is not None:
             told, outer = watcher
-            if variable._trace_state == outer and not is_writable(variable):
+            if variable._trace_state.jax_trace == outer and not is_writable(variable):
                 _thread.watcher = None  # it may look at the variable
                 try:
                     told(variable)
@@ -154,7 +168,7 @@ class _WatchedSlot:
 
 
 @contextmanager
-def watching_reads(told: Callable[[AnyVariable], None], outer: TraceState) -> Iterator[None]:
+def watching_reads(told: Callable[[AnyVariable], None], outer: Any) -> Iterator[None]:
     """Call ``told``, which is to raise, when a traced function reads a variable of an outer trace.
 
     JAX would compile its current value into the program.

@@ -25,6 +25,7 @@ __all__ = [
     "ShardContextError",
     "ShardContextWarning",
     "VariableError",
+    "VariableTypeError",
     "WeightUpdateError",
 ]
 
@@ -116,6 +117,14 @@ class VariableError(ArgumentError):
 
     Mistake: a step that reaches a model through a dictionary that the runner does not search.
     Fix: pass the model to the step as an argument.
+    """
+
+
+class VariableTypeError(ArgumentTypeError, VariableError):
+    """What is given as a variable to train is none; a TypeError, and a ValueError as any other.
+
+    Mistake: ``opt.minimize(loss, var_list=[jnp.ones(3)])``.
+    Fix: ``opt.minimize(loss, var_list=[nnx.Param(jnp.ones(3))])``.
     """
 
 

@@ -1,5 +1,9 @@
 """TF1: the names that code for ``tf.compat.v1.tpu`` finds here, under TensorFlow's own names."""
 
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from crossshard.collectives.all_reduce import cross_replica_sum
 from crossshard.collectives.exchange import all_to_all, collective_permute
 from crossshard.gradients.reduction import Reduction
@@ -11,13 +15,53 @@ __all__ = [
     "CrossShardOptimizer",
     "Reduction",
     "ShardContext",
+    "TpuContext",
     "all_to_all",
     "batch_parallel",
     "collective_permute",
     "cross_replica_sum",
     "get_shard_context",
+    "get_tpu_context",
     "replicate",
     "rewrite",
     "shard",
     "shard_context",
+    "tpu_shard_context",
 ]
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuContext:
+    """What ``get_tpu_context`` returns.
+
+    Attributes:
+      number_of_shards: the number of shards that run the step; ``None`` outside of one.
+    """
+
+    number_of_shards: int | None
+
+
+@contextmanager
+def tpu_shard_context(number_of_shards: int) -> Iterator[None]:
+    """``crossshard.shard_context`` under TensorFlow's name.
+
+    Raises:
+      ArgumentError, ArgumentTypeError: ``number_of_shards`` is not an int of at least 1.
+      NestedContextError: a shard context is already set; a ``NotImplementedError``, as there.
+
+    >>> with tpu_shard_context(8):
+    ...     get_tpu_context().number_of_shards
+    8
+    """
+    with shard_context(number_of_shards):
+        yield
+
+
+def get_tpu_context() -> TpuContext:
+    """The context of this thread, which there always is, as in TensorFlow.
+
+    >>> get_tpu_context()
+    TpuContext(number_of_shards=None)
+    """
+    context = get_shard_context()
+    return TpuContext(None if context is None else context.number_of_shards)

@@ -240,8 +240,17 @@ def test_who_enters_a_step_with_other_rows_than_most_is_named(job: Job):
     )
     assert job.run(2) == expected
     assert expected.sentence().startswith(
-        "process 1 has entered step 6 with float32[4,3], and process 0 with float32[8,3]."
+        "process 1 has entered step 6 with float32[4,3], and process 0 with float32[8,3]. Pass as "
+        "many rows in every process"
     )
+
+
+@pytest.mark.parametrize(("rows", "says"), [("int32[8,3]", "dtypes"), ("float32[4,3]", "rows")])
+def test_what_is_to_be_passed_instead_is_what_differs(rows: str, says: str):
+    said = Verdict(
+        Kind.DIFFERS, 1, "step 6", rows=rows, other=0, expected="float32[8,3]"
+    ).sentence()
+    assert [word for word in ("dtypes", "rows") if word in said] == [says]
 
 
 def test_of_two_that_differ_the_one_that_has_changed_is_named(job: Job):

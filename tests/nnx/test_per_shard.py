@@ -93,7 +93,7 @@ def test_the_model_to_evaluate_has_the_mean_of_the_statistics():
     assert crossshard.nnx.is_per_shard(model.norm.mean)
     of_one = crossshard.merge_shards(model, shard=3)
     np.testing.assert_allclose(of_one.norm.mean[...], mean[3], atol=1e-6)
-    with pytest.raises(ArgumentError, match="8 shards; got 8"):
+    with pytest.raises(ArgumentError, match="8 shards, 0 to 7; got 8"):
         crossshard.merge_shards(model, shard=8)
 
 

@@ -1,5 +1,6 @@
 """What parameters are called where an optimizer reads their names, and in its state."""
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from flax import nnx
 
 import crossshard
 from crossshard import CrossShardOptimizer
-from crossshard.errors import ArgumentError, VariableError
+from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
 from tests.quick import deep_but
 from tests.stateful import adam, assert_same, training
 
@@ -250,7 +251,7 @@ def test_a_state_with_dicts_is_assigned_as_it_was_read():
     model, opt = Net(), CrossShardOptimizer(optax.inject_hyperparams(optax.adam)(0.1))
     step_of_a_list(model, opt, X)
     before = jax.tree.map(np.asarray, opt.state)
-    read = opt.state
+    read = jax.tree.map(lambda x: x, opt.state)
     read.inner_state.hyperparams["learning_rate"] = 0.25
     assert float(opt.state.inner_state.hyperparams["learning_rate"]) == np.float32(0.1)
     opt.state = read
@@ -260,6 +261,28 @@ def test_a_state_with_dicts_is_assigned_as_it_was_read():
 
 
 # What is written to the state.
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda rates: rates.__setitem__("learning_rate", 0.25),
+        lambda rates: rates.update(learning_rate=0.25),
+        lambda rates: rates.pop("learning_rate"),
+        lambda rates: rates.__ior__({"learning_rate": 0.25}),
+    ],
+)
+def test_what_is_read_refuses_to_be_written_to(write: Any):
+    model, opt = Net(), hyperparameters(optax.adam)
+    opt.build(model)
+    for dictionary in (opt.state.inner_state.hyperparams, opt.state.inner_state.inner_state[0].mu):
+        with pytest.raises(ArgumentTypeError, match=r"is a copy.*opt\.state = optax\.tree\.set"):
+            write(dictionary)
+    # Copies are plain.
+    for mine in (copy.deepcopy(opt.state), jax.tree.map(np.asarray, opt.state)):
+        mine.inner_state.hyperparams["learning_rate"] = 0.25
+        opt.state = mine
+        assert float(opt.state.inner_state.hyperparams["learning_rate"]) == 0.25
 
 
 def hyperparameters(kind: Any = optax.sgd) -> CrossShardOptimizer:

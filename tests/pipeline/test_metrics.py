@@ -119,6 +119,42 @@ def test_a_learning_rate_that_is_not_told_is_refused(inner: Any, told: str):
         step.init(W)
 
 
+def decayed(params: Any) -> Any:
+    return jax.tree.map(lambda x: x.ndim > 1, params)
+
+
+def test_a_mask_that_is_taken_for_a_schedule_is_refused():
+    # Optax calls it with the number of updates, and then decays nothing.
+    params, loss = (
+        {"w": jnp.ones((3, 2)), "b": jnp.ones(2)},
+        lambda p, x: (x @ p["w"] + p["b"]).mean(),
+    )
+    told = {"learning_rate": 0.1, "weight_decay": 0.1, "mask": decayed}
+    inner = optax.inject_hyperparams(optax.adamw)(**told)
+    step = make_train_step(loss, inner, num_shards=N, metrics="learning_rate")
+    with pytest.raises(crossshard.errors.ArgumentError, match="static_args='mask'"):
+        step.init(params)
+    with pytest.raises(crossshard.errors.ArgumentError, match="static_args='mask'"):
+        crossshard.CrossShardOptimizer(inner).init(params)
+    inner = optax.inject_hyperparams(optax.adamw, static_args="mask")(**told)
+    step = make_train_step(loss, inner, num_shards=N, metrics="learning_rate")
+    state, metrics = step(step.init(params), np.ones((8, 3), np.float32))
+    np.testing.assert_allclose(metrics["learning_rate"], 0.1, rtol=1e-6)
+    np.testing.assert_allclose(state.params["w"], 1 - 0.1 * 1.1, rtol=1e-5)
+    np.testing.assert_allclose(state.params["b"], 1 - 0.1, rtol=1e-5)
+
+
+def test_a_state_may_hold_numbers_of_pythons():
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        del params
+        return jax.tree.map(lambda g: -state * g, updates), state / 2
+
+    inner = optax.GradientTransformation(lambda params: 0.5, update)
+    step = make_train_step(loss_fn, inner, num_shards=N)
+    state, _ = step(step.init(W), X.reshape(-1, 40))
+    assert float(state.opt_state.inner_state) == 0.25
+
+
 # Noise.
 
 

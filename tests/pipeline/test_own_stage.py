@@ -8,7 +8,8 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from crossshard import CrossShardOptimizer, make_train_step
+from crossshard import CrossshardError, CrossShardOptimizer, Stage, make_train_step
+from crossshard.pipeline import Aggregator, Phase
 from crossshard.pipeline.pipeline import Pipeline
 from examples.gradient_noise import GradientNoise
 from tests.pipeline.ways import WAYS, trained
@@ -106,3 +107,98 @@ def test_inside_the_package_it_is_one_line(monkeypatch):
 
 def test_describe_names_it():
     assert "GradientNoise" in optimizer().describe()
+
+
+# Mistakes of who writes one.
+
+
+def own(update=None, state=(), **attributes):
+    """A stage with one thing wrong with it."""
+
+    class Own(Stage):
+        def init(self, params):
+            return state
+
+        def update(self, gradients, state, context):
+            return (gradients, state) if update is None else update(gradients, state)
+
+    for name, value in attributes.items():
+        setattr(Own, name, value)
+    return Own()
+
+
+def own_sum(total=None, state=()):
+    """An aggregator with one thing wrong with it."""
+
+    class OwnSum(Aggregator):
+        def init(self, params):
+            return state
+
+        def sum(self, values, state, peers):
+            sums = jax.tree.map(peers.sum, values)
+            return (sums, state) if total is None else total(sums, state)
+
+    return OwnSum()
+
+
+MISTAKES = {
+    "only gradients": (
+        own(lambda g, s: g),
+        r"Own\.update must return \(gradients, state\); .*Grad",
+    ),
+    "three": (own(lambda g, s: (g, s, 1)), r"must return \(gradients, state\).*tuple of 3"),
+    "nothing": (own(lambda g, s: None), r"returned NoneType"),
+    "only values": (own(lambda g, s: (g.values, s)), r"gradients\.replace\(values=values\)"),
+    "no values": (own(lambda g, s: (g.replace(values=None), s)), r"values that .* structure"),
+    "a misspelt field": (own(lambda g, s: (g.replace(value=1), s)), r"no field 'value'.*values"),
+    "a word": (
+        own(lambda g, s: (g.replace(values={"kernel": "x"}), s)),
+        r"\['kernel'\].*'x' \(str",
+    ),
+    "another state": (own(lambda g, s: (g, {"count": 1})), r"state that Own\.update .* structure"),
+    "a smaller state": (
+        own(lambda g, s: (g, s.sum()), np.zeros(3)),
+        r"state that Own\.update .* shape \(3,\).*\(\)",
+    ),
+    "a state of words": (own(state="x"), r"state of preprocess must be an array.*'x'"),
+    "placement": (own(placement="both"), r"Own\.placement .*REPLICATED or .*PER_SHARD; got 'both'"),
+    "phase": (own(phase="local"), r"Own\.phase .*Phase\.LOCAL.*'local'"),
+    "a later phase": (own(phase=Phase.UPDATE), r"Own\.phase .*before the sum"),
+    "state_field": (own(state_field="mine"), r"Own\.state_field must be 'preprocess'.*'mine'"),
+    "scope": (own(scope=3), r"Own\.scope must be a string; got 3"),
+    "only sums": (own_sum(lambda g, s: g), r"OwnSum\.sum must return \(sums, state\)"),
+    "other sums": (own_sum(lambda g, s: ([g], s)), r"sums that OwnSum\.sum returned .* structure"),
+    "sums of others": (
+        own_sum(lambda g, s: (jax.tree.map(lambda x: x[None], g), s)),
+        r"sums that OwnSum\.sum returned\['kernel'\] must have shape",
+    ),
+    "the sums' state": (
+        own_sum(lambda g, s: (g, {"count": 1})),
+        r"state that OwnSum\.sum .* struct",
+    ),
+    "words": (own_sum(state="x"), r"state of aggregate must be an array.*'x'"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_named(name):
+    stage, says = MISTAKES[name]
+    option = "preprocess" if isinstance(stage, Stage) else "aggregator"
+
+    def train():
+        opt = CrossShardOptimizer(optax.sgd(RATE), **{option: stage})
+        step = make_train_step(loss_fn, opt, num_shards=2)
+        step(step.init({"kernel": KERNEL}), BATCHES[0])
+
+    with pytest.raises(CrossshardError, match=says):
+        train()
+
+
+def test_what_is_no_mistake():
+    for stage in (own(), own(state=np.zeros(3)), own(state=3, phase=Phase.ARRIVAL)):
+        opt = CrossShardOptimizer(optax.sgd(RATE), preprocess=stage)
+        step = make_train_step(loss_fn, opt, num_shards=2)
+        plain = make_train_step(loss_fn, optax.sgd(RATE), num_shards=2)
+        state, _ = step(step.init({"kernel": KERNEL}), BATCHES[0])
+        want, _ = plain(plain.init({"kernel": KERNEL}), BATCHES[0])
+        np.testing.assert_allclose(state.params["kernel"], want.params["kernel"], atol=1e-6)

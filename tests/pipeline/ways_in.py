@@ -15,7 +15,7 @@ from tests.reference import pipeline_model as numpy_model
 from tests.step.common import in_shard_map, on_variables
 
 N, STEPS, ROWS = 4, 6, 2
-GROUPS = ((0, 2), (1, 3))
+GROUPS = [[0, 2], [1, 3]]
 RNG = np.random.default_rng(0)
 INIT = {
     # Large enough that a sharded update splits it, while the bias stays whole.

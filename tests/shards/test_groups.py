@@ -28,8 +28,13 @@ BAD = {
     "three levels": ([[[0, 1], [2, 3]]], "not an integer"),
     "a bool": ([[0, True]], "the id True is bool, not an integer"),
     "floats": ([[0.0, 1.0]], "the id 0.0 is float, not an integer"),
-    "a float array": (np.zeros((1, 2)), "not an integer"),
-    "a bool array": (np.array([[False, True]]), "not an integer"),
+    "an array": (np.array([[0, 2], [1, 3]]), "ndarray is not a list"),
+    "an array of JAX's": (jnp.array([[0, 2], [1, 3]]), "is not a list"),
+    "a tuple": (((0, 2), (1, 3)), "tuple is not a list"),
+    "no tuple": ((), "tuple is not a list"),
+    "a list of tuples": ([(0, 2), [1, 3]], "(0, 2) is not a list"),
+    "a list of arrays": ([np.array([0, 2]), np.array([1, 3])], "array([0, 2]) is not a list"),
+    "an id of JAX's": ([[jnp.array(0), 2], [1, 3]], "not an integer"),
     "strings": ([["0", "1"]], "the id '0' is str, not an integer"),
     "None": ([[0, None]], "NoneType, not an integer"),
     "twice in a group": ([[0, 0], [1, 1]], "has [0, 1] more than once"),
@@ -70,26 +75,20 @@ def test_the_order_of_checks_is_the_originals():
 
 GOOD = [
     [[0, 2], [1, 3]],
-    ((0, 2), (1, 3)),
-    [(0, 2), [1, 3]],
-    np.array([[0, 2], [1, 3]]),
-    np.array([[0, 2], [1, 3]], np.uint8),
-    [np.array([0, 2]), np.array([1, 3])],
     [[np.int64(0), np.int32(2)], [1, 3]],
-    jnp.array([[0, 2], [1, 3]]),
-    [[jnp.array(0), 2], [1, 3]],
+    np.array([[0, 2], [1, 3]]).tolist(),
 ]
 
 
 @pytest.mark.parametrize("groups", GOOD, ids=range(len(GOOD)))
-def test_lists_tuples_and_integer_arrays_are_one_assignment(groups: Any):
+def test_lists_are_one_assignment(groups: Any):
     checked = check_group_assignment(groups)
     assert checked == GroupAssignment(((0, 2), (1, 3)))
     assert check_group_assignment(checked) is checked
     assert str(checked) == "[[0, 2], [1, 3]]"
 
 
-@pytest.mark.parametrize("groups", [None, [], (), np.zeros((0, 2), int)])
+@pytest.mark.parametrize("groups", [None, []])
 def test_no_groups_means_all_shards(groups: Any):
     assert check_group_assignment(groups) is None
 

@@ -161,6 +161,24 @@ def test_what_is_compared_is_what_several_shards_have(case: str):
     assert has == {"mu['kernel']": is_adam and not in_parts, "mu['bias']": is_adam}
 
 
+def test_a_worker_of_one_shard_has_nobody_to_compare_with():
+    loss = lambda w, x: ((x - w) ** 2).mean()
+    names = {}
+    for workers in ([[0], [1], [2], [3]], [[0, 1], [2, 3]]):
+        opt = crossshard.CrossShardOptimizer(optax.sgd(0.1, 0.9), group_assignment=workers)
+        step = make_train_step(loss, opt, num_shards=4, sync_every=3, check_divergence=1)
+        state = step.init(jnp.ones(3))
+        names[len(workers)] = step.compared(state)
+        for _ in range(2):
+            state, metrics = unwatched(step)(state, np.ones((8, 3), np.float32))
+        assert told(metrics["divergence"]) == CLEAN
+        assert len(metrics["divergence"].leaves) == len(names[len(workers)])
+    assert "params" not in names[4]
+    assert "params" in names[2]
+    # What all have in common is compared still.
+    assert {"step", "rng", "opt_state.outer.anchor"} <= set(names[4])
+
+
 def on_device(clean: Snapshot, leaf: int, *devices: int) -> Any:
     """The state with a bit flipped in the copies of some devices."""
     for number in devices:

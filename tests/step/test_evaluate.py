@@ -161,6 +161,32 @@ def test_a_group_is_chosen():
 
 
 @pytest.mark.parametrize(
+    ("shard", "error"),
+    [
+        *[(shard, ArgumentError) for shard in (4, 100, -1, 10**30, np.int64(4))],
+        *[(shard, ArgumentTypeError) for shard in (True, 1.0, "0", [0])],
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"sync_every": 2}], ids=["groups", "workers"])
+def test_there_is_no_such_shard(shard: Any, error: type, options: dict[str, Any]):
+    # JAX would take the last one, and of True an array of another rank.
+    opt = CrossShardOptimizer(optax.sgd(0.01), group_assignment=[[0, 1], [2, 3]])
+    step = make_train_step(
+        lambda w, batch: ((batch["x"] @ w) ** 2).mean(), opt, num_shards=4, **options
+    )
+    state = step.init(W)
+    calls = (
+        lambda: step.model(state, shard),
+        lambda: step.evaluate(state, [DATA], metrics_of, shard),
+        lambda: step.predict(state, [DATA], metrics_of, shard),
+    )
+    for call in calls:
+        with pytest.raises(error, match=r"shard must be (one of the 4 shards, 0 to 3|an int); got"):
+            call()
+    assert step.model(state, np.int64(3)).shape == W.shape
+
+
+@pytest.mark.parametrize(
     ("batches", "metric", "error", "said"),
     [
         (DATA, metrics_of, ArgumentTypeError, r"got dict. Write \[batch\]"),

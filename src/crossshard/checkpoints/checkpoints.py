@@ -380,7 +380,7 @@ class Checkpoints:
         numbers = self._saving.numbers = self.steps()
         if number not in numbers:
             raise ArgumentError(
-                f"{self._folder.path} has no checkpoint {number!r:.40}; it has "
+                f"{self._folder.path} has no checkpoint {number}; it has "
                 f"{', '.join(map(str, numbers)) or 'none'}."
             )
         try:

@@ -1,6 +1,7 @@
 """All-reduce: sums over all shards or over groups, under shard_map, pmap and vmap."""
 
 import math
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from crossshard import _jax
+from crossshard import _check, _jax
 from crossshard._annotations import Groups
 from crossshard.collectives.scatter import gather_sums, scatter_sum
 from crossshard.errors import ArgumentTypeError, ShardContextError
@@ -108,20 +109,21 @@ def cross_replica_sum(
     >>> jax.vmap(cross_replica_sum, axis_name="shards")(jnp.arange(4.0))
     Array([6., 6., 6., 6.], dtype=float32)
     """
-    shards = current_shards(check_axis_name(axis_name))
+    shards = current_shards(check_axis_name(axis_name), what="cross_replica_sum")
     groups = check_group_assignment(group_assignment)
     x = check_numeric(x, "cross_replica_sum")
-    with jax.named_scope(name or "cross_replica_sum"):
+    with scope(name, "cross_replica_sum"):
         return shards.as_varying(sum_over_shards(shards.as_varying(x), shards, groups))
 
 
 def check_numeric(x: Any, function: str) -> jax.Array:
     """``x`` as a numeric array, or an error that names ``function``."""
-    try:
-        array = jnp.asarray(x)
-    except (TypeError, ValueError):
-        array = None
-    if array is None or not jnp.issubdtype(array.dtype, jnp.number):
-        what = type(x).__name__ if array is None else f"an array of {array.dtype}"
-        raise ArgumentTypeError(f"{function} takes an array of numbers; got {what}.")
+    array = _check.as_array(f"The array of {function}", x)
+    if not jnp.issubdtype(array.dtype, jnp.number):
+        raise ArgumentTypeError(f"{function} takes an array of numbers; got one of {array.dtype}.")
     return array
+
+
+def scope(name: str | None, function: str) -> AbstractContextManager[object]:
+    """The scope of a collective in profiles and HLO, under its own name if none is given."""
+    return jax.named_scope(function if name is None else _check.word("name", name))

@@ -11,7 +11,12 @@ from jax.typing import ArrayLike
 
 from crossshard import _check
 from crossshard._annotations import Groups
-from crossshard.collectives.all_reduce import check_bound, check_numeric, gather_over_shards
+from crossshard.collectives.all_reduce import (
+    check_bound,
+    check_numeric,
+    gather_over_shards,
+    scope,
+)
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.shards.axes import current_shards
 from crossshard.shards.context import check_axis_name
@@ -53,7 +58,7 @@ def all_to_all(
     >>> jax.vmap(exchange, axis_name="shards")(jnp.zeros((4, 8, 4))).shape
     (4, 2, 16)
     """
-    shards = current_shards(check_axis_name(axis_name))
+    shards = current_shards(check_axis_name(axis_name), what="all_to_all")
     x = check_numeric(x, "all_to_all")
     groups = check_group_assignment(group_assignment) or GroupAssignment(
         (tuple(range(shards.number)),)
@@ -61,7 +66,7 @@ def all_to_all(
     groups.check_covers(shards.number)
     concat = _dimension(x, concat_dimension, "concat_dimension")
     split = _dimension(x, split_dimension, "split_dimension")
-    if split_count != groups.size:
+    if _check.whole_number("split_count", split_count, least=None) != groups.size:
         raise ArgumentError(
             f"split_count must be the number of shards in a group, {groups.size}; "
             f"got {split_count!r}."
@@ -71,7 +76,7 @@ def all_to_all(
             f"split_dimension {split} of an array of shape {x.shape} has length "
             f"{x.shape[split]}, which is not divisible by {split_count} shards."
         )
-    with jax.named_scope(name or "all_to_all"):
+    with scope(name, "all_to_all"):
         if groups.size == 1:
             return x
         check_bound(shards, "exchanged between")
@@ -119,10 +124,10 @@ def collective_permute(
     >>> jax.vmap(send, axis_name="shards")(jnp.array([5.0, 7.0, 9.0]))
     Array([0., 5., 7.], dtype=float32)
     """
-    shards = current_shards(check_axis_name(axis_name))
+    shards = current_shards(check_axis_name(axis_name), what="collective_permute")
     x = check_numeric(x, "collective_permute")
     pairs = _check_pairs(source_target_pairs, shards.number)
-    with jax.named_scope(name or "collective_permute"):
+    with scope(name, "collective_permute"):
         if not shards.axes:
             check_bound(shards, "sent between")
             return x if pairs else jnp.zeros_like(x)
@@ -144,13 +149,20 @@ def _dimension(x: jax.Array, dimension: Any, name: str) -> int:
 
 
 def _check_pairs(pairs: Any, number: int) -> list[tuple[int, int]]:
+    is_table = isinstance(pairs, list | tuple | np.ndarray)
     try:
-        table = np.asarray(pairs) if len(pairs) else np.zeros((0, 2), int)
+        table = np.asarray(pairs if is_table and len(pairs) else np.zeros((0, 2), int))
     except (TypeError, ValueError):
-        table = np.zeros(0)
-    if table.ndim != 2 or table.shape[1] != 2 or not np.issubdtype(table.dtype, np.integer):
+        is_table = False
+    if (
+        not is_table
+        or table.ndim != 2
+        or table.shape[1] != 2
+        or not np.issubdtype(table.dtype, np.integer)
+    ):
         raise ArgumentTypeError(
-            f"source_target_pairs must be a list of [source, target] pairs of ints; got {pairs!r}."
+            f"source_target_pairs must be a list of [source, target] pairs of ints; got "
+            f"{_check.shown(pairs)}."
         )
     for name, ids in (("source", table[:, 0]), ("target", table[:, 1])):
         outside = [int(i) for i in ids if not 0 <= i < number]

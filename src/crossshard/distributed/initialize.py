@@ -78,7 +78,9 @@ def initialize(
     >>> initialize().num_processes
     1
     """
-    _check_types(coordinator_address, num_processes, process_id)
+    _check_types(coordinator_address, num_processes, process_id, local_device_ids)
+    if bind is not None:
+        _check.word("bind", bind)
     check_seconds("timeout", timeout)
     timeouts = Timeouts.read(stall_timeout, _STALL_SECONDS)
     match coordinator_address, num_processes, process_id:
@@ -169,7 +171,13 @@ def _why(address: str, missing: list[int]) -> str:
     )
 
 
-def _check_types(address: object, number: object, own: object) -> None:
+def _check_types(address: object, number: object, own: object, devices: object) -> None:
+    if devices is not None and not isinstance(devices, tuple | list):
+        raise ArgumentTypeError(
+            f"local_device_ids must be a tuple of ints; got {_check.described(devices)}."
+        )
+    for each in devices or ():
+        _check.whole_number("Each of local_device_ids", each, least=0)
     if address is not None and not isinstance(address, str):
         raise ArgumentTypeError(
             f"coordinator_address must be host:port, a str; got {type(address).__name__}."

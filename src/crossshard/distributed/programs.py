@@ -5,10 +5,10 @@ from importlib.metadata import version
 import jax
 from jax.sharding import Mesh
 
-from crossshard import _jax
+from crossshard import _check, _jax
 from crossshard._hash import crc32
 from crossshard.distributed.agreement import Disagreement, compare, exchange, processes_of
-from crossshard.errors import ArgumentError, ProgramMismatchError
+from crossshard.errors import ArgumentError, ArgumentTypeError, ProgramMismatchError
 
 # Lines of a program that are compared, to find the first that differs.
 _MOST = 500_000
@@ -29,6 +29,7 @@ def check_same_program(lowered: jax.stages.Lowered, mesh: Mesh) -> None:
       mesh: the mesh that it runs on.
 
     Raises:
+      ArgumentTypeError: it is no program, or no mesh.
       ProgramMismatchError: names the process that differs, and the first line that does; or the
         one that has not reached this call, or is at another one.
 
@@ -36,6 +37,13 @@ def check_same_program(lowered: jax.stages.Lowered, mesh: Mesh) -> None:
     >>> lowered = jax.jit(jnp.sin).lower(1.0)
     >>> check_same_program(lowered, jax.make_mesh((1,), ("data",)))
     """
+    if not isinstance(lowered, jax.stages.Lowered):
+        raise ArgumentTypeError(
+            f"lowered must be a program, as jax.jit(step).lower(*args) returns it; got "
+            f"{_check.described(lowered)}."
+        )
+    if not isinstance(mesh, Mesh):
+        raise ArgumentTypeError(f"mesh must be a jax.sharding.Mesh; got {_check.described(mesh)}.")
     if len(processes_of(mesh)) == 1:
         return
     try:

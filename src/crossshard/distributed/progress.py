@@ -5,6 +5,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator
 
+from crossshard import _check
 from crossshard._hash import crc32
 from crossshard.errors import ArgumentError
 
@@ -85,10 +86,10 @@ def entering(name: str = "step") -> Iterator[None]:
     >>> with entering("step"):
     ...     pass
     """
-    if not NAME.fullmatch(name):
+    if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ArgumentError(
             f"A name must have 1 to 20 small letters and underscores, as train_step; got "
-            f"{name!r:.60}."
+            f"{_check.shown(name)}."
         )
     waits = PROGRESS.waits
     PROGRESS.enter(name)

@@ -126,13 +126,22 @@ def value_and_grad(
     names = check_axis_name(axis_name)
     # The state of a stage that is off is (), so that a loop may always pass it.
     is_off = loss_scale is None or (isinstance(loss_scale, tuple) and not loss_scale)
-    scale = None if is_off else jnp.asarray(getattr(loss_scale, "scale", loss_scale))
+    scale = None if is_off else _check_scale(getattr(loss_scale, "scale", loss_scale))
     _check.function("fun", fun)
+    _check.flag("has_aux", has_aux)
+    _check.flag("holomorphic", holomorphic)
+    _check.flag("allow_int", allow_int)
+    if optimizer is not None and not hasattr(optimizer, "_shards_of_mean"):
+        raise ArgumentTypeError(
+            f"optimizer must be the CrossShardOptimizer that reduces the gradients; got "
+            f"{_check.described(optimizer)}."
+        )
+    chosen = _check_argnums(argnums)
     of_pytrees = functools.partial(_jax_grad, holomorphic=holomorphic, allow_int=allow_int)
 
     @functools.wraps(fun)
     def value_and_local_grad(*args: Any, **kwargs: Any) -> Any:
-        numbers = _check_argnums(argnums, len(args))
+        numbers = _in_order(chosen, len(args))
         params = list(_arrays(args[number] for number in numbers))
         shards = shards_of_gradient(names, params)
 
@@ -149,7 +158,7 @@ def value_and_grad(
         differentiate: Callable[..., Any] = _nnx_grad if of_modules else of_pytrees
         with explained_types(shards):
             grads, (loss, aux) = differentiate(local_loss, numbers, args, kwargs, shards, names)
-        grads = grads[0] if isinstance(argnums, int) else grads
+        grads = grads[0] if isinstance(chosen, int) else grads
         return ((loss, aux) if has_aux else loss), unscale(grads, scale)
 
     return value_and_local_grad
@@ -231,12 +240,10 @@ def grad(
 
 def _shards_of_mean(optimizer: Any) -> tuple[Shards, GroupAssignment | None]:
     """The shards over which a ``Mean`` is counted."""
-    if not hasattr(optimizer, "_shards_of_mean"):
-        got = "" if optimizer is None else f"; got {type(optimizer).__name__}"
+    if optimizer is None:
         raise ArgumentError(
-            f"The loss returns a Mean, which is counted over the shards that the optimizer reduces "
-            f"over. Pass the CrossShardOptimizer, crossshard.value_and_grad(loss, optimizer=opt)"
-            f"{got}."
+            "The loss returns a Mean, which is counted over the shards that the optimizer reduces "
+            "over. Pass the CrossShardOptimizer, crossshard.value_and_grad(loss, optimizer=opt)."
         )
     found: tuple[Shards, GroupAssignment | None] = optimizer._shards_of_mean()
     return found
@@ -266,10 +273,29 @@ def split_loss(
     return loss if isinstance(loss, Mean) else check_scalar(loss, kinds=kinds), aux
 
 
-def _check_argnums(argnums: int | Sequence[int], number: int) -> tuple[int, ...]:
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    if not all(isinstance(n, int) for n in numbers):
-        raise ArgumentTypeError(f"argnums must be an int or several; got {argnums!r}.")
+def _check_scale(given: Any) -> jax.Array:
+    scale = _check.as_array("loss_scale", given)
+    kinds = jnp.floating, jnp.integer
+    if scale.shape or not any(jnp.issubdtype(scale.dtype, kind) for kind in kinds):
+        raise ArgumentTypeError(
+            f"loss_scale must be float[], such as state.loss_scale of an optimizer; got "
+            f"{_check.described(given)}."
+        )
+    _check.finite("loss_scale", given)
+    if not isinstance(given, jax.Array) and given <= 0:
+        raise ArgumentError(f"loss_scale must be positive; got {given}.")
+    return scale
+
+
+def _check_argnums(argnums: Any) -> int | tuple[int, ...]:
+    if isinstance(argnums, list | tuple):
+        return tuple(_check.whole_number("Each of argnums", each, least=None) for each in argnums)
+    return _check.whole_number("argnums", argnums, least=None, hint="It may be a tuple of ints.")
+
+
+def _in_order(chosen: int | tuple[int, ...], number: int) -> tuple[int, ...]:
+    """The places of the arguments to differentiate, of so many."""
+    numbers = (chosen,) if isinstance(chosen, int) else chosen
     for n in numbers:
         if not -number <= n < number:
             raise ArgumentError(
@@ -348,6 +374,8 @@ def _jax_grad(
         filled = [given.get(number, arg) for number, arg in enumerate(args)]
         return loss(*filled, **kwargs)
 
+    if holomorphic and not all(jnp.iscomplexobj(leaves[place]) for place in places):
+        raise ArgumentTypeError("holomorphic=True differentiates complex arrays. Leave it out.")
     arrays = [shards.as_varying(leaves[place]) for place in places]
     check_sums(lambda: jax.make_jaxpr(lambda arrays: of_arrays(arrays)[0])(arrays), names)
     gradients, out = jax.grad(
@@ -373,7 +401,7 @@ def _differentiable(number: int, arg: Any, allow_int: bool) -> list[bool]:
         return [True] * len(leaves)
     if len(leaves) == 1 and leaves[0] is arg:
         raise ArgumentTypeError(
-            f"Argument {number} cannot be differentiated: it is {arg!r:.60} "
+            f"Argument {number} cannot be differentiated: it is {_check.shown(arg)} "
             f"({type(arg).__name__}). Pass a floating array or a pytree of them."
         )
     return [hasattr(leaf, "dtype") and is_inexact(leaf) for leaf in leaves]

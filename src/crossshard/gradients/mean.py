@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
+from crossshard import _check
 from crossshard.collectives.all_reduce import sum_over_shards
 from crossshard.errors import ArgumentError, ArgumentTypeError, LossError
 from crossshard.gradients.scalars import check_scalar, is_number
@@ -102,8 +103,8 @@ class Mean:
     def __init__(self, total: ArrayLike, count: ArrayLike, name: str | None = None):
         check_scalar(total, "The total of a Mean")
         check_scalar(count, "The count of a Mean", (jnp.floating, jnp.integer))
-        if name is not None and not (isinstance(name, str) and name):
-            raise ArgumentTypeError(f"The name of a Mean is a word; got {name!r:.40}.")
+        if name is not None:
+            _check.word("The name of a Mean", name)
         is_fixed = not isinstance(count, jax.Array) and bool(count)
         self.terms: tuple[Term, ...] = (Term(total, count, 1.0, name or "", is_fixed),)
         self.rest: Any = 0.0

@@ -2,6 +2,7 @@
 
 import enum
 
+from crossshard import _check
 from crossshard.errors import ArgumentError
 
 
@@ -36,6 +37,7 @@ def check_reduction(reduction: object) -> Reduction:
     if accepted is None:
         raise ArgumentError(
             f"reduction must be Reduction.SUM ('weighted_sum', or 'sum') or Reduction.MEAN "
-            f"('weighted_mean', or 'mean'); received {reduction!r}."
+            f"('weighted_mean', or 'mean'); received "
+            f"{_check.shown(reduction, 80)}."
         )
     return accepted

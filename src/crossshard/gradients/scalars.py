@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from crossshard import _check
 from crossshard._flax import nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError
 
@@ -33,6 +34,7 @@ def check_scalar(value: Any, what: str = "A loss", kinds: tuple[Any, ...] = (jnp
     value = value.get_value() if isinstance(value, nnx.Variable) else value
     if not is_number(value):
         raise ArgumentTypeError(f"{what} must be a floating scalar; got {type(value).__name__}.")
+    _check.array(what, value)
     dtype, shape = jnp.result_type(value), jnp.shape(value)
     if shape != ():
         raise ArgumentError(

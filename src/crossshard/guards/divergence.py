@@ -81,8 +81,6 @@ def check_divergence_options(every: Any, on_divergence: Any) -> "Sentinel | None
             )
         return None
     number = _check.whole_number("check_divergence", every, hint="It counts steps, such as 100.")
-    if number >= 2**31:
-        raise ArgumentError(f"check_divergence counts steps in 32 bits; got {number}.")
     return Sentinel(number, action)
 
 
@@ -91,7 +89,8 @@ def _places(layout: StateLayout, state: TrainState) -> tuple[list[int], list[int
     placements = layout.placements(state)
     of_all = jax.tree.map(lambda x: not (x.per_shard or x.is_split), placements)
     of_group = jax.tree.map(lambda _: False, placements)
-    if layout.groups is not None:
+    # A worker of one shard has nobody to compare with.
+    if layout.groups is not None and layout.groups.size > 1:
         # One for each shard, but equal within a group.
         unsplit = functools.partial(jax.tree.map, lambda x: not x.is_split)
         inner = placements.opt_state
@@ -205,7 +204,7 @@ class Sentinel:
             # The step count itself, since it is told; its hash is among the leaves.
             count = lax.bitcast_convert_type(majority.common[0], jnp.int32)
             majority = Majority(*(x[1:] for x in majority))
-            if layout.groups is not None:
+            if len(words) > 1 + of_all:
                 of_group = judge(words[1 + of_all :], shards, layout.groups)
                 pairs = zip(majority, of_group, strict=True)
                 majority = Majority(*map(jnp.concatenate, pairs))

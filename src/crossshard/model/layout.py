@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from crossshard import _jax
+from crossshard import _check, _jax
 from crossshard._flax import nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.scalars import is_inexact
@@ -36,6 +36,18 @@ from crossshard.shards.partition import (
 )
 from crossshard.shards.placement import PER_SHARD, REPLICATED, Placement
 from crossshard.shards.random_streams import own_stream
+
+
+@dataclasses.dataclass
+class UsesRecord:
+    """Where the loss uses its parameters.
+
+    Attributes:
+      latest: for each parameter that is gathered, or summed, there, by its place, as the step that
+        was traced last to its end has it; ``None`` if none was.
+    """
+
+    latest: Mapping[int, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +78,7 @@ class StateLayout:
     model_state: ModelState | None = None
     other_axes: tuple[PartitionSpec, ...] = ()
     has_one_state: bool = False
-    uses: dict[int, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    uses: UsesRecord = dataclasses.field(default_factory=UsesRecord, compare=False, repr=False)
 
     @functools.cached_property
     def types(self) -> CrossShardState:
@@ -493,9 +505,10 @@ def _check_shapes(what: str, tree: Any, expected: list[tuple[int, ...]]) -> None
 
 def strong_copy(x: Any) -> jax.Array:
     """A copy without a weak type, which would compile the step a second time."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+    dtype = jnp.result_type(x)
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
         return jnp.copy(x)
-    return jnp.copy(jnp.asarray(x, x.dtype))
+    return jnp.copy(jnp.asarray(x, dtype))
 
 
 def check_key(rng: Any) -> tuple[Any, jax.Array]:
@@ -514,7 +527,7 @@ def check_key(rng: Any) -> tuple[Any, jax.Array]:
         rng = jax.random.wrap_key_data(jnp.asarray(rng))
     elif dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key) or rng.shape != ():
         raise ArgumentTypeError(
-            f"rng must be a seed or a key such as jax.random.key(0); got {rng!r:.60} "
+            f"rng must be a seed or a key such as jax.random.key(0); got {_check.shown(rng)} "
             f"({type(rng).__name__})."
         )
     return jax.random.key_impl(rng), jax.random.key_data(rng)

@@ -76,9 +76,10 @@ def check_initial(
     for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
         if not is_number(leaf):
             raise ArgumentTypeError(
-                f"model_state{jax.tree_util.keystr(path)} is {leaf!r:.40} "
-                f"({type(leaf).__name__}); a state holds arrays and numbers."
+                f"model_state{jax.tree_util.keystr(path)} is {_check.described(leaf)}; a state "
+                f"holds arrays and numbers."
             )
+        _check.array(f"model_state{jax.tree_util.keystr(path)}", leaf, or_type=True)
     is_type = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
     return jax.tree.map(lambda x: x if is_type(x) else jnp.asarray(x), model_state)
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from crossshard import _check
 from crossshard._flax import AnyVariable, nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
 from crossshard.gradients.nesting import inside_optimizer
@@ -265,6 +266,7 @@ def _has_floats(variable: "AnyVariable") -> bool:
 
 def _partition_module(module: Any, wrt: Any) -> tuple[Any, ...]:
     chosen, frozen = of_module(wrt), set()
+    _check_arrays(nnx.state(module))
     for path, variable in nnx.to_flat_state(nnx.state(module)):
         is_chosen = chosen(path, variable)
         if _is_param(path, variable):
@@ -286,6 +288,7 @@ class _Fixed:
 def _partition_pytree(model: Any, wrt: Any) -> tuple[Any, ...]:
     chosen = of_pytree(wrt, model)
     paths, tree = jax.tree_util.tree_flatten_with_path(model)
+    _check_arrays(model)
     leaves = [jnp.asarray(x) if _is_number_to_train(path, x) else x for path, x in paths]
     fixed = tuple(
         None if _is_array(leaf) else _Fixed(_check_fixed(leaf), type(leaf)) for leaf in leaves
@@ -311,10 +314,16 @@ def _check_fixed(leaf: Any) -> Any:
         hash(leaf)
     except TypeError:
         raise ArgumentTypeError(
-            f"A leaf of the parameters is neither an array nor hashable: {leaf!r:.60} "
+            f"A leaf of the parameters is neither an array nor hashable: {_check.shown(leaf)} "
             f"({type(leaf).__name__})."
         ) from None
     return leaf
+
+
+def _check_arrays(tree: Any) -> None:
+    # What is no array is static.
+    arrays = jax.tree.map(lambda leaf: leaf if _is_array(leaf) else None, tree)
+    _check.arrays("params", arrays, or_types=True)
 
 
 def _is_array(leaf: Any) -> bool:

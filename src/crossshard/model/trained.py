@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from crossshard import _check
 from crossshard._flax import AnyVariable, nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError
 
@@ -23,14 +24,18 @@ def check_wrt(wrt: Any) -> Any:
     Raises:
       ArgumentTypeError: it is something else, or a function of other arguments.
     """
-    if wrt is None or _is_nnx_filter(wrt):
+    if wrt is None:
+        return None
+    if _is_nnx_filter(wrt):
         try:
             nnx.filterlib.to_predicate(wrt)
         except (TypeError, ValueError):
-            raise ArgumentTypeError(f"wrt={wrt!r:.60} holds what NNX cannot filter by.") from None
+            raise ArgumentTypeError(
+                f"wrt={_check.shown(wrt)} holds what NNX cannot filter by."
+            ) from None
         return wrt
     if not callable(wrt):
-        raise ArgumentTypeError(f"wrt is {wrt!r:.60} ({type(wrt).__name__}). {_WRITE}")
+        raise ArgumentTypeError(f"wrt is {_check.described(wrt)}. {_WRITE}")
     try:
         inspect.signature(wrt).bind(None, None)
     except TypeError:
@@ -50,8 +55,8 @@ def of_pytree(wrt: Any, model: Any) -> Callable[[tuple[Any, ...], Any], bool]:
         return lambda path, leaf: True
     if _is_nnx_filter(wrt):
         raise ArgumentTypeError(
-            f"wrt={wrt!r:.60} is an NNX filter, which chooses variables of an NNX module, but the "
-            f"parameters are a pytree ({type(model).__name__}). {_WRITE}"
+            f"wrt={_check.shown(wrt)} is an NNX filter, which chooses variables of an NNX module, "
+            f"but the parameters are a pytree ({type(model).__name__}). {_WRITE}"
         )
     return lambda path, leaf: _check_answer(wrt(path, leaf))
 
@@ -100,7 +105,7 @@ def _is_nnx_filter(wrt: Any) -> bool:
 def _check_answer(answer: Any) -> bool:
     if not isinstance(answer, bool | np.bool_):
         raise ArgumentTypeError(
-            f"wrt must return True or False for each leaf; it returned {answer!r:.40} "
+            f"wrt must return True or False for each leaf; it returned {_check.shown(answer, 40)} "
             f"({type(answer).__name__})."
         )
     return bool(answer)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from crossshard import _check
 from crossshard._flax import nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.scalars import is_number
@@ -128,15 +129,16 @@ def check_input_axes(input_shard_axes: Any, batch_axis: Any) -> InputAxes:
         return InputAxes(of_each=tuple(map(axes_of, batch_axis)))
     if batch_axis != 0:
         raise ArgumentError(
-            f"input_shard_axes={input_shard_axes!r:.60} and batch_axis={batch_axis!r:.60} say the "
-            f"same. Pass batch_axis alone, which takes an axis, or None, for each input, too."
+            f"input_shard_axes={_check.shown(input_shard_axes)} and "
+            f"batch_axis={_check.shown(batch_axis)} say the same. Pass batch_axis "
+            f"alone, which takes an axis, or None, for each input, too."
         )
     each = input_shard_axes if isinstance(input_shard_axes, list | tuple) else ()
     if not isinstance(input_shard_axes, list | tuple) or not all(
         axis is None or type(axis) is int for axis in each
     ):
         raise ArgumentTypeError(
-            f"input_shard_axes must be a list of ints; got {input_shard_axes!r}."
+            f"input_shard_axes must be a list of ints; got {_check.shown(input_shard_axes)}."
         )
     return InputAxes(of_each=tuple(map(axes_of, each)), argument="input_shard_axes")
 
@@ -190,6 +192,8 @@ def split_arguments(
         paths = jax.tree_util.tree_leaves_with_path(value)
         for (path, leaf), axis in zip(paths, of_value.of(value, name), strict=True):
             where = name + jax.tree_util.keystr(path)
+            if is_number(leaf):
+                _check.array(where, leaf)
             specs.append(_spec(where, leaf, axis, mesh))
             leaves.append(put(leaf, NamedSharding(mesh, specs[-1])))
             if axis is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from crossshard import _flax
+from crossshard import _check, _flax
 from crossshard._flax import AnyVariable
 from crossshard.collectives.all_reduce import widen
 from crossshard.errors import VariableError
@@ -92,6 +92,7 @@ def differentiate(
     if grad_loss is not None:
         # grad_loss may be an int; a loss may not.
         seed = jnp.asarray(check_scalar(grad_loss, "grad_loss", (jnp.floating, jnp.integer)))
+        _check.finite("grad_loss", grad_loss)
         gradients = [gradient * seed.astype(gradient.dtype) for gradient in gradients]
     return value, [g if place in reached else None for place, g in enumerate(gradients)], empty
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from crossshard import _check
 from crossshard._flax import AnyVariable, describe_variable, nnx
-from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
+from crossshard.errors import ArgumentError, VariableError, VariableTypeError
 from crossshard.nnx.binding import bound
 from crossshard.nnx.computed import Named
 
@@ -37,7 +38,7 @@ def named_variables(var_list: Any) -> Named:
 
     Raises:
       ArgumentError: there are no variables.
-      ArgumentTypeError: an item is not a variable.
+      VariableTypeError: an item is not a variable.
       VariableError: a variable that is not floating, or a duplicate.
     """
     items = list(var_list) if isinstance(var_list, list | tuple) else [var_list]
@@ -53,9 +54,9 @@ def named_variables(var_list: Any) -> Named:
             prefix = f"{index}/" if len(items) > 1 else ""
             named = [(prefix + name, variable) for name, variable in _paths(item, nnx.Param)]
         else:
-            raise ArgumentTypeError(
+            raise VariableTypeError(
                 f"var_list must be an nnx.Module or a list of nnx variables; item {index} is "
-                f"{type(item).__name__} ({item!r:.60})."
+                f"{type(item).__name__} ({_check.shown(item)})."
             )
         for name, variable in named:
             _check_floating(variable)

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from crossshard import _flax, _jax, _mesh
+from crossshard import _check, _flax, _jax, _mesh
 from crossshard._flax import AnyVariable, describe_variable, nnx
-from crossshard.errors import ArgumentError, VariableError
+from crossshard.errors import VariableError
 from crossshard.shards.context import get_shard_context
 from crossshard.shards.put import on_every_device
 
@@ -174,7 +174,8 @@ def set_shared(variable: AnyVariable, value: npt.ArrayLike) -> None:
     >>> variable.get_value()
     Array(1., dtype=float32, weak_type=True)
     """
-    variable.set_value(_check_value(variable, value))
+    value = _check_value(variable, value)
+    variable.set_value(value)
 
 
 def set_per_shard(variable: AnyVariable, values: npt.ArrayLike) -> None:
@@ -230,13 +231,15 @@ def merge_shards(node: _Node, shard: int | None = None) -> _Node:
     >>> merge_shards(model).mean[...]
     Array([2.], dtype=float32)
     """
+    if shard is not None:
+        _check.whole_number("shard", shard, least=0)
     merged = nnx.clone(node)
     for _, variable in nnx.iter_graph(merged):
         number = number_of_shards(variable) if isinstance(variable, nnx.Variable) else None
         if number is None:
             continue
-        if shard is not None and not -number <= shard < number:
-            raise ArgumentError(f"shard must name one of the {number} shards; got {shard}.")
+        if shard is not None:
+            _check.index("shard", shard, number, "shards")
         values = jax.tree.map(on_every_device, stacked(variable.get_raw_value()))
         if shard is not None:
             variable.set_raw_value(_by_row(lambda x: x[shard], values))
@@ -285,9 +288,4 @@ def _check_variable(variable: Any) -> AnyVariable:
 def _check_value(variable: Any, value: Any) -> jax.Array:
     _check_variable(variable)
     value = value.array if isinstance(value, PerShardArray) else value
-    try:
-        return jnp.asarray(value)
-    except (TypeError, ValueError):
-        raise VariableError(
-            f"{describe_variable(variable)} must be set to an array; got {value!r:.60}."
-        ) from None
+    return _check.as_array(f"The value of {describe_variable(variable)}", value)

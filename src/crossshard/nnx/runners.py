@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from crossshard import _jax, _mesh
+from crossshard import _check, _jax, _mesh
 from crossshard._annotations import PyTree
 from crossshard.distributed.agreement import processes_of
 from crossshard.distributed.progress import PROGRESS, entering
 from crossshard.errors import ArgumentError, ArgumentTypeError, NestedContextError
+from crossshard.gradients.scalars import is_number
 from crossshard.nnx.arrays import (
     Arguments,
     InputAxes,
@@ -363,7 +364,8 @@ def replicate(
     lists: Any = [[]] if inputs is None else inputs
     if not isinstance(lists, list) or not all(isinstance(one, list) for one in lists):
         raise ArgumentTypeError(
-            f"inputs must be a list with one list of arguments per replica; got {inputs!r}."
+            f"inputs must be a list with one list of arguments per replica; got "
+            f"{_check.shown(inputs)}."
         )
     if not lists or len({len(one) for one in lists}) != 1:
         raise ArgumentError(
@@ -414,6 +416,9 @@ def _stack(place: int, values: tuple[Any, ...], rows: NamedSharding) -> Any:
                 f"Argument {place} is not an array, so it must be the same object for all replicas."
             )
         return first
+    for replica, value in enumerate(values):
+        for leaf in filter(is_number, jax.tree.leaves(value)):
+            _check.array(f"Argument {place} of replica {replica}", leaf)
     try:
         stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *values)
     except (TypeError, ValueError) as error:
@@ -425,14 +430,18 @@ def _stack(place: int, values: tuple[Any, ...], rows: NamedSharding) -> Any:
 
 def _check_callable(computation: Any) -> Callable[..., Any]:
     if not callable(computation) or inspect.isclass(computation):
-        raise ArgumentTypeError(f"The computation must be a function; got {computation!r}.")
+        raise ArgumentTypeError(
+            f"The computation must be a function; got {_check.shown(computation)}."
+        )
     return computation
 
 
 def _bools(value: Any) -> tuple[bool, ...]:
     flags = value if isinstance(value, list | tuple) else [value]
     if not all(isinstance(flag, bool) for flag in flags):
-        raise ArgumentTypeError(f"outputs_from_all_shards must be bools; got {value!r}.")
+        raise ArgumentTypeError(
+            f"outputs_from_all_shards must be bools; got {_check.shown(value)}."
+        )
     return tuple(flags)
 
 
@@ -442,5 +451,7 @@ def _axes(value: Any) -> tuple[int, ...] | None:
     if not isinstance(value, list | tuple) or not all(
         isinstance(axis, int) and not isinstance(axis, bool) for axis in value
     ):
-        raise ArgumentTypeError(f"output_shard_axes must be a list of ints; got {value!r}.")
+        raise ArgumentTypeError(
+            f"output_shard_axes must be a list of ints; got {_check.shown(value)}."
+        )
     return tuple(value)

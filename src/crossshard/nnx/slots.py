@@ -270,7 +270,7 @@ class SlotStore:
           ArgumentError: another structure, or a leaf of another shape.
           VariableError: two variables of one shape have no names.
         """
-        have = self.values()
+        have, state = self.values(), jax.tree.map(lambda x: x, state)
         if jax.tree.structure(have) != jax.tree.structure(state):
             first = "" if self.variables else " It has no state yet: call build(model) first."
             raise ArgumentError(

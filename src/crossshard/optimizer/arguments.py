@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from crossshard import _check
 from crossshard._flax import AnyVariable, describe_variable, nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError, WeightUpdateError
 from crossshard.gradients.nesting import inside_optimizer
@@ -22,11 +23,7 @@ from crossshard.shards.axes import Shards
 
 def check_name(name: Any) -> str:
     """``name`` if it is a non-empty string."""
-    if not isinstance(name, str):
-        raise ArgumentTypeError(f"name must be a string; got {name!r} ({type(name).__name__}).")
-    if not name:
-        raise ArgumentError("name must not be empty: it is how the optimizer is found in profiles.")
-    return name
+    return _check.word("name", name, hint="It is how the optimizer is found in profiles.")
 
 
 def check_whole(weight_update: WeightUpdate) -> None:
@@ -46,7 +43,7 @@ def check_pairs(grads_and_vars: Any) -> list[tuple[jax.Array | None, AnyVariable
       ArgumentError: no pairs, no gradients, or an item that is not a pair.
       VariableError: not a variable, a duplicate, or a shape other than its gradient's.
     """
-    if not isinstance(grads_and_vars, Iterable):
+    if not isinstance(grads_and_vars, Iterable) or hasattr(grads_and_vars, "dtype"):
         raise ArgumentTypeError(
             f"grads_and_vars must be a list of (gradient, variable) pairs; got "
             f"{type(grads_and_vars).__name__}."
@@ -71,7 +68,9 @@ def check_pairs(grads_and_vars: Any) -> list[tuple[jax.Array | None, AnyVariable
 
 def _check_pair(item: Any) -> None:
     if not isinstance(item, tuple | list) or len(item) != 2:
-        raise ArgumentError(f"Each item must be a (gradient, variable) pair; got {item!r:.120}.")
+        raise ArgumentError(
+            f"Each item must be a (gradient, variable) pair; got {_check.shown(item, 120)}."
+        )
     gradient, variable = item
     if not isinstance(variable, nnx.Variable):
         swapped = (
@@ -87,6 +86,7 @@ def _check_pair(item: Any) -> None:
     if isinstance(gradient, nnx.Variable) or not is_array:
         raise ArgumentTypeError(f"{name} must be an array; got {type(gradient).__name__}.")
     check_gradient_dtype(name, gradient)
+    _check.array(name, gradient)
     if not jnp.issubdtype(jnp.result_type(gradient), jnp.floating):
         raise ArgumentTypeError(
             f"{name} has dtype {jnp.result_type(gradient)}, not a floating one."
@@ -103,11 +103,11 @@ def check_global_step(global_step: Any) -> None:
     variable = isinstance(global_step, nnx.Variable)
     value = global_step.get_raw_value() if variable else None
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+    got = describe_variable(global_step) if variable else _check.shown(global_step)
     if dtype is None or not jnp.issubdtype(dtype, jnp.integer) or shape != ():
         raise ArgumentTypeError(
             f"global_step must be a scalar integer variable, because it is incremented in place; "
-            f"got {describe_variable(global_step) if variable else repr(global_step)}. Write "
-            f"nnx.Variable(jnp.array(0))."
+            f"got {got}. Write nnx.Variable(jnp.array(0))."
         )
 
 
@@ -123,10 +123,11 @@ def check_loss(loss: Any) -> Callable[[], Any]:
 
 def check_gates(gate_gradients: Any) -> None:
     """Check an argument that TensorFlow accepts and that has no effect under XLA."""
-    if isinstance(gate_gradients, bool) or gate_gradients not in (0, 1, 2):
+    # A bool is none, and to compare with an array gives another one.
+    if type(gate_gradients) is not int or gate_gradients not in (0, 1, 2):
         raise ArgumentError(
             f"gate_gradients must be one of CrossShardOptimizer.GATE_NONE (0), GATE_OP (1) and "
-            f"GATE_GRAPH (2); got {gate_gradients!r}."
+            f"GATE_GRAPH (2); got {_check.shown(gate_gradients)}."
         )
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from crossshard import _flax
+from crossshard import _check, _flax
 from crossshard._annotations import Groups, PyTree
 from crossshard._flax import AnyVariable, nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError, NestedReductionError
@@ -24,6 +24,7 @@ from crossshard.nnx.differentiate import differentiate
 from crossshard.nnx.graph import HasSlots
 from crossshard.nnx.making import check_structure, explained, keyed_variables, make_missing_slots
 from crossshard.nnx.names import named_variables, trained_by_default
+from crossshard.nnx.read_only import read_only
 from crossshard.nnx.slots import SlotStore, as_params
 from crossshard.optimizer.arguments import (
     check_gates,
@@ -149,6 +150,8 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
                 "'replicated' or 'sharded'."
             )
         transformation = Transformation(pipeline, where, check_name(name), inner)
+        # Flax learns that it is a node before it can meet one.
+        _flax.load()
         return cls._made(transformation, SlotStore(), _flax.current_trace())
 
     @classmethod
@@ -296,6 +299,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             or there are no variables.
           VariableError: a variable that is not floating, or a duplicate; or the loss writes to one
             that was not given.
+          VariableTypeError: an item of ``var_list`` is no variable.
         """
         del aggregation_method, colocate_gradients_with_ops
         check_gates(gate_gradients)
@@ -405,7 +409,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
 
         Raises:
           ArgumentError: the inner optimizer's state cannot be slots.
-          ArgumentTypeError, VariableError: see ``compute_gradients``.
+          VariableError, VariableTypeError: see ``compute_gradients``.
         """
         check_whole(self._transformation.weight_update)
         found = named_variables(var_list)
@@ -422,8 +426,15 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
 
         Names are those of the fields of the Optax state (``mu``, ``nu``, ``trace``,
         ``sum_of_squares`` …) or TensorFlow's (``m``, ``v``, ``momentum``, ``accumulator`` …).
+
+        Raises:
+          ArgumentTypeError: ``var`` is no variable and no name, or ``name`` is none.
         """
-        return self.slots.find(var, name)
+        if not isinstance(var, str | nnx.Variable):
+            raise ArgumentTypeError(
+                f"var must be an nnx variable, or its name; got {_check.described(var)}."
+            )
+        return self.slots.find(var, _check.word("name", name, "It is that of a slot, such as 'm'."))
 
     def get_slot_names(self) -> list[str]:
         """The names of the slots, as Optax names them; empty before the first step."""
@@ -437,10 +448,13 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
     def state(self) -> CrossShardState | None:
         """A copy of the Optax state, a pytree of arrays; ``None`` before the first step.
 
+        Its dicts raise an ArgumentTypeError if they are written to, which would change nothing.
+
         Assign a pytree of the same structure to restore it, after ``build`` or a first step, or to
         change it: ``opt.state = optax.tree.set(opt.state, learning_rate=jnp.float32(0.01))``.
         """
-        return self.slots.values()
+        state: CrossShardState | None = read_only(self.slots.values())
+        return state
 
     @state.setter
     def state(self, state: CrossShardState) -> None:
@@ -521,13 +535,26 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
 register_node(CrossShardOptimizer)
 
 
-def pipeline_of(optimizer: CrossShardOptimizer, stages: Mapping[str, Any]) -> Pipeline:
+def transformation_of(optimizer: Any) -> Transformation:
+    """What an optimizer does; of one of Optax's, what it does when it is wrapped.
+
+    Raises:
+      ArgumentTypeError: it is no optimizer.
+    """
+    if isinstance(optimizer, CrossShardOptimizer):
+        return optimizer._transformation
+    inner = check_transformation(optimizer)
+    pipeline = Pipeline(optax.with_extra_args_support(inner), Reduction.MEAN)
+    return Transformation(pipeline, WeightUpdate.REPLICATED, "CrossShardOptimizer", inner)
+
+
+def pipeline_of(optimizer: Transformation, stages: Mapping[str, Any]) -> Pipeline:
     """The pipeline of an optimizer, with further stages, as ``check_options`` returns them.
 
     Raises:
       ArgumentError: the optimizer has such an option already.
     """
-    pipeline = optimizer._pipeline
+    pipeline = optimizer.pipeline
     for name in stages:
         if getattr(pipeline, name):
             # Few bits are an aggregator.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from crossshard import _jax
+from crossshard import _check, _jax
 from crossshard.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -22,7 +22,7 @@ from crossshard.gradients.status import check_incoming
 from crossshard.optimizer.arguments import check_functions
 from crossshard.pipeline.arrive import arrive
 from crossshard.pipeline.pipeline import Pipeline
-from crossshard.pipeline.stage import Gradients, Stage, StageContext
+from crossshard.pipeline.stage import Gradients, Stage, StageContext, check_stage
 from crossshard.pipeline.stages.nonfinite import OnNonfinite
 from crossshard.pipeline.stages.preprocess import Preprocess
 from crossshard.pipeline.stages.weigh import as_weight, check_weighable
@@ -168,6 +168,8 @@ class Transformation:
 
         A parameter that is split over other axes of the mesh stays split, and so does its state.
         """
+        _check.arrays("params", params, or_types=True)
+        params = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), params)
         other_axes = jax.tree.map(functools.partial(_other_axes, axes=axes), params)
         split = any(jax.tree.leaves(other_axes, is_leaf=_is_spec))
         if split and self.weight_update is WeightUpdate.SHARDED:
@@ -319,7 +321,8 @@ def check_transformation(opt: Any, what: str = "The optimizer") -> optax.Gradien
     tx = " Pass its .tx." if hasattr(opt, "tx") else ""
     raise ArgumentTypeError(
         f"{what} must be an Optax transformation, with init and update; got "
-        f"{type(opt).__name__} ({opt!r:.80}), which has no {' and no '.join(missing)}.{tx}"
+        f"{type(opt).__name__} ({_check.shown(opt, 80)}), which has no "
+        f"{' and no '.join(missing)}.{tx}"
     )
 
 
@@ -327,10 +330,14 @@ def check_preprocess(preprocess: Any) -> Stage | None:
     """``preprocess`` as a stage; ``None`` if there is none.
 
     Raises:
+      ArgumentError: a stage with attributes that a stage there cannot have.
       ArgumentTypeError: neither an Optax transformation nor a stage.
       NestedReductionError: it reduces over the shards itself.
     """
-    if preprocess is None or isinstance(preprocess, Stage):
+    if preprocess is None:
+        return None
+    if isinstance(preprocess, Stage):
+        check_stage(preprocess)
         return preprocess
     if isinstance(preprocess, type) and issubclass(preprocess, Stage):
         raise ArgumentTypeError(

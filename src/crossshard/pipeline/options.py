@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from crossshard import _check
@@ -151,13 +152,9 @@ _DTYPES = {
 def check_dtype(name: str, given: Any) -> Any:
     """The dtype that an option gives; ``None`` without one."""
     among, words = _DTYPES[name.removeprefix("outer_")]
-    try:
-        found = None if given is None else jnp.dtype(given)
-        if found is None or found.name in among:
-            return found
-    except TypeError:
-        pass
-    raise ArgumentError(f"{name} must be {words}; got {given!r:.60}.")
+    if given is None or _name_of(given) in among:
+        return None if given is None else jnp.dtype(given)
+    raise ArgumentError(f"{name} must be {words}; got {_check.shown(given)}.")
 
 
 def check_reduce_dtype(
@@ -177,11 +174,11 @@ def check_reduce_dtype(
         wire = _wire_of(given, name)
         return FewBits(((None, wire),)) if isinstance(wire, Quantized) else wire
     if not by_axis:
-        raise ArgumentError(f"{name} is one for all axes; got {given!r:.60}.")
+        raise ArgumentError(f"{name} is one for all axes; got {_check.shown(given)}.")
     if not given or not all(isinstance(axis, str) for axis in given):
         raise ArgumentError(
             f"{name} as a dict has the names of shard axes, such as {{'host': 'int8'}}; got "
-            f"{given!r:.60}."
+            f"{_check.shown(given)}."
         )
     return FewBits(tuple((axis, _wire_of(wire, name)) for axis, wire in given.items()))
 
@@ -194,9 +191,12 @@ def _wire_of(given: Any, name: str) -> Any:
 
 
 def _name_of(dtype: Any) -> str | None:
+    # Nothing else that has a dtype: the array may have been meant for something else.
+    if not isinstance(dtype, str | type | np.dtype):
+        return None
     try:
-        return None if dtype is None else str(jnp.dtype(dtype).name)
-    except TypeError:
+        return str(jnp.dtype(dtype).name)
+    except (TypeError, ValueError):  # of a word that is none, or that cannot be encoded
         return None
 
 

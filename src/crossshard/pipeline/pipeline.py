@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from crossshard import _check
 from crossshard.collectives.all_reduce import sum_over_shards
 from crossshard.errors import ArgumentError
 from crossshard.gradients.nesting import refuse_nesting
@@ -22,7 +23,14 @@ from crossshard.gradients.reduction import Reduction
 from crossshard.gradients.status import GradientStatus
 from crossshard.pipeline.aggregators.aggregator import Aggregator
 from crossshard.pipeline.aggregators.plain import Plain
-from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, as_local
+from crossshard.pipeline.stage import (
+    Gradients,
+    Phase,
+    Stage,
+    StageContext,
+    as_local,
+    check_returned,
+)
 from crossshard.pipeline.stages.accumulate import Accumulate
 from crossshard.pipeline.stages.aggregate import Aggregate
 from crossshard.pipeline.stages.loss_scale import DynamicLossScale
@@ -148,7 +156,11 @@ class Pipeline:
 
     def init(self, params: Any) -> CrossShardState:
         """One shard's state of every stage before the first step."""
-        return CrossShardState(**{name: s.init(params) for name, s in self._stateful.items()})
+        made = {name: stage.init(params) for name, stage in self._stateful.items()}
+        for name, state in made.items():
+            # JAX keeps numbers from one step to the next, and nothing else.
+            _check.arrays(f"The state of {name}", state, or_types=True)
+        return CrossShardState(**made)
 
     def may_differ(self, path: Any) -> bool:
         """Whether the state at a path may differ between shards with equal parameters."""
@@ -167,6 +179,7 @@ class Pipeline:
         weighted: bool = False,
         in_parts: bool = False,
         over_batch: bool = False,
+        microbatches: int = 1,
     ) -> str:
         """The stages in the order in which they run, in one line."""
         update, *gather = _UPDATES[strategy]
@@ -175,6 +188,7 @@ class Pipeline:
             texts = ["gradient of one loss over the batch, summed by XLA"]
         if in_parts:
             texts, gather = [*gather, *texts], []
+        texts += [f"accumulate {microbatches} microbatches"] * (microbatches > 1)
         for stage in self.stages:
             if isinstance(stage, Weigh) and not (weighted or self.excludes_shards):
                 continue
@@ -349,7 +363,11 @@ class Pipeline:
                 gradients = as_local(gradients, context, stage.needs_local)
             before = getattr(state, stage.state_field) if stage.state_field else ()
             with jax.named_scope(stage.scope) if stage.scope else contextlib.nullcontext():
-                gradients, after = stage.update(gradients, before, context)
+                returned = stage.update(gradients, before, context)
+            if stage is self.preprocess:
+                name = f"{type(stage).__name__}.update"
+                returned = check_returned(returned, gradients, before, name)
+            gradients, after = returned
             if stage.phase in (Phase.ARRIVAL, Phase.LOCAL):
                 after = _unless_weightless(gradients, after, before)
             if stage.state_field:

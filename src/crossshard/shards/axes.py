@@ -81,11 +81,13 @@ class Shards:
         return tuple(axis for axis in self.axes if self.has_vma and axis not in known)
 
 
-def current_shards(axis_name: tuple[str, ...] = (), *, warn: bool = True) -> Shards:
+def current_shards(
+    axis_name: tuple[str, ...] = (), *, warn: bool = True, what: str = "CrossShardOptimizer"
+) -> Shards:
     """The current shards: over the named axes, else the context's, else the only bound axis.
 
     Without bound axes, the number comes from the shard context; without that it is 1, with a
-    ``ShardContextWarning`` if ``warn`` and nothing is traced.
+    ``ShardContextWarning`` of ``what`` if ``warn`` and nothing is traced.
 
     Raises:
       AxisError: a named axis is not bound but others are, or several are bound and none is named.
@@ -98,11 +100,11 @@ def current_shards(axis_name: tuple[str, ...] = (), *, warn: bool = True) -> Sha
         # Under jit arrays are global, and what is computed of them is of all shards already.
         if context is None and warn and _jax.at_top_level():
             warnings.warn(
-                "CrossShardOptimizer should be used within a shard context, but none is set and no "
-                "mesh axis is bound here: assuming 1 shard. Run the step with crossshard.shard, or "
-                "inside jax.shard_map.",
+                f"{what} should be used within a shard context, but none is set and no mesh axis "
+                f"is bound here: assuming 1 shard. Run the step with crossshard.shard, or inside "
+                f"jax.shard_map.",
                 ShardContextWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
         return Shards(context.number_of_shards if context else 1)
     if not axes and len(bound) > 1:

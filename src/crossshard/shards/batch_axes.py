@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from crossshard import _check
 from crossshard.errors import ArgumentError, ArgumentTypeError
 
 
@@ -70,9 +71,9 @@ class BatchAxes:
         except ValueError:
             given, wanted = self.tree.unflatten(self.axes), _words(jax.tree.structure(batch))
             raise ArgumentError(
-                f"batch_axis={given!r:.200} does not fit {name}, which is {wanted:.300}. Write one "
-                f"axis for all of it, or for each of its entries an axis, or None if every shard "
-                f"gets it whole."
+                f"batch_axis={_check.shown(given, 200)} does not fit {name}, which is "
+                f"{wanted:.300}. Write one axis for all of it, or for each of its "
+                f"entries an axis, or None if every shard gets it whole."
             ) from None
         return parts
 
@@ -143,8 +144,8 @@ def axes_of(prefix: Any) -> BatchAxes:
         if axis is not None and type(axis) is not int:
             raise ArgumentTypeError(
                 f"batch_axis is an int, or a pytree prefix of the batch with ints, and None for "
-                f"what every shard gets whole, such as {{'x': 1, 'table': None}}; got {axis!r:.60} "
-                f"({type(axis).__name__})."
+                f"what every shard gets whole, such as {{'x': 1, 'table': None}}; got "
+                f"{_check.described(axis)}."
             )
     return BatchAxes(tuple(axes), tree)
 
@@ -159,12 +160,12 @@ def check_batch_axis(batch_axis: Any, whole: Sequence[str] = ()) -> BatchAxes:
     found = axes_of(batch_axis)
     if all(map(_is_none, found.axes)):
         raise ArgumentError(
-            f"batch_axis={batch_axis!r:.100} has no axis, so that every shard would get the whole "
-            f"batch. Write the axis of the rows of what is to be split."
+            f"batch_axis={_check.shown(batch_axis, 100)} has no axis, so that every shard "
+            f"would get the whole batch. Write the axis of the rows of what is to be split."
         )
     if whole and not jax.tree_util.treedef_is_leaf(found.tree):
         raise ArgumentError(
-            f"batch_axis={batch_axis!r:.100} says of each entry how it is split, and "
+            f"batch_axis={_check.shown(batch_axis, 100)} says of each entry how it is split, and "
             f"replicated_entries={tuple(whole)} says it again of some. Write None in batch_axis "
             f"for these, and leave replicated_entries out."
         )

@@ -33,12 +33,15 @@ def check_axis_name(axis_name: object) -> tuple[str, ...]:
     """``axis_name`` as a tuple of distinct names; empty for ``None``."""
     names = () if axis_name is None else axis_name
     names = (names,) if isinstance(names, str) else names
-    if not isinstance(names, tuple | list) or not all(isinstance(n, str) and n for n in names):
+    if not isinstance(names, tuple | list) or not all(isinstance(n, str) for n in names):
         raise ArgumentTypeError(
-            f"axis_name must be a mesh axis's name or a tuple of names; got {axis_name!r}."
+            f"axis_name must be a mesh axis's name or a tuple of names; got "
+            f"{_check.shown(axis_name)}."
         )
+    for name in names:
+        _check.word("axis_name", name)
     if len(set(names)) != len(names):
-        raise ArgumentError(f"axis_name names an axis twice: {axis_name!r}.")
+        raise ArgumentError(f"axis_name names an axis twice: {_check.shown(axis_name)}.")
     return tuple(names)
 
 

@@ -1,11 +1,13 @@
 """Group assignments: which shards reduce with which."""
 
+import collections
 import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
+from crossshard import _check
 from crossshard.errors import GroupAssignmentError
 
 
@@ -67,16 +69,10 @@ def over_all_shards(groups: GroupAssignment | None) -> bool:
     return groups is None or len(groups.groups) == 1
 
 
-def _as_list(value: Any) -> list | None:
-    if isinstance(value, np.ndarray) or (hasattr(value, "__array__") and hasattr(value, "ndim")):
-        return list(np.asarray(value)) if value.ndim else None
-    return list(value) if isinstance(value, list | tuple) else None
-
-
 def _refuse(given: Any, why: str) -> GroupAssignmentError:
     return GroupAssignmentError(
         f"group_assignment must be a list of lists of shard ids, such as [[0, 1], [2, 3]]: {why}. "
-        f"Got {given!r}."
+        f"Got {_check.shown(given)}."
     )
 
 
@@ -84,7 +80,7 @@ def check_group_assignment(group_assignment: Any) -> GroupAssignment | None:
     """The checked assignment; ``None`` if all shards are one group, as for ``[]``.
 
     Args:
-      group_assignment: a list, tuple or integer array of groups of shard ids.
+      group_assignment: a list of lists of shard ids, as TensorFlow's; no tuples and no array.
 
     Raises:
       GroupAssignmentError: not a list of lists of integers, not a permutation of ``range(N)``, or
@@ -92,46 +88,42 @@ def check_group_assignment(group_assignment: Any) -> GroupAssignment | None:
     """
     if group_assignment is None or isinstance(group_assignment, GroupAssignment):
         return group_assignment
-    rows = _as_list(group_assignment)
-    if rows is None:
+    if not isinstance(group_assignment, list):
         raise _refuse(group_assignment, f"{type(group_assignment).__name__} is not a list")
-    if not rows:
+    if not group_assignment:
         return None
     groups: list[tuple[int, ...]] = []
-    for row in rows:
-        ids = _as_list(row)
-        if ids is None:
-            raise _refuse(group_assignment, f"{row!r} is not a list")
-        groups.append(tuple(_shard_id(i, group_assignment) for i in ids))
+    for row in group_assignment:
+        if not isinstance(row, list):
+            raise _refuse(group_assignment, f"{_check.shown(row)} is not a list")
+        groups.append(tuple(_shard_id(i, group_assignment) for i in row))
     _check_permutation([i for group in groups for i in group], group_assignment)
     if len({len(group) for group in groups}) > 1:
         raise GroupAssignmentError(
             f"group_assignment must have groups of equal sizes, because a mean over unequal "
             f"groups would weigh their shards differently; got sizes "
-            f"{[len(group) for group in groups]} in {group_assignment!r}."
+            f"{[len(group) for group in groups]} in {_check.shown(group_assignment, 200)}."
         )
     return GroupAssignment(tuple(groups))
 
 
 def _shard_id(value: Any, given: Any) -> int:
-    is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not is_int and not (
-        getattr(value, "shape", None) == () and np.issubdtype(value.dtype, np.integer)
-    ):
-        raise _refuse(given, f"the id {value!r} is {type(value).__name__}, not an integer")
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
+        what = f"the id {_check.shown(value)} is {type(value).__name__}, not an integer"
+        raise _refuse(given, what)
     return int(value)
 
 
 def _check_permutation(ids: Iterable[int], given: Any) -> None:
     ids = list(ids)
-    repeated = sorted({i for i in ids if ids.count(i) > 1})
+    repeated = sorted(i for i, times in collections.Counter(ids).items() if times > 1)
     if repeated:
         raise GroupAssignmentError(
             f"group_assignment must be a permutation of range(number of shards); "
-            f"it has {repeated} more than once: {given!r}."
+            f"it has {repeated} more than once: {_check.shown(given, 200)}."
         )
     if not ids or sorted(ids) != list(range(len(ids))):
         raise GroupAssignmentError(
             f"group_assignment must be a permutation of range(number of shards): its {len(ids)} "
-            f"ids must be 0 to {len(ids) - 1}; got {given!r}."
+            f"ids must be 0 to {len(ids) - 1}; got {_check.shown(given, 200)}."
         )

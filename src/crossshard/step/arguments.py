@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from crossshard import _jax
+from crossshard import _check, _jax
 from crossshard.errors import ArgumentError, ArgumentTypeError, AxisError, CrossshardError
 from crossshard.gradients.scalars import is_number
 from crossshard.model.state import TrainState
@@ -50,12 +50,25 @@ def check_not_of_shards(error: NameError, axes: tuple[str, ...]) -> None:
     ) from error
 
 
-def check_state(state: Any) -> None:
-    """Raise unless it is a state that has not been donated.
+def check_state(state: Any, *, or_types: bool = True) -> None:
+    """Raise unless it is a state, of arrays that JAX can hold.
+
+    Args:
+      state: the state.
+      or_types: whether it may be the types of one, to compile for.
 
     Raises:
       ArgumentError: it was donated.
       ArgumentTypeError: it is something else.
+    """
+    check_is_state(state)
+    _check.arrays("state", state, or_types=or_types)
+
+
+def check_is_state(state: Any) -> None:
+    """Raise unless it is a state that has not been donated; in a microsecond, for each step.
+
+    Raises: as ``check_state``.
     """
     if not isinstance(state, TrainState):
         raise ArgumentTypeError(
@@ -64,6 +77,11 @@ def check_state(state: Any) -> None:
         )
     # Types and traced values have no buffers.
     count = state.step
+    if getattr(count, "shape", None) != () or count.dtype != np.int32:
+        raise ArgumentTypeError(
+            f"state.step is the number of steps, int32[]; got {_check.described(count)}. A state "
+            f"is what init(params) or a step returned, with arrays of the same types."
+        )
     has_buffer = isinstance(count, jax.Array) and not isinstance(count, jax.core.Tracer)
     if has_buffer and count.is_deleted():
         raise ArgumentError(
@@ -90,8 +108,14 @@ def refuse_more(more: Sequence[Any]) -> None:
 # The arrays of a batch.
 
 
-def check_rows(path: Any, leaf: Any, axis: int) -> None:
+def check_rows(path: Any, leaf: Any, axis: int, *, or_type: bool = False) -> None:
     """Raise unless a leaf of a batch is an array with rows along an axis.
+
+    Args:
+      path: its path in the batch.
+      leaf: the leaf.
+      axis: the axis.
+      or_type: whether it may be the type of an array, to compile for.
 
     Raises:
       ArgumentError: it has no rows.
@@ -105,11 +129,7 @@ def check_rows(path: Any, leaf: Any, axis: int) -> None:
             f"whole. A loss that closes over a number keeps the value that it had when it was "
             f"compiled."
         )
-    if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
-        raise ArgumentTypeError(
-            f"{where} must be an array; got {leaf!r:.60} ({type(leaf).__name__})."
-        )
-    check_dtype(where, leaf)
+    _check.array(where, leaf, or_type=or_type)
     if not leaf.shape[axis]:
         raise ArgumentError(f"{where} has 0 rows, which have no mean. Leave such a batch out.")
 
@@ -134,10 +154,3 @@ def check_same_rows(rows: Any, axes: BatchAxes) -> None:
             f"batch_axis=...); or, if every shard gets an entry whole, such as a table, its name "
             f"in replicated_entries=."
         )
-
-
-def check_dtype(where: str, leaf: Any) -> None:
-    """Raise if JAX cannot hold an array."""
-    kind = getattr(getattr(leaf, "dtype", None), "kind", "")
-    if kind in "OSUMm" and kind:
-        raise ArgumentTypeError(f"{where} is an array of {leaf.dtype}, which JAX cannot hold.")

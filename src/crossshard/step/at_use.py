@@ -13,6 +13,7 @@ from crossshard.collectives.bucketing import bucketed_gather
 from crossshard.collectives.few_bits import gather_in_few_bits
 from crossshard.gradients.local import value_and_grad
 from crossshard.jaxprs.deferred import Inside, evaluate
+from crossshard.model.layout import UsesRecord
 from crossshard.shards.axes import Shards
 from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.partition import Partition
@@ -66,8 +67,8 @@ class AtUse:
         which they are used.
       waits: whether a stage needs each shard's own gradient, so that all are summed after it.
       frozen: how the arrays get there that are not trained; ``None`` if all of them rest whole.
-      uses: where the loss uses each parameter that is gathered, or summed, there, by its place; for
-        ``describe``.
+      record: what is told, once the loss is traced, where it uses each parameter that is gathered,
+        or summed, there; ``None`` if nobody asks.
       before: the sums of the microbatches before this one, which is the last, as
         ``pipeline.stages.accumulate`` adds them; ``None`` if there are none, or if they are added
         later.
@@ -84,7 +85,7 @@ class AtUse:
     gather_dtype: Any = None
     waits: bool = False
     frozen: "AtUse | None" = None
-    uses: dict[int, list[Use]] = dataclasses.field(default_factory=dict, compare=False)
+    record: UsesRecord | None = dataclasses.field(default=None, compare=False)
     before: Any = dataclasses.field(default=None, compare=False)
     on_mesh: OnMesh | None = None
 
@@ -155,6 +156,8 @@ class AtUse:
         for place in late.intersection(read):
             given[place] = self._slot(place, leaves[place])
 
+        uses: dict[int, list[Use]] = {}
+
         def of_read(arrays: Sequence[Any], others: Sequence[Any]) -> tuple[Any, Any]:
             inputs = list(whole)
             for place, x in zip(read, arrays, strict=True):
@@ -164,11 +167,13 @@ class AtUse:
             for place in late:
                 slot = None if unread[place] else inputs[place]
                 inputs[place] = self._leaf(place, leaves[place], slot, weight)
-            found: tuple[Any, Any] = self._evaluated(traced, [*inputs, *others], self.uses)
+            found: tuple[Any, Any] = self._evaluated(traced, [*inputs, *others], uses)
             return found
 
         compute = value_and_grad(of_read, (0, 1), has_aux=True, loss_scale=loss_scale)
         out, (found, of_others) = compute([given[place] for place in read], list(others))
+        if self.record is not None and traced is not None:
+            self.record.latest = uses
         gradients = [
             jnp.zeros_like(x) if none else x for x, none in zip(given, unread, strict=True)
         ]

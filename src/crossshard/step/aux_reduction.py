@@ -34,7 +34,7 @@ def check_aux_reduction(reduction: Any, has_aux: bool) -> Any:
     """
     if reduction is not None and not has_aux:
         raise ArgumentError(
-            f"aux_reduction={reduction!r:.60} reduces aux, but the loss returns none. Pass "
+            f"aux_reduction={_check.shown(reduction)} reduces aux, but the loss returns none. Pass "
             f"has_aux=True, and return (loss, aux)."
         )
 
@@ -128,7 +128,7 @@ def check_aux(aux: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
         if not is_number(leaf):
             raise ArgumentTypeError(
-                f"aux{jax.tree_util.keystr(path)} is {leaf!r:.40} ({type(leaf).__name__}); aux "
+                f"aux{jax.tree_util.keystr(path)} is {_check.described(leaf)}; aux "
                 f"must hold arrays and numbers. Leave out of aux what never changes."
             )
 
@@ -140,7 +140,7 @@ def _pairs(reduction: Any, aux: Any) -> list[tuple[Any, AuxReduction]]:
     except ValueError as error:
         raise ArgumentError(
             f"aux_reduction must begin as aux does, which is {jax.tree.structure(aux)}; got "
-            f"{reduction!r:.100} ({str(error).splitlines()[0]})."
+            f"{_check.shown(reduction, 100)} ({str(error).splitlines()[0]})."
         ) from None
     leaves = jax.tree_util.tree_leaves_with_path(aux)
     return list(zip(leaves, jax.tree.leaves(whole), strict=True))

@@ -67,14 +67,14 @@ class BatchPlacer:
         """The types and shardings of a batch on the mesh; raises as for the batch itself."""
 
         def one(leaf: Any, axis: int) -> jax.ShapeDtypeStruct:
-            dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+            dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
             rows = (leaf.shape[axis] + self._missing(leaf, axis)) * self._number // self._parts
             rows = leaf.shape[axis] if self._is_placed(leaf, axis) else rows
             shape = resized(leaf.shape, axis, rows)
             return jax.ShapeDtypeStruct(shape, dtype, sharding=self._along(axis))
 
-        rows, whole = self._whole.split(batch)
-        self._check(rows, whole)
+        rows, whole = self._whole.split(batch, or_types=True)
+        self._check(rows, whole, or_types=True)
         return join(self._of_batch.map(one, rows), self._whole.abstract(whole))
 
     def __call__(self, batch: Any) -> Any:
@@ -136,24 +136,25 @@ class BatchPlacer:
         key = tuple(given.items())
         if key in self._agreed:
             return
-        or_weight = ", or pass weight=, the batch's entry that counts rows."
+        or_weight = ", or pass weight=, the batch's entry that counts rows"
         check_agreement(
             "step",
             lambda: given,
             self._mesh,
-            "The mean over the shards is that over all rows only if every process passes as many. "
-            f"Pass as many{or_weight if self._takes_weight else '.'}",
+            "Every process must pass arrays of the same dtypes. The mean over the shards is that "
+            "over all rows only if all pass as many rows: pass as many"
+            f"{or_weight if self._takes_weight else ''}.",
         )
         self._agreed.add(key)
 
-    def _check(self, rows: Any, whole: Any) -> None:
+    def _check(self, rows: Any, whole: Any, *, or_types: bool = False) -> None:
         """Raise unless each array has rows that can be split, or padded."""
         paths = jax.tree_util.tree_leaves_with_path(rows)
         axes = self._of_batch.of_rows(rows)
         if not paths:
             raise ArgumentError("The batch is empty: it has no array that is split.")
         for (path, leaf), axis in zip(paths, axes, strict=True):
-            check_rows(path, leaf, axis)
+            check_rows(path, leaf, axis, or_type=or_types)
         for (path, leaf), axis in zip(paths, axes, strict=True):
             if self._missing(leaf, axis):
                 self._check_padding(path, leaf.shape[axis], rows, whole)

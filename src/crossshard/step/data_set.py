@@ -65,7 +65,8 @@ class OverDataSets:
             pass unequal numbers of batches.
           ArgumentTypeError: ``batches`` is a single batch.
         """
-        if isinstance(batches, dict | str) or hasattr(batches, "dtype"):
+        is_one = isinstance(batches, dict | str | bytes) or hasattr(batches, "dtype")
+        if is_one or not isinstance(batches, Iterable):
             raise ArgumentTypeError(
                 f"batches is an iterable of batches; got {type(batches).__name__}. Write [batch] "
                 f"for a single one."

@@ -109,14 +109,15 @@ def _parameters(function: StepFunction, layout: StateLayout, state: TrainState) 
     """Where the parameters rest, where they are gathered, and where their gradients are summed."""
     if not any(each.number > 1 for each in layout.plan.params) or not layout.plan.in_parts:
         whole = f"parameters: {_sizes(state.params, None)}, whole on every shard"
-        names = _named(state.params, layout.uses)
+        names = _named(state.params, layout.uses.latest or ())
         summed = f"gradients summed row by row, in the backward pass: {', '.join(names)}"
         return [whole + _split(layout, state), *([summed] * bool(names))]
     lines = [f"parameters: {_sizes(state.params, layout)}"]
     if function.pipeline.needs_own_gradient:
         why = "since a stage needs each shard's own gradient"
         return [*lines, f"  all are gathered at once, at the start of the step, {why}"]
-    if not layout.uses and any(each.travels_alone for each in layout.plan.params):
+    uses = layout.uses.latest
+    if uses is None and any(each.travels_alone for each in layout.plan.params):
         return [
             *lines,
             "  where each is gathered is known once the step has been lowered, or called",
@@ -125,7 +126,7 @@ def _parameters(function: StepFunction, layout: StateLayout, state: TrainState) 
     for place, (partition, x) in enumerate(
         zip(layout.plan.params, jax.tree.leaves(state.params), strict=True)
     ):
-        text = _gathered(function, partition, x, layout.uses.get(place))
+        text = _gathered(function, partition, x, (uses or {}).get(place))
         by_text.setdefault(text, []).append(place)
     return lines + [
         f"  {text}: {', '.join(_named(state.params, places))}" for text, places in by_text.items()

@@ -6,14 +6,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from crossshard import _mesh
+from crossshard import _check, _mesh
 from crossshard._hash import checksum
 from crossshard.distributed.agreement import check_agreement
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.gradients.scalars import is_number
 from crossshard.shards.batch_axes import BatchAxes, check_batch_axis
 from crossshard.shards.put import put
-from crossshard.step.arguments import check_dtype
 from crossshard.step.weight import SumOf, Weight
 
 
@@ -28,7 +26,7 @@ def check_entries(batch_axis: Any, names: Any, weight: Weight | None) -> BatchAx
     if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in given):
         raise ArgumentTypeError(
             f"replicated_entries is a tuple of names of the batch's entries, such as "
-            f"('temperature',); got {names!r:.60}."
+            f"('temperature',); got {_check.shown(names)}."
         )
     axes = check_batch_axis(batch_axis, given)
     if isinstance(weight, SumOf):
@@ -51,22 +49,19 @@ class WholeEntries:
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._equal: set[Any] = set()
 
-    def split(self, batch: Any) -> tuple[Any, Any]:
+    def split(self, batch: Any, *, or_types: bool = False) -> tuple[Any, Any]:
         """A batch without its whole arrays, and with these alone, as ``BatchAxes.split``.
+
+        Args:
+          batch: the batch.
+          or_types: whether it may hold types of arrays, to compile for.
 
         Raises:
           ArgumentError: the axes do not fit the batch.
           ArgumentTypeError: what is whole holds something else than numbers.
         """
         rows, whole = self._axes.split(batch)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(whole):
-            where = f"batch{jax.tree_util.keystr(path)}"
-            if not is_number(leaf):
-                raise ArgumentTypeError(
-                    f"{where} must be an array or a number; got {leaf!r:.60} "
-                    f"({type(leaf).__name__})."
-                )
-            check_dtype(where, leaf)
+        _check.arrays("batch", whole, or_types=or_types)
         # A Python number would be a part of the program.
         return rows, jax.tree.map(lambda x: x if hasattr(x, "dtype") else np.asarray(x), whole)
 
@@ -74,7 +69,7 @@ class WholeEntries:
         """Their types and shardings."""
 
         def one(x: Any) -> jax.ShapeDtypeStruct:
-            dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+            dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
             return jax.ShapeDtypeStruct(x.shape, dtype, sharding=self._everywhere)
 
         return jax.tree.map(one, whole)

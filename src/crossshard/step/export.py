@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from crossshard import _mesh
+from crossshard import _check, _mesh
 from crossshard.errors import ArgumentError
 from crossshard.model.models import combine
 from crossshard.model.state import TrainState
@@ -40,8 +40,11 @@ def arrays_of(
         returns, in which it has its own shapes.
 
     Raises:
-      ArgumentError: groups have other parameters and no shard is chosen, or there is no average.
+      ArgumentError: groups have other parameters and no shard is chosen, there is no such shard,
+        or there is no average.
     """
+    if shard is not None:
+        shard = _check.index("shard", shard, config.number_of_shards, "shards")
     synchronises = config.pipeline.outer is not None and shard is None
     if config.is_grouped and shard is None and not synchronises:
         raise ArgumentError(

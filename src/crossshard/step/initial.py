@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from crossshard import _jax, _mesh
+from crossshard import _check, _jax, _mesh
 from crossshard._hash import checksum
 from crossshard.distributed.agreement import check_agreement
 from crossshard.model.layout import StateLayout, check_key
@@ -94,6 +94,8 @@ def run(config: StepConfig, initial: Initial) -> TrainState:
         "rng": initial.key,
         "optimizer": initial.types.opt_state,
     }
+    for name, tree in zip(("params", "params", "model_state"), initial.arrays, strict=True):
+        _check.arrays(name, tree)
     check_equal_everywhere(config, "init", parts)
     both = (initial.arrays, initial.key)
     arrays, key = jax.tree.map(lambda x, to: put_whole(x, to.sharding), both, initial.given)

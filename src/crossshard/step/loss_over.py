@@ -83,7 +83,7 @@ def check_over_batch(
     refused = (
         (
             weight is not None,
-            f"weight={weight!r:.60} weighs the shards' means",
+            f"weight={_check.shown(weight)} weighs the shards' means",
             "Weigh the rows in the loss: (w * losses).sum() / w.sum() is that of all rows.",
         ),
         (

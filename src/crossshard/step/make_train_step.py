@@ -18,10 +18,7 @@ from crossshard.guards.divergence import check_divergence_options
 from crossshard.model.loss import with_rng
 from crossshard.model.model_state import check_model_state
 from crossshard.model.trained import check_wrt
-from crossshard.optimizer.cross_shard_optimizer import (
-    CrossShardOptimizer,
-    pipeline_of,
-)
+from crossshard.optimizer.cross_shard_optimizer import pipeline_of, transformation_of
 from crossshard.pipeline.aggregators.few_bits import FewBits, Quantized
 from crossshard.pipeline.aggregators.in_order import InOrder
 from crossshard.pipeline.options import Options, check_gather_dtype, check_names, check_options
@@ -212,11 +209,11 @@ def make_train_step(
     (0.20000000298023224, 1.0)
     """
     _check.function("loss_fn", loss_fn)
-    if not isinstance(optimizer, CrossShardOptimizer):
-        optimizer = CrossShardOptimizer(optimizer)
+    wrapped = transformation_of(optimizer)
     check_names(make_train_step, options, StepOptions)
+    _check.flag("has_aux", has_aux)
     accumulate_steps, stages = check_options(options)
-    pipeline = pipeline_of(optimizer, stages)
+    pipeline = pipeline_of(wrapped, stages)
     where, axes = mesh_and_axes(num_shards, mesh, axis_name, pipeline.axis_name)
     kind = check_model_state(model_state)
     takes = ("params", "batch") if kind is None else ("params", "model_state", "batch")
@@ -277,9 +274,9 @@ def make_train_step(
             f"gather_dtype={str(gather_dtype)!r} is written in blocks by each shard, and with "
             f"loss_over='batch' XLA gathers. Pass a dtype such as bfloat16, or loss_over='shard'."
         )
-    function = StepFunction(loss, pipeline, optimizer.get_name(), sentinel, gather_dtype)
+    function = StepFunction(loss, pipeline, wrapped.name, sentinel, gather_dtype)
     sharding = check_weight_update(weight_update)
-    if sharding is WeightUpdate.AUTO and optimizer.weight_update is WeightUpdate.SHARDED:
+    if sharding is WeightUpdate.AUTO and wrapped.weight_update is WeightUpdate.SHARDED:
         sharding = WeightUpdate.SHARDED
     in_parts = _check_rest(params, sharding, pipeline, gather_dtype)
     sharding = WeightUpdate.SHARDED if in_parts else sharding

@@ -6,10 +6,11 @@ from typing import Any
 
 import jax
 
-from crossshard import _jax, _mesh
+from crossshard import _check, _jax, _mesh
 from crossshard.distributed.agreement import compare, processes_of
 from crossshard.distributed.programs import check_same_program
 from crossshard.distributed.progress import PROGRESS
+from crossshard.errors import CrossshardError
 from crossshard.model.state import TrainState
 from crossshard.pipeline.stages.streaming import Streaming
 from crossshard.shards.batch_axes import resized
@@ -106,6 +107,13 @@ class Program:
             if is_traced:
                 raise
             doubt, divisor = error.doubt, error.divisor
+        except CrossshardError:
+            raise
+        except Exception:
+            # To look at each array before would take long at every step.
+            _check.arrays("state", state)
+            _check.arrays("batch", batch)
+            raise
         if divisor is not None:
             check_weight_by_numbers(self._config, batch, doubt.finding, divisor)
         else:

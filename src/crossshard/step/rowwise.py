@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from crossshard import _jax
+from crossshard import _check, _jax
 from crossshard._annotations import PyTree
 from crossshard.errors import ArgumentError, ArgumentTypeError
 
@@ -85,5 +85,6 @@ def _lengths(what: str, axes: PyTree, tree: PyTree) -> set[int]:
     except (IndexError, TypeError, ValueError) as error:
         types = jax.tree.map(lambda x: jnp.shape(x), tree)
         raise ArgumentError(
-            f"{what}={axes!r} does not fit arrays of shapes {types!r:.200}: {error!s:.200}"
+            f"{what}={_check.shown(axes)} does not fit arrays of shapes "
+            f"{_check.shown(types, 200)}: {error!s:.200}"
         ) from error

@@ -325,16 +325,13 @@ class StepFunction:
 
     def describe(self, plan: UpdatePlan | None = None) -> str:
         """The stages in the order in which they run, in one line."""
-        how: dict[str, Any] = {} if plan is None else {"in_parts": plan.in_parts}
-        strategy = None if plan is None else plan.strategy
-        weighted, how["over_batch"] = self.loss.weight is not None, self.loss.is_over_batch
-        text = self.pipeline.describe(strategy, weighted=weighted, **how)
-        number = self.loss.accumulate_steps
-        if number == 1:
-            return text
-        before = "summed by XLA" if self.loss.is_over_batch else " gradient"
-        first, rest = text.split(f"{before} → ", 1)
-        return f"{first}{before} → accumulate {number} microbatches → {rest}"
+        return self.pipeline.describe(
+            None if plan is None else plan.strategy,
+            weighted=self.loss.weight is not None,
+            in_parts=plan is not None and plan.in_parts,
+            over_batch=self.loss.is_over_batch,
+            microbatches=self.loss.accumulate_steps,
+        )
 
     def names_of_metrics(self) -> list[str]:
         """The names of the metrics, in the order of their importance."""

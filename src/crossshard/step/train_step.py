@@ -17,7 +17,7 @@ from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.shards.devices import are_of_all_processes
 from crossshard.step import initial
-from crossshard.step.arguments import check_state, refuse_more
+from crossshard.step.arguments import check_is_state, check_state, refuse_more
 from crossshard.step.at_use import AtUse
 from crossshard.step.config import StepConfig
 from crossshard.step.description import describe, summarize
@@ -119,7 +119,7 @@ class TrainStep:
             return self._step(state, batch)
 
     def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, PyTree]]:
-        check_state(state)
+        check_is_state(state)
         if not (self._watch.is_on and _jax.at_top_level()):
             return self._program(state, batch)
         # Before the state is donated, so that the caller can save it.
@@ -165,7 +165,7 @@ class TrainStep:
         The gradient of `gradient` is not finite on shard 0
         """
         with self._entering("finish"):
-            check_state(state)
+            check_state(state, or_types=False)
             self._watch.look(state, lambda: self.compared(state), running=0)
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
@@ -219,9 +219,9 @@ class TrainStep:
         is too large for that, as with ``params="sharded"`` it may be, ``reshard`` takes it as it
         is, and ``Checkpoints`` saves and restores it in parts.
         """
-        check_state(state)
+        state = self._to_look_at(state)
         with self._inner_mesh():
-            return self._outside(self._resharder.unshard(_inside(state)))
+            return self._outside(self._resharder.unshard(state))
 
     def reshard(self, state: TrainState) -> TrainState:
         """Shard an unsharded state for this step, from any number of shards.
@@ -241,9 +241,9 @@ class TrainStep:
             this step, or its arrays are flattened and padded, as ``weight_update="sharded"`` alone
             stores them.
         """
-        check_state(state)
+        state = self._to_look_at(state)
         with self._inner_mesh(), self._entering("reshard"):
-            return self._outside(self._resharder.reshard(_inside(state)))
+            return self._outside(self._resharder.reshard(state))
 
     def model(self, state: TrainState, shard: int | None = None, *, ema: bool = False) -> PyTree:
         """The model with the parameters of a state, to evaluate or to export.
@@ -263,19 +263,24 @@ class TrainStep:
           ArgumentError: parameters differ between groups, and ``shard`` is ``None``; or there is no
             moving average.
         """
-        state = _inside(state)
+        state = self._to_look_at(state)
         with self._inner_mesh():
             return model_of(state, self._arrays(state, shard, ema), self._config)
 
+    def _to_look_at(self, state: TrainState) -> TrainState:
+        check_state(state, or_types=False)
+        inside: TrainState = _inside(state)
+        return inside
+
     def _arrays(self, state: TrainState, shard: int | None, ema: bool) -> tuple[Any, Any, Any]:
-        check_state(state)
+        _check.flag("ema", ema)
         # What rests in parts is not made whole.
         own = self._resharder.collected if self._config.in_parts else self._resharder.unshard
         return arrays_of(state, shard, self._config, own if ema else None)
 
     def _to_read(self, state: TrainState, shard: int | None, ema: bool) -> tuple[Any, AtUse]:
         """What ``_arrays`` returns, and how one shard gets these, which it only reads."""
-        state = _inside(state)
+        state = self._to_look_at(state)
         with self._inner_mesh():
             return self._arrays(state, shard, ema), self._at_use(state)
 
@@ -401,7 +406,7 @@ class TrainStep:
         >>> step.replay(step.init(jnp.float32(3)), jnp.ones(1))
         {}
         """
-        check_state(state)
+        check_state(state, or_types=False)
         if not _jax.at_top_level():
             raise ArgumentError(
                 "replay compares two runs on the host, which a function that jax traces cannot. "

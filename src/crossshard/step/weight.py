@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from crossshard import _check
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.jaxprs.dependence import depends
 from crossshard.pipeline.stages.weigh import as_weight
@@ -26,7 +27,7 @@ def check_weight(weight: Any) -> Weight | None:
         return SumOf(weight)
     raise ArgumentTypeError(
         f"weight must be the name of the batch's entry that counts examples or tokens, or a "
-        f"function from a shard's batch to its weight; got {weight!r} ({type(weight).__name__})."
+        f"function from a shard's batch to its weight; got {_check.described(weight)}."
     )
 
 

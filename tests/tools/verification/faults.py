@@ -94,7 +94,7 @@ def in_16_bits(here: Here, g: Any) -> Any:
     return each(lambda x: here.mean(x.astype(jnp.bfloat16)).astype(x.dtype), g)
 
 
-GROUPS = ((0, 1, 2, 3), (4, 5, 6, 7))
+GROUPS = [[0, 1, 2, 3], [4, 5, 6, 7]]
 weights = lambda weight: lambda here, g: each(lambda x: x / here.n, here.weighted(g, weight))
 
 FAULTS = {

@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import json
+import re
 from typing import Self
 
 from crossshard._typed import typed
@@ -180,12 +181,26 @@ class Verdict(_Told):
                     f"its place. Every process must make the same calls, in the same order.{stands}"
                 )
             case Kind.DIFFERS:
+                mend = (
+                    "Pass as many rows in every process, or weight=, the batch's entry that counts "
+                    "them."
+                )
+                if _dtypes(self.rows) != _dtypes(self.expected):
+                    mend = "Pass arrays of the same dtypes in every process."
                 return (
                     f"{who} has entered {self.what} with {self.rows}, and process {self.other} "
-                    f"with {self.expected}. Pass as many rows in every process, or weight=, the "
-                    f"batch's entry that counts them."
+                    f"with {self.expected}. {mend}"
                 )
             case Kind.ALONE:
                 return f"nothing was entered for {self.seconds} seconds after {self.what}.{stands}"
             case Kind.DONE:
                 return "all processes have come to their ends."
+
+
+def _dtypes(rows: str) -> str:
+    """What a process was given, without the sizes: ``float32,int32`` of ``float32[4,3],int32[4]``.
+
+    >>> _dtypes("float32[4,3],int32[4]")
+    'float32,int32'
+    """
+    return re.sub(r"\[[^\]]*\]", "", rows)

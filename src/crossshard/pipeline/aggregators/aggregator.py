@@ -7,12 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from crossshard import _check
 from crossshard._annotations import PyTree
 from crossshard.collectives.all_reduce import sum_over_shards
 from crossshard.collectives.bucketing import bucketed_sum
 from crossshard.collectives.wire import send_exchanged, send_gathered
 from crossshard.errors import ArgumentTypeError
-from crossshard.pipeline.stage import StageContext
+from crossshard.pipeline.stage import StageContext, check_like, check_pair
 from crossshard.shards.axes import Shards
 from crossshard.shards.groups import GroupAssignment, size_of_group
 from crossshard.shards.partition import Partition, slice_index
@@ -149,7 +150,10 @@ class Aggregator(abc.ABC):
     ) -> tuple[list[jax.Array], PyTree]:
         """This shard's slice of the sum of each of the arrays, and the next state."""
         shards, groups = context.shards, context.groups
-        totals, after = self.sum(summands.gradients, state, Peers(shards, groups))
+        returned = self.sum(summands.gradients, state, Peers(shards, groups))
+        name = f"{type(self).__name__}.sum"
+        totals, after = check_pair(returned, name, "(sums, state)", state)
+        check_like(totals, summands.gradients, f"The sums that {name} returned")
         whole = jax.tree.leaves(context.arrays.arranged(totals))
         others = iter(bucketed_sum(*summands.of_others(), shards, groups))
         index: Any = slice_index(shards, groups)
@@ -174,5 +178,5 @@ def check_aggregator(aggregator: Any) -> Aggregator | None:
         )
     raise ArgumentTypeError(
         f"aggregator must be a crossshard.pipeline.Aggregator, whose sum(values, state, peers) "
-        f"sums the gradients; got {aggregator!r:.60} ({type(aggregator).__name__})."
+        f"sums the gradients; got {_check.described(aggregator)}."
     )

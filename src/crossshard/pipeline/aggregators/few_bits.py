@@ -58,10 +58,10 @@ class Quantized:
     error_feedback: bool = True
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
+        if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
             raise ArgumentError(
-                f"Quantized takes {', '.join(DTYPES)}; got {self.dtype!r:.60}. For bfloat16 write "
-                f"reduce_dtype='bfloat16'."
+                f"Quantized takes {', '.join(DTYPES)}; got {_check.shown(self.dtype)}. For "
+                f"bfloat16 write reduce_dtype='bfloat16'."
             )
         _check.choice("rounding", self.rounding, Rounding)
         _check.flag("error_feedback", self.error_feedback)

@@ -10,7 +10,6 @@ import numpy as np
 from crossshard import _check
 from crossshard._annotations import PyTree
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.gradients.scalars import is_number
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
 
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -109,10 +108,10 @@ def check_loss_scale(loss_scale: Any) -> DynamicLossScale | None:
     """
     if loss_scale is None or isinstance(loss_scale, DynamicLossScale):
         return loss_scale
-    if loss_scale == "dynamic":
+    if isinstance(loss_scale, str) and loss_scale == "dynamic":
         return DynamicLossScale()
-    initial = f"(initial={loss_scale!r})" if is_number(loss_scale) else ""
+    initial = f"(initial={loss_scale!r})" if isinstance(loss_scale, int | float) else ""
     raise ArgumentTypeError(
-        f"loss_scale must be 'dynamic' or a crossshard.DynamicLossScale; got {loss_scale!r:.60} "
-        f"({type(loss_scale).__name__}). Write crossshard.DynamicLossScale{initial or '()'}."
+        f"loss_scale must be 'dynamic' or a crossshard.DynamicLossScale; got "
+        f"{_check.described(loss_scale)}. Write crossshard.DynamicLossScale{initial or '()'}."
     )

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from crossshard import _check
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.pipeline.means import to_average
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
@@ -150,7 +151,8 @@ def learning_rate(state: Any) -> Any:
     raise ArgumentError(
         f"metrics has 'learning_rate', but the optimizer's state tells "
         f"{'several learning rates' if told else 'no learning rate'}. Write "
-        f"optax.inject_hyperparams(optax.adam)(learning_rate=...); a schedule may be the rate."
+        f"optax.inject_hyperparams(optax.adam)(learning_rate=...); a schedule may be the rate. A "
+        f"function that is none, such as a mask, is named: static_args='mask'."
     )
 
 
@@ -162,8 +164,11 @@ def check_metrics(metrics: Any) -> tuple[str, ...]:
       ArgumentTypeError: not names.
     """
     names = (metrics,) if isinstance(metrics, str) else metrics
-    if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
-        raise ArgumentTypeError(f"metrics must be names, such as ('grad_norm',); got {metrics!r}.")
+    names = [None] if hasattr(names, "dtype") or not isinstance(names, Iterable) else list(names)
+    if not all(isinstance(name, str) for name in names):
+        raise ArgumentTypeError(
+            f"metrics must be names, such as ('grad_norm',); got {_check.shown(metrics)}."
+        )
     names = tuple(dict.fromkeys(names))
     for name in names:
         if name not in NAMES:

@@ -326,7 +326,7 @@ def check_nonfinite(nonfinite: Any) -> Nonfinite | None:
         return Nonfinite(nonfinite)
     raise ArgumentTypeError(
         f"nonfinite is 'quarantine', 'skip', 'raise', None or a crossshard.Nonfinite; got "
-        f"{nonfinite!r:.60} ({type(nonfinite).__name__})."
+        f"{_check.described(nonfinite)}."
     )
 
 

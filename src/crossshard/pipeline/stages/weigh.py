@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from crossshard import _check
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.reduction import Reduction
 from crossshard.gradients.scalars import is_number
@@ -30,15 +31,20 @@ def as_weight(given: Any, what: str = "got") -> Float[Array, ""]:
       ArgumentError: the weight is not a scalar.
       ArgumentTypeError: the weight is not a number.
     """
-    if not is_number(given):
+    value = _check.as_array("A shard's weight", given) if is_number(given) else None
+    kinds = jnp.floating, jnp.integer, jnp.bool_
+    if value is None or not any(jnp.issubdtype(value.dtype, kind) for kind in kinds):
         raise ArgumentTypeError(
-            f"A shard's weight is one number; {what} {given!r:.40} ({type(given).__name__})."
+            f"A shard's weight is one number; {what} {_check.described(given)}."
         )
-    value = jnp.asarray(given, float)
+    value = value.astype(float)
     if value.shape != ():
         raise ArgumentError(
             f"A shard's weight is one number; {what} an array of shape {value.shape}. Sum it."
         )
+    _check.finite("A shard's weight", given)
+    if not isinstance(given, jax.Array) and given < 0:
+        raise ArgumentError(f"A shard's weight is at least 0; {what} {given}.")
     return value
 
 

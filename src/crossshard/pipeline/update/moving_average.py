@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from crossshard import _check
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.gradients.scalars import is_inexact, is_number
+from crossshard.gradients.scalars import is_inexact
 from crossshard.pipeline.update.masters import widest
 
 # A number, or a schedule of the number of updates.
@@ -91,17 +92,19 @@ def check_ema(decay: Any) -> Decay | None:
     if callable(decay):
         _check_schedule(decay)
         return decay  # type: ignore[no-any-return]
-    if not is_number(decay) or isinstance(decay, bool) or jnp.shape(decay):
-        raise ArgumentTypeError(
-            f"ema must be the decay of the moving average, a number such as 0.999, or a schedule, "
-            f"a function of the number of updates; got {decay!r:.60} ({type(decay).__name__})."
-        )
-    if not 0 < float(decay) < 1:
+    is_array = isinstance(decay, jax.Array) and not decay.shape
+    if is_array and jnp.issubdtype(decay.dtype, jnp.floating):
+        decay = _check.array("ema", decay).item()
+    hint = (
+        "It is the decay of the moving average, or a schedule: a function of the update's number."
+    )
+    found = _check.number("ema", decay, hint)
+    if not 0 < found < 1:
         raise ArgumentError(
             f"ema is the decay of the moving average of the parameters, between 0 and 1, such as "
             f"0.999; got {decay!r}."
         )
-    return float(decay)
+    return found
 
 
 def _check_schedule(decay: Callable[[Any], Any]) -> None:

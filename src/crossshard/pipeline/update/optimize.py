@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from crossshard import _jax
+from crossshard import _check, _jax
+from crossshard.errors import ArgumentError
 from crossshard.gradients.status import check_shapes
 from crossshard.jaxprs.repeats import computed_once
 from crossshard.jaxprs.walk import equations_of
@@ -66,8 +67,14 @@ class Optimize(Stage):
         return optimizer
 
     def init(self, params: Any) -> Any:
-        """The optimizer's own state."""
-        return self.optimizer.init(params)
+        """The optimizer's own state.
+
+        Raises:
+          ArgumentError: ``inject_hyperparams`` has called a mask as a schedule.
+        """
+        state = self.optimizer.init(params)
+        _check_hyperparams(state)
+        return state
 
     def update(
         self, gradients: Gradients, state: Any, context: StageContext
@@ -177,3 +184,17 @@ def takes_keyword(optimizer: optax.GradientTransformation, name: str) -> bool:
     """Whether an optimizer's update accepts an extra argument of this name."""
     kinds = {p.name: p.kind for p in inspect.signature(optimizer.update).parameters.values()}
     return name in kinds or inspect.Parameter.VAR_KEYWORD in kinds.values()
+
+
+def _check_hyperparams(state: Any) -> None:
+    """Raise if ``optax.inject_hyperparams`` has made a bool of a function: it was no schedule."""
+    injected = lambda node: isinstance(getattr(node, "hyperparams", None), Mapping)
+    for node in filter(injected, jax.tree.leaves(state, is_leaf=injected)):
+        for name, value in node.hyperparams.items():
+            if any(isinstance(leaf, bool) for leaf in jax.tree.leaves(value)):
+                raise ArgumentError(
+                    f"optax.inject_hyperparams called the function {name} with the number of "
+                    f"updates, as a schedule, and it returned {_check.shown(value)}: so Optax "
+                    f"would use that for all parameters. Write "
+                    f"optax.inject_hyperparams(..., static_args={name!r})."
+                )

@@ -66,6 +66,7 @@ def diagnose(
     *, run_self_test: bool, sizes: Sequence[int], timeout: float, as_command: bool
 ) -> Diagnosis:
     """As ``doctor``; as a command, it also meets the other processes, or ends this one."""
+    _check.flag("self_test", run_self_test)
     _check_arguments(sizes, timeout)
     known = versions.installed()
     found = [*versions.findings(known), *settings.findings()]

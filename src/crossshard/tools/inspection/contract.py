@@ -158,9 +158,10 @@ def _times(sent: float, sending: list[Collective], bound: float) -> str:
 
 
 def _checked_kinds(forbid: Any) -> tuple[str, ...]:
-    if not isinstance(forbid, Iterable):
+    if not isinstance(forbid, Iterable) or hasattr(forbid, "dtype"):
         raise ArgumentTypeError(
-            f'forbid must be kinds of collectives, such as ("all-reduce",); got {forbid!r}.'
+            f'forbid must be kinds of collectives, such as ("all-reduce",); got '
+            f"{_check.shown(forbid)}."
         )
     kinds = (forbid,) if isinstance(forbid, str) else tuple(forbid)
     _check_known("forbid", kinds)
@@ -169,13 +170,16 @@ def _checked_kinds(forbid: Any) -> tuple[str, ...]:
 
 def _check_known(name: str, kinds: Iterable[Any]) -> None:
     for kind in kinds:
-        if kind not in KINDS:
-            raise ArgumentError(f"{name} must name kinds among {', '.join(KINDS)}; got {kind!r}.")
+        if not isinstance(kind, str) or kind not in KINDS:
+            known = ", ".join(KINDS)
+            raise ArgumentError(f"{name} must name kinds among {known}; got {_check.shown(kind)}.")
 
 
 def _checked_ratio(ratio: Any) -> float:
     if not isinstance(ratio, numbers.Real) or isinstance(ratio, bool) or not float(ratio) >= 0:
-        raise ArgumentError(f"max_bytes_ratio must be a number of at least 0; got {ratio!r}.")
+        raise ArgumentError(
+            f"max_bytes_ratio must be a number of at least 0; got {_check.shown(ratio)}."
+        )
     return float(ratio)
 
 
@@ -189,7 +193,7 @@ def _checked_shares(shares: Any) -> float | dict[str, float] | None:
         if not is_number or not 0 <= float(share) <= 1:
             raise ArgumentError(
                 f"min_hidden must be a share from 0 to 1, or one for each of some kinds, such as "
-                f'{{"reduce-scatter": 0.8}}; got {shares!r}.'
+                f'{{"reduce-scatter": 0.8}}; got {_check.shown(shares)}.'
             )
     return dict(shares) if isinstance(shares, Mapping) else float(shares)
 
@@ -199,7 +203,9 @@ def _widening(sending: list[Collective], report: Communication) -> float:
 
     At most one reduction of each gradient counts.
     """
-    narrow = [each for each in report.parameters if each.dtype and width(each.dtype) < _SUMMED_IN]
+    narrow = [
+        each for each in report.parameters if each.dtype and 0 < width(each.dtype) < _SUMMED_IN
+    ]
     if not narrow:
         return 0
     narrowest = min(width(each.dtype or "") for each in narrow)

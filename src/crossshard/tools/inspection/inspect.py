@@ -180,7 +180,7 @@ def program_of(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pro
             )
         return step
     # Strings also have a method lower.
-    if hasattr(step, "lower") and not isinstance(step, str):
+    if hasattr(step, "lower") and not isinstance(step, str | bytes | bytearray):
         return step.lower(*args, **kwargs)
     if not callable(step):
         raise ArgumentTypeError(

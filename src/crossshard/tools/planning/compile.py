@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from crossshard import _check
 from crossshard.errors import ArgumentError
 from crossshard.step.description import bytes_on_device
 from crossshard.step.rebuild import axes_of_batch
@@ -63,6 +64,7 @@ class _Compiling:
         self._mesh = topology.mesh(choice.mesh)
         step, self._state = work.step(self._mesh, choice.weight_update, choice.params)
         self._batch = work.batch(self._mesh.size)
+        _check.arrays("batch", self._batch, or_types=True)
         self._axes = axes_of_batch(step).of(self._batch)
         self._available = _available(topology)
         self._compiled: jax.stages.Compiled | None = None

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from crossshard import _check
 from crossshard.errors import ArgumentError
 from crossshard.shards.devices import cpu_devices
 from crossshard.tools.planning.chips import GPUS, TPUS, Chip
@@ -67,11 +68,12 @@ def topology(name: str) -> Topology:
     >>> topology("cpu:1").size
     1
     """
-    found = re.fullmatch(r"([a-z]\w*):(\d{1,6}(?:x\d{1,6})*)", str(name))
+    given = name if isinstance(name, str) else ""
+    found = re.fullmatch(r"([a-z]\w*):(\d{1,6}(?:x\d{1,6})*)", given)
     kind, sizes = (found[1], [int(n) for n in found[2].split("x")]) if found else ("", [0])
     known = kind in TPUS or kind in GPUS or kind == "cpu"
     if not known or not 0 < math.prod(sizes) <= _MOST:
-        raise ArgumentError(f"There is no topology {name!r:.60}. Known are {KNOWN}.")
+        raise ArgumentError(f"There is no topology {_check.shown(name)}. Known are {KNOWN}.")
     if kind == "cpu":
         return _cpu(name, sizes)
     return _tpu(name, sizes) if kind in TPUS else _gpu(name, sizes)

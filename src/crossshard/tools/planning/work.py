@@ -9,6 +9,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from crossshard import _check
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.optimizer.cross_shard_optimizer import CrossShardOptimizer
 from crossshard.pipeline.update.plan import Rest
@@ -52,13 +53,20 @@ class Work:
             specs = lambda path, leaf: flat[jax.tree_util.keystr(path)]
 
         def lay(path: Any, leaf: Any) -> Any:
-            sharding = NamedSharding(mesh, specs(path, leaf))
+            spec = specs(path, leaf)
+            if not isinstance(spec, PartitionSpec):
+                raise ArgumentTypeError(
+                    f"model_specs must be a function of path and leaf that returns "
+                    f"a PartitionSpec, or a pytree of these like params; got "
+                    f"{_check.described(spec)}."
+                )
             try:
+                sharding = NamedSharding(mesh, spec)
                 sharding.shard_shape(leaf.shape)
             except ValueError as error:
                 raise ArgumentError(
                     f"params{jax.tree_util.keystr(path)}, of shape {leaf.shape}, cannot be split "
-                    f"as {sharding.spec} over {dict(mesh.shape)}."
+                    f"as {spec} over {dict(mesh.shape)}."
                 ) from error
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
@@ -123,7 +131,9 @@ def _flat_specs(specs: Any, params: Any) -> dict[str, PartitionSpec]:
     is_spec = lambda x: x is None or isinstance(x, PartitionSpec)
     try:
         whole = jax.tree.map(
-            lambda spec, part: jax.tree.map(lambda _: spec or PartitionSpec(), part),
+            lambda spec, part: jax.tree.map(
+                lambda _: PartitionSpec() if spec is None else spec, part
+            ),
             specs,
             params,
             is_leaf=is_spec,

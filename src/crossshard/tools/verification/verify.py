@@ -9,7 +9,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from crossshard import _mesh
+from crossshard import _check, _mesh
 from crossshard._annotations import Groups, Key, PyTree
 from crossshard._hash import checksum
 from crossshard.distributed.agreement import check_agreement, exchange
@@ -104,9 +104,10 @@ def _verify(
 ) -> Verification:
     if isinstance(step, TrainStep):
         # It splits the batch by itself.
-        if batch_axis != 0:
+        if type(batch_axis) is not int or batch_axis != 0:
             raise ArgumentError(
-                f"A TrainStep has its own batch_axis; leave batch_axis={batch_axis!r:.60} out."
+                f"A TrainStep has its own batch_axis; leave batch_axis={_check.shown(batch_axis)} "
+                f"out."
             )
         measurement = _of_train_step(step, batch, num_shards, key, groups)
         found = _found(measurement, lambda found: _with_those_of_others(found, step.mesh))
