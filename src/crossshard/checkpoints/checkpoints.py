@@ -14,7 +14,7 @@ from crossshard._annotations import Json
 from crossshard.checkpoints.fingerprint import fingerprint
 from crossshard.checkpoints.folder import Folder
 from crossshard.checkpoints.keeping import Keeping, notes_of
-from crossshard.checkpoints.leaves import check_arrays, check_devices, check_types
+from crossshard.checkpoints.leaves import check_devices
 from crossshard.checkpoints.manifest import Damaged, Fingerprint, check_data
 from crossshard.checkpoints.preemption import Preemption
 from crossshard.checkpoints.reading import Found, read_params, read_state
@@ -126,8 +126,7 @@ class Checkpoints:
           CheckpointError: it cannot be written, the one before could not be, or another run writes
             to the folder.
         """
-        _check_call("save", state)
-        check_arrays(state)
+        _check_call("save", state, or_types=False)
         with entering_of(self._step, "save"):
             self._save(state, data, score, pin)
 
@@ -174,7 +173,7 @@ class Checkpoints:
         self._preemption = self._preemption or Preemption()
         if not self._preemption.reached():
             return False
-        check_arrays(state)
+        _check_call("save_if_preempted", state, or_types=False)
         if self._saving.taken is None or self._saving.taken != int(state.step):
             self.save(state, data)
         self.wait()
@@ -286,7 +285,6 @@ class Checkpoints:
           CheckpointMismatchError: the parameters have other names, shapes or dtypes.
         """
         _check_call("restore_params", state)
-        check_types(state)
         layout = layout_of(self._step, state)
         types = layout.collected_types(state)
         read = lambda number: read_params(self._folder, number, layout.own, types)
@@ -311,7 +309,6 @@ class Checkpoints:
     def _reader(self, state: TrainState, strict: Any) -> Callable[[int], Found]:
         _check_call("restore", state)
         _check.flag("strict", strict)
-        check_types(state)
         layout = layout_of(self._step, state)
 
         def read(number: int) -> Found:
@@ -405,9 +402,15 @@ class Checkpoints:
         return self._fingerprints[id(layout)][1]
 
 
-def _check_call(call: str, state: Any) -> None:
-    """Raise unless a call can do its work here, and with a state."""
-    check_state(state)
+def _check_call(call: str, state: Any, *, or_types: bool = True) -> None:
+    """Raise unless a call can do its work here, and with a state, or its types."""
+    check_state(state, or_types=or_types)
+    for path, x in () if or_types else jax.tree_util.tree_leaves_with_path(state):
+        if not isinstance(x, jax.Array):
+            raise ArgumentTypeError(
+                f"state{jax.tree_util.keystr(path)} must lie on the devices of the step; got "
+                f"{type(x).__name__}. Pass a state that init, restore_latest or a step returned."
+            )
     if not _jax.at_top_level():
         raise ArgumentError(
             f"{call} works with files, which a function that jax traces cannot do. Call it outside "

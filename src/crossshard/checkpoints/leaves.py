@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.errors import ArgumentError
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.shards.partition import partition_along_axis
@@ -73,42 +73,6 @@ def _unpacked(placement: Placement, shape: tuple[int, ...], dtype: Any) -> jax.S
 def _unpack(placement: Placement, x: Any) -> jax.Array:
     whole = placement.unpack(x)
     return jax.random.key_data(whole) if _is_key(whole) else whole
-
-
-def check_types(state: TrainState) -> None:
-    """Raise unless the leaves of a state have a shape and a dtype.
-
-    Raises:
-      ArgumentTypeError: one has none.
-    """
-    for path, x in jax.tree_util.tree_leaves_with_path(state):
-        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
-            raise _no_array(path, x)
-
-
-def check_arrays(state: TrainState) -> None:
-    """Raise unless a state consists of arrays that can be written.
-
-    Raises:
-      ArgumentError: one was donated, or deleted.
-      ArgumentTypeError: one is none, as in ``abstract_init``'s.
-    """
-    for path, x in jax.tree_util.tree_leaves_with_path(state):
-        if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
-            raise _no_array(path, x)
-        if x.is_deleted():
-            raise ArgumentError(
-                f"{jax.tree_util.keystr(path)} of the state was donated or deleted, so that its "
-                f"values are gone. Pass the state that the last step has returned; give copies to "
-                f"a function that donates: jax.tree.map(jnp.copy, state)."
-            )
-
-
-def _no_array(path: Any, x: Any) -> ArgumentTypeError:
-    return ArgumentTypeError(
-        f"{jax.tree_util.keystr(path)} of the state must be an array; got {type(x).__name__}. Pass "
-        f"a state that init, restore_latest or a step has returned."
-    )
 
 
 def check_devices(layout: StateLayout, state: TrainState) -> None:
