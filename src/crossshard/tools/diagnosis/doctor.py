@@ -1,14 +1,12 @@
 """doctor: look at this machine, at JAX and at the job, run each collective, say what is wrong."""
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from typing import Any
 
 from crossshard import _check, _jax
 from crossshard.distributed.initialize import initialize
 from crossshard.distributed.job import Job
-from crossshard.distributed.supervisor.aborts import as_usual_on_abort, before_abort
 from crossshard.errors import ArgumentError, ArgumentTypeError, CrossshardError
 from crossshard.shards.devices import shard_mesh
 from crossshard.tools.diagnosis import (
@@ -26,8 +24,6 @@ from crossshard.tools.quiet import quiet
 
 # Before the 40 seconds after which XLA for CPUs aborts the process.
 SECONDS = 30.0
-# Of a process that looks wrong.
-_ENDED = 1
 
 
 def doctor(
@@ -65,7 +61,7 @@ def doctor(
 def diagnose(
     *, run_self_test: bool, sizes: Sequence[int], timeout: float, as_command: bool
 ) -> Diagnosis:
-    """As ``doctor``; as a command, it also meets the other processes, or ends this one."""
+    """As ``doctor``; as a command, it also meets the other processes."""
     _check.flag("self_test", run_self_test)
     _check_arguments(sizes, timeout)
     known = versions.installed()
@@ -113,25 +109,11 @@ def _as_data(job: Job) -> dict[str, Any]:
 
 def _connected(job: Job, timeout: float) -> list[Finding]:
     """Meet the other processes of the job; what is wrong if they do not come."""
-    why = (
-        f"Process {job.process_id} of {job.num_processes} has not met the others at "
-        f"{job.coordinator_address} in {timeout:g} seconds. Start all of them, with the same "
-        f"address, and let the others reach its port."
-    )
-    screen = os.dup(2)
-
-    def say_why() -> None:
-        os.write(screen, f"crossshard: {why}\n".encode())
-        os._exit(_ENDED)
-
-    # JAX aborts the process where it has waited in vain.
-    before_abort(say_why)
     try:
         with quiet():
             # What stands still is named here, before the watch of the job ends the process.
             initialize(timeout=timeout, stall_timeout=max(1, 2 * timeout))
     except CrossshardError as error:
-        as_usual_on_abort()
         return [Finding("job", str(error))]
     return []
 
