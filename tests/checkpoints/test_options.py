@@ -42,9 +42,7 @@ def params(dtype: Any = jnp.float32) -> Any:
 @functools.cache
 def step_with(optimizer: Any = "sgd", shards: int = 2, **options: Any) -> Any:
     of_wrapper = {
-        name: options.pop(name)
-        for name in ("preprocess", "reduction")
-        if name in options
+        name: options.pop(name) for name in ("preprocess", "reduction") if name in options
     }
     if "groups" in options:
         # Lists, which a cache does not take.

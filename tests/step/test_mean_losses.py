@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import crossshard
 from crossshard import CrossShardOptimizer, Mean, make_train_step
-from crossshard.errors import ArgumentError, ArgumentTypeError, LossError
+from crossshard.errors import ArgumentError, ArgumentTypeError, ArgumentTypeError, LossError
 from tests.quick import deep
 from tests.step.common import assert_close, assert_same, on_one_device, sgd_step, train
 
@@ -458,10 +458,11 @@ def test_what_contradicts_it_is_refused() -> None:
     step = make_train_step(shifted, CrossShardOptimizer(optax.sgd(RATE), "sum"), num_shards=4)
     with pytest.raises(ArgumentError, match="reduction is SUM"):
         step(step.init(W), BATCHES[0])
+    with pytest.raises(ArgumentTypeError, match="CrossShardOptimizer that reduces the gradients"):
+        crossshard.grad(shifted, optimizer=optax.sgd(0.1))
     each = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), BATCHES[0])
     for opt, word in (
         (None, "optimizer=opt"),
-        (optax.sgd(0.1), "optimizer=opt"),
         (CrossShardOptimizer(optax.sgd(0.1), "sum"), "reduction is SUM"),
         (CrossShardOptimizer(optax.sgd(0.1), accumulate_steps=2), "accumulates over 2 calls"),
         (CrossShardOptimizer(optax.sgd(0.1), nonfinite="quarantine"), "nonfinite='skip'"),
