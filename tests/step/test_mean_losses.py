@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import crossshard
 from crossshard import CrossShardOptimizer, Mean, make_train_step
-from crossshard.errors import ArgumentError, ArgumentTypeError, ArgumentTypeError, LossError
+from crossshard.errors import ArgumentError, ArgumentTypeError, LossError
 from tests.quick import deep
 from tests.step.common import assert_close, assert_same, on_one_device, sgd_step, train
 
