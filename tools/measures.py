@@ -8,7 +8,6 @@ calls; a call over a border is one from the innermost function of the package th
 
 import ast
 import collections
-import gc
 import importlib
 import os
 import pkgutil
@@ -97,7 +96,9 @@ def primitives() -> set[str]:
             r"jax\._src\.(lax|random|prng|ad|custom|pjit|callback|ffi|shard_map)", module.name
         ):
             importlib.import_module(module.name)
-    return {str(each.name) for each in gc.get_objects() if isinstance(each, Primitive)}
+    modules = [module for name, module in sys.modules.items() if name.startswith("jax.")]
+    found = (each for module in modules for each in vars(module).values())
+    return {str(each.name) for each in found if isinstance(each, Primitive)}
 
 
 def named_in_tables() -> set[str]:

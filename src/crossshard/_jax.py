@@ -515,27 +515,6 @@ def _shape_on_shard(x: Any, spec: Any, mesh: Any) -> tuple[int, ...]:
     return jax.sharding.NamedSharding(mesh, spec).shard_shape(x.shape)
 
 
-# The collectives whose output is equal on all shards along their axes.
-_EQUALIZING = frozenset({"psum", "pmax", "pmin", "all_gather"})
-
-
-def equalizes(equation: Any) -> bool:
-    """Whether an equation is a collective whose output is equal on all shards along its axes."""
-    ungrouped = equation.params.get("axis_index_groups") is None
-    return equation.primitive.name in _EQUALIZING and ungrouped
-
-
-def draws(equation: Any) -> bool:
-    """Whether an equation makes random numbers, and not only keys."""
-    return equation.primitive.name in {
-        "random_bits",
-        "random_gamma",
-        "rng_bit_generator",
-        "rng_uniform",
-        "threefry2x32",
-    }
-
-
 def has_own_derivative(equation: Any) -> bool:
     """Whether autodiff takes the user's rule for an equation, not what its jaxpr says."""
     return equation.primitive.name.startswith(("custom_jvp_call", "custom_vjp_call"))

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from crossshard.jaxprs.mean_over_rows import SAME_NOISE, OverRows, over_rows
-from crossshard.jaxprs.row_draws import KEYS, is_random
+from crossshard.jaxprs.primitives import KEYS
+from crossshard.jaxprs.row_draws import is_random
 
 ROWS, WIDTH = 6, 4
 W = np.float32(np.random.default_rng(0).normal(size=WIDTH))

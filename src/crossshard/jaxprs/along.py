@@ -14,34 +14,14 @@ import numpy as np
 from crossshard import _jax
 from crossshard.jaxprs.elementwise import (
     COMPUTES_WITH_SHAPE,
-    ELEMENTWISE,
     Along,
     Elementwise,
     Kind,
     Mixed,
     Slicing,
 )
+from crossshard.jaxprs.primitives import ALONG_ONE, ELEMENTWISE, OF_MATRICES, REDUCTIONS
 from crossshard.jaxprs.walk import Equations
-
-_REDUCTIONS = frozenset(
-    "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum "
-    "reduce_xor".split()
-)
-# Along one axis, which is this parameter.
-_ALONG_ONE = {
-    "concatenate": "dimension",
-    "cumlogsumexp": "axis",
-    "cummax": "axis",
-    "cummin": "axis",
-    "cumprod": "axis",
-    "cumsum": "axis",
-    "sort": "dimension",
-}
-# Of matrices in the last two axes.
-_OF_MATRICES = frozenset(
-    "cholesky eigh geqrf householder_product lu lu_pivots_to_permutation qr svd "
-    "triangular_solve".split()
-)
 
 
 class OnSlices(Elementwise):
@@ -153,11 +133,11 @@ def axes_after(whole: Any, part: Any, inputs: Sequence[Kind]) -> Sequence[int] |
         return [axis] if alike else None
     if others:
         return None
-    if name in _OF_MATRICES:
+    if name in OF_MATRICES:
         return [axis] * outs if axis < len(shape) - 2 else None
-    if name in _ALONG_ONE:
-        return [axis] * outs if params[_ALONG_ONE[name]] != axis else None
-    if name in _REDUCTIONS:
+    if name in ALONG_ONE:
+        return [axis] * outs if params[ALONG_ONE[name]] != axis else None
+    if name in REDUCTIONS:
         axes = params["axes"]
         return None if axis in axes else [axis - sum(each < axis for each in axes)]
     moved = _MOVES.get(name)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from crossshard import _jax
+from crossshard.jaxprs.primitives import ADDS, OF_ZEROS
 from crossshard.jaxprs.walk import Analysis, Equations, follow, through
 
 
@@ -122,9 +123,9 @@ class _Origin(Analysis[int | None]):
         name = equation.primitive.name
         if name in ("optimization_barrier", "copy", "copy_p"):
             return inputs
-        if name in _OF_ZERO_ZERO and all(fact == _ZERO for fact in inputs):
+        if name in OF_ZEROS and all(fact == _ZERO for fact in inputs):
             return [_ZERO] * len(equation.outvars)
-        if name in ("add", "add_any", "sub") and inputs[1] == _ZERO:
+        if name in ADDS and inputs[1] == _ZERO:
             alike = _alike(equation.invars[0].aval, equation.outvars[0].aval)
             return [inputs[0] if alike else None]
         return [None] * len(equation.outvars)
@@ -135,7 +136,3 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 _ZERO = -1
-_OF_ZERO_ZERO = frozenset(
-    "add add_any broadcast_in_dim concatenate convert_element_type mul neg reshape squeeze sub "
-    "transpose".split()
-)

@@ -12,6 +12,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr
 
 from crossshard import _jax
+from crossshard.jaxprs.primitives import EQUALIZES
 from crossshard.jaxprs.walk import Analysis, Equations, equations_within, follow
 
 Axes = frozenset[str]
@@ -65,8 +66,14 @@ class Variance(Analysis[Axes]):
         else:
             varies = self.join([*inputs, *map(self._named_by, equations_within(equation))])
         over = self._named_by(equation)
-        out = varies - over if _jax.equalizes(equation) else varies | over
+        out = varies - over if _equalizes(equation) else varies | over
         return [out] * len(equation.outvars)
 
     def _named_by(self, equation: Any) -> Axes:
         return _names_in(_jax.named_axes(equation)) & self._mesh_axes
+
+
+def _equalizes(equation: Any) -> bool:
+    """Whether an equation is a collective whose output is equal on all shards along its axes."""
+    ungrouped = equation.params.get("axis_index_groups") is None
+    return equation.primitive.name in EQUALIZES and ungrouped

@@ -17,12 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from crossshard import _jax
-from crossshard.jaxprs.elementwise import ELEMENTWISE
 from crossshard.jaxprs.kernels import Assumptions, of_kernel
-from crossshard.jaxprs.row_draws import KEYS, SAME_NOISE, drawn, is_random
+from crossshard.jaxprs.primitives import ADDS, ELEMENTWISE, KEYS, MOVES, OVER_SHARDS, PASSES
+from crossshard.jaxprs.row_draws import SAME_NOISE, drawn, is_random
 from crossshard.jaxprs.row_facts import (
-    ADDS,
-    MOVES,
     Chunks,
     Fact,
     Free,
@@ -333,14 +331,6 @@ def found(fact: Fact) -> Finding:
             return Finding(OverRows.UNDECIDED, "it grows with the number of rows")
 
 
-_SUMS_OVER_SHARDS = frozenset("pmax pmin psum psum2 psum_invariant".split())
-# Which return what they are given.
-_PASSES = frozenset(
-    "device_put layout_constraint mesh_cast name optimization_barrier pcast pvary reshard "
-    "sharding_constraint".split()
-)
-
-
 class _OverRows(Analysis[Fact]):
     """The facts of two traces, the second with several times as many rows as the first.
 
@@ -461,7 +451,7 @@ class _OverRows(Analysis[Fact]):
         pair, number = self._pair(equations), len(equations[0].outvars)
         if not number:  # a debug print
             return []
-        if pair.name in _PASSES and len(inputs) == number:
+        if pair.name in PASSES and len(inputs) == number:
             return inputs
         if pair.name == "select_n" and inputs[0] == Never():
             # As where an index is negative, which the number of a row is not.
@@ -501,7 +491,7 @@ class _OverRows(Analysis[Fact]):
         """
         names = {x for x in jax.tree.leaves(_jax.named_axes(pair.one)) if isinstance(x, str)}
         elsewhere = self._shards is not None and not names & set(self._shards)
-        brings = pair.name not in _SUMS_OVER_SHARDS and not elsewhere
+        brings = pair.name not in OVER_SHARDS and not elsewhere
         by_itself = Obstacle(OverRows.OVER_SHARDS, pair.name, pair.one, brings=brings)
         if brings or len(inputs) != len(pair.one.outvars):
             free = all(isinstance(fact, Free) and fact.power == 0 for fact in inputs)

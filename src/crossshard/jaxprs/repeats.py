@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from crossshard import _jax
+from crossshard.jaxprs.primitives import BINARY
 
 
 def without_repeats(jaxpr: Any) -> Any:
@@ -67,7 +68,7 @@ class _Merged:
 
     def _whole(self, equation: Any) -> Any:
         """The equation with operands of its own shape, whose broadcasts are equations too."""
-        if equation.primitive.name not in _BINARY:
+        if equation.primitive.name not in BINARY:
             return equation
         shape = equation.outvars[0].aval.shape
         given = [
@@ -90,12 +91,6 @@ class _Merged:
         if key is not None:
             self._known[key] = outputs
         return outputs
-
-
-# Operations that broadcast their operands as they are lowered.
-_BINARY = frozenset(
-    "add add_any sub mul div rem pow max min atan2 nextafter and or xor eq ne lt le gt ge".split()
-)
 
 
 def _key(equation: Any) -> Hashable | None:

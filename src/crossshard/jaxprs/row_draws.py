@@ -6,29 +6,11 @@ A primitive that is not in the table is not known, and nothing is said of what i
 import functools
 from collections.abc import Sequence
 
+from crossshard.jaxprs.primitives import KEYS
 from crossshard.jaxprs.row_facts import Fact, Free, Obstacle, Pair, Rows, power_of
 
 SAME_NOISE = "noise from a key that is the same on every shard"
 
-# Which input is the key, or what a key is made of; None where no rule says what is drawn of rows.
-KEYS: dict[str, int | None] = {
-    "prng_join": None,
-    "prng_random_bits": None,
-    "prng_seed": None,
-    "prng_split": None,
-    "random_bits": 0,
-    "random_clone": 0,
-    "random_fold_in": 0,
-    "random_gamma": 0,
-    "random_seed": 0,
-    "random_split": 0,
-    "random_unwrap": 0,
-    "random_wrap": 0,
-    "rng_bit_generator": None,
-    "rng_uniform": None,
-    "threefry2x32": None,
-    "threefry4x32": None,
-}
 # What makes more of a key than there was: a number, or keys.
 _DRAWS = frozenset({"random_bits", "random_gamma", "random_split"})
 

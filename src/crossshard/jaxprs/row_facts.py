@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from crossshard.jaxprs.primitives import CHOOSES, HOMOGENEOUS, OF_COUNTS, OF_SIGN
+
 
 class OverRows(enum.Enum):
     """What a loss is in the rows of its batch."""
@@ -300,7 +302,7 @@ def are_counts(pair: Pair, facts: Sequence[Fact]) -> bool:
     """Whether an output is integers, of any dtype."""
     if _is_count(pair.one.outvars[0]):
         return True
-    return pair.name in _OF_COUNTS and all(map(_counts, facts, pair.one.invars))
+    return pair.name in OF_COUNTS and all(map(_counts, facts, pair.one.invars))
 
 
 def _is_count(atom: Any) -> bool:
@@ -410,46 +412,6 @@ def _outside(of: Any, place: Any) -> Any:
     return None if place is None else (place, of)
 
 
-# What keeps a sum a sum, if all else that it takes is free of the batch.
-LINEAR = frozenset(
-    "broadcast_in_dim concatenate conj convert_element_type copy copy_p cumsum imag neg pad real "
-    "reduce_precision reduce_sum reshape rev slice split squeeze stack stop_gradient tile "
-    "transpose unstack".split()
-)
-ADDS = frozenset({"add", "add_any", "sub"})
-# What changes no element.
-MOVES = frozenset("broadcast_in_dim convert_element_type copy copy_p reshape stop_gradient".split())
-# Inputs that choose elements; all others are copied, or added up.
-CHOOSES: dict[str, slice] = {
-    "dynamic_slice": slice(1, None),
-    "dynamic_update_slice": slice(2, None),
-    "gather": slice(1, 2),
-    "scatter": slice(1, 2),
-    "scatter-add": slice(1, 2),
-    "scatter_add": slice(1, 2),
-    "select_n": slice(0, 1),
-}
-# Whose outcome is multiplied by what all that they take is multiplied by.
-_HOMOGENEOUS = (
-    LINEAR
-    | ADDS
-    | set(CHOOSES)
-    | set("abs cummax cummin max min reduce_max reduce_min sort".split())
-    | set("reduce_window_max reduce_window_min reduce_window_sum select_and_scatter_add".split())
-)
-
-
-# Which make integers of integers.
-_OF_COUNTS = (
-    LINEAR
-    | ADDS
-    | set(CHOOSES)
-    | set("abs dot_general max min mul reduce_max reduce_min sign square".split())
-)
-# Whose outcome is the same then.
-_OF_SIGN = frozenset("argmax argmin eq ge gt is_finite le lt ne sign".split())
-
-
 def chosen(name: str, facts: Sequence[Fact]) -> tuple[Sequence[Fact], Sequence[Fact]]:
     """The facts of the inputs that choose elements, and those of the rest."""
     where = range(len(facts))[CHOOSES.get(name, slice(0))]
@@ -478,9 +440,9 @@ def power_of(pair: Pair, facts: Sequence[Fact]) -> int | None:
     found = {_power(fact) for fact in rest if not is_zero(fact)}
     if len(found) > 1 or any(map(_power, chooses)):
         return None
-    if name in _OF_SIGN:
+    if name in OF_SIGN:
         return 0
-    return max(found, default=0) if name in _HOMOGENEOUS else None
+    return max(found, default=0) if name in HOMOGENEOUS else None
 
 
 def _power(fact: Fact) -> int:

@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 
 from crossshard.jaxprs.along import axes_after
-from crossshard.jaxprs.elementwise import ELEMENTWISE, Along, Slicing
+from crossshard.jaxprs.elementwise import Along, Slicing
+from crossshard.jaxprs.primitives import ELEMENTWISE, MIXES, MOVES
 from crossshard.jaxprs.row_draws import drawn, is_random
 from crossshard.jaxprs.row_facts import (
-    MOVES,
     Chunks,
     Fact,
     Free,
@@ -25,12 +25,6 @@ from crossshard.jaxprs.row_facts import (
     power_of,
 )
 from crossshard.jaxprs.row_gathers import gathered, scattered
-
-# Primitives that let rows meet, where they work along their axis.
-_MIXES = frozenset(
-    "argmax argmin cumlogsumexp cummax cummin cumprod cumsum dot_general fft reduce_max reduce_min "
-    "reduce_prod reduce_xor rev top_k".split()
-)
 
 
 def of_rows(pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
@@ -130,7 +124,7 @@ def _moved(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
     if axes is None:
         # A sort may be undone; by random numbers, which numbers cannot tell, it is a permutation.
         by_noise = name == "sort" and pair.one.invars[0].aval.dtype == np.uint32
-        known = name in ELEMENTWISE or name in _MIXES or by_noise
+        known = name in ELEMENTWISE or name in MIXES or by_noise
         return (pair.compared if known else pair.undecided)(f"{name} over the rows")
     constant = all(fact.constant for fact in inputs if isinstance(fact, Rows))
     return [replace(found, axis=axis, constant=constant) for axis in axes]

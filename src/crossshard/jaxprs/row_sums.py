@@ -4,12 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from crossshard.jaxprs.elementwise import ELEMENTWISE
+from crossshard.jaxprs.primitives import ADDS, CHOOSES, ELEMENTWISE, LINEAR, MOVES
 from crossshard.jaxprs.row_facts import (
-    ADDS,
-    CHOOSES,
-    LINEAR,
-    MOVES,
     Fact,
     Free,
     Inverse,

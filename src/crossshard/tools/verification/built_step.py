@@ -13,6 +13,7 @@ from flax import nnx
 
 from crossshard import _jax
 from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.jaxprs.primitives import DRAWS
 from crossshard.jaxprs.walk import equations_within
 from crossshard.shards import batch_axes
 from crossshard.shards.batch_axes import BatchAxes
@@ -139,7 +140,7 @@ class BuiltStep:
         except Exception:  # of any kind: not every step can be traced as a whole
             return None
         return any(
-            _jax.draws(each)
+            each.primitive.name in DRAWS
             for equation in jaxpr.eqns
             for each in (equation, *equations_within(equation))
         )

@@ -1,0 +1,76 @@
+"""Primitives: each of the installed JAX stands in the table, once; an unknown one has no rule."""
+
+import collections
+import importlib
+import pkgutil
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.extend.core import Primitive
+
+from crossshard.jaxprs import primitives
+from crossshard.jaxprs.elementwise import why_not_elementwise
+from crossshard.jaxprs.mean_over_rows import over_rows
+from crossshard.jaxprs.primitives import KINDS, OpKind, of_kind
+
+# Of kernels and experiments: their own tables, and code that needs what is not here.
+LEFT_OUT = r"jax\.(_src\.(pallas|test|tpu_custom|mosaic|export|debugger)|experimental|tools)"
+SETS = {
+    name: set(value)
+    for name, value in vars(primitives).items()
+    if name.isupper() and name not in ("KINDS", "_TABLE") and isinstance(value, (frozenset, dict))
+}
+
+
+def installed() -> set[str]:
+    """The names of the primitives that JAX has without what is left out."""
+    for module in pkgutil.walk_packages(jax.__path__, "jax."):
+        if module.name.startswith("jax._src.") and not re.match(LEFT_OUT, module.name):
+            try:
+                importlib.import_module(module.name)
+            except Exception:  # of any kind: some need a package that is not here
+                continue
+    modules = [module for name, module in sys.modules.items() if name.startswith("jax.")]
+    found = (each for module in modules for each in vars(module).values())
+    return {str(each.name) for each in found if isinstance(each, Primitive)}
+
+
+def test_each_primitive_of_the_installed_jax_stands_in_the_table():
+    """A new one is read by a person, and put where it belongs, or among the unknown."""
+    lax = {str(each.name) for each in vars(jax.lax).values() if isinstance(each, Primitive)}
+    assert len(installed()) > len(lax) > 100
+    assert sorted(installed() - KINDS.keys()) == []
+
+
+def test_each_stands_once():
+    words = " ".join(primitives._TABLE.values()).split()
+    assert [name for name, count in collections.Counter(words).items() if count > 1] == []
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_what_is_known_of_a_primitive_is_of_one_that_is_known(name: str):
+    assert SETS[name] <= KINDS.keys()
+    assert not SETS[name] & of_kind(OpKind.UNKNOWN, OpKind.CALL)
+
+
+unknown = Primitive("tests.unknown")
+unknown.def_abstract_eval(lambda x: x)
+
+
+def test_an_unknown_primitive_is_unknown_to_the_analyses():
+    found = over_rows(lambda x, w, own: unknown.bind(x @ w).mean(), jnp.ones((4, 3)), jnp.ones(3))
+    # Numbers have to show that it computes each row alone.
+    assert "tests.unknown" in found.assumes[0]
+    sgd = optax.sgd(0.1)
+
+    def update(params, state, gradients):
+        updates, state = sgd.update(gradients, state, params)
+        return optax.apply_updates(params, jax.tree.map(unknown.bind, updates)), state
+
+    types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8,), (4,))]
+    given = [(each, sgd.init(each), each) for each in types]
+    assert "tests.unknown" in str(why_not_elementwise(update, *given))
