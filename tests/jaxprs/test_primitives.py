@@ -34,7 +34,8 @@ def installed() -> set[str]:
                 importlib.import_module(module.name)
             except Exception:  # of any kind: some need a package that is not here
                 continue
-    modules = [module for name, module in sys.modules.items() if name.startswith("jax.")]
+    loaded = [name for name in sys.modules if name.startswith("jax._src.")]
+    modules = [sys.modules[name] for name in loaded if not re.match(LEFT_OUT, name)]
     found = (each for module in modules for each in vars(module).values())
     return {str(each.name) for each in found if isinstance(each, Primitive)}
 
