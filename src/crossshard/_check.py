@@ -54,7 +54,9 @@ def word(name: str, given: object, hint: str = "") -> str:
     return given
 
 
-def whole_number(name: str, given: Any, least: int | None = 1, hint: str = "") -> int:
+def whole_number(
+    name: str, given: Any, least: int | None = 1, hint: str = "", *, most: int | None = _MOST
+) -> int:
     """An int, which may be numpy's; of any size if ``least`` is ``None``, else at most int32's.
 
     Raises:
@@ -70,8 +72,8 @@ def whole_number(name: str, given: Any, least: int | None = 1, hint: str = "") -
         raise ArgumentTypeError(f"{name} must be {what}; got {described(given)}.{_after(hint)}")
     if least is not None and found < least:
         raise ArgumentError(f"{name} must be at least {least}; got {found}.{_after(hint)}")
-    if least is not None and found > _MOST:
-        raise ArgumentError(f"{name} must be at most {_MOST}; got {shown(found)}.{_after(hint)}")
+    if least is not None and most is not None and found > most:
+        raise ArgumentError(f"{name} must be at most {most}; got {shown(found)}.{_after(hint)}")
     return found
 
 
@@ -97,6 +99,8 @@ def number(name: str, given: Any, hint: str = "") -> float:
       ArgumentError: it is larger than a float.
       ArgumentTypeError: it is none; True and False are none.
     """
+    if isinstance(given, np.ndarray) and given.shape == ():
+        given = given.item()
     if isinstance(given, bool) or not isinstance(given, numbers.Real):
         raise ArgumentTypeError(f"{name} must be a number; got {described(given)}.{_after(hint)}")
     try:
@@ -122,9 +126,9 @@ def flag(name: str, given: object) -> bool:
     Raises:
       ArgumentTypeError: it is neither.
     """
-    if not isinstance(given, bool):
+    if not isinstance(given, bool | np.bool_):
         raise ArgumentTypeError(f"{name} must be True or False; got {described(given)}.")
-    return given
+    return bool(given)
 
 
 def function(name: str, given: object) -> Callable[..., Any]:

@@ -303,7 +303,7 @@ BAD_STATES: dict[str, tuple[Any, Any, str]] = {
     "a number": (
         lambda s: dataclasses.replace(s, step=3),
         ArgumentTypeError,
-        r"state\.step .* got 3 \(int\)",
+        r"state\.step .* got int",
     ),
     "parameters": (lambda state: state.params, ArgumentTypeError, "got dict"),
 }
@@ -344,7 +344,7 @@ def test_a_step_to_restore_is_a_number(tmp_path: Path):
             checkpoints.restore(state, number)
     with pytest.raises(ArgumentTypeError, match="step must be an int"):
         checkpoints.restore_params(state, True)
-    with pytest.raises(ArgumentTypeError, match=r"state\.step .* got 1 \(int\)"):
+    with pytest.raises(ArgumentTypeError, match=r"state\.step .* got int"):
         checkpoints.restore_latest(dataclasses.replace(state, step=1))
 
 

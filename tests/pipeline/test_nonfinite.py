@@ -346,6 +346,33 @@ def test_what_is_not_finite_beside_finite_gradients_is_named_and_spread_to_nobod
         assert int(metrics["nonfinite"].shards) == 0
 
 
+@pytest.mark.parametrize("action", ["quarantine", "skip", "raise"])
+def test_infinities_in_a_model_state_may_be_meant(action: str):
+    def loss(w: Any, seen: Any, x: Any) -> Any:
+        own = (w * x).mean()
+        return own, {"best": jnp.minimum(seen["best"], own), "mask": seen["mask"]}
+
+    step = sgd_step(loss, 1.0, N, model_state="mean", nonfinite=action)
+    before = {"best": jnp.float32(np.inf), "mask": jnp.float32([0, -np.inf, np.nan])}
+    state = step.init(np.float32(1), model_state=before)
+    x = np.ones(N, np.float32)
+    for _ in range(3):
+        state, _ = step(state, x)
+    step.finish(jax.device_get(state))
+    assert (int(state.step), float(state.params)) == (3, -2)
+
+
+@pytest.mark.parametrize("options", [{}, {"loss_scale": "dynamic"}])
+def test_virtual_shards_have_a_weight_each(options: Any):
+    loss = lambda w, batch: (w * batch["x"] * batch["n"]).sum() / batch["n"].sum()
+    batch = {"x": np.arange(16, dtype=np.float32), "n": np.float32(np.arange(16) % 4 > 0)}
+    step = sgd_step(loss, 1.0, 2, weight="n", virtual_shards=8, nonfinite="skip", **options)
+    state, metrics = step(step.init(np.float32(3)), batch)
+    assert int(metrics["nonfinite"].shards) == 0
+    want = 3 - (batch["x"] * batch["n"]).sum() / batch["n"].sum()
+    np.testing.assert_allclose(state.params, want, rtol=1e-6)
+
+
 def test_noise_is_that_of_the_others():
     loss = lambda w, x: (w * x).mean()
     names = ("noise_variance", "noise_signal", "local_grad_norm")

@@ -71,3 +71,33 @@ def test_a_state_that_is_not_donated_stays_valid():
     np.testing.assert_array_equal(after.params, state.params)
     with pytest.raises(ArgumentTypeError, match="donate must be"):
         step_of(8, donate="no")
+
+
+def test_an_error_of_a_step_that_has_donated_its_state_is_its_own():
+    calls: list[int] = []
+
+    def failing(x: Any) -> Any:
+        calls.append(1)
+        if len(calls) > 1:
+            raise KeyError("of the caller")
+        return x
+
+    def loss(w: Any, x: Any) -> Any:
+        return (jax.pure_callback(failing, jax.typeof(x), x) * w[:1]).mean()
+
+    step = make_train_step(loss, optax.sgd(0.1), num_shards=1)
+    state = step.init(W)
+    with pytest.raises(Exception, match="of the caller"):  # noqa: PT012
+        for _ in range(3):
+            state, metrics = step(state, X[0])
+            jax.block_until_ready(metrics)
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_update": "sharded"}, {"params": "sharded"}])
+def test_states_on_the_host_and_traced_ones_are_looked_at(options: Any):
+    step = step_of(8, **options)
+    state = step.init(W)
+    want = step.unshard(state)
+    for found in (step.unshard(jax.device_get(state)), jax.jit(step.unshard)(state)):
+        np.testing.assert_array_equal(found.params, want.params)
+    assert jax.eval_shape(step.unshard, state).params.shape == W.shape

@@ -28,7 +28,7 @@ from crossshard.errors import (
 )
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
-from crossshard.step.arguments import check_state
+from crossshard.step.arguments import check_is_state, check_state
 from crossshard.step.train_step import TrainStep, collected, config_of, entering_of, layout_of
 
 # How often to begin again while another run deletes what is being read.
@@ -74,8 +74,8 @@ class Checkpoints:
             raise ArgumentTypeError(
                 f"step must come from make_train_step; got {type(step).__name__}."
             )
-        _check.whole_number("keep", keep)
-        _check.whole_number("keep_best", keep_best, least=0)
+        _check.whole_number("keep", keep, most=None)
+        _check.whole_number("keep_best", keep_best, least=0, most=None)
         self._folder, self._step, self._keep = Folder(folder), step, keep
         self._preemption: Preemption | None = None
         self._fingerprints: dict[int, tuple[StateLayout, Fingerprint]] = {}
@@ -169,7 +169,8 @@ class Checkpoints:
             the main thread.
         """
         # Not only once it has to be saved.
-        _check_call("save_if_preempted", state)
+        check_is_state(state)
+        _check_at_top_level("save_if_preempted")
         self._preemption = self._preemption or Preemption()
         if not self._preemption.reached():
             return False
@@ -185,7 +186,7 @@ class Checkpoints:
         Raises:
           CheckpointError: it could not be written; those before it are as they were.
         """
-        with entering_of(self._step, "wait"):
+        with entering_of(self._step, "wait", counts=False):
             self._saving.wait()
 
     def close(self) -> None:
@@ -194,7 +195,7 @@ class Checkpoints:
         Raises:
           CheckpointError: as for ``wait``.
         """
-        with entering_of(self._step, "wait"):
+        with entering_of(self._step, "wait", counts=False):
             self._close()
 
     def _close(self) -> None:
@@ -405,12 +406,17 @@ class Checkpoints:
 def _check_call(call: str, state: Any, *, or_types: bool = True) -> None:
     """Raise unless a call can do its work here, and with a state, or its types."""
     check_state(state, or_types=or_types)
-    for path, x in () if or_types else jax.tree_util.tree_leaves_with_path(state):
-        if not isinstance(x, jax.Array):
+    allowed = (jax.Array, jax.ShapeDtypeStruct) if or_types else (jax.Array,)
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        if not isinstance(x, allowed):
             raise ArgumentTypeError(
                 f"state{jax.tree_util.keystr(path)} must lie on the devices of the step; got "
                 f"{type(x).__name__}. Pass a state that init, restore_latest or a step returned."
             )
+    _check_at_top_level(call)
+
+
+def _check_at_top_level(call: str) -> None:
     if not _jax.at_top_level():
         raise ArgumentError(
             f"{call} works with files, which a function that jax traces cannot do. Call it outside "

@@ -149,7 +149,8 @@ def _patience(call: str, *, of_all: bool) -> float:
     """For how many seconds the first process waits for each of the others."""
     if PROGRESS.seconds is None:
         return _UNWATCHED_SECONDS
-    return _FOR_EVER if of_all else PROGRESS.seconds(call)
+    # Nobody watches the processes of a smaller mesh, which may compile.
+    return _FOR_EVER if of_all else max(PROGRESS.seconds(call), _UNWATCHED_SECONDS)
 
 
 def _exchanged(own: _Call, processes: tuple[int, ...], seconds: float) -> _Answer:

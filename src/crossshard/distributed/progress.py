@@ -104,6 +104,19 @@ def entering(name: str = "step") -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def for_now(name: str) -> Iterator[None]:
+    """As ``entering``, for a call that not all processes need to make: it counts until it ends."""
+    waits = PROGRESS.waits
+    PROGRESS.enter(name)
+    PROGRESS.inside += 1
+    try:
+        yield
+    finally:
+        PROGRESS.inside -= 1
+        PROGRESS.withdraw(name, waits)
+
+
+@contextlib.contextmanager
 def waiting(name: str, within: str = "") -> Iterator[None]:
     """Tell the others that this process waits for all of them, within what it has entered.
 

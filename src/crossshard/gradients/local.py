@@ -288,7 +288,7 @@ def _check_scale(given: Any) -> jax.Array:
 
 
 def _check_argnums(argnums: Any) -> int | tuple[int, ...]:
-    if isinstance(argnums, list | tuple):
+    if isinstance(argnums, Sequence) and not isinstance(argnums, str | bytes):
         return tuple(_check.whole_number("Each of argnums", each, least=None) for each in argnums)
     return _check.whole_number("argnums", argnums, least=None, hint="It may be a tuple of ints.")
 

@@ -1,4 +1,4 @@
-"""ReadOnly: a dict in what ``opt.state`` returns, which is a copy."""
+"""ReadOnly: the hyperparameters in what ``opt.state`` returns, which is a copy."""
 
 from __future__ import annotations
 
@@ -39,14 +39,20 @@ class ReadOnly(dict[Any, Any]):
 
 
 def read_only(tree: Any) -> Any:
-    """A pytree whose dicts are ``ReadOnly``."""
+    """A pytree whose hyperparameters, as of ``optax.inject_hyperparams``, are ``ReadOnly``.
 
-    def frozen(node: Any) -> Any:
+    All other dicts stay what they are, since a pytree of another type fits no tree of dicts.
+    """
+
+    def frozen(path: Any, node: Any) -> Any:
         if type(node) is not dict:
             return node
-        return ReadOnly({key: read_only(value) for key, value in node.items()})
+        if path and getattr(path[-1], "name", "") == "hyperparams":
+            return ReadOnly(node)
+        return {key: read_only(value) for key, value in node.items()}
 
-    return jax.tree.map(frozen, tree, is_leaf=lambda node: type(node) is dict)
+    is_dict = lambda node: type(node) is dict
+    return jax.tree_util.tree_map_with_path(frozen, tree, is_leaf=is_dict)
 
 
 def _register() -> None:

@@ -448,7 +448,8 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
     def state(self) -> CrossShardState | None:
         """A copy of the Optax state, a pytree of arrays; ``None`` before the first step.
 
-        Its dicts raise an ArgumentTypeError if they are written to, which would change nothing.
+        Hyperparameters raise an ArgumentTypeError if they are written to, which would change
+        nothing.
 
         Assign a pytree of the same structure to restore it, after ``build`` or a first step, or to
         change it: ``opt.state = optax.tree.set(opt.state, learning_rate=jnp.float32(0.01))``.

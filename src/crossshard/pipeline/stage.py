@@ -61,7 +61,8 @@ class Gradients:
       finite: bool[], after the aggregate: whether the reduced gradients are finite on all shards;
         ``None`` if no stage asks for it.
       updated: an ``Updated``, after the optimizer; else ``None``.
-      beside: before the aggregate: what this shard keeps besides, which has to be finite too.
+      beside: before the aggregate: for each array that this shard keeps besides, bool[], whether
+        there is a NaN in it that was not there before.
       status: for each leaf of ``values`` how far it was reduced before the aggregate; ``None`` for
         float0.
       extra_status: the same for ``extra``.

@@ -77,7 +77,8 @@ def check_is_state(state: Any) -> None:
         )
     # Types and traced values have no buffers.
     count = state.step
-    if getattr(count, "shape", None) != () or count.dtype != np.int32:
+    is_int = isinstance(count, int | np.integer) and not isinstance(count, bool)
+    if not is_int and (getattr(count, "shape", None) != () or count.dtype != np.int32):
         raise ArgumentTypeError(
             f"state.step is the number of steps, int32[]; got {_check.described(count)}. A state "
             f"is what init(params) or a step returned, with arrays of the same types."

@@ -110,9 +110,11 @@ class Program:
         except CrossshardError:
             raise
         except Exception:
-            # To look at each array before would take long at every step.
-            _check.arrays("state", state)
-            _check.arrays("batch", batch)
+            # To look at each array before would take long at every step. Of a state that this call
+            # has donated the error is its own.
+            if not _is_gone(state.step):
+                _check.arrays("state", state)
+                _check.arrays("batch", batch)
             raise
         if divisor is not None:
             check_weight_by_numbers(self._config, batch, doubt.finding, divisor)
@@ -161,3 +163,8 @@ class Program:
                 raise
         self._compiled = _mesh.OnAutomaticAxes(self._jit(self._run), self._config.outer_mesh)
         return function()(state, batch)
+
+
+def _is_gone(x: Any) -> bool:
+    is_array = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    return is_array and x.is_deleted()

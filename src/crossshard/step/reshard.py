@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from crossshard import _mesh
+from crossshard import _jax, _mesh
 from crossshard.distributed.progress import waiting
 from crossshard.errors import ArgumentError, CheckpointWarning
 from crossshard.model.layout import StateLayout
@@ -100,8 +100,11 @@ class Resharder:
             run = lambda state: how(jax.tree.map(jnp.copy, state))
             self._compiled[key] = jax.jit(run, out_shardings=to)
         # All processes of the job send each other their parts.
-        parts = not all(x.is_fully_replicated for x in jax.tree.leaves(state))
-        together = parts and are_of_all_processes(self._config.mesh)
+        together = (
+            are_of_all_processes(self._config.mesh)
+            and _jax.at_top_level()
+            and not all(getattr(x, "is_fully_replicated", True) for x in jax.tree.leaves(state))
+        )
         with (
             waiting("unshard") if together else contextlib.nullcontext(),
             _mesh.in_place_of_the_users_mesh(self._config.mesh),

@@ -16,7 +16,7 @@ from crossshard.model.state import TrainState
 from crossshard.pipeline.arrive import arrive
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import Gradients, StageContext
-from crossshard.pipeline.stages.nonfinite import own_weight
+from crossshard.pipeline.stages.nonfinite import new_nans, own_weight
 from crossshard.pipeline.update.arrays import (
     Arrays,
     DealtParts,
@@ -192,6 +192,9 @@ class StepFunction:
         loss, pipeline, opt_state = self.loss, self.pipeline, before.opt_state
         context = dataclasses.replace(context, params=like)
         gradients = self._arrive(local, context)
+        if pipeline.nonfinite is not None:
+            beside = new_nans(local.model_state, before.model_state)
+            gradients = gradients.replace(beside=beside)
 
         def others(weight: Any) -> dict[str, Any]:
             excludes = pipeline.excludes_shards
@@ -292,7 +295,7 @@ class StepFunction:
             or self.loss.accumulate_steps > 1
             or self.pipeline.loss_scale is not None,
             early=local.early,
-        ).replace(weighed=is_virtual, beside=local.model_state)
+        ).replace(weighed=is_virtual)
 
     def _out_specs(self, layout: StateLayout, state: TrainState, is_global: bool) -> Progress:
         """The specs of what leaves ``shard_map``."""

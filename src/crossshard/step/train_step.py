@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from crossshard import _check, _jax, _mesh
 from crossshard._annotations import Key, PyTree
-from crossshard.distributed.progress import PROGRESS, entering
+from crossshard.distributed.progress import PROGRESS, entering, for_now
 from crossshard.errors import ArgumentError
 from crossshard.guards.divergence import names_of_compared
 from crossshard.guards.replay import copy, differing
@@ -135,9 +135,13 @@ class TrainStep:
         """Arrays of this step on the mesh as the user made it."""
         return jax.tree.map(lambda x: _mesh.on_mesh(x, self._config.outer_mesh), tree)
 
-    def _entering(self, call: str) -> contextlib.AbstractContextManager[Any]:
+    def _entering(
+        self, call: str, *, counts: bool = True
+    ) -> contextlib.AbstractContextManager[Any]:
         """What tells the other processes that this one is in a call."""
-        return entering(call) if self._is_watched else contextlib.nullcontext()
+        if not self._is_watched:
+            return contextlib.nullcontext()
+        return entering(call) if counts else for_now(call)
 
     def finish(self, state: TrainState) -> None:
         """Wait for the last steps, and raise what they have found, as further calls would.
@@ -165,7 +169,7 @@ class TrainStep:
         The gradient of `gradient` is not finite on shard 0
         """
         with self._entering("finish"):
-            check_state(state, or_types=False)
+            check_is_state(state)
             self._watch.look(state, lambda: self.compared(state), running=0)
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
@@ -444,9 +448,14 @@ def config_of(step: TrainStep) -> StepConfig:
     return step._config
 
 
-def entering_of(step: TrainStep, call: str) -> contextlib.AbstractContextManager[Any]:
-    """What tells the other processes of a step that this one is in a call of its own name."""
-    return step._entering(call)
+def entering_of(
+    step: TrainStep, call: str, *, counts: bool = True
+) -> contextlib.AbstractContextManager[Any]:
+    """What tells the other processes of a step that this one is in a call of its own name.
+
+    ``counts`` says that all of them make it.
+    """
+    return step._entering(call, counts=counts)
 
 
 def collected(step: TrainStep, state: TrainState) -> TrainState:

@@ -91,10 +91,13 @@ class Watch:
 def _first_nan(state: TrainState) -> str:
     """The first array of a state of which a part that this process has is NaN; empty if none is."""
     # Metrics are of the last step, and infinities may be meant, such as the best loss so far.
-    state = dataclasses.replace(state, opt_state=state.opt_state._replace(metrics=()))
+    opt_state = state.opt_state._replace(metrics=())
+    # What is not trained is as it was given.
+    state = dataclasses.replace(state, opt_state=opt_state, frozen=())
     for path, x in jax.tree_util.tree_leaves_with_path(state):
-        parts = x.addressable_shards if is_inexact(x) else ()
-        if any(jnp.isnan(part.data).any() for part in parts):
+        parts = x.addressable_shards if isinstance(x, jax.Array) else ()
+        values = [part.data for part in parts] or [x]
+        if is_inexact(x) and any(jnp.isnan(value).any() for value in values):
             return leaf_name(path)
     return ""
 

@@ -102,7 +102,7 @@ class Nonfinite(Stage):
 
     def __post_init__(self) -> None:
         action = _check.choice("nonfinite", self.action, OnNonfinite)
-        _check.whole_number("max_consecutive", self.max_consecutive)
+        _check.whole_number("max_consecutive", self.max_consecutive, most=None)
         object.__setattr__(self, "action", action)
         if action is OnNonfinite.RAISE:
             object.__setattr__(self, "max_consecutive", 1)
@@ -164,9 +164,9 @@ class ReportNonfinite(Stage):
         self, gradients: Gradients, state: Any, context: StageContext
     ) -> tuple[Gradients, Any]:
         """The local gradients, with what this shard reports, and its weight in the mean."""
-        flags, weight = _flags((gradients.values, beside(gradients))), gradients.weight
+        flags, weight = _flags(gradients), gradients.weight
         # A shard of weight 0 may hold NaN.
-        counts = True if weight is None else weight != 0
+        counts = True if weight is None else (weight != 0).any()
         own = jnp.where(flags.any() & counts, jnp.argmax(flags) + 1, 0)
         reported = _at_own_place(own.astype(jnp.float32), context)
         gradients = gradients.replace(sums={**gradients.sums, REPORTED: reported})
@@ -205,16 +205,20 @@ def own_weight(gradients: Gradients, weight: jax.Array | None, context: StageCon
     return jnp.where(gradients.sums[REPORTED][context.shards.index()] > 0, 0, as_counted(weight))
 
 
-def beside(gradients: Gradients) -> tuple[Any, Any]:
-    """This shard's loss, and what it keeps besides: they have to be finite as its gradient has."""
-    return gradients.extra.get("value", 0.0), gradients.beside
+def new_nans(after: PyTree, before: PyTree) -> PyTree:
+    """For each array whether there is a NaN in it that was not there; infinities may be meant."""
+
+    def one(new: Any, old: Any) -> Any:
+        return (jnp.isnan(new) & ~jnp.isnan(old)).any() if is_inexact(new) else jnp.bool_(False)
+
+    return jax.tree.map(one, after, before)
 
 
 def is_sound(gradients: Gradients) -> Bool[Array, ""]:
-    """Whether what is ``beside`` this shard's gradients is finite, if the shard counts."""
-    flagged = _flags(beside(gradients)).any()
-    # A shard of weight 0 may hold NaN.
-    return ~flagged if gradients.weight is None else ~flagged | (gradients.weight == 0)
+    """Whether this shard's loss and what it keeps have no new NaN, if the shard counts."""
+    sound = ~jnp.stack(_flags_beside(gradients)).any()
+    # A shard of weight 0 may hold NaN. Virtual shards have a weight each.
+    return sound if gradients.weight is None else sound | (gradients.weight == 0).all()
 
 
 def _named(leaf: int, params: PyTree, model_state: PyTree) -> str:
@@ -229,11 +233,16 @@ def _named(leaf: int, params: PyTree, model_state: PyTree) -> str:
     return f"the model state{name}, but no gradient,"
 
 
-def _flags(values: Any) -> Bool[Array, " leaves"]:
-    """Which leaves are not finite."""
-    leaves = jax.tree.leaves(values)
+def _flags(gradients: Gradients) -> Bool[Array, " leaves"]:
+    """Which gradients are not finite; then the loss, and what the shard keeps besides."""
+    leaves = jax.tree.leaves(gradients.values)
     flags = [~jnp.isfinite(leaf).all() if is_inexact(leaf) else False for leaf in leaves]
-    return jnp.stack([jnp.asarray(flag) for flag in flags])
+    return jnp.stack([*map(jnp.asarray, flags), *_flags_beside(gradients)])
+
+
+def _flags_beside(gradients: Gradients) -> list[Any]:
+    loss = jnp.asarray(gradients.extra.get("value", 0.0))
+    return [jnp.isnan(loss).any(), *jax.tree.leaves(gradients.beside)]
 
 
 def _at_own_place(own: Float[Array, ""], context: StageContext) -> Float[Array, " shards"]:

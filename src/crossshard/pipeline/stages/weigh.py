@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from crossshard import _check
@@ -31,6 +32,8 @@ def as_weight(given: Any, what: str = "got") -> Float[Array, ""]:
       ArgumentError: the weight is not a scalar.
       ArgumentTypeError: the weight is not a number.
     """
+    if isinstance(given, int) and not isinstance(given, bool):
+        given = _check.number("A shard's weight", given)
     value = _check.as_array("A shard's weight", given) if is_number(given) else None
     kinds = jnp.floating, jnp.integer, jnp.bool_
     if value is None or not any(jnp.issubdtype(value.dtype, kind) for kind in kinds):
@@ -42,8 +45,10 @@ def as_weight(given: Any, what: str = "got") -> Float[Array, ""]:
         raise ArgumentError(
             f"A shard's weight is one number; {what} an array of shape {value.shape}. Sum it."
         )
+    if not isinstance(given, float | np.generic | np.ndarray):
+        return value
     _check.finite("A shard's weight", given)
-    if not isinstance(given, jax.Array) and given < 0:
+    if np.any(np.asarray(given) < 0):
         raise ArgumentError(f"A shard's weight is at least 0; {what} {given}.")
     return value
 
