@@ -44,8 +44,8 @@ class NonfiniteState(NamedTuple):
     Attributes:
       shard: int32[], the first shard whose gradient was not finite; -1 if all were, or if the loss
         is over the batch, so that no shard has a gradient of its own.
-      leaf: int32[], the first such leaf of its gradient; the next number for its loss, and those
-        after that for the arrays of its model state; -1 if all were finite.
+      leaf: int32[], the first such leaf of its gradient; the next number for a NaN in its loss, and
+        those after that for one in the arrays of its model state; -1 if there was nothing.
       shards: int32[], the number of shards whose gradients were not finite; 1 with a loss over the
         batch.
       overflow: bool[], whether the reduced gradient was not finite although those that it was
