@@ -107,7 +107,8 @@ def _told(name: str, value: Any, params: Any) -> Iterator[tuple[str, str | Updat
         told, kind = str(value.describe()), type(value).__name__
         yield said, told if kind in told else f"{told} of {kind}"
         # Attributes that are no fields may count calls, or tell a process from others.
-        for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
+        fields: Any = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+        for field in fields:
             each = getattr(value, field.name)
             if field.compare and _is_plain(each):
                 yield f"{said}.{field.name}", _in_words(each)
