@@ -125,3 +125,88 @@ def test_each_option_is_compared_or_declared_not_to_be(name: str):
 def test_what_is_declared_is_there():
     for part, names in NOT_COMPARED.items():
         assert names <= {field.name for field in dataclasses.fields(part)}
+
+
+# Objects of the user's, which are others in each process and in each function.
+
+
+class Token:
+    """Its text has its address."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """A weight, or a decay by schedule."""
+
+    token: Any
+
+    def __call__(self, given: Any) -> Any:
+        return jnp.float32(0.5)
+
+
+class Counts(TopK):
+    """Has attributes that are no fields, and says nothing of itself."""
+
+    def __init__(self, part: float, calls: int, token: Any = None):
+        super().__init__(part)
+        self.__dict__.update(calls=calls, rank=calls, token=token)
+
+    def describe(self) -> str:
+        return "in its own way"
+
+
+class Renamed(Counts):
+    """The same of another name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields(TopK):
+    """Has fields of all kinds."""
+
+    sizes: Any = (1, 2)
+    token: Any = None
+    calls: int = dataclasses.field(default=0, compare=False)
+
+
+def made_elsewhere() -> Any:
+    return lambda batch: jnp.float32(1)
+
+
+ALIKE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "weight": ({"weight": Given(Token())}, {"weight": Given(Token())}),
+    "ema": ({"ema": Given(Token())}, {"ema": Given(Token())}),
+    "ema of several": ({"ema": Given([Token()])}, {"ema": Given([Token()])}),
+    "lambda": ({"weight": lambda batch: jnp.float32(1)}, {"weight": made_elsewhere()}),
+    "attributes": (
+        {"aggregator": Counts(0.1, 1, Token())},
+        {"aggregator": Counts(0.1, 0, Token())},
+    ),
+    "fields": (
+        {"aggregator": Fields(0.1, token=[Token()], calls=1)},
+        {"aggregator": Fields(0.1, token=[Token()], calls=0)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_the_same_of_another_process_or_function_is_the_same(name: str):
+    one, other = (fingerprint(config_with(options), PARAMS) for options in ALIKE[name])
+    assert one == other
+    assert " at 0x" not in str(one)
+
+
+@pytest.mark.parametrize(
+    ("aggregators", "differ"),
+    [
+        ((Counts(0.1, 1), Renamed(0.1, 1)), {"aggregator"}),
+        ((Fields(0.1), Fields(0.1, {"w": (1, 2)})), {"aggregator.sizes"}),
+        ((Fields(0.1, {"w": 1, "v": 2}), Fields(0.1, {"v": 2, "w": 1})), set()),
+    ],
+)
+def test_the_name_and_the_fields_of_an_aggregator_are_compared(
+    aggregators: tuple[Any, Any], differ: set[str]
+):
+    one, other = (
+        fingerprint(config_with({"aggregator": each}), PARAMS).options for each in aggregators
+    )
+    assert {name for name in one if one[name] != other[name]} == differ

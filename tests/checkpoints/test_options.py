@@ -392,10 +392,12 @@ def as_before(body: Any) -> None:
     updates, told = found.pop("updates"), found.pop("options")
     names = "reduction preprocess accumulate_steps weight reduce_dtype nonfinite master_dtype ema"
     words = {name: told[name] for name in names.split()}
-    words |= {"loss_over='batch'": None, "loss_scale": "DynamicLossScale(initial=65536.0)"}
+    words["weight"] = words["weight"] and "on"
+    words["loss_over='batch'"] = "on" if told["loss_over"] == "batch" else None
+    words["loss_scale"] = told["loss_scale"] and "DynamicLossScale(initial=65536.0)"
     found |= {
         "update": updates["optimizer"],
-        "preprocess": updates["preprocess"],
+        "preprocess": updates.get("preprocess"),
         "options": words,
     }
     body["version"] = 3
@@ -413,6 +415,35 @@ def test_a_checkpoint_of_0_2_0_is_restored_and_compared_as_far_as_it_goes(tmp_pa
     rarely = step_with(preprocess=optax.clip(1.0), nonfinite="skip", sync_every=2)
     with pytest.raises(CheckpointMismatchError, match="sync_every is off in it, and 2 here"):
         restored(tmp_path, rarely)
+
+
+def count(batch: Any) -> Any:
+    return jnp.float32(len(batch))
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "says"),
+    [
+        ({"loss_over": "batch"}, {"loss_over": "batch"}, None),
+        ({"loss_over": "batch"}, {}, "loss_over is batch in it, and rows here."),
+        ({}, {"loss_over": "batch"}, "loss_over is not batch in it, and batch here."),
+        ({}, {"loss_over": "shard"}, None),
+        ({"weight": count}, {"weight": count}, None),
+        ({"weight": count}, {"weight": "mask"}, None),
+        ({"weight": count}, {}, "weight is on in it, and off here."),
+        ({}, {"weight": count}, "weight is off in it, and a function here."),
+        ({"loss_scale": "dynamic"}, {}, "loss_scale is gone, and its state is dropped"),
+        ({}, {"loss_scale": "dynamic"}, "loss_scale is new, and its state is made anew"),
+    ],
+)
+def test_what_was_on_in_a_checkpoint_of_0_2_0_is_compared(
+    was: dict[str, Any], now: dict[str, Any], says: str | None, tmp_path: Path
+):
+    # Without a call, since a count of rows is no weight of this loss.
+    step = step_with(**was)
+    saved(tmp_path, step, step.init(params()))
+    edit(next(tmp_path.glob("0*")) / "manifest" / "manifest.json", as_before)
+    restored(tmp_path, step_with(**now), says=says)
 
 
 # A state that is passed on in memory.

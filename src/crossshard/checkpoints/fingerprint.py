@@ -1,6 +1,7 @@
 """Fingerprint: tells a step from others, by its options and by its optimizer's state and update."""
 
 import dataclasses
+import enum
 from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
@@ -20,7 +21,6 @@ from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import Stage
 from crossshard.pipeline.stages.preprocess import Preprocess
 from crossshard.pipeline.stages.streaming import Streaming
-from crossshard.pipeline.update.moving_average import describe_decay
 from crossshard.pipeline.update.optimize import takes_value
 from crossshard.step.config import StepConfig
 from crossshard.step.options import OPTIMIZER, PREPROCESS
@@ -56,7 +56,6 @@ _NAMES = {
     "outer": "sync_every",
     "outer.optimizer": "outer_optimizer",
     "outer.aggregator": "outer_reduce_dtype",
-    "aggregator.virtual_shards": "virtual_shards",
 }
 
 
@@ -99,12 +98,21 @@ def _told(name: str, value: Any, params: Any) -> Iterator[tuple[str, str | Updat
     elif name == PREPROCESS and value is not None:
         yield said, "on"
         yield said, _of_stage(value, params)
-    elif isinstance(value, Aggregator):
+    elif name == "weight" and callable(value) and not _is_ours(value):
+        # One function may be made in several places, and so have several names.
+        yield said, "a function"
+    elif isinstance(value, Aggregator) and _is_ours(value):
         yield said, value.describe() or None
-        for key, each in getattr(value, "__dict__", {}).items():
-            if type(each) in _PLAIN:
-                yield from _told(f"{name}.{key}", each, params)
-    elif dataclasses.is_dataclass(value) and dataclasses.fields(value):
+    elif isinstance(value, Aggregator):
+        told, kind = str(value.describe()), type(value).__name__
+        yield said, told if kind in told else f"{told} of {kind}"
+        # Attributes that are no fields may count calls, or tell a process from others.
+        fields: Any = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+        for field in fields:
+            each = getattr(value, field.name)
+            if field.compare and _is_plain(each):
+                yield f"{said}.{field.name}", _in_words(each)
+    elif _is_ours(value) and dataclasses.is_dataclass(value) and dataclasses.fields(value):
         # One says nonfinite="skip", and Nonfinite("skip", max_consecutive=5).
         first, *others = dataclasses.fields(value)
         yield from _told(name, getattr(value, first.name), params)
@@ -114,15 +122,34 @@ def _told(name: str, value: Any, params: Any) -> Iterator[tuple[str, str | Updat
         yield said, _in_words(value)
 
 
+def _is_ours(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] == "crossshard"
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether words tell all of a value, the same ones in every process."""
+    if isinstance(value, dict):
+        return all(_is_plain(each) for pair in value.items() for each in pair)
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, _PLAIN)
+
+
 def _in_words(value: Any) -> str | None:
     if value is None or isinstance(value, bool):
         return "on" if value else None
     if isinstance(value, Reduction):
         return value.name
+    if isinstance(value, dict):
+        return ", ".join(
+            sorted(f"{_in_words(key)}: {_in_words(each)}" for key, each in value.items())
+        )
     if isinstance(value, tuple | list):
         return ", ".join(str(_in_words(each)) for each in value)
+    if isinstance(value, _PLAIN):
+        return str(value)
     # An address, which the text of an object may have, differs between processes.
-    return str(value) if isinstance(value, (*_PLAIN, np.dtype)) else describe_decay(value)
+    return f"by {getattr(value, '__qualname__', type(value).__name__)}"
 
 
 def _of_update(optimizer: Any, params: Any) -> Update:
@@ -154,7 +181,8 @@ def _of_stage(stage: Stage, params: Any) -> Update:
 
 
 _NUMBERS = (int, float)
-_PLAIN = (*_NUMBERS, bool, str)
+# A bool is an int.
+_PLAIN = (*_NUMBERS, complex, str, enum.Enum, np.generic, np.dtype)
 
 
 def _equations(jaxpr: Any) -> Iterator[tuple[str, str, Any]]:

@@ -11,6 +11,8 @@ from crossshard.checkpoints.files import read_json
 from crossshard.errors import ArgumentError, ArgumentTypeError, CheckpointMismatchError
 
 VERSION = 4
+# What is known of an option of version 3: that it was on, and that the loss was not over the batch.
+ON, NOT_BATCH = "on", "not batch"
 # Where it is, in the folder of a checkpoint.
 FOLDER, FILE = "manifest", "manifest.json"
 # A thousand times what a large model needs. Files of which Orbax reads all are held to it too.
@@ -176,13 +178,13 @@ def read_manifest(file: Path, number: int) -> Manifest:
 def _of_version_3(update: Any, preprocess: Any, options: Any, **others: Any) -> dict[str, Any]:
     """A fingerprint as crossshard 0.2.0 wrote it, as it is written now."""
     updates = {"optimizer": update, "preprocess": preprocess}
-    # It did not have these, and said more of others.
+    # It did not have these, and of others it said more or less.
     off = dict.fromkeys(("aggregator", "sync_every", "sync_streaming", "virtual_shards"))
-    options = {
-        name: words
-        for name, words in {**off, **options}.items()
-        if words is None or name not in ("loss_scale", "weight")
-    }
+    options = {**off, **options}
+    options |= {name: ON for name in ("loss_scale", "weight") if options.get(name) is not None}
+    over_batch = "loss_over='batch'"
+    if over_batch in options:
+        options["loss_over"] = NOT_BATCH if options.pop(over_batch) is None else "batch"
     return {
         "updates": {name: each for name, each in updates.items() if each is not None},
         "options": options,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from crossshard.checkpoints.leaves import Leaf
-from crossshard.checkpoints.manifest import Fingerprint, Manifest, Update
+from crossshard.checkpoints.manifest import NOT_BATCH, ON, Fingerprint, Manifest, Update
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.step.options import AVERAGE, MASTERS, OPTIMIZER, key_of, said
@@ -217,7 +217,10 @@ def _of_option(name: str, written: Fingerprint, here: Fingerprint) -> str | None
     if name not in written.options:
         return None
     was, now = written.options[name], here.options[name]
-    return None if was == now else f"{name} is {was or 'off'} in it, and {now or 'off'} here"
+    is_alike = (
+        was == now or (was == ON and now is not None) or (was == NOT_BATCH and now != "batch")
+    )
+    return None if is_alike else f"{name} is {was or 'off'} in it, and {now or 'off'} here"
 
 
 def _of_groups(manifest: Manifest, layout: StateLayout) -> str | None:
