@@ -51,7 +51,7 @@ def train(steps, optimizer=OPTIMIZER, **options):
     )
     state, curve, held_out = step.init(initial_params()), [], data(10**6)
     report = crossshard.inspect(step.lower(state, held_out))
-    # Between the workers nothing is sent but in one of so many steps.
+    # Between the workers a count is sent, and all else in one of so many steps.
     seldom = report.bytes_in_branches
     between = seldom / options["sync_every"] if groups else report.bytes_sent
     for number in range(1, steps + 1):

@@ -1,10 +1,18 @@
 """A run with a place for a fault at each of its stages: initialize, init, restore, steps, saves."""
 
+import ctypes
 import importlib
 import os
 import signal
 import sys
-import time  # noqa: F401, faults use it
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import crossshard
+from crossshard.checkpoints import Checkpoints, storage
 
 OWN = int(os.environ["JAX_PROCESS_ID"])
 WHO, STAGE, FAULT, FOLDER, STALL, TIMEOUT = sys.argv[1:]
@@ -34,6 +42,11 @@ def other_rows() -> None:
     step(state, np.ones((4, 4096), np.float32))
 
 
+def stand_still() -> None:
+    """Sleep, as a process does that waits for what does not come."""
+    time.sleep(600)
+
+
 def hold_python() -> None:
     """Stand still with the lock that every other thread of this process needs."""
     ctypes.PyDLL(None).sleep(600)
@@ -41,18 +54,8 @@ def hold_python() -> None:
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 at("before initialize")
-
-import ctypes  # noqa: E402
-
-import crossshard  # noqa: E402
-from crossshard.checkpoints import Checkpoints, storage  # noqa: E402
-
 job = crossshard.distributed.initialize(timeout=float(TIMEOUT), stall_timeout=float(STALL))
 at("after initialize")
-
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
 
 before("crossshard.step.initial", "check_key", "in init")
 before("crossshard.checkpoints.checkpoints", "read_state", "in restore")

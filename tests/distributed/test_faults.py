@@ -17,7 +17,7 @@ STALL_SECONDS, MORE_SECONDS = 5, 15
 # For processes to connect; as long as it takes, unless that is the fault.
 CONNECT_SECONDS, NEVER_CONNECT_SECONDS = 60, 8
 
-SLEEP, LEAVE, FAIL, RAISE = "time.sleep(600)", "sys.exit()", "sys.exit(7)", "raise ValueError('x')"
+SLEEP, LEAVE, FAIL, RAISE = "stand_still()", "sys.exit()", "sys.exit(7)", "raise ValueError('x')"
 KILL, STOP = (f"os.kill(os.getpid(), signal.{name})" for name in ("SIGKILL", "SIGSTOP"))
 FULL = "raise OSError(28, 'No space left on device')"
 FINISH = "step.finish(state); sys.exit()"

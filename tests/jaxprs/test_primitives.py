@@ -32,7 +32,7 @@ def installed() -> set[str]:
         if module.name.startswith("jax._src.") and not re.match(LEFT_OUT, module.name):
             try:
                 importlib.import_module(module.name)
-            except Exception:  # of any kind: some need a package that is not here
+            except ImportError:  # of a package that is not here
                 continue
     loaded = [name for name in sys.modules if name.startswith("jax._src.")]
     modules = [sys.modules[name] for name in loaded if not re.match(LEFT_OUT, name)]

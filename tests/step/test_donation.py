@@ -87,10 +87,9 @@ def test_an_error_of_a_step_that_has_donated_its_state_is_its_own():
 
     step = make_train_step(loss, optax.sgd(0.1), num_shards=1)
     state = step.init(W)
-    with pytest.raises(Exception, match="of the caller"):  # noqa: PT012
-        for _ in range(3):
-            state, metrics = step(state, X[0])
-            jax.block_until_ready(metrics)
+    state, _ = step(state, X[0])
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="of the caller"):
+        jax.block_until_ready(step(state, X[0]))
 
 
 @pytest.mark.parametrize("options", [{}, {"weight_update": "sharded"}, {"params": "sharded"}])

@@ -30,7 +30,7 @@ class Options(TypedDict, total=False):
       accumulate_steps: the number of microbatches whose mean gradient is reduced once, for one
         update. In ``make_train_step`` each shard's rows are split into them and computed one after
         the other, with random keys and statistics as in as many small steps. In an optimizer they
-        are calls of ``update``, of which all but the last send nothing and return zeros.
+        are calls of ``update``, of which all but the last send a count alone, and return zeros.
       metrics: names of further metrics of each update: ``"grad_norm"``, ``"local_grad_norm"``,
         ``"update_norm"``, ``"param_norm"``, ``"learning_rate"``, ``"noise_scale"``,
         ``"noise_variance"``, ``"noise_signal"``. A step returns them; an optimizer's state holds
