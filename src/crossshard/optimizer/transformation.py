@@ -21,8 +21,9 @@ from crossshard.gradients.nesting import refuse_nesting
 from crossshard.gradients.status import check_incoming
 from crossshard.optimizer.arguments import check_functions
 from crossshard.pipeline.arrive import arrive
+from crossshard.pipeline.own import check_stage
 from crossshard.pipeline.pipeline import Pipeline
-from crossshard.pipeline.stage import Gradients, Stage, StageContext, check_stage
+from crossshard.pipeline.stage import Gradients, Stage, StageContext
 from crossshard.pipeline.stages.nonfinite import OnNonfinite
 from crossshard.pipeline.stages.preprocess import Preprocess
 from crossshard.pipeline.stages.weigh import as_weight, check_weighable

@@ -23,14 +23,8 @@ from crossshard.gradients.reduction import Reduction
 from crossshard.gradients.status import GradientStatus
 from crossshard.pipeline.aggregators.aggregator import Aggregator
 from crossshard.pipeline.aggregators.plain import Plain
-from crossshard.pipeline.stage import (
-    Gradients,
-    Phase,
-    Stage,
-    StageContext,
-    as_local,
-    check_returned,
-)
+from crossshard.pipeline.own import check_returned
+from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, as_local
 from crossshard.pipeline.stages.accumulate import Accumulate
 from crossshard.pipeline.stages.aggregate import Aggregate
 from crossshard.pipeline.stages.loss_scale import DynamicLossScale

@@ -13,7 +13,8 @@ from crossshard.collectives.all_reduce import sum_over_shards
 from crossshard.collectives.bucketing import bucketed_sum
 from crossshard.collectives.wire import send_exchanged, send_gathered
 from crossshard.errors import ArgumentTypeError
-from crossshard.pipeline.stage import StageContext, check_like, check_pair
+from crossshard.pipeline.own import check_like, check_pair
+from crossshard.pipeline.stage import StageContext
 from crossshard.shards.axes import Shards
 from crossshard.shards.groups import GroupAssignment, size_of_group
 from crossshard.shards.partition import Partition, slice_index
