@@ -19,6 +19,7 @@ import traceback
 import typing
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
@@ -172,6 +173,8 @@ GOOD: dict[str, Callable[[], Any]] = {
     "topology.name": lambda: "cpu:2",
     "number_of_shards": lambda: 2,
 }
+# Whatever the folder is called in which it lies.
+PACKAGE = Path(crossshard.__file__).parent
 # What a call needs besides, to be quick.
 ALSO: dict[str, dict[str, Any]] = {
     "doctor": {"sizes": (8,)},
@@ -362,7 +365,7 @@ def is_of_a_function_of_ours(error: Exception) -> bool:
     names = [
         frame.name
         for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename == __file__ or "crossshard" in frame.filename
+        if frame.filename == __file__ or Path(frame.filename).is_relative_to(PACKAGE)
     ]
     return names[-1] in ("loss_fn", "<lambda>")
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -95,9 +94,11 @@ def _first_nan(state: TrainState) -> str:
     # What is not trained is as it was given.
     state = dataclasses.replace(state, opt_state=opt_state, frozen=())
     for path, x in jax.tree_util.tree_leaves_with_path(state):
-        parts = x.addressable_shards if isinstance(x, jax.Array) else ()
-        values = [part.data for part in parts] or [x]
-        if is_inexact(x) and any(jnp.isnan(value).any() for value in values):
+        if not is_inexact(x):
+            continue
+        # With numpy: JAX refuses an array on one device while a mesh of several is set.
+        parts = [part.data for part in x.addressable_shards] if isinstance(x, jax.Array) else [x]
+        if any(np.isnan(np.asarray(part)).any() for part in parts):
             return leaf_name(path)
     return ""
 
