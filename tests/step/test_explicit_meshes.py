@@ -234,14 +234,14 @@ def test_within_the_users_jit_and_loop():
 def test_a_guard_raises_its_own_error():
     with jax.set_mesh(MESHES["one axis"]):
         skip = crossshard.Nonfinite("skip", max_consecutive=1)
-        step = crossshard.make_train_step(loss_fn, optax.sgd(0.3, 0.9), nonfinite=skip, donate=False)
+        step = crossshard.make_train_step(loss_fn, optax.sgd(0.3), nonfinite=skip, donate=False)
         state = step.init(PARAMS)
         after, _ = step(state, {"x": np.full_like(X[0], np.nan), "y": Y[0]})
         with pytest.raises(NonfiniteError, match="Parameters and state hold nothing of it"):
             step.finish(after)
         state = step.init(PARAMS | {"bias": np.full(16, np.nan, np.float32)})
         after, _ = step(state, {"x": X[0], "y": Y[0]})
-        with pytest.raises(NonfiniteError, match="bias.* of the state is NaN"):
+        with pytest.raises(NonfiniteError, match=r"bias.* of the state is NaN"):
             step.finish(after)
 
 
