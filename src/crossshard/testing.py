@@ -1,6 +1,6 @@
 """Assertions about communication, for your own tests."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from crossshard._annotations import PyTree
 from crossshard.errors import CommunicationError
@@ -19,6 +19,7 @@ def assert_communication(
     in_loop: bool = False,
     min_hidden: float | Mapping[str, float] | None = None,
     parameters: PyTree | int | None = None,
+    axis_name: str | Sequence[str] | None = None,
     **kwargs: PyTree,
 ) -> Communication:
     """Assert that a step sends at most ``max_bytes_ratio`` times the lower bound.
@@ -40,9 +41,10 @@ def assert_communication(
         is scheduled; or one for each of some kinds, such as ``{"reduce-scatter": 0.85}`` for the
         gradients of a sharded update. Synchronous collectives are never hidden, so compile for the
         devices that train.
-      parameters: the parameters, or their bytes, if they cannot be found in the program; see
+      parameters: what the step trains, or its bytes, unless it is a ``TrainStep``; see
         ``crossshard.inspect``. If your step has an argument of this name, pass a
         ``functools.partial`` or the lowered step.
+      axis_name: the mesh axes that split the batch; by default those of a ``TrainStep``, or all.
       **kwargs: the keyword arguments to lower the step with.
 
     Returns:
@@ -60,7 +62,7 @@ def assert_communication(
     0
     """
     contract = Contract(max_bytes_ratio, forbid, in_loop, min_hidden)
-    report = inspect(program_of(step, args, kwargs), parameters)
+    report = inspect(program_of(step, args, kwargs), parameters, axis_name=axis_name)
     breaches = contract.breaches(report)
     if breaches:
         raise CommunicationError("\n\n".join(map(str, breaches)))

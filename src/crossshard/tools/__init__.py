@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from crossshard.tools.inspection.collectives import Collective
     from crossshard.tools.inspection.hlo import Array
     from crossshard.tools.inspection.inspect import inspect
-    from crossshard.tools.inspection.parameters import Parameters
     from crossshard.tools.inspection.report import Communication, Memory
     from crossshard.tools.planning.recommend import plan
     from crossshard.tools.planning.report import Candidate, LinkUse, MemoryUse, Plan, Seconds
@@ -31,7 +30,6 @@ __all__ = [
     "LinkUse",
     "Memory",
     "MemoryUse",
-    "Parameters",
     "Plan",
     "Seconds",
     "Topology",
@@ -50,7 +48,6 @@ _HOMES = {
     "inspection.collectives": "Collective",
     "inspection.hlo": "Array",
     "inspection.inspect": "inspect",
-    "inspection.parameters": "Parameters",
     "inspection.report": "Communication Memory",
     "planning.recommend": "plan",
     "planning.report": "Candidate LinkUse MemoryUse Plan Seconds",

@@ -54,6 +54,13 @@ def compiled():
     return lowered().compile()
 
 
+def placed():
+    step, *args = jitted()
+    mesh = jax.make_mesh((8,), ("s",), axis_types=(jax.sharding.AxisType.Auto,))
+    lies = [jax.sharding.NamedSharding(mesh, spec) for spec in (P(), P("s"))]
+    return step, *jax.device_put(args, lies)
+
+
 def train_step():
     loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
     step = crossshard.make_train_step(loss, optax.sgd(0.1), num_shards=8)
@@ -63,10 +70,6 @@ def train_step():
 def twice():
     mean = lambda g: jax.lax.pmean(g, "s")
     return over(lambda w, x: w - mean(jnp.tanh(mean(grad(w, x))))), W, X
-
-
-def given():
-    return over(lambda w, g: w - jax.lax.pmean(g[0], "s")), W, jnp.ones((8, 16, 32))
 
 
 class Steps:
@@ -128,7 +131,8 @@ def inspected(run: Command, name: str, *options: str) -> Ended:
 
 
 def test_a_table_from_a_process_with_nothing_set(folder):
-    done = process(folder, "inspect", "mine.train:function", "--devices", "8")
+    words = ["--devices", "8", "--parameters", str(BYTES)]
+    done = process(folder, "inspect", "mine.train:function", *words)
     assert done.returncode == 0, done.stderr
     assert done.stderr == "this is not part of the report\n"
     line = TRAIN.splitlines().index(next(x for x in TRAIN.splitlines() if "w - jax.lax.pmean" in x))
@@ -150,11 +154,14 @@ def test_a_table_from_a_process_with_nothing_set(folder):
     "name", ["jitted", "lowered", "compiled", "train_step", "Steps.make"]
 )  # and "function", above
 def test_all_that_a_factory_may_return(run, name):
-    done = inspected(run, name, "--json")
+    named = [] if name == "train_step" else ["--parameters", str(BYTES)]
+    done = inspected(run, name, "--json", *named)
     assert done.returncode == 0, done.stderr
     read = json.loads(done.stdout)
     assert (read["devices"], read["shards"], read["parameter_bytes"]) == (8, 8, BYTES)
     assert read["ratio"] == pytest.approx(1, abs=0.01)
+    # A step tells them.
+    assert read["parameters"] == {"f32" if name == "train_step" else "unknown": BYTES}
 
 
 @pytest.mark.deep
@@ -173,17 +180,16 @@ def keys_of(value: Any) -> set[str]:
 
 
 def test_the_keys_of_the_json_are_those_that_are_documented(run):
-    read = json.loads(inspected(run, "function", "--json").stdout)
-    keys = keys_of(read)
+    named = ["--parameters", str(BYTES)]
+    read = json.loads(inspected(run, "function", "--json", *named).stdout)
+    assert read["parameters"] == {"unknown": BYTES}
+    keys = keys_of({**read, "parameters": {}})
     assert (read["bytes_sent"], read["lower_bound"]) == (SENT, SENT)
-    found = {"dtype": "f32", "bytes": BYTES, "shards": 8, "updates": 1}
-    assert read["parameters"] == [{**found, "gathered": None, "reduced": None}]
     rows = DOCS.read_text().partition("## JSON")[2]
     (table,) = re.findall(r"^\| key .*\Z", rows, re.DOTALL | re.MULTILINE)
     first, said = zip(*(row.split("|")[1:3] for row in table.splitlines()[2:]), strict=True)
     documented = {*re.findall("`([a-z_]+)`", "".join(first))}
-    inner = set("dtype dimensions bytes updates gathered reduced argument".split())
-    inner |= set("output temp alias peak".split())
+    inner = set("dtype dimensions argument output temp alias peak".split())
     assert inner <= {*re.findall("`([a-z_]+)`", "".join(said))}
     assert keys == documented | inner
 
@@ -195,8 +201,8 @@ def test_help_says_how_it_is_used_and_how_it_ends(run):
         assert part in done.stdout
     options = re.findall("^  (?:-., )?(--[a-z-]+)", done.stdout, re.MULTILINE)
     assert options == [
-        "--help", "--json", "--devices", "--parameters", "--max-bytes-ratio", "--forbid",
-        "--min-hidden",
+        "--help", "--json", "--devices", "--parameters", "--axis-name", "--max-bytes-ratio",
+        "--forbid", "--min-hidden",
     ]  # fmt: skip
     assert all(f"`{option}" in DOCS.read_text() for option in options[1:])
     assert "inspect" in run("--help").stdout
@@ -204,17 +210,17 @@ def test_help_says_how_it_is_used_and_how_it_ends(run):
 
 
 KEPT = {
-    "jitted --max-bytes-ratio 1",
-    "twice --max-bytes-ratio 2 --forbid all-gather",
+    f"placed --max-bytes-ratio 1 --parameters {BYTES} --axis-name s",
+    f"twice --max-bytes-ratio 2 --forbid all-gather --parameters {BYTES}",
+    "train_step --max-bytes-ratio 1",
     "jitted --min-hidden all-gather=1",
-    f"given --max-bytes-ratio 1 --parameters {BYTES}",
 }
 BROKEN = {
-    "twice --max-bytes-ratio 1": "sends 2.000 times the lower bound, but only 1 is allowed.",
+    f"twice --max-bytes-ratio 1 --parameters {BYTES}": "sends 2.000 times the lower bound, but",
     "jitted --forbid all-gather --forbid all-reduce": "has forbidden collectives, all-reduce.",
     "jitted --min-hidden 0.5": "sends 0.0% of its bytes behind matrix products",
     "jitted --min-hidden all-gather=1 --min-hidden all-reduce=0.85": "at least 85.0% must be",
-    "given --max-bytes-ratio 1": "cannot be found",
+    "jitted --max-bytes-ratio 1": "its parameters are unknown",
 }
 
 
@@ -239,6 +245,7 @@ BAD = {
     "inspect mine.train:jitted --devices 0": "0",
     "inspect mine.train:jitted --parameters 1.5": "--parameters.*'1.5'",
     "inspect mine.train:jitted --parameters 0": "0 bytes",
+    "inspect mine.train:placed --devices 8 --axis-name t": "axes of the program's mesh, s; .*'t'",
     "inspect mine.train:jitted --max-bytes-ratio -1": "max_bytes_ratio.*-1",
     "inspect mine.train:jitted --max-bytes-ratio nan": "max_bytes_ratio.*nan",
     "inspect mine.train:jitted --forbid allreduce": "all-reduce, .*got 'allreduce'",

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from crossshard.errors import ArgumentError
 from crossshard.tools.inspection.collectives import Collective, bytes_sent, collectives
 from crossshard.tools.inspection.execution import executions
+from crossshard.tools.inspection.groups import parse_groups
 from crossshard.tools.inspection.hlo import Array, leaves, parse
-from crossshard.tools.inspection.replica_groups import parse_groups
 
 # As XLA writes for GPUs: pairs of start and done, a wrapped reduce-scatter, nested loops.
 ASYNCHRONOUS = """HloModule jit_step, is_scheduled=true, replica_count=1, num_partitions=4

@@ -8,13 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.tools import Communication, inspect
 from tests.tools import steps
 from tests.tools.steps import (
+    LINE,
     SPLIT,
     WHOLE,
     check,
@@ -59,7 +62,7 @@ def compiled(traced: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def report(compiled: Any) -> Communication:
-    return inspect(compiled)
+    return inspect(compiled, PARAMS)
 
 
 def test_a_replicated_step_sends_the_lower_bound(report: Communication):
@@ -91,7 +94,7 @@ def test_groups_that_stay_apart_have_a_bound_of_their_own():
         return each(lambda v: v[None], updated(RULE, params, state, grads))
 
     stacked = each(lambda v: jnp.stack([v] * 8), (PARAMS, STATE))
-    report = read(step, SPLIT, SPLIT, *stacked, *BATCH)
+    report = inspect(over(step, SPLIT, SPLIT).lower(*stacked, *BATCH), PARAMS)
     assert [only.groups for only in report.collectives] == [((0, 1, 2, 3), (4, 5, 6, 7))]
     check(report, 4, BYTES, ratio=1)
 
@@ -114,7 +117,7 @@ def test_one_shard_sends_nothing():
 
 
 def test_every_stage_of_a_step_is_read(traced: Any, report: Communication):
-    assert inspect(traced) == inspect(traced.lower()) == report
+    assert inspect(traced, PARAMS) == inspect(traced.lower(), PARAMS) == report
 
 
 def test_memory_is_the_compilers(compiled: Any, report: Communication):
@@ -131,8 +134,7 @@ def test_json_has_all_of_it_and_the_table_names_the_line(report: Communication):
     read = json.loads(report.to_json(indent=2))
     assert (read["ratio"], read["bytes_sent"]) == (report.ratio, report.bytes_sent)
     assert read["memory"]["argument"] == report.memory.argument
-    found = {"dtype": "f32", "bytes": BYTES, "shards": 8, "updates": 1}
-    assert read["parameters"] == [{**found, "gathered": None, "reduced": None}]
+    assert read["parameters"] == {"f32": BYTES}
     for one, each in zip(read["collectives"], report.collectives, strict=True):
         assert (one["kind"], one["source"]) == (each.kind, each.source)
         assert one["groups"] == [list(group) for group in each.groups]
@@ -167,6 +169,55 @@ def test_parameters_of_one_element_stand_aside():
         return each(jnp.subtract, params, grads)
 
     lowered = over(step, (WHOLE, SPLIT, SPLIT), WHOLE).lower(params, *BATCH)
-    for report in (inspect(lowered), inspect(lowered, params)):
-        check(report, 8, BYTES, ratio=1)
-        assert report.scalar_bytes_sent > 0
+    report = inspect(lowered, params)
+    check(report, 8, BYTES, ratio=1)
+    assert report.scalar_bytes_sent > 0
+
+
+W, X = jnp.ones((16, 16)), jnp.ones((64, 16))
+
+
+def of_one(w: Any, x: Any) -> Any:
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+
+def test_parameters_in_fewer_bits_than_their_master_copy():
+    def step(w: Any, master: Any, x: Any) -> Any:
+        master -= mean(jax.grad(of_one)(w, x).astype(jnp.float32))
+        return master.astype(w.dtype), master
+
+    args = (W.astype(jnp.float16), W, X.astype(jnp.float16))
+    report = read(step, (WHOLE, WHOLE, SPLIT), WHOLE, *args)
+    check(report, 8, W.nbytes // 2, ratio=2)
+    assert (report.parameter_dtypes, report.widened) == (("f16",), ("f32",))
+    assert "sent as f32, but the parameters are f16" in report.table()
+
+
+def test_a_step_of_nnx_jit():
+    model = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+
+    @nnx.jit
+    def step(model: Any, x: Any) -> None:
+        grads = nnx.grad(lambda model: jnp.mean(jnp.tanh(model(x)) ** 2))(model)
+        nnx.update(model, jax.tree.map(lambda p, g: p - g, nnx.state(model), grads))
+
+    nnx.update(model, jax.device_put(nnx.state(model), NamedSharding(LINE, WHOLE)))
+    low = step.lower(model, jax.device_put(X, NamedSharding(LINE, SPLIT)))
+    for stage in (low, low.compile()):
+        check(inspect(stage, nnx.state(model)), 8, 4 * (16 * 16 + 16), ratio=1)
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_branches_are_marked(both: bool):
+    def step(w: Any, x: Any, now: Any) -> Any:
+        g = jax.grad(of_one)(w, x)
+        return lax.cond(now, lambda g: w - mean(g), lambda g: w - mean(2 * g) if both else w, g)
+
+    report = read(step, (WHOLE, SPLIT, WHOLE), WHOLE, W, X, jnp.array(True))
+    assert all(each.in_branch for each in report.collectives)
+    # Only one is taken.
+    check(report, 8, W.nbytes, ratio=1, sent=report.bytes_in_branches)
+    table = report.table()
+    assert "in a branch" in table
+    assert "sends at most 1,792 B" in table
+    assert "the branch that sends most is counted: 1,792 B of these" in table

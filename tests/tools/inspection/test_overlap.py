@@ -205,8 +205,7 @@ def test_what_is_counted():
 def h100(name: str) -> Communication:
     """Four matrices of a megabyte of numbers on eight H100s, as data/make_gpu.py compiled them."""
     module = parse((DATA / f"h100_8_{name}.hlo").read_text())
-    whole, split = (0,) * 8, tuple(range(8))
-    return report_on(module, [*[whole] * 4, split], [True] * 5)
+    return report_on(module, {"f32": 4 * 4 * 2**20})
 
 
 def test_reduce_scatters_that_xla_combines_are_not_hidden():
@@ -276,13 +275,14 @@ ARGS = jnp.ones((16, 32)), jnp.ones((64, 16))
 
 
 def test_on_cpu_all_is_exposed_and_the_message_says_why():
-    report = assert_communication(ON_CPU, *ARGS, min_hidden=0)
+    named = {"parameters": ARGS[0]}
+    report = assert_communication(ON_CPU, *ARGS, min_hidden=0, **named)
     assert not any(each.asynchronous for each in report.collectives)
     assert report.bytes_exposed == report.bytes_sent > 0
     assert report.hidden_share == 0
     assert "all bytes are exposed" in str(report)
     with pytest.raises(CommunicationError, match=r"sends 0\.0% of its bytes.*are synchronous"):
-        assert_communication(ON_CPU, *ARGS, min_hidden=0.8)
+        assert_communication(ON_CPU, *ARGS, min_hidden=0.8, **named)
     # What sends nothing exposes nothing.
     report = assert_communication(lambda w: 2 * w, jnp.zeros(3), min_hidden=1)
     assert report.hidden_share is None

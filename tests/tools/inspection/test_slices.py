@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from crossshard.tools.inspection.groups import with_slices
 from crossshard.tools.inspection.hlo import parse
 from crossshard.tools.inspection.inspect import report_on
 from crossshard.tools.inspection.report import Communication
-from crossshard.tools.inspection.slices import with_slices
 
 TWO, FOUR = "{1,2}x{0:3}", "{1,2,3,4}x{0:3}"
 # As XLA writes them for v5e:2x2 (jaxlib 0.10.2), without layouts and settings.
@@ -37,7 +37,7 @@ ENTRY %main (p: {given}) -> {result} {{
 
 
 def report(text: str, axes: tuple[tuple[str, int], ...] = ()) -> Communication:
-    return report_on(with_slices(parse(text)), [], [], axes=axes)
+    return report_on(with_slices(parse(text)), axes=axes)
 
 
 A, HALF, TWICE = "f32[4096,512]", "f32[2048,512]", "f32[8192,512]"

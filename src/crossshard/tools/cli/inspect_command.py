@@ -12,7 +12,7 @@ from crossshard.tools.cli.command import BROKEN, FINE, add_command, add_devices,
 from crossshard.tools.cli.factory import in_one_sentence, make_program
 from crossshard.tools.inspection.collectives import KINDS
 from crossshard.tools.inspection.contract import Contract
-from crossshard.tools.inspection.parameters import named_bytes
+from crossshard.tools.inspection.inspect import named_bytes
 
 _DESCRIPTION = """\
 List every collective of a step with its bytes per shard, groups and source line; the total bytes
@@ -49,7 +49,13 @@ def add_to(commands: Any) -> None:
         "--parameters",
         type=int,
         metavar="BYTES",
-        help="the bytes of the parameters, P, if they cannot be found in the program",
+        help="the bytes of the parameters of one shard, P, unless the step is a TrainStep",
+    )
+    parser.add_argument(
+        "--axis-name",
+        action="append",
+        metavar="AXIS",
+        help="a mesh axis that splits the batch, where others split layers; may be repeated",
     )
     parser.add_argument(
         "--max-bytes-ratio",
@@ -83,7 +89,7 @@ def _run(options: argparse.Namespace) -> int:
     make_devices(options.devices)
     program = make_program(options.factory)
     with in_one_sentence(f"The step of {options.factory} cannot be inspected"):
-        report = crossshard.inspect(program, options.parameters)
+        report = crossshard.inspect(program, options.parameters, axis_name=options.axis_name)
     print(report.to_json(indent=2) if options.json else report.table())
     breaches = contract.breaches(report)
     for breach in breaches:

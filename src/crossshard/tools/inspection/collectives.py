@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 
 from crossshard.tools.inspection.execution import Execution, executions
-from crossshard.tools.inspection.hlo import Array, Module, Shape, leaves
+from crossshard.tools.inspection.groups import Groups, groups_of
+from crossshard.tools.inspection.hlo import Array, Module, leaves
 from crossshard.tools.inspection.overlap import Overlap, Overlaps
-from crossshard.tools.inspection.replica_groups import Groups, groups_of
 from crossshard.tools.inspection.source import source_of
 
 # The bytes that a shard in a group of n sends for an operand, with the optimal algorithm. An
@@ -71,8 +71,8 @@ class Collective:
       other_kernels: the number of other kernels that are.
       name: the HLO name of the instruction.
       axes: the mesh axes along which it sends; empty if the mesh is unknown.
-      within_shard: whether it only connects devices with the same data, over which layers are
-        split: tensor parallelism, which the lower bound does not cover.
+      within_shard: whether it only sends along axes that do not split the batch: tensor
+        parallelism, which the lower bound does not cover.
       counted: whether the report's totals have it: of a conditional, the branch that sends most,
         and not what is sent only in steps in which a gradient is not finite.
 
@@ -126,15 +126,10 @@ class Collective:
         return tuple(dict.fromkeys(operand.dtype for operand in self.operands))
 
 
-def is_scalar(array: Array) -> bool:
-    """Whether an array has at most one element."""
-    return array.size <= 1
-
-
 def collectives(module: Module) -> tuple[Collective, ...]:
     """The collectives of a program, in order of execution."""
     overlaps = Overlaps(module, KINDS)
-    runs = list(runs_of_collectives(module))
+    runs = list(_runs_of_collectives(module))
     found = [(run, _read(run, kind, module, overlaps.of(run))) for run, kind in runs]
     counted = {id(each) for _, each in _most((run, x) for run, x in found if not run.rare)}
     return tuple(dataclasses.replace(each, counted=id(each) in counted) for _, each in found)
@@ -166,7 +161,7 @@ def _most(
     return kept
 
 
-def runs_of_collectives(module: Module) -> Iterator[tuple[Execution, str]]:
+def _runs_of_collectives(module: Module) -> Iterator[tuple[Execution, str]]:
     """The collective instructions with their kinds; an asynchronous one counts once."""
     seen: set[str] = set()
     for run in executions(module):
@@ -190,13 +185,6 @@ def _starts_chain(run: Execution) -> bool:
         for each in run.computation.instructions.values()
         if each.opcode == "custom-call"
     )
-
-
-def operand_shapes(run: Execution, kind: str) -> list[Shape]:
-    """The shapes of the operands that a shard sends."""
-    shapes = [run.computation.instructions[name].shape for name in run.instruction.operands]
-    # The other operands are the output buffer, offsets and sizes.
-    return shapes[:1] if kind == "ragged-all-to-all" else shapes
 
 
 def _kind(run: Execution) -> str | None:
@@ -225,7 +213,10 @@ def _is_fused_scatter(run: Execution) -> bool:
 
 def _read(run: Execution, kind: str, module: Module, overlap: Overlap | None) -> Collective:
     instruction = run.instruction
-    operands = [array for shape in operand_shapes(run, kind) for array in leaves(shape)]
+    shapes = [run.computation.instructions[name].shape for name in instruction.operands]
+    # The other operands are the output buffer, offsets and sizes.
+    shapes = shapes[:1] if kind == "ragged-all-to-all" else shapes
+    operands = [array for shape in shapes for array in leaves(shape)]
     groups = groups_of(instruction, kind, module)
     if kind == "collective-permute":
         moving = any(len(set(pair)) > 1 for pair in groups)
@@ -236,7 +227,7 @@ def _read(run: Execution, kind: str, module: Module, overlap: Overlap | None) ->
     is_array = kind == "all-to-all" and len(operands) > 1
     sent = {False: 0.0, True: 0.0}
     for each in operands:
-        sent[is_scalar(each) and not is_array] += bytes_sent(kind, size, each.bytes)
+        sent[each.size <= 1 and not is_array] += bytes_sent(kind, size, each.bytes)
     times = 1 if run.times is None else run.times
     reducers = [module.computations[name] for name in instruction.called("to_apply")]
     # Combined and fused collectives lose their metadata, but their reducers keep it.
@@ -252,7 +243,7 @@ def _read(run: Execution, kind: str, module: Module, overlap: Overlap | None) ->
         scalar_bytes_sent=times * sent[True],
         source=source_of(lines),
         op_name=origin.quoted("metadata", "op_name"),
-        in_loop=bool(run.loops),
+        in_loop=run.in_loop,
         in_branch=bool(run.branches) or run.rare,
         times=run.times,
         # XLA's name of the reducer of a widened sum.

@@ -10,8 +10,7 @@ from crossshard import _check
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.tools.inspection.collectives import KINDS, PRODUCTS, Collective, bytes_sent
 from crossshard.tools.inspection.hlo import width
-from crossshard.tools.inspection.report import Communication
-from crossshard.tools.inspection.text import collective_table
+from crossshard.tools.inspection.report import Communication, collective_table
 
 # Allowance for padding, relative to the bytes of the parameters.
 _PADDING = 0.005
@@ -48,8 +47,8 @@ class Contract:
     Attributes:
       max_bytes_ratio: the allowed multiple of the lower bound.
       forbid: kinds of collectives that must not occur.
-      in_loop: whether collectives are allowed in loops; those of a single update that sends no more
-        than the lower bound always are: each turn sends another layer.
+      in_loop: whether collectives are allowed in loops; those of a step that sends no more than the
+        lower bound always are: each turn sends another layer.
       min_hidden: the least share of the bytes that must be sent behind matrix products, or one for
         each of some kinds; ``None`` for no limit.
 
@@ -118,9 +117,9 @@ class Contract:
             return
         if not report.lower_bound:
             yield Breach(
-                "The step communicates, but its parameters cannot be found in its program. "
-                "Pass parameters=, as arrays or a number of bytes (--parameters on the command "
-                'line), or max_bytes_ratio=float("inf")',
+                "The step communicates, but its parameters are unknown. Pass parameters=, as "
+                "arrays or a number of bytes (--parameters on the command line), or "
+                'max_bytes_ratio=float("inf")',
                 report.table(),
             )
         elif report.uncounted_loops:
@@ -143,10 +142,9 @@ def _allowed(ratio: float, report: Communication) -> float:
 
 
 def _in_rows(sending: list[Collective], report: Communication) -> bool:
-    """Whether no turn of a loop sends what another one does: one update sends the least."""
-    if report.uncounted_loops or any(each.updates != 1 for each in report.parameters):
-        return False
-    return report.bytes_between_shards - _widening(sending, report) <= _allowed(1, report)
+    """Whether no turn of a loop sends what another one does: all of them send the least."""
+    sent = report.bytes_between_shards - _widening(sending, report)
+    return not report.uncounted_loops and sent <= _allowed(1, report)
 
 
 def _times(sent: float, sending: list[Collective], bound: float) -> str:
@@ -203,16 +201,17 @@ def _widening(sending: list[Collective], report: Communication) -> float:
 
     At most one reduction of each gradient counts.
     """
-    narrow = [
-        each for each in report.parameters if each.dtype and 0 < width(each.dtype) < _SUMMED_IN
-    ]
+    narrow = {
+        width(dtype): total
+        for dtype, total in report.parameters.items()
+        if 0 < width(dtype) < _SUMMED_IN
+    }
     if not narrow:
         return 0
-    narrowest = min(width(each.dtype or "") for each in narrow)
     wide = sum(
-        each.bytes_sent * (1 - narrowest / _SUMMED_IN)
+        each.bytes_sent * (1 - min(narrow) / _SUMMED_IN)
         for each in sending
         if each.counted and {width(dtype) for dtype in each.dtypes} == {_SUMMED_IN}
     )
-    once = sum(each.lower_bound * (_SUMMED_IN / width(each.dtype or "") - 1) for each in narrow)
-    return min(wide, once)
+    added = sum(total * (_SUMMED_IN / bits - 1) for bits, total in narrow.items())
+    return min(wide, bytes_sent("all-reduce", report.shards, added))

@@ -1,16 +1,20 @@
 """The instructions that a program executes, and how often."""
 
 import dataclasses
+import math
+import re
 from collections.abc import Iterator
 
 from crossshard.pipeline.stages.nonfinite import RARE
 from crossshard.tools.inspection.hlo import Computation, Instruction, Module
-from crossshard.tools.inspection.loops import trip_count
 
 # Attributes that name a called computation. to_apply also names reducers, which do not communicate.
 _CALLS = ("calls", "to_apply")
 _BRANCHES = ("branch_computations", "true_computation", "false_computation")
 _LOOP = ("condition", "body")
+
+# What a counter of a loop may pass through.
+_UNCHANGED = {"copy", "copy-start", "copy-done", "bitcast", "reshape"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +26,7 @@ class Execution:
       computation: its computation.
       caller: the instruction that calls this computation; ``None`` in the entry.
       around: the computation of the caller.
-      loops: the names of the loops around it, outermost first.
+      in_loop: whether it is in a loop.
       branches: the conditionals around it, outermost first, each with the number of the branch.
       times: how often it runs in one call of the program; ``None`` if a loop's length is unknown.
       rare: whether it runs only in steps in which a gradient is not finite.
@@ -32,7 +36,7 @@ class Execution:
     computation: Computation
     caller: Instruction | None = None
     around: Computation | None = None
-    loops: tuple[str, ...] = ()
+    in_loop: bool = False
     branches: tuple[tuple[str, int], ...] = ()
     times: int | None = 1
     rare: bool = False
@@ -65,8 +69,8 @@ def _through(module: Module, at: Execution) -> Iterator[Execution]:
             trips = 1 if rare and not at.rare else trips
             times = None if trips is None or at.times is None else at.times * trips
             # The rare one has one turn, or none.
-            loops = at.loops if rare and not at.rare else (*at.loops, instruction.name)
-            inner = dataclasses.replace(inner, loops=loops, times=times)
+            in_loop = at.in_loop or not rare or at.rare
+            inner = dataclasses.replace(inner, in_loop=in_loop, times=times)
             for computation in _called(module, instruction, _LOOP):
                 yield from _through(module, dataclasses.replace(inner, computation=computation))
 
@@ -81,3 +85,76 @@ def _called(
 ) -> list[Computation]:
     names = [name for attribute in attributes for name in instruction.called(attribute)]
     return [module.computations[name] for name in names]
+
+
+def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
+    """The trip count of a ``while``, or ``None`` if unknown.
+
+    XLA annotates it on CPUs and GPUs. On TPUs it is found from the counter: an element of the carry
+    with a constant start, increment and limit.
+
+    Args:
+      module: the program.
+      computation: the computation of the loop.
+      loop: the instruction.
+    """
+    config = loop.attributes.get("backend_config", "")
+    known = re.search(r'"known_trip_count":\{"n":"(\d+)"', config)
+    return int(known[1]) if known else _counted(module, computation, loop)
+
+
+def _counted(module: Module, computation: Computation, loop: Instruction) -> int | None:
+    carry = _unchanged(computation, loop.operands[0])
+    (condition,) = (module.computations[name] for name in loop.called("condition"))
+    (body,) = (module.computations[name] for name in loop.called("body"))
+    test, after = condition.root, body.root
+    if carry.opcode != "tuple" or after.opcode != "tuple":
+        return None
+    if test.opcode != "compare" or test.attributes.get("direction") != "LT":
+        return None
+    counter = _element(condition, test.operands[0])
+    if counter is None:
+        return None
+
+    def value(inside: Computation, name: str) -> int | None:
+        """The value of an instruction in the condition or body, if it is constant."""
+        element = _element(inside, name)
+        if element is None:
+            return _constant(inside, name)
+        if _element(body, after.operands[element]) != element:
+            return None
+        return _constant(computation, carry.operands[element])
+
+    added = _unchanged(body, after.operands[counter])
+    steps = [name for name in added.operands if _element(body, name) != counter]
+    if added.opcode != "add" or len(steps) != 1:
+        return None
+    start = _constant(computation, carry.operands[counter])
+    limit, step = value(condition, test.operands[1]), value(body, steps[0])
+    if start is None or limit is None or step is None or step < 1:
+        return None
+    return max(0, math.ceil((limit - start) / step))
+
+
+def _unchanged(computation: Computation, name: str) -> Instruction:
+    """The instruction that a value comes from, through copies."""
+    found = computation.instructions[name]
+    while found.opcode in _UNCHANGED:
+        found = computation.instructions[found.operands[0]]
+    return found
+
+
+def _element(computation: Computation, name: str) -> int | None:
+    """The index of a value in its computation's parameter, or ``None``."""
+    found = _unchanged(computation, name)
+    if found.opcode != "get-tuple-element":
+        return None
+    if computation.instructions[found.operands[0]].opcode != "parameter":
+        return None
+    return int(found.attributes["index"])
+
+
+def _constant(computation: Computation, name: str) -> int | None:
+    found = _unchanged(computation, name)
+    is_int = found.opcode == "constant" and re.fullmatch(r"-?\d+", found.argument)
+    return int(found.argument) if is_int else None

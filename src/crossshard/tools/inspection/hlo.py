@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from crossshard.errors import ArgumentError
-from crossshard.tools.inspection.stack_frames import stack_frames, unescaped
+from crossshard.tools.inspection.source import stack_frames, unescaped
 
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]')
@@ -52,11 +52,6 @@ class Array:
     def bytes(self) -> int:
         """Its size in bytes, without layout padding."""
         return math.ceil(self.size * width(self.dtype) / 8)
-
-    @property
-    def is_inexact(self) -> bool:
-        """Whether its dtype is floating or complex."""
-        return self.dtype.startswith(("f", "bf", "c"))
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dimensions))}]"

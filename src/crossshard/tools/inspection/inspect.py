@@ -1,42 +1,41 @@
 """``inspect``: a communication report on a lowered or compiled step."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+import numbers
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import jax
+from jax.sharding import Mesh, NamedSharding
 
+from crossshard import _check
 from crossshard._annotations import PyTree
 from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.model.state import TrainState
 from crossshard.tools.inspection.collectives import collectives
-from crossshard.tools.inspection.find_trained import find_trained
+from crossshard.tools.inspection.groups import Axes, axes_of, joined_shards, with_slices
 from crossshard.tools.inspection.hlo import Module, parse
-from crossshard.tools.inspection.mesh_axes import Axes, axes_of, mesh_axes, within_shard
-from crossshard.tools.inspection.parameters import Parameters, named_bytes
-from crossshard.tools.inspection.pieces import Pieces, input_pieces
-from crossshard.tools.inspection.replicas import joined_devices
-from crossshard.tools.inspection.report import Communication, Memory
-from crossshard.tools.inspection.slices import with_slices
+from crossshard.tools.inspection.report import UNKNOWN, Communication, Memory
 
 
-class HoldsLowered(Protocol):
+class _HoldsLowered(Protocol):
     """What ``nnx.jit(step).lower(…)`` returns."""
 
     @property
-    def lowered(self) -> jax.stages.Lowered:
-        """JAX's own."""
+    def lowered(self) -> jax.stages.Lowered: ...
 
 
-class HoldsCompiled(Protocol):
+class _HoldsCompiled(Protocol):
     """What ``nnx.jit(step).lower(…).compile()`` returns."""
 
     @property
-    def compiled(self) -> jax.stages.Compiled:
-        """JAX's own."""
+    def compiled(self) -> jax.stages.Compiled: ...
 
 
 Program: TypeAlias = (
-    jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled | HoldsLowered | HoldsCompiled
+    jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled | _HoldsLowered | _HoldsCompiled
 )
 
 
@@ -47,7 +46,12 @@ class HasLower(Protocol):
         """The program for these arguments."""
 
 
-def inspect(program: Program, parameters: PyTree | int | None = None) -> Communication:
+def inspect(
+    program: Program,
+    parameters: PyTree | int | None = None,
+    *,
+    axis_name: str | Sequence[str] | None = None,
+) -> Communication:
     """Report every collective of a compiled step, its bytes, and the lower bound.
 
     It works for any JAX step. N shards that average gradients of P bytes of parameters each send at
@@ -56,18 +60,14 @@ def inspect(program: Program, parameters: PyTree | int | None = None) -> Communi
     parameters' dtype, so sending a wider dtype raises the ratio, and the report shows whether the
     step widens them or XLA, which for CPUs widens 16 bits.
 
-    The parameters are found from the program: a reduction depends on them, and an output of the
-    same shape, dtype and layout depends on that reduction and directly on them. Pass ``parameters``
-    if this fails (gradients as inputs, a loss that is linear in a parameter) or finds too much (a
-    target network that is in the loss and follows the parameters). If a program has several steps,
-    in a loop or unrolled, the bound counts each.
+    The program of a ``TrainStep`` knows its parameters and its shard axes. Of any other, pass what
+    it trains as ``parameters``; without them there is no bound. The bound is that of one update: a
+    program of several steps sends it as often, and so does one that gathers parameters again.
 
-    N is the number of devices that keep a copy of a parameter and have different data among the
-    program's inputs. Devices over which layers are split are one shard, and P is one device's
-    slice. Experts that are on fewer devices than the other layers have their own bound, and all
-    bounds are added. Of parameters that rest in parts the bound counts what is sent: the dtypes of
-    gathers and sums if they have fewer bits, and twice what is gathered twice, as
-    ``jax.checkpoint`` does.
+    N is the number of shards that the collectives connect. Devices that differ only along other
+    mesh axes than ``axis_name``, over which layers are split, are one shard; what they send to each
+    other is not compared with the bound, and of layers that are split over them one device's part
+    counts.
 
     Of a conditional, the branch that sends most counts; a loop of unknown length counts once. What
     ``nonfinite=`` sends only where a gradient is not finite does not count.
@@ -75,8 +75,9 @@ def inspect(program: Program, parameters: PyTree | int | None = None) -> Communi
     Args:
       program: a ``jax.stages.Lowered`` or ``Traced``, which is compiled, or a ``Compiled``; also
         those of ``nnx.jit``.
-      parameters: the parameters of one device, as a pytree of arrays or ``jax.ShapeDtypeStruct`` or
-        as a number of bytes, if they cannot be found in the program.
+      parameters: what the program trains, as a pytree of arrays or ``jax.ShapeDtypeStruct``, with
+        their shardings if they are split over devices; or the bytes of one shard.
+      axis_name: the mesh axes that split the batch; by default those of a ``TrainStep``, or all.
 
     Returns:
       The report: print it, read its attributes, or call ``to_json()``.
@@ -84,7 +85,7 @@ def inspect(program: Program, parameters: PyTree | int | None = None) -> Communi
     Raises:
       ArgumentTypeError: ``program`` is not a lowered or compiled step, or the parameters are not
         arrays.
-      ArgumentError: the program has no text, or text that is not HLO.
+      ArgumentError: the program has no text, or text that is not HLO, or its mesh lacks the axis.
 
     >>> import jax, jax.numpy as jnp
     >>> report = inspect(jax.jit(lambda w: w - 0.1 * w).lower(jnp.zeros(3)))
@@ -95,63 +96,75 @@ def inspect(program: Program, parameters: PyTree | int | None = None) -> Communi
     text = compiled.as_text()
     if text is None:
         raise ArgumentError("The compiled program has no HLO text; compile it again.")
-    return report_on(
-        with_slices(parse(text)),
-        input_pieces(compiled),
-        [each.is_fully_replicated for each in jax.tree.leaves(compiled.output_shardings)],
-        None if parameters is None else named_bytes(parameters),
-        _memory(compiled),
-        mesh_axes(compiled),
-    )
+    inputs = _inputs(compiled)
+    axes = _mesh_axes(inputs)
+    states = [each for each in inputs if isinstance(each, TrainState)]
+    of_data = _axes_of_data(axis_name, axes, inputs if states else ())
+    if parameters is not None:
+        found = named_bytes(parameters, of_data)
+    else:
+        found = _bytes_of_state(states[0], of_data) if states else {}
+    return report_on(with_slices(parse(text)), found, _memory(compiled), axes, of_data)
 
 
 def report_on(
     module: Module,
-    inputs: Sequence[Pieces],
-    outputs: Sequence[bool],
-    parameters: Mapping[str | None, int] | None = None,
+    parameters: Mapping[str, int] | None = None,
     memory: Memory | None = None,
     axes: Axes = (),
+    of_data: Collection[str] = (),
 ) -> Communication:
     """The report on a parsed program.
 
     Args:
       module: the program.
-      inputs: for each input, the piece that each device holds.
-      outputs: for each output, whether it is replicated.
-      parameters: their bytes by dtype, if given.
+      parameters: their bytes by dtype, if known.
       memory: the compiler's memory analysis.
       axes: the axes of the program's mesh.
+      of_data: those of them that split the batch; all if empty.
     """
-    devices = module.devices
-    trained, data = find_trained(module, inputs, outputs)
-    found = tuple(
-        dataclasses.replace(
-            each, axes=axes_of(each.groups, axes), within_shard=within_shard(each.groups, data)
-        )
-        for each in collectives(module)
-    )
-    if trained:
-        most = max(trained, key=lambda each: each.bytes)
-    else:
-        sending = (each.groups for each in found if each.bytes_sent)
-        most = Parameters(None, 0, joined_devices(sending, devices))
-    found_bytes = {each.dtype: each.bytes for each in trained}
-    if parameters is not None and parameters not in (
-        found_bytes,
-        {None: sum(found_bytes.values())},
-    ):
-        trained = tuple(
-            dataclasses.replace(most, dtype=dtype or most.dtype, bytes=total)
-            for dtype, total in parameters.items()
-        )
+    if math.prod(size for _, size in axes) != module.devices:
+        axes = ()
+    found = []
+    for each in collectives(module):
+        along = axes_of(each.groups, axes)
+        within = bool(along and of_data) and not {*along} & {*of_data}
+        found.append(dataclasses.replace(each, axes=along, within_shard=within))
+    sending = {each.groups for each in found if each.bytes_sent}
     return Communication(
-        collectives=found,
-        devices=devices,
-        shards=most.shards,
-        parameters=trained,
+        collectives=tuple(found),
+        devices=module.devices,
+        shards=joined_shards(sending, module.devices, axes, of_data),
+        parameters=dict(parameters or {}),
         memory=memory,
     )
+
+
+def named_bytes(parameters: Any, of_data: Collection[str] = ()) -> Mapping[str, int]:
+    """The bytes of one shard's copy of the given parameters, by dtype.
+
+    Args:
+      parameters: a number of bytes, or a pytree of arrays or ``jax.ShapeDtypeStruct``. Scalars are
+        not counted, like their collectives.
+      of_data: the mesh axes that split the batch; all if empty.
+
+    Raises:
+      ArgumentError: there is nothing to count.
+      ArgumentTypeError: a leaf is not an array.
+
+    >>> import numpy as np
+    >>> dict(named_bytes({"w": np.zeros((3, 4), np.float32), "scale": np.zeros((), np.float32)}))
+    {'f32': 48}
+    """
+    is_number = isinstance(parameters, numbers.Integral) and not isinstance(parameters, bool)
+    found = {UNKNOWN: int(parameters)} if is_number else _counted(parameters, of_data)
+    total = sum(found.values())
+    if total <= 0:
+        raise ArgumentError(
+            "parameters must be arrays, not only scalars, or their number of bytes; got "
+            f"{str(parameters)[:80]}, which has {total} bytes to reduce."
+        )
+    return found
 
 
 def is_program(step: Any) -> bool:
@@ -209,6 +222,103 @@ def _compiled(program: Any) -> jax.stages.Compiled:
             f"{f' {name}' if name else ''}."
         )
     return inner
+
+
+def _inputs(compiled: jax.stages.Compiled) -> list[Any]:
+    """The types of a program's arguments, with the shardings of those that it uses.
+
+    The state of a ``TrainStep`` is one of them.
+    """
+    infos, tree = jax.tree.flatten(compiled.args_info)
+    # Those of unused arguments are None.
+    shardings = tree.flatten_up_to(compiled.input_shardings)
+    types = [
+        jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding)
+        for info, sharding in zip(infos, shardings, strict=True)
+    ]
+    is_state = lambda each: isinstance(each, TrainState)
+    return jax.tree.leaves(tree.unflatten(types), is_leaf=is_state)
+
+
+def _mesh_axes(inputs: Sequence[Any]) -> Axes:
+    """The axes of the mesh that a program's inputs are on; empty if unknown.
+
+    The program numbers the devices of one slice of a TPU after those of the other, and a mesh in
+    another order is as good as unknown.
+    """
+    shardings = [each.sharding for each in jax.tree.leaves(list(inputs))]
+    meshes: list[Mesh] = [
+        each.mesh
+        for each in shardings
+        if isinstance(each, NamedSharding) and isinstance(each.mesh, Mesh)
+    ]
+    found = max(meshes, key=lambda mesh: len(mesh.axis_names), default=None)
+    if found is None:
+        return ()
+    slices = [getattr(device, "slice_index", 0) for device in found.devices.flat]
+    return tuple(found.shape.items()) if slices == sorted(slices) else ()
+
+
+def _axes_of_data(given: Any, axes: Axes, inputs: Sequence[Any]) -> tuple[str, ...]:
+    """The mesh axes that split the batch: those given, else those of a step, else all."""
+    names = tuple(name for name, _ in axes)
+    if given is None:
+        beside = [each for each in inputs if not isinstance(each, TrainState)]
+        split = {name for each in beside for name in _split_over(each.sharding)}
+        return tuple(name for name in names if name in split) or names
+    named = (given,) if isinstance(given, str) else given
+    if not names:
+        raise ArgumentError(
+            f"axis_name={_check.shown(given)} names an axis of the mesh that the program's inputs "
+            "are on, and they are on none. Lower the step with arrays, or with "
+            "jax.ShapeDtypeStruct, that have their shardings."
+        )
+    if not isinstance(named, Sequence) or not named or not all(each in names for each in named):
+        raise ArgumentError(
+            f"axis_name must name axes of the program's mesh, {', '.join(names)}; got "
+            f"{_check.shown(given)}."
+        )
+    return tuple(named)
+
+
+def _counted(parameters: Any, of_data: Collection[str]) -> Counter[str]:
+    """The bytes of one shard's copy of arrays, by dtype."""
+    found: Counter[str] = Counter()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(parameters):
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            raise ArgumentTypeError(
+                "parameters must be a pytree of arrays or of jax.ShapeDtypeStruct, or a number "
+                f"of bytes; got {type(leaf).__name__} at "
+                f"{jax.tree_util.keystr(path) or 'its root'}."
+            )
+        sharding, size = getattr(leaf, "sharding", None), math.prod(leaf.shape)
+        inner = [name for name in _split_over(sharding) if of_data and name not in of_data]
+        pieces = math.prod(sharding.mesh.shape[name] for name in inner)
+        if size > 1:
+            found[_xla_name(leaf.dtype.name)] += size * leaf.dtype.itemsize // pieces
+    return found
+
+
+def _bytes_of_state(state: TrainState, of_data: Collection[str]) -> Mapping[str, int]:
+    """Those of the parameters of a step; with groups each shard has its own."""
+    found = _counted(state.params, of_data)
+    shards = jax.tree.leaves(state.params)[0].shape[0] if state.grouped else 1
+    return {dtype: total // shards for dtype, total in found.items()}
+
+
+def _split_over(sharding: Any) -> list[str]:
+    """The mesh axes over which an array is split."""
+    if not isinstance(sharding, NamedSharding):
+        return []
+    parts = (part if isinstance(part, tuple) else (part,) for part in sharding.spec)
+    return [name for part in parts for name in part if isinstance(name, str)]
+
+
+def _xla_name(dtype: str) -> str:
+    """XLA's name of a NumPy dtype: ``f32`` for ``float32``, ``f8e4m3fn`` for ``float8_e4m3fn``."""
+    for numpy_name, xla_name in (("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "s")):
+        dtype = dtype.replace(numpy_name, xla_name)
+    return dtype.replace("_", "")
 
 
 def _memory(compiled: jax.stages.Compiled) -> Memory | None:

@@ -1,15 +1,29 @@
-"""Communication reports: data classes and JSON."""
+"""Communication reports: data classes, JSON, and the table of collectives with its totals."""
 
 import dataclasses
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from crossshard.tools.inspection.collectives import KERNELS, KINDS, NOTHING, PRODUCTS, Collective
+from crossshard._text import count, exact_size, table
+from crossshard.tools.inspection.collectives import (
+    KERNELS,
+    KINDS,
+    NOTHING,
+    PRODUCTS,
+    Collective,
+    bytes_sent,
+)
 from crossshard.tools.inspection.hlo import width
-from crossshard.tools.inspection.parameters import Parameters
-from crossshard.tools.inspection.text import collective_table, totals
+
+# The dtype of parameters of which only the bytes are given.
+UNKNOWN = "unknown"
+
+_HEAD = ("collective", "operands", "sent per shard", "groups", "when", "source")
+
+# XLA marks sums that it widens, and may convert what it only moves without a mark.
+_SUMS = {"all-reduce", "reduce-scatter"}
 
 # The properties that JSON has in addition to the attributes.
 _COUNTED = (
@@ -50,9 +64,9 @@ class Communication:
     Attributes:
       collectives: in the order in which they run.
       devices: the number of devices that the program runs on.
-      shards: the number of shards that keep a copy of the parameters, of most of their bytes if it
-        differs; without known parameters, the number of devices that collectives connect.
-      parameters: the parameters by dtype and shards; empty if neither found nor given.
+      shards: N, the number of shards that collectives connect.
+      parameters: the bytes of one shard's copy of the parameters by dtype: ``f32``, ``bf16``, or
+        ``unknown`` if their bytes were given; empty if they are not known.
       memory: the compiler's memory analysis, or ``None``.
 
     >>> import jax, jax.numpy as jnp
@@ -65,7 +79,7 @@ class Communication:
     collectives: tuple[Collective, ...]
     devices: int
     shards: int
-    parameters: tuple[Parameters, ...]
+    parameters: Mapping[str, int]
     memory: Memory | None
 
     @property
@@ -102,7 +116,7 @@ class Communication:
 
     @property
     def bytes_between_shards(self) -> float:
-        """``bytes_sent`` without what devices send to others with the same data."""
+        """``bytes_sent`` without what the devices of one shard send to each other."""
         return sum(each.bytes_sent for each in self.counted if not each.within_shard)
 
     @property
@@ -141,23 +155,19 @@ class Communication:
 
     @property
     def parameter_bytes(self) -> int | None:
-        """The bytes of one copy of the parameters; ``None`` if unknown."""
-        return sum(each.bytes for each in self.parameters) or None
+        """P, the bytes of one copy of the parameters; ``None`` if unknown."""
+        return sum(self.parameters.values()) or None
 
     @property
     def parameter_dtypes(self) -> tuple[str, ...]:
-        """The known dtypes of the parameters by XLA's names, each once."""
-        return tuple(dict.fromkeys(each.dtype for each in self.parameters if each.dtype))
+        """The known dtypes of the parameters by XLA's names."""
+        return tuple(dtype for dtype in self.parameters if dtype != UNKNOWN)
 
     @property
     def lower_bound(self) -> float | None:
-        """2(N−1)/N · P: the least that one of N shards sends to average P bytes.
-
-        Of parameters that rest in parts, (N−1)/N of the bytes that are gathered and reduced, in the
-        dtypes that are sent; see ``Parameters``. Summed over parameters with different numbers of
-        shards and over the updates of a loop.
-        """
-        return sum(each.lower_bound for each in self.parameters) if self.parameters else None
+        """2(N−1)/N · P: the least that one of N shards sends to average P bytes, once."""
+        total = self.parameter_bytes
+        return None if total is None else bytes_sent("all-reduce", self.shards, total)
 
     @property
     def ratio(self) -> float | None:
@@ -198,5 +208,118 @@ class Communication:
         return self.table()
 
     def totals(self) -> list[str]:
-        """The lines under the table: total bytes, lower bound and memory."""
-        return totals(self)
+        """The lines under the table: total bytes, lower bound, overlap and memory."""
+        scalars = self.scalar_bytes_sent
+        extra = f", and {exact_size(scalars)} for scalars" * bool(scalars)
+        branches = any(each.in_branch for each in self.counted)
+        least = "at least " if self.uncounted_loops else "at most " * branches
+        lines = [
+            f"each of {self.devices} devices sends {least}{exact_size(self.bytes_sent)}{extra}"
+        ]
+        lines += _by_axes(self)
+        if self.uncounted_loops:
+            lines.append("a loop of unknown length (?) is counted once")
+        if branches:
+            lines.append(
+                f"of each conditional the branch that sends most is counted: "
+                f"{exact_size(self.bytes_in_branches)} of these"
+            )
+        lines.append(_bound(self, least))
+        lines += _overlap(self)
+        if self.widened:
+            lines.append(_widening(self))
+        if self.memory is not None:
+            parts = dataclasses.asdict(self.memory).items()
+            words = (f"{name} {exact_size(number)}" for name, number in parts)
+            lines.append(f"memory per device: {', '.join(words)}")
+        return lines
+
+
+def collective_table(collectives: Iterable[Collective]) -> str:
+    """A plain text table of collectives."""
+    return table(_HEAD, list(map(_row, collectives)))
+
+
+def _row(each: Collective) -> tuple[str, ...]:
+    """A collective as a row of the table, one text for each column."""
+    shown = [str(operand) for operand in each.operands[:2]]
+    more = len(each.operands) - len(shown)
+    if more:
+        shown.append(f"and {more} more")
+    when = [f"{'?' if each.times is None else each.times} times"] * each.in_loop
+    when += ["in a branch"] * each.in_branch
+    when += [_beside(each)] * each.asynchronous
+    among = f"{len(each.groups)} of {each.group_size}"
+    if each.within_shard:
+        among += " in a shard"
+    if each.kind == "collective-permute":
+        among = f"{len(each.groups)} pairs"
+    return (
+        each.kind,
+        ", ".join(shown),
+        exact_size(each.bytes_sent + each.scalar_bytes_sent),
+        among,
+        ", ".join(when),
+        _where(each),
+    )
+
+
+def _beside(each: Collective) -> str:
+    if each.matrix_products:
+        return f"behind {count(each.matrix_products, 'matrix product')}"
+    return f"behind {count(each.other_kernels, 'kernel')}" if each.other_kernels else "exposed"
+
+
+def _where(each: Collective) -> str:
+    line = each.source or each.op_name or each.name
+    return f"{line} (1 of {each.combined} combined)" if each.combined > 1 else line
+
+
+def _by_axes(report: Communication) -> list[str]:
+    """The bytes along each axis, if there are several or some stay within a shard."""
+    within = {", ".join(each.axes) for each in report.collectives if each.within_shard}
+    if len(report.bytes_by_axes) < 2 and not within:
+        return []
+    parts = (
+        f"{axes} {exact_size(sent)}" + ", within a shard and not in the bound" * (axes in within)
+        for axes, sent in report.bytes_by_axes.items()
+    )
+    return [f"along {'; '.join(parts)}"]
+
+
+def _bound(report: Communication, least: str) -> str:
+    if report.lower_bound is None:
+        return "the parameters are unknown, so there is no lower bound"
+    ratio = "" if report.ratio is None else f"; ratio {least}{report.ratio:.3f}"
+    return (
+        f"{report.shards} shards need 2(N−1)/N · P = {exact_size(report.lower_bound)} for "
+        f"{exact_size(report.parameter_bytes or 0)} of parameters{ratio}"
+    )
+
+
+def _overlap(report: Communication) -> list[str]:
+    if not report.bytes_sent:
+        return []
+    if not any(each.asynchronous and each.bytes_sent for each in report.collectives):
+        return ["no collective is asynchronous, so all bytes are exposed"]
+    return [
+        f"{exact_size(report.bytes_behind_matrix_products)} ({report.hidden_share:.0%}) behind "
+        f"matrix products, {exact_size(report.bytes_behind_other_kernels)} behind other kernels, "
+        f"{exact_size(report.bytes_exposed)} exposed"
+    ]
+
+
+def _widening(report: Communication) -> str:
+    """The line on dtypes that are wider than the parameters, and what widened them."""
+    kinds: dict[str, list[str]] = {}
+    wide = {*report.widened}
+    for each in (x for x in report.collectives if x.bytes_sent and wide & {*x.dtypes}):
+        who = "by the step, or by XLA for CPUs"
+        if each.widened:
+            who = "by XLA, as it does for CPUs"
+        elif each.kind in _SUMS:
+            who = "by the step itself"
+        kinds.setdefault(who, []).append(each.kind)
+    sent, parameters = ", ".join(report.widened), ", ".join(report.parameter_dtypes)
+    by = [f"{', '.join(dict.fromkeys(found))} {who}" for who, found in kinds.items()]
+    return f"sent as {sent}, but the parameters are {parameters}; widened: {'; '.join(by)}"
