@@ -62,8 +62,8 @@ StackFrames
 ENTRY %main (p: f32[8], q: bf16[4,4]) -> (f32[8], bf16[4,4], f32[2], f32[32]) {
   %p = f32[8]{0} parameter(0), sharding={replicated}
   %q = bf16[4,4]{1,0} parameter(1)
-  %text = s32[] constant(0), metadata={op_name="a %b, (c" source_file="old.py" source_line=3}
-  %reduce-start = (f32[8]{0}, bf16[4,4]{1,0}) all-reduce-start(%p, %q), channel_id=1, replica_groups={{0,1},{2,3}}, use_global_device_ids=true, to_apply=%add, metadata={op_name="psum" source_file="old.py" source_line=31}
+  %text = s32[] constant(0), metadata={op_name="a %b, (c" stack_frame_id=1}
+  %reduce-start = (f32[8]{0}, bf16[4,4]{1,0}) all-reduce-start(%p, %q), channel_id=1, replica_groups={{0,1},{2,3}}, use_global_device_ids=true, to_apply=%add, metadata={op_name="psum" stack_frame_id=2}
   %reduce-done = (f32[8]{0}, bf16[4,4]{1,0}) all-reduce-done(%reduce-start)
   %gather-start = (f32[8]{0}, f32[32]{0}) all-gather-start(%p), channel_id=2, replica_groups={}, dimensions={0}, metadata={stack_frame_id=1}
   %gather-done = f32[32]{0} all-gather-done(%gather-start)
@@ -115,13 +115,15 @@ def sources(text: str) -> list[str | None]:
     return [found[x] for x in ("reduce-start", "gather-start", "reduce-scatter.1", "permute")]
 
 
-def test_source_lines_in_both_forms_and_of_what_has_none():
+def test_source_lines_and_those_of_what_has_none():
     # Of the scatter, its own reducer is what still has a line.
-    assert sources(ASYNCHRONOUS) == ["old.py:31", "train.py:12", "other.py:7", None]
+    assert sources(ASYNCHRONOUS) == ["other.py:7", "train.py:12", "other.py:7", None]
     # A name that looks like metadata, and paths with quotes.
     text = ASYNCHRONOUS.replace("{stack_", '{op_name="stack_frame_id=2" stack_')
-    text = text.replace('"old.py"', r'"my \"old\".py"').replace('"train.py"', r'"my \"train\".py"')
-    assert sources(text)[:2] == ['my "old".py:31', 'my "train".py:12']
+    text = text.replace('"other.py"', r'"my \"other\".py"').replace(
+        '"train.py"', r'"my \"train\".py"'
+    )
+    assert sources(text)[:2] == ['my "other".py:7', 'my "train".py:12']
 
 
 @pytest.mark.parametrize("text", ["", "module {}", "HloModule x\n"])

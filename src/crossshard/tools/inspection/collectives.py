@@ -11,7 +11,7 @@ from crossshard.tools.inspection.source import source_of
 
 # The bytes that a shard in a group of n sends for an operand, with the optimal algorithm. An
 # all-gather's operand is 1/n of its output.
-_BYTES_SENT: dict[str, Callable[[int, int], float]] = {
+_BYTES_SENT: dict[str, Callable[[int, float], float]] = {
     "all-reduce": lambda n, operand: 2 * (n - 1) * operand / n,
     "reduce-scatter": lambda n, operand: (n - 1) * operand / n,
     "all-gather": lambda n, operand: (n - 1) * operand,
@@ -30,7 +30,7 @@ PRODUCTS, KERNELS, NOTHING = "matrix products", "other kernels", "nothing"
 _UNCHANGED = {"get-tuple-element", "bitcast", "copy", "reshape", "transpose"}
 
 
-def bytes_sent(kind: str, group_size: int, operand: int) -> float:
+def bytes_sent(kind: str, group_size: int, operand: float) -> float:
     """The bytes that one shard sends for a collective.
 
     Args:

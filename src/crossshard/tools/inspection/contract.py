@@ -42,15 +42,7 @@ class Breach:
 
 @dataclasses.dataclass(frozen=True)
 class Contract:
-    """Limits on the communication of a step.
-
-    Attributes:
-      max_bytes_ratio: the allowed multiple of the lower bound.
-      forbid: kinds of collectives that must not occur.
-      in_loop: whether collectives are allowed in loops; those of a step that sends no more than the
-        lower bound always are: each turn sends another layer.
-      min_hidden: the least share of the bytes that must be sent behind matrix products, or one for
-        each of some kinds; ``None`` for no limit.
+    """Limits on the communication of a step; see ``assert_communication``.
 
     Raises:
       ArgumentError: an unknown kind, a ratio that is not a number of at least 0, or a share that is
@@ -65,55 +57,46 @@ class Contract:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "forbid", _checked_kinds(self.forbid))
-        object.__setattr__(self, "max_bytes_ratio", _checked_ratio(self.max_bytes_ratio))
+        if not _is_number(self.max_bytes_ratio, 0, math.inf):
+            shown = _check.shown(self.max_bytes_ratio)
+            raise ArgumentError(f"max_bytes_ratio must be a number of at least 0; got {shown}.")
         _check.flag("in_loop", self.in_loop)
-        object.__setattr__(self, "min_hidden", _checked_shares(self.min_hidden))
+        _check_shares(self.min_hidden)
 
     def breaches(self, report: Communication) -> list[Breach]:
         """The violations of a step; scalars are not counted."""
         # Over the axes of a model the user communicates as the model needs it.
         sending = [each for each in report.collectives if each.bytes_sent and not each.within_shard]
-        found = [self._forbidden(sending), self._looping(sending, report)]
-        found += [self._too_much(sending, report), self._not_hidden(sending, report)]
-        return [breach for breaches in found for breach in breaches]
+        sent = report.bytes_between_shards - _widening(sending, report)
+        return [
+            *self._forbidden(sending),
+            *self._looping(sending, sent, report),
+            *self._too_much(sending, sent, report),
+            *self._not_hidden(sending, report),
+        ]
 
     def _forbidden(self, sending: list[Collective]) -> Iterator[Breach]:
         if found := [each for each in sending if each.kind in self.forbid]:
             kinds = ", ".join(kind for kind in self.forbid if kind in {each.kind for each in found})
-            table = collective_table(found)
-            yield Breach(f"The step has forbidden collectives, {kinds}", table)
+            yield Breach(f"The step has forbidden collectives, {kinds}", collective_table(found))
 
-    def _looping(self, sending: list[Collective], report: Communication) -> Iterator[Breach]:
+    def _looping(
+        self, sending: list[Collective], sent: float, report: Communication
+    ) -> Iterator[Breach]:
         found = [each for each in sending if each.in_loop and not self.in_loop]
-        if found and not _in_rows(sending, report):
+        # Each turn sends another layer if all of them send the least.
+        in_rows = not report.uncounted_loops and sent <= _allowed(1, report)
+        if found and not in_rows:
             yield Breach(
                 "The step communicates within a loop; reduce gradients once after it, or pass "
                 "in_loop=True if that is intended, for example for a loop over steps",
                 collective_table(found),
             )
 
-    def _not_hidden(self, sending: list[Collective], report: Communication) -> Iterator[Breach]:
-        if self.min_hidden is None:
-            return
-        given = self.min_hidden
-        shares = given if isinstance(given, Mapping) else {None: given}
-        for kind, share in shares.items():
-            kinds = KINDS if kind is None else (kind,)
-            hidden = report.hidden_share_of(*kinds)
-            if hidden is None or hidden >= share:
-                continue
-            exposed = [each for each in sending if each.kind in kinds and each.behind != PRODUCTS]
-            of_kind = "" if kind is None else f" of {kind}"
-            reason = "" if any(each.asynchronous for each in exposed) else _SYNCHRONOUS
-            yield Breach(
-                f"The step sends {hidden:.1%} of its bytes{of_kind} behind matrix products, but at "
-                f"least {share:.1%} must be{reason}",
-                collective_table(exposed),
-            )
-
-    def _too_much(self, sending: list[Collective], report: Communication) -> Iterator[Breach]:
-        most = self.max_bytes_ratio
-        if not sending or math.isinf(most):
+    def _too_much(
+        self, sending: list[Collective], sent: float, report: Communication
+    ) -> Iterator[Breach]:
+        if not sending or math.isinf(self.max_bytes_ratio):
             return
         if not report.lower_bound:
             yield Breach(
@@ -128,11 +111,31 @@ class Contract:
                 'counted. Give the loop a fixed length, or pass max_bytes_ratio=float("inf")',
                 collective_table(report.uncounted_loops),
             )
-        else:
-            sent = report.bytes_between_shards - _widening(sending, report)
-            if sent > _allowed(most, report):
-                ratio = f"{_times(sent, sending, report.lower_bound)}, but only {most:g} is allowed"
-                yield Breach(f"The step sends {ratio}", report.table())
+        elif sent > _allowed(self.max_bytes_ratio, report):
+            times = f"{sent / report.lower_bound:.3f} times the lower bound"
+            counted = (each for each in sending if each.counted and each.in_branch)
+            if in_branches := sum(each.bytes_sent for each in counted):
+                rest = (sent - in_branches) / report.lower_bound
+                times = f"at most {times} ({rest:.3f} without what is in branches)"
+            allowed = f"but only {self.max_bytes_ratio:g} is allowed"
+            yield Breach(f"The step sends {times}, {allowed}", report.table())
+
+    def _not_hidden(self, sending: list[Collective], report: Communication) -> Iterator[Breach]:
+        given = self.min_hidden
+        shares = given if isinstance(given, Mapping) else {None: given}
+        for kind, share in shares.items():
+            kinds = KINDS if kind is None else (kind,)
+            hidden = report.hidden_share_of(*kinds)
+            if share is None or hidden is None or hidden >= share:
+                continue
+            exposed = [each for each in sending if each.kind in kinds and each.behind != PRODUCTS]
+            of_kind = "" if kind is None else f" of {kind}"
+            reason = "" if any(each.asynchronous for each in exposed) else _SYNCHRONOUS
+            yield Breach(
+                f"The step sends {hidden:.1%} of its bytes{of_kind} behind matrix products, but at "
+                f"least {share:.1%} must be{reason}",
+                collective_table(exposed),
+            )
 
 
 def _allowed(ratio: float, report: Communication) -> float:
@@ -141,25 +144,26 @@ def _allowed(ratio: float, report: Communication) -> float:
     return ratio * (report.lower_bound or 0) * (1 + _PADDING) + allowance
 
 
-def _in_rows(sending: list[Collective], report: Communication) -> bool:
-    """Whether no turn of a loop sends what another one does: all of them send the least."""
-    sent = report.bytes_between_shards - _widening(sending, report)
-    return not report.uncounted_loops and sent <= _allowed(1, report)
+def _widening(sending: list[Collective], report: Communication) -> float:
+    """The extra bytes of summing narrow gradients in 32 bits instead of the parameters' dtypes.
 
-
-def _times(sent: float, sending: list[Collective], bound: float) -> str:
-    times = f"{sent / bound:.3f} times the lower bound"
-    if in_branches := sum(each.bytes_sent for each in sending if each.counted and each.in_branch):
-        rest = (sent - in_branches) / bound
-        return f"at most {times} ({rest:.3f} without what is in branches)"
-    return times
+    At most one reduction of each gradient counts.
+    """
+    widths = {dtype: width(dtype) for dtype in report.parameters if 0 < width(dtype) < _SUMMED_IN}
+    wide = sum(
+        each.bytes_sent * (1 - min(widths.values()) / _SUMMED_IN)
+        for each in sending
+        if widths and each.counted and {width(dtype) for dtype in each.dtypes} == {_SUMMED_IN}
+    )
+    added = sum(report.parameters[x] * (_SUMMED_IN / bits - 1) for x, bits in widths.items())
+    return min(wide, bytes_sent("all-reduce", report.shards, added))
 
 
 def _checked_kinds(forbid: Any) -> tuple[str, ...]:
     if not isinstance(forbid, Iterable) or hasattr(forbid, "dtype"):
+        shown = _check.shown(forbid)
         raise ArgumentTypeError(
-            f'forbid must be kinds of collectives, such as ("all-reduce",); got '
-            f"{_check.shown(forbid)}."
+            f'forbid must be kinds of collectives, such as ("all-reduce",); got {shown}.'
         )
     kinds = (forbid,) if isinstance(forbid, str) else tuple(forbid)
     _check_known("forbid", kinds)
@@ -173,45 +177,17 @@ def _check_known(name: str, kinds: Iterable[Any]) -> None:
             raise ArgumentError(f"{name} must name kinds among {known}; got {_check.shown(kind)}.")
 
 
-def _checked_ratio(ratio: Any) -> float:
-    if not isinstance(ratio, numbers.Real) or isinstance(ratio, bool) or not float(ratio) >= 0:
+def _check_shares(given: Any) -> None:
+    if isinstance(given, Mapping):
+        _check_known("min_hidden", given)
+    shares = given.values() if isinstance(given, Mapping) else [0 if given is None else given]
+    if not all(_is_number(each, 0, 1) for each in shares):
         raise ArgumentError(
-            f"max_bytes_ratio must be a number of at least 0; got {_check.shown(ratio)}."
+            f"min_hidden must be a share from 0 to 1, or one for each of some kinds, such as "
+            f'{{"reduce-scatter": 0.8}}; got {_check.shown(given)}.'
         )
-    return float(ratio)
 
 
-def _checked_shares(shares: Any) -> float | dict[str, float] | None:
-    if shares is None:
-        return None
-    if isinstance(shares, Mapping):
-        _check_known("min_hidden", shares)
-    for share in shares.values() if isinstance(shares, Mapping) else [shares]:
-        is_number = isinstance(share, numbers.Real) and not isinstance(share, bool)
-        if not is_number or not 0 <= float(share) <= 1:
-            raise ArgumentError(
-                f"min_hidden must be a share from 0 to 1, or one for each of some kinds, such as "
-                f'{{"reduce-scatter": 0.8}}; got {_check.shown(shares)}.'
-            )
-    return dict(shares) if isinstance(shares, Mapping) else float(shares)
-
-
-def _widening(sending: list[Collective], report: Communication) -> float:
-    """The extra bytes of summing narrow gradients in 32 bits instead of the parameters' dtypes.
-
-    At most one reduction of each gradient counts.
-    """
-    narrow = {
-        width(dtype): total
-        for dtype, total in report.parameters.items()
-        if 0 < width(dtype) < _SUMMED_IN
-    }
-    if not narrow:
-        return 0
-    wide = sum(
-        each.bytes_sent * (1 - min(narrow) / _SUMMED_IN)
-        for each in sending
-        if each.counted and {width(dtype) for dtype in each.dtypes} == {_SUMMED_IN}
-    )
-    added = sum(total * (_SUMMED_IN / bits - 1) for bits, total in narrow.items())
-    return min(wide, bytes_sent("all-reduce", report.shards, added))
+def _is_number(given: Any, least: float, most: float) -> bool:
+    is_real = isinstance(given, numbers.Real) and not isinstance(given, bool)
+    return is_real and least <= float(given) <= most

@@ -169,11 +169,6 @@ class Module:
         """
         # Names may contain text that looks like an attribute.
         metadata = _QUOTED.sub('""', instruction.attributes.get("metadata", ""))
-        # Older XLA writes the line in the metadata, newer XLA in a table at the top.
-        file = instruction.quoted("metadata", "source_file")
-        line = re.search(r"\bsource_line=(\d+)", metadata)
-        if file and line:
-            return (f"{file}:{line[1]}",)
         found: list[str] = []
         frame = re.search(r"\bstack_frame_id=(\d+)", metadata)
         number = int(frame[1]) if frame else 0
@@ -196,12 +191,10 @@ def parse(text: str) -> Module:
     ...
     ... ENTRY %main (p: f32[4]) -> f32[4] {
     ...   %p = f32[4]{0} parameter(0)
-    ...   ROOT %twice = f32[4]{0} add(%p, %p), metadata={source_file="step.py" source_line=7}
+    ...   ROOT %twice = f32[4]{0} add(%p, %p)
     ... }''')
     >>> module.partitions, module.entry.root.opcode, module.entry.root.operands
     (2, 'add', ('p', 'p'))
-    >>> module.lines(module.entry.root)
-    ('step.py:7',)
     """
     header, _, _ = text.partition("\n")
     if not header.startswith("HloModule"):

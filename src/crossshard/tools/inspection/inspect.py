@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from crossshard import _check
 from crossshard._annotations import PyTree
@@ -247,11 +247,7 @@ def _mesh_axes(inputs: Sequence[Any]) -> Axes:
     another order is as good as unknown.
     """
     shardings = [each.sharding for each in jax.tree.leaves(list(inputs))]
-    meshes: list[Mesh] = [
-        each.mesh
-        for each in shardings
-        if isinstance(each, NamedSharding) and isinstance(each.mesh, Mesh)
-    ]
+    meshes = [each.mesh for each in shardings if isinstance(each, NamedSharding)]
     found = max(meshes, key=lambda mesh: len(mesh.axis_names), default=None)
     if found is None:
         return ()
@@ -264,7 +260,7 @@ def _axes_of_data(given: Any, axes: Axes, inputs: Sequence[Any]) -> tuple[str, .
     names = tuple(name for name, _ in axes)
     if given is None:
         beside = [each for each in inputs if not isinstance(each, TrainState)]
-        split = {name for each in beside for name in _split_over(each.sharding)}
+        split = {name for each in beside for name in _split_over(each)}
         return tuple(name for name in names if name in split) or names
     named = (given,) if isinstance(given, str) else given
     if not names:
@@ -291,9 +287,8 @@ def _counted(parameters: Any, of_data: Collection[str]) -> Counter[str]:
                 f"of bytes; got {type(leaf).__name__} at "
                 f"{jax.tree_util.keystr(path) or 'its root'}."
             )
-        sharding, size = getattr(leaf, "sharding", None), math.prod(leaf.shape)
-        inner = [name for name in _split_over(sharding) if of_data and name not in of_data]
-        pieces = math.prod(sharding.mesh.shape[name] for name in inner)
+        size, split = math.prod(leaf.shape), _split_over(leaf).items()
+        pieces = math.prod(number for name, number in split if of_data and name not in of_data)
         if size > 1:
             found[_xla_name(leaf.dtype.name)] += size * leaf.dtype.itemsize // pieces
     return found
@@ -306,12 +301,14 @@ def _bytes_of_state(state: TrainState, of_data: Collection[str]) -> Mapping[str,
     return {dtype: total // shards for dtype, total in found.items()}
 
 
-def _split_over(sharding: Any) -> list[str]:
-    """The mesh axes over which an array is split."""
+def _split_over(array: Any) -> dict[str, int]:
+    """The mesh axes over which an array is split, with their sizes."""
+    sharding = getattr(array, "sharding", None)
     if not isinstance(sharding, NamedSharding):
-        return []
+        return {}
     parts = (part if isinstance(part, tuple) else (part,) for part in sharding.spec)
-    return [name for part in parts for name in part if isinstance(name, str)]
+    names = (name for part in parts for name in part if isinstance(name, str))
+    return {name: sharding.mesh.shape[name] for name in names}
 
 
 def _xla_name(dtype: str) -> str:
