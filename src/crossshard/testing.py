@@ -53,7 +53,7 @@ def assert_communication(
     Raises:
       CommunicationError: an ``AssertionError`` with a table of the offending collectives.
       ArgumentError: an unknown kind in ``forbid`` or ``min_hidden``, a ratio that is not a number
-        of at least 0, or a share that is not one from 0 to 1.
+        of at least 0, a share that is not one from 0 to 1, or an axis that the mesh lacks.
       ArgumentTypeError: ``step`` cannot be lowered, a program is passed with arguments, or
         ``forbid`` or ``in_loop`` has an invalid type.
 

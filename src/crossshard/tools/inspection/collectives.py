@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from crossshard.tools.inspection.execution import Execution, executions
 from crossshard.tools.inspection.groups import Groups, groups_of
 from crossshard.tools.inspection.hlo import Array, Module, leaves
-from crossshard.tools.inspection.overlap import Overlap, Overlaps
+from crossshard.tools.inspection.overlap import Overlaps
 from crossshard.tools.inspection.source import source_of
 
 # The bytes that a shard in a group of n sends for an operand, with the optimal algorithm. An
@@ -211,8 +211,8 @@ def _is_fused_scatter(run: Execution) -> bool:
     return False
 
 
-def _read(run: Execution, kind: str, module: Module, overlap: Overlap | None) -> Collective:
-    instruction = run.instruction
+def _read(run: Execution, kind: str, module: Module, beside: tuple[int, int] | None) -> Collective:
+    instruction, (products, kernels) = run.instruction, beside or (0, 0)
     shapes = [run.computation.instructions[name].shape for name in instruction.operands]
     # The other operands are the output buffer, offsets and sizes.
     shapes = shapes[:1] if kind == "ragged-all-to-all" else shapes
@@ -248,8 +248,8 @@ def _read(run: Execution, kind: str, module: Module, overlap: Overlap | None) ->
         times=run.times,
         # XLA's name of the reducer of a widened sum.
         widened=any("promoted" in each.name for each in reducers),
-        asynchronous=overlap is not None,
-        matrix_products=0 if overlap is None else overlap.matrix_products,
-        other_kernels=0 if overlap is None else overlap.other_kernels,
+        asynchronous=beside is not None,
+        matrix_products=products,
+        other_kernels=kernels,
         name=instruction.name,
     )

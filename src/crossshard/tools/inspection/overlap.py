@@ -4,7 +4,6 @@ import functools
 import itertools
 import re
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from crossshard.tools.inspection.execution import Execution, called_computations
 from crossshard.tools.inspection.hlo import Computation, Instruction, Module
@@ -30,19 +29,6 @@ _CALLING = {"fusion", "call", "while", "conditional", *_ASYNC}
 _NOTHING, _KERNEL, _PRODUCT = range(3)
 
 
-class Overlap(NamedTuple):
-    """What is scheduled between the start and the end of an asynchronous collective.
-
-    Attributes:
-      matrix_products: the number of matrix products and convolutions, of fusions that hold one, and
-        of loops that do.
-      other_kernels: the number of other kernels, and of loops.
-    """
-
-    matrix_products: int = 0
-    other_kernels: int = 0
-
-
 class Overlaps:
     """What runs while the collectives of a program are under way.
 
@@ -56,8 +42,11 @@ class Overlaps:
         self._collectives = frozenset(kinds)
         self._schedule = functools.cache(self._schedule_of)
 
-    def of(self, run: Execution) -> Overlap | None:
-        """What runs beside a collective; ``None`` if it is synchronous."""
+    def of(self, run: Execution) -> tuple[int, int] | None:
+        """How many matrix products and other kernels run beside a collective.
+
+        A fusion or a loop counts as one. ``None`` if the collective is synchronous.
+        """
         start, computation = run.instruction, run.computation
         caller, around = run.caller, run.around
         chain = start.quoted("frontend_attributes", "chain_id")
@@ -70,11 +59,11 @@ class Overlaps:
             return None
         return self._between(computation, start, start.name)
 
-    def _between(self, computation: Computation, start: Instruction, ended: str) -> Overlap:
+    def _between(self, computation: Computation, start: Instruction, ended: str) -> tuple[int, int]:
         work, ends = self._schedule(computation.name)
         first = list(computation.instructions).index(start.name) + 1
         meanwhile = work[first : ends.get(ended, first)]
-        return Overlap(meanwhile.count(_PRODUCT), meanwhile.count(_KERNEL))
+        return meanwhile.count(_PRODUCT), meanwhile.count(_KERNEL)
 
     def _schedule_of(self, name: str) -> tuple[list[int], dict[str, int]]:
         """What each instruction of a computation runs, and where what is asynchronous ends.

@@ -26,7 +26,7 @@ _HEAD = ("collective", "operands", "sent per shard", "groups", "when", "source")
 _SUMS = {"all-reduce", "reduce-scatter"}
 
 # The properties that JSON has in addition to the attributes.
-_COUNTED = (
+_TOTALS = (
     *("bytes_sent", "scalar_bytes_sent", "parameter_bytes", "parameter_dtypes"),
     *("bytes_in_branches", "bytes_by_axes", "bytes_between_shards", "lower_bound", "ratio"),
     *("bytes_behind_matrix_products", "bytes_behind_other_kernels", "bytes_exposed"),
@@ -187,18 +187,9 @@ class Communication:
         return tuple(dict.fromkeys(dtype for dtype in sent if width(dtype) > widest))
 
     def to_json(self, indent: int | None = None) -> str:
-        """The report as JSON.
-
-        The keys are the attributes of this class and of its fields, and the properties
-        ``bytes_sent``, ``scalar_bytes_sent``, ``bytes_in_branches``, ``bytes_by_axes``,
-        ``bytes_between_shards``, ``parameter_bytes``, ``parameter_dtypes``, ``lower_bound``,
-        ``ratio``, ``bytes_behind_matrix_products``, ``bytes_behind_other_kernels``,
-        ``bytes_exposed`` and ``hidden_share``.
-        """
-        fields = dataclasses.asdict(self)
-        for key in _COUNTED:
-            fields[key] = getattr(self, key)
-        return json.dumps(fields, indent=indent)
+        """The report as JSON: its attributes and theirs, and the properties that are totals."""
+        totals = {key: getattr(self, key) for key in _TOTALS}
+        return json.dumps(dataclasses.asdict(self) | totals, indent=indent)
 
     def table(self) -> str:
         """The collectives as a plain text table, followed by the totals."""
