@@ -281,6 +281,8 @@ def _by_axes(report: Communication) -> list[str]:
 def _bound(report: Communication, least: str) -> str:
     if report.lower_bound is None:
         return "the parameters are unknown, so there is no lower bound"
+    if report.shards == 1:
+        return "no array is sent between shards, so the lower bound is 0 B"
     ratio = "" if report.ratio is None else f"; ratio {least}{report.ratio:.3f}"
     return (
         f"{report.shards} shards need 2(N−1)/N · P = {exact_size(report.lower_bound)} for "
