@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
 from crossshard import _check
-from crossshard.collectives.all_reduce import sum_over_shards
+from crossshard.collectives.sums import sum_over_shards
 from crossshard.errors import ArgumentError, ArgumentTypeError, LossError
 from crossshard.gradients.scalars import check_scalar, is_number
 from crossshard.shards.axes import Shards
@@ -324,7 +324,7 @@ def part_of_shard(
     The second result is whether no row of them counts; ``None`` if some always do.
     """
     own = jax.lax.stop_gradient(shards.as_varying(jnp.stack(counts_of(mean))))
-    counts = tuple(sum_over_shards(own, shards, groups))
+    counts = tuple(sum_over_shards(own, shards.within(groups)))
     found = dataclasses.replace(sums_of(mean), counts=counts)
     return part_of_mean(mean, counts, size_of_group(groups, shards.number)), found.are_empty()
 

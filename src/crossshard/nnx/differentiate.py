@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from crossshard import _check, _flax
 from crossshard._flax import AnyVariable
-from crossshard.collectives.all_reduce import widen
+from crossshard.collectives.sums import widen
 from crossshard.errors import VariableError
 from crossshard.gradients.mean import Mean, part_of_shard
 from crossshard.gradients.model_sums import check_sums
