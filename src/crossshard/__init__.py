@@ -4,8 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from crossshard import distributed as distributed
-from crossshard.collectives.all_reduce import cross_replica_sum
-from crossshard.collectives.exchange import all_to_all, collective_permute
+from crossshard.collectives.cross_replica import all_to_all, collective_permute, cross_replica_sum
 from crossshard.errors import CrossshardError
 from crossshard.gradients.local import grad, value_and_grad
 from crossshard.gradients.mean import Mean

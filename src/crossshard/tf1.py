@@ -4,8 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from crossshard.collectives.all_reduce import cross_replica_sum
-from crossshard.collectives.exchange import all_to_all, collective_permute
+from crossshard.collectives.cross_replica import all_to_all, collective_permute, cross_replica_sum
 from crossshard.gradients.reduction import Reduction
 from crossshard.nnx.runners import batch_parallel, replicate, rewrite, shard
 from crossshard.optimizer.cross_shard_optimizer import CrossShardOptimizer

@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from crossshard.collectives.bucketing import bucketed_gather, bucketed_sum
-from crossshard.collectives.scatter import gather_parts, scatter_sum
+from crossshard.collectives.sums import gather_parts, scatter_sum
 from crossshard.shards.axes import Shards
 from crossshard.shards.partition import ANY, TPU, TileShape, partition_for
 

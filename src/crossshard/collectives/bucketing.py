@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from crossshard import _jax
-from crossshard.collectives.wire import send_gathered, send_scattered, send_sum
+from crossshard.collectives.sums import send_gathered, send_scattered, send_sum
 from crossshard.shards.axes import Shards
-from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.partition import Partition
 
 Bucket = list[tuple[jax.Array, Partition]]
@@ -28,16 +27,15 @@ def bucketed_sum(
     xs: Sequence[jax.Array],
     partitions: Sequence[Partition],
     shards: Shards,
-    groups: GroupAssignment | None = None,
 ) -> list[jax.Array]:
     """This shard's slice of the sum of each array over the shards, or the groups.
 
     Arrays of 16 bits are sent in 16 bits, and their sums are float32.
     """
     if shards.other_axes:
-        return _on_blocks(bucketed_sum, xs, partitions, shards, groups)
-    scatter = functools.partial(send_scattered, shards=shards, groups=groups)
-    total = functools.partial(send_sum, shards=shards, groups=groups)
+        return _on_blocks(bucketed_sum, xs, partitions, shards)
+    scatter = functools.partial(send_scattered, shards=shards)
+    total = functools.partial(send_sum, shards=shards)
 
     def move(bucket: Bucket) -> list[jax.Array]:
         (first, partition), *others = bucket
@@ -61,12 +59,11 @@ def bucketed_gather(
     parts: Sequence[jax.Array],
     partitions: Sequence[Partition],
     shards: Shards,
-    groups: GroupAssignment | None = None,
 ) -> list[jax.Array]:
     """Each array in full, all-gathered from its slices; replicated arrays are unchanged."""
     if shards.other_axes:
-        return _on_blocks(bucketed_gather, parts, partitions, shards, groups)
-    gather = functools.partial(send_gathered, shards=shards, groups=groups)
+        return _on_blocks(bucketed_gather, parts, partitions, shards)
+    gather = functools.partial(send_gathered, shards=shards)
 
     def move(bucket: Bucket) -> list[jax.Array]:
         (first, partition), *others = bucket
@@ -101,7 +98,6 @@ def _on_blocks(
     xs: Sequence[jax.Array],
     partitions: Sequence[Partition],
     shards: Shards,
-    groups: GroupAssignment | None,
 ) -> list[jax.Array]:
     """``move`` applied to each device's blocks of arrays that are split over other axes.
 
@@ -112,7 +108,7 @@ def _on_blocks(
     specs = [partition.other_axes for partition in partitions]
     of_device = dataclasses.replace(shards, other_axes=())
     run = _jax.shard_map(
-        lambda xs: move(xs, blocks, of_device, groups),
+        lambda xs: move(xs, blocks, of_device),
         axis_names=frozenset(shards.other_axes),
         in_specs=(specs,),
         out_specs=specs,

@@ -14,11 +14,9 @@ from jax.sharding import PartitionSpec
 
 from crossshard import _jax
 from crossshard.collectives.codec import LANES, Codec
-from crossshard.collectives.scatter import exchange, gather_parts
-from crossshard.collectives.wire import send_gathered, send_scattered
+from crossshard.collectives.sums import exchange, gather_parts, send_gathered, send_scattered
 from crossshard.shards.axes import Shards
-from crossshard.shards.groups import GroupAssignment, size_of_group
-from crossshard.shards.partition import Partition, slice_index
+from crossshard.shards.partition import Partition
 
 # Arrays of so many rows on each shard have a collective of their own.
 _MANY = 512
@@ -51,10 +49,9 @@ class Sent(NamedTuple):
     lost: list[jax.Array]
 
 
-def takes_few_bits(x: Any, shards: Shards, groups: GroupAssignment | None) -> bool:
+def takes_few_bits(x: Any, shards: Shards) -> bool:
     """Whether an array fills blocks; smaller ones are sent as they are."""
-    number = size_of_group(groups, shards.number)
-    return number > 1 and jnp.isrealobj(x) and x.size >= number * LANES
+    return shards.size > 1 and jnp.isrealobj(x) and x.size >= shards.size * LANES
 
 
 def sum_in_few_bits(
@@ -62,7 +59,6 @@ def sum_in_few_bits(
     partitions: Sequence[Partition],
     tiers: Sequence[Tier],
     shards: Shards,
-    groups: GroupAssignment | None = None,
     key: jax.Array | None = None,
 ) -> Sent:
     """This shard's slice of the sum of each array over the shards, or the groups.
@@ -74,18 +70,17 @@ def sum_in_few_bits(
       xs: floating arrays of this shard.
       partitions: the partition of each.
       tiers: who sends how, inner ones first.
-      shards: the shards.
-      groups: the groups that reduce independently; they have one tier.
+      shards: the shards; groups have one tier.
       key: a PRNG key, the same on all shards, to round stochastically.
     """
     if not shards.other_axes:
-        return _sum(xs, partitions, tiers, shards, groups, key)
+        return _sum(xs, partitions, tiers, shards, key)
     sizes = jax.sharding.get_abstract_mesh().shape
     blocks = [partition.of_block(sizes) for partition in partitions]
     specs = [partition.other_axes for partition in partitions]
     of_device = dataclasses.replace(shards, other_axes=())
     run = _jax.shard_map(
-        lambda xs, key: tuple(_sum(xs, blocks, tiers, of_device, groups, key)),
+        lambda xs, key: tuple(_sum(xs, blocks, tiers, of_device, key)),
         axis_names=frozenset(shards.other_axes),
         in_specs=(specs, PartitionSpec()),
         out_specs=(specs, specs),
@@ -98,21 +93,20 @@ def gather_in_few_bits(
     partition: Partition,
     codec: Codec,
     shards: Shards,
-    groups: GroupAssignment | None = None,
 ) -> jax.Array:
     """An array in full, from the slices of all shards, or of the group, as they are read."""
     if shards.other_axes:
         block = partition.of_block(jax.sharding.get_abstract_mesh().shape)
         of_device = dataclasses.replace(shards, other_axes=())
         run = _jax.shard_map(
-            lambda part: gather_in_few_bits(part, block, codec, of_device, groups),
+            lambda part: gather_in_few_bits(part, block, codec, of_device),
             axis_names=frozenset(shards.other_axes),
             in_specs=(partition.other_axes,),
             out_specs=partition.other_axes,
         )
         return jnp.asarray(run(part))
     row = _in_lanes(part[None])
-    found = codec.decode(gather_parts(codec.encode(row), 0, shards, groups), row.shape[1])
+    found = codec.decode(gather_parts(codec.encode(row), 0, shards), row.shape[1])
     return _from_rows(found.astype(part.dtype), partition, partition.shape)
 
 
@@ -121,11 +115,9 @@ def _sum(
     partitions: Sequence[Partition],
     tiers: Sequence[Tier],
     shards: Shards,
-    groups: GroupAssignment | None,
     key: jax.Array | None,
 ) -> Sent:
-    number = size_of_group(groups, shards.number)
-    rows = [_as_rows(x, each, number) for x, each in zip(xs, partitions, strict=True)]
+    rows = [_as_rows(x, each, shards.size) for x, each in zip(xs, partitions, strict=True)]
     buckets: dict[Any, list[int]] = {}
     for at, (row, partition) in enumerate(zip(rows, partitions, strict=True)):
         alone = row.shape[1] >= _MANY
@@ -133,12 +125,12 @@ def _sum(
     sums, lost = list(map(jnp.asarray, xs)), list(map(jnp.asarray, xs))
     for nth, places in enumerate(buckets.values()):
         own = None if key is None else jax.random.fold_in(key, nth)
-        way = _Way(tiers, shards, groups, own)
+        way = _Way(tiers, shards, own)
         total, missing = way.scatter(jnp.concatenate([rows[at] for at in places], 1))
         whole = partitions[places[0]].number == 1
         if whole:
             total, kept = way.gather(total)
-            missing = missing.at[slice_index(shards, groups)].add(kept)
+            missing = missing.at[shards.position()].add(kept)
         ends = list(itertools.accumulate(rows[at].shape[1] for at in places))[:-1]
         for at, of_sum, of_lost in zip(
             places,
@@ -160,12 +152,11 @@ class _Way:
     """How ``[shards, rows, 128]``, with rows for each shard, are summed.
 
     Attributes:
-      tiers, shards, groups, key: as for ``sum_in_few_bits``.
+      tiers, shards, key: as for ``sum_in_few_bits``.
     """
 
     tiers: Sequence[Tier]
     shards: Shards
-    groups: GroupAssignment | None
     key: jax.Array | None
 
     @property
@@ -189,7 +180,7 @@ class _Way:
     def scatter(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """``[rows, 128]``: the sum of this shard's rows; and what of ``x`` was not sent."""
         ways, lost = self._of_tiers, jnp.zeros_like(x)
-        sizes = [size_of_group(self.groups, own.number) for _, own in reversed(ways)]
+        sizes = [own.size for _, own in reversed(ways)]
         x = x.reshape(*sizes, *x.shape[1:])
         for nth, (tier, own) in enumerate(ways):
             # Those of the tiers that are left, of which this one is the last.
@@ -206,10 +197,10 @@ class _Way:
         codec = tier.wire
         if not isinstance(codec, Codec):
             sent = x if codec is None else x.astype(codec)
-            return send_scattered(sent, 0, own, self.groups)[0].astype(x.dtype), None
+            return send_scattered(sent, 0, own)[0].astype(x.dtype), None
         coded = codec.encode(x, self._key_of(nth, self.shards))
         read = functools.partial(codec.decode, rows=x.shape[-2])
-        total = read(exchange(coded, 0, own, self.groups)[:, 0]).sum(0)
+        total = read(exchange(coded, 0, own)[:, 0]).sum(0)
         return total.astype(x.dtype), x - read(coded).astype(x.dtype)
 
     def gather(self, part: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -219,7 +210,7 @@ class _Way:
             codec = tier.wire
             if not isinstance(codec, Codec):
                 sent = (x if codec is None else x.astype(codec))[None]
-                x = send_gathered(sent, 0, own, self.groups).astype(part.dtype)
+                x = send_gathered(sent, 0, own).astype(part.dtype)
             else:
                 # The others along the outer tiers have the same, and must round it alike.
                 those = [each for _, each in ways[: nth + 1]]
@@ -227,7 +218,7 @@ class _Way:
                 read = functools.partial(codec.decode, rows=x.shape[-2])
                 missing = x - read(coded).astype(x.dtype)
                 kept += self._own_rows(missing, ways[nth + 1 :]) if tier.feeds_back else 0
-                x = read(gather_parts(coded[None], 0, own, self.groups)).astype(x.dtype)
+                x = read(gather_parts(coded[None], 0, own)).astype(x.dtype)
             # Major axes first: those of the outer tiers.
             x = jnp.moveaxis(x, 0, -3)
         return x.reshape(-1, *part.shape), kept
@@ -253,7 +244,7 @@ class _Way:
         key = jax.random.fold_in(self.key, nth)
         for shards in those:
             # Shards with the same place in their groups may send the same.
-            key = jax.random.fold_in(key, slice_index(shards, self.groups))
+            key = jax.random.fold_in(key, shards.position())
         return key
 
 

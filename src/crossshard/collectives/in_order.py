@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from crossshard.collectives.bucketing import Bucket, by_bucket, split_bucket
-from crossshard.collectives.scatter import exchange, gather_parts
+from crossshard.collectives.sums import exchange, gather_parts
 from crossshard.shards.axes import Shards
 from crossshard.shards.partition import Partition
 

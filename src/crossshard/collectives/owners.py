@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-from crossshard.collectives.scatter import turn
+from crossshard.collectives.sums import turn
 from crossshard.shards.axes import Shards
 from crossshard.shards.partition import Partition
 from crossshard.shards.rows import Rows, Unit, joined, take

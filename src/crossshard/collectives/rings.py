@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from crossshard.collectives.all_reduce import wide
+from crossshard.collectives.sums import wide
 from crossshard.shards.axes import Shards
 
 # A slice, and where it starts.

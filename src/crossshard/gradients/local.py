@@ -21,7 +21,6 @@ from crossshard.gradients.scaled_loss import scaled, unscale
 from crossshard.gradients.varying_types import explained_types
 from crossshard.shards.axes import Shards, check_no_further, check_one_way, shards_of_gradient
 from crossshard.shards.context import check_axis_name
-from crossshard.shards.groups import GroupAssignment
 
 _P = ParamSpec("_P")
 _Aux = TypeVar("_Aux")
@@ -148,7 +147,7 @@ def value_and_grad(
         def local_loss(*args: Any, **kwargs: Any) -> Any:
             loss, aux = split_loss(fun(*args, **kwargs), has_aux, (jnp.inexact,))
             if isinstance(loss, Mean):
-                loss, _ = part_of_shard(loss, *_shards_of_mean(optimizer))
+                loss, _ = part_of_shard(loss, _shards_of_mean(optimizer))
             check_one_way(loss, shards, names)
             check_no_further(loss, shards, params)
             # An invariant loss is cast to varying: each shard differentiates its own copy.
@@ -238,14 +237,14 @@ def grad(
     return value_and_local_grad
 
 
-def _shards_of_mean(optimizer: Any) -> tuple[Shards, GroupAssignment | None]:
+def _shards_of_mean(optimizer: Any) -> Shards:
     """The shards over which a ``Mean`` is counted."""
     if optimizer is None:
         raise ArgumentError(
             "The loss returns a Mean, which is counted over the shards that the optimizer reduces "
             "over. Pass the CrossShardOptimizer, crossshard.value_and_grad(loss, optimizer=opt)."
         )
-    found: tuple[Shards, GroupAssignment | None] = optimizer._shards_of_mean()
+    found: Shards = optimizer._shards_of_mean()
     return found
 
 

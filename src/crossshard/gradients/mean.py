@@ -12,11 +12,10 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
 from crossshard import _check
-from crossshard.collectives.all_reduce import sum_over_shards
+from crossshard.collectives.sums import sum_over_shards
 from crossshard.errors import ArgumentError, ArgumentTypeError, LossError
 from crossshard.gradients.scalars import check_scalar, is_number
 from crossshard.shards.axes import Shards
-from crossshard.shards.groups import GroupAssignment, size_of_group
 
 
 class Moved(NamedTuple):
@@ -316,17 +315,15 @@ def per_row(mean: Mean, rows: int) -> Float[Array, ""]:
     return found
 
 
-def part_of_shard(
-    mean: Mean, shards: Shards, groups: GroupAssignment | None = None
-) -> tuple[Float[Array, ""], Bool[Array, ""] | None]:
+def part_of_shard(mean: Mean, shards: Shards) -> tuple[Float[Array, ""], Bool[Array, ""] | None]:
     """The loss of a shard, so that the mean over the shards, or the group, is that of the batch.
 
     The second result is whether no row of them counts; ``None`` if some always do.
     """
     own = jax.lax.stop_gradient(shards.as_varying(jnp.stack(counts_of(mean))))
-    counts = tuple(sum_over_shards(own, shards, groups))
+    counts = tuple(sum_over_shards(own, shards))
     found = dataclasses.replace(sums_of(mean), counts=counts)
-    return part_of_mean(mean, counts, size_of_group(groups, shards.number)), found.are_empty()
+    return part_of_mean(mean, counts, shards.size), found.are_empty()
 
 
 def _wide(x: Any) -> Any:

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from crossshard.collectives.all_reduce import widen
+from crossshard.collectives.sums import widen
 
 
 def scaled(loss: Any, scale: Any) -> Any:

@@ -15,13 +15,11 @@ from jaxtyping import Array, Bool, Int
 
 from crossshard import _check, _jax
 from crossshard._hash import from_words, to_words, word_of
-from crossshard.collectives.all_reduce import sum_over_shards
+from crossshard.collectives.sums import sum_over_shards
 from crossshard.errors import ArgumentError
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState, names_of
 from crossshard.shards.axes import Shards
-from crossshard.shards.groups import GroupAssignment
-from crossshard.shards.partition import slice_index
 
 
 class OnDivergence(enum.StrEnum):
@@ -128,18 +126,19 @@ class Majority(NamedTuple):
     decided: jax.Array
 
 
-def judge(words: jax.Array, shards: Shards, groups: GroupAssignment | None) -> Majority:
+def judge(words: jax.Array, shards: Shards) -> Majority:
     """The majority of the words for each leaf, uint32[leaves]."""
-    size = shards.number if groups is None else groups.size
     places = jnp.arange(32, dtype=jnp.uint32)
     bits = (words[:, None] >> places) & 1
     # If more than half have the same word, each of its bits is that of the majority. So the bytes
     # to send do not depend on the number of shards.
-    counts = sum_over_shards(bits.astype(jnp.int32), shards, groups)
-    common = jnp.sum((2 * counts > size).astype(jnp.uint32) << places, axis=1, dtype=jnp.uint32)
+    counts = sum_over_shards(bits.astype(jnp.int32), shards)
+    common = jnp.sum(
+        (2 * counts > shards.size).astype(jnp.uint32) << places, axis=1, dtype=jnp.uint32
+    )
     healthy = words == common
-    number = sum_over_shards(healthy.astype(jnp.int32), shards, groups)
-    return Majority(common, healthy, number == size, 2 * number > size)
+    number = sum_over_shards(healthy.astype(jnp.int32), shards)
+    return Majority(common, healthy, number == shards.size, 2 * number > shards.size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,12 +199,12 @@ class Sentinel:
 
         def compare(leaves: list[Any]) -> tuple[Divergence, list[Any]]:
             words = jnp.stack([to_words(step), *map(hashed, leaves)])
-            majority = judge(words[: 1 + of_all], shards, None)
+            majority = judge(words[: 1 + of_all], shards)
             # The step count itself, since it is told; its hash is among the leaves.
             count = lax.bitcast_convert_type(majority.common[0], jnp.int32)
             majority = Majority(*(x[1:] for x in majority))
             if len(words) > 1 + of_all:
-                of_group = judge(words[1 + of_all :], shards, layout.groups)
+                of_group = judge(words[1 + of_all :], shards.within(layout.groups))
                 pairs = zip(majority, of_group, strict=True)
                 majority = Majority(*map(jnp.concatenate, pairs))
             suspect = jnp.any(~(majority.healthy & majority.decided))
@@ -223,8 +222,8 @@ class Sentinel:
                 repaired = []
                 for index, x in enumerate(leaves):
                     own = majority.healthy[index], majority.decided[index]
-                    groups = None if index < of_all else layout.groups
-                    mend = functools.partial(_repaired, *own, shards, groups)
+                    those = shards if index < of_all else shards.within(layout.groups)
+                    mend = functools.partial(_repaired, *own, those)
                     # One by one, so that only those are sent, and one needs memory at a time.
                     repaired.append(lax.cond(differ[index], mend, lambda x: x, x))
                 return repaired
@@ -240,18 +239,11 @@ class Sentinel:
         return lax.cond(due, compare, pass_over, leaves)
 
 
-def _repaired(
-    healthy: jax.Array,
-    decided: jax.Array,
-    shards: Shards,
-    groups: GroupAssignment | None,
-    x: Any,
-) -> jax.Array:
+def _repaired(healthy: jax.Array, decided: jax.Array, shards: Shards, x: Any) -> jax.Array:
     """A copy with the bits of the first healthy one, if it is known which are healthy."""
-    size = shards.number if groups is None else groups.size
-    place, places = slice_index(shards, groups), jnp.arange(size)
-    counts = sum_over_shards(((places == place) & healthy).astype(jnp.int32), shards, groups)
+    place, places = shards.position(), jnp.arange(shards.size)
+    counts = sum_over_shards(((places == place) & healthy).astype(jnp.int32), shards)
     words = to_words(x)
     of_first = jnp.where(place == jnp.argmax(counts), words, 0)
-    given = sum_over_shards(of_first, shards, groups)
+    given = sum_over_shards(of_first, shards)
     return from_words(jnp.where(decided & ~healthy, given, words), x)

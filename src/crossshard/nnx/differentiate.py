@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from crossshard import _check, _flax
 from crossshard._flax import AnyVariable
-from crossshard.collectives.all_reduce import widen
+from crossshard.collectives.sums import widen
 from crossshard.errors import VariableError
 from crossshard.gradients.mean import Mean, part_of_shard
 from crossshard.gradients.model_sums import check_sums
@@ -21,7 +21,6 @@ from crossshard.gradients.varying_types import explained_types
 from crossshard.nnx.binding import bound, check_writable
 from crossshard.nnx.graph import reached_in, same_arrays
 from crossshard.shards.axes import Shards, check_no_further
-from crossshard.shards.groups import GroupAssignment
 
 
 def differentiate(
@@ -33,7 +32,7 @@ def differentiate(
     given: Any = None,
     loss_scale: jax.Array | None = None,
     axis_name: tuple[str, ...] = (),
-    shards_of_mean: Callable[[], tuple[Shards, GroupAssignment | None]] | None = None,
+    shards_of_mean: Callable[[], Shards] | None = None,
 ) -> tuple[jax.Array, list[jax.Array | None], jax.Array | None]:
     """The loss, and the gradient of ``loss / divisor * grad_loss`` per variable.
 
@@ -64,7 +63,7 @@ def differentiate(
             made = [v for v in reached_in(below.roots).variables if id(v) not in known]
         empty = None
         if isinstance(out, Mean) and shards_of_mean is not None:
-            out, empty = part_of_shard(out, *shards_of_mean())
+            out, empty = part_of_shard(out, shards_of_mean())
         value = jnp.asarray(check_scalar(out))
         check_no_further(value, shards, values)
         changed = [not same_arrays(a, b) for a, b in zip(after, rest, strict=True)]

@@ -52,7 +52,7 @@ from crossshard.pipeline.update.plan import UpdateStrategy, WeightUpdate, check_
 from crossshard.shards.axes import Shards, shards_of_gradient
 from crossshard.shards.context import check_axis_name, check_num_shards
 from crossshard.shards.devices import axes_in_sight
-from crossshard.shards.groups import GroupAssignment, check_group_assignment
+from crossshard.shards.groups import check_group_assignment
 
 GradientsAndVariables: TypeAlias = "Iterable[tuple[jax.Array | None, AnyVariable]]"
 VariableList: TypeAlias = "nnx.Pytree | AnyVariable | Sequence[nnx.Pytree | AnyVariable]"
@@ -488,7 +488,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         self.computed.add(found, number, empty)
         return value, list(zip(gradients, variables, strict=True))
 
-    def _shards_of_mean(self) -> tuple[Shards, GroupAssignment | None]:
+    def _shards_of_mean(self) -> Shards:
         """The shards over which a ``Mean`` is counted; raises if this optimizer takes none."""
         pipeline = self._pipeline
         if pipeline.reduction is Reduction.SUM:
@@ -508,7 +508,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
                 "shard that nonfinite='quarantine' leaves out. Use make_train_step, which does "
                 "so, or nonfinite='skip'."
             )
-        return pipeline.shards(warn=False), pipeline.groups
+        return pipeline.shards(warn=False).within(pipeline.groups)
 
     def _loss_scale(self) -> jax.Array | None:
         """The current scale of the loss; ``None`` without one."""

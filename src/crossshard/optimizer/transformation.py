@@ -35,7 +35,7 @@ from crossshard.shards.axes import Shards
 from crossshard.shards.context import get_shard_context
 from crossshard.shards.groups import size_of_group
 from crossshard.shards.model_axes import only
-from crossshard.shards.partition import Partition, map_partitions, slice_index
+from crossshard.shards.partition import Partition, map_partitions
 from crossshard.shards.placement import Placement
 
 
@@ -85,7 +85,7 @@ class Transformation:
         if self.weight_update is WeightUpdate.SHARDED:
             shards = self.pipeline.shards()
             plan = self._plan(params, shards.number)
-            index = slice_index(shards, self.pipeline.groups)
+            index = shards.within(self.pipeline.groups).position()
             local = lambda partition, x: partition.local_slice(x, index)
             state = state._replace(inner_state=map_partitions(local, plan.state, state.inner_state))
         return self._map_stages(self._on_each_shard, state)

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, Shaped
 
-from crossshard.collectives.all_reduce import widen
+from crossshard.collectives.sums import widen
 
 
 def to_average(x: Any, weight: Float[Array, ""] | None) -> Inexact[Array, "..."]:

@@ -16,7 +16,7 @@ import optax
 from jax import lax
 
 from crossshard import _check
-from crossshard.collectives.all_reduce import sum_over_shards
+from crossshard.collectives.sums import sum_over_shards
 from crossshard.errors import ArgumentError
 from crossshard.gradients.nesting import refuse_nesting
 from crossshard.gradients.reduction import Reduction
@@ -312,7 +312,7 @@ class Pipeline:
             def named(done: tuple[Gradients, Any], own: Any) -> tuple[tuple[Gradients, Any], Any]:
                 reduced, after = done
                 report = examined(gradients.replace(values=own)).sums[REPORTED]
-                found = sum_over_shards(report, context.shards, context.groups)
+                found = sum_over_shards(report, context.shards.within(context.groups))
                 found = of_no_shard(found) if context.over_batch else found
                 return (reduced.replace(sums={**reduced.sums, REPORTED: found}), after), own
 

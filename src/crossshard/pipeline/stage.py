@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from crossshard._annotations import PyTree
-from crossshard.collectives.all_reduce import sum_over_shards
+from crossshard.collectives.sums import sum_over_shards
 from crossshard.errors import ArgumentTypeError, IncomingError
 from crossshard.gradients.status import GradientStatus, Statuses
 from crossshard.pipeline.means import average

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,15 @@ from jax import lax
 from crossshard import _jax
 from crossshard.errors import AxisError, ShardContextError, ShardContextWarning
 from crossshard.shards.context import get_shard_context
+from crossshard.shards.groups import GroupAssignment
 
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """The current shards.
+    """The current shards, and which of them reduce together.
 
     Attributes:
-      number: the number of shards.
+      number: the number of all shards.
       axes: their bound axes, major first; empty if none is bound.
       manual: whether every axis is a mesh axis, of shard_map or pmap.
       has_vma: whether types track what varies over the axes (``check_vma=True``).
@@ -31,6 +32,7 @@ class Shards:
       in_rings: whether slices go round beside the products that they are for.
       slices: the number of slices of a TPU, with a slower network between them, that follow each
         other along a single axis.
+      groups: the groups that reduce independently; ``None`` for all shards.
     """
 
     number: int
@@ -42,6 +44,34 @@ class Shards:
     platform: str = ""
     in_rings: bool = False
     slices: int = 1
+    groups: GroupAssignment | None = None
+
+    def within(self, groups: GroupAssignment | None) -> Self:
+        """The same shards, of which others reduce together."""
+        return self if groups is self.groups else dataclasses.replace(self, groups=groups)
+
+    @property
+    def size(self) -> int:
+        """The number of shards that reduce together."""
+        return self.number if self.groups is None else self.groups.size
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether there are several groups, so that a reduction is not the same on every shard."""
+        return self.groups is not None and len(self.groups.groups) > 1
+
+    @property
+    def members(self) -> list[list[int]] | None:
+        """The shards of each group, as JAX takes them; ``None`` for all shards."""
+        return None if self.groups is None else self.groups.members.tolist()
+
+    @property
+    def is_inner_first(self) -> bool:
+        """Whether a sum goes inside first, and a part of it over the slower network between.
+
+        A gather goes the other way.
+        """
+        return self.groups is None and (len(self.axes) > 1 or self.slices > 1)
 
     def by_platform(self, x: Any, cpu: Callable[[Any], Any], default: Callable[[Any], Any]) -> Any:
         """``cpu(x)`` on CPUs, and else ``default(x)``."""
@@ -50,11 +80,14 @@ class Shards:
             return cpu(x) if self.platform == "cpu" else default(x)
         return lax.platform_dependent(x, cpu=cpu, default=default)
 
-    def scatter_schedule(self) -> list[tuple[str, list[list[int]] | None]]:
+    def scatter_schedule(self) -> list[tuple[Any, list[list[int]] | None]]:
         """The stages of a reduce-scatter: an axis, and its groups if it is factored.
 
-        Scattering in this order leaves the slices in the order of the shards.
+        Scattering in this order leaves the slices in the order of the shards. Groups have one
+        stage, over all axes.
         """
+        if self.groups is not None:
+            return [(self.axes, self.members)]
         if not self.torus_factors:
             return [(axis, None) for axis in self.axes]
         indices = np.arange(self.number).reshape(self.torus_factors)
@@ -66,6 +99,11 @@ class Shards:
     def index(self) -> jax.Array:
         """int32[]: the index of this shard."""
         return lax.axis_index(self.axes) if self.axes else jnp.int32(0)
+
+    def position(self) -> jax.Array:
+        """int32[]: the index of this shard in its group: which slice of an array is its own."""
+        index = self.index()
+        return index if self.groups is None else jnp.asarray(self.groups.position_of)[index]
 
     def as_varying(self, x: Any) -> Any:
         """``x`` cast to varying."""

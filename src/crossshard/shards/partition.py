@@ -10,9 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from crossshard.shards.axes import Shards
 from crossshard.shards.devices import between_cpus, sends_beside_products
-from crossshard.shards.groups import GroupAssignment
 
 # Smaller arrays stay replicated: sharding them costs more than it saves.
 _FEW = 1024
@@ -204,12 +202,6 @@ class Partition:
 def _is_few(shape: Sequence[int]) -> bool:
     """Whether starting a collective costs more than to copy such an array."""
     return math.prod(shape) < (_SMALL_BETWEEN_CPUS if between_cpus() else _SMALL)
-
-
-def slice_index(shards: Shards, groups: GroupAssignment | None = None) -> jax.Array:
-    """int32[]: which slice of an array is this shard's: its index, or its position in its group."""
-    index = shards.index()
-    return index if groups is None else jnp.asarray(groups.position_of)[index]
 
 
 def partition_for(

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from crossshard import _jax
-from crossshard.collectives.all_reduce import wide
 from crossshard.collectives.bucketing import bucketed_gather
 from crossshard.collectives.few_bits import gather_in_few_bits
+from crossshard.collectives.sums import wide
 from crossshard.gradients.local import value_and_grad
 from crossshard.jaxprs.deferred import Inside, evaluate
 from crossshard.model.layout import UsesRecord
@@ -303,11 +303,11 @@ class AtUse:
             ]
             rest = [each for each, is_few in zip(partitions, few, strict=True) if not is_few]
             if self.on_mesh is None:
-                others = iter(bucketed_gather(sent, rest, self.shards, self.groups))
+                others = iter(bucketed_gather(sent, rest, self.shards.within(self.groups)))
             else:
                 others = map(self.on_mesh.whole, sent, rest)
             return [
-                gather_in_few_bits(x, each, codec, self.shards, self.groups)
+                gather_in_few_bits(x, each, codec, self.shards.within(self.groups))
                 if is_few
                 else next(others).astype(x.dtype)
                 for (x, each), is_few in zip(pairs, few, strict=True)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from crossshard import _jax
-from crossshard.collectives.all_reduce import sum_over_shards
+from crossshard.collectives.sums import sum_over_shards
 from crossshard.errors import ArgumentError
 from crossshard.gradients.mean import Mean, counts_of, part_of_mean
 from crossshard.shards.axes import Shards
@@ -44,14 +44,14 @@ class Counting:
         counts = self.counts or self.over_shards(jnp.stack(counts_of(mean)))
         parts = size_of_group(self.groups, self.shards.number)
         if self.weight is not None:
-            parts = sum_over_shards(self.weight, self.shards, self.groups)
+            parts = sum_over_shards(self.weight, self.shards.within(self.groups))
         return part_of_mean(mean, counts, parts * self.pieces)
 
     def over_shards(self, counts: jax.Array) -> tuple[Any, ...]:
         """The sum of a shard's counts over the shards that are not left out."""
         own = lax.stop_gradient(counts)
         own = own if self.weight is None else jnp.where(self.weight != 0, own, 0)
-        return tuple(sum_over_shards(own, self.shards, self.groups))
+        return tuple(sum_over_shards(own, self.shards.within(self.groups)))
 
     def with_counts(self, counts: Any) -> "Counting":
         """The same, where the counts are known."""

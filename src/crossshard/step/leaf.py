@@ -11,12 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from crossshard.collectives.all_reduce import wide
 from crossshard.collectives.bucketing import bucketed_gather, bucketed_sum
 from crossshard.collectives.codec import LANES, Codec
 from crossshard.collectives.few_bits import gather_in_few_bits
 from crossshard.collectives.rings import Product
-from crossshard.collectives.wire import send_gathered
+from crossshard.collectives.sums import send_gathered, wide
 from crossshard.jaxprs.deferred import Deferred
 from crossshard.pipeline.aggregators.plain import as_sent
 from crossshard.pipeline.means import to_average
@@ -89,12 +88,12 @@ class Way:
             return value
         with jax.named_scope("gather"):
             if in_few_bits(self.partition, self.dtype, self.gather_dtype):
-                members = self.gather_dtype, self.shards, self.groups
+                members = self.gather_dtype, self.shards.within(self.groups)
                 return gather_in_few_bits(value, self.partition, *members).astype(self.dtype)
             sent = value.astype(dtype_sent(self.dtype, self.gather_dtype))
             if self.on_mesh is not None:
                 return self.on_mesh.whole(sent, self.partition).astype(self.dtype)
-            (whole,) = bucketed_gather([sent], [self.partition], self.shards, self.groups)
+            (whole,) = bucketed_gather([sent], [self.partition], self.shards.within(self.groups))
             return whole.astype(self.dtype)
 
     def backward(self, gradient: jax.Array, shared: Mapping[str, Any], before: Any) -> jax.Array:
@@ -103,7 +102,7 @@ class Way:
             if self.on_mesh is not None:
                 return self.on_mesh.split(gradient.astype(self.summed), self.partition)
             sent = self._sent(gradient, shared, before)
-            (total,) = bucketed_sum([sent], [self.partition], self.shards, self.groups)
+            (total,) = bucketed_sum([sent], [self.partition], self.shards.within(self.groups))
             return total.astype(self.summed)
 
     def _sent(self, gradient: jax.Array, shared: Mapping[str, Any], before: Any) -> jax.Array:

@@ -9,15 +9,13 @@ import jax.numpy as jnp
 
 from crossshard import _check
 from crossshard._annotations import PyTree
-from crossshard.collectives.all_reduce import sum_over_shards
 from crossshard.collectives.bucketing import bucketed_sum
-from crossshard.collectives.wire import send_exchanged, send_gathered
+from crossshard.collectives.sums import send_exchanged, send_gathered, sum_over_shards
 from crossshard.errors import ArgumentTypeError
 from crossshard.pipeline.own import check_like, check_pair
 from crossshard.pipeline.stage import StageContext
 from crossshard.shards.axes import Shards
-from crossshard.shards.groups import GroupAssignment, size_of_group
-from crossshard.shards.partition import Partition, slice_index
+from crossshard.shards.partition import Partition
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,35 +29,29 @@ class Peers:
     Array([6., 6., 6., 6.], dtype=float32)
     """
 
-    _shards: Shards
-    _groups: GroupAssignment | None = None
-
-    @property
-    def members(self) -> tuple[Shards, GroupAssignment | None]:
-        """All shards, and the groups of which this is one."""
-        return self._shards, self._groups
+    shards: Shards
 
     @property
     def number(self) -> int:
         """How many they are."""
-        return size_of_group(self._groups, self._shards.number)
+        return self.shards.size
 
     def index(self) -> jax.Array:
         """int32[]: the position of this shard among them."""
-        return slice_index(self._shards, self._groups)
+        return self.shards.position()
 
     def sum(self, x: jax.Array) -> jax.Array:
         """The sum of ``x`` over them; the same shape and dtype."""
-        return jnp.asarray(sum_over_shards(x, self._shards, self._groups))
+        return jnp.asarray(sum_over_shards(x, self.shards))
 
     def gather(self, x: jax.Array) -> jax.Array:
         """``[number, …]``: the ``x`` of each of them, in order, the same on all."""
         own = jnp.asarray(x)[None]
-        return own if self.number == 1 else send_gathered(own, 0, self._shards, self._groups)
+        return own if self.number == 1 else send_gathered(own, 0, self.shards)
 
     def exchange(self, x: jax.Array) -> jax.Array:
         """``[number, …]``: what each of them has for this shard, from the same of all of them."""
-        return x if self.number == 1 else send_exchanged(x, self._shards, self._groups)
+        return x if self.number == 1 else send_exchanged(x, self.shards)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,14 +142,14 @@ class Aggregator(abc.ABC):
         self, summands: Summands, state: PyTree, context: StageContext
     ) -> tuple[list[jax.Array], PyTree]:
         """This shard's slice of the sum of each of the arrays, and the next state."""
-        shards, groups = context.shards, context.groups
-        returned = self.sum(summands.gradients, state, Peers(shards, groups))
+        shards = context.shards.within(context.groups)
+        returned = self.sum(summands.gradients, state, Peers(shards))
         name = f"{type(self).__name__}.sum"
         totals, after = check_pair(returned, name, "(sums, state)", state)
         check_like(totals, summands.gradients, f"The sums that {name} returned")
         whole = jax.tree.leaves(context.arrays.arranged(totals))
-        others = iter(bucketed_sum(*summands.of_others(), shards, groups))
-        index: Any = slice_index(shards, groups)
+        others = iter(bucketed_sum(*summands.of_others(), shards))
+        index: Any = shards.position()
         sums = [
             next(others) if place is None else partition.local_slice(whole[place], index)
             for place, partition in zip(summands.places, summands.partitions, strict=True)

@@ -11,10 +11,10 @@ import optax
 
 from crossshard import _check
 from crossshard._annotations import PyTree
-from crossshard.collectives.all_reduce import wide, widen
 from crossshard.collectives.bucketing import bucketed_sum
 from crossshard.collectives.codec import DTYPES, Codec
 from crossshard.collectives.few_bits import Tier, sum_in_few_bits, takes_few_bits
+from crossshard.collectives.sums import wide, widen
 from crossshard.errors import ArgumentError, AxisError
 from crossshard.gradients.scalars import is_inexact
 from crossshard.pipeline.aggregators.aggregator import Aggregator, Peers, Summands
@@ -138,7 +138,7 @@ class FewBits(Aggregator):
         """The sums in full, and what was not sent."""
         leaves, tree = jax.tree.flatten(self._with_held(values, state))
         wholes = [Partition(jnp.shape(x)) for x in leaves]
-        sums, lost = self._sent(leaves, wholes, [*range(len(leaves))], state, *peers.members)
+        sums, lost = self._sent(leaves, wholes, [*range(len(leaves))], state, peers.shards)
         return tree.unflatten(sums), self._after(tree.unflatten(lost), state)
 
     def reduce(
@@ -151,8 +151,8 @@ class FewBits(Aggregator):
             x if place is None else leaves[place]
             for x, place in zip(summands.arrays, summands.places, strict=True)
         ]
-        members = context.shards, context.groups
-        sums, kept = self._sent(arrays, summands.partitions, summands.places, state, *members)
+        shards = context.shards.within(context.groups)
+        sums, kept = self._sent(arrays, summands.partitions, summands.places, state, shards)
         lost = [jnp.zeros_like(x) for x in leaves]
         for place, x in zip(summands.places, kept, strict=True):
             if place is not None:
@@ -179,22 +179,21 @@ class FewBits(Aggregator):
         places: Sequence[int | None],
         state: FewBitsState,
         shards: Shards,
-        groups: GroupAssignment | None,
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """This shard's slice of each sum, and what was not sent of each array."""
         few = [
-            place is not None and takes_few_bits(x, shards, groups)
+            place is not None and takes_few_bits(x, shards)
             for x, place in zip(arrays, places, strict=True)
         ]
         of = lambda items, kind: [x for x, is_few in zip(items, few, strict=True) if is_few is kind]
-        tiers = self._tiers(shards, groups)
+        tiers = self._tiers(shards)
         key = None
         if self._is_random:
             # All runs draw the same numbers.
             key = jax.random.fold_in(jax.random.key(0), state.count)
-        sent = sum_in_few_bits(of(arrays, True), of(partitions, True), tiers, shards, groups, key)
+        sent = sum_in_few_bits(of(arrays, True), of(partitions, True), tiers, shards, key)
         whole = [widen(x) for x in of(arrays, False)]
-        others = bucketed_sum(whole, of(partitions, False), shards, groups)
+        others = bucketed_sum(whole, of(partitions, False), shards)
         sums, lost = ([iter(sent.sums), iter(others)], iter(sent.lost))
         found = [next(sums[not is_few]) for is_few in few]
         kept = [
@@ -231,9 +230,9 @@ class FewBits(Aggregator):
                 f"with group_assignment {groups} only those of a group are summed. Pass one dtype."
             )
 
-    def _tiers(self, shards: Shards, groups: GroupAssignment | None) -> list[Tier]:
+    def _tiers(self, shards: Shards) -> list[Tier]:
         """Who sends how, inner ones first; neighbours that send alike are one tier."""
-        self.check_axes(shards.axes, groups)
+        self.check_axes(shards.axes, shards.groups)
         wires = dict(self.wires)
         if None in wires:
             return [_tier((), wires[None])]

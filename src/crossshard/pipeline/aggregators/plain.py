@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from crossshard._annotations import PyTree
-from crossshard.collectives.all_reduce import widen
 from crossshard.collectives.bucketing import bucketed_sum
+from crossshard.collectives.sums import widen
 from crossshard.pipeline.aggregators.aggregator import Aggregator, Peers, Summands
 from crossshard.pipeline.stage import StageContext
 from crossshard.shards.partition import Partition
@@ -31,7 +31,7 @@ class Plain(Aggregator):
         leaves, tree = jax.tree.flatten(values)
         sent = [as_sent(x, self.dtype) for x in leaves]
         wholes = [Partition(x.shape) for x in sent]
-        return tree.unflatten(bucketed_sum(sent, wholes, *peers.members)), state
+        return tree.unflatten(bucketed_sum(sent, wholes, peers.shards)), state
 
     def reduce(
         self, summands: Summands, state: PyTree, context: StageContext
@@ -41,7 +41,8 @@ class Plain(Aggregator):
             x if place is None else as_sent(x, self.dtype)
             for x, place in zip(summands.arrays, summands.places, strict=True)
         ]
-        return bucketed_sum(sent, summands.partitions, context.shards, context.groups), state
+        shards = context.shards.within(context.groups)
+        return bucketed_sum(sent, summands.partitions, shards), state
 
     def describe(self) -> str:
         """The dtype, if it is given."""

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from crossshard.collectives.all_reduce import wide, widen
+from crossshard.collectives.sums import wide, widen
 from crossshard.errors import ArgumentError
 from crossshard.gradients.scalars import is_inexact
 from crossshard.gradients.status import check_shapes

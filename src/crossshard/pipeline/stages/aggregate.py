@@ -7,14 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from crossshard.collectives.all_reduce import widen
+from crossshard.collectives.sums import widen
 from crossshard.gradients.reduction import Reduction
 from crossshard.gradients.status import GradientStatus, Statuses, check_shapes
 from crossshard.pipeline.aggregators.aggregator import Aggregator, Summands
 from crossshard.pipeline.aggregators.plain import Plain
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, as_local
 from crossshard.shards.groups import GroupAssignment
-from crossshard.shards.partition import Partition, slice_index
+from crossshard.shards.partition import Partition
 from crossshard.shards.placement import PER_SHARD
 
 
@@ -96,7 +96,7 @@ class Aggregate(Stage):
             if status[place] is None or early[place]:
                 return leaf
             leaf = leaf[0] if self.aggregator.takes_nodes else leaf
-            return partitions[place].local_slice(widen(leaf), slice_index(shards, groups))
+            return partitions[place].local_slice(widen(leaf), shards.within(groups).position())
 
         extra, values = tree.unflatten(list(map(summed, range(len(leaves)), leaves)))
         dtypes = gradients.dtypes

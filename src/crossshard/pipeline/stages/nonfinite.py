@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from crossshard import _check
 from crossshard._annotations import PyTree
-from crossshard.collectives.all_reduce import sum_over_shards
+from crossshard.collectives.sums import sum_over_shards
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.reduction import Reduction
 from crossshard.gradients.scalars import is_inexact
@@ -22,7 +22,6 @@ from crossshard.gradients.status import leaf_name
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
 from crossshard.shards.axes import Shards
 from crossshard.shards.groups import GroupAssignment, size_of_group
-from crossshard.shards.partition import slice_index
 
 
 class OnNonfinite(enum.StrEnum):
@@ -278,7 +277,7 @@ def _part(x: Any, shards: Shards, groups: GroupAssignment | None) -> Any:
     axis = int(np.argmax(x.shape))
     length = -(-x.shape[axis] // size_of_group(groups, shards.number))
     # The last ones may overlap: the start of a slice is moved until it fits.
-    return lax.dynamic_slice_in_dim(x, slice_index(shards, groups) * length, length, axis)
+    return lax.dynamic_slice_in_dim(x, shards.within(groups).position() * length, length, axis)
 
 
 def if_not_finite(

@@ -14,8 +14,8 @@ import optax
 from jax import lax
 
 from crossshard._annotations import PyTree
-from crossshard.collectives.all_reduce import wide, widen
 from crossshard.collectives.bucketing import bucketed_sum
+from crossshard.collectives.sums import wide, widen
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.pipeline.aggregators.aggregator import Peers
 from crossshard.pipeline.aggregators.few_bits import FewBits
@@ -24,7 +24,7 @@ from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
 from crossshard.pipeline.update.arrays import Arrays, LocalParts
 from crossshard.pipeline.update.optimize import Updated
 from crossshard.shards.groups import GroupAssignment
-from crossshard.shards.partition import Partition, slice_index
+from crossshard.shards.partition import Partition
 from crossshard.shards.placement import PER_SHARD, REPLICATED
 
 
@@ -118,7 +118,7 @@ class Outer(Stage):
         shards, groups = context.shards, context.groups
         if groups is None:
             return arrays.gather(moved), state
-        across = Peers(shards, _across(groups))
+        across = Peers(shards.within(_across(groups)))
         mean = lambda tree: jax.tree.map(lambda x: x / len(groups.groups), tree)
         aggregator = self.aggregator
         # Of slices, which the shards of a worker have, each sums its own.
@@ -153,7 +153,7 @@ def _slices_of_held(arrays: LocalParts, held: PyTree) -> PyTree:
     leaves, tree = jax.tree.flatten(held, is_leaf=_is_none)
     pairs = [each for each in zip(leaves, arrays.partitions, strict=True) if each[0] is not None]
     kept, partitions = [x for x, _ in pairs], [partition for _, partition in pairs]
-    sums = iter(bucketed_sum(kept, partitions, arrays.shards, arrays.groups))
+    sums = iter(bucketed_sum(kept, partitions, arrays.shards.within(arrays.groups)))
     return tree.unflatten([None if x is None else next(sums) for x in leaves])
 
 
@@ -161,7 +161,7 @@ def _held_of_slices(arrays: LocalParts, held: PyTree) -> PyTree:
     """What this shard holds back, in full: its slices, and its part of what is not split."""
     groups = arrays.groups
     assert groups is not None
-    index = slice_index(arrays.shards, groups)
+    index = arrays.shards.within(groups).position()
 
     def one(x: jax.Array | None, partition: Partition) -> jax.Array | None:
         if x is None or partition.number == 1:

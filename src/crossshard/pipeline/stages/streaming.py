@@ -14,7 +14,7 @@ import optax
 from jax import lax
 
 from crossshard._annotations import PyTree
-from crossshard.collectives.all_reduce import widen
+from crossshard.collectives.sums import widen
 from crossshard.errors import ArgumentError
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.jaxprs.elementwise import why_not_elementwise

@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from crossshard import _jax
-from crossshard.collectives.all_reduce import sum_over_shards, widen
 from crossshard.collectives.bucketing import bucketed_gather
+from crossshard.collectives.sums import sum_over_shards, widen
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.scalars import is_inexact
 from crossshard.pipeline.update.dealt import Dealt
@@ -22,7 +22,7 @@ from crossshard.shards import rows
 from crossshard.shards.axes import Shards
 from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.model_axes import only
-from crossshard.shards.partition import Partition, map_partitions, slice_index
+from crossshard.shards.partition import Partition, map_partitions
 
 
 def squared_norm(tree: Any) -> Float[Array, ""]:
@@ -168,13 +168,13 @@ class LocalParts(Arrays):
         pairs = list(zip(leaves, self.partitions, strict=True))
         own = squared_norm([leaf for leaf, partition in pairs if partition.number > 1])
         whole = squared_norm([leaf for leaf, partition in pairs if partition.number == 1])
-        return sum_over_shards(own, self.shards, self.groups) + whole
+        return sum_over_shards(own, self.shards.within(self.groups)) + whole
 
     def split(self, tree: Any) -> Any:
         """This shard's slices."""
         if self.at_rest:
             return tree
-        index = slice_index(self.shards, self.groups)
+        index = self.shards.within(self.groups).position()
         local = lambda partition, x: partition.local_slice(x, index)
         return map_partitions(local, self.partitions, tree)
 
@@ -183,7 +183,7 @@ class LocalParts(Arrays):
         if self.at_rest:
             return tree
         parts, structure = jax.tree.flatten(tree)
-        whole = bucketed_gather(parts, self.partitions, self.shards, self.groups)
+        whole = bucketed_gather(parts, self.partitions, self.shards.within(self.groups))
         return structure.unflatten(whole)
 
 
@@ -213,7 +213,7 @@ class DealtParts(_LeafByLeaf, LocalParts):
         if self.at_rest:
             return tree
         leaves, structure = jax.tree.flatten(tree)
-        index = slice_index(self.shards)
+        index = self.shards.position()
         pairs = zip(self.dealt.params, leaves, strict=True)
         slices = [partition.local_slice(x, index) for partition, x in pairs]
         return structure.unflatten(rows.pack_own(self.dealt.rows, slices, index))

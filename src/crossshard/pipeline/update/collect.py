@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from crossshard.collectives.all_reduce import sum_over_shards
 from crossshard.collectives.owners import at_owner, by_owner, from_owners, to_owners
+from crossshard.collectives.sums import sum_over_shards
 from crossshard.pipeline.update.dealt import Dealt
 from crossshard.shards.axes import Shards
 from crossshard.shards.rows import Unit, joined, put, take

@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from crossshard.collectives.all_reduce import widen
 from crossshard.collectives.bucketing import bucketed_gather, bucketed_sum
 from crossshard.collectives.in_order import sum_of_nodes
 from crossshard.collectives.owners import at_owner, by_owner, from_owners, of_unit, to_owners
-from crossshard.collectives.scatter import turn
+from crossshard.collectives.sums import turn, widen
 from crossshard.gradients.scalars import is_inexact
 from crossshard.jaxprs.alone import alone
 from crossshard.jaxprs.pieces import Pieces

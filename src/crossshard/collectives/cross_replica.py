@@ -1,6 +1,7 @@
-"""Exchanges between shards: all_to_all and collective_permute, in shard_map, pmap and vmap."""
+"""TensorFlow's collectives: cross_replica_sum, all_to_all and collective_permute, in any mode."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -11,16 +12,47 @@ from jax.typing import ArrayLike
 
 from crossshard import _check
 from crossshard._annotations import Groups
-from crossshard.collectives.all_reduce import (
-    check_bound,
-    check_numeric,
-    gather_over_shards,
-    scope,
-)
+from crossshard.collectives.sums import check_bound, gather_over_shards, of_group, sum_over_shards
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.shards.axes import current_shards
+from crossshard.shards.axes import Shards, current_shards
 from crossshard.shards.context import check_axis_name
 from crossshard.shards.groups import GroupAssignment, check_group_assignment
+
+
+def cross_replica_sum(
+    x: ArrayLike,
+    group_assignment: Groups | None = None,
+    name: str | None = None,
+    *,
+    axis_name: str | tuple[str, ...] | None = None,
+) -> jax.Array:
+    """The sum of ``x`` over all shards, or over this shard's group.
+
+    Its gradient is the ``cross_replica_sum`` of the incoming gradient over the same groups, in
+    every mode. The result is therefore varying under ``check_vma=True``; use ``jax.lax.psum`` if
+    you need an invariant one.
+
+    Args:
+      x: a numeric array, of the same shape on all shards.
+      group_assignment: a partition of the shards into groups of equal size; all shards if ``None``.
+      name: the name of its scope in profiles and HLO.
+      axis_name: the mesh axes of the shards, if they cannot be inferred.
+
+    Returns:
+      An array of the shape and dtype of ``x``.
+
+    Raises:
+      ArgumentTypeError: ``x`` is not a numeric array.
+      GroupAssignmentError: the groups are not a partition of the shards.
+
+    >>> import jax, jax.numpy as jnp
+    >>> jax.vmap(cross_replica_sum, axis_name="shards")(jnp.arange(4.0))
+    Array([6., 6., 6., 6.], dtype=float32)
+    """
+    shards = _shards("cross_replica_sum", axis_name, check_group_assignment(group_assignment))
+    x = _numeric(x, "cross_replica_sum")
+    with _scope(name, "cross_replica_sum"):
+        return shards.as_varying(sum_over_shards(shards.as_varying(x), shards))
 
 
 def all_to_all(
@@ -58,17 +90,15 @@ def all_to_all(
     >>> jax.vmap(exchange, axis_name="shards")(jnp.zeros((4, 8, 4))).shape
     (4, 2, 16)
     """
-    shards = current_shards(check_axis_name(axis_name), what="all_to_all")
-    x = check_numeric(x, "all_to_all")
-    groups = check_group_assignment(group_assignment) or GroupAssignment(
-        (tuple(range(shards.number)),)
-    )
-    groups.check_covers(shards.number)
+    shards = _shards("all_to_all", axis_name, check_group_assignment(group_assignment))
+    x = _numeric(x, "all_to_all")
+    if shards.groups is not None:
+        shards.groups.check_covers(shards.number)
     concat = _dimension(x, concat_dimension, "concat_dimension")
     split = _dimension(x, split_dimension, "split_dimension")
-    if _check.whole_number("split_count", split_count, least=None) != groups.size:
+    if _check.whole_number("split_count", split_count, least=None) != shards.size:
         raise ArgumentError(
-            f"split_count must be the number of shards in a group, {groups.size}; "
+            f"split_count must be the number of shards in a group, {shards.size}; "
             f"got {split_count!r}."
         )
     if x.shape[split] % split_count:
@@ -76,8 +106,8 @@ def all_to_all(
             f"split_dimension {split} of an array of shape {x.shape} has length "
             f"{x.shape[split]}, which is not divisible by {split_count} shards."
         )
-    with scope(name, "all_to_all"):
-        if groups.size == 1:
+    with _scope(name, "all_to_all"):
+        if shards.size == 1:
             return x
         check_bound(shards, "exchanged between")
         if shards.manual:
@@ -86,15 +116,12 @@ def all_to_all(
                 shards.axes,
                 split,
                 concat,
-                axis_index_groups=groups.members.tolist(),
+                axis_index_groups=shards.members,
                 tiled=True,
             )
-        index = shards.index()
-        sources = jnp.asarray(groups.members)[jnp.asarray(groups.group_of)[index]]
-        gathered = gather_over_shards(x, shards)[sources]
+        gathered = of_group(x, shards)
         blocks = jnp.stack(jnp.split(gathered, split_count, axis=split + 1))
-        received = blocks[jnp.asarray(groups.position_of)[index]]
-        return jnp.concatenate(list(received), axis=concat)
+        return jnp.concatenate(list(blocks[shards.position()]), axis=concat)
 
 
 def collective_permute(
@@ -124,10 +151,10 @@ def collective_permute(
     >>> jax.vmap(send, axis_name="shards")(jnp.array([5.0, 7.0, 9.0]))
     Array([0., 5., 7.], dtype=float32)
     """
-    shards = current_shards(check_axis_name(axis_name), what="collective_permute")
-    x = check_numeric(x, "collective_permute")
+    shards = _shards("collective_permute", axis_name)
+    x = _numeric(x, "collective_permute")
     pairs = _check_pairs(source_target_pairs, shards.number)
-    with scope(name, "collective_permute"):
+    with _scope(name, "collective_permute"):
         if not shards.axes:
             check_bound(shards, "sent between")
             return x if pairs else jnp.zeros_like(x)
@@ -174,3 +201,20 @@ def _check_pairs(pairs: Any, number: int) -> list[tuple[int, int]]:
         if len(set(ids.tolist())) != len(ids):
             raise ArgumentError(f"source_target_pairs names a {name} twice: {pairs!r}.")
     return [(int(source), int(target)) for source, target in table]
+
+
+def _shards(function: str, axis_name: Any, groups: GroupAssignment | None = None) -> Shards:
+    return current_shards(check_axis_name(axis_name), what=function).within(groups)
+
+
+def _numeric(x: Any, function: str) -> jax.Array:
+    """``x`` as a numeric array, or an error that names ``function``."""
+    array = _check.as_array(f"The array of {function}", x)
+    if not jnp.issubdtype(array.dtype, jnp.number):
+        raise ArgumentTypeError(f"{function} takes an array of numbers; got one of {array.dtype}.")
+    return array
+
+
+def _scope(name: str | None, function: str) -> AbstractContextManager[object]:
+    """The scope of a collective in profiles and HLO, under its own name if none is given."""
+    return jax.named_scope(function if name is None else _check.word("name", name))

@@ -1,0 +1,252 @@
+"""Sums, gathers and exchanges over the shards, or over groups, under shard_map, pmap and vmap.
+
+``sum_over_shards``, ``scatter_sum``, ``gather_parts`` and ``exchange`` send arrays as they are. The
+four ``send_…`` send what has 16 bits in 16 bits, and add it in float32.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from crossshard import _jax
+from crossshard.errors import ShardContextError
+from crossshard.shards.axes import Shards
+
+
+def widen(x: Any) -> jax.Array:
+    """``x`` in the dtype in which it is summed."""
+    return jnp.asarray(x, wide(jnp.result_type(x)))
+
+
+def wide(dtype: Any) -> Any:
+    """The dtype in which one is summed: float32 for those of 16 bits, which overflow or round."""
+    return jnp.dtype(jnp.float32) if jnp.finfo(dtype).bits < 32 else dtype
+
+
+def check_bound(shards: Shards, done: str) -> None:
+    """Raise ShardContextError if several shards have no mesh axis over which anything is done."""
+    if shards.number > 1 and not shards.axes:
+        raise ShardContextError(
+            f"The shard context has {shards.number} shards, but no mesh axis is bound here, so "
+            f"nothing can be {done} them. Run the step with "
+            f"crossshard.shard(num_shards={shards.number}), or inside jax.shard_map."
+        )
+
+
+# Arrays as they are.
+
+
+def sum_over_shards(x: Any, shards: Shards) -> Any:
+    """The sum of ``x`` over the shards, or over the groups; the same shape and dtype.
+
+    The result is invariant unless there are several groups.
+    """
+    if shards.groups is not None:
+        shards.groups.check_covers(shards.number)
+        if shards.is_grouped:
+            return _sum_over_group(shards.as_varying(x), shards)
+    if not shards.axes:
+        check_bound(shards, "summed over")
+        return x
+    # An unreduced value is a pending sum, so it must not be cast to varying first.
+    unreduced = tuple(axis for axis in shards.axes if axis in _jax.unreduced_axes(x))
+    x = lax.psum(x, unreduced) if unreduced else x
+    rest = tuple(axis for axis in shards.axes if axis not in unreduced)
+    return lax.psum(_jax.as_varying(x, rest) if shards.has_vma else x, rest) if rest else x
+
+
+def _sum_over_group(x: Any, shards: Shards) -> Any:
+    if shards.size == 1 or jnp.size(x) == 0:
+        return x
+    check_bound(shards, "summed over")
+    if not shards.manual:
+        assert shards.groups is not None
+        parts = gather_over_shards(x, shards)[shards.groups.members].sum(1)
+        return parts[jnp.asarray(shards.groups.group_of)[shards.index()]]
+    # psum rejects groups under check_vma=True. These two accept them, and send the same bytes.
+    flat = jnp.pad(jnp.ravel(x), (0, -jnp.size(x) % shards.size))
+    total = _gather_sums(scatter_sum(flat, 0, shards), shards)
+    return total[: jnp.size(x)].reshape(jnp.shape(x))
+
+
+def scatter_sum(x: jax.Array, axis: int, shards: Shards) -> jax.Array:
+    """This shard's slice along ``axis`` of the sum over the shards or over its group."""
+    reduce_scatter = lambda x: _reduce_scatter(x, axis, shards)
+    if not shards.manual or not _jax.has_coordinator():
+        return reduce_scatter(x)
+    # XLA for CPUs sends everything through gloo then, within a process, too. Of gloo's collectives
+    # only the reduce-scatter fails if another process is half a minute late (jax#40831).
+    by_exchange = lambda x: exchange(x, axis, shards).sum(0, dtype=x.dtype)
+    return shards.by_platform(x, cpu=by_exchange, default=reduce_scatter)
+
+
+def _reduce_scatter(x: jax.Array, axis: int, shards: Shards) -> jax.Array:
+    stages = shards.scatter_schedule()
+    if shards.is_inner_first:
+        x = _reordered(x, axis, _sizes(stages))
+        stages.reverse()
+    for name, members in stages:
+        over: Any = {"axis_index_groups": members, "tiled": True}
+        x = lax.psum_scatter(x, name, scatter_dimension=axis, **over)
+    return x
+
+
+def gather_parts(x: jax.Array, axis: int, shards: Shards) -> jax.Array:
+    """The slices of all shards, or of the group, concatenated along ``axis``.
+
+    The result is invariant unless there are groups.
+    """
+    if shards.groups is not None and not shards.manual:
+        return jnp.concatenate(list(of_group(x, shards)), axis)
+    stages = shards.scatter_schedule()
+    for name, members in stages if shards.is_inner_first else reversed(stages):
+        if members is None:
+            x = _jax.all_gather(x, name, axis, has_vma=shards.has_vma)
+        else:
+            x = lax.all_gather(x, name, axis=axis, axis_index_groups=members, tiled=True)
+    return _reordered(x, axis, _sizes(stages)[::-1]) if shards.is_inner_first else x
+
+
+def _gather_sums(x: jax.Array, shards: Shards) -> jax.Array:
+    """``gather_parts`` along axis 0 of what ``scatter_sum`` returned, both to be differentiated."""
+    gather = lambda x: gather_parts(x, 0, shards)
+    if not _jax.has_coordinator():
+        return gather(x)
+    # The derivative of an all-gather is a reduce-scatter, and that of an exchange an exchange.
+    by_exchange = lambda x: exchange(jnp.tile(x, shards.size), 0, shards).ravel()
+    return shards.by_platform(x, cpu=by_exchange, default=gather)
+
+
+def exchange(x: jax.Array, axis: int, shards: Shards) -> jax.Array:
+    """``[shards, …]``: this shard's slice along ``axis`` of the ``x`` of every shard, in order.
+
+    Their sum is that of a reduce-scatter, of which it sends the bytes.
+    """
+    parts = jnp.stack(jnp.split(x, shards.size, axis))
+    if shards.groups is not None and not shards.manual:
+        return of_group(parts, shards)[:, shards.position()]
+    return lax.all_to_all(
+        shards.as_varying(parts),
+        shards.axes,
+        split_axis=0,
+        concat_axis=0,
+        axis_index_groups=shards.members,
+        tiled=True,
+    )
+
+
+def turn(x: jax.Array, split: int, join: int, shards: Shards) -> jax.Array:
+    """Slices along the axis ``split`` of what every shard has a slice of along ``join``."""
+    return lax.all_to_all(
+        shards.as_varying(x), shards.axes, split_axis=split, concat_axis=join, tiled=True
+    )
+
+
+def gather_over_shards(x: Any, shards: Shards) -> jax.Array:
+    """``[shards, …]``: the ``x`` of every shard, in order."""
+    # One axis at a time: under vmap, all_gather does not accept a tuple of axes.
+    for axis in reversed(shards.axes):
+        x = lax.all_gather(x, axis)
+    depth = len(shards.axes)
+    return x.reshape(math.prod(x.shape[:depth]), *x.shape[depth:])
+
+
+def of_group(x: jax.Array, shards: Shards) -> jax.Array:
+    """``[size, …]``: the ``x`` of each shard of this one's group, of which vmap has no gather."""
+    of_all = gather_over_shards(x, shards)
+    if shards.groups is None:
+        return of_all
+    members = shards.groups.members[shards.groups.group_of]
+    return of_all[jnp.asarray(members)[shards.index()]]
+
+
+def _sizes(stages: list[Any]) -> list[int]:
+    return [lax.axis_size(name) if members is None else len(members[0]) for name, members in stages]
+
+
+def _reordered(x: jax.Array, axis: int, sizes: list[int]) -> jax.Array:
+    """The blocks along an axis, so many of so many, with the last of them as the first."""
+    blocks = x.reshape(*x.shape[:axis], *sizes, -1, *x.shape[axis + 1 :])
+    count = len(sizes)
+    order = [
+        *range(axis),
+        *range(axis + count - 1, axis - 1, -1),
+        *range(axis + count, blocks.ndim),
+    ]
+    return blocks.transpose(order).reshape(x.shape)
+
+
+# What has 16 bits is sent in 16 bits.
+
+
+def send_scattered(x: jax.Array, axis: int, shards: Shards) -> jax.Array:
+    """This shard's slice along ``axis`` of the sum."""
+    if not _is_narrow(x):
+        return scatter_sum(x, axis, shards)
+    if not shards.manual:
+        return scatter_sum(x.astype(jnp.float32), axis, shards)
+    return shards.by_platform(
+        x,
+        cpu=lambda x: _sum_of_exchanged(x, axis, shards),
+        default=lambda x: scatter_sum(x, axis, shards).astype(jnp.float32),
+    )
+
+
+def send_sum(x: jax.Array, shards: Shards) -> jax.Array:
+    """The sum, which of 16 bits is rounded to 16 bits once more."""
+    if not _is_narrow(x):
+        return sum_over_shards(x, shards)
+    if not shards.manual or shards.number == 1:
+        return sum_over_shards(x.astype(jnp.float32), shards)
+
+    def by_exchange(x: jax.Array) -> jax.Array:
+        flat = jnp.pad(x.ravel(), (0, -x.size % shards.size))
+        part = _sum_of_exchanged(flat, 0, shards).astype(x.dtype)
+        return _gather_bits(part, 0, shards)[: x.size].reshape(x.shape)
+
+    total = shards.by_platform(x, cpu=by_exchange, default=lambda x: sum_over_shards(x, shards))
+    return total.astype(jnp.float32)
+
+
+def send_gathered(x: jax.Array, axis: int, shards: Shards) -> jax.Array:
+    """The slices of all shards, or of the group, concatenated along ``axis``."""
+    if not _is_narrow(x):
+        return gather_parts(x, axis, shards)
+    return shards.by_platform(
+        x,
+        cpu=lambda x: _gather_bits(x, axis, shards),
+        default=lambda x: gather_parts(x, axis, shards),
+    )
+
+
+def send_exchanged(x: jax.Array, shards: Shards) -> jax.Array:
+    """``[shards, …]``: what every shard has for this one, from the same of all of them."""
+    if not _is_narrow(x):
+        return exchange(x, 0, shards)[:, 0]
+    by_bits = lambda x: lax.bitcast_convert_type(exchange(_as_bits(x), 0, shards)[:, 0], x.dtype)
+    return shards.by_platform(x, cpu=by_bits, default=lambda x: exchange(x, 0, shards)[:, 0])
+
+
+def _is_narrow(x: Any) -> bool:
+    """Whether an array has fewer bits than those in which it is to be added."""
+    return jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
+
+
+def _gather_bits(x: jax.Array, axis: int, shards: Shards) -> jax.Array:
+    return lax.bitcast_convert_type(gather_parts(_as_bits(x), axis, shards), x.dtype)
+
+
+def _sum_of_exchanged(x: jax.Array, axis: int, shards: Shards) -> jax.Array:
+    """float32: the sum of the slices that the other shards send to this one.
+
+    XLA for CPUs adds in float32 and sends what it adds; bits that it does not add stay 16.
+    """
+    received = exchange(_as_bits(x), axis, shards)
+    return lax.bitcast_convert_type(received, x.dtype).astype(jnp.float32).sum(0)
+
+
+def _as_bits(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.uint16)
