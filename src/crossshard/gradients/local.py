@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,59 +14,12 @@ from crossshard import _check
 from crossshard._annotations import PyTree
 from crossshard._flax import AnyVariable, nnx, rebound
 from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.gradients.autodiff import check_sums, explained_types, scaled, unscale
 from crossshard.gradients.mean import Mean, part_of_shard
-from crossshard.gradients.model_sums import check_sums
 from crossshard.gradients.scalars import check_scalar, is_inexact, is_number
-from crossshard.gradients.scaled_loss import scaled, unscale
-from crossshard.gradients.varying_types import explained_types
 from crossshard.shards.axes import Shards, check_no_further, check_one_way, shards_of_gradient
 from crossshard.shards.context import check_axis_name
 from crossshard.shards.groups import GroupAssignment
-
-_P = ParamSpec("_P")
-_Aux = TypeVar("_Aux")
-
-
-@overload
-def value_and_grad(
-    fun: Callable[_P, PyTree],
-    argnums: int | Sequence[int] = 0,
-    has_aux: Literal[False] = False,
-    holomorphic: bool = False,
-    allow_int: bool = False,
-    *,
-    axis_name: str | tuple[str, ...] | None = None,
-    loss_scale: PyTree = None,
-    optimizer: object = None,
-) -> Callable[_P, tuple[jax.Array, PyTree]]: ...
-
-
-@overload
-def value_and_grad(
-    fun: Callable[_P, tuple[PyTree, _Aux]],
-    argnums: int | Sequence[int] = 0,
-    *,
-    has_aux: Literal[True],
-    holomorphic: bool = False,
-    allow_int: bool = False,
-    axis_name: str | tuple[str, ...] | None = None,
-    loss_scale: PyTree = None,
-    optimizer: object = None,
-) -> Callable[_P, tuple[tuple[jax.Array, _Aux], PyTree]]: ...
-
-
-@overload
-def value_and_grad(
-    fun: Callable[_P, PyTree],
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    holomorphic: bool = False,
-    allow_int: bool = False,
-    *,
-    axis_name: str | tuple[str, ...] | None = None,
-    loss_scale: PyTree = None,
-    optimizer: object = None,
-) -> Callable[_P, PyTree]: ...
 
 
 def value_and_grad(
@@ -162,45 +115,6 @@ def value_and_grad(
         return ((loss, aux) if has_aux else loss), unscale(grads, scale)
 
     return value_and_local_grad
-
-
-@overload
-def grad(
-    fun: Callable[_P, PyTree],
-    argnums: int | Sequence[int] = 0,
-    has_aux: Literal[False] = False,
-    holomorphic: bool = False,
-    allow_int: bool = False,
-    *,
-    axis_name: str | tuple[str, ...] | None = None,
-    optimizer: object = None,
-) -> Callable[_P, PyTree]: ...
-
-
-@overload
-def grad(
-    fun: Callable[_P, tuple[PyTree, _Aux]],
-    argnums: int | Sequence[int] = 0,
-    *,
-    has_aux: Literal[True],
-    holomorphic: bool = False,
-    allow_int: bool = False,
-    axis_name: str | tuple[str, ...] | None = None,
-    optimizer: object = None,
-) -> Callable[_P, tuple[PyTree, _Aux]]: ...
-
-
-@overload
-def grad(
-    fun: Callable[_P, PyTree],
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    holomorphic: bool = False,
-    allow_int: bool = False,
-    *,
-    axis_name: str | tuple[str, ...] | None = None,
-    optimizer: object = None,
-) -> Callable[_P, PyTree]: ...
 
 
 def grad(
