@@ -132,8 +132,7 @@ class ShardLoss:
 
     def number_of_rows(self, batch: Any) -> int:
         """The number of rows of a batch."""
-        lengths = self.batch_axes.map(lambda x, axis: x.shape[axis], self.split(batch)[0])
-        return int(jax.tree.leaves(lengths)[0])
+        return int(self.batch_axes.lengths(self.split(batch)[0])[0])
 
     def parts(self, shards: int) -> int:
         """How many virtual shards, or else shards, have a loss of their own."""

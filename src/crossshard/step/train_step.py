@@ -1,7 +1,7 @@
 """TrainStep: the compiled step, and its state: created, resharded, exported, evaluated."""
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -10,21 +10,18 @@ from jax.sharding import Mesh
 from crossshard import _check, _jax, _mesh
 from crossshard._annotations import Key, PyTree
 from crossshard.distributed.progress import PROGRESS, entering, for_now
-from crossshard.errors import ArgumentError
+from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.guards.divergence import names_of_compared
 from crossshard.guards.replay import copy, differing
 from crossshard.model.layout import StateLayout
-from crossshard.model.state import TrainState
+from crossshard.model.state import TrainState, check_is_state, check_state
 from crossshard.shards.devices import are_of_all_processes
 from crossshard.step import initial
-from crossshard.step.arguments import check_is_state, check_state, refuse_more
-from crossshard.step.at_use import AtUse
 from crossshard.step.config import StepConfig
 from crossshard.step.description import describe, summarize
-from crossshard.step.evaluate import Evaluator
 from crossshard.step.export import arrays_of, model_of
 from crossshard.step.layouts import Layouts
-from crossshard.step.predict import Predictor
+from crossshard.step.over_data import OverData, ToRead
 from crossshard.step.program import Program
 from crossshard.step.reshard import Resharder
 from crossshard.step.step_function import to_read
@@ -47,7 +44,7 @@ class TrainStep:
         self._layouts = Layouts(config)
         self._program = Program(config, self._layouts)
         self._resharder = Resharder(config, self._layouts)
-        self._evaluate, self._predict = Evaluator(config), Predictor(config)
+        self._over_data = OverData(config)
         self._watch = Watch(config.function, config.mesh, config.axes)
         self._is_watched = are_of_all_processes(config.mesh) or PROGRESS.is_alone
         # Of the last call of init, for the descriptions.
@@ -112,7 +109,7 @@ class TrainStep:
             call before the last; ``state`` stays valid.
         """
         if more:
-            refuse_more(more)
+            _refuse_more(more)
         if not self._is_watched:
             return self._step(state, batch)
         with entering("step"):
@@ -282,15 +279,12 @@ class TrainStep:
         own = self._resharder.collected if self._config.in_parts else self._resharder.unshard
         return arrays_of(state, shard, self._config, own if ema else None)
 
-    def _to_read(self, state: TrainState, shard: int | None, ema: bool) -> tuple[Any, AtUse]:
-        """What ``_arrays`` returns, and how one shard gets these, which it only reads."""
+    def _to_read(self, state: TrainState, shard: int | None, ema: bool) -> ToRead:
+        """The model with what ``_arrays`` returns."""
         state = self._to_look_at(state)
         with self._inner_mesh():
-            return self._arrays(state, shard, ema), self._at_use(state)
-
-    def _at_use(self, state: TrainState) -> AtUse:
-        """How one shard gets parameters that it only reads."""
-        return to_read(self._layouts.of_state(state), state)
+            arrays = self._arrays(state, shard, ema)
+            return ToRead(state.skeleton, to_read(self._layouts.of_state(state), state), arrays)
 
     def evaluate(
         self,
@@ -334,8 +328,8 @@ class TrainStep:
         6.0
         """
         _check.function("metric_fn", metric_fn)
-        arrays, at_use = self._to_read(state, shard, ema)
-        return self._evaluate(metric_fn, state.skeleton, at_use, arrays, batches)
+        model = self._to_read(state, shard, ema)
+        return self._over_data.evaluate(metric_fn, model, batches)
 
     def predict(
         self,
@@ -367,8 +361,8 @@ class TrainStep:
         array([ 3.,  3., 12.], dtype=float32)
         """
         _check.function("predict_fn", predict_fn)
-        arrays, at_use = self._to_read(state, shard, ema)
-        return self._predict(predict_fn, state.skeleton, at_use, arrays, batches)
+        model = self._to_read(state, shard, ema)
+        return self._over_data.predict(predict_fn, model, batches)
 
     # Description.
 
@@ -436,6 +430,21 @@ class TrainStep:
                 "abstract_init(params), first."
             )
         return describe(self._config.function, *self._latest)
+
+
+def _refuse_more(more: Sequence[Any]) -> None:
+    """Raise for what was passed to a step after the batch.
+
+    Raises:
+      ArgumentTypeError: always.
+    """
+    kinds = ", ".join(type(each).__name__ for each in more)
+    raise ArgumentTypeError(
+        f"A step takes a state and a batch; got {len(more)} more: {kinds}. Pass all arrays as one "
+        f"batch, such as step(state, {{'x': x, 'y': y}}), of which the loss reads batch['x'] and "
+        f"batch['y']. Pass a random key to init(params, rng=key): each step and shard derives its "
+        f"own from it."
+    )
 
 
 def _inside(tree: Any) -> Any:
