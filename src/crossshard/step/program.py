@@ -19,8 +19,7 @@ from crossshard.step.arguments import check_not_of_mesh
 from crossshard.step.batches import BatchPlacer, Donation
 from crossshard.step.by_numbers import check_by_numbers
 from crossshard.step.compiler_options import compiler_options
-from crossshard.step.config import StepConfig
-from crossshard.step.layouts import Layouts
+from crossshard.step.config import Layouts, StepConfig
 from crossshard.step.over_rows import UndecidedError
 from crossshard.step.weight_by_numbers import check_weight_by_numbers
 
