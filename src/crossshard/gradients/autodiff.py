@@ -1,4 +1,4 @@
-"""Around autodiff: a loss is scaled, and refused where its gradient would be another one."""
+"""Around autodiff: a loss is checked, scaled, and refused where its gradient would be another."""
 
 import enum
 import math
@@ -13,8 +13,34 @@ import numpy as np
 from crossshard import _jax
 from crossshard.collectives.all_reduce import widen
 from crossshard.errors import ArgumentTypeError, AxisError
+from crossshard.gradients.mean import Mean
+from crossshard.gradients.scalars import check_scalar
 from crossshard.jaxprs.walk import Analysis, Equations, equations_within, follow
 from crossshard.shards.axes import Shards, UntypedAxes, untyped_axes
+
+
+def split_loss(
+    out: Any, has_aux: bool, kinds: tuple[Any, ...] = (jnp.floating,)
+) -> tuple[Any, Any]:
+    """Split the output of a loss function into a loss and ``aux``.
+
+    The loss is a ``Mean``, or a scalar of one of these kinds of dtype.
+
+    Raises:
+      ArgumentError, ArgumentTypeError: as for ``check_scalar``, or the output is not a pair.
+    """
+    if has_aux and not (isinstance(out, tuple | list) and len(out) == 2):
+        raise ArgumentTypeError(
+            f"With has_aux=True a function returns (loss, aux); this one returned "
+            f"{type(out).__name__}."
+        )
+    if not has_aux and isinstance(out, tuple | list) and len(out) == 2:
+        raise ArgumentTypeError(
+            f"A loss must be a floating scalar; this function returned a {type(out).__name__} of "
+            f"two. If it returned (loss, aux), pass has_aux=True."
+        )
+    loss, aux = out if has_aux else (out, None)
+    return loss if isinstance(loss, Mean) else check_scalar(loss, kinds=kinds), aux
 
 
 def scaled(loss: Any, scale: Any) -> Any:

@@ -14,9 +14,15 @@ from crossshard import _check
 from crossshard._annotations import PyTree
 from crossshard._flax import AnyVariable, nnx, rebound
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.gradients.autodiff import check_sums, explained_types, scaled, unscale
+from crossshard.gradients.autodiff import (
+    check_sums,
+    explained_types,
+    scaled,
+    split_loss,
+    unscale,
+)
 from crossshard.gradients.mean import Mean, part_of_shard
-from crossshard.gradients.scalars import check_scalar, is_inexact, is_number
+from crossshard.gradients.scalars import is_inexact, is_number
 from crossshard.shards.axes import Shards, check_no_further, check_one_way, shards_of_gradient
 from crossshard.shards.context import check_axis_name
 from crossshard.shards.groups import GroupAssignment
@@ -161,30 +167,6 @@ def _shards_of_mean(optimizer: Any) -> tuple[Shards, GroupAssignment | None]:
         )
     found: tuple[Shards, GroupAssignment | None] = optimizer._shards_of_mean()
     return found
-
-
-def split_loss(
-    out: Any, has_aux: bool, kinds: tuple[Any, ...] = (jnp.floating,)
-) -> tuple[Any, Any]:
-    """Split the output of a loss function into a loss and ``aux``.
-
-    The loss is a ``Mean``, or a scalar of one of these kinds of dtype.
-
-    Raises:
-      ArgumentError, ArgumentTypeError: as for ``check_scalar``, or the output is not a pair.
-    """
-    if has_aux and not (isinstance(out, tuple | list) and len(out) == 2):
-        raise ArgumentTypeError(
-            f"With has_aux=True a function returns (loss, aux); this one returned "
-            f"{type(out).__name__}."
-        )
-    if not has_aux and isinstance(out, tuple | list) and len(out) == 2:
-        raise ArgumentTypeError(
-            f"A loss must be a floating scalar; this function returned a {type(out).__name__} of "
-            f"two. If it returned (loss, aux), pass has_aux=True."
-        )
-    loss, aux = out if has_aux else (out, None)
-    return loss if isinstance(loss, Mean) else check_scalar(loss, kinds=kinds), aux
 
 
 def _check_scale(given: Any) -> jax.Array:

@@ -24,7 +24,7 @@ from crossshard.pipeline.stages.accumulate import zeros
 from crossshard.shards.batch_axes import join, take_rows
 from crossshard.shards.context import shard_context
 from crossshard.step.config import StepConfig
-from crossshard.step.leaf import OnMesh
+from crossshard.step.gather import OnMesh
 from crossshard.step.microbatches import LocalResult, pieces_of
 from crossshard.step.operations import Trial
 from crossshard.step.over_rows import (

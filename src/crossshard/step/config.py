@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from crossshard import _check, _jax, _mesh
 from crossshard._hash import checksum
 from crossshard.distributed.agreement import check_agreement
-from crossshard.model.layout import StateLayout, check_key
+from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.model.layout import StateLayout
 from crossshard.model.model_state import check_initial
 from crossshard.model.models import check_params, partition
 from crossshard.model.state import TrainState
@@ -223,6 +225,28 @@ class Layouts:
             if len(jax.tree.leaves(initial.types)) <= 2 * _MOST:
                 return initial.make(arrays, key)
             return _in_pieces(initial, jax.tree.leaves((arrays, key)))
+
+
+def check_key(rng: Any) -> tuple[Any, jax.Array]:
+    """The implementation and the data of a key, from a key or a seed.
+
+    Raises:
+      ArgumentError: the seed is too large.
+      ArgumentTypeError: ``rng`` is neither a key nor a seed.
+    """
+    dtype = getattr(rng, "dtype", None)
+    if isinstance(rng, int | np.integer) and not isinstance(rng, bool):
+        if not -(1 << 63) <= rng < 1 << 63:
+            raise ArgumentError(f"rng must be a seed of at most 64 bits, with its sign; got {rng}.")
+        rng = jax.random.key(rng)
+    elif dtype == jnp.uint32 and rng.ndim == 1:  # as jax.random.PRNGKey makes them
+        rng = jax.random.wrap_key_data(jnp.asarray(rng))
+    elif dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key) or rng.shape != ():
+        raise ArgumentTypeError(
+            f"rng must be a seed or a key such as jax.random.key(0); got {_check.shown(rng)} "
+            f"({type(rng).__name__})."
+        )
+    return jax.random.key_impl(rng), jax.random.key_data(rng)
 
 
 def _in_pieces(initial: Initial, inputs: list[Any]) -> TrainState:

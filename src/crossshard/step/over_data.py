@@ -23,9 +23,9 @@ from crossshard.shards.context import shard_context
 from crossshard.shards.devices import are_of_all_processes
 from crossshard.shards.model_axes import only
 from crossshard.shards.put import put
-from crossshard.step.at_use import AtUse
 from crossshard.step.batches import BatchShardings, check_rows
 from crossshard.step.config import StepConfig
+from crossshard.step.gather import AtUse
 from crossshard.step.weight import SumOf
 
 
