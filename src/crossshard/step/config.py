@@ -19,7 +19,7 @@ from crossshard.model.models import check_params, partition
 from crossshard.model.state import TrainState
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.update.plan import WeightUpdate, plan_update
-from crossshard.shards.mesh import number_of_shards
+from crossshard.shards.devices import number_of_shards
 from crossshard.shards.model_axes import check_fits, only, other_axes_of
 from crossshard.shards.partition import tile_for
 from crossshard.shards.put import put_whole, types_on

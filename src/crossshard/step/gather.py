@@ -469,48 +469,32 @@ class Way:
             return of_x, total.astype(self.summed)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _use(way: Way, value: Any, slot: Any, shared: Any, before: Any) -> jax.Array:
-    del slot, shared, before
-    return way.forward(value)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _use(
+    way: Way, how: Product | None, x: Any, value: Any, slot: Any, shared: Any, before: Any
+) -> jax.Array:
+    """The parameter in full, or its product with ``x``; its gradient is what ``slot`` gets."""
+    return _use_forward(way, how, x, value, slot, shared, before)[0]
 
 
 def _use_forward(
-    way: Way, value: Any, slot: Any, shared: Any, before: Any
+    way: Way, how: Product | None, x: Any, value: Any, slot: Any, shared: Any, before: Any
 ) -> tuple[jax.Array, Any]:
     del slot
-    return way.forward(value), (shared, before)
-
-
-def _use_backward(way: Way, kept: Any, gradient: Any) -> tuple[Any, ...]:
-    return None, way.backward(gradient, *kept), None, None
-
-
-_use.defvjp(_use_forward, _use_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _multiply(
-    way: Way, how: Product, x: jax.Array, value: Any, slot: Any, shared: Any, before: Any
-) -> jax.Array:
-    del slot, shared, before
-    return way.multiplied(how, x, value)[0]
-
-
-def _multiply_forward(
-    way: Way, how: Product, x: jax.Array, value: Any, slot: Any, shared: Any, before: Any
-) -> tuple[jax.Array, Any]:
-    del slot
+    if how is None:
+        return way.forward(value), (x, None, shared, before)
     product, whole = way.multiplied(how, x, value)
     return product, (x, whole, shared, before)
 
 
-def _multiply_backward(way: Way, how: Product, kept: Any, gradient: Any) -> tuple[Any, ...]:
+def _use_backward(way: Way, how: Product | None, kept: Any, gradient: Any) -> tuple[Any, ...]:
+    if how is None:
+        return None, None, way.backward(gradient, *kept[2:]), None, None
     of_x, of_slot = way.backward_of_product(how, kept, gradient)
     return of_x, None, of_slot, None, None
 
 
-_multiply.defvjp(_multiply_forward, _multiply_backward)
+_use.defvjp(_use_forward, _use_backward)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -551,7 +535,7 @@ class Leaf(Deferred):
             return self.way.forward(value)
         if not (self.way.at_use.in_parts or self.of_row):
             return value
-        return _use(self.way, value, slot, self.shared, self.arrays.get("before"))
+        return _use(self.way, None, None, value, slot, self.shared, self.arrays.get("before"))
 
     def multiplied(self, x: jax.Array, how: Mapping[str, Any]) -> tuple[Self, jax.Array] | None:
         """The product with it, if its slices can go round beside it."""
@@ -563,7 +547,7 @@ class Leaf(Deferred):
         if slot is None:
             return used, self.way.multiplied(product, x, value)[0]
         before = self.arrays.get("before")
-        return used, _multiply(self.way, product, x, value, slot, self.shared, before)
+        return used, _use(self.way, product, x, value, slot, self.shared, before)
 
     def in_dtype(self, dtype: Any) -> Self | None:
         """The same in a dtype with as many bits, or fewer; one that is sent is converted once."""

@@ -25,7 +25,7 @@ from crossshard.pipeline.options import Options, check_gather_dtype, check_names
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stages.weigh import check_weighable
 from crossshard.pipeline.update.plan import Rest, WeightUpdate, check_weight_update
-from crossshard.shards.mesh import mesh_and_axes, number_of_shards
+from crossshard.shards.devices import mesh_and_axes, number_of_shards
 from crossshard.step.aux_reduction import check_aux_reduction
 from crossshard.step.batches import check_entries
 from crossshard.step.config import StepConfig
