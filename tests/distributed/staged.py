@@ -57,7 +57,7 @@ at("before initialize")
 job = crossshard.distributed.initialize(timeout=float(TIMEOUT), stall_timeout=float(STALL))
 at("after initialize")
 
-before("crossshard.step.initial", "check_key", "in init")
+before("crossshard.step.config", "check_key", "in init")
 before("crossshard.checkpoints.checkpoints", "read_state", "in restore")
 before("crossshard.checkpoints.checkpoints", "check_devices", "in save")
 before("crossshard.checkpoints.storage", "start", "at the write")

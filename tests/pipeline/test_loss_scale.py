@@ -200,6 +200,11 @@ def test_the_scale_stays_finite_and_above_zero():
     assert not metrics["skipped"]
 
 
+def test_value_and_gradient_are_those_of_the_loss_without_its_scale():
+    value, gradient = crossshard.value_and_grad(jnp.square, loss_scale=8.0)(3.0)
+    assert (float(value), float(gradient)) == (9.0, 6.0)
+
+
 def test_the_state_of_a_scale_that_is_off_scales_nothing():
     state = CrossShardOptimizer(optax.sgd(1.0)).init(W)
     assert state.loss_scale == ()

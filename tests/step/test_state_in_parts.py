@@ -16,8 +16,7 @@ from jax.sharding import PartitionSpec as P
 from crossshard import DynamicLossScale, make_train_step
 from crossshard.errors import ArgumentError, CheckpointWarning, DivergenceWarning
 from crossshard.guards.replay import copy, differing
-from crossshard.step import initial
-from crossshard.step.initial import prepare
+from crossshard.step import config as step_config
 from tests.quick import deep, deep_but
 from tests.step.common import assert_close, assert_same, on_one_device, train
 
@@ -96,7 +95,7 @@ RESTS = {
 def test_no_device_ever_holds_a_whole_leaf(optimizer: str, masters: str | None):
     step = step_of(4, optimizer, master_dtype=masters, ema=0.9)
     params = PARAMS if masters is None else jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
-    prepared = prepare(step._config, step._layouts, params, 0, None)
+    prepared = step._layouts.prepare(params, 0, None)
     memory = prepared.make.lower(*prepared.given).compile().memory_analysis()
     state = step.init(params)
     whole = sum(x.nbytes for x in jax.tree.leaves(state))
@@ -301,7 +300,7 @@ def test_a_metric_gathers_one_layer_at_a_time(call: str):
     loss = lambda w, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0].mean()
     rows = lambda w, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0].mean(1)
     step = make_train_step(loss, optax.sgd(0.1), num_shards=4, params="sharded")
-    state, runner = step.init(layers), getattr(step, f"_{call}")
+    state, runner = step.init(layers), step._over_data
     name, used = {"evaluate": "_sums", "predict": "_rows"}[call], []
     compiled = getattr(runner, name)
 
@@ -475,7 +474,7 @@ def test_complex_parameters_are_gathered_with_both_parts():
 def test_a_state_of_many_arrays_is_made_by_several_programs(monkeypatch: pytest.MonkeyPatch):
     step = step_of(4, "adamw", **EVERY)
     want = step.init(PARAMS, 3)
-    monkeypatch.setattr(initial, "_MOST", 4)
+    monkeypatch.setattr(step_config, "_MOST", 4)
     state = step.init(PARAMS, 3)
     assert_same(state, want)
     placed = [[x.sharding for x in jax.tree.leaves(each)] for each in (state, want)]

@@ -27,8 +27,7 @@ from crossshard.errors import (
     CheckpointWarning,
 )
 from crossshard.model.layout import StateLayout
-from crossshard.model.state import TrainState
-from crossshard.step.arguments import check_is_state, check_state
+from crossshard.model.state import TrainState, check_is_state, check_state
 from crossshard.step.train_step import TrainStep, collected, config_of, entering_of, layout_of
 
 # How often to begin again while another run deletes what is being read.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,58 +14,17 @@ from crossshard import _check
 from crossshard._annotations import PyTree
 from crossshard._flax import AnyVariable, nnx, rebound
 from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.gradients.autodiff import (
+    check_sums,
+    explained_types,
+    scaled,
+    split_loss,
+    unscale,
+)
 from crossshard.gradients.mean import Mean, part_of_shard
-from crossshard.gradients.model_sums import check_sums
-from crossshard.gradients.scalars import check_scalar, is_inexact, is_number
-from crossshard.gradients.scaled_loss import scaled, unscale
-from crossshard.gradients.varying_types import explained_types
+from crossshard.gradients.scalars import is_inexact, is_number
 from crossshard.shards.axes import Shards, check_no_further, check_one_way, shards_of_gradient
 from crossshard.shards.context import check_axis_name
-
-_P = ParamSpec("_P")
-_Aux = TypeVar("_Aux")
-
-
-@overload
-def value_and_grad(
-    fun: Callable[_P, PyTree],
-    argnums: int | Sequence[int] = 0,
-    has_aux: Literal[False] = False,
-    holomorphic: bool = False,
-    allow_int: bool = False,
-    *,
-    axis_name: str | tuple[str, ...] | None = None,
-    loss_scale: PyTree = None,
-    optimizer: object = None,
-) -> Callable[_P, tuple[jax.Array, PyTree]]: ...
-
-
-@overload
-def value_and_grad(
-    fun: Callable[_P, tuple[PyTree, _Aux]],
-    argnums: int | Sequence[int] = 0,
-    *,
-    has_aux: Literal[True],
-    holomorphic: bool = False,
-    allow_int: bool = False,
-    axis_name: str | tuple[str, ...] | None = None,
-    loss_scale: PyTree = None,
-    optimizer: object = None,
-) -> Callable[_P, tuple[tuple[jax.Array, _Aux], PyTree]]: ...
-
-
-@overload
-def value_and_grad(
-    fun: Callable[_P, PyTree],
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    holomorphic: bool = False,
-    allow_int: bool = False,
-    *,
-    axis_name: str | tuple[str, ...] | None = None,
-    loss_scale: PyTree = None,
-    optimizer: object = None,
-) -> Callable[_P, PyTree]: ...
 
 
 def value_and_grad(
@@ -163,45 +122,6 @@ def value_and_grad(
     return value_and_local_grad
 
 
-@overload
-def grad(
-    fun: Callable[_P, PyTree],
-    argnums: int | Sequence[int] = 0,
-    has_aux: Literal[False] = False,
-    holomorphic: bool = False,
-    allow_int: bool = False,
-    *,
-    axis_name: str | tuple[str, ...] | None = None,
-    optimizer: object = None,
-) -> Callable[_P, PyTree]: ...
-
-
-@overload
-def grad(
-    fun: Callable[_P, tuple[PyTree, _Aux]],
-    argnums: int | Sequence[int] = 0,
-    *,
-    has_aux: Literal[True],
-    holomorphic: bool = False,
-    allow_int: bool = False,
-    axis_name: str | tuple[str, ...] | None = None,
-    optimizer: object = None,
-) -> Callable[_P, tuple[PyTree, _Aux]]: ...
-
-
-@overload
-def grad(
-    fun: Callable[_P, PyTree],
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    holomorphic: bool = False,
-    allow_int: bool = False,
-    *,
-    axis_name: str | tuple[str, ...] | None = None,
-    optimizer: object = None,
-) -> Callable[_P, PyTree]: ...
-
-
 def grad(
     fun: Callable[..., PyTree],
     argnums: int | Sequence[int] = 0,
@@ -246,30 +166,6 @@ def _shards_of_mean(optimizer: Any) -> Shards:
         )
     found: Shards = optimizer._shards_of_mean()
     return found
-
-
-def split_loss(
-    out: Any, has_aux: bool, kinds: tuple[Any, ...] = (jnp.floating,)
-) -> tuple[Any, Any]:
-    """Split the output of a loss function into a loss and ``aux``.
-
-    The loss is a ``Mean``, or a scalar of one of these kinds of dtype.
-
-    Raises:
-      ArgumentError, ArgumentTypeError: as for ``check_scalar``, or the output is not a pair.
-    """
-    if has_aux and not (isinstance(out, tuple | list) and len(out) == 2):
-        raise ArgumentTypeError(
-            f"With has_aux=True a function returns (loss, aux); this one returned "
-            f"{type(out).__name__}."
-        )
-    if not has_aux and isinstance(out, tuple | list) and len(out) == 2:
-        raise ArgumentTypeError(
-            f"A loss must be a floating scalar; this function returned a {type(out).__name__} of "
-            f"two. If it returned (loss, aux), pass has_aux=True."
-        )
-    loss, aux = out if has_aux else (out, None)
-    return loss if isinstance(loss, Mean) else check_scalar(loss, kinds=kinds), aux
 
 
 def _check_scale(given: Any) -> jax.Array:

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from crossshard._text import listed
 from crossshard.errors import DivergenceError, DivergenceWarning
 from crossshard.guards.divergence import Divergence, Sentinel
-from crossshard.shards.mesh import number_of_shards
+from crossshard.shards.devices import number_of_shards
 
 # A fault may be in every array of a shard.
 _MOST = 3

@@ -8,12 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from crossshard import _check, _jax
+from crossshard import _jax
 from crossshard._flax import nnx
-from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.errors import ArgumentError
 from crossshard.gradients.scalars import is_inexact
 from crossshard.model.model_state import ModelState, holds_keys
 from crossshard.model.models import Skeleton
@@ -30,7 +29,6 @@ from crossshard.shards.model_axes import only, other_axes_like
 from crossshard.shards.partition import (
     WHOLE,
     Partition,
-    map_partitions,
     partition_along_axis,
     tile_for,
 )
@@ -147,15 +145,12 @@ class StateLayout:
         own = REPLICATED if self.groups is None else PER_SHARD
         params, frozen = _all(own, state.params), _all(REPLICATED, state.frozen)
         if self.plan.in_parts:
-            placed = functools.partial(map_partitions, lambda each, _: Placement(each))
+            placed = lambda parts, tree: jax.tree.structure(tree).unflatten(map(Placement, parts))
             params = placed(self.plan.params, state.params)
             frozen = placed(self.partitions_of_frozen(state.frozen), state.frozen)
         model_state = PER_SHARD if state.per_shard else REPLICATED
-        inner = map_partitions(
-            lambda partition, _: Placement(partition, self.groups is not None, self.groups),
-            self.plan.state,
-            state.opt_state.inner_state,
-        )
+        of_inner = [Placement(each, own.per_shard, self.groups) for each in self.plan.state]
+        inner = jax.tree.structure(state.opt_state.inner_state).unflatten(of_inner)
         opt_state = self.pipeline.placements(state.opt_state, inner)
         arrays: Any = state  # of which each is replaced by its placement
         placements = dataclasses.replace(
@@ -407,14 +402,9 @@ class StateLayout:
                 f"keeps {kept[not state.per_shard]}. Write step.reshard(other.unshard(state))."
             )
         placements = self.placements(state)
-        inner = [
-            placement.stored_shape(partition.shape, self.number_of_shards)
-            for placement, partition in zip(
-                jax.tree.leaves(placements.opt_state.inner_state), self.plan.state, strict=True
-            )
-        ]
-        _check_shapes("The optimizer state", state.opt_state.inner_state, inner)
+        inner = state.opt_state.inner_state, placements.opt_state.inner_state
         for what, tree, where in (
+            ("The optimizer state", *inner),
             ("The stages' state", state.opt_state[:-1], placements.opt_state[:-1]),
             ("The state's parameters", state.params, placements.params),
             ("What is frozen", state.frozen, placements.frozen),
@@ -509,28 +499,6 @@ def strong_copy(x: Any) -> jax.Array:
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return jnp.copy(x)
     return jnp.copy(jnp.asarray(x, dtype))
-
-
-def check_key(rng: Any) -> tuple[Any, jax.Array]:
-    """The implementation and the data of a key, from a key or a seed.
-
-    Raises:
-      ArgumentError: the seed is too large.
-      ArgumentTypeError: ``rng`` is neither a key nor a seed.
-    """
-    dtype = getattr(rng, "dtype", None)
-    if isinstance(rng, int | np.integer) and not isinstance(rng, bool):
-        if not -(1 << 63) <= rng < 1 << 63:
-            raise ArgumentError(f"rng must be a seed of at most 64 bits, with its sign; got {rng}.")
-        rng = jax.random.key(rng)
-    elif dtype == jnp.uint32 and rng.ndim == 1:  # as jax.random.PRNGKey makes them
-        rng = jax.random.wrap_key_data(jnp.asarray(rng))
-    elif dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key) or rng.shape != ():
-        raise ArgumentTypeError(
-            f"rng must be a seed or a key such as jax.random.key(0); got {_check.shown(rng)} "
-            f"({type(rng).__name__})."
-        )
-    return jax.random.key_impl(rng), jax.random.key_data(rng)
 
 
 def _is_variable(leaf: Any) -> bool:

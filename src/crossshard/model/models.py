@@ -1,7 +1,9 @@
-"""Partitions a model into trained and frozen arrays, other state and static structure."""
+"""Partitions a model into trained and frozen arrays, as `wrt` says, other state and structure."""
 
 import dataclasses
+import inspect
 import sys
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,13 +19,12 @@ from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.scalars import is_inexact
 from crossshard.jaxprs.dependence import depends, hands_on
 from crossshard.model.model_state import OVERWRITTEN
-from crossshard.model.trained import (
-    check_some_trained,
-    of_module,
-    of_pytree,
-    refuse_other_variable,
-)
 from crossshard.pipeline.update.optimize import takes_value
+
+_WRITE = (
+    "Write an NNX filter, such as nnx.LoRAParam, for an NNX module, or a function of path and "
+    "leaf, such as wrt=lambda path, leaf: path[0].key == 'head', for a pytree."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +81,7 @@ def partition(model: Any, wrt: Any = None) -> tuple[Any, ...]:
         )
     of = _partition_module if isinstance(model, nnx.Pytree) else _partition_pytree
     parts = of(model, wrt)
-    check_some_trained(wrt, *parts[1:3])
+    _check_some_trained(wrt, *parts[1:3])
     if not jax.tree.leaves(parts[1]):
         raise ArgumentError(
             f"There is nothing to train: {type(model).__name__} has no floating array."
@@ -265,14 +266,14 @@ def _has_floats(variable: "AnyVariable") -> bool:
 
 
 def _partition_module(module: Any, wrt: Any) -> tuple[Any, ...]:
-    chosen, frozen = of_module(wrt), set()
+    chosen, frozen = _of_module(wrt), set()
     _check_arrays(nnx.state(module))
     for path, variable in nnx.to_flat_state(nnx.state(module)):
         is_chosen = chosen(path, variable)
         if _is_param(path, variable):
             frozen |= set() if is_chosen else {path}
         elif wrt is not None and is_chosen and _has_floats(variable):
-            refuse_other_variable(path, variable)
+            _refuse_other_variable(path, variable)
     skeleton = Skeleton(None, frozen=frozenset(frozen))
     graph, *arrays = skeleton.split(module)
     return dataclasses.replace(skeleton, tree=graph), *arrays
@@ -286,7 +287,7 @@ class _Fixed:
 
 
 def _partition_pytree(model: Any, wrt: Any) -> tuple[Any, ...]:
-    chosen = of_pytree(wrt, model)
+    chosen = _of_pytree(wrt, model)
     paths, tree = jax.tree_util.tree_flatten_with_path(model)
     _check_arrays(model)
     leaves = [jnp.asarray(x) if _is_number_to_train(path, x) else x for path, x in paths]
@@ -328,3 +329,99 @@ def _check_arrays(tree: Any) -> None:
 
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+# Which parameters are trained.
+
+
+def check_wrt(wrt: Any) -> Any:
+    """The checked ``wrt`` argument: ``None``, an NNX filter, or a function of path and leaf.
+
+    Raises:
+      ArgumentTypeError: it is something else, or a function of other arguments.
+    """
+    if wrt is None:
+        return None
+    if _is_nnx_filter(wrt):
+        try:
+            nnx.filterlib.to_predicate(wrt)
+        except (TypeError, ValueError):
+            raise ArgumentTypeError(
+                f"wrt={_check.shown(wrt)} holds what NNX cannot filter by."
+            ) from None
+        return wrt
+    if not callable(wrt):
+        raise ArgumentTypeError(f"wrt is {_check.described(wrt)}. {_WRITE}")
+    try:
+        inspect.signature(wrt).bind(None, None)
+    except TypeError:
+        raise ArgumentTypeError(f"wrt is a function of other arguments. {_WRITE}") from None
+    except ValueError:  # a built-in function without a signature
+        pass
+    return wrt
+
+
+def _of_pytree(wrt: Any, model: Any) -> Callable[[tuple[Any, ...], Any], bool]:
+    """Whether ``wrt`` chooses a floating leaf of a pytree, by the path that JAX gives it.
+
+    Raises:
+      ArgumentTypeError: ``wrt`` is an NNX filter.
+    """
+    if wrt is None:
+        return lambda path, leaf: True
+    if _is_nnx_filter(wrt):
+        raise ArgumentTypeError(
+            f"wrt={_check.shown(wrt)} is an NNX filter, which chooses variables of an NNX module, "
+            f"but the parameters are a pytree ({type(model).__name__}). {_WRITE}"
+        )
+    return lambda path, leaf: _check_answer(wrt(path, leaf))
+
+
+def _of_module(wrt: Any) -> Callable[[tuple[Any, ...], Any], bool]:
+    """Whether ``wrt`` chooses a variable of an NNX module, by the path that NNX gives it."""
+    if wrt is None:
+        return lambda path, variable: True
+    predicate = nnx.filterlib.to_predicate(wrt)
+    return lambda path, variable: _check_answer(predicate(path, variable))
+
+
+def _check_some_trained(wrt: Any, params: Any, frozen: Any) -> None:
+    """Raise if ``wrt`` leaves nothing to train.
+
+    Raises:
+      ArgumentError: it chooses none of the parameters.
+    """
+    others = jax.tree_util.tree_leaves_with_path(frozen)
+    if wrt is not None and not jax.tree.leaves(params):
+        first = jax.tree_util.keystr(others[0][0]).removesuffix(".value") if others else ""
+        raise ArgumentError(
+            f"wrt chooses none of the model's parameters, of which the first is params{first}, so "
+            f"there is nothing to train. {_WRITE}"
+        )
+
+
+def _refuse_other_variable(path: tuple[Any, ...], variable: "AnyVariable") -> None:
+    """Raise for a variable that ``wrt`` chooses though it is not a parameter.
+
+    Raises:
+      ArgumentError: always.
+    """
+    raise ArgumentError(
+        f"wrt chooses {'/'.join(map(str, path))}, an nnx {type(variable).__name__}, but a step "
+        f"trains only nnx.Params. Write wrt=nnx.All(nnx.Param, ...), or derive the variable's type "
+        f"from nnx.Param."
+    )
+
+
+def _is_nnx_filter(wrt: Any) -> bool:
+    kinds = type | str | bool | types.EllipsisType | list | tuple
+    return isinstance(wrt, kinds) or type(wrt).__module__ == nnx.filterlib.__name__
+
+
+def _check_answer(answer: Any) -> bool:
+    if not isinstance(answer, bool | np.bool_):
+        raise ArgumentTypeError(
+            f"wrt must return True or False for each leaf; it returned {_check.shown(answer, 40)} "
+            f"({type(answer).__name__})."
+        )
+    return bool(answer)

@@ -2,12 +2,16 @@
 
 import dataclasses
 from collections.abc import Hashable
+from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int, UInt32
 
+from crossshard import _check
 from crossshard._annotations import PyTree
+from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.model.models import Skeleton
 from crossshard.pipeline.state import CrossShardState
 
@@ -67,3 +71,44 @@ def names_of(state: TrainState) -> tuple[str, ...]:
     return tuple(
         jax.tree_util.keystr(path).removeprefix(".").removesuffix(".value") for path in paths
     )
+
+
+def check_state(state: Any, *, or_types: bool = True) -> None:
+    """Raise unless it is a state, of arrays that JAX can hold.
+
+    Args:
+      state: the state.
+      or_types: whether it may be the types of one, to compile for.
+
+    Raises:
+      ArgumentError: it was donated.
+      ArgumentTypeError: it is something else.
+    """
+    check_is_state(state)
+    _check.arrays("state", state, or_types=or_types)
+
+
+def check_is_state(state: Any) -> None:
+    """Raise unless it is a state that has not been donated; in a microsecond, for each step.
+
+    Raises: as ``check_state``.
+    """
+    if not isinstance(state, TrainState):
+        raise ArgumentTypeError(
+            f"A step takes the state that init(params) or the step before returned; got "
+            f"{type(state).__name__}."
+        )
+    # Types and traced values have no buffers.
+    count = state.step
+    is_int = isinstance(count, int | np.integer) and not isinstance(count, bool)
+    if not is_int and (getattr(count, "shape", None) != () or count.dtype != np.int32):
+        raise ArgumentTypeError(
+            f"state.step is the number of steps, int32[]; got {_check.described(count)}. A state "
+            f"is what init(params) or a step returned, with arrays of the same types."
+        )
+    has_buffer = isinstance(count, jax.Array) and not isinstance(count, jax.core.Tracer)
+    if has_buffer and count.is_deleted():
+        raise ArgumentError(
+            "This state has been used: it was donated to a step. Use the state that the step "
+            "returned: state, metrics = step(state, batch)."
+        )

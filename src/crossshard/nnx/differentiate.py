@@ -13,11 +13,9 @@ from crossshard import _check, _flax
 from crossshard._flax import AnyVariable
 from crossshard.collectives.sums import widen
 from crossshard.errors import VariableError
+from crossshard.gradients.autodiff import check_sums, explained_types, scaled, unscale
 from crossshard.gradients.mean import Mean, part_of_shard
-from crossshard.gradients.model_sums import check_sums
 from crossshard.gradients.scalars import check_scalar
-from crossshard.gradients.scaled_loss import scaled, unscale
-from crossshard.gradients.varying_types import explained_types
 from crossshard.nnx.binding import bound, check_writable
 from crossshard.nnx.graph import reached_in, same_arrays
 from crossshard.shards.axes import Shards, check_no_further

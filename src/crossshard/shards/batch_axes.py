@@ -1,7 +1,7 @@
 """BatchAxes: along which axis each array of a batch has its rows, and which arrays are whole."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -81,15 +81,14 @@ class BatchAxes:
         """The axis of each array of a batch without its whole arrays."""
         return [axis for axis in self.of(rows) if axis is not None]
 
-    def tree_of(self, rows: Any) -> Any:
-        """The same, in the structure of the batch."""
-        return jax.tree.structure(rows).unflatten(self.of_rows(rows))
+    def tree_of(self, batch: Any) -> Any:
+        """``of`` in the structure of the batch."""
+        return jax.tree.structure(batch).unflatten(self.of(batch))
 
-    def map(self, function: Callable[[Any, int], Any], batch: Any) -> Any:
-        """A batch with ``function(array, axis)`` in the place of each array that is not whole."""
-        leaves, tree = jax.tree.flatten(batch)
-        pairs = zip(leaves, self.of(batch), strict=True)
-        return tree.unflatten([x if axis is None else function(x, axis) for x, axis in pairs])
+    def lengths(self, rows: Any) -> list[int]:
+        """The number of rows of each array of a batch without its whole arrays."""
+        pairs = zip(jax.tree.leaves(rows), self.of_rows(rows), strict=True)
+        return [x.shape[axis] for x, axis in pairs]
 
     def split(self, batch: Any) -> tuple[Any, Any]:
         """A batch without its whole arrays, and with these alone: ``None`` is where others are."""
@@ -123,9 +122,9 @@ def spec_along(axis: int | None, names: tuple[str, ...]) -> PartitionSpec:
     return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, names)
 
 
-def resized(shape: Sequence[int], axis: int, rows: int) -> tuple[int, ...]:
-    """A shape with so many rows along an axis."""
-    return (*shape[:axis], rows, *shape[axis + 1 :])
+def resized(shape: Sequence[int], axis: int | None, rows: int) -> tuple[int, ...]:
+    """A shape with so many rows along an axis; the same without one."""
+    return tuple(shape) if axis is None else (*shape[:axis], rows, *shape[axis + 1 :])
 
 
 def take_rows(x: Any, axis: int, rows: Any) -> Any:

@@ -1,6 +1,7 @@
-"""Devices for the shards: virtual CPU devices that do not deadlock, and the mesh of a runner."""
+"""Devices for the shards: virtual CPU ones that do not deadlock, and the meshes made of them."""
 
 import functools
+import logging
 import math
 import os
 import re
@@ -9,9 +10,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
-from crossshard import _jax
+from crossshard import _jax, _mesh
 from crossshard.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -19,7 +20,7 @@ from crossshard.errors import (
     DeadlockWarning,
     ShardContextError,
 )
-from crossshard.shards.context import check_num_shards
+from crossshard.shards.context import check_axis_name, check_num_shards
 
 AXIS = "shards"
 
@@ -75,7 +76,7 @@ def _threads() -> int:
 
 
 @functools.lru_cache
-def shard_mesh(num_shards: int) -> jax.sharding.Mesh:
+def shard_mesh(num_shards: int) -> Mesh:
     """A mesh of one axis over the first ``num_shards`` devices.
 
     Raises:
@@ -93,12 +94,12 @@ def shard_mesh(num_shards: int) -> jax.sharding.Mesh:
             f"{num_shards} shards need {num_shards} devices, and there are {len(devices)} "
             f"({platform}). {hint}"
         )
-    mesh = jax.sharding.Mesh(np.array(devices[:num_shards]), (AXIS,))
+    mesh = Mesh(np.array(devices[:num_shards]), (AXIS,))
     warn_of_deadlock(mesh)
     return mesh
 
 
-def mesh_for(num_shards: int, mesh: Any) -> jax.sharding.Mesh:
+def mesh_for(num_shards: int, mesh: Any) -> Mesh:
     """The given mesh, all axes of which are shard axes, or a mesh of ``num_shards`` devices.
 
     Raises:
@@ -107,15 +108,15 @@ def mesh_for(num_shards: int, mesh: Any) -> jax.sharding.Mesh:
     """
     if mesh is None:
         return shard_mesh(num_shards)
-    if not isinstance(mesh, jax.sharding.Mesh):
-        raise ArgumentTypeError(f"mesh must be a jax.sharding.Mesh; got {type(mesh).__name__}.")
+    if not isinstance(mesh, Mesh):
+        raise ArgumentTypeError(f"mesh must be a Mesh; got {type(mesh).__name__}.")
     if num_shards != 1:
         check_number_of_devices(num_shards, mesh)
     warn_of_deadlock(mesh)
     return mesh
 
 
-def check_number_of_devices(num_shards: int, mesh: jax.sharding.Mesh) -> None:
+def check_number_of_devices(num_shards: int, mesh: Mesh) -> None:
     """Raise unless the mesh has as many devices as there are to be shards.
 
     Raises:
@@ -127,7 +128,7 @@ def check_number_of_devices(num_shards: int, mesh: jax.sharding.Mesh) -> None:
         )
 
 
-def are_of_all_processes(mesh: jax.sharding.Mesh) -> bool:
+def are_of_all_processes(mesh: Mesh) -> bool:
     """Whether there are several processes, and every one of them has devices of this mesh."""
     number = jax.process_count()
     return number > 1 and len({device.process_index for device in mesh.devices.flat}) == number
@@ -138,7 +139,7 @@ def between_cpus() -> bool:
     return jax.process_count() > 1 and jax.default_backend() == "cpu"
 
 
-def torus_factors(mesh: jax.sharding.Mesh) -> tuple[int, ...]:
+def torus_factors(mesh: Mesh) -> tuple[int, ...]:
     """Factors of a one-axis TPU mesh, for multi-stage collectives on its torus.
 
     XLA for TPUs compiles a reduce-scatter over all chips to an all-reduce and a slice, but keeps
@@ -153,14 +154,14 @@ def torus_factors(mesh: jax.sharding.Mesh) -> tuple[int, ...]:
     return (slices, *within) if slices > 1 else within
 
 
-def slices_in_order(mesh: jax.sharding.Mesh) -> int:
+def slices_in_order(mesh: Mesh) -> int:
     """The number of slices of a TPU that a mesh has, one after the other; 1 if they are mixed."""
     places = [getattr(device, "slice_index", 0) for device in mesh.devices.flat]
     number = len(set(places))
     return number if places == sorted(places) and mesh.size % number == 0 else 1
 
 
-def sends_beside_products(mesh: jax.sharding.Mesh) -> bool:
+def sends_beside_products(mesh: Mesh) -> bool:
     """Whether neighbours send each other arrays while they compute.
 
     XLA for TPUs schedules a permute beside other work, except on v5e with more than 16 chips:
@@ -171,7 +172,7 @@ def sends_beside_products(mesh: jax.sharding.Mesh) -> bool:
     return bool(torus_factors(mesh)) and slices_in_order(mesh) == 1 and not has_limits
 
 
-def warn_of_deadlock(mesh: jax.sharding.Mesh) -> None:
+def warn_of_deadlock(mesh: Mesh) -> None:
     """Warn if a mesh of virtual CPU devices has too few threads."""
     if mesh.devices.flat[0].platform != "cpu":
         return
@@ -206,3 +207,89 @@ def axes_in_sight(arrays: Any, number: int) -> tuple[str, ...]:
             f"Pass axis_name=, to the call or once to CrossShardOptimizer."
         )
     return tuple(mesh.axis_names)
+
+
+# The mesh of a step.
+
+
+def mesh_and_axes(
+    num_shards: int | None, mesh: Any, axis_name: Any, of_optimizer: tuple[str, ...]
+) -> tuple[Mesh, tuple[str, ...]]:
+    """The mesh, and the shard axes.
+
+    Args:
+      num_shards: their number; any if ``None``.
+      mesh: the mesh; if ``None``, the one that ``jax.set_mesh`` has set, if it counts as many
+        shards, or else one of ``num_shards`` devices, or of all.
+      axis_name: the axes; those of the optimizer, else all of the mesh, if ``None``.
+      of_optimizer: the axes that the optimizer reduces over; empty if it names none.
+
+    Raises:
+      ArgumentError: another number of shards or devices; the optimizer names other axes.
+      ArgumentTypeError: not a mesh, not a number, or not names.
+      AxisError: the mesh has no such axis.
+    """
+    named = check_axis_name(axis_name) or of_optimizer
+    mesh = mesh_in_force(num_shards, named) if mesh is None else mesh
+    if mesh is None:
+        if num_shards is None and jax.device_count() == 1:
+            _say_that_it_is_one_shard()
+        count = None if num_shards is None else check_num_shards(num_shards)
+        found = mesh_for(len(jax.devices()) if count is None else count, None)
+    else:
+        found = mesh_for(1, mesh)
+    missing = [axis for axis in named if axis not in found.axis_names]
+    if missing:
+        without = " Pass mesh=, the mesh that has it." if mesh is None else ""
+        raise AxisError(
+            f"axis_name names {missing[0]!r}, which is not an axis of the mesh, "
+            f"{dict(found.shape)}. Name those of its shard axes.{without}"
+        )
+    if named and of_optimizer and set(named) != set(of_optimizer):
+        raise ArgumentError(
+            f"The optimizer reduces over the axes {list(of_optimizer)}, but axis_name says that "
+            f"{list(named)} are its shard axes. Name the axes in one of the two places."
+        )
+    axes = named if 0 < len(named) < len(found.axis_names) else found.axis_names
+    if num_shards is None:
+        return found, axes
+    count, number = check_num_shards(num_shards), number_of_shards(found, axes)
+    if axes == found.axis_names:
+        check_number_of_devices(count, found)
+    elif count != number:
+        raise ArgumentError(
+            f"num_shards is {count}, but {', '.join(axes)} of the mesh {dict(found.shape)} counts "
+            f"{number} shards; leave num_shards out."
+        )
+    return found, axes
+
+
+@functools.cache
+def _say_that_it_is_one_shard() -> None:
+    """Log a line, once in a process: nothing is wrong, but it may not be what is meant."""
+    (device,) = jax.devices()
+    on_cpu = (
+        "crossshard.cpu_devices(8) first, JAX for your GPUs or TPUs (see crossshard doctor), or "
+    )
+    logging.getLogger("crossshard").warning(
+        f"crossshard trains on one shard: JAX found one device ({device.device_kind}). For more: "
+        f"{on_cpu if device.platform == 'cpu' else ''}crossshard.distributed.initialize() in "
+        f"several processes; num_shards=1 if one is meant."
+    )
+
+
+def mesh_in_force(num_shards: Any, axes: tuple[str, ...] = ()) -> Mesh | None:
+    """The mesh that ``jax.set_mesh`` has set, if these axes of it, or all, count so many shards.
+
+    Beside a mesh with explicit axes JAX takes no array that lies on another one.
+    """
+    found = _mesh.mesh_that_is_set()
+    if found is None or not set(axes) <= set(found.axis_names):
+        return None
+    fits = num_shards in (None, number_of_shards(found, axes or found.axis_names))
+    return found if fits else None
+
+
+def number_of_shards(mesh: Mesh, axes: tuple[str, ...]) -> int:
+    """The number of shards that these axes of a mesh count."""
+    return math.prod(mesh.shape[axis] for axis in axes)

@@ -24,7 +24,7 @@ from crossshard.pipeline.stages.accumulate import zeros
 from crossshard.shards.batch_axes import join, take_rows
 from crossshard.shards.context import shard_context
 from crossshard.step.config import StepConfig
-from crossshard.step.leaf import OnMesh
+from crossshard.step.gather import OnMesh
 from crossshard.step.microbatches import LocalResult, pieces_of
 from crossshard.step.operations import Trial
 from crossshard.step.over_rows import (
@@ -187,7 +187,8 @@ def _of_two_shards(
     loss, shards, groups = config.loss, layout.shards, layout.groups
     together = [list(range(shards.number))] if groups is None else groups.groups
     half = max(1, loss.number_of_rows(rows) // loss.pieces(shards.number) // parts)
-    of = lambda part: loss.batch_axes.map(lambda x, axis: take_rows(x, axis, part), rows)
+    axes = loss.batch_axes.tree_of(rows)
+    of = lambda part: jax.tree.map(lambda x, axis: take_rows(x, axis, part), rows, axes)
     one = of(slice(half))
     if len(together[0]) == 1:
         return one, of(slice(half, 2 * half))
@@ -306,7 +307,8 @@ def _check_apart(
 def _moved(loss: ShardLoss, rows: Any) -> Any:
     """The same rows in another order."""
     order = np.random.default_rng(0).permutation(loss.number_of_rows(rows))
-    return loss.batch_axes.map(lambda x, axis: jnp.take(x, order, axis), rows)
+    moved = lambda x, axis: jnp.take(x, order, axis)
+    return jax.tree.map(moved, rows, loss.batch_axes.tree_of(rows))
 
 
 def _rounded(tree: Any) -> Any:

@@ -17,7 +17,7 @@ from crossshard.gradients.status import GradientStatus
 from crossshard.guards.divergence import check_divergence_options
 from crossshard.model.loss import with_rng
 from crossshard.model.model_state import check_model_state
-from crossshard.model.trained import check_wrt
+from crossshard.model.models import check_wrt
 from crossshard.optimizer.cross_shard_optimizer import pipeline_of, transformation_of
 from crossshard.pipeline.aggregators.few_bits import FewBits, Quantized
 from crossshard.pipeline.aggregators.in_order import InOrder
@@ -25,10 +25,10 @@ from crossshard.pipeline.options import Options, check_gather_dtype, check_names
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stages.weigh import check_weighable
 from crossshard.pipeline.update.plan import Rest, WeightUpdate, check_weight_update
-from crossshard.shards.mesh import mesh_and_axes, number_of_shards
+from crossshard.shards.devices import mesh_and_axes, number_of_shards
 from crossshard.step.aux_reduction import check_aux_reduction
+from crossshard.step.batches import check_entries
 from crossshard.step.config import StepConfig
-from crossshard.step.entries import check_entries
 from crossshard.step.loss_over import (
     LossOver,
     RngPer,

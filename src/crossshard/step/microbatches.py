@@ -61,7 +61,7 @@ def pieces_of(rows: Any, axes: BatchAxes, number: int, *, interleaved: bool = Fa
             return jnp.moveaxis(x.reshape(*before, each, number, *after), axis + 1, 0)
         return jnp.moveaxis(x.reshape(*before, number, each, *after), axis, 0)
 
-    return axes.map(one, rows)
+    return jax.tree.map(one, rows, axes.tree_of(rows))
 
 
 def over_microbatches(

@@ -13,8 +13,7 @@ from crossshard.model.state import TrainState
 from crossshard.shards.model_axes import only
 from crossshard.shards.partition import map_partitions
 from crossshard.step.arguments import check_not_of_shards
-from crossshard.step.at_use import AtUse
-from crossshard.step.leaf import OnMesh
+from crossshard.step.gather import AtUse, OnMesh
 from crossshard.step.microbatches import LocalResult
 from crossshard.step.shard_loss import ShardLoss
 

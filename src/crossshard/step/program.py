@@ -16,12 +16,10 @@ from crossshard.pipeline.stages.streaming import Streaming
 from crossshard.shards.batch_axes import resized
 from crossshard.shards.devices import are_of_all_processes
 from crossshard.step.arguments import check_not_of_mesh
-from crossshard.step.batches import BatchPlacer
+from crossshard.step.batches import BatchPlacer, Donation
 from crossshard.step.by_numbers import check_by_numbers
 from crossshard.step.compiler_options import compiler_options
-from crossshard.step.config import StepConfig
-from crossshard.step.donation import Donation
-from crossshard.step.layouts import Layouts
+from crossshard.step.config import Layouts, StepConfig
 from crossshard.step.over_rows import UndecidedError
 from crossshard.step.weight_by_numbers import check_weight_by_numbers
 
@@ -142,7 +140,7 @@ class Program:
         # With weights each process may pass another number of rows, at any step.
         free = loss.weight is not None
         any_rows = lambda x, axis: jax.ShapeDtypeStruct(resized(x.shape, axis, 0), x.dtype)
-        kept = loss.batch_axes.map(any_rows, batch) if free else batch
+        kept = jax.tree.map(any_rows, batch, loss.batch_axes.tree_of(batch)) if free else batch
         leaves, tree = jax.tree.flatten(kept)
         key = tree, *((x.shape, x.dtype) for x in leaves), len(self._layouts)
         if key in self._agreed:

@@ -115,7 +115,9 @@ def own_rows(step: TrainStep, batch: Any) -> Any:
     rows_of_shards = NamedSharding(config.mesh, PartitionSpec(config.axes))
     shards = config.number_of_shards
 
-    def cut(leaf: Any, axis: int) -> Any:
+    def cut(leaf: Any, axis: int | None) -> Any:
+        if axis is None:
+            return leaf
         rows = leaf.shape[axis]
         if rows % shards:
             raise ArgumentError(
@@ -127,7 +129,7 @@ def own_rows(step: TrainStep, batch: Any) -> Any:
         taken = np.concatenate([np.arange(*each) for each in own])
         return take_rows(np.asarray(leaf), axis, taken)
 
-    return config.loss.batch_axes.map(cut, batch)
+    return jax.tree.map(cut, batch, config.loss.batch_axes.tree_of(batch))
 
 
 def loss_over_rows_of(step: TrainStep, params: Any, batch: Any, model_state: Any = None) -> str:

@@ -17,9 +17,7 @@ from crossshard.model.state import TrainState
 from crossshard.shards.devices import are_of_all_processes
 from crossshard.shards.model_axes import only
 from crossshard.shards.put import put_whole_unless_on
-from crossshard.step.config import StepConfig
-from crossshard.step.initial import check_equal_everywhere
-from crossshard.step.layouts import Layouts
+from crossshard.step.config import Layouts, StepConfig, check_equal_everywhere
 from crossshard.step.options import NEW, adopted, completed, completed_types
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from crossshard import _jax
-from crossshard.gradients.local import split_loss
+from crossshard.gradients.autodiff import split_loss
 from crossshard.gradients.mean import Mean, counts_of, per_row, sums_of
 from crossshard.gradients.scalars import is_inexact
 from crossshard.jaxprs.kernels import Assumptions
@@ -26,7 +26,6 @@ from crossshard.shards.batch_axes import FIRST, BatchAxes, join
 from crossshard.shards.context import get_shard_context, shard_context
 from crossshard.shards.random_streams import is_key, keys_of_rows, quiet_keys
 from crossshard.step import aux_reduction
-from crossshard.step.at_use import AtUse
 from crossshard.step.aux_reduction import AuxReduction
 from crossshard.step.counting import Counting, check_takes_mean, counts_of_pieces, pruned
 from crossshard.step.divisor import (
@@ -36,6 +35,7 @@ from crossshard.step.divisor import (
     divisor_of,
     is_exact,
 )
+from crossshard.step.gather import AtUse
 from crossshard.step.loss_over import LossOver
 from crossshard.step.microbatches import Compute, LocalResult, over_microbatches, pieces_of
 from crossshard.step.over_rows import OverRowsRecord, check_over_rows, finding_of
@@ -132,8 +132,7 @@ class ShardLoss:
 
     def number_of_rows(self, batch: Any) -> int:
         """The number of rows of a batch."""
-        lengths = self.batch_axes.map(lambda x, axis: x.shape[axis], self.split(batch)[0])
-        return int(jax.tree.leaves(lengths)[0])
+        return int(self.batch_axes.lengths(self.split(batch)[0])[0])
 
     def parts(self, shards: int) -> int:
         """How many virtual shards, or else shards, have a loss of their own."""

@@ -29,8 +29,8 @@ from crossshard.shards.axes import Shards
 from crossshard.shards.groups import size_of_group
 from crossshard.shards.model_axes import only
 from crossshard.shards.partition import map_partitions
-from crossshard.step.arguments import check_same_rows
-from crossshard.step.at_use import AtUse
+from crossshard.step.batches import check_same_rows
+from crossshard.step.gather import AtUse
 from crossshard.step.microbatches import LocalResult
 from crossshard.step.over_batch import OverBatch
 from crossshard.step.shard_loss import ShardLoss

@@ -1,34 +1,98 @@
 """TrainStep: the compiled step, and its state: created, resharded, exported, evaluated."""
 
+import collections
 import contextlib
-from collections.abc import Callable, Iterable
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from crossshard import _check, _jax, _mesh
 from crossshard._annotations import Key, PyTree
 from crossshard.distributed.progress import PROGRESS, entering, for_now
-from crossshard.errors import ArgumentError
+from crossshard.errors import ArgumentError, ArgumentTypeError, NonfiniteError
+from crossshard.gradients.scalars import is_inexact
+from crossshard.gradients.status import leaf_name
+from crossshard.guards.diverged import report
 from crossshard.guards.divergence import names_of_compared
 from crossshard.guards.replay import copy, differing
 from crossshard.model.layout import StateLayout
-from crossshard.model.state import TrainState
+from crossshard.model.state import TrainState, check_is_state, check_state
+from crossshard.pipeline.stages.nonfinite import NonfiniteState
 from crossshard.shards.devices import are_of_all_processes
-from crossshard.step import initial
-from crossshard.step.arguments import check_is_state, check_state, refuse_more
-from crossshard.step.at_use import AtUse
-from crossshard.step.config import StepConfig
+from crossshard.step.config import Layouts, StepConfig
 from crossshard.step.description import describe, summarize
-from crossshard.step.evaluate import Evaluator
 from crossshard.step.export import arrays_of, model_of
-from crossshard.step.layouts import Layouts
-from crossshard.step.predict import Predictor
+from crossshard.step.over_data import OverData, ToRead
 from crossshard.step.program import Program
 from crossshard.step.reshard import Resharder
 from crossshard.step.step_function import to_read
-from crossshard.step.watch import Watch
+
+# Steps that may still run while the host goes on. All processes look at the same step, so that all
+# of them raise in the same call.
+_BEHIND = 2
+
+
+class Watch:
+    """Looks at what each step has found, two calls later, and waits for no later one."""
+
+    def __init__(self, config: StepConfig):
+        self._sentinel = config.function.sentinel
+        self._nonfinite = config.pipeline.nonfinite
+        self._mesh = config.mesh
+        self._axes = config.axes
+        self._metrics: collections.deque[dict[str, Any]] = collections.deque()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether steps look for anything."""
+        return self._sentinel is not None or self._nonfinite is not None
+
+    def add(self, metrics: dict[str, Any]) -> None:
+        """Remember what a step has found."""
+        names = metrics.keys() & {"divergence", "nonfinite"}
+        self._metrics.append({name: metrics[name] for name in names})
+
+    def look(
+        self, state: TrainState, compared: Callable[[], Sequence[str]], running: int = _BEHIND - 1
+    ) -> None:
+        """Raise for what the call before the last has found, while the last may still run.
+
+        Args:
+          state: the latest state, after whose parameters leaves are named.
+          compared: returns the names of the leaves that the sentinel compares.
+          running: the number of the last calls that are not looked at yet.
+
+        Raises:
+          DivergenceError: shards had different copies of an array.
+          NonfiniteError: at ``max_consecutive`` steps in a row something was not finite.
+        """
+        while len(self._metrics) > running:
+            metrics = self._metrics.popleft()
+            if self._sentinel is not None and metrics["divergence"].diverged:
+                report(metrics["divergence"], self._sentinel, compared(), self._mesh, self._axes)
+            if self._nonfinite is not None:
+                self._check_finite(metrics["nonfinite"], state)
+
+    def _check_finite(self, found: NonfiniteState, state: TrainState) -> None:
+        assert self._nonfinite is not None
+        number = _value(found.in_a_row)
+        if number < self._nonfinite.max_consecutive:
+            return
+        # Whoever goes on is not told of the same steps again.
+        self._metrics.clear()
+        what, of_state = found.describe(state.params, state.model_state), _first_nan(state)
+        then = (
+            "Parameters and state hold nothing of it: save them, and look at the batch of that "
+            "step."
+        )
+        if of_state:
+            then = f"{of_state} of the state is NaN, whatever the batch is: restore a checkpoint."
+        many = f"Something was not finite in {number} steps in a row; in the last of them "
+        raise NonfiniteError(f"{many + what if number > 1 else what[0].upper() + what[1:]}. {then}")
 
 
 class TrainStep:
@@ -47,8 +111,8 @@ class TrainStep:
         self._layouts = Layouts(config)
         self._program = Program(config, self._layouts)
         self._resharder = Resharder(config, self._layouts)
-        self._evaluate, self._predict = Evaluator(config), Predictor(config)
-        self._watch = Watch(config.function, config.mesh, config.axes)
+        self._over_data = OverData(config)
+        self._watch = Watch(config)
         self._is_watched = are_of_all_processes(config.mesh) or PROGRESS.is_alone
         # Of the last call of init, for the descriptions.
         self._latest: tuple[StateLayout, TrainState] | None = None
@@ -112,7 +176,7 @@ class TrainStep:
             call before the last; ``state`` stays valid.
         """
         if more:
-            refuse_more(more)
+            _refuse_more(more)
         if not self._is_watched:
             return self._step(state, batch)
         with entering("step"):
@@ -205,13 +269,13 @@ class TrainStep:
         """
         # What init moves to the devices it is told to move.
         with jax.transfer_guard("allow"), self._entering("init"):
-            prepared = initial.prepare(self._config, self._layouts, params, rng, model_state)
+            prepared = self._layouts.prepare(params, rng, model_state)
             self._latest = prepared.layout, prepared.types
-            return self._outside(initial.run(self._config, prepared))
+            return self._outside(self._layouts.first(prepared))
 
     def abstract_init(self, params: PyTree, *, model_state: PyTree = None) -> TrainState:
         """The types and shardings of ``init``'s state, to ``lower`` without devices."""
-        prepared = initial.prepare(self._config, self._layouts, params, 0, model_state)
+        prepared = self._layouts.prepare(params, 0, model_state)
         self._latest = prepared.layout, prepared.types
         return self._outside(prepared.types)
 
@@ -282,15 +346,12 @@ class TrainStep:
         own = self._resharder.collected if self._config.in_parts else self._resharder.unshard
         return arrays_of(state, shard, self._config, own if ema else None)
 
-    def _to_read(self, state: TrainState, shard: int | None, ema: bool) -> tuple[Any, AtUse]:
-        """What ``_arrays`` returns, and how one shard gets these, which it only reads."""
+    def _to_read(self, state: TrainState, shard: int | None, ema: bool) -> ToRead:
+        """The model with what ``_arrays`` returns."""
         state = self._to_look_at(state)
         with self._inner_mesh():
-            return self._arrays(state, shard, ema), self._at_use(state)
-
-    def _at_use(self, state: TrainState) -> AtUse:
-        """How one shard gets parameters that it only reads."""
-        return to_read(self._layouts.of_state(state), state)
+            arrays = self._arrays(state, shard, ema)
+            return ToRead(state.skeleton, to_read(self._layouts.of_state(state), state), arrays)
 
     def evaluate(
         self,
@@ -334,8 +395,8 @@ class TrainStep:
         6.0
         """
         _check.function("metric_fn", metric_fn)
-        arrays, at_use = self._to_read(state, shard, ema)
-        return self._evaluate(metric_fn, state.skeleton, at_use, arrays, batches)
+        model = self._to_read(state, shard, ema)
+        return self._over_data.evaluate(metric_fn, model, batches)
 
     def predict(
         self,
@@ -367,8 +428,8 @@ class TrainStep:
         array([ 3.,  3., 12.], dtype=float32)
         """
         _check.function("predict_fn", predict_fn)
-        arrays, at_use = self._to_read(state, shard, ema)
-        return self._predict(predict_fn, state.skeleton, at_use, arrays, batches)
+        model = self._to_read(state, shard, ema)
+        return self._over_data.predict(predict_fn, model, batches)
 
     # Description.
 
@@ -436,6 +497,42 @@ class TrainStep:
                 "abstract_init(params), first."
             )
         return describe(self._config.function, *self._latest)
+
+
+def _first_nan(state: TrainState) -> str:
+    """The first array of a state of which a part that this process has is NaN; empty if none is."""
+    # Metrics are of the last step, and infinities may be meant, such as the best loss so far.
+    opt_state = state.opt_state._replace(metrics=())
+    # What is not trained is as it was given.
+    state = dataclasses.replace(state, opt_state=opt_state, frozen=())
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        if not is_inexact(x):
+            continue
+        # With numpy: JAX refuses an array on one device while a mesh of several is set.
+        parts = [part.data for part in x.addressable_shards] if isinstance(x, jax.Array) else [x]
+        if any(np.isnan(np.asarray(part)).any() for part in parts):
+            return leaf_name(path)
+    return ""
+
+
+def _value(x: jax.Array) -> int:
+    """A number of which each device, or shard, has the same copy."""
+    return int(np.ravel(jax.device_get(x.addressable_data(0)))[0])
+
+
+def _refuse_more(more: Sequence[Any]) -> None:
+    """Raise for what was passed to a step after the batch.
+
+    Raises:
+      ArgumentTypeError: always.
+    """
+    kinds = ", ".join(type(each).__name__ for each in more)
+    raise ArgumentTypeError(
+        f"A step takes a state and a batch; got {len(more)} more: {kinds}. Pass all arrays as one "
+        f"batch, such as step(state, {{'x': x, 'y': y}}), of which the loss reads batch['x'] and "
+        f"batch['y']. Pass a random key to init(params, rng=key): each step and shard derives its "
+        f"own from it."
+    )
 
 
 def _inside(tree: Any) -> Any:

@@ -26,7 +26,7 @@ from crossshard.model.state import TrainState
 from crossshard.pipeline.means import to_average
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stages.metrics import need_local
-from crossshard.step.at_use import AtUse
+from crossshard.step.gather import AtUse
 from crossshard.step.microbatches import LocalResult
 
 # ---- What is refused.

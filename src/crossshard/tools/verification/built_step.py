@@ -239,11 +239,13 @@ def take_rows(batch: Sequence[Any], axes: Sequence[BatchAxes], rows: np.ndarray)
     """These rows of a batch; what has another number of rows is kept whole."""
     number = rows_of(batch, axes)
 
-    def of_array(x: Any, axis: int) -> Any:
-        has_rows = np.ndim(x) and np.shape(x)[axis] == number
-        return batch_axes.take_rows(x, axis, rows) if has_rows else x
+    def of_array(x: Any, axis: int | None) -> Any:
+        if axis is None or not np.ndim(x) or np.shape(x)[axis] != number:
+            return x
+        return batch_axes.take_rows(x, axis, rows)
 
-    return [of_each.map(of_array, each) for each, of_each in zip(batch, axes, strict=True)]
+    pairs = zip(batch, axes, strict=True)
+    return [jax.tree.map(of_array, each, of_each.tree_of(each)) for each, of_each in pairs]
 
 
 def _scalars(outs: Sequence[Any]) -> Snapshot:

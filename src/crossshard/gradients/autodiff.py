@@ -1,17 +1,89 @@
-"""Refuses a loss whose gradient autodiff would sum over an axis that is not a shard axis."""
+"""Around autodiff: a loss is checked, scaled, and refused where its gradient would be another."""
 
 import enum
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from crossshard import _jax
-from crossshard.errors import AxisError
+from crossshard.collectives.sums import widen
+from crossshard.errors import ArgumentTypeError, AxisError
+from crossshard.gradients.mean import Mean
+from crossshard.gradients.scalars import check_scalar
 from crossshard.jaxprs.walk import Analysis, Equations, equations_within, follow
-from crossshard.shards.axes import UntypedAxes, untyped_axes
+from crossshard.shards.axes import Shards, UntypedAxes, untyped_axes
+
+
+def split_loss(
+    out: Any, has_aux: bool, kinds: tuple[Any, ...] = (jnp.floating,)
+) -> tuple[Any, Any]:
+    """Split the output of a loss function into a loss and ``aux``.
+
+    The loss is a ``Mean``, or a scalar of one of these kinds of dtype.
+
+    Raises:
+      ArgumentError, ArgumentTypeError: as for ``check_scalar``, or the output is not a pair.
+    """
+    if has_aux and not (isinstance(out, tuple | list) and len(out) == 2):
+        raise ArgumentTypeError(
+            f"With has_aux=True a function returns (loss, aux); this one returned "
+            f"{type(out).__name__}."
+        )
+    if not has_aux and isinstance(out, tuple | list) and len(out) == 2:
+        raise ArgumentTypeError(
+            f"A loss must be a floating scalar; this function returned a {type(out).__name__} of "
+            f"two. If it returned (loss, aux), pass has_aux=True."
+        )
+    loss, aux = out if has_aux else (out, None)
+    return loss if isinstance(loss, Mean) else check_scalar(loss, kinds=kinds), aux
+
+
+def scaled(loss: Any, scale: Any) -> Any:
+    """``loss * scale`` in the dtype of the loss; the loss itself if ``scale`` is ``None``."""
+    return loss if scale is None else loss * scale.astype(loss.dtype)
+
+
+def unscale(gradients: Any, scale: Any) -> Any:
+    """The gradients of a loss, with at least 32 bits, from those of ``scaled(loss, scale)``."""
+    if scale is None:
+        return gradients
+
+    def one(leaf: Any) -> Any:
+        if leaf.dtype == jax.dtypes.float0:
+            return leaf
+        wide = widen(leaf)
+        return wide / scale.astype(wide.dtype)
+
+    return jax.tree.map(one, gradients)
+
+
+@contextmanager
+def explained_types(shards: Shards) -> Iterator[None]:
+    """Trace a loss; where JAX compares types in vain, say how to make them equal.
+
+    Raises:
+      ArgumentTypeError: a carry starts equal on all shards and ends varying, or the outputs of
+        branches differ so.
+    """
+    try:
+        yield
+    except TypeError as error:
+        if not shards.has_vma or not _jax.is_of_varying_types(error):
+            raise
+        axes = shards.axes if len(shards.axes) > 1 else shards.axes[0]
+        cast = f"jax.lax.pcast(jnp.zeros(()), {axes!r}, to='varying')"
+        raise ArgumentTypeError(
+            f"A loop or branch in the loss has a value that is equal on all shards, such as "
+            f"jnp.zeros(()), where the other is varying over {axes!r}: the first carry and the "
+            f"next, or the outputs of two branches. shard_map(check_vma=True) tells them apart. "
+            f"Write {cast} for the former, or pass check_vma=False to that shard_map, under which "
+            f"the gradients here are the same."
+        ) from error
 
 
 def check_sums(trace: Callable[[], Any], axis_name: tuple[str, ...]) -> None:

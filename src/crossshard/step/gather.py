@@ -1,0 +1,578 @@
+"""AtUse: gathers parameters where the loss uses them, and sums gradients where they are made."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from crossshard import _jax
+from crossshard.collectives.bucketing import bucketed_gather, bucketed_sum
+from crossshard.collectives.codec import LANES, Codec
+from crossshard.collectives.few_bits import gather_in_few_bits
+from crossshard.collectives.rings import Product
+from crossshard.collectives.sums import send_gathered, wide
+from crossshard.gradients.autodiff import check_sums, scaled, unscale
+from crossshard.jaxprs.deferred import Deferred, Inside, evaluate
+from crossshard.model.layout import UsesRecord
+from crossshard.pipeline.aggregators.plain import as_sent
+from crossshard.pipeline.means import to_average
+from crossshard.pipeline.stages.accumulate import add, mean
+from crossshard.shards.axes import Shards
+from crossshard.shards.groups import GroupAssignment
+from crossshard.shards.partition import Partition
+
+
+@dataclasses.dataclass(frozen=True)
+class OnMesh:
+    """Where global arrays lie, outside of ``shard_map``: XLA gathers and sums them.
+
+    Attributes:
+      mesh: the mesh.
+      axes: its shard axes.
+    """
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+
+    def whole(self, part: jax.Array, partition: Partition) -> jax.Array:
+        """An array that is split, gathered."""
+        return self._as(self.split(part, partition), partition.other_axes)
+
+    def split(self, x: jax.Array, partition: Partition) -> jax.Array:
+        """An array, packed, of which each shard has its slice."""
+        return self._as(x, partition.spec(self.axes))
+
+    def _as(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+
+
+class Use(NamedTuple):
+    """Where the loss uses a parameter.
+
+    Attributes:
+      inside: what the use stands inside of.
+      dtype: the dtype in which it is used.
+      of_row: whether it uses one of its rows, or some.
+      in_ring: whether its slices meet a product one by one.
+    """
+
+    inside: Inside
+    dtype: Any
+    of_row: bool
+    in_ring: bool
+
+
+class Found(NamedTuple):
+    """What differentiating a loss found.
+
+    Attributes:
+      out: the loss with its auxiliary output.
+      gradients: the gradients: whole and local, or, where ``early``, this shard's slice of the sum.
+      early: for each gradient, whether the backward pass has summed it; empty if none is.
+      of_others: the gradients of the other arrays.
+    """
+
+    out: Any
+    gradients: Any
+    early: tuple[bool, ...]
+    of_others: Sequence[Any] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class AtUse:
+    """How the loss of one shard gets its parameters, and where their gradients are summed.
+
+    Attributes:
+      partitions: the partition of each parameter.
+      shards: the shards.
+      groups: the groups that reduce independently; ``None`` for all shards.
+      in_parts: whether the parameters rest in parts.
+      unread: for each parameter, whether its gradient is not to be computed; empty for none.
+      reduce_dtype: the dtype in which gradients are sent; ``None`` for their own, or float32.
+      gather_dtype: the dtype in which parameters are sent, or the codec; ``None`` for that in
+        which they are used.
+      waits: whether a stage needs each shard's own gradient, so that all are summed after it.
+      frozen: how the arrays get there that are not trained; ``None`` if all of them rest whole.
+      record: what is told, once the loss is traced, where it uses each parameter that is gathered,
+        or summed, there; ``None`` if nobody asks.
+      before: the sums of the microbatches before this one, which is the last, as
+        ``pipeline.stages.accumulate`` adds them; ``None`` if there are none, or if they are added
+        later.
+      on_mesh: where the arrays lie, if they are global ones, of a loss over the batch; ``None``
+        inside of ``shard_map``.
+    """
+
+    partitions: tuple[Partition, ...]
+    shards: Shards
+    groups: GroupAssignment | None = None
+    in_parts: bool = False
+    unread: tuple[bool, ...] = ()
+    reduce_dtype: Any = None
+    gather_dtype: Any = None
+    waits: bool = False
+    frozen: "AtUse | None" = None
+    record: UsesRecord | None = dataclasses.field(default=None, compare=False)
+    before: Any = dataclasses.field(default=None, compare=False)
+    on_mesh: OnMesh | None = None
+
+    def over_batch(self, on_mesh: OnMesh) -> "AtUse":
+        """The same for global arrays and a loss of all rows, whose gradient XLA sums.
+
+        One shard has all rows, so that the key does not depend on the number of shards, either.
+        """
+        frozen = None if self.frozen is None else self.frozen.over_batch(on_mesh)
+        return dataclasses.replace(
+            self, shards=Shards(1), waits=not self.in_parts, frozen=frozen, on_mesh=on_mesh
+        )
+
+    def whole(self, params: Any) -> Any:
+        """The parameters in full, gathered at once."""
+        if not self.in_parts:
+            return params
+        leaves, tree = jax.tree.flatten(params)
+        return tree.unflatten(self.gather(leaves, self.partitions))
+
+    def types(self, params: Any) -> Any:
+        """The types of the parameters in full."""
+        leaves, tree = jax.tree.flatten(params)
+        pairs = zip(leaves, self.partitions, strict=True)
+        return tree.unflatten([jax.ShapeDtypeStruct(p.shape, x.dtype) for x, p in pairs])
+
+    @property
+    def early(self) -> tuple[bool, ...]:
+        """Which gradients are summed where they are made, whatever the loss is."""
+        if not self.in_parts:
+            return ()
+        return tuple(each.travels_alone for each in self.partitions)
+
+    def types_of_gradients(self, params: Any) -> Any:
+        """The types of the gradients of any loss."""
+        leaves, tree = jax.tree.flatten(self.types(params))
+        early = self.early or (False,) * len(leaves)
+        types = [
+            jax.ShapeDtypeStruct(self._shape_of_sum(each), x.dtype) if is_early else x
+            for x, each, is_early in zip(leaves, self.partitions, early, strict=True)
+        ]
+        return tree.unflatten(types)
+
+    def value_and_grad(
+        self,
+        loss_of: Callable[..., tuple[Any, Any]],
+        params: Any,
+        weight: Any = None,
+        loss_scale: Any = None,
+        others: Sequence[Any] = (),
+    ) -> Found:
+        """The loss with its auxiliary output, and the gradients that are read.
+
+        Args:
+          loss_of: the loss as a function of the parameters and the other arrays, which returns
+            ``(loss, aux)``.
+          params: the parameters as they rest.
+          weight: float[], the weight of this shard; ``None`` if all count the same.
+          loss_scale: float[], the scale of the loss; ``None`` without one.
+          others: further arrays to differentiate, which every shard has whole.
+        """
+        leaves, tree = jax.tree.flatten(params)
+        unread = self.unread or (False,) * len(leaves)
+        read = [place for place, each in enumerate(unread) if not each]
+        traced, late = self._late(loss_of, params, read, others)
+        whole = self._at_start(leaves, late)
+        given = list(whole)
+        for place in late.intersection(read):
+            given[place] = self._slot(place, leaves[place])
+
+        uses: dict[int, list[Use]] = {}
+
+        def of_read(arrays: Sequence[Any], others: Sequence[Any]) -> tuple[Any, Any]:
+            inputs = list(whole)
+            for place, x in zip(read, arrays, strict=True):
+                inputs[place] = x
+            if traced is None:
+                loss, aux = loss_of(tree.unflatten(inputs), *others)
+            else:
+                for place in late:
+                    slot = None if unread[place] else inputs[place]
+                    inputs[place] = self._leaf(place, leaves[place], slot, weight)
+                loss, aux = self._evaluated(traced, [*inputs, *others], uses)
+            return scaled(loss, loss_scale), (loss, aux)
+
+        both = [given[place] for place in read], list(others)
+        check_sums(lambda: jax.make_jaxpr(lambda *both: of_read(*both)[0])(*both), ())
+        found, out = jax.grad(of_read, (0, 1), has_aux=True)(*both)
+        found, of_others = unscale(found, loss_scale)
+        if self.record is not None and traced is not None:
+            self.record.latest = uses
+        gradients = [
+            jnp.zeros_like(x) if none else x for x, none in zip(given, unread, strict=True)
+        ]
+        for place, gradient in zip(read, found, strict=True):
+            gradients[place] = gradient
+        early = tuple(place in late for place in range(len(leaves))) if late else ()
+        return Found(out, tree.unflatten(gradients), early, of_others)
+
+    def call(self, function: Callable[[Any], Any], params: Any) -> Any:
+        """What a function of the parameters returns, which are gathered where it uses them."""
+        if not self.in_parts:
+            return function(params)
+        leaves, late = jax.tree.leaves(params), {i for i, waits in enumerate(self.early) if waits}
+        inputs = self._at_start(leaves, late)
+        for place in late:
+            inputs[place] = self._leaf(place, leaves[place], None, None)
+        return self._evaluated(self._traced(function, params), inputs, {})
+
+    def with_frozen(self, function: Callable[[Any], Any], frozen: Any) -> Any:
+        """What a function of the arrays that are not trained returns; as ``call``."""
+        return function(frozen) if self.frozen is None else self.frozen.call(function, frozen)
+
+    def types_of_frozen(self, frozen: Any) -> Any:
+        """The arrays that are not trained, or their types in full if some rest in parts."""
+        return frozen if self.frozen is None else self.frozen.types(frozen)
+
+    def _traced(
+        self, function: Callable[..., Any], params: Any, others: Sequence[Any] = ()
+    ) -> tuple[Any, Any]:
+        """The jaxpr of a function of the parameters in full, and the tree of its outputs."""
+        jaxpr, out = jax.make_jaxpr(function, return_shape=True)(self.types(params), *others)
+        return _jax.without_unread(jaxpr), jax.tree.structure(out)
+
+    def _late(
+        self,
+        loss_of: Callable[..., tuple[Any, Any]],
+        params: Any,
+        read: Sequence[int],
+        others: Sequence[Any],
+    ) -> tuple[Any, set[int]]:
+        """The traced loss, and the places of the parameters that wait until it uses them.
+
+        ``None``, and none, where it gets all of them as they are.
+        """
+        rows = [place for place in read if self.partitions[place].row is not None]
+        if not self.in_parts and (self.waits or not rows):
+            return None, set()
+        traced = self._traced(loss_of, params, others)
+        if self.in_parts:
+            return traced, {place for place, waits in enumerate(self.early) if waits}
+        late = self._used_in_rows(traced, jax.tree.leaves(params), rows, others)
+        return (traced, late) if late else (None, late)
+
+    def _at_start(self, leaves: Sequence[Any], late: set[int]) -> list[Any]:
+        """The parameters, of which those in parts that do not wait are gathered."""
+        if not self.in_parts:
+            return list(leaves)
+        places = [place for place in range(len(leaves)) if place not in late]
+        partitions = [self.partitions[place] for place in places]
+        found = list(leaves)
+        gathered = self.gather([leaves[place] for place in places], partitions)
+        for place, x in zip(places, gathered, strict=True):
+            found[place] = x
+        return found
+
+    def _used_in_rows(
+        self, traced: Any, leaves: Sequence[Any], places: Sequence[int], others: Sequence[Any]
+    ) -> set[int]:
+        """Which of these parameters the loss uses row by row, as in a loop over its layers.
+
+        XLA puts the sum of a whole gradient where it is made, but one of a row in no loop.
+        """
+        uses: dict[int, list[Use]] = {}
+
+        def survey(arrays: Sequence[Any]) -> Any:
+            inputs: list[Any] = list(arrays)
+            for place in places:
+                x = arrays[place]
+                inputs[place] = self._leaf(place, x, self._slot(place, x), None)
+            return self._evaluated(traced, [*inputs, *others], uses)
+
+        jax.eval_shape(survey, list(leaves))
+        return {place for place, found in uses.items() if any(use.of_row for use in found)}
+
+    @staticmethod
+    def _evaluated(traced: Any, inputs: Sequence[Any], uses: dict[int, list[Use]]) -> Any:
+        """What the traced loss returns; where it uses parameters is written down."""
+        jaxpr, out = traced
+        uses.clear()
+
+        def note(place: int, used: Any, inside: Inside) -> None:
+            uses.setdefault(place, []).append(
+                Use(inside, used.way.dtype, used.of_row, used.in_ring)
+            )
+
+        return jax.tree.unflatten(out, evaluate(jaxpr, inputs, note))
+
+    def _slot(self, place: int, x: Any) -> jax.Array:
+        """Zeros in the place of a gradient: what the backward pass leaves of it."""
+        return jnp.zeros(self._shape_of_sum(self.partitions[place]), wide(x.dtype))
+
+    def _shape_of_sum(self, partition: Partition) -> tuple[int, ...]:
+        """The shape of what the backward pass leaves of a gradient."""
+        return partition.local_shape if self.on_mesh is None else partition.packed_shape
+
+    def _leaf(self, place: int, x: Any, slot: Any, weight: Any) -> "Leaf":
+        way = Way(self._of_one, self.partitions[place], x.dtype, wide(x.dtype))
+        arrays = {"value": x, "slot": slot}
+        shared = {"weight": weight}
+        if self.before is not None:
+            values, _, total = self.before
+            arrays["before"] = jax.tree.leaves(values)[place]
+            shared["before"] = total
+        return Leaf(place, way, arrays, shared)
+
+    @functools.cached_property
+    def _of_one(self) -> "AtUse":
+        """The same without what is of single parameters, so that equal layers share a trace."""
+        return dataclasses.replace(
+            self, partitions=(), unread=(), waits=False, frozen=None, record=None, before=None
+        )
+
+    # What is sent.
+
+    def gather(
+        self, parts: Sequence[Any], partitions: Sequence[Partition], dtypes: Sequence[Any] = ()
+    ) -> list[jax.Array]:
+        """Arrays in full, from their slices, in these dtypes, or in their own."""
+        dtypes = dtypes or [x.dtype for x in parts]
+        each = list(zip(parts, partitions, dtypes, strict=True))
+        few = [self.in_few_bits(partition, dtype) for _, partition, dtype in each]
+        with jax.named_scope("gather"):
+            plain = [
+                (x if partition.number == 1 else x.astype(self.dtype_sent(dtype)), partition)
+                for (x, partition, dtype), is_few in zip(each, few, strict=True)
+                if not is_few
+            ]
+            if self.on_mesh is None:
+                sent = [x for x, _ in plain], [partition for _, partition in plain]
+                others = iter(bucketed_gather(*sent, self.shards.within(self.groups)))
+            else:
+                others = iter([self.on_mesh.whole(*x) for x in plain])
+            codec, shards = self.gather_dtype, self.shards.within(self.groups)
+            return [
+                (gather_in_few_bits(x, part, codec, shards) if is_few else next(others)).astype(
+                    dtype
+                )
+                for (x, part, dtype), is_few in zip(each, few, strict=True)
+            ]
+
+    def dtype_sent(self, dtype: Any) -> Any:
+        """The dtype in which a parameter that is used in this one is sent."""
+        wanted = self.gather_dtype
+        narrows = wanted is not None and not isinstance(wanted, Codec)
+        return wanted if narrows and jnp.issubdtype(dtype, jnp.floating) else dtype
+
+    def in_few_bits(self, partition: Partition, dtype: Any) -> bool:
+        """Whether a parameter of this dtype is sent by a codec: if it fills blocks."""
+        fills = partition.number > 1 and math.prod(partition.local_shape) >= LANES
+        is_coded = isinstance(self.gather_dtype, Codec) and fills
+        return is_coded and bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How one parameter gets to its use, and its gradient from it.
+
+    Attributes:
+      at_use: how all of them get there.
+      partition: its partition, or that of its row.
+      dtype: the dtype in which it is used.
+      summed: the dtype of the sum of its gradients.
+    """
+
+    at_use: AtUse
+    partition: Partition
+    dtype: Any
+    summed: Any
+
+    def forward(self, value: jax.Array) -> jax.Array:
+        """The parameter in full."""
+        if not self.at_use.in_parts:
+            return value
+        return self.at_use.gather([value], [self.partition], [self.dtype])[0]
+
+    def backward(self, gradient: jax.Array, shared: Mapping[str, Any], before: Any) -> jax.Array:
+        """This shard's slice of the sum of all shards' gradients."""
+        with jax.named_scope("reduce"):
+            of = self.at_use
+            if of.on_mesh is not None:
+                return of.on_mesh.split(gradient.astype(self.summed), self.partition)
+            sent = self._sent(gradient, shared, before)
+            (total,) = bucketed_sum([sent], [self.partition], of.shards.within(of.groups))
+            return total.astype(self.summed)
+
+    def _sent(self, gradient: jax.Array, shared: Mapping[str, Any], before: Any) -> jax.Array:
+        """What is to be summed of a gradient, or of a slice of it."""
+        weight = shared["weight"]
+        if before is not None:
+            no_loss = jnp.zeros_like(shared["before"])
+            sums = add((before, no_loss, shared["before"]), gradient, no_loss, weight)
+            gradient, _ = mean(sums)
+            weight = None if weight is None else sums[2]
+        return as_sent(to_average(gradient, weight), self.at_use.reduce_dtype)
+
+    def product(self, x: jax.Array, how: Mapping[str, Any]) -> Product | None:
+        """The product with ``x``, if it need not wait for the whole parameter; else ``None``.
+
+        XLA for TPUs has work done while a neighbour sends, and some beside a gather of a piece.
+        """
+        axis, of, shards = self.partition.axis, self.at_use, self.at_use.shards
+        free = not (of.groups or shards.other_axes or how.get("out_sharding"))
+        if not (of.in_parts and free and shards.torus_factors) or axis is None:
+            return None
+        if of.in_few_bits(self.partition, self.dtype):
+            return None
+        (of_x, of_w), batched = how["dimension_numbers"]
+        floating = x.dtype == self.dtype and jnp.issubdtype(self.dtype, jnp.floating)
+        if any(batched) or len(of_w) != 1 or not floating:
+            return None
+        dtype = jnp.dtype(how["preferred_element_type"] or self.dtype)
+        product = Product(of_x[0], of_w[0], axis, dtype, how["precision"])
+        may = shards.in_rings or product.has_pieces(self.partition.shape)
+        return product if may else None
+
+    def multiplied(
+        self, how: Product, x: jax.Array, value: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The product, and the parameter in full."""
+        shards = self.at_use.shards
+
+        def gather(piece: jax.Array) -> jax.Array:
+            return send_gathered(piece, how.axis, shards)
+
+        with jax.named_scope("gather"):
+            sent = value.astype(self.at_use.dtype_sent(self.dtype))
+            if shards.in_rings:
+                return how.forward(x, sent, shards)
+            return how.in_pieces(x, sent, gather)
+
+    def backward_of_product(
+        self, how: Product, kept: Any, gradient: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The gradient of ``x``, and this shard's slice of the sum of all shards' gradients."""
+        (x, whole, shared, before), shards = kept, self.at_use.shards
+        if not shards.in_rings:
+            of_w = how.gradient_of_w(x, gradient, self.dtype)
+            of_x = how.gradient_of_x(gradient, whole, x.dtype)
+            return of_x, self.backward(of_w, shared, before)
+
+        def sent(found: jax.Array, slice_of: Callable[[jax.Array], jax.Array]) -> jax.Array:
+            return self._sent(found, shared, None if before is None else slice_of(before))
+
+        with jax.named_scope("reduce"):
+            dtype = self.at_use.reduce_dtype or wide(how.dtype)
+            of_x, total = how.backward(x, whole, gradient, shards, dtype, sent)
+            return of_x, total.astype(self.summed)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _use(
+    way: Way, how: Product | None, x: Any, value: Any, slot: Any, shared: Any, before: Any
+) -> jax.Array:
+    """The parameter in full, or its product with ``x``; its gradient is what ``slot`` gets."""
+    return _use_forward(way, how, x, value, slot, shared, before)[0]
+
+
+def _use_forward(
+    way: Way, how: Product | None, x: Any, value: Any, slot: Any, shared: Any, before: Any
+) -> tuple[jax.Array, Any]:
+    del slot
+    if how is None:
+        return way.forward(value), (x, None, shared, before)
+    product, whole = way.multiplied(how, x, value)
+    return product, (x, whole, shared, before)
+
+
+def _use_backward(way: Way, how: Product | None, kept: Any, gradient: Any) -> tuple[Any, ...]:
+    if how is None:
+        return None, None, way.backward(gradient, *kept[2:]), None, None
+    of_x, of_slot = way.backward_of_product(how, kept, gradient)
+    return of_x, None, of_slot, None, None
+
+
+_use.defvjp(_use_forward, _use_backward)
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf(Deferred):
+    """A parameter until the loss uses it.
+
+    Attributes:
+      name: its place among the parameters.
+      way: how it gets there.
+      arrays: ``value``, as it rests; ``slot``, zeros in the place of its gradient, or ``None`` if
+        that is not computed; and ``before``, the sum of earlier microbatches, if there are some.
+      shared: what is the same for all rows: ``weight``, float[], of this shard, or ``None`` if all
+        count the same; and ``before``, the sum of those of earlier microbatches.
+      of_row: whether it is a row of the parameter, or some.
+      in_ring: whether its slices meet a product one by one.
+    """
+
+    name: int
+    way: Way
+    arrays: dict[str, Any]
+    shared: dict[str, Any]
+    of_row: bool = False
+    in_ring: bool = False
+
+    @property
+    def kind(self) -> Hashable:
+        """All but its arrays; of one step, all have the same in ``shared``."""
+        return self.way, self.of_row, self.arrays["slot"] is None
+
+    def of(self, arrays: Any) -> Self:
+        """The same, made of other arrays."""
+        return dataclasses.replace(self, arrays=arrays)
+
+    def used(self) -> jax.Array:
+        """The parameter in full, whose gradient is summed here."""
+        value, slot = self.arrays["value"], self.arrays["slot"]
+        if slot is None:
+            return self.way.forward(value)
+        if not (self.way.at_use.in_parts or self.of_row):
+            return value
+        return _use(self.way, None, None, value, slot, self.shared, self.arrays.get("before"))
+
+    def multiplied(self, x: jax.Array, how: Mapping[str, Any]) -> tuple[Self, jax.Array] | None:
+        """The product with it, if its slices can go round beside it."""
+        product = self.way.product(x, how)
+        if product is None:
+            return None
+        value, slot = self.arrays["value"], self.arrays["slot"]
+        used = dataclasses.replace(self, in_ring=True)
+        if slot is None:
+            return used, self.way.multiplied(product, x, value)[0]
+        before = self.arrays.get("before")
+        return used, _use(self.way, product, x, value, slot, self.shared, before)
+
+    def in_dtype(self, dtype: Any) -> Self | None:
+        """The same in a dtype with as many bits, or fewer; one that is sent is converted once."""
+        own = self.way.dtype
+        floating = jnp.issubdtype(own, jnp.floating) and jnp.issubdtype(dtype, jnp.floating)
+        if not floating or jnp.finfo(dtype).bits > jnp.finfo(own).bits:
+            return None
+        if self.way.at_use.in_parts and own != self.arrays["value"].dtype:
+            # Two conversions round twice, and overflow in the first.
+            return None
+        way = dataclasses.replace(self.way, dtype=jnp.dtype(dtype))
+        if way.at_use.in_parts:
+            return dataclasses.replace(self, way=way)
+        arrays = {**self.arrays, "value": self.arrays["value"].astype(dtype)}
+        return dataclasses.replace(self, way=way, arrays=arrays)
+
+    def row(self) -> Self | None:
+        """What a turn of a scan over its first axis gets."""
+        row = self.way.partition.row
+        return None if row is None else self._split_as(row)
+
+    def rows(self, number: int) -> Self:
+        """So many rows."""
+        whole = self.way.partition
+        return self._split_as(dataclasses.replace(whole, shape=(number, *whole.shape[1:])))
+
+    def _split_as(self, partition: Partition) -> Self:
+        way = dataclasses.replace(self.way, partition=partition)
+        return dataclasses.replace(self, way=way, of_row=True)

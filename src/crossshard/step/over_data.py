@@ -1,0 +1,350 @@
+"""OverData: evaluates and predicts on data sets, in batches of any length, on every shard."""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from crossshard import _mesh
+from crossshard.distributed.agreement import check_agreement, processes_of
+from crossshard.distributed.progress import PROGRESS, entering
+from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.gradients.scalars import is_number
+from crossshard.model.models import Skeleton, combine
+from crossshard.shards.batch_axes import join, resized, take_rows
+from crossshard.shards.context import shard_context
+from crossshard.shards.devices import are_of_all_processes
+from crossshard.shards.model_axes import only
+from crossshard.shards.put import put
+from crossshard.step.batches import BatchShardings, check_rows
+from crossshard.step.config import StepConfig
+from crossshard.step.gather import AtUse
+from crossshard.step.weight import SumOf
+
+
+class ToRead(NamedTuple):
+    """A model that every shard reads.
+
+    Attributes:
+      skeleton: its static part.
+      at_use: how a shard gets its parameters.
+      arrays: its parameters, its frozen arrays and its state, one value for all shards.
+    """
+
+    skeleton: Skeleton
+    at_use: AtUse
+    arrays: tuple[Any, Any, Any]
+
+
+class OverData:
+    """Runs functions on each batch of a data set, compiled once for each function and shape.
+
+    Every batch is padded to as many rows as the longest before it. A row of padding is a copy of
+    the first row, and does not count.
+    """
+
+    def __init__(self, config: StepConfig):
+        self._loss = config.loss
+        self._where = BatchShardings(config.mesh, config.axes, config.loss.batch_axes)
+        self._in_processes = len(processes_of(config.mesh)) > 1
+        self._is_watched = are_of_all_processes(config.mesh) or PROGRESS.is_alone
+        self._sums = jax.jit(self._sums_of_batch, static_argnums=(0, 1, 2))
+        self._rows = jax.jit(
+            self._rows_of_batch, static_argnums=(0, 1, 2), out_shardings=self._where.along(0)
+        )
+
+    def evaluate(self, metric_fn: Callable[..., Any], model: ToRead, batches: Iterable[Any]) -> Any:
+        """The mean of each value that ``metric_fn`` returns, over all examples.
+
+        Raises:
+          ArgumentError: there is no batch, no example counts, or processes pass unequal numbers
+            of batches.
+          ArgumentTypeError: ``batches`` is a single batch.
+        """
+        sums = lambda *batch: self._sums(metric_fn, *model, *batch)
+        # In 64 bits, since the sums of many batches would round.
+        found = [
+            jax.tree.map(lambda x: np.asarray(x, np.float64), each)
+            for each in jax.device_get(list(self._over("evaluate", batches, sums)))
+        ]
+        totals = jax.tree.map(lambda *each: np.sum(each, axis=0), *found)
+        return jax.tree.map(_mean, *totals)
+
+    def predict(self, predict_fn: Callable[..., Any], model: ToRead, batches: Iterable[Any]) -> Any:
+        """The values of all rows that this process passes, in their order; see ``TrainStep``."""
+
+        def run(batch: Any, counted: jax.Array) -> tuple[Any, jax.Array]:
+            return self._rows(predict_fn, *model, batch, counted), counted
+
+        found: list[Any] = []
+        latest = None
+        for each in self._over("predict", batches, run):
+            # One batch later, while the devices compute the next one.
+            found += [] if latest is None else [_own_rows(*latest)]
+            latest = each
+        assert latest is not None
+        found.append(_own_rows(*latest))
+        return jax.tree.map(lambda *parts: np.concatenate(parts), *found)
+
+    # A batch.
+
+    def _over(
+        self, call: str, batches: Iterable[Any], run: Callable[[Any, jax.Array], Any]
+    ) -> Iterator[Any]:
+        """What ``run`` returns for each batch on the devices, given which of its rows count.
+
+        Raises:
+          ArgumentError: there is no batch, its arrays have unequal numbers of rows, or processes
+            pass unequal numbers of batches.
+          ArgumentTypeError: ``batches`` is a single batch.
+        """
+        is_one = isinstance(batches, dict | str | bytes) or hasattr(batches, "dtype")
+        if is_one or not isinstance(batches, Iterable):
+            raise ArgumentTypeError(
+                f"batches is an iterable of batches; got {type(batches).__name__}. Write [batch] "
+                f"for a single one."
+            )
+        where = self._where
+        within = lambda: entering(call) if self._is_watched else contextlib.nullcontext()
+        longest, number = 0, 0
+        for batch in batches:
+            with within(), _mesh.in_place_of_the_users_mesh(where.mesh):
+                with jax.transfer_guard("allow"):
+                    placed, counted = self._place(call, batch, longest, number)
+                found = run(placed, counted)
+            yield found
+            number += 1
+            longest = max(longest, counted.shape[0] * where.parts // where.number)
+        with within():
+            self._check_agreement(call, f"{number}")
+        if not number:
+            raise ArgumentError("There is no batch: batches is empty.")
+
+    def _place(self, call: str, batch: Any, longest: int, before: int) -> tuple[Any, jax.Array]:
+        """A batch on the devices, padded, and which of its rows count, float32[rows]."""
+        where = self._where
+        batch = jax.tree.map(lambda leaf: _mesh.on_mesh(leaf, None), batch)
+        rows, whole = where.split(batch)
+        axes, paths = where.of_batch.of_rows(rows), jax.tree_util.tree_leaves_with_path(rows)
+        for (path, leaf), axis in zip(paths, axes, strict=True):
+            check_rows(path, leaf, axis)
+        leaves = [leaf for _, leaf in paths]
+        lengths = sorted(set(where.of_batch.lengths(rows)))
+        if len(lengths) != 1:
+            raise ArgumentError(
+                f"All arrays of a batch to evaluate must have as many rows; got {lengths}."
+            )
+        counted = np.ones(lengths, np.float32)
+        is_placed = all(map(where.is_placed, leaves, axes))
+        own = lengths[0] * where.parts // where.number if is_placed else lengths[0]
+        number = own if is_placed else max(longest, math.ceil(own / where.parts) * where.parts)
+        each = ", ".join(
+            f"{leaf.dtype}{list(resized(leaf.shape, axis, number))}"
+            for leaf, axis in zip(leaves, axes, strict=True)
+        )
+        self._check_agreement(call, f"{before} and a further one of {each}")
+        if not is_placed:
+            put_rows = lambda x, axis: put(_padded(x, axis, number), where.along(axis))
+            rows = jax.tree.map(put_rows, rows, where.of_batch.tree_of(rows))
+            counted = np.pad(counted, (0, number - lengths[0]))
+        elif where.parts < where.number:
+            counted = counted[:own]
+        return join(rows, where.place_whole(whole)), put(counted, where.along(0))
+
+    def _check_agreement(self, call: str, batches: str) -> None:
+        """Raise unless every process passes a batch now, of as many rows, or none does.
+
+        Before each batch: JAX's CPU devices make the host wait within a sum that others never join.
+        On accelerators the last batch is still under way.
+        """
+        if self._in_processes:
+            check_agreement(
+                call,
+                lambda: {"batches:": batches},
+                self._where.mesh,
+                "Pass as many batches in every process, of as many rows, of which only the last "
+                "may have fewer: they are padded to the longest before them.",
+            )
+
+    def _on_shards(
+        self,
+        function: Callable[..., Any],
+        finish: Callable[[Any, Any, jax.Array], Any],
+        skeleton: Skeleton,
+        at_use: AtUse,
+        arrays: Any,
+        batch: Any,
+        counted: jax.Array,
+        *,
+        out_specs: PartitionSpec,
+    ) -> Any:
+        """``finish(values, rows, counted)`` of what a function returns for the rows of a shard."""
+        where, takes_state = self._where, self._loss.model_state is not None
+
+        def of_shard(arrays: Any, batch: Any, counted: jax.Array) -> Any:
+            params, frozen, model_state = arrays
+
+            def run(params: Any) -> Any:
+                return at_use.with_frozen(functools.partial(of_model, params), frozen)
+
+            def of_model(params: Any, frozen: Any) -> Any:
+                model = combine(skeleton, params, frozen, model_state)
+                return function(model, *[model_state] * takes_state, batch)
+
+            with shard_context(where.number, axis_name=where.axes):
+                values = at_use.call(run, params)
+            return finish(values, batch, counted)
+
+        def specs(use: AtUse | None, tree: Any) -> Any:
+            if use is None or not use.in_parts:
+                return PartitionSpec()
+            of_leaves = [
+                PartitionSpec(*only(each.spec(where.axes), where.axes)) for each in use.partitions
+            ]
+            return jax.tree.structure(tree).unflatten(of_leaves)
+
+        of_arrays = specs(at_use, arrays[0]), specs(at_use.frozen, arrays[1]), PartitionSpec()
+        run = jax.shard_map(
+            of_shard,
+            mesh=where.mesh,
+            axis_names=frozenset(where.axes),
+            in_specs=(
+                of_arrays,
+                where.of_batch.specs(batch, where.axes),
+                PartitionSpec(where.axes),
+            ),
+            out_specs=out_specs,
+            check_vma=False,
+        )
+        return run(arrays, batch, counted)
+
+    def _sums_of_batch(
+        self, metric_fn: Callable[..., Any], skeleton: Skeleton, at_use: AtUse, *batch: Any
+    ) -> tuple[Any, Any]:
+        """For each value its weighted sum over the examples, and the sum of their weights."""
+
+        def sums(values: Any, batch: Any, counted: jax.Array) -> Any:
+            weights = self._weights(batch, counted)
+            paths, tree = jax.tree_util.tree_flatten_with_path(values)
+            if not paths:
+                raise ArgumentError("metric_fn returned nothing to average.")
+            pairs = [_summed(path, value, weights) for path, value in paths]
+            totals, of_weights = zip(*lax.psum(pairs, self._where.axes), strict=True)
+            return tree.unflatten(totals), tree.unflatten(of_weights)
+
+        found: tuple[Any, Any] = self._on_shards(
+            metric_fn, sums, skeleton, at_use, *batch, out_specs=PartitionSpec()
+        )
+        return found
+
+    def _weights(self, batch: Any, counted: jax.Array) -> jax.Array:
+        """The weight of each example, ``[rows]``, or of its parts, ``[rows, …]``."""
+        weight = self._loss.weight
+        if weight is None:
+            return counted
+        if isinstance(weight, SumOf):
+            # Raises if there is no such entry.
+            jax.eval_shape(weight, batch)
+            axis = self._where.of_batch.tree_of(batch)[weight.key]
+            entry = jnp.moveaxis(batch[weight.key], axis, 0)
+            return _times(jnp.asarray(entry, counted.dtype), counted)
+        # A function counts the examples of a batch, so also those of a batch of one row.
+        rows, whole = self._loss.split(batch)
+        axes = self._where.of_batch.tree_of(rows)
+
+        def of_row(row: Any) -> jax.Array:
+            one = jax.tree.map(jnp.expand_dims, row, axes)
+            return jnp.asarray(weight(join(one, whole)), counted.dtype)
+
+        return jax.vmap(of_row, (axes,))(rows) * counted
+
+    def _rows_of_batch(
+        self, predict_fn: Callable[..., Any], skeleton: Skeleton, at_use: AtUse, *batch: Any
+    ) -> Any:
+        """The values of each row, split over the shards."""
+
+        def checked(values: Any, batch: Any, counted: jax.Array) -> Any:
+            paths = jax.tree_util.tree_leaves_with_path(values)
+            if not paths:
+                raise ArgumentError("predict_fn returned nothing.")
+            for path, value in paths:
+                _check_values(path, value, counted.shape[0])
+            return values
+
+        rows = PartitionSpec(self._where.axes)
+        return self._on_shards(predict_fn, checked, skeleton, at_use, *batch, out_specs=rows)
+
+
+def _padded(leaf: Any, axis: int, rows: int) -> Any:
+    missing = rows - leaf.shape[axis]
+    if not missing:
+        return leaf
+    xp: Any = jnp if isinstance(leaf, jax.Array) else np
+    copies = xp.broadcast_to(take_rows(leaf, axis, slice(1)), resized(leaf.shape, axis, missing))
+    return xp.concatenate([leaf, copies], axis)
+
+
+def _summed(path: Any, value: Any, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    where = f"metric_fn's value{jax.tree_util.keystr(path)}"
+    if not is_number(value):
+        raise ArgumentTypeError(f"{where} must be an array; got {type(value).__name__}.")
+    value = jnp.asarray(value)
+    if value.shape[:1] != weights.shape[:1]:
+        raise ArgumentError(
+            f"{where} has shape {value.shape}, but a metric is one value per example, [rows, …], "
+            f"here {weights.shape[0]} rows on each shard. Leave out the mean: it is taken over all "
+            f"examples of all batches."
+        )
+    if not (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == bool) or jnp.iscomplexobj(
+        value
+    ):
+        raise ArgumentTypeError(f"{where} is {value.dtype}; a metric is real.")
+    if weights.shape != value.shape[: weights.ndim]:
+        # Of parts of an example, such as tokens, while the value is the whole example's.
+        weights = weights.sum(range(1, weights.ndim))
+    wide = jnp.promote_types(value.dtype, weights.dtype)
+    over = tuple(range(weights.ndim))
+    # `where`, because 0 · NaN is NaN.
+    counts = _times(jnp.ones_like(value, wide), weights)
+    total = jnp.where(counts != 0, value.astype(wide) * counts, 0).sum(over)
+    return total, weights.sum()
+
+
+def _times(x: jax.Array, weights: jax.Array) -> jax.Array:
+    return x * weights.reshape(*weights.shape, *[1] * (x.ndim - weights.ndim)).astype(x.dtype)
+
+
+def _mean(total: Any, weight: Any) -> Any:
+    if weight == 0:
+        raise ArgumentError("No example counts: the weights of all batches are zero.")
+    return total / weight
+
+
+def _check_values(path: Any, value: Any, rows: int) -> None:
+    where = f"predict_fn's value{jax.tree_util.keystr(path)}"
+    if not is_number(value):
+        raise ArgumentTypeError(f"{where} must be an array; got {type(value).__name__}.")
+    if np.shape(value)[:1] != (rows,):
+        raise ArgumentError(
+            f"{where} has shape {np.shape(value)}, but it must have a value for each row, "
+            f"[rows, …], here {rows} rows on each shard. For a mean over rows, call evaluate."
+        )
+
+
+def _own_rows(values: Any, counted: jax.Array) -> Any:
+    """This process's rows of some arrays, on the host, without those of padding."""
+    kept = _own(counted) != 0
+    return jax.tree.map(lambda x: _own(x)[kept], values)
+
+
+def _own(x: jax.Array) -> np.ndarray:
+    # By their first rows, since devices along other axes have copies.
+    pieces = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
+    return np.concatenate([jax.device_get(pieces[start]) for start in sorted(pieces)])
