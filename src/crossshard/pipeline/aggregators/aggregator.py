@@ -155,7 +155,7 @@ class Aggregator(abc.ABC):
         name = f"{type(self).__name__}.sum"
         totals, after = check_pair(returned, name, "(sums, state)", state)
         check_like(totals, summands.gradients, f"The sums that {name} returned")
-        whole = jax.tree.leaves(context.arrays.arranged(totals))
+        whole = jax.tree.leaves(context.arrays.to_owners(totals))
         others = iter(bucketed_sum(*summands.of_others(), shards, groups))
         index: Any = slice_index(shards, groups)
         sums = [
