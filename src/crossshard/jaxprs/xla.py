@@ -33,18 +33,20 @@ def in_loop(
     Returns:
       What the function returns; if it is skipped, the carry as it was, and zeros.
     """
-    others = jax.eval_shape(function, carry, *given)[1]
-    none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), others)
+    none = zeros(jax.eval_shape(function, carry, *given)[1])
 
     def turn(before: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-        done, _, carry = before
-        if given:
-            # Or XLA would compute before the loop what is the same in all turns.
-            _, own = lax.optimization_barrier((done, given))
-            carry, others = computed_once(function, carry, *own)
-        else:
-            carry, others = function(carry)
-        return jnp.bool_(True), others, carry
+        done, carry, _ = before
+        if not given:
+            return jnp.bool_(True), *function(carry)
+        # Or XLA would compute before the loop what is the same in all turns.
+        _, own = lax.optimization_barrier((done, given))
+        return jnp.bool_(True), *computed_once(function, carry, *own)
 
-    _, others, carry = lax.while_loop(lambda before: ~before[0], turn, (skip, none, carry))
+    _, carry, others = lax.while_loop(lambda before: ~before[0], turn, (skip, carry, none))
     return carry, others
+
+
+def zeros(types: Any) -> Any:
+    """Zeros of these types."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), types)

@@ -2,12 +2,11 @@
 
 import abc
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
@@ -21,6 +20,9 @@ from crossshard.shards.axes import Shards
 from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.model_axes import only
 from crossshard.shards.partition import Partition, map_partitions, slice_index
+
+# An optimizer's update, of gradients, state and parameters.
+Update = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
 class Arrays(abc.ABC):
@@ -67,28 +69,22 @@ class Arrays(abc.ABC):
         """The inverse of ``to_owners``."""
         return gradients
 
-    def place_state(self, tree: Any) -> Any:
-        """The optimizer's state as the next step takes it."""
-        return tree
-
     def run(
-        self,
-        optimizer: optax.GradientTransformationExtraArgs,
-        gradients: Any,
-        state: Any,
-        params: Any,
-        extra_args: Mapping[str, Any],
-        *,
-        opaque_false: jax.Array | None = None,
+        self, update: Update, gradients: Any, state: Any, params: Any, loss: Any, opaque_false: Any
     ) -> tuple[Any, Any]:
         """The optimizer's updates, and its next state.
 
-        ``opaque_false`` is that of the context, for arrays that are updated leaf by leaf.
+        Args:
+          update: the optimizer's own.
+          gradients: the reduced gradients.
+          state: the optimizer's state.
+          params: the parameters, as ``split`` returns them.
+          loss: float[], for arrays that are updated leaf by leaf.
+          opaque_false: that of the context, for the same; or ``None``.
         """
-        del opaque_false
+        del loss, opaque_false
         with inside_optimizer():
-            found: tuple[Any, Any] = optimizer.update(gradients, state, params, **extra_args)
-            return found
+            return update(gradients, state, params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,10 +124,9 @@ class Whole(Arrays):
         leaves, structure = jax.tree.flatten(tree)
         return structure.unflatten(bucketed_gather(leaves, self.params, self.shards))
 
-    def run(self, optimizer: Any, *args: Any, opaque_false: Any = None) -> tuple[Any, Any]:
+    def run(self, *args: Any) -> tuple[Any, Any]:
         """The optimizer's updates, and its next state."""
-        run = super().run if self.apart is None else self.apart.run
-        return run(optimizer, *args, opaque_false=opaque_false)
+        return super().run(*args) if self.apart is None else self.apart.run(*args)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,15 +211,10 @@ class Global(Arrays):
         )
         return structure.unflatten(gather(parts))
 
-    def run(
-        self, optimizer: Any, gradients: Any, *args: Any, opaque_false: Any = None
-    ) -> tuple[Any, Any]:
-        """The optimizer's updates, from gradients that are sharded over the mesh."""
-        return super().run(optimizer, self.split(gradients), *args, opaque_false=opaque_false)
-
-    def place_state(self, tree: Any) -> Any:
-        """The state, sharded over the mesh."""
-        return self._constrain(self.state, tree)
+    def run(self, update: Update, gradients: Any, *args: Any) -> tuple[Any, Any]:
+        """The optimizer's updates, and its next state, sharded over the mesh."""
+        updates, state = super().run(update, self.split(gradients), *args)
+        return updates, self._constrain(self.state, state)
 
     def _constrain(self, partitions: tuple[Partition, ...], tree: Any) -> Any:
         def one(partition: Partition, x: Any) -> jax.Array:

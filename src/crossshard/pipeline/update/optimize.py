@@ -15,7 +15,7 @@ from crossshard.errors import ArgumentError
 from crossshard.gradients.status import check_shapes
 from crossshard.jaxprs.dependence import returned_inputs, sources
 from crossshard.jaxprs.walk import equations_of
-from crossshard.jaxprs.xla import in_loop
+from crossshard.jaxprs.xla import in_loop, zeros
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
 from crossshard.pipeline.update.averages import (
     Decay,
@@ -97,14 +97,13 @@ class Optimize(Stage):
         ) -> tuple[_Kept, Any]:
             state, params = before
             reduced = gradients.settled().values
-            updates, after = arrays.run(
-                self.optimizer, reduced, state, params, extra_args, opaque_false=opaque_false
-            )
+            updates, after = arrays.run(run, reduced, state, params, loss, opaque_false)
             if params is None and context.shards.number > 1:
                 check_shapes(reduced, updates, "its update")
             return (after, optax.apply_updates(params, updates) if applies else None), updates
 
-        before = state, params
+        before, loss = (state, params), extra_args.get("value", jnp.float32(0))
+        run = functools.partial(self.optimizer.update, **extra_args)
         with jax.named_scope("update"):
             if context.opaque_false is not None:
                 given = gradients.replace(skip=None, updated=None), context.opaque_false
@@ -123,7 +122,6 @@ class Optimize(Stage):
         with jax.named_scope("gather"):
             # Gathering parameters is cheaper than gathering updates and applying them everywhere.
             result = arrays.gather(updated if applies else updates)
-        after = arrays.place_state(after)
         return gradients.replace(updated=Updated(result, updates, params, after)), after
 
     def _extra_args(self, gradients: Gradients, context: StageContext) -> dict[str, Any]:
@@ -156,10 +154,14 @@ def _in_loop(
 ) -> tuple[_Kept, Any]:
     """As ``_select``, from a loop that runs once or not at all."""
     of = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
-    if of(jax.eval_shape(update, before, *given)[0]) != of(before):
+    kept, updates = jax.eval_shape(update, before, *given)
+    if of(kept) != of(before):
         # A loop keeps its types, and a select converts them.
         return _select(update(before), before, skip)
-    return in_loop(update, before, *given, skip=skip)
+    # XLA places what the loop carries in this order.
+    turn = lambda carry, *given: (update(carry[1], *given)[::-1], ())
+    (updates, kept), _ = in_loop(turn, (zeros(updates), before), *given, skip=skip)
+    return kept, updates
 
 
 def _communicates(update: Callable[..., Any], *args: Any) -> bool:

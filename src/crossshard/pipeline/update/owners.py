@@ -25,10 +25,10 @@ from crossshard.collectives.bucketing import bucketed_gather, bucketed_sum
 from crossshard.collectives.in_order import sum_of_nodes
 from crossshard.collectives.scatter import turn
 from crossshard.gradients.scalars import is_inexact
-from crossshard.jaxprs.leafwise import Leafwise, find_leafwise
+from crossshard.jaxprs.leafwise import Leafwise
 from crossshard.jaxprs.pieces import Pieces
 from crossshard.jaxprs.xla import in_loop
-from crossshard.pipeline.update.arrays import Arrays, squared_norm_of_slices
+from crossshard.pipeline.update.arrays import Arrays, Update, squared_norm_of_slices
 from crossshard.shards.axes import Shards
 from crossshard.shards.partition import Partition, TileShape, partition_along_axis, slice_index
 
@@ -335,7 +335,7 @@ class Owners(Arrays):
     @property
     def is_lopsided(self) -> bool:
         """Whether most of the work, and of what is split, would be one owner's."""
-        cost = lambda leaf, layer: _cost(self.types[0][leaf].shape[0 if layer is None else 1 :])
+        cost = lambda leaf, layer: cost_of(self.types[0][leaf].shape[0 if layer is None else 1 :])
         loads = [sum(cost(*block) for block in own) for own in self.of_shard]
         partitions = packed(self.blocks, self.params)
         split = [i for i, each in enumerate(partitions) if each.number > 1 or i in self.owned]
@@ -424,19 +424,11 @@ class Owners(Arrays):
         return structure.unflatten(unpack(self.blocks, leaves))
 
     def run(
-        self,
-        optimizer: Any,
-        gradients: Any,
-        state: Any,
-        params: Any,
-        extra_args: Mapping[str, Any],
-        *,
-        opaque_false: jax.Array | None = None,
+        self, update: Update, gradients: Any, state: Any, params: Any, loss: Any, opaque_false: Any
     ) -> tuple[Any, Any]:
         """The optimizer's updates, leaf by leaf, and its next state."""
-        del optimizer
+        del update
         (reduced, tree), (arrays, structure) = map(jax.tree.flatten, (gradients, state))
-        loss = extra_args.get("value", jnp.float32(0))
         own = jax.tree.leaves(params)
         updates, after = _Run(self, reduced, arrays, own, loss, opaque_false).found()
         return tree.unflatten(updates), structure.unflatten(after)
@@ -541,117 +533,7 @@ class Owners(Arrays):
         return lax.switch(self.shards.index(), branches)
 
 
-def find_owners(
-    update: Callable[..., tuple[Any, Any]],
-    params: Any,
-    state: Any,
-    loss: Any,
-    partitions: Sequence[Partition],
-    shards: Shards,
-    tile: TileShape,
-    *,
-    in_parts: bool = False,
-    unread: tuple[bool, ...] = (),
-    virtual: int | None = None,
-) -> Owners:
-    """Plan an update that is not elementwise.
-
-    Args:
-      update: from ``(params, state, gradients, loss)`` to ``(updates, state)``.
-      params: its parameters, a pytree with shapes and dtypes.
-      state: its state.
-      loss: the type of the loss.
-      partitions: the partition of each parameter; those that are not split are updated by every
-        shard.
-      shards: the shards.
-      tile: the smallest slice that the platform scatters efficiently.
-      in_parts: whether the parameters are kept in parts.
-      unread: for each parameter, whether its gradient is not sent.
-      virtual: if its bits must not depend on the number of shards, into how many pieces leaves are
-        cut on all shards together.
-
-    Raises:
-      NotLeafwise: it cannot be computed leaf by leaf.
-    """
-    types, number = (jax.tree.leaves(params), jax.tree.leaves(state)), shards.number
-    # XLA for CPUs does nothing beside a sum.
-    sums_in_loops = virtual is None and shards.platform != "cpu"
-    partitions, cut = [_within_layers(each) for each in partitions], dict[int, Partition]()
-    if virtual is not None:
-        for i, each in enumerate(partitions):
-            # For any tile, which may depend on the number of shards.
-            piece = partition_along_axis(each.shape, virtual)
-            if piece.number > 1:
-                cut[i] = piece
-                if each.number > 1:
-                    partitions[i] = dataclasses.replace(piece, number=number, tile=tile)
-    split = {i: each for i, each in enumerate(partitions) if each.number > 1}
-    # What may have an owner for each layer, also if it travels in slices.
-    layers = {
-        i: each.shape[0]
-        for i, each in split.items()
-        if _has_layers(each) and (each.shape[0] % number == 0 or each.axis)
-    }
-    stay: dict[int, str] = {}
-    if virtual is None:
-        slices = {i: each.local_shape for i, each in split.items()}
-        # So many layers go to each shard; if they do not divide, each has an owner.
-        together = {i: own // number if own % number == 0 else 1 for i, own in layers.items()}
-    else:
-        # Of all leaves, whether they are split or not, and whatever the number of shards.
-        slices = {i: cut.get(i, each).local_shape for i, each in enumerate(partitions)}
-        together = {i: 1 for i, each in enumerate(partitions) if _has_layers(each)}
-        why = f"it has no axis that divides by {virtual}"
-        stay = {i: why for i in slices if i not in cut}
-    stacks = {i: (own, *partitions[i].shape[1:]) for i, own in together.items()}
-    padded = [i for i, each in split.items() if each.packed_shape != each.shape]
-    found = find_leafwise(update, params, state, [loss], slices, stacks, padded, stay)
-    pieces = {} if virtual is None else dict.fromkeys(found.stacked, (0, 1))
-    for i in set(cut).difference(found.stacked, found.whole):
-        axis = cut[i].axis or 0
-        pieces[i] = axis, cut[i].local_shape[axis]
-    stacked = [i for i in found.stacked if i in layers]
-    layered = [i for i in stacked if layers[i] % number]
-    of_one = [i for i in found.whole if i in split]
-    costs: dict[Block, float] = {(i, None): _cost(partitions[i].shape) for i in of_one}
-    costs |= {(i, row): _cost(partitions[i].shape[1:]) for i in layered for row in range(layers[i])}
-    chosen = list(partitions)
-    for i in found.stacked.difference(stacked):
-        chosen[i] = Partition(partitions[i].shape)
-    for i in set(stacked).difference(layered):
-        if not in_parts and not (sums_in_loops and partitions[i].axis):
-            chosen[i] = Partition(partitions[i].shape, number, 0, tile)
-    # Gradients that are summed layer by layer, where the backward pass makes them, are in slices.
-    waits = lambda each: sums_in_loops and (each.row or Partition(each.shape).row) is not None
-    whole = [i for i in (*of_one, *layered) if not (in_parts or waits(partitions[i]))]
-    for i in whole:
-        chosen[i] = Partition(partitions[i].shape)
-    owners = owners_of(costs, number)
-    planned = Owners(tuple(chosen), found, owners, types, shards, tile, pieces, unread, in_parts)
-    own = sum(bytes_of_type(types[0][i]) for i in whole)
-    sent = sum(number * each.width * each.dtype.itemsize for each in planned.blocks)
-    if sent <= own + own / number:
-        return planned
-    # Rows would be mostly padding: owners get the slices of their leaves instead.
-    for i in whole:
-        chosen[i] = partitions[i]
-    return dataclasses.replace(planned, params=tuple(chosen))
-
-
-def _within_layers(partition: Partition) -> Partition:
-    """The partition, within each layer if whole layers do not divide."""
-    shape, number = partition.shape, partition.number
-    if partition.axis or len(shape) < 3 or shape[0] % number == 0:
-        return partition
-    within = partition_along_axis(shape, number, partition.tile)
-    return within if within.axis else partition
-
-
-def _has_layers(partition: Partition) -> bool:
-    return len(partition.shape) > 2 and partition.shape[0] > 1
-
-
-def _cost(shape: Sequence[int]) -> float:
+def cost_of(shape: Sequence[int]) -> float:
     """The work on a leaf: products of a matrix with itself, or reading it."""
     long = sorted(shape, reverse=True)
     return math.prod(shape) * (long[1] if len(long) > 1 else 1)

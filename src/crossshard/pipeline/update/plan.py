@@ -23,10 +23,10 @@ from crossshard.errors import ArgumentError, CrossshardError, WeightUpdateError
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.status import leaf_name
 from crossshard.jaxprs.elementwise import why_not_elementwise
-from crossshard.jaxprs.leafwise import NotLeafwise
+from crossshard.jaxprs.leafwise import NotLeafwise, find_leafwise
 from crossshard.pipeline.update.arrays import Arrays, Global, Parts, Whole
 from crossshard.pipeline.update.optimize import Unread, find_unread, takes_value
-from crossshard.pipeline.update.owners import Owners, bytes_of_type, find_owners
+from crossshard.pipeline.update.owners import Block, Owners, bytes_of_type, cost_of, owners_of
 from crossshard.shards.axes import Shards
 from crossshard.shards.groups import GroupAssignment, size_of_group
 from crossshard.shards.model_axes import other_axes_like
@@ -190,18 +190,88 @@ class Planner:
         return found, "each leaf is updated from its own arrays, and from scalars"
 
     def _owners(self, params: Sequence[Partition], in_parts: bool) -> Owners:
-        return find_owners(
-            as_updates(self.optimizer),
-            self._params,
-            self._state,
-            _LOSS,
-            params,
-            self.shards,
-            self._tile,
-            in_parts=in_parts,
-            unread=self._unread.gradients,
-            virtual=self.virtual_shards,
+        """The update leaf by leaf; every shard updates the leaves that are not split.
+
+        Raises:
+          NotLeafwise: it cannot be computed leaf by leaf.
+        """
+        number, virtual, tile = self.shards.number, self.virtual_shards, self._tile
+        # XLA for CPUs does nothing beside a sum.
+        sums_in_loops = virtual is None and self.shards.platform != "cpu"
+        partitions, cut = [_within_layers(each) for each in params], dict[int, Partition]()
+        if virtual is not None:
+            for i, each in enumerate(partitions):
+                # For any tile, which may depend on the number of shards.
+                piece = partition_along_axis(each.shape, virtual)
+                if piece.number > 1:
+                    cut[i] = piece
+                    if each.number > 1:
+                        partitions[i] = dataclasses.replace(piece, number=number, tile=tile)
+        split = {i: each for i, each in enumerate(partitions) if each.number > 1}
+        # What may have an owner for each layer, also if it travels in slices.
+        layers = {
+            i: each.shape[0]
+            for i, each in split.items()
+            if _has_layers(each) and (each.shape[0] % number == 0 or each.axis)
+        }
+        stay: dict[int, str] = {}
+        if virtual is None:
+            slices = {i: each.local_shape for i, each in split.items()}
+            # So many layers go to each shard; if they do not divide, each has an owner.
+            together = {i: own // number if own % number == 0 else 1 for i, own in layers.items()}
+        else:
+            # Of all leaves, whether they are split or not, and whatever the number of shards.
+            slices = {i: cut.get(i, each).local_shape for i, each in enumerate(partitions)}
+            together = {i: 1 for i, each in enumerate(partitions) if _has_layers(each)}
+            why = f"it has no axis that divides by {virtual}"
+            stay = {i: why for i in slices if i not in cut}
+        stacks = {i: (own, *partitions[i].shape[1:]) for i, own in together.items()}
+        padded = [i for i, each in split.items() if each.packed_shape != each.shape]
+        update, given = (
+            as_function(self.optimizer, applied=False),
+            (self._params, self._state, [_LOSS]),
         )
+        found = find_leafwise(update, *given, slices, stacks, padded, stay)
+        pieces = {} if virtual is None else dict.fromkeys(found.stacked, (0, 1))
+        for i in set(cut).difference(found.stacked, found.whole):
+            axis = cut[i].axis or 0
+            pieces[i] = axis, cut[i].local_shape[axis]
+        stacked = [i for i in found.stacked if i in layers]
+        layered = [i for i in stacked if layers[i] % number]
+        of_one = [i for i in found.whole if i in split]
+        costs: dict[Block, float] = {(i, None): cost_of(partitions[i].shape) for i in of_one}
+        for i in layered:
+            costs |= {(i, layer): cost_of(partitions[i].shape[1:]) for layer in range(layers[i])}
+        chosen = list(partitions)
+        for i in found.stacked.difference(stacked):
+            chosen[i] = Partition(partitions[i].shape)
+        for i in set(stacked).difference(layered):
+            if not in_parts and not (sums_in_loops and partitions[i].axis):
+                chosen[i] = Partition(partitions[i].shape, number, 0, tile)
+        # Gradients that are summed layer by layer, where the backward pass makes them, are slices.
+        waits = lambda each: sums_in_loops and (each.row or Partition(each.shape).row) is not None
+        whole = [i for i in (*of_one, *layered) if not (in_parts or waits(partitions[i]))]
+        for i in whole:
+            chosen[i] = Partition(partitions[i].shape)
+        planned = Owners(
+            tuple(chosen),
+            found,
+            owners_of(costs, number),
+            (jax.tree.leaves(self._params), jax.tree.leaves(self._state)),
+            self.shards,
+            tile,
+            pieces,
+            self._unread.gradients,
+            in_parts,
+        )
+        own = sum(bytes_of_type(planned.types[0][i]) for i in whole)
+        sent = sum(number * each.width * each.dtype.itemsize for each in planned.blocks)
+        if sent <= own + own / number:
+            return planned
+        # Rows would be mostly padding: owners get the slices of their leaves instead.
+        for i in whole:
+            chosen[i] = partitions[i]
+        return dataclasses.replace(planned, params=tuple(chosen))
 
     # What it is planned from.
 
@@ -320,25 +390,32 @@ def _split_alike(state: Sequence[Partition], params: Sequence[Partition]) -> lis
     return [alike.get((each.shape, each.other_axes), each) for each in state]
 
 
-def as_function(optimizer: optax.GradientTransformationExtraArgs) -> Callable[..., Any]:
-    """An optimizer as ``(params, state, gradients, loss) -> (params, state)``, to be traced."""
-    find = as_updates(optimizer)
-
-    def update(params: Any, state: Any, gradients: Any, loss: Any) -> tuple[Any, Any]:
-        updates, after = find(params, state, gradients, loss)
-        return optax.apply_updates(params, updates), after
-
-    return update
+def _within_layers(partition: Partition) -> Partition:
+    """The partition, within each layer if whole layers do not divide."""
+    shape, number = partition.shape, partition.number
+    if partition.axis or len(shape) < 3 or shape[0] % number == 0:
+        return partition
+    within = partition_along_axis(shape, number, partition.tile)
+    return within if within.axis else partition
 
 
-def as_updates(optimizer: optax.GradientTransformationExtraArgs) -> Callable[..., Any]:
-    """As ``as_function``, to the updates in place of the parameters."""
+def _has_layers(partition: Partition) -> bool:
+    return len(partition.shape) > 2 and partition.shape[0] > 1
+
+
+def as_function(
+    optimizer: optax.GradientTransformationExtraArgs, *, applied: bool = True
+) -> Callable[..., Any]:
+    """An optimizer as ``(params, state, gradients, loss) -> (params, state)``, to be traced.
+
+    It returns the updates in place of the parameters unless these are to be ``applied``.
+    """
 
     def update(params: Any, state: Any, gradients: Any, loss: Any) -> tuple[Any, Any]:
         extra_args = {"value": loss} if takes_value(optimizer) else {}
         with inside_optimizer():
-            found: tuple[Any, Any] = optimizer.update(gradients, state, params, **extra_args)
-        return found
+            updates, after = optimizer.update(gradients, state, params, **extra_args)
+        return optax.apply_updates(params, updates) if applied else updates, after
 
     return update
 
