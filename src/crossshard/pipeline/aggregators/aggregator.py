@@ -69,11 +69,10 @@ class Summands:
     Attributes:
       gradients: a pytree of this shard's gradients, in the shapes of the parameters and in the
         dtypes in which they are added.
-      arrays: the arrays to sum: those of the gradients that are to be summed, as the optimizer's
-        arrays are arranged, and others such as the loss.
+      arrays: the arrays to sum: those of the gradients that are to be summed, as they travel to
+        their owners, and others such as the loss.
       partitions: the partition of each of these arrays; its sum is this shard's slice.
-      places: the place of each array among the leaves of the arranged gradients; ``None`` for
-        the others.
+      places: the place of each array among the leaves of these gradients; ``None`` for the others.
     """
 
     gradients: PyTree

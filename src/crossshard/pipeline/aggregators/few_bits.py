@@ -145,8 +145,8 @@ class FewBits(Aggregator):
         self, summands: Summands, state: FewBitsState, context: StageContext
     ) -> tuple[list[jax.Array], FewBitsState]:
         """The slices of the sums, and what was not sent."""
-        arranged = context.arrays.to_owners(self._with_held(summands.gradients, state))
-        leaves, tree = jax.tree.flatten(arranged)
+        sent = context.arrays.to_owners(self._with_held(summands.gradients, state))
+        leaves, tree = jax.tree.flatten(sent)
         arrays = [
             x if place is None else leaves[place]
             for x, place in zip(summands.arrays, summands.places, strict=True)
