@@ -12,7 +12,9 @@ from crossshard import CrossShardOptimizer, CrossShardState
 from crossshard.errors import NestedReductionError
 from crossshard.pipeline.means import to_average
 from crossshard.pipeline.stage import Phase
-from crossshard.pipeline.update.plan import UpdateStrategy, WeightUpdate, plan_update
+from crossshard.pipeline.update.arrays import Parts
+from crossshard.pipeline.update.plan import Planner, WeightUpdate
+from crossshard.shards.axes import Shards
 
 EVERY = {
     "preprocess": optax.trace(0.9),
@@ -76,6 +78,6 @@ def test_an_update_is_traced_once_on_whole_arrays_and_once_on_slices():
 
     optimizer = optax.GradientTransformationExtraArgs(lambda params: (), update)
     params = jax.ShapeDtypeStruct((64, 64), np.float32)
-    plan = plan_update(optimizer, params, 8, WeightUpdate.SHARDED)
-    assert plan.strategy is UpdateStrategy.PARTS
+    plan, _ = Planner(optimizer, params, Shards(8), wanted=WeightUpdate.SHARDED).plan()
+    assert isinstance(plan, Parts)
     assert seen == [(64, 64), (8, 64)]

@@ -20,8 +20,8 @@ from crossshard.model.state import TrainState
 from crossshard.nnx.per_shard import of_all
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.state import CrossShardState
-from crossshard.pipeline.update.collect import collect, deal_out
-from crossshard.pipeline.update.plan import UpdatePlan
+from crossshard.pipeline.update.arrays import Arrays, Parts
+from crossshard.pipeline.update.owners import Owners
 from crossshard.shards.axes import Shards
 from crossshard.shards.devices import sends_beside_products, slices_in_order, torus_factors
 from crossshard.shards.groups import GroupAssignment
@@ -55,7 +55,8 @@ class StateLayout:
     Attributes:
       mesh: the mesh.
       axes: its shard axes.
-      plan: the partitions of parameters and optimizer state.
+      plan: how the parameters and the optimizer's state are split, and where the update runs.
+      why: the reason for that, in a few words.
       groups: the groups whose parameters differ; ``None`` if all shards have the same.
       pipeline: the pipeline, whose stages have states.
       params: the types of one set of parameters.
@@ -69,7 +70,8 @@ class StateLayout:
 
     mesh: Mesh
     axes: tuple[str, ...]
-    plan: UpdatePlan
+    plan: Arrays
+    why: str
     groups: GroupAssignment | None
     pipeline: Pipeline
     params: Any = dataclasses.field(compare=False)
@@ -87,26 +89,17 @@ class StateLayout:
     @property
     def number_of_shards(self) -> int:
         """The number of shards."""
-        return math.prod(self.mesh.shape[axis] for axis in self.axes)
+        return self.shards.number
 
     @property
     def shards(self) -> Shards:
         """The shards, inside ``shard_map``."""
-        return Shards(
-            self.number_of_shards,
-            self.axes,
-            manual=True,
-            torus_factors=torus_factors(self.mesh),
-            other_axes=self.unnamed_axes,
-            platform=self.mesh.devices.flat[0].platform,
-            in_rings=sends_beside_products(self.mesh),
-            slices=slices_in_order(self.mesh),
-        )
+        return shards_of(self.mesh, self.axes)
 
     @property
     def unnamed_axes(self) -> tuple[str, ...]:
         """The other axes of the mesh."""
-        return tuple(axis for axis in self.mesh.axis_names if axis not in self.axes)
+        return self.shards.other_axes
 
     def specs_of_arrays(self, frozen: Any) -> tuple[PartitionSpec, ...]:
         """The specs with which ``initial`` gets its arrays, without those that are whole.
@@ -252,15 +245,15 @@ class StateLayout:
     @functools.cached_property
     def own(self) -> "StateLayout":
         """The same without rows: every array in its own shape, or in slices of it."""
-        dealt = self.plan.dealt
-        if dealt is None:
+        plan = self.plan
+        if not isinstance(plan, Owners):
             return self
-        plan = dataclasses.replace(self.plan, state=dealt.collected, dealt=None)
-        return dataclasses.replace(self, plan=plan)
+        kept = plan.state_in_slices, plan.unread, plan.in_parts
+        return dataclasses.replace(self, plan=Parts(plan.params, plan.shards, None, *kept))
 
     def collected(self, state: TrainState) -> TrainState:
         """The state as ``own`` places it."""
-        return self._moved(collect, state, self, self.own)
+        return self._moved("state_from_owners", state, self, self.own)
 
     def collected_types(self, state: TrainState) -> TrainState:
         """The types of the arrays of ``collected``."""
@@ -269,20 +262,20 @@ class StateLayout:
 
     def dealt_out(self, state: TrainState) -> TrainState:
         """The inverse of ``collected``."""
-        return self._moved(deal_out, state, self.own, self)
+        return self._moved("state_to_owners", state, self.own, self)
 
     def _moved(
-        self, how: Callable[..., Any], state: TrainState, one: "StateLayout", other: "StateLayout"
+        self, how: str, state: TrainState, one: "StateLayout", other: "StateLayout"
     ) -> TrainState:
-        dealt = self.plan.dealt
-        if dealt is None or not dealt.state_rows:
+        plan = self.plan
+        if not isinstance(plan, Owners) or not plan.state_blocks:
             return state
         leaves, tree = jax.tree.flatten(state.opt_state.inner_state)
         before, after = (
             [each.spec(self.axes) for each in layout.plan.state] for layout in (one, other)
         )
         run = _jax.shard_map(
-            lambda leaves: how(dealt, leaves, self.shards),
+            getattr(plan, how),
             mesh=self.mesh,
             axis_names=frozenset(self.axes),
             in_specs=(before,),
@@ -459,9 +452,10 @@ class StateLayout:
                 "pieces. Choose the parameters with other.model(state) and init with them."
             )
         structure = jax.tree.structure(state.opt_state.inner_state)
-        if structure != self.plan.structure:
+        expected = jax.tree.structure(self.types.inner_state)
+        if structure != expected:
             raise ArgumentError(
-                f"The optimizer state is another optimizer's: expected {self.plan.structure}, got "
+                f"The optimizer state is another optimizer's: expected {expected}, got "
                 f"{structure}. If only ema or master_dtype differ, write "
                 f"step.reshard(other.unshard(state))."
             )
@@ -478,6 +472,20 @@ class StateLayout:
             for placement, x, like in leaves
             if hasattr(x, "shape")  # what is to be made has none yet
         )
+
+
+def shards_of(mesh: Mesh, axes: tuple[str, ...]) -> Shards:
+    """The shards on these axes of a mesh, inside ``shard_map``."""
+    return Shards(
+        math.prod(mesh.shape[axis] for axis in axes),
+        axes,
+        manual=True,
+        torus_factors=torus_factors(mesh),
+        other_axes=tuple(axis for axis in mesh.axis_names if axis not in axes),
+        platform=mesh.devices.flat[0].platform,
+        in_rings=sends_beside_products(mesh),
+        slices=slices_in_order(mesh),
+    )
 
 
 def _all(placement: Placement, tree: Any) -> Any:

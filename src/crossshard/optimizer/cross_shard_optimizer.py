@@ -48,7 +48,8 @@ from crossshard.pipeline.stage import Stage
 from crossshard.pipeline.stages.accumulate import Accumulate
 from crossshard.pipeline.stages.preprocess import Preprocess
 from crossshard.pipeline.state import CrossShardState
-from crossshard.pipeline.update.plan import UpdateStrategy, WeightUpdate, check_weight_update
+from crossshard.pipeline.update.arrays import Parts
+from crossshard.pipeline.update.plan import WeightUpdate, check_weight_update
 from crossshard.shards.axes import Shards, shards_of_gradient
 from crossshard.shards.context import check_axis_name, check_num_shards
 from crossshard.shards.devices import axes_in_sight
@@ -262,7 +263,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         'local gradient → sum over all shards → update'
         """
         sharded = self._transformation.weight_update is WeightUpdate.SHARDED
-        return self._pipeline.describe(UpdateStrategy.PARTS if sharded else None)
+        return self._pipeline.describe(Parts.steps) if sharded else self._pipeline.describe()
 
     # The stateful idiom.
 

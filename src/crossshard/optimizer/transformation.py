@@ -28,12 +28,10 @@ from crossshard.pipeline.stages.nonfinite import OnNonfinite
 from crossshard.pipeline.stages.preprocess import Preprocess
 from crossshard.pipeline.stages.weigh import as_weight, check_weighable
 from crossshard.pipeline.state import CrossShardState
-from crossshard.pipeline.update.arrays import Arrays, LocalParts
-from crossshard.pipeline.update.blocks import check_blocks
-from crossshard.pipeline.update.plan import UpdatePlan, WeightUpdate, plan_update
+from crossshard.pipeline.update.arrays import Arrays, Whole
+from crossshard.pipeline.update.plan import Planner, WeightUpdate, check_blocks
 from crossshard.shards.axes import Shards
 from crossshard.shards.context import get_shard_context
-from crossshard.shards.groups import size_of_group
 from crossshard.shards.model_axes import only
 from crossshard.shards.partition import Partition, map_partitions
 from crossshard.shards.placement import Placement
@@ -84,7 +82,7 @@ class Transformation:
         state = self.pipeline.init(params)
         if self.weight_update is WeightUpdate.SHARDED:
             shards = self.pipeline.shards()
-            plan = self._plan(params, shards.number)
+            plan = self._plan(params, shards)
             index = shards.within(self.pipeline.groups).position()
             local = lambda partition, x: partition.local_slice(x, index)
             state = state._replace(inner_state=map_partitions(local, plan.state, state.inner_state))
@@ -191,19 +189,16 @@ class Transformation:
             )
         return jax.tree.map(lambda placement: placement.spec(axes), placements)
 
-    def _plan(self, params: Any, number_of_shards: int) -> UpdatePlan:
-        return plan_update(
-            self.pipeline.optimizer,
-            params,
-            size_of_group(self.pipeline.groups, number_of_shards),
-            self.weight_update,
-            only_parts=True,
-        )
+    def _plan(self, params: Any, shards: Shards) -> Arrays:
+        """How arrays are split, where each shard can update nothing but its slices."""
+        pipeline, wanted = self.pipeline, self.weight_update
+        planner = Planner(pipeline.optimizer, params, shards, pipeline.groups, wanted=wanted)
+        return planner.plan()[0]
 
     def _arrays(self, params: Any, state: Any, shards: Shards) -> Arrays:
         if self.weight_update is WeightUpdate.REPLICATED:
-            return Arrays()
-        plan = self._plan(params, shards.number)
+            return Whole()
+        plan = self._plan(params, shards)
         given = [jnp.shape(leaf) for leaf in jax.tree.leaves(state)]
         expected = [partition.local_shape for partition in plan.state]
         if given != expected:
@@ -214,7 +209,7 @@ class Transformation:
                 f"out_specs=opt.state_specs(params, num_shards), and pass the state with the same "
                 f"in_specs. In a runner leave weight_update out, or use crossshard.make_train_step."
             )
-        return LocalParts(plan.params, shards, self.pipeline.groups)
+        return plan
 
     def _placements(self, params: Any, number_of_shards: int, state: Any) -> Any:
         if self.pipeline.groups is not None:
@@ -222,7 +217,7 @@ class Transformation:
             # dimensions as the full array; a scalar, such as a count, is equal on all shards.
             own = Placement(Partition((), number_of_shards))
             return jax.tree.map(lambda x: own if x.shape else Placement(), state)
-        plan = self._plan(params, number_of_shards)
+        plan = self._plan(params, Shards(number_of_shards))
         return map_partitions(lambda partition, _: Placement(partition), plan.state, state)
 
     def _map_stages(

@@ -20,7 +20,7 @@ from crossshard.pipeline.aggregators.few_bits import FewBits, Quantized
 from crossshard.pipeline.stages.loss_scale import DynamicLossScale, check_loss_scale
 from crossshard.pipeline.stages.metrics import check_metrics
 from crossshard.pipeline.stages.nonfinite import Nonfinite, check_nonfinite
-from crossshard.pipeline.update.moving_average import check_ema
+from crossshard.pipeline.update.averages import check_ema
 
 
 class Options(TypedDict, total=False):

@@ -7,7 +7,7 @@ its stages.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -43,20 +43,12 @@ from crossshard.pipeline.stages.nonfinite import (
 from crossshard.pipeline.stages.outer import Outer
 from crossshard.pipeline.stages.weigh import Weigh
 from crossshard.pipeline.state import CrossShardState
-from crossshard.pipeline.update.moving_average import Decay
+from crossshard.pipeline.update.averages import Decay
 from crossshard.pipeline.update.optimize import Optimize, Updated
-from crossshard.pipeline.update.plan import UpdateStrategy
 from crossshard.shards.axes import Shards, current_shards
 from crossshard.shards.groups import GroupAssignment, over_all_shards, size_of_group
 from crossshard.shards.placement import PER_SHARD, REPLICATED
 
-_UPDATES = {
-    None: ["update"],
-    UpdateStrategy.WHOLE: ["update on every shard"],
-    UpdateStrategy.PARTS: ["update in parts", "gather"],
-    UpdateStrategy.DEALT: ["update in parts, leaf by leaf", "gather"],
-    UpdateStrategy.GLOBAL: ["update on sharded global arrays", "gather"],
-}
 _TO_REDUCTION = (Phase.ARRIVAL, Phase.LOCAL, Phase.REDUCTION)
 
 
@@ -168,7 +160,7 @@ class Pipeline:
 
     def describe(
         self,
-        strategy: UpdateStrategy | None = None,
+        steps: Sequence[str] = ("update",),
         *,
         weighted: bool = False,
         in_parts: bool = False,
@@ -176,7 +168,7 @@ class Pipeline:
         microbatches: int = 1,
     ) -> str:
         """The stages in the order in which they run, in one line."""
-        update, *gather = _UPDATES[strategy]
+        update, *gather = steps
         texts = [f"{self.incoming or 'local'} gradient"]
         if over_batch:
             texts = ["gradient of one loss over the batch, summed by XLA"]

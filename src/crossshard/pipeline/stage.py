@@ -16,7 +16,7 @@ from crossshard.collectives.sums import sum_over_shards
 from crossshard.errors import ArgumentTypeError, IncomingError
 from crossshard.gradients.status import GradientStatus, Statuses
 from crossshard.pipeline.means import average
-from crossshard.pipeline.update.arrays import Arrays
+from crossshard.pipeline.update.arrays import Arrays, Whole
 from crossshard.shards.axes import Shards
 from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.placement import REPLICATED, Placement
@@ -145,8 +145,9 @@ class StageContext:
         sent. Empty if it reads all.
       examples: the number of examples that a weight of one stands for, as every shard's does if
         there are no weights; 1 if it is not known.
-      never: bool[], not set, which XLA does not know: the update is then compiled apart from what
-        is around it, so that its bits do not depend on that. ``None`` to leave that to XLA.
+      opaque_false: bool[], a ``False`` that XLA cannot fold: the update is then compiled apart
+        from what is around it, so that its bits do not depend on that. ``None`` to leave that to
+        XLA.
       skips_by_loop: whether an update that may be skipped runs in a loop of one turn, or none.
       apply_updates: whether the update returns updated parameters, rather than updates.
       over_batch: whether the gradient is of one loss of the whole batch, of which no shard has one
@@ -163,11 +164,11 @@ class StageContext:
     groups: GroupAssignment | None = None
     params: PyTree = None
     extra_args: Mapping[str, PyTree] = dataclasses.field(default_factory=dict)
-    arrays: Arrays = dataclasses.field(default_factory=Arrays)
+    arrays: Arrays = dataclasses.field(default_factory=Whole)
     divisor: int = 1
     unread: tuple[bool, ...] = ()
     examples: int = 1
-    never: jax.Array | None = None
+    opaque_false: jax.Array | None = None
     skips_by_loop: bool = False
     apply_updates: bool = False
     over_batch: bool = False

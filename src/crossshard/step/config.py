@@ -13,15 +13,14 @@ from crossshard import _check, _jax, _mesh
 from crossshard._hash import checksum
 from crossshard.distributed.agreement import check_agreement
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.model.layout import StateLayout
+from crossshard.model.layout import StateLayout, shards_of
 from crossshard.model.model_state import check_initial
 from crossshard.model.models import check_params, partition
 from crossshard.model.state import TrainState
 from crossshard.pipeline.pipeline import Pipeline
-from crossshard.pipeline.update.plan import WeightUpdate, plan_update
+from crossshard.pipeline.update.plan import Planner, WeightUpdate
 from crossshard.shards.devices import number_of_shards
 from crossshard.shards.model_axes import check_fits, only, other_axes_of
-from crossshard.shards.partition import tile_for
 from crossshard.shards.put import put_whole, types_on
 from crossshard.step.shard_loss import ShardLoss
 from crossshard.step.step_function import StepFunction
@@ -138,26 +137,24 @@ class Layouts:
         # JAX drops axes of size 1 from the shardings of its results.
         several = [axis for axis, size in mesh.shape.items() if size > 1]
         split = tuple(only(each, several) for each in other_axes)
-        plan = plan_update(
+        planner = Planner(
             pipeline.optimizer,
             params,
-            config.number_of_shards if groups is None else groups.size,
+            shards_of(mesh, config.axes),
+            groups,
+            mesh,
             config.weight_update,
-            only_parts=groups is not None,
+            config.in_parts,
             # A preprocessor may read them all.
             leave_unread=pipeline.preprocess is None,
-            tile=tile_for(mesh, config.in_parts),
             other_axes=split[: len(jax.tree.leaves(params))],
-            in_parts=config.in_parts,
-            # XLA for CPUs does nothing beside a sum.
-            sums_in_loops=mesh.devices.flat[0].platform != "cpu",
             virtual_shards=config.loss.virtual_shards,
         )
         model_state = config.loss.model_state
         return StateLayout(
             mesh,
             config.axes,
-            plan,
+            *planner.plan(),
             groups,
             pipeline,
             types,

@@ -13,6 +13,7 @@ from crossshard.gradients.status import leaf_name
 from crossshard.model.layout import StateLayout
 from crossshard.model.model_state import ModelState
 from crossshard.model.state import TrainState
+from crossshard.pipeline.update.owners import Owners
 from crossshard.shards.partition import Partition
 from crossshard.step.loss_over import LossOver
 from crossshard.step.step_function import StepFunction
@@ -33,7 +34,7 @@ def describe(function: StepFunction, layout: StateLayout, state: TrainState) -> 
     return "\n".join(
         [
             function.describe(plan),
-            f"{shards}; weight update {plan.strategy}: {plan.why}",
+            f"{shards}; weight update {plan.where}: {layout.why}",
             *_updated(layout, state),
             *_over(function, layout.number_of_shards),
             *_parameters(function, layout, state),
@@ -81,12 +82,12 @@ def _over(function: StepFunction, shards: int) -> list[str]:
 
 def _updated(layout: StateLayout, state: TrainState) -> list[str]:
     """How each parameter is updated, if not all are in the same way."""
-    dealt = layout.plan.dealt
-    if dealt is None:
+    plan = layout.plan
+    if not isinstance(plan, Owners):
         return []
-    leafwise, by_text = dealt.leafwise, dict[str, list[int]]()
-    for place, partition in enumerate(dealt.params):
-        is_owned = place in dealt.owned
+    leafwise, by_text = plan.leafwise, dict[str, list[int]]()
+    for place, partition in enumerate(plan.params):
+        is_owned = place in plan.owned
         if place in leafwise.stacked and (is_owned or partition.number > 1):
             text = "layer by layer, each on one shard"
         elif is_owned:
@@ -96,8 +97,8 @@ def _updated(layout: StateLayout, state: TrainState) -> list[str]:
         else:
             text = "whole on every shard"
         by_text.setdefault(text, []).append(place)
-    names = _named(state.params, range(len(dealt.params)))
-    of_whole = {i: owner for (i, row), owner in dealt.owners.items() if row is None}
+    names = _named(state.params, range(len(plan.params)))
+    of_whole = {i: owner for (i, row), owner in plan.owners.items() if row is None}
     owner = lambda i: f" (shard {of_whole[i]})" if i in of_whole else ""
     return [
         f"  updated {text}: {', '.join(names[i] + owner(i) for i in places)}"

@@ -13,8 +13,7 @@ from crossshard.errors import ArgumentError
 from crossshard.model.layout import StateLayout, strong_copy
 from crossshard.model.state import TrainState
 from crossshard.pipeline.pipeline import Pipeline
-from crossshard.pipeline.update.masters import MastersState
-from crossshard.pipeline.update.moving_average import MovingAverageState
+from crossshard.pipeline.update.averages import MastersState, MovingAverageState
 from crossshard.shards.placement import PER_SHARD, REPLICATED, Placement
 
 # In place of an array that a state lacks.

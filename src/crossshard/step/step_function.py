@@ -11,21 +11,14 @@ from jax.sharding import PartitionSpec
 from crossshard import _jax
 from crossshard.gradients.status import GradientStatus
 from crossshard.guards.divergence import Sentinel
+from crossshard.jaxprs.xla import opaque_false
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.pipeline.arrive import arrive
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import Gradients, StageContext
 from crossshard.pipeline.stages.nonfinite import new_nans, own_weight
-from crossshard.pipeline.update.arrays import (
-    Arrays,
-    DealtParts,
-    GlobalArrays,
-    LocalParts,
-    WholeLeaves,
-)
-from crossshard.pipeline.update.plan import UpdatePlan, UpdateStrategy
-from crossshard.shards.axes import Shards
+from crossshard.pipeline.update.arrays import Arrays, Global
 from crossshard.shards.groups import size_of_group
 from crossshard.shards.model_axes import only
 from crossshard.shards.partition import map_partitions
@@ -34,7 +27,6 @@ from crossshard.step.gather import AtUse
 from crossshard.step.microbatches import LocalResult
 from crossshard.step.over_batch import OverBatch
 from crossshard.step.shard_loss import ShardLoss
-from crossshard.step.virtual_shards import unknown_to_xla
 
 # From one shard's state, what it is given, in shard_map, and whether it counts, to its loss and
 # gradients, and to the types of these.
@@ -97,7 +89,7 @@ class StepFunction:
     ) -> tuple[TrainState, dict[str, Any]]:
         context = self._context(layout, batch)
         # XLA splits the work of an update that needs whole arrays: it runs outside of shard_map.
-        is_global = layout.plan.strategy is UpdateStrategy.GLOBAL
+        is_global = isinstance(layout.plan, Global)
         if self.loss.is_over_batch:
             given, specs, of_shard, aux = self._of_batch(layout, state, batch, context)
         else:
@@ -110,7 +102,7 @@ class StepFunction:
             if not is_global:
                 at_rest = dataclasses.replace(context, params=before.params)
                 if self.loss.virtual_shards is not None:
-                    at_rest = dataclasses.replace(at_rest, never=unknown_to_xla(before))
+                    at_rest = dataclasses.replace(at_rest, opaque_false=opaque_false(before.step))
                 done = self._update(before, done, at_rest)
             # Groups differ, and `aux` has an axis for the shards already.
             stored = lambda x: x if layout.groups is None else x[None]
@@ -231,7 +223,7 @@ class StepFunction:
             opt_state=opt_state,
             model_state=loss.settled_state(local, gradients, together),
         )
-        if isinstance(context.arrays, GlobalArrays):
+        if isinstance(context.arrays, Global):
             # Their sums leave shard_map, where nothing divides them.
             gradients = gradients.settled()
         return Progress(after, aux, metrics, gradients)
@@ -252,12 +244,12 @@ class StepFunction:
 
     def _context(self, layout: StateLayout, batch: Any) -> StageContext:
         shards = layout.shards
-        is_global, weight = layout.plan.strategy is UpdateStrategy.GLOBAL, self.loss.weight
+        is_global, weight = isinstance(layout.plan, Global), self.loss.weight
         parts = self.loss.parts(shards.number)
         return StageContext(
             shards,
             layout.groups,
-            arrays=_arrays(layout, shards),
+            arrays=layout.plan,
             divisor=1 if self.loss.is_over_batch else self.pipeline.divisor(parts),
             unread=layout.plan.unread,
             examples=self.loss.number_of_rows(batch) // parts if weight is None else 1,
@@ -326,10 +318,10 @@ class StepFunction:
 
     # Texts and metrics.
 
-    def describe(self, plan: UpdatePlan | None = None) -> str:
+    def describe(self, plan: Arrays | None = None) -> str:
         """The stages in the order in which they run, in one line."""
         return self.pipeline.describe(
-            None if plan is None else plan.strategy,
+            ("update",) if plan is None else plan.steps,
             weighted=self.loss.weight is not None,
             in_parts=plan is not None and plan.in_parts,
             over_batch=self.loss.is_over_batch,
@@ -397,15 +389,3 @@ def _unless_skipped(
         step=jnp.where(by_all, before.step, after.step),
         model_state=jax.tree.map(keep, after.model_state, before.model_state),
     )
-
-
-def _arrays(layout: StateLayout, shards: Shards) -> Arrays:
-    plan = layout.plan
-    if plan.strategy is UpdateStrategy.WHOLE and not shards.other_axes:
-        return Arrays() if plan.alone is None else WholeLeaves(plan.alone, shards)
-    if plan.dealt is not None:
-        arranged = plan.dealt.arranged
-        return DealtParts(arranged, shards, at_rest=plan.in_parts, dealt=plan.dealt)
-    if plan.strategy is not UpdateStrategy.GLOBAL:
-        return LocalParts(plan.params, shards, layout.groups, plan.in_parts)
-    return GlobalArrays(plan.params, plan.state, shards, layout.mesh, plan.in_parts)

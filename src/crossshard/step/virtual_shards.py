@@ -22,6 +22,7 @@ from crossshard.collectives.in_order import (
 from crossshard.errors import ArgumentError, AxisError
 from crossshard.jaxprs.repeats import without_repeats
 from crossshard.jaxprs.walk import equations_of
+from crossshard.jaxprs.xla import opaque_false
 from crossshard.model.state import TrainState
 from crossshard.pipeline.means import to_average
 from crossshard.pipeline.pipeline import Pipeline
@@ -183,11 +184,6 @@ def _check_alone(jaxpr: Any, axes: Sequence[str]) -> None:
 # ---- What is computed.
 
 
-def unknown_to_xla(state: TrainState) -> jax.Array:
-    """bool[]: false, which XLA does not know, so that it keeps a loop that depends on it."""
-    return state.step < 0
-
-
 def over_virtual_shards(
     count: int,
     compute: Callable[[Any, Any, Any], tuple[LocalResult, dict[str, Any]]],
@@ -230,8 +226,9 @@ def over_virtual_shards(
     _check_alone(jaxpr, at_use.shards.axes)
     run, tree = _jax.as_function(jaxpr), jax.tree.structure(types)
     to_sum, of_sums = jax.tree.flatten(types[0])
-    never = unknown_to_xla(state).astype(jnp.int32)
-    levels = levels_within(count) + never
+    # So that XLA keeps the loops, and compiles them alike for any count.
+    opaque_zero = opaque_false(state.step).astype(jnp.int32)
+    levels = levels_within(count) + opaque_zero
 
     def turn(carry: Any) -> Any:
         index, sums, _, every = carry
@@ -246,7 +243,7 @@ def over_virtual_shards(
 
     every = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), types[2])
     before = first, no_sums(to_sum, count), state.model_state, every
-    is_left = lambda carry: carry[0] < count + never
+    is_left = lambda carry: carry[0] < count + opaque_zero
     _, sums, model_state, aux = lax.while_loop(is_left, turn, before)
     read, loss, weight, others = of_sums.unflatten(nodes_of(sums, count))
     found = iter(read)

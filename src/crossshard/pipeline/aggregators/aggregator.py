@@ -61,11 +61,10 @@ class Summands:
     Attributes:
       gradients: a pytree of this shard's gradients, in the shapes of the parameters and in the
         dtypes in which they are added.
-      arrays: the arrays to sum: those of the gradients that are to be summed, as the optimizer's
-        arrays are arranged, and others such as the loss.
+      arrays: the arrays to sum: those of the gradients that are to be summed, as they travel to
+        their owners, and others such as the loss.
       partitions: the partition of each of these arrays; its sum is this shard's slice.
-      places: the place of each array among the leaves of the arranged gradients; ``None`` for
-        the others.
+      places: the place of each array among the leaves of these gradients; ``None`` for the others.
     """
 
     gradients: PyTree
@@ -147,7 +146,7 @@ class Aggregator(abc.ABC):
         name = f"{type(self).__name__}.sum"
         totals, after = check_pair(returned, name, "(sums, state)", state)
         check_like(totals, summands.gradients, f"The sums that {name} returned")
-        whole = jax.tree.leaves(context.arrays.arranged(totals))
+        whole = jax.tree.leaves(context.arrays.to_owners(totals))
         others = iter(bucketed_sum(*summands.of_others(), shards))
         index: Any = shards.position()
         sums = [

@@ -145,8 +145,8 @@ class FewBits(Aggregator):
         self, summands: Summands, state: FewBitsState, context: StageContext
     ) -> tuple[list[jax.Array], FewBitsState]:
         """The slices of the sums, and what was not sent."""
-        arranged = context.arrays.arranged(self._with_held(summands.gradients, state))
-        leaves, tree = jax.tree.flatten(arranged)
+        sent = context.arrays.to_owners(self._with_held(summands.gradients, state))
+        leaves, tree = jax.tree.flatten(sent)
         arrays = [
             x if place is None else leaves[place]
             for x, place in zip(summands.arrays, summands.places, strict=True)
@@ -157,7 +157,7 @@ class FewBits(Aggregator):
         for place, x in zip(summands.places, kept, strict=True):
             if place is not None:
                 lost[place] = x
-        return sums, self._after(context.arrays.disarranged(tree.unflatten(lost)), state)
+        return sums, self._after(context.arrays.from_owners(tree.unflatten(lost)), state)
 
     def change_held(self, state: FewBitsState, change: Callable[[PyTree], PyTree]) -> FewBitsState:
         """The state with other residuals."""

@@ -59,7 +59,7 @@ class Aggregate(Stage):
     ) -> tuple[Gradients, Any]:
         """The sums of gradients: in full, or this shard's slice of each if arrays are split."""
         # Parameters that rest in parts have other shapes than gradients that are whole.
-        in_parts = any(gradients.early) or context.arrays.at_rest
+        in_parts = any(gradients.early) or context.arrays.in_parts
         # One shard reduces nothing: as under a jit of the user's own, on global arrays.
         as_params = not in_parts and not self.aggregator.takes_nodes
         if context.params is not None and as_params and context.shards.number > 1:
@@ -68,10 +68,10 @@ class Aggregate(Stage):
         if self.aggregator.divides_before:
             gradients, divisor = _divided(gradients, context), 1
         shards, groups = context.shards, context.groups
-        arranged = context.arrays.arranged
+        to_owners = context.arrays.to_owners
         if self.aggregator.takes_nodes:
-            arranged = jax.vmap(arranged)
-        values = arranged(gradients.values)
+            to_owners = jax.vmap(to_owners)
+        values = to_owners(gradients.values)
         leaves, tree = jax.tree.flatten((dict(gradients.extra), values))
         status = (*gradients.extra_status, *_unless_unread(gradients.status, context.unread))
         partitions = _partitions(gradients, context)

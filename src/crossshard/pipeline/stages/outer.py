@@ -21,7 +21,7 @@ from crossshard.pipeline.aggregators.aggregator import Peers
 from crossshard.pipeline.aggregators.few_bits import FewBits
 from crossshard.pipeline.aggregators.plain import Plain
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
-from crossshard.pipeline.update.arrays import Arrays, LocalParts
+from crossshard.pipeline.update.arrays import Arrays, Parts
 from crossshard.pipeline.update.optimize import Updated
 from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.partition import Partition
@@ -127,7 +127,7 @@ class Outer(Stage):
         # What a worker holds back is the sum of what its shards keep, so that the sum over all
         # shards is that over the workers, whatever their number.
         take, keep = _times(groups.size), _times(1 / groups.size)
-        if isinstance(arrays, LocalParts):
+        if isinstance(arrays, Parts):
             take = functools.partial(_slices_of_held, arrays)
             keep = functools.partial(_held_of_slices, arrays)
         total, after = aggregator.sum(mean(moved), aggregator.change_held(state, take), across)
@@ -147,17 +147,17 @@ def as_anchor(params: PyTree) -> PyTree:
     return jax.tree.map(copy, params)
 
 
-def _slices_of_held(arrays: LocalParts, held: PyTree) -> PyTree:
+def _slices_of_held(arrays: Parts, held: PyTree) -> PyTree:
     """This shard's slices of what the shards of its worker hold back together."""
     assert arrays.groups is not None
     leaves, tree = jax.tree.flatten(held, is_leaf=_is_none)
-    pairs = [each for each in zip(leaves, arrays.partitions, strict=True) if each[0] is not None]
+    pairs = [each for each in zip(leaves, arrays.params, strict=True) if each[0] is not None]
     kept, partitions = [x for x, _ in pairs], [partition for _, partition in pairs]
     sums = iter(bucketed_sum(kept, partitions, arrays.shards.within(arrays.groups)))
     return tree.unflatten([None if x is None else next(sums) for x in leaves])
 
 
-def _held_of_slices(arrays: LocalParts, held: PyTree) -> PyTree:
+def _held_of_slices(arrays: Parts, held: PyTree) -> PyTree:
     """What this shard holds back, in full: its slices, and its part of what is not split."""
     groups = arrays.groups
     assert groups is not None
@@ -172,7 +172,7 @@ def _held_of_slices(arrays: LocalParts, held: PyTree) -> PyTree:
         return partition.unpack(lax.dynamic_update_slice_in_dim(whole, x, start, axis))
 
     leaves, tree = jax.tree.flatten(held, is_leaf=_is_none)
-    return tree.unflatten(list(map(one, leaves, arrays.partitions)))
+    return tree.unflatten(list(map(one, leaves, arrays.params)))
 
 
 def _is_none(x: object) -> bool:

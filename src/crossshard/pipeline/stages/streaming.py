@@ -5,7 +5,6 @@ After Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512).
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,9 +17,10 @@ from crossshard.collectives.sums import widen
 from crossshard.errors import ArgumentError
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.jaxprs.elementwise import why_not_elementwise
+from crossshard.jaxprs.xla import in_loop, opaque_false
 from crossshard.pipeline.stage import Gradients, StageContext
 from crossshard.pipeline.stages.outer import Outer, OuterState, as_anchor
-from crossshard.pipeline.update.arrays import Arrays, LocalParts
+from crossshard.pipeline.update.arrays import Arrays, Parts, Whole
 from crossshard.shards.groups import size_of_group
 from crossshard.shards.partition import partition_for
 
@@ -78,11 +78,13 @@ class Streaming(Outer):
             back = jax.tree.map(jnp.add, updates, pseudogradient)
             return jax.tree.map(add, updated, back), (updates, after)
 
-        in_loop = context.shards.platform == "cpu"
-        updated = gradients.updated
-        # No count is below zero, which XLA does not know.
-        flag = count < 0 if in_loop else None
-        result, (updates, inner_state) = _in_place(synchronised, updated.result, flag)
+        updated, on_cpus = gradients.updated, context.shards.platform == "cpu"
+        # XLA is to write over the parameters, and not to compute them where they are read.
+        result, (updates, inner_state) = (
+            in_loop(synchronised, updated.result, skip=opaque_false(count))
+            if on_cpus
+            else synchronised(jax.tree.map(lax.optimization_barrier, updated.result))
+        )
         after = OuterState(
             jax.tree.map(add, state.anchor, updates),
             jax.tree.map(keep, state.inner_state, inner_state),
@@ -105,11 +107,11 @@ class Streaming(Outer):
 
     def _within_a_worker(self, pieces: PyTree, context: StageContext) -> tuple[PyTree, Arrays]:
         """The pieces as the shards of a worker split them between them."""
-        if not context.arrays.is_local:
-            return pieces, Arrays()
+        if not isinstance(context.arrays, Parts):
+            return pieces, Whole()
         number = size_of_group(context.groups, context.shards.number)
         partitions = tuple(partition_for(x.shape, number) for x in jax.tree.leaves(pieces))
-        arrays = LocalParts(partitions, context.shards, context.groups)
+        arrays = Parts(partitions, context.shards, context.groups)
         return arrays.split(pieces), arrays
 
     def _check_elementwise(self, anchor: PyTree) -> None:
@@ -142,25 +144,6 @@ class Streaming(Outer):
                 f"outer_optimizer is not elementwise: {obstacle}. Leave sync_streaming out, or "
                 f"pass one such as optax.sgd(0.7, momentum=0.9, nesterov=True)."
             )
-
-
-def _in_place(
-    function: Callable[[PyTree], tuple[PyTree, PyTree]], tree: PyTree, never: jax.Array | None
-) -> tuple[PyTree, PyTree]:
-    """``function(tree)``, whose first result XLA writes over the tree, rather than copy it.
-
-    Args:
-      function: returns the tree as it is afterwards, and other arrays.
-      tree: arrays that XLA computes first, and not where the function reads them.
-      never: bool[], not set, which XLA does not know, if it takes a loop to keep it from that, as
-        on CPUs.
-    """
-    if never is None:
-        return function(jax.tree.map(lax.optimization_barrier, tree))
-    none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, tree)[1])
-    turn = lambda carry: (jnp.bool_(True), *function(carry[1]))
-    _, *found = lax.while_loop(lambda carry: ~carry[0], turn, (never, tree, none))
-    return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True)

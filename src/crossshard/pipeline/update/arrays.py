@@ -1,12 +1,12 @@
-"""The arrays of the inner optimizer: full arrays, this shard's slices, or global arrays."""
+"""Arrays: how the arrays of an update are split over the shards, and where the update runs."""
 
+import abc
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
@@ -16,263 +16,205 @@ from crossshard.collectives.bucketing import bucketed_gather
 from crossshard.collectives.sums import sum_over_shards, widen
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.scalars import is_inexact
-from crossshard.pipeline.update.dealt import Dealt
-from crossshard.pipeline.update.leaf_by_leaf import update_leaf_by_leaf
-from crossshard.shards import rows
 from crossshard.shards.axes import Shards
 from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.model_axes import only
 from crossshard.shards.partition import Partition, map_partitions
 
-
-def squared_norm(tree: Any) -> Float[Array, ""]:
-    """The sum of the squares of the elements of all floating arrays."""
-    return sum((_squared(leaf) for leaf in jax.tree.leaves(tree)), jnp.float32(0))
+# An optimizer's update, of gradients, state and parameters.
+Update = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
-def _squared(leaf: Any) -> Any:
-    if not is_inexact(leaf):
-        return 0
-    return jnp.sum(jnp.square(jnp.abs(widen(leaf))))
-
-
-class Arrays:
-    """The arrays of an optimizer: whole ones, of which every shard updates all.
+class Arrays(abc.ABC):
+    """How the arrays of an update are split over the shards.
 
     Attributes:
-      is_local: whether each shard sees only its slices.
-      at_rest: whether the parameters are given, and kept, in parts.
+      where: where the update runs, in a few words.
+      steps: the update and what follows it, as a description of the pipeline says.
+      params: the partition of each parameter: as gradients arrive, and new values leave.
+      state: the partition of each array of the optimizer's state.
+      unread: for each parameter, whether its gradient need be neither computed nor sent.
+      in_parts: whether the parameters are given, and kept, in parts.
     """
 
-    is_local = False
-    at_rest: bool = False
+    where: ClassVar[str]
+    steps: ClassVar[tuple[str, ...]]
+    params: tuple[Partition, ...]
+    state: tuple[Partition, ...]
+    unread: tuple[bool, ...]
+    in_parts: bool
 
-    def partitions_of(self, params: Any) -> Sequence[Partition]:
-        """The partition of each parameter."""
-        return [Partition(jnp.shape(leaf)) for leaf in jax.tree.leaves(params)]
-
-    def squared_norm(self, tree: Any) -> Float[Array, ""]:
-        """The squared norm of arrays that are split like the parameters."""
-        return squared_norm(tree)
-
+    @abc.abstractmethod
     def split(self, tree: Any) -> Any:
         """The parameters as the optimizer takes them."""
-        return tree
 
+    @abc.abstractmethod
     def gather(self, tree: Any) -> Any:
-        """Full arrays from those that the optimizer returned."""
-        return tree
+        """Full arrays from those that the optimizer returned, unless they are kept in parts."""
 
-    def arranged(self, gradients: Any) -> Any:
-        """The gradients as they are reduced: arrays in the place of the parameters."""
+    def partitions_of(self, gradients: Any) -> Sequence[Partition]:
+        """The partition of each gradient, as it is reduced."""
+        del gradients
+        return self.params
+
+    def squared_norm(self, tree: Any) -> Float[Array, ""]:
+        """The squared norm of arrays that are split as the optimizer takes them."""
+        return squared_norm(tree)
+
+    def to_owners(self, gradients: Any) -> Any:
+        """The gradients as they are reduced: each in the row of its owner, if it has one."""
         return gradients
 
-    def disarranged(self, gradients: Any) -> Any:
-        """The inverse of ``arranged``."""
+    def from_owners(self, gradients: Any) -> Any:
+        """The inverse of ``to_owners``."""
         return gradients
-
-    def place_gradients(self, tree: Any) -> Any:
-        """The reduced gradients as the optimizer takes them."""
-        return tree
-
-    def place_state(self, tree: Any) -> Any:
-        """The optimizer's state as the next step takes it."""
-        return tree
 
     def run(
-        self,
-        optimizer: optax.GradientTransformationExtraArgs,
-        gradients: Any,
-        state: Any,
-        params: Any,
-        extra_args: Mapping[str, Any],
-        *,
-        never: Any = None,
+        self, update: Update, gradients: Any, state: Any, params: Any, loss: Any, opaque_false: Any
     ) -> tuple[Any, Any]:
         """The optimizer's updates, and its next state.
 
-        ``never`` is that of the context, for arrays that compute each leaf apart from the others.
+        Args:
+          update: the optimizer's own.
+          gradients: the reduced gradients.
+          state: the optimizer's state.
+          params: the parameters, as ``split`` returns them.
+          loss: float[], for arrays that are updated leaf by leaf.
+          opaque_false: that of the context, for the same; or ``None``.
         """
-        del never
+        del loss, opaque_false
         with inside_optimizer():
-            found: tuple[Any, Any] = optimizer.update(gradients, state, params, **extra_args)
-            return found
+            return update(gradients, state, params)
 
 
-class _LeafByLeaf(Arrays):
-    """Arrays that are updated leaf by leaf.
+@dataclasses.dataclass(frozen=True)
+class Whole(Arrays):
+    """Every shard updates all of every array.
 
     Attributes:
-      dealt: the leaves, and who owns which.
-      shards: the shards.
+      params, state, unread, in_parts: see ``Arrays``; partitions are empty if they are not known.
+      shards: the shards; ``None`` if they are not known.
+      apart: what runs the update leaf by leaf, each compiled apart from the others; ``None`` to
+        run it as one.
     """
 
-    dealt: Dealt
-    shards: Shards
+    params: tuple[Partition, ...] = ()
+    state: tuple[Partition, ...] = ()
+    unread: tuple[bool, ...] = ()
+    in_parts: bool = False
+    shards: Shards | None = None
+    apart: Arrays | None = None
 
-    def run(
-        self,
-        optimizer: optax.GradientTransformationExtraArgs,
-        gradients: Any,
-        state: Any,
-        params: Any,
-        extra_args: Mapping[str, Any],
-        *,
-        never: Any = None,
-    ) -> tuple[Any, Any]:
-        """The optimizer's updates, leaf by leaf, and its next state."""
-        del optimizer
-        (reduced, tree), (arrays, structure) = map(jax.tree.flatten, (gradients, state))
-        loss = extra_args.get("value", jnp.float32(0))
-        own = jax.tree.leaves(params)
-        updates, after = update_leaf_by_leaf(
-            self.dealt, self.shards, reduced, arrays, own, [loss], never
-        )
-        return tree.unflatten(updates), structure.unflatten(after)
+    where = "whole on every shard"
+    steps = ("update on every shard",)
+
+    def partitions_of(self, gradients: Any) -> Sequence[Partition]:
+        """Whole ones, of the gradients' own shapes if no others are known."""
+        shapes = map(jnp.shape, jax.tree.leaves(gradients))
+        return self.params or [Partition(shape) for shape in shapes]
+
+    def split(self, tree: Any) -> Any:
+        """The parameters themselves."""
+        return tree
+
+    def gather(self, tree: Any) -> Any:
+        """The arrays themselves, split over the other axes of the mesh as they were."""
+        if self.in_parts or self.shards is None or not self.shards.other_axes:
+            return tree
+        leaves, structure = jax.tree.flatten(tree)
+        return structure.unflatten(bucketed_gather(leaves, self.params, self.shards))
+
+    def run(self, *args: Any) -> tuple[Any, Any]:
+        """The optimizer's updates, and its next state."""
+        return super().run(*args) if self.apart is None else self.apart.run(*args)
 
 
 @dataclasses.dataclass(frozen=True)
-class WholeLeaves(_LeafByLeaf):
-    """Whole arrays, of which every shard updates all: no leaf is cut, and none has an owner."""
-
-    dealt: Dealt
-    shards: Shards
-
-
-@dataclasses.dataclass(frozen=True)
-class LocalParts(Arrays):
+class Parts(Arrays):
     """Each shard updates its slice of each array, and the slices are all-gathered.
 
     Attributes:
-      partitions: the partition of each parameter.
+      params, state, unread, in_parts: see ``Arrays``.
       shards: the shards that have the slices.
       groups: the groups within which arrays are split; ``None`` for all shards.
-      at_rest: whether the parameters are given, and kept, as slices.
     """
 
-    partitions: tuple[Partition, ...]
+    params: tuple[Partition, ...]
     shards: Shards
     groups: GroupAssignment | None = None
-    at_rest: bool = False
+    state: tuple[Partition, ...] = ()
+    unread: tuple[bool, ...] = ()
+    in_parts: bool = False
 
-    is_local = True
-
-    def partitions_of(self, params: Any) -> Sequence[Partition]:
-        """Those of the plan."""
-        del params
-        return self.partitions
+    where = "in parts"
+    steps = ("update in parts", "gather")
 
     def squared_norm(self, tree: Any) -> Float[Array, ""]:
         """The squared norm of the arrays of which this shard has slices."""
-        leaves = jax.tree.leaves(tree)
-        pairs = list(zip(leaves, self.partitions, strict=True))
-        own = squared_norm([leaf for leaf, partition in pairs if partition.number > 1])
-        whole = squared_norm([leaf for leaf, partition in pairs if partition.number == 1])
-        return sum_over_shards(own, self.shards.within(self.groups)) + whole
+        return squared_norm_of_slices(tree, self.params, self.shards, self.groups)
 
     def split(self, tree: Any) -> Any:
         """This shard's slices."""
-        if self.at_rest:
+        if self.in_parts:
             return tree
         index = self.shards.within(self.groups).position()
         local = lambda partition, x: partition.local_slice(x, index)
-        return map_partitions(local, self.partitions, tree)
+        return map_partitions(local, self.params, tree)
 
     def gather(self, tree: Any) -> Any:
-        """Full arrays from the slices of all shards, unless they rest so."""
-        if self.at_rest:
+        """Full arrays from the slices of all shards, unless they are kept so."""
+        if self.in_parts:
             return tree
         parts, structure = jax.tree.flatten(tree)
-        whole = bucketed_gather(parts, self.partitions, self.shards.within(self.groups))
+        whole = bucketed_gather(parts, self.params, self.shards.within(self.groups))
         return structure.unflatten(whole)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DealtParts(_LeafByLeaf, LocalParts):
-    """Each shard updates its slices of some arrays, and all of others, which it owns.
-
-    Attributes:
-      partitions: those of ``dealt``, with arrays that travel to their owners in rows.
-      dealt: who owns what.
-    """
-
-    dealt: Dealt
-
-    def arranged(self, gradients: Any) -> Any:
-        """The gradients, with those that travel to their owners in rows."""
-        leaves, tree = jax.tree.flatten(gradients)
-        return tree.unflatten(rows.pack(self.dealt.rows, leaves))
-
-    def disarranged(self, gradients: Any) -> Any:
-        """The gradients in their own shapes."""
-        leaves, tree = jax.tree.flatten(gradients)
-        return tree.unflatten(rows.unpack(self.dealt.rows, leaves))
-
-    def split(self, tree: Any) -> Any:
-        """This shard's slices, and its rows."""
-        if self.at_rest:
-            return tree
-        leaves, structure = jax.tree.flatten(tree)
-        index = self.shards.position()
-        pairs = zip(self.dealt.params, leaves, strict=True)
-        slices = [partition.local_slice(x, index) for partition, x in pairs]
-        return structure.unflatten(rows.pack_own(self.dealt.rows, slices, index))
-
-    def gather(self, tree: Any) -> Any:
-        """Full arrays from the slices and rows of all shards, unless they rest so."""
-        leaves, structure = jax.tree.flatten(super().gather(tree))
-        return structure.unflatten(rows.unpack(self.dealt.rows, leaves))
-
-
 @dataclasses.dataclass(frozen=True)
-class GlobalArrays(Arrays):
+class Global(Arrays):
     """The update runs once, on sharded global arrays; XLA inserts the communication.
 
     Attributes:
-      partitions: the partition of each parameter.
-      state: the partition of each array of the optimizer's state.
+      params, state, unread, in_parts: see ``Arrays``.
       shards: the shards that have the slices.
       mesh: their mesh.
-      at_rest: whether the parameters stay sharded over the mesh.
     """
 
-    partitions: tuple[Partition, ...]
+    params: tuple[Partition, ...]
     state: tuple[Partition, ...]
     shards: Shards
     mesh: Mesh
-    at_rest: bool = False
+    unread: tuple[bool, ...] = ()
+    in_parts: bool = False
 
-    def partitions_of(self, params: Any) -> Sequence[Partition]:
-        """Those of the plan."""
-        del params
-        return self.partitions
+    where = "on sharded global arrays"
+    steps = ("update on sharded global arrays", "gather")
 
     def split(self, tree: Any) -> Any:
         """The same arrays, sharded over the mesh."""
-        return self._constrain(self.partitions, tree)
+        return self._constrain(self.params, tree)
 
     def gather(self, tree: Any) -> Any:
-        """The same arrays, replicated on every device, unless they stay sharded."""
-        split = self._constrain(self.partitions, tree)
-        if self.at_rest:
+        """The same arrays, replicated on every device, unless they are kept sharded."""
+        split = self.split(tree)
+        if self.in_parts:
             return split
         parts, structure = jax.tree.flatten(split)
         axes = self.shards.axes
         # Explicit, since XLA for TPUs turns an all-gather over all chips into an all-reduce.
         gather = _jax.shard_map(
-            lambda parts: bucketed_gather(parts, self.partitions, self.shards),
+            lambda parts: bucketed_gather(parts, self.params, self.shards),
             mesh=self.mesh,
             axis_names=frozenset(axes),
-            in_specs=([PartitionSpec(*only(each.spec(axes), axes)) for each in self.partitions],),
+            in_specs=([PartitionSpec(*only(each.spec(axes), axes)) for each in self.params],),
             out_specs=PartitionSpec(),
         )
         return structure.unflatten(gather(parts))
 
-    place_gradients = split
-
-    def place_state(self, tree: Any) -> Any:
-        """The state, sharded over the mesh."""
-        return self._constrain(self.state, tree)
+    def run(self, update: Update, gradients: Any, *args: Any) -> tuple[Any, Any]:
+        """The optimizer's updates, and its next state, sharded over the mesh."""
+        updates, state = super().run(update, self.split(gradients), *args)
+        return updates, self._constrain(self.state, state)
 
     def _constrain(self, partitions: tuple[Partition, ...], tree: Any) -> Any:
         def one(partition: Partition, x: Any) -> jax.Array:
@@ -280,3 +222,24 @@ class GlobalArrays(Arrays):
             return lax.with_sharding_constraint(x, sharding)
 
         return map_partitions(one, partitions, tree)
+
+
+def squared_norm(tree: Any) -> Float[Array, ""]:
+    """The sum of the squares of the elements of all floating arrays."""
+    total = jnp.float32(0)
+    for leaf in filter(is_inexact, jax.tree.leaves(tree)):
+        total += jnp.sum(jnp.square(jnp.abs(widen(leaf))))
+    return total
+
+
+def squared_norm_of_slices(
+    tree: Any,
+    partitions: Sequence[Partition],
+    shards: Shards,
+    groups: GroupAssignment | None = None,
+) -> Float[Array, ""]:
+    """The squared norm of arrays of which each shard, or each of a group, has its slices."""
+    pairs = list(zip(jax.tree.leaves(tree), partitions, strict=True))
+    own = squared_norm([leaf for leaf, partition in pairs if partition.number > 1])
+    whole = squared_norm([leaf for leaf, partition in pairs if partition.number == 1])
+    return sum_over_shards(own, shards.within(groups)) + whole

@@ -1,4 +1,4 @@
-"""Optimize: the wrapped optimizer's update, on full arrays, slices or global arrays."""
+"""Optimize: the wrapped optimizer's update, and which gradients it does not read."""
 
 import dataclasses
 import functools
@@ -9,16 +9,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from crossshard import _check, _jax
 from crossshard.errors import ArgumentError
 from crossshard.gradients.status import check_shapes
-from crossshard.jaxprs.repeats import computed_once
+from crossshard.jaxprs.dependence import returned_inputs, sources
 from crossshard.jaxprs.walk import equations_of
+from crossshard.jaxprs.xla import in_loop, zeros
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
-from crossshard.pipeline.update.masters import with_masters
-from crossshard.pipeline.update.moving_average import Decay, describe_decay, with_moving_average
+from crossshard.pipeline.update.averages import (
+    Decay,
+    describe_decay,
+    with_masters,
+    with_moving_average,
+)
 from crossshard.shards.groups import over_all_shards
 
 
@@ -89,37 +93,35 @@ class Optimize(Stage):
         params = None if params is None else arrays.split(params)
 
         def update(
-            state: Any, params: Any, gradients: Gradients = gradients, never: Any = None
-        ) -> _Results:
-            reduced = arrays.place_gradients(gradients.settled().values)
-            updates, after = arrays.run(
-                self.optimizer, reduced, state, params, extra_args, never=never
-            )
+            before: _Kept, gradients: Gradients = gradients, opaque_false: Any = None
+        ) -> tuple[_Kept, Any]:
+            state, params = before
+            reduced = gradients.settled().values
+            updates, after = arrays.run(run, reduced, state, params, loss, opaque_false)
             if params is None and context.shards.number > 1:
                 check_shapes(reduced, updates, "its update")
-            return updates, after, optax.apply_updates(params, updates) if applies else None
+            return (after, optax.apply_updates(params, updates) if applies else None), updates
 
+        before, loss = (state, params), extra_args.get("value", jnp.float32(0))
+        run = functools.partial(self.optimizer.update, **extra_args)
         with jax.named_scope("update"):
-            if context.never is not None:
-                given = gradients.replace(skip=None, updated=None)
-                flag = context.never if skip is None else skip
-                if skip is None and _communicates(update, state, params, given, flag):
+            if context.opaque_false is not None:
+                given = gradients.replace(skip=None, updated=None), context.opaque_false
+                flag = context.opaque_false if skip is None else skip
+                if skip is None and _communicates(update, before, *given):
                     # By its own copy a shard could leave out what the others wait for.
                     flag = context.on_all_shards(flag, differs=True)
-                updates, after, updated = _in_loop(
-                    update, state, params, flag, given, context.never
-                )
+                (after, updated), updates = _in_loop(update, before, *given, skip=flag)
             elif skip is None:
-                updates, after, updated = update(state, params)
+                (after, updated), updates = update(before)
             elif applies and context.skips_by_loop:
-                updates, after, updated = _in_loop(update, state, params, skip)
+                (after, updated), updates = _in_loop(update, before, skip=skip)
             else:
-                new = update(state, params)
-                updates, after, updated = _select(new, state, params if applies else None, skip)
+                kept = before if applies else (state, None)
+                (after, updated), updates = _select(update(before), kept, skip)
         with jax.named_scope("gather"):
             # Gathering parameters is cheaper than gathering updates and applying them everywhere.
             result = arrays.gather(updated if applies else updates)
-        after = arrays.place_state(after)
         return gradients.replace(updated=Updated(result, updates, params, after)), after
 
     def _extra_args(self, gradients: Gradients, context: StageContext) -> dict[str, Any]:
@@ -135,43 +137,34 @@ class Optimize(Stage):
         return f"{update} ({', '.join(kept)})" if kept else update
 
 
-# The updates, the optimizer's next state, and the updated parameters.
-_Results = tuple[Any, Any, Any]
+# The optimizer's state and the parameters.
+_Kept = tuple[Any, Any]
 
 
-def _select(new: _Results, state: Any, params: Any, skip: jax.Array) -> _Results:
-    """The results of an update, or what was before if it is skipped."""
-    old = jax.tree.map(jnp.zeros_like, new[0]), state, params
-    return jax.tree.map(lambda old, new: jnp.where(skip, old, new), old, new)
+def _select(new: tuple[_Kept, Any], before: _Kept, skip: jax.Array) -> tuple[_Kept, Any]:
+    """The results of an update, or what was before and zeros if it is skipped."""
+    kept, updates = new
+    old = jax.tree.map(jnp.zeros_like, updates), before
+    chosen = jax.tree.map(lambda old, new: jnp.where(skip, old, new), old, (updates, kept))
+    return chosen[1], chosen[0]
 
 
 def _in_loop(
-    update: Callable[..., _Results], state: Any, params: Any, skip: jax.Array, *given: Any
-) -> _Results:
-    """The same, from a loop that runs once or not at all.
-
-    It works in place, where XLA for CPUs copies arrays that a select may keep. Nothing that is
-    computed of what is ``given`` besides is computed before it.
-    """
-    types = jax.eval_shape(update, state, params, *given)
+    update: Callable[..., tuple[_Kept, Any]], before: _Kept, *given: Any, skip: jax.Array
+) -> tuple[_Kept, Any]:
+    """As ``_select``, from a loop that runs once or not at all."""
     of = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
-    if of(types[1:]) != of((state, params)):
+    kept, updates = jax.eval_shape(update, before, *given)
+    if of(kept) != of(before):
         # A loop keeps its types, and a select converts them.
-        return _select(update(state, params), state, params, skip)
-    none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), types[0])
-
-    def turn(before: tuple[Any, ...]) -> tuple[Any, ...]:
-        done, _, state, params = before
-        if not given:
-            return jnp.bool_(True), *update(state, params)
-        _, own = lax.optimization_barrier((done, given))
-        return jnp.bool_(True), *computed_once(update, state, params, *own)
-
-    _, *results = lax.while_loop(lambda carry: ~carry[0], turn, (skip, none, state, params))
-    return tuple(results)
+        return _select(update(before), before, skip)
+    # XLA places what the loop carries in this order.
+    turn = lambda carry, *given: (update(carry[1], *given)[::-1], ())
+    (updates, kept), _ = in_loop(turn, (zeros(updates), before), *given, skip=skip)
+    return kept, updates
 
 
-def _communicates(update: Callable[..., _Results], *args: Any) -> bool:
+def _communicates(update: Callable[..., Any], *args: Any) -> bool:
     return any(map(_jax.names_axes, equations_of(jax.make_jaxpr(update)(*args))))
 
 
@@ -198,3 +191,54 @@ def _check_hyperparams(state: Any) -> None:
                     f"would use that for all parameters. Write "
                     f"optax.inject_hyperparams(..., static_args={name!r})."
                 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Unread:
+    """What an update does not read.
+
+    Attributes:
+      gradients: for each parameter, whether no parameter ever depends on its gradient, now or
+        through the optimizer's state.
+      still: for each parameter, whether it stays unchanged besides, so that it need not travel.
+      state: for each array of the optimizer's state, whether it is one of such a parameter.
+    """
+
+    gradients: tuple[bool, ...]
+    still: tuple[bool, ...]
+    state: tuple[bool, ...]
+
+
+def find_unread(update: Callable[..., Any], params: Any, state: Any, loss: Any) -> Unread:
+    """What an update from ``(params, state, gradients, loss)`` to the new two does not read.
+
+    With ``optax.clip_by_global_norm`` before it, ``set_to_zero`` leaves nothing unread: the norm
+    is that of all gradients.
+    """
+    shapes = [[leaf.shape for leaf in jax.tree.leaves(tree)] for tree in (params, state)]
+    number, arrays = map(len, shapes)
+    read = sources(update, params, state, params, loss)
+    # Bits of the inputs: parameters, state, gradients.
+    live = 0
+    for bits in read[:number]:
+        live |= bits
+    while True:
+        more = live
+        for place, bits in enumerate(read[number:]):
+            more |= bits if live >> number + place & 1 else 0
+        if more == live:
+            break
+        live = more
+    unread = tuple(not live >> number + arrays + place & 1 for place in range(number))
+    if not any(unread):
+        return Unread(unread, unread, (False,) * arrays)
+    after = returned_inputs(update, params, state, params, loss)
+    still = tuple(each and after[place] == place for place, each in enumerate(unread))
+    of_still = tuple(
+        any(
+            each and shape == shapes[0][place] and bits >> number + arrays + place & 1
+            for place, each in enumerate(still)
+        )
+        for shape, bits in zip(shapes[1], read[number:], strict=True)
+    )
+    return Unread(unread, still, of_still)

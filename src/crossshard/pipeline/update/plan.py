@@ -1,4 +1,4 @@
-"""Plan: how the weight update is computed, and how it is sharded (ZeRO-1).
+"""Plan: decides how the arrays of a weight update are split, and why so (ZeRO-1).
 
 Xu et al. 2020, "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training"
 (arXiv 2004.13336).
@@ -13,18 +13,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
 
-from crossshard import _check
+from crossshard import _check, _jax
 from crossshard.errors import ArgumentError, CrossshardError, WeightUpdateError
 from crossshard.gradients.nesting import inside_optimizer
+from crossshard.gradients.status import leaf_name
 from crossshard.jaxprs.elementwise import why_not_elementwise
-from crossshard.jaxprs.leafwise import NotLeafwise
-from crossshard.pipeline.update.deal import deal, is_lopsided
-from crossshard.pipeline.update.dealt import Dealt
-from crossshard.pipeline.update.optimize import takes_value
-from crossshard.pipeline.update.unread import Unread, find_unread
+from crossshard.jaxprs.leafwise import NotLeafwise, find_leafwise
+from crossshard.pipeline.update.arrays import Arrays, Global, Parts, Whole
+from crossshard.pipeline.update.optimize import Unread, find_unread, takes_value
+from crossshard.pipeline.update.owners import Block, Owners, bytes_of_type, cost_of, owners_of
+from crossshard.shards.axes import Shards
+from crossshard.shards.groups import GroupAssignment, size_of_group
 from crossshard.shards.model_axes import other_axes_like
 from crossshard.shards.partition import (
     ANY,
@@ -34,6 +38,7 @@ from crossshard.shards.partition import (
     map_partitions,
     partition_along_axis,
     partition_for,
+    tile_for,
 )
 
 
@@ -67,232 +72,316 @@ class Rest(enum.StrEnum):
     SHARDED = "sharded"
 
 
-class UpdateStrategy(enum.StrEnum):
-    """How an update is computed."""
-
-    WHOLE = "whole on every shard"
-    PARTS = "in parts"
-    DEALT = "in parts, leaf by leaf"
-    GLOBAL = "on sharded global arrays"
-
-
-@dataclasses.dataclass(frozen=True)
-class UpdatePlan:
-    """How the parameters and the optimizer state of one update are split, and why.
-
-    Attributes:
-      strategy: how the update is computed.
-      why: the reason, in a few words.
-      params: the partition of each parameter.
-      state: the partition of each array of the optimizer state.
-      structure: the tree structure of the optimizer state.
-      unread: for each parameter, whether its gradient need be neither computed nor sent.
-      in_parts: whether the parameters rest in parts, too.
-      dealt: who updates which leaf, if the update runs leaf by leaf.
-      alone: the leaves, if every shard updates all of them, each in a program of its own.
-    """
-
-    strategy: UpdateStrategy
-    why: str
-    params: tuple[Partition, ...]
-    state: tuple[Partition, ...]
-    structure: Any
-    unread: tuple[bool, ...] = ()
-    in_parts: bool = False
-    dealt: Dealt | None = None
-    alone: Dealt | None = None
-
-
 # Below this the two collectives of a sharded update cost more than the split saves.
 _WORTH_BYTES = 1 << 19
+_LOSS = jax.ShapeDtypeStruct((), "float32")
+Partitions = tuple[Partition, ...]
 
 
-def plan_update(
-    inner: optax.GradientTransformationExtraArgs,
-    params: Any,
-    number: int,
-    wanted: WeightUpdate = WeightUpdate.AUTO,
-    *,
-    only_parts: bool = False,
-    tile: TileShape = ANY,
-    leave_unread: bool = False,
-    other_axes: Sequence[PartitionSpec] = (),
-    in_parts: bool = False,
-    sums_in_loops: bool = False,
-    virtual_shards: int | None = None,
-) -> UpdatePlan:
-    """Plan the update of these parameters on ``number`` shards.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Planner:
+    """Plans the update of some parameters.
 
-    Args:
-      inner: the inner optimizer.
-      params: a pytree with shapes and dtypes.
-      number: the number of shards that share one set of parameters.
+    Attributes:
+      optimizer: the inner optimizer.
+      params: the parameters, a pytree with shapes and dtypes.
+      shards: the shards.
+      groups: the groups within which arrays are split; ``None`` for all shards.
+      mesh: the mesh; ``None`` inside a ``shard_map`` of the user's. There, and with groups, only
+        slices are possible.
       wanted: the requested weight update.
-      only_parts: whether only slices are possible, as inside ``shard_map``.
-      tile: the smallest slice that the platform scatters efficiently.
+      in_parts: whether the parameters are to be kept in parts.
       leave_unread: whether gradients that the optimizer does not read may be left out.
-      other_axes: for each parameter its spec on other axes; empty if none
-        is split over these.
-      in_parts: whether the parameters are to rest in parts.
-      sums_in_loops: whether gradients of stacked layers are to be summed layer by layer.
+      other_axes: for each parameter its spec on other axes; empty if none is split over these.
       virtual_shards: if the bits of the update must not depend on the number of shards, a multiple
         of it.
-
-    Raises:
-      ArgumentError: the optimizer's state changes its structure, or the optimizer needs arguments
-        that a step does not have.
-      WeightUpdateError: only slices are possible and the optimizer is not elementwise, or the same
-        bits are wanted and it does not run leaf by leaf either.
     """
-    params = jax.tree.map(_abstract, params)
-    with inside_optimizer():
-        state = jax.eval_shape(inner.init, params)
-    leaves, (arrays, structure) = jax.tree.leaves(params), jax.tree.flatten(state)
-    of_params = other_axes or [WHOLE] * len(leaves)
-    axes_of_state = other_axes_like(state, params, of_params)
-    # One function for both checks: JAX traces it on whole arrays once.
-    update = as_function(inner)
-    _check_state_stays(update, params, state)
 
-    whole_params, whole_state = _unsplit(params, of_params), _unsplit(state, axes_of_state)
-    if leave_unread:
-        unread = find_unread(update, params, state, _LOSS)
-    else:
-        unread = Unread((False,) * len(leaves), (False,) * len(leaves), (False,) * len(arrays))
+    optimizer: optax.GradientTransformationExtraArgs
+    params: Any
+    shards: Shards
+    groups: GroupAssignment | None = None
+    mesh: Mesh | None = None
+    wanted: WeightUpdate = WeightUpdate.AUTO
+    in_parts: bool = False
+    leave_unread: bool = False
+    other_axes: Sequence[PartitionSpec] = ()
+    virtual_shards: int | None = None
 
-    planned = functools.partial(UpdatePlan, structure=structure, unread=unread.gradients)
-    deal_over = functools.partial(
-        deal, as_updates(inner), params, state, [_LOSS], virtual=virtual_shards
-    )
-    alone, same_bits = None, virtual_shards is not None
-    if same_bits and not _is_elementwise(update, params, state, whole_params, whole_state):
-        with contextlib.suppress(NotLeafwise):
-            alone = deal_over(whole_params, 1, tile, in_parts=False, sums_in_loops=False)
-    whole = lambda why: planned(UpdateStrategy.WHOLE, why, whole_params, whole_state, alone=alone)
-    if wanted is WeightUpdate.REPLICATED:
-        return whole("as requested")
-    if number == 1:
-        return whole("there is one shard")
-    # Parameters that rest in parts keep their shapes, so that they are split along an axis.
-    split_one = partition_along_axis if in_parts else partition_for
-    # What is not sent is not gathered either.
-    stays = (False,) * len(leaves) if in_parts else unread.still
-    partitions = tuple(
-        each if still else split_one(each.shape, number, tile, each.other_axes)
-        for each, still in zip(whole_params, stays, strict=True)
-    )
-    to_split = [
-        math.prod(leaf.shape) * leaf.dtype.itemsize
-        for leaf, partition in zip(leaves, partitions, strict=True)
-        if partition.number > 1
-    ]
-    if not to_split:
-        # What is not trained may be large, and rests in parts then.
-        return dataclasses.replace(whole("every parameter is tiny"), in_parts=in_parts)
-    if wanted is WeightUpdate.AUTO and sum(to_split) < _WORTH_BYTES:
-        return whole("the parameters are too small to gain from it")
-    state_stays = (False,) * len(arrays) if in_parts else unread.state
-    of_state = tuple(
-        each if still else other
-        for each, other, still in zip(
-            whole_state, _split_alike(whole_state, partitions), state_stays, strict=True
-        )
-    )
-    split = functools.partial(planned, in_parts=in_parts)
-    obstacle = why_not_in_parts(update, params, state, partitions, of_state)
-    if obstacle is None and alone is None:
-        why = "the update is elementwise"
-        return split(UpdateStrategy.PARTS, why, partitions, of_state)
-    if only_parts and wanted is WeightUpdate.SHARDED:
-        raise WeightUpdateError(
-            f"The weight update cannot be sharded here: with groups, or inside your own shard_map, "
-            f"each shard updates its slice alone, and this update is not elementwise: {obstacle}. "
-            f"Pass weight_update='replicated', or use make_train_step without groups."
-        )
-    # What is compiled as one program on one shard is so on all others.
-    may_be_dealt = alone is not None or not same_bits
-    if may_be_dealt and not (only_parts or any(other_axes)):
+    def plan(self) -> tuple[Arrays, str]:
+        """How the arrays are split, and the reason, in a few words.
+
+        Raises:
+          ArgumentError: the optimizer's state changes its structure, or the optimizer needs
+            arguments that a step does not have.
+          WeightUpdateError: only slices are possible and the optimizer is not elementwise, or the
+            same bits are wanted and it does not run leaf by leaf either.
+        """
+        self._check_state_stays()
+        if self.wanted is WeightUpdate.REPLICATED:
+            return self._whole, "as requested"
+        if self._number == 1:
+            return self._whole, "there is one shard"
+        # Parameters that are kept in parts keep their shapes, so that they are split along an axis.
+        params = self._cut(partition_along_axis if self.in_parts else partition_for)
+        pairs = zip(jax.tree.leaves(self._params), params, strict=True)
+        size = sum(bytes_of_type(leaf) for leaf, partition in pairs if partition.number > 1)
+        if not size:
+            # What is not trained may be large, and is kept in parts then.
+            whole = dataclasses.replace(self._whole, in_parts=self.in_parts)
+            return whole, "every parameter is tiny"
+        if self.wanted is WeightUpdate.AUTO and size < _WORTH_BYTES:
+            return self._whole, "the parameters are too small to gain from it"
+        _, whole_state = self._partitions
+        # What is not sent is not gathered either.
+        stays = [False] * len(whole_state) if self.in_parts else self._unread.state
+        alike = zip(whole_state, _split_alike(whole_state, params), stays, strict=True)
+        state = tuple(whole if still else split for whole, split, still in alike)
+        obstacle = why_not_in_parts(self._update, self._params, self._state, params, state)
+        if obstacle is None and self._apart is None:
+            kept = state, self._unread.gradients, self.in_parts
+            return Parts(params, self.shards, self.groups, *kept), "the update is elementwise"
+        return self._if_not_elementwise(params, obstacle)
+
+    def _if_not_elementwise(self, params: Partitions, obstacle: str | None) -> tuple[Arrays, str]:
+        """A plan leaf by leaf if it can be, else whole, or on global arrays."""
+        auto, same_bits = self.wanted is WeightUpdate.AUTO, self.virtual_shards is not None
+        only_parts = self.mesh is None or self.groups is not None
+        if only_parts and not auto:
+            raise WeightUpdateError(
+                f"The weight update cannot be sharded here: with groups, or inside your own "
+                f"shard_map, each shard updates its slice alone, and this update is not "
+                f"elementwise: {obstacle}. Pass weight_update='replicated', or use make_train_step "
+                f"without groups."
+            )
+        # What is compiled as one program on one shard is so on all others.
+        may_have_owners = self._apart is not None or not same_bits
+        if may_have_owners and not (only_parts or any(self.other_axes)):
+            try:
+                return self._leaf_by_leaf(params)
+            except NotLeafwise as reason:
+                if str(reason) != obstacle:
+                    obstacle = f"{obstacle}; nor leaf by leaf: {reason}"
+        if same_bits and not auto:
+            raise WeightUpdateError(
+                f"With virtual_shards the bits must not depend on the number of shards, and a "
+                f"sharded update of this optimizer, which is neither elementwise nor leaf by leaf, "
+                f"is compiled differently for each of them: {obstacle}. Pass "
+                f"weight_update='replicated', and leave params='sharded' out."
+            )
+        why = f"the update is not elementwise: {obstacle}"
+        if self.mesh is None or auto:
+            return self._whole, why
+        along_axis = functools.partial(self._slices, partition_along_axis)
+        params, state = self._cut(partition_along_axis), tuple(map(along_axis, self._partitions[1]))
+        kept = self._unread.gradients, self.in_parts
+        return Global(params, state, self.shards, self.mesh, *kept), why
+
+    def _leaf_by_leaf(self, params: Partitions) -> tuple[Arrays, str]:
+        """A plan with owners, or a whole one where they gain nothing."""
         # A gradient that nothing reads is not sent, to no owner either.
-        partitions = tuple(
-            Partition(each.shape) if unread.gradients[place] else each
-            for place, each in enumerate(partitions)
+        pairs = zip(params, self._unread.gradients, strict=True)
+        read = [Partition(each.shape) if unread else each for each, unread in pairs]
+        found = self._owners(read, self.in_parts)
+        if self.wanted is WeightUpdate.AUTO and found.is_lopsided:
+            return self._whole, "one shard would do most of it, if each leaf were updated by one"
+        if self.wanted is WeightUpdate.AUTO and self.virtual_shards and found.exchanged:
+            return self._whole, "gradients would travel twice, to be updated whole"
+        return found, "each leaf is updated from its own arrays, and from scalars"
+
+    def _owners(self, params: Sequence[Partition], in_parts: bool) -> Owners:
+        """The update leaf by leaf; every shard updates the leaves that are not split.
+
+        Raises:
+          NotLeafwise: it cannot be computed leaf by leaf.
+        """
+        number, virtual, tile = self.shards.number, self.virtual_shards, self._tile
+        # XLA for CPUs does nothing beside a sum.
+        sums_in_loops = virtual is None and self.shards.platform != "cpu"
+        partitions, cut = [_within_layers(each) for each in params], dict[int, Partition]()
+        if virtual is not None:
+            for i, each in enumerate(partitions):
+                # For any tile, which may depend on the number of shards.
+                piece = partition_along_axis(each.shape, virtual)
+                if piece.number > 1:
+                    cut[i] = piece
+                    if each.number > 1:
+                        partitions[i] = dataclasses.replace(piece, number=number, tile=tile)
+        split = {i: each for i, each in enumerate(partitions) if each.number > 1}
+        # What may have an owner for each layer, also if it travels in slices.
+        layers = {
+            i: each.shape[0]
+            for i, each in split.items()
+            if _has_layers(each) and (each.shape[0] % number == 0 or each.axis)
+        }
+        stay: dict[int, str] = {}
+        if virtual is None:
+            slices = {i: each.local_shape for i, each in split.items()}
+            # So many layers go to each shard; if they do not divide, each has an owner.
+            together = {i: own // number if own % number == 0 else 1 for i, own in layers.items()}
+        else:
+            # Of all leaves, whether they are split or not, and whatever the number of shards.
+            slices = {i: cut.get(i, each).local_shape for i, each in enumerate(partitions)}
+            together = {i: 1 for i, each in enumerate(partitions) if _has_layers(each)}
+            why = f"it has no axis that divides by {virtual}"
+            stay = {i: why for i in slices if i not in cut}
+        stacks = {i: (own, *partitions[i].shape[1:]) for i, own in together.items()}
+        padded = [i for i, each in split.items() if each.packed_shape != each.shape]
+        update, given = (
+            as_function(self.optimizer, applied=False),
+            (self._params, self._state, [_LOSS]),
         )
+        found = find_leafwise(update, *given, slices, stacks, padded, stay)
+        pieces = {} if virtual is None else dict.fromkeys(found.stacked, (0, 1))
+        for i in set(cut).difference(found.stacked, found.whole):
+            axis = cut[i].axis or 0
+            pieces[i] = axis, cut[i].local_shape[axis]
+        stacked = [i for i in found.stacked if i in layers]
+        layered = [i for i in stacked if layers[i] % number]
+        of_one = [i for i in found.whole if i in split]
+        costs: dict[Block, float] = {(i, None): cost_of(partitions[i].shape) for i in of_one}
+        for i in layered:
+            costs |= {(i, layer): cost_of(partitions[i].shape[1:]) for layer in range(layers[i])}
+        chosen = list(partitions)
+        for i in found.stacked.difference(stacked):
+            chosen[i] = Partition(partitions[i].shape)
+        for i in set(stacked).difference(layered):
+            if not in_parts and not (sums_in_loops and partitions[i].axis):
+                chosen[i] = Partition(partitions[i].shape, number, 0, tile)
+        # Gradients that are summed layer by layer, where the backward pass makes them, are slices.
+        waits = lambda each: sums_in_loops and (each.row or Partition(each.shape).row) is not None
+        whole = [i for i in (*of_one, *layered) if not (in_parts or waits(partitions[i]))]
+        for i in whole:
+            chosen[i] = Partition(partitions[i].shape)
+        planned = Owners(
+            tuple(chosen),
+            found,
+            owners_of(costs, number),
+            (jax.tree.leaves(self._params), jax.tree.leaves(self._state)),
+            self.shards,
+            tile,
+            pieces,
+            self._unread.gradients,
+            in_parts,
+        )
+        own = sum(bytes_of_type(planned.types[0][i]) for i in whole)
+        sent = sum(number * each.width * each.dtype.itemsize for each in planned.blocks)
+        if sent <= own + own / number:
+            return planned
+        # Rows would be mostly padding: owners get the slices of their leaves instead.
+        for i in whole:
+            chosen[i] = partitions[i]
+        return dataclasses.replace(planned, params=tuple(chosen))
+
+    # What it is planned from.
+
+    @functools.cached_property
+    def _params(self) -> Any:
+        def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+            # JAX 0.12 warns of a type of 64 bits, where it would narrow an array without a word.
+            dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+            return jax.ShapeDtypeStruct(leaf.shape, dtype)
+
+        return jax.tree.map(abstract, self.params)
+
+    @functools.cached_property
+    def _state(self) -> Any:
+        with inside_optimizer():
+            return jax.eval_shape(self.optimizer.init, self._params)
+
+    @functools.cached_property
+    def _update(self) -> Callable[..., Any]:
+        # One function for all checks: JAX traces it on whole arrays once.
+        return as_function(self.optimizer)
+
+    @property
+    def _number(self) -> int:
+        return size_of_group(self.groups, self.shards.number)
+
+    @property
+    def _tile(self) -> TileShape:
+        return ANY if self.mesh is None else tile_for(self.mesh, self.in_parts)
+
+    @functools.cached_property
+    def _unread(self) -> Unread:
+        if self.leave_unread:
+            return find_unread(self._update, self._params, self._state, _LOSS)
+        none, of_state = ((False,) * len(each) for each in self._partitions)
+        return Unread(none, none, of_state)
+
+    @functools.cached_property
+    def _partitions(self) -> tuple[Partitions, Partitions]:
+        """Those of whole arrays: of the parameters, and of the state."""
+        axes = self.other_axes or [WHOLE] * len(jax.tree.leaves(self._params))
+        specs = axes, other_axes_like(self._state, self._params, axes)
+
+        def whole(tree: Any, specs: Sequence[PartitionSpec]) -> Partitions:
+            pairs = zip(jax.tree.leaves(tree), specs, strict=True)
+            return tuple(Partition(leaf.shape, other_axes=own) for leaf, own in pairs)
+
+        return whole(self._params, specs[0]), whole(self._state, specs[1])
+
+    @property
+    def _whole(self) -> Whole:
+        """Every array whole on every shard."""
+        return Whole(
+            *self._partitions, self._unread.gradients, shards=self.shards, apart=self._apart
+        )
+
+    @functools.cached_property
+    def _apart(self) -> Owners | None:
+        """What runs each leaf in a program of its own, for bits that are the same everywhere."""
+        if self.virtual_shards is None:
+            return None
+        params, state = self._partitions
+        # For any number of shards.
+        halves = [partition_for(each.shape, 2) for each in params]
+        of_state = _split_alike(state, halves)
+        if not why_not_in_parts(self._update, self._params, self._state, halves, of_state):
+            return None
+        with contextlib.suppress(NotLeafwise):
+            return self._owners(params, in_parts=False)
+        return None
+
+    def _slices(self, split_one: Callable[..., Partition], whole: Partition) -> Partition:
+        return split_one(whole.shape, self._number, self._tile, whole.other_axes)
+
+    def _cut(self, split_one: Callable[..., Partition]) -> Partitions:
+        """The parameters in slices; what is not sent is not gathered either."""
+        params, _ = self._partitions
+        stays = [False] * len(params) if self.in_parts else self._unread.still
+        pairs = zip(params, stays, strict=True)
+        return tuple(each if still else self._slices(split_one, each) for each, still in pairs)
+
+    def _check_state_stays(self) -> None:
+        params, state = self._params, self._state
         try:
-            in_loops = sums_in_loops and not same_bits
-            dealt = deal_over(partitions, number, tile, in_parts=in_parts, sums_in_loops=in_loops)
-            if wanted is WeightUpdate.AUTO and is_lopsided(dealt):
-                return whole("one shard would do most of it, if each leaf were updated by one")
-            if wanted is WeightUpdate.AUTO and same_bits and dealt.exchanged:
-                return whole("gradients would travel twice, to be updated whole")
-            why = "each leaf is updated from its own arrays, and from scalars"
-            return split(UpdateStrategy.DEALT, why, dealt.params, dealt.state, dealt=dealt)
-        except NotLeafwise as reason:
-            if str(reason) != obstacle:
-                obstacle = f"{obstacle}; nor leaf by leaf: {reason}"
-    if same_bits and wanted is WeightUpdate.SHARDED:
-        raise WeightUpdateError(
-            f"With virtual_shards the bits must not depend on the number of shards, and a sharded "
-            f"update of this optimizer, which is neither elementwise nor leaf by leaf, is compiled "
-            f"differently for each of them: {obstacle}. Pass weight_update='replicated', and leave "
-            f"params='sharded' out."
-        )
-    why = f"the update is not elementwise: {obstacle}"
-    if wanted is WeightUpdate.AUTO:
-        return whole(why)
-    along_axis = lambda each: partition_along_axis(each.shape, number, tile, each.other_axes)
-    partitions = tuple(
-        each if still else along_axis(each) for each, still in zip(whole_params, stays, strict=True)
-    )
-    return split(UpdateStrategy.GLOBAL, why, partitions, tuple(map(along_axis, whole_state)))
-
-
-_LOSS = jax.ShapeDtypeStruct((), "float32")
-
-
-def _is_elementwise(
-    update: Callable[..., Any],
-    params: Any,
-    state: Any,
-    of_params: Sequence[Partition],
-    of_state: Sequence[Partition],
-) -> bool:
-    """Whether an update ``as_function`` runs on halves of its arrays, for any number of shards."""
-    halves = [partition_for(each.shape, 2) for each in of_params]
-    return not why_not_in_parts(update, params, state, halves, _split_alike(of_state, halves))
-
-
-def _check_state_stays(update: Callable[..., Any], params: Any, state: Any) -> None:
-    try:
-        _, after = jax.eval_shape(update, params, state, params, _LOSS)
-    except CrossshardError:
-        raise
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        if "required keyword-only argument" not in str(error):
+            _, after = jax.eval_shape(self._update, params, state, params, _LOSS)
+        except CrossshardError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            if "required keyword-only argument" not in str(error):
+                raise ArgumentError(
+                    f"The optimizer cannot update these parameters: {type(error).__name__}, "
+                    f"{str(error).splitlines()[0]}. One that takes parameters of a form of its "
+                    f"own, as optax.lookahead does, or the gradient of each example, as "
+                    f"optax.contrib.dpsgd does, is for the Optax idiom: init and update, in a loop "
+                    f"of your own."
+                ) from error
             raise ArgumentError(
-                f"The optimizer cannot update these parameters: {type(error).__name__}, "
-                f"{str(error).splitlines()[0]}. One that takes parameters of a form of its own, as "
-                f"optax.lookahead does, or the gradient of each example, as optax.contrib.dpsgd "
-                f"does, is for the Optax idiom: init and update, in a loop of your own."
+                f"The optimizer needs more than gradients and the loss, which is all that a step "
+                f"has: {str(error).splitlines()[0]}. Optimizers with a line search need the loss "
+                f"function; call them in a loop of your own."
             ) from error
-        raise ArgumentError(
-            f"The optimizer needs more than gradients and the loss, which is all that a step has: "
-            f"{str(error).splitlines()[0]}. Optimizers with a line search need the loss function; "
-            f"call them in a loop of your own."
-        ) from error
-    was, now = (
-        (jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)])
-        for tree in (state, after)
-    )
-    if was != now:
-        raise ArgumentError(
-            f"The optimizer's state changes its structure or dtypes in a step, but a step is "
-            f"compiled for one of them: from {was} to {now}."
+        was, now = (
+            (jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)])
+            for tree in (state, after)
         )
-
-
-def _unsplit(tree: Any, other_axes: Sequence[PartitionSpec]) -> tuple[Partition, ...]:
-    leaves = zip(jax.tree.leaves(tree), other_axes, strict=True)
-    return tuple(Partition(leaf.shape, other_axes=own) for leaf, own in leaves)
+        if was != now:
+            raise ArgumentError(
+                f"The optimizer's state changes its structure or dtypes in a step, but a step is "
+                f"compiled for one of them: from {was} to {now}."
+            )
 
 
 def _split_alike(state: Sequence[Partition], params: Sequence[Partition]) -> list[Partition]:
@@ -301,26 +390,32 @@ def _split_alike(state: Sequence[Partition], params: Sequence[Partition]) -> lis
     return [alike.get((each.shape, each.other_axes), each) for each in state]
 
 
-def as_function(optimizer: optax.GradientTransformationExtraArgs) -> Callable[..., Any]:
-    """An optimizer as ``(params, state, gradients, loss) -> (params, state)``, to be traced."""
-
-    find = as_updates(optimizer)
-
-    def update(params: Any, state: Any, gradients: Any, loss: Any) -> tuple[Any, Any]:
-        updates, after = find(params, state, gradients, loss)
-        return optax.apply_updates(params, updates), after
-
-    return update
+def _within_layers(partition: Partition) -> Partition:
+    """The partition, within each layer if whole layers do not divide."""
+    shape, number = partition.shape, partition.number
+    if partition.axis or len(shape) < 3 or shape[0] % number == 0:
+        return partition
+    within = partition_along_axis(shape, number, partition.tile)
+    return within if within.axis else partition
 
 
-def as_updates(optimizer: optax.GradientTransformationExtraArgs) -> Callable[..., Any]:
-    """As ``as_function``, to the updates in place of the parameters."""
+def _has_layers(partition: Partition) -> bool:
+    return len(partition.shape) > 2 and partition.shape[0] > 1
+
+
+def as_function(
+    optimizer: optax.GradientTransformationExtraArgs, *, applied: bool = True
+) -> Callable[..., Any]:
+    """An optimizer as ``(params, state, gradients, loss) -> (params, state)``, to be traced.
+
+    It returns the updates in place of the parameters unless these are to be ``applied``.
+    """
 
     def update(params: Any, state: Any, gradients: Any, loss: Any) -> tuple[Any, Any]:
         extra_args = {"value": loss} if takes_value(optimizer) else {}
         with inside_optimizer():
-            found: tuple[Any, Any] = optimizer.update(gradients, state, params, **extra_args)
-        return found
+            updates, after = optimizer.update(gradients, state, params, **extra_args)
+        return optax.apply_updates(params, updates) if applied else updates, after
 
     return update
 
@@ -340,7 +435,67 @@ def why_not_in_parts(
     return why_not_elementwise(update, whole, (slices, of_slices, slices, _LOSS))
 
 
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    # JAX 0.12 warns of a type of 64 bits, where it would narrow an array without a word.
-    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
-    return jax.ShapeDtypeStruct(leaf.shape, dtype)
+# ---- Updates inside a shard_map of the user's, of blocks that other axes have split.
+
+
+def check_blocks(
+    transformations: Sequence[optax.GradientTransformationExtraArgs], params: Any, shards: Shards
+) -> None:
+    """Raise if parameters are split over other manual axes, and a transformation needs them whole.
+
+    Without ``check_vma`` types do not tell what is split, and every parameter counts as split.
+
+    Raises:
+      WeightUpdateError: a transformation is not elementwise.
+    """
+    unnamed = _jax.manual_axes().difference(shards.axes) if shards.axes else frozenset()
+    axes = sorted(axis for axis in unnamed if lax.axis_size(axis) > 1)
+    if not axes:
+        return
+    tracked = all(map(_jax.has_vma, axes))
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    is_split = lambda x: not tracked or not _jax.varying_axes(x).isdisjoint(axes)
+    splits = [("split",) if is_split(x) else () for _, x in leaves]
+    if not any(splits):
+        return
+    whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
+    for transformation in transformations:
+        obstacle = _why_not_on_blocks(transformation, whole, splits)
+        if obstacle is None:
+            continue
+        name = next(leaf_name(path) for path, x in leaves if is_split(x))
+        what = ", ".join(map(repr, axes))
+        found = f"{name} is split" if tracked else f"Parameters such as {name} may be split"
+        types = "" if tracked else " If they are not, pass check_vma=True, so that types tell."
+        named = ", ".join(map(repr, shards.axes))
+        raise WeightUpdateError(
+            f"{found} over {what}, which is not a shard axis here, and each device would "
+            f"update its block alone, but the update needs whole arrays: {obstacle}. Leave {what} "
+            f"to XLA, with jax.shard_map(..., axis_names={{{named}}}), or write "
+            f"crossshard.make_train_step(..., mesh=mesh, axis_name={shards.axes!r}).{types}"
+        )
+
+
+def _why_not_on_blocks(
+    transformation: optax.GradientTransformationExtraArgs, params: Any, splits: Sequence[Any]
+) -> str | None:
+    """Why a transformation cannot run on blocks of some parameters; ``None`` if it can."""
+    with inside_optimizer():
+        state = jax.eval_shape(transformation.init, params)
+
+    def blocks(tree: Any, splits: Sequence[Any]) -> list[Partition]:
+        pairs = zip(jax.tree.leaves(tree), splits, strict=True)
+        return [_half(x.shape) if own else Partition(x.shape) for x, own in pairs]
+
+    of_params = blocks(params, splits)
+    of_state = blocks(state, other_axes_like(state, params, splits))
+    try:
+        return why_not_in_parts(as_function(transformation), params, state, of_params, of_state)
+    except TypeError as error:  # it takes more arguments, such as the loss function
+        return f"it cannot be traced from gradients and the loss, {str(error).splitlines()[0]}"
+
+
+def _half(shape: tuple[int, ...]) -> Partition:
+    """A partition in two, along an axis if one divides; of a single element there is none."""
+    axis = next((axis for axis, size in enumerate(shape) if size % 2 == 0), None)
+    return Partition(shape, 2, axis) if math.prod(shape) > 1 else Partition(shape)

@@ -1,4 +1,4 @@
-"""Rows of arrays that are dealt out: each unit is in one row, and comes back as it was."""
+"""Blocks with owners: each is in the row of its owner, and comes back as it was."""
 
 import math
 
@@ -8,30 +8,30 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from crossshard.shards import rows as module
+from crossshard.pipeline.update import owners as module
+from crossshard.pipeline.update.owners import Block, Blocks, blocks_of, owners_of, take
 from crossshard.shards.partition import ANY, TPU, Partition
-from crossshard.shards.rows import Rows, Unit, owners_of, rows_of, take
 
 NUMBER = 4
 _rng = np.random.default_rng(3)
 SHAPES = [(5, 7), (3,), (6, 4, 2), (), (9, 2), (2, 2)]
 ARRAYS = [jnp.asarray(_rng.normal(size=shape), jnp.float32) for shape in SHAPES]
 # The third is dealt out layer by layer, and the last is not dealt out.
-UNITS: list[Unit] = [(0, None), (1, None), *((2, row) for row in range(6)), (3, None), (4, None)]
-OWNERS = owners_of({unit: float(take(ARRAYS, unit).size) for unit in UNITS}, NUMBER)
+BLOCKS: list[Block] = [(0, None), (1, None), *((2, row) for row in range(6)), (3, None), (4, None)]
+OWNERS = owners_of({block: float(take(ARRAYS, block).size) for block in BLOCKS}, NUMBER)
 
 
-def rows_for(tile: module.TileShape = ANY, most: float = math.inf) -> tuple[Rows, ...]:
-    types = {unit: jax.typeof(take(ARRAYS, unit)) for unit in UNITS}
-    return rows_of(types, OWNERS, NUMBER, tile, most)
+def blocks_for(tile: module.TileShape = ANY, most: float = math.inf) -> tuple[Blocks, ...]:
+    types = {block: jax.typeof(take(ARRAYS, block)) for block in BLOCKS}
+    return blocks_of(types, OWNERS, NUMBER, tile, most)
 
 
 @pytest.mark.parametrize("tile", [ANY, TPU], ids=["any", "tpu"])
 @pytest.mark.parametrize("most", [math.inf, 100])
-def test_every_unit_is_in_one_row_which_is_that_of_its_owner(tile: module.TileShape, most: float):
-    found = rows_for(tile, most)
+def test_every_block_is_in_one_row_which_is_that_of_its_owner(tile: module.TileShape, most: float):
+    found = blocks_for(tile, most)
     places = [
-        (unit, shard) for each in found for shard, own in enumerate(each.of_shard) for unit in own
+        (block, shard) for each in found for shard, own in enumerate(each.of_shard) for block in own
     ]
     assert sorted(places) == sorted(OWNERS.items())
     assert (len(found) == 1) == (most == math.inf)
@@ -42,9 +42,9 @@ def test_every_unit_is_in_one_row_which_is_that_of_its_owner(tile: module.TileSh
 @pytest.mark.parametrize("tile", [ANY, TPU], ids=["any", "tpu"])
 @pytest.mark.parametrize("most", [math.inf, 100])
 def test_arrays_come_back_as_they_were(tile: module.TileShape, most: float):
-    found = rows_for(tile, most)
+    found = blocks_for(tile, most)
     packed = module.pack(found, ARRAYS)
-    partitions = module.in_rows(found, [Partition(shape) for shape in SHAPES])
+    partitions = module.packed(found, [Partition(shape) for shape in SHAPES])
     assert [x.shape for x in packed] == [each.shape for each in partitions]
     assert packed[5] is ARRAYS[5]
     back = module.unpack(found, packed)
@@ -52,18 +52,18 @@ def test_arrays_come_back_as_they_were(tile: module.TileShape, most: float):
 
 
 def test_a_shard_packs_its_own_row():
-    found = rows_for()
+    found = blocks_for()
     mesh = jax.make_mesh((NUMBER,), ("shards",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def own(arrays: list[jax.Array]) -> jax.Array:
-        return module.pack_own(found, arrays, jax.lax.axis_index("shards"))[found[0].first]
+        return module.pack_own(found, arrays, jax.lax.axis_index("shards"))[found[0].places[0]]
 
     run = jax.shard_map(own, mesh=mesh, in_specs=P(), out_specs=P("shards"), check_vma=False)
-    np.testing.assert_array_equal(run(ARRAYS), module.pack(found, ARRAYS)[found[0].first])
+    np.testing.assert_array_equal(run(ARRAYS), module.pack(found, ARRAYS)[found[0].places[0]])
 
 
 def test_an_array_stays_in_one_matrix_with_all_its_layers():
-    found = rows_for(most=60)
+    found = blocks_for(most=60)
     assert len(found) > 1
     assert sorted(place for each in found for place in each.places) == [0, 1, 2, 3, 4]
 
@@ -71,16 +71,16 @@ def test_an_array_stays_in_one_matrix_with_all_its_layers():
 def test_arrays_of_two_dtypes_are_in_two_matrices():
     types = {(0, None): jax.ShapeDtypeStruct((3,), "float32")}
     types |= {(1, None): jax.ShapeDtypeStruct((3,), "int32")}
-    found = rows_of(types, {(0, None): 0, (1, None): 1}, 2, ANY)
+    found = blocks_of(types, {(0, None): 0, (1, None): 1}, 2, ANY)
     assert [(each.dtype, each.places) for each in found] == [("float32", (0,)), ("int32", (1,))]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_shard_owns_much_more_than_its_part(seed: int):
     rng = np.random.default_rng(seed)
-    costs: dict[Unit, float] = {(i, None): float(c) for i, c in enumerate(rng.integers(1, 99, 40))}
+    costs: dict[Block, float] = {(i, None): float(c) for i, c in enumerate(rng.integers(1, 99, 40))}
     owners = owners_of(costs, 7)
-    loads = [sum(costs[unit] for unit, own in owners.items() if own == i) for i in range(7)]
+    loads = [sum(costs[block] for block, own in owners.items() if own == i) for i in range(7)]
     # Graham 1969: the longest first is at most a third above the best.
     assert max(loads) <= 4 / 3 * max(sum(loads) / 7, max(costs.values()))
     assert owners.keys() == costs.keys()
@@ -89,8 +89,8 @@ def test_no_shard_owns_much_more_than_its_part(seed: int):
 def test_fewer_arrays_than_shards_leave_shards_without_any():
     owners = owners_of({(0, None): 1, (1, None): 1}, 5)
     assert sorted(owners.values()) == [0, 1]
-    types: dict[Unit, jax.ShapeDtypeStruct] = {
-        unit: jax.ShapeDtypeStruct((2,), "float32") for unit in owners
+    types: dict[Block, jax.ShapeDtypeStruct] = {
+        block: jax.ShapeDtypeStruct((2,), "float32") for block in owners
     }
-    (found,) = rows_of(types, owners, 5, ANY)
+    (found,) = blocks_of(types, owners, 5, ANY)
     assert [len(own) for own in found.of_shard] == [1, 1, 0, 0, 0]

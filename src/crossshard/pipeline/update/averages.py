@@ -1,4 +1,4 @@
-"""Moving average: an optimizer that also averages its parameters over the steps."""
+"""Averages: an optimizer that also keeps its parameters averaged over the steps, or wider."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from crossshard import _check
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.scalars import is_inexact
-from crossshard.pipeline.update.masters import widest
 
 # A number, or a schedule of the number of updates.
 Decay = float | Callable[[Any], Any]
@@ -30,27 +30,31 @@ class MovingAverageState(NamedTuple):
     inner_state: Any
 
 
+class MastersState(NamedTuple):
+    """Master weights and the state of the optimizer that updates them.
+
+    Attributes:
+      masters: the parameters, in the dtype of the masters.
+      inner_state: the state of the inner optimizer.
+    """
+
+    masters: Any
+    inner_state: Any
+
+
 def with_moving_average(
     inner: optax.GradientTransformationExtraArgs, decay: Decay
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that keeps ``ema = decay * ema + (1 - decay) * params`` after each update.
-
-    Args:
-      inner: the optimizer.
-      decay: a number, or a schedule: a function of the number of updates before this one.
-    """
+    """Keeps ``ema = decay * ema + (1 - decay) * params`` after each update of an optimizer."""
 
     def init(params: Any) -> MovingAverageState:
         count = jnp.int32(0) if callable(decay) else ()
-        return MovingAverageState(jax.tree.map(_copy, params), count, inner.init(params))
+        return MovingAverageState(_copied(params, jnp.float32), count, inner.init(params))
 
     def update(
         updates: Any, state: MovingAverageState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, MovingAverageState]:
-        if params is None:
-            raise ArgumentError(
-                "With ema an update needs the parameters: opt.update(grads, state, params)."
-            )
+        params = _needed(params, "ema")
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
         after = optax.apply_updates(params, updates)
         now = jnp.asarray(decay(state.ema_count)) if callable(decay) else decay
@@ -69,8 +73,77 @@ def with_moving_average(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _copy(x: Any) -> jax.Array:
-    return jnp.array(x, widest(x, jnp.float32), copy=True)
+def with_masters(
+    inner: optax.GradientTransformationExtraArgs, dtype: Any
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer whose parameters of fewer bits are the rounded masters (arXiv 1710.03740).
+
+    The updates are the differences between the rounded masters and the parameters. A parameter that
+    is not its rounded master was set since the last update, and becomes the master.
+    """
+
+    def init(params: Any) -> MastersState:
+        masters = _copied(params, dtype)
+        return MastersState(masters, inner.init(masters))
+
+    def update(
+        updates: Any, state: MastersState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, MastersState]:
+        params = _needed(params, "master_dtype")
+        masters = jax.tree.map(_unless_set, state.masters, params)
+        as_master = lambda g, m: g.astype(m.dtype) if is_inexact(m) else g
+        wide = jax.tree.map(as_master, updates, masters)
+        updates, inner_state = inner.update(wide, state.inner_state, masters, **extra_args)
+        masters = optax.apply_updates(masters, updates)
+        # In the dtype of the masters, where it is exact.
+        change = jax.tree.map(
+            lambda m, p: m.astype(p.dtype).astype(m.dtype) - p.astype(m.dtype), masters, params
+        )
+        return change, MastersState(masters, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _needed(params: Any, option: str) -> Any:
+    if params is None:
+        raise ArgumentError(
+            f"With {option} an update needs the parameters: opt.update(grads, state, params)."
+        )
+    return params
+
+
+def _copied(params: Any, dtype: Any) -> Any:
+    """The parameters in this dtype, or in their own if it is wider."""
+
+    def one(x: Any) -> jax.Array:
+        own = jnp.result_type(x)
+        wide = jnp.promote_types(own, dtype) if jnp.issubdtype(own, jnp.inexact) else own
+        # Copied, since two arrays of a donated state must not share a buffer.
+        return jnp.array(x, wide, copy=True)
+
+    return jax.tree.map(one, params)
+
+
+def _unless_set(master: Any, param: Any) -> jax.Array:
+    """The master; the parameter where it is another number than the rounded master."""
+    wide, narrow = master.dtype, jnp.result_type(param)
+    if wide == narrow:
+        return jnp.where(param == master, master, param)
+    # The change that made the parameter is itself rounded, and can tip it over near a tie.
+    near = 4 * float(jnp.finfo(wide).eps)
+    below, above = (_is_same(param, (master * by).astype(narrow)) for by in (1 - near, 1 + near))
+    return jnp.where(below | above, master, jnp.asarray(param, wide))
+
+
+def _is_same(one: Any, other: jax.Array) -> jax.Array:
+    if other.dtype.itemsize > 2:
+        return one == other
+    # By their bits: XLA may leave out the rounding of a number that it then compares as a wide one.
+    bits, others = (
+        lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}") for x in (one, other)
+    )
+    # Zeros of both signs are equal.
+    return (bits == others) | ((bits | others) << 1 == 0)
 
 
 def describe_decay(decay: Decay) -> str:
