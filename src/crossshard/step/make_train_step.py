@@ -10,7 +10,6 @@ from jax.typing import ArrayLike, DTypeLike
 
 from crossshard import _check, _mesh
 from crossshard._annotations import Filter, Loss, PyTree
-from crossshard.collectives.codec import Codec
 from crossshard.errors import ArgumentError
 from crossshard.gradients.reduction import Reduction
 from crossshard.gradients.status import GradientStatus
@@ -33,10 +32,10 @@ from crossshard.step.loss_over import (
     LossOver,
     RngPer,
     check_loss_over,
-    check_over_batch,
     check_rng_per,
 )
-from crossshard.step.rarely import check_outer, check_workers, with_workers
+from crossshard.step.rarely import check_outer, with_workers
+from crossshard.step.refusals import check_together
 from crossshard.step.shard_loss import ShardLoss
 from crossshard.step.step_function import StepFunction
 from crossshard.step.train_step import TrainStep
@@ -241,72 +240,47 @@ def make_train_step(
         sync_streaming=options.get("sync_streaming", False),
     )
     if outer is not None:
-        check_workers(pipeline, params=params, loss=loss)
         pipeline = with_workers(pipeline, outer, number)
     pipeline = _check_pipeline(pipeline, number, weight)
-    virtual = check_virtual_shards(
-        options.get("virtual_shards"),
+    virtual = check_virtual_shards(options.get("virtual_shards"), number)
+    sharding, rest = check_weight_update(weight_update), _check.choice("params", params, Rest)
+    if sharding is WeightUpdate.AUTO and wrapped.weight_update is WeightUpdate.SHARDED:
+        sharding = WeightUpdate.SHARDED
+    gather_dtype = check_gather_dtype(options.get("gather_dtype"))
+    check_together(
         pipeline,
-        number,
         other_axes=[axis for axis in where.axis_names if axis not in axes],
+        params=rest,
+        update=sharding,
+        gather_dtype=gather_dtype,
         loss_over=over,
-        model_state=model_state,
-        gather_dtype=options.get("gather_dtype"),
+        virtual_shards=virtual,
+        weight=weight,
+        model_state=kind,
+        # As it was passed: without it aux is per shard too, where there is a loss of each.
+        aux_reduction=options.get("aux_reduction"),
     )
     if virtual is not None:
         loss = dataclasses.replace(loss, virtual_shards=virtual)
         pipeline = dataclasses.replace(pipeline, aggregator=InOrder(virtual))
     if isinstance(pipeline.aggregator, FewBits):
         pipeline.aggregator.check_axes(axes, pipeline.groups)
-    if loss.is_over_batch:
-        check_over_batch(
-            pipeline,
-            weight=weight,
-            model_state=model_state,
-            aux_reduction=options.get("aux_reduction"),
-        )
     sentinel = check_divergence_options(
         options.get("check_divergence"), options.get("on_divergence", "raise")
     )
-    gather_dtype = check_gather_dtype(options.get("gather_dtype"))
-    if loss.is_over_batch and isinstance(gather_dtype, Codec):
+    in_parts = rest is Rest.SHARDED
+    if gather_dtype is not None and not in_parts:
         raise ArgumentError(
-            f"gather_dtype={str(gather_dtype)!r} is written in blocks by each shard, and with "
-            f"loss_over='batch' XLA gathers. Pass a dtype such as bfloat16, or loss_over='shard'."
+            f"gather_dtype={str(gather_dtype)!r} rounds what the loss sees of parameters that "
+            f"rest in parts; those that are whole it would round for good. Pass "
+            f"params='sharded', or, for weights of 16 bits, master_dtype='float32'."
         )
     function = StepFunction(loss, pipeline, wrapped.name, sentinel, gather_dtype)
-    sharding = check_weight_update(weight_update)
-    if sharding is WeightUpdate.AUTO and wrapped.weight_update is WeightUpdate.SHARDED:
-        sharding = WeightUpdate.SHARDED
-    in_parts = _check_rest(params, sharding, pipeline, gather_dtype)
     sharding = WeightUpdate.SHARDED if in_parts else sharding
     donates = _check.flag("donate", donate)
     inner = _mesh.with_automatic_axes(where)
     chosen = axes, sharding, in_parts, check_wrt(wrt), donates
     return TrainStep(StepConfig(function, inner, where, *chosen))
-
-
-def _check_rest(params: str, update: WeightUpdate, pipeline: Pipeline, gather_dtype: Any) -> bool:
-    """Whether parameters rest in parts, or an error if they cannot."""
-    if _check.choice("params", params, Rest) is Rest.REPLICATED:
-        if gather_dtype is not None:
-            raise ArgumentError(
-                f"gather_dtype={str(gather_dtype)!r} rounds what the loss sees of parameters that "
-                f"rest in parts; those that are whole it would round for good. Pass "
-                f"params='sharded', or, for weights of 16 bits, master_dtype='float32'."
-            )
-        return False
-    if update is WeightUpdate.REPLICATED:
-        raise ArgumentError(
-            "params='sharded' leaves each shard its slice of the parameters, so that it cannot "
-            "update all of them. Leave weight_update='replicated' out."
-        )
-    if pipeline.groups is not None:
-        raise ArgumentError(
-            f"params='sharded' splits one set of parameters over all shards, and with "
-            f"group_assignment {pipeline.groups} each group has its own. Leave one of them out."
-        )
-    return True
 
 
 def _check_pipeline(pipeline: Pipeline, number: int, weight: Any) -> Pipeline:

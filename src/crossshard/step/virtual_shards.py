@@ -24,35 +24,17 @@ from crossshard.jaxprs.repeats import without_repeats
 from crossshard.jaxprs.walk import equations_of
 from crossshard.model.state import TrainState
 from crossshard.pipeline.means import to_average
-from crossshard.pipeline.pipeline import Pipeline
-from crossshard.pipeline.stages.metrics import need_local
 from crossshard.step.at_use import AtUse
 from crossshard.step.microbatches import LocalResult
 
 # ---- What is refused.
 
 
-def check_virtual_shards(
-    given: Any,
-    pipeline: Pipeline,
-    shards: int,
-    *,
-    other_axes: Sequence[str],
-    loss_over: str,
-    model_state: str | None,
-    gather_dtype: Any,
-) -> int | None:
-    """The checked number of virtual shards; ``None`` without them.
-
-    Args:
-      given: the ``virtual_shards`` option.
-      pipeline: the pipeline of the step.
-      shards: the number of shards.
-      other_axes: the other axes of the mesh.
-      loss_over: the step's arguments, like ``model_state`` and ``gather_dtype``.
+def check_virtual_shards(given: Any, shards: int) -> int | None:
+    """The checked number of virtual shards on so many shards; ``None`` without them.
 
     Raises:
-      ArgumentError: the shards do not divide them, or another option that rules them out.
+      ArgumentError: the shards do not divide them.
       ArgumentTypeError: it is no int.
     """
     if given is None:
@@ -64,75 +46,6 @@ def check_virtual_shards(
             f"Pass a multiple of {shards}, or as num_shards one of "
             f"{', '.join(str(n) for n in range(1, number + 1) if number % n == 0)}."
         )
-    local = [name for name in pipeline.metrics if need_local((name,))]
-    dtype, nonfinite = pipeline.reduce_dtype, pipeline.nonfinite
-    refused = (
-        (
-            loss_over == "batch",
-            "loss_over='batch' is one loss of all rows, whose work XLA splits in another way for "
-            "each number of shards",
-            "Write loss_over='rows'.",
-        ),
-        (
-            pipeline.outer is not None,
-            "sync_every lets each worker train alone, and there are as many as shards or groups",
-            "Leave one of them out.",
-        ),
-        (
-            pipeline.groups is not None,
-            f"group_assignment {pipeline.groups} gives each group of shards parameters of its own",
-            "Leave one of them out.",
-        ),
-        (
-            pipeline.aggregator is not None,
-            f"The gradients would be summed {pipeline.sums_by.describe()}, of what each shard has",
-            "Leave aggregator and reduce_dtype out.",
-        ),
-        (
-            dtype is not None,
-            f"reduce_dtype={str(dtype)!r} rounds what each shard sends, which is more of the sum "
-            f"if there are fewer shards",
-            "Leave one of them out.",
-        ),
-        (
-            gather_dtype is not None,
-            f"gather_dtype={str(gather_dtype)!r} rounds the parameters that several shards send",
-            "Leave one of them out; the loss may convert them to 16 bits itself.",
-        ),
-        (
-            pipeline.preprocess is not None,
-            "preprocess= runs on each shard's own gradient, with a state for each shard",
-            "Put it before the optimizer: optax.chain(preprocess, optimizer) gets the mean.",
-        ),
-        (
-            nonfinite is not None and nonfinite.excludes_shards,
-            "nonfinite='quarantine' leaves a shard out, and so more of the batch if there are "
-            "fewer shards",
-            "Write nonfinite='skip'.",
-        ),
-        (
-            bool(local),
-            f"metrics has {', '.join(map(repr, local))}, of each shard's own gradient",
-            "Leave it out.",
-        ),
-        (
-            model_state == "per_shard",
-            "model_state='per_shard' keeps one state for each shard",
-            "Write model_state='mean'.",
-        ),
-        (
-            bool(other_axes),
-            f"The mesh has other axes, {', '.join(other_axes)}, over which XLA splits the work of "
-            f"each shard, and adds what it likes",
-            "Pass a mesh of the shards alone.",
-        ),
-    )
-    for is_asked, what, instead in refused:
-        if is_asked:
-            raise ArgumentError(
-                f"{what}; with virtual_shards={number} the parameters are not to depend on the "
-                f"number of shards. {instead}"
-            )
     return number
 
 
