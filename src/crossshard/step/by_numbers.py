@@ -24,7 +24,8 @@ from crossshard.pipeline.stages.accumulate import zeros
 from crossshard.shards.batch_axes import join, take_rows
 from crossshard.shards.context import shard_context
 from crossshard.step.config import StepConfig
-from crossshard.step.leaf import OnMesh
+from crossshard.step.losses.batch import on_all_rows
+from crossshard.step.losses.loss import StepLoss
 from crossshard.step.microbatches import LocalResult, pieces_of
 from crossshard.step.operations import Trial
 from crossshard.step.over_rows import (
@@ -34,7 +35,6 @@ from crossshard.step.over_rows import (
     not_by_numbers,
     not_of_other_rows,
 )
-from crossshard.step.shard_loss import ShardLoss
 from crossshard.step.step_function import to_read
 
 # Sums over rows in another order differ by less, in float32; in coarser floats at least by a unit
@@ -147,7 +147,7 @@ class _NotDecidedError(Exception):
     """With so few rows, there is more in doubt than some operations, or some are not reached."""
 
 
-def _on_shards(layout: StateLayout, loss: ShardLoss, on_shard: Any, given: Any) -> Any:
+def _on_shards(layout: StateLayout, loss: StepLoss, on_shard: Any, given: Any) -> Any:
     """A function of one shard's state and rows on all shards, whose results are stacked."""
     state, batch = given
     return _jax.shard_map(
@@ -196,7 +196,7 @@ def _of_two_shards(
     return one, jax.tree.map(lambda x: lax.ppermute(x, shards.axes, to_next), one)
 
 
-def _behind(loss: ShardLoss, one: Any, other: Any) -> Any:
+def _behind(loss: StepLoss, one: Any, other: Any) -> Any:
     """The rows of one batch, and behind them those of another one."""
     concatenated = lambda axis, *x: jnp.concatenate(x, axis)
     return jax.tree.map(concatenated, loss.batch_axes.tree_of(one), one, other)
@@ -303,7 +303,7 @@ def _check_apart(
         raise not_by_numbers(doubt, rows, both, mean, gradients)
 
 
-def _moved(loss: ShardLoss, rows: Any) -> Any:
+def _moved(loss: StepLoss, rows: Any) -> Any:
     """The same rows in another order."""
     order = np.random.default_rng(0).permutation(loss.number_of_rows(rows))
     return loss.batch_axes.map(lambda x, axis: jnp.take(x, order, axis), rows)
@@ -382,7 +382,7 @@ def _of_shards_and_batch(
 
     def of_batch(state: TrainState, batch: Any, of_shards: Any) -> Any:
         mean, weight, largest, gradients = of_shards
-        over = at_use.over_batch(OnMesh(layout.mesh, axes))
+        over = on_all_rows(at_use, layout)
         here = dataclasses.replace(state, model_state=of_first(state))
         found = loss.quiet_gradient(here, batch, over)
         unless_none = lambda x, like: jnp.where(weight == 0, 0, x).astype(like.dtype)

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.update.plan import WeightUpdate
 from crossshard.shards.mesh import number_of_shards
-from crossshard.step.shard_loss import ShardLoss
+from crossshard.step.losses.loss import StepLoss
 from crossshard.step.step_function import StepFunction
 
 
@@ -37,7 +37,7 @@ class StepConfig:
     donate: bool = True
 
     @property
-    def loss(self) -> ShardLoss:
+    def loss(self) -> StepLoss:
         """The loss, with what it does to a batch."""
         return self.function.loss
 

@@ -17,7 +17,6 @@ from crossshard.shards.model_axes import other_axes_of
 from crossshard.shards.put import put_whole, types_on
 from crossshard.step.config import StepConfig
 from crossshard.step.layouts import Layouts
-from crossshard.step.virtual_shards import check_state_is_shared
 
 # XLA takes four times as long for a program with twice as many outputs.
 _MOST = 1024
@@ -53,7 +52,8 @@ def prepare(
     """
     impl, key = check_key(rng)
     mesh, kind = config.mesh, config.loss.model_state
-    model_state = check_initial(kind, params, model_state, over_batch=config.loss.is_over_batch)
+    has_one = config.loss.has_one_state
+    model_state = check_initial(kind, params, model_state, has_one_state=has_one)
     skeleton, *arrays = partition(params, config.wrt)
     if kind is not None:
         arrays[2] = model_state
@@ -71,8 +71,7 @@ def prepare(
     given = types_on(mesh, (arrays, key), layout.specs_of_arrays(arrays[1]))
     with _mesh.in_place_of_the_users_mesh(mesh):
         types = jax.eval_shape(make, *given)
-    if config.loss.virtual_shards is not None:
-        check_state_is_shared(types)
+    config.loss.check_state(types)
     shardings = layout.shardings(types)
     types = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),

@@ -70,7 +70,7 @@ class Layouts:
             in_parts=config.in_parts,
             # XLA for CPUs does nothing beside a sum.
             sums_in_loops=mesh.devices.flat[0].platform != "cpu",
-            virtual_shards=config.loss.virtual_shards,
+            virtual_shards=config.loss.same_bits,
         )
         model_state = config.loss.model_state
         return StateLayout(
@@ -82,5 +82,5 @@ class Layouts:
             types,
             model_state,
             split,
-            has_one_state=config.loss.is_over_batch,
+            has_one_state=config.loss.has_one_state,
         )

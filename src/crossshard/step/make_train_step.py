@@ -19,7 +19,6 @@ from crossshard.model.model_state import check_model_state
 from crossshard.model.trained import check_wrt
 from crossshard.optimizer.cross_shard_optimizer import pipeline_of, transformation_of
 from crossshard.pipeline.aggregators.few_bits import FewBits, Quantized
-from crossshard.pipeline.aggregators.in_order import InOrder
 from crossshard.pipeline.options import Options, check_gather_dtype, check_names, check_options
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stages.weigh import check_weighable
@@ -28,18 +27,14 @@ from crossshard.shards.mesh import mesh_and_axes, number_of_shards
 from crossshard.step.aux_reduction import check_aux_reduction
 from crossshard.step.config import StepConfig
 from crossshard.step.entries import check_entries
-from crossshard.step.loss_over import (
-    LossOver,
-    RngPer,
-    check_loss_over,
-    check_rng_per,
-)
+from crossshard.step.losses.batch import BatchLoss
+from crossshard.step.losses.loss import LossOver, RngPer, StepLoss, check_loss_over, check_rng_per
+from crossshard.step.losses.rows import RowsLoss
+from crossshard.step.losses.virtual import InOrder, VirtualLoss, check_virtual_shards
 from crossshard.step.rarely import check_outer, with_workers
 from crossshard.step.refusals import check_together
-from crossshard.step.shard_loss import ShardLoss
 from crossshard.step.step_function import StepFunction
 from crossshard.step.train_step import TrainStep
-from crossshard.step.virtual_shards import check_virtual_shards
 from crossshard.step.weight import check_weight
 
 
@@ -219,19 +214,19 @@ def make_train_step(
     loss_fn, takes_rng = with_rng(loss_fn, takes)
     weigh, over = check_weight(weight), check_loss_over(loss_over)
     rng_per = check_rng_per(options.get("rng_per", RngPer.SHARD), takes_rng=takes_rng)
-    loss = ShardLoss(
-        loss_fn,
-        takes_rng,
-        has_aux,
-        weigh,
-        accumulate_steps,
-        kind,
-        check_aux_reduction(options.get("aux_reduction"), has_aux),
-        check_entries(batch_axis, replicated_entries, weigh),
-        over,
-        keys_of_rows=rng_per is RngPer.ROW,
-        is_summed=pipeline.reduction is Reduction.SUM,
-    )
+    of_loss: dict[str, Any] = {
+        "function": loss_fn,
+        "takes_rng": takes_rng,
+        "has_aux": has_aux,
+        "weight": weigh,
+        "accumulate_steps": accumulate_steps,
+        "model_state": kind,
+        "aux_reduction": check_aux_reduction(options.get("aux_reduction"), has_aux),
+        "batch_axes": check_entries(batch_axis, replicated_entries, weigh),
+        "over": over,
+        "keys_of_rows": rng_per is RngPer.ROW,
+        "is_summed": pipeline.reduction is Reduction.SUM,
+    }
     number = number_of_shards(where, axes)
     outer = check_outer(
         options.get("sync_every"),
@@ -260,9 +255,12 @@ def make_train_step(
         # As it was passed: without it aux is per shard too, where there is a loss of each.
         aux_reduction=options.get("aux_reduction"),
     )
+    loss: StepLoss
     if virtual is not None:
-        loss = dataclasses.replace(loss, virtual_shards=virtual)
+        loss = VirtualLoss(**of_loss, virtual_shards=virtual)
         pipeline = dataclasses.replace(pipeline, aggregator=InOrder(virtual))
+    else:
+        loss = BatchLoss(**of_loss) if over is LossOver.BATCH else RowsLoss(**of_loss)
     if isinstance(pipeline.aggregator, FewBits):
         pipeline.aggregator.check_axes(axes, pipeline.groups)
     sentinel = check_divergence_options(

@@ -45,8 +45,8 @@ class Program:
             loss.weight,
             loss.batch_axes,
             loss.accumulate_steps,
-            virtual_shards=loss.virtual_shards,
-            takes_weight=not loss.is_over_batch,
+            virtual_shards=loss.same_bits,
+            takes_weight=not loss.has_one_state,
         )
         self._in_processes = len(processes_of(mesh)) > 1
         self._is_watched = are_of_all_processes(mesh)

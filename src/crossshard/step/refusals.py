@@ -15,7 +15,7 @@ from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stages.metrics import need_local
 from crossshard.pipeline.update.plan import Rest, WeightUpdate
 from crossshard.step.aux_reduction import AuxReduction
-from crossshard.step.loss_over import LossOver
+from crossshard.step.losses.loss import LossOver
 
 
 class Needs(enum.Flag):
