@@ -24,13 +24,13 @@ from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stages.weigh import check_weighable
 from crossshard.pipeline.update.plan import Rest, WeightUpdate, check_weight_update
 from crossshard.shards.mesh import mesh_and_axes, number_of_shards
-from crossshard.step.aux_reduction import check_aux_reduction
 from crossshard.step.config import StepConfig
 from crossshard.step.entries import check_entries
 from crossshard.step.losses.batch import BatchLoss
 from crossshard.step.losses.loss import LossOver, RngPer, StepLoss, check_loss_over, check_rng_per
 from crossshard.step.losses.rows import RowsLoss
 from crossshard.step.losses.virtual import InOrder, VirtualLoss, check_virtual_shards
+from crossshard.step.microbatches import check_aux_reduction
 from crossshard.step.rarely import check_outer, with_workers
 from crossshard.step.refusals import check_together
 from crossshard.step.step_function import StepFunction

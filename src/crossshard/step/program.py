@@ -17,13 +17,12 @@ from crossshard.shards.batch_axes import resized
 from crossshard.shards.devices import are_of_all_processes
 from crossshard.step.arguments import check_not_of_mesh
 from crossshard.step.batches import BatchPlacer
-from crossshard.step.by_numbers import check_by_numbers
+from crossshard.step.by_numbers import check_by_numbers, check_weight_by_numbers
 from crossshard.step.compiler_options import compiler_options
 from crossshard.step.config import StepConfig
 from crossshard.step.donation import Donation
 from crossshard.step.layouts import Layouts
 from crossshard.step.over_rows import UndecidedError
-from crossshard.step.weight_by_numbers import check_weight_by_numbers
 
 Metrics = dict[str, Any]
 

@@ -14,8 +14,8 @@ from crossshard.model.model_state import ModelState
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stages.metrics import need_local
 from crossshard.pipeline.update.plan import Rest, WeightUpdate
-from crossshard.step.aux_reduction import AuxReduction
 from crossshard.step.losses.loss import LossOver
+from crossshard.step.microbatches import AuxReduction
 
 
 class Needs(enum.Flag):

@@ -18,10 +18,10 @@ from crossshard.shards.model_axes import only
 from crossshard.shards.partition import map_partitions
 from crossshard.step.arguments import check_not_of_shards
 from crossshard.step.at_use import AtUse
-from crossshard.step.counting import Counting, pruned
 from crossshard.step.leaf import OnMesh
 from crossshard.step.losses.loss import LossOver, StepLoss, Work
 from crossshard.step.microbatches import LocalResult
+from crossshard.step.weight import Counting, pruned
 
 
 def on_all_rows(at_use: AtUse, layout: StateLayout) -> AtUse:
@@ -39,10 +39,6 @@ class BatchLoss(StepLoss):
     has_one_state = True
     is_interleaved = True
     gradient = "gradient of one loss over the batch, summed by XLA"
-
-    def parts(self, shards: int) -> int:
-        """As many as shards have rows."""
-        return shards
 
     def work(
         self,
@@ -110,10 +106,6 @@ class BatchLoss(StepLoss):
     @property
     def same_bits(self) -> int | None:
         """Nothing: sums are of each shard's."""
-        return None
-
-    def never(self, state: TrainState) -> jax.Array | None:
-        """Nothing."""
         return None
 
     def alone(self) -> StepLoss:

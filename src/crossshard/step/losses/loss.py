@@ -28,20 +28,30 @@ from crossshard.pipeline.stages.accumulate import Sums, zeros
 from crossshard.shards.batch_axes import FIRST, BatchAxes, join
 from crossshard.shards.context import get_shard_context, shard_context
 from crossshard.shards.random_streams import is_key, keys_of_rows, quiet_keys
-from crossshard.step import aux_reduction
 from crossshard.step.at_use import AtUse
-from crossshard.step.aux_reduction import AuxReduction
-from crossshard.step.counting import Counting, check_takes_mean, counts_of_pieces
-from crossshard.step.divisor import (
+from crossshard.step.microbatches import (
+    AuxReduction,
+    Compute,
+    LocalResult,
+    aux_of_microbatches,
+    check_aux,
+    over_microbatches,
+    pieces_of,
+)
+from crossshard.step.over_rows import OverRowsRecord, check_over_rows, finding_of
+from crossshard.step.weight import (
+    Counting,
     Divisor,
+    Weight,
     as_mean,
+    check_takes_mean,
+    check_weight_is_read,
     check_weight_of_mean,
+    counts_of_pieces,
     divisor_of,
     is_exact,
+    weight_of,
 )
-from crossshard.step.microbatches import Compute, LocalResult, over_microbatches, pieces_of
-from crossshard.step.over_rows import OverRowsRecord, check_over_rows, finding_of
-from crossshard.step.weight import Weight, check_weight_is_read, weight_of
 
 # The random key of a loss, or its keys; empty if it takes none.
 Keys = tuple[jax.Array, ...]
@@ -204,10 +214,6 @@ class StepLoss(abc.ABC):
     # What it is over.
 
     @abc.abstractmethod
-    def parts(self, shards: int) -> int:
-        """How many parts of the batch have a loss of their own."""
-
-    @abc.abstractmethod
     def work(
         self,
         layout: StateLayout,
@@ -229,10 +235,6 @@ class StepLoss(abc.ABC):
     @abc.abstractmethod
     def in_context(self, context: StageContext) -> StageContext:
         """The context of the stages for gradients of this loss."""
-
-    @abc.abstractmethod
-    def never(self, state: TrainState) -> jax.Array | None:
-        """What keeps XLA from compiling the update with what is around it; see ``StageContext``."""
 
     @abc.abstractmethod
     def alone(self) -> "StepLoss":
@@ -279,6 +281,14 @@ class StepLoss(abc.ABC):
         """The number of rows of a batch."""
         lengths = self.batch_axes.map(lambda x, axis: x.shape[axis], self.split(batch)[0])
         return int(jax.tree.leaves(lengths)[0])
+
+    def parts(self, shards: int) -> int:
+        """How many parts of the batch have a loss of their own."""
+        return self.same_bits or shards
+
+    def never(self, state: TrainState) -> jax.Array | None:
+        """bool[]: not set, which XLA does not know, if its bits must not depend on the shards."""
+        return None if self.same_bits is None else state.step < 0
 
     def pieces(self, shards: int) -> int:
         """How many pieces a shard's rows are cut into."""
@@ -398,7 +408,7 @@ class StepLoss(abc.ABC):
             pieces,
             last,
         )
-        return local._replace(aux=aux_reduction.of_microbatches(self.aux_reduction, aux, weights))
+        return local._replace(aux=aux_of_microbatches(self.aux_reduction, aux, weights))
 
     @staticmethod
     def _sums_in_loops(compute: Compute, rows: Any, state: TrainState) -> bool:
@@ -485,7 +495,7 @@ class StepLoss(abc.ABC):
         model = combine(state.skeleton, trained, frozen, state.model_state)
         if self.model_state is None:
             loss, aux = split_loss(self.function(model, batch, *keys), self.has_aux)
-            aux_reduction.check_aux(aux)
+            check_aux(aux)
             return Returned(
                 loss, aux, *after_loss(state.skeleton, model, params, state.model_state)
             )
@@ -496,7 +506,7 @@ class StepLoss(abc.ABC):
         )
         after = model_states.check_returned(state.model_state, after)
         loss, aux = split_loss(out, self.has_aux)
-        aux_reduction.check_aux(aux)
+        check_aux(aux)
         return Returned(loss, aux, params, after)
 
     # Tracing it once, for the proof and for the step.

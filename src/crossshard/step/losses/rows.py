@@ -11,12 +11,10 @@ from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.pipeline.means import to_sum
 from crossshard.pipeline.stage import Gradients, StageContext
-from crossshard.step import aux_reduction
 from crossshard.step.at_use import AtUse
-from crossshard.step.aux_reduction import AuxReduction
-from crossshard.step.counting import Counting, pruned
 from crossshard.step.losses.loss import StepLoss, Work
-from crossshard.step.microbatches import LocalResult
+from crossshard.step.microbatches import AuxReduction, LocalResult, aux_to_reduce, reduced_aux
+from crossshard.step.weight import Counting, pruned
 
 
 class ShardsLoss(StepLoss):
@@ -50,7 +48,7 @@ class ShardsLoss(StepLoss):
         if local.sums is not None:
             return local.sums
         of_state = model_states.to_reduce(self.model_state, local.model_state, local.weight)
-        of_aux = aux_reduction.to_reduce(self.aux_reduction, local.aux, local.weight)
+        of_aux = aux_to_reduce(self.aux_reduction, local.aux, local.weight)
         counted = lambda x: to_sum(x, local.weight)
         terms = {} if local.terms is None else {"terms": jax.tree.map(counted, local.terms)}
         return of_state | of_aux | terms
@@ -66,7 +64,7 @@ class ShardsLoss(StepLoss):
         if not self.has_aux:
             return None
         how = {"grouped": grouped, "stacked": local.sums is not None}
-        return aux_reduction.reduced(self.aux_reduction, local.aux, gradients, number, **how)
+        return reduced_aux(self.aux_reduction, local.aux, gradients, number, **how)
 
     def aux_specs(self, each: Any, reduced: Any) -> Any:
         """The specs of ``aux``, given that of per-shard and that of reduced values."""
@@ -77,10 +75,6 @@ class ShardsLoss(StepLoss):
 @dataclasses.dataclass(frozen=True)
 class RowsLoss(ShardsLoss):
     """The loss of each shard's rows, in one piece or in microbatches."""
-
-    def parts(self, shards: int) -> int:
-        """One of each shard."""
-        return shards
 
     def work(
         self,
@@ -100,10 +94,6 @@ class RowsLoss(ShardsLoss):
     @property
     def same_bits(self) -> int | None:
         """Nothing: sums are of each shard's."""
-        return None
-
-    def never(self, state: TrainState) -> jax.Array | None:
-        """Nothing."""
         return None
 
     def alone(self) -> StepLoss:

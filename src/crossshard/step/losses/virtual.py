@@ -33,10 +33,10 @@ from crossshard.pipeline.means import to_average
 from crossshard.pipeline.stage import StageContext
 from crossshard.shards.batch_axes import join
 from crossshard.step.at_use import AtUse
-from crossshard.step.counting import Counting, pruned
 from crossshard.step.losses.loss import StepLoss, Work
 from crossshard.step.losses.rows import RowsLoss, ShardsLoss
 from crossshard.step.microbatches import LocalResult, pieces_of
+from crossshard.step.weight import Counting, pruned
 
 
 def check_virtual_shards(given: Any, shards: int) -> int | None:
@@ -58,11 +58,6 @@ def check_virtual_shards(given: Any, shards: int) -> int | None:
     return number
 
 
-def _unknown_to_xla(state: TrainState) -> jax.Array:
-    """bool[]: false, which XLA does not know, so that it keeps a loop that depends on it."""
-    return state.step < 0
-
-
 @dataclasses.dataclass(frozen=True)
 class VirtualLoss(ShardsLoss):
     """The losses of a shard's virtual shards, each with rows and a key of its own.
@@ -76,10 +71,6 @@ class VirtualLoss(ShardsLoss):
     @property
     def same_bits(self) -> int | None:
         """The number of virtual shards."""
-        return self.virtual_shards
-
-    def parts(self, shards: int) -> int:
-        """So many, whatever the number of shards."""
         return self.virtual_shards
 
     def work(
@@ -125,11 +116,7 @@ class VirtualLoss(ShardsLoss):
 
         given = state.params, state.frozen, state.model_state, whole, counting.counts
         pieces = pieces_of(rows, self.batch_axes, count)
-        return _over_virtual_shards(count, compute, pieces, given, state, at_use)
-
-    def never(self, state: TrainState) -> jax.Array | None:
-        """The bits of the update must not depend on what is around it."""
-        return _unknown_to_xla(state)
+        return _over_virtual_shards(count, compute, pieces, given, state, at_use, self.never(state))
 
     def alone(self) -> StepLoss:
         """The loss of each shard's rows: the mean of the virtual shards' is that of all rows."""
@@ -175,6 +162,7 @@ def _over_virtual_shards(
     given: Any,
     state: TrainState,
     at_use: AtUse,
+    never: Any,
 ) -> LocalResult:
     """The weighed partial sums over ``count`` virtual shards, computed one after the other.
 
@@ -186,6 +174,7 @@ def _over_virtual_shards(
       given: what else the computation reads.
       state: the state of this shard.
       at_use: how the loss gets its parameters.
+      never: bool[], not set, which XLA does not know, so that it keeps a loop that depends on it.
 
     Raises:
       AxisError: the loss communicates with other shards.
@@ -210,8 +199,8 @@ def _over_virtual_shards(
     _check_alone(jaxpr, at_use.shards.axes)
     run, tree = _jax.as_function(jaxpr), jax.tree.structure(types)
     to_sum, of_sums = jax.tree.flatten(types[0])
-    never = _unknown_to_xla(state).astype(jnp.int32)
-    levels = levels_within(count) + never
+    zero = never.astype(jnp.int32)
+    levels = levels_within(count) + zero
 
     def turn(carry: Any) -> Any:
         index, sums, _, every = carry
@@ -226,7 +215,7 @@ def _over_virtual_shards(
 
     every = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), types[2])
     before = first, no_sums(to_sum, count), state.model_state, every
-    is_left = lambda carry: carry[0] < count + never
+    is_left = lambda carry: carry[0] < count + zero
     _, sums, model_state, aux = lax.while_loop(is_left, turn, before)
     read, loss, weight, others = of_sums.unflatten(nodes_of(sums, count))
     found = iter(read)
