@@ -27,7 +27,7 @@ from crossshard.shards.mesh import mesh_and_axes, number_of_shards
 from crossshard.step.config import StepConfig
 from crossshard.step.entries import check_entries
 from crossshard.step.losses.batch import BatchLoss
-from crossshard.step.losses.loss import LossOver, RngPer, StepLoss, check_loss_over, check_rng_per
+from crossshard.step.losses.loss import LossOver, RngPer, StepLoss, check_rng_per
 from crossshard.step.losses.rows import RowsLoss
 from crossshard.step.losses.virtual import InOrder, VirtualLoss, check_virtual_shards
 from crossshard.step.microbatches import check_aux_reduction
@@ -212,7 +212,7 @@ def make_train_step(
     kind = check_model_state(model_state)
     takes = ("params", "batch") if kind is None else ("params", "model_state", "batch")
     loss_fn, takes_rng = with_rng(loss_fn, takes)
-    weigh, over = check_weight(weight), check_loss_over(loss_over)
+    weigh, over = check_weight(weight), _check.choice("loss_over", loss_over, LossOver)
     rng_per = check_rng_per(options.get("rng_per", RngPer.SHARD), takes_rng=takes_rng)
     of_loss: dict[str, Any] = {
         "function": loss_fn,

@@ -104,11 +104,6 @@ def check_rng_per(rng_per: object, *, takes_rng: bool) -> RngPer:
     return found
 
 
-def check_loss_over(loss_over: object) -> LossOver:
-    """The checked ``loss_over`` argument, or an ArgumentError that lists the values."""
-    return _check.choice("loss_over", loss_over, LossOver)
-
-
 class Returned(NamedTuple):
     """What a loss returned, and what it left behind.
 
