@@ -52,6 +52,7 @@ NOT_COMPARED: dict[type, set[str]] = {
 _NAMES = {
     "inner": OPTIMIZER,
     "over": "loss_over",
+    "same_bits": "virtual_shards",
     "keys_of_rows": "rng_per='row'",
     "outer": "sync_every",
     "outer.optimizer": "outer_optimizer",
@@ -70,7 +71,7 @@ def fingerprint(config: StepConfig, params: Any) -> Fingerprint:
     updates: dict[str, Update] = {}
     # The kind of the stage, and what its state is cut into.
     streaming = f"{outer.every} pieces" if isinstance(outer, Streaming) else None
-    options: dict[str, str | None] = {"sync_streaming": streaming, "virtual_shards": None}
+    options: dict[str, str | None] = {"sync_streaming": streaming}
     for field, value in compared(config):
         for name, told in _told(field, value, params):
             if isinstance(told, Update):

@@ -257,7 +257,7 @@ def make_train_step(
     )
     loss: StepLoss
     if virtual is not None:
-        loss = VirtualLoss(**of_loss, virtual_shards=virtual)
+        loss = VirtualLoss(**of_loss, same_bits=virtual)
         pipeline = dataclasses.replace(pipeline, aggregator=InOrder(virtual))
     else:
         loss = BatchLoss(**of_loss) if over is LossOver.BATCH else RowsLoss(**of_loss)

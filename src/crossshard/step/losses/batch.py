@@ -21,7 +21,6 @@ from crossshard.step.at_use import AtUse
 from crossshard.step.leaf import OnMesh
 from crossshard.step.losses.loss import LossOver, StepLoss, Work
 from crossshard.step.microbatches import LocalResult
-from crossshard.step.weight import Counting, pruned
 
 
 def on_all_rows(at_use: AtUse, layout: StateLayout) -> AtUse:
@@ -103,11 +102,6 @@ class BatchLoss(StepLoss):
         """What nothing has to divide."""
         return dataclasses.replace(context, divisor=1, over_batch=True)
 
-    @property
-    def same_bits(self) -> int | None:
-        """Nothing: sums are of each shard's."""
-        return None
-
     def alone(self) -> StepLoss:
         """Itself: its microbatches are other losses, on any number of shards."""
         return self
@@ -132,11 +126,6 @@ class BatchLoss(StepLoss):
     def aux_specs(self, each: Any, reduced: Any) -> Any:
         """Whole."""
         return PartitionSpec()
-
-    def _counts_of_all(
-        self, of_shard: Callable[[Any, Any], Any], rows: Any, shard: Any, counting: Counting
-    ) -> tuple[Any, ...]:
-        return counting.over_shards(pruned(of_shard, rows, shard))
 
 
 def _check_convolutions(jaxpr: Any, rows: int) -> None:

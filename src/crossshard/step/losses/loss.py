@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from crossshard import _check, _jax
 from crossshard.errors import ArgumentError
@@ -50,6 +51,7 @@ from crossshard.step.weight import (
     counts_of_pieces,
     divisor_of,
     is_exact,
+    pruned,
     weight_of,
 )
 
@@ -174,6 +176,8 @@ class StepLoss(abc.ABC):
       over: what the user says that it is over.
       keys_of_rows: whether it takes a key for each row.
       is_summed: whether the shards' losses are added up.
+      same_bits: of how many parts it is, if no bit may depend on the number of shards that have
+        them; ``None`` if some may.
       record: what its trace has shown it to be in the rows of its batch.
       status: the status of its gradients.
       has_one_state: whether there is one state of all rows, and so no weight of some.
@@ -192,6 +196,7 @@ class StepLoss(abc.ABC):
     over: LossOver = LossOver.SHARD
     keys_of_rows: bool = False
     is_summed: bool = False
+    same_bits: int | None = None
     record: OverRowsRecord = dataclasses.field(
         default_factory=OverRowsRecord, compare=False, repr=False
     )
@@ -200,11 +205,6 @@ class StepLoss(abc.ABC):
     has_one_state: ClassVar[bool] = False
     is_interleaved: ClassVar[bool] = False
     gradient: ClassVar[str] = ""
-
-    @property
-    @abc.abstractmethod
-    def same_bits(self) -> int | None:
-        """A number of parts, if no bit may depend on the number of shards; ``None`` if some may."""
 
     # What it is over.
 
@@ -256,12 +256,6 @@ class StepLoss(abc.ABC):
     @abc.abstractmethod
     def aux_specs(self, each: Any, reduced: Any) -> Any:
         """The specs of ``aux``, given that of per-shard and that of reduced values."""
-
-    @abc.abstractmethod
-    def _counts_of_all(
-        self, of_shard: Callable[[Any, Any], Any], rows: Any, shard: Any, counting: Counting
-    ) -> tuple[Any, ...]:
-        """What the batch counts, from what computes the counts of some rows with an index."""
 
     @property
     def name(self) -> str:
@@ -352,6 +346,11 @@ class StepLoss(abc.ABC):
             count = lambda rows, model_state, index: of_piece(rows, model_state, shard, index)
             return counts_of_pieces(count, number, pieces, state.model_state)
 
+        def of_parts(rows: Any) -> Any:
+            count = counting.pieces // number
+            of_one = lambda given: of_shard(given[1], shard * count + given[0])
+            return lax.map(of_one, (jnp.arange(count), pieces_of(rows, self.batch_axes, count)))
+
         with shard_context(at_use.shards.number, axis_name=at_use.shards.axes):
             if self.record.returns_mean is None:
                 pieces = pieces_of(rows, self.batch_axes, counting.pieces)
@@ -359,7 +358,9 @@ class StepLoss(abc.ABC):
                 jax.eval_shape(of_piece, of_one, state.model_state, shard, jnp.int32(0))
             if not self.record.returns_mean:
                 return None
-            return self._counts_of_all(of_shard, rows, shard, counting)
+            if self.same_bits is None:
+                return counting.over_shards(pruned(of_shard, rows, shard))
+            return counting.in_order(pruned(of_parts, rows))
 
     def _of_shard(
         self,

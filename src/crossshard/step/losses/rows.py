@@ -14,7 +14,6 @@ from crossshard.pipeline.stage import Gradients, StageContext
 from crossshard.step.at_use import AtUse
 from crossshard.step.losses.loss import StepLoss, Work
 from crossshard.step.microbatches import AuxReduction, LocalResult, aux_to_reduce, reduced_aux
-from crossshard.step.weight import Counting, pruned
 
 
 class ShardsLoss(StepLoss):
@@ -91,19 +90,9 @@ class RowsLoss(ShardsLoss):
 
         return self._work_of_rows(layout, batch, at_use, gradient)
 
-    @property
-    def same_bits(self) -> int | None:
-        """Nothing: sums are of each shard's."""
-        return None
-
     def alone(self) -> StepLoss:
         """The mean of the microbatches is that of all rows."""
         return dataclasses.replace(self, accumulate_steps=1)
 
     def check_state(self, state: TrainState) -> None:
         """Each shard may have its own."""
-
-    def _counts_of_all(
-        self, of_shard: Callable[[Any, Any], Any], rows: Any, shard: Any, counting: Counting
-    ) -> tuple[Any, ...]:
-        return counting.over_shards(pruned(of_shard, rows, shard))

@@ -36,7 +36,6 @@ from crossshard.step.at_use import AtUse
 from crossshard.step.losses.loss import StepLoss, Work
 from crossshard.step.losses.rows import RowsLoss, ShardsLoss
 from crossshard.step.microbatches import LocalResult, pieces_of
-from crossshard.step.weight import Counting, pruned
 
 
 def check_virtual_shards(given: Any, shards: int) -> int | None:
@@ -60,18 +59,7 @@ def check_virtual_shards(given: Any, shards: int) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class VirtualLoss(ShardsLoss):
-    """The losses of a shard's virtual shards, each with rows and a key of its own.
-
-    Attributes:
-      virtual_shards: how many all shards have together.
-    """
-
-    virtual_shards: int = dataclasses.field(kw_only=True)
-
-    @property
-    def same_bits(self) -> int | None:
-        """The number of virtual shards."""
-        return self.virtual_shards
+    """The losses of a shard's virtual shards, each with rows and a key of its own."""
 
     def work(
         self,
@@ -102,7 +90,8 @@ class VirtualLoss(ShardsLoss):
           ArgumentError: its rows do not divide.
           AxisError: the loss communicates with other shards.
         """
-        shard, count = at_use.shards.index(), self.virtual_shards // at_use.shards.number
+        number, shard = at_use.shards.number, at_use.shards.index()
+        count = self.parts(number) // number
         _check_rows_divide(self.number_of_rows(batch), count, self.accumulate_steps)
         counting = self._begin(state, batch, at_use, weight, in_pieces=True)
         rows, whole = self.split(batch)
@@ -121,7 +110,7 @@ class VirtualLoss(ShardsLoss):
     def alone(self) -> StepLoss:
         """The loss of each shard's rows: the mean of the virtual shards' is that of all rows."""
         own = {each.name: getattr(self, each.name) for each in dataclasses.fields(RowsLoss)}
-        return RowsLoss(**own | {"accumulate_steps": 1})
+        return RowsLoss(**own | {"accumulate_steps": 1, "same_bits": None})
 
     def check_state(self, state: TrainState) -> None:
         """All shards must have the same."""
@@ -132,17 +121,6 @@ class VirtualLoss(ShardsLoss):
                 "shards. Write the loss as a function with model_state='mean', and take random "
                 "numbers from its argument rng."
             )
-
-    def _counts_of_all(
-        self, of_shard: Callable[[Any, Any], Any], rows: Any, shard: Any, counting: Counting
-    ) -> tuple[Any, ...]:
-        count = self.virtual_shards // counting.shards.number
-
-        def of_virtual(rows: Any) -> Any:
-            of_one = lambda given: of_shard(given[1], shard * count + given[0])
-            return lax.map(of_one, (jnp.arange(count), pieces_of(rows, self.batch_axes, count)))
-
-        return counting.in_order(pruned(of_virtual, rows))
 
 
 def _check_rows_divide(rows: int, count: int, microbatches: int) -> None:
