@@ -23,8 +23,8 @@ PACKAGE = Path(__file__).parents[1] / "src" / "crossshard"
 # The words by which a file knows a way of the step.
 FEATURES = {
     "workers": r"\bsync_every\b|\bStreaming\b|\bouter_\w+|\.outer\b|\bOuter(State)?\b|\bLocalSGD\b",
-    "virtual shards": r"\bvirtual_shards\b|\btakes_nodes\b|\bopaque_false\b|\bover_virtual",
-    "a loss over the batch": r"\b(is_)?over_batch\b|\bOnMesh\b|\bOverBatch\b",
+    "virtual shards": r"\bvirtual_shards\b|\btakes_nodes\b|\bVirtualLoss\b",
+    "a loss over the batch": r"\b(is_)?over_batch\b|\bOnMesh\b|\bBatchLoss\b",
 }
 
 

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from crossshard import CrossShardOptimizer, Nonfinite, make_train_step
-from crossshard.checkpoints.fingerprint import NOT_COMPARED, fingerprint
+from crossshard.checkpoints.fingerprint import NOT_COMPARED, fingerprint, part_of
 from crossshard.pipeline import DynamicLossScale, Quantized
 from crossshard.step import StepOptions
 from crossshard.step.train_step import config_of
@@ -97,10 +97,12 @@ def fields_of(part: Any) -> Iterator[tuple[type, str, Any]]:
     """Each field of a step: the part that it is of, its name and its value."""
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
-        if type(value) in NOT_COMPARED:
+        if part_of(value) is not None:
             yield from fields_of(value)
         else:
-            yield type(part), field.name, value
+            kind = part_of(part)
+            assert kind is not None
+            yield kind, field.name, value
 
 
 def test_each_option_has_an_example():

@@ -398,7 +398,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no dtype": ({"outer_reduce_dtype": "int3"}, ArgumentError, "outer_reduce_dtype must be"),
     "by axis": ({"outer_reduce_dtype": {"a": "int8"}}, ArgumentError, "one for all axes"),
     "parts": ({"params": "sharded"}, ArgumentError, "each worker has its own"),
-    "a loss over the batch": ({"loss_over": "batch"}, ArgumentError, "one loss of all shards"),
+    "a loss over the batch": (
+        {"loss_over": "batch"},
+        ArgumentError,
+        "one loss, of the whole batch",
+    ),
     "masters": ({"master_dtype": "float32"}, ArgumentError, "would not reach"),
     "ema": ({"ema": 0.9}, ArgumentError, "averages the parameters of one worker"),
 }

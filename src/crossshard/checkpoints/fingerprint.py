@@ -23,8 +23,8 @@ from crossshard.pipeline.stages.preprocess import Preprocess
 from crossshard.pipeline.stages.streaming import Streaming
 from crossshard.pipeline.update.optimize import takes_value
 from crossshard.step.config import StepConfig
+from crossshard.step.losses.loss import StepLoss
 from crossshard.step.options import OPTIMIZER, PREPROCESS
-from crossshard.step.shard_loss import ShardLoss
 from crossshard.step.step_function import StepFunction
 
 # The parts of a step, and of each the fields that are not compared. All others are, so that a new
@@ -36,7 +36,7 @@ NOT_COMPARED: dict[type, set[str]] = {
     StepFunction: {"name", "sentinel"},
     # The user's code and what it takes; what becomes of metrics; what is known of a trace; and
     # what the reduction tells.
-    ShardLoss: {
+    StepLoss: {
         "function",
         "takes_rng",
         "has_aux",
@@ -52,6 +52,7 @@ NOT_COMPARED: dict[type, set[str]] = {
 _NAMES = {
     "inner": OPTIMIZER,
     "over": "loss_over",
+    "same_bits": "virtual_shards",
     "keys_of_rows": "rng_per='row'",
     "outer": "sync_every",
     "outer.optimizer": "outer_optimizer",
@@ -80,13 +81,20 @@ def fingerprint(config: StepConfig, params: Any) -> Fingerprint:
     return Fingerprint(updates, options, jax.__version__, version("optax"))
 
 
+def part_of(value: Any) -> type | None:
+    """The part of a step that something is, as ``NOT_COMPARED`` has it; ``None`` if it is none."""
+    return next((kind for kind in NOT_COMPARED if isinstance(value, kind)), None)
+
+
 def compared(part: Any) -> Iterator[tuple[str, Any]]:
     """The names and the values of the fields of a step, or of a part of it, that are compared."""
+    kind = part_of(part)
+    assert kind is not None
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
-        if type(value) in NOT_COMPARED:
+        if part_of(value) is not None:
             yield from compared(value)
-        elif field.name not in NOT_COMPARED[type(part)]:
+        elif field.name not in NOT_COMPARED[kind]:
             yield field.name, value
 
 

@@ -182,9 +182,9 @@ def _of_version_3(update: Any, preprocess: Any, options: Any, **others: Any) -> 
     off = dict.fromkeys(("aggregator", "sync_every", "sync_streaming", "virtual_shards"))
     options = {**off, **options}
     options |= {name: ON for name in ("loss_scale", "weight") if options.get(name) is not None}
-    over_batch = "loss_over='batch'"
-    if over_batch in options:
-        options["loss_over"] = NOT_BATCH if options.pop(over_batch) is None else "batch"
+    of_batch = "loss_over='batch'"
+    if of_batch in options:
+        options["loss_over"] = NOT_BATCH if options.pop(of_batch) is None else "batch"
     return {
         "updates": {name: each for name, each in updates.items() if each is not None},
         "options": options,

@@ -40,7 +40,7 @@ def check_model_state(model_state: object) -> ModelState | None:
 
 
 def check_initial(
-    kind: ModelState | None, params: Any, model_state: Any, *, over_batch: bool
+    kind: ModelState | None, params: Any, model_state: Any, *, has_one_state: bool
 ) -> Any:
     """The state before the first step as arrays; ``()`` if the loss takes none.
 
@@ -66,7 +66,7 @@ def check_initial(
             f"The step has model_state={str(kind)!r}: pass the state before the first step, "
             f"init(params, model_state=state)."
         )
-    if overwritten(model_state) and not over_batch:
+    if overwritten(model_state) and not has_one_state:
         raise ArgumentError(
             f"model_state[{OVERWRITTEN!r}] takes its next values from the backward pass, such as "
             f"the maxima of fp8 over all rows. A shard sees its own rows, and gradients of its own "

@@ -164,21 +164,27 @@ class Pipeline:
         *,
         weighted: bool = False,
         in_parts: bool = False,
-        over_batch: bool = False,
+        of_loss: str = "",
         microbatches: int = 1,
     ) -> str:
-        """The stages in the order in which they run, in one line."""
+        """The stages in the order in which they run, in one line.
+
+        Args:
+          steps: the update and what follows it.
+          weighted: whether shards have weights.
+          in_parts: whether parameters rest in parts.
+          of_loss: the gradient in words, if it is of a loss of which no shard has its own.
+          microbatches: the number of microbatches in one program.
+        """
         update, *gather = steps
-        texts = [f"{self.incoming or 'local'} gradient"]
-        if over_batch:
-            texts = ["gradient of one loss over the batch, summed by XLA"]
+        texts = [of_loss or f"{self.incoming or 'local'} gradient"]
         if in_parts:
             texts, gather = [*gather, *texts], []
         texts += [f"accumulate {microbatches} microbatches"] * (microbatches > 1)
         for stage in self.stages:
             if isinstance(stage, Weigh) and not (weighted or self.excludes_shards):
                 continue
-            if isinstance(stage, Aggregate) and over_batch:
+            if isinstance(stage, Aggregate) and of_loss:
                 continue
             if stage is self.optimize:
                 texts += [self.optimize.describe(update), *gather]

@@ -1,4 +1,4 @@
-"""By numbers: whether a loss of the rows of several shards is the mean of these shards' losses."""
+"""By numbers: whether a loss of several shards is the mean of theirs, and what it divides by."""
 
 import dataclasses
 import functools
@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec
 
 from crossshard import _jax, _mesh
 from crossshard.gradients.scalars import is_inexact
+from crossshard.jaxprs.divisor import are_equal
 from crossshard.jaxprs.kernels import Assumptions
-from crossshard.jaxprs.mean_over_rows import OverRows, facts_of_inputs, followed
+from crossshard.jaxprs.mean_over_rows import Finding, OverRows, facts_of_inputs, followed
 from crossshard.jaxprs.walk import equations_of
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
@@ -24,7 +25,8 @@ from crossshard.pipeline.stages.accumulate import zeros
 from crossshard.shards.batch_axes import join, take_rows
 from crossshard.shards.context import shard_context
 from crossshard.step.config import StepConfig
-from crossshard.step.gather import OnMesh
+from crossshard.step.losses.batch import on_all_rows
+from crossshard.step.losses.loss import StepLoss
 from crossshard.step.microbatches import LocalResult, pieces_of
 from crossshard.step.operations import Trial
 from crossshard.step.over_rows import (
@@ -34,8 +36,8 @@ from crossshard.step.over_rows import (
     not_by_numbers,
     not_of_other_rows,
 )
-from crossshard.step.shard_loss import ShardLoss
 from crossshard.step.step_function import to_read
+from crossshard.step.weight import Divisor, another_sum, weight_of
 
 # Sums over rows in another order differ by less, in float32; in coarser floats at least by a unit
 # of their precision, and at most by so many.
@@ -147,7 +149,7 @@ class _NotDecidedError(Exception):
     """With so few rows, there is more in doubt than some operations, or some are not reached."""
 
 
-def _on_shards(layout: StateLayout, loss: ShardLoss, on_shard: Any, given: Any) -> Any:
+def _on_shards(layout: StateLayout, loss: StepLoss, on_shard: Any, given: Any) -> Any:
     """A function of one shard's state and rows on all shards, whose results are stacked."""
     state, batch = given
     return _jax.shard_map(
@@ -197,7 +199,7 @@ def _of_two_shards(
     return one, jax.tree.map(lambda x: lax.ppermute(x, shards.axes, to_next), one)
 
 
-def _behind(loss: ShardLoss, one: Any, other: Any) -> Any:
+def _behind(loss: StepLoss, one: Any, other: Any) -> Any:
     """The rows of one batch, and behind them those of another one."""
     concatenated = lambda axis, *x: jnp.concatenate(x, axis)
     return jax.tree.map(concatenated, loss.batch_axes.tree_of(one), one, other)
@@ -304,7 +306,7 @@ def _check_apart(
         raise not_by_numbers(doubt, rows, both, mean, gradients)
 
 
-def _moved(loss: ShardLoss, rows: Any) -> Any:
+def _moved(loss: StepLoss, rows: Any) -> Any:
     """The same rows in another order."""
     order = np.random.default_rng(0).permutation(loss.number_of_rows(rows))
     moved = lambda x, axis: jnp.take(x, order, axis)
@@ -384,7 +386,7 @@ def _of_shards_and_batch(
 
     def of_batch(state: TrainState, batch: Any, of_shards: Any) -> Any:
         mean, weight, largest, gradients = of_shards
-        over = at_use.over_batch(OnMesh(layout.mesh, axes))
+        over = on_all_rows(at_use, layout)
         here = dataclasses.replace(state, model_state=of_first(state))
         found = loss.quiet_gradient(here, batch, over)
         unless_none = lambda x, like: jnp.where(weight == 0, 0, x).astype(like.dtype)
@@ -445,3 +447,50 @@ def _least(given: Any, precision: float) -> float:
     dtypes = [x.dtype for x in jax.tree.leaves(given) if is_inexact(x)]
     coarsest = min(precision, float(jnp.finfo(jnp.bfloat16).eps))
     return max(_TOLERANCE, coarsest, *(4 * float(jnp.finfo(dtype).eps) for dtype in dtypes))
+
+
+def check_weight_by_numbers(
+    config: StepConfig, batch: Any, finding: Finding, divisor: Divisor
+) -> None:
+    """Raise unless both are equal in each piece of a batch, which are two numbers of each.
+
+    Args:
+      config: the step.
+      batch: the batch, on the devices.
+      finding: what the loss is in its rows.
+      divisor: what divides it.
+
+    Raises:
+      LossError: the weight is another sum.
+    """
+    loss, shards = config.loss, config.number_of_shards
+    weight = loss.weight
+    assert weight is not None
+
+    def both(batch: Any) -> jax.Array:
+        return jnp.stack([weight_of(weight, batch), divisor.of_batch(batch)])
+
+    def of_shard(batch: Any) -> jax.Array:
+        rows, whole = loss.split(batch)
+        pieces = pieces_of(rows, loss.batch_axes, loss.pieces(shards))
+        return lax.map(lambda piece: both(join(piece, whole)), pieces)
+
+    run = lambda batch: both(batch)[None]
+    if divisor.is_of_piece:
+        run = jax.shard_map(
+            of_shard,
+            mesh=config.mesh,
+            axis_names=frozenset(config.axes),
+            in_specs=(loss.batch_axes.specs(batch, config.axes),),
+            out_specs=PartitionSpec(config.axes),
+            check_vma=False,
+        )
+    given = jax.tree.map(lambda x: _mesh.on_mesh(x, config.mesh), batch)
+    everywhere = jax.NamedSharding(config.mesh, PartitionSpec())
+    with _mesh.in_place_of_the_users_mesh(config.mesh):
+        found = jax.device_get(jax.jit(run, out_shardings=everywhere)(given))
+    for place, (of_weight, divides) in enumerate(found):
+        if not are_equal(of_weight, divides):
+            of = f"In part {place} of {len(found)} of this batch" if len(found) > 1 else "Here"
+            numbers = f"{of} the loss divides by {divides:.7g}, and weight= is {of_weight:.7g}.\n"
+            raise another_sum(weight, finding, numbers)

@@ -22,9 +22,8 @@ from crossshard.pipeline.update.plan import Planner, WeightUpdate
 from crossshard.shards.devices import number_of_shards
 from crossshard.shards.model_axes import check_fits, only, other_axes_of
 from crossshard.shards.put import put_whole, types_on
-from crossshard.step.shard_loss import ShardLoss
+from crossshard.step.losses.loss import StepLoss
 from crossshard.step.step_function import StepFunction
-from crossshard.step.virtual_shards import check_state_is_shared
 
 # XLA takes four times as long for a program with twice as many outputs.
 _MOST = 1024
@@ -55,7 +54,7 @@ class StepConfig:
     donate: bool = True
 
     @property
-    def loss(self) -> ShardLoss:
+    def loss(self) -> StepLoss:
         """The loss, with what it does to a batch."""
         return self.function.loss
 
@@ -148,7 +147,7 @@ class Layouts:
             # A preprocessor may read them all.
             leave_unread=pipeline.preprocess is None,
             other_axes=split[: len(jax.tree.leaves(params))],
-            virtual_shards=config.loss.virtual_shards,
+            virtual_shards=config.loss.same_bits,
         )
         model_state = config.loss.model_state
         return StateLayout(
@@ -160,7 +159,7 @@ class Layouts:
             types,
             model_state,
             split,
-            has_one_state=config.loss.is_over_batch,
+            has_one_state=config.loss.has_one_state,
         )
 
     # The first state.
@@ -173,7 +172,8 @@ class Layouts:
         """
         config, (impl, key) = self._config, check_key(rng)
         mesh, kind = config.mesh, config.loss.model_state
-        model_state = check_initial(kind, params, model_state, over_batch=config.loss.is_over_batch)
+        has_one = config.loss.has_one_state
+        model_state = check_initial(kind, params, model_state, has_one_state=has_one)
         skeleton, *arrays = partition(params, config.wrt)
         if kind is not None:
             arrays[2] = model_state
@@ -191,8 +191,7 @@ class Layouts:
         given = types_on(mesh, (arrays, key), layout.specs_of_arrays(arrays[1]))
         with _mesh.in_place_of_the_users_mesh(mesh):
             types = jax.eval_shape(make, *given)
-        if config.loss.virtual_shards is not None:
-            check_state_is_shared(types)
+        config.loss.check_state(types)
         shardings = layout.shardings(types)
         types = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),

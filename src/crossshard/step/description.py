@@ -15,7 +15,7 @@ from crossshard.model.model_state import ModelState
 from crossshard.model.state import TrainState
 from crossshard.pipeline.update.owners import Owners
 from crossshard.shards.partition import Partition
-from crossshard.step.loss_over import LossOver
+from crossshard.step.losses.loss import LossOver
 from crossshard.step.step_function import StepFunction
 
 
@@ -71,7 +71,7 @@ _KEPT = {
 def _over(function: StepFunction, shards: int) -> list[str]:
     """What the loss is in the rows of the batch, where each shard has its own."""
     loss = function.loss
-    if loss.is_over_batch or shards * loss.pieces(shards) == 1:
+    if not loss.is_of_parts(shards):
         return []
     if loss.over is LossOver.SHARD:
         return ["loss: each shard's own, loss_over='shard'"]

@@ -10,7 +10,6 @@ from jax.typing import ArrayLike, DTypeLike
 
 from crossshard import _check, _mesh
 from crossshard._annotations import Filter, Loss, PyTree
-from crossshard.collectives.codec import Codec
 from crossshard.errors import ArgumentError
 from crossshard.gradients.reduction import Reduction
 from crossshard.gradients.status import GradientStatus
@@ -20,27 +19,22 @@ from crossshard.model.model_state import check_model_state
 from crossshard.model.models import check_wrt
 from crossshard.optimizer.cross_shard_optimizer import pipeline_of, transformation_of
 from crossshard.pipeline.aggregators.few_bits import FewBits, Quantized
-from crossshard.pipeline.aggregators.in_order import InOrder
 from crossshard.pipeline.options import Options, check_gather_dtype, check_names, check_options
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stages.weigh import check_weighable
 from crossshard.pipeline.update.plan import Rest, WeightUpdate, check_weight_update
 from crossshard.shards.devices import mesh_and_axes, number_of_shards
-from crossshard.step.aux_reduction import check_aux_reduction
 from crossshard.step.batches import check_entries
 from crossshard.step.config import StepConfig
-from crossshard.step.loss_over import (
-    LossOver,
-    RngPer,
-    check_loss_over,
-    check_over_batch,
-    check_rng_per,
-)
-from crossshard.step.rarely import check_outer, check_workers, with_workers
-from crossshard.step.shard_loss import ShardLoss
+from crossshard.step.losses.batch import BatchLoss
+from crossshard.step.losses.loss import LossOver, RngPer, StepLoss, check_rng_per
+from crossshard.step.losses.rows import RowsLoss
+from crossshard.step.losses.virtual import InOrder, VirtualLoss, check_virtual_shards
+from crossshard.step.microbatches import check_aux_reduction
+from crossshard.step.rarely import check_outer, with_workers
+from crossshard.step.refusals import check_together
 from crossshard.step.step_function import StepFunction
 from crossshard.step.train_step import TrainStep
-from crossshard.step.virtual_shards import check_virtual_shards
 from crossshard.step.weight import check_weight
 
 
@@ -218,21 +212,21 @@ def make_train_step(
     kind = check_model_state(model_state)
     takes = ("params", "batch") if kind is None else ("params", "model_state", "batch")
     loss_fn, takes_rng = with_rng(loss_fn, takes)
-    weigh, over = check_weight(weight), check_loss_over(loss_over)
+    weigh, over = check_weight(weight), _check.choice("loss_over", loss_over, LossOver)
     rng_per = check_rng_per(options.get("rng_per", RngPer.SHARD), takes_rng=takes_rng)
-    loss = ShardLoss(
-        loss_fn,
-        takes_rng,
-        has_aux,
-        weigh,
-        accumulate_steps,
-        kind,
-        check_aux_reduction(options.get("aux_reduction"), has_aux),
-        check_entries(batch_axis, replicated_entries, weigh),
-        over,
-        keys_of_rows=rng_per is RngPer.ROW,
-        is_summed=pipeline.reduction is Reduction.SUM,
-    )
+    of_loss: dict[str, Any] = {
+        "function": loss_fn,
+        "takes_rng": takes_rng,
+        "has_aux": has_aux,
+        "weight": weigh,
+        "accumulate_steps": accumulate_steps,
+        "model_state": kind,
+        "aux_reduction": check_aux_reduction(options.get("aux_reduction"), has_aux),
+        "batch_axes": check_entries(batch_axis, replicated_entries, weigh),
+        "over": over,
+        "keys_of_rows": rng_per is RngPer.ROW,
+        "is_summed": pipeline.reduction is Reduction.SUM,
+    }
     number = number_of_shards(where, axes)
     outer = check_outer(
         options.get("sync_every"),
@@ -241,72 +235,50 @@ def make_train_step(
         sync_streaming=options.get("sync_streaming", False),
     )
     if outer is not None:
-        check_workers(pipeline, params=params, loss=loss)
         pipeline = with_workers(pipeline, outer, number)
     pipeline = _check_pipeline(pipeline, number, weight)
-    virtual = check_virtual_shards(
-        options.get("virtual_shards"),
+    virtual = check_virtual_shards(options.get("virtual_shards"), number)
+    sharding, rest = check_weight_update(weight_update), _check.choice("params", params, Rest)
+    if sharding is WeightUpdate.AUTO and wrapped.weight_update is WeightUpdate.SHARDED:
+        sharding = WeightUpdate.SHARDED
+    gather_dtype = check_gather_dtype(options.get("gather_dtype"))
+    check_together(
         pipeline,
-        number,
         other_axes=[axis for axis in where.axis_names if axis not in axes],
+        params=rest,
+        update=sharding,
+        gather_dtype=gather_dtype,
         loss_over=over,
-        model_state=model_state,
-        gather_dtype=options.get("gather_dtype"),
+        virtual_shards=virtual,
+        weight=weight,
+        model_state=kind,
+        # As it was passed: without it aux is per shard too, where there is a loss of each.
+        aux_reduction=options.get("aux_reduction"),
     )
+    loss: StepLoss
     if virtual is not None:
-        loss = dataclasses.replace(loss, virtual_shards=virtual)
+        loss = VirtualLoss(**of_loss, same_bits=virtual)
         pipeline = dataclasses.replace(pipeline, aggregator=InOrder(virtual))
+    else:
+        loss = BatchLoss(**of_loss) if over is LossOver.BATCH else RowsLoss(**of_loss)
     if isinstance(pipeline.aggregator, FewBits):
         pipeline.aggregator.check_axes(axes, pipeline.groups)
-    if loss.is_over_batch:
-        check_over_batch(
-            pipeline,
-            weight=weight,
-            model_state=model_state,
-            aux_reduction=options.get("aux_reduction"),
-        )
     sentinel = check_divergence_options(
         options.get("check_divergence"), options.get("on_divergence", "raise")
     )
-    gather_dtype = check_gather_dtype(options.get("gather_dtype"))
-    if loss.is_over_batch and isinstance(gather_dtype, Codec):
+    in_parts = rest is Rest.SHARDED
+    if gather_dtype is not None and not in_parts:
         raise ArgumentError(
-            f"gather_dtype={str(gather_dtype)!r} is written in blocks by each shard, and with "
-            f"loss_over='batch' XLA gathers. Pass a dtype such as bfloat16, or loss_over='shard'."
+            f"gather_dtype={str(gather_dtype)!r} rounds what the loss sees of parameters that "
+            f"rest in parts; those that are whole it would round for good. Pass "
+            f"params='sharded', or, for weights of 16 bits, master_dtype='float32'."
         )
     function = StepFunction(loss, pipeline, wrapped.name, sentinel, gather_dtype)
-    sharding = check_weight_update(weight_update)
-    if sharding is WeightUpdate.AUTO and wrapped.weight_update is WeightUpdate.SHARDED:
-        sharding = WeightUpdate.SHARDED
-    in_parts = _check_rest(params, sharding, pipeline, gather_dtype)
     sharding = WeightUpdate.SHARDED if in_parts else sharding
     donates = _check.flag("donate", donate)
     inner = _mesh.with_automatic_axes(where)
     chosen = axes, sharding, in_parts, check_wrt(wrt), donates
     return TrainStep(StepConfig(function, inner, where, *chosen))
-
-
-def _check_rest(params: str, update: WeightUpdate, pipeline: Pipeline, gather_dtype: Any) -> bool:
-    """Whether parameters rest in parts, or an error if they cannot."""
-    if _check.choice("params", params, Rest) is Rest.REPLICATED:
-        if gather_dtype is not None:
-            raise ArgumentError(
-                f"gather_dtype={str(gather_dtype)!r} rounds what the loss sees of parameters that "
-                f"rest in parts; those that are whole it would round for good. Pass "
-                f"params='sharded', or, for weights of 16 bits, master_dtype='float32'."
-            )
-        return False
-    if update is WeightUpdate.REPLICATED:
-        raise ArgumentError(
-            "params='sharded' leaves each shard its slice of the parameters, so that it cannot "
-            "update all of them. Leave weight_update='replicated' out."
-        )
-    if pipeline.groups is not None:
-        raise ArgumentError(
-            f"params='sharded' splits one set of parameters over all shards, and with "
-            f"group_assignment {pipeline.groups} each group has its own. Leave one of them out."
-        )
-    return True
 
 
 def _check_pipeline(pipeline: Pipeline, number: int, weight: Any) -> Pipeline:

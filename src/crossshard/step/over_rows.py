@@ -22,14 +22,15 @@ from crossshard.jaxprs.mean_over_rows import (
     is_sum,
 )
 from crossshard.jaxprs.row_facts import Free, Total
-from crossshard.step.divisor import (
+from crossshard.step.weight import (
     AS_MEAN,
     Divisor,
+    SumOf,
+    Weight,
     is_exact,
     name_of,
     not_of_the_batch,
 )
-from crossshard.step.weight import SumOf, Weight
 
 # What a part of a Mean has to be.
 A_SUM = "a sum over the rows"

@@ -17,11 +17,10 @@ from crossshard.shards.batch_axes import resized
 from crossshard.shards.devices import are_of_all_processes
 from crossshard.step.arguments import check_not_of_mesh
 from crossshard.step.batches import BatchPlacer, Donation
-from crossshard.step.by_numbers import check_by_numbers
+from crossshard.step.by_numbers import check_by_numbers, check_weight_by_numbers
 from crossshard.step.compiler_options import compiler_options
 from crossshard.step.config import Layouts, StepConfig
 from crossshard.step.over_rows import UndecidedError
-from crossshard.step.weight_by_numbers import check_weight_by_numbers
 
 Metrics = dict[str, Any]
 
@@ -43,8 +42,8 @@ class Program:
             loss.weight,
             loss.batch_axes,
             loss.accumulate_steps,
-            virtual_shards=loss.virtual_shards,
-            takes_weight=not loss.is_over_batch,
+            virtual_shards=loss.same_bits,
+            takes_weight=not loss.has_one_state,
         )
         self._in_processes = len(processes_of(mesh)) > 1
         self._is_watched = are_of_all_processes(mesh)

@@ -16,7 +16,6 @@ from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stages.outer import Outer
 from crossshard.pipeline.stages.streaming import Streaming
 from crossshard.shards.groups import GroupAssignment
-from crossshard.step.shard_loss import ShardLoss
 
 
 def check_outer(
@@ -54,41 +53,6 @@ def check_outer(
     wire = check_reduce_dtype(outer_reduce_dtype, "outer_reduce_dtype", by_axis=False)
     kind = Streaming if streaming else Outer
     return kind(every, found, wire if isinstance(wire, FewBits) else Plain(wire))
-
-
-def check_workers(pipeline: Pipeline, *, params: str, loss: ShardLoss) -> None:
-    """Raise if a step with ``sync_every`` is to do what workers on their own do not do.
-
-    Raises:
-      ArgumentError: it names the option, and says what to write instead.
-    """
-    refused = (
-        (
-            loss.is_over_batch,
-            "loss_over='batch' is one loss of all shards, so that no worker has one of its own",
-            "Write loss_over='shard'.",
-        ),
-        (
-            params == "sharded",
-            "params='sharded' splits one set of parameters over all shards, and each worker has "
-            "its own",
-            "Leave it out; weight_update='sharded' splits the update over the shards of a worker.",
-        ),
-        (
-            pipeline.master_dtype is not None,
-            f"master_dtype={str(pipeline.master_dtype)!r} keeps parameters that a synchronisation "
-            f"would not reach",
-            "Pass parameters of 32 bits that the loss converts.",
-        ),
-        (
-            pipeline.ema is not None,
-            "ema averages the parameters of one worker, which a synchronisation replaces",
-            "Leave it out, and evaluate model(state), which is of all workers.",
-        ),
-    )
-    for is_asked, what, instead in refused:
-        if is_asked:
-            raise ArgumentError(f"With sync_every each worker trains alone: {what}. {instead}")
 
 
 def with_workers(pipeline: Pipeline, outer: Outer, shards: int) -> Pipeline:

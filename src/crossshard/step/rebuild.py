@@ -16,7 +16,7 @@ from crossshard.pipeline.aggregators.few_bits import FewBits
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.update.plan import WeightUpdate
 from crossshard.shards.batch_axes import BatchAxes, take_rows
-from crossshard.step.loss_over import LossOver
+from crossshard.step.losses.loss import LossOver
 from crossshard.step.over_rows import OverRowsRecord
 from crossshard.step.step_function import StepFunction
 from crossshard.step.train_step import TrainStep, config_of
@@ -44,10 +44,9 @@ def with_sgd(step: TrainStep, optimizer: optax.GradientTransformation, *, alone:
     pipeline = Pipeline(
         pipeline.inner, Reduction.MEAN, None, pipeline.axis_name, preprocess=pipeline.preprocess
     )
-    loss = config.loss
-    if not loss.is_over_batch:  # of which microbatches are other losses, on any number of shards
-        loss = dataclasses.replace(loss, accumulate_steps=1, virtual_shards=None)
-    function = dataclasses.replace(config.function, pipeline=pipeline, loss=loss, sentinel=None)
+    function = dataclasses.replace(
+        config.function, pipeline=pipeline, loss=config.loss.alone(), sentinel=None
+    )
     mesh = _own_shard(config.mesh, config.axes)
     own = dataclasses.replace(config, function=function, mesh=mesh, outer_mesh=mesh)
     update = WeightUpdate.REPLICATED
@@ -142,8 +141,7 @@ def loss_over_rows_of(step: TrainStep, params: Any, batch: Any, model_state: Any
       model_state: what ``init`` takes.
     """
     config, loss = config_of(step), config_of(step).loss
-    pieces = config.number_of_shards * loss.pieces(config.number_of_shards)
-    if loss.is_over_batch or pieces == 1:
+    if not loss.is_of_parts(config.number_of_shards):
         return ""
     if loss.over is LossOver.ROWS:
         return f"in its rows the loss is {loss.record}"

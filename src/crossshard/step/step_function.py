@@ -9,9 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from crossshard import _jax
-from crossshard.gradients.status import GradientStatus
 from crossshard.guards.divergence import Sentinel
-from crossshard.jaxprs.xla import opaque_false
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.pipeline.arrive import arrive
@@ -24,13 +22,8 @@ from crossshard.shards.model_axes import only
 from crossshard.shards.partition import map_partitions
 from crossshard.step.batches import check_same_rows
 from crossshard.step.gather import AtUse
+from crossshard.step.losses.loss import StepLoss
 from crossshard.step.microbatches import LocalResult
-from crossshard.step.over_batch import OverBatch
-from crossshard.step.shard_loss import ShardLoss
-
-# From one shard's state, what it is given, in shard_map, and whether it counts, to its loss and
-# gradients, and to the types of these.
-OfShard = Callable[..., tuple[LocalResult, Any]]
 
 
 class Progress(NamedTuple):
@@ -54,7 +47,7 @@ class StepFunction:
     """The step as a pure function of the state and the batch.
 
     Attributes:
-      loss: the loss of one shard's rows of the batch, or of the batch.
+      loss: the loss.
       pipeline: the pipeline of the gradients.
       name: the name of the pipeline's operations in profiles and HLO.
       sentinel: what compares the shards' copies of the state; ``None`` if nothing does.
@@ -62,7 +55,7 @@ class StepFunction:
         in which the loss uses them.
     """
 
-    loss: ShardLoss
+    loss: StepLoss
     pipeline: Pipeline
     name: str
     sentinel: Sentinel | None = None
@@ -90,19 +83,16 @@ class StepFunction:
         context = self._context(layout, batch)
         # XLA splits the work of an update that needs whole arrays: it runs outside of shard_map.
         is_global = isinstance(layout.plan, Global)
-        if self.loss.is_over_batch:
-            given, specs, of_shard, aux = self._of_batch(layout, state, batch, context)
-        else:
-            given, specs, of_shard = self._of_rows(layout, state, batch, context)
+        at_use = self._at_use(layout, state, context)
+        work = self.loss.work(layout, state, batch, at_use, self._scale)
 
         def on_one_shard(state: TrainState, given: Any) -> Progress:
             before = layout.local(state)
-            again = lambda weight: of_shard(before, given, weight)[0]
-            done = self._reduce(before, *of_shard(before, given), context, again)
+            again = lambda weight: work.of_shard(before, given, weight)[0]
+            done = self._reduce(before, *work.of_shard(before, given, None), context, again)
             if not is_global:
-                at_rest = dataclasses.replace(context, params=before.params)
-                if self.loss.virtual_shards is not None:
-                    at_rest = dataclasses.replace(at_rest, opaque_false=opaque_false(before.step))
+                apart = self.loss.apart(before)
+                at_rest = dataclasses.replace(context, params=before.params, opaque_false=apart)
                 done = self._update(before, done, at_rest)
             # Groups differ, and `aux` has an axis for the shards already.
             stored = lambda x: x if layout.groups is None else x[None]
@@ -114,56 +104,16 @@ class StepFunction:
             on_one_shard,
             mesh=layout.mesh,
             axis_names=frozenset(layout.axes),
-            in_specs=(layout.specs(state), specs),
+            in_specs=(layout.specs(state), work.specs),
             out_specs=self._out_specs(layout, state, is_global),
         )
-        done = on_all_shards(state, given)
+        done = on_all_shards(state, work.given)
         if is_global:
             done = self._update(state, done, dataclasses.replace(context, params=state.params))
         if self.loss.has_aux:
-            of_loss = aux if self.loss.is_over_batch else done.aux
-            return layout.constrain(done.state), done.metrics | {"aux": of_loss}
+            aux = done.aux if work.aux is None else work.aux
+            return layout.constrain(done.state), done.metrics | {"aux": aux}
         return layout.constrain(done.state), done.metrics
-
-    def _of_rows(
-        self, layout: StateLayout, state: TrainState, batch: Any, context: StageContext
-    ) -> tuple[Any, Any, OfShard]:
-        """The rows, their specs, and from a shard's rows to its own loss and gradients."""
-        every = self._at_use(layout, state, context)
-
-        def of_shard(before: TrainState, batch: Any, weight: Any = None) -> tuple[LocalResult, Any]:
-            params, at_use = before.params, every
-            if at_use.waits:
-                params, at_use = at_use.whole(params), dataclasses.replace(at_use, in_parts=False)
-            like = at_use.types_of_gradients(params) if at_use.in_parts else params
-            given = dataclasses.replace(before, params=params)
-            if self.loss.virtual_shards is not None and at_use.frozen is not None:
-                # Once for all virtual shards, and in full: a product with slices rounds otherwise.
-                frozen = at_use.frozen.whole(before.frozen)
-                given = dataclasses.replace(given, frozen=frozen)
-                at_use = dataclasses.replace(at_use, frozen=None)
-            scale = self._scale(before)
-            return self.loss.local_gradient(given, batch, at_use, scale, weight), like
-
-        return batch, self.loss.batch_axes.specs(batch, layout.axes), of_shard
-
-    def _of_batch(
-        self, layout: StateLayout, state: TrainState, batch: Any, context: StageContext
-    ) -> tuple[Any, Any, OfShard, Any]:
-        """The same of a loss over the batch: it is differentiated here; and its ``aux``."""
-        over = OverBatch(self.loss, layout, self._at_use(layout, state, context))
-        found = over.gradient(state, batch, self._scale(state))
-        given = found.loss, found.values, found.model_state, found.terms
-        whole = PartitionSpec()
-        specs = whole, over.specs(found.values), whole, whole
-
-        def of_shard(before: TrainState, given: Any, weight: Any = None) -> tuple[LocalResult, Any]:
-            del weight
-            loss, values, model_state, terms = given
-            local = LocalResult(loss, values, None, model_state, None, terms, found.early)
-            return local, before.params
-
-        return given, specs, of_shard, found.aux
 
     def _scale(self, state: TrainState) -> Any:
         has_scale = self.pipeline.loss_scale is not None
@@ -203,20 +153,19 @@ class StepFunction:
         if pipeline.excludes_shards:
             weight = own_weight(gradients, local.weight, context)
             local = loss.with_weight(local, weight, before)
-        together = loss.virtual_shards or size_of_group(context.groups, context.shards.number)
+        together = loss.parts(size_of_group(context.groups, context.shards.number))
         metrics = {"loss": gradients.extra["value"]}
         sums: dict[str, Any] = dict(gradients.sums)
         if loss.weight is not None:
             counts = sums["terms"].counts[-1] if "terms" in sums else None
             metrics["weight"] = gradients.weight if counts is None else counts
-        terms = local.terms if loss.is_over_batch else sums.get("terms")
+        terms = sums.get("terms", local.terms)
         if terms is not None:
             metrics |= terms.metrics() if loss.weight is None else {}
             are_empty = terms.are_empty()
             gradients = gradients if are_empty is None else gradients.skipped_if(are_empty)
         grouped = context.groups is not None
-        reduces_aux = loss.has_aux and not loss.is_over_batch
-        aux = loss.reduced_aux(local, gradients, together, grouped) if reduces_aux else None
+        aux = loss.reduced_aux(local, gradients, together, grouped)
         after = dataclasses.replace(
             before,
             step=before.step + 1,
@@ -246,17 +195,17 @@ class StepFunction:
         shards = layout.shards
         is_global, weight = isinstance(layout.plan, Global), self.loss.weight
         parts = self.loss.parts(shards.number)
-        return StageContext(
+        context = StageContext(
             shards,
             layout.groups,
             arrays=layout.plan,
-            divisor=1 if self.loss.is_over_batch else self.pipeline.divisor(parts),
+            divisor=self.pipeline.divisor(parts),
             unread=layout.plan.unread,
             examples=self.loss.number_of_rows(batch) // parts if weight is None else 1,
             skips_by_loop=layout.groups is None and not is_global and shards.platform == "cpu",
             apply_updates=True,
-            over_batch=self.loss.is_over_batch,
         )
+        return self.loss.in_context(context)
 
     def _at_use(self, layout: StateLayout, state: TrainState, context: StageContext) -> AtUse:
         plan, pipeline = layout.plan, self.pipeline
@@ -274,28 +223,27 @@ class StepFunction:
         )
 
     def _arrive(self, local: LocalResult, context: StageContext) -> Gradients:
-        is_virtual = self.loss.virtual_shards is not None
+        weighed = local.sums is not None
         return arrive(
             self.pipeline,
             local.values,
             context.shards,
-            declared=GradientStatus.REDUCED if context.over_batch else GradientStatus.LOCAL,
+            declared=self.loss.status,
             extra={"value": local.loss},
             weight=local.weight,
             params=context.params,
-            widened=is_virtual
+            widened=weighed
             or self.loss.accumulate_steps > 1
             or self.pipeline.loss_scale is not None,
             early=local.early,
-        ).replace(weighed=is_virtual)
+        ).replace(weighed=weighed)
 
     def _out_specs(self, layout: StateLayout, state: TrainState, is_global: bool) -> Progress:
         """The specs of what leaves ``shard_map``."""
         names, each = layout.axes, PartitionSpec(layout.axes)
         whole: Any = PartitionSpec()
         of_group: Any = whole if layout.groups is None else each
-        reduces_aux = self.loss.has_aux and not self.loss.is_over_batch
-        aux = self.loss.aux_specs(each, of_group) if reduces_aux else None
+        aux = self.loss.aux_specs(each, of_group)
         if not is_global:
             return Progress(layout.specs(state), aux, of_group)
         of_part = lambda part, _: PartitionSpec(*only(part.spec(names), names))
@@ -307,8 +255,7 @@ class StepFunction:
         """How the metrics of a step lie on the mesh."""
         whole, each = PartitionSpec(), PartitionSpec(layout.axes)
         of_group = whole if layout.groups is None else each
-        of_aux = whole if self.loss.is_over_batch else self.loss.aux_specs(each, of_group)
-        kinds = {"aux": of_aux, "divergence": whole}
+        kinds = {"aux": self.loss.aux_specs(each, of_group), "divergence": whole}
         spread = lambda spec, tree: jax.tree.map(lambda _: spec, tree)
         is_spec = lambda x: isinstance(x, PartitionSpec)
         return {
@@ -324,7 +271,7 @@ class StepFunction:
             ("update",) if plan is None else plan.steps,
             weighted=self.loss.weight is not None,
             in_parts=plan is not None and plan.in_parts,
-            over_batch=self.loss.is_over_batch,
+            of_loss=self.loss.gradient,
             microbatches=self.loss.accumulate_steps,
         )
 

@@ -1,16 +1,26 @@
-"""Weight: how much a shard's rows count in the mean, from an entry of the batch or a function."""
+"""How much rows count: the weight of a batch, the counts of a ``Mean``, what a loss divides by."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from crossshard import _check
-from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard import _check, _jax
+from crossshard.collectives.sums import sum_over_shards
+from crossshard.errors import ArgumentError, ArgumentTypeError, LossError
+from crossshard.gradients.mean import Mean, Moved, counts_of, part_of_mean, with_moved
 from crossshard.jaxprs.dependence import depends
+from crossshard.jaxprs.divisor import agree, value_in
+from crossshard.jaxprs.mean_over_rows import Finding, facts_of
+from crossshard.jaxprs.row_facts import Free
 from crossshard.pipeline.stages.weigh import as_weight
+from crossshard.shards.axes import Shards
+from crossshard.shards.groups import GroupAssignment, size_of_group
 
 Weight = Callable[[Any], Any]
 
@@ -78,3 +88,259 @@ def check_weight_is_read(
 def weight_of(weight: Weight, batch: Any) -> jax.Array:
     """float[]: the weight of one shard's rows of the batch; for errors see ``as_weight``."""
     return as_weight(weight(batch), "weight returned")
+
+
+# The counts of each term, and the model state after the rows that have them, of the rows of one
+# piece, given the model state before and the index of the microbatch.
+CountOfPiece = Callable[[Any, Any, Any], tuple[tuple[Any, ...], Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Counting:
+    """How the counts of a ``Mean`` are summed over the parts of the batch.
+
+    Attributes:
+      shards: the shards that have them.
+      groups: the groups that reduce independently; ``None`` for all shards.
+      pieces: how many parts each shard has.
+      weight: float[], 0 if this shard is left out, else 1; ``None`` if none is.
+      counts: float[] of each term, of the whole batch; ``None`` if each shard has one part, which
+        sums them where they are computed.
+    """
+
+    shards: Shards
+    groups: GroupAssignment | None
+    pieces: int
+    weight: Any = None
+    counts: tuple[Any, ...] | None = None
+
+    def part(self, mean: Mean) -> jax.Array:
+        """The loss of one part, so that the mean of the parts' losses is that of the batch."""
+        counts = self.counts or self.over_shards(jnp.stack(counts_of(mean)))
+        parts = size_of_group(self.groups, self.shards.number)
+        if self.weight is not None:
+            parts = sum_over_shards(self.weight, self.shards.within(self.groups))
+        return part_of_mean(mean, counts, parts * self.pieces)
+
+    def over_shards(self, counts: jax.Array) -> tuple[Any, ...]:
+        """The sum of a shard's counts over the shards that are not left out."""
+        own = lax.stop_gradient(counts)
+        own = own if self.weight is None else jnp.where(self.weight != 0, own, 0)
+        return tuple(sum_over_shards(own, self.shards.within(self.groups)))
+
+    def with_counts(self, counts: Any) -> "Counting":
+        """The same, where the counts are known."""
+        return dataclasses.replace(self, counts=counts)
+
+    def in_order(self, counts: jax.Array) -> tuple[Any, ...]:
+        """The sum over virtual shards, ``[of this shard, terms]``, the same for any number."""
+        each = len(counts)
+        every = jnp.zeros((self.shards.number, *counts.shape), counts.dtype)
+        every = sum_over_shards(every.at[self.shards.index()].set(counts), self.shards)
+        rows = list(every.reshape(self.shards.number * each, -1))
+        while len(rows) > 1:
+            odd = rows[len(rows) // 2 * 2 :]
+            pairs = zip(rows[::2], rows[1::2], strict=False)
+            rows = [one + other for one, other in pairs] + odd
+        return tuple(rows[0])
+
+
+def counts_of_pieces(count: CountOfPiece, number: int, pieces: Any, model_state: Any) -> jax.Array:
+    """float[terms]: what the microbatches of a shard, or of a virtual one, count together.
+
+    Args:
+      count: computes the counts of one.
+      number: how many there are.
+      pieces: their rows, stacked.
+      model_state: the state before the first.
+    """
+
+    def one(before: Any, piece: Any) -> tuple[Any, Any]:
+        counts, after = count(piece[1], before, piece[0])
+        as_stored = jax.tree.map(lambda x, y: x.astype(y.dtype), after, before)
+        return as_stored, jnp.stack(counts)
+
+    return lax.scan(one, model_state, (jnp.arange(number), pieces))[1].sum(0)
+
+
+def pruned(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns, computed without what it does not need for that."""
+    jaxpr, types = jax.make_jaxpr(function, return_shape=True)(*args)
+    run = _jax.as_function(_jax.without_unread(jaxpr))
+    return jax.tree.unflatten(jax.tree.structure(types), run(*jax.tree.leaves(args)))
+
+
+def check_takes_mean(*, weight: Any, is_summed: bool) -> None:
+    """Raise if a loss that returns a ``Mean`` contradicts the step.
+
+    Raises:
+      ArgumentError: it does.
+    """
+    if weight is not None:
+        raise ArgumentError(
+            "The loss returns a Mean, which says what its rows count, and weight= says it again. "
+            "Leave weight out."
+        )
+    if is_summed:
+        raise ArgumentError(
+            "The loss returns a Mean, which is a mean over the whole batch, and the optimizer's "
+            "reduction is SUM, which adds up the losses of shards. Use reduction='mean'."
+        )
+
+
+# So little behind a count float32 rounds off.
+_ROUNDED = 1e-6
+AS_MEAN = (
+    "Return the two sums, which are then added up over all shards before they are divided:\n"
+    "    total, count = (losses * mask).sum(), mask.sum()\n"
+    "    return crossshard.Mean(total, count)\n"
+    "and leave weight out."
+)
+
+
+class Divisor(NamedTuple):
+    """The sum over rows that divides a loss.
+
+    Attributes:
+      of_batch: computes it, float[], from a batch.
+      is_of_piece: whether of a piece.
+      is_weight: whether the weight is shown to be it, or it times a constant, for any batch.
+    """
+
+    of_batch: Callable[[Any], Any]
+    is_of_piece: bool
+    is_weight: bool
+
+
+def divisor_of(
+    finding: Finding,
+    jaxpr: Any,
+    arguments: Any,
+    split: Callable[[Any], tuple[Any, Any]],
+    join: Callable[[Any, Any], Any],
+    weight: Weight,
+) -> Divisor | None:
+    """What divides a loss that is a ratio of two sums; ``None`` if more than the batch says it.
+
+    Args:
+      finding: what its trace shows.
+      jaxpr: the trace that this is of.
+      arguments: what the loss of a piece is computed from, or the types of that.
+      split: splits a batch into its rows, and its entries that have none.
+      join: joins them again.
+      weight: the weight of the step.
+    """
+    (rows, keys), whole, *_ = arguments
+    sizes = [len(jax.tree.leaves(each)) for each in (rows, keys, whole)]
+    value = None if finding.by is None else value_in(jaxpr, finding.by)
+    after = sizes[0] + sizes[1]
+    places = [*range(sizes[0]), *range(after, after + sizes[2])]
+    if value is None or not set(value.reads) <= set(places):
+        return None
+    read = [places.index(place) for place in value.reads]
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jaxpr.in_avals]
+    is_of_piece = [x.shape for x in types] == [jnp.shape(x) for x in jax.tree.leaves(arguments)]
+
+    def of_batch(batch: Any) -> Any:
+        leaves = jax.tree.leaves(split(batch))
+        return value.compute(*(leaves[place] for place in read))
+
+    of = lambda tree, found: jax.tree.unflatten(jax.tree.structure(tree), found)
+    all_rows, all_whole = of(rows, types[: sizes[0]]), of(whole, types[after : after + sizes[2]])
+    given = join(all_rows, all_whole)
+    is_weight = isinstance(weight, SumOf) and name_of(rows, finding.entry) == weight.key
+    of_weight = lambda batch: jnp.asarray(weight(batch), float)
+    return Divisor(of_batch, is_of_piece, is_weight or agree(of_weight, of_batch, given))
+
+
+def is_exact(finding: Finding) -> bool:
+    """Whether the mean that is weighed by the divisors of the shards is that of the batch.
+
+    So it is unless what the loss does behind the sum changes a shard's and not that of the batch.
+    """
+    if finding.moved == "guard":
+        # By which number a shard was divided that counts nothing tells what it has above.
+        return not (finding.bound and math.isfinite(finding.bound))
+    small = {"": 0.0, "max": 1.0, "plus": _ROUNDED}[finding.moved]
+    return not finding.moved or (finding.counts and abs(finding.bound) <= small)
+
+
+def as_mean(loss: Any, divisor: Divisor, finding: Finding, batch: Any, weight: Any) -> Mean:
+    """A piece's ratio as the ``Mean`` that it is; the last of its terms has the weight alone."""
+    moved, count = Moved(finding.moved, finding.bound, not finding.power), divisor.of_batch(batch)
+    by = lax.stop_gradient(moved(count))
+    wide = loss.astype(jnp.promote_types(loss.dtype, by.dtype))
+    return with_moved(Mean(wide * by, count), moved) + 0.0 * Mean(0.0, weight, "weight")
+
+
+def check_weight_of_mean(
+    weight: Weight, rows: Any, whole: Any, join: Callable[[Any, Any], Any], **how: Any
+) -> None:
+    """Raise unless the weight of a loss that is a mean over rows is the same for all shards.
+
+    Args:
+      weight: the weight.
+      rows: the rows of a piece of the batch, or their types.
+      whole: the entries that have none.
+      join: joins them to a batch.
+      **how: the axes of the rows, and of how many pieces the batch is, as of ``facts_of``.
+
+    Raises:
+      LossError: some shards would count more than others.
+    """
+    of = lambda rows, whole, own: jnp.asarray(weight(join(rows, whole)), float)
+    (fact,) = facts_of(of, rows, whole, **how)
+    if isinstance(fact, Free) and not fact.own:
+        return
+    if isinstance(weight, SumOf):
+        entry = f"batch[{weight.key!r}]"
+        raise LossError(
+            f"The loss is a mean over rows, in which all rows count the same, and "
+            f"weight={weight.key!r} lets a shard count as the sum of {entry}. Divide by that sum: "
+            f"(losses * {entry}).sum() / {entry}.sum(). Or leave weight out."
+        )
+    raise LossError(
+        f"The loss is a mean over rows, in which all rows count the same, and weight= lets shards "
+        f"count differently: {said(weight)}. Leave weight out. Or if rows are to count "
+        f"differently: {AS_MEAN}"
+    )
+
+
+def said(weight: Weight) -> str:
+    """A weight as its author wrote it."""
+    if isinstance(weight, SumOf):
+        return f"{weight.key!r}, which is batch[{weight.key!r}].sum()"
+    try:
+        lines, first = inspect.getsourcelines(weight)
+        file = inspect.getsourcefile(weight) or ""
+    except (OSError, TypeError):
+        return "weight=, a function"
+    text = " ".join(line.strip() for line in lines[:3]) + (" …" if len(lines) > 3 else "")
+    return f"{text} ({'/'.join(file.split('/')[-3:])}:{first})"
+
+
+def another_sum(weight: Weight, finding: Finding, numbers: str = "") -> LossError:
+    """The error for a weight that is not what the loss divides by."""
+    code = f"{finding.code} ({finding.source})" if finding.code else finding.source
+    return LossError(
+        f"The loss divides by one sum over rows, and weight= is another:\n"
+        f"    the loss: {code}\n    the weight: {said(weight)}\n{numbers}{AS_MEAN}"
+    )
+
+
+def not_of_the_batch(weight: Weight, finding: Finding) -> LossError:
+    """The error for a divisor that is no sum of what the batch alone has, or cannot be seen."""
+    return LossError(
+        f"The loss divides by a sum over rows ({finding.source}) that cannot be computed from the "
+        f"rows of one shard alone: it depends on more than the batch, is within a loop or a "
+        f"branch, or the loss is another program for so few rows. So it cannot be compared with "
+        f"{said(weight)}. {AS_MEAN}"
+    )
+
+
+def name_of(rows: Any, place: int | None) -> str | None:
+    """The name of the entry of a batch whose only array is this one of its leaves."""
+    if not isinstance(rows, dict) or place is None:
+        return None
+    path: Sequence[Any] = jax.tree_util.tree_leaves_with_path(rows)[place][0]
+    return str(path[0].key) if len(path) == 1 else None

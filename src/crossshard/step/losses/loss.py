@@ -1,49 +1,110 @@
-"""ShardLoss: the loss and gradient of one shard's rows, in one piece or in microbatches."""
+"""StepLoss: the loss of a step and its gradient, in one piece or in microbatches."""
 
+import abc
 import dataclasses
+import enum
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from crossshard import _jax
+from crossshard import _check, _jax
+from crossshard.errors import ArgumentError
 from crossshard.gradients.autodiff import split_loss
 from crossshard.gradients.mean import Mean, counts_of, per_row, sums_of
 from crossshard.gradients.scalars import is_inexact
+from crossshard.gradients.status import GradientStatus
 from crossshard.jaxprs.kernels import Assumptions
 from crossshard.jaxprs.mean_over_rows import Finding, OverRows, assuming, by_itself, facts_of
+from crossshard.jaxprs.xla import opaque_false
 from crossshard.model import model_state as model_states
+from crossshard.model.layout import StateLayout
 from crossshard.model.model_state import ModelState
 from crossshard.model.models import after_loss, check_not_written, combine
 from crossshard.model.state import TrainState
-from crossshard.pipeline.means import to_sum
-from crossshard.pipeline.stage import Gradients
+from crossshard.pipeline.stage import Gradients, StageContext
 from crossshard.pipeline.stages.accumulate import Sums, zeros
 from crossshard.shards.batch_axes import FIRST, BatchAxes, join
 from crossshard.shards.context import get_shard_context, shard_context
 from crossshard.shards.random_streams import is_key, keys_of_rows, quiet_keys
-from crossshard.step import aux_reduction
-from crossshard.step.aux_reduction import AuxReduction
-from crossshard.step.counting import Counting, check_takes_mean, counts_of_pieces, pruned
-from crossshard.step.divisor import (
+from crossshard.step.gather import AtUse
+from crossshard.step.microbatches import (
+    AuxReduction,
+    Compute,
+    LocalResult,
+    aux_of_microbatches,
+    check_aux,
+    over_microbatches,
+    pieces_of,
+)
+from crossshard.step.over_rows import OverRowsRecord, check_over_rows, finding_of
+from crossshard.step.weight import (
+    Counting,
     Divisor,
+    Weight,
     as_mean,
+    check_takes_mean,
+    check_weight_is_read,
     check_weight_of_mean,
+    counts_of_pieces,
     divisor_of,
     is_exact,
+    pruned,
+    weight_of,
 )
-from crossshard.step.gather import AtUse
-from crossshard.step.loss_over import LossOver
-from crossshard.step.microbatches import Compute, LocalResult, over_microbatches, pieces_of
-from crossshard.step.over_rows import OverRowsRecord, check_over_rows, finding_of
-from crossshard.step.virtual_shards import check_rows_divide, over_virtual_shards
-from crossshard.step.weight import Weight, check_weight_is_read, weight_of
 
 # The random key of a loss, or its keys; empty if it takes none.
 Keys = tuple[jax.Array, ...]
+
+
+class LossOver(enum.StrEnum):
+    """What the loss is given, and so what it is a loss of.
+
+    ROWS: each shard's rows; it is proven to be a mean over rows, so that the mean over the shards
+      is that of the batch.
+    BATCH: all rows of the batch, as global arrays, whose work XLA splits.
+    SHARD: each shard's rows; each shard's own loss is meant, whatever it does with its rows.
+
+    >>> LossOver("batch")
+    <LossOver.BATCH: 'batch'>
+    """
+
+    ROWS = "rows"
+    BATCH = "batch"
+    SHARD = "shard"
+
+
+class RngPer(enum.StrEnum):
+    """What has a random key of its own in a step.
+
+    SHARD: each shard, so that noise depends on the number of shards; with a loss over the batch
+      there is one key.
+    ROW: each row, by its place in the global batch, so that noise depends on nothing else.
+
+    >>> RngPer("row")
+    <RngPer.ROW: 'row'>
+    """
+
+    SHARD = "shard"
+    ROW = "row"
+
+
+def check_rng_per(rng_per: object, *, takes_rng: bool) -> RngPer:
+    """The checked ``rng_per`` option.
+
+    Raises:
+      ArgumentError: it is unknown, or the loss takes no key.
+    """
+    found = _check.choice("rng_per", rng_per, RngPer)
+    if found is RngPer.ROW and not takes_rng:
+        raise ArgumentError(
+            "rng_per='row' passes the loss a key for each row, and this one takes none. Write "
+            "loss_fn(params, batch, rng), whose rng has the shape [rows]; or leave rng_per out."
+        )
+    return found
 
 
 class Returned(NamedTuple):
@@ -80,9 +141,29 @@ class Arguments(NamedTuple):
     own: Any
 
 
+class Work(NamedTuple):
+    """What each shard has to do with a batch.
+
+    Attributes:
+      given: what it is given, which enters ``shard_map``.
+      specs: how that is split over the shards.
+      of_shard: from a shard's state, what it is given, and its weight if it may be left out, to its
+        loss and gradients; and to the types of these.
+      aux: what the loss of the whole batch returned besides; ``None`` if each shard has its own.
+    """
+
+    given: Any
+    specs: Any
+    of_shard: Callable[[TrainState, Any, Any], tuple[LocalResult, Any]]
+    aux: Any = None
+
+
 @dataclasses.dataclass(frozen=True)
-class ShardLoss:
-    """The loss of a step, as a function of one shard's state and rows.
+class StepLoss(abc.ABC):
+    """The loss of a step, as a function of a state and rows.
+
+    What it is over its finals say: the rows of each shard, those of the batch, or those of each
+    virtual shard.
 
     Attributes:
       function: the loss of some rows of the batch.
@@ -93,11 +174,16 @@ class ShardLoss:
       model_state: how the state that it returns is kept; ``None`` if it returns none.
       aux_reduction: how ``aux`` is reduced over the shards, a pytree prefix of it.
       batch_axes: along which axes the arrays of the batch are split.
-      over: what it is given: a shard's rows, or those of the whole batch.
+      over: what the user says that it is over.
       keys_of_rows: whether it takes a key for each row.
       is_summed: whether the shards' losses are added up.
-      virtual_shards: how many virtual shards all shards compute; ``None`` without them.
+      same_bits: of how many parts it is, if no bit may depend on the number of shards that have
+        them; ``None`` if some may.
       record: what its trace has shown it to be in the rows of its batch.
+      status: the status of its gradients.
+      has_one_state: whether there is one state of all rows, and so no weight of some.
+      is_interleaved: whether its rows are those of all shards, of which a microbatch has some.
+      gradient: its gradient in words; empty if it is each shard's local one.
     """
 
     function: Callable[..., Any]
@@ -111,15 +197,66 @@ class ShardLoss:
     over: LossOver = LossOver.SHARD
     keys_of_rows: bool = False
     is_summed: bool = False
-    virtual_shards: int | None = None
+    same_bits: int | None = None
     record: OverRowsRecord = dataclasses.field(
         default_factory=OverRowsRecord, compare=False, repr=False
     )
 
-    @property
-    def is_over_batch(self) -> bool:
-        """Whether it is given all rows of the batch, so that nothing of it is to be reduced."""
-        return self.over is LossOver.BATCH
+    status: ClassVar[GradientStatus] = GradientStatus.LOCAL
+    has_one_state: ClassVar[bool] = False
+    is_interleaved: ClassVar[bool] = False
+    gradient: ClassVar[str] = ""
+
+    # What it is over.
+
+    @abc.abstractmethod
+    def work(
+        self,
+        layout: StateLayout,
+        state: TrainState,
+        batch: Any,
+        at_use: AtUse,
+        scale: Callable[[TrainState], Any],
+    ) -> Work:
+        """What each shard has to do with a batch.
+
+        Args:
+          layout: the layout of the state.
+          state: the state, of global arrays.
+          batch: the batch, its rows split over the shards.
+          at_use: how a shard gets its parameters.
+          scale: the loss scale of a state, float[]; ``None`` without one.
+        """
+
+    @abc.abstractmethod
+    def in_context(self, context: StageContext) -> StageContext:
+        """The context of the stages for gradients of this loss."""
+
+    @abc.abstractmethod
+    def alone(self) -> "StepLoss":
+        """The same of all rows in one piece, if it is a mean of pieces."""
+
+    @abc.abstractmethod
+    def check_state(self, state: TrainState) -> None:
+        """Raise ArgumentError unless it can keep the model state of this state."""
+
+    @abc.abstractmethod
+    def sums(self, local: LocalResult) -> dict[str, Any]:
+        """What the aggregate must sum, by name, besides the gradients and the loss."""
+
+    @abc.abstractmethod
+    def settled_state(self, local: LocalResult, gradients: Gradients, number: int) -> Any:
+        """The model state for the next step, given the reduced gradients of ``number`` parts."""
+
+    @abc.abstractmethod
+    def reduced_aux(
+        self, local: LocalResult, gradients: Gradients, number: int, grouped: bool
+    ) -> Any:
+        """One shard's ``aux`` as the metrics store it, given the reduced gradients."""
+
+    @abc.abstractmethod
+    def aux_specs(self, each: Any, reduced: Any) -> Any:
+        """The specs of ``aux``, given that of per-shard and that of reduced values."""
 
     @property
     def name(self) -> str:
@@ -135,17 +272,25 @@ class ShardLoss:
         return int(self.batch_axes.lengths(self.split(batch)[0])[0])
 
     def parts(self, shards: int) -> int:
-        """How many virtual shards, or else shards, have a loss of their own."""
-        return self.virtual_shards or shards
+        """How many parts of the batch have a loss of their own."""
+        return self.same_bits or shards
+
+    def apart(self, state: TrainState) -> jax.Array | None:
+        """An ``opaque_false`` for the update, if its bits must not depend on the shards."""
+        return None if self.same_bits is None else opaque_false(state.step)
 
     def pieces(self, shards: int) -> int:
         """How many pieces a shard's rows are cut into."""
         return self.parts(shards) // shards * self.accumulate_steps
 
-    def local_gradient(
+    def is_of_parts(self, shards: int) -> bool:
+        """Whether what it is in its rows matters, as it is computed of several pieces of them."""
+        return self.over is not LossOver.BATCH and shards * self.pieces(shards) > 1
+
+    def of_shard(
         self, state: TrainState, batch: Any, at_use: AtUse, scale: Any, weight: Any = None
     ) -> LocalResult:
-        """One shard's loss and gradients, or the sums over its virtual shards.
+        """The loss and gradients of one shard's rows.
 
         Args:
           state: this shard's state.
@@ -154,32 +299,22 @@ class ShardLoss:
           scale: float[], the loss scale; ``None`` without one.
           weight: float[], 0 if this shard is left out of a ``Mean``, else 1; ``None`` if none is.
         """
+        shard = at_use.shards.index()
+        in_pieces = self.pieces(at_use.shards.number) > 1
+        counting = self._begin(state, batch, at_use, weight, in_pieces=in_pieces)
+        return self._of_shard(state, batch, at_use, scale, shard, counting)
+
+    def _begin(
+        self, state: TrainState, batch: Any, at_use: AtUse, weight: Any, *, in_pieces: bool
+    ) -> Counting:
+        """How a ``Mean`` is counted in the step that is traced from here on."""
         self.record.traces.clear()
         # Unknown for a step that is traced anew, whose batch may have other entries.
         self.record.returns_mean = None
-        shard = at_use.shards.index()
-        pieces = self.pieces(at_use.shards.number)
-        count = pieces // self.accumulate_steps
-        if self.virtual_shards is not None:
-            check_rows_divide(self.number_of_rows(batch), count, self.accumulate_steps)
-        counting = Counting(at_use.shards, at_use.groups, pieces, weight)
-        in_pieces = pieces > 1 or self.virtual_shards is not None
+        counting = Counting(at_use.shards, at_use.groups, self.pieces(at_use.shards.number), weight)
         if in_pieces:
             counting = counting.with_counts(self._counts(state, batch, at_use, counting))
-        if self.virtual_shards is None:
-            return self._of_shard(state, batch, at_use, scale, shard, counting)
-        rows, whole = self.split(batch)
-
-        def compute(index: Any, rows: Any, given: Any) -> tuple[LocalResult, dict[str, Any]]:
-            params, frozen, model_state, whole, counts = given
-            here = dataclasses.replace(state, params=params, frozen=frozen, model_state=model_state)
-            index, own = shard * count + index, counting.with_counts(counts)
-            local = self._of_shard(here, join(rows, whole), at_use, scale, index, own)
-            return local, self.sums(local)
-
-        given = state.params, state.frozen, state.model_state, whole, counting.counts
-        pieces = pieces_of(rows, self.batch_axes, count)
-        return over_virtual_shards(count, compute, pieces, given, state, at_use)
+        return counting
 
     def _counts(
         self, state: TrainState, batch: Any, at_use: AtUse, counting: Counting
@@ -207,11 +342,12 @@ class ShardLoss:
             return found
 
         def of_shard(rows: Any, shard: Any) -> Any:
-            pieces = pieces_of(rows, self.batch_axes, number, interleaved=self.is_over_batch)
+            pieces = pieces_of(rows, self.batch_axes, number, interleaved=self.is_interleaved)
             count = lambda rows, model_state, index: of_piece(rows, model_state, shard, index)
             return counts_of_pieces(count, number, pieces, state.model_state)
 
-        def of_virtual(rows: Any) -> Any:
+        def of_parts(rows: Any) -> Any:
+            count = counting.pieces // number
             of_one = lambda given: of_shard(given[1], shard * count + given[0])
             return lax.map(of_one, (jnp.arange(count), pieces_of(rows, self.batch_axes, count)))
 
@@ -222,10 +358,9 @@ class ShardLoss:
                 jax.eval_shape(of_piece, of_one, state.model_state, shard, jnp.int32(0))
             if not self.record.returns_mean:
                 return None
-            if self.virtual_shards is None:
+            if self.same_bits is None:
                 return counting.over_shards(pruned(of_shard, rows, shard))
-            count = self.virtual_shards // at_use.shards.number
-            return counting.in_order(pruned(of_virtual, rows))
+            return counting.in_order(pruned(of_parts, rows))
 
     def _of_shard(
         self,
@@ -247,7 +382,7 @@ class ShardLoss:
             return compute(rows, state.model_state, 0, at_use)
 
         # The rows divide, or they would not have been placed.
-        pieces = pieces_of(rows, self.batch_axes, number, interleaved=self.is_over_batch)
+        pieces = pieces_of(rows, self.batch_axes, number, interleaved=self.is_interleaved)
 
         def with_(at_use: AtUse) -> Compute:
             return lambda rows, model_state, index: compute(rows, model_state, index, at_use)
@@ -269,7 +404,7 @@ class ShardLoss:
             pieces,
             last,
         )
-        return local._replace(aux=aux_reduction.of_microbatches(self.aux_reduction, aux, weights))
+        return local._replace(aux=aux_of_microbatches(self.aux_reduction, aux, weights))
 
     @staticmethod
     def _sums_in_loops(compute: Compute, rows: Any, state: TrainState) -> bool:
@@ -317,7 +452,7 @@ class ShardLoss:
                 of_batch = lambda batch, both: run(both, batch).loss
                 check_weight_is_read(self.weight, batch, of_batch, types)
             run, weight = self._weighed(run, state, batch, keys, at_use)
-            if self.model_state is ModelState.MEAN and not self.is_over_batch:
+            if self.model_state is ModelState.MEAN and not self.has_one_state:
                 self._check_equal(state, types, batch, run, keys)
             with jax.named_scope("loss"):
                 overwritten = model_states.overwritten(state.model_state)
@@ -346,7 +481,7 @@ class ShardLoss:
             return (jax.random.fold_in(of_step, shard),)
         each = jnp.arange(self.number_of_rows(batch))
         # As the microbatches are cut.
-        places = each * number + index if self.is_over_batch else index * len(each) + each
+        places = each * number + index if self.is_interleaved else index * len(each) + each
         places += shard * number * len(each)
         return (keys_of_rows(jax.random.fold_in(key, state.step), places),)
 
@@ -356,7 +491,7 @@ class ShardLoss:
         model = combine(state.skeleton, trained, frozen, state.model_state)
         if self.model_state is None:
             loss, aux = split_loss(self.function(model, batch, *keys), self.has_aux)
-            aux_reduction.check_aux(aux)
+            check_aux(aux)
             return Returned(
                 loss, aux, *after_loss(state.skeleton, model, params, state.model_state)
             )
@@ -367,7 +502,7 @@ class ShardLoss:
         )
         after = model_states.check_returned(state.model_state, after)
         loss, aux = split_loss(out, self.has_aux)
-        aux_reduction.check_aux(aux)
+        check_aux(aux)
         return Returned(loss, aux, params, after)
 
     # Tracing it once, for the proof and for the step.
@@ -560,44 +695,6 @@ class ShardLoss:
             self.model_state, weight, local.model_state, before.model_state
         )
         return local._replace(weight=weight, model_state=after)
-
-    # What is reduced with the gradients.
-
-    def sums(self, local: LocalResult) -> dict[str, Any]:
-        """What the aggregate must sum, by name, besides the gradients and the loss."""
-        if self.is_over_batch:
-            return {}
-        if local.sums is not None:
-            return local.sums
-        of_state = model_states.to_reduce(self.model_state, local.model_state, local.weight)
-        of_aux = aux_reduction.to_reduce(self.aux_reduction, local.aux, local.weight)
-        counted = lambda x: to_sum(x, local.weight)
-        terms = {} if local.terms is None else {"terms": jax.tree.map(counted, local.terms)}
-        return of_state | of_aux | terms
-
-    def settled_state(self, local: LocalResult, gradients: Gradients, number: int) -> Any:
-        """The model state for the next step, given the reduced gradients of ``number`` shards."""
-        if self.is_over_batch:
-            return local.model_state
-        return model_states.settled(self.model_state, local.model_state, gradients, number)
-
-    def reduced_aux(
-        self, local: LocalResult, gradients: Gradients, number: int, grouped: bool
-    ) -> Any:
-        """One shard's ``aux`` as the metrics store it, given the reduced gradients."""
-        return aux_reduction.reduced(
-            self.aux_reduction,
-            local.aux,
-            gradients,
-            number,
-            grouped=grouped,
-            stacked=self.virtual_shards is not None,
-        )
-
-    def aux_specs(self, each: Any, reduced: Any) -> Any:
-        """The specs of ``aux``, given that of per-shard and that of reduced values."""
-        is_per_shard = lambda reduction: reduction is AuxReduction.PER_SHARD
-        return jax.tree.map(lambda x: each if is_per_shard(x) else reduced, self.aux_reduction)
 
 
 def _types(tree: Any) -> tuple[Any, ...]:

@@ -1,0 +1,254 @@
+"""VirtualLoss: parts of the batch that each shard computes one after the other, added in order.
+
+What a step computes must not depend on how many of them a shard has: XLA is to compile the same
+operations together for any number of shards, so that what it contracts and rounds is the same.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from crossshard import _check, _jax
+from crossshard._annotations import PyTree
+from crossshard.collectives.in_order import (
+    levels_within,
+    no_sums,
+    nodes_of,
+    nodes_within,
+    sum_in_order,
+    sum_of_nodes,
+    with_summand,
+)
+from crossshard.errors import ArgumentError, AxisError
+from crossshard.jaxprs.repeats import without_repeats
+from crossshard.jaxprs.walk import equations_of
+from crossshard.jaxprs.xla import opaque_false
+from crossshard.model.layout import StateLayout
+from crossshard.model.state import TrainState
+from crossshard.pipeline.aggregators.aggregator import Aggregator, Peers, Summands
+from crossshard.pipeline.means import to_average
+from crossshard.pipeline.stage import StageContext
+from crossshard.shards.batch_axes import join
+from crossshard.step.gather import AtUse
+from crossshard.step.losses.loss import StepLoss, Work
+from crossshard.step.losses.rows import RowsLoss, ShardsLoss
+from crossshard.step.microbatches import LocalResult, pieces_of
+
+
+def check_virtual_shards(given: Any, shards: int) -> int | None:
+    """The checked number of virtual shards on so many shards; ``None`` without them.
+
+    Raises:
+      ArgumentError: the shards do not divide them.
+      ArgumentTypeError: it is no int.
+    """
+    if given is None:
+        return None
+    number = _check.whole_number("virtual_shards", given)
+    if number % shards:
+        raise ArgumentError(
+            f"virtual_shards={number} are divided evenly over the shards, and there are {shards}. "
+            f"Pass a multiple of {shards}, or as num_shards one of "
+            f"{', '.join(str(n) for n in range(1, number + 1) if number % n == 0)}."
+        )
+    return number
+
+
+@dataclasses.dataclass(frozen=True)
+class VirtualLoss(ShardsLoss):
+    """The losses of a shard's virtual shards, each with rows and a key of its own."""
+
+    def work(
+        self,
+        layout: StateLayout,
+        state: TrainState,
+        batch: Any,
+        at_use: AtUse,
+        scale: Callable[[TrainState], Any],
+    ) -> Work:
+        """To compute the weighed partial sums over its virtual shards."""
+
+        def gradient(before: TrainState, batch: Any, at_use: AtUse, weight: Any) -> LocalResult:
+            if at_use.frozen is not None:
+                # Once for all virtual shards, and in full: a product with slices rounds otherwise.
+                frozen = at_use.frozen.whole(before.frozen)
+                before = dataclasses.replace(before, frozen=frozen)
+                at_use = dataclasses.replace(at_use, frozen=None)
+            return self._of_all(before, batch, at_use, scale(before), weight)
+
+        return self._work_of_rows(layout, batch, at_use, gradient)
+
+    def _of_all(
+        self, state: TrainState, batch: Any, at_use: AtUse, scale: Any, weight: Any
+    ) -> LocalResult:
+        """The sums over the virtual shards of this one; see ``of_shard``.
+
+        Raises:
+          ArgumentError: its rows do not divide.
+          AxisError: the loss communicates with other shards.
+        """
+        number, shard = at_use.shards.number, at_use.shards.index()
+        count = self.parts(number) // number
+        _check_rows_divide(self.number_of_rows(batch), count, self.accumulate_steps)
+        counting = self._begin(state, batch, at_use, weight, in_pieces=True)
+        rows, whole = self.split(batch)
+
+        def compute(index: Any, rows: Any, given: Any) -> tuple[LocalResult, dict[str, Any]]:
+            params, frozen, model_state, whole, counts = given
+            here = dataclasses.replace(state, params=params, frozen=frozen, model_state=model_state)
+            index, own = shard * count + index, counting.with_counts(counts)
+            local = self._of_shard(here, join(rows, whole), at_use, scale, index, own)
+            return local, self.sums(local)
+
+        given = state.params, state.frozen, state.model_state, whole, counting.counts
+        pieces = pieces_of(rows, self.batch_axes, count)
+        return _over_virtual_shards(count, compute, pieces, given, state, at_use)
+
+    def alone(self) -> StepLoss:
+        """The loss of each shard's rows: the mean of the virtual shards' is that of all rows."""
+        own = {each.name: getattr(self, each.name) for each in dataclasses.fields(RowsLoss)}
+        return RowsLoss(**own | {"accumulate_steps": 1, "same_bits": None})
+
+    def check_state(self, state: TrainState) -> None:
+        """All shards must have the same."""
+        if state.per_shard:
+            raise ArgumentError(
+                "Each shard keeps its own variables of this module, such as statistics or random "
+                "streams; with virtual_shards the parameters are not to depend on the number of "
+                "shards. Write the loss as a function with model_state='mean', and take random "
+                "numbers from its argument rng."
+            )
+
+
+def _check_rows_divide(rows: int, count: int, microbatches: int) -> None:
+    """Raise ArgumentError unless a shard's rows can be cut into ``count`` virtual shards."""
+    if rows % (count * microbatches):
+        of = f" of {microbatches} microbatches each" if microbatches > 1 else ""
+        raise ArgumentError(
+            f"A shard has {rows} rows of this batch, which do not divide over its {count} virtual "
+            f"shards{of}. Pass a multiple of {count * microbatches} rows for each shard."
+        )
+
+
+def _over_virtual_shards(
+    count: int,
+    compute: Callable[[Any, Any, Any], tuple[LocalResult, dict[str, Any]]],
+    pieces: Any,
+    given: Any,
+    state: TrainState,
+    at_use: AtUse,
+) -> LocalResult:
+    """The weighed partial sums over ``count`` virtual shards, computed one after the other.
+
+    Args:
+      count: how many this shard has.
+      compute: what computes one, from its index on this shard, its rows and what is given: its
+        loss and gradients, and what else is to be summed, weighed.
+      pieces: the rows of all of them, stacked.
+      given: what else the computation reads.
+      state: the state of this shard.
+      at_use: how the loss gets its parameters.
+
+    Raises:
+      AxisError: the loss communicates with other shards.
+    """
+
+    params, structure = jax.tree.flatten(state.params)
+    unread = at_use.unread or (False,) * len(params)
+
+    def one(index: Any, rows: Any, given: Any) -> tuple[Any, Any, Any]:
+        local, sums = compute(index, rows, given)
+        weigh = lambda x: to_average(x, local.weight)
+        values = zip(jax.tree.leaves(local.values), unread, strict=True)
+        read = [weigh(x) for x, is_unread in values if not is_unread]
+        return (read, weigh(local.loss), local.weight, sums), local.model_state, local.aux
+
+    nth = lambda index: jax.tree.map(
+        lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False), pieces
+    )
+    first = jnp.int32(0)
+    jaxpr, types = jax.make_jaxpr(one, return_shape=True)(first, nth(first), given)
+    jaxpr = without_repeats(_jax.without_unread(jaxpr))
+    _check_alone(jaxpr, at_use.shards.axes)
+    run, tree = _jax.as_function(jaxpr), jax.tree.structure(types)
+    to_sum, of_sums = jax.tree.flatten(types[0])
+    # So that XLA keeps the loops, and compiles them alike for any count.
+    opaque_zero = opaque_false(state.step).astype(jnp.int32)
+    levels = levels_within(count) + opaque_zero
+
+    def turn(carry: Any) -> Any:
+        index, sums, _, every = carry
+        # Or XLA would compute before the loop what is the same in all turns, as all of it is if
+        # there is only one.
+        index, rows, own = lax.optimization_barrier((index, nth(index), given))
+        summands, model_state, aux = tree.unflatten(run(*jax.tree.leaves((index, rows, own))))
+        put = lambda x, new: lax.dynamic_update_index_in_dim(x, new, index, 0)
+        every = jax.tree.map(put, every, aux)
+        sums = with_summand(sums, jax.tree.leaves(summands), index, levels)
+        return index + 1, sums, model_state, every
+
+    every = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), types[2])
+    before = first, no_sums(to_sum, count), state.model_state, every
+    is_left = lambda carry: carry[0] < count + opaque_zero
+    _, sums, model_state, aux = lax.while_loop(is_left, turn, before)
+    read, loss, weight, others = of_sums.unflatten(nodes_of(sums, count))
+    found = iter(read)
+    shape = lambda x: (nodes_within(count), *jnp.shape(x))
+    values = [
+        jnp.zeros(shape(x), x.dtype) if is_unread else next(found)
+        for x, is_unread in zip(params, unread, strict=True)
+    ]
+    summed = structure.unflatten(values)
+    return LocalResult(loss, summed, weight, model_state, aux, sums=others)
+
+
+def _check_alone(jaxpr: Any, axes: Sequence[str]) -> None:
+    """Raise if the loss of a virtual shard communicates with other shards."""
+    for equation in equations_of(jaxpr):
+        if not _jax.names_axes(equation):
+            continue
+        named = set(jax.tree.leaves(_jax.named_axes(equation))).intersection(axes)
+        if named:
+            where = _jax.source_of(equation)
+            raise AxisError(
+                f"The loss names the shard axis {named.pop()!r}{f' ({where})' if where else ''}; "
+                f"with virtual_shards its value is not to depend on the number of shards. Leave "
+                f"pmean, all_gather and axis_index out."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class InOrder(Aggregator):
+    """The sum over virtual shards, of which every shard gives as many partial sums.
+
+    Attributes:
+      virtual_shards: how many there are on all shards together.
+    """
+
+    virtual_shards: int
+
+    divides_before = False
+    takes_nodes = True
+
+    def sum(self, values: PyTree, state: PyTree, peers: Peers) -> tuple[PyTree, PyTree]:
+        """The sums of arrays ``[nodes, …]``, one by one."""
+        of_all = lambda x: peers.gather(x).reshape(-1, *x.shape[1:])
+        return jax.tree.map(lambda x: sum_of_nodes(of_all(x)), values), state
+
+    def reduce(
+        self, summands: Summands, state: PyTree, context: StageContext
+    ) -> tuple[list[jax.Array], PyTree]:
+        """The slices of the sums, of arrays ``[nodes, …]`` that are weighed already."""
+        partitions = [
+            each if each.number > 1 else dataclasses.replace(each, shape=x.shape[1:])
+            for x, each in zip(summands.arrays, summands.partitions, strict=True)
+        ]
+        return sum_in_order(summands.arrays, partitions, context.shards), state
+
+    def describe(self) -> str:
+        """How many virtual shards there are."""
+        return f"as {self.virtual_shards} virtual shards, added in a fixed order"
