@@ -53,7 +53,7 @@ PUBLIC = {
     """,
     "crossshard.tools": """
         Array Candidate Collective CollectiveTest Communication Devices Diagnosis Fault Finding
-        LeafReport LinkUse Memory MemoryUse Parameters Plan Seconds Topology Verification doctor
+        LeafReport LinkUse Memory MemoryUse Parameters Plan Topology Verification doctor
         inspect plan topology verify
     """,
 }
@@ -165,7 +165,7 @@ def test_every_public_function_is_annotated():
 # What is only returned, and has no call of its own.
 RETURNED = """
     Array Candidate CollectiveTest Devices Finding GradientStatus Job LinkUse Memory
-    MemoryUse Parameters Phase Seconds ShardContext Topology TpuContext
+    MemoryUse Parameters Phase ShardContext Topology TpuContext
 """.split()
 
 
