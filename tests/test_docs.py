@@ -46,7 +46,7 @@ MODULES = [
 
 
 # Its example compiles a step three times.
-PLANNING = "crossshard.tools.planning.recommend"
+PLANNING = "crossshard.tools.planning.plan"
 
 
 def name_of(page: Path) -> str:

@@ -58,9 +58,8 @@ def plan(pod, context=CONTEXT, **sizes):
 
 def main(pods=PODS, context=CONTEXT, **sizes):
     """A line for each pod and way to keep the parameters; returns the plans."""
-    line = "{:8}  {:17}  {:>11}  {:>9}  {:4}  {:>8}  {:>7}  {:>8}"
-    names = "pod", "parameters are", "needed", "available", "fits", "sent", "step", "tokens/s"
-    print(line.format(*names))
+    line = "{:8}  {:17}  {:>11}  {:>9}  {:4}  {:>8}"
+    print(line.format("pod", "parameters are", "needed", "available", "fits", "sent"))
     plans = []
     for pod in pods:
         plans.append(found := plan(pod, context, **sizes))
@@ -69,12 +68,8 @@ def main(pods=PODS, context=CONTEXT, **sizes):
             needed = f"{each.memory.needed / 1e9:.1f} GB"
             row = [found.topology, rest, needed if each.compiled else f"> {needed}"]
             row += [f"{each.memory.available / 1e9:.1f} GB", "yes" if each.fits else "no"]
-            row += [f"{each.links.sent / 1e9:.1f} GB" if each.links else "", "", ""]
-            if each.seconds:
-                rate = found.devices * context / each.seconds.step
-                row[-2:] = f"{each.seconds.step:.2f} s", f"{rate:,.0f}"
+            row += [f"{each.links.sent / 1e9:.1f} GB" if each.links else ""]
             print(line.format(*row).rstrip())
-    print(*(f"{found.topology}: {found.why}" for found in plans), sep="\n")
     return plans
 
 

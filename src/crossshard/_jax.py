@@ -882,14 +882,6 @@ def outside_of_traces() -> AbstractContextManager[object]:
     return _core.eval_context()
 
 
-def manual_sizes(equation: Any) -> tuple[int, ...]:
-    """The sizes of the mesh axes that a traced ``shard_map`` makes manual."""
-    params = equation.params
-    # Since JAX 0.10.2 with another name.
-    names = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
-    return tuple(params["mesh"].shape[name] for name in names)
-
-
 def placing(function: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:
     """The function of these arguments, whose ``device_put`` also places what ``jit`` traces."""
     closed, out = jax.make_jaxpr(function, return_shape=True)(*args)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from crossshard.distributed import PROCESS_STALLED
-from crossshard.distributed.supervisor.reports import Kind, Verdict
+from crossshard.distributed.supervisor.judge import Kind, Verdict
 from tests.distributed.test_launch import PATIENCE, launch, python
 
 # As JAX's notice of a preemption does it.

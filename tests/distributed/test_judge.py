@@ -6,9 +6,16 @@ import json
 import pytest
 
 from crossshard.distributed import PROCESS_LOST, PROCESS_STALLED
-from crossshard.distributed.supervisor.judge import FAILURE_SECONDS, ROWS_SECONDS, Judge
-from crossshard.distributed.supervisor.reports import Kind, Report, State, Verdict
-from crossshard.distributed.supervisor.timeouts import Timeouts
+from crossshard.distributed.supervisor.judge import (
+    FAILURE_SECONDS,
+    ROWS_SECONDS,
+    Judge,
+    Kind,
+    Report,
+    State,
+    Timeouts,
+    Verdict,
+)
 
 TIMEOUT = 10.0
 

@@ -18,8 +18,7 @@ from crossshard import _jax
 from crossshard.distributed import PROCESS_LOST, PROCESS_STALLED
 from crossshard.distributed.addresses import free_port
 from crossshard.distributed.job import VERDICTS, Job
-from crossshard.distributed.supervisor.reports import Kind, Report, State, Verdict
-from crossshard.distributed.supervisor.timeouts import Timeouts
+from crossshard.distributed.supervisor.judge import Kind, Report, State, Timeouts, Verdict
 from crossshard.distributed.supervisor.watch import _Watch
 from tests.quick import deep
 
@@ -152,7 +151,7 @@ def test_a_process_that_dies_fails_or_leaves_is_named_and_keeps_its_code(
 
 CHATTER = """
 import os, threading, time
-from crossshard.distributed.supervisor.reports import Kind, Verdict
+from crossshard.distributed.supervisor.judge import Kind, Verdict
 from crossshard.distributed.supervisor.watch import _leave
 
 def chatter():

@@ -4,7 +4,7 @@ from crossshard.distributed.initialize import initialize
 from crossshard.distributed.job import Job
 from crossshard.distributed.programs import check_same_program
 from crossshard.distributed.progress import entering
-from crossshard.distributed.supervisor.reports import PROCESS_LOST, PROCESS_STALLED
+from crossshard.distributed.supervisor.judge import PROCESS_LOST, PROCESS_STALLED
 
 __all__ = [
     "PROCESS_LOST",

@@ -20,8 +20,7 @@ from crossshard.distributed.job import (
     tell_launcher,
     told_launcher,
 )
-from crossshard.distributed.supervisor.reports import Kind, Verdict
-from crossshard.distributed.supervisor.timeouts import Timeouts, check_seconds
+from crossshard.distributed.supervisor.judge import Kind, Timeouts, Verdict, check_seconds
 from crossshard.distributed.supervisor.watch import watch, watch_alone
 from crossshard.errors import ArgumentError, ArgumentTypeError, DistributedError
 

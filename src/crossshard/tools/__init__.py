@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from crossshard.tools.inspection.hlo import Array
     from crossshard.tools.inspection.inspect import inspect
     from crossshard.tools.inspection.report import Communication, Memory
-    from crossshard.tools.planning.recommend import plan
-    from crossshard.tools.planning.report import Candidate, LinkUse, MemoryUse, Plan, Seconds
+    from crossshard.tools.planning.plan import plan
+    from crossshard.tools.planning.report import Candidate, LinkUse, MemoryUse, Plan
     from crossshard.tools.planning.topology import Topology, topology
     from crossshard.tools.verification.report import Fault, LeafReport, Verification
     from crossshard.tools.verification.verify import verify
@@ -31,7 +31,6 @@ __all__ = [
     "Memory",
     "MemoryUse",
     "Plan",
-    "Seconds",
     "Topology",
     "Verification",
     "doctor",
@@ -49,8 +48,8 @@ _HOMES = {
     "inspection.hlo": "Array",
     "inspection.inspect": "inspect",
     "inspection.report": "Communication Memory",
-    "planning.recommend": "plan",
-    "planning.report": "Candidate LinkUse MemoryUse Plan Seconds",
+    "planning.plan": "plan",
+    "planning.report": "Candidate LinkUse MemoryUse Plan",
     "planning.topology": "Topology topology",
     "verification.report": "Fault LeafReport Verification",
     "verification.verify": "verify",

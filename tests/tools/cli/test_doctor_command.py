@@ -36,11 +36,11 @@ def test_a_machine_that_is_fine():
     found = json.loads(ran.stdout)
     assert found["ok"]
     assert (found["devices"]["number"], found["mesh"]) == (2, {"shards": 2})
-    assert len(found["tests"]) == 5
+    assert [each["size"] for each in found["tests"]] == [4000]
     assert all(each["right"] for each in found["tests"])
 
 
-def test_many_settings_at_once(tmp_path: Path):
+def test_what_is_wrong_at_once(tmp_path: Path):
     for name, version in (("jaxlib", "0.10.0"), ("jax_cuda12_plugin", "0.9.0")):
         folder = tmp_path / f"{name}-{version}.dist-info"
         folder.mkdir()
@@ -49,40 +49,32 @@ def test_many_settings_at_once(tmp_path: Path):
         "--json",
         "--no-self-test",
         path=str(tmp_path),
-        JAX_DISABLE_JIT="1",
-        JAX_ENABLE_X64="1",
-        JAX_DEBUG_NANS="1",
-        JAX_DEFAULT_MATMUL_PRECISION="highest",
         JAX_NUM_CPU_DEVICES="8",
-        XLA_FLAGS="--xla_force_host_platform_device_count=4",
+        NPROC="4",
         WORLD_SIZE="4",
     )
     assert (ran.returncode, ran.stderr) == (1, ""), ran
     found = json.loads(ran.stdout)
     assert [each["kind"] for each in found["findings"]] == [
-        *("versions", "versions", "jax_disable_jit", "job", "threads", "virtual devices")
+        *("versions", "versions", "job", "threads")
     ]
-    assert [each["kind"] for each in found["notes"]] == [
-        *("jax_enable_x64", "jax_debug_nans", "jax_default_matmul_precision")
-    ]
-    assert found["notes"][0]["sentence"].startswith("JAX_ENABLE_X64=1:")
     assert found["settings"]["JAX_NUM_CPU_DEVICES"] == "8"
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(
-    ("name", "value", "says"),
-    [
-        ("XLA_FLAGS", "--xla_no_such_flag=1", "XLA does not know --xla_no_such_flag=1"),
-        ("JAX_PLATFORMS", "no_such_platform", "Unset JAX_PLATFORMS"),
-    ],
-)
-def test_settings_with_which_jax_does_not_start(name: str, value: str, says: str):
-    ran = run("--no-self-test", **{name: value})
+def test_platforms_with_which_jax_does_not_start():
+    ran = run("--no-self-test", JAX_PLATFORMS="no_such_platform")
     assert (ran.returncode, ran.stderr) == (1, ""), ran
     assert "devices    none" in ran.stdout
     assert "One thing looks wrong:" in ran.stdout
-    assert says in ran.stdout
+    assert "JAX does not start with JAX_PLATFORMS=no_such_platform: " in ran.stdout
+
+
+@pytest.mark.deep
+def test_what_xla_says_before_it_ends_the_process_is_seen():
+    ran = run("--no-self-test", XLA_FLAGS="--xla_no_such_flag=1")
+    assert ran.returncode == 1, ran
+    assert "Unknown flag in XLA_FLAGS: --xla_no_such_flag=1" in ran.stderr
 
 
 def test_it_refuses_what_it_cannot_do(capsys: pytest.CaptureFixture[str]):
@@ -100,7 +92,7 @@ def test_a_job_that_is_fine():
     lines = [line for line in ran.stdout.splitlines() if line.startswith("[0] ")]
     assert any("4 × cpu, 2 of this process" in line for line in lines)
     assert any("2, from environment variables; this is 0, connected" in line for line in lines)
-    assert sum(line.endswith(" right") for line in lines) == 10
+    assert sum(line.endswith(" right") for line in lines) == 2
     assert lines[-1] == "[0] Nothing looks wrong."
     # Only the first has said anything.
     assert len(lines) == len(ran.stdout.splitlines())
@@ -117,7 +109,7 @@ def test_a_process_with_another_setting():
 
 
 STANDS = (
-    "from crossshard.tools.diagnosis import self_test as t, doctor; t._tested = "
+    "from crossshard.tools.diagnosis import doctor as d; d._all_reduce = "
     "lambda *a: os.kill(os.getpid(), signal.SIGSTOP); crossshard.doctor(sizes=[4000])"
 )
 

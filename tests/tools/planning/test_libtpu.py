@@ -10,9 +10,7 @@ import pytest
 
 import crossshard
 from crossshard.errors import ArgumentError
-from crossshard.tools.planning.chips import TPUS
-from crossshard.tools.planning.libtpu import other_libtpu
-from crossshard.tools.planning.topology import Topology
+from crossshard.tools.planning.topology import Topology, other_libtpu
 
 JAX = ["jaxlib<=0.10.2", 'libtpu==0.0.42.*; extra == "tpu"', 'requests; extra == "tpu"']
 # What XLA says of libtpu 0.0.52 and JAX 0.10.2 for v5p:4x4x4, after 30 lines of its stack.
@@ -53,9 +51,9 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> None:
         raise jax.errors.JaxRuntimeError(f"{UNREADABLE}\n*** Begin stack trace ***")
 
     # CPU devices in the place of those that only libtpu describes.
-    slice_ = Topology("v5p:2x2x2", TPUS["v5p"], jax.devices()[:8])
-    monkeypatch.setattr("crossshard.tools.planning.recommend._topology", lambda name: slice_)
-    monkeypatch.setattr("crossshard.tools.planning.compile.inspect", inspect)
+    slice_ = Topology("v5p:2x2x2", 2**30, jax.devices()[:8])
+    monkeypatch.setattr("crossshard.tools.planning.plan.topology_of", lambda name: slice_)
+    monkeypatch.setattr("crossshard.tools.planning.plan.inspect", inspect)
     w, x = jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((8, 8), jnp.float32)
     loss = lambda w, x: jnp.mean((x @ w) ** 2)
     crossshard.plan(loss, w, x, optax.sgd(0.1), topology="v5p:2x2x2")

@@ -101,7 +101,6 @@ def test_what_the_compiler_refuses_does_not_fit(folder):
     # Parameters, moments and gradients of 4 GiB each, of which the sharded step keeps two.
     assert not replicated["fits"]
     assert sharded["fits"]
-    assert found["recommended"] in (1, 2)
 
 
 def test_two_at_once_are_quiet(folder):
@@ -109,7 +108,7 @@ def test_two_at_once_are_quiet(folder):
     for each in both:
         out, errors = each.communicate(timeout=PATIENCE)
         assert (each.returncode, errors) == (0, "")
-        assert "Recommended" in out
+        assert "in parts" in out
 
 
 def test_a_slice_that_does_not_exist_is_refused_in_one_line():

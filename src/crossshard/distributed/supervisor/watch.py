@@ -6,11 +6,16 @@ sends the coordinator a few texts in a second, however many there are.
 
 import atexit
 import contextlib
+import ctypes
 import os
 import signal
 import sys
+import sysconfig
 import threading
 import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from crossshard import _jax
@@ -18,11 +23,17 @@ from crossshard.distributed import identity
 from crossshard.distributed.addresses import answers
 from crossshard.distributed.job import Job, tell_launcher
 from crossshard.distributed.progress import PROGRESS
-from crossshard.distributed.supervisor.aborts import as_usual_on_abort, before_abort
-from crossshard.distributed.supervisor.judge import Judge
-from crossshard.distributed.supervisor.reports import PROCESS_STALLED, Kind, Report, State, Verdict
-from crossshard.distributed.supervisor.stacks import place, stacks
-from crossshard.distributed.supervisor.timeouts import Timeouts, is_before_steps
+from crossshard.distributed.supervisor.judge import (
+    NOWHERE,
+    PROCESS_STALLED,
+    Judge,
+    Kind,
+    Report,
+    State,
+    Timeouts,
+    Verdict,
+    is_before_steps,
+)
 
 _EVERY = 0.5
 # For the others to read the verdict, before process 0 takes the coordinator away.
@@ -36,6 +47,13 @@ _RECENT_SECONDS = 20.0
 _FOLDER = "crossshard/watch"
 # Nobody gives it back: the first thread that leaves ends the process, and has the last word.
 _LEAVING = threading.Lock()
+_NOT_THE_USERS = tuple(
+    {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    | {str(Path(__file__).parents[2]), "<frozen"}
+)
+# Python calls its own handlers between two instructions only, and an abort does not wait for one.
+_Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
+_kept: list[Any] = []
 
 
 def watch(job: Job, timeouts: Timeouts) -> None:
@@ -63,7 +81,7 @@ def watch_alone(seconds: float) -> None:
             calls, idle = PROGRESS.calls, 0.0 if moves else idle + _EVERY
             if idle >= seconds:
                 what = PROGRESS.latest
-                _leave(0, Verdict(Kind.ALONE, 0, what, int(idle), place()))
+                _leave(0, Verdict(Kind.ALONE, 0, what, int(idle), _place()))
 
     PROGRESS.is_alone = True
     threading.Thread(target=tick, name="crossshard watch", daemon=True).start()
@@ -94,7 +112,7 @@ class _Watch:
 
     def start(self) -> None:
         _jax.tell_processes(f"{_FOLDER}/{self._machine}/{self._process}", identity.own_identity())
-        before_abort(self._before_abort)
+        _before_abort(self._speak_before_abort)
         atexit.register(self._at_exit)
         for target in (self._talk, self._tick):
             threading.Thread(target=target, name="crossshard watch", daemon=True).start()
@@ -156,7 +174,7 @@ class _Watch:
             self._state,
             self._error,
             gone,
-            place(),
+            _place(),
             rows,
             since,
             ", ".join(PROGRESS.trail[:-1]),
@@ -209,7 +227,7 @@ class _Watch:
     def _obey(self, verdict: Verdict) -> None:
         self._verdict = verdict
         # Before the others leave, which the main thread may meet.
-        self._stacks = stacks()
+        self._stacks = _stacks()
         own_end = self._state is not State.RUNNING and verdict.process == self._process
         if self._process == 0:
             _jax.tell_again(f"{_FOLDER}/first/verdict", str(verdict))
@@ -248,7 +266,7 @@ class _Watch:
     def _leave(self, verdict: Verdict) -> None:
         _leave(self._process, self._seen_from_outside(verdict), self._stacks)
 
-    def _before_abort(self) -> None:
+    def _speak_before_abort(self) -> None:
         if self._state is State.FAILED and self._released.is_set():
             os._exit(1)
         if self._verdict is None and answers(str(self._job.coordinator_address)):
@@ -272,7 +290,7 @@ class _Watch:
             return
         # JAX would now wait for the others, some of which wait for this one.
         if failed is None:
-            as_usual_on_abort()
+            _as_usual_on_abort()
             _jax.abandon_coordination()
             return
         _flush()
@@ -292,7 +310,7 @@ def _leave(process: int, verdict: Verdict, stood: str | None = None) -> None:
     line = f"crossshard: {verdict.sentence()} Process {process} leaves."
     if verdict.code == PROCESS_STALLED:
         # The main thread may have printed a part of a line.
-        line = f"\n{stood or stacks()}\n{line}"
+        line = f"\n{stood or _stacks()}\n{line}"
     error = 2
     # The main thread may be printing what it met since the others left: the word comes last.
     with contextlib.suppress(OSError):
@@ -309,3 +327,61 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
+
+
+# Where the threads of this process stand, for the report of a stall. It opens no file.
+
+
+def _place() -> str:
+    """The line of the user's code at which the main thread stands, such as ``train.py:41``."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    innermost = frame
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame = frame.f_back
+    frame = frame or innermost
+    if frame is None:
+        return NOWHERE
+    name = os.path.basename(frame.f_code.co_filename)
+    # Others print it.
+    return f"{name[-60:] if name.isprintable() else '_'}:{frame.f_lineno}"
+
+
+def _stacks() -> str:
+    """The stacks of all threads but those of the watch, each from its innermost frame on."""
+    main = threading.main_thread().ident
+    lines = []
+    for thread, frame in sys._current_frames().items():
+        found = [each for each, _ in traceback.walk_stack(frame)]
+        is_watch = any(each.f_code.co_filename == __file__ for each in found)
+        if thread == main or not is_watch:
+            lines.append("The main thread:" if thread == main else "Another thread:")
+            for each in found:
+                code = each.f_code
+                lines.append(f"  {code.co_filename}:{each.f_lineno} in {code.co_qualname}")
+    return "\n".join(lines)
+
+
+# JAX's runtime ends a process whose coordinator is gone; this says a word before it.
+
+
+def _before_abort(function: Callable[[], None]) -> None:
+    """Call a function when the process is about to abort; if it returns, the process aborts."""
+
+    @_Handler
+    def handler(number: int) -> None:
+        function()
+
+    _kept.append(handler)
+    _on_abort(ctypes.cast(handler, ctypes.c_void_p))
+
+
+def _as_usual_on_abort() -> None:
+    """Take it back, as when Python ends and runs no more functions."""
+    _on_abort(ctypes.c_void_p(signal.SIG_DFL))
+
+
+def _on_abort(handler: ctypes.c_void_p) -> None:
+    library = ctypes.CDLL(None)
+    library.signal.restype = ctypes.c_void_p
+    library.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
+    library.signal(signal.SIGABRT, handler)

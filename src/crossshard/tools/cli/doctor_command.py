@@ -7,14 +7,13 @@ import time
 from typing import Any
 
 from crossshard.tools.cli.command import BROKEN, FINE, add_command, add_devices, make_devices
-from crossshard.tools.diagnosis.doctor import SECONDS, diagnose
+from crossshard.tools.diagnosis.doctor import SECONDS, SIZES, diagnose
 from crossshard.tools.diagnosis.report import Diagnosis
-from crossshard.tools.diagnosis.self_test import SIZES
 
 _DESCRIPTION = """\
 Look at this machine, JAX and the job before a run: versions, devices, the mesh, settings, and what
-describes the processes. Run each collective over all devices, compare its values with numpy's and
-its speed with published figures. Say what looks wrong, and what to write instead."""
+describes the processes. Sum arrays over all devices, and compare the values with numpy's. Say what
+looks wrong, and what to write instead."""
 
 _EPILOG = """\
 Of a job it is run in every process, as training would be; the first one prints the report, and each
@@ -22,8 +21,7 @@ other one what is wrong only there:
 
     crossshard launch -n 2 --cpu-devices 2 -- crossshard doctor
 
-Speeds are bytes that a device sends in a second. For TPUs and GPUs they stand beside published
-figures.
+Speeds are bytes that a device sends in a second.
 
 Exit codes: 0 nothing looks wrong; 1 something does; 2 the request cannot be carried out, with one
 line on stderr."""
@@ -39,7 +37,10 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="JSON instead of words")
     add_devices(parser)
     parser.add_argument(
-        "--no-self-test", dest="self_test", action="store_false", help="run no collectives"
+        "--no-self-test",
+        dest="self_test",
+        action="store_false",
+        help="run no collective",
     )
     parser.add_argument(
         "--sizes",
@@ -54,18 +55,13 @@ def add_to(commands: Any) -> None:
         type=float,
         default=SECONDS,
         metavar="S",
-        help="seconds that JAX may take to start, and each collective; %(default)g",
+        help="seconds that JAX may take to start, and each sum; %(default)g",
     )
 
 
 def _run(options: argparse.Namespace) -> int:
     make_devices(options.devices)
-    found = diagnose(
-        run_self_test=options.self_test,
-        sizes=options.sizes,
-        timeout=options.timeout,
-        as_command=True,
-    )
+    found = diagnose(options.self_test, options.sizes, options.timeout, as_command=True)
     is_first = found.job["process_id"] == 0 or not found.job["connected"]
     _print(found, options.json, is_first)
     code = FINE if found.ok else BROKEN

@@ -1,4 +1,4 @@
-"""`crossshard plan`: what a step needs on a pod or cluster, and which way to choose."""
+"""`crossshard plan`: what a step needs on a pod or cluster, in each way to run it."""
 
 import argparse
 from collections.abc import Mapping
@@ -15,8 +15,8 @@ from crossshard.tools.planning.topology import KNOWN, topology
 _DESCRIPTION = """\
 Compile a training step for a TPU slice, a GPU cluster or the CPU devices of this machine, with the
 weights updated on every shard, updated in parts, and resting in parts, over the meshes that are
-worth a look; say what each needs, what it sends, how long it might take on TPUs or GPUs, and which
-to choose. No accelerator is needed, nothing is run on one, and no parameter is allocated."""
+worth a look; say what each needs, whether that fits, and what it sends over which links. No
+accelerator is needed, nothing is run on one, and no parameter is allocated."""
 
 _EPILOG = f"""\
 The factory is called without arguments and returns those of crossshard.plan as a dict:
@@ -61,7 +61,7 @@ def _run(options: argparse.Namespace) -> int:
     with in_one_sentence(f"The step of {options.factory} cannot be planned"):
         plan = crossshard.plan(**given, topology=options.topology)
     print(plan.to_json(indent=2) if options.json else plan.table())
-    return FINE if plan.recommended is not None else BROKEN
+    return FINE if any(each.fits for each in plan.candidates) else BROKEN
 
 
 def _given(factory: str) -> dict[str, Any]:

@@ -1,29 +1,33 @@
-"""doctor: look at this machine, at JAX and at the job, run each collective, say what is wrong."""
+"""doctor: look at this machine, at JAX and at the job, sum over all devices, say what is wrong."""
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
 from crossshard import _check, _jax
-from crossshard.distributed.initialize import initialize
+from crossshard._text import size as in_words
 from crossshard.distributed.job import Job
-from crossshard.errors import ArgumentError, ArgumentTypeError, CrossshardError
+from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.shards.devices import shard_mesh
-from crossshard.tools.diagnosis import (
-    differences,
-    machine,
-    processes,
-    self_test,
-    settings,
-    versions,
-)
-from crossshard.tools.diagnosis.deadline import LateError, enter, late, within
+from crossshard.tools.diagnosis import machine, processes
+from crossshard.tools.diagnosis.processes import LateError, enter, late, within
 from crossshard.tools.diagnosis.report import CollectiveTest, Devices, Diagnosis, Finding
-from crossshard.tools.diagnosis.self_test import SIZES
+from crossshard.tools.inspection.collectives import bytes_sent
 from crossshard.tools.quiet import quiet
 
+# Bytes on each device.
+SIZES = (4_000, 1_000_000, 32_000_000)
 # Before the 40 seconds after which XLA for CPUs aborts the process.
 SECONDS = 30.0
+_RUNS = 5
+# float32 counts to here without a gap, so that sums are exact in any order.
+_EXACT = 2**24
 
 
 def doctor(
@@ -31,16 +35,15 @@ def doctor(
 ) -> Diagnosis:
     """Say what looks wrong with this machine, with JAX on it and with the job, before a run.
 
-    It reads versions, devices, settings and what describes the processes of the job, and runs each
-    collective that crossshard uses over all devices: compares its values with numpy's, and its
-    speed with published figures for TPUs and GPUs.
+    It reads versions, devices, settings and what describes the processes of the job, and sums
+    arrays over all devices: compares the values with numpy's, and measures the speed.
 
     In a job of several processes all call it, after ``crossshard.distributed.initialize()``.
 
     Args:
-      self_test: whether to run collectives.
-      sizes: bytes on each device, of the larger of operand and result.
-      timeout: how many seconds JAX may take to start, and a run of a collective.
+      self_test: whether to sum over all devices.
+      sizes: bytes of the arrays on each device.
+      timeout: how many seconds JAX may take to start, and a sum.
         What takes longer is a finding, and goes on in a thread. XLA for CPUs aborts the process
         after 40 seconds.
 
@@ -55,47 +58,44 @@ def doctor(
     >>> found.devices.platform, found.tests
     ('cpu', ())
     """
-    return diagnose(run_self_test=self_test, sizes=sizes, timeout=timeout, as_command=False)
+    return diagnose(self_test, sizes, timeout, as_command=False)
 
 
 def diagnose(
-    *, run_self_test: bool, sizes: Sequence[int], timeout: float, as_command: bool
+    self_test: bool, sizes: Sequence[int], timeout: float, *, as_command: bool
 ) -> Diagnosis:
     """As ``doctor``; as a command, it also meets the other processes."""
-    _check.flag("self_test", run_self_test)
-    _check_arguments(sizes, timeout)
-    known = versions.installed()
-    found = [*versions.findings(known), *settings.findings()]
-    job = Job()
-    if not _jax.has_coordinator():
-        job, wrong = processes.described_job(timeout)
-        if as_command and job.num_processes > 1 and not wrong:
-            wrong += _connected(job, timeout)
-        found += [*wrong, *([] if wrong else processes.not_connected(job))]
-    flags = settings.refused_flags()
-    devices, of_start = (None, flags) if flags else _started(timeout)
-    found += of_start
+    _check.flag("self_test", self_test)
+    if not isinstance(sizes, Sequence) or isinstance(sizes, str):
+        raise ArgumentTypeError(
+            f"sizes must be a sequence of bytes, as [4000, 1000000]; got {type(sizes).__name__}."
+        )
+    for name, given in (("timeout", timeout), *(("sizes", each) for each in sizes)):
+        if not _check.number(name, given) > 0:
+            raise ArgumentError(f"{name} must be above 0; got {given}.")
+    versions, settings = machine.installed(), machine.settings()
+    job, of_job = processes.find(timeout, meet=as_command)
+    devices, of_start = _started(timeout)
+    found = [*machine.of_versions(versions), *of_job, *of_start]
     mesh, tests = None, list[CollectiveTest]()
     if devices is not None:
-        found += [*machine.findings(devices), *settings.findings_about_devices(devices)]
-        found += differences.findings({**known, **settings.shown()}, timeout)
+        found += machine.of_cpus(devices)
+        found = processes.of_this_one(found, versions | settings, timeout)
         mesh = shard_mesh(devices.number)
-        if run_self_test and devices.number > 1:
+        if self_test and devices.number > 1:
             # Gloo writes to stdout.
             with quiet(1):
-                tests, wrong = self_test.run(mesh, sizes, timeout)
+                tests, wrong = _tests(mesh, sizes, timeout)
             found += wrong
-    stuck = any(each.kind == "stuck" for each in found)
     return Diagnosis(
-        known,
+        versions,
         devices,
         {} if mesh is None else dict(mesh.shape),
         _as_data(job),
-        settings.shown(),
+        settings,
         tuple(tests),
-        tuple(found if stuck else differences.own(found, timeout)),
-        tuple(settings.notes(devices)),
-        stuck,
+        tuple(found),
+        stuck=any(each.kind == "stuck" for each in found),
     )
 
 
@@ -107,24 +107,12 @@ def _as_data(job: Job) -> dict[str, Any]:
     return data | {"connected": connected}
 
 
-def _connected(job: Job, timeout: float) -> list[Finding]:
-    """Meet the other processes of the job; what is wrong if they do not come."""
-    try:
-        with quiet():
-            # What stands still is named here, before the watch of the job ends the process.
-            initialize(timeout=timeout, stall_timeout=max(1, 2 * timeout))
-    except CrossshardError as error:
-        return [Finding("job", str(error))]
-    return []
-
-
 def _started(timeout: float) -> tuple[Devices | None, list[Finding]]:
     """The devices, once JAX has started; what is wrong if it does not."""
     number = enter()
-    # The watch of the job writes to stderr before it ends the process.
-    hidden = (1,) if _jax.has_coordinator() else (1, 2)
     try:
-        with quiet(*hidden):
+        # XLA, and the watch of the job, write to stderr why they end the process.
+        with quiet(1):
             return within(timeout, machine.look), []
     except LateError:
         hint = "JAX waits for all hosts of a slice: start this on each of them"
@@ -133,11 +121,86 @@ def _started(timeout: float) -> tuple[Devices | None, list[Finding]]:
         return None, [Finding("start", machine.why_jax_does_not_start(error))]
 
 
-def _check_arguments(sizes: Sequence[int], timeout: float) -> None:
-    if not isinstance(sizes, Sequence) or isinstance(sizes, str):
-        raise ArgumentTypeError(
-            f"sizes must be a sequence of bytes, as [4000, 1000000]; got {type(sizes).__name__}."
-        )
-    for name, given in (("timeout", timeout), *(("sizes", each) for each in sizes)):
-        if not _check.number(name, given) > 0:
-            raise ArgumentError(f"{name} must be above 0; got {given}.")
+def _tests(
+    mesh: Mesh, sizes: Sequence[int], timeout: float
+) -> tuple[list[CollectiveTest], list[Finding]]:
+    """Sum arrays of each size; those sums that have ended, and what is wrong."""
+    tests: list[CollectiveTest] = []
+    found: list[Finding] = []
+    for size in sizes:
+        what = f"The all-reduce of {in_words(size)}"
+        number = enter()
+        try:
+            test, wrong = _all_reduce(mesh, max(size // 4, 1), timeout)
+        except LateError:
+            return tests, [*found, Finding("stuck", late(what, number, timeout))]
+        except Exception as error:  # whatever the runtime raises
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            return tests, [*found, Finding("failed", f"{what} failed: {first:.300}")]
+        tests.append(test)
+        if wrong is not None:
+            sentence = (
+                f"{what} is wrong in {wrong}. Train without this device; if another one is wrong "
+                f"too, with another version of jaxlib or of the driver."
+            )
+            found.append(Finding("wrong values", sentence))
+    return tests, found
+
+
+def _all_reduce(mesh: Mesh, length: int, timeout: float) -> tuple[CollectiveTest, str | None]:
+    """Sum an array of each device over a mesh of one axis, and say which values are wrong."""
+    numbers, marks = _values(length, mesh.size)
+    right = (mesh.size * numbers + marks.sum()).astype(np.float32)
+    compiled = within(timeout, lambda: _compiled(mesh, length))
+    part = lambda index: (numbers + marks[(index[0].start or 0) // length]).astype(np.float32)
+    x = jax.make_array_from_callback((mesh.size * length,), _over(mesh), part)
+
+    def run() -> tuple[float, jax.Array]:
+        began = time.perf_counter()
+        result = jax.block_until_ready(compiled(x))
+        return time.perf_counter() - began, result
+
+    _, result = within(timeout, run)
+    taken = [within(timeout, run)[0] for _ in range(_RUNS)]
+    wrong = _wrong(result, right)
+    sent = bytes_sent("all-reduce", mesh.size, 4 * length)
+    seconds = float(np.median(taken))
+    return CollectiveTest("all-reduce", 4 * length, sent, seconds, wrong is None), wrong
+
+
+def _values(length: int, shards: int) -> tuple[Any, Any]:
+    """Numbers, the same on all shards, and a mark of each shard, which is added to all of them.
+
+    A shard that is left out, counted twice or taken for another one shows, and so does a sum that
+    was rounded to 16 bits.
+    """
+    marks = np.arange(shards) ** 2 % 251
+    period = max((_EXACT - int(marks.sum())) // shards, 1)
+    return np.arange(length) % min(period, 65521), marks
+
+
+def _over(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
+
+
+def _compiled(mesh: Mesh, length: int) -> Any:
+    spec = PartitionSpec(*mesh.axis_names)
+    summed = lambda x: lax.psum(x, mesh.axis_names[0])
+    mapped = jax.shard_map(summed, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    x = jax.ShapeDtypeStruct((mesh.size * length,), np.float32, sharding=_over(mesh))
+    with jax.disable_jit(False):
+        return jax.jit(mapped).lower(x).compile()
+
+
+def _wrong(result: jax.Array, right: Any) -> str | None:
+    """What a device of this process has that numpy has not; ``None`` if all is right."""
+    for each in result.addressable_shards:
+        got = np.asarray(each.data)
+        differs = np.flatnonzero(got != right)
+        if differs.size:
+            shard, at = (each.index[0].start or 0) // got.size, int(differs[0])
+            return (
+                f"{differs.size} of {got.size} values on shard {shard} ({each.device}); value {at} "
+                f"is {got[at]:g} and should be {right[at]:g}"
+            )
+    return None

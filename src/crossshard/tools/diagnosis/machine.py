@@ -1,29 +1,75 @@
-"""Machine: the devices that JAX finds here, and those that it leaves unused."""
+"""Machine: versions, settings, and the devices that JAX finds here or leaves unused."""
 
-import collections
-import importlib.util
+import importlib.metadata
 import os
+import platform
+import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
+import crossshard
 from crossshard.errors import DeadlockWarning
-from crossshard.shards.devices import shard_mesh, warn_of_deadlock
+from crossshard.shards.devices import forced_cpu_devices, shard_mesh, warn_of_deadlock
 from crossshard.tools.diagnosis.report import Devices, Finding
-from crossshard.tools.diagnosis.settings import asks_for_cpus
 
 _DEV = Path("/dev")
-_SHM = "/dev/shm"
-# Docker gives 64 MB, which NCCL fills with the buffers of a few GPUs.
-_LEAST_SHM = 2**30
-# The extra of JAX that brings the plugin for a platform, and its modules.
-_PLUGINS = {
-    "cuda": ("cuda12", "jax_cuda12_plugin", "jax_cuda13_plugin"),
-    "tpu": ("tpu", "libtpu"),
-}
+# They must be of the version of jaxlib, or JAX leaves them aside.
+_PLUGINS = (
+    *("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt"),
+    *("jax-rocm7-plugin", "jax-rocm7-pjrt"),
+)
+_SHOWN = ("jax", "jaxlib", "numpy", "optax", "flax", "orbax-checkpoint", "libtpu", *_PLUGINS)
+_SETTINGS = ("JAX_", "XLA_", "NCCL_", "LIBTPU_", "CUDA_VISIBLE", "GLIBC_TUNABLES", "NPROC")
+
+
+def installed() -> dict[str, str]:
+    """The versions of Python, crossshard and what it runs on."""
+    found = {name: version for name in _SHOWN if (version := _version(name))}
+    # What was imported, whatever else is installed.
+    ours = {"crossshard": crossshard.__version__, "Python": platform.python_version()}
+    return ours | found | {"jax": jax.__version__}
+
+
+def settings() -> dict[str, str]:
+    """The environment variables that JAX, XLA and crossshard read."""
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_SETTINGS)}
+
+
+def of_versions(versions: Mapping[str, str]) -> Iterator[Finding]:
+    """Which versions do not fit together.
+
+    Args:
+      versions: as ``installed`` returns them.
+    """
+    jaxlib = versions.get("jaxlib", "")
+    if jaxlib and _numbers(jaxlib) != _numbers(versions["jax"]):
+        yield Finding(
+            "versions",
+            f"jax is {versions['jax']} and jaxlib {jaxlib}; they are released together: "
+            f'pip install "jax=={versions["jax"]}" "jaxlib=={versions["jax"]}".',
+        )
+    for name in _PLUGINS:
+        if jaxlib and name in versions and _numbers(versions[name]) != _numbers(jaxlib):
+            extra = name.split("-")[1]
+            yield Finding(
+                "versions",
+                f"{name} is {versions[name]} and jaxlib {jaxlib}, so JAX does not use the "
+                f'accelerator: pip install "jax[{extra}]=={versions["jax"]}".',
+            )
+    is_installed = _version("crossshard") is not None
+    for line in (importlib.metadata.requires("crossshard") or []) if is_installed else []:
+        found = re.fullmatch(r"([\w-]+)\s*\(?([<>=,.\d\s]+)\)?", line)
+        if found and found[1] in versions and not _fits(versions[found[1]], found[2]):
+            name, wanted = found.groups()
+            yield Finding(
+                "versions",
+                f"{name} is {versions[name]}, and crossshard supports {wanted}: "
+                f'pip install "{name}{wanted}".',
+            )
 
 
 def look() -> Devices:
@@ -43,57 +89,31 @@ def look() -> Devices:
 def why_jax_does_not_start(error: BaseException) -> str:
     """A sentence on an exception that JAX raises in place of its devices."""
     config: Any = jax.config
-    given = config.jax_platforms or ""
-    first = (str(error).splitlines() or [""])[0].partition(" (set JAX_PLATFORMS")[0].rstrip(".")
-    if not given:
-        return f"JAX does not start: {first or type(error).__name__:.300}."
     # JAX may fail without a word where a plugin is not installed.
-    missing = [extra for name, (extra, *_) in _PLUGINS.items() if name in given and not _has(name)]
-    hint = f'Install it, pip install "jax[{missing[0]}]", or unset' if missing else "Unset"
-    why = f": {first:.300}" if first else ""
-    return f"JAX_PLATFORMS={given}, but JAX has no such devices here{why}. {hint} JAX_PLATFORMS."
+    lines = str(error).splitlines() or ["it finds no devices"]
+    first = lines[0].partition(" (set JAX_PLATFORMS")[0].rstrip(".")
+    if not config.jax_platforms:
+        return f"JAX does not start: {first:.300}."
+    return (
+        f"JAX does not start with JAX_PLATFORMS={config.jax_platforms}: {first:.300}. Unset it, or "
+        f'install what is missing: pip install "jax[cuda12]" for GPUs, "jax[tpu]" for TPUs.'
+    )
 
 
-def findings(devices: Devices) -> Iterator[Finding]:
-    """What is wrong with the devices."""
-    if devices.platform == "cpu":
-        yield from _of_unused_accelerators()
-        yield from _of_threads(devices)
-    if devices.platform == "gpu":
-        yield from _of_shared_memory(devices)
-    yield from _of_kinds(jax.devices())
-
-
-def _of_unused_accelerators() -> Iterator[Finding]:
-    if asks_for_cpus():
+def of_cpus(devices: Devices) -> Iterator[Finding]:
+    """What is wrong where JAX uses the CPU."""
+    config: Any = jax.config
+    if devices.platform != "cpu":
         return
-    for name, files in (("cuda", "nvidia[0-9]*"), ("tpu", "accel[0-9]*")):
-        there = sorted(_DEV.glob(files))
-        if not there:
-            continue
-        what = f"There is {there[0]}, but JAX uses the CPU: "
-        platforms = os.environ.get("JAX_PLATFORMS", "")
-        if platforms and name not in platforms and "gpu" not in platforms:
-            why = f"JAX_PLATFORMS={platforms}. Unset it, or set JAX_PLATFORMS={name}."
-        elif name == "cuda" and os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):
-            given = os.environ["CUDA_VISIBLE_DEVICES"]
-            why = f"CUDA_VISIBLE_DEVICES={given!r} hides it. Unset it."
-        elif not _has(name):
-            why = (
-                f'the plugin is missing. pip install "jax[{_PLUGINS[name][0]}]=={jax.__version__}".'
-            )
-        else:
-            why = f"the plugin failed. JAX_PLATFORMS={name} crossshard doctor says why."
-        yield Finding("unused accelerator", what + why)
-
-
-def _has(platform: str) -> bool:
-    """Whether the plugin for a platform is installed."""
-    _, *modules = _PLUGINS[platform]
-    return any(importlib.util.find_spec(each) is not None for each in modules)
-
-
-def _of_threads(devices: Devices) -> Iterator[Finding]:
+    # Who asks for virtual CPU devices does not want the GPU.
+    if forced_cpu_devices() is None and config.jax_num_cpu_devices < 1:
+        for name, files in (("cuda", "nvidia[0-9]*"), ("tpu", "accel[0-9]*")):
+            if there := sorted(_DEV.glob(files)):
+                yield Finding(
+                    "unused accelerator",
+                    f"There is {there[0]}, but JAX uses the CPU. JAX_PLATFORMS={name} crossshard "
+                    f"doctor says why.",
+                )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", DeadlockWarning)
         warn_of_deadlock(shard_mesh(devices.number))
@@ -101,37 +121,33 @@ def _of_threads(devices: Devices) -> Iterator[Finding]:
     yield from (Finding("threads", sentence) for sentence in sentences)
 
 
-def _of_shared_memory(devices: Devices) -> Iterator[Finding]:
-    if devices.local == 1 or not os.path.isdir(_SHM):
-        return
-    found = os.statvfs(_SHM)
-    if found.f_blocks * found.f_frsize < _LEAST_SHM:
-        yield Finding(
-            "shared memory",
-            f"{_SHM} has {found.f_blocks * found.f_frsize / 2**20:.0f} MiB, which NCCL may fill "
-            f"between GPUs. Start the container with --shm-size=1g, or more.",
-        )
-
-
-def _of_kinds(devices: Sequence[Any]) -> Iterator[Finding]:
-    kinds = sorted({each.device_kind for each in devices})
-    if len(kinds) > 1:
-        yield Finding(
-            "mixed devices",
-            f"The devices are of several kinds, {', '.join(kinds)}: the slowest sets the pace. "
-            f"Train on one kind, with a mesh of those devices.",
-        )
-    own = collections.Counter(each.process_index for each in devices)
-    if len(set(own.values())) > 1:
-        fewest = min(own, key=own.__getitem__)
-        yield Finding(
-            "uneven processes",
-            f"Process {fewest} has {own[fewest]} devices and another has {max(own.values())}. Give "
-            f"each as many, or its rows of a batch are of another number.",
-        )
-
-
 def _memory(device: Any) -> int | None:
     if device.platform == "cpu":
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def _fits(version: str, wanted: str) -> bool:
+    """Whether a version is in a range of ``>=`` and ``<``.
+
+    >>> _fits("0.10.2", "<0.13,>=0.10.0"), _fits("0.13.0", "<0.13,>=0.10.0")
+    (True, False)
+    """
+    has = _numbers(version)
+    return all(
+        (has >= _numbers(bound)) == (sign == ">=")
+        for sign, bound in re.findall(r"(>=|<)\s*([\d.]+)", wanted)
+    )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Three of them, so that 0.13 is 0.13.0; what follows, as in ``rc1``, is left out."""
+    found = re.findall(r"\d+", re.split(r"[^\d.]", version)[0])
+    return tuple(int(each) for each in (*found, 0, 0, 0)[:3])
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

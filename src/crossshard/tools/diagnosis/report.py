@@ -12,11 +12,11 @@ from crossshard._text import rate, size, table, time
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something that looks wrong, or a note.
+    """Something that looks wrong.
 
     Attributes:
       kind: its name, such as ``"proxy"``; the page on ``doctor`` lists them.
-      sentence: the setting, why it is wrong, and what to write instead.
+      sentence: what it is, and what to write instead.
     """
 
     kind: str
@@ -51,12 +51,10 @@ class CollectiveTest:
     """One collective of one size, run on all devices.
 
     Attributes:
-      kind: ``"all-reduce"`` and so on.
-      size: bytes of the larger of operand and result, on each device.
+      kind: ``"all-reduce"``.
+      size: bytes of the array on each device.
       bytes_sent: that a device sends, with the optimal algorithm.
       seconds: of one run, the median of several.
-      expected: bytes/s that a device should send by published figures, or on CPUs as a copy in
-        memory, measured in turn; ``None`` if unknown.
       right: whether the devices of this process got the values that numpy has.
     """
 
@@ -64,7 +62,6 @@ class CollectiveTest:
     size: int
     bytes_sent: float
     seconds: float
-    expected: float | None
     right: bool
 
     @property
@@ -85,13 +82,12 @@ class Diagnosis:
         ``coordinator_address``, ``local_device_ids``; ``found_in`` says who told, and ``connected``
         whether they have met.
       settings: the environment variables that JAX, XLA and crossshard read here.
-      tests: the collectives that were run; empty without a self-test.
+      tests: the collective, in each size; empty without a self-test.
       findings: what looks wrong. Of several processes, the first has its own; each other one has
         those that the first does not have.
-      notes: what is no fault, but has a price.
       stuck: whether a collective, or JAX itself, has not come to an end.
 
-    >>> Diagnosis({}, None, {}, {}, {}, (), (), ()).ok
+    >>> Diagnosis({}, None, {}, {}, {}, (), ()).ok
     True
     """
 
@@ -102,7 +98,6 @@ class Diagnosis:
     settings: Mapping[str, str]
     tests: tuple[CollectiveTest, ...]
     findings: tuple[Finding, ...]
-    notes: tuple[Finding, ...]
     stuck: bool = False
 
     @property
@@ -111,7 +106,7 @@ class Diagnosis:
         return not self.findings
 
     def describe(self) -> str:
-        """The machine, a line for each collective, and what looks wrong."""
+        """The machine, a line for each size of the collective, and what looks wrong."""
         rows = [
             ("versions", ", ".join(f"{name} {each}" for name, each in self.versions.items())),
             ("devices", _of_devices(self.devices)),
@@ -121,25 +116,20 @@ class Diagnosis:
         ]
         lines = [_wrapped(f"{name:<11}{text or 'none'}") for name, text in rows]
         if self.tests:
-            is_cpu = self.devices is not None and self.devices.platform == "cpu"
-            lines += ["", _table(self.tests, "memory copy" if is_cpu else "published")]
-        return "\n".join([*lines, "", *self._conclusion()])
+            lines += ["", table(_COLUMNS, [_row(each) for each in self.tests])]
+        heads = {0: "Nothing looks wrong.", 1: "One thing looks wrong:"}
+        number = len(self.findings)
+        lines += ["", heads.get(number, f"{number} things look wrong:")]
+        return "\n".join([*lines, *(f"  {each.sentence}" for each in self.findings)])
 
     __str__ = describe
-
-    def _conclusion(self) -> list[str]:
-        """What looks wrong and the notes, a line for each."""
-        number = len(self.findings)
-        head = {0: "Nothing looks wrong.", 1: "One thing looks wrong:"}
-        return [
-            head.get(number, f"{number} things look wrong:"),
-            *(f"  {each.sentence}" for each in self.findings),
-            *(f"note: {each.sentence}" for each in self.notes),
-        ]
 
     def to_json(self, **kwargs: Any) -> str:
         """The attributes, and ``ok``, as a JSON object; the arguments are those of json.dumps."""
         return json.dumps({"ok": self.ok, **dataclasses.asdict(self)}, **kwargs)
+
+
+_COLUMNS = ("collective", "size", "sent", "time", "speed", "values")
 
 
 def _wrapped(line: str) -> str:
@@ -170,13 +160,6 @@ def _of_job(job: Mapping[str, Any]) -> str:
     return f"{number}{told}; this is {job['process_id']}, {met}{where}"
 
 
-def _table(tests: tuple[CollectiveTest, ...], expected: str) -> str:
-    head = ("collective", "size", "sent", "time", "speed", expected, "part", "values")
-    rows = []
-    for each in tests:
-        sent = (size(each.size), size(each.bytes_sent), time(each.seconds), rate(each.bandwidth))
-        part = ("?", "?")
-        if each.expected:
-            part = (rate(each.expected), f"{100 * each.bandwidth / each.expected:.3g} %")
-        rows.append((each.kind, *sent, *part, "right" if each.right else "WRONG"))
-    return table(head, rows)
+def _row(each: CollectiveTest) -> tuple[str, ...]:
+    sent = (size(each.size), size(each.bytes_sent), time(each.seconds), rate(each.bandwidth))
+    return (each.kind, *sent, "right" if each.right else "WRONG")

@@ -1,12 +1,11 @@
-"""Plans as plain data: what each choice needs, and which one is recommended."""
+"""Plans as plain data, and as tables: what each choice needs, and what it sends."""
 
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 
-from crossshard._text import count, size, table, time
+from crossshard._text import count, size, table
 from crossshard.pipeline.update.plan import Rest
-from crossshard.tools.planning.choices import Choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,49 +57,24 @@ class LinkUse:
 
 
 @dataclasses.dataclass(frozen=True)
-class Seconds:
-    """Estimated seconds of one step.
-
-    Attributes:
-      compute: matrix products, at the peak of the chip.
-      memory: reading and writing memory.
-      communication: sending.
-      hidden: what of the communication is scheduled beside other work.
-      step: all together.
-    """
-
-    compute: float
-    memory: float
-    communication: float
-    hidden: float
-    step: float
-
-
-@dataclasses.dataclass(frozen=True)
 class Candidate:
     """A mesh, and where parameters and optimizer state rest, compiled.
 
     Attributes:
       mesh: the sizes of its axes by their names.
       weight_update: ``"replicated"`` or ``"sharded"``.
+      params: ``"replicated"``, or ``"sharded"`` if the parameters rest in parts.
       memory: on each device.
       links: what is sent; ``None`` if it was not compiled, or the compiler refused it.
-      flops: of matrix products on each device; ``None`` if it was not compiled.
-      seconds: estimated; ``None`` as for ``links``, and on CPUs.
-      compile_seconds: the time to trace and compile it.
-      params: ``"replicated"``, or ``"sharded"`` if the parameters rest in parts.
       compiled: whether it was compiled, which it is not if its state alone is too large.
     """
 
     mesh: Mapping[str, int]
     weight_update: str
+    params: str
     memory: MemoryUse
     links: LinkUse | None
-    flops: float | None
-    seconds: Seconds | None
-    compile_seconds: float
-    params: str = Rest.REPLICATED.value
-    compiled: bool = True
+    compiled: bool
 
     @property
     def fits(self) -> bool:
@@ -110,26 +84,24 @@ class Candidate:
     @property
     def name(self) -> str:
         """``data 4 x model 2, sharded``; ``in parts`` if the parameters are."""
-        return Choice(dict(self.mesh), self.weight_update, self.params).name
+        return name_of(self.mesh, self.weight_update, self.params)
 
-    @property
-    def too_much(self) -> str:
-        """The bytes that do not fit, in words."""
-        return "at least " * (not self.compiled) + size(-self.memory.left)
+
+def name_of(mesh: Mapping[str, int], weight_update: str, params: str) -> str:
+    """The name of a candidate, such as ``data 4 x model 2, sharded``."""
+    axes = " x ".join(f"{name} {size}" for name, size in mesh.items())
+    return f"{axes}, {weight_update if params == Rest.REPLICATED else 'in parts'}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a step needs on a machine, and which mesh and weight update to choose.
+    """What a step needs on a machine, for each mesh and way for its parameters to rest.
 
     Attributes:
       topology: its name.
       devices: how many there are.
       parameters: the number of parameters.
-      candidates: those that were compiled.
-      recommended: the index of the one to choose; ``None`` if none fits.
-      why: in a sentence.
-      figures: the figures of the machine that estimates rest on, in words, with their source.
+      candidates: those that were compiled, or are too large to be.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> import crossshard
@@ -144,9 +116,6 @@ class Plan:
     devices: int
     parameters: int
     candidates: Sequence[Candidate]
-    recommended: int | None
-    why: str
-    figures: str
 
     def to_json(self, indent: int | None = None) -> str:
         """The plan as JSON.
@@ -163,27 +132,17 @@ class Plan:
         return self.table()
 
     def table(self) -> str:
-        """Plain text tables of memory, links and times, and the recommendation."""
+        """Plain text tables of memory and of what is sent, a row for each candidate."""
         parts = [
             f"{self.parameters:,} parameters on {self.topology}, {count(self.devices, 'device')}",
             table(_MEMORY, [_memory_row(each) for each in self.candidates]),
             table(_LINKS, [_link_row(each) for each in self.candidates]),
-            *self._times(),
-            *self._not_compiled(),
-            f"{self.why}\n{self.figures}",
         ]
+        if names := "; ".join(each.name for each in self.candidates if not each.compiled):
+            parts.append(
+                f"Not compiled, since what rests on a device is more than its memory: {names}."
+            )
         return "\n\n".join(parts)
-
-    def _not_compiled(self) -> list[str]:
-        names = "; ".join(each.name for each in self.candidates if not each.compiled)
-        if not names:
-            return []
-        return [f"Not compiled, since what rests on a device is more than its memory: {names}."]
-
-    def _times(self) -> list[str]:
-        if all(each.seconds is None for each in self.candidates):
-            return []
-        return [table(_TIMES, [_time_row(each) for each in self.candidates])]
 
 
 _MEMORY = (
@@ -194,12 +153,14 @@ _LINKS = (
     *("sent per device and step", "collectives", "inside a host", "inside a slice", "across"),
     *("all", "hidden"),
 )
-_TIMES = (*("estimated time of a step", "compute", "memory", "communication", "hidden", "step"),)
 
 
 def _memory_row(each: Candidate) -> tuple[str, ...]:
     use = each.memory
-    fits = f"yes, {size(use.left)} left" if each.fits else f"no, {each.too_much} too much"
+    at_least = "" if each.compiled else "at least "
+    fits = (
+        f"yes, {size(use.left)} left" if each.fits else f"no, {at_least}{size(-use.left)} too much"
+    )
     temporaries = "?" if use.temporaries is None else size(use.temporaries)
     return (
         *(each.name, fits, size(use.parameters), size(use.optimizer_state), size(use.other)),
@@ -215,10 +176,3 @@ def _link_row(each: Candidate) -> tuple[str, ...]:
     share = each.links.hidden / each.links.sent if each.links.sent else 0
     shown = [size(number) if number else "–" for number in (*places, each.links.sent)]
     return (each.name, kinds or "none", *shown, f"{share:.0%}")
-
-
-def _time_row(each: Candidate) -> tuple[str, ...]:
-    if each.seconds is None:
-        return (each.name, *["?"] * 5)
-    parts = dataclasses.astuple(each.seconds)
-    return (each.name, *(time(part) if part else "–" for part in parts))

@@ -1,8 +1,10 @@
-"""Topologies by name: TPU slices, GPU clusters, and the CPU devices of this machine."""
+"""Topologies by name: TPU slices, GPU clusters, this machine; what compilers are told of them."""
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import math
+import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -14,9 +16,95 @@ from jax.sharding import AxisType, Mesh
 from crossshard import _check
 from crossshard.errors import ArgumentError
 from crossshard.shards.devices import cpu_devices
-from crossshard.tools.planning.chips import GPUS, TPUS, Chip
-from crossshard.tools.planning.targets import target
 from crossshard.tools.quiet import for_gpus, for_tpus, quiet
+
+_GIB = 2**30
+
+# What libtpu's compiler lets a program have on a chip, in bytes, and the dimensions of the torus.
+TPUS = {
+    "v5e": (int(15.75 * _GIB), 2),
+    "v5p": (int(95.74 * _GIB), 3),
+    "v6e": (int(31.25 * _GIB), 2),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """A GPU as XLA describes it; ``memory`` is in bytes."""
+
+    name: str
+    memory: int
+    capability: int
+    cores: int
+    fpus: int
+    clock: float
+    shared: int
+    cache: int
+    bandwidth: int
+    dnn: tuple[int, int]
+
+    def target(self) -> str:
+        """The description for the compiler: a ``GpuTargetConfigProto`` of XLA, as text.
+
+        >>> "core_count: 132" in GPUS["h100"].target()
+        True
+        """
+        return f"""
+gpu_device_info {{
+  name: "{self.name}"
+  device_vendor: "NVIDIA Corporation"
+  cuda_compute_capability {{ major: {self.capability} }}
+  core_count: {self.cores}
+  fpus_per_core: {self.fpus}
+  clock_rate_ghz: {self.clock}
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: {self.shared - 1024}
+  shared_memory_per_core: {self.shared}
+  l2_cache_size: {self.cache}
+  memory_bandwidth: {self.bandwidth}
+  device_memory_size: {self.memory}
+  device_address_bits: 64
+  driver_version: "13.0.0"
+  runtime_version: "12.8.0"
+  compile_time_toolkit_version: "12.8.0"
+  dnn_version: "{self.dnn[0]}.{self.dnn[1]}.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: {self.dnn[0]} minor: {self.dnn[1]} }}
+device_description_str: "{self.name}"
+"""
+
+
+# From xla/backends/gpu/target_config/specs/*.txtpb in github.com/openxla/xla (Apache-2.0).
+GPUS = {
+    "a100": Gpu(
+        *("NVIDIA A100-SXM4-80GB", 85100068864, 8, 108, 64, 1.41),
+        *(167936, 41943040, 2039040000000, (8, 9)),
+    ),
+    "h100": Gpu(
+        *("NVIDIA H100 80GB HBM3", 84942979072, 9, 132, 128, 1.98),
+        *(233472, 52428800, 3352320000000, (9, 10)),
+    ),
+    "h200": Gpu(
+        *("NVIDIA H200 141GB HBM3e", 151397597184, 9, 132, 128, 1.98),
+        *(233472, 52428800, 4800000000000, (9, 10)),
+    ),
+    "b200": Gpu(
+        *("NVIDIA B200", 191514411008, 10, 148, 128, 1.965),
+        *(233472, 132644864, 7672320000000, (9, 7)),
+    ),
+}
 
 # The names of topologies, in words.
 KNOWN = (
@@ -33,12 +121,13 @@ class Topology:
 
     Attributes:
       name: as it was given.
-      chip: what they are; ``None`` for the CPU devices of this machine.
+      memory: the bytes of a device that a program may use; of the CPU devices of this machine, each
+        has its part.
       devices: in the order of the machine.
     """
 
     name: str
-    chip: Chip | None
+    memory: int
     devices: Sequence[jax.Device]
 
     @property
@@ -46,11 +135,16 @@ class Topology:
         """The number of devices."""
         return len(self.devices)
 
+    @property
+    def kind(self) -> str:
+        """``"v5e"``, ``"h100"``, ``"cpu"`` …: the name of a device."""
+        return self.name.partition(":")[0]
+
     def mesh(self, shape: dict[str, int]) -> Mesh:
         """A mesh with these axes, neighbours next to each other."""
         sizes, names = tuple(shape.values()), tuple(shape)
         types = (AxisType.Auto,) * len(names)
-        if self.chip is None or self.chip.platform == "gpu":
+        if self.kind not in TPUS:
             # GPUs of a host follow each other, and all are alike.
             return Mesh(np.array(self.devices).reshape(sizes), names, axis_types=types)
         from jax.experimental import mesh_utils
@@ -76,58 +170,55 @@ def topology(name: str) -> Topology:
         raise ArgumentError(f"There is no topology {_check.shown(name)}. Known are {KNOWN}.")
     if kind == "cpu":
         return _cpu(name, sizes)
-    return _tpu(name, sizes) if kind in TPUS else _gpu(name, sizes)
+    return _tpu(name, kind, sizes) if kind in TPUS else _gpu(name, kind, sizes)
 
 
 def _cpu(name: str, sizes: list[int]) -> Topology:
     if len(sizes) != 1:
         raise ArgumentError(f"CPU devices have one number, as in cpu:8; got {name!r}.")
     cpu_devices(sizes[0])
-    return Topology(name, None, jax.devices("cpu")[: sizes[0]])
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Topology(name, memory // sizes[0], jax.devices("cpu")[: sizes[0]])
 
 
-def _tpu(name: str, sizes: list[int]) -> Topology:
-    chip = TPUS[name.partition(":")[0]]
+def _tpu(name: str, kind: str, sizes: list[int]) -> Topology:
+    memory, dimensions = TPUS[kind]
     if importlib.util.find_spec("libtpu") is None:
         raise ArgumentError(
             f'{name} needs libtpu, which compiles for TPUs: pip install "crossshard[tpu]".'
         )
-    if len(sizes) != chip.links // 2:
-        example = "x".join(["4"] * (chip.links // 2))
+    if len(sizes) != dimensions:
+        example = "x".join(["4"] * dimensions)
         raise ArgumentError(
-            f"{chip.name} has {chip.links // 2} dimensions, as in {chip.name}:{example}; got "
-            f"{name!r}. Known are {KNOWN}."
+            f"{kind} has {dimensions} dimensions, as in {kind}:{example}; got {name!r}. Known are "
+            f"{KNOWN}."
         )
     for_tpus()
     # Hosts have four chips or eight, except those with a single one.
     hosts = {"chips_per_host_bounds": (1, 1, 1)} if math.prod(sizes) == 1 else {}
-    return _described(name, chip, platform="tpu", topology_name=name, **hosts)
+    return _described(name, memory, platform="tpu", topology_name=name, **hosts)
 
 
-def _gpu(name: str, sizes: list[int]) -> Topology:
-    chip = GPUS[name.partition(":")[0]]
-    if importlib.util.find_spec("jax_cuda12_plugin") is None and (
-        importlib.util.find_spec("jax_cuda13_plugin") is None
-    ):
+def _gpu(name: str, kind: str, sizes: list[int]) -> Topology:
+    plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+    if all(importlib.util.find_spec(each) is None for each in plugins):
         raise ArgumentError(
             f'{name} needs JAX for CUDA, which compiles for GPUs: pip install "crossshard[cuda12]".'
         )
     if len(sizes) != 2:
-        raise ArgumentError(
-            f"A cluster is hosts x GPUs of a host, as in {chip.name}:4x8; got {name!r}."
-        )
+        raise ArgumentError(f"A cluster is hosts x GPUs of a host, as in {kind}:4x8; got {name!r}.")
     for_gpus()
     return _described(
         name,
-        chip,
+        GPUS[kind].memory,
         platform="cuda",
-        topology_name=chip.name,
+        topology_name=kind,
         topology=f"1x{sizes[0]}x{sizes[1]}",
-        target_config=target(chip.name),
+        target_config=GPUS[kind].target(),
     )
 
 
-def _described(name: str, chip: Chip, **description: Any) -> Topology:
+def _described(name: str, memory: int, **description: Any) -> Topology:
     # Here, since importing crossshard brings in nothing that JAX, Optax and Flax do not.
     from jax.experimental import topologies
 
@@ -139,4 +230,24 @@ def _described(name: str, chip: Chip, **description: Any) -> Topology:
         raise ArgumentError(
             f"There is no topology {name!r}: {first:.200}. Known are {KNOWN}."
         ) from error
-    return Topology(name, chip, found.devices)
+    return Topology(name, memory, found.devices)
+
+
+def other_libtpu() -> str | None:
+    """What to say of a libtpu that is not the one that JAX pins; ``None`` if it is.
+
+    Another one compiles most programs; it fails on some, whose text this XLA cannot read.
+    """
+    try:
+        has = importlib.metadata.version("libtpu")
+        lines = importlib.metadata.requires("jax") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    pins = (re.match(r"libtpu\s*\(?==\s*([\d.]+)(?:\.\*)?\)?\s*;.*\btpu\b", line) for line in lines)
+    wanted = next((pin[1] for pin in pins if pin), None)
+    if wanted is None or f"{has}.".startswith(f"{wanted}."):
+        return None
+    return (
+        f"libtpu {has} is installed, and JAX {jax.__version__} is released with {wanted}: "
+        f'pip install "crossshard[tpu]"'
+    )

@@ -1,4 +1,4 @@
-"""What is planned: a loss, an optimizer, and the shapes of parameters and batch."""
+"""What is planned: a step, by its loss, optimizer and shapes, and the ways that are compared."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -12,15 +12,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from crossshard import _check
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.optimizer.cross_shard_optimizer import CrossShardOptimizer
-from crossshard.pipeline.update.plan import Rest
+from crossshard.pipeline.update.plan import Rest, WeightUpdate
 from crossshard.step.make_train_step import make_train_step
 from crossshard.step.train_step import TrainStep
+from crossshard.tools.planning.topology import Topology
 
 DATA, MODEL = "data", "model"
 # Chosen by the plan itself.
 _OURS = {"mesh", "num_shards", "axis_name", "weight_update"}
 # Options of a step whose parameters rest in parts, and of no other.
 _OF_PARTS = {"gather_dtype"}
+# How many devices share a model, which are near: NVLink, or a part of a torus.
+_OF_A_MODEL = (2, 4, 8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +46,54 @@ class Work:
     model_specs: Any
     options: Mapping[str, Any]
 
-    def types_on(self, mesh: Mesh) -> Any:
+    def choices(self, topology: Topology) -> list[tuple[dict[str, int], str, str]]:
+        """Meshes, each with the ``weight_update`` and ``params`` of a step: what is compared.
+
+        Each device is a shard, or 2, 4 … of them share a model.
+
+        Raises:
+          ArgumentError: the model cannot be split as model_specs say over any number of devices.
+        """
+        meshes = [{DATA: topology.size}]
+        problem = None
+        for size in () if self.model_specs is None else _OF_A_MODEL:
+            if topology.size % size:
+                break
+            mesh = {DATA: topology.size // size, MODEL: size}
+            try:
+                self._types_on(topology.mesh(mesh))
+                meshes.append(mesh)
+            except ArgumentError as error:
+                problem = problem or error
+        if problem is not None and len(meshes) == 1:
+            raise problem
+        whole = Rest.REPLICATED.value
+        ways = [(WeightUpdate.REPLICATED.value, whole), (WeightUpdate.SHARDED.value, whole)]
+        # Groups of shards differ in their parameters, which cannot rest in parts.
+        optimizer = self.optimizer
+        is_ours = isinstance(optimizer, CrossShardOptimizer)
+        if not (is_ours and len(optimizer.group_assignment or ()) > 1):
+            ways.append((WeightUpdate.SHARDED.value, Rest.SHARDED.value))
+        # One shard has nothing to split.
+        of_mesh = lambda mesh: ways[:1] if mesh[DATA] == 1 else ways
+        return [(mesh, *way) for mesh in meshes for way in of_mesh(mesh)]
+
+    def step(self, mesh: Mesh, weight_update: str, params: str) -> tuple[TrainStep, Any]:
+        """The step, and the types of its state."""
+        axis = DATA if MODEL in mesh.axis_names else None
+        left_out = _OF_PARTS if params == Rest.REPLICATED else ()
+        step = make_train_step(
+            self.loss_fn,
+            self.optimizer,
+            mesh=mesh,
+            axis_name=axis,
+            weight_update=weight_update,
+            params=params,
+            **{name: each for name, each in self.options.items() if name not in left_out},
+        )
+        return step, step.abstract_init(self._types_on(mesh))
+
+    def _types_on(self, mesh: Mesh) -> Any:
         """The types of the parameters, split over the axis ``model`` if the mesh has it."""
         if MODEL not in mesh.axis_names:
             return self.params
@@ -74,28 +124,6 @@ class Work:
             graph, state = nnx.split(self.params)
             return nnx.merge(graph, jax.tree_util.tree_map_with_path(lay, state))
         return jax.tree_util.tree_map_with_path(lay, self.params)
-
-    @property
-    def is_grouped(self) -> bool:
-        """Whether groups of shards have parameters of their own."""
-        if not isinstance(self.optimizer, CrossShardOptimizer):
-            return False
-        return len(self.optimizer.group_assignment or ()) > 1
-
-    def step(self, mesh: Mesh, weight_update: str, params: str) -> tuple[TrainStep, Any]:
-        """The step, and the types of its state."""
-        axis = DATA if MODEL in mesh.axis_names else None
-        left_out = _OF_PARTS if params == Rest.REPLICATED else ()
-        step = make_train_step(
-            self.loss_fn,
-            self.optimizer,
-            mesh=mesh,
-            axis_name=axis,
-            weight_update=weight_update,
-            params=params,
-            **{name: each for name, each in self.options.items() if name not in left_out},
-        )
-        return step, step.abstract_init(self.types_on(mesh))
 
 
 def make_work(
@@ -130,18 +158,13 @@ def make_work(
 def _flat_specs(specs: Any, params: Any) -> dict[str, PartitionSpec]:
     is_spec = lambda x: x is None or isinstance(x, PartitionSpec)
     try:
-        whole = jax.tree.map(
-            lambda spec, part: jax.tree.map(
-                lambda _: PartitionSpec() if spec is None else spec, part
-            ),
-            specs,
-            params,
-            is_leaf=is_spec,
-        )
+        whole = jax.tree.broadcast(specs, params, is_leaf=is_spec)
     except ValueError as error:
         raise ArgumentTypeError(
             "model_specs must be a function of path and leaf, or a pytree of PartitionSpec like "
             f"params: {str(error).splitlines()[0]}"
         ) from error
-    found = jax.tree_util.tree_leaves_with_path(whole, is_leaf=is_spec)
-    return {jax.tree_util.keystr(path): spec for path, spec in found}
+    return {
+        jax.tree_util.keystr(path): PartitionSpec() if spec is None else spec
+        for path, spec in jax.tree_util.tree_leaves_with_path(whole, is_leaf=is_spec)
+    }
