@@ -21,24 +21,16 @@ class Copies:
 
     Attributes:
       values: ``[copies, …]``; one copy if all devices have the same.
-      dtype: the array's own.
-      is_key: whether it is a PRNG key, whose data ``values`` are.
+      dtype: the array's own; if it is a PRNG key, ``values`` are its data.
     """
 
     values: np.ndarray
     dtype: Any
-    is_key: bool = False
 
     @property
     def is_float(self) -> bool:
         """Whether it has real numbers."""
         return bool(jnp.issubdtype(self.dtype, jnp.floating))
-
-    @property
-    def is_counter(self) -> bool:
-        """Whether it has integers that are no random key."""
-        is_whole = jnp.issubdtype(self.dtype, jnp.integer)
-        return bool(is_whole) and not may_be_raw_key(self.values)
 
 
 def holds_nnx(tree: Any) -> bool:
@@ -73,13 +65,13 @@ def replaced(state: Sequence[Any], values: Mapping[str, np.ndarray]) -> tuple[An
         if not isinstance(x, _NUMBERS):
             return x
         value = values.get(next(names))
-        return x if value is None else like(x, value)
+        return x if value is None else _like(x, value)
 
     return map_arrays(other, tuple(state))
 
 
-def like(x: Any, value: np.ndarray) -> Any:
-    """An array of this value that lies as another one does, if it has the same shape."""
+def _like(x: Any, value: np.ndarray) -> Any:
+    """An array of this value that is sharded as another one is, if it has the same shape."""
     value = np.asarray(value, jnp.result_type(x))
     if not isinstance(x, jax.Array) or not x.committed or x.shape != value.shape:
         return jnp.asarray(value)
@@ -93,7 +85,7 @@ def copies_of(x: Any) -> Copies:
         value = np.asarray(x)
         return Copies(value[None], value.dtype)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return Copies(np.asarray(jax.random.key_data(x))[None], x.dtype, is_key=True)
+        return Copies(np.asarray(jax.random.key_data(x))[None], x.dtype)
     if not (x.is_fully_addressable or x.is_fully_replicated):
         # Others have a part of it.
         everywhere = NamedSharding(x.sharding.mesh, PartitionSpec())  # type: ignore[attr-defined]

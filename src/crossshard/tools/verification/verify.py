@@ -1,4 +1,4 @@
-"""``verify``: runs a step on 1 and on N shards, and says what is wrong."""
+"""``verify``: runs a step on 1 and on N shards, and says what differs."""
 
 import dataclasses
 import json
@@ -44,10 +44,10 @@ def verify(
     groups: Groups | None = None,
     batch_axis: PyTree = 0,
 ) -> Verification:
-    """Run a training step on 1 and on N shards with plain SGD, and say what is wrong with it.
+    """Run a training step on 1 and on N shards with plain SGD, and say what differs.
 
     The update on N shards is compared, for each parameter, with that of one device on the whole
-    batch, and with what one device makes of each shard's own rows. The former two should be equal.
+    batch. The two should be equal; if they are not, it says where, and by which factor.
 
     Args:
       step: ``make_step(optimizer, num_shards) -> (step, *state)``: your code that builds the step
@@ -87,7 +87,7 @@ def verify(
     >>> x = jax.random.normal(jax.random.key(0), (16, 3))
     >>> print(verify(make_step, x, num_shards=8))
     wrong on 8 shards and 16 rows:
-      0: 8.000 = N: summed over the shards, not averaged; or a pmean came after autodiff had summed
+      0: 8.000 = N times the update of one device
     """
     # The step is run on one device, too, which no mesh of several can be set for.
     with _mesh.without_mesh():
@@ -144,11 +144,12 @@ def _of_few_bits(step: TrainStep) -> list[str]:
 def _found(
     measurement: Measurement, agreed: Callable[[Verification], Verification]
 ) -> Verification:
-    """What is wrong; of a random step that differs, what is wrong with its mean."""
-    found = agreed(conclude(measurement.evidence()))
+    """What differs; of a random step, what its mean differs in."""
+    found = agreed(conclude(measurement))
     if found.ok or not measurement.is_random():
         return found
-    return agreed(conclude(measurement.evidence(_SAMPLES)))
+    measurement.take_samples(_SAMPLES)
+    return agreed(conclude(measurement))
 
 
 def _check_groups(groups: Any, number: int) -> tuple[tuple[int, ...], ...]:
