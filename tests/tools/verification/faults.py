@@ -167,9 +167,9 @@ FAULTS = {
     ),
     "sent in 16 bits": Planted("bits", by(in_16_bits), "16 bits"),
     "sent in 16 bits by many only": Planted(
-        "bits",
+        "update",
         by(lambda h, g: in_16_bits(h, g) if several(h) else h.mean(g)),
-        "16 bits",
+        "of it in another direction",
     ),
     "microbatches divided twice": Planted("update", Plan(microbatched), "8.000 = N", "N"),
     "divided by 4 microbatches": Planted(

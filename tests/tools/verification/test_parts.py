@@ -96,7 +96,7 @@ FAULTS: dict[str, tuple[str, str, Change]] = {
         lambda g, shards: jnp.where(shards.index() == 0, shards.number * g, 0),
     ),
     "rounded": (
-        "bits",
+        "update",
         "",
         lambda g, shards: jax.lax.reduce_precision(g, 8, 7) if shards.number > 1 else g,
     ),

@@ -87,6 +87,7 @@ class Run:
       idle: those after the idle step.
       last: those after all.
       metrics: the floating scalars that the idle step returned besides, by their path.
+      number: the number of shards.
       rate: the learning rate.
       calls: the number of steps after the idle one.
     """
@@ -95,24 +96,32 @@ class Run:
     idle: Snapshot
     last: Snapshot
     metrics: Snapshot
+    number: int
     rate: float
     calls: int
 
     def parameters(self) -> list[str]:
         """The names of what the idle step leaves and the next ones change."""
-        return _changed(self.start, self.idle, self.last)
+        idle = changed(self.start, self.idle)
+        return [x for x in changed(self.idle, self.last) if x in self.start and x not in idle]
 
-    def seen(self, what: str, name: str) -> np.ndarray | None:
-        """float64[copies, …] of what is compared; ``None`` if there is no such array."""
-        if what == METRIC:
-            found = self.metrics.get(name)
-            return None if found is None else found.values.astype(np.float64)
-        is_update = what == UPDATE
-        before, after = (self.idle, self.last) if is_update else (self.start, self.idle)
-        if name not in before or name not in after:
+    def seen(self, what: str, name: str, shape: tuple[int, ...]) -> np.ndarray | None:
+        """What is compared, float64[copies, size]; ``None`` if it is not there, or is another.
+
+        Args:
+          what: ``UPDATE``, ``STATISTICS`` or ``METRIC``.
+          name: the array.
+          shape: the array's on one device.
+        """
+        before, after = (self.idle, self.last) if what == UPDATE else (self.start, self.idle)
+        before, after = ({}, self.metrics) if what == METRIC else (before, after)
+        if name not in after or (before and name not in before):
             return None
-        moved = after[name].values.astype(np.float64) - before[name].values
-        return moved / -self.rate if is_update else moved
+        found = after[name].of_shape(shape, self.number)
+        if found is None or not before:
+            return found
+        first = before[name].of_shape(shape, self.number)
+        return None if first is None else (found - first) / (-self.rate if what == UPDATE else 1)
 
 
 class BuiltStep:
@@ -161,18 +170,17 @@ class BuiltStep:
             start, args = snapshot(state), self._args(batch, key, seed)
             state, metrics = self._call(state, args)
             idle = snapshot(state)
-            if not moved:
-                names = changed_when_idle(start, idle)
-                # Not a scalar, which may count.
-                moved = {x: start[x].values[0] for x in names if start[x].values[0].size > 1}
+            # Not a scalar, which may count.
+            again = [x for x in changed(start, idle) if start[x].values[0].size > 1]
+            moved = moved or {name: start[name].values[0] for name in again}
             moving = map_arrays(lambda x: _with_rate(x, rate), fresh(state))
-            call, last = 0, idle
-            while call < (calls or _MOST_CALLS):
+            run = Run(start, idle, idle, metrics, self.number, rate, 0)
+            while run.calls < (calls or _MOST_CALLS):
                 moving, _ = self._call(moving, self._args(batch, key, seed))
-                call, last = call + 1, snapshot(moving)
-                if calls is None and _changed(start, idle, last):
+                run = dataclasses.replace(run, last=snapshot(moving), calls=run.calls + 1)
+                if calls is None and run.parameters():
                     break
-            yield Run(start, idle, last, metrics, rate, call)
+            yield run
 
     def with_state(self, values: Mapping[str, np.ndarray]) -> "BuiltStep":
         """A copy of the step with some arrays of its first state replaced, by their names."""
@@ -247,24 +255,12 @@ class BuiltStep:
         )
 
 
-def changed_when_idle(start: Snapshot, idle: Snapshot) -> list[str]:
-    """The arrays of real numbers that an idle step changes, such as those of batch norm."""
+def changed(before: Snapshot, after: Snapshot) -> list[str]:
+    """The arrays of real numbers that a step changes: if idle, such as those of batch norm."""
     return [
         name
-        for name, before in start.items()
-        if before.is_float and name in idle and not np.array_equal(before.values, idle[name].values)
-    ]
-
-
-def _changed(start: Snapshot, idle: Snapshot, last: Snapshot) -> list[str]:
-    return [
-        name
-        for name, before in start.items()
-        if before.is_float
-        and name in idle
-        and name in last
-        and np.array_equal(before.values, idle[name].values)
-        and not np.array_equal(before.values, last[name].values)
+        for name, first in before.items()
+        if first.is_float and name in after and not np.array_equal(first.values, after[name].values)
     ]
 
 

@@ -7,10 +7,17 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from crossshard._text import listed
+from crossshard.errors import NestedContextError
 from crossshard.tools.verification.built_step import METRIC, STATISTICS, UPDATE
+from crossshard.tools.verification.comparison import (
+    COARSE,
+    Comparison,
+    is_weighted,
+    norm,
+    rms,
+)
 from crossshard.tools.verification.measurement import Measurement
 from crossshard.tools.verification.report import Fault, LeafReport, Verification
-from crossshard.tools.verification.samples import COARSE, Case, Mean, is_weighted, norm, rms
 
 # Smaller than the largest leaf by so much, a gradient may be nothing but rounding.
 _VANISHING = 1e-5
@@ -22,6 +29,7 @@ _OWN_STATISTICS = (
 )
 
 _EACH_ITS_OWN = "each shard has its own: not reduced"
+_STACKED = "each shard keeps statistics of its own: reduce them before you evaluate or save"
 _NEITHER = "is neither that of all rows nor the mean of the shards'"
 
 Found = dict[str, Fault | str]
@@ -30,15 +38,15 @@ Found = dict[str, Fault | str]
 def conclude(measured: Measurement) -> Verification:
     """What differs, in words."""
     notes, is_random = list(measured.notes), measured.samples > 1
-    cases = {name: measured.cases(name) for name in measured.shapes}
+    cases, statistics = measured.of(UPDATE), measured.of(STATISTICS)
     missing = measured.without_effect() if is_random else {}
     found, shown = _of_parameters(cases, missing)
-    excused = _of_own_statistics(found, shown) if measured.has_statistics() else []
+    excused = _of_own_statistics(found, shown) if _are_of_rows(statistics, cases) else []
     found |= dict.fromkeys(excused, _FINE)
     notes += [_OWN_STATISTICS] * bool(excused)
     faults = _joined(found, shown)
-    for what, means in ((STATISTICS, measured.statistics()), (METRIC, measured.metrics())):
-        beside, more = _beside(what, means)
+    for what, beside_them in ((STATISTICS, statistics), (METRIC, measured.of(METRIC))):
+        beside, more = _beside(what, beside_them)
         faults, notes = faults + beside, notes + more
     if is_random and measured.keys_are_equal():
         words = "random keys are equal on all shards: shards that swap rows leave the step as it is"
@@ -61,29 +69,34 @@ def conclude(measured: Measurement) -> Verification:
     return Verification(measured.number, measured.rows, tuple(faults), leaves, tuple(notes))
 
 
-def with_flops(found: Verification, flops: tuple[float, float, float] | str) -> Verification:
-    """With a fault if each shard computes with all rows, or a note if that is not known.
-
-    Args:
-      found: what is known.
-      flops: as ``Measurement.flops`` returns them.
-    """
-    if isinstance(flops, str):
-        return dataclasses.replace(found, notes=(*found.notes, *([flops] if flops else [])))
-    many, one, part = flops
+def with_work(found: Verification, measured: Measurement) -> Verification:
+    """With a fault if each shard computes with all rows, or a note if that is not known."""
+    if measured.rows % measured.number:
+        return found
+    unknown = "whether the batch is split was not checked"
+    try:
+        many, one, part = measured.flops()
+    except NestedContextError:
+        return found  # crossshard.shard, which splits its arguments by itself
+    except Exception as error:
+        return dataclasses.replace(
+            found, notes=(*found.notes, f"{unknown} ({type(error).__name__})")
+        )
+    if many is None or one is None or part is None:
+        words = f"{unknown}, as the compiler does not tell"
+        return dataclasses.replace(found, notes=(*found.notes, words))
     if part >= 0.6 * one or many <= 0.9 * one:
         return found
     words = (
         f"the batch is not split: a shard computes {many / one:.2f} of what one device does with "
         f"all rows; with its own rows it would be {part / one:.2f}"
     )
-    fault = Fault("work", words, ratio=many / one)
-    return dataclasses.replace(found, faults=(*found.faults, fault))
+    return dataclasses.replace(found, faults=(Fault("work", words, ratio=many / one),))
 
 
 def _of_parameters(
-    cases: Mapping[str, list[Case]], missing: Mapping[str, tuple[int, ...]]
-) -> tuple[Found, dict[str, Case]]:
+    cases: Mapping[str, list[Comparison]], missing: Mapping[str, tuple[int, ...]]
+) -> tuple[Found, dict[str, Comparison]]:
     """A fault of each, without a sentence if it is of a factor, or a verdict; and the case."""
     largest = max(rms(np.stack([case.one for case in of_leaf])) for of_leaf in cases.values())
     found: Found = {}
@@ -110,7 +123,7 @@ def _of_parameters(
     return found, shown
 
 
-def _of_copies(case: Case) -> Fault:
+def _of_copies(case: Comparison) -> Fault:
     """Which copies differ from those of most shards."""
     usual = np.median(case.many, axis=0)
     within = 1e-5 * (norm(usual) + norm(case.one))
@@ -121,7 +134,7 @@ def _of_copies(case: Case) -> Fault:
     return Fault("copies", f"differs on {_shards(shards)} from the others", shards=shards)
 
 
-def _factor(case: Case) -> str:
+def _factor(case: Comparison) -> str:
     """The name of the ratio of two updates, of which one is a multiple of the other."""
     ratio, size = case.ratio, norm(case.update)
     if not size or (ratio is not None and abs(ratio) * 1e6 < 1 and case.residual < case.tolerance):
@@ -131,7 +144,7 @@ def _factor(case: Case) -> str:
     if ratio is None or ratio < 0 or not (is_coarse or case.is_multiple):
         return ""
     within = COARSE if case.residual > 1e-4 else _NEAR
-    if case.is_random:
+    if case.runs > 1:
         within = min(0.3, _NEAR + case.noise / size)
     apart = {name: abs(math.log(ratio / known)) for name, known in _known(case)}
     name = min(apart, key=lambda name: apart[name])
@@ -139,20 +152,28 @@ def _factor(case: Case) -> str:
     return name if is_near else ""
 
 
-def _known(case: Case) -> list[tuple[str, float]]:
+def _known(case: Comparison) -> list[tuple[str, float]]:
     """The factors that have a name; n is the size of a group."""
-    n, rows = len(case.members), case.rows
+    n, groups = len(case.members), []
     sizes = [("N", "1/N", n), ("N²", "1/N²", n * n), ("√N", "1/√N", n**0.5)]
-    sizes += [("rows", "1/rows", rows), ("rows/N", "N/rows", rows / n)]
+    sizes += [("rows", "1/rows", case.rows)]
     if n != case.of_all:
+        groups = [("N/n", "n/N", case.of_all / n), ("N", "1/N", case.of_all)]
         sizes = [(up.replace("N", "n"), down.replace("N", "n"), size) for up, down, size in sizes]
-        sizes += [("N", "1/N", case.of_all), ("N/n", "n/N", case.of_all / n)]
-    return [
-        pair for up, down, size in sizes for pair in ((up, size), (down, 1 / size)) if size != 1
-    ]
+    of = [each for each in groups + sizes if each[2] != 1]
+    return [pair for up, down, size in of for pair in ((up, size), (down, 1 / size))]
 
 
-def _of_own_statistics(found: Found, shown: Mapping[str, Case]) -> list[str]:
+def _are_of_rows(
+    statistics: Mapping[str, list[Comparison]], updates: Mapping[str, list[Comparison]]
+) -> bool:
+    """Whether any of these is a statistic of rows, such as one of batch norm, not of gradients."""
+    along = lambda x, y: x.size == y.size and abs(x @ y) > 0.9 * norm(x) * norm(y)
+    ones = [[first.one for first, *_ in each.values()] for each in (statistics, updates)]
+    return any(x.size > 1 and not any(along(x, y) for y in ones[1]) for x in ones[0])
+
+
+def _of_own_statistics(found: Found, shown: Mapping[str, Comparison]) -> list[str]:
     """The parameters that differ only as each shard normalises by statistics of its own rows."""
     excused = []
     for members in {case.members for case in shown.values()}:
@@ -171,12 +192,12 @@ def _of_own_statistics(found: Found, shown: Mapping[str, Case]) -> list[str]:
         one = np.concatenate([shown[name].one for name in names])
         within = max(shown[name].tolerance for name in names)
         is_clipped = np.ptp(sizes) <= 1e-3 * sizes.max()
-        if shown[names[0]].is_random or not (is_clipped or is_weighted(own, one, within)):
+        if shown[names[0]].runs > 1 or not (is_clipped or is_weighted(own, one, within)):
             excused += names
     return excused
 
 
-def _joined(found: Found, shown: Mapping[str, Case]) -> list[Fault]:
+def _joined(found: Found, shown: Mapping[str, Comparison]) -> list[Fault]:
     """One fault for all parameters that have it."""
     alike: dict[tuple[str, str, tuple[int, ...]], list[str]] = {}
     for name, fault in found.items():
@@ -194,7 +215,7 @@ def _joined(found: Found, shown: Mapping[str, Case]) -> list[Fault]:
     return faults
 
 
-def _times(factor: str, cases: list[Case]) -> str:
+def _times(factor: str, cases: list[Comparison]) -> str:
     """By how much updates differ."""
     ratios = sorted(case.ratio for case in cases if case.ratio is not None)
     if not ratios:
@@ -209,16 +230,16 @@ def _times(factor: str, cases: list[Case]) -> str:
     return f"{words}, and {'up to ' * (len(cases) > 1)}{100 * rest:.2g}% of it in another direction"
 
 
-def _beside(what: str, means: Mapping[str, Mean]) -> tuple[list[Fault], list[str]]:
+def _beside(what: str, compared: Mapping[str, list[Comparison]]) -> tuple[list[Fault], list[str]]:
     """What differs of statistics or metrics, by their names, and what should be noted."""
     found: dict[tuple[str, str], list[str]] = {}
     notes: dict[str, None] = {}
-    for name, mean in means.items():
+    for name, (mean, *of_other_groups) in compared.items():
+        if of_other_groups or (what == METRIC and (mean.is_stacked or mean.one.size > 1)):
+            continue  # each group has its own
         words, factor = _told(mean)
-        if what == METRIC and (mean.is_stacked or mean.one.size > 1):
-            continue
         if words == _EACH_ITS_OWN and mean.is_stacked:
-            notes["each shard keeps statistics of its own: reduce them before you evaluate"] = None
+            notes[_STACKED] = None
         elif words == _NEITHER and what == STATISTICS:
             notes[f"{name} {words}"] = None
         elif words and words != _NEITHER:
@@ -231,10 +252,10 @@ def _beside(what: str, means: Mapping[str, Mean]) -> tuple[list[Fault], list[str
     return faults, list(notes)
 
 
-def _told(mean: Mean) -> tuple[str, str]:
+def _told(mean: Comparison) -> tuple[str, str]:
     """How a statistic or a metric differs, and by which factor; empty if it does not."""
-    many, (one,), own, chance = mean.many, mean.one, mean.own, mean.chance.max()
-    of_own = mean.chance_of_own * chance
+    many, one, own, chance = mean.many, mean.one, mean.own, mean.chance
+    of_own = mean.noise_of_own * chance
 
     def near(one: np.ndarray, other: np.ndarray, off: float, within: float = 1e-3) -> bool:
         scale = max(norm(one), norm(other))
@@ -256,7 +277,7 @@ def _told(mean: Mean) -> tuple[str, str]:
     return _NEITHER, ""
 
 
-def _of_noise(measured: Measurement, cases: Mapping[str, list[Case]], found: Found) -> str:
+def _of_noise(measured: Measurement, cases: Mapping[str, list[Comparison]], found: Found) -> str:
     """How exactly a random step was compared, and what was not."""
     words = (
         f"the step draws other random numbers on {measured.number} shards than on one device, so "

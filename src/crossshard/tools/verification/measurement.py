@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from crossshard.errors import ArgumentError, NestedContextError
+from crossshard.errors import ArgumentError
 from crossshard.shards.batch_axes import BatchAxes
 from crossshard.tools.verification.built_step import (
     METRIC,
@@ -16,12 +16,11 @@ from crossshard.tools.verification.built_step import (
     BuiltStep,
     Factory,
     Run,
-    changed_when_idle,
+    changed,
     rows_of,
     take_rows,
 )
-from crossshard.tools.verification.samples import Case, Mean, apart, norm, rms
-from crossshard.tools.verification.snapshot import Copies
+from crossshard.tools.verification.comparison import Comparison, apart, norm, rms
 
 # Runs with each shard's rows, of a random step.
 _OWN_SAMPLES = 16
@@ -100,9 +99,15 @@ class Measurement:
         self.shapes = {name: one.start[name].values.shape[1:] for name in names}
         self._check_names(one, self._many)
         self._rounding = self._rounding_of(one)
-        statistics = sorted(set(changed_when_idle(one.start, one.idle)) - set(names))
-        known = ((UPDATE, names), (STATISTICS, statistics), (METRIC, one.metrics))
-        self._means = {(what, name): Mean() for what, names in known for name in names}
+        statistics = sorted(set(changed(one.start, one.idle)) - set(names))
+        metrics = one.metrics if factor == 1 else ()  # they have another one under SUM
+        known = ((UPDATE, names), (STATISTICS, statistics), (METRIC, metrics))
+        part = self.rows // self.number
+        self._compared = {
+            (what, name): [Comparison(each, self.number, part * len(each)) for each in groups]
+            for what, names in known
+            for name in names
+        }
         self.samples = self._own_samples = 0
         self._take(self._many, self._one)
         self._own: list[Iterator[Run]] = []
@@ -113,50 +118,14 @@ class Measurement:
         while self.samples < samples:
             self._take(next(self._of_many), list(map(next, self._of_one)))
         # What each shard does alone is only looked at where something differs.
-        if any(mean.is_off for mean in self._means.values()):
+        each = itertools.chain.from_iterable(self._compared.values())
+        if not all(of_group.is_fine() for of_group in each):
             while self._own and self._own_samples < min(samples, _OWN_SAMPLES):
                 self._take_own(list(map(next, self._own)))
 
-    def statistics(self) -> dict[str, Mean]:
-        """What an idle step changes; empty if there are several groups, which have their own."""
-        return self._of(STATISTICS) if len(self._groups) == 1 else {}
-
-    def metrics(self) -> dict[str, Mean]:
-        """What the step returns besides; empty with groups, and under SUM, which has a factor."""
-        return self._of(METRIC) if len(self._groups) == self._factor == 1 else {}
-
-    def has_statistics(self) -> bool:
-        """Whether the step keeps any of rows, such as those of batch norm, not of gradients."""
-        along = lambda x, y: x.size == y.size and abs(x @ y) > 0.9 * norm(x) * norm(y)
-        updates = [mean.one[0] for mean in self._of(UPDATE).values()]
-        ones = [mean.one[0] for mean in self._of(STATISTICS).values()]
-        return any(x.size > 1 and not any(along(x, y) for y in updates) for x in ones)
-
-    def cases(self, name: str) -> list[Case]:
-        """The updates of a parameter, by each group."""
-        mean = self._means[UPDATE, name]
-        many, own, chance = mean.many, mean.own, mean.chance
-        before = self._one[0].start[name]
-        epsilon = _epsilon(before)
-        rounding = epsilon * norm(before.values[0].astype(np.float64)) / self._rate
-        noises = [2 * rounding, 10 * self._rounding.get(name, 0.0)]
-        cases = []
-        for index, members in enumerate(self._groups):
-            copies = list(members) if len(many) == self.number else slice(None)
-            case = Case(
-                many=many[copies],
-                one=mean.one[index],
-                own=None if own is None else own[list(members)],
-                members=members,
-                of_all=self.number,
-                rows=self.rows * len(members) // self.number,
-                tolerance=max(_ROUNDING, 4 * epsilon),
-                noise=norm(np.array([*noises, chance[copies, index].max()])),
-                noise_of_own=mean.chance_of_own,
-                is_random=self.samples > 1,
-            )
-            cases.append(case)
-        return cases
+    def of(self, what: str) -> dict[str, list[Comparison]]:
+        """``UPDATE``, ``STATISTICS`` or ``METRIC`` of each array, by each group of shards."""
+        return {name: each for (kind, name), each in self._compared.items() if kind == what}
 
     def is_random(self) -> bool:
         """Whether the step draws random numbers, in what JAX traces or anywhere else."""
@@ -205,25 +174,17 @@ class Measurement:
         # What no row changes is not updated, or is frozen.
         return {name: shards for name, shards in found.items() if len(shards) < self.number}
 
-    def flops(self) -> tuple[float, float, float] | str:
+    def flops(self) -> list[float | None]:
         """Operations of a device: on N shards, alone with all rows, alone with a shard's rows.
 
-        Returns:
-          They, or why it is not known.
+        Raises:
+          Exception: of any kind, since not every step can be traced as a whole.
         """
-        if self._blocks is None:
-            return ""
-        try:
-            many = self._together.flops(self._batch, self._key)
-            one = self._alone.flops(self._batch, self._key)
-            each = self._alone_with(0).flops(self._rows_of([0]), self._key)
-        except NestedContextError:
-            return ""  # crossshard.shard, which splits its arguments by itself
-        except Exception as error:  # of any kind: not every step can be traced as a whole
-            return f"whether the batch is split was not checked ({type(error).__name__})"
-        if many is None or one is None or each is None:
-            return "whether the batch is split was not checked, as the compiler does not tell"
-        return many, one, each
+        return [
+            self._together.flops(self._batch, self._key),
+            self._alone.flops(self._batch, self._key),
+            self._alone_with(0).flops(self._rows_of([0]), self._key),
+        ]
 
     # Runs.
 
@@ -262,7 +223,7 @@ class Measurement:
             )
             return []
         idle = self._one[0].idle
-        of_rows = [x for x in self._of(STATISTICS) if idle[x].values.shape[1:2] == (self.rows,)]
+        of_rows = [x for x in self.of(STATISTICS) if idle[x].values.shape[1:2] == (self.rows,)]
         for self._carried in [[], of_rows] if of_rows else [[]]:
             own = [self._run(self._alone_with(i), self._rows_of([i])) for i in range(self.number)]
             try:
@@ -291,31 +252,37 @@ class Measurement:
     def _take(self, many: Run, one: Sequence[Run]) -> None:
         """Add a sample."""
         self.samples += 1
-        for (what, name), mean in list(self._means.items()):
-            alone = _first_copies(one, what, name)
-            raw = many.seen(what, name)
-            copies = None if alone is None else _unstacked(raw, alone.shape[1:], self.number)
-            if raw is None or alone is None or copies is None:
-                del self._means[what, name]  # it is another array there
+        for (what, name), groups in list(self._compared.items()):
+            of = (one[0].metrics if what == METRIC else one[0].idle).get(name)
+            shape = () if of is None else of.values.shape[1:]
+            alone, copies = _on_one(one, what, name, shape), many.seen(what, name, shape)
+            if of is None or alone is None or copies is None:
+                del self._compared[what, name]  # it is another array there
                 continue
-            mean.is_stacked = raw.shape[1:] != alone.shape[1:]
-            of = (one[0].metrics if what == METRIC else one[0].idle)[name]
-            mean.rounding = 1e-7 + 4 * _epsilon(of) * norm(of.values[0].astype(np.float64))
-            mean.add(_flat(copies), self._wanted(what) * _flat(alone))
+            rounding = 1e-7 + 4 * of.rounding
+            if what == UPDATE:
+                moved_by_order = 10 * self._rounding.get(name, 0.0)
+                rounding = float(np.hypot(2 * of.rounding / self._rate, moved_by_order))
+            there = (many.metrics if what == METRIC else many.idle)[name]
+            for each, of_group in zip(groups, self._wanted(what) * alone, strict=True):
+                each.is_stacked = there.values.shape[1:] != shape
+                each.tolerance = max(_ROUNDING, 4 * float(jnp.finfo(of.dtype).eps))
+                each.rounding = rounding
+                own = copies[list(each.members)] if len(copies) == self.number else copies
+                each.add(own, of_group)
 
     def _take_own(self, own: Sequence[Run]) -> None:
         """Add a sample of the shards' own."""
         self._own_samples += 1
-        for (what, name), mean in self._means.items():
-            alone = _first_copies(own, what, name)
-            if alone is not None and _flat(alone).shape[1:] == mean.one.shape[1:]:
-                mean.add_own(self._wanted(what) * _flat(alone))
+        for (what, name), groups in self._compared.items() if own else ():
+            of = (own[0].metrics if what == METRIC else own[0].idle).get(name)
+            alone = None if of is None else _on_one(own, what, name, of.values.shape[1:])
+            if alone is not None and alone.shape[1:] == groups[0].one.shape:
+                for each in groups:
+                    each.add_own(self._wanted(what) * alone[list(each.members)])
 
     def _wanted(self, what: str) -> float:
         return self._factor if what == UPDATE else 1.0
-
-    def _of(self, what: str) -> dict[str, Mean]:
-        return {name: mean for (kind, name), mean in self._means.items() if kind == what}
 
     def _rounding_of(self, first: Run) -> dict[str, float]:
         """How far the order of the rows moves an update that is next to nothing, as a norm."""
@@ -339,9 +306,9 @@ class Measurement:
 
     def _update(self, run: Run, name: str) -> np.ndarray:
         """float64[copies, size]."""
-        copies = _unstacked(run.seen(UPDATE, name), self.shapes[name], self.number)
+        copies = run.seen(UPDATE, name, self.shapes[name])
         assert copies is not None
-        return _flat(copies)
+        return copies
 
     def _check_names(self, one: Run, many: Run) -> None:
         if not self.shapes:
@@ -357,47 +324,25 @@ class Measurement:
                     "same structure for any number."
                 )
             first, start = one.start[name].values[0], many.start[name]
-            copies = _unstacked(start.values, shape, self.number)
+            copies = start.of_shape(shape, self.number)
             if copies is None:
                 raise ArgumentError(
                     f"`{name}` has shape {list(shape)} on one shard and "
                     f"{list(start.values.shape[1:])} on {self.number}. It may be the same, or "
                     f"stacked, [{self.number}, …]."
                 )
-            if apart(copies[0], first.reshape(copies[0].shape)) > 1e-6:
+            if apart(copies[0], first.ravel()) > 1e-6:
                 raise ArgumentError(
                     f"`{name}` does not start from the same values on 1 and on {self.number} "
                     "shards. Let make_step create it from a fixed seed."
                 )
 
 
-def _unstacked(values: np.ndarray | None, shape: tuple[int, ...], number: int) -> np.ndarray | None:
-    """``[copies, …]`` of an array that has this shape on one device; ``None`` if it has not.
-
-    If it is stacked, ``[1, shards, …]``, each shard's part is a copy.
-    """
-    if values is None or values.shape[1:] == shape:
-        return values
-    own = values.shape[1:]
-    if own == (number, *shape) or (shape[:1] == (1,) and own == (number, *shape[1:])):
-        return values[0].reshape(number, *shape)
-    return None
-
-
-def _first_copies(runs: Sequence[Run], what: str, name: str) -> np.ndarray | None:
-    """float64[runs, …], if all have it in the same shape."""
-    found = [run.seen(what, name) for run in runs]
-    firsts = [each[0] for each in found if each is not None]
-    alike = len(firsts) == len(runs) and len({x.shape for x in firsts}) == 1
-    return np.stack(firsts) if alike else None
-
-
-def _epsilon(x: Copies) -> float:
-    return float(jnp.finfo(x.dtype).eps)
-
-
-def _flat(x: np.ndarray) -> np.ndarray:
-    return x.reshape(len(x), -1)
+def _on_one(runs: Sequence[Run], what: str, name: str, shape: tuple[int, ...]) -> Any:
+    """float64[runs, size] of runs on one device, if all have it."""
+    found = [run.seen(what, name, shape) for run in runs]
+    there = [each[0] for each in found if each is not None]
+    return np.stack(there) if len(there) == len(runs) else None
 
 
 def _good_rate(run: Run) -> float:

@@ -32,6 +32,24 @@ class Copies:
         """Whether it has real numbers."""
         return bool(jnp.issubdtype(self.dtype, jnp.floating))
 
+    @property
+    def rounding(self) -> float:
+        """The norm of what is rounded off."""
+        size = np.linalg.norm(self.values[0].astype(np.float64))
+        return float(jnp.finfo(self.dtype).eps * size)
+
+    def of_shape(self, shape: tuple[int, ...], number: int) -> np.ndarray | None:
+        """float64[copies, size] of an array that has this shape on one device, if it has.
+
+        If it is stacked, ``[shards, …]``, each shard's part is a copy.
+        """
+        own, values = self.values.shape[1:], self.values.astype(np.float64)
+        if own == shape:
+            return values.reshape(len(values), -1)
+        if own == (number, *shape) or (shape[:1] == (1,) and own == (number, *shape[1:])):
+            return values[0].reshape(number, -1)
+        return None
+
 
 def holds_nnx(tree: Any) -> bool:
     """Whether a tree has NNX modules or optimizers, which a step may change in place."""

@@ -27,7 +27,7 @@ from crossshard.step.rebuild import (
     with_sgd,
 )
 from crossshard.step.train_step import TrainStep
-from crossshard.tools.verification.conclude import conclude, with_flops
+from crossshard.tools.verification.conclude import conclude, with_work
 from crossshard.tools.verification.measurement import Measurement
 from crossshard.tools.verification.report import Fault, Verification
 from crossshard.tools.verification.snapshot import map_arrays
@@ -113,8 +113,10 @@ def _verify(
         found = _found(measurement, lambda found: _with_those_of_others(found, step.mesh))
         params, *model_state, rows = batch
         of_loss = loss_over_rows_of(step, params, own_rows(step, rows), *model_state)
-        notes = (*found.notes, *[of_loss] * bool(of_loss), *_of_few_bits(step))
-        return dataclasses.replace(found, notes=notes)
+        few = "it was verified in float32: it sends {}, which no single step is exact in"
+        sent = of_few_bits(step)
+        beside = (of_loss, few.format(sent) if sent else "")
+        return dataclasses.replace(found, notes=(*found.notes, *filter(None, beside)))
     if not callable(step):
         raise ArgumentTypeError(
             "verify takes make_step, a function of (optimizer, num_shards), or a TrainStep; got "
@@ -131,14 +133,7 @@ def _verify(
     measurement = Measurement(step, batch, axes, key, _check_groups(groups, number))
     found = _found(measurement, lambda found: found)
     # The last question takes three compilations.
-    return with_flops(found, measurement.flops()) if found.ok else found
-
-
-def _of_few_bits(step: TrainStep) -> list[str]:
-    sent = of_few_bits(step)
-    if not sent:
-        return []
-    return [f"it was verified in float32: it sends {sent}, which no single step is exact in"]
+    return with_work(found, measurement) if found.ok else found
 
 
 def _found(
