@@ -60,7 +60,7 @@ def check_wrong(ran: Any) -> None:
     assert ran.returncode == 1, ran.stderr
     found = json.loads(ran.stdout)
     assert (found["ok"], found["num_shards"], found["rows"]) == (False, 2, 16)
-    assert found["faults"][0]["kind"] == "summed"
+    assert (found["faults"][0]["kind"], found["faults"][0]["factor"]) == ("update", "N")
     assert found["leaves"][0]["ratio"] == pytest.approx(2)
 
 

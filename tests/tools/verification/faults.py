@@ -1,4 +1,4 @@
-"""Planted faults: what a shard does wrong, and the kind that ``verify`` must name."""
+"""Planted faults: what a shard does wrong, and what ``verify`` must say of it."""
 
 import dataclasses
 import math
@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from crossshard.tools.verification import kinds
 from tests.tools.verification.ways import ROWS, Here, Plan, errors, hidden, loss_fn
 
 
@@ -17,6 +16,7 @@ class Planted:
     kind: str
     plan: Plan
     words: str = ""
+    factor: str = ""
     leaves: int = 2
     groups: tuple[tuple[int, ...], ...] | None = None
 
@@ -98,126 +98,129 @@ GROUPS = [[0, 1, 2, 3], [4, 5, 6, 7]]
 weights = lambda weight: lambda here, g: each(lambda x: x / here.n, here.weighted(g, weight))
 
 FAULTS = {
-    "sum instead of mean": Planted(kinds.SUMMED, by(lambda h, g: h.sum(g)), "8.000 = N: summed"),
+    "sum instead of mean": Planted("update", by(lambda h, g: h.sum(g)), "8.000 = N", "N"),
     "summed twice": Planted(
-        kinds.SUMMED_TWICE, by(lambda h, g: each(lambda x: h.n * x, h.sum(g))), "64.000 = N²"
+        "update", by(lambda h, g: each(lambda x: h.n * x, h.sum(g))), "64.000 = N²", "N²"
     ),
     "averaged twice": Planted(
-        kinds.AVERAGED_TWICE, by(lambda h, g: each(lambda x: x / h.n, h.mean(g))), "0.125 = 1/N"
+        "update", by(lambda h, g: each(lambda x: x / h.n, h.mean(g))), "0.125 = 1/N", "1/N"
     ),
-    "not reduced": Planted(kinds.NOT_REDUCED, by(lambda h, g: g, per_shard=True), "not reduced"),
+    "not reduced": Planted(
+        "copies", by(lambda h, g: g, per_shard=True), "differs between the shards"
+    ),
     "one leaf not reduced": Planted(
-        kinds.NOT_REDUCED,
+        "copies",
         by(lambda h, g: {"a": h.mean(g["a"]), "b": g["b"]}, per_shard=True),
-        "b: each shard has",
+        "b: differs between the shards",
         leaves=1,
     ),
     "shard 3 not reduced": Planted(
-        kinds.SHARD_DIFFERS,
+        "copies",
         by(
             lambda h, g: each(lambda x, m: jnp.where(h.index() == 3, x, m), g, h.mean(g)),
             per_shard=True,
         ),
-        "shard 3 differs: not reduced",
+        "differs on shard 3 from the others",
     ),
-    "shard 0's own": Planted(kinds.ONE_SHARD, by(lambda h, g: h.of(g, 0)), "shard 0's own"),
+    "shard 0's own": Planted("update", by(lambda h, g: h.of(g, 0)), "times"),
     "one leaf is shard 5's own": Planted(
-        kinds.ONE_SHARD,
+        "update",
         by(lambda h, g: {"a": h.of(g["a"], 5), "b": h.mean(g["b"])}),
-        "a: is shard 5's own",
+        "a: ",
         leaves=1,
     ),
     "rows dropped": Planted(
-        kinds.ROWS_DROPPED,
+        "update",
         by(lambda h, g: weights(lambda i: jnp.where(several(h) & (i == 6), 0.0, 1.0))(h, g)),
-        "rows of shard 6 are left out",
+        "in another direction",
     ),
     "rows used twice": Planted(
-        kinds.ROWS_REPEATED,
+        "update",
         by(
             lambda h, g: weights(
                 lambda i: jnp.where(i == 2, 2.0, jnp.where(i == 3, 0.0, 1.0)) if several(h) else 1.0
             )(h, g)
         ),
-        "rows of shard 2 count twice, and the rows of shard 3 are left out",
+        "in another direction",
     ),
-    "uneven weights": Planted(kinds.WEIGHTS, by(mean, masked), "uneven weights"),
+    "uneven weights": Planted("update", by(mean, masked), "in another direction"),
     "unequal shards": Planted(
-        kinds.WEIGHTS,
+        "update",
         by(lambda h, g: weights(lambda i: 0.5 + i / (h.n - 1) if several(h) else 1.0)(h, g)),
-        "count as 0.06",
+        "in another direction",
     ),
     "a sum over rows, averaged": Planted(
-        kinds.SUM_AVERAGED,
+        "update",
         by(mean, lambda params, x, y: errors(params, x, y).sum()),
-        "0.125 = 1/N: averaged, but the loss is a sum",
+        "0.125 = 1/N",
+        "1/N",
     ),
-    "clipped per shard": Planted(kinds.LOCAL_NORM, by(clipped), "local norm"),
+    "clipped per shard": Planted("update", by(clipped), "in another direction"),
     "normalised by a local norm": Planted(
-        kinds.LOCAL_NORM,
+        "update",
         by(lambda h, g: each(lambda x: x / math.sqrt(h.n), h.mean(g))),
-        "0.354 = 1/√N: clipped",
+        "0.354 = 1/√N",
+        "1/√N",
     ),
     "clipped by value per shard": Planted(
-        kinds.NOT_LINEAR, by(lambda h, g: h.mean(each(lambda x: jnp.clip(x, -0.05, 0.05), g)))
+        "update", by(lambda h, g: h.mean(each(lambda x: jnp.clip(x, -0.05, 0.05), g)))
     ),
-    "sent in 16 bits": Planted(kinds.LOW_PRECISION, by(in_16_bits), "16 bits"),
+    "sent in 16 bits": Planted("bits", by(in_16_bits), "16 bits"),
     "sent in 16 bits by many only": Planted(
-        kinds.LOW_PRECISION,
+        "update",
         by(lambda h, g: in_16_bits(h, g) if several(h) else h.mean(g)),
-        "16 bits",
+        "of it in another direction",
     ),
-    "microbatches divided twice": Planted(
-        kinds.MICROBATCHES, Plan(microbatched), "divided twice by the number"
-    ),
+    "microbatches divided twice": Planted("update", Plan(microbatched), "8.000 = N", "N"),
     "divided by 4 microbatches": Planted(
-        kinds.MICROBATCHES,
+        "update",
         by(lambda h, g: each(lambda x: x / (5 if several(h) else 1), h.mean(g))),
-        "0.200 = 1/5",
+        "0.200 times the update",
     ),
     "one leaf not updated": Planted(
-        kinds.NOT_UPDATED,
+        "update",
         by(lambda h, g: {"a": (0 if several(h) else 1) * h.mean(g["a"]), "b": h.mean(g["b"])}),
-        "a: 0.000: not updated",
+        "a: 0.000 times the update",
+        "0",
         leaves=1,
     ),
     "the other way": Planted(
-        kinds.SCALED, by(lambda h, g: each(lambda x: -x if several(h) else x, h.mean(g))), "-1.000"
+        "update", by(lambda h, g: each(lambda x: -x if several(h) else x, h.mean(g))), "-1.000"
     ),
     "scaled by the rows": Planted(
-        kinds.SCALED_BY_ROWS,
+        "update",
         by(lambda h, g: each(lambda x: ROWS * x if several(h) else x, h.mean(g))),
-        "32.000 = the rows of the batch",
+        "32.000 = rows",
+        "rows",
     ),
     "reduced in pairs": Planted(
-        kinds.IN_GROUPS,
+        "copies",
         by(lambda h, g: each(lambda x: x / min(2, h.n), h.group_sum(g, 2)), per_shard=True),
-        "only within groups of shards: 0–1, 2–3, 4–5, 6–7",
+        "differs between the shards",
     ),
     "groups ignored": Planted(
-        kinds.GROUPS_IGNORED, by(mean, per_shard=True), "the groups are ignored", groups=GROUPS
+        "update", by(mean, per_shard=True), "in another direction", groups=GROUPS
     ),
     "a group's sum over all shards": Planted(
-        kinds.GROUP_SIZE,
+        "update",
         by(lambda h, g: each(lambda x: x / h.n, h.group_sum(g, 4)), per_shard=True),
         "0.500 = n/N",
+        "n/N",
         groups=GROUPS,
     ),
     "batch not split": Planted(
-        kinds.BATCH_NOT_SPLIT, by(mean, whole_batch=True), "the batch is not split", leaves=0
+        "work", by(mean, whole_batch=True), "the batch is not split", leaves=0
     ),
     "equal random keys": Planted(
-        kinds.KEYS_EQUAL, dropout(own_keys=False), "random keys are equal on all shards", leaves=0
+        "keys", dropout(own_keys=False), "random keys are equal on all shards", leaves=0
     ),
     "statistics of shard 0": Planted(
-        kinds.STATISTICS, statistics(lambda h, x: h.of(x, 0)), "it is shard 0's own", 1
+        "statistics", statistics(lambda h, x: h.of(x, 0)), "that of shard 0 alone", leaves=1
     ),
     "loss of shard 0": Planted(
-        kinds.METRIC_ONE_SHARD, metric(lambda h, x: h.of(x, 0)), "it is shard 0's own", 1
+        "metric", metric(lambda h, x: h.of(x, 0)), "that of shard 0 alone", leaves=1
     ),
-    "loss summed": Planted(
-        kinds.METRIC_SUMMED, metric(lambda h, x: h.sum(x)), "8.000 = N: summed", 1
-    ),
+    "loss summed": Planted("metric", metric(lambda h, x: h.sum(x)), "8.000 = N", "N", 1),
 }
 
 RIGHT = {

@@ -46,6 +46,7 @@ def test_a_fault_is_named(name: str, way: str, order: int, soak_steps: int):
     assert [fault.kind for fault in found.faults] == [planted.kind], found
     (fault,) = found.faults
     assert planted.words in str(found)
+    assert fault.factor == planted.factor
     assert len(fault.leaves) == planted.leaves
     assert not found.ok
 

@@ -11,7 +11,6 @@ import pytest
 
 import crossshard
 from crossshard.step import leaf as leaves
-from crossshard.tools.verification import kinds
 
 LAYERS, WIDTH, HIDDEN, SHARDS = 2, 64, 1024, 8
 
@@ -80,25 +79,28 @@ def test_a_factory_of_steps_in_parts():
     assert found.ok, found
 
 
-# What the backward pass does to a gradient that it sums.
+# What the backward pass does to a gradient that it sums, and what is said of it.
 Change = Callable[[Any, Any], Any]
-FAULTS: dict[str, tuple[str, Change]] = {
-    "summed, not averaged": (kinds.SUMMED, lambda g, shards: shards.number * g),
-    "summed twice": (kinds.SUMMED_TWICE, lambda g, shards: shards.number**2 * g),
-    "averaged twice": (kinds.AVERAGED_TWICE, lambda g, shards: g / shards.number),
+FAULTS: dict[str, tuple[str, str, Change]] = {
+    "summed, not averaged": ("update", "N", lambda g, shards: shards.number * g),
+    "summed twice": ("update", "N²", lambda g, shards: shards.number**2 * g),
+    "averaged twice": ("update", "1/N", lambda g, shards: g / shards.number),
     "rows of a shard left out": (
-        kinds.ROWS_DROPPED,
+        "update",
+        "",
         lambda g, shards: jnp.where(shards.index() == 6, 0, g),
     ),
     "a shard's own": (
-        kinds.ONE_SHARD,
+        "update",
+        "",
         lambda g, shards: jnp.where(shards.index() == 0, shards.number * g, 0),
     ),
     "rounded": (
-        kinds.LOW_PRECISION,
+        "update",
+        "",
         lambda g, shards: jax.lax.reduce_precision(g, 8, 7) if shards.number > 1 else g,
     ),
-    "the other way": (kinds.SCALED, lambda g, shards: -g if shards.number > 1 else g),
+    "the other way": ("update", "", lambda g, shards: -g if shards.number > 1 else g),
 }
 
 
@@ -110,7 +112,7 @@ FAULTS: dict[str, tuple[str, Change]] = {
 def test_a_fault_of_sums_in_the_backward_pass_is_named(
     name: str, rest: str, monkeypatch: pytest.MonkeyPatch
 ):
-    kind, change = FAULTS[name]
+    kind, factor, change = FAULTS[name]
     plain = leaves.bucketed_sum
 
     def wrong(arrays: Any, partitions: Any, shards: Any, groups: Any) -> Any:
@@ -120,20 +122,18 @@ def test_a_fault_of_sums_in_the_backward_pass_is_named(
     found = crossshard.verify(sharded(params=rest), params(), batch())
     # The others are small, and summed together after it.
     wanted = {"layers/up", "layers/down"}
-    assert {fault.kind for fault in found.faults} == {kind}, found
+    assert {(fault.kind, fault.factor) for fault in found.faults} == {(kind, factor)}, found
     named = {leaf.name.removeprefix("params/") for leaf in found.leaves if leaf.verdict != "fine"}
     assert named == wanted, found
 
 
 LOSSES = {
-    kinds.SUM_AVERAGED: lambda params, batch: errors(params, batch).sum(),
-    kinds.WEIGHTS: lambda params, batch: (
-        (errors(params, batch) * batch["mask"]).sum() / batch["mask"].sum()
-    ),
+    "1/N": lambda params, batch: errors(params, batch).sum(),
+    "": lambda params, batch: (errors(params, batch) * batch["mask"]).sum() / batch["mask"].sum(),
 }
 
 
-@pytest.mark.parametrize("kind", LOSSES)
-def test_a_fault_of_the_loss_is_named(kind: str):
-    found = crossshard.verify(sharded(LOSSES[kind], loss_over="shard"), params(), batch())
-    assert {fault.kind for fault in found.faults} == {kind}, found
+@pytest.mark.parametrize("factor", LOSSES)
+def test_a_fault_of_the_loss_is_named(factor: str):
+    found = crossshard.verify(sharded(LOSSES[factor], loss_over="shard"), params(), batch())
+    assert {(fault.kind, fault.factor) for fault in found.faults} == {("update", factor)}, found

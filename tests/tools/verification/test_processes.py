@@ -85,7 +85,7 @@ def main(process: int, port: int, out: str) -> None:
 def see_a_fault() -> None:
     # Only a device that computes wrongly would show one to a single process.
     module = sys.modules["crossshard.tools.verification.verify"]
-    own = Fault("other", "w: another update", ("w",), 2.0, (1,))
+    own = Fault("update", "w: another update", ("w",), 2.0, shards=(1,))
     conclude = module.conclude
     module.conclude = lambda *seen: dataclasses.replace(conclude(*seen), faults=(own,))
 

@@ -12,9 +12,8 @@ from crossshard.tools.cli.command import BROKEN, FINE, add_command, add_devices,
 from crossshard.tools.cli.factory import call_factory, in_one_sentence
 
 _DESCRIPTION = """\
-Run a training step on 1 and on N shards with plain SGD, and say for each parameter what is wrong:
-summed instead of averaged, averaged twice, not reduced, clipped by a local norm, one shard's
-statistics, equal random keys, and more."""
+Run a training step on 1 and on N shards with plain SGD, and say what differs, and by which factor:
+updates of parameters, the shards' copies, statistics, metrics, random keys, the work."""
 
 _EPILOG = """\
 The factory is called without arguments and returns what crossshard.verify takes: (make_step,

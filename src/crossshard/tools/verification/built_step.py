@@ -1,14 +1,15 @@
-"""A step as its factory builds it for a number of shards, run on chosen batches."""
+"""A step as its factory builds it for a number of shards, run with plain SGD on chosen batches."""
 
 import copy
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
 from crossshard import _jax
@@ -17,7 +18,6 @@ from crossshard.jaxprs.primitives import DRAWS
 from crossshard.jaxprs.walk import equations_within
 from crossshard.shards import batch_axes
 from crossshard.shards.batch_axes import BatchAxes
-from crossshard.tools.verification.probe import probe, with_rate
 from crossshard.tools.verification.snapshot import (
     Copies,
     copies_of,
@@ -32,10 +32,50 @@ Snapshot = dict[str, Copies]
 Factory = Callable[[Any, int], Any]
 
 _ARRAYS = (jax.Array, np.ndarray)
-
-
+# What is compared: the change of a parameter in the steps with a learning rate, over that rate;
+# of another real array in the idle step; and what that step returns besides.
+UPDATE, STATISTICS, METRIC = "update", "statistics", "metric"
+# In the place of a learning rate: of no float32 that is one, and of no counter that a step has.
+_IDLE = -1_234_567_891
 # A step that has not moved a parameter after so many calls never will.
 _MOST_CALLS = 64
+
+
+class ProbeState(NamedTuple):
+    """The learning rate, as an integer, which no cast of a state to fewer bits changes."""
+
+    bits: jax.Array  # int32[], those of a float32
+
+
+def probe() -> optax.GradientTransformationExtraArgs:
+    """Plain SGD, which changes nothing before its state has a learning rate.
+
+    What an idle step changes is no parameter, but statistics, counters and the like, on which the
+    next step may depend. However often a step updates, or how seldom, none of it moves parameters.
+    """
+
+    def init(params: optax.Params) -> ProbeState:
+        del params
+        return ProbeState(jnp.int32(_IDLE))
+
+    def update(
+        updates: optax.Updates, state: ProbeState, params: optax.Params = None, **extra: object
+    ) -> tuple[optax.Updates, ProbeState]:
+        del params, extra
+        rate = jax.lax.bitcast_convert_type(state.bits, jnp.float32)
+        rests = state.bits == _IDLE
+        step = lambda g: jnp.where(rests, 0, -rate * g).astype(g.dtype)
+        return jax.tree.map(step, updates), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _with_rate(x: Any, rate: float) -> Any:
+    """An array of a state, in which a positive learning rate stands where the probe rests."""
+    if getattr(x, "dtype", None) != np.int32:
+        return x
+    where = jnp.where if isinstance(x, jax.Array) else np.where
+    return where(x == _IDLE, np.float32(rate).view(np.int32), x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +87,7 @@ class Run:
       idle: those after the idle step.
       last: those after all.
       metrics: the floating scalars that the idle step returned besides, by their path.
+      number: the number of shards.
       rate: the learning rate.
       calls: the number of steps after the idle one.
     """
@@ -55,12 +96,32 @@ class Run:
     idle: Snapshot
     last: Snapshot
     metrics: Snapshot
+    number: int
     rate: float
     calls: int
 
     def parameters(self) -> list[str]:
         """The names of what the idle step leaves and the next ones change."""
-        return _changed(self.start, self.idle, self.last)
+        idle = changed(self.start, self.idle)
+        return [x for x in changed(self.idle, self.last) if x in self.start and x not in idle]
+
+    def seen(self, what: str, name: str, shape: tuple[int, ...]) -> np.ndarray | None:
+        """What is compared, float64[copies, size]; ``None`` if it is not there, or is another.
+
+        Args:
+          what: ``UPDATE``, ``STATISTICS`` or ``METRIC``.
+          name: the array.
+          shape: the array's on one device.
+        """
+        before, after = (self.idle, self.last) if what == UPDATE else (self.start, self.idle)
+        before, after = ({}, self.metrics) if what == METRIC else (before, after)
+        if name not in after or (before and name not in before):
+            return None
+        found = after[name].of_shape(shape, self.number)
+        if found is None or not before:
+            return found
+        first = before[name].of_shape(shape, self.number)
+        return None if first is None else (found - first) / (-self.rate if what == UPDATE else 1)
 
 
 class BuiltStep:
@@ -90,7 +151,6 @@ class BuiltStep:
         key: Any = None,
         rate: float = 1.0,
         calls: int | None = None,
-        counters: Mapping[str, np.ndarray] = MappingProxyType({}),
     ) -> Iterator[Run]:
         """Idle steps in a row with the same batch, from each of which others go off.
 
@@ -102,7 +162,6 @@ class BuiltStep:
           key: the random key, the last argument; none if ``None``.
           rate: the learning rate.
           calls: the number of steps with it; as many as it takes if ``None``.
-          counters: arrays of the state to replace before these, by their names.
         """
         state, moved = tuple(self._state), dict[str, np.ndarray]()
         for seed in itertools.count():
@@ -110,24 +169,21 @@ class BuiltStep:
             state = replaced(fresh(state, seed), moved) if moved else fresh(state, seed)
             start, args = snapshot(state), self._args(batch, key, seed)
             state, metrics = self._call(state, args)
-            idle, moving = snapshot(state), fresh(state)
-            if not moved:
-                names = changed_when_idle(start, idle)
-                # Not a scalar, which may count.
-                moved = {x: start[x].values[0] for x in names if start[x].values[0].size > 1}
-            if counters:
-                moving = replaced(moving, counters)
-            moving = map_arrays(lambda x: with_rate(x, rate), moving)
-            call, last = 0, idle
-            while call < (calls or _MOST_CALLS):
+            idle = snapshot(state)
+            # Not a scalar, which may count.
+            again = [x for x in changed(start, idle) if start[x].values[0].size > 1]
+            moved = moved or {name: start[name].values[0] for name in again}
+            moving = map_arrays(lambda x: _with_rate(x, rate), fresh(state))
+            run = Run(start, idle, idle, metrics, self.number, rate, 0)
+            while run.calls < (calls or _MOST_CALLS):
                 moving, _ = self._call(moving, self._args(batch, key, seed))
-                call, last = call + 1, snapshot(moving)
-                if calls is None and _changed(start, idle, last):
+                run = dataclasses.replace(run, last=snapshot(moving), calls=run.calls + 1)
+                if calls is None and run.parameters():
                     break
-            yield Run(start, idle, last, metrics, rate, call)
+            yield run
 
     def with_state(self, values: Mapping[str, np.ndarray]) -> "BuiltStep":
-        """The same step, of whose first state some arrays are others, by their names."""
+        """A copy of the step with some arrays of its first state replaced, by their names."""
         other = copy.copy(self)
         other._state = list(replaced(self._state, values))
         return other
@@ -199,24 +255,12 @@ class BuiltStep:
         )
 
 
-def changed_when_idle(start: Snapshot, idle: Snapshot) -> list[str]:
-    """The arrays of real numbers that an idle step changes, such as those of batch norm."""
+def changed(before: Snapshot, after: Snapshot) -> list[str]:
+    """The arrays of real numbers that a step changes: if idle, such as those of batch norm."""
     return [
         name
-        for name, before in start.items()
-        if before.is_float and name in idle and not np.array_equal(before.values, idle[name].values)
-    ]
-
-
-def _changed(start: Snapshot, idle: Snapshot, last: Snapshot) -> list[str]:
-    return [
-        name
-        for name, before in start.items()
-        if before.is_float
-        and name in idle
-        and name in last
-        and np.array_equal(before.values, idle[name].values)
-        and not np.array_equal(before.values, last[name].values)
+        for name, first in before.items()
+        if first.is_float and name in after and not np.array_equal(first.values, after[name].values)
     ]
 
 

@@ -7,16 +7,19 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What is wrong with a step.
+    """What differs between N shards and one device.
 
-    >>> Fault("summed", "w: 8.000 = N: summed over the shards, not averaged", ("w",), 8.0).leaves
-    ('w',)
+    >>> Fault("update", "w: 8.000 = N times the update of one device", ("w",), 8.0, "N").factor
+    'N'
 
     Attributes:
-      kind: its name, such as ``"summed"``; the page on ``verify`` lists them.
-      sentence: what is wrong, in words.
-      leaves: the names of the arrays that it is in.
-      ratio: the update on N shards over that on one, if the fault is a factor.
+      kind: what differs: ``"update"``, ``"copies"``, ``"bits"``, ``"statistics"``, ``"metric"``,
+        ``"rows"``, ``"keys"`` or ``"work"``; the page on ``verify`` says what each is.
+      sentence: what differs, where and by how much.
+      leaves: the names of the arrays that differ.
+      ratio: what the first of them has on N shards over what it has on one, by least squares;
+        ``None`` if that is 0, or is not compared.
+      factor: the ratio's name if it has one, such as ``"N"``, ``"1/N"`` or ``"√N"``; else empty.
       shards: the shards that it is about, if not all.
     """
 
@@ -24,6 +27,7 @@ class Fault:
     sentence: str
     leaves: tuple[str, ...] = ()
     ratio: float | None = None
+    factor: str = ""
     shards: tuple[int, ...] = ()
 
 
@@ -31,7 +35,7 @@ class Fault:
 class LeafReport:
     """How the update of one parameter compares.
 
-    >>> LeafReport("w", (3,), 8.0, 1e-7, 1e-4, "summed").ratio
+    >>> LeafReport("w", (3,), 8.0, 1e-7, 1e-4, "update").ratio
     8.0
 
     Attributes:
@@ -60,7 +64,7 @@ class Verification:
     Attributes:
       num_shards: N.
       rows: the rows of the batch.
-      faults: what is wrong; empty if nothing is.
+      faults: what differs; empty if nothing does.
       leaves: the comparison of each parameter.
       notes: what is no fault, but good to know.
 

@@ -21,13 +21,11 @@ class Copies:
 
     Attributes:
       values: ``[copies, …]``; one copy if all devices have the same.
-      dtype: the array's own.
-      is_key: whether it is a PRNG key, whose data ``values`` are.
+      dtype: the array's own; if it is a PRNG key, ``values`` are its data.
     """
 
     values: np.ndarray
     dtype: Any
-    is_key: bool = False
 
     @property
     def is_float(self) -> bool:
@@ -35,10 +33,22 @@ class Copies:
         return bool(jnp.issubdtype(self.dtype, jnp.floating))
 
     @property
-    def is_counter(self) -> bool:
-        """Whether it has integers that are no random key."""
-        is_whole = jnp.issubdtype(self.dtype, jnp.integer)
-        return bool(is_whole) and not may_be_raw_key(self.values)
+    def rounding(self) -> float:
+        """The norm of what is rounded off."""
+        size = np.linalg.norm(self.values[0].astype(np.float64))
+        return float(jnp.finfo(self.dtype).eps * size)
+
+    def of_shape(self, shape: tuple[int, ...], number: int) -> np.ndarray | None:
+        """float64[copies, size] of an array that has this shape on one device, if it has.
+
+        If it is stacked, ``[shards, …]``, each shard's part is a copy.
+        """
+        own, values = self.values.shape[1:], self.values.astype(np.float64)
+        if own == shape:
+            return values.reshape(len(values), -1)
+        if own == (number, *shape) or (shape[:1] == (1,) and own == (number, *shape[1:])):
+            return values[0].reshape(number, -1)
+        return None
 
 
 def holds_nnx(tree: Any) -> bool:
@@ -73,13 +83,13 @@ def replaced(state: Sequence[Any], values: Mapping[str, np.ndarray]) -> tuple[An
         if not isinstance(x, _NUMBERS):
             return x
         value = values.get(next(names))
-        return x if value is None else like(x, value)
+        return x if value is None else _like(x, value)
 
     return map_arrays(other, tuple(state))
 
 
-def like(x: Any, value: np.ndarray) -> Any:
-    """An array of this value that lies as another one does, if it has the same shape."""
+def _like(x: Any, value: np.ndarray) -> Any:
+    """An array of this value that is sharded as another one is, if it has the same shape."""
     value = np.asarray(value, jnp.result_type(x))
     if not isinstance(x, jax.Array) or not x.committed or x.shape != value.shape:
         return jnp.asarray(value)
@@ -93,7 +103,7 @@ def copies_of(x: Any) -> Copies:
         value = np.asarray(x)
         return Copies(value[None], value.dtype)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return Copies(np.asarray(jax.random.key_data(x))[None], x.dtype, is_key=True)
+        return Copies(np.asarray(jax.random.key_data(x))[None], x.dtype)
     if not (x.is_fully_addressable or x.is_fully_replicated):
         # Others have a part of it.
         everywhere = NamedSharding(x.sharding.mesh, PartitionSpec())  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""``verify``: runs a step on 1 and on N shards, and says what is wrong."""
+"""``verify``: runs a step on 1 and on N shards, and says what differs."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ from crossshard.step.rebuild import (
     with_sgd,
 )
 from crossshard.step.train_step import TrainStep
-from crossshard.tools.verification.conclude import conclude, with_flops
+from crossshard.tools.verification.conclude import conclude, with_work
 from crossshard.tools.verification.measurement import Measurement
 from crossshard.tools.verification.report import Fault, Verification
 from crossshard.tools.verification.snapshot import map_arrays
@@ -44,10 +44,10 @@ def verify(
     groups: Groups | None = None,
     batch_axis: PyTree = 0,
 ) -> Verification:
-    """Run a training step on 1 and on N shards with plain SGD, and say what is wrong with it.
+    """Run a training step on 1 and on N shards with plain SGD, and say what differs.
 
     The update on N shards is compared, for each parameter, with that of one device on the whole
-    batch, and with what one device makes of each shard's own rows. The former two should be equal.
+    batch. The two should be equal; if they are not, it says where, and by which factor.
 
     Args:
       step: ``make_step(optimizer, num_shards) -> (step, *state)``: your code that builds the step
@@ -87,7 +87,7 @@ def verify(
     >>> x = jax.random.normal(jax.random.key(0), (16, 3))
     >>> print(verify(make_step, x, num_shards=8))
     wrong on 8 shards and 16 rows:
-      0: 8.000 = N: summed over the shards, not averaged; or a pmean came after autodiff had summed
+      0: 8.000 = N times the update of one device
     """
     # The step is run on one device, too, which no mesh of several can be set for.
     with _mesh.without_mesh():
@@ -113,8 +113,10 @@ def _verify(
         found = _found(measurement, lambda found: _with_those_of_others(found, step.mesh))
         params, *model_state, rows = batch
         of_loss = loss_over_rows_of(step, params, own_rows(step, rows), *model_state)
-        notes = (*found.notes, *[of_loss] * bool(of_loss), *_of_few_bits(step))
-        return dataclasses.replace(found, notes=notes)
+        few = "it was verified in float32: it sends {}, which no single step is exact in"
+        sent = of_few_bits(step)
+        beside = (of_loss, few.format(sent) if sent else "")
+        return dataclasses.replace(found, notes=(*found.notes, *filter(None, beside)))
     if not callable(step):
         raise ArgumentTypeError(
             "verify takes make_step, a function of (optimizer, num_shards), or a TrainStep; got "
@@ -131,24 +133,18 @@ def _verify(
     measurement = Measurement(step, batch, axes, key, _check_groups(groups, number))
     found = _found(measurement, lambda found: found)
     # The last question takes three compilations.
-    return with_flops(found, measurement.flops()) if found.ok else found
-
-
-def _of_few_bits(step: TrainStep) -> list[str]:
-    sent = of_few_bits(step)
-    if not sent:
-        return []
-    return [f"it was verified in float32: it sends {sent}, which no single step is exact in"]
+    return with_work(found, measurement) if found.ok else found
 
 
 def _found(
     measurement: Measurement, agreed: Callable[[Verification], Verification]
 ) -> Verification:
-    """What is wrong; of a random step that differs, what is wrong with its mean."""
-    found = agreed(conclude(measurement.evidence()))
+    """What differs; of a random step, what its mean differs in."""
+    found = agreed(conclude(measurement))
     if found.ok or not measurement.is_random():
         return found
-    return agreed(conclude(measurement.evidence(_SAMPLES)))
+    measurement.take_samples(_SAMPLES)
+    return agreed(conclude(measurement))
 
 
 def _check_groups(groups: Any, number: int) -> tuple[tuple[int, ...], ...]:
