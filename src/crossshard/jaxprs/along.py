@@ -28,9 +28,9 @@ class OnSlices(Elementwise):
     """The kinds of values, some of which are slices along an axis."""
 
     def literal(self, values: Sequence[Any], equation: Any) -> Kind:
-        same = np.array_equal(values[0], values[1], equal_nan=True)
-        source = "" if equation is None else _jax.source_of(equation)
-        return Slicing.SAME if same else Mixed(COMPUTES_WITH_SHAPE, source)
+        if np.array_equal(values[0], values[1], equal_nan=True):
+            return Slicing.SAME
+        return Mixed(COMPUTES_WITH_SHAPE, "" if equation is None else _jax.source_of(equation))
 
     def join(self, facts: Sequence[Kind]) -> Kind:
         mixed: list[Kind] = [kind for kind in facts if isinstance(kind, Mixed)]

@@ -129,6 +129,9 @@ class _Finder:
         self._params, self._params_tree = jax.tree.flatten(params)
         self._state, self._state_tree = jax.tree.flatten(state)
         self._slices, self._stacks, self._padded = slices, stacks, padded
+        # Over all walks, in each of which most equations stand as they did.
+        self.analysis, self._read_by = OnSlices(), dict[int, Any]()
+        self.analysis.memory = {}
         self._whole: dict[int, str] = {}
         self._stacked: set[int] = set()
         self._of_state: list[int | None] = [None] * len(self._state)
@@ -245,6 +248,12 @@ class _Finder:
         state = self._state_tree.unflatten([typed(leaf, x) for leaf, x in of_state])
         return _jax.flat(jax.make_jaxpr(self._update)(params, state, params, *self._extra))
 
+    def inputs_read(self, equation: Any) -> list[list[int]]:
+        """For each output of an equation of the update the places of the inputs that it reads."""
+        if id(equation) not in self._read_by:
+            self._read_by[id(equation)] = inputs_read(equation)
+        return self._read_by[id(equation)]
+
     def inputs(self) -> list[_Value]:
         """What is known of the inputs."""
         of_params = [self._input(leaf, x) for leaf, x in enumerate(self._params)]
@@ -300,7 +309,7 @@ class _Walk:
 
     def __init__(self, finder: _Finder, whole: Any, part: Any):
         self._finder, self._whole, self._part = finder, whole, part
-        self._analysis = OnSlices()
+        self._analysis = finder.analysis
         self._known: dict[tuple[Any, Any], _Value] = {}
         # The inputs that stand for scalars, and those of them that everybody reads.
         self._given: dict[Any, Any] = {}
@@ -382,7 +391,7 @@ class _Walk:
             return False
         if self._reduces_slices(whole, part, values):
             return True
-        reads = inputs_read(whole)
+        reads = self._finder.inputs_read(whole)
         inputs, leaves = list(map(self._read_from, part.invars)), []
         for read in reads:
             leaf, others = self._leaf_of(whole, {place: values[place] for place in read})

@@ -13,7 +13,7 @@ from crossshard import _jax
 from crossshard.errors import WeightUpdateError
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.status import leaf_name
-from crossshard.pipeline.update.plan import as_function, why_not_in_parts
+from crossshard.pipeline.update.plan import as_function, as_updates, why_not_in_parts
 from crossshard.shards.axes import Shards
 from crossshard.shards.model_axes import other_axes_like
 from crossshard.shards.partition import Partition
@@ -71,7 +71,8 @@ def _why_not_on_blocks(
     of_params = blocks(params, splits)
     of_state = blocks(state, other_axes_like(state, params, splits))
     try:
-        return why_not_in_parts(as_function(transformation), params, state, of_params, of_state)
+        update = as_function(as_updates(transformation))
+        return why_not_in_parts(update, params, state, of_params, of_state)
     except TypeError as error:  # it takes more arguments, such as the loss function
         return f"it cannot be traced from gradients and the loss, {str(error).splitlines()[0]}"
 

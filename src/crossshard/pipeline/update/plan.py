@@ -19,8 +19,9 @@ from jax.sharding import PartitionSpec
 from crossshard import _check
 from crossshard.errors import ArgumentError, CrossshardError, WeightUpdateError
 from crossshard.gradients.nesting import inside_optimizer
-from crossshard.jaxprs.elementwise import why_not_elementwise
+from crossshard.jaxprs.elementwise import is_elementwise, why_not_elementwise
 from crossshard.jaxprs.leafwise import NotLeafwise
+from crossshard.jaxprs.rewrite import traced_once
 from crossshard.pipeline.update.deal import deal, is_lopsided
 from crossshard.pipeline.update.dealt import Dealt
 from crossshard.pipeline.update.optimize import takes_value
@@ -150,8 +151,9 @@ def plan_update(
     leaves, (arrays, structure) = jax.tree.leaves(params), jax.tree.flatten(state)
     of_params = other_axes or [WHOLE] * len(leaves)
     axes_of_state = other_axes_like(state, params, of_params)
-    # One function for both checks: JAX traces it on whole arrays once.
-    update = as_function(inner)
+    # One function for all checks: JAX traces it on whole arrays once.
+    find = traced_once(as_updates(inner))
+    update = as_function(find)
     _check_state_stays(update, params, state)
 
     whole_params, whole_state = _unsplit(params, of_params), _unsplit(state, axes_of_state)
@@ -161,9 +163,7 @@ def plan_update(
         unread = Unread((False,) * len(leaves), (False,) * len(leaves), (False,) * len(arrays))
 
     planned = functools.partial(UpdatePlan, structure=structure, unread=unread.gradients)
-    deal_over = functools.partial(
-        deal, as_updates(inner), params, state, [_LOSS], virtual=virtual_shards
-    )
+    deal_over = functools.partial(deal, find, params, state, [_LOSS], virtual=virtual_shards)
     alone, same_bits = None, virtual_shards is not None
     if same_bits and not _is_elementwise(update, params, state, whole_params, whole_state):
         with contextlib.suppress(NotLeafwise):
@@ -199,18 +199,19 @@ def plan_update(
         )
     )
     split = functools.partial(planned, in_parts=in_parts)
-    obstacle = why_not_in_parts(update, params, state, partitions, of_state)
-    if obstacle is None and alone is None:
+    pairs = _whole_and_slices(params, state, partitions, of_state)
+    if alone is None and is_elementwise(update, *pairs):
         why = "the update is elementwise"
         return split(UpdateStrategy.PARTS, why, partitions, of_state)
     if only_parts and wanted is WeightUpdate.SHARDED:
+        obstacle = why_not_elementwise(update, *pairs)
         raise WeightUpdateError(
             f"The weight update cannot be sharded here: with groups, or inside your own shard_map, "
             f"each shard updates its slice alone, and this update is not elementwise: {obstacle}. "
             f"Pass weight_update='replicated', or use make_train_step without groups."
         )
     # What is compiled as one program on one shard is so on all others.
-    may_be_dealt = alone is not None or not same_bits
+    not_leafwise, may_be_dealt = "", alone is not None or not same_bits
     if may_be_dealt and not (only_parts or any(other_axes)):
         # A gradient that nothing reads is not sent, to no owner either.
         partitions = tuple(
@@ -227,8 +228,10 @@ def plan_update(
             why = "each leaf is updated from its own arrays, and from scalars"
             return split(UpdateStrategy.DEALT, why, dealt.params, dealt.state, dealt=dealt)
         except NotLeafwise as reason:
-            if str(reason) != obstacle:
-                obstacle = f"{obstacle}; nor leaf by leaf: {reason}"
+            not_leafwise = str(reason)
+    obstacle = why_not_elementwise(update, *pairs)
+    if not_leafwise not in ("", obstacle):
+        obstacle = f"{obstacle}; nor leaf by leaf: {not_leafwise}"
     if same_bits and wanted is WeightUpdate.SHARDED:
         raise WeightUpdateError(
             f"With virtual_shards the bits must not depend on the number of shards, and a sharded "
@@ -258,7 +261,8 @@ def _is_elementwise(
 ) -> bool:
     """Whether an update ``as_function`` runs on halves of its arrays, for any number of shards."""
     halves = [partition_for(each.shape, 2) for each in of_params]
-    return not why_not_in_parts(update, params, state, halves, _split_alike(of_state, halves))
+    pairs = _whole_and_slices(params, state, halves, _split_alike(of_state, halves))
+    return is_elementwise(update, *pairs)
 
 
 def _check_state_stays(update: Callable[..., Any], params: Any, state: Any) -> None:
@@ -301,10 +305,8 @@ def _split_alike(state: Sequence[Partition], params: Sequence[Partition]) -> lis
     return [alike.get((each.shape, each.other_axes), each) for each in state]
 
 
-def as_function(optimizer: optax.GradientTransformationExtraArgs) -> Callable[..., Any]:
-    """An optimizer as ``(params, state, gradients, loss) -> (params, state)``, to be traced."""
-
-    find = as_updates(optimizer)
+def as_function(find: Callable[..., Any]) -> Callable[..., Any]:
+    """An update ``as_updates`` as ``(params, state, gradients, loss) -> (params, state)``."""
 
     def update(params: Any, state: Any, gradients: Any, loss: Any) -> tuple[Any, Any]:
         updates, after = find(params, state, gradients, loss)
@@ -314,7 +316,7 @@ def as_function(optimizer: optax.GradientTransformationExtraArgs) -> Callable[..
 
 
 def as_updates(optimizer: optax.GradientTransformationExtraArgs) -> Callable[..., Any]:
-    """As ``as_function``, to the updates in place of the parameters."""
+    """An optimizer as ``(params, state, gradients, loss) -> (updates, state)``, to be traced."""
 
     def update(params: Any, state: Any, gradients: Any, loss: Any) -> tuple[Any, Any]:
         extra_args = {"value": loss} if takes_value(optimizer) else {}
@@ -333,11 +335,17 @@ def why_not_in_parts(
     of_state: Sequence[Partition],
 ) -> str | None:
     """Why an update ``as_function`` cannot run on slices of these arrays; ``None`` if it can."""
+    return why_not_elementwise(update, *_whole_and_slices(params, state, of_params, of_state))
+
+
+def _whole_and_slices(
+    params: Any, state: Any, of_params: Sequence[Partition], of_state: Sequence[Partition]
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The types of the arguments of an update ``as_function``, on one shard and on each."""
     local = lambda partition, x: jax.ShapeDtypeStruct(partition.local_shape, x.dtype)
     slices = map_partitions(local, of_params, params)
     of_slices = map_partitions(local, of_state, state)
-    whole = (params, state, params, _LOSS)
-    return why_not_elementwise(update, whole, (slices, of_slices, slices, _LOSS))
+    return (params, state, params, _LOSS), (slices, of_slices, slices, _LOSS)
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
