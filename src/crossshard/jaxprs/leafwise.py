@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from crossshard import _jax
-from crossshard.jaxprs.along import OnSlices
 from crossshard.jaxprs.dependence import inputs_read
-from crossshard.jaxprs.elementwise import Along, Kind, Mixed, Slicing
+from crossshard.jaxprs.slices import DIFFERS, FAILS, Along, Kind, Mixed, Slices, Slicing
 from crossshard.jaxprs.walk import through
 
 Shape = tuple[int, ...]
@@ -130,7 +129,7 @@ class _Finder:
         self._state, self._state_tree = jax.tree.flatten(state)
         self._slices, self._stacks, self._padded = slices, stacks, padded
         # Over all walks, in each of which most equations stand as they did.
-        self.analysis, self._read_by = OnSlices(), dict[int, Any]()
+        self.analysis, self._read_by = Slices(of_leaves=True), dict[int, Any]()
         self.analysis.memory = {}
         self._whole: dict[int, str] = {}
         self._stacked: set[int] = set()
@@ -184,7 +183,7 @@ class _Finder:
         try:
             part = self._trace(self._shape)
         except Exception as error:  # an optimizer may raise anything on slices
-            why = str(Mixed(_FAILS, _jax.source_of_error(error)))
+            why = str(Mixed(FAILS, _jax.source_of_error(error)))
             if not self._stacked:
                 raise NotLeafwise(why) from error
             self._whole |= dict.fromkeys(self._stacked, why)
@@ -336,7 +335,7 @@ class _Walk:
             if not self._follow(*equations):
                 return
         if len(whole.eqns) != len(part.eqns):
-            self.fail(_DIFFERS)
+            self.fail(DIFFERS)
             return
         for place, pair in enumerate(zip(whole.outvars, part.outvars, strict=True)):
             value, out = self._read(pair, None), self._read_from(pair[1])
@@ -378,7 +377,7 @@ class _Walk:
             values = [atom.val for atom in pair]
             return _Value(None, self._analysis.literal(values, equation))
         if literals or pair not in self._known:
-            return _Value(None, Mixed(_DIFFERS, _jax.source_of(equation) if equation else ""))
+            return _Value(None, Mixed(DIFFERS, _jax.source_of(equation) if equation else ""))
         return self._known[pair]
 
     def _follow(self, whole: Any, part: Any) -> bool:
@@ -387,7 +386,7 @@ class _Walk:
         values = [self._read(pair, whole) for pair in pairs]
         if whole.primitive is not part.primitive or len(whole.invars) != len(part.invars):
             leaf = next((each.leaf for each in values if each.leaf is not None), None)
-            self.refuse(leaf, str(Mixed(_DIFFERS, _jax.source_of(whole))))
+            self.refuse(leaf, str(Mixed(DIFFERS, _jax.source_of(whole))))
             return False
         if self._reduces_slices(whole, part, values):
             return True
@@ -495,7 +494,3 @@ class _Walk:
             self._given[variable] = _jax.variable_like(variable)
             self.scalars.append(Scalar(value.leaf, value.level))
         return self._given[variable]
-
-
-_FAILS = "it cannot be traced on slices of the parameters"
-_DIFFERS = "it computes something different on slices of the parameters"

@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from crossshard.jaxprs.along import axes_after
-from crossshard.jaxprs.elementwise import Along, Slicing
 from crossshard.jaxprs.primitives import ELEMENTWISE, MIXES, MOVES
 from crossshard.jaxprs.row_draws import drawn, is_random
 from crossshard.jaxprs.row_facts import (
@@ -25,6 +23,7 @@ from crossshard.jaxprs.row_facts import (
     power_of,
 )
 from crossshard.jaxprs.row_gathers import gathered, scattered
+from crossshard.jaxprs.slices import Along, Slicing, axes_after
 
 
 def of_rows(pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:

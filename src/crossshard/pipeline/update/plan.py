@@ -19,9 +19,9 @@ from jax.sharding import PartitionSpec
 from crossshard import _check
 from crossshard.errors import ArgumentError, CrossshardError, WeightUpdateError
 from crossshard.gradients.nesting import inside_optimizer
-from crossshard.jaxprs.elementwise import is_elementwise, why_not_elementwise
 from crossshard.jaxprs.leafwise import NotLeafwise
 from crossshard.jaxprs.rewrite import traced_once
+from crossshard.jaxprs.slices import is_elementwise, why_not_elementwise
 from crossshard.pipeline.update.deal import deal, is_lopsided
 from crossshard.pipeline.update.dealt import Dealt
 from crossshard.pipeline.update.optimize import takes_value
