@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from crossshard import _jax
 from crossshard.jaxprs.dependence import inputs_read
+from crossshard.jaxprs.rewrite import Written, flat
 from crossshard.jaxprs.slices import DIFFERS, FAILS, Along, Kind, Mixed, Slices, Slicing
 from crossshard.jaxprs.walk import through
 
@@ -245,7 +246,7 @@ class _Finder:
         params = self._params_tree.unflatten([typed(i, x) for i, x in enumerate(self._params)])
         of_state = zip(self._of_state, self._state, strict=True)
         state = self._state_tree.unflatten([typed(leaf, x) for leaf, x in of_state])
-        return _jax.flat(jax.make_jaxpr(self._update)(params, state, params, *self._extra))
+        return flat(jax.make_jaxpr(self._update)(params, state, params, *self._extra))
 
     def inputs_read(self, equation: Any) -> list[list[int]]:
         """For each output of an equation of the update the places of the inputs that it reads."""
@@ -483,8 +484,9 @@ class _Walk:
         types = (jax.ShapeDtypeStruct(x.aval.shape, t) for t in (bool, x.aval.dtype))
         select = jax.make_jaxpr(lambda mask, x: jnp.where(mask, x, jnp.full_like(x, fill)))(*types)
         mask = self.masks.setdefault((leaf, x.aval.shape), select.jaxpr.invars[0])
-        equations, (found,) = _jax.written_out(select, [mask, x], {})
-        self._equations += equations
+        written = Written()
+        (found,) = written.of(select, [mask, x])
+        self._equations += written.equations
         return found
 
     def _give_out(self, variable: Any, value: _Value) -> Any:

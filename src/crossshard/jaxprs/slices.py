@@ -205,6 +205,9 @@ class Slices(Analysis[Kind]):
 
     def _of_same(self, whole: Any, part: Any) -> Kind:
         """Of values that are the same on all shards."""
+        if _jax.has_effect(whole):
+            reason = f"{whole.primitive.name}, which has an effect"
+            return Mixed(reason, _jax.source_of(whole))
         name, out = whole.primitive.name, whole.outvars[0].aval if whole.outvars else None
         is_broadcast = name == "broadcast_in_dim"
         if self._of_leaves and is_broadcast:

@@ -15,8 +15,7 @@ from crossshard.collectives.in_order import sum_of_nodes
 from crossshard.collectives.owners import at_owner, by_owner, from_owners, of_unit, to_owners
 from crossshard.collectives.scatter import turn
 from crossshard.gradients.scalars import is_inexact
-from crossshard.jaxprs.alone import alone
-from crossshard.jaxprs.pieces import Pieces
+from crossshard.jaxprs.rewrite import Pieces, alone
 from crossshard.pipeline.update.dealt import Dealt
 from crossshard.shards.axes import Shards
 from crossshard.shards.partition import Partition

@@ -14,7 +14,7 @@ from jax import lax
 from crossshard import _check, _jax
 from crossshard.errors import ArgumentError
 from crossshard.gradients.status import check_shapes
-from crossshard.jaxprs.repeats import computed_once
+from crossshard.jaxprs.rewrite import computed_once
 from crossshard.jaxprs.walk import equations_of
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
 from crossshard.pipeline.update.masters import with_masters

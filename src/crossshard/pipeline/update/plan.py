@@ -16,11 +16,10 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from crossshard import _check
+from crossshard import _check, _jax
 from crossshard.errors import ArgumentError, CrossshardError, WeightUpdateError
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.jaxprs.leafwise import NotLeafwise
-from crossshard.jaxprs.rewrite import traced_once
 from crossshard.jaxprs.slices import is_elementwise, why_not_elementwise
 from crossshard.pipeline.update.deal import deal, is_lopsided
 from crossshard.pipeline.update.dealt import Dealt
@@ -152,7 +151,7 @@ def plan_update(
     of_params = other_axes or [WHOLE] * len(leaves)
     axes_of_state = other_axes_like(state, params, of_params)
     # One function for all checks: JAX traces it on whole arrays once.
-    find = traced_once(as_updates(inner))
+    find = _traced_once(as_updates(inner))
     update = as_function(find)
     _check_state_stays(update, params, state)
 
@@ -325,6 +324,25 @@ def as_updates(optimizer: optax.GradientTransformationExtraArgs) -> Callable[...
         return found
 
     return update
+
+
+def _traced_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that Python runs once for arguments of the same types.
+
+    After that it is what it was traced as, with the names and the source lines of that.
+    """
+    known: dict[Any, tuple[Callable[..., Any], Any]] = {}
+
+    def run(*args: Any) -> Any:
+        leaves, tree = jax.tree.flatten(args)
+        key = tree, tuple(map(jax.typeof, leaves))
+        if key not in known:
+            jaxpr, out = jax.make_jaxpr(function, return_shape=True)(*args)
+            known[key] = _jax.as_function(jaxpr), jax.tree.structure(out)
+        found, out = known[key]
+        return jax.tree.unflatten(out, found(*leaves))
+
+    return run
 
 
 def why_not_in_parts(
