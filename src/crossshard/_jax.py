@@ -364,16 +364,12 @@ def broadcast_equation(atom: Any, shape: tuple[int, ...], like: Any) -> Any:
     return found.replace(invars=[atom], outvars=outputs, source_info=like.source_info)
 
 
-def without_unread(jaxpr: Any) -> Any:
-    """A closed jaxpr without what none of its outputs is computed from, with the same inputs."""
-    outputs = [True] * len(jaxpr.jaxpr.outvars)
-    found, _ = _partial_eval.dce_jaxpr(jaxpr.jaxpr, outputs, instantiate=True)
-    return _ClosedJaxpr(found, jaxpr.consts)
+def without_unread(jaxpr: Any, number: int | None = None) -> Any:
+    """A closed jaxpr with what its outputs, or the first of them, are computed from alone.
 
-
-def first_outputs(jaxpr: Any, number: int) -> Any:
-    """A closed jaxpr with its first outputs alone, what they are computed from, and all inputs."""
-    outputs = [place < number for place in range(len(jaxpr.jaxpr.outvars))]
+    It has the same inputs.
+    """
+    outputs = [number is None or place < number for place in range(len(jaxpr.jaxpr.outvars))]
     found, _ = _partial_eval.dce_jaxpr(jaxpr.jaxpr, outputs, instantiate=True)
     return _ClosedJaxpr(found, jaxpr.consts)
 
@@ -396,12 +392,6 @@ def with_equations(
 def variable_like(atom: Any) -> Any:
     """A new variable of the type of another one."""
     return _core.Var(atom.aval)
-
-
-def piece(jaxpr: Any, outputs: Sequence[bool]) -> tuple[Callable[..., list[Any]], list[bool]]:
-    """A function that computes some outputs of a closed jaxpr, and which inputs it takes."""
-    found, taken = pruned(jaxpr, outputs)
-    return as_function(found), taken
 
 
 def pruned(jaxpr: Any, outputs: Sequence[bool]) -> tuple[Any, list[bool]]:

@@ -19,7 +19,6 @@ import numpy as np
 from crossshard import _jax
 from crossshard.jaxprs.kernels import Assumptions, of_kernel
 from crossshard.jaxprs.primitives import ADDS, ELEMENTWISE, KEYS, MOVES, OVER_SHARDS, PASSES
-from crossshard.jaxprs.row_draws import SAME_NOISE, drawn, is_random
 from crossshard.jaxprs.row_facts import (
     Chunks,
     Fact,
@@ -38,17 +37,29 @@ from crossshard.jaxprs.row_facts import (
     Some,
     Total,
     are_counts,
+    cotangent,
     is_inexact,
     is_inexact_type,
+    is_slope,
     is_zero,
     joined,
     outside,
     power_of,
+    tangent,
     worst,
 )
-from crossshard.jaxprs.row_gathers import gathered, of_index, of_own_numbers, scattered
-from crossshard.jaxprs.row_moves import batches_of, merged, of_rows
-from crossshard.jaxprs.row_slopes import cotangent, is_slope, tangent
+from crossshard.jaxprs.row_moves import (
+    SAME_NOISE,
+    batches_of,
+    drawn,
+    gathered,
+    is_random,
+    merged,
+    of_index,
+    of_own_numbers,
+    of_rows,
+    scattered,
+)
 from crossshard.jaxprs.row_sums import ADDS_UNLIKE, added, divided, divisor_of, of_sums
 from crossshard.jaxprs.same_program import do_the_same, is_same_program, scales
 from crossshard.jaxprs.walk import Analysis, Equations, Mismatch, equations_of, follow
@@ -201,7 +212,7 @@ def facts_of(
         )
         return looked_at(jax.make_jaxpr(function)(of_number, *others, own))
 
-    looked_at = lambda jaxpr: jaxpr if only is None else _jax.first_outputs(jaxpr, only)
+    looked_at = lambda jaxpr: jaxpr if only is None else _jax.without_unread(jaxpr, only)
     first = traced(rows) if first is None else looked_at(first)
     assumed = Assumptions() if assumed is None else assumed
     named_in = [] if named_in is None else named_in

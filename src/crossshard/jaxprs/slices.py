@@ -310,6 +310,14 @@ def _axis_after(whole: Any, axis: int, shape: Sequence[int]) -> int | None:
             stays = params["slice_sizes"][axis] == shape[axis]
         case "pad":
             stays = tuple(params["padding_config"][axis]) == (0, 0, 0)
+        case "tile":
+            stays = params["reps"][axis] == 1
+        case "fft":
+            stays = axis < len(shape) - len(params["fft_lengths"])
+        case "stack":
+            return axis + (params["axis"] <= axis)
+        case "unstack":
+            return None if params["axis"] == axis else axis - (params["axis"] < axis)
         case "rev":
             stays = axis not in params["dimensions"]
         case "split":
