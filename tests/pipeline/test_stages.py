@@ -79,3 +79,18 @@ def test_an_update_is_traced_once_on_whole_arrays_and_once_on_slices():
     plan = plan_update(optimizer, params, 8, WeightUpdate.SHARDED)
     assert plan.strategy is UpdateStrategy.PARTS
     assert seen == [(64, 64), (8, 64)]
+
+
+def test_planning_traces_an_optimizer_that_is_dealt_out_once():
+    """Neither on slices, as full arrays show that it mixes elements, nor anew leaf by leaf."""
+    seen = []
+
+    def update(updates, state, params=None, **extra):
+        seen.append({name: x.shape for name, x in updates.items()})
+        return {name: x @ x.T @ x for name, x in updates.items()}, state
+
+    optimizer = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    params = {name: jax.ShapeDtypeStruct((64, 64), np.float32) for name in "abcdefgh"}
+    plan = plan_update(optimizer, params, 8, WeightUpdate.SHARDED)
+    assert plan.strategy is UpdateStrategy.DEALT
+    assert seen == [dict.fromkeys(params, (64, 64))]

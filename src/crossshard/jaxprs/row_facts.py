@@ -322,6 +322,11 @@ def _counts(fact: Fact, atom: Any) -> bool:
     return False
 
 
+def shape_of(atom: Any) -> tuple[int, ...]:
+    """The shape of a variable; empty if it has none."""
+    return tuple(getattr(atom.aval, "shape", ()))
+
+
 def is_inexact(atom: Any) -> bool:
     """Whether a variable is of floats or complex numbers."""
     return is_inexact_type(atom.aval.dtype)

@@ -208,7 +208,7 @@ class Slices(Analysis[Kind]):
         if _jax.has_effect(whole):
             reason = f"{whole.primitive.name}, which has an effect"
             return Mixed(reason, _jax.source_of(whole))
-        name, out = whole.primitive.name, whole.outvars[0].aval if whole.outvars else None
+        name, out = whole.primitive.name, whole.outvars[0].aval
         is_broadcast = name == "broadcast_in_dim"
         if self._of_leaves and is_broadcast:
             given = whole.invars[0].aval
