@@ -101,6 +101,12 @@ def is_ref(atom: Any) -> bool:
     return "Ref" in type(atom.aval).__name__
 
 
+def has_effect(equation: Any) -> bool:
+    """Whether outputs may depend on more than inputs and named axes: on a Ref, on a callback."""
+    effects = (type(each).__name__ for each in equation.effects)
+    return any(map(is_ref, equation.invars)) or any(name != "NamedAxisEffect" for name in effects)
+
+
 def jaxprs_within(equation: Any) -> list[Any]:
     """The jaxprs among the parameters of an equation: of a call, branches, a loop's body."""
     values = equation.params.values()
@@ -358,52 +364,14 @@ def broadcast_equation(atom: Any, shape: tuple[int, ...], like: Any) -> Any:
     return found.replace(invars=[atom], outvars=outputs, source_info=like.source_info)
 
 
-def without_unread(jaxpr: Any) -> Any:
-    """A closed jaxpr without what none of its outputs is computed from, with the same inputs."""
-    outputs = [True] * len(jaxpr.jaxpr.outvars)
+def without_unread(jaxpr: Any, number: int | None = None) -> Any:
+    """A closed jaxpr with what its outputs, or the first of them, are computed from alone.
+
+    It has the same inputs.
+    """
+    outputs = [number is None or place < number for place in range(len(jaxpr.jaxpr.outvars))]
     found, _ = _partial_eval.dce_jaxpr(jaxpr.jaxpr, outputs, instantiate=True)
     return _ClosedJaxpr(found, jaxpr.consts)
-
-
-def first_outputs(jaxpr: Any, number: int) -> Any:
-    """A closed jaxpr with its first outputs alone, what they are computed from, and all inputs."""
-    outputs = [place < number for place in range(len(jaxpr.jaxpr.outvars))]
-    found, _ = _partial_eval.dce_jaxpr(jaxpr.jaxpr, outputs, instantiate=True)
-    return _ClosedJaxpr(found, jaxpr.consts)
-
-
-def flat(jaxpr: Any) -> Any:
-    """A closed jaxpr with what it calls written out; branches and loops stay as they are."""
-    constants = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
-    inputs = jaxpr.jaxpr.invars
-    equations, outputs = written_out(jaxpr, inputs, constants)
-    return with_equations(jaxpr, constants, inputs, outputs, equations)
-
-
-def written_out(
-    jaxpr: Any, inputs: Sequence[Any], constants: dict[Any, Any], caller: Any = None
-) -> tuple[list[Any], list[Any]]:
-    """The equations and outputs of a closed jaxpr on these inputs; its constants are added."""
-    values, equations = dict(zip(jaxpr.jaxpr.invars, inputs, strict=True)), []
-    for variable, value in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True):
-        own = variable if caller is None else _core.Var(variable.aval)
-        values[variable], constants[own] = own, value
-    read = lambda atom: atom if is_literal(atom) else values[atom]
-    for equation in jaxpr.jaxpr.eqns:
-        given, source = list(map(read, equation.invars)), equation.source_info
-        # What JAX has traced before has no source, and takes its caller's.
-        if source.traceback is None and caller is not None:
-            source = caller.source_info
-        call = control_flow(equation)
-        if isinstance(call, Call):
-            by = equation.replace(source_info=source)
-            inner, found = written_out(closed(call.jaxpr), given, constants, by)
-            equations += inner
-        else:
-            found = [_core.Var(out.aval) for out in equation.outvars]
-            equations.append(equation.replace(given, found, source_info=source))
-        values |= dict(zip(equation.outvars, found, strict=True))
-    return equations, list(map(read, jaxpr.jaxpr.outvars))
 
 
 def with_equations(
@@ -424,12 +392,6 @@ def with_equations(
 def variable_like(atom: Any) -> Any:
     """A new variable of the type of another one."""
     return _core.Var(atom.aval)
-
-
-def piece(jaxpr: Any, outputs: Sequence[bool]) -> tuple[Callable[..., list[Any]], list[bool]]:
-    """A function that computes some outputs of a closed jaxpr, and which inputs it takes."""
-    found, taken = pruned(jaxpr, outputs)
-    return as_function(found), taken
 
 
 def pruned(jaxpr: Any, outputs: Sequence[bool]) -> tuple[Any, list[bool]]:

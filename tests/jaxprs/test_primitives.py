@@ -7,15 +7,19 @@ import re
 import sys
 
 import jax
+import jax.experimental
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.extend.core import Primitive
+from jax.sharding import PartitionSpec as P
 
 from crossshard.jaxprs import primitives
-from crossshard.jaxprs.elementwise import why_not_elementwise
+from crossshard.jaxprs.dependence import sources, varying_axes_of_outputs
 from crossshard.jaxprs.mean_over_rows import over_rows
 from crossshard.jaxprs.primitives import KINDS, OpKind, of_kind
+from crossshard.jaxprs.slices import why_not_elementwise
 
 # Of kernels and experiments: their own tables, and code that needs what is not here.
 LEFT_OUT = r"jax\.(_src\.(pallas|test|tpu_custom|mosaic|export|debugger)|experimental|tools)"
@@ -75,3 +79,24 @@ def test_an_unknown_primitive_is_unknown_to_the_analyses():
     types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8,), (4,))]
     given = [(each, sgd.init(each), each) for each in types]
     assert "tests.unknown" in str(why_not_elementwise(update, *given))
+
+
+def called_back(x: jax.Array) -> jax.Array:
+    """The same on all shards as far as the inputs tell."""
+    return jax.experimental.io_callback(np.abs, jax.ShapeDtypeStruct((), x.dtype), x)
+
+
+def test_what_has_an_effect_is_unknown_to_the_analyses():
+    assert sources(lambda x, y: called_back(y), 1.0, 2.0) == [-1]
+
+    mesh = jax.make_mesh((8,), ("shards",), axis_types=(jax.sharding.AxisType.Auto,))
+    where = {"mesh": mesh, "in_specs": P(), "out_specs": P(), "check_vma": False}
+    sharded = jax.make_jaxpr(jax.shard_map(called_back, **where))(jnp.float32(1))
+    assert varying_axes_of_outputs(sharded) == [{"shards"}]
+
+    def update(params, state, gradients):
+        return params - called_back(state) * gradients, state
+
+    types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8,), (4,), ())]
+    given = [(each, types[2], each) for each in types[:2]]
+    assert "io_callback, which has an effect" in str(why_not_elementwise(update, *given))

@@ -13,7 +13,7 @@ import pytest
 
 from crossshard.jaxprs.mean_over_rows import SAME_NOISE, OverRows, over_rows
 from crossshard.jaxprs.primitives import KEYS
-from crossshard.jaxprs.row_draws import is_random
+from crossshard.jaxprs.row_moves import is_random
 
 ROWS, WIDTH = 6, 4
 W = np.float32(np.random.default_rng(0).normal(size=WIDTH))

@@ -13,6 +13,7 @@ from crossshard.errors import NestedReductionError
 from crossshard.pipeline.means import to_average
 from crossshard.pipeline.stage import Phase
 from crossshard.pipeline.update.arrays import Parts
+from crossshard.pipeline.update.owners import Owners
 from crossshard.pipeline.update.plan import Planner, WeightUpdate
 from crossshard.shards.axes import Shards
 
@@ -81,3 +82,19 @@ def test_an_update_is_traced_once_on_whole_arrays_and_once_on_slices():
     plan, _ = Planner(optimizer, params, Shards(8), wanted=WeightUpdate.SHARDED).plan()
     assert isinstance(plan, Parts)
     assert seen == [(64, 64), (8, 64)]
+
+
+def test_planning_traces_an_optimizer_that_is_dealt_out_once():
+    """Neither on slices, as full arrays show that it mixes elements, nor anew leaf by leaf."""
+    seen = []
+
+    def update(updates, state, params=None, **extra):
+        seen.append({name: x.shape for name, x in updates.items()})
+        return {name: x @ x.T @ x for name, x in updates.items()}, state
+
+    optimizer = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    params = {name: jax.ShapeDtypeStruct((64, 64), np.float32) for name in "abcdefgh"}
+    mesh = jax.make_mesh((8,), ("shards",))
+    planner = Planner(optimizer, params, Shards(8), mesh=mesh, wanted=WeightUpdate.SHARDED)
+    assert isinstance(planner.plan()[0], Owners)
+    assert seen == [dict.fromkeys(params, (64, 64))]

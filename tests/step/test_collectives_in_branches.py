@@ -16,7 +16,7 @@ import pytest
 from jax import lax
 
 from crossshard import _jax
-from crossshard.jaxprs.invariance import Variance
+from crossshard.jaxprs.dependence import Variance
 from crossshard.jaxprs.walk import Equations, equations_of, equations_within, follow
 from tests.quick import deep_but
 

@@ -1,16 +1,22 @@
-"""Dependence analysis of functions: which inputs the outputs depend on, or are."""
+"""Dependence: which inputs the outputs of a function depend on, or are, and which axes."""
 
 import functools
+import numbers
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
 from crossshard import _jax
-from crossshard.jaxprs.primitives import ADDS, OF_ZEROS
-from crossshard.jaxprs.walk import Analysis, Equations, follow, through
+from crossshard.jaxprs.primitives import ADDS, EQUALIZES, OF_ZEROS
+from crossshard.jaxprs.walk import Analysis, Equations, equations_within, follow, through
+
+Axes = frozenset[str]
+
+_INVARIANT: Axes = frozenset()
 
 
 def depends(function: Callable[..., Any], read: Any, *others: Any) -> bool:
@@ -76,6 +82,22 @@ def hands_on(function: Callable[[Any], Any], given: Any) -> bool:
     return returned_inputs(function, given) == list(range(len(jax.tree.leaves(given))))
 
 
+def varying_axes_of_outputs(sharded: ClosedJaxpr) -> Sequence[Axes]:
+    """For each output of a traced ``shard_map``, the mesh axes over which it may vary.
+
+    JAX's types (``check_vma=True``) also show them, but reject correct steps: a loop whose carry
+    starts invariant and ends varying, a sum over groups. Here a step is traced without types, and
+    the axes over which a value may vary are propagated from the inputs to the outputs.
+
+    Args:
+      sharded: the jaxpr of a function that is a single ``shard_map``.
+    """
+    (equation,) = sharded.jaxpr.eqns
+    mesh_axes, in_specs, jaxpr = _jax.shard_map_parts(equation)
+    inputs = [_names_in(spec) & mesh_axes for spec in in_specs]
+    return follow(Variance(mesh_axes), [jaxpr], inputs)
+
+
 class _Reads(Analysis[int]):
     """The inputs on which a value may depend, as bits."""
 
@@ -92,8 +114,8 @@ class _Reads(Analysis[int]):
 
     def transfer(self, equations: Equations, inputs: Sequence[int]) -> Sequence[int]:
         (equation,) = equations
-        # Values written to a Ref are not tracked.
-        read = _ALL if any(map(_jax.is_ref, equation.invars)) else self.join(inputs)
+        # What a Ref holds, or what a callback returns, is not tracked.
+        read = _ALL if _jax.has_effect(equation) else self.join(inputs)
         return [read] * len(equation.outvars)
 
 
@@ -136,3 +158,49 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 _ZERO = -1
+
+
+class Variance(Analysis[Axes]):
+    """The mesh axes over which a value may vary."""
+
+    def __init__(self, mesh_axes: Axes):
+        self._mesh_axes = mesh_axes
+
+    def constant(self, values: Sequence[Any]) -> Axes:
+        del values
+        return _INVARIANT
+
+    def join(self, facts: Sequence[Axes]) -> Axes:
+        return _INVARIANT.union(*facts)
+
+    def control(self, equations: Equations, decides: Axes) -> Axes:
+        # Shards that take different branches or leave a loop at different times diverge.
+        del equations
+        return decides
+
+    def transfer(self, equations: Equations, inputs: Sequence[Axes]) -> Sequence[Axes]:
+        (equation,) = equations
+        if _jax.has_effect(equation):
+            return [self._mesh_axes] * len(equation.outvars)
+        varies = self.join([*inputs, *map(self._named_by, equations_within(equation))])
+        over = self._named_by(equation)
+        out = varies - over if _equalizes(equation) else varies | over
+        return [out] * len(equation.outvars)
+
+    def _named_by(self, equation: Any) -> Axes:
+        return _names_in(_jax.named_axes(equation)) & self._mesh_axes
+
+
+def _equalizes(equation: Any) -> bool:
+    """Whether an equation is a collective whose output is equal on all shards along its axes."""
+    ungrouped = equation.params.get("axis_index_groups") is None
+    return equation.primitive.name in EQUALIZES and ungrouped
+
+
+def _names_in(names: Any) -> Axes:
+    """The axis names in a nested spec or parameter; positions are not names."""
+    if names is None or isinstance(names, numbers.Integral):
+        return _INVARIANT
+    if isinstance(names, str):
+        return frozenset([names])
+    return _INVARIANT.union(*map(_names_in, names))

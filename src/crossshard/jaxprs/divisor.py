@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from crossshard import _jax
+from crossshard.jaxprs.rewrite import evaluate, flat
 
 # How often two functions are compared on numbers that are drawn; and up to which relative
 # difference two float32 sums of the same numbers, in another order, are equal.
@@ -53,23 +54,26 @@ def value_in(jaxpr: Any, of: Any) -> Value | None:
 
 def _value(jaxpr: Any, args: Sequence[Any], of: Any) -> Any:
     """The value, if it is computed at the top of the jaxpr or in calls."""
-    opened, (output, inner) = _jax.opened(jaxpr), of if isinstance(of, tuple) else (None, of)
-    wanted = of
+    output, inner = of if isinstance(of, tuple) else (None, of)
+    wanted, opened = of, _jax.opened(jaxpr)
     while isinstance(wanted, tuple):
         _, wanted = wanted
     known = dict(zip(opened.constvars, _jax.constants(jaxpr), strict=True))
     known.update(zip(opened.invars, args, strict=True))
-    for equation in opened.eqns:
-        if wanted in known:
-            break
-        given = [x.val if _jax.is_literal(x) else known[x] for x in equation.invars]
+    found = [known[wanted]] if wanted in known else []
+
+    def on(equation: Any, given: list[Any]) -> list[Any]:
         call = _jax.control_flow(equation) if equation.outvars[:1] == [output] else None
-        if isinstance(call, _jax.Call):
+        if isinstance(call, _jax.Call) and not found:
             value = _value(_jax.closed(call.jaxpr), given, inner)
-            if value is not None:
-                return value
-        known.update(zip(equation.outvars, _jax.bound(equation, given), strict=True))
-    return known.get(wanted)
+            found.extend([] if value is None else [value])
+        outputs = _jax.bound(equation, given)
+        pairs = zip(equation.outvars, outputs, strict=True)
+        found.extend(value for variable, value in pairs if variable is wanted)
+        return outputs
+
+    evaluate(jaxpr, args, on)
+    return found[0] if found else None
 
 
 def agree(one: Callable[..., Any], other: Callable[..., Any], *types: Any) -> bool:
@@ -78,7 +82,7 @@ def agree(one: Callable[..., Any], other: Callable[..., Any], *types: Any) -> bo
     One may be the other times a constant.
     """
     traced = [jax.make_jaxpr(each)(*types) for each in (one, other)]
-    if len({str(_jax.without_unread(_jax.flat(each))) for each in traced}) == 1:
+    if len({str(_jax.without_unread(flat(each))) for each in traced}) == 1:
         return True
     both = jax.make_jaxpr(lambda *args: (one(*args), other(*args)))(*types)
     pruned, reads = _jax.pruned(both, [True, True])

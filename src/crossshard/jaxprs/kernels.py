@@ -20,6 +20,7 @@ from crossshard.jaxprs.row_facts import (
     Total,
     is_inexact,
     layout,
+    shape_of,
 )
 from crossshard.jaxprs.walk import Analysis, equations_within, follow
 
@@ -102,7 +103,7 @@ def of_kernel(
         return [OneRow()] * len(pair.one.outvars) if alike else unknown
     rows = [fact for fact in inputs if isinstance(fact, Rows)]
     if not rows:
-        same = [_shape(x) for x in pair.one.outvars] == [_shape(x) for x in pair.other.outvars]
+        same = [shape_of(x) for x in pair.one.outvars] == [shape_of(x) for x in pair.other.outvars]
         alike = same and _jax.says(pair.one) == _jax.says(pair.other)
         own = any(fact.own for fact in inputs if isinstance(fact, Free))
         return [Free(own=own)] * len(pair.one.outvars) if alike and not powers else unknown
@@ -127,14 +128,14 @@ def _outputs(pair: Pair, inputs: Sequence[Fact]) -> list[Rows | Total] | None:
     ((outer,), both), power = (outers, layout(rows)), max(powers, default=0)
     found: list[Rows | Total] = []
     for one, other in zip(pair.one.outvars, pair.other.outvars, strict=True):
-        sizes = zip(_shape(one), _shape(other), strict=True)
+        sizes = zip(shape_of(one), shape_of(other), strict=True)
         grown = [axis for axis, (few, more) in enumerate(sizes) if few != more]
         if power and not is_inexact(one):
             return None
         if power and not grown:
             found.append(Total(power + 1))
             continue
-        slices, odd = divmod(_shape(one)[grown[0]], pair.rows) if len(grown) == 1 else (0, 1)
+        slices, odd = divmod(shape_of(one)[grown[0]], pair.rows) if len(grown) == 1 else (0, 1)
         inner = slices // outer
         if odd or inner * outer != slices:
             return None
@@ -142,10 +143,6 @@ def _outputs(pair: Pair, inputs: Sequence[Fact]) -> list[Rows | Total] | None:
             return None
         found.append(Rows(grown[0], outer, inner, power))
     return found
-
-
-def _shape(atom: Any) -> tuple[int, ...]:
-    return tuple(getattr(atom.aval, "shape", ()))
 
 
 def _is_proven(pair: Pair, inputs: Sequence[Fact], outputs: Sequence[Rows | Total]) -> bool:
@@ -158,7 +155,7 @@ def _is_proven(pair: Pair, inputs: Sequence[Fact], outputs: Sequence[Rows | Tota
         return False
     match pair.name:
         case "approx_top_k":
-            (given,), ndim = inputs, len(_shape(pair.one.invars[0]))
+            (given,), ndim = inputs, len(shape_of(pair.one.invars[0]))
             axis = pair.one.params["reduction_dimension"] % ndim
             rows = [x.axis for x in (given, *outputs) if isinstance(x, Rows)]
             return len(rows) == 3 and len({*rows, axis}) == 2 and axis not in rows
@@ -177,7 +174,7 @@ def _is_attention(pair: Pair, facts: Sequence[Fact]) -> bool:
     powers = [getattr(fact, "power", 0) for fact in facts[:number]]
     linear = powers[:-1] if pair.name == _ATTENTION[1] else powers
     # Those of packed rows and of pages, which are not axes of a batch.
-    packed = any(0 not in _shape(x) for x in pair.one.invars[6:10])
+    packed = any(0 not in shape_of(x) for x in pair.one.invars[6:10])
     rows = [fact for fact in facts if isinstance(fact, Rows)]
     return (
         not (any(linear) or packed or pair.one.params["dropout_rate"])
@@ -211,7 +208,7 @@ def _is_in_rule(pair: Pair, facts: Sequence[Fact]) -> bool:
         names = list(mapping)
         if names and isinstance(names[0], str) and names[0].startswith("…"):
             # Any number of axes in front.
-            several = range(len(_shape(atom)) - len(names) + 1)
+            several = range(len(shape_of(atom)) - len(names) + 1)
             names[:1] = [f"{names[0]}{place}" for place in several]
         if isinstance(fact, Rows):
             factors.add(names.pop(fact.axis))

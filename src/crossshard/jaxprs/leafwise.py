@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from crossshard import _jax
-from crossshard.jaxprs.along import OnSlices
 from crossshard.jaxprs.dependence import inputs_read
-from crossshard.jaxprs.elementwise import Along, Kind, Mixed, Slicing
+from crossshard.jaxprs.rewrite import Written, flat
+from crossshard.jaxprs.slices import DIFFERS, FAILS, Along, Kind, Mixed, Slices, Slicing
 from crossshard.jaxprs.walk import through
 
 Shape = tuple[int, ...]
@@ -129,6 +129,9 @@ class _Finder:
         self._params, self._params_tree = jax.tree.flatten(params)
         self._state, self._state_tree = jax.tree.flatten(state)
         self._slices, self._stacks, self._padded = slices, stacks, padded
+        # Over all walks, in each of which most equations stand as they did.
+        self.analysis, self._read_by = Slices(of_leaves=True), dict[int, Any]()
+        self.analysis.memory = {}
         self._whole: dict[int, str] = {}
         self._stacked: set[int] = set()
         self._of_state: list[int | None] = [None] * len(self._state)
@@ -181,7 +184,7 @@ class _Finder:
         try:
             part = self._trace(self._shape)
         except Exception as error:  # an optimizer may raise anything on slices
-            why = str(Mixed(_FAILS, _jax.source_of_error(error)))
+            why = str(Mixed(FAILS, _jax.source_of_error(error)))
             if not self._stacked:
                 raise NotLeafwise(why) from error
             self._whole |= dict.fromkeys(self._stacked, why)
@@ -243,7 +246,13 @@ class _Finder:
         params = self._params_tree.unflatten([typed(i, x) for i, x in enumerate(self._params)])
         of_state = zip(self._of_state, self._state, strict=True)
         state = self._state_tree.unflatten([typed(leaf, x) for leaf, x in of_state])
-        return _jax.flat(jax.make_jaxpr(self._update)(params, state, params, *self._extra))
+        return flat(jax.make_jaxpr(self._update)(params, state, params, *self._extra))
+
+    def inputs_read(self, equation: Any) -> list[list[int]]:
+        """For each output of an equation of the update the places of the inputs that it reads."""
+        if id(equation) not in self._read_by:
+            self._read_by[id(equation)] = inputs_read(equation)
+        return self._read_by[id(equation)]
 
     def inputs(self) -> list[_Value]:
         """What is known of the inputs."""
@@ -300,7 +309,7 @@ class _Walk:
 
     def __init__(self, finder: _Finder, whole: Any, part: Any):
         self._finder, self._whole, self._part = finder, whole, part
-        self._analysis = OnSlices()
+        self._analysis = finder.analysis
         self._known: dict[tuple[Any, Any], _Value] = {}
         # The inputs that stand for scalars, and those of them that everybody reads.
         self._given: dict[Any, Any] = {}
@@ -327,7 +336,7 @@ class _Walk:
             if not self._follow(*equations):
                 return
         if len(whole.eqns) != len(part.eqns):
-            self.fail(_DIFFERS)
+            self.fail(DIFFERS)
             return
         for place, pair in enumerate(zip(whole.outvars, part.outvars, strict=True)):
             value, out = self._read(pair, None), self._read_from(pair[1])
@@ -369,7 +378,7 @@ class _Walk:
             values = [atom.val for atom in pair]
             return _Value(None, self._analysis.literal(values, equation))
         if literals or pair not in self._known:
-            return _Value(None, Mixed(_DIFFERS, _jax.source_of(equation) if equation else ""))
+            return _Value(None, Mixed(DIFFERS, _jax.source_of(equation) if equation else ""))
         return self._known[pair]
 
     def _follow(self, whole: Any, part: Any) -> bool:
@@ -378,11 +387,11 @@ class _Walk:
         values = [self._read(pair, whole) for pair in pairs]
         if whole.primitive is not part.primitive or len(whole.invars) != len(part.invars):
             leaf = next((each.leaf for each in values if each.leaf is not None), None)
-            self.refuse(leaf, str(Mixed(_DIFFERS, _jax.source_of(whole))))
+            self.refuse(leaf, str(Mixed(DIFFERS, _jax.source_of(whole))))
             return False
         if self._reduces_slices(whole, part, values):
             return True
-        reads = inputs_read(whole)
+        reads = self._finder.inputs_read(whole)
         inputs, leaves = list(map(self._read_from, part.invars)), []
         for read in reads:
             leaf, others = self._leaf_of(whole, {place: values[place] for place in read})
@@ -475,8 +484,9 @@ class _Walk:
         types = (jax.ShapeDtypeStruct(x.aval.shape, t) for t in (bool, x.aval.dtype))
         select = jax.make_jaxpr(lambda mask, x: jnp.where(mask, x, jnp.full_like(x, fill)))(*types)
         mask = self.masks.setdefault((leaf, x.aval.shape), select.jaxpr.invars[0])
-        equations, (found,) = _jax.written_out(select, [mask, x], {})
-        self._equations += equations
+        written = Written()
+        (found,) = written.of(select, [mask, x])
+        self._equations += written.equations
         return found
 
     def _give_out(self, variable: Any, value: _Value) -> Any:
@@ -486,7 +496,3 @@ class _Walk:
             self._given[variable] = _jax.variable_like(variable)
             self.scalars.append(Scalar(value.leaf, value.level))
         return self._given[variable]
-
-
-_FAILS = "it cannot be traced on slices of the parameters"
-_DIFFERS = "it computes something different on slices of the parameters"

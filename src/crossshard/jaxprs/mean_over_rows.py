@@ -19,7 +19,6 @@ import numpy as np
 from crossshard import _jax
 from crossshard.jaxprs.kernels import Assumptions, of_kernel
 from crossshard.jaxprs.primitives import ADDS, ELEMENTWISE, KEYS, MOVES, OVER_SHARDS, PASSES
-from crossshard.jaxprs.row_draws import SAME_NOISE, drawn, is_random
 from crossshard.jaxprs.row_facts import (
     Chunks,
     Fact,
@@ -38,17 +37,30 @@ from crossshard.jaxprs.row_facts import (
     Some,
     Total,
     are_counts,
+    cotangent,
     is_inexact,
     is_inexact_type,
+    is_slope,
     is_zero,
     joined,
     outside,
     power_of,
+    shape_of,
+    tangent,
     worst,
 )
-from crossshard.jaxprs.row_gathers import gathered, of_index, of_own_numbers, scattered
-from crossshard.jaxprs.row_moves import batches_of, merged, of_rows
-from crossshard.jaxprs.row_slopes import cotangent, is_slope, tangent
+from crossshard.jaxprs.row_moves import (
+    SAME_NOISE,
+    batches_of,
+    drawn,
+    gathered,
+    is_random,
+    merged,
+    of_index,
+    of_own_numbers,
+    of_rows,
+    scattered,
+)
 from crossshard.jaxprs.row_sums import ADDS_UNLIKE, added, divided, divisor_of, of_sums
 from crossshard.jaxprs.same_program import do_the_same, is_same_program, scales
 from crossshard.jaxprs.walk import Analysis, Equations, Mismatch, equations_of, follow
@@ -201,7 +213,7 @@ def facts_of(
         )
         return looked_at(jax.make_jaxpr(function)(of_number, *others, own))
 
-    looked_at = lambda jaxpr: jaxpr if only is None else _jax.first_outputs(jaxpr, only)
+    looked_at = lambda jaxpr: jaxpr if only is None else _jax.without_unread(jaxpr, only)
     first = traced(rows) if first is None else looked_at(first)
     assumed = Assumptions() if assumed is None else assumed
     named_in = [] if named_in is None else named_in
@@ -527,13 +539,13 @@ class _OverRows(Analysis[Fact]):
         """The fact of an output, given its shapes."""
         if not self._fits(fact, one, other):
             return pair.undecided(f"{pair.name} of rows")
-        if isinstance(fact, Total) and math.prod(_shape(one)) == 1:
+        if isinstance(fact, Total) and math.prod(shape_of(one)) == 1:
             return replace(fact, single=True, of=one if fact.of is None else fact.of)
         return fact
 
     def _fits(self, fact: Fact, one: Any, other: Any) -> bool:
         """Whether the shape of a value grows only along the axis of its rows."""
-        shapes = _shape(one), _shape(other)
+        shapes = shape_of(one), shape_of(other)
         if isinstance(fact, Chunks) and fact.axis is not None:
             fits = shapes[0][0] == fact.number and shapes[0][fact.axis] == fact.size
             grown = list(shapes[0])
@@ -606,7 +618,7 @@ class _OverRows(Analysis[Fact]):
         alike = all(
             (x.number, x.size, x.axis) == (one.number, one.size, one.axis)
             if isinstance(x, Chunks)
-            else isinstance(x, Free) and set(_shape(atom)) <= {1}
+            else isinstance(x, Free) and set(shape_of(atom)) <= {1}
             for x, atom in zip(inputs, pair.one.invars, strict=True)
         )
         rows = [Rows(0, power=x.power) if isinstance(x, Chunks) else x for x in inputs]
@@ -632,13 +644,13 @@ class _OverRows(Analysis[Fact]):
             of_all = free[0].number if kept and free else None
             return [Free(power, own, of_all, _times(name, free))] * number
         axes = {
-            _axis_that_grows(_shape(one), _shape(other), self._times)
+            _axis_that_grows(shape_of(one), shape_of(other), self._times)
             for one, other in zip(pair.one.outvars, pair.other.outvars, strict=True)
         }
         (axis,) = axes if len(axes) == 1 else (None,)
         if axis is None:
             return pair.undecided(f"{name} makes an array of rows by rows")
-        inner, odd = divmod(_shape(pair.one.outvars[0])[axis], self._rows)
+        inner, odd = divmod(shape_of(pair.one.outvars[0])[axis], self._rows)
         if odd:
             return pair.undecided(f"{name} with the number of rows")
         if name == "iota" and pair.one.params["dimension"] == axis:
@@ -871,12 +883,8 @@ def _both_nan(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
     )
 
 
-def _shape(atom: Any) -> tuple[int, ...]:
-    return tuple(getattr(atom.aval, "shape", ()))
-
-
 def _same_shape(one: Any, other: Any) -> bool:
-    return _shape(one) == _shape(other)
+    return shape_of(one) == shape_of(other)
 
 
 def _axis_that_grows(one: Sequence[int], other: Sequence[int], times: int) -> int | None:

@@ -93,6 +93,7 @@ _TABLE = {
         coo_spmv coo_todense create_linear create_token csr_fromdense csr_matmat csr_matvec
         csr_spmm csr_spmv csr_todense dce_sink debug_callback debug_print delay dma_start dma_wait
         einshape_lo empty_ref free_ref freeze from_edtype get get_barrier_semaphore get_global
+        global_array_to_host_local_array host_local_array_to_global_array
         inspect_sharding log_extend log_read masked_load masked_swap matmul_acc_lhs
         matmul_lhs_fifo matmul_pop matmul_pop_fifo matmul_push_rhs mulhi multiple_of new_box
         new_log new_ref pack_dtype pack_elementwise philox2x32 philox4x32 pin

@@ -322,6 +322,11 @@ def _counts(fact: Fact, atom: Any) -> bool:
     return False
 
 
+def shape_of(atom: Any) -> tuple[int, ...]:
+    """The shape of a variable; empty if it has none."""
+    return tuple(getattr(atom.aval, "shape", ()))
+
+
 def is_inexact(atom: Any) -> bool:
     """Whether a variable is of floats or complex numbers."""
     return is_inexact_type(atom.aval.dtype)
@@ -452,3 +457,54 @@ def _power(fact: Fact) -> int:
 def is_zero(fact: Fact) -> bool:
     """Whether a value is 0 everywhere."""
     return (isinstance(fact, Free) and fact.number == 0) or (isinstance(fact, Rows) and fact.zero)
+
+
+# What the derivatives of a mean over rows are, to which a function's own derivative is held.
+
+_NO_SLOPE = Obstacle(OverRows.UNDECIDED, "a derivative by what is no row and no sum")
+
+
+def tangent(fact: Fact) -> Fact:
+    """What a small change of a value is."""
+    match fact:
+        case Free(power, own):
+            return Free(power, own)
+        case Rows(over=None):
+            return replace(fact, zero=False, entry=None)
+        case Total(power, moved=""):
+            return Total(power)
+        case OneRow():
+            return fact
+    return _NO_SLOPE
+
+
+def cotangent(fact: Fact) -> Fact:
+    """What the derivative of a mean over rows by a value is."""
+    match fact:
+        case Free(power):
+            return Total(-power)
+        case Rows(axis, outer, inner, power, over=None):
+            return Rows(axis, outer, inner, -1 - power)
+        case Total(power, moved=""):
+            return Free(-power)
+        case OneRow(power):
+            return OneRow(-1 - power)
+    return _NO_SLOPE
+
+
+def is_slope(fact: Fact, expected: Fact) -> bool:
+    """Whether a fact is the expected one, where 0 is as good."""
+    if is_zero(fact):
+        return True
+    match fact, expected:
+        case Rows(), Rows():
+            alike = layout([fact, expected]) is not None
+            same = (fact.axis, fact.power, fact.over) == (expected.axis, expected.power, None)
+            return alike and same
+        case ((Total(power, moved="") | Free(power)), Total(by)):
+            return power == by
+        case OneRow(power), Total(by):
+            return power == by - 1
+        case (Free(power), Free(by)) | ((OneRow(power) | Free(power)), OneRow(by)):
+            return power == by
+    return False

@@ -31,7 +31,7 @@ class Analysis(abc.ABC, Generic[Fact]):
     """The facts of an analysis, a join-semilattice of finite height, and their transfer.
 
     Attributes:
-      memory: what calls were found to return, if calls of one jaxpr are to be walked once.
+      memory: what calls, branches and loops were found to return, if each is to be walked once.
     """
 
     memory: dict[Any, Any] | None = None
@@ -151,28 +151,32 @@ def through(
     kinds: Any = [_jax.control_flow(each) for each in equations]
     if None in kinds or not analysis.enters_with(equations, inputs):
         return analysis.transfer(equations, inputs)
+    is_call = isinstance(kinds[0], _jax.Call)
+    if analysis.memory is None:
+        outputs = _entered(analysis, equations, kinds, inputs)
+    else:
+        # Calls of one jaxpr return the same.
+        same = [each.jaxpr for each in kinds] if is_call else equations
+        key = *map(id, same), *inputs
+        if key not in analysis.memory:
+            # With the jaxprs, since another one may get the number of one that is gone.
+            analysis.memory[key] = same, _entered(analysis, equations, kinds, inputs)
+        outputs = analysis.memory[key][1]
+    return analysis.returned(equations, inputs, outputs) if is_call else outputs
+
+
+def _entered(
+    analysis: Analysis[Fact], equations: Equations, kinds: Sequence[Any], inputs: Sequence[Fact]
+) -> Sequence[Fact]:
     match kinds[0]:
         case _jax.Call():
-            outputs = _through_call(analysis, [each.jaxpr for each in kinds], inputs)
-            return analysis.returned(equations, inputs, outputs)
+            return follow(analysis, [each.jaxpr for each in kinds], inputs)
         case _jax.Cond():
             return _through_cond(analysis, equations, kinds, inputs)
         case _jax.While():
             return _through_while(analysis, equations, kinds, inputs)
         case _:
             return _through_scan(analysis, equations, kinds, inputs)
-
-
-def _through_call(
-    analysis: Analysis[Fact], jaxprs: Sequence[Any], inputs: Sequence[Fact]
-) -> Sequence[Fact]:
-    if analysis.memory is None:
-        return follow(analysis, jaxprs, inputs)
-    key = *map(id, jaxprs), *inputs
-    if key not in analysis.memory:
-        # With the jaxprs, since another one may get the number of one that is gone.
-        analysis.memory[key] = jaxprs, follow(analysis, jaxprs, inputs)
-    return analysis.memory[key][1]
 
 
 def _through_cond(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from crossshard.jaxprs.repeats import computed_once
+from crossshard.jaxprs.rewrite import computed_once
 
 
 def opaque_false(count: jax.Array) -> jax.Array:

@@ -253,8 +253,8 @@ def _in_pieces(initial: Initial, inputs: list[Any]) -> TrainState:
     for start in range(0, len(types), _MOST):
         own = types[start : start + _MOST]
         wanted = [start <= place < start + _MOST for place in range(len(types))]
-        function, taken = _jax.piece(jaxpr, wanted)
-        run = jax.jit(function, out_shardings=[x.sharding for x in own])
+        pruned, taken = _jax.pruned(jaxpr, wanted)
+        run = jax.jit(_jax.as_function(pruned), out_shardings=[x.sharding for x in own])
         made += run(*itertools.compress(inputs, taken))
     return tree.unflatten(made)
 

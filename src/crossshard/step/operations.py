@@ -16,6 +16,7 @@ from jax import lax
 
 from crossshard import _jax
 from crossshard.gradients.scalars import is_inexact
+from crossshard.jaxprs import rewrite
 from crossshard.jaxprs.kernels import Assumptions, Operation
 from crossshard.jaxprs.row_facts import Fact, Free, Rows
 from crossshard.jaxprs.walk import equations_within
@@ -56,17 +57,13 @@ class Trial:
 
     def evaluate(self, jaxpr: Any, inputs: Sequence[Any], *, differentiated: bool = True) -> Any:
         """The outputs of a jaxpr, of which each assumed operation is tried on the way."""
-        opened = _jax.opened(jaxpr)
-        values = dict(zip(opened.invars, inputs, strict=True))
-        values |= dict(zip(opened.constvars, getattr(jaxpr, "consts", ()), strict=True))
-        read = lambda atom: atom.val if _jax.is_literal(atom) else values[atom]
-        for equation in opened.eqns:
-            given = list(map(read, equation.invars))
+
+        def on(equation: Any, given: list[Any]) -> Sequence[Any]:
             for operation in self.assumed.operations.get(id(equation), ()):
                 self._try(operation, given, differentiated=differentiated)
-            found = self._run(equation, given, differentiated)
-            values |= dict(zip(equation.outvars, found, strict=True))
-        return list(map(read, opened.outvars))
+            return self._run(equation, given, differentiated)
+
+        return rewrite.evaluate(jaxpr, inputs, on)
 
     def _run(self, equation: Any, given: Sequence[Any], differentiated: bool) -> Sequence[Any]:
         """The outputs of an equation, with trials of what it runs."""

@@ -16,7 +16,7 @@ from crossshard._annotations import PyTree
 from crossshard.collectives.sums import widen
 from crossshard.errors import ArgumentError
 from crossshard.gradients.nesting import inside_optimizer
-from crossshard.jaxprs.elementwise import why_not_elementwise
+from crossshard.jaxprs.slices import why_not_elementwise
 from crossshard.jaxprs.xla import in_loop, opaque_false
 from crossshard.pipeline.stage import Gradients, StageContext
 from crossshard.pipeline.stages.outer import Outer, OuterState, as_anchor

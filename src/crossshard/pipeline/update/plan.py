@@ -22,8 +22,8 @@ from crossshard import _check, _jax
 from crossshard.errors import ArgumentError, CrossshardError, WeightUpdateError
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.status import leaf_name
-from crossshard.jaxprs.elementwise import why_not_elementwise
 from crossshard.jaxprs.leafwise import NotLeafwise, find_leafwise
+from crossshard.jaxprs.slices import is_elementwise, why_not_elementwise
 from crossshard.pipeline.update.arrays import Arrays, Global, Parts, Whole
 from crossshard.pipeline.update.optimize import Unread, find_unread, takes_value
 from crossshard.pipeline.update.owners import Block, Owners, bytes_of_type, cost_of, owners_of
@@ -137,17 +137,19 @@ class Planner:
         stays = [False] * len(whole_state) if self.in_parts else self._unread.state
         alike = zip(whole_state, _split_alike(whole_state, params), stays, strict=True)
         state = tuple(whole if still else split for whole, split, still in alike)
-        obstacle = why_not_in_parts(self._update, self._params, self._state, params, state)
-        if obstacle is None and self._apart is None:
+        arguments = self._whole_and_slices(params, state)
+        if self._apart is None and is_elementwise(self._update, *arguments):
             kept = state, self._unread.gradients, self.in_parts
             return Parts(params, self.shards, self.groups, *kept), "the update is elementwise"
-        return self._if_not_elementwise(params, obstacle)
+        return self._if_not_elementwise(params, arguments)
 
-    def _if_not_elementwise(self, params: Partitions, obstacle: str | None) -> tuple[Arrays, str]:
+    def _if_not_elementwise(self, params: Partitions, arguments: Any) -> tuple[Arrays, str]:
         """A plan leaf by leaf if it can be, else whole, or on global arrays."""
         auto, same_bits = self.wanted is WeightUpdate.AUTO, self.virtual_shards is not None
         only_parts = self.mesh is None or self.groups is not None
+        not_leafwise = ""
         if only_parts and not auto:
+            obstacle = why_not_elementwise(self._update, *arguments)
             raise WeightUpdateError(
                 f"The weight update cannot be sharded here: with groups, or inside your own "
                 f"shard_map, each shard updates its slice alone, and this update is not "
@@ -160,8 +162,10 @@ class Planner:
             try:
                 return self._leaf_by_leaf(params)
             except NotLeafwise as reason:
-                if str(reason) != obstacle:
-                    obstacle = f"{obstacle}; nor leaf by leaf: {reason}"
+                not_leafwise = str(reason)
+        obstacle = why_not_elementwise(self._update, *arguments)
+        if not_leafwise not in ("", obstacle):
+            obstacle = f"{obstacle}; nor leaf by leaf: {not_leafwise}"
         if same_bits and not auto:
             raise WeightUpdateError(
                 f"With virtual_shards the bits must not depend on the number of shards, and a "
@@ -227,11 +231,8 @@ class Planner:
             stay = {i: why for i in slices if i not in cut}
         stacks = {i: (own, *partitions[i].shape[1:]) for i, own in together.items()}
         padded = [i for i, each in split.items() if each.packed_shape != each.shape]
-        update, given = (
-            as_function(self.optimizer, applied=False),
-            (self._params, self._state, [_LOSS]),
-        )
-        found = find_leafwise(update, *given, slices, stacks, padded, stay)
+        given = self._params, self._state, [_LOSS]
+        found = find_leafwise(self._find, *given, slices, stacks, padded, stay)
         pieces = {} if virtual is None else dict.fromkeys(found.stacked, (0, 1))
         for i in set(cut).difference(found.stacked, found.whole):
             axis = cut[i].axis or 0
@@ -290,9 +291,15 @@ class Planner:
             return jax.eval_shape(self.optimizer.init, self._params)
 
     @functools.cached_property
+    def _find(self) -> Callable[..., Any]:
+        return _traced_once(as_updates(self.optimizer))
+
+    @functools.cached_property
     def _update(self) -> Callable[..., Any]:
-        # One function for all checks: JAX traces it on whole arrays once.
-        return as_function(self.optimizer)
+        return as_function(self._find)
+
+    def _whole_and_slices(self, params: Partitions, state: Partitions) -> Any:
+        return whole_and_slices(self._params, self._state, params, state)
 
     @property
     def _number(self) -> int:
@@ -337,7 +344,7 @@ class Planner:
         # For any number of shards.
         halves = [partition_for(each.shape, 2) for each in params]
         of_state = _split_alike(state, halves)
-        if not why_not_in_parts(self._update, self._params, self._state, halves, of_state):
+        if is_elementwise(self._update, *self._whole_and_slices(tuple(halves), tuple(of_state))):
             return None
         with contextlib.suppress(NotLeafwise):
             return self._owners(params, in_parts=False)
@@ -403,36 +410,54 @@ def _has_layers(partition: Partition) -> bool:
     return len(partition.shape) > 2 and partition.shape[0] > 1
 
 
-def as_function(
-    optimizer: optax.GradientTransformationExtraArgs, *, applied: bool = True
-) -> Callable[..., Any]:
-    """An optimizer as ``(params, state, gradients, loss) -> (params, state)``, to be traced.
-
-    It returns the updates in place of the parameters unless these are to be ``applied``.
-    """
+def as_function(find: Callable[..., Any]) -> Callable[..., Any]:
+    """An update ``as_updates`` as ``(params, state, gradients, loss) -> (params, state)``."""
 
     def update(params: Any, state: Any, gradients: Any, loss: Any) -> tuple[Any, Any]:
-        extra_args = {"value": loss} if takes_value(optimizer) else {}
-        with inside_optimizer():
-            updates, after = optimizer.update(gradients, state, params, **extra_args)
-        return optax.apply_updates(params, updates) if applied else updates, after
+        updates, after = find(params, state, gradients, loss)
+        return optax.apply_updates(params, updates), after
 
     return update
 
 
-def why_not_in_parts(
-    update: Callable[..., Any],
-    params: Any,
-    state: Any,
-    of_params: Sequence[Partition],
-    of_state: Sequence[Partition],
-) -> str | None:
-    """Why an update ``as_function`` cannot run on slices of these arrays; ``None`` if it can."""
+def as_updates(optimizer: optax.GradientTransformationExtraArgs) -> Callable[..., Any]:
+    """An optimizer as ``(params, state, gradients, loss) -> (updates, state)``, to be traced."""
+
+    def update(params: Any, state: Any, gradients: Any, loss: Any) -> tuple[Any, Any]:
+        extra_args = {"value": loss} if takes_value(optimizer) else {}
+        with inside_optimizer():
+            return optimizer.update(gradients, state, params, **extra_args)
+
+    return update
+
+
+def _traced_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that Python runs once for arguments of the same types.
+
+    After that it is what it was traced as, with the names and the source lines of that.
+    """
+    known: dict[Any, tuple[Callable[..., Any], Any]] = {}
+
+    def run(*args: Any) -> Any:
+        leaves, tree = jax.tree.flatten(args)
+        key = tree, tuple(map(jax.typeof, leaves))
+        if key not in known:
+            jaxpr, out = jax.make_jaxpr(function, return_shape=True)(*args)
+            known[key] = _jax.as_function(jaxpr), jax.tree.structure(out)
+        found, out = known[key]
+        return jax.tree.unflatten(out, found(*leaves))
+
+    return run
+
+
+def whole_and_slices(
+    params: Any, state: Any, of_params: Sequence[Partition], of_state: Sequence[Partition]
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The types of the arguments of an update ``as_function``, on one shard and on each."""
     local = lambda partition, x: jax.ShapeDtypeStruct(partition.local_shape, x.dtype)
     slices = map_partitions(local, of_params, params)
     of_slices = map_partitions(local, of_state, state)
-    whole = (params, state, params, _LOSS)
-    return why_not_elementwise(update, whole, (slices, of_slices, slices, _LOSS))
+    return (params, state, params, _LOSS), (slices, of_slices, slices, _LOSS)
 
 
 # ---- Updates inside a shard_map of the user's, of blocks that other axes have split.
@@ -490,7 +515,8 @@ def _why_not_on_blocks(
     of_params = blocks(params, splits)
     of_state = blocks(state, other_axes_like(state, params, splits))
     try:
-        return why_not_in_parts(as_function(transformation), params, state, of_params, of_state)
+        update = as_function(as_updates(transformation))
+        return why_not_elementwise(update, *whole_and_slices(params, state, of_params, of_state))
     except TypeError as error:  # it takes more arguments, such as the loss function
         return f"it cannot be traced from gradients and the loss, {str(error).splitlines()[0]}"
 

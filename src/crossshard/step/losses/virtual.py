@@ -24,7 +24,7 @@ from crossshard.collectives.in_order import (
     with_summand,
 )
 from crossshard.errors import ArgumentError, AxisError
-from crossshard.jaxprs.repeats import without_repeats
+from crossshard.jaxprs.rewrite import without_repeats
 from crossshard.jaxprs.walk import equations_of
 from crossshard.jaxprs.xla import opaque_false
 from crossshard.model.layout import StateLayout

@@ -11,7 +11,7 @@ import optax
 import pytest
 from jax import lax
 
-from crossshard.jaxprs.elementwise import why_not_elementwise
+from crossshard.jaxprs.slices import why_not_elementwise
 from tests.optimizers.table import ROWS, SOME, Row
 from tests.quick import deep_but
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from crossshard.jaxprs.along import OnSlices
-from crossshard.jaxprs.elementwise import Along, Kind, Mixed, Slicing
+from crossshard.jaxprs.slices import Along, Kind, Mixed, Slices, Slicing
 from crossshard.jaxprs.walk import follow
 
 LAYERS, PARTS = 6, 3
@@ -22,7 +21,7 @@ def kind_of(function: Callable[[Any], Any]) -> Kind:
     """What the analysis says of a function of a stack."""
     slices = WHOLE[: LAYERS // PARTS]
     jaxprs = [jax.make_jaxpr(function)(x) for x in (WHOLE, slices)]
-    (found,) = follow(OnSlices(), jaxprs, [Along(0)])
+    (found,) = follow(Slices(of_leaves=True), jaxprs, [Along(0)])
     return found
 
 
@@ -97,7 +96,7 @@ def test_what_mixes_layers_is_refused(name: str):
 
 
 def test_one_number_at_every_position_is_a_slice_of_any_kind():
-    assert OnSlices().join([Slicing.UNIFORM, Along(1)]) == Along(1)
-    assert OnSlices().join([Slicing.UNIFORM, Slicing.SAME]) is Slicing.SAME
-    assert isinstance(OnSlices().join([Slicing.SAME, Along(0)]), Mixed)
-    assert isinstance(OnSlices().join([Along(1), Along(0)]), Mixed)
+    assert Slices(of_leaves=True).join([Slicing.UNIFORM, Along(1)]) == Along(1)
+    assert Slices(of_leaves=True).join([Slicing.UNIFORM, Slicing.SAME]) is Slicing.SAME
+    assert isinstance(Slices(of_leaves=True).join([Slicing.SAME, Along(0)]), Mixed)
+    assert isinstance(Slices(of_leaves=True).join([Along(1), Along(0)]), Mixed)

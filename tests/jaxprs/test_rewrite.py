@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from crossshard import _jax
-from crossshard.jaxprs.repeats import computed_once, without_repeats
+from crossshard.jaxprs.rewrite import computed_once, without_repeats
 from crossshard.jaxprs.walk import equations_of
 
 

@@ -1,0 +1,384 @@
+"""Slices: which values of an update are sliced on each shard as its arguments are.
+
+The update is traced on full arrays and on one shard's slices, and the two jaxprs are compared. It
+is elementwise if they match, and if every output element depends only on input elements at the
+same position and on replicated values. One that treats each matrix of a stack alone computes the
+same on some of them: an operation along other axes keeps slices along an axis.
+"""
+
+import dataclasses
+import enum
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from crossshard import _jax
+from crossshard.jaxprs.primitives import ALONG_ONE, ELEMENTWISE, OF_MATRICES, REDUCTIONS
+from crossshard.jaxprs.walk import Analysis, Equations, Mismatch, follow
+
+
+class Slicing(enum.Enum):
+    """How a value on slices stands to the one on full arrays."""
+
+    SAME = "the same on all shards"
+    UNIFORM = "one number at every position"
+    SLICE = "a slice on each shard, each element computed from elements at its position"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixed:
+    """A value whose elements depend on other positions, or on their own position.
+
+    Attributes:
+      reason: the operation that mixes them.
+      source: its source line; empty if unknown.
+    """
+
+    reason: str
+    source: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.reason} ({self.source})" if self.source else self.reason
+
+
+class Along(NamedTuple):
+    """A slice along an axis: what is computed along other axes is the same on slices."""
+
+    axis: int
+
+
+Kind = Slicing | Along | Mixed
+
+
+def is_elementwise(
+    update: Callable[..., tuple[Any, Any]], wholes: tuple[Any, ...], slices: tuple[Any, ...]
+) -> bool:
+    """Whether ``why_not_elementwise`` finds nothing, in less time if it finds something."""
+    whole, expected = jax.make_jaxpr(update)(*wholes), jax.tree.leaves(wholes[:2])
+    # What mixes elements on full arrays mixes them on slices, on which it need not be traced then.
+    if _obstacle(whole, whole, expected, _kinds(wholes, slices)) is not None:
+        return False
+    return why_not_elementwise(update, wholes, slices) is None
+
+
+def why_not_elementwise(
+    update: Callable[..., tuple[Any, Any]], wholes: tuple[Any, ...], slices: tuple[Any, ...]
+) -> str | None:
+    """The reason why an update cannot run on slices of its arrays, or ``None``.
+
+    Args:
+      update: from ``(params, state, …)`` to the new ``(params, state)``.
+      wholes: its full arguments, pytrees with shapes and dtypes.
+      slices: one shard's arguments; leaves of the full shape are replicated.
+
+    Returns:
+      A short reason with its source line.
+    """
+    whole = jax.make_jaxpr(update)(*wholes)
+    try:
+        part = jax.make_jaxpr(update)(*slices)
+    except Exception as error:  # an optimizer may raise anything on slices
+        return str(Mixed(FAILS, _jax.source_of_error(error)))
+    try:
+        return _obstacle(whole, part, jax.tree.leaves(slices[:2]), _kinds(wholes, slices))
+    except Mismatch as mismatch:
+        source = "" if mismatch.equation is None else _jax.source_of(mismatch.equation)
+        return str(Mixed(DIFFERS, source))
+
+
+_WITH_SHAPE = "it computes with the shape of a parameter"
+FAILS = "it cannot be traced on slices of the parameters"
+DIFFERS = "it computes something different on slices of the parameters"
+
+
+def _kinds(wholes: Any, slices: Any) -> list[Kind]:
+    return [
+        Slicing.SAME if one.shape == other.shape else Slicing.SLICE
+        for one, other in zip(*map(jax.tree.leaves, (wholes, slices)), strict=True)
+    ]
+
+
+def _obstacle(whole: Any, part: Any, expected: Sequence[Any], inputs: Sequence[Kind]) -> str | None:
+    outputs = follow(Slices(), (whole, part), inputs)
+    if len(outputs) != len(expected):
+        return "its state changes its structure"
+    for kind, before, after, was in zip(outputs, expected, part.out_avals, inputs, strict=False):
+        if isinstance(kind, Mixed):
+            return str(kind)
+        if after.shape != before.shape or (kind is Slicing.SAME) != (was is Slicing.SAME):
+            return "a new parameter or state array is sliced differently from the old one"
+    return None
+
+
+class Slices(Analysis[Kind]):
+    """The kinds of values in the jaxpr on full arrays, compared with the one on slices.
+
+    Args:
+      of_leaves: whether slices may be along an axis, and only arrays of one leaf meet, which are
+        all split alike.
+    """
+
+    def __init__(self, *, of_leaves: bool = False):
+        self._of_leaves = of_leaves
+
+    def constant(self, values: Sequence[Any]) -> Kind:
+        whole, part = values
+        same = np.shape(whole) == np.shape(part) and bool(np.all(np.asarray(whole) == part))
+        return Slicing.SAME if same else Mixed("a constant with the shape of a parameter")
+
+    def literal(self, values: Sequence[Any], equation: Any) -> Kind:
+        if np.array_equal(values[0], values[1], equal_nan=True):
+            return Slicing.SAME
+        return Mixed(_WITH_SHAPE, "" if equation is None else _jax.source_of(equation))
+
+    def join(self, facts: Sequence[Kind]) -> Kind:
+        mixed: list[Kind] = [kind for kind in facts if isinstance(kind, Mixed)]
+        # One number at every position is a slice of any kind.
+        kinds = [kind for kind in facts if kind is not Slicing.UNIFORM]
+        if mixed or len(set(kinds)) < 2:
+            return [*mixed, *kinds, Slicing.UNIFORM][0]
+        if Slicing.SAME in kinds:
+            return Mixed("an array that is full on one path and a slice on another")
+        return Mixed("an array that is sliced in one way on one path and in another on another")
+
+    def control(self, equations: Equations, decides: Kind) -> Kind | None:
+        if decides is Slicing.SAME:
+            return None
+        whole = equations[0]
+        return Mixed(_CONTROL[whole.primitive.name], _jax.source_of(whole))
+
+    def element(self, equations: Equations, fact: Kind) -> Kind:
+        if fact is Slicing.SAME:
+            return fact
+        return Mixed(_CONTROL["scan"], _jax.source_of(equations[0]))
+
+    def returned(
+        self, equations: Equations, inputs: Sequence[Kind], outputs: Sequence[Kind]
+    ) -> Sequence[Kind]:
+        # A value without a source line, as in a jit that JAX has traced before, takes the call's.
+        return [
+            Mixed(fact.reason, _jax.source_of(equations[0]))
+            if isinstance(fact, Mixed) and not fact.source
+            else fact
+            for fact in outputs
+        ]
+
+    def transfer(self, equations: Equations, inputs: Sequence[Kind]) -> Sequence[Kind]:
+        whole, part = equations
+        name, count = whole.primitive.name, len(whole.outvars)
+        if name == "optimization_barrier":
+            return inputs
+        mixed = [kind for kind in inputs if isinstance(kind, Mixed)]
+        if mixed or not count:  # a debug print has no outputs
+            return mixed[:1] * count
+        if any(isinstance(kind, Along) for kind in inputs):
+            return self._along(whole, part, inputs)
+        if set(inputs) <= {Slicing.SAME}:
+            return [self._of_same(whole, part)] * count
+        if Slicing.SLICE not in inputs:
+            if (
+                name in ELEMENTWISE
+                and _jax.same_but_for_shapes(whole, part)
+                and all(
+                    kind is Slicing.UNIFORM or atom.aval.size == 1
+                    for atom, kind in zip(whole.invars, inputs, strict=True)
+                )
+            ):
+                return [Slicing.UNIFORM] * count
+            if name != "broadcast_in_dim" and _shapes(whole) == _shapes(part):
+                return [self._of_same(whole, part)] * count
+        elif self._of_leaves and name == "reshape" and _is_ravel(whole):
+            # In one order for all arrays of a leaf, which are split alike.
+            return [Slicing.SLICE]
+        out, alike = whole.outvars[0].aval.shape, _jax.same_but_for_shapes(whole, part)
+        in_place = all(
+            atom.aval.shape == out or (kind is Slicing.SAME and atom.aval.shape == ())
+            for atom, kind in zip(whole.invars, inputs, strict=True)
+        )
+        moves_nothing = len(inputs) == 1 and _jax.keeps_order(whole)
+        if in_place and ((name in ELEMENTWISE and alike) or moves_nothing):
+            return [Slicing.SLICE if Slicing.SLICE in inputs else Slicing.UNIFORM] * count
+        return [Mixed(f"{name} over a full parameter", _jax.source_of(whole))] * count
+
+    def _of_same(self, whole: Any, part: Any) -> Kind:
+        """Of values that are the same on all shards."""
+        if _jax.has_effect(whole):
+            reason = f"{whole.primitive.name}, which has an effect"
+            return Mixed(reason, _jax.source_of(whole))
+        name, out = whole.primitive.name, whole.outvars[0].aval
+        is_broadcast = name == "broadcast_in_dim"
+        if self._of_leaves and is_broadcast:
+            given = whole.invars[0].aval
+            if given.size == 1 < out.size:
+                return Slicing.UNIFORM
+            axis = _axis_of_slices(out.shape, part.outvars[0].aval.shape)
+            at = whole.params["broadcast_dimensions"]
+            if axis is not None and (axis not in at or given.shape[at.index(axis)] == 1):
+                return Along(axis)
+        alike = _jax.same_but_for_shapes(whole, part)
+        if alike and _shapes(whole)[len(whole.invars) :] == _shapes(part)[len(part.invars) :]:
+            return Slicing.SAME
+        if is_broadcast and whole.invars[0].aval.shape == ():
+            return Slicing.UNIFORM
+        return Mixed(f"{name} creates an array of a parameter's shape", _jax.source_of(whole))
+
+    def _along(self, whole: Any, part: Any, inputs: Sequence[Kind]) -> Sequence[Kind]:
+        try:
+            axes = axes_after(whole, part, inputs)
+        except ValueError:
+            axes = None
+        if axes is None or not all(map(_is_slice, whole.outvars, part.outvars, axes)):
+            reason = f"{whole.primitive.name} over the stack of a parameter"
+            return [Mixed(reason, _jax.source_of(whole))] * len(whole.outvars)
+        return [Along(axis) for axis in axes]
+
+
+_CONTROL = {
+    "cond": "a branch that depends on the elements of a parameter",
+    "while": "a loop whose length depends on the elements of a parameter",
+    "scan": "a scan along an axis of a parameter",
+}
+
+
+def _shapes(equation: Any) -> list[tuple[int, ...]]:
+    return [atom.aval.shape for atom in (*equation.invars, *equation.outvars)]
+
+
+def _is_ravel(equation: Any) -> bool:
+    return equation.outvars[0].aval.ndim == 1 and _jax.keeps_order(equation)
+
+
+def _axis_of_slices(whole: Sequence[int], part: Sequence[int]) -> int | None:
+    """The one axis in which two shapes differ."""
+    if len(whole) != len(part):
+        return None
+    differ = [axis for axis, pair in enumerate(zip(whole, part, strict=True)) if len(set(pair)) > 1]
+    return differ[0] if len(differ) == 1 else None
+
+
+def _is_slice(whole: Any, part: Any, axis: int) -> bool:
+    return _axis_of_slices(whole.aval.shape, part.aval.shape) == axis
+
+
+def axes_after(whole: Any, part: Any, inputs: Sequence[Kind]) -> Sequence[int] | None:
+    """The axis of the slices of each output; ``None`` if the equation mixes them."""
+    name, outs = whole.primitive.name, len(whole.outvars)
+    found = {kind.axis for kind in inputs if isinstance(kind, Along)}
+    if name == "dot_general":
+        return _of_product(whole, inputs) if _jax.same_but_for_shapes(whole, part) else None
+    if len(found) != 1:
+        return None
+    axis = found.pop()
+    if not _alike(whole, part, axis):
+        return None
+    shape = next(
+        atom.aval.shape
+        for atom, kind in zip(whole.invars, inputs, strict=True)
+        if isinstance(kind, Along)
+    )
+    others = [
+        atom.aval
+        for atom, kind in zip(whole.invars, inputs, strict=True)
+        if not (isinstance(kind, Along) or kind is Slicing.UNIFORM or atom.aval.size == 1)
+    ]
+    if name in ELEMENTWISE:
+        # What is not a slice is the same at every position along the axis.
+        alike = all(x.ndim == len(shape) and x.shape[axis] == 1 for x in others)
+        return [axis] if alike else None
+    after = None if others else _axis_after(whole, axis, shape)
+    return None if after is None else [after] * outs
+
+
+def _axis_after(whole: Any, axis: int, shape: Sequence[int]) -> int | None:
+    """Where the axis of slices is, if nothing but slices of this shape meets, and none mix."""
+    name, params, out = whole.primitive.name, whole.params, whole.outvars[0].aval
+    stays: bool
+    match name:
+        case "transpose":
+            return int(params["permutation"].index(axis))
+        case "broadcast_in_dim":
+            return int(params["broadcast_dimensions"][axis])
+        case "reshape":
+            return _reshaped(out.shape, axis, shape) if params.get("dimensions") is None else None
+        case "slice":
+            whole_axis = (params["start_indices"][axis], params["limit_indices"][axis])
+            stays = whole_axis == (0, shape[axis]) and (params["strides"] or {axis: 1})[axis] == 1
+        case "dynamic_slice":
+            stays = params["slice_sizes"][axis] == shape[axis]
+        case "pad":
+            stays = tuple(params["padding_config"][axis]) == (0, 0, 0)
+        case "tile":
+            stays = params["reps"][axis] == 1
+        case "fft":
+            stays = axis < len(shape) - len(params["fft_lengths"])
+        case "stack":
+            return axis + (params["axis"] <= axis)
+        case "unstack":
+            return None if params["axis"] == axis else axis - (params["axis"] < axis)
+        case "rev":
+            stays = axis not in params["dimensions"]
+        case "split":
+            stays = params["axis"] != axis
+        case "top_k":
+            stays = params.get("axis", -1) % len(shape) != axis
+        case _ if name in OF_MATRICES:
+            stays = axis < len(shape) - 2
+        case _ if name in ALONG_ONE:
+            stays = params[ALONG_ONE[name]] != axis
+        case _ if name in REDUCTIONS or name == "squeeze":
+            gone = params["dimensions" if name == "squeeze" else "axes"]
+            return None if axis in gone else axis - sum(each < axis for each in gone)
+        case _:
+            return None
+    return axis if stays else None
+
+
+def _reshaped(out: Sequence[int], axis: int, shape: Sequence[int]) -> int | None:
+    before = math.prod(shape[:axis])
+    for place, size in enumerate(out):
+        # The same axis; or, if nothing is before it, one that it begins or is split into.
+        starts = math.prod(out[:place]) == before
+        if starts and size > 1 and (size == shape[axis] or before == 1):
+            return place
+    return None
+
+
+def _alike(whole: Any, part: Any, axis: int) -> bool:
+    """Whether the parameters of two equations are equal, but for lengths along an axis."""
+
+    def same(key: str, one: Any, other: Any) -> bool:
+        if key in _LENGTHS and len(one) == len(other):
+            one, other = (each[:axis] + each[axis + 1 :] for each in (one, other))
+        return key in _OF_OUTPUT or one is other or bool(one == other)
+
+    return all(same(key, whole.params[key], part.params[key]) for key in whole.params)
+
+
+# They say how long the axes of an input are; those of an output are compared.
+_LENGTHS = frozenset({"limit_indices", "slice_sizes"})
+_OF_OUTPUT = frozenset({"new_sizes", "shape", "sharding", "out_sharding"})
+
+
+def _of_product(whole: Any, inputs: Sequence[Kind]) -> Sequence[int] | None:
+    contracted, batched = whole.params["dimension_numbers"]
+    (left, right), free = inputs, len(batched[0])
+    if isinstance(left, Along) and isinstance(right, Along):
+        pairs = list(zip(*batched, strict=True))
+        both = (left.axis, right.axis)
+        return [pairs.index(both)] if both in pairs else None
+    for place, kind in enumerate((left, right)):
+        if isinstance(kind, Along):
+            other = (right, left)[place]
+            kept = [
+                axis
+                for axis in range(whole.invars[place].aval.ndim)
+                if axis not in (*contracted[place], *batched[place])
+            ]
+            if other is not Slicing.SAME or kind.axis not in kept:
+                return None
+            return [free + kept.index(kind.axis)]
+        free += whole.invars[place].aval.ndim - len(contracted[place]) - len(batched[place])
+    return None
