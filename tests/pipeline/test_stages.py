@@ -39,7 +39,7 @@ def test_they_stand_in_the_order_of_their_phases(options):
 def test_each_has_its_own_field_of_the_state():
     fields = [stage.state_field for stage in stages(EVERY) if stage.state_field]
     # Workers that synchronise rarely are for whole steps.
-    assert sorted([*fields, "outer"]) == sorted(CrossShardState._fields)
+    assert sorted([*fields, "outer", "others"]) == sorted(CrossShardState._fields)
 
 
 def test_those_that_are_not_asked_for_are_not_there():

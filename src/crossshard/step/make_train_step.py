@@ -21,8 +21,9 @@ from crossshard.model.trained import check_wrt
 from crossshard.optimizer.cross_shard_optimizer import pipeline_of, transformation_of
 from crossshard.pipeline.aggregators.few_bits import FewBits, Quantized
 from crossshard.pipeline.aggregators.in_order import InOrder
-from crossshard.pipeline.options import Options, check_gather_dtype, check_names, check_options
-from crossshard.pipeline.pipeline import Pipeline
+from crossshard.pipeline.options import Options, check_gather_dtype
+from crossshard.pipeline.pipeline import Pipeline, check_names, names_of_options
+from crossshard.pipeline.stages.local_sgd import check_workers
 from crossshard.pipeline.stages.weigh import check_weighable
 from crossshard.pipeline.update.plan import Rest, WeightUpdate, check_weight_update
 from crossshard.shards.mesh import mesh_and_axes, number_of_shards
@@ -36,7 +37,6 @@ from crossshard.step.loss_over import (
     check_over_batch,
     check_rng_per,
 )
-from crossshard.step.rarely import check_outer, check_workers, with_workers
 from crossshard.step.shard_loss import ShardLoss
 from crossshard.step.step_function import StepFunction
 from crossshard.step.train_step import TrainStep
@@ -210,10 +210,11 @@ def make_train_step(
     """
     _check.function("loss_fn", loss_fn)
     wrapped = transformation_of(optimizer)
-    check_names(make_train_step, options, StepOptions)
+    check_names(make_train_step, options, StepOptions, of_steps=True)
     _check.flag("has_aux", has_aux)
-    accumulate_steps, stages = check_options(options)
-    pipeline = pipeline_of(wrapped, stages)
+    accumulate_steps = _check.whole_number("accumulate_steps", options.get("accumulate_steps", 1))
+    of_stages = names_of_options()
+    pipeline = pipeline_of(wrapped, {x: y for x, y in options.items() if x in of_stages})
     where, axes = mesh_and_axes(num_shards, mesh, axis_name, pipeline.axis_name)
     kind = check_model_state(model_state)
     takes = ("params", "batch") if kind is None else ("params", "model_state", "batch")
@@ -234,15 +235,9 @@ def make_train_step(
         is_summed=pipeline.reduction is Reduction.SUM,
     )
     number = number_of_shards(where, axes)
-    outer = check_outer(
-        options.get("sync_every"),
-        options.get("outer_optimizer"),
-        options.get("outer_reduce_dtype"),
-        sync_streaming=options.get("sync_streaming", False),
-    )
-    if outer is not None:
-        check_workers(pipeline, params=params, loss=loss)
-        pipeline = with_workers(pipeline, outer, number)
+    if pipeline.joins_groups:
+        check_workers(pipeline, over_batch=loss.is_over_batch, in_parts=params == Rest.SHARDED)
+        pipeline = pipeline.with_workers(number)
     pipeline = _check_pipeline(pipeline, number, weight)
     virtual = check_virtual_shards(
         options.get("virtual_shards"),
@@ -255,7 +250,7 @@ def make_train_step(
     )
     if virtual is not None:
         loss = dataclasses.replace(loss, virtual_shards=virtual)
-        pipeline = dataclasses.replace(pipeline, aggregator=InOrder(virtual))
+        pipeline = pipeline.with_options(aggregator=InOrder(virtual))
     if isinstance(pipeline.aggregator, FewBits):
         pipeline.aggregator.check_axes(axes, pipeline.groups)
     if loss.is_over_batch:

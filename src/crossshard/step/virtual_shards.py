@@ -74,7 +74,7 @@ def check_virtual_shards(
             "Write loss_over='rows'.",
         ),
         (
-            pipeline.outer is not None,
+            pipeline.joins_groups,
             "sync_every lets each worker train alone, and there are as many as shards or groups",
             "Leave one of them out.",
         ),
