@@ -548,6 +548,8 @@ def pipeline_of(optimizer: Transformation, options: Mapping[str, Any]) -> Pipeli
       ArgumentTypeError: an option is invalid.
     """
     pipeline = optimizer.pipeline
+    if not options:
+        return pipeline
     # Which checks them first.
     given = dataclasses.replace(pipeline, options=options).options
     asked = {name: value for name, value in given.items() if _is_asked(value)}

@@ -315,7 +315,7 @@ def _check_pipeline(pipeline: Pipeline, number: int, weight: Any) -> Pipeline:
         )
     if pipeline.groups is not None:
         pipeline.groups.check_covers(number)
-    if pipeline.over_all_shards:
+    if pipeline.groups is not None and pipeline.over_all_shards:
         # One group of all shards, in any order, is the same as no groups.
         pipeline = dataclasses.replace(pipeline, groups=None)
     if pipeline.incoming not in (None, GradientStatus.LOCAL):
